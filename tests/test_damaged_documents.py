@@ -376,7 +376,6 @@ def no_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a fault: whatever type stands there is believed."""
     monkeypatch.setattr(jsonio, "_checked", lambda value, *kinds: value)
     monkeypatch.setattr(jsonio, "_number", lambda value, *kinds: value)
-    monkeypatch.setattr(records, "_number", lambda value, *_: value)
     monkeypatch.setattr(tickets, "checked_number", lambda value, *_: value)
 
 

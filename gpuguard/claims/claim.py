@@ -2,7 +2,14 @@
 
 The kernel drops an flock when its last holder dies, however it dies, so a claim cannot go stale; and the job inherits
 the descriptors, so the claim lives while the supervisor *or* any process of the job lives.  The text in the record is
-only for people; the lock is the truth.  Does not choose devices: see lock.
+only for people; the lock is the truth.  Of a device, a part or a share of it all locks are taken, or none:
+
+    a device              its lock alone
+    a MIG instance        its lock alone, that of its GPU shared
+    a share of either     its lock shared, and a slot of it alone
+    inside a claim        a lock for what is inside of it, which only its owner requests
+
+Does not choose devices: see lock.
 """
 
 from __future__ import annotations
@@ -12,6 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -103,8 +111,8 @@ class Claim(Sequence[Device]):
     def __len__(self) -> int:
         return len(self.devices)
 
-    def __getitem__(self, place: Any) -> Any:
-        return self.devices[place]
+    def __getitem__(self, index: Any) -> Any:
+        return self.devices[index]
 
     def __repr__(self) -> str:
         released = ", released" if self.devices and not self.locks else ""
@@ -158,7 +166,7 @@ class Claim(Sequence[Device]):
         """Make sure that the locks are still held, and lock them again if the job has unlocked them.
 
         Raises:
-            ClaimLost: a lock is held by somebody else now, or its file was replaced; or the claim was released from
+            ClaimLost: a lock is held by another process now, or its file was replaced; or the claim was released from
                 outside, and then nothing of it is held any more.
         """
         with self._mutex:
@@ -178,15 +186,21 @@ class Claim(Sequence[Device]):
             self._release(ours=self._pid == os.getpid())
 
     def _release(self, *, ours: bool) -> None:
-        if self._record:
-            if ours and is_same_file(self._record.descriptor, self._record.path):
-                _remove(self._record.path)
-            _close(self._record, unlock=ours)
+        self._release_record(ours=ours)
         for lock in self._locks:
             _close(lock, unlock=ours)
         for path in self.arrival_files if ours and self._locks else ():
-            _touch(path)
-        self._locks, self._record = (), None
+            with suppress(OSError):  # the reservation was cancelled
+                os.utime(path, follow_symlinks=False)
+        self._locks = ()
+
+    def _release_record(self, *, ours: bool) -> None:
+        if self._record:
+            if ours and is_same_file(self._record.descriptor, self._record.path):
+                with suppress(OSError):  # it was released from outside at the same moment
+                    os.unlink(self._record.path)
+            _close(self._record, unlock=ours)
+            self._record = None
 
     def slots(self, directory: LockDirectory) -> list[str]:
         """The names of the slots that it holds of devices which it shares."""
@@ -228,24 +242,18 @@ class Claim(Sequence[Device]):
             why = why_full(directory, error)
             self.warning = f"others cannot see what this claim is for: no record in {directory.records} ({why})"
             return
-        _tidy(directory, os.geteuid() if owner is None else owner)
+        _remove_dead_records(directory, os.geteuid() if owner is None else owner)
 
     def remove_record(self) -> None:
         """Remove the record; the locks stay."""
         with self._mutex:
-            if self._record:
-                if is_same_file(self._record.descriptor, self._record.path):
-                    _remove(self._record.path)
-                _close(self._record, unlock=True)
-                self._record = None
+            self._release_record(ours=True)
 
     def expect_end(self, when: float) -> None:
         """Let the record tell others when (unix time) the job should end, as far as that can be told."""
-        try:
+        with suppress(OSError):  # only requests that wait would have known
             if self._record:
                 write_expected(self._record.descriptor, when)
-        except OSError:
-            return  # only requests that wait would have known
 
     def release_request(self) -> ReleaseRequest | None:
         """What a user who may requests of this claim, and was not answered yet."""
@@ -261,15 +269,13 @@ class Claim(Sequence[Device]):
             write_request(self._record.descriptor, request)
 
 
-def _tidy(directory: LockDirectory, uid: int) -> None:
-    """Remove the records of dead claims of *uid* where there are many: each job with --exec leaves one."""
+def _remove_dead_records(directory: LockDirectory, uid: int) -> None:
+    """Where a user has many: each job with --exec leaves one."""
     start = f"{directory.prefix}claim.{uid}."
-    try:
+    with suppress(OSError, ClaimError):
         own = [name for name in os.listdir(directory.records) if name.startswith(start)]
         for name in own if len(own) > _MOST_RECORDS else ():
             read_record(directory, uid, name[len(start) : -len(".json")])  # a dead one is removed by that
-    except (OSError, ClaimError):
-        return
 
 
 SHARE_VARIABLES = ("GPUGUARD_MEMORY", "TF_FORCE_GPU_ALLOW_GROWTH", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -292,18 +298,10 @@ def share_environment(memory: int, devices: Sequence[Device], environ: Mapping[s
     return variables
 
 
-# The locks of one device, of a part of it, or of a share of it: all of them or none, at once or not at all.
-#
-#     a device              its lock alone
-#     a MIG instance        its lock alone, that of its GPU shared
-#     a share of either     its lock shared, and a slot of it alone
-#     inside a claim        a lock for what is inside of it, which only its owner asks for
-
-
 def lock_parts(
     directory: LockDirectory, device: Device, request: Request, outer: ClaimRecord | None
 ) -> tuple[Lock, ...] | None:
-    """The locks of *device* for *request*; None, and nothing locked, when somebody else has one of them.
+    """The locks of *device* for *request*; None, and nothing locked, when another process has one of them.
 
     Args:
         directory: of the locks.
@@ -352,7 +350,7 @@ def lock_parts(
 
 
 def lock_device(directory: LockDirectory, name: str, operation: int) -> Lock | None:
-    """Lock what *name* (a uuid) stands for, exclusive or shared; None when somebody else has it."""
+    """Lock what *name* (a uuid) stands for, exclusive or shared; None when another process has it."""
     # Its number comes first: an interruption behind the flock finds one descriptor, and closes it.
     descriptor, path, lock = _high_descriptor(open_lock(directory, name)), directory.lock_path(name), None
     try:
@@ -387,7 +385,7 @@ def _high_descriptor(descriptor: int) -> int:
 
 
 def _close(lock: Lock, *, unlock: bool) -> None:
-    try:
+    with suppress(OSError):  # closed already
         if _identity(lock.descriptor) != lock.identity:
             return  # the program closed our descriptor, and the number means another file now
         try:
@@ -395,27 +393,11 @@ def _close(lock: Lock, *, unlock: bool) -> None:
                 fcntl.flock(lock.descriptor, fcntl.LOCK_UN)
         finally:
             os.close(lock.descriptor)
-    except OSError:
-        return  # closed already
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except OSError:
-        return  # it was released from outside at the same moment
-
-
-def _touch(path: str) -> None:
-    try:
-        os.utime(path, follow_symlinks=False)
-    except OSError:
-        return  # the reservation was cancelled
 
 
 def _fault(lock: Lock) -> str | None:
@@ -426,4 +408,4 @@ def _fault(lock: Lock) -> str | None:
         if try_flock(lock.descriptor, lock.operation):
             return None
         time.sleep(0.01)
-    return f"{lock.path} is locked by somebody else: the job, or a process in it, had unlocked it."
+    return f"{lock.path} is locked by another process: the job, or a process in it, had unlocked it."

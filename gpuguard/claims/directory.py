@@ -20,6 +20,7 @@ import fcntl
 import os
 import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from typing import TYPE_CHECKING
@@ -139,18 +140,14 @@ def _keeper(path: str, gate: str) -> tuple[int | None, bool]:
         return None, False
     if not stat.S_ISREG(status.st_mode) or stat.S_IMODE(status.st_mode) != BROKERED:
         return None, False
-    if not is_roots(status) and status.st_uid not in (os.lstat(path).st_uid, _daemons_user(path)):
+    owners = [os.lstat(path).st_uid]
+    with suppress(OSError):
+        # The owner of the daemon's directory, which only the owner of *path* can have put there.
+        own = os.lstat(f"{path}/{NAME}")
+        owners += [own.st_uid] if _daemon_directory_fault(own) is None else []
+    if not is_roots(status) and status.st_uid not in owners:
         return None, False
     return status.st_uid, not os.access(gate, os.R_OK, effective_ids=True)
-
-
-def _daemons_user(path: str) -> int | None:
-    """The owner of the daemon's directory, which only the owner of *path* can have put there."""
-    try:
-        status = os.lstat(f"{path}/{NAME}")
-    except OSError:
-        return None
-    return status.st_uid if stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o022 else None
 
 
 def _make_ready(path: str, *subdirectories: str) -> bool:
@@ -194,7 +191,7 @@ def _sticky_directory() -> LockDirectory:
 
 
 def _check_directory(path: str, *, own: bool, sticky: bool = False, keeper: int | None = None) -> int:
-    """Refuse a directory in which somebody else could replace the files; returns its owner."""
+    """Refuse a directory in which another user could replace the files; returns its owner."""
     try:
         status = os.lstat(path)
     except OSError as error:
@@ -264,7 +261,10 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
         except OSError as error:
             if shortage(error):  # nothing is wrong with the file
                 raise
-            raise _unusable(path, error) from error
+            reason = "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be opened ({error.strerror})"
+            raise LockDirectoryError(
+                f"{path} {reason}.  Somebody planted it: look at it with `ls -l`, and remove it as root."
+            ) from error
         try:
             mode = 0o444 if directory.keeper is None else BROKERED
             descriptor = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, mode)
@@ -282,11 +282,6 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
             os.fchown(descriptor, directory.keeper, -1)
         return descriptor
     raise LockDirectoryError(f"{path} is not readable.  Run `sudo gpuguard setup` again.")
-
-
-def _unusable(path: str, error: OSError) -> LockDirectoryError:
-    reason = "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be opened ({error.strerror})"
-    return LockDirectoryError(f"{path} {reason}.  Somebody planted it: look at it with `ls -l`, and remove it as root.")
 
 
 def _check_file(descriptor: int, path: str, owners: tuple[int | None, ...]) -> None:
@@ -355,25 +350,20 @@ class Gate:
         if self._directory.closed or self._directory.is_missing():
             return self
         self._file = FileIO(open_lock(self._directory, "gate"))  # an interruption before __exit__ closes it, too
+        path, pause = self._directory.lock_path("gate"), 0.0005
+        deadline = time.monotonic() + (min(self._seconds, GATE_SECONDS_AGAIN) if path in _jammed else self._seconds)
         try:
-            self._pass(self._file.fileno())
+            while not try_flock(self._file.fileno()):
+                if time.monotonic() >= deadline:
+                    _jammed.add(path)
+                    return self
+                time.sleep(pause)
+                pause = min(pause * 2, 0.01)
         except BaseException:  # as of a file system that cannot lock now
             self._file.close()
             raise
-        return self
-
-    def _pass(self, descriptor: int) -> None:
-        path = self._directory.lock_path("gate")
-        seconds = min(self._seconds, GATE_SECONDS_AGAIN) if path in _jammed else self._seconds
-        deadline = time.monotonic() + seconds
-        pause = 0.0005
-        while not try_flock(descriptor):
-            if time.monotonic() >= deadline:
-                _jammed.add(path)
-                return
-            time.sleep(pause)
-            pause = min(pause * 2, 0.01)
         _jammed.discard(path)
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
@@ -381,17 +371,12 @@ class Gate:
         if self._file is None:
             return
         try:
-            # Explicitly: a child that another thread forked meanwhile has a copy of the descriptor.
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-        except OSError:
-            return  # without such a child closing it will do
+            with suppress(OSError):
+                # Explicitly: a child that another thread forked meanwhile has a copy of the descriptor.
+                fcntl.flock(self._file, fcntl.LOCK_UN)
         finally:
             self._file.close()
 
-
-# A daemon with a user of its own must not write among the lock files, so it has a directory of its own there.  Root
-# says which one, because only root can put it there, and its owner says who the daemon is: files of any other user
-# count for nothing.  Without that directory the files lie beside the claims and are trusted as these are.
 
 NAME = "daemon"
 USER = "gpuguard"  # as whom the service runs, and to whom the directory is given
@@ -401,6 +386,9 @@ USER = "gpuguard"  # as whom the service runs, and to whom the directory is give
 class DaemonFiles:
     """A directory of files that the daemon writes.
 
+    A daemon with a user of its own must not write among the lock files, so it has a directory of its own there.  Root
+    says which one, because only root can put it there, and its owner says who the daemon is: files of any other user
+    count for nothing.  Without that directory the files lie beside the claims and are trusted as these are.
     *owner* is the uid to whom they must belong, if not to root; None where any user could have made them.
     """
 
@@ -424,7 +412,7 @@ def daemon_files(directory: LockDirectory) -> DaemonFiles:
         status = os.lstat(path)
     except OSError:
         status = None
-    if status is None or directory.owner is None or _fault(status):
+    if status is None or directory.owner is None or _daemon_directory_fault(status):
         return DaemonFiles(directory.path, directory.owner, directory.prefix)
     return DaemonFiles(path, status.st_uid)
 
@@ -434,11 +422,11 @@ def fault_of(directory: LockDirectory) -> str | None:
     path = f"{directory.path}/{NAME}"
     if directory.owner is None or not os.path.lexists(path):
         return None
-    fault = _fault(os.lstat(path))
+    fault = _daemon_directory_fault(os.lstat(path))
     return f"{path} {fault}" if fault else None
 
 
-def _fault(status: os.stat_result) -> str | None:
+def _daemon_directory_fault(status: os.stat_result) -> str | None:
     if not stat.S_ISDIR(status.st_mode):
         return "is no directory"
     return f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o})" if status.st_mode & 0o022 else None
@@ -455,7 +443,12 @@ def open_lock_file(files: DaemonFiles, name: str) -> int:
     try:
         descriptor = open_in_place(path, flags)
     except FileNotFoundError:
-        descriptor = _make_file(files, path, flags)
+        try:
+            descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            if files.owner and os.geteuid() == 0:
+                os.fchown(descriptor, files.owner, -1)  # or the daemon could never open what root made for it
+        except FileExistsError:  # another process was quicker
+            descriptor = open_in_place(path, flags)
     try:
         status = os.fstat(descriptor)
         private = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid in files.owners()
@@ -466,23 +459,3 @@ def open_lock_file(files: DaemonFiles, name: str) -> int:
         raise
     os.close(descriptor)
     raise OSError(0, "it is not a file of the daemon's alone; look at it with `ls -l`, and remove it")
-
-
-def make_lock_file(files: DaemonFiles, name: str) -> str:
-    """The path of such a lock file, which is there now, for FileLock.
-
-    Raises:
-        OSError: it cannot be opened, or it is not what it should be.
-    """
-    os.close(open_lock_file(files, name))
-    return files.file(name)
-
-
-def _make_file(files: DaemonFiles, path: str, flags: int) -> int:
-    try:
-        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:  # another process was quicker
-        return open_in_place(path, flags)
-    if files.owner and os.geteuid() == 0:
-        os.fchown(descriptor, files.owner, -1)  # or the daemon could never open what root made for it
-    return descriptor

@@ -1,5 +1,11 @@
 """Who really holds the locks: the processes that have them open, from /proc; and who is known to have done so just now.
 
+Of a file that is no regular one its driver writes what /proc/PID/fdinfo says, and may wait for what its owner holds:
+an epoll(7) that is just handing over events to a page of FUSE keeps a reader of its fdinfo waiting, and no signal ends
+that (state D), not even SIGKILL.  So where it cannot be seen which descriptors are files (a guard with CAP_SYS_PTRACE)
+a reader process with nothing of ours open reads it.  Until that comes back it is unknown what that user has locked; and
+of users who take too much of all time with answers that do come, too: see deadline.
+
 Does not say whose a claim is: see records.
 """
 
@@ -16,9 +22,9 @@ from typing import TYPE_CHECKING
 
 from gpuguard import procfs
 from gpuguard.backends import worker
-from gpuguard.deadline import charge, owed_by
+from gpuguard.deadline import charge, owed_by, stopwatch
 from gpuguard.files import device_of, hold_in_place, status_in_place
-from gpuguard.procfs import in_first_pid_namespace
+from gpuguard.procfs import in_first_pid_namespace, uid_behind
 from gpuguard.users import user_name
 
 if TYPE_CHECKING:
@@ -38,8 +44,8 @@ def holders_of(
 ) -> dict[str, dict[int, int]]:
     """Per device the processes (of suspect uids) that hold its lock, pid -> uid, as far as this user may see them.
 
-    From /proc/PID/fdinfo: /proc/locks names whoever took the lock, even when only the job that inherited it lives.
-    Whoever has so much open that it takes too long hides his own processes alone.
+    From /proc/PID/fdinfo: /proc/locks names the process that took the lock, even when only the job that inherited it lives.
+    A user who has so much open that it takes too long hides only processes of their own.
     """
     start = f"{os.path.realpath(directory.locks)}/{directory.prefix}"
     inodes = {uuid: inode for uuid in uuids if (inode := inode_of(directory.lock_path(uuid)))}
@@ -51,33 +57,29 @@ def holders_of(
             continue
         begun = time.monotonic()
         try:
-            uid = os.stat(f"/proc/{entry}").st_uid or _behind(entry)
+            uid = os.stat(f"/proc/{entry}").st_uid or _uid_behind(entry)
             suspect = is_suspect(uid) and (uid == 0 or spent.get(uid, 0.0) < MOST_SECONDS)
             maybe = _locked(entry, uid, paths) if suspect else []
         except OSError:
             continue  # gone, or not ours to see
         for number, uuid in maybe:
-            # In a mount namespace of his own anybody has a file of his own at that path.
+            # In a mount namespace of their own any user has a file of their own at that path.
             if not number or locked_inode(entry, number) == inodes[uuid]:
                 found.setdefault(uuid, {})[int(entry)] = uid
         spent[uid] = spent.get(uid, 0.0) + time.monotonic() - begun
     return found
 
 
-def _behind(pid: str) -> int:
+def _uid_behind(pid: str) -> int:
     """The uid for which a process acts that is root in effect."""
-    from gpuguard.procfs import uid_behind
-
-    with _files(pid) as files:
-        nothing = next(files, None) is None  # as those of the kernel itself, of which there are thousands
-    return 0 if nothing else uid_behind(int(pid)) or 0
-
-
-def _files(pid: str) -> os._ScandirIterator[str]:
     try:
-        return os.scandir(f"/proc/{pid}/fd")
+        files = os.scandir(f"/proc/{pid}/fd")
     except PermissionError:
-        return os.scandir(f"/proc/{pid}/fdinfo")
+        files = os.scandir(f"/proc/{pid}/fdinfo")
+    with files:
+        if next(files, None) is None:  # as those of the kernel itself, of which there are thousands
+            return 0
+    return uid_behind(int(pid)) or 0
 
 
 def _locked(pid: str, uid: int, paths: dict[str, str]) -> list[tuple[str, str]]:
@@ -92,15 +94,14 @@ def _locked(pid: str, uid: int, paths: dict[str, str]) -> list[tuple[str, str]]:
         # CAP_SYS_PTRACE opens fdinfo; only CAP_DAC_READ_SEARCH opens fd, and every file of the machine with it.
         if not may_see_locks(pid):
             return []
-
         return [("", paths[inode]) for inode in locked_files(int(pid), uid, MOST_SECONDS).values() if inode in paths]
     return [(number, paths[path]) for number, path in targets if path in paths]
 
 
 def locked_by(pid: int | str, uid: int, seconds: float, *, whole: bool = False) -> dict[int, str]:
-    """Descriptor -> "major:minor:inode" of what a process has locked, as fdlocks.locked_files().
+    """Descriptor -> "major:minor:inode" of what a process has locked, as locked_files().
 
-    Without a process apart where it can be seen which descriptors are files.
+    Without the reader process where it can be seen which descriptors are files.
 
     Raises:
         TimeoutError: with *whole*, when not all could be read in that time.
@@ -155,7 +156,10 @@ def _open_nowhere(inodes: Collection[str]) -> set[str]:
         begun = time.monotonic()
         try:
             uid = os.stat(f"/proc/{entry}").st_uid
-            for table in _descriptor_tables(entry):
+            tables = [entry]
+            if not os.listdir(f"/proc/{entry}/fdinfo"):  # the first of its threads has ended
+                tables = [f"{entry}/task/{thread}" for thread in os.listdir(f"/proc/{entry}/task")]
+            for table in tables:
                 left -= set(locked_by(table, uid, MOST_SECONDS - spent.get(uid, 0.0), whole=True).values())
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended
@@ -165,13 +169,6 @@ def _open_nowhere(inodes: Collection[str]) -> set[str]:
             break
         spent[uid] = spent.get(uid, 0.0) + time.monotonic() - begun
     return left
-
-
-def _descriptor_tables(pid: str) -> list[str]:
-    """Where /proc lists what a process has open: with its threads, once the first of them has ended."""
-    if os.listdir(f"/proc/{pid}/fdinfo"):
-        return [pid]
-    return [f"{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
 
 
 def hidden_claim_text(paths: Iterable[str]) -> str:
@@ -243,8 +240,8 @@ def target_of(pid: str | int, descriptor: str) -> str:
 def locked_inode(pid: str | int, descriptor: str) -> str:
     """The "major:minor:inode" of the file that is locked through it, as the kernel writes it; "" where none is.
 
-    Of a regular file alone: of what else it may be this may never come back, see fdlocks.
-    Anybody may put another kind of lock on a file that he may read.  And what the kernel says of every file stands in
+    Of a regular file alone: of anything else this may never come back.  Any user may put another kind of lock on a file
+    that they may read.  And what the kernel says of every file stands in
     front: behind it may follow text of the owner, lines and all (the name of a dma-buf).
     """
     for line in (procfs.read_proc(f"/proc/{pid}/fdinfo/{descriptor}") or b"").split(b"\n"):
@@ -258,10 +255,7 @@ def locked_inode(pid: str | int, descriptor: str) -> str:
 
 
 def holders_answer() -> NoReturn:
-    """Read what processes have locked until nobody asks any more: the life of a reader, see fdlocks."""
-    from gpuguard.backends import worker
-    from gpuguard.deadline import stopwatch
-
+    """Read what processes have locked until no further request comes: the life of the reader process."""
     worker.send(1, ("ready",))
     while request := worker.receive(0):
         pid, seconds = request
@@ -310,23 +304,14 @@ def remembered(known: Sequence[ClaimRecord], records: Sequence[ClaimRecord]) -> 
     return found
 
 
-# Which files another process has locked, by /proc/PID/fdinfo, where what its descriptors are cannot be seen before.
-#
-# Of a file that is no regular one its driver writes that text, too, and may wait for what its owner holds: an epoll(7)
-# that is just handing over events to a page of FUSE keeps whoever reads its fdinfo waiting, and no signal ends that
-# (state D), not even SIGKILL.  So a process apart reads it, with nothing of ours open: of whom it does not come back is
-# unknown what he has locked, until it does; and of whoever takes too much of all time with looks that do, see apart.
-# Only who may see that text, and not where descriptors lead, needs it: a guard with CAP_SYS_PTRACE.  See holders.
-
-
 SLACK_SECONDS = 0.5  # beyond what a look may take
 SLACK_AGAIN = 0.05  # while others hang: many users who do so must not take the time of all
-START_SECONDS = 10.0  # of a reader, in 0.05 s where nobody else computes: that it begins late is nobody's fault
-MOST_OWED = 1.0  # seconds of slow looks at one user that are not paid off: as long as a look at all of his may take
-MOST_HANGING = 16  # or nearly so: from then on nobody without a name is looked at: one user can have 65536 such uids
+START_SECONDS = 10.0  # of a reader
+MOST_OWED = 1.0  # seconds of slow looks at one user that are not paid off: as long as all of theirs may take
+MOST_HANGING = 16  # or nearly so: from then on no uid without a name is read: one user can have 65536 of them
 
 _KIND = "locks"
-_asking = allocate_lock()
+_reading = allocate_lock()
 _CODE = "import gpuguard.claims.holders as holders; holders.holders_answer()"
 _reader: list[tuple[int, subprocess.Popen[bytes], int, int]] = []  # whose it is, its process, and its pipes
 _hanging: dict[int, subprocess.Popen[bytes]] = {}  # uid -> the reader that waits for something of that user
@@ -334,35 +319,35 @@ _ended: list[subprocess.Popen[bytes]] = []  # readers to reap
 
 
 def locked_files(pid: int | str, uid: int, seconds: float, *, whole: bool = False) -> dict[int, str]:
-    """Descriptor -> "major:minor:inode" of what a process has locked; {} also where nobody can tell.
+    """Descriptor -> "major:minor:inode" of what a process has locked, by the reader process; {} also where unknown.
 
     Args:
         pid: of the process, or "PID/task/TID".
-        uid: of whoever it acts for: nobody else is unknown when this look does not come back.
+        uid: for which it acts: of no other user anything is unknown when the reader does not come back.
         seconds: it may take; then it is what was found until then.
         whole: raise where that is not all of it.
 
     Raises:
         TimeoutError: with *whole* only.
     """
-    found = _asked(pid, uid, seconds)
+    found = _read_by_reader(pid, uid, seconds)
     if whole and (found is None or not found[2]):
         raise TimeoutError
     return dict(found[0]) if found else {}
 
 
-def _asked(pid: int | str, uid: int, seconds: float) -> tuple[list[tuple[int, str]], float, bool] | None:
+def _read_by_reader(pid: int | str, uid: int, seconds: float) -> tuple[list[tuple[int, str]], float, bool] | None:
     """What the reader says: descriptors with inodes, the seconds that it took, whether that is all; None: unknown."""
-    with _asking:
+    with _reading:
         _reap()
-        slow = owed_by(monotonic()).keys() | {(each, _KIND) for each in _hanging}
+        slow = owed_by(monotonic()).keys() | {(other, _KIND) for other in _hanging}
         if _is_unknown(uid) or (len(slow) >= MOST_HANGING and user_name(uid) == str(uid)):
             return None
         try:
             _, reader, ask, answers = _started()
             begun = monotonic()
             worker.send(ask, (pid, seconds))
-            if not _says_something(answers, seconds + (SLACK_AGAIN if _hanging else SLACK_SECONDS)):
+            if not _has_answer(answers, seconds + (SLACK_AGAIN if _hanging else SLACK_SECONDS)):
                 _hanging[uid] = reader
                 charge((uid, _KIND), (now := monotonic()) - begun, now)
                 _close()
@@ -378,8 +363,8 @@ def _asked(pid: int | str, uid: int, seconds: float) -> tuple[list[tuple[int, st
 
 
 def hangs(uid: int) -> bool:
-    """Whether what somebody has locked is unknown: a look at it has not come back, or such looks took too long."""
-    with _asking:
+    """Whether what a user has locked is unknown: the reader has not come back, or took too long again and again."""
+    with _reading:
         _reap()
         return _is_unknown(uid)
 
@@ -397,28 +382,28 @@ def _started() -> tuple[int, subprocess.Popen[bytes], int, int]:
 
 
 def _start() -> tuple[int, subprocess.Popen[bytes], int, int]:
-    asked, ask, answers, answered = opened = worker.pipes(2)
+    request_end, ask, answers, answer_end = opened = worker.pipes(2)
     try:
-        process = worker.start_interpreter(_CODE, "", (asked, answered))
+        process = worker.start_interpreter(_CODE, "", (request_end, answer_end))
     except OSError:
         worker.close_all(opened)
         raise
-    worker.close_all((asked, answered))
-    if not _says_something(answers, START_SECONDS) or worker.receive(answers) is None:
+    worker.close_all((request_end, answer_end))
+    if not _has_answer(answers, START_SECONDS) or worker.receive(answers) is None:
         worker.close_all((ask, answers))
         _ended.append(process)
         raise OSError(errno.ETIME, os.strerror(errno.ETIME))
     return os.getpid(), process, ask, answers
 
 
-def _says_something(answers: int, seconds: float) -> bool:
+def _has_answer(answers: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(answers, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
 
 
 def _close() -> None:
-    """Leave the reader alone: it ends when it finds nobody at the other end."""
+    """Leave the reader alone: it ends when its pipe is closed."""
     for owner, process, *descriptors in _reader:
         worker.close_all(descriptors)
         if owner == os.getpid() and process not in _hanging.values():
@@ -427,11 +412,7 @@ def _close() -> None:
 
 
 def _reap() -> None:
-    _ended[:] = [process for process in _ended if not _has_ended(process)]
+    _ended[:] = [process for process in _ended if process.poll() is None]
     for uid, process in list(_hanging.items()):
-        if _has_ended(process):
+        if process.poll() is not None:
             del _hanging[uid]
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    return process.poll() is not None

@@ -3,7 +3,7 @@
 A lock that is held without a record comes as a claim of user "unknown"; devices that a record names without their locks
 being held are left out.  A device that others share has slots, so many lock files beside its own: a share holds the
 lock of the device LOCK_SH, so that it excludes an exclusive claim and the other way round, and one slot LOCK_EX, so
-that the kernel bounds their number and anybody can count them.  Locks nothing for longer than a look takes.
+that the kernel bounds their number and any user can count them.  Holds no lock beyond a moment.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def slot_names(uuid: str) -> tuple[str, ...]:
 
 def locked_slots(directory: LockDirectory, uuid: str) -> tuple[str, ...]:
     """The slots of a device that are held now; without the gate, so lock that first where it matters."""
-    # The sticky directory has no files for the slots until somebody shares the device, and the first is taken first.
+    # The sticky directory has no files for the slots until a claim shares the device, and the first is taken first.
     if not exists_in_place(directory.lock_path(f"{uuid}.slot0")):
         return ()
     return tuple(name for name in slot_names(uuid) if _is_locked(directory, name))
@@ -50,7 +50,7 @@ def locked_slots(directory: LockDirectory, uuid: str) -> tuple[str, ...]:
 def locked_devices(directory: LockDirectory, uuids: Iterable[str]) -> set[str]:
     """Those of *uuids* (or other names of locks) whose lock is held, alone or as one that shares it.
 
-    Under the gate, so that nobody is disturbed by the look.  A GPU of which only MIG instances are claimed is not among
+    Under the gate, so that no claim is disturbed.  A GPU of which only MIG instances are claimed is not among
     them: its lock is held shared.
     """
     with Gate(directory):
@@ -104,7 +104,7 @@ class ClaimWatcher:
     def probe(
         self, directory: LockDirectory, uuids: Iterable[str], known: Sequence[ClaimRecord] = ()
     ) -> tuple[ClaimRecord, ...]:
-        """The claims now, as probe(); *known* is what somebody else, as the daemon, has found a moment ago."""
+        """The claims now, as probe(); *known* is what another process, as the daemon, has found a moment ago."""
         now = time.monotonic()
         if now >= self._forgets_at:
             self._known, self._forgets_at = (), now + HOLDERS_SECONDS

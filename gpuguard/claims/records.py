@@ -23,13 +23,14 @@ import fcntl
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import LockDirectory, is_same_file, try_flock
 from gpuguard.errors import ClaimError, shortage
 from gpuguard.files import create_file, open_regular, status_in_place, write_all
-from gpuguard.jsonio import loads
+from gpuguard.jsonio import loads, sound_fields
 from gpuguard.model import ClaimRecord
 from gpuguard.users import parties, user_name
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 4096
 LARGEST = 2**50  # of a number in a record: a time, or the bytes of a device
 MOST_OF_ONE = 500  # records of one user that are read: claims beyond them have no details
+_FIELDS = ("devices", "pid", "since", "note", "command", "ends", "expected", "memory", "slots", "most")
 _EXPECTED = b', "expected": '  # the last value of a record, behind which there is room for a time
 _ROOM = b" " * 12
 
@@ -83,7 +85,13 @@ def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: in
     try:
         try_flock(descriptor)
         write_all(descriptor, _encoded(content))
-        _rename(unfinished, path)  # readers see it whole, and already locked
+        try:
+            os.rename(unfinished, path)  # readers see it whole, and already locked
+        except IsADirectoryError:  # a directory that was put there makes way for it
+            library = ctypes.CDLL(None, use_errno=True)
+            names = (_AT_FDCWD, os.fsencode(unfinished), _AT_FDCWD, os.fsencode(path))
+            if library.renameat2(*names, _RENAME_EXCHANGE):
+                raise
     except BaseException:
         for name in (unfinished, path):  # an interruption may come when it has its name already
             if is_same_file(descriptor, name):
@@ -91,17 +99,6 @@ def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: in
         os.close(descriptor)
         raise
     return path, descriptor
-
-
-def _rename(unfinished: str, path: str) -> None:
-    """Give a file its name; a directory that was put there makes way for it."""
-    try:
-        os.rename(unfinished, path)
-    except IsADirectoryError:
-        library = ctypes.CDLL(None, use_errno=True)
-        names = (_AT_FDCWD, os.fsencode(unfinished), _AT_FDCWD, os.fsencode(path))
-        if library.renameat2(*names, _RENAME_EXCHANGE):
-            raise
 
 
 def _encoded(content: Mapping[str, Any]) -> bytes:
@@ -129,11 +126,8 @@ def read_records(directory: LockDirectory) -> list[ClaimRecord]:
     """All records whose claim lives, oldest first; those of dead claims are removed where this user may."""
     start = f"{directory.prefix}claim."
     names = [name for name in directory.names() if name.startswith(start) and name.endswith(".json")]
-    if not names:
-        return []
     names, _ = first_of_each(directory, names, MOST_OF_ONE)
-    root = os.lstat(directory.records).st_uid
-    records = [record for name in names if (record := _read_record(f"{directory.records}/{name}", name, start, root))]
+    records = [record for name in names if (record := _read_record(directory, name))]
     return sorted(records, key=lambda record: (record.since or 0, record.id))
 
 
@@ -141,9 +135,7 @@ def read_record(directory: LockDirectory, uid: int, claim_id: str) -> ClaimRecor
     """The record of one living claim of one user; None when there is none."""
     if directory.is_missing():
         return None
-    path = record_path(directory, uid, claim_id)
-    root = os.lstat(directory.records).st_uid
-    return _read_record(path, os.path.basename(path), f"{directory.prefix}claim.", root)
+    return _read_record(directory, record_path(directory, uid, claim_id).removeprefix(f"{directory.records}/"))
 
 
 def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tuple[list[str], dict[int, int]]:
@@ -168,7 +160,8 @@ def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tupl
     return [name for uid, own in of_user.items() for _, name in sorted(own)[: most if uid else None]], beyond
 
 
-def _read_record(path: str, name: str, start: str, root: int) -> ClaimRecord | None:
+def _read_record(directory: LockDirectory, name: str) -> ClaimRecord | None:
+    path = f"{directory.records}/{name}"
     try:
         descriptor, status = open_regular(path)
     except OSError as error:
@@ -177,23 +170,17 @@ def _read_record(path: str, name: str, start: str, root: int) -> ClaimRecord | N
         return None
     try:
         if try_flock(descriptor, fcntl.LOCK_SH):
-            _remove_stale(path, descriptor, status.st_uid)
+            if os.geteuid() in (status.st_uid, 0) and is_same_file(descriptor, path):
+                with suppress(OSError):  # another reader was quicker
+                    os.unlink(path)
             return None
-        key = name[len(start) : -len(".json")]
-        # Or it stands where that of another user is looked for.  In a namespace of users all others look like one.
-        if key.partition(".")[0] != str(status.st_uid) and status.st_uid != root:
+        key = name[len(f"{directory.prefix}claim.") : -len(".json")]
+        # Else it has the name of another user's.  In a namespace of users all others look like one.
+        if key.partition(".")[0] != str(status.st_uid) and status.st_uid != os.lstat(directory.records).st_uid:
             return None
         return _decoded(os.read(descriptor, MAX_BYTES + 1), status.st_uid, key)
     finally:
         os.close(descriptor)
-
-
-def _remove_stale(path: str, descriptor: int, uid: int) -> None:
-    if os.geteuid() in (uid, 0) and is_same_file(descriptor, path):
-        try:
-            os.unlink(path)
-        except OSError:
-            return  # another reader was quicker
 
 
 def _decoded(encoded: bytes, uid: int, key: str) -> ClaimRecord:
@@ -202,36 +189,13 @@ def _decoded(encoded: bytes, uid: int, key: str) -> ClaimRecord:
         content = loads(encoded) if len(encoded) <= MAX_BYTES else None
     except ValueError:
         content = None
-    if not isinstance(content, dict):
-        content = {}
-    command = content.get("command")
-    return ClaimRecord(
-        id=key.partition(".")[2],
-        uid=uid,
-        user=user_name(uid),
-        devices=_texts(content.get("devices")),
-        pid=_number(content.get("pid"), int),
-        since=_number(content.get("since"), (int, float)),
-        note=note if isinstance(note := content.get("note"), str) else None,
-        command=tuple(str(word) for word in command) if isinstance(command, list) else None,
-        ends=_number(content.get("ends"), (int, float)),
-        expected=_number(content.get("expected"), (int, float)),
-        memory=_number(content.get("memory"), int),
-        slots=_texts(content.get("slots")),
-        most=_number(content.get("most"), int),
-    )
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(text for text in value if isinstance(text, str)) if isinstance(value, list) else ()
-
-
-def _number(value: Any, kind: type | tuple[type, ...]) -> Any:
-    """*value* if others can calculate with it: an endless one would end the reader that subtracts it from a time."""
-    if not isinstance(value, kind) or isinstance(value, bool):
-        return None
-    number: Any = value
-    return number if 0 <= number <= LARGEST else None
+    fields = {
+        name: value
+        for name, value in sound_fields(ClaimRecord, content, _FIELDS).items()
+        # Others calculate with it: an endless number would end the reader that subtracts it from a time.
+        if not isinstance(value, int | float) or 0 <= value <= LARGEST
+    }
+    return ClaimRecord(**{"devices": (), **fields}, id=key.partition(".")[2], uid=uid, user=user_name(uid))
 
 
 @dataclass(frozen=True)
@@ -251,7 +215,7 @@ class ReleaseRequest:
     at: float = 0.0
 
     def in_words(self) -> str:
-        """``"by root at 15:04: somebody waits"``."""
+        """``"by root at 15:04: others wait"``."""
         when = time.strftime(" at %H:%M", time.localtime(self.at)) if self.at else ""
         return f"by {self.by}{when}" + (f": {self.why}" if self.why else "")
 
@@ -310,11 +274,15 @@ def _decode_request(line: bytes) -> ReleaseRequest | None:
         content = loads(line)
     except ValueError:
         return None
-    what = content.get("what") if isinstance(content, dict) else None
-    if not isinstance(what, str) or what not in _WORDS:
+    if isinstance(content, dict):
+        content["at"] = content.get("at_unix_seconds")
+    fields = sound_fields(ReleaseRequest, content, ("what", "by", "why", "at"))
+    if fields.get("what") not in _WORDS:
         return None
-    at, by, why = content.get("at_unix_seconds"), content.get("by"), content.get("why")
-    number = float(at) if isinstance(at, int | float) and not isinstance(at, bool) and 0 <= at < 2**40 else 0.0
+    at = fields.get("at", 0.0)
     return ReleaseRequest(
-        what, by[:LONGEST] if isinstance(by, str) else "", why[:LONGEST] if isinstance(why, str) else "", number
+        fields["what"],
+        by=fields.get("by", "")[:LONGEST],
+        why=fields.get("why", "")[:LONGEST],
+        at=float(at) if 0 <= at < 2**40 else 0.0,
     )

@@ -8,7 +8,7 @@ Which files these are says the kernel; what the record says of it only adds to t
 it makes their files anew as well, so nobody need lend them, and an old descriptor that is locked again has nothing.
 
 Does not decide whether a claim may be released (see enforcement.preflight and daemon.release), but says by in_use()
-whether somebody computes under it.
+whether a process computes under it.
 """
 
 from __future__ import annotations

@@ -20,16 +20,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files, make_lock_file
+from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files, open_lock_file
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import read_file, write_file
-from gpuguard.jsonio import loads
+from gpuguard.jsonio import decode, loads
 from gpuguard.procfs import boot_clock, boot_id
 from gpuguard.sanitize import neutralise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from typing import Any
+    from collections.abc import Callable, Iterator, Sequence
 
 DENIED, QUARANTINED, KEPT, SET_BACK = "denied", "quarantined", "kept", "set-back"
 ADMINISTRATOR = "the administrator"
@@ -37,6 +36,7 @@ MAX_BYTES = 512 * 1024
 MAX_RESTRICTIONS = 1000
 MAX_REASON = 200  # characters
 WRITE_SECONDS = 5.0  # for another writer to finish
+LATEST = 2**37  # unix time: beyond the year 6000 it is none, and soon no date that can be shown
 STEP_SECONDS = 1.0  # less of it is no step: the clock is led a little faster or slower all the time
 
 _NOT_HERE = (
@@ -197,33 +197,21 @@ def _read_all(folders: Sequence[DaemonFiles], kind: str, now: float) -> dict[str
 
 def _read(files: DaemonFiles, kind: str) -> Iterator[Restriction]:
     content = loads(read_file(_path(files, kind), MAX_BYTES, files.owners()))
-    step = _step_since(content)
-    for entry in content["marks"]:
-        yield Restriction(
-            str(entry["name"]),
-            _moment(entry["since_unix_seconds"] + step),
-            None if entry["until_unix_seconds"] is None else _moment(entry["until_unix_seconds"] + step),
-            str(entry["reason"]),
-            str(entry["by"]),
-            None if entry["user"] is None else str(entry["user"]),
-        )
-
-
-def _step_since(content: Mapping[str, Any]) -> float:
-    """By how many seconds the clock was set since that was written: what is left of it stays as long as it was."""
+    # If the clock was set since that was written, what is left of it stays as long as it was.
     step = _booted() - content.get("booted_unix_seconds", 0.0) if content.get("boot") == boot_id() != "" else 0.0
-    return step if abs(step) > STEP_SECONDS else 0.0
+    step = step if abs(step) > STEP_SECONDS else 0.0
+    for entry in content["marks"]:
+        times = {"since": entry["since_unix_seconds"] + step, "until": entry["until_unix_seconds"]}
+        if times["until"] is not None:
+            times["until"] += step
+        if not all(when is None or abs(when) < LATEST for when in times.values()):
+            raise ValueError("a time in it is none")
+        yield decode(Restriction, {**entry, **times})
 
 
 def _booted() -> float:
-    """The unix time at which the clock that nobody sets began to count."""
+    """The unix time at which the clock that is never set began to count."""
     return time.time() - boot_clock()
-
-
-def _moment(value: float) -> float:
-    if not abs(value) < 2**37:  # beyond the year 6000 it is none, and soon no date that can be shown
-        raise ValueError("a time in it is none")
-    return float(value)
 
 
 def _write(path: str, kind: str, restrictions: dict[str, Restriction]) -> None:
@@ -243,7 +231,8 @@ def _only_writer(folders: Sequence[DaemonFiles]) -> Iterator[None]:
     deadline = time.monotonic() + WRITE_SECONDS
     with ExitStack() as held:
         for files in folders:
-            path = make_lock_file(files, "marks.lock")
+            os.close(open_lock_file(files, "marks.lock"))  # it is there now, and it is no other user's
+            path = files.file("marks.lock")
             try:
                 held.enter_context(FileLock(path, timeout=max(0.0, deadline - time.monotonic())))
             except Timeout:

@@ -1,6 +1,6 @@
 """Reservations: their files, which of them count, which devices they keep, and until when.
 
-    reserve.UID.ID.json        of its maker: of users for themselves, of root for anybody
+    reserve.UID.ID.json        of its maker: of users for themselves, of root for any user
     arrived.UID.MAKER.ID       of the user it is for: its time says when a claim of theirs last began or ended; also
                                with .RANDOM behind it, where another user has made a file of that name
 
