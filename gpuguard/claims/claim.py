@@ -52,22 +52,13 @@ _REASSERT_TRIES = 5  # a probe may hold the lock shared for some microseconds
 
 @dataclass(frozen=True)
 class JobDetails:
-    """What a claim is for: shown to people, and used by the plan of the queue.
+    """What a claim is for: shown to people, and used by the plan of the queue."""
 
-    Args:
-        note: for people.
-        command: of the job, for people.
-        time_limit: seconds from the claim on after which the job ends; None: unknown.
-        expected: says how many seconds it takes otherwise, as far as that can be told; called only by a request that
-            waits.
-        priority: in the queue, see queue.priority.PRIORITIES.
-    """
-
-    note: str | None = None
-    command: Sequence[str] = ()
-    time_limit: float | None = None
-    expected: Callable[[], float | None] | None = None
-    priority: int = 0
+    note: str | None = None  # for people
+    command: Sequence[str] = ()  # of the job, for people
+    time_limit: float | None = None  # seconds from the claim on after which the job ends
+    expected: Callable[[], float | None] | None = None  # seconds that it takes otherwise; called to wait
+    priority: int = 0  # in the queue, see queue.priority.PRIORITIES
 
 
 @dataclass(frozen=True)

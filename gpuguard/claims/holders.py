@@ -44,7 +44,8 @@ def holders_of(
 ) -> dict[str, dict[int, int]]:
     """Per device the processes (of suspect uids) that hold its lock, pid -> uid, as far as this user may see them.
 
-    From /proc/PID/fdinfo: /proc/locks names the process that took the lock, even when only the job that inherited it lives.
+    From /proc/PID/fdinfo: /proc/locks names the process that took the lock, even when only the job that
+    inherited it lives.
     A user who has so much open that it takes too long hides only processes of their own.
     """
     start = f"{os.path.realpath(directory.locks)}/{directory.prefix}"

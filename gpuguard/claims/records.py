@@ -200,19 +200,12 @@ def _decoded(encoded: bytes, uid: int, key: str) -> ClaimRecord:
 
 @dataclass(frozen=True)
 class ReleaseRequest:
-    """One line behind a record: a request, or the answer to one.
+    """One line behind a record: a request, or the answer to one."""
 
-    Args:
-        what: RELEASED, YIELD, STOP, REFUSED or ENDING.
-        by: who wrote it: "root", "alice", "the policy idle-claims".
-        why: for people.
-        at: unix time.
-    """
-
-    what: str
-    by: str
-    why: str = ""
-    at: float = 0.0
+    what: str  # RELEASED, YIELD, STOP, REFUSED or ENDING
+    by: str  # who wrote it: "root", "alice", "the policy idle-claims"
+    why: str = ""  # for people
+    at: float = 0.0  # unix time
 
     def in_words(self) -> str:
         """``"by root at 15:04: others wait"``."""

@@ -54,23 +54,14 @@ class NotPermitted(ClaimError):
 
 @dataclass(frozen=True)
 class LockHandle:
-    """The open files of a claim, lent by its holders; nothing is changed yet.
+    """The open files of a claim, lent by its holders; nothing is changed yet."""
 
-    Args:
-        record: the descriptor of its record; -1: nobody lends it.
-        path: of the record.
-        locks: descriptors of its lock files.
-        holder: pid of the process that lent the record; 0: none.
-        pidfd: of that process.
-        renew_granted: makes the lock files anew that this daemon has given to the claim.
-    """
-
-    record: int
-    path: str
-    locks: tuple[int, ...]
-    holder: int
-    pidfd: int
-    renew_granted: Callable[[], object] | None = None
+    record: int  # the descriptor of its record; -1: nobody lends it
+    path: str  # of the record
+    locks: tuple[int, ...]  # descriptors of its lock files
+    holder: int  # pid of the process that lent the record; 0: none
+    pidfd: int  # of that process
+    renew_granted: Callable[[], object] | None = None  # makes lock files anew that this daemon gave
 
 
 def computing_under(

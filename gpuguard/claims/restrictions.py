@@ -47,23 +47,14 @@ _NOT_HERE = (
 
 @dataclass(frozen=True)
 class Restriction:
-    """One decision.
+    """One decision."""
 
-    Args:
-        name: what it is about: a uid or a uuid.
-        since: unix time.
-        until: unix time at which it ends by itself; None: when it is ended.
-        reason: for people.
-        by: who decided: "the administrator", "the policy hot-cards", or a user.
-        user: name of the user, if it is about one.
-    """
-
-    name: str
-    since: float
-    until: float | None = None
-    reason: str = ""
-    by: str = ADMINISTRATOR
-    user: str | None = None
+    name: str  # what it is about: a uid or a uuid
+    since: float  # unix time
+    until: float | None = None  # unix time at which it ends by itself; None: when it is ended
+    reason: str = ""  # for people
+    by: str = ADMINISTRATOR  # who decided: "the administrator", "the policy hot-cards", or a user
+    user: str | None = None  # name of the user, if it is about one
 
     def holds(self, now: float) -> bool:
         """Whether it is not over yet."""

@@ -76,63 +76,37 @@ MOST_TRIED = 64  # lengths that are tried one by one
 
 @dataclass(frozen=True)
 class Fit:
-    """The devices for one request.
+    """The devices for one request."""
 
-    Args:
-        eligible: uuids of those that could ever satisfy it, best first.
-        open: those of them that do now.
-    """
-
-    eligible: tuple[str, ...]
-    open: frozenset[str]
+    eligible: tuple[str, ...]  # uuids of those that could ever satisfy it, best first
+    open: frozenset[str]  # those of them that do now
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan is made of.
+    """What a plan is made of."""
 
-    Args:
-        fits: request -> its devices, for all requests of the queue.
-        ends: uuid -> unix time at which its claim will end; without the devices for which that is unknown.
-        relatives: uuid -> uuids that cannot be used beside it: a GPU and its MIG instances.
-        reservations: that are not over.
-        free: uuids that are not in use, for the reservations.
-        limits: uuid -> unix time at which a time limit ends its last claim, for the reservations.
-    """
-
-    fits: Mapping[Request, Fit]
-    ends: Mapping[str, float] = field(default_factory=dict)
-    relatives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    reservations: tuple[PlannedReservation, ...] = ()
-    free: frozenset[str] = frozenset()
-    limits: Mapping[str, float] = field(default_factory=dict)
+    fits: Mapping[Request, Fit]  # request -> its devices, for all requests of the queue
+    ends: Mapping[str, float] = field(default_factory=dict)  # uuid -> unix time at which its claim will end, if known
+    relatives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # that cannot be used beside it
+    reservations: tuple[PlannedReservation, ...] = ()  # that are not over
+    free: frozenset[str] = frozenset()  # those that are not in use, for the reservations
+    limits: Mapping[str, float] = field(default_factory=dict)  # as *ends*, by time limits alone
 
 
 @dataclass(frozen=True)
 class QueuePosition:
-    """The position of a ticket in the queue, and its planned start.
+    """The position of a ticket in the queue, and its planned start."""
 
-    Args:
-        ticket: of the request.
-        number: 1 is the first.
-        start: unix time of its planned start, None: unknown.
-        in_order: the same if no ticket behind it started first.
-        now: whether it may start now.
-        request: the alternative that is planned; None: it can never start on this machine.
-        devices: uuids that are planned for it.
-        held_back_by: id of the ticket that it would have to pass, or of the reservation.
-        kept: uuid -> the reservation for which it must leave the device alone.
-    """
-
-    ticket: Ticket
-    number: int
-    start: float | None
-    in_order: float | None
-    now: bool = False
-    request: Request | None = None
-    devices: tuple[str, ...] = ()
-    held_back_by: str | None = None
-    kept: Mapping[str, PlannedReservation] = field(default_factory=dict)
+    ticket: Ticket  # of the request
+    number: int  # 1 is the first
+    start: float | None  # unix time of its planned start, None: unknown
+    in_order: float | None  # the same if no ticket behind it started first
+    now: bool = False  # whether it may start now
+    request: Request | None = None  # the alternative that is planned; None: it can never start on this machine
+    devices: tuple[str, ...] = ()  # uuids that are planned for it
+    held_back_by: str | None = None  # id of the ticket, or reservation, that it would have to pass
+    kept: Mapping[str, PlannedReservation] = field(default_factory=dict)  # it must leave these devices alone
 
 
 def promise(position: QueuePosition, rules: QueueRules, now: float) -> float | None:

@@ -41,18 +41,11 @@ class ReservedSpan:
 
 @dataclass(frozen=True)
 class DeviceAvailability:
-    """What is known of the devices now.
+    """What is known of the devices now."""
 
-    Args:
-        free_at: uuid -> unix time from which it is free if no other job starts; without those for which that is
-            unknown.
-        users: uuid -> uids that have it.
-        relatives: uuid -> uuids that cannot be used beside it: a GPU and its MIG instances.
-    """
-
-    free_at: Mapping[str, float]
-    users: Mapping[str, Collection[int]] = field(default_factory=dict)
-    relatives: Mapping[str, Collection[str]] = field(default_factory=dict)
+    free_at: Mapping[str, float]  # from which unix time it is free if no other job starts, where known
+    users: Mapping[str, Collection[int]] = field(default_factory=dict)  # uuid -> uids that have it
+    relatives: Mapping[str, Collection[str]] = field(default_factory=dict)  # a GPU and its MIG instances
 
 
 Calendar = Mapping[str, Sequence[ReservedSpan]]

@@ -60,21 +60,13 @@ class Ticket:
 
 @dataclass(frozen=True)
 class QueueRules:
-    """The site's rules for the queue.
+    """The site's rules for the queue."""
 
-    Args:
-        fair_share: False: first come, first served, within a priority.
-        half_life: seconds after which used GPU time counts half.
-        patience: share of the planned wait by which a start may be put off for shorter jobs.
-        bound: seconds after which no other request passes one for which no start can be planned.
-        highest: the highest priority that any user gets, and that some uids get.
-    """
-
-    fair_share: bool = True
-    half_life: float = 7 * 86400.0
-    patience: float = 0.25
-    bound: float = 24 * 3600.0
-    highest: int = 0
+    fair_share: bool = True  # False: first come, first served, within a priority
+    half_life: float = 7 * 86400.0  # seconds after which used GPU time counts half
+    patience: float = 0.25  # share of the planned wait by which a start may be put off for shorter jobs
+    bound: float = 24 * 3600.0  # seconds after which no other request passes one for which no start can be planned
+    highest: int = 0  # the highest priority that any user gets, and that some uids get
     highest_of: Mapping[int, int] = field(default_factory=dict)
 
 

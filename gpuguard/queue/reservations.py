@@ -58,30 +58,18 @@ Arrivals = Mapping[tuple[int, str], float]  # (uid, key of a reservation) -> whe
 
 @dataclass(frozen=True)
 class Reservation:
-    """One reservation as its file says.
+    """One reservation as its file says."""
 
-    Args:
-        id: unique among those of its maker.
-        maker: uid of the owner of the file.
-        uid: for whom it is.
-        user: the name of *uid*.
-        num_gpus: how many devices.
-        begins: unix time; likewise *ends*.
-        devices: uuids of those that will do.
-        made: unix time, from the file system, so that it cannot be backdated.
-        note: for people.
-    """
-
-    id: str
-    maker: int
-    uid: int
-    user: str
-    num_gpus: int
-    begins: float
+    id: str  # unique among those of its maker
+    maker: int  # uid of the owner of the file
+    uid: int  # for whom it is
+    user: str  # the name of *uid*
+    num_gpus: int  # how many devices
+    begins: float  # unix time; likewise *ends*
     ends: float
-    devices: tuple[str, ...]
-    made: float = 0.0
-    note: str | None = None
+    devices: tuple[str, ...]  # uuids of those that will do
+    made: float = 0.0  # unix time, from the file system, so that it cannot be backdated
+    note: str | None = None  # for people
 
     @property
     def key(self) -> str:
@@ -97,21 +85,13 @@ class Reservation:
 
 @dataclass(frozen=True)
 class ReservationStatus:
-    """Whether a reservation counts.
+    """Whether a reservation counts."""
 
-    Args:
-        reservation: as made.
-        why_not: why it does not count; "" when it does.
-        held: uuids of its devices that are in claims of its user now.
-        no_show_at: unix time at which it is over unless its user makes a claim before; None while the user has one.
-        over: whether it is over before its end, because its user came too late.
-    """
-
-    reservation: Reservation
-    why_not: str = ""
-    held: tuple[str, ...] = ()
-    no_show_at: float | None = None
-    over: bool = False
+    reservation: Reservation  # as made
+    why_not: str = ""  # why it does not count; "" when it does
+    held: tuple[str, ...] = ()  # uuids of its devices that are in claims of its user now
+    no_show_at: float | None = None  # unix time at which it is over without a claim; None: its user has one
+    over: bool = False  # whether it is over before its end, because its user came too late
 
     @property
     def counts(self) -> bool:
@@ -121,17 +101,11 @@ class ReservationStatus:
 
 @dataclass(frozen=True)
 class ReservationCalendar:
-    """All reservations at one moment.
+    """All reservations at one moment."""
 
-    Args:
-        statuses: of those that have not ended, the first made first.
-        ignored: files that cannot be understood.
-        now: unix time of that moment.
-    """
-
-    statuses: tuple[ReservationStatus, ...] = ()
-    ignored: tuple[IgnoredFile, ...] = ()
-    now: float = 0.0
+    statuses: tuple[ReservationStatus, ...] = ()  # of those that have not ended, the first made first
+    ignored: tuple[IgnoredFile, ...] = ()  # files that cannot be understood
+    now: float = 0.0  # unix time of that moment
 
     @property
     def reservations(self) -> tuple[PlannedReservation, ...]:

@@ -28,19 +28,12 @@ PATH = "/etc/gpuguard/line.yaml"
 
 @dataclass(frozen=True)
 class QueueSettings:
-    """What the file says; with faults, what holds without it.
+    """What the file says; with faults, what holds without it."""
 
-    Args:
-        rules: of the queue.
-        reservations: of users.
-        faults: why the file does not count.
-        path: of the file.
-    """
-
-    rules: QueueRules = field(default_factory=QueueRules)
-    reservations: ReservationKeys = field(default_factory=ReservationKeys)
-    faults: tuple[Fault, ...] = ()
-    path: str = PATH
+    rules: QueueRules = field(default_factory=QueueRules)  # of the queue
+    reservations: ReservationKeys = field(default_factory=ReservationKeys)  # of users
+    faults: tuple[Fault, ...] = ()  # why the file does not count
+    path: str = PATH  # of the file
 
 
 @dataclass(frozen=True)

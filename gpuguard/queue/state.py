@@ -44,29 +44,17 @@ _known_usage: dict[str, tuple[float, dict[int, float] | None]] = {}  # path -> m
 
 @dataclass(frozen=True)
 class QueueFacts:
-    """What is known beside a snapshot.
+    """What is known beside a snapshot."""
 
-    Args:
-        claims: that live.
-        quarantined: uuid -> why it is out of service, in words.
-        denied: uids that may make no claim now.
-        usage: uid -> recent GPU-seconds; None: not counted here.
-        set_back: ids of tickets, and uids as text, that were moved to the end of the queue.
-        reservations: that count.
-        reserved: all of them, to be shown.
-        changes_at: unix time at which the next of these is over by itself.
-        restriction_files: where a change of the restrictions would show.
-    """
-
-    claims: Sequence[ClaimRecord] = ()
-    quarantined: Mapping[str, str] = field(default_factory=dict)
-    denied: frozenset[int] = frozenset()
-    usage: Mapping[int, float] | None = None
-    set_back: frozenset[str] = frozenset()
-    reservations: tuple[PlannedReservation, ...] = ()
-    changes_at: float = float("inf")
-    restriction_files: tuple[str, ...] = ()
-    reserved: ReservationCalendar = field(default_factory=ReservationCalendar)
+    claims: Sequence[ClaimRecord] = ()  # that live
+    quarantined: Mapping[str, str] = field(default_factory=dict)  # uuid -> why it is out of service, in words
+    denied: frozenset[int] = frozenset()  # uids that may make no claim now
+    usage: Mapping[int, float] | None = None  # uid -> recent GPU-seconds; None: not counted here
+    set_back: frozenset[str] = frozenset()  # ids of tickets, and uids as text, that were moved to the end of the queue
+    reservations: tuple[PlannedReservation, ...] = ()  # that count
+    changes_at: float = float("inf")  # unix time at which the next of these is over by itself
+    restriction_files: tuple[str, ...] = ()  # where a change of the restrictions would show
+    reserved: ReservationCalendar = field(default_factory=ReservationCalendar)  # all of them, to be shown
 
 
 @dataclass(frozen=True)
