@@ -264,7 +264,9 @@ except gpuguard.ClaimLost:
     assert (script(code).stdout, claimed()) == ("True\n", [])
 
 
-@pytest.mark.parametrize("place", ["gpuguard.claims.claim._remove_dead_records", "gpuguard.backends.worker.Channel.close"])
+@pytest.mark.parametrize(
+    "place", ["gpuguard.claims.claim._remove_dead_records", "gpuguard.backends.worker.Channel.close"]
+)
 def test_who_interrupts_a_claim_that_is_just_being_made_leaves_no_device_claimed(place, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from builders import Machine, a_device
 from claiming import acquire
-from lines import a_ticket
+from queues import a_ticket
 
 from gpuguard import files
 from gpuguard.claims import holders

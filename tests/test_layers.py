@@ -124,7 +124,7 @@ IMPURE = {
 }  # fmt: skip
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval"}
 
-NAMES = ("request", "eligibility", "select", "queue/priority", "queue/backfill")
+NAMES = ("request", "eligibility", "select", "queue/priority", "queue/calendar", "queue/backfill")
 CHOOSING = [PACKAGE / f"{name}.py" for name in NAMES]
 PURE = [*CHOOSING, *sorted((PACKAGE / "policies").glob("*.py"))]
 

@@ -18,9 +18,9 @@ from builders import a_device, a_snapshot
 from daemons import DaemonUnderTest, a_daemon
 from exporters import fetch
 from fake_nvml import FakeNvml
-from lines import a_ticket
 from nodes import GIB, Gpuguard, a_user, change, eventually, start
 from prometheus_client.parser import text_string_to_metric_families
+from queues import a_ticket
 from test_metrics import the_one
 from test_prometheus import a_server
 

@@ -14,7 +14,7 @@ from chances import luck
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from line import Outcome, torture
-from lines import HOUR
+from queues import HOUR
 from replay import Job, Line, Server, replay
 
 from gpuguard.queue.priority import QueueRules, Ticket

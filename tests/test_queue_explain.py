@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from builders import Machine, a_claim_record, a_device, a_process, a_snapshot
 from claiming import acquire
-from lines import a_ticket
+from queues import a_ticket
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import run_command_line

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from builders import NOW, UUIDS, a_reservation, a_reserved
-from lines import a_ticket
+from queues import a_ticket
 from test_text import a_line
 from users import ALICE, BOB
 

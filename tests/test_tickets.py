@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from lines import a_ticket
 from nodes import eventually
+from queues import a_ticket
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.errors import InvalidRequest
@@ -94,7 +94,7 @@ def test_a_ticket_comes_back_as_it_was_written(directory: LockDirectory) -> None
     before = a_ticket(
         ME,
         owner_uid=ME,
-        ways=WAYS,
+        requests=WAYS,
         priority=1,
         time_limit=60.0,
         expected=50.0,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from builders import a_reservation
-from lines import a_ticket
+from queues import a_ticket
 from users import ALICE, BOB
 
 from gpuguard.claims.directory import LockDirectory, lock_directory

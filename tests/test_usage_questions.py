@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 from daemons import SOMEBODY, DaemonUnderTest, a_daemon
-from lines import a_ticket
 from nodes import eventually
+from queues import a_ticket
 from stores import ALICE, FIRST, a_busy_snapshot, a_sample, at, fill, held
 
 from gpuguard.claims.directory import lock_directory

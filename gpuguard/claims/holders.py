@@ -413,7 +413,11 @@ def _close() -> None:
 
 
 def _reap() -> None:
-    _ended[:] = [process for process in _ended if process.poll() is None]
+    _ended[:] = [process for process in _ended if not _has_ended(process)]
     for uid, process in list(_hanging.items()):
-        if process.poll() is not None:
+        if _has_ended(process):
             del _hanging[uid]
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is not None

@@ -1,7 +1,7 @@
-"""What line, claims, shares, MIG and reservations together must do, in the fewest words: the model of test_line_model.
+"""What line, claims, shares, MIG and reservations together must do, in the fewest words: the model of test_queue_model.
 
 Reads nothing and locks nothing.  It knows who *may* start, exactly; who *must* it knows wherever nobody waits whose
-start is known, because a plan might put others off for him (see test_plan and test_overtaking).
+start is known, because a plan might put others off for him (see test_backfill and test_overtaking).
 """
 
 from __future__ import annotations

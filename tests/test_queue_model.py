@@ -20,9 +20,9 @@ from claiming import acquire
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from line_reference import Job, Kept, Model
-from lines import HOUR, a_ticket
 from pretended import Pretended
+from queue_reference import Job, Kept, Model
+from queues import HOUR, a_ticket
 
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory
@@ -109,7 +109,7 @@ class LineMachine(RuleBasedStateMachine):
     def somebody_joins(self, job: Job) -> None:
         self.world.user = job.user
         if len(self.waiting) < 12:
-            ticket = a_ticket(ways=[job.request], time_limit=job.limit)
+            ticket = a_ticket(requests=[job.request], time_limit=job.limit)
             self.waiting.append((OwnTicket(self.directory, ticket_content(ticket)), job))
         self.serve()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lines import HOUR, a_machine, a_ticket, planned, started
+from queues import HOUR, a_machine, a_ticket, planned, started
 
 from gpuguard.queue import backfill as plans
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan, promise
@@ -21,38 +21,40 @@ SHARE = Request(share=True, memory=2**30)
 
 
 def test_whoever_fits_starts_now_on_the_devices_that_he_likes_best() -> None:
-    (place,) = planned(line := [a_ticket(gpus=2)], a_machine(line))
+    (position,) = planned(line := [a_ticket(gpus=2)], a_machine(line))
 
-    assert place.now
-    assert place.devices == ("d0", "d1")
-    assert place.start == place.in_order == 0.0
+    assert position.now
+    assert position.devices == ("d0", "d1")
+    assert position.start == position.in_order == 0.0
 
 
 def test_several_start_at_once_and_never_on_the_same_devices() -> None:
-    places = planned(line := [a_ticket(gpus=2), a_ticket(2, 1), a_ticket(3, 1)], a_machine(line, 4))
+    positions = planned(line := [a_ticket(gpus=2), a_ticket(2, 1), a_ticket(3, 1)], a_machine(line, 4))
 
-    assert len(started(places)) == 3
-    assert sorted(uuid for place in places for uuid in place.devices) == ["d0", "d1", "d2", "d3"]
+    assert len(started(positions)) == 3
+    assert sorted(uuid for position in positions for uuid in position.devices) == ["d0", "d1", "d2", "d3"]
 
 
 def test_the_start_of_a_request_is_the_end_of_the_last_claim_that_it_waits_for() -> None:
-    (place,) = planned(line := [a_ticket(gpus=2)], a_machine(line, 3, free=0, ends={"d0": 9.0, "d1": 5.0, "d2": 7.0}))
+    (position,) = planned(
+        line := [a_ticket(gpus=2)], a_machine(line, 3, free=0, ends={"d0": 9.0, "d1": 5.0, "d2": 7.0})
+    )
 
-    assert (place.start, place.devices, place.now) == (7.0, ("d1", "d2"), False)
+    assert (position.start, position.devices, position.now) == (7.0, ("d1", "d2"), False)
 
 
 @pytest.mark.parametrize("end", [-1.0, 0.0])
 def test_a_claim_that_should_have_ended_tells_nothing(end: float) -> None:
-    (place,) = planned(line := [a_ticket()], a_machine(line, 1, free=0, ends={"d0": end}))
+    (position,) = planned(line := [a_ticket()], a_machine(line, 1, free=0, ends={"d0": end}))
 
-    assert (place.start, place.in_order) == (None, None)
-    assert place.request == Request()  # it can start some day
+    assert (position.start, position.in_order) == (None, None)
+    assert position.request == Request()  # it can start some day
 
 
 def test_a_request_for_more_than_there_is_can_never_start() -> None:
-    (place,) = planned(line := [a_ticket(gpus=9)], a_machine(line))
+    (position,) = planned(line := [a_ticket(gpus=9)], a_machine(line))
 
-    assert (place.request, place.devices, place.now) == (None, (), False)
+    assert (position.request, position.devices, position.now) == (None, (), False)
 
 
 def test_a_short_job_goes_first_where_it_puts_off_nobody() -> None:
@@ -63,10 +65,10 @@ def test_a_short_job_goes_first_where_it_puts_off_nobody() -> None:
 
 def test_a_long_job_that_would_put_off_the_first_waits_and_says_for_whom() -> None:
     line = [a_ticket(1, 2, time_limit=10.0), a_ticket(2, 1, time_limit=6.0)]
-    places = planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0}))
+    positions = planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0}))
 
-    assert started(places) == []
-    assert [place.held_back_by for place in places] == [None, line[0].id]
+    assert started(positions) == []
+    assert [position.held_back_by for position in positions] == [None, line[0].id]
 
 
 def test_a_job_of_unknown_length_never_goes_before_a_planned_start_on_its_devices() -> None:
@@ -133,7 +135,7 @@ def test_where_no_start_can_be_planned_small_requests_pass_until_the_bound() -> 
 
 def test_a_device_is_drained_only_for_whoever_could_use_it() -> None:
     wide = Request(num_gpus=2, devices=("d0", "d1"))
-    line = [a_ticket(1, ways=[wide], since=-2 * HOUR), a_ticket(2)]
+    line = [a_ticket(1, requests=[wide], since=-2 * HOUR), a_ticket(2)]
     fits = {wide: Fit(("d0", "d1"), frozenset({"d0"})), Request(): Fit(("d0", "d1", "d2"), frozenset({"d0", "d2"}))}
     (first, second) = planned(
         line, Machine({**fits, Request(): Fit(("d2", "d0"), frozenset({"d0", "d2"}))}), bound=HOUR
@@ -153,15 +155,15 @@ def test_during_draining_a_job_with_a_limit_may_use_the_device_if_the_end_is_pla
 
 
 def test_the_promise_is_a_quarter_more_than_the_planned_wait() -> None:
-    (place,) = planned(line := [a_ticket()], a_machine(line, 1, free=0, ends={"d0": 8.0}))
+    (position,) = planned(line := [a_ticket()], a_machine(line, 1, free=0, ends={"d0": 8.0}))
 
-    assert (promise(place, QueueRules(), 0.0), promise(place, QueueRules(), 4.0)) == (10.0, 9.0)
+    assert (promise(position, QueueRules(), 0.0), promise(position, QueueRules(), 4.0)) == (10.0, 9.0)
     assert promise(QueuePosition(line[0], 1, None, None), QueueRules(), 0.0) is None
 
 
 def test_the_second_way_is_taken_where_it_starts_earlier() -> None:
     wide, narrow = Request(num_gpus=2), Request(num_gpus=1)
-    line = [a_ticket(ways=[wide, narrow])]
+    line = [a_ticket(requests=[wide, narrow])]
 
     assert planned(line, a_machine(line, 2))[0].request == wide
     assert planned(line, a_machine(line, 2, free=1))[0].request == narrow
@@ -170,7 +172,7 @@ def test_the_second_way_is_taken_where_it_starts_earlier() -> None:
 
 def test_a_gpu_and_its_instances_are_never_planned_beside_each_other() -> None:
     gpu, part = Request(devices=("g",)), Request(mig="3g.40gb")
-    line = [a_ticket(1, ways=[gpu]), a_ticket(2, ways=[part]), a_ticket(3, ways=[part])]
+    line = [a_ticket(1, requests=[gpu]), a_ticket(2, requests=[part]), a_ticket(3, requests=[part])]
     fits = {gpu: Fit(("g",), frozenset("g")), part: Fit(("m1", "m2"), frozenset({"m1", "m2"}))}
     relatives = {"g": ("m1", "m2"), "m1": ("g",), "m2": ("g",)}
 
@@ -179,7 +181,7 @@ def test_a_gpu_and_its_instances_are_never_planned_beside_each_other() -> None:
 
 
 def test_shares_start_beside_each_other_and_not_beside_whoever_wants_the_device_alone() -> None:
-    line = [a_ticket(1, ways=[SHARE]), a_ticket(2, ways=[SHARE]), a_ticket(3)]
+    line = [a_ticket(1, requests=[SHARE]), a_ticket(2, requests=[SHARE]), a_ticket(3)]
 
     assert started(planned(line, a_machine(line, 1))) == [line[0].id, line[1].id]
     assert started(planned(line[::-1], a_machine(line, 1))) == [line[2].id]
@@ -187,25 +189,28 @@ def test_shares_start_beside_each_other_and_not_beside_whoever_wants_the_device_
 
 def beside_an_endless_share(*line: Ticket) -> list[QueuePosition]:
     """The plan where d1 is somebody's, and shares fit beside the one on d0, both without end; d1 is liked best."""
-    fits = dict.fromkeys((way for ticket in line for way in ticket.requests), Fit(("d1", "d0"), frozenset()))
+    fits = dict.fromkeys((request for ticket in line for request in ticket.requests), Fit(("d1", "d0"), frozenset()))
     return planned(line, Machine(fits | {SHARE: Fit(("d0",), frozenset({"d0"}))}))
 
 
 def test_the_end_of_a_share_that_joins_another_one_tells_nothing_of_the_device() -> None:
-    share, alone = beside_an_endless_share(a_ticket(1, ways=[SHARE], time_limit=2.0), a_ticket(2))
+    share, alone = beside_an_endless_share(a_ticket(1, requests=[SHARE], time_limit=2.0), a_ticket(2))
 
     assert (share.now, alone.start, alone.in_order) == (True, None, None)
 
 
 def test_two_shares_are_not_held_back_for_each_other_by_one_who_wants_the_device_alone() -> None:
-    line = [a_ticket(1), a_ticket(2, ways=[SHARE], time_limit=9.0), a_ticket(3, ways=[SHARE], time_limit=2.0)]
+    line = [a_ticket(1), a_ticket(2, requests=[SHARE], time_limit=9.0), a_ticket(3, requests=[SHARE], time_limit=2.0)]
 
     assert started(beside_an_endless_share(*line)) == [line[1].id, line[2].id]
 
 
 def test_a_gpu_is_shared_when_the_last_of_its_instances_is_free() -> None:
     part = Request(mig="3g.40gb")
-    line = [*(a_ticket(1, ways=[part], time_limit=seconds) for seconds in (9.0, 5.0)), a_ticket(2, ways=[SHARE])]
+    line = [
+        *(a_ticket(1, requests=[part], time_limit=seconds) for seconds in (9.0, 5.0)),
+        a_ticket(2, requests=[SHARE]),
+    ]
     fits = {part: Fit(("m1", "m2"), frozenset({"m1", "m2"})), SHARE: Fit(("g",), frozenset("g"))}
     relatives = {"g": ("m1", "m2"), "m1": ("g",), "m2": ("g",)}
 
@@ -245,9 +250,12 @@ def test_it_is_nobodys_turn_unless_the_plan_says_so() -> None:
 def test_a_reason_to_wait_is_the_last_one() -> None:
     """What stood in the way of a request when others had not started yet does not, once they have."""
     line = [a_ticket(1, 1, time_limit=9.0), a_ticket(2, 1, time_limit=5.0)]
-    places = planned(line, a_machine(line, 1))
+    positions = planned(line, a_machine(line, 1))
 
-    assert [(place.now, place.start, place.held_back_by) for place in places] == [(True, 0.0, None), (False, 9.0, None)]
+    assert [(position.now, position.start, position.held_back_by) for position in positions] == [
+        (True, 0.0, None),
+        (False, 9.0, None),
+    ]
 
 
 @st.composite
@@ -264,7 +272,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[Ticket], Machine, dict[int, float]]:
     tickets = st.builds(
         a_ticket,
         user=st.integers(1, 3),
-        ways=st.lists(st.sampled_from(asked), min_size=1, max_size=2, unique=True),
+        requests=st.lists(st.sampled_from(asked), min_size=1, max_size=2, unique=True),
         since=st.floats(-100, 0),
         time_limit=lasts,
         expected=lasts,
@@ -283,19 +291,19 @@ def test_a_free_device_is_left_idle_only_where_it_would_put_off_somebody(
 ) -> None:
     """Of whoever would fit onto what is left free, the plan names whom he would pass; and no device is given twice."""
     line, machine, usage = world
-    places = plan(line, machine, usage, QueueRules(bound=50.0), 0.0)
-    used = [uuid for place in places if place.now for uuid in place.devices]
+    positions = plan(line, machine, usage, QueueRules(bound=50.0), 0.0)
+    used = [uuid for position in positions if position.now for uuid in position.devices]
     assert len(used) == len(set(used))
 
-    for place in places:
+    for position in positions:
         fits = any(
-            len(machine.fits[way].open - set(used)) >= way.num_gpus
-            for way in place.ticket.requests
-            if way in machine.fits
+            len(machine.fits[request].open - set(used)) >= request.num_gpus
+            for request in position.ticket.requests
+            if request in machine.fits
         )
-        assert place.now or fits == (place.held_back_by is not None)
-        if place.now:
-            assert place.request and set(place.devices) <= machine.fits[place.request].open
+        assert position.now or fits == (position.held_back_by is not None)
+        if position.now:
+            assert position.request and set(position.devices) <= machine.fits[position.request].open
 
 
 @settings(max_examples=400, deadline=None)
@@ -304,12 +312,12 @@ def test_the_first_in_line_starts_if_he_fits_unless_he_can_wait_within_his_promi
     world: tuple[list[Ticket], Machine, dict[int, float]],
 ) -> None:
     line, machine, usage = world
-    places = plan(line, machine, usage, QueueRules(bound=50.0), 0.0)
+    positions = plan(line, machine, usage, QueueRules(bound=50.0), 0.0)
 
-    if places and places[0].in_order == 0.0 and not places[0].now:
-        first = places[0]
+    if positions and positions[0].in_order == 0.0 and not positions[0].now:
+        first = positions[0]
         assert first.ticket.promise is not None
-        assert any(place.now for place in places)
+        assert any(position.now for position in positions)
         assert (first.start if first.start is not None else math.inf) <= first.ticket.promise + 1e-3
 
 
@@ -339,7 +347,7 @@ def test_of_lengths_that_all_differ_the_first_63_are_tried_and_what_is_longer_is
     monkeypatch.setattr(plans._Planner, "_held_back_by", counted)
     line = [a_ticket(1, 2), *(a_ticket(2, time_limit=6.0 + n) for n in range(100))]
 
-    assert {place.held_back_by for place in planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0}))[1:]} == {
+    assert {position.held_back_by for position in planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0}))[1:]} == {
         line[0].id
     }
     assert tried == [ticket.id for ticket in line[1:64]]
@@ -368,7 +376,7 @@ def test_the_plan_of_500_requests_for_8_devices_takes_a_bounded_number_of_steps(
 # What a plan leaves to reservations: which devices are kept from whom, who is held back by which, and who is not.
 
 
-def a_booking(gpus: int, begins: float, *devices: str, user: int = 9, **fields: Any) -> PlannedReservation:
+def a_reservation(gpus: int, begins: float, *devices: str, user: int = 9, **fields: Any) -> PlannedReservation:
     return PlannedReservation("b1", user, f"u{user}", gpus, begins, begins + HOUR, devices or ("d0", "d1"), **fields)
 
 
@@ -376,7 +384,7 @@ def test_a_reservation_keeps_its_devices_from_jobs_that_may_last_until_then() ->
     def passing(user: int = 1, gpus: int = 2, begins: float = 100.0, **fields: float) -> bool:
         line = [a_ticket(user, **fields)]
         machine = Machine(
-            a_machine(line, 2).fits, reservations=(a_booking(gpus, begins),), free=frozenset({"d0", "d1"})
+            a_machine(line, 2).fits, reservations=(a_reservation(gpus, begins),), free=frozenset({"d0", "d1"})
         )
         return bool(started(planned(line, machine)))
 
@@ -392,49 +400,49 @@ def test_a_reservation_counts_what_its_user_has_already() -> None:
     line = [a_ticket()]
     fits = a_machine(line, ["d1"]).fits
 
-    assert not started(planned(line, Machine(fits, reservations=(a_booking(2, 0.0),), free=frozenset({"d1"}))))
+    assert not started(planned(line, Machine(fits, reservations=(a_reservation(2, 0.0),), free=frozenset({"d1"}))))
     assert started(
-        planned(line, Machine(fits, reservations=(a_booking(1, 0.0, held=("d0",)),), free=frozenset({"d1"})))
+        planned(line, Machine(fits, reservations=(a_reservation(1, 0.0, held=("d0",)),), free=frozenset({"d1"})))
     )
 
 
 def test_devices_that_nobody_in_line_wants_are_free_for_a_reservation() -> None:
-    line = [a_ticket(ways=[only := Request(devices=("d0",))])]
+    line = [a_ticket(requests=[only := Request(devices=("d0",))])]
     fits = {only: Fit(("d0",), frozenset({"d0"}))}
-    machine = Machine(fits, reservations=(a_booking(1, 0.0, "d0", "d1"),), free=frozenset({"d0", "d1"}))
+    machine = Machine(fits, reservations=(a_reservation(1, 0.0, "d0", "d1"),), free=frozenset({"d0", "d1"}))
 
     assert started(planned(line, machine)) == [line[0].id]
 
 
 def test_whoever_a_reservation_holds_back_hears_of_the_one_that_has_his_device() -> None:
-    line = [a_ticket(ways=[only := Request(devices=("d0",))])]
-    others = [replace(a_booking(1, 10.0, f"d{number}"), id=f"other {number}") for number in range(1, 8)]
-    reservations = (*others, a_booking(1, 100.0, "d0"))
+    line = [a_ticket(requests=[only := Request(devices=("d0",))])]
+    others = [replace(a_reservation(1, 10.0, f"d{number}"), id=f"other {number}") for number in range(1, 8)]
+    reservations = (*others, a_reservation(1, 100.0, "d0"))
     free = frozenset(f"d{number}" for number in range(8))
-    (place,) = planned(line, Machine({only: Fit(("d0",), frozenset({"d0"}))}, reservations=reservations, free=free))
+    (position,) = planned(line, Machine({only: Fit(("d0",), frozenset({"d0"}))}, reservations=reservations, free=free))
 
-    assert (place.held_back_by, place.start) == ("b1", 100.0 + HOUR)
+    assert (position.held_back_by, position.start) == ("b1", 100.0 + HOUR)
 
 
 def test_so_does_he_who_would_have_to_wait_like_many_shorter_jobs_too() -> None:
     line = [a_ticket(1, 2, time_limit=20.0), *(a_ticket(2, time_limit=6.0 + n) for n in range(100))]
     fits = a_machine(line, 2, free=1).fits
-    machine = Machine(fits, {"d1": 5.0}, reservations=(a_booking(1, 100.0, "d0"),), free=frozenset({"d0"}))
-    places = planned(line, machine)
+    machine = Machine(fits, {"d1": 5.0}, reservations=(a_reservation(1, 100.0, "d0"),), free=frozenset({"d0"}))
+    positions = planned(line, machine)
 
-    assert [place.held_back_by for place in places] == [None, *[line[0].id] * 95, *["b1"] * 5]
+    assert [position.held_back_by for position in positions] == [None, *[line[0].id] * 95, *["b1"] * 5]
 
 
 def test_a_reservation_does_not_count_on_a_claim_that_should_have_ended() -> None:
     def passing(limit: float) -> bool:
         line = [a_ticket()]
-        limits, booking = {"d1": limit}, a_booking(1, 100.0)
+        limits, reservation = {"d1": limit}, a_reservation(1, 100.0)
         return bool(
             started(
                 planned(
                     line,
                     Machine(
-                        a_machine(line, ["d0"]).fits, reservations=(booking,), free=frozenset({"d0"}), limits=limits
+                        a_machine(line, ["d0"]).fits, reservations=(reservation,), free=frozenset({"d0"}), limits=limits
                     ),
                 )
             )
@@ -447,17 +455,17 @@ def test_a_reservation_does_not_count_on_a_claim_that_should_have_ended() -> Non
 def test_of_the_way_that_he_takes_the_device_that_he_likes_least_is_kept_from_him() -> None:
     wide, narrow = Request(num_gpus=2), Request()
     fits = {wide: Fit(("d1", "d0"), frozenset()), narrow: Fit(("d0", "d1"), frozenset({"d0", "d1"}))}
-    machine = Machine(fits, reservations=(booking := a_booking(1, 100.0),), free=frozenset({"d0", "d1"}))
-    (place,) = planned([a_ticket(ways=[wide, narrow])], machine)
+    machine = Machine(fits, reservations=(reservation := a_reservation(1, 100.0),), free=frozenset({"d0", "d1"}))
+    (position,) = planned([a_ticket(requests=[wide, narrow])], machine)
 
-    assert (place.devices, place.kept) == (("d0",), {"d1": booking})
+    assert (position.devices, position.kept) == (("d0",), {"d1": reservation})
 
 
 def test_a_reservation_counts_on_the_device_of_a_job_that_starts_now_if_its_limit_ends_before() -> None:
     def passing(**fields: float) -> bool | list[str]:
-        line = [a_ticket(1, ways=[only := Request(devices=("d1",))], **fields), a_ticket(2, promise=2 * HOUR)]
+        line = [a_ticket(1, requests=[only := Request(devices=("d1",))], **fields), a_ticket(2, promise=2 * HOUR)]
         fits = {**a_machine(line[1:], 2).fits, only: Fit(("d1",), frozenset({"d1"}))}
-        machine = Machine(fits, reservations=(a_booking(1, 100.0),), free=frozenset({"d0", "d1"}))
+        machine = Machine(fits, reservations=(a_reservation(1, 100.0),), free=frozenset({"d0", "d1"}))
         first, second = planned(line, machine)
         assert first.now
         return second.now or list(second.kept)
@@ -469,10 +477,10 @@ def test_a_reservation_counts_on_the_device_of_a_job_that_starts_now_if_its_limi
 def test_nobody_takes_a_device_for_which_a_reservation_would_move_to_that_of_another() -> None:
     def passing(limit: float) -> list[str]:
         both, other = Request(num_gpus=2, devices=("d1", "d2")), Request(devices=("d0",))
-        line = [a_ticket(1, ways=[both], time_limit=limit), a_ticket(2, ways=[other])]
+        line = [a_ticket(1, requests=[both], time_limit=limit), a_ticket(2, requests=[other])]
         fits = {both: Fit(("d1", "d2"), frozenset({"d1"})), other: Fit(("d0",), frozenset({"d0"}))}
         free = frozenset({"d0", "d1"})
-        return started(planned(line, Machine(fits, {"d2": 95.0}, reservations=(a_booking(1, 100.0),), free=free)))
+        return started(planned(line, Machine(fits, {"d2": 95.0}, reservations=(a_reservation(1, 100.0),), free=free)))
 
     assert passing(limit=5.0)
     assert not passing(limit=6.0)
@@ -481,7 +489,7 @@ def test_nobody_takes_a_device_for_which_a_reservation_would_move_to_that_of_ano
 def test_whoever_uses_no_more_than_his_own_reservation_passes_everybody() -> None:
     line = [a_ticket(1, 2), a_ticket(9, 1)]
     machine = a_machine(line, 2, free=frozenset({"d0", "d1"}))
-    his = Machine(machine.fits, reservations=(a_booking(1, 0.0, "d0"),), free=frozenset({"d0", "d1"}))
+    his = Machine(machine.fits, reservations=(a_reservation(1, 0.0, "d0"),), free=frozenset({"d0", "d1"}))
 
     assert started(planned(line, machine)) == [line[0].id]
     assert started(planned(line, his)) == [line[1].id]
@@ -491,43 +499,47 @@ def test_of_two_who_are_held_back_for_each_other_the_first_in_line_starts() -> N
     """When the first has started his reservation keeps other devices: then the second starts later than was planned."""
     line = [a_ticket(1, 2, time_limit=2.0), a_ticket(2, time_limit=9.0)]
     fits = a_machine(line, ["d1", "d0", "d2"], free=["d0", "d2"]).fits
-    booking = a_booking(2, 0.0, "d0", "d1", "d2", user=1, held=("d1",))
+    reservation = a_reservation(2, 0.0, "d0", "d1", "d2", user=1, held=("d1",))
 
-    assert started(planned(line, Machine(fits, reservations=(booking,), free=frozenset({"d0", "d2"})))) == [line[0].id]
+    assert started(planned(line, Machine(fits, reservations=(reservation,), free=frozenset({"d0", "d2"})))) == [
+        line[0].id
+    ]
 
 
 def test_whose_reservation_has_begun_chooses_before_a_shorter_job_that_came_first() -> None:
     line = [a_ticket(1, time_limit=1.0), a_ticket(9)]
-    machine = Machine(a_machine(line, 2).fits, reservations=(a_booking(1, 0.0),), free=frozenset({"d0", "d1"}))
+    machine = Machine(a_machine(line, 2).fits, reservations=(a_reservation(1, 0.0),), free=frozenset({"d0", "d1"}))
 
-    assert [place.devices for place in planned(line, machine)] == [("d1",), ("d0",)]
+    assert [position.devices for position in planned(line, machine)] == [("d1",), ("d0",)]
 
 
 def test_a_request_for_more_than_there_is_never_starts_beside_a_reservation_either() -> None:
     line = [a_ticket(gpus=9)]
-    machine = Machine(a_machine(line, 2).fits, reservations=(a_booking(1, 100.0),), free=frozenset({"d0", "d1"}))
+    machine = Machine(a_machine(line, 2).fits, reservations=(a_reservation(1, 100.0),), free=frozenset({"d0", "d1"}))
 
-    assert [(place.request, place.devices, place.now) for place in planned(line, machine)] == [(None, (), False)]
+    assert [(position.request, position.devices, position.now) for position in planned(line, machine)] == [
+        (None, (), False)
+    ]
 
 
 def test_of_two_devices_neither_may_be_kept_for_somebody_by_the_time_that_the_other_is_free() -> None:
     line = [a_ticket(1, 2, time_limit=30.0)]
     fits = a_machine(line, 2, free=["d0"]).fits
-    booking = a_booking(1, 40.0, "d0")
-    machine = Machine(fits, {"d1": 50.0}, reservations=(booking,), free=frozenset({"d0"}))
-    (place,) = planned(line, machine)
+    reservation = a_reservation(1, 40.0, "d0")
+    machine = Machine(fits, {"d1": 50.0}, reservations=(reservation,), free=frozenset({"d0"}))
+    (position,) = planned(line, machine)
 
-    assert (place.start, place.devices) == (booking.ends, ("d1", "d0"))
+    assert (position.start, position.devices) == (reservation.ends, ("d1", "d0"))
 
 
 def a_guest_beside(**fields: Any) -> list[QueuePosition]:
     """The plan for one who could have d0, and another one who may share d1 and for whom one of both is reserved."""
-    line = [a_ticket(1), a_ticket(9, ways=[share := Request(share=True, memory=2**30)])]
+    line = [a_ticket(1), a_ticket(9, requests=[share := Request(share=True, memory=2**30)])]
     fits = {
         line[0].requests[0]: Fit(("d0", "d1"), frozenset({"d0"})),
         share: Fit(("d1", "d0"), frozenset({"d0", "d1"})),
     }
-    return planned(line, Machine(fits, reservations=(a_booking(1, 0.0, **fields),), free=frozenset({"d0"})))
+    return planned(line, Machine(fits, reservations=(a_reservation(1, 0.0, **fields),), free=frozenset({"d0"})))
 
 
 def test_nobody_takes_what_is_reserved_because_its_user_is_about_to_claim_another_device() -> None:
@@ -539,10 +551,12 @@ def test_nobody_takes_what_is_reserved_because_its_user_is_about_to_claim_anothe
 
 def test_nobody_takes_what_is_reserved_because_the_users_of_two_reservations_are_about_to_claim_others() -> None:
     shares = [Request(share=True, memory=2**30, devices=(uuid,)) for uuid in ("d2", "d3")]
-    line = [a_ticket(1), a_ticket(8, ways=[shares[0]]), a_ticket(9, ways=[shares[1]])]
+    line = [a_ticket(1), a_ticket(8, requests=[shares[0]]), a_ticket(9, requests=[shares[1]])]
     fits = {line[0].requests[0]: Fit(("d0", "d1"), frozenset({"d0", "d1"}))}
-    fits |= {way: Fit(way.devices, frozenset(way.devices)) for way in shares}
-    reservations = tuple(replace(a_booking(1, 0.0, "d0", "d1", "d2", "d3", user=uid), id=f"b{uid}") for uid in (8, 9))
+    fits |= {request: Fit(request.devices, frozenset(request.devices)) for request in shares}
+    reservations = tuple(
+        replace(a_reservation(1, 0.0, "d0", "d1", "d2", "d3", user=uid), id=f"b{uid}") for uid in (8, 9)
+    )
     other, *begun_for = planned(line, Machine(fits, reservations=reservations, free=frozenset({"d0", "d1"})))
 
     assert [guest.now for guest in begun_for] == [True, True]  # both may be gone before they claim
@@ -550,13 +564,13 @@ def test_nobody_takes_what_is_reserved_because_the_users_of_two_reservations_are
 
 
 def test_what_its_user_has_claimed_sets_the_other_device_free() -> None:
-    assert [place.now for place in a_guest_beside(held=("d1",))] == [True, True]
+    assert [position.now for position in a_guest_beside(held=("d1",))] == [True, True]
 
 
 def test_a_job_with_a_limit_that_joins_one_without_does_not_make_its_end_known() -> None:
     joins = Request(share=True, memory=2**30, devices=("d1",))
-    line = [a_ticket(1, ways=[joins], time_limit=50.0), a_ticket(2)]
+    line = [a_ticket(1, requests=[joins], time_limit=50.0), a_ticket(2)]
     fits = {joins: Fit(("d1",), frozenset({"d1"})), line[1].requests[0]: Fit(("d0", "d1"), frozenset({"d0"}))}
-    first, second = planned(line, Machine(fits, reservations=(a_booking(1, 100.0),), free=frozenset({"d0"})))
+    first, second = planned(line, Machine(fits, reservations=(a_reservation(1, 100.0),), free=frozenset({"d0"})))
 
     assert (first.now, second.now, second.held_back_by) == (True, False, "b1")

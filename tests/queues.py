@@ -1,6 +1,6 @@
-"""Builders for tests of the waiting line, and a simulation of a server that is used as the plan says.
+"""Builders for tests of the queue.
 
-from lines import a_ticket, a_machine
+from queues import a_ticket, a_machine
 order([a_ticket(user=1), a_ticket(user=2, gpus=4)], {}, QueueRules(), 0.0)
 """
 
@@ -19,35 +19,35 @@ _numbers = itertools.count(1)
 
 
 def a_ticket(
-    user: int = 1, gpus: int = 1, *, since: float = 0.0, ways: Sequence[Request] = (), **fields: Any
+    user: int = 1, gpus: int = 1, *, since: float = 0.0, requests: Sequence[Request] = (), **fields: Any
 ) -> Ticket:
     """A request that has waited since 0; later ones have later names."""
     facts: dict[str, Any] = {"id": f"t{next(_numbers):06}", "user": f"u{user}", **fields}
-    return Ticket(uid=user, since=since, requests=tuple(ways) or (Request(num_gpus=gpus),), **facts)
+    return Ticket(uid=user, since=since, requests=tuple(requests) or (Request(num_gpus=gpus),), **facts)
 
 
 def a_machine(
-    line: Sequence[Ticket],
+    queue: Sequence[Ticket],
     devices: Sequence[str] | int = 8,
     *,
     free: Sequence[str] | int | None = None,
     ends: Mapping[str, float] | None = None,
     **fields: Any,
 ) -> Machine:
-    """Devices that will do for every request of *line*; all of them are free unless *free* names or counts those."""
+    """Devices that will do for every request of *queue*; all of them are free unless *free* names or counts those."""
     names = [f"d{number}" for number in range(devices)] if isinstance(devices, int) else list(devices)
     opened = names if free is None else names[:free] if isinstance(free, int) else list(free)
     fit = Fit(tuple(names), frozenset(opened))
-    return Machine({way: fit for ticket in line for way in ticket.requests}, ends or {}, **fields)
+    return Machine({request: fit for ticket in queue for request in ticket.requests}, ends or {}, **fields)
 
 
 def planned(
-    line: Sequence[Ticket], machine: Machine, usage: Mapping[int, float] | None = None, **rules: Any
+    queue: Sequence[Ticket], machine: Machine, usage: Mapping[int, float] | None = None, **rules: Any
 ) -> list[QueuePosition]:
     """The plan at time 0."""
-    return plan(line, machine, usage or {}, QueueRules(**rules), 0.0)
+    return plan(queue, machine, usage or {}, QueueRules(**rules), 0.0)
 
 
-def started(places: Sequence[QueuePosition]) -> list[str]:
+def started(positions: Sequence[QueuePosition]) -> list[str]:
     """Ids of those who may start now, in order."""
-    return [place.ticket.id for place in places if place.now]
+    return [position.ticket.id for position in positions if position.now]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lines import a_ticket
+from queues import a_ticket
 
 from gpuguard.queue import backfill as plans
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan
@@ -34,7 +34,7 @@ NAMES = ("d0", "d1", "d2", "d3")
 FREE = DeviceAvailability(dict.fromkeys(NAMES, 0.0))
 
 
-def a_booking(
+def a_reservation(
     gpus: int = 1, begins: float = 1.0, ends: float = 2.0, *devices: str, user: int = 9
 ) -> PlannedReservation:
     """Begin and end in hours."""
@@ -46,60 +46,60 @@ def kept(
     reservations: list[PlannedReservation], availability: DeviceAvailability = FREE, liked: tuple[str, ...] = NAMES
 ) -> dict[str, set[int]]:
     """uuid -> for whom."""
-    last = {uuid: float(place) for place, uuid in enumerate(reversed(liked), 1)}
+    last = {uuid: float(position) for position, uuid in enumerate(reversed(liked), 1)}
     found = calendar(reservations, availability, 0.0, last)
     return {uuid: {span.reservation.uid for span in spans} for uuid, spans in found.items()}
 
 
 def test_as_many_devices_are_kept_as_are_reserved_and_those_that_are_liked_least() -> None:
-    assert kept([a_booking(2)]) == {"d2": {9}, "d3": {9}}
+    assert kept([a_reservation(2)]) == {"d2": {9}, "d3": {9}}
 
 
 def test_reservations_at_the_same_time_get_devices_of_their_own_and_later_ones_the_same() -> None:
-    together, later = a_booking(2, 1, 2, user=7), a_booking(2, 2, 3, user=7)
+    together, later = a_reservation(2, 1, 2, user=7), a_reservation(2, 2, 3, user=7)
 
-    assert sorted(kept([a_booking(2), together])) == list(NAMES)
-    assert kept([a_booking(2), later]) == {"d2": {7, 9}, "d3": {7, 9}}
+    assert sorted(kept([a_reservation(2), together])) == list(NAMES)
+    assert kept([a_reservation(2), later]) == {"d2": {7, 9}, "d3": {7, 9}}
 
 
 def test_one_that_needs_a_certain_device_gets_it_although_another_one_came_first() -> None:
-    assert kept([a_booking(1), a_booking(1, 1, 2, "d3", user=7)]) == {"d2": {9}, "d3": {7}}
+    assert kept([a_reservation(1), a_reservation(1, 1, 2, "d3", user=7)]) == {"d2": {9}, "d3": {7}}
 
 
 def test_what_its_user_holds_is_kept_first_and_then_what_is_free_in_time_by_a_limit() -> None:
     limited = DeviceAvailability({"d0": HOUR, "d1": 1.5 * HOUR, "d2": 0.0, "d3": 0.0})
 
-    assert kept([a_booking(1)], replace(limited, users={"d1": {9}})) == {"d1": {9}}
-    assert kept([a_booking(1)], replace(limited, users={"d1": {8}})) == {"d0": {9}}
-    assert kept([a_booking(3)], limited) == {"d0": {9}, "d2": {9}, "d3": {9}}
+    assert kept([a_reservation(1)], replace(limited, users={"d1": {9}})) == {"d1": {9}}
+    assert kept([a_reservation(1)], replace(limited, users={"d1": {8}})) == {"d0": {9}}
+    assert kept([a_reservation(3)], limited) == {"d0": {9}, "d2": {9}, "d3": {9}}
 
 
 def test_reservations_one_after_the_other_keep_the_same_device_although_not_all_of_them_could_have_it_always() -> None:
-    first, second = a_booking(1, 1, 2), a_booking(1, 2, 3, "d3", user=7)
+    first, second = a_reservation(1, 1, 2), a_reservation(1, 2, 3, "d3", user=7)
 
     assert kept([first, second]) == kept([second, first]) == {"d3": {7, 9}}
 
 
 def test_nothing_is_kept_for_a_reservation_past_its_end() -> None:
-    assert kept([a_booking(1, 1, 2), a_booking(1, 1, 3, user=7)]) == {"d3": {7, 9}, "d2": {7}}
-    assert kept([a_booking(1, -1, 0), a_booking(1, -1, 0, "d3", user=7)]) == {}
+    assert kept([a_reservation(1, 1, 2), a_reservation(1, 1, 3, user=7)]) == {"d3": {7, 9}, "d2": {7}}
+    assert kept([a_reservation(1, -1, 0), a_reservation(1, -1, 0, "d3", user=7)]) == {}
 
 
 def test_whoever_needs_a_device_gets_it_over_several_who_can_have_others() -> None:
-    line = [a_booking(1, 1, 2, "d3", "d1", user=1), a_booking(1, 1, 2, "d3", "d2", user=2)]
+    line = [a_reservation(1, 1, 2, "d3", "d1", user=1), a_reservation(1, 1, 2, "d3", "d2", user=2)]
 
-    assert kept([*line, a_booking(1, 1, 2, "d2", user=3)]) == {"d1": {1}, "d3": {2}, "d2": {3}}
+    assert kept([*line, a_reservation(1, 1, 2, "d2", user=3)]) == {"d1": {1}, "d3": {2}, "d2": {3}}
 
 
 def test_what_a_user_may_leave_behind_is_kept_where_something_is_kept_for_him_already() -> None:
-    calendars = Calendars([a_booking(2, 0, 1)], FREE, 0.0)
+    calendars = Calendars([a_reservation(2, 0, 1)], FREE, 0.0)
     coming = [StartingJob("job", 9, ("d3",), float("inf"))]
 
     assert set(calendars.reserved_beside(coming, NAMES, 1)) == {"d2", "d3"}
 
 
 @pytest.mark.parametrize(
-    "noun", [a_booking(), ReservedSpan(0.0, 1.0, a_booking()), FREE, StartingJob("job", 9, ("d3",), 1.0)]
+    "noun", [a_reservation(), ReservedSpan(0.0, 1.0, a_reservation()), FREE, StartingJob("job", 9, ("d3",), 1.0)]
 )
 def test_what_a_calendar_is_made_of_never_changes(noun: Any) -> None:
     with pytest.raises(FrozenInstanceError):
@@ -107,13 +107,13 @@ def test_what_a_calendar_is_made_of_never_changes(noun: Any) -> None:
 
 
 def test_a_reservation_has_begun_from_its_begin_until_its_end() -> None:
-    booking = a_booking(1, 1, 2)
+    reservation = a_reservation(1, 1, 2)
 
-    assert [Calendars([booking], FREE, hour * HOUR).begun_for(9) for hour in (0.9, 1, 2)] == [[], [booking], []]
+    assert [Calendars([reservation], FREE, hour * HOUR).begun_for(9) for hour in (0.9, 1, 2)] == [[], [reservation], []]
 
 
 def test_what_is_missing_is_kept_as_soon_as_a_limit_sets_it_free() -> None:
-    (span,) = calendar([a_booking(2)], DeviceAvailability({"d0": 0.0, "d1": 1.5 * HOUR}), 0.0)["d1"]
+    (span,) = calendar([a_reservation(2)], DeviceAvailability({"d0": 0.0, "d1": 1.5 * HOUR}), 0.0)["d1"]
 
     assert (span.begins, span.ends) == (1.5 * HOUR, 2 * HOUR)
 
@@ -121,45 +121,48 @@ def test_what_is_missing_is_kept_as_soon_as_a_limit_sets_it_free() -> None:
 def test_an_instance_is_kept_and_the_others_of_its_gpu_are_not() -> None:
     family = DeviceAvailability({"i0": 0.0, "i1": 0.0}, relatives={"i0": ("g",), "i1": ("g",)})
 
-    assert set(kept([a_booking(1, 1, 2, "i0", "i1")], family, ("i0", "i1"))) == {"i1"}
+    assert set(kept([a_reservation(1, 1, 2, "i0", "i1")], family, ("i0", "i1"))) == {"i1"}
 
 
 def test_a_job_finds_its_devices_before_between_and_after_reservations() -> None:
-    spans = calendar([a_booking(4, 1, 2), a_booking(4, 3, 4)], FREE, 0.0)["d0"]
+    spans = calendar([a_reservation(4, 1, 2), a_reservation(4, 3, 4)], FREE, 0.0)["d0"]
 
     assert clear_at(spans, 1, 0.0, HOUR) == 0.0
     assert clear_at(spans, 1, 1.0, HOUR) == 2 * HOUR
     assert clear_at(spans, 1, 1.0, HOUR + 1) == 4 * HOUR
     assert clear_at(spans, 9, 1.0, HOUR + 1) == 1.0
     assert in_the_way(spans, 1, 0.0, HOUR) is None
-    assert (booking := in_the_way(spans, 1, 0.0, HOUR + 1)) and booking.begins == HOUR
+    assert (reservation := in_the_way(spans, 1, 0.0, HOUR + 1)) and reservation.begins == HOUR
     assert in_the_way(spans, 1, 2 * HOUR, HOUR) is None
 
 
 def test_what_can_be_met_together() -> None:
-    assert can_be_met(a_booking(4), [], NAMES)
-    assert not can_be_met(a_booking(4), [], NAMES[:3])
-    assert not can_be_met(a_booking(3), [a_booking(2, 1.5, 3)], NAMES)
-    assert can_be_met(a_booking(3), [a_booking(2, 2, 3)], NAMES)
-    assert can_be_met(a_booking(2, 0, 2), [a_booking(2, 0, 1), a_booking(2, 1, 2)], NAMES)
-    assert not can_be_met(a_booking(1, 1, 2, "d0"), [a_booking(1, 1, 2, "d0")], NAMES)
+    assert can_be_met(a_reservation(4), [], NAMES)
+    assert not can_be_met(a_reservation(4), [], NAMES[:3])
+    assert not can_be_met(a_reservation(3), [a_reservation(2, 1.5, 3)], NAMES)
+    assert can_be_met(a_reservation(3), [a_reservation(2, 2, 3)], NAMES)
+    assert can_be_met(a_reservation(2, 0, 2), [a_reservation(2, 0, 1), a_reservation(2, 1, 2)], NAMES)
+    assert not can_be_met(a_reservation(1, 1, 2, "d0"), [a_reservation(1, 1, 2, "d0")], NAMES)
 
 
 def test_a_job_cannot_move_for_a_reservation_that_needs_its_device_later() -> None:
-    first, second = a_booking(1, 0, 2, "d0", "d1"), a_booking(1, 0, 1, "d1", user=8)
+    first, second = a_reservation(1, 0, 2, "d0", "d1"), a_reservation(1, 0, 1, "d1", user=8)
 
     assert can_be_met(second, [first], NAMES)
-    assert not can_be_met(a_booking(1, 1, 3, "d0", user=7), [first, second], NAMES)
+    assert not can_be_met(a_reservation(1, 1, 3, "d0", user=7), [first, second], NAMES)
 
 
 def test_words_name_the_day_where_it_is_not_today() -> None:
-    booking = a_booking(1, 480_012, 480_014)
-    before = booking.begins - HOUR
+    reservation = a_reservation(1, 480_012, 480_014)
+    before = reservation.begins - HOUR
 
-    assert reservation_text(booking, before) == f"kept for u9's reservation from {clock_text(booking.begins, before)}"
     assert (
-        reservation_text(booking, booking.begins)
-        == f"kept for u9's reservation until {clock_text(booking.ends, before)}"
+        reservation_text(reservation, before)
+        == f"kept for u9's reservation from {clock_text(reservation.begins, before)}"
+    )
+    assert (
+        reservation_text(reservation, reservation.begins)
+        == f"kept for u9's reservation until {clock_text(reservation.ends, before)}"
     )
     nine = time.mktime((2026, 11, 21, 9, 0, 0, 0, 0, -1))
     assert clock_text(nine, nine - HOUR) == "09:00"
@@ -174,7 +177,7 @@ def planned(
 ) -> list[QueuePosition]:
     every = Fit(NAMES, frozenset(NAMES))
     machine = Machine(
-        fits or {way: every for one in line for way in one.requests},
+        fits or {request: every for one in line for request in one.requests},
         reservations=tuple(reservations),
         free=frozenset(NAMES),
     )
@@ -184,51 +187,51 @@ def planned(
 def test_its_user_goes_before_all_others_on_what_is_reserved_for_him_and_no_further() -> None:
     first, own, more = a_ticket(1, 4), a_ticket(9, 2), a_ticket(9, 4)
 
-    assert [place.now for place in planned([first, own], [a_booking(2, 0, 1)])] == [False, True]
-    assert [place.now for place in planned([first, more], [a_booking(2, 0, 1)])] == [False, False]
+    assert [position.now for position in planned([first, own], [a_reservation(2, 0, 1)])] == [False, True]
+    assert [position.now for position in planned([first, more], [a_reservation(2, 0, 1)])] == [False, False]
 
 
 def test_two_jobs_of_its_user_share_what_is_reserved() -> None:
     line = [a_ticket(1, 2), *(a_ticket(9, 1) for _ in range(4))]
 
-    assert [place.now for place in planned(line, [a_booking(2, 0, 1)])] == [True, True, True, False, False]
+    assert [position.now for position in planned(line, [a_reservation(2, 0, 1)])] == [True, True, True, False, False]
 
 
 def test_its_user_goes_first_on_a_certain_device_that_others_like_too() -> None:
     only = Request(devices=("d0",))
-    line = [a_ticket(1, 1, time_limit=60.0), a_ticket(9, ways=[only])]
+    line = [a_ticket(1, 1, time_limit=60.0), a_ticket(9, requests=[only])]
     fits = {line[0].requests[0]: Fit(NAMES, frozenset(NAMES)), only: Fit(("d0",), frozenset({"d0"}))}
 
-    assert [place.now for place in planned(line, [a_booking(1, 0, 1)], fits)] == [True, True]
-    assert planned(line, [a_booking(1, 0, 1)], fits)[1].devices == ("d0",)
+    assert [position.now for position in planned(line, [a_reservation(1, 0, 1)], fits)] == [True, True]
+    assert planned(line, [a_reservation(1, 0, 1)], fits)[1].devices == ("d0",)
 
 
 def test_what_is_reserved_for_somebody_himself_pushes_others_onto_no_better_devices() -> None:
-    own, others = a_booking(1, 1, 2), a_booking(1, 1, 2, user=8)
-    (place,) = planned([a_ticket(9, 3)], [own, others])
+    own, others = a_reservation(1, 1, 2), a_reservation(1, 1, 2, user=8)
+    (position,) = planned([a_ticket(9, 3)], [own, others])
 
-    assert (place.now, set(place.kept)) == (True, {"d3"})
+    assert (position.now, set(position.kept)) == (True, {"d3"})
 
 
 def test_whoever_must_leave_devices_alone_is_told_which_and_for_whom() -> None:
-    (place,) = planned([a_ticket(1, 3)], [a_booking(2)])
+    (position,) = planned([a_ticket(1, 3)], [a_reservation(2)])
 
-    assert (place.now, place.start, place.held_back_by) == (False, 2 * HOUR, a_booking(2).id)
-    assert set(place.kept) == {"d2", "d3"}
-    assert not planned([a_ticket(1, 3, time_limit=HOUR)], [a_booking(2)])[0].kept
+    assert (position.now, position.start, position.held_back_by) == (False, 2 * HOUR, a_reservation(2).id)
+    assert set(position.kept) == {"d2", "d3"}
+    assert not planned([a_ticket(1, 3, time_limit=HOUR)], [a_reservation(2)])[0].kept
 
 
 def test_a_request_for_another_device_than_the_reserved_one_starts() -> None:
-    only = {way: Fit((uuid,), frozenset({uuid})) for uuid in NAMES[:2] if (way := Request(devices=(uuid,)))}
-    line = [a_ticket(1, ways=[way]) for way in only]
+    only = {request: Fit((uuid,), frozenset({uuid})) for uuid in NAMES[:2] if (request := Request(devices=(uuid,)))}
+    line = [a_ticket(1, requests=[request]) for request in only]
 
-    assert [place.now for place in planned(line, [a_booking(1, 1, 2, "d0")], only)] == [False, True]
+    assert [position.now for position in planned(line, [a_reservation(1, 1, 2, "d0")], only)] == [False, True]
 
 
 def test_a_start_is_promised_with_the_reservations_in_mind() -> None:
     first, second = a_ticket(1, 4, time_limit=HOUR), a_ticket(2, 2, time_limit=HOUR)
 
-    assert [place.in_order for place in planned([first, second], [a_booking(4, 1, 2)])] == [0.0, 2 * HOUR]
+    assert [position.in_order for position in planned([first, second], [a_reservation(4, 1, 2)])] == [0.0, 2 * HOUR]
 
 
 # The property
@@ -253,20 +256,20 @@ class Server:
             for one in self.reservations
             if one.ends > now
         )
-        fits = {way: _fit(way, free) for one in self.line for way in one.requests}
+        fits = {request: _fit(request, free) for one in self.line for request in one.requests}
         machine = Machine(fits, limits, reservations=reservations, free=free, limits=limits)
-        places = plan(order(self.line, {}, QueueRules(), now), machine, {}, QueueRules(), now)
-        for place in (place for place in places if place.now):
-            ticket = replace(place.ticket, since=now)
+        positions = plan(order(self.line, {}, QueueRules(), now), machine, {}, QueueRules(), now)
+        for position in (position for position in positions if position.now):
+            ticket = replace(position.ticket, since=now)
             lasts = ticket.time_limit or ticket.expected or HOUR
-            assert not {uuid for uuid in place.devices if uuid in busy}
-            self.running[ticket.id] = (ticket, now + lasts, place.devices)
-            self.line.remove(place.ticket)
-        return [place.ticket.id for place in places if place.now]
+            assert not {uuid for uuid in position.devices if uuid in busy}
+            self.running[ticket.id] = (ticket, now + lasts, position.devices)
+            self.line.remove(position.ticket)
+        return [position.ticket.id for position in positions if position.now]
 
 
-def _fit(way: Request, free: frozenset[str]) -> Fit:
-    eligible = way.devices or NAMES
+def _fit(request: Request, free: frozenset[str]) -> Fit:
+    eligible = request.devices or NAMES
     return Fit(tuple(eligible), free & set(eligible))
 
 
@@ -284,22 +287,27 @@ def broken(
     """The reservations whose user could not start when they began, on a server of four devices."""
     reservations: list[PlannedReservation] = []
     for number, (gpus, begins, hours, devices) in enumerate(wanted):
-        booking = a_booking(gpus, begins, begins + hours, *devices, user=100 + number)
-        if can_be_met(booking, reservations, NAMES):
-            reservations.append(booking)
+        reservation = a_reservation(gpus, begins, begins + hours, *devices, user=100 + number)
+        if can_be_met(reservation, reservations, NAMES):
+            reservations.append(reservation)
     server, failed = Server(reservations), []
     for now in range(0, 13):
         for number, (at, gpus, hours, limited, devices) in enumerate(others):
             if at == now:
                 length = {"time_limit": hours * HOUR} if limited else {"expected": hours * HOUR}
-                way = Request(num_gpus=min(gpus, len(devices)), devices=devices)
-                server.line.append(a_ticket(number % 3 + 1, ways=[way], since=now * HOUR, **length))
+                request = Request(num_gpus=min(gpus, len(devices)), devices=devices)
+                server.line.append(a_ticket(number % 3 + 1, requests=[request], since=now * HOUR, **length))
         begun_for = []
-        for booking in reservations:
-            if booking.begins == now * HOUR:
-                way = Request(num_gpus=booking.num_gpus, devices=booking.devices)
+        for reservation in reservations:
+            if reservation.begins == now * HOUR:
+                request = Request(num_gpus=reservation.num_gpus, devices=reservation.devices)
                 begun_for.append(
-                    a_ticket(booking.uid, ways=[way], since=now * HOUR, time_limit=booking.ends - booking.begins)
+                    a_ticket(
+                        reservation.uid,
+                        requests=[request],
+                        since=now * HOUR,
+                        time_limit=reservation.ends - reservation.begins,
+                    )
                 )
         server.line += begun_for
         started = server.look(now * HOUR)
@@ -329,6 +337,6 @@ def test_the_property_can_fail(fault: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_job_of_unknown_length_may_start_a_day_before() -> None:
     day = 24.0
 
-    assert planned([a_ticket(1, 4)], [a_booking(1, day, day + 1)])[0].now
-    assert not planned([a_ticket(1, 4)], [a_booking(1, day - 0.1, day + 1)])[0].now
-    assert not planned([a_ticket(1, 4, expected=2 * day * HOUR)], [a_booking(1, day + 1, day + 2)])[0].now
+    assert planned([a_ticket(1, 4)], [a_reservation(1, day, day + 1)])[0].now
+    assert not planned([a_ticket(1, 4)], [a_reservation(1, day - 0.1, day + 1)])[0].now
+    assert not planned([a_ticket(1, 4, expected=2 * day * HOUR)], [a_reservation(1, day + 1, day + 2)])[0].now
