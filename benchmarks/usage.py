@@ -63,10 +63,10 @@ def fill(path: str, now: int, days: float) -> None:
         batch[number] = slot
         if len(batch) == BATCH:
             store.write(connection, batch, ())
-            store.settle(connection)
+            store.move_journal(connection)
             batch = {}
     store.write(connection, batch or {now // WIDTH: Slot()}, ())
-    store.settle(connection)
+    store.move_journal(connection)
     connection.close()
 
 
@@ -96,7 +96,7 @@ def measure_writing(path: str, now: int) -> None:
         slot = Slot()
         slot.add(rates_of(*snapshots[:2]), WIDTH)
         store.write(connection, {next(number): slot}, snapshots[0].devices)
-        store.settle(connection)
+        store.move_journal(connection)
 
     show("a slot of 10 s, with fsync", milliseconds(write))
     connection.close()

@@ -75,7 +75,7 @@ def fill(path: str, numbers: Iterable[int], together: int = 1, uid: int = ALICE)
     while waiting:
         batch, waiting = waiting[:together], waiting[together:]
         store.write(connection, {number: a_slot(uid=uid) for number in batch}, a_sample(0.0).devices)
-        store.settle(connection)
+        store.move_journal(connection)
     connection.close()
 
 

@@ -19,8 +19,7 @@ from nodes import GIB, a_user, change, eventually
 from proc import children_of
 from sources import ROOT
 
-from gpuguard.daemon.service import clean_environment
-from gpuguard.daemon.systemd import notify_systemd
+from gpuguard.daemon.service import clean_environment, notify_systemd
 from gpuguard.errors import InvalidRequest
 
 UNIT = ROOT / "packaging" / "gpuguard.service"

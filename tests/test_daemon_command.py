@@ -14,8 +14,7 @@ from nodes import GIB, SECONDS, Gpuguard, a_user, change, start
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.daemon import service
-from gpuguard.daemon.service import Daemon, DaemonSettings
-from gpuguard.daemon.systemd import notify_systemd
+from gpuguard.daemon.service import Daemon, DaemonSettings, notify_systemd
 from gpuguard.errors import GpuguardError
 
 HOGS = """

@@ -25,7 +25,7 @@ from test_metrics import the_one
 from test_prometheus import a_server
 
 from gpuguard.metrics import facts
-from gpuguard.metrics.facts import DaemonFacts, EventCounter, MetricFacts, RareFields
+from gpuguard.metrics.facts import DaemonFacts, EventCounter, RareFields
 from gpuguard.model import CLOCKS, ECC, Event, Gap
 
 
@@ -387,10 +387,8 @@ def test_only_what_a_policy_did_is_counted_as_such(monkeypatch):
         ("watchdog", "driver unresponsive", None), ("watchdog", "watching again", None),
     ):  # fmt: skip
         counter.append(Event(1.0, kind, outcome, facts=(("policy", policy),)))
-    counted = counter.add_to(MetricFacts(0.0, "1"))
 
-    assert counted.actions == {("p", "warn", "done"): 2}
-    assert (counted.unrecorded, counted.troubles) == (2, 1)
+    assert counter.totals() == {"actions": {("p", "warn", "done"): 2}, "unrecorded": 2, "troubles": 1}
 
 
 def test_errors_of_memory_are_read_each_minute_and_only_while_somebody_asks(monkeypatch):

@@ -185,7 +185,7 @@ def test_a_disk_that_stays_full_takes_two_hours_of_memory_and_no_more(path, monk
     other = store.lock(path)
     with a_recorder(path, said) as recorder:
         feed(recorder, 0, 100)
-        assert eventually(lambda: len(recorder._tally.slots) <= 21)
+        assert eventually(lambda: len(recorder._sums.slots) <= 21)
         os.close(other)
         feed(recorder, 100, 101)
 

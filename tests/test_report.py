@@ -60,7 +60,7 @@ def recorded(path: str, numbers: range, **waiting: Any) -> None:
         slots[FIRST + number] = slot = Slot()
         slot.add(rates, 10.0)
     store.write(connection, slots, a_machine(0.0).devices)
-    store.settle(connection)
+    store.move_journal(connection)
     connection.close()
 
 

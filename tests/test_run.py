@@ -12,7 +12,7 @@ from builders import GIB, a_device, a_snapshot
 from proc import children_of
 from wrapped import UUIDS, end, first_line, python, until
 
-from gpuguard.history.schema import DEVICE_COLUMNS, UsageTally
+from gpuguard.history.schema import DEVICE_COLUMNS, UsageSums
 from gpuguard.run import JobMeter
 
 FAST = {"TICK_SECONDS": 0.05, "SAMPLE_SECONDS": 0.05, "FIRST_SAMPLE_SECONDS": 0.02}
@@ -226,7 +226,7 @@ def test_an_energy_counter_that_was_set_back_is_unknown():
 
 def test_the_summary_of_a_job_and_the_usage_store_sum_alike():
     """Samples of a job come closer together at first: each counts for the time since the one before."""
-    meter, tally = JobMeter([a_device(0)]), UsageTally()
+    meter, tally = JobMeter([a_device(0)]), UsageSums()
     for clock, utilization, joules in ((0.0, 0.0, 0.0), (1.0, 90.0, 300.0), (10.0, 10.0, 1200.0)):
         device = a_device(0, utilization=utilization, total_energy=joules)
         snapshot = a_snapshot(device, clock=clock, taken_at=1_700_000_000.0 + clock)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 
-from gpuguard.history.schema import DEVICE_COLUMNS, USER_COLUMNS, Slot, UsageTally
+from gpuguard.history.schema import DEVICE_COLUMNS, USER_COLUMNS, Slot, UsageSums
 from gpuguard.model import Gap
 
 LONGEST = 30.0
@@ -15,7 +15,7 @@ ALICE, BOB = 1001, 1002
 
 def tallied(*devices, begin=1000.0, seconds=10.0, energy=None, longest=LONGEST, **fields):
     """The slots after two samples of the same devices."""
-    tally = UsageTally()
+    tally = UsageSums()
     former = a_snapshot(*devices, clock=500.0, taken_at=begin, **fields)
     if energy:
         former = replace(former, devices=tuple(replace(each, total_energy=energy) for each in former.devices))
@@ -173,7 +173,7 @@ def test_a_gap_of_too_many_seconds_is_unknown():
 
 
 def test_a_clock_that_is_set_back_counts_nothing_twice():
-    tally = UsageTally()
+    tally = UsageSums()
     walls = [1000.0 + 5 * number for number in range(10)] + [1000.0 + 5 * number for number in range(10)]
     for number, taken_at in enumerate(walls):
         tally.add(a_snapshot(clock=500.0 + 5 * number, taken_at=taken_at), LONGEST)
@@ -182,7 +182,7 @@ def test_a_clock_that_is_set_back_counts_nothing_twice():
 
 
 def test_a_device_counts_when_it_is_there_at_both_ends():
-    tally = UsageTally()
+    tally = UsageSums()
     tally.add(a_snapshot(a_device(0), clock=500.0, taken_at=1000.0), LONGEST)
     tally.add(a_snapshot(a_device(0), a_device(1), clock=505.0, taken_at=1005.0), LONGEST)
     tally.add(a_snapshot(a_device(1), clock=510.0, taken_at=1010.0), LONGEST)
@@ -192,7 +192,7 @@ def test_a_device_counts_when_it_is_there_at_both_ends():
 
 
 def test_a_slot_is_complete_when_the_next_sample_cannot_add_to_it():
-    tally = UsageTally()
+    tally = UsageSums()
     for number in range(5):
         tally.add(a_snapshot(clock=500.0 + 6 * number, taken_at=1000.0 + 6 * number), LONGEST)
 

@@ -39,7 +39,7 @@ def write_on(path: str, first: int, written: Any, pause: float) -> None:
     for number in itertools.count(first):
         store.write(connection, {number: a_slot()}, a_sample(0.0).devices)
         written.value = number + 1 - first
-        store.settle(connection)
+        store.move_journal(connection)
         time.sleep(pause)
 
 
@@ -109,7 +109,7 @@ def test_uids_without_a_name_take_the_room_of_nobody_who_has_one(path, monkeypat
         slot.waiting |= dict.fromkeys([ALICE, *crowd], (10_000.0, 10.0))
         slot.users |= dict.fromkeys([(uid, uuid) for uid in crowd], slot.users[ALICE, uuid])
         store.write(connection, {FIRST + number: slot}, a_sample(0.0).devices)
-        store.settle(connection)
+        store.move_journal(connection)
     connection.close()
 
     totals = query_store(path, lambda usage: usage.totals("user", at(0), at(5)), at(5))
@@ -125,7 +125,7 @@ def test_the_uids_of_one_slot_are_bounded_and_whoever_has_a_name_is_among_them(p
     slot.waiting |= dict.fromkeys([*range(100_000, 110_000), ALICE], (10_000.0, 10.0))
     connection = store.opened(path, check=False)
     store.write(connection, {FIRST: slot}, a_sample(0.0).devices)
-    store.settle(connection)
+    store.move_journal(connection)
     connection.close()
 
     waiting = query_store(path, lambda usage: usage.waiting(at(0), at(1)), at(1))

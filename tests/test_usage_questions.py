@@ -45,7 +45,7 @@ def test_a_store_of_400_days_fits_into_40_megabytes(path, per_device):
     """
     chance, connection = random.Random(1), store.opened(path, check=False)
     connection.execute("PRAGMA synchronous = OFF")
-    store.settle(connection)
+    store.move_journal(connection)
     empty = os.path.getsize(path)
     waiting: dict[int, tuple[float, ...]] = {20000 + number: (1000.0, 2.0) for number in range(3)}
     for quarter in range(480):
@@ -55,7 +55,7 @@ def test_a_store_of_400_days_fits_into_40_megabytes(path, per_device):
             slot = Slot()
             slot.add(rates, 300.0)
             store.write(connection, {FIRST + 90 * quarter + piece: slot}, ())
-    store.settle(connection)
+    store.move_journal(connection)
     connection.close()
     kept = sum(slots for slots, _, _ in held(path, at(90 * 480)).values())
 
@@ -88,7 +88,7 @@ def fill_with(path: str, before: Snapshot, now: Snapshot, slots: int = 1, **fiel
         slot = Slot()
         slot.add(rates, 10.0)
         store.write(connection, {FIRST + number: slot}, now.devices)
-    store.settle(connection)
+    store.move_journal(connection)
     connection.close()
 
 

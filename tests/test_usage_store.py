@@ -163,7 +163,7 @@ def test_everybody_may_read_and_nobody_else_may_write(path, monkeypatch):
 def test_another_user_reads_while_the_daemon_writes_and_when_it_has_ended(everybodys, path):
     connection = store.opened(everybodys, check=True)
     store.write(connection, {FIRST: a_slot()}, ())
-    store.settle(connection)
+    store.move_journal(connection)
     while_it_runs = as_nobody(ASK, everybodys, str(at(1)))
     connection.close()
     afterwards = as_nobody(ASK, everybodys, str(at(1)))

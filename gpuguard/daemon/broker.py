@@ -42,7 +42,7 @@ from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.explain import kept_for_others, start_text
 from gpuguard.queue.leader import MAY_START
 from gpuguard.queue.priority import PRIORITIES, Ticket
-from gpuguard.queue.state import QueueState, read_queue
+from gpuguard.queue.state import read_queue
 from gpuguard.queue.tickets import as_request, new_ticket, read_tickets, record_start, wake
 from gpuguard.request import Request, fields_needed, fields_to_verify
 from gpuguard.select import choose
@@ -167,11 +167,15 @@ class Broker:
         snapshot = self._sample(ticket)
         if unknown := [name for name in names if snapshot.device(name) is None]:
             return _refusal(dict.fromkeys(unknown, "the driver does not show it"))
+        # What the ticket may have now, by the daemon's own view of the queue.
         queue = read_queue(self._directory, snapshot, ticket)
-        request, refused = _due(queue, names, ticket)
-        if refused:
+        position, kept = queue.of(ticket.id), kept_for_others(queue, ticket.id)
+        if position is None or not position.now or position.request is None:
+            why = f"it is not your turn: {start_text(position, queue)}" if position else "it is not your turn"
+            return _refusal(dict.fromkeys(names, why))
+        if refused := {name: kept[name] for name in names if name in kept}:
             return _refusal(refused)
-        reply = self._grant(uid, names, request, snapshot)
+        reply = self._grant(uid, names, position.request, snapshot)
         self._offers.pop(ticket.id, None)  # it has tried to take its offer
         if isinstance(reply, DescriptorReply) and len(queue.positions) > 1:
             record_start(self._directory, uid, by_daemon=True)
@@ -194,7 +198,7 @@ class Broker:
     def _sample(self, ticket: Ticket) -> Snapshot:
         self._backend = self._backend or self._open_backend()
         waiting, _ = read_tickets(self._directory)
-        requests = [request for each in (ticket, *waiting) for request in each.requests]
+        requests = [request for waiter in (ticket, *waiting) for request in waiter.requests]
         return self._backend.sample({MEMORY, PROCESSES}.union(*map(fields_needed, requests)))
 
     def _ticket(self, uid: int, names: list[str], message: Mapping[str, Any]) -> Ticket:
@@ -250,8 +254,12 @@ class Broker:
         try:
             with Gate(self._directory):
                 held = grant_of(self._directory, names)
-                if any(_owner_of_device(held.get(name)) != (uid, outer) for name in names):
-                    raise GpuguardError("these devices are not yours by that claim.")
+                for name in names:
+                    owned = held.get(name)
+                    # Who has a share, or a lock inside a claim, does not own the device.
+                    whole = owned is not None and owned.memory is None and "." not in owned.claim
+                    if not (owned and whole and (owned.uid, owned.claim) == (uid, outer)):
+                        raise GpuguardError("these devices are not yours by that claim.")
                 for name in names:
                     descriptor = give(self._directory, f"{name}.nested", grant)
                     if descriptor is None:
@@ -263,16 +271,6 @@ class Broker:
             raise
         reply = GrantReply(grant.claim, tuple(f"{name}.nested" for name in names))
         return DescriptorReply(asdict(reply), tuple(descriptors))
-
-
-def _due(queue: QueueState, names: list[str], ticket: Ticket) -> tuple[Request, dict[str, str]]:
-    """What *ticket* may have now, and uuid -> why not, by the daemon's own view of the queue."""
-    position = queue.of(ticket.id)
-    if position is None or not position.now or position.request is None:
-        why = f"it is not your turn: {start_text(position, queue)}" if position else "it is not your turn"
-        return ticket.requests[0], dict.fromkeys(names, why)
-    kept = kept_for_others(queue, ticket.id)
-    return position.request, {name: kept[name] for name in names if name in kept}
 
 
 def _device_names(message: Mapping[str, Any]) -> list[str]:
@@ -298,12 +296,6 @@ def _number(message: Mapping[str, Any], key: str, least: float, most: float) -> 
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise InvalidRequest(f"{key} is no number that makes sense.")
     return float(value)
-
-
-def _owner_of_device(grant: Grant | None) -> tuple[int, str] | None:
-    """(uid, claim) of the owner of a whole device; a lock beside a share, or inside an inner one, is nobody's."""
-    whole = grant and grant.memory is None and "." not in grant.claim
-    return (grant.uid, grant.claim) if grant and whole else None
 
 
 def _refusal(reasons: Mapping[str, str]) -> dict[str, Any]:
@@ -404,7 +396,7 @@ def _parent(snapshot: Snapshot, name: str, grant: Grant | None) -> str | None:
 
 
 def _root_has_all(directory: LockDirectory, name: str) -> bool:
-    """Whether root, who takes locks without us, has all of the device, not a part of it."""
+    """Whether root, which takes locks without us, has all of the device, not a part of it."""
     try:
         descriptor = open_lock(directory, name)
     except LockDirectoryError:

@@ -235,10 +235,10 @@ def _accepted(directory: LockDirectory, line: bytes) -> dict[str, Any]:
         reply = loads(line)
     except ValueError as error:  # it hung up
         raise _busy(directory) from error
-    if not isinstance(reply, dict) or reply.get("ok") is not True:
-        refusal = reply.get("error") if isinstance(reply, dict) else None
-        raise GpuguardError(str(refusal or "the daemon gave an answer that cannot be understood."))
-    return {name: value for name, value in reply.items() if name != "ok"}
+    reply = reply if isinstance(reply, dict) else {}
+    if reply.pop("ok", None) is not True:
+        raise GpuguardError(str(reply.get("error") or "the daemon gave an answer that cannot be understood."))
+    return reply
 
 
 def _busy(directory: LockDirectory) -> DaemonBusy:

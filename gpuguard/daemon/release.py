@@ -108,10 +108,19 @@ def release(directory: LockDirectory, claim: ClaimRecord, request: ReleaseReques
         with lock_handle(directory, claim) as locks:
             actions.release_claim(locks, replace(request, what=RELEASED))
         return FROM_HERE
-    except NotPermitted as error:
-        return _by_daemon(directory, claim, request, error)
     except OSError as error:
         raise ClaimError(f"the claim {claim.id} cannot be released: {error.strerror}.  Try again.") from error
+    except NotPermitted as error:
+        refusal = error
+    try:
+        message = {"do": "release", "claim": claim.id, "uid": claim.uid, "reason": request.why}
+        query_daemon(directory, message, ReleasedReply)
+    except GpuguardError as refused:
+        raise ClaimError(
+            f"{refusal}  {refused}\nCall release() in the program itself, end it, or ask an administrator: "
+            f"`sudo gpuguard release {claim.id}`."
+        ) from refused
+    return BY_DAEMON
 
 
 def stop(
@@ -200,15 +209,3 @@ def _holders(directory: LockDirectory, claim: ClaimRecord) -> tuple[int, ...]:
     """The processes that really hold its locks."""
     seen = claim_named(probe(directory, claim.devices), claim.uid, claim.id)
     return seen.holders if seen else ()
-
-
-def _by_daemon(directory: LockDirectory, claim: ClaimRecord, request: ReleaseRequest, error: NotPermitted) -> str:
-    try:
-        message = {"do": "release", "claim": claim.id, "uid": claim.uid, "reason": request.why}
-        query_daemon(directory, message, ReleasedReply)
-    except GpuguardError as refused:
-        raise ClaimError(
-            f"{error}  {refused}\nCall release() in the program itself, end it, or ask an administrator: "
-            f"`sudo gpuguard release {claim.id}`."
-        ) from refused
-    return BY_DAEMON

@@ -85,26 +85,17 @@ def handle(context: RequestContext, uid: int, request: Request) -> Reply:
         raise InvalidRequest(f"this daemon can be asked to {', '.join(HANDLERS)}.")
     if name in ADMINISTRATION and not _is_administrator(uid):
         raise GpuguardError("only root may ask for that: run it with sudo.")
-    if name in FIELDS:
-        _check_fields(str(name), request)
-    return handler(context, uid, request)
-
-
-def _check_fields(name: str, request: Request) -> None:
-    """Refuse what *name* does not take, null included: a missing field means all, and must not be missing by mistake.
-
-    Raises:
-        InvalidRequest: a field has another name or another type.
-    """
-    for field, value in request.items():
+    # A field with a wrong name, or null, could be missing by mistake, and a missing one means all.
+    for field, value in request.items() if name in FIELDS else ():
         if field == "do":
             continue
-        kinds = FIELDS[name].get(field)
+        kinds = FIELDS[str(name)].get(field)
         if kinds is None:
-            takes = f"it takes {', '.join(FIELDS[name])}" if FIELDS[name] else "it takes nothing"
+            takes = f"it takes {', '.join(FIELDS[str(name)]) or 'nothing'}"
             raise InvalidRequest(f"{name} has no field {field[:40]!r}: {takes}.")
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not _BOOLEAN):
             raise InvalidRequest(f"{field} must be {_WORDS[kinds]}; to mean none, leave it out.")
+    return handler(context, uid, request)
 
 
 def _is_administrator(uid: int) -> bool:
@@ -139,8 +130,6 @@ def _release(context: RequestContext, uid: int, request: Request) -> Reply:
 
 def _status(context: RequestContext, uid: int, request: Request) -> Reply:
     wanted = request.get("uid") if _is_administrator(uid) else uid
-    if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int)):
-        raise InvalidRequest("that is no user.")
     if request.get("uid") not in (None, wanted):
         raise GpuguardError("only root may see what concerns other users.")
     findings = [status for status in context.status() if wanted is None or status.subject.uid == wanted]
@@ -183,58 +172,41 @@ def _reload(context: RequestContext, uid: int, request: Request) -> Reply:
 
 def _deny(context: RequestContext, uid: int, request: Request) -> Reply:
     target = request.get("uid")
-    if isinstance(target, bool) or not isinstance(target, int) or not 0 < target < 2**32:
+    if target is None or not 0 < target < 2**32:
         raise InvalidRequest("say which user, by uid; root cannot be denied anything.")
-    return _restrict(context, uid, request, DENIED, _restriction(uid, request, str(target), user_name(target)))
+    return _restrict(context, uid, request, DENIED, str(target), user_name(target))
 
 
 def _quarantine(context: RequestContext, uid: int, request: Request) -> Reply:
     uuid = resolve([_name(request, "device")], context.exemptions.devices(), "device")[0]
-    return _restrict(context, uid, request, QUARANTINED, _restriction(uid, request, uuid, None))
+    return _restrict(context, uid, request, QUARANTINED, uuid, None)
 
 
-def _restriction(uid: int, request: Request, name: str, user: str | None) -> Restriction:
-    """What is asked for.  A denial needs an end; None stands for the user of a quarantine.
+def _restrict(context: RequestContext, uid: int, request: Request, kind: str, name: str, user: str | None) -> Reply:
+    """Set or end one restriction of a kind; only a quarantine, which has no *user*, may be without an end.
 
     Raises:
         InvalidRequest: its duration makes no sense.
     """
-    seconds, now = request.get("for_seconds"), time.time()
-    if seconds is None:
-        is_valid = user is None or request.get("end") is True
-    else:
-        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        is_valid = is_number and 0 < seconds <= MAX_SECONDS_OF_ROOT
-    if not is_valid:
+    seconds, now, ends = request.get("for_seconds"), time.time(), request.get("end") is True
+    if not (0 < seconds <= MAX_SECONDS_OF_ROOT if seconds is not None else user is None or ends):
         raise InvalidRequest("say for how long, in for_seconds: up to a year; or end: true.")
     until = None if seconds is None else now + seconds
-    return Restriction(name, now, until, _reason(request), user_name(uid), user)
-
-
-def _restrict(context: RequestContext, uid: int, request: Request, kind: str, restriction: Restriction) -> Reply:
-    """Set or end one restriction of a kind."""
-    ends = request.get("end") is True
+    restriction = Restriction(name, now, until, _reason(request), user_name(uid), user)
     ended = 0
 
     def update(restrictions: dict[str, Restriction]) -> None:
         nonlocal ended
-        ended = int(restrictions.pop(restriction.name, None) is not None)
+        ended = int(restrictions.pop(name, None) is not None)
         if not ends:
-            restrictions[restriction.name] = restriction
+            restrictions[name] = restriction
 
     change(context.directory, kind, update)
-    context.append(
-        Event(
-            restriction.since,
-            "deny" if kind == DENIED else "quarantine",
-            "ended" if ends else kind,
-            restriction.user,
-            () if restriction.user else (restriction.name,),
-            message=restriction.reason or None,
-            facts=(("until_unix_seconds", restriction.until), ("by_uid", uid)),
-        )
-    )
-    return {"until_unix_seconds": restriction.until, "ended": ended if ends else 0}
+    event, outcome = "deny" if kind == DENIED else "quarantine", "ended" if ends else kind
+    facts = (("until_unix_seconds", until), ("by_uid", uid))
+    devices, message = () if user else (name,), restriction.reason or None
+    context.append(Event(now, event, outcome, user, devices, message=message, facts=facts))
+    return {"until_unix_seconds": until, "ended": ended if ends else 0}
 
 
 def _broker(context: RequestContext) -> Broker:

@@ -1,17 +1,18 @@
 """The watchdog as the service of a machine: one instance, policies that are read again, systemd told how it is.
 
 The main thread handles signals, reads the policy file again when it changes, and tells systemd that the watchdog's
-thread comes round; so it ends within a second whatever the driver does.  Judges and signals nothing itself: see
-watchdog.
+thread comes round; so it ends within a second whatever the driver does.  Judges and signals nothing: see watchdog.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,6 @@ from gpuguard.daemon.broker import Broker
 from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.daemon.requests import RequestContext, handle
 from gpuguard.daemon.server import SocketServer
-from gpuguard.daemon.systemd import notify_systemd, signal_waiter
 from gpuguard.enforcement.limits import recover_actions
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
@@ -157,7 +157,12 @@ class Daemon:
         """Sample twice, since nothing is done by one sample: the exit code, and what was judged at the end."""
         file = self._start() if self._settings.policy else None
         self._remember()
-        self._read_usage()
+        windows = self._recorder.windows
+        try:  # without a recorder: the usage store is queried once, as by others
+            spent = query_store(self._recorder.path, lambda usage: usage.gpu_seconds(windows)) if windows else {}
+            self.watchdog.gpu_seconds = lambda: spent
+        except GpuguardError as error:
+            self._report(f"{NEVER_FIRES}: {error}")
         if file:
             self._slurm.refresh()
         try:
@@ -204,7 +209,8 @@ class Daemon:
         while not received & {signal.SIGTERM, signal.SIGINT}:
             received = wait(TICK_SECONDS)
             self.reload_if_changed(requested=self._reload_requested.is_set() or signal.SIGHUP in received)
-            self._run_broker()
+            if self._broker:
+                self._tend(self._broker)
             now = time.monotonic()
             if (status := self.status()) != sent:
                 sent = status
@@ -235,15 +241,6 @@ class Daemon:
         self.watchdog.remember(past.actions)
         if past.problem:
             self._log("daemon", "past unknown", past.problem)
-
-    def _read_usage(self) -> None:
-        """Without a recorder: query the usage store once, as others do."""
-        windows = self._recorder.windows
-        try:
-            spent = query_store(self._recorder.path, lambda usage: usage.gpu_seconds(windows)) if windows else {}
-            self.watchdog.gpu_seconds = lambda: spent
-        except GpuguardError as error:
-            self._report(f"{NEVER_FIRES}: {error}")
 
     def open_socket(self) -> SocketServer | None:
         """Listen for requests; None where that is not possible.
@@ -280,13 +277,11 @@ class Daemon:
             self._report(f"`gpuguard keep` does not work: the socket cannot be made: {error}")
             return None
 
-    def _run_broker(self) -> None:
-        if self._broker:
-            with suppress(GpuguardError, OSError):  # doctor says what is wrong with the directory
-                self._broker.tend()
-                if self.waiting:
-                    for event in self._broker.watch_offers(self.last):
-                        self._record(event)
+    def _tend(self, broker: Broker) -> None:
+        with suppress(GpuguardError, OSError):  # doctor says what is wrong with the directory
+            broker.tend()
+            for event in broker.watch_offers(self.last) if self.waiting else ():
+                self._record(event)
 
     def reload_if_changed(self, *, requested: bool = False) -> None:
         """Read the policy file again where it is time to."""
@@ -383,6 +378,39 @@ def single_daemon(directory: LockDirectory) -> Iterator[bool]:
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def notify_systemd(state: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Send *state* to the service manager that started us, if one did: sd_notify(3)."""
+    address = environ.get("NOTIFY_SOCKET", "")
+    if address[:1] in ("/", "@"):
+        # It may be starting anew, and will expect signs of life again; or there is no descriptor left for now.
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as messenger:
+            messenger.settimeout(1.0)
+            messenger.sendto(state.encode(), address.replace("@", "\0", 1) if address[0] == "@" else address)
+
+
+@contextmanager
+def signal_waiter(*numbers: signal.Signals) -> Iterator[Callable[[float], set[int]]]:
+    """A function that waits so many seconds for these signals and returns those that came."""
+    # A pipe instead of blocked signals: hooks would inherit those.
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    former = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+
+    def wait(seconds: float) -> set[int]:
+        return set(os.read(reader, 1024)) if poll.poll(seconds * 1000) else set()
+
+    try:
+        yield wait
+    finally:
+        signal.set_wakeup_fd(former)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)
 
 
 def _status_of(path: str) -> tuple[int, ...] | None:

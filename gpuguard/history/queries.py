@@ -1,17 +1,27 @@
-"""What can be asked of the usage store: totals, series and windows, each over a time and from the finest slots kept.
+"""Queries to the usage store: totals, series and windows, each over a time and from the finest slots kept.
+
+    query_store(store_path(directory), lambda usage: usage.totals("user", begin, end))
 
 What nobody watched is in no answer, and no answer takes it for zero: watched() tells how much was seen.  Only slots
-that begin in the time that was asked for count.  A store that holds other things than tally writes is damaged: each
-row passes _sound.  Does not open the store: see consult.
+that begin in the time that was asked for count.  A store that holds what gpuguard does not write is damaged: each row
+passes _sound.
+
+Reading takes no lock and needs no daemon.  A lock of a reader would keep the daemon from writing, and a user could hold
+one for ever, to be rid of a quota; so the writer keeps everybody out by a lock of its own, and leaves a whole database
+file and an empty journal after each write.  A reader looks at both before and after, and reads again if they changed.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import tempfile
 import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import quote
 
 from gpuguard.claims.directory import ADMIN_DIRECTORY, LockDirectory, daemon_files
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -20,12 +30,9 @@ from gpuguard.jsonio import LARGEST
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Callable, Collection, Mapping
-    from typing import TypeAlias, TypeVar
 
-    SpentSeconds = Mapping[int, Mapping[float, float]]  # uid -> (window in seconds -> GPU-seconds claimed in it)
-    _Answer = TypeVar("_Answer")
-    _Reply: TypeAlias = tuple[_Answer] | sqlite3.Error | int  # the answer, or an error, or a version that is not ours
+SpentSeconds = Mapping[int, Mapping[float, float]]  # uid -> (window in seconds -> GPU-seconds claimed in it)
+_Answer = TypeVar("_Answer")
 
 SHARES = 64  # of a half-life: usage is that exact in time, which is wrong by 0.5 % at most
 HALF_LIVES = 10  # after which a thousandth is left
@@ -81,9 +88,9 @@ class Total:
 
 @dataclass(frozen=True)
 class Waited:
-    """How long one user waited in line, in seconds of the time that was asked for."""
+    """How long one user waited in the queue, in seconds of the time that was asked for."""
 
-    uid: int | None  # None: the time in which the line could not be read
+    uid: int | None  # None: the time in which the queue could not be read
     waiting: float  # with at least one request
     wanted: float  # GPU-seconds: times the GPUs that all of the requests asked for
 
@@ -159,13 +166,13 @@ class Usage:
         return Watch(*whole, (seen or 0) / 1000, None if oldest is None else float(oldest * COARSEST), width)
 
     def waiting(self, begin: float, end: float) -> list[Waited]:
-        """Who waited for how long between two unix times; whoever wanted most comes first."""
+        """Which users waited for how long between two unix times; the one that wanted most comes first."""
         columns = "uid, SUM(waiting_ms), SUM(wanted_gpu_seconds)"
         found = [
             Waited(None if uid == NOBODY_KNOWS else uid, waiting / 1000, float(wanted))
             for uid, waiting, wanted in self._rows("waiting", columns, begin, end, "GROUP BY uid")
         ]
-        return sorted(found, key=lambda one: (-one.wanted, -one.waiting, one.uid or 0))
+        return sorted(found, key=lambda row: (-row.wanted, -row.waiting, row.uid or 0))
 
     def energy(self, begin: float, end: float) -> dict[int, float | None]:
         """Joules that each user's devices took while the user had them: uid -> joules; None: nobody measured them.
@@ -209,13 +216,13 @@ class Usage:
     def totals(
         self, by: str, begin: float, end: float, groups: Mapping[int, Collection[str]] | None = None
     ) -> list[Total]:
-        """What was claimed and used between two unix times; whoever claimed most comes first.
+        """What was claimed and used between two unix times; what claimed most comes first.
 
         Args:
             by: "user", "device", "user and device", or "group": the members of each together.
             begin: from when on.
             end: until when.
-            groups: uid -> names of the user's groups, for "group".  Whoever has none is in none.
+            groups: uid -> names of the user's groups, for "group".  A user who has none is in none.
         """
         sums = ", ".join(f"SUM({column})" for column in USER_COLUMNS)
         keys = {"device": "device", "user and device": "uid, device"}.get(by, "uid")
@@ -229,7 +236,7 @@ class Usage:
             found.append(replace(total, device=names.get(known.get("device"))))
         if by == "group":
             found = _by_group(found, groups or {})
-        return sorted(found, key=lambda one: (-one.claimed, -one.unclaimed, one.uid or 0, one.device or ""))
+        return sorted(found, key=lambda row: (-row.claimed, -row.unclaimed, row.uid or 0, row.device or ""))
 
     def devices(self, begin: float, end: float) -> list[DeviceTotal]:
         """What each device did between two unix times, in the order in which they were first seen."""
@@ -270,7 +277,7 @@ class Usage:
 
 
 def _sound(cursor: sqlite3.Cursor, row: tuple[object, ...]) -> tuple[object, ...]:
-    """A row in which everything is what tally writes: SQLite keeps whatever a column is given."""
+    """A row in which everything is what gpuguard writes: SQLite keeps whatever a column is given."""
     for described, value in zip(cursor.description, row):  # noqa: B905  as many, and a year has 38,400 rows
         column = described[0]
         if value is None:
@@ -281,9 +288,7 @@ def _sound(cursor: sqlite3.Cursor, row: tuple[object, ...]) -> tuple[object, ...
             kinds = (int,) if column in _WHOLE else (int, float)
             sound = type(value) in kinds and -LARGEST <= value <= LARGEST  # type: ignore[operator]  # nor is infinity
         if not sound:
-            import sqlite3  # whoever waits in line reads this
-
-            raise sqlite3.DataError(f"it is damaged, {column} cannot be {value!r:.40}")
+            raise cursor.connection.DataError(f"it is damaged, {column} cannot be {value!r:.40}")
     return row
 
 
@@ -310,18 +315,6 @@ def _by_group(totals: Collection[Total], groups: Mapping[int, Collection[str]]) 
                 unclaimed=former.unclaimed + each.unclaimed,
             )
     return list(found.values())
-
-
-# Reading the usage store: who claimed and used which device for how long, and how busy it was, for 400 days.
-#
-# Three resolutions, each with a bounded number of slots; a slot's number is unix time // width.  Reading takes no
-# lock and needs no daemon.  A lock of a reader would keep the daemon from writing, and whoever may read could hold
-# one for ever, to be rid of a quota; so the writer keeps everybody out by a lock of its own, and leaves a whole
-# database file and an empty journal after each write.  Whoever reads looks at both before and after, and reads again
-# if they changed. Does not decide what is used: see tally.  Does not answer: see questions.  Does not write: see
-# recorder.
-#
-#     consult(store_path(directory), lambda usage: usage.totals("user", begin, end))
 
 
 MACHINE_STATE = "/var/lib/gpuguard"  # of the daemon of root
@@ -359,21 +352,31 @@ def query_store(path: str, question: Callable[[Usage], _Answer], now: float | No
     now = time.time() if now is None else now
     former = None
     for _ in range(READ_TRIES):
-        look = _open_view(path)
-        answer: _Reply[_Answer] | None = None
-        if not look.journal:
-            answer = _query(path, "?mode=ro&immutable=1", question, now)
-        elif look == former:
+        view = _open_view(path)
+        reply: tuple[_Answer] | sqlite3.Error | int | None = None
+        if not view.journal:
+            reply = _query(path, "?mode=ro&immutable=1", question, now)
+        elif view == former:
             # The daemon was killed while it wrote: its journal belongs to the file, and only a copy may be put right.
-            answer = _query_copy(path, question, now)
-        if answer is not None and _open_view(path) == look:
-            return _told(answer, path)
-        former = look
+            reply = _query_copy(path, question, now)
+        if reply is not None and _open_view(path) == view:
+            break
+        former = view
         time.sleep(READ_PAUSE)
-    raise GpuguardError(
-        f"{path} is being written all the time, or nothing is in it.  Try again in a minute; if it stays so, start the "
-        "daemon anew, which says what is wrong with it."
-    )
+    else:
+        raise GpuguardError(
+            f"{path} is being written all the time, or nothing is in it.  Try again in a minute; if it stays so, start "
+            "the daemon anew, which says what is wrong with it."
+        )
+    if isinstance(reply, int):
+        aside = "  The daemon sets it aside at its next start, and begins a new one." if reply < VERSION else ""
+        raise GpuguardError(f"{path} is of another version of gpuguard ({reply}, this one knows {VERSION}).{aside}")
+    if not isinstance(reply, tuple):
+        raise GpuguardError(
+            f"{path} cannot be read: {reply}.  If it is damaged, the daemon sets it aside at its next start; what it "
+            "leaves in its place then, move away while no daemon runs: it makes a new one."
+        ) from reply
+    return reply[0]
 
 
 @dataclass(frozen=True)
@@ -397,28 +400,27 @@ def _open_view(path: str) -> _StoreView:
         raise GpuguardError(
             f"{path} cannot be read: Permission denied.  The daemon opens it to everybody when it starts."
         )
-    if not stat.S_ISREG(file.st_mode) or file.st_uid not in _owners(os.path.dirname(path)):
+    # The daemon's files are believed, and it is the owner to whom root gave the directory.
+    place = os.stat(os.path.dirname(path))
+    owners = {0, os.geteuid(), *(() if place.st_mode & 0o022 else (place.st_uid,))}
+    if not stat.S_ISREG(file.st_mode) or file.st_uid not in owners:
         raise GpuguardError(f"{path} is not a file of the daemon's alone.  Look at it with `ls -l`.")
     try:
         journal = os.lstat(path + JOURNAL)
     except OSError:
-        return _StoreView(_marks(file), None)
-    return _StoreView(_marks(file), _marks(journal) if journal.st_size else None)
+        return _StoreView(_version_of(file), None)
+    return _StoreView(_version_of(file), _version_of(journal) if journal.st_size else None)
 
 
-def _owners(place: str) -> set[int]:
-    """Whose files are believed there: the daemon's, who is whom root gave the directory to."""
-    found = os.stat(place)
-    return {0, os.geteuid(), *(() if found.st_mode & 0o022 else (found.st_uid,))}
+def _version_of(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _marks(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _query(path: str, options: str, question: Callable[[Usage], _Answer], now: float) -> _Reply[_Answer] | None:
-    import sqlite3
-    from urllib.parse import quote
+def _query(
+    path: str, options: str, question: Callable[[Usage], _Answer], now: float
+) -> tuple[_Answer] | sqlite3.Error | int | None:
+    """The answer, or an error, or a version that is not ours; None: there is nothing yet."""
+    import sqlite3  # takes over 10 ms to load, and is not needed where there is no store
 
     try:
         connection = sqlite3.connect(f"file:{quote(path)}{options}", uri=True)
@@ -433,10 +435,9 @@ def _query(path: str, options: str, question: Callable[[Usage], _Answer], now: f
         return error
 
 
-def _query_copy(path: str, question: Callable[[Usage], _Answer], now: float) -> _Reply[_Answer] | None:
-    import shutil
-    import tempfile
-
+def _query_copy(
+    path: str, question: Callable[[Usage], _Answer], now: float
+) -> tuple[_Answer] | sqlite3.Error | int | None:
     try:
         with tempfile.TemporaryDirectory(prefix="gpuguard-") as place:
             copy = os.path.join(place, FILE)
@@ -447,15 +448,3 @@ def _query_copy(path: str, question: Callable[[Usage], _Answer], now: float) -> 
         return None  # a daemon has just put it right
     except OSError as error:
         raise GpuguardError(f"{path} cannot be copied, which its journal demands: {error}.") from error
-
-
-def _told(answer: _Reply[_Answer], path: str) -> _Answer:
-    if isinstance(answer, int):
-        aside = "  The daemon sets it aside at its next start, and begins a new one." if answer < VERSION else ""
-        raise GpuguardError(f"{path} is of another version of gpuguard ({answer}, this one knows {VERSION}).{aside}")
-    if not isinstance(answer, tuple):
-        raise GpuguardError(
-            f"{path} cannot be read: {answer}.  If it is damaged, the daemon sets it aside at its next start; what it "
-            "leaves in its place then, move away while no daemon runs: it makes a new one."
-        ) from answer
-    return answer[0]

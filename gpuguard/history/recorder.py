@@ -1,8 +1,8 @@
 """Writes the usage store, in a thread of its own: a full, locked or slow disk holds up nobody.
 
-Whoever samples adds the snapshot to the sums, in 0.2 ms, and never waits for a disk.  Slots are written when they are
+The thread that samples adds the snapshot to the sums, and never waits for a disk.  Slots are written when they are
 complete, so that a crash loses the one that is under way; what cannot be written waits in memory, and an admin is told
-once.  Does not add up: see tally.  Does not know the file: see storefile.
+once.  Does not add up: see schema.  Does not know the file: see store.
 """
 
 from __future__ import annotations
@@ -11,18 +11,14 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from gpuguard.errors import GpuguardError
 from gpuguard.history import store
-from gpuguard.history.schema import WIDTH, Slot, UsageTally
+from gpuguard.history.queries import SpentSeconds, Usage
+from gpuguard.history.schema import WIDTH, Slot, UsageSums, Wanted
 from gpuguard.model import Snapshot
-
-if TYPE_CHECKING:
-    from gpuguard.history.queries import SpentSeconds
-    from gpuguard.history.schema import Wanted
 
 PENDING = 720  # slots that wait to be written, 2 hours: some 10 MiB with 8 devices
 WRITE_SECONDS = float(WIDTH)  # after which what is complete is written, and spent() tells of it
@@ -52,7 +48,7 @@ class Recorder:
         self._sum_at = 0.0  # time.monotonic() from which on the windows may be summed again
         self._thread = threading.Thread(target=self._run, name="gpuguard-usage", daemon=True)
         self._stopping = threading.Event()
-        self._tally = UsageTally()
+        self._sums = UsageSums()
         self._adding = threading.Lock()  # held while the sums change
         self._connection: sqlite3.Connection | None = None
         self._lock: int | None = None
@@ -73,8 +69,8 @@ class Recorder:
             wanted: uid -> GPUs that the user waits for now; None: nobody can tell.
         """
         with self._adding:
-            self._tally.add(snapshot, longest, wanted)
-            slots = self._tally.slots
+            self._sums.add(snapshot, longest, wanted)
+            slots = self._sums.slots
             for slot in sorted(slots)[: max(0, len(slots) - PENDING)]:
                 del slots[slot]
 
@@ -118,12 +114,12 @@ class Recorder:
         if time.monotonic() < self._retry_at or self._damaged > 1:
             return
         with self._adding:
-            complete = self._tally.complete(all_of_them=everything)
+            complete = self._sums.complete(all_of_them=everything)
             if self._connection and not complete:
                 return
-            for slot in complete:  # what is added to one of them from now on is written the next time
-                del self._tally.slots[slot]
-            devices = self._tally.now.devices if self._tally.now else ()
+            for number in complete:  # what is added to one of them from now on is written the next time
+                del self._sums.slots[number]
+            devices = self._sums.now.devices if self._sums.now else ()
         try:
             self._lock = store.lock(self.path) if self._lock is None else self._lock
             self._connection = self._connection or store.opened(self.path, check=not self._checked)
@@ -131,21 +127,18 @@ class Recorder:
             if complete:
                 store.write(self._connection, complete, devices)
                 complete = {}
-                store.settle(self._connection)
+                store.move_journal(self._connection)
                 self._newer = True
         except (OSError, sqlite3.Error, MemoryError, GpuguardError) as error:
-            self._put_back(complete)
+            with self._adding:
+                for number, slot in complete.items():
+                    self._sums.slots.setdefault(number, Slot()).add(slot, 1.0)
             self._fail(error)
         else:
             if self._said:
                 self._said = False
                 self._say(f"the usage store {self.path} is written again")
             self.trouble = None
-
-    def _put_back(self, slots: Mapping[int, Slot]) -> None:
-        with self._adding:
-            for number, slot in slots.items():
-                self._tally.slots.setdefault(number, Slot()).add(slot, 1.0)
 
     def _fail(self, error: Exception) -> None:
         self._close()
@@ -183,14 +176,12 @@ class Recorder:
 
     def _sum(self) -> None:
         """Tell spent() anew: what is written, and what waits to be."""
-        windows, now = self.windows, self._tally.now
+        windows, now = self.windows, self._sums.now
         if not windows or not self._connection or not now:
             self._spent = {}
             return
         begun = time.monotonic()
         if self._summed[0] != windows or (self._newer and begun >= self._sum_at):
-            from gpuguard.history.queries import Usage
-
             try:
                 self._summed = windows, Usage(self._connection, now.taken_at).gpu_seconds(windows)
             except (sqlite3.Error, MemoryError) as error:
@@ -200,7 +191,7 @@ class Recorder:
             self._sum_at = time.monotonic() + SUMS_SHARE * (time.monotonic() - begun)
         found = {uid: dict(each) for uid, each in self._summed[1].items()}
         with self._adding:
-            waiting = [(slot, one.users.copy()) for slot, one in self._tally.slots.items()]
+            waiting = [(slot, one.users.copy()) for slot, one in self._sums.slots.items()]
         for slot, users in waiting:
             for (uid, _), times in users.items():
                 each = found.setdefault(uid, {})

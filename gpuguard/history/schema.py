@@ -1,15 +1,19 @@
-"""The tables of the usage store: their names, and how little room a number takes in them.
+"""What the usage store keeps: the sums of samples in slots of 10 s, and the tables in which they lie.
 
-Three resolutions of each kind, `devices_900s` for slots of 900 s; a slot's number is unix time // its width.  The rows
-of 400 days have to fit into 40 MB, so a row has one key for its slot and for whom it is about, and time is kept in
-ticks: 900 s of them fit into two bytes, where milliseconds take three.  Columns are named as in tally for whoever
-reads.  Does not read or write: see questions and storefile.
+An interval is known by the sample at its end.  What that sample does not say is counted as unknown time, never as
+zero; so is a gap of more than a few intervals (the machine slept, the driver hung), and a device that was not there
+at both ends.  Durations are those of CLOCK_BOOTTIME, so that a clock that is set back counts nothing twice; only
+the place in time is the wall clock's.
+
+Each kind of row has three tables, as `devices_900s` for slots of 900 s; a slot's number is unix time // its width.  The
+rows of 400 days have to fit into 40 MB, so a row has one key for its slot and for whom it is about, and time is kept in
+ticks: 900 s of them fit into two bytes, where milliseconds take three.  Does not read or write: see queries and store.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gpuguard.device_state import (
     claim_of,
@@ -21,23 +25,10 @@ from gpuguard.device_state import (
     mean_watts,
     usable_devices,
 )
-from gpuguard.model import Device, GpuProcess, Snapshot
+from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from gpuguard.model import ClaimRecord
-
-    Row = tuple[float | None, ...]
-    Wanted = Mapping[int, int]
-
-# What the time between two samples adds up to: per device, per user and device, and who waits, in slots of 10 s.
-#
-# An interval is known by the sample at its end.  What that sample does not say is counted as unknown time, never as
-# zero; so is a gap of more than a few intervals (the machine slept, the driver hung), and a device that was not there
-# at both ends.  Durations are those of CLOCK_BOOTTIME, so that a clock that is set back counts nothing twice; only
-# the place in time is the wall clock's.  Does not store anything: see recorder.
-
+Row = tuple[float | None, ...]
+Wanted = Mapping[int, int]  # uid -> GPUs that the user waits for
 
 WIDTH = 10  # seconds
 
@@ -60,7 +51,7 @@ DEVICE_COLUMNS = (
 USER_COLUMNS = ("claimed_ms", "used_ms", "idle_ms", "unclaimed_ms")
 # In which a user waits, whether with one request or with ten; and times the GPUs that all of them ask for.
 WAITING_COLUMNS = ("waiting_ms", "wanted_gpu_seconds")
-NOBODY_KNOWS = -1  # in the place of a uid: the time in which the waiting line could not be read
+NOBODY_KNOWS = -1  # in the place of a uid: the time in which the queue could not be read
 _HIGHEST = tuple(name.endswith("_max") for name in DEVICE_COLUMNS)
 _NOTHING = (None,) * len(DEVICE_COLUMNS)
 
@@ -75,15 +66,17 @@ class Slot:
 
     def add(self, rates: Slot, seconds: float) -> None:
         """Add so many seconds of what *rates* says of one second."""
-        for uuid, rate in rates.devices.items():
-            self.devices[uuid] = _plus(self.devices.get(uuid), rate, seconds)
-        for key, each in rates.users.items():
-            self.users[key] = _sum(self.users.get(key), each, seconds)
-        for uid, each in rates.waiting.items():
-            self.waiting[uid] = _sum(self.waiting.get(uid), each, seconds)
+        for uuid, new in rates.devices.items():
+            old = self.devices.get(uuid, _NOTHING)
+            columns = zip(_HIGHEST, old, new, strict=True)
+            self.devices[uuid] = tuple([_sum(*column, seconds) for column in columns])
+        for key, user in rates.users.items():
+            self.users[key] = _sums(self.users.get(key), user, seconds)
+        for uid, waiting in rates.waiting.items():
+            self.waiting[uid] = _sums(self.waiting.get(uid), waiting, seconds)
 
 
-class UsageTally:
+class UsageSums:
     """The sums of the samples so far, by slot: unix time // WIDTH."""
 
     def __init__(self) -> None:
@@ -104,13 +97,19 @@ class UsageTally:
         if before is None or not 0 < (passed := snapshot.clock - before.clock) <= longest:
             return
         rates = rates_of(before, snapshot)
-        rates.waiting.update(_waiting(wanted))
-        for slot, seconds in _pieces(snapshot.taken_at - passed, snapshot.taken_at):
-            self.slots.setdefault(slot, Slot()).add(rates, seconds)
+        waiting = {uid: (1000.0, float(gpus)) for uid, gpus in (wanted or {}).items()}
+        rates.waiting.update({NOBODY_KNOWS: (1000.0, 0.0)} if wanted is None else waiting)
+        begin = snapshot.taken_at - passed
+        slot = math.floor(begin / WIDTH)
+        while begin < snapshot.taken_at:
+            border = min(snapshot.taken_at, (slot + 1) * WIDTH)
+            if border > begin:
+                self.slots.setdefault(slot, Slot()).add(rates, border - begin)
+            slot, begin = slot + 1, border
 
     def complete(self, *, all_of_them: bool = False) -> dict[int, Slot]:
         """The slots to which the next sample adds nothing, or all of them."""
-        return {slot: one for slot, one in self.slots.items() if all_of_them or slot != self._current}
+        return {number: slot for number, slot in self.slots.items() if all_of_them or number != self._current}
 
 
 def rates_of(before: Snapshot, now: Snapshot) -> Slot:
@@ -144,8 +143,8 @@ def _user_rows(
 ) -> Iterator[tuple[tuple[int, str], tuple[float, ...]]]:
     """Per second of each user of *device*.  A claim counts once, on the device that it names, and whole.
 
-    How much of a shared device it takes is only its own word.  Whoever is under none of the claims *around* is there
-    without any; None: the device is divided, and its instances tell.
+    How much of a shared device it takes is only its own word.  A process under none of the claims *around* has
+    none; None: the device is divided, and its instances tell.
     """
     instances = [other for other in snapshot.devices if other.parent_uuid == device.uuid] if around is None else []
     here = [record for record in snapshot.claims if record.alive and device.uuid in record.devices]
@@ -158,8 +157,8 @@ def _user_rows(
     for uid, own in owners.items():
         some = listed is None or any(record in working for record in own)
         works = _works(device, listed, divided=bool(instances)) if some else False
-        if works is False and _hides_use(device, listed):
-            works = None
+        if works is False and not listed and not is_idle(device) and hides_use(device):
+            works = None  # memory tells of processes that the list does not
         yield (uid, device.uuid), (1000.0, 1000.0 * (works is True), 1000.0 * (works is False), 0.0)
     if around is not None:
         strangers = {process.uid for process in listed or () if claim_of(process, around, {}) is None}
@@ -182,43 +181,16 @@ def _works(device: Device, listed: list[GpuProcess] | None, *, divided: bool) ->
     return None if listed is None or device.utilization is None or divided else True
 
 
-def _hides_use(device: Device, listed: list[GpuProcess] | None) -> bool:
-    """Whether memory tells of processes that the list does not."""
-    return not listed and not is_idle(device) and hides_use(device)
-
-
-def _waiting(wanted: Wanted | None) -> dict[int, tuple[float, ...]]:
-    """Per second of each user who waits."""
-    if wanted is None:
-        return {NOBODY_KNOWS: (1000.0, 0.0)}
-    return {uid: (1000.0, float(gpus)) for uid, gpus in wanted.items()}
-
-
-def _sum(former: tuple[float, ...] | None, rate: tuple[float, ...], seconds: float) -> tuple[float, ...]:
+def _sums(former: tuple[float, ...] | None, rate: tuple[float, ...], seconds: float) -> tuple[float, ...]:
     if former is None:
         return tuple([seconds * new for new in rate])
     return tuple([old + seconds * new for old, new in zip(former, rate, strict=True)])
 
 
-def _plus(former: Row | None, rate: Row, seconds: float) -> Row:
-    return tuple([
-        _larger(old, new) if highest else (old or 0.0) + (new or 0.0) * seconds
-        for highest, old, new in zip(_HIGHEST, former or _NOTHING, rate, strict=True)
-    ])  # fmt: skip
-
-
-def _larger(one: float | None, other: float | None) -> float | None:
-    return other if one is None or (other is not None and other > one) else one
-
-
-def _pieces(begin: float, end: float) -> Iterator[tuple[int, float]]:
-    """(slot, seconds of it) for each slot between two unix times."""
-    slot = math.floor(begin / WIDTH)
-    while begin < end:
-        border = min(end, (slot + 1) * WIDTH)
-        if border > begin:
-            yield slot, border - begin
-        slot, begin = slot + 1, border
+def _sum(highest: bool, old: float | None, new: float | None, seconds: float) -> float | None:
+    if not highest:
+        return (old or 0.0) + (new or 0.0) * seconds
+    return new if old is None or (new is not None and new > old) else old
 
 
 VERSION = 2
@@ -230,7 +202,7 @@ NUMBER_BITS = 16  # of a key are the number of a device or a holder
 MOST_NUMBERS = 2**NUMBER_BITS - 1
 
 TICK_MS, MEMORY_MIB = 40, 16  # the units in which time and memory are kept
-# By the end of a column's name in tally: the end of its name in the tables, and the unit.
+# By the end of a column's name above: the end of its name in the tables, and the unit.
 _UNIT_FACTORS = {
     "_ms": ("_ticks", TICK_MS),
     "_mib_sum": ("_16mib_sum", MEMORY_MIB),
@@ -266,7 +238,7 @@ def slot_of(row: int, width: int) -> int:
 
 
 def rows(kind: str, width: int) -> str:
-    """A query, to be put in brackets, for the rows from one key up to before another, with the columns of tally.
+    """A query, to be put in brackets, for the rows from one key up to before another, with the columns as above.
 
     Devices have `device`, a number; the others `uid` and, as a number, `device`; users also have `claimed_ms`.
     """
@@ -317,5 +289,5 @@ def _insert(kind: str, width: int) -> str:
 
 
 EACH = [(kind, width) for kind in COLUMNS for width in SLOTS]
-TABLES = [*NAMES, *(_table(*each) for each in EACH)]
-INSERT = {each: _insert(*each) for each in EACH}
+TABLES = [*NAMES, *(_table(kind, width) for kind, width in EACH)]
+INSERT = {(kind, width): _insert(kind, width) for kind, width in EACH}

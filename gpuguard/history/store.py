@@ -1,6 +1,6 @@
 """The file of the usage store, open for writing by one process: opened, locked, checked, set aside when it is damaged.
 
-After each write the journal is moved into the file: see consult for why readers need that, and why no other process may
+After each write the journal is moved into the file: see queries for why readers need that, and why no other process may
 hold a lock.  A damaged file is renamed, never deleted.  Raises what os and sqlite3 raise: recorder says it in words.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import shutil
 import sqlite3
 import stat
 import time
@@ -37,7 +38,7 @@ from gpuguard.users import user_name
 
 LOCK_SECONDS = 1.0
 MOST_BYTES = 256 * 2**20  # 8 devices with 3 users each take 36 MB; from here on the oldest days make room
-# Whoever may use user namespaces has 65536 uids without a name, and a ticket of each would take the room of all others.
+# A user with user namespaces has 65536 uids without a name, and a ticket of each would take the room of all others.
 MOST_NAMELESS = 256  # in one slot, and none that is new once half of the numbers are taken
 EXPIRED = 2  # expired slots that each new one removes: a clock that is wrong for a while does not empty the store
 DAY = 86400 // COARSEST
@@ -79,7 +80,7 @@ def opened(path: str, *, check: bool) -> sqlite3.Connection:
     except sqlite3.OperationalError as error:
         if "locked" not in str(error):
             raise
-        # Whoever may read the file can hold a lock on it for ever; in a copy of it nobody does.
+        # A user who may read the file can hold a lock on it for ever; in a copy of it nobody does.
         _renew(path)
         connection = _connected(path, check=check)
     for end in ("", JOURNAL):
@@ -138,8 +139,8 @@ def write(connection: sqlite3.Connection, slots: Mapping[int, Slot], devices: It
         _make_room(connection)
 
 
-def settle(connection: sqlite3.Connection) -> None:
-    """Move the journal into the file, so that whoever reads it alone sees everything."""
+def move_journal(connection: sqlite3.Connection) -> None:
+    """Move the journal into the file, so that a reader of it alone sees everything."""
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
 
@@ -170,7 +171,12 @@ def _connected(path: str, *, check: bool) -> sqlite3.Connection:
         connection.execute("PRAGMA wal_autocheckpoint = 0")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version == 0:
-            _make_tables(connection)
+            with _transaction(connection):
+                if connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone() != (0,):
+                    raise GpuguardError("it is no usage store.  Move it away.")
+                for table in TABLES:
+                    connection.execute(table)
+                connection.execute(f"PRAGMA user_version = {VERSION}")
         elif version < VERSION:
             raise Outdated(f"version {version} of its tables, this gpuguard writes version {VERSION}")
         elif version > VERSION:
@@ -179,20 +185,11 @@ def _connected(path: str, *, check: bool) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(" ".join(str(found).split()))
         with _transaction(connection):  # takes the lock, if nothing has yet
             connection.execute("SELECT COUNT(*) FROM devices").fetchone()
-        settle(connection)
+        move_journal(connection)
     except (sqlite3.Error, GpuguardError):
         connection.close()
         raise
     return connection
-
-
-def _make_tables(connection: sqlite3.Connection) -> None:
-    with _transaction(connection):
-        if connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone() != (0,):
-            raise GpuguardError("it is no usage store.  Move it away.")
-        for table in TABLES:
-            connection.execute(table)
-        connection.execute(f"PRAGMA user_version = {VERSION}")
 
 
 def _renew(path: str) -> None:
@@ -202,8 +199,6 @@ def _renew(path: str) -> None:
         with suppress(FileNotFoundError):
             os.unlink(copy + end)  # of one who was killed at it
     os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-    import shutil  # 0.3 MiB that a daemon need not have
-
     shutil.copyfile(path, copy)
     with suppress(FileNotFoundError):
         shutil.copyfile(path + JOURNAL, copy + JOURNAL)
@@ -295,16 +290,16 @@ def _rows(
 ) -> dict[str, list[tuple[tuple[int, int], tuple[int | None, ...]]]]:
     """kind -> rows of its table, each with its slot and the number in its key."""
     rows: dict[str, list[tuple[tuple[int, int], tuple[int | None, ...]]]] = {kind: [] for kind in COLUMNS}
-    for slot, one in slots.items():
-        for uuid, row in one.devices.items():
-            rows["devices"].append(((slot, numbers[uuid]), _kept("devices", row)))
-        for (uid, uuid), (claimed, used, idle, unclaimed) in one.users.items():
+    for number, slot in slots.items():
+        for uuid, row in slot.devices.items():
+            rows["devices"].append(((number, numbers[uuid]), _kept("devices", row)))
+        for (uid, uuid), (claimed, used, idle, unclaimed) in slot.users.items():
             parts = _kept("users", (used, idle, max(0.0, claimed - used - idle), unclaimed))
             if (holder := holders.get((uid, numbers[uuid]))) is not None:
-                rows["users"].append(((slot, holder), parts))
-        for uid, row in one.waiting.items():
+                rows["users"].append(((number, holder), parts))
+        for uid, row in slot.waiting.items():
             if (holder := holders.get((uid, 0))) is not None:
-                rows["waiting"].append(((slot, holder), _kept("waiting", row)))
+                rows["waiting"].append(((number, holder), _kept("waiting", row)))
     return rows
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpuguard.metrics.facts import ERROR_FIELDS, MetricFacts
-from gpuguard.metrics.families import Labels, MetricFamily, labels, number
+from gpuguard.metrics.families import MetricFamily, MetricSums, number
 from gpuguard.model import Device, Snapshot
 
 _MIB = 2**-20
@@ -53,33 +53,33 @@ def dcgm(facts: MetricFacts) -> list[MetricFamily]:
     if not facts.snapshot or not facts.current:
         return []
     snapshot, families = facts.snapshot, []
-    series = {device.uuid: _dcgm_labels(device, snapshot) for device in snapshot.devices}
+    named = {device.uuid: _dcgm_labels(device, snapshot) for device in snapshot.devices}
     for name, kind, text, field, factor in DCGM:
-        values = {}
-        for device in facts.errors or snapshot.devices if field in ERROR_FIELDS else snapshot.devices:
+        sums = MetricSums(f"DCGM_FI_DEV_{name}", text, kind)
+        devices = facts.errors or snapshot.devices if field in ERROR_FIELDS else snapshot.devices
+        for device in {device.uuid: device for device in devices}.values():
             value = number(getattr(device, field), factor)
-            if value is not None:
-                values[series[device.uuid]] = float(int(value)) if name in _WHOLE else value
-        families.append(MetricFamily(f"DCGM_FI_DEV_{name}", kind, text, values))
+            sums.add(int(value) if value is not None and name in _WHOLE else value, **named[device.uuid])
+        families.append(sums.family())
     return [family for family in families if family.values]
 
 
-def _dcgm_labels(device: Device, snapshot: Snapshot) -> Labels:
+def _dcgm_labels(device: Device, snapshot: Snapshot) -> dict[str, object]:
     whole = snapshot.device(device.parent_uuid) if device.parent_uuid else device
     of = whole or device
-    return labels(
-        gpu=device.index,
-        UUID=of.uuid,
-        pci_bus_id=of.pci_bus_id,
-        device=None if of.minor_number is None else f"nvidia{of.minor_number}",
-        modelName=of.name,
-        GPU_I_PROFILE=device.mig_profile if device.parent_uuid else None,
-        GPU_I_ID=device.gpu_instance_id if device.parent_uuid else None,
+    return {
+        "gpu": device.index,
+        "UUID": of.uuid,
+        "pci_bus_id": of.pci_bus_id,
+        "device": None if of.minor_number is None else f"nvidia{of.minor_number}",
+        "modelName": of.name,
+        "GPU_I_PROFILE": device.mig_profile if device.parent_uuid else None,
+        "GPU_I_ID": device.gpu_instance_id if device.parent_uuid else None,
         # Its releases differ in this label, and dashboards are written for either.
-        Hostname=snapshot.host,
-        hostname=snapshot.host,
-        DCGM_FI_DRIVER_VERSION=snapshot.driver_version,
-    )
+        "Hostname": snapshot.host,
+        "hostname": snapshot.host,
+        "DCGM_FI_DRIVER_VERSION": snapshot.driver_version,
+    }
 
 
 def nvitop(facts: MetricFacts) -> list[MetricFamily]:
@@ -87,43 +87,21 @@ def nvitop(facts: MetricFacts) -> list[MetricFamily]:
     if not facts.snapshot or not facts.current:
         return []
     snapshot = facts.snapshot
-    series = {
-        device.uuid: labels(
-            hostname=snapshot.host,
-            index=device.label.replace(".", ":"),
-            devicename=device.name,
-            uuid=device.uuid,
-        )
-        for device in snapshot.devices
-    }
-    families = [
-        MetricFamily(
-            name,
-            "gauge",
-            text,
-            _known({series[device.uuid]: number(getattr(device, field), factor) for device in snapshot.devices}),
-        )
-        for name, text, field, factor in NVITOP
-    ]
-    shares = {series[device.uuid]: _percent(device.memory_used, device.memory_total) for device in snapshot.devices}
-    families.append(MetricFamily("gpu_memory_percent_Percentage", "gauge", "GPU memory percent (%).", _known(shares)))
+    all_sums = [MetricSums(name, text) for name, text, _, _ in NVITOP]
+    shares = MetricSums("gpu_memory_percent_Percentage", "GPU memory percent (%).")
+    for device in {device.uuid: device for device in snapshot.devices}.values():
+        index = device.label.replace(".", ":")
+        named = {"hostname": snapshot.host, "index": index, "devicename": device.name, "uuid": device.uuid}
+        for sums, (_, _, field, factor) in zip(all_sums, NVITOP, strict=True):
+            sums.add(getattr(device, field), factor, **named)
+        known = device.memory_used is not None and device.memory_total
+        shares.add(round(100 * (device.memory_used or 0) / (device.memory_total or 1), 3) if known else None, **named)
+    info = MetricSums("nvitop_info", "The machine, under the name that nvitop-exporter gives it.")
     count = sum(device.parent_uuid is None for device in snapshot.devices)
-    about = labels(
-        hostname=snapshot.host, device_count=count, driver_version=snapshot.driver_version,
-        cuda_driver_version=snapshot.cuda_version,
-    )  # fmt: skip
-    families.append(
-        MetricFamily("nvitop_info", "gauge", "The machine, under the name that nvitop-exporter gives it.", {about: 1.0})
-    )
+    versions = {"driver_version": snapshot.driver_version, "cuda_driver_version": snapshot.cuda_version}
+    info.add(1, hostname=snapshot.host, device_count=count, **versions)
+    families = [sums.family() for sums in (*all_sums, shares, info)]
     return [family for family in families if family.values]
-
-
-def _known(values: dict[Labels, float | None]) -> dict[Labels, float]:
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def _percent(part: int | None, whole: int | None) -> float | None:
-    return None if part is None or not whole else round(100 * part / whole, 3)
 
 
 COMPAT: dict[str, Callable[[MetricFacts], list[MetricFamily]]] = {"dcgm": dcgm, "nvitop": nvitop}

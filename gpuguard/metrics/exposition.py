@@ -33,7 +33,7 @@ def to_prometheus(families: Iterable[MetricFamily]) -> str:
     for family in families:
         lines += [f"# HELP {family.name} {_escaped(family.help)}", f"# TYPE {family.name} {family.kind}"]
         for labels, value in family.values.items():
-            quoted = ",".join(f'{name}="{_quoted(text)}"' for name, text in labels)
+            quoted = ",".join('{}="{}"'.format(name, _escaped(text).replace('"', '\\"')) for name, text in labels)
             lines.append(f"{family.name}{f'{{{quoted}}}' if quoted else ''} {format_number(value)}")
     return "".join(f"{line}\n" for line in lines)
 
@@ -41,10 +41,6 @@ def to_prometheus(families: Iterable[MetricFamily]) -> str:
 def format_number(value: float) -> str:
     """``"3"``, ``"0.25"``: a whole number without a point."""
     return str(int(value)) if value == int(value) and abs(value) < 2**63 else repr(value)
-
-
-def _quoted(text: str) -> str:
-    return _escaped(text).replace('"', '\\"')
 
 
 def _escaped(text: str) -> str:

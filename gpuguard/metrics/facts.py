@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gpuguard import __version__
 from gpuguard.claims.restrictions import QUARANTINED, read_restrictions
@@ -29,8 +29,8 @@ from gpuguard.source import SnapshotSource, daemon_lives, with_quarantine
 if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.claims.directory import LockDirectory
+    from gpuguard.daemon.service import Daemon
     from gpuguard.queue.priority import Ticket
-    from gpuguard.watchdog import Watchdog
 
 Action = tuple[str, str, str]  # policy, action, outcome
 # error, field of Device since the driver was loaded, field since the device was built
@@ -189,18 +189,10 @@ class EventCounter:
                 self._actions[str(policy), event.kind, event.outcome] += 1
         return written
 
-    def add_to(self, facts: MetricFacts) -> MetricFacts:
-        """*facts* with what was counted so far."""
+    def totals(self) -> dict[str, Any]:
+        """What was counted so far, as fields of MetricFacts."""
         with self._lock:
-            return replace(facts, actions=dict(self._actions), unrecorded=self._unrecorded, troubles=self._troubles)
-
-
-class WatchingDaemon(Protocol):
-    """What is read of a daemon (daemon.service.Daemon)."""
-
-    watchdog: Watchdog
-    last: Snapshot
-    waiting: tuple[Ticket, ...] | None
+            return {"actions": dict(self._actions), "unrecorded": self._unrecorded, "troubles": self._troubles}
 
 
 class DaemonFacts:
@@ -212,7 +204,7 @@ class DaemonFacts:
         counter: of its Events.
     """
 
-    def __init__(self, daemon: WatchingDaemon, directory: LockDirectory | None, counter: EventCounter) -> None:
+    def __init__(self, daemon: Daemon, directory: LockDirectory | None, counter: EventCounter) -> None:
         self._daemon, self._directory, self._counter = daemon, directory, counter
         self._rare = RareFields()
         daemon.watchdog.extra_fields = self._rare.groups
@@ -236,8 +228,9 @@ class DaemonFacts:
             driver_up=current if sampled or watchdog.problem else None,  # None: it was not read yet
             interval=interval,
             daemon_up=True,
+            **self._counter.totals(),
         )
-        return _with_directory(self._counter.add_to(facts), self._directory)
+        return _with_directory(facts, self._directory)
 
 
 def _with_directory(facts: MetricFacts, directory: LockDirectory | None) -> MetricFacts:

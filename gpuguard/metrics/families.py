@@ -8,13 +8,13 @@ programs: see compat.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from gpuguard import device_state
 from gpuguard.clusters.slurm import job_of_claim
-from gpuguard.device_state import DeviceUse, claims_readable, computes
-from gpuguard.metrics.facts import ECC_FIELDS, ERROR_FIELDS, Action, MetricFacts
+from gpuguard.device_state import claims_readable, computes
+from gpuguard.metrics.facts import ECC_FIELDS, ERROR_FIELDS, MetricFacts
 from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import neutralise
 
@@ -110,7 +110,7 @@ class MetricSums:
         self._name, self._help, self._kind = name, help_text, kind
         self._values: dict[Labels, float | None] = {}
 
-    def add(self, value: object, factor: float = 1, **named: object) -> None:
+    def add(self, value: object, factor: float = 1, /, **named: object) -> None:
         """Count *value* times *factor* in, under these labels."""
         key, amount = labels(**named), number(value, factor)
         before = self._values.get(key, 0.0)
@@ -138,23 +138,18 @@ def _health(facts: MetricFacts) -> Iterator[MetricFamily]:
     yield _single("gpuguard_daemon_up", "1 when a daemon guards this machine.", facts.daemon_up)
     yield _single("gpuguard_driver_up", "1 when the driver answered when it was asked last.", facts.driver_up)
     yield _single("gpuguard_sample_interval_seconds", "Time between two samples of the daemon.", facts.interval)
-    yield _single(
-        "gpuguard_sample_failures_total",
-        "Times that sampling began to fail since the daemon started.",
-        facts.troubles,
-        "counter",
-    )
-    yield _single(
-        "gpuguard_audit_failures_total",
-        "Lines of the audit log that could not be written since the daemon started.",
-        facts.unrecorded,
-        "counter",
-    )
+    text = "Times that sampling began to fail since the daemon started."
+    yield _single("gpuguard_sample_failures_total", text, facts.troubles, "counter")
+    text = "Lines of the audit log that could not be written since the daemon started."
+    yield _single("gpuguard_audit_failures_total", text, facts.unrecorded, "counter")
     if facts.actions is not None:
-        yield _actions(facts.actions)
-    if not facts.snapshot:
-        return
+        did = MetricSums("gpuguard_policy_actions_total", "What policies did, since the daemon started.", "counter")
+        for rank, ((policy, action, outcome), count) in enumerate(sorted(facts.actions.items())):
+            did.add(count, policy=policy if rank < MAX_ACTIONS else OTHERS, action=action, outcome=outcome)
+        yield did.family()
     snapshot = facts.snapshot
+    if not snapshot:
+        return
     age = max(0.0, round(facts.now - snapshot.taken_at, 3))
     yield _single("gpuguard_sample_age_seconds", "How old the last sample is.", age)
     yield _single("gpuguard_sample_timestamp_seconds", "Unix time of the last sample.", snapshot.taken_at)
@@ -168,13 +163,6 @@ def _health(facts: MetricFacts) -> Iterator[MetricFamily]:
         if gap.field not in ERROR_FIELDS:  # those are read so rarely that it would come and go
             gaps.add(1, field=gap.field if gap.field in _GAPS else "other")
     yield gaps.family()
-
-
-def _actions(counted: Mapping[Action, int]) -> MetricFamily:
-    sums = MetricSums("gpuguard_policy_actions_total", "What policies did, since the daemon started.", "counter")
-    for place, ((policy, action, outcome), count) in enumerate(sorted(counted.items())):
-        sums.add(count, policy=policy if place < MAX_ACTIONS else OTHERS, action=action, outcome=outcome)
-    return sums.family()
 
 
 def _waiting(facts: MetricFacts) -> Iterator[MetricFamily]:
@@ -277,7 +265,17 @@ def _claims(facts: MetricFacts, snapshot: Snapshot) -> Iterator[MetricFamily]:
         for total in totals:
             sums.add(getattr(total, field), user=name_of(total.user))
         yield sums.family()
-    yield _unclaimed(facts.uses, name_of)
+    users = {
+        (name_of(running.process.user), use.device.uuid)
+        for use in facts.uses
+        if use.device.processes_plausible
+        for running in use.processes or ()
+        if running.claim is None and computes(running.process)
+    }
+    unclaimed = MetricSums("gpuguard_user_unclaimed_devices", "Devices that a user computes on without a claim.")
+    for user, _ in sorted(users):
+        unclaimed.add(1, user=user)
+    yield unclaimed.family()
 
 
 _USER_VALUES = (  # name behind gpuguard_user_, help, field of UserTotal
@@ -286,20 +284,6 @@ _USER_VALUES = (  # name behind gpuguard_user_, help, field of UserTotal
     ("used_devices", "Devices on which a user has processes.", "devices"),
     ("memory_used_bytes", "Memory that a user's processes have on devices.", "memory_used"),
 )
-
-
-def _unclaimed(uses: Sequence[DeviceUse], name_of: Callable[[str | None], str]) -> MetricFamily:
-    users = {
-        (name_of(running.process.user), use.device.uuid)
-        for use in uses
-        if use.device.processes_plausible
-        for running in use.processes or ()
-        if running.claim is None and computes(running.process)
-    }
-    sums = MetricSums("gpuguard_user_unclaimed_devices", "Devices that a user computes on without a claim.")
-    for user, _ in sorted(users):
-        sums.add(1, user=user)
-    return sums.family()
 
 
 def user_labels(users: Iterable[str | None]) -> Callable[[str | None], str]:

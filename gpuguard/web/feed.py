@@ -27,7 +27,7 @@ from gpuguard import device_state
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.errors import GpuguardError
 from gpuguard.history.queries import Point, Usage, query_store, store_path
-from gpuguard.model import Device, Snapshot
+from gpuguard.model import Snapshot
 from gpuguard.procfs import process_facts
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.state import read_queue
@@ -43,13 +43,12 @@ UNWATCHED_SECONDS = 10.0  # and without
 MAX_POINTS = 600  # of a chart: a screen has few more columns
 MAX_CHARTS = 32  # that are drawn between two samples, or wait to be: one of 400 days takes a second
 MAX_SECONDS = 400 * 86400.0
-STORED = {  # metric -> its name in the usage store, and what to multiply by
-    "utilization": ("utilization_percent", 1.0),
-    "memory": ("memory_used_mib", 2.0**20),
-    "temperature": ("temperature_celsius", 1.0),
-    "power": ("power_draw_watts", 1.0),
+METRICS = {  # metric -> the field of a device, its name in the usage store, and what to multiply by there
+    "utilization": ("utilization", "utilization_percent", 1.0),
+    "memory": ("memory_used", "memory_used_mib", 2.0**20),
+    "temperature": ("temperature", "temperature_celsius", 1.0),
+    "power": ("power_draw", "power_draw_watts", 1.0),
 }
-METRICS = ("utilization", "memory", "temperature", "power")
 _NAN = float("nan")
 RINGS = ((2.0, 600.0), (10.0, 43200.0))  # (seconds between two values, seconds that are kept)
 
@@ -223,7 +222,7 @@ class FrameFeed:
 
 def _series_of(store: Usage, uuids: Sequence[str], metric: str, begin: float) -> ChartSeries | None:
     """What the store has, in at most MAX_POINTS steps; None when it has nothing of that time."""
-    name, factor = STORED[metric]
+    _, name, factor = METRICS[metric]
     width = max(store.width(begin), (store.now - begin) / MAX_POINTS)
     values, is_known = {}, False
     for uuid in uuids:  # one after the other: each has 38,400 points
@@ -277,10 +276,14 @@ class NumberRing:
         self._slot = slot
         place = slot % self._size
         self._times[place] = snapshot.taken_at
-        seen = {(device.uuid, metric): _value(device, metric) for device in snapshot.devices for metric in METRICS}
+        seen = {
+            (device.uuid, metric): getattr(device, field)
+            for device in snapshot.devices
+            for metric, (field, _, _) in METRICS.items()
+        }
         for key in seen.keys() | self._values.keys():
             kept = self._values.setdefault(key, array("f", [_NAN]) * self._size)
-            kept[place] = seen.get(key, _NAN)
+            kept[place] = _NAN if (value := seen.get(key)) is None else value
 
     def uuids(self, metric: str) -> list[str]:
         """The devices of which something was seen."""
@@ -299,16 +302,6 @@ class NumberRing:
                 if name == metric
             },
         )
-
-
-def _value(device: Device, metric: str) -> float:
-    value = {
-        "utilization": device.utilization,
-        "memory": device.memory_used,
-        "temperature": device.temperature,
-        "power": device.power_draw,
-    }[metric]
-    return _NAN if value is None else float(value)
 
 
 def _mean(values: Sequence[float]) -> float | None:

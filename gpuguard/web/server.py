@@ -101,18 +101,15 @@ def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None
             return PlainTextResponse("too many watch already: try again in a minute\n", 503, {"retry-after": "60"})
         return Stream(feed, throughput="throughput" in request.query_params)
 
-    routes = [Route("/api/now", now), Route("/api/chart", chart), Route("/api/stream", stream)]
-    routes += [Route(path, _file(*what)) for path, what in FILES.items()]
-    return RequestGuard(Starlette(routes=routes, lifespan=sampling), hosts, token)
+    contents = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 
-
-def _file(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
-    content = (PAGE / name).read_bytes()
-
-    async def answer(_: Request) -> Response:
+    async def file(request: Request) -> Response:
+        content, kind = contents[request.url.path]
         return Response(content, headers={"content-type": kind})
 
-    return answer
+    routes = [Route("/api/now", now), Route("/api/chart", chart), Route("/api/stream", stream)]
+    routes += [Route(path, file) for path in FILES]
+    return RequestGuard(Starlette(routes=routes, lifespan=sampling), hosts, token)
 
 
 class Stream(Response):
@@ -167,12 +164,16 @@ class RequestGuard:
             return
         fault = self._fault(scope)
         app: Any = PlainTextResponse(fault[1], fault[0]) if fault else self._app
-        cookie = None if fault else self._new_cookie(scope)
+        headers = list(HEADERS)
+        if fault:
+            headers.append((b"connection", b"close"))
+        elif self._token and _tokens_in_query(scope):  # the token need not stay in the address
+            cookie = f"{COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/"
+            headers.append((b"set-cookie", cookie.encode("ascii")))
 
         async def guarded(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                more = [cookie] if cookie else [(b"connection", b"close")] if fault else []
-                message["headers"] = [*message.get("headers", ()), *HEADERS, *more]
+                message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
         await app(scope, receive, guarded)
@@ -193,32 +194,17 @@ class RequestGuard:
     def _has_token(self, scope: Scope) -> bool:
         assert self._token
         headers = dict(scope["headers"])
-        given = [headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer "), _cookie(headers)]
+        # By hand: SimpleCookie takes seconds for 60 KB of backslashes, from clients without a token, and finds nothing
+        # behind a cookie that it does not understand.
+        cookies = [cookie.partition("=") for cookie in headers.get(b"cookie", b"").decode("latin-1").split(";")]
+        given = [next((value.strip() for name, _, value in cookies if name.strip() == COOKIE), "")]
+        given += [headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer ")]
         given += _tokens_in_query(scope)
         return any(hmac.compare_digest(token.encode(), self._token.encode()) for token in given)
-
-    def _new_cookie(self, scope: Scope) -> tuple[bytes, bytes] | None:
-        """So that the token need not stay in the address."""
-        if not self._token or not _tokens_in_query(scope):
-            return None
-        return b"set-cookie", f"{COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/".encode("ascii")
 
 
 def _tokens_in_query(scope: Scope) -> list[str]:
     return parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
-
-
-def _cookie(headers: dict[bytes, bytes]) -> str:
-    """Ours, among those that other pages of this host have set.
-
-    By hand: SimpleCookie takes seconds for 60 KB of backslashes, from clients without a token, and finds nothing behind
-    a cookie that it does not understand.
-    """
-    for cookie in headers.get(b"cookie", b"").decode("latin-1").split(";"):
-        name, _, value = cookie.partition("=")
-        if name.strip() == COOKIE:
-            return value.strip()
-    return ""
 
 
 @contextmanager
@@ -250,9 +236,12 @@ def listening(host: str, port: int, path: str | None) -> Iterator[socket.socket]
 
 
 def _listen_at(path: str) -> socket.socket:
-    with suppress(FileNotFoundError):
-        if stat.S_ISSOCK(os.lstat(path).st_mode) and not _is_answered(path):
-            os.unlink(path)  # of a server that was killed
+    with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        if stat.S_ISSOCK(os.lstat(path).st_mode):
+            try:
+                client.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)  # of a server that was killed
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     umask = os.umask(0o117)  # the mode must be right from the first moment
     try:
@@ -266,15 +255,6 @@ def _listen_at(path: str) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
     listener.listen(128)
     return listener
-
-
-def _is_answered(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        try:
-            client.connect(path)
-        except ConnectionRefusedError:
-            return False
-    return True
 
 
 def _identity(path: str) -> tuple[int, int]:
@@ -336,13 +316,10 @@ class Connection(H11Protocol):
     def _make_room(self) -> None:
         others = [other for other in self.connections if isinstance(other, Connection) and other is not self]
         silent = [(other.request_due, other) for other in others if other.request_due is not None]
-        min(silent, key=lambda pair: pair[0], default=(0.0, self))[1].end()
-
-    def end(self) -> None:
-        """Hang up."""
-        if self._arriving:
-            self._arriving.cancel()
-        self.transport.abort()
+        _, oldest = min(silent, key=lambda pair: pair[0], default=(0.0, self))
+        if oldest._arriving:
+            oldest._arriving.cancel()
+        oldest.transport.abort()
 
     @property
     def request_due(self) -> float | None:
