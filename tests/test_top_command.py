@@ -173,13 +173,13 @@ def test_a_scene_has_processes_with_what_they_do_beside_the_gpu_and_their_ancest
         assert eventually(lambda: any(use.cpu is not None for use in feed.sample().host.values()))
         scene = feed.sample()
 
-        (running,) = [running for use in scene.found for running in use.processes or ()]
+        (running,) = [running for use in scene.uses for running in use.processes or ()]
         assert running.process.pid == child.pid
         assert scene.host[child.pid, running.process.start_time].memory > 2**20
         assert scene.ancestors[child.pid].parent == os.getpid()
         assert scene.ancestors[os.getpid()].command[0].endswith(("python", "python3", Path(sys.executable).name))
         change(place, 1, faults=("lost",))
-        assert "lost" in (feed.sample().found[1].device.problems or ())
+        assert "lost" in (feed.sample().uses[1].device.problems or ())
 
 
 def test_after_a_fault_of_the_driver_everything_is_read_anew():

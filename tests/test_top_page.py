@@ -18,7 +18,7 @@ from gpuguard.policies.view import HostUse
 from gpuguard.sanitize import display_width
 from gpuguard.top.page import title
 from gpuguard.top.processes import moved, rows_of
-from gpuguard.top.scene import KEPT, MODES, SORTS, Ancestor, History, ScreenView, Thresholds, Waits
+from gpuguard.top.scene import KEPT, MODES, SORTS, Ancestor, History, ScreenView, Thresholds, TopRequest
 
 HOT = {"temperature_slowdown": 90.0}
 
@@ -255,12 +255,12 @@ def test_the_cursor_stays_within_the_processes():
 
 
 def test_who_has_what_and_who_waits_are_said():
-    waiting = [Waits(f"user{n}", n, 1_700_000_000.0 - 60 * n, "starts in about 2h", "big") for n in range(1, 6)]
+    waiting = [TopRequest(f"user{n}", n, 1_700_000_000.0 - 60 * n, "starts in about 2h", "big") for n in range(1, 6)]
     shown = texts(page_of(a_scene(a_device(processes=TWO), waiting=tuple(waiting)), width=100))
 
     assert any(line.startswith("USERS alice 1 GPU 1.0GiB  bob 1 GPU 3.0GiB") for line in shown)
     assert 'WAITS 1. user1 1 GPU for 1m "big": starts in about 2h' in shown
-    assert "      and 2 more in line: gpuguard queue" in shown
+    assert "      and 2 more in the queue: gpuguard queue" in shown
 
 
 def test_gaps_are_named():
@@ -295,7 +295,7 @@ def test_whatever_strangers_write_each_line_has_its_width_and_moves_no_cursor(
     process = a_process(10, user=user, command=tuple(words), container=name, start_time=9_000.0)
     device = a_device(0, name=name, processes=(process,), problems=(note,) if note else ())
     ancestors = {10: Ancestor(5, user, tuple(words)), 5: Ancestor(1, note, None)}
-    waiting = (Waits(user, 1, 0.0, note, name),)
+    waiting = (TopRequest(user, 1, 0.0, note, name),)
     scene = a_scene(device, claims=[a_claim_record(device, user=user, note=note)], ancestors=ancestors, waiting=waiting)
     lines = [
         title(scene, ScreenView(text=note), width),

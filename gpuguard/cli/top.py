@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         scene = feed.sample()  # a fault of the first sample ends the command; later ones are shown and may pass
         view = _view(args, scene.snapshot)
-        if not (device_state.chosen(scene.found, view.users, view.devices) or scene.snapshot.recorded):
+        if not (device_state.chosen(scene.uses, view.users, view.devices) or scene.snapshot.recorded):
             check_users(args.user)
         if args.once or not sys.stdout.isatty():
             time.sleep(_APART)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
@@ -28,20 +28,17 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widgets import Input, Static
 
-from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.enforcement.by_hand import BY_HAND
 from gpuguard.enforcement.signals import SENT
 from gpuguard.errors import GpuguardError
 from gpuguard.sanitize import neutralise
 from gpuguard.top import processes
+from gpuguard.top.feed import SceneFeed
 from gpuguard.top.page import page, title
 from gpuguard.top.processes import ProcessRow, moved, rows_of
 from gpuguard.top.scene import MODES, SORTS, History, Identity, Scene, ScreenLine, ScreenView
 from gpuguard.users import user_name
 from gpuguard.views.charts import fitted
-
-# The part of the screen that shows the page.
-
 
 DARK = {
     "red": "#ff6b6b",
@@ -85,10 +82,10 @@ class Board(ScrollView, can_focus=False):
 
     def render_line(self, y: int) -> Strip:
         """One row of the screen."""
-        place = y + self.scroll_offset.y
-        if place >= len(self.lines):
+        row = y + self.scroll_offset.y
+        if row >= len(self.lines):
             return Strip.blank(self.size.width, self.rich_style)
-        strip = Strip([Segment(text, rich_style(style, self.colours)) for text, style in self.lines[place].parts])
+        strip = Strip([Segment(text, rich_style(style, self.colours)) for text, style in self.lines[row].parts])
         left = self.scroll_offset.x
         return strip.crop(left, left + self.size.width).extend_cell_length(self.size.width).apply_style(self.rich_style)
 
@@ -111,9 +108,6 @@ def rich_text(line: ScreenLine, colours: dict[str, str] | None) -> Text:
 def plain_text(words: str, width: int) -> Text:
     """*words*, made neutral, in exactly *width* columns."""
     return Text(fitted([(neutralise(words), "")], width)[0][0], no_wrap=True)
-
-
-# What opens over the screen of `gpuguard top`: help, the filter, a signal with its confirmation, pages of text.
 
 
 HELP = """\
@@ -143,7 +137,7 @@ them.  n/a: not known.  A red ! or "no claim": used unclaimed.
 """
 
 
-class Pages(ModalScreen[None]):
+class TextScreen(ModalScreen[None]):
     """A page of text, read anew every second as long as it is open."""
 
     BINDINGS: ClassVar = [Binding("escape,q,enter,question_mark", "dismiss", "close")]
@@ -178,7 +172,7 @@ class Pages(ModalScreen[None]):
             self.fill()
 
 
-class Filter(ModalScreen[str | None]):
+class FilterScreen(ModalScreen[str | None]):
     """Asks for words."""
 
     BINDINGS: ClassVar = [Binding("escape", "dismiss", "keep the old one")]
@@ -196,7 +190,7 @@ class Filter(ModalScreen[str | None]):
         self.dismiss(event.value)
 
 
-class Signal(ModalScreen[str | None]):
+class SignalScreen(ModalScreen[str | None]):
     """Asks which signal, then whether that is meant; its answer is one of BY_HAND."""
 
     BINDINGS: ClassVar = [Binding("escape,q,n", "dismiss", "nothing")]
@@ -235,19 +229,6 @@ SILENT = 3.0  # intervals without an answer from which on the screen says so
 _FOOT = " ?:help /:filter s:sort t:tree u:mine m:mode Enter:past e:env x:signal q:quit"
 
 
-class SceneSource(Protocol):
-    """Where scenes come from; only the thread calls sample() and send()."""
-
-    fresh: bool
-    tree: bool
-
-    def sample(self) -> Scene:
-        """The machine now; GpuguardError when that is not known."""
-
-    def send(self, action: str, process: Identity, devices: tuple[str, ...]) -> ActionOutcome:
-        """Signal a process."""
-
-
 class Sampled(Message):
     """The thread has a new scene."""
 
@@ -277,7 +258,7 @@ class Top(App[None]):
     #box { width: 90%; max-width: 120; height: 90%; border: round $primary; padding: 0 1; background: $surface; }
     #box.small { height: auto; max-width: 76; padding: 1 2; }
     #foot, #heading { height: 1; }
-    Filter { align: left bottom; }
+    FilterScreen { align: left bottom; }
     """
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar = [
@@ -308,9 +289,7 @@ class Top(App[None]):
         Binding("x,ctrl+k", "signal", "signal"),
     ]
 
-    def __init__(
-        self, source: SceneSource, view: ScreenView, scene: Scene, every: float, *, light: bool = False
-    ) -> None:
+    def __init__(self, source: SceneFeed, view: ScreenView, scene: Scene, every: float, *, light: bool = False) -> None:
         super().__init__()
         self._source, self._every = source, every
         self.view, self.scene = view, scene
@@ -420,7 +399,8 @@ class Top(App[None]):
         if words:
             words = f" {words} -- what you see is {self.silent:.0f}s old"
         elif self._held:
-            words = f" held for {self.silent_scene:.0f}s: Ctrl-P goes on"
+            held = max(0.0, time.time() - self.scene.snapshot.taken_at)
+            words = f" held for {held:.0f}s: Ctrl-P goes on"
         self.screen_stack[0].query_one("#alert", Static).display = bool(words)
         self._write("#alert", plain_text(words, width))
         self._write("#foot", plain_text(f" {self.notice}" if self.notice else _FOOT, width))
@@ -431,11 +411,6 @@ class Top(App[None]):
             self._written[name] = text
             self.screen_stack[0].query_one(name, Static).update(text, layout=False)
 
-    @property
-    def silent_scene(self) -> float:
-        """Seconds since what is shown was seen."""
-        return max(0.0, time.time() - self.scene.snapshot.taken_at)
-
     # Keys.  A notice lasts until the next one.
 
     def on_key(self) -> None:
@@ -444,12 +419,12 @@ class Top(App[None]):
 
     def action_help(self) -> None:
         """The keys."""
-        self.push_screen(Pages("gpuguard top", lambda width: HELP))
+        self.push_screen(TextScreen("gpuguard top", lambda width: HELP))
 
     def action_filter(self) -> None:
         """Ask for words."""
         self.push_screen(
-            Filter(self.view.text), lambda text: self._change(text=self.view.text if text is None else text)
+            FilterScreen(self.view.text), lambda text: self._change(text=self.view.text if text is None else text)
         )
 
     def action_move(self, by: int) -> None:
@@ -494,9 +469,8 @@ class Top(App[None]):
     def action_fresh(self) -> None:
         """The driver or the daemon."""
         self._source.fresh = not self._source.fresh
-        self.notice = (
-            "the driver itself is asked" if self._source.fresh else "what the daemon saw is shown, while it is fresh"
-        )
+        daemon = "what the daemon saw is shown, while it is fresh"
+        self.notice = "the driver itself is asked" if self._source.fresh else daemon
         self._tick()
 
     def action_hold(self) -> None:
@@ -507,13 +481,16 @@ class Top(App[None]):
     def action_over_time(self) -> None:
         """The chosen process."""
         if row := self._chosen():
-            self.push_screen(Pages(processes.heading(row), lambda width: processes.over_time(self, row, width)))
+            heading, ascii_only = processes.heading(row), self.view.ascii_only
+            self.push_screen(
+                TextScreen(heading, lambda width: processes.over_time(self.history, row, width, ascii_only=ascii_only))
+            )
 
     def action_environment(self) -> None:
         """The variables of the chosen process."""
         if row := self._chosen():
             shown, hidden = processes.environment(row), processes.environment(row, hide=False)
-            self.push_screen(Pages(processes.heading(row), lambda width: shown, lambda width: hidden))
+            self.push_screen(TextScreen(processes.heading(row), lambda width: shown, lambda width: hidden))
 
     def action_signal(self) -> None:
         """Ask, and send."""
@@ -530,7 +507,7 @@ class Top(App[None]):
                 self._notify_user(f"{action} pid {row.pid} ...")
                 self._jobs.put(lambda: self._send(action, identity, devices))
 
-        self.push_screen(Signal(processes.lines(row)), answered)
+        self.push_screen(SignalScreen(processes.description(row)), answered)
 
     def _send(self, action: str, process: Identity, devices: tuple[str, ...]) -> None:
         """In the thread."""
@@ -561,11 +538,9 @@ class Top(App[None]):
     def _redraw_at_cursor(self) -> None:
         self.draw()
         board = self.query_one(Board)
-        places = [
-            place for place, line in enumerate(board.lines) if line.process and line.process == self.view.selected
-        ]
-        if places:
-            board.scroll_to_region(Region(self._sideways, places[0], 1, 1), animate=False, force=True)
+        rows = [row for row, line in enumerate(board.lines) if line.process and line.process == self.view.selected]
+        if rows:
+            board.scroll_to_region(Region(self._sideways, rows[0], 1, 1), animate=False, force=True)
 
     # The mouse.
 
@@ -574,10 +549,10 @@ class Top(App[None]):
         if len(self.screen_stack) > 1:
             return
         board = self.query_one(Board)
-        place = event.screen_y - board.region.y + board.scroll_offset.y
-        if not 0 <= place < len(board.lines) or event.screen_y < board.region.y:
+        row = event.screen_y - board.region.y + board.scroll_offset.y
+        if not 0 <= row < len(board.lines) or event.screen_y < board.region.y:
             return
-        line, column = board.lines[place], event.screen_x + board.scroll_offset.x
+        line, column = board.lines[row], event.screen_x + board.scroll_offset.x
         key = next((key for begin, end, key in line.keys if begin <= column < end), None)
         if key:
             self._change(**({"reverse": not self.view.reverse} if key == self.view.sort else {"sort": key}))

@@ -37,11 +37,11 @@ class BarMeter:
 
 
 def device_lines(
-    scene: Scene, history: History, view: ScreenView, found: Sequence[DeviceUse], mode: str, width: int
+    scene: Scene, history: History, view: ScreenView, uses: Sequence[DeviceUse], mode: str, width: int
 ) -> list[ScreenLine]:
-    """The lines of the devices *found*, in *mode* "full" or "compact"."""
+    """The lines of the devices *uses*, in *mode* "full" or "compact"."""
     lines: list[ScreenLine] = []
-    for use in found:
+    for use in uses:
         if mode == "full" and not use.device.parent_uuid:
             lines += _full(scene, history, view, use, width)
         else:
@@ -49,10 +49,10 @@ def device_lines(
     return lines
 
 
-def folded(found: Sequence[DeviceUse]) -> tuple[list[DeviceUse], str]:
-    """*found* without the whole devices that are free, and which those are: ``"free: 5-12, 40"``."""
-    kept = [use for use in found if use.state != FREE or use.device.parent_uuid]
-    free = [use.device.index for use in found if use.state == FREE and not use.device.parent_uuid]
+def folded(uses: Sequence[DeviceUse]) -> tuple[list[DeviceUse], str]:
+    """*uses* without the whole devices that are free, and which those are: ``"free: 5-12, 40"``."""
+    kept = [use for use in uses if use.state != FREE or use.device.parent_uuid]
+    free = [use.device.index for use in uses if use.state == FREE and not use.device.parent_uuid]
     return kept, f"{len(free)} free: {ranges(free)}" if free else ""
 
 
@@ -68,14 +68,14 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def _full(scene: Scene, history: History, view: ScreenView, use: DeviceUse, width: int) -> list[ScreenLine]:
-    device, found = use.device, _meters(use.device, scene.thresholds)
+    device, meters = use.device, _meters(use.device, scene.thresholds)
     heading = f"{device.label:>4} {neutralise(model_name(device))}  "
     name: list[Part] = [(heading, "bold"), *_state(scene, use)]
-    cell = min(_WIDEST_CELL, max(12, (width - _INDENT - 2 * (len(found) - 1)) // len(found)))
+    cell = min(_WIDEST_CELL, max(12, (width - _INDENT - 2 * (len(meters) - 1)) // len(meters)))
     values: list[Part] = [(" " * _INDENT, "")]
     rings = history.devices.get(device.uuid, {})
     past: list[Part] = [(" " * _INDENT, "")]
-    for number, meter in enumerate(found):
+    for number, meter in enumerate(meters):
         gap: list[Part] = [("  ", "")] if number else []
         words = meter.words if cell >= 30 else meter.short
         room = cell - 4 - len(words) - 1

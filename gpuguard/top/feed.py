@@ -46,7 +46,7 @@ from gpuguard.queue.explain import start_text
 from gpuguard.queue.state import read_queue
 from gpuguard.queue.tickets import read_tickets
 from gpuguard.source import SnapshotSource
-from gpuguard.top.scene import Ancestor, Identity, Scene, Thresholds, Waits
+from gpuguard.top.scene import Ancestor, Identity, Scene, Thresholds, TopRequest
 from gpuguard.users import user_name
 
 EVERY_TIME = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION})
@@ -142,7 +142,7 @@ class SceneFeed:
         self._before: Snapshot | None = None  # of the driver
         self._samples = 0
         self._host = HostUses()
-        self._queue: tuple[float, tuple[Waits, ...]] = (float("-inf"), ())
+        self._queue: tuple[float, tuple[TopRequest, ...]] = (float("-inf"), ())
         self._limits = ActionLimits()
         self._ancestors: dict[Identity, Ancestor] = {}
         self._thresholds, self._protected = site_rules(POLICY_FILE)
@@ -198,13 +198,13 @@ class SceneFeed:
         self._before = now
         return now
 
-    def _waiting(self, snapshot: Snapshot) -> tuple[Waits, ...]:
+    def _waiting(self, snapshot: Snapshot) -> tuple[TopRequest, ...]:
         """Who waits, in order, and when each is expected to start."""
         if not 0 <= snapshot.clock - self._queue[0] < QUEUE_SECONDS:
             self._queue = snapshot.clock, self._planned(snapshot)
         return self._queue[1]
 
-    def _planned(self, snapshot: Snapshot) -> tuple[Waits, ...]:
+    def _planned(self, snapshot: Snapshot) -> tuple[TopRequest, ...]:
         try:
             directory = self._find_directory()
             if not read_tickets(directory)[0]:
@@ -213,7 +213,7 @@ class SceneFeed:
         except (GpuguardError, OSError):
             return ()  # the claims are missing too, and that is said
         tickets = [(position.ticket, start_text(position, queue)) for position in queue.positions]
-        return tuple(Waits(ticket.user, ticket.num_gpus, ticket.since, when, ticket.note) for ticket, when in tickets)
+        return tuple(TopRequest(own.user, own.num_gpus, own.since, when, own.note) for own, when in tickets)
 
     def _above(self, stats: Mapping[int, ProcessStat | None]) -> dict[int, Ancestor]:
         """Every process that was looked up, with its command; read once per process."""
@@ -250,10 +250,10 @@ def site_rules(path: str) -> tuple[Thresholds, Protected]:
     return (
         Thresholds(
             temperature=min((rule.above for rule in rules if isinstance(rule, TemperatureRule)), default=None),
-            power=min((one.value for one in power if not one.relative), default=None),
-            power_share=min((one.value / 100 for one in power if one.relative), default=None),
-            memory=min((one.value for one in memory if not one.relative), default=None),
-            memory_share=min((one.value / 100 for one in memory if one.relative), default=None),
+            power=min((amount.value for amount in power if not amount.relative), default=None),
+            power_share=min((amount.value / 100 for amount in power if amount.relative), default=None),
+            memory=min((amount.value for amount in memory if not amount.relative), default=None),
+            memory_share=min((amount.value / 100 for amount in memory if amount.relative), default=None),
         ),
         file.protected,
     )

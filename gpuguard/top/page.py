@@ -33,30 +33,30 @@ def page(scene: Scene, history: History, view: ScreenView, width: int, height: i
         width: columns, each line takes exactly as many.
         height: rows of the screen, from which the mode "auto" chooses; the page may be longer.
     """
-    found = [use for use in scene.found if _shown(use, view)]
-    mode, rest = mode_for(found, view, height)
-    kept, free = folded(found) if rest else (found, "")
+    uses = [use for use in scene.uses if _shown(use, view)]
+    mode, rest = mode_for(uses, view, height)
+    kept, free = folded(uses) if rest else (uses, "")
     lines = device_lines(scene, history, view, kept, mode, width)
     if free:
         lines.append(_line([("     ", ""), (free, "green")], width))
-    if not found:
-        lines.append(_line([("no devices" + (" that match" if scene.found else ""), "dim")], width))
-    lines += _people(scene, view, width)
+    if not uses:
+        lines.append(_line([("no devices" + (" that match" if scene.uses else ""), "dim")], width))
+    lines += _users(scene, view, width)
     lines += _waiting(scene, width)
     lines += [_line([], width), *process_lines(scene, view, width)]
     lines += _gaps(scene, width)
     return lines
 
 
-def mode_for(found: Sequence[DeviceUse], view: ScreenView, height: int) -> tuple[str, bool]:
+def mode_for(uses: Sequence[DeviceUse], view: ScreenView, height: int) -> tuple[str, bool]:
     """ "full" or "compact", and whether free devices are to be folded into one line."""
     if view.mode != "auto":
         return view.mode, False
     room = height * _SHARE
-    parts = sum(bool(use.device.parent_uuid) for use in found)
-    if FULL_LINES * (len(found) - parts) + parts <= room:
+    parts = sum(bool(use.device.parent_uuid) for use in uses)
+    if FULL_LINES * (len(uses) - parts) + parts <= room:
         return "full", False
-    return "compact", len(found) > room
+    return "compact", len(uses) > room
 
 
 def title(scene: Scene, view: ScreenView, width: int, silent: float = 0.0) -> ScreenLine:
@@ -91,8 +91,8 @@ def _shown(use: DeviceUse, view: ScreenView) -> bool:
     return bool(people & view.users)
 
 
-def _people(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
-    totals = [row for row in user_totals(scene.found) if not view.users or row.user in view.users]
+def _users(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
+    totals = [row for row in user_totals(scene.uses) if not view.users or row.user in view.users]
     if not totals:
         return []
     parts: list[Part] = [("USERS ", "dim")]
@@ -107,15 +107,16 @@ def _people(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
 
 def _waiting(scene: Scene, width: int) -> list[ScreenLine]:
     lines = []
-    for number, one in enumerate(scene.waiting[:_WAITING]):
-        since = format_duration(round(max(0.0, scene.snapshot.taken_at - one.since)))
-        note = f' "{neutralise(one.note)}"' if one.note else ""
+    for number, request in enumerate(scene.waiting[:_WAITING]):
+        since = format_duration(round(max(0.0, scene.snapshot.taken_at - request.since)))
+        note = f' "{neutralise(request.note)}"' if request.note else ""
         label = f"WAITS {number + 1}. " if not number else f"      {number + 1}. "
-        parts: list[Part] = [(label, "dim"), (neutralise(one.user), "bold")]
-        parts.append((f" {one.num_gpus} GPU{'s' * (one.num_gpus != 1)} for {since}{note}: {neutralise(one.when)}", ""))
+        parts: list[Part] = [(label, "dim"), (neutralise(request.user), "bold")]
+        gpus = f"{request.num_gpus} GPU{'s' * (request.num_gpus != 1)}"
+        parts.append((f" {gpus} for {since}{note}: {neutralise(request.when)}", ""))
         lines.append(_line(parts, width))
     if (more := len(scene.waiting) - _WAITING) > 0:
-        lines.append(_line([(f"      and {more} more in line: gpuguard queue", "dim")], width))
+        lines.append(_line([(f"      and {more} more in the queue: gpuguard queue", "dim")], width))
     return lines
 
 
@@ -133,8 +134,7 @@ def _line(parts: Sequence[Part], width: int) -> ScreenLine:
 
 def painted(lines: Sequence[ScreenLine], paint: Paint) -> list[str]:
     """*lines* for a plain terminal, without blanks at their ends."""
-    found = []
-    for line in lines:
-        text = "".join(paint(part, style) if style and part.strip() else part for part, style in line.parts)
-        found.append(text.rstrip())
-    return found
+    return [
+        "".join(paint(part, style) if style and part.strip() else part for part, style in line.parts).rstrip()
+        for line in lines
+    ]

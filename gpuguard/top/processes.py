@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from gpuguard.device_state import DeviceUse, ProcessUse, may_compute
 from gpuguard.procfs import read_memory, start_time
@@ -47,7 +46,7 @@ class ProcessRow:
 def rows_of(scene: Scene, view: ScreenView) -> list[ProcessRow]:
     """Every process that *view* lets through, in its order."""
     together: dict[tuple[int, float | None], list[tuple[DeviceUse, ProcessUse]]] = {}
-    for use in scene.found:
+    for use in scene.uses:
         if view.devices and use.device.uuid not in view.devices:
             continue
         for running in use.processes or ():
@@ -72,7 +71,7 @@ def _row(scene: Scene, places: Sequence[tuple[DeviceUse, ProcessUse]]) -> Proces
         user=process.user,
         devices=tuple(use.device.label for use, _ in places),
         uuids=tuple(use.device.uuid for use, _ in places),
-        memory=None if None in memory else sum(one or 0 for one in memory),
+        memory=None if None in memory else sum(size or 0 for size in memory),
         sm=sum(rates) / len(rates) if rates else None,
         cpu=host.cpu if host else None,
         host=host.memory if host else None,
@@ -92,7 +91,7 @@ def _wanted(row: ProcessRow, view: ScreenView) -> bool:
         if kind == "user" and value:
             found = (row.user or "").lower() == value
         elif kind == "gpu" and value:
-            found = bool(set(value.split(",")) & {*row.devices, *(one.partition(".")[0] for one in row.devices)})
+            found = bool(set(value.split(",")) & {*row.devices, *(label.partition(".")[0] for label in row.devices)})
         else:
             found = word in f"{row.user or ''} {row.pid} {row.command}".lower()
         if not found:
@@ -120,13 +119,13 @@ def _key(view: ScreenView) -> Callable[[ProcessRow], tuple[object, ...]]:
         return by_number
     words: dict[str, Callable[[ProcessRow], tuple[object, ...]]] = {
         "pid": lambda row: (row.pid,),
-        "user": lambda row: (row.user is None, row.user or "", _place(row), row.pid),
+        "user": lambda row: (row.user is None, row.user or "", _position(row), row.pid),
         "command": lambda row: (row.command, row.pid),
     }
-    return words.get(view.sort, lambda row: (_place(row), row.pid))
+    return words.get(view.sort, lambda row: (_position(row), row.pid))
 
 
-def _place(row: ProcessRow) -> tuple[float, ...]:
+def _position(row: ProcessRow) -> tuple[float, ...]:
     return tuple(float(part) if part.replace(".", "", 1).isdigit() else -1.0 for part in row.devices)
 
 
@@ -173,9 +172,7 @@ _COLUMNS = (
     _Column("time", "TIME", 6, ">", lambda row: _known(row.seconds, _time(row.seconds))),
     _Column("", "CLAIM", 8, "<", _claim, _ROOMY),
     _Column("", "C", 1, "<", _mark, range(_ROOMY.start)),
-    _Column(
-        "", "KIND", 9, "<", lambda row: (row.kind.replace("compute+graphics", "C+G"), "dim"), range(140, _ROOMY.stop)
-    ),
+    _Column("", "KIND", 9, "<", _kind, range(140, _ROOMY.stop)),
 )
 
 
@@ -194,7 +191,8 @@ def process_lines(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine
     columns = [column for column in _COLUMNS if width in column.widths]
     rows = rows_of(scene, view)
     if not rows:
-        return [ScreenLine((("no processes" + (" that match the filter" if _filters(view) else ""), "dim"),))]
+        filtered = view.users or view.devices or view.text or view.compute_only
+        return [ScreenLine((("no processes" + (" that match the filter" if filtered else ""), "dim"),))]
     lines = [_header(columns, view, width)]
     for row, prefix, command in _forest(rows, scene, view) if view.tree else ((row, "", None) for row in rows):
         if row is None:
@@ -203,10 +201,6 @@ def process_lines(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine
         else:
             lines.append(_line(row, columns, prefix, view, width))
     return lines
-
-
-def _filters(view: ScreenView) -> bool:
-    return bool(view.users or view.devices or view.text or view.compute_only)
 
 
 def _header(columns: Sequence[_Column], view: ScreenView, width: int) -> ScreenLine:
@@ -287,20 +281,9 @@ def moved(rows: Sequence[Identity], view: ScreenView, by: int) -> ScreenView:
     return replace(view, selected=rows[min(len(rows) - 1, max(0, start + by))])
 
 
-# One process of `gpuguard top`: over time, and its environment.
-#
-# Values of variables whose names speak of secrets are hidden until they are asked for: screens are shared.
-
-
+# Values of variables with such names are hidden until they are asked for: screens are shared.
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie", re.IGNORECASE)
 _LARGEST = 1 << 20  # bytes of an environment: the kernel allows 6 MiB, which is too long to read
-
-
-class Shown(Protocol):
-    """What the screen keeps."""
-
-    history: History
-    view: ScreenView
 
 
 def heading(row: ProcessRow) -> str:
@@ -308,7 +291,7 @@ def heading(row: ProcessRow) -> str:
     return f"pid {row.pid} of {neutralise(row.user or 'unknown')}: {row.command}"
 
 
-def lines(row: ProcessRow) -> list[str]:
+def description(row: ProcessRow) -> list[str]:
     """Which process it is, for the user who is about to signal it."""
     memory = format_bytes(row.memory)
     since = "an unknown time" if row.seconds is None else format_duration(round(row.seconds))
@@ -320,30 +303,29 @@ def lines(row: ProcessRow) -> list[str]:
     ]
 
 
-def over_time(shown: Shown, row: ProcessRow, width: int) -> str:
+def over_time(history: History, row: ProcessRow, width: int, *, ascii_only: bool) -> str:
     """Plots of its memory, SM and CPU utilization and host memory, the newest at the right."""
-    moments = list(shown.history.processes.get(row.identity, ())) if row.identity else []
+    moments = list(history.processes.get(row.identity, ())) if row.identity else []
     if not moments:
         return "nothing is known of it over time"
     room = max(10, width - 1)
-    found: list[str] = [f"the last {len(moments[-room:])} looks, the newest at the right", ""]
-    series = (
-        ("GPU memory", [None if one.memory is None else float(one.memory) for one in moments], None, format_bytes),
-        ("SM utilization", [one.sm for one in moments], 100.0, _percent),
-        ("CPU", [one.cpu for one in moments], None, _percent),
-        ("host memory", [None if one.host is None else float(one.host) for one in moments], None, format_bytes),
+    lines = [f"the last {len(moments[-room:])} looks, the newest at the right", ""]
+    series: tuple[tuple[str, Sequence[float | None], float | None, Callable[..., str]], ...] = (
+        ("GPU memory", [moment.memory for moment in moments], None, format_bytes),
+        ("SM utilization", [moment.sm for moment in moments], 100.0, _percent),
+        ("CPU", [moment.cpu for moment in moments], None, _percent),
+        ("host memory", [moment.host for moment in moments], None, format_bytes),
     )
     for name, values, top, words in series:
         known = [value for value in values if value is not None]
         if not known:
-            found += [f"{name}: n/a", ""]
+            lines += [f"{name}: n/a", ""]
             continue
-        mean = sum(known) / len(known)
-        most = max(known)
+        mean, most = sum(known) / len(known), max(known)
         now = "n/a" if values[-1] is None else words(values[-1])
-        found.append(f"{name}: now {now}, mean {words(mean)}, most {words(most)}")
-        found += [sparkline(values, room, (top or most) * 1.0001, ascii_only=shown.view.ascii_only), ""]
-    return "\n".join(found)
+        lines.append(f"{name}: now {now}, mean {words(mean)}, most {words(most)}")
+        lines += [sparkline(values, room, (top or most) * 1.0001, ascii_only=ascii_only), ""]
+    return "\n".join(lines)
 
 
 def _percent(value: float | None) -> str:
@@ -357,9 +339,9 @@ def environment(row: ProcessRow, *, hide: bool = True) -> str:
     text = read_memory(row.pid, "environ", _LARGEST)
     if text is None:
         return "its environment cannot be read: it belongs to another user, or has ended"
-    found = []
+    variables = []
     for word in sorted(filter(None, text.split(b"\0"))):
         name, _, value = word.decode("utf-8", "surrogateescape").partition("=")
         hidden = hide and value and _SECRET.search(name)
-        found.append(neutralise(f"{name}={'(hidden)' if hidden else value}"))
-    return "\n".join(found) or "it has no variables"
+        variables.append(neutralise(f"{name}={'(hidden)' if hidden else value}"))
+    return "\n".join(variables) or "it has no variables"

@@ -1,6 +1,6 @@
-"""What `gpuguard top` shows: the nouns.  A Scene is one look at the machine, a View says how it is to be shown.
+"""What `gpuguard top` shows: a Scene is one sample of the machine, a ScreenView says how it is to be shown.
 
-Reads nothing and draws nothing: see cli.top_feed and top_page.
+Reads nothing and draws nothing: see feed and page.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Ancestor:
 
 
 @dataclass(frozen=True)
-class Waits:
-    """A request in line."""
+class TopRequest:
+    """A request in the queue."""
 
     user: str
     num_gpus: int
@@ -54,13 +54,13 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Scene:
-    """One look at the machine.
+    """One sample of the machine.
 
     Args:
         snapshot: of the machine, with its claims.
-        found: its devices with their claims and processes.
+        uses: its devices with their claims and processes.
         host: what processes do beside the GPU.
-        waiting: who waits, first in line first.
+        waiting: the queue, the first one first.
         ancestors: pid -> a process above one that computes; filled for the tree alone.
         age: seconds since the daemon looked; None: the driver was asked.
         load: the machine's load average over a minute.
@@ -68,9 +68,9 @@ class Scene:
     """
 
     snapshot: Snapshot
-    found: tuple[DeviceUse, ...]
+    uses: tuple[DeviceUse, ...]
     host: Mapping[Identity, HostUse] = field(default_factory=dict)
-    waiting: tuple[Waits, ...] = ()
+    waiting: tuple[TopRequest, ...] = ()
     ancestors: Mapping[int, Ancestor] = field(default_factory=dict)
     age: float | None = None
     load: float | None = None
@@ -122,17 +122,14 @@ class ScreenLine:
         return "".join(text for text, _ in self.parts).rstrip()
 
 
-# What has been seen since `gpuguard top` was started, for its sparklines and plots.  Bounded; reads nothing.
-
-
-KEPT = 300  # looks: five minutes at one a second
-FORGOTTEN = 600  # so many looks after its end a process is forgotten
+KEPT = 300  # samples: five minutes at one a second
+FORGOTTEN = 600  # so many samples after its end a process is forgotten
 METRICS = ("memory", "utilization", "temperature", "power")  # of a device: shares 0..1, degrees, watts
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One process at one look; None = unknown."""
+    """One process in one sample; None = unknown."""
 
     memory: int | None  # bytes, on all devices together
     sm: float | None
@@ -141,17 +138,17 @@ class Moment:
 
 
 class History:
-    """Rings of the last KEPT values, per device and per process."""
+    """What has been seen since the start: rings of the last KEPT values, per device and per process."""
 
     def __init__(self) -> None:
         self.devices: dict[str, dict[str, deque[float | None]]] = {}
         self.processes: dict[Identity, deque[Moment]] = {}
         self._seen: dict[Identity, int] = {}
-        self._looks = 0
+        self._samples = 0
 
     def add(self, scene: Scene) -> None:
         """Remember what *scene* shows."""
-        self._looks += 1
+        self._samples += 1
         for device in scene.snapshot.devices:
             rings = self.devices.setdefault(device.uuid, {name: deque(maxlen=KEPT) for name in METRICS})
             known = device.memory_used is not None and device.memory_total
@@ -159,12 +156,8 @@ class History:
             rings["utilization"].append(None if device.utilization is None else device.utilization / 100)
             rings["temperature"].append(device.temperature)
             rings["power"].append(device.power_draw)
-        gone = set(self.devices) - {device.uuid for device in scene.snapshot.devices}
-        for uuid in gone:
+        for uuid in set(self.devices) - {device.uuid for device in scene.snapshot.devices}:
             del self.devices[uuid]
-        self._add_processes(scene)
-
-    def _add_processes(self, scene: Scene) -> None:
         rows: dict[Identity, list[tuple[int | None, float | None]]] = {}
         for device in scene.snapshot.devices:
             for row in device.processes or ():
@@ -172,14 +165,14 @@ class History:
                     rows.setdefault((row.pid, row.start_time), []).append((row.memory_used, row.utilization))
         for identity, values in rows.items():
             use = scene.host.get(identity)
-            memory, rates = [one for one, _ in values], [rate for _, rate in values if rate is not None]
+            memory, rates = [size for size, _ in values], [rate for _, rate in values if rate is not None]
             moment = Moment(
-                None if None in memory else sum(one or 0 for one in memory),
+                None if None in memory else sum(size or 0 for size in memory),
                 sum(rates) / len(rates) if rates else None,
                 use.cpu if use else None,
                 use.memory if use else None,
             )
             self.processes.setdefault(identity, deque(maxlen=KEPT)).append(moment)
-            self._seen[identity] = self._looks
-        for identity in [one for one, last in self._seen.items() if self._looks - last > FORGOTTEN]:
+            self._seen[identity] = self._samples
+        for identity in [key for key, last in self._seen.items() if self._samples - last > FORGOTTEN]:
             del self._seen[identity], self.processes[identity]
