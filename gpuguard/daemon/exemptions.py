@@ -55,11 +55,7 @@ class Exemptions:
         self._apply(read_restrictions(directory, KEPT, time.time()))
 
     def keep(self, uid: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Exempt what *uid* asks for.
-
-        Raises:
-            GpuguardError: it is refused.
-        """
+        """Exempt what *uid* asks for.  Raises GpuguardError when it is refused."""
         seconds, longest = request.get("for_seconds"), MAX_SECONDS_OF_ROOT if uid == 0 else self.max_seconds
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise InvalidRequest("say for how long: --for 4h.")
@@ -90,11 +86,7 @@ class Exemptions:
         return asdict(ExemptionReply(now + seconds, user, uuid))
 
     def end(self, uid: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """End exemptions before their time.
-
-        Raises:
-            GpuguardError: it is refused.
-        """
+        """End exemptions before their time.  Raises GpuguardError when it is refused."""
         owner, uuid = self._target(uid, request)
         ended: list[Restriction] = []
 

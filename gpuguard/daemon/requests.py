@@ -46,39 +46,22 @@ Request = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RequestContext:
-    """What handlers work with.
+    """What handlers work with."""
 
-    Args:
-        directory: of the claims.
-        exemptions: handles keep and end.
-        snapshot: the latest one, with claims.
-        interval: seconds between two samples, at most.
-        status: the findings of policies.
-        append: writes an Event down; False when it could not.
-        reload: has the policy file read again soon.
-        policy: path of that file, None without one.
-        enforcing: whether the daemon's own switch is on.
-        broker: gives the locks, where that is the daemon's business.
-    """
-
-    directory: LockDirectory
-    exemptions: Exemptions
-    snapshot: Callable[[], Snapshot]
-    interval: Callable[[], float]
-    status: Callable[[], tuple[PolicyStatus, ...]]
-    append: Callable[[Event], bool]
-    reload: Callable[[], object]
-    policy: str | None = None
-    enforcing: bool = False
-    broker: Broker | None = None
+    directory: LockDirectory  # of the claims
+    exemptions: Exemptions  # handles keep and end
+    snapshot: Callable[[], Snapshot]  # the latest one, with claims
+    interval: Callable[[], float]  # seconds between two samples, at most
+    status: Callable[[], tuple[PolicyStatus, ...]]  # the findings of policies
+    append: Callable[[Event], bool]  # writes an Event down; False when it could not
+    reload: Callable[[], object]  # has the policy file read again soon
+    policy: str | None = None  # path of that file, None without one
+    enforcing: bool = False  # whether the daemon's own switch is on
+    broker: Broker | None = None  # gives the locks, where that is the daemon's business
 
 
 def handle(context: RequestContext, uid: int, request: Request) -> Reply:
-    """The reply to a request of *uid*.
-
-    Raises:
-        GpuguardError: it is refused.
-    """
+    """The reply to a request of *uid*.  Raises GpuguardError when it is refused."""
     name = request.get("do")
     handler = HANDLERS.get(name) if isinstance(name, str) else None
     if handler is None:

@@ -65,19 +65,12 @@ Report = Callable[[str], object]
 
 @dataclass(frozen=True)
 class DaemonSettings:
-    """What the command line said.
+    """What the command line said."""
 
-    Args:
-        policy: path of the policy file; None: only observe.
-        enforce: the first switch.
-        interval: seconds at most between samples; None: as the policy file says.
-        share_host_pids: act although this is not the first pid namespace.
-    """
-
-    policy: str | None = None
-    enforce: bool = False
-    interval: float | None = None
-    share_host_pids: bool = False
+    policy: str | None = None  # path of the policy file; None: only observe
+    enforce: bool = False  # the first switch
+    interval: float | None = None  # seconds at most between samples; None: as the policy file says
+    share_host_pids: bool = False  # act although this is not the first pid namespace
 
     def intervals(self, of_file: tuple[float, float]) -> tuple[float, float]:
         """The shortest and longest seconds between samples; *of_file*: as the policy file has them."""

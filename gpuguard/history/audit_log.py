@@ -192,11 +192,7 @@ class LogFollower:
         self._position, self._inode, self._rest = 0, 0, b""
 
     def older(self) -> list[bytes]:
-        """The lines of the rotated file.
-
-        Raises:
-            OSError: as read_log().
-        """
+        """The lines of the rotated file.  Raises OSError: as read_log()."""
         file = _open_for_reading(f"{self.path}.1")
         if file is None:
             return []

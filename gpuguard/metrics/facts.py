@@ -48,39 +48,23 @@ _errors = attrgetter(*ERROR_FIELDS)
 
 @dataclass(frozen=True)
 class MetricFacts:
-    """All that is told.  None: unknown, or known only to the daemon.
+    """All that is told.  None: unknown, or known only to the daemon."""
 
-    Args:
-        now: unix time.
-        version: of gpuguard.
-        snapshot: the last one.
-        current: whether its values still count; otherwise only what a device is is told of it.
-        errors: its devices as they were when the errors of their memory were read last; (): as they are there.
-        uses: what goes on on its devices.
-        waiting: who waits, and since when (unix time).
-        quarantined: uuids that are out of service.
-        driver_up: whether the driver answered the last time.
-        daemon_up: whether a daemon guards this machine.
-        interval: seconds between two samples.
-        troubles: how often sampling began to fail since the daemon started.
-        actions: what policies did since then.
-        unrecorded: lines of the audit log that could not be written since then.
-    """
-
-    now: float
-    version: str
-    snapshot: Snapshot | None = None
-    current: bool = False
+    now: float  # unix time
+    version: str  # of gpuguard
+    snapshot: Snapshot | None = None  # the last one
+    current: bool = False  # whether its values still count; otherwise only what a device is is told of it
+    # Its devices as they were when the errors of their memory were read last; (): as they are there.
     errors: tuple[Device, ...] = ()
-    uses: tuple[DeviceUse, ...] = ()
-    waiting: Sequence[tuple[str, float]] | None = None
-    quarantined: frozenset[str] | None = None
-    driver_up: bool | None = None
-    daemon_up: bool | None = None
-    interval: float | None = None
-    troubles: int | None = None
-    actions: Mapping[Action, int] | None = None
-    unrecorded: int | None = None
+    uses: tuple[DeviceUse, ...] = ()  # what goes on on its devices
+    waiting: Sequence[tuple[str, float]] | None = None  # who waits, and since when (unix time)
+    quarantined: frozenset[str] | None = None  # uuids that are out of service
+    driver_up: bool | None = None  # whether the driver answered the last time
+    daemon_up: bool | None = None  # whether a daemon guards this machine
+    interval: float | None = None  # seconds between two samples
+    troubles: int | None = None  # how often sampling began to fail since the daemon started
+    actions: Mapping[Action, int] | None = None  # what policies did since then
+    unrecorded: int | None = None  # lines of the audit log that could not be written since then
 
 
 class RareFields:

@@ -96,11 +96,7 @@ class InfluxClient:
                 raise GpuguardError(f"{self._server()} refuses what was sent: {refused}")
 
     def _post(self, body: bytes) -> str | None:
-        """Send one batch; why it was refused for good.
-
-        Raises:
-            GpuguardError: it may be taken later.
-        """
+        """Send one batch; why it was refused for good.  Raises GpuguardError: it may be taken later."""
         headers = {"Content-Type": "text/plain; charset=utf-8", "User-Agent": "gpuguard"}
         if self._token:
             headers["Authorization"] = f"Token {self._token}"

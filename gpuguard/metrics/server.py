@@ -224,11 +224,7 @@ class _BoundedLines:
         self._file, self._left = file, MAX_REQUEST_BYTES
 
     def readline(self, size: int) -> bytes:
-        """As that of a file.
-
-        Raises:
-            HTTPException: it is too long.
-        """
+        """As that of a file.  Raises HTTPException when it is too long."""
         line = self._file.readline(min(size, self._left + 1))
         self._left -= len(line)
         if self._left < 0:

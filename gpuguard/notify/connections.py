@@ -27,22 +27,14 @@ class ConnectionLimits:
         self._until = time.monotonic() + self._seconds
 
     def seconds(self) -> float:
-        """How long the answer may still take.
-
-        Raises:
-            TimeoutError: it took too long.
-        """
+        """How long the answer may still take.  Raises TimeoutError when it took too long."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise TimeoutError(errno.ETIMEDOUT, "no answer in time")
         return left
 
     def count(self, bytes_read: int) -> None:
-        """Count what has come.
-
-        Raises:
-            OSError: that is too much.
-        """
+        """Count what has come.  Raises OSError when that is too much."""
         self._left -= bytes_read
         if self._left < 0:
             raise OSError(errno.EMSGSIZE, "it answers without end")
@@ -69,11 +61,7 @@ class _LimitedSocket(socket.socket):
 
 
 def connect(host: str, port: int, limits: ConnectionLimits) -> socket.socket:
-    """A connection to the first of its addresses that takes one.
-
-    Raises:
-        OSError: none does.
-    """
+    """A connection to the first of its addresses that takes one.  Raises OSError when none does."""
     limits.begin()
     fault: OSError = OSError(errno.EHOSTUNREACH, "it has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):

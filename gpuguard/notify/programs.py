@@ -50,11 +50,7 @@ sys.exit(0 if sent else {_REFUSED})
 
 
 def run_hook(target: Hook, message: Message) -> None:
-    """Run the program of *target* now.
-
-    Raises:
-        Undelivered: and why.
-    """
+    """Run the program of *target* now.  Raises Undelivered, which says why."""
     name, deadline = target.command[0], time.monotonic() + target.timeout
     # coreutils' timeout ends what the program has started, too: a script whose curl hangs would leave one each time.
     command = ["timeout", "-s", "KILL", f"{target.timeout:.3f}", *target.command]
@@ -113,11 +109,7 @@ def apprise_installed() -> bool:
 
 
 def send_by_apprise(target: Apprise, message: Message) -> None:
-    """Send *message* now.
-
-    Raises:
-        Undelivered: and why.
-    """
+    """Send *message* now.  Raises Undelivered, which says why."""
     order = {"path": sys.path, "url": target.url.read(), "title": message.subject, "body": message.body}
     ended = subprocess.run(
         [sys.executable, "-I", "-c", _APPRISE_PROGRAM], input=json.dumps(order).encode("ascii"), cwd="/",

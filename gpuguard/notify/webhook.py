@@ -63,11 +63,7 @@ def post(url: str, body: bytes, headers: dict[str, str], timeout: float, ca_file
 
 
 def deliver(target: Webhook, message: Message) -> None:
-    """Send *message* now.
-
-    Raises:
-        Undelivered: and why.
-    """
+    """Send *message* now.  Raises Undelivered, which says why."""
     url = target.url if isinstance(target.url, str) else target.url.read()
     if fault := url_fault(url, insecure=target.insecure):
         raise Undelivered(fault)

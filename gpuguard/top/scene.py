@@ -54,58 +54,34 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Scene:
-    """One sample of the machine.
+    """One sample of the machine."""
 
-    Args:
-        snapshot: of the machine, with its claims.
-        uses: its devices with their claims and processes.
-        host: what processes do beside the GPU.
-        waiting: the queue, the first one first.
-        ancestors: pid -> a process above one that computes; filled for the tree alone.
-        age: seconds since the daemon looked; None: the driver was asked.
-        load: the machine's load average over a minute.
-        thresholds: of the site's policies.
-    """
-
-    snapshot: Snapshot
-    uses: tuple[DeviceUse, ...]
-    host: Mapping[Identity, HostUse] = field(default_factory=dict)
-    waiting: tuple[TopRequest, ...] = ()
+    snapshot: Snapshot  # of the machine, with its claims
+    uses: tuple[DeviceUse, ...]  # its devices with their claims and processes
+    host: Mapping[Identity, HostUse] = field(default_factory=dict)  # what processes do beside the GPU
+    waiting: tuple[TopRequest, ...] = ()  # the queue, the first one first
+    # Pid -> a process above one that computes; filled for the tree alone.
     ancestors: Mapping[int, Ancestor] = field(default_factory=dict)
-    age: float | None = None
-    load: float | None = None
-    thresholds: Thresholds = Thresholds()
+    age: float | None = None  # seconds since the daemon looked; None: the driver was asked
+    load: float | None = None  # the machine's load average over a minute
+    thresholds: Thresholds = Thresholds()  # of the site's policies
 
 
 @dataclass(frozen=True)
 class ScreenView:
-    """How it is shown.
+    """How it is shown."""
 
-    Args:
-        mode: one of MODES.
-        sort: one of SORTS.
-        reverse: the other way round.
-        users: only theirs; empty: those of all.
-        devices: uuids, only these; empty: all.
-        text: words that a process must contain in its user, pid or command; user:NAME and gpu:0 are exact.
-        compute_only: no desktop processes.
-        tree: processes below their parents.
-        ascii_only: no characters beyond ASCII in bars and trees.
-        past: with sparklines.
-        selected: the process under the cursor.
-    """
-
-    mode: str = "auto"
-    sort: str = "gpu"
-    reverse: bool = False
-    users: frozenset[str] = frozenset()
-    devices: frozenset[str] = frozenset()
-    text: str = ""
-    compute_only: bool = False
-    tree: bool = False
-    ascii_only: bool = False
-    past: bool = True
-    selected: Identity | None = None
+    mode: str = "auto"  # one of MODES
+    sort: str = "gpu"  # one of SORTS
+    reverse: bool = False  # the other way round
+    users: frozenset[str] = frozenset()  # only theirs; empty: those of all
+    devices: frozenset[str] = frozenset()  # uuids, only these; empty: all
+    text: str = ""  # words that a process must contain in its user, pid or command; user:NAME and gpu:0 are exact
+    compute_only: bool = False  # no desktop processes
+    tree: bool = False  # processes below their parents
+    ascii_only: bool = False  # no characters beyond ASCII in bars and trees
+    past: bool = True  # with sparklines
+    selected: Identity | None = None  # the process under the cursor
 
 
 @dataclass(frozen=True)
