@@ -8,9 +8,9 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 from daemons import SOMEBODY, a_daemon, somebodys
@@ -302,14 +302,6 @@ def test_the_command_refuses_such_an_environment(tmp_path):
     assert (done.returncode, "LD_LIBRARY_PATH" in done.stderr) == (2, True)
 
 
-def test_what_it_publishes_everybody_may_read(tmp_path):
-    with a_daemon(tmp_path):
-        path = Path(tmp_path, "claims", "state.json")
-        assert eventually(path.exists)
-
-        assert path.stat().st_mode & 0o777 == 0o644
-
-
 @pytest.mark.root
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="NOT TESTED: needs setpriv (util-linux)")
 def test_the_capabilities_of_the_unit_are_enough(tmp_path):
@@ -372,3 +364,51 @@ def test_targets_that_will_fail_are_said_at_the_start_and_at_each_reading(tmp_pa
 def test_a_file_without_messages_has_no_target_that_could_fail(tmp_path):
     with a_daemon(tmp_path, TERMINATE) as daemon:
         assert daemon.events("notify") == []
+
+
+# A daemon under which another gpuguard is installed: all that acts is of one version.
+# From the moment when it watches on, nothing of gpuguard can be loaded any more: the new one has other modules.
+UPGRADED = """
+import sys
+class Gone:
+    def find_spec(name, path=None, target=None):
+        if name.startswith("gpuguard."):
+            raise ModuleNotFoundError(name)
+from gpuguard.daemon import service as daemon
+open_socket = daemon.Daemon.open_socket
+def opened(self):
+    try:
+        return open_socket(self)
+    finally:
+        sys.meta_path.insert(0, Gone)
+daemon.Daemon.open_socket = opened
+from gpuguard.cli import main
+main(sys.argv[sys.argv.index("daemon"):])
+"""
+UNDER = [sys.executable, "-c", UPGRADED]
+
+
+@pytest.mark.root
+def test_under_an_upgrade_it_warns_and_ends_the_offender_as_before(tmp_path):
+    policy = HOGS.format(mode="enforce", steps="warn, {after: 300ms, do: terminate}")
+    with (
+        a_daemon(tmp_path, policy, "--enforce", named=True, under=UNDER) as daemon,
+        somebodys(daemon.node, "0", 40 * GIB) as offender,
+    ):
+        assert offender.wait(20) == -signal.SIGTERM
+        said = [event["message"] for event in daemon.events() if event["kind"] == "watchdog"]
+
+    assert said == []
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("step", ["renice", "pause", "deny", "quarantine"])
+def test_under_an_upgrade_no_action_meets_a_module_that_is_gone(tmp_path, step):
+    with (
+        a_daemon(tmp_path, HOGS.format(mode="enforce", steps=step), "--enforce", named=True, under=UNDER) as daemon,
+        somebodys(daemon.node, "0", 40 * GIB),
+    ):
+        assert eventually(lambda: any(event["kind"] in (step, "watchdog") for event in daemon.events()), 20)
+        said = [event["message"] for event in daemon.events() if event["kind"] == "watchdog"]
+
+    assert said == []

@@ -196,7 +196,7 @@ def test_a_sign_of_life_for_which_no_descriptor_is_left_ends_nobody(tmp_path, mo
 
 
 @pytest.mark.parametrize("keeper", [None, 0])
-def test_a_daemon_that_can_make_no_door_ends_where_it_gives_the_locks(tmp_path, monkeypatch, keeper):
+def test_a_daemon_that_can_make_no_socket_ends_where_it_gives_the_locks(tmp_path, monkeypatch, keeper):
     """With /run full for a moment it went on without one, and nobody could claim anything until somebody noticed."""
 
     def full(*_: object) -> None:

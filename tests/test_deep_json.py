@@ -146,7 +146,7 @@ import os, sys, threading
 threading.stack_size(128 * 1024)
 from gpuguard.claims.directory import lock_directory
 from gpuguard.daemon.server import SocketServer as Door
-from test_door import connect, said
+from test_socket_server import connect, said
 directory = lock_directory(sys.argv[1])
 door = Door(directory, lambda uid, request: {"well": True})
 for line in (b"[" * int(sys.argv[2]), b"{}"):

@@ -103,14 +103,6 @@ def test_spent_tells_what_is_written_and_what_waits_to_be(path):
     assert recorder.spent() == {}
 
 
-def test_a_gap_of_more_than_some_intervals_is_not_counted(path):
-    with a_recorder(path) as recorder:
-        for clock in (0, 10, 20, 51, 61):
-            recorder.record(a_sample(at(0) + clock), LONGEST)
-
-    assert claimed(path, 10) == 30
-
-
 def test_the_writer_does_not_wake_up_for_each_snapshot(path, monkeypatch):
     monkeypatch.setattr(recorder_module, "WRITE_SECONDS", 60.0)
     with a_recorder(path) as recorder:

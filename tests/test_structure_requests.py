@@ -1,4 +1,4 @@
-"""The daemon's door: a request of which one place is other than a client writes it, and answers that no daemon gives.
+"""The daemon's requests: one of which one place is other than a client writes it, and answers that no daemon gives.
 
 Each request gets an answer, none gets past its own refusal into a fault, and both threads serve the next one.  Whoever
 asks takes an answer for what it says, or says in words that it cannot be understood.
@@ -20,8 +20,8 @@ import pytest
 from chances import THE_SAME
 from nodes import eventually, start
 from structures import mutants
-from test_door import connect, said
-from test_verbs import Requests
+from test_daemon_requests import Requests
+from test_socket_server import connect, said
 
 from gpuguard.backends import simulated
 from gpuguard.claims import grants
@@ -40,13 +40,11 @@ from gpuguard.queue.tickets import as_json
 from gpuguard.request import Request
 
 SOMEBODY = 20001
-OUTLOOK = PolicyStatus(
-    "p", Subject("process", "GPU-1", 4711, 1.0, 7, user="alice"), 1.0, "warn", "terminate", 5.0, True
-)
+STATUS = PolicyStatus("p", Subject("process", "GPU-1", 4711, 1.0, 7, user="alice"), 1.0, "warn", "terminate", 5.0, True)
 
 
 class Counter:
-    """A real door, with all that the daemon does behind it, and a simulated node of four devices."""
+    """A real socket server, with all that the daemon does behind it, and a simulated node of four devices."""
 
     def __init__(self, place: Path) -> None:
         os.chmod(place, 0o755)
@@ -59,12 +57,12 @@ class Counter:
         self.machine = simulated.open(str(place / "node"))
         self.snapshot = self.machine.sample(ALL_FIELDS)
         self.uuids = [device.uuid for device in self.snapshot.devices]
-        fake.outlook = (OUTLOOK,)
+        fake.statuses = (STATUS,)
         broker = Broker(self.directory, lambda: simulated.open(str(place / "node")))
         self.context = replace(fake.context, directory=self.directory, broker=broker)
         self.asker = 0
         before = threading.enumerate()
-        self.door = SocketServer(
+        self.socket_server = SocketServer(
             self.directory, lambda uid, request: requests.handle(self.context, self.asker, request)
         )
         self.threads = [thread for thread in threading.enumerate() if thread not in before]
@@ -89,7 +87,7 @@ def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter
     monkeypatch.setattr(requests, "load_in_time", lambda path: PolicyFile(path))
     made = Counter(tmp_path)
     yield made
-    made.door.close()
+    made.socket_server.close()
 
 
 def requests_to(counter: Counter) -> list[dict[str, Any]]:
@@ -139,9 +137,9 @@ def test_a_request_that_ends_the_thread_is_found(counter, monkeypatch):
 
     with pytest.raises(AssertionError, match=r"^keep: do = \[\] ended the door"):
         test_every_request_gets_an_answer_and_the_next_one_is_served(counter, 0, monkeypatch)
-    for client in counter.door._clients.values():
+    for client in counter.socket_server._clients.values():
         client.connection.close()
-    counter.door._listener.close()
+    counter.socket_server._listener.close()
 
 
 def as_it_was(line: bytes) -> dict[str, Any] | str:
@@ -185,22 +183,22 @@ CLIENTS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("verb", CLIENTS)
-def test_a_wrong_answer_is_no_fault_of_whoever_asked(counter, verb, monkeypatch, capsys):
-    request = next(one for one in requests_to(counter) if one["do"] == verb)
-    answer, descriptors = exchange(counter.directory, {"do": "status"} if verb == "status" else request)
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_wrong_answer_is_no_fault_of_whoever_asked(counter, name, monkeypatch, capsys):
+    request = next(one for one in requests_to(counter) if one["do"] == name)
+    answer, descriptors = exchange(counter.directory, {"do": "status"} if name == "status" else request)
     for descriptor in descriptors:
         os.close(descriptor)
     before = len(os.listdir("/proc/self/fd"))
-    for where, encoded in mutants({"ok": True, **answer}, brief=THE_SAME and verb == "status"):
+    for where, encoded in mutants({"ok": True, **answer}, brief=THE_SAME and name == "status"):
         monkeypatch.setattr(server, "encoded", lambda content, encoded=encoded: encoded[: 2**16] + b"\n")
-        for reads in CLIENTS[verb]:
+        for reads in CLIENTS[name]:
             try:
                 reads(counter)
             except GpuguardError:
                 pass
             except Exception as error:
-                raise AssertionError(f"{verb}: {where}") from error
+                raise AssertionError(f"{name}: {where}") from error
             told = capsys.readouterr().err
-            assert "inside gpuguard" not in told, f"{verb}: {where}: {told}"
-    assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)  # the threads of the door close theirs
+            assert "inside gpuguard" not in told, f"{name}: {where}: {told}"
+    assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)  # the threads of the server close theirs

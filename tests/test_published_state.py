@@ -212,14 +212,6 @@ def test_the_rest_of_a_killed_writer_is_in_nobodys_way(directory, alive):
     assert not Path(directory.path, "state.json.new").exists()
 
 
-def test_there_is_one_daemon_at_a_time(directory, alive):
-    assert source.lock_daemon(directory) is None
-
-
-def test_others_cannot_keep_the_daemon_away_by_locking_its_file(directory, alive):
-    assert os.stat(f"{directory.path}/daemon.lock").st_mode & 0o077 == 0
-
-
 def test_a_planted_lock_file_is_refused_with_advice(directory, tmp_path):
     os.symlink(tmp_path / "elsewhere", f"{directory.path}/daemon.lock")
 

@@ -235,12 +235,12 @@ def test_a_daemon_that_was_started_before_there_was_such_a_directory_is_still_th
 
 
 def test_requests_reach_the_daemon_there(directory, own):
-    door = SocketServer(directory, lambda uid, request: {"heard": request["do"]})
+    socket_server = SocketServer(directory, lambda uid, request: {"heard": request["do"]})
     try:
         assert ask(directory, {"do": "keep"})["heard"] == "keep"
         assert (own / "daemon.sock").stat().st_mode & 0o777 == 0o666
     finally:
-        door.close()
+        socket_server.close()
 
 
 @root
@@ -250,10 +250,10 @@ def test_a_socket_of_a_third_user_is_not_asked(directory, own):
     child = os.fork()
     if not child:
         os.setresuid(STRANGER, STRANGER, STRANGER)
-        door = SocketServer(directory, lambda uid, request: {})
+        socket_server = SocketServer(directory, lambda uid, request: {})
         os.write(writer, b".")
         time.sleep(30)
-        os._exit(len(repr(door)))
+        os._exit(len(repr(socket_server)))
     os.close(writer)
     assert os.read(reader, 1)
     os.chown(own, SOMEBODY, SOMEBODY)  # the directory is given to somebody else, the socket in it is not

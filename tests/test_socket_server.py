@@ -1,4 +1,4 @@
-"""The daemon's door: who asks is what the kernel says, and nobody can keep others from asking."""
+"""The daemon's socket: the user is the one that the kernel names, and no client can keep others from asking."""
 
 from __future__ import annotations
 
@@ -43,9 +43,20 @@ def echo(uid, request):
 
 @pytest.fixture
 def opened(directory: LockDirectory) -> Iterator[LockDirectory]:
-    one = SocketServer(directory, echo)
+    socket_server = SocketServer(directory, echo)
     yield directory
-    one.close()
+    socket_server.close()
+
+
+@pytest.fixture
+def many_uids(monkeypatch):
+    """Each connection is one of another user."""
+    numbers, real = iter(range(100_000, 200_000)), server.peer_uid
+    monkeypatch.setattr(
+        server,
+        "peer_uid",
+        lambda connection: next(numbers) if threading.current_thread().name == "gpuguard-socket" else real(connection),
+    )
 
 
 def connect(directory: LockDirectory) -> socket.socket:
@@ -95,14 +106,14 @@ print(exchange(directory, {"uid": 0})[0]["uid"])
 
 @pytest.mark.root
 def test_who_asks_is_what_the_kernel_says():
-    place = Path(tempfile.mkdtemp(prefix="gpuguard-door-"))  # pytest's own tmp_path lets nobody else in
+    place = Path(tempfile.mkdtemp(prefix="gpuguard-socket-"))  # pytest's own tmp_path lets nobody else in
     place.chmod(0o755)
-    one = SocketServer(lock_directory(str(place / "claims")), echo)
+    socket_server = SocketServer(lock_directory(str(place / "claims")), echo)
     try:
         words = [sys.executable, "-c", ASK_AS_SOMEBODY, str(place / "claims"), str(SOMEBODY)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     finally:
-        one.close()
+        socket_server.close()
         shutil.rmtree(place)
 
     assert done.stdout == f"{SOMEBODY}\n", done.stderr
@@ -114,14 +125,14 @@ def test_everybody_may_connect(opened):
     assert stat.S_ISSOCK(found.st_mode) and found.st_mode & 0o777 == 0o666
 
 
-def test_the_door_of_a_dead_daemon_is_replaced(opened):
+def test_the_socket_of_a_dead_daemon_is_replaced(opened):
     second = SocketServer(opened, lambda uid, request: {"second": True})
 
     assert ask(opened, {})["second"]
     second.close()
 
 
-def test_a_closed_door_says_what_to_do(directory):
+def test_a_closed_socket_says_what_to_do(directory):
     SocketServer(directory, echo).close()
 
     assert not os.path.lexists(f"{directory.path}/{SOCKET_NAME}")
@@ -215,14 +226,7 @@ def test_who_hangs_up_leaves_nothing_behind(opened):
     assert ask(opened, {})
 
 
-def test_many_at_once_of_other_users_are_all_served(opened, monkeypatch):
-    numbers = iter(range(1000))
-    real = server.peer_uid
-    monkeypatch.setattr(
-        server,
-        "peer_uid",
-        lambda connection: next(numbers) if threading.current_thread().name == "gpuguard-socket" else real(connection),
-    )
+def test_many_at_once_of_other_users_are_all_served(opened, many_uids):
     answers = []
     threads = [threading.Thread(target=lambda: answers.append(ask(opened, {}))) for _ in range(20)]
     for thread in threads:
@@ -233,14 +237,7 @@ def test_many_at_once_of_other_users_are_all_served(opened, monkeypatch):
     assert len(answers) == 20
 
 
-def test_one_user_with_many_uids_keeps_nobody_out(opened, monkeypatch):
-    numbers = iter(range(100_000, 200_000))
-    real = server.peer_uid
-    monkeypatch.setattr(
-        server,
-        "peer_uid",
-        lambda connection: next(numbers) if threading.current_thread().name == "gpuguard-socket" else real(connection),
-    )
+def test_one_user_with_many_uids_keeps_nobody_out(opened, many_uids):
     with ExitStack() as stack:
         silent = [stack.enter_context(connect(opened)) for _ in range(MAX_CONNECTIONS)]
         begun = time.monotonic()
@@ -273,19 +270,19 @@ def test_somebody_who_never_stops_connecting_keeps_nobody_out(opened):
         thread.join()
 
 
-@pytest.mark.parametrize("verb", ["claim", "release"])
-def test_a_fault_of_ours_ends_one_request_and_not_the_service(directory, monkeypatch, verb):
+@pytest.mark.parametrize("name", ["claim", "release"])
+def test_a_fault_of_ours_ends_one_request_and_not_the_service(directory, monkeypatch, name):
     told = []
     monkeypatch.setattr(threading, "excepthook", told.append)
-    one = SocketServer(directory, lambda uid, request: {"sum": 1 + request["number"]})
+    socket_server = SocketServer(directory, lambda uid, request: {"sum": 1 + request["number"]})
     try:
         with pytest.raises(GpuguardError, match="a fault inside the daemon"):
-            ask(directory, {"do": verb, "number": "1"})
+            ask(directory, {"do": name, "number": "1"})
 
-        assert ask(directory, {"do": verb, "number": 1})["sum"] == 2
+        assert ask(directory, {"do": name, "number": 1})["sum"] == 2
         assert [each.exc_type for each in told] == [TypeError]
     finally:
-        one.close()
+        socket_server.close()
 
 
 @contextmanager
@@ -312,8 +309,8 @@ def test_open_files_that_somebody_sends_hold_up_nobody(directory, monkeypatch, k
         monkeypatch.setattr(server, "SO_PASSRIGHTS", 0x7FFF)
     until_all_is_sent = threading.Event()
     with ExitStack() as stack:
-        one = SocketServer(directory, lambda uid, request: {"waited": until_all_is_sent.wait(60)})
-        stack.callback(one.close)
+        socket_server = SocketServer(directory, lambda uid, request: {"waited": until_all_is_sent.wait(60)})
+        stack.callback(socket_server.close)
         with connect(directory) as busy:
             busy.send(b"{}\n")
             for _ in range(MAX_CONNECTIONS_PER_USER - 1):
@@ -334,7 +331,7 @@ def test_open_files_that_somebody_sends_hold_up_nobody(directory, monkeypatch, k
 def test_what_takes_long_for_one_holds_up_nobody_who_asks_for_something_else(directory, slow):
     """Whoever has much open can make it take seconds to release a claim of his, and ask for that again and again."""
     done = threading.Event()
-    one = SocketServer(directory, lambda uid, request: {"did": request["do"] == slow and done.wait(30)})
+    socket_server = SocketServer(directory, lambda uid, request: {"did": request["do"] == slow and done.wait(30)})
     try:
         with connect(directory) as connection:
             connection.send(json.dumps({"do": slow}).encode() + b"\n")
@@ -343,4 +340,4 @@ def test_what_takes_long_for_one_holds_up_nobody_who_asks_for_something_else(dir
             assert b'"did": true' in said(connection)
     finally:
         done.set()
-        one.close()
+        socket_server.close()

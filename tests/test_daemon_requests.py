@@ -1,4 +1,4 @@
-"""What the daemon does for whoever asks: his own for everybody, the machine for root alone."""
+"""What the daemon does on request: own claims and processes for every user, the machine for root alone."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Requests:
             os.close(open_lock(self.directory, uuid))
         self.events: list[Event] = []
         self.writable, self.reloaded, self.stale = True, 0, 0.0
-        self.outlook: tuple[PolicyStatus, ...] = ()
+        self.statuses: tuple[PolicyStatus, ...] = ()
         exemptions = Exemptions(self.directory, lambda kept: None, lambda: self.machine.devices, self.append)
         self.context = RequestContext(
             self.directory,
             exemptions,
             self.snapshot,
             lambda: 10.0,
-            lambda: self.outlook,
+            lambda: self.statuses,
             self.append,
             self.reload,
             f"{place}/policy.yaml",
@@ -80,7 +80,7 @@ class Requests:
 
 @pytest.fixture
 def requests_() -> Iterator[Requests]:
-    place = tempfile.mkdtemp(prefix="gpuguard-verbs-")
+    place = tempfile.mkdtemp(prefix="gpuguard-requests-")
     os.chmod(place, 0o755)
     yield Requests(place)
     remove(place)
@@ -166,16 +166,16 @@ def test_a_flood_of_requests_is_stopped_after_ten_a_minute(requests_, holder):
 # --- status -------------------------------------------------------------------------------------------------------
 
 
-def an_outlook(uid: int, **fields: Any) -> PolicyStatus:
+def a_status(uid: int, **fields: Any) -> PolicyStatus:
     facts = {"policy": "idle", "since": 100.0, "last": "warn", "next": "terminate", "due": 200.0, "enforce": True}
     return PolicyStatus(subject=Subject("process", "GPU-A", 7, 1.0, uid, user="x"), **{**facts, **fields})
 
 
 def test_everybody_sees_what_stands_against_him_and_nobody_else(requests_):
-    requests_.outlook = (
-        an_outlook(SOMEBODY),
-        an_outlook(ANOTHER),
-        an_outlook(SOMEBODY, policy="hog", due=None, next=None),
+    requests_.statuses = (
+        a_status(SOMEBODY),
+        a_status(ANOTHER),
+        a_status(SOMEBODY, policy="hog", due=None, next=None),
     )
     mine, his = requests_.asks(SOMEBODY, do="status"), requests_.asks(ANOTHER, do="status")
 
@@ -187,7 +187,7 @@ def test_everybody_sees_what_stands_against_him_and_nobody_else(requests_):
 
 
 def test_root_sees_everybody_or_whom_he_names(requests_):
-    requests_.outlook = (an_outlook(SOMEBODY), an_outlook(ANOTHER))
+    requests_.statuses = (a_status(SOMEBODY), a_status(ANOTHER))
 
     assert len(requests_.asks(0, do="status")["standing"]) == 2
     assert len(requests_.asks(0, do="status", uid=ANOTHER)["standing"]) == 1
@@ -196,7 +196,7 @@ def test_root_sees_everybody_or_whom_he_names(requests_):
 def test_an_answer_fits_into_its_line_however_much_stands_against_somebody(requests_):
     name, uuid = "p" * 64, "MIG-" + "f" * 36
     subject = Subject("claim", uuid, None, None, SOMEBODY, "f" * 40, user="u" * 32)
-    requests_.outlook = tuple(replace(an_outlook(SOMEBODY, policy=name), subject=subject) for _ in range(100))
+    requests_.statuses = tuple(replace(a_status(SOMEBODY, policy=name), subject=subject) for _ in range(100))
     said = requests_.asks(SOMEBODY, do="status")
 
     assert len(said["standing"]) >= 5 and len(said["standing"]) + said["left_out"] == 100
@@ -207,10 +207,10 @@ def test_an_answer_fits_into_its_line_however_much_stands_against_somebody(reque
 
 
 @root
-@pytest.mark.parametrize("verb", sorted(ADMINISTRATION))
-def test_the_machine_is_roots_alone(requests_, verb):
+@pytest.mark.parametrize("name", sorted(ADMINISTRATION))
+def test_the_machine_is_roots_alone(requests_, name):
     with pytest.raises(GpuguardError, match="only root"):
-        requests_.asks(SOMEBODY, do=verb, uid=SOMEBODY, device="0", for_seconds=60)
+        requests_.asks(SOMEBODY, do=name, uid=SOMEBODY, device="0", for_seconds=60)
 
     assert requests_.reloaded == 0 and read_restrictions(requests_.directory, DENIED, 0.0) == {}
 

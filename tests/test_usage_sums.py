@@ -13,15 +13,15 @@ LONGEST = 30.0
 ALICE, BOB = 1001, 1002
 
 
-def tallied(*devices, begin=1000.0, seconds=10.0, energy=None, longest=LONGEST, **fields):
+def summed(*devices, begin=1000.0, seconds=10.0, energy=None, longest=LONGEST, **fields):
     """The slots after two samples of the same devices."""
-    tally = UsageSums()
+    sums = UsageSums()
     former = a_snapshot(*devices, clock=500.0, taken_at=begin, **fields)
     if energy:
         former = replace(former, devices=tuple(replace(each, total_energy=energy) for each in former.devices))
-    tally.add(former, longest)
-    tally.add(a_snapshot(*devices, clock=500.0 + seconds, taken_at=begin + seconds, **fields), longest)
-    return tally.slots
+    sums.add(former, longest)
+    sums.add(a_snapshot(*devices, clock=500.0 + seconds, taken_at=begin + seconds, **fields), longest)
+    return sums.slots
 
 
 def of_device(slot: Slot, uuid=None) -> dict[str, float | None]:
@@ -33,13 +33,13 @@ def of_user(slot: Slot, uid=ALICE, uuid=None) -> dict[str, float]:
 
 
 def used(*devices, **fields):
-    (slot,) = tallied(*devices, **fields).values()
+    (slot,) = summed(*devices, **fields).values()
     return {key: tuple(value / 1000 for value in times) for key, times in slot.users.items()}
 
 
 def test_ten_seconds_of_a_device():
     device = a_device(utilization=50.0, memory_used=8 * GIB, temperature=60.0, power_draw=300.0, total_energy=3000.0)
-    (slot,) = tallied(device, energy=500.0).values()
+    (slot,) = summed(device, energy=500.0).values()
 
     assert of_device(slot) == {
         "seen_ms": 10_000,
@@ -65,7 +65,7 @@ def test_ten_seconds_of_a_device():
 def test_what_is_unknown_is_counted_as_unknown_time_and_never_as_zero():
     nothing = dict.fromkeys(("utilization", "memory_used", "memory_free", "temperature", "power_draw"))
     for value in (None, float("nan")):
-        (slot,) = tallied(a_device(**{**nothing, "temperature": value}), energy=5.0).values()
+        (slot,) = summed(a_device(**{**nothing, "temperature": value}), energy=5.0).values()
         row = of_device(slot)
 
         for gauge in ("utilization_percent", "memory_used_mib", "temperature_celsius", "power_draw_watts"):
@@ -74,14 +74,14 @@ def test_what_is_unknown_is_counted_as_unknown_time_and_never_as_zero():
 
 
 def test_an_energy_counter_that_began_anew_is_unknown():
-    (slot,) = tallied(a_device(total_energy=100.0), energy=5000.0).values()
+    (slot,) = summed(a_device(total_energy=100.0), energy=5000.0).values()
 
     assert (of_device(slot)["energy_joules"], of_device(slot)["energy_unknown_ms"]) == (0, 10_000)
 
 
 def test_claims_that_cannot_be_read_are_unknown_and_nobodys():
     gap = Gap(None, "claims", "no directory")
-    (slot,) = tallied(a_device(processes=(a_process(),)), gaps=(gap,)).values()
+    (slot,) = summed(a_device(processes=(a_process(),)), gaps=(gap,)).values()
 
     assert (of_device(slot)["claimed_ms"], of_device(slot)["claimed_unknown_ms"], slot.users) == (0, 10_000, {})
 
@@ -124,7 +124,7 @@ def test_a_desktop_uses_nothing():
 
 def test_a_lock_without_a_record_claims_the_device_for_nobody():
     device = a_device()
-    (slot,) = tallied(device, claims=(a_claim_record(device, uid=-1),)).values()
+    (slot,) = summed(device, claims=(a_claim_record(device, uid=-1),)).values()
 
     assert (of_device(slot)["claimed_ms"], slot.users) == (10_000, {})
 
@@ -133,7 +133,7 @@ def test_an_instance_is_a_device_and_a_claim_on_the_whole_is_one_claim():
     parent = a_device(0, mig_mode=True, utilization=None)
     first, second = a_mig_instance(parent, 0, processes=(a_process(2, uid=BOB),)), a_mig_instance(parent, 1)
     claims = (a_claim_record(first, uid=BOB, id="b"), a_claim_record(parent, id="a"))
-    (slot,) = tallied(parent, first, second, claims=claims).values()
+    (slot,) = summed(parent, first, second, claims=claims).values()
 
     assert slot.users == {(ALICE, parent.uuid): (10_000, 0, 10_000, 0), (BOB, first.uuid): (10_000, 0, 0, 0)}
     assert of_device(slot, second.uuid)["claimed_ms"] == 10_000
@@ -162,38 +162,38 @@ def test_a_process_on_an_instance_without_a_claim_is_found_there_only():
 
 
 def test_an_interval_is_divided_among_the_slots_that_it_touches():
-    slots = tallied(a_device(), begin=1003.0, seconds=20.0)
+    slots = summed(a_device(), begin=1003.0, seconds=20.0)
 
     assert {slot: of_device(one)["seen_ms"] for slot, one in slots.items()} == {100: 7000, 101: 10_000, 102: 3000}
 
 
 def test_a_gap_of_too_many_seconds_is_unknown():
-    assert tallied(a_device(), seconds=30.5) == {}
-    assert tallied(a_device(), seconds=0.0) == {}
+    assert summed(a_device(), seconds=30.5) == {}
+    assert summed(a_device(), seconds=0.0) == {}
 
 
 def test_a_clock_that_is_set_back_counts_nothing_twice():
-    tally = UsageSums()
+    sums = UsageSums()
     walls = [1000.0 + 5 * number for number in range(10)] + [1000.0 + 5 * number for number in range(10)]
     for number, taken_at in enumerate(walls):
-        tally.add(a_snapshot(clock=500.0 + 5 * number, taken_at=taken_at), LONGEST)
+        sums.add(a_snapshot(clock=500.0 + 5 * number, taken_at=taken_at), LONGEST)
 
-    assert sum(of_device(slot)["seen_ms"] or 0 for slot in tally.slots.values()) == 19 * 5000
+    assert sum(of_device(slot)["seen_ms"] or 0 for slot in sums.slots.values()) == 19 * 5000
 
 
 def test_a_device_counts_when_it_is_there_at_both_ends():
-    tally = UsageSums()
-    tally.add(a_snapshot(a_device(0), clock=500.0, taken_at=1000.0), LONGEST)
-    tally.add(a_snapshot(a_device(0), a_device(1), clock=505.0, taken_at=1005.0), LONGEST)
-    tally.add(a_snapshot(a_device(1), clock=510.0, taken_at=1010.0), LONGEST)
-    (slot,) = tally.slots.values()
+    sums = UsageSums()
+    sums.add(a_snapshot(a_device(0), clock=500.0, taken_at=1000.0), LONGEST)
+    sums.add(a_snapshot(a_device(0), a_device(1), clock=505.0, taken_at=1005.0), LONGEST)
+    sums.add(a_snapshot(a_device(1), clock=510.0, taken_at=1010.0), LONGEST)
+    (slot,) = sums.slots.values()
 
     assert {uuid: of_device(slot, uuid)["seen_ms"] for uuid in slot.devices} == {a_uuid(0): 5000, a_uuid(1): 5000}
 
 
 def test_a_slot_is_complete_when_the_next_sample_cannot_add_to_it():
-    tally = UsageSums()
+    sums = UsageSums()
     for number in range(5):
-        tally.add(a_snapshot(clock=500.0 + 6 * number, taken_at=1000.0 + 6 * number), LONGEST)
+        sums.add(a_snapshot(clock=500.0 + 6 * number, taken_at=1000.0 + 6 * number), LONGEST)
 
-    assert (set(tally.complete()), set(tally.complete(all_of_them=True))) == ({100, 101}, {100, 101, 102})
+    assert (set(sums.complete()), set(sums.complete(all_of_them=True))) == ({100, 101}, {100, 101, 102})
