@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
         if args.stop or args.reason:
             raise InvalidRequest("which one?  Name a claim: `gpuguard release ID`.")
         return _print_claims(args, directory)
-    claim = release.find_claim(directory, args.claim, os.geteuid())
+    claim = release.releasable_claim(directory, args.claim, os.geteuid())
     request = ReleaseRequest(YIELD, user_name(os.geteuid()), reason_of(args), time.time())
     if args.stop:
         how = release.stop(directory, claim, request, report=lambda text: print(f"gpuguard: {text}", file=sys.stderr))

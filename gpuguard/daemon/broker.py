@@ -210,7 +210,7 @@ class Broker:
             tickets, _ = read_tickets(self._directory)
             own = next((ticket for ticket in tickets if (ticket.id, ticket.uid) == (name, uid)), None)
             if own is None:
-                raise GpuguardError("you have no such place in line.")
+                raise GpuguardError("you have no such ticket in the queue.")
             count, alone = len(names), len(tickets) == 1
             fitting = [
                 request for request in own.requests

@@ -47,11 +47,11 @@ JOB_ENDED = "its job was ended"
 
 
 def own_claims(directory: LockDirectory, uid: int) -> list[ClaimRecord]:
-    """The living claims of *uid*, oldest first; root's are everybody's."""
+    """The living claims of *uid*, oldest first; for root those of all users."""
     return [claim for claim in read_records(directory) if uid in (0, claim.uid)]
 
 
-def find_claim(directory: LockDirectory, beginning: str, uid: int) -> ClaimRecord:
+def releasable_claim(directory: LockDirectory, beginning: str, uid: int) -> ClaimRecord:
     """The one claim whose id begins like that, or that is "USER.ID", and which *uid* may release.
 
     Raises:

@@ -24,7 +24,7 @@ from gpuguard.claims.release import computing_under, lock_handle
 from gpuguard.claims.restrictions import DENIED, MAX_REASON, QUARANTINED, Restriction, change
 from gpuguard.daemon.client import MAX_REQUEST_BYTES, PolicyStatusReply, ReleasedReply, ReloadReply, StatusReply
 from gpuguard.daemon.exemptions import MAX_SECONDS_OF_ROOT, Exemptions
-from gpuguard.daemon.release import find_claim
+from gpuguard.daemon.release import releasable_claim
 from gpuguard.daemon.server import Reply
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.preflight import INTERVALS
@@ -87,7 +87,7 @@ def _is_administrator(uid: int) -> bool:
 
 
 def _release(context: RequestContext, uid: int, request: Request) -> Reply:
-    claim = find_claim(context.directory, _name(request, "claim"), 0 if _is_administrator(uid) else uid)
+    claim = releasable_claim(context.directory, _name(request, "claim"), 0 if _is_administrator(uid) else uid)
     if claim.id != request.get("claim") or request.get("uid") not in (None, claim.uid):
         raise ClaimError("write the whole id of the claim.")
     context.exemptions.count_change(uid)

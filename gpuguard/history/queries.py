@@ -130,12 +130,12 @@ class Usage:
 
     def gpu_seconds(self, windows: Collection[float]) -> dict[int, dict[float, float]]:
         """GPU-seconds that each user has claimed in the last so many seconds: uid -> (window -> seconds)."""
-        found: dict[int, dict[float, float]] = {}
+        results: dict[int, dict[float, float]] = {}
         for window in windows:
             begin = self.now - window
             for uid, claimed in self._rows("users", "uid, SUM(claimed_ms)", begin, self.now, "GROUP BY uid"):
-                found.setdefault(uid, {})[window] = claimed / 1000
-        return found
+                results.setdefault(uid, {})[window] = claimed / 1000
+        return results
 
     def decayed(self, half_life: float) -> dict[int, float]:
         """GPU-seconds that each user has had, claimed or not; those of *half_life* seconds ago count half."""
@@ -143,16 +143,16 @@ class Usage:
         width = self.width(begin)
         bucket = max(1, round(half_life / SHARES / width))
         columns = f"slot / {bucket} AS bucket, uid, SUM(claimed_ms + unclaimed_ms)"
-        found: dict[int, float] = {}
+        results: dict[int, float] = {}
         for number, uid, had in self._rows("users", columns, begin, self.now, "GROUP BY bucket, uid"):
             age = max(0.0, self.now - (number + 0.5) * bucket * width)
-            found[uid] = found.get(uid, 0.0) + had / 1000 * 0.5 ** (age / half_life)
-        return found
+            results[uid] = results.get(uid, 0.0) + had / 1000 * 0.5 ** (age / half_life)
+        return results
 
     def known(self) -> list[KnownValue]:
         """All devices that were ever seen, by their index, then in the order in which they were first seen."""
-        found = self._execute("SELECT uuid, name, parent, place FROM devices ORDER BY place IS NULL, place, id")
-        return [KnownValue(*row) for row in found]
+        results = self._execute("SELECT uuid, name, parent, place FROM devices ORDER BY place IS NULL, place, id")
+        return [KnownValue(*row) for row in results]
 
     def watched(self, begin: float, end: float) -> Watch:
         """How much of the time between two unix times was seen."""
@@ -168,11 +168,11 @@ class Usage:
     def waiting(self, begin: float, end: float) -> list[Waited]:
         """Which users waited for how long between two unix times; the one that wanted most comes first."""
         columns = "uid, SUM(waiting_ms), SUM(wanted_gpu_seconds)"
-        found = [
+        results = [
             Waited(None if uid == NOBODY_KNOWS else uid, waiting / 1000, float(wanted))
             for uid, waiting, wanted in self._rows("waiting", columns, begin, end, "GROUP BY uid")
         ]
-        return sorted(found, key=lambda row: (-row.wanted, -row.waiting, row.uid or 0))
+        return sorted(results, key=lambda row: (-row.wanted, -row.waiting, row.uid or 0))
 
     def energy(self, begin: float, end: float) -> dict[int, float | None]:
         """Joules that each user's devices took while the user had them: uid -> joules; None: nobody measured them.
@@ -181,13 +181,13 @@ class Usage:
         What it took while nobody had it is nobody's.
         """
         width = self.width(begin)
-        found = self._execute(
+        results = self._execute(
             "SELECT uid, SUM(CASE WHEN unknown < seen THEN 1.0 * joules * had / MAX(total, seen) END) AS joules FROM ("
             " SELECT *, SUM(had) OVER (PARTITION BY slot, device) AS total"
             f" FROM ({holdings(width)})) GROUP BY uid",
             *_keys(begin, end, width),
         )
-        return dict(found)
+        return dict(results)
 
     def series(self, device: str, metric: str, begin: float, end: float) -> list[Point]:
         """The values of one device (uuid) between two unix times, oldest first; none where nobody watched.
@@ -207,11 +207,11 @@ class Usage:
         width = self.width(begin)
         columns = f"slot, {value}, {highest} AS highest, seen_ms - {unknown}"
         chosen = "WHERE device = (SELECT id FROM devices WHERE uuid = ?) ORDER BY slot"
-        found = []
+        results = []
         for slot, total, most, known in self._rows("devices", columns, begin, end, chosen, device):
             mean = total * 1000 / known if known > 0 else None
-            found.append(Point(slot * width, width, known / 1000, mean, most))
-        return found
+            results.append(Point(slot * width, width, known / 1000, mean, most))
+        return results
 
     def totals(
         self, by: str, begin: float, end: float, groups: Mapping[int, Collection[str]] | None = None
@@ -227,16 +227,16 @@ class Usage:
         sums = ", ".join(f"SUM({column})" for column in USER_COLUMNS)
         keys = {"device": "device", "user and device": "uid, device"}.get(by, "uid")
         names = dict(self._execute("SELECT id, uuid FROM devices"))
-        found = []
+        results = []
         for *whose, claimed, used, idle, unclaimed in self._rows(
             "users", f"{keys}, {sums}", begin, end, f"GROUP BY {keys}"
         ):
             known = dict(zip(keys.split(", "), whose, strict=True))
             total = Total(claimed / 1000, used / 1000, idle / 1000, unclaimed / 1000, known.get("uid"))
-            found.append(replace(total, device=names.get(known.get("device"))))
+            results.append(replace(total, device=names.get(known.get("device"))))
         if by == "group":
-            found = _by_group(found, groups or {})
-        return sorted(found, key=lambda row: (-row.claimed, -row.unclaimed, row.uid or 0, row.device or ""))
+            results = _by_group(results, groups or {})
+        return sorted(results, key=lambda row: (-row.claimed, -row.unclaimed, row.uid or 0, row.device or ""))
 
     def devices(self, begin: float, end: float) -> list[DeviceTotal]:
         """What each device did between two unix times, in the order in which they were first seen."""
@@ -245,11 +245,9 @@ class Usage:
             "energy_joules", "energy_unknown_ms",
         )  # fmt: skip
         sums = ", ".join(f"SUM({column})" for column in columns)
-        rows = {
-            number: each for number, *each in self._rows("devices", f"device, {sums}", begin, end, "GROUP BY device")
-        }
-        found = []
-        for number, uuid, name, parent, place in self._execute(
+        rows = {number: row for number, *row in self._rows("devices", f"device, {sums}", begin, end, "GROUP BY device")}
+        results = []
+        for number, uuid, name, parent, index in self._execute(
             "SELECT id, uuid, name, parent, place FROM devices ORDER BY id"
         ):
             if number not in rows:
@@ -258,8 +256,8 @@ class Usage:
             mean = total * 1000 / (seen - untold) if seen > untold else None
             energy = float(joules) if seen > unmeasured else None
             times = seen / 1000, claimed / 1000, unknown / 1000
-            found.append(DeviceTotal(uuid, name, parent, place, *times, mean, energy, unmeasured / 1000))
-        return found
+            results.append(DeviceTotal(uuid, name, parent, index, *times, mean, energy, unmeasured / 1000))
+        return results
 
     def width(self, begin: float) -> int:
         """Of the finest slots that are kept as far back as *begin*, in seconds."""
@@ -303,18 +301,18 @@ def _next(moment: float, width: int) -> int:
 
 
 def _by_group(totals: Collection[Total], groups: Mapping[int, Collection[str]]) -> list[Total]:
-    found: dict[str, Total] = {}
-    for each in totals:
-        for group in groups.get(each.uid or 0, ()):
-            former = found.get(group) or Total(0.0, 0.0, 0.0, 0.0, group=group)
-            found[group] = replace(
+    results: dict[str, Total] = {}
+    for total in totals:
+        for group in groups.get(total.uid or 0, ()):
+            former = results.get(group) or Total(0.0, 0.0, 0.0, 0.0, group=group)
+            results[group] = replace(
                 former,
-                claimed=former.claimed + each.claimed,
-                used=former.used + each.used,
-                idle=former.idle + each.idle,
-                unclaimed=former.unclaimed + each.unclaimed,
+                claimed=former.claimed + total.claimed,
+                used=former.used + total.used,
+                idle=former.idle + total.idle,
+                unclaimed=former.unclaimed + total.unclaimed,
             )
-    return list(found.values())
+    return list(results.values())
 
 
 MACHINE_STATE = "/var/lib/gpuguard"  # of the daemon of root
@@ -401,8 +399,8 @@ def _open_view(path: str) -> _StoreView:
             f"{path} cannot be read: Permission denied.  The daemon opens it to everybody when it starts."
         )
     # The daemon's files are believed, and it is the owner to whom root gave the directory.
-    place = os.stat(os.path.dirname(path))
-    owners = {0, os.geteuid(), *(() if place.st_mode & 0o022 else (place.st_uid,))}
+    parent = os.stat(os.path.dirname(path))
+    owners = {0, os.geteuid(), *(() if parent.st_mode & 0o022 else (parent.st_uid,))}
     if not stat.S_ISREG(file.st_mode) or file.st_uid not in owners:
         raise GpuguardError(f"{path} is not a file of the daemon's alone.  Look at it with `ls -l`.")
     try:
@@ -439,8 +437,8 @@ def _query_copy(
     path: str, question: Callable[[Usage], _Answer], now: float
 ) -> tuple[_Answer] | sqlite3.Error | int | None:
     try:
-        with tempfile.TemporaryDirectory(prefix="gpuguard-") as place:
-            copy = os.path.join(place, FILE)
+        with tempfile.TemporaryDirectory(prefix="gpuguard-") as directory:
+            copy = os.path.join(directory, FILE)
             for end in ("", JOURNAL):
                 shutil.copyfile(path + end, copy + end)
             return _query(copy, "", question, now)

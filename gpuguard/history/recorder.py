@@ -189,16 +189,16 @@ class Recorder:
                 return
             self._newer = False
             self._sum_at = time.monotonic() + SUMS_SHARE * (time.monotonic() - begun)
-        found = {uid: dict(each) for uid, each in self._summed[1].items()}
+        spent = {uid: dict(seconds) for uid, seconds in self._summed[1].items()}
         with self._adding:
-            waiting = [(slot, one.users.copy()) for slot, one in self._sums.slots.items()]
-        for slot, users in waiting:
+            waiting = [(number, slot.users.copy()) for number, slot in self._sums.slots.items()]
+        for number, users in waiting:
             for (uid, _), times in users.items():
-                each = found.setdefault(uid, {})
+                seconds = spent.setdefault(uid, {})
                 for window in windows:
-                    if slot * WIDTH >= now.taken_at - window:
-                        each[window] = each.get(window, 0.0) + times[0] / 1000
-        self._spent = found
+                    if number * WIDTH >= now.taken_at - window:
+                        seconds[window] = seconds.get(window, 0.0) + times[0] / 1000
+        self._spent = spent
 
     def _close(self) -> None:
         connection, self._connection = self._connection, None

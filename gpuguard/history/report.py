@@ -62,8 +62,8 @@ class Report:
     @property
     def wasters(self) -> tuple[UsageRow, ...]:
         """Users whose GPUs did the least for the most time."""
-        found = sorted(self.users, key=lambda row: -row.wasted)
-        return tuple(row for row in found[:WASTERS] if row.wasted > 0)
+        users = sorted(self.users, key=lambda row: -row.wasted)
+        return tuple(row for row in users[:WASTERS] if row.wasted > 0)
 
 
 def usage_report(
@@ -99,8 +99,8 @@ def usage_report(
         tuple(_groups(users, groups_of)) if by == "group" else None,
         _queue_unknown(waited),
         {
-            each.device: {name: tuple(usage.series(each.device, name, begin, end)) for name in metrics}
-            for each in devices
+            device.device: {name: tuple(usage.series(device.device, name, begin, end)) for name in metrics}
+            for device in devices
         }
         if metrics
         else {},
@@ -113,7 +113,7 @@ def device_label(device: DeviceTotal) -> str:
 
 
 def _queue_unknown(waited: Iterable[Waited]) -> float:
-    return sum(each.waiting for each in waited if each.uid is None)
+    return sum(wait.waiting for wait in waited if wait.uid is None)
 
 
 def _users(

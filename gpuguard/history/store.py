@@ -96,7 +96,7 @@ def lock(path: str) -> int:
     Raises:
         GpuguardError: another process is.
     """
-    _make_place(os.path.dirname(path))
+    _make_directory(os.path.dirname(path))
     # Not for others, who could keep the daemon away with it.  filelock makes the file open to all before its version
     # 3.10, and on a file system without flock it takes a lock that outlives a daemon that is killed.
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -144,19 +144,19 @@ def move_journal(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
 
-def _make_place(place: str) -> None:
-    if not os.path.isdir(place):
-        os.makedirs(place, exist_ok=True)
-        os.chmod(place, 0o755)  # whatever the umask: everybody may read
+def _make_directory(path: str) -> None:
+    if not os.path.isdir(path):
+        os.makedirs(path, exist_ok=True)
+        os.chmod(path, 0o755)  # whatever the umask: everybody may read
 
 
 def _make(path: str) -> None:
-    _make_place(os.path.dirname(path))
+    _make_directory(os.path.dirname(path))
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     except FileExistsError:
-        found = os.lstat(path)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid != os.geteuid():
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != os.geteuid():
             raise GpuguardError("it is not a file of ours alone.  Look at it with `ls -l`, and move it away.") from None
     # Until we hold the lock nobody else shall open it.
     os.chmod(path, 0o600)
@@ -181,8 +181,8 @@ def _connected(path: str, *, check: bool) -> sqlite3.Connection:
             raise Outdated(f"version {version} of its tables, this gpuguard writes version {VERSION}")
         elif version > VERSION:
             raise GpuguardError(f"it is of another version of gpuguard ({version}).  Move it away, or update.")
-        if check and (found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-            raise sqlite3.DatabaseError(" ".join(str(found).split()))
+        if check and (fault := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise sqlite3.DatabaseError(" ".join(str(fault).split()))
         with _transaction(connection):  # takes the lock, if nothing has yet
             connection.execute("SELECT COUNT(*) FROM devices").fetchone()
         move_journal(connection)
@@ -193,7 +193,7 @@ def _connected(path: str, *, check: bool) -> sqlite3.Connection:
 
 
 def _renew(path: str) -> None:
-    """Put a copy in the place of a file that somebody has locked."""
+    """Put a copy in the place of a file that another process has locked."""
     copy = f"{path}.new"
     for end in ("", JOURNAL):
         with suppress(FileNotFoundError):
@@ -223,12 +223,12 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
 def _numbers(connection: sqlite3.Connection, uuids: set[str], devices: Iterable[Device]) -> dict[str, int]:
     """The numbers by which the tables know these devices."""
     known = {device.uuid: device for device in devices}
-    found = dict(connection.execute("SELECT uuid, id FROM devices"))
+    ids = dict(connection.execute("SELECT uuid, id FROM devices"))
     for uuid in sorted(uuids, key=[*known, *(uuids - known.keys())].index):  # numbered in the order of the machine
-        if uuid not in found:
-            found[uuid] = _free_number(connection, "devices")
+        if uuid not in ids:
+            ids[uuid] = _free_number(connection, "devices")
             device = known.get(uuid)
-            row = found[uuid], uuid, device and device.name, device and device.parent_uuid
+            row = ids[uuid], uuid, device and device.name, device and device.parent_uuid
             connection.execute("INSERT INTO devices (id, uuid, name, parent) VALUES (?, ?, ?, ?)", row)
     for device in known.values():
         if device.parent_uuid is None:
@@ -238,7 +238,7 @@ def _numbers(connection: sqlite3.Connection, uuids: set[str], devices: Iterable[
                 " WHERE (uuid = :uuid AND place IS NOT :place) OR (uuid != :uuid AND place = :place)",
                 {"uuid": device.uuid, "place": device.index},
             )
-    return found
+    return ids
 
 
 def _without_crowd(slot: Slot) -> Slot:
@@ -263,13 +263,13 @@ def _holders(
     connection: sqlite3.Connection, slots: Iterable[Slot], numbers: Mapping[str, int]
 ) -> dict[tuple[int, int], int]:
     """The numbers by which the tables know (uid, number of a device), and (uid, 0) of those who wait."""
-    found = {(uid, device): number for number, uid, device in connection.execute("SELECT id, uid, device FROM holders")}
+    ids = {(uid, device): number for number, uid, device in connection.execute("SELECT id, uid, device FROM holders")}
     for slot in slots:
         for uid, device in (*((uid, numbers[uuid]) for uid, uuid in slot.users), *((uid, 0) for uid in slot.waiting)):
-            if (uid, device) not in found and (len(found) < MOST_NUMBERS // 2 or _has_name(uid)):
-                found[uid, device] = number = _free_number(connection, "holders")
+            if (uid, device) not in ids and (len(ids) < MOST_NUMBERS // 2 or _has_name(uid)):
+                ids[uid, device] = number = _free_number(connection, "holders")
                 connection.execute("INSERT INTO holders VALUES (?, ?, ?)", (number, uid, device))
-    return found
+    return ids
 
 
 def _free_number(connection: sqlite3.Connection, table: str) -> int:

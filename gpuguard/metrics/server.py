@@ -143,10 +143,9 @@ class PageServer(ThreadingHTTPServer):
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
-            place = f"{f'[{host}]' if ':' in host else host}:{port}"
-            raise InvalidRequest(
-                f"{place} cannot be had: {os.strerror(error.errno or 0)}.  Name another port."
-            ) from error
+            where = f"{f'[{host}]' if ':' in host else host}:{port}"
+            reason = os.strerror(error.errno or 0)
+            raise InvalidRequest(f"{where} cannot be had: {reason}.  Name another port.") from error
         port = self.server_address[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -183,7 +182,7 @@ class PageServer(ThreadingHTTPServer):
         """Answer in a thread; where too many connections live the oldest makes room first."""
         with self._ended:
             if len(self._ends) >= MAX_CONNECTIONS:
-                silent = (each for each, end in self._ends.items() if end < float("inf"))
+                silent = (connection for connection, end in self._ends.items() if end < float("inf"))
                 _hang_up(next(silent, next(iter(self._ends))))
                 self._ended.wait_for(lambda: len(self._ends) < MAX_CONNECTIONS, timeout=1.0)
             if len(self._ends) >= MAX_CONNECTIONS:

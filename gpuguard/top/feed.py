@@ -217,16 +217,16 @@ class SceneFeed:
 
     def _above(self, stats: Mapping[int, ProcessStat | None]) -> dict[int, Ancestor]:
         """Every process that was looked up, with its command; read once per process."""
-        found: dict[int, Ancestor] = {}
+        ancestors: dict[int, Ancestor] = {}
         kept: dict[Identity, Ancestor] = {}
         for pid, stat in stats.items():
             if stat is None or stat.start_time is None:
                 continue
             identity = (pid, stat.start_time)
             known = self._ancestors.get(identity) or _ancestor(pid)
-            kept[identity] = found[pid] = Ancestor(stat.parent, known.user, known.command)
+            kept[identity] = ancestors[pid] = Ancestor(stat.parent, known.user, known.command)
         self._ancestors = kept
-        return found
+        return ancestors
 
 
 def _ancestor(pid: int) -> Ancestor:

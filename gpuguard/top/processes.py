@@ -89,12 +89,12 @@ def _wanted(row: ProcessRow, view: ScreenView) -> bool:
     for word in view.text.lower().split():
         kind, _, value = word.partition(":")
         if kind == "user" and value:
-            found = (row.user or "").lower() == value
+            fits = (row.user or "").lower() == value
         elif kind == "gpu" and value:
-            found = bool(set(value.split(",")) & {*row.devices, *(label.partition(".")[0] for label in row.devices)})
+            fits = bool(set(value.split(",")) & {*row.devices, *(label.partition(".")[0] for label in row.devices)})
         else:
-            found = word in f"{row.user or ''} {row.pid} {row.command}".lower()
-        if not found:
+            fits = word in f"{row.user or ''} {row.pid} {row.command}".lower()
+        if not fits:
             return False
     return True
 
@@ -206,14 +206,14 @@ def process_lines(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine
 def _header(columns: Sequence[_Column], view: ScreenView, width: int) -> ScreenLine:
     parts: list[Part] = []
     keys: list[tuple[int, int, str]] = []
-    place = 0
+    at = 0
     for column in columns:
         style = "bold reverse" if column.key == view.sort else "bold"
         parts += [(f"{column.header:{column.align}{column.width}}", style), (" ", "")]
         if column.key:
-            keys.append((place, place + column.width, column.key))
-        place += column.width + 1
-    keys.append((place, width, "command"))
+            keys.append((at, at + column.width, column.key))
+        at += column.width + 1
+    keys.append((at, width, "command"))
     parts.append(("COMMAND", "bold reverse" if view.sort == "command" else "bold"))
     return ScreenLine(tuple(fitted(parts, width)), keys=tuple(keys))
 
@@ -259,8 +259,8 @@ def _forest(
     todo = [(pid, "", "") for pid in reversed(roots)]
     while todo:
         pid, prefix, below = todo.pop()
-        found = by_pid.get(pid)
-        yield found, prefix, None if found else _ancestor(pid, scene)
+        row_of_pid = by_pid.get(pid)
+        yield row_of_pid, prefix, None if row_of_pid else _ancestor(pid, scene)
         kin = children.get(pid, [])
         for number, child in reversed(list(enumerate(kin))):
             last = number == len(kin) - 1

@@ -274,8 +274,8 @@ class NumberRing:
         if slot < self._slot:
             self._times = array("d", [_NAN]) * self._size  # the clock was set back: what was is no past any more
         self._slot = slot
-        place = slot % self._size
-        self._times[place] = snapshot.taken_at
+        index = slot % self._size
+        self._times[index] = snapshot.taken_at
         seen = {
             (device.uuid, metric): getattr(device, field)
             for device in snapshot.devices
@@ -283,7 +283,7 @@ class NumberRing:
         }
         for key in seen.keys() | self._values.keys():
             kept = self._values.setdefault(key, array("f", [_NAN]) * self._size)
-            kept[place] = _NAN if (value := seen.get(key)) is None else value
+            kept[index] = _NAN if (value := seen.get(key)) is None else value
 
     def uuids(self, metric: str) -> list[str]:
         """The devices of which something was seen."""
@@ -291,13 +291,13 @@ class NumberRing:
 
     def series(self, metric: str, begin: float, most: int) -> ChartSeries:
         """The values since *begin* (unix time), at most so many per device: means of those that are known."""
-        order = sorted((time, place) for place, time in enumerate(self._times) if time >= begin)
+        order = sorted((time, index) for index, time in enumerate(self._times) if time >= begin)
         width = -(-len(order) // most) or 1
         groups = [order[at : at + width] for at in range(0, len(order), width)]
         return ChartSeries(
             [group[-1][0] for group in groups],
             {
-                uuid: [_mean([kept[place] for _, place in group]) for group in groups]
+                uuid: [_mean([kept[index] for _, index in group]) for group in groups]
                 for (uuid, name), kept in self._values.items()
                 if name == metric
             },
@@ -325,7 +325,7 @@ class HostRates:
             *((network.bytes_recv, network.bytes_sent) if network else (float("nan"), float("nan"))),
         )
         before, self._before = self._before, now
-        rates = [_rate(before, now, place) for place in (1, 2, 3, 4)]
+        rates = [_rate(before, now, index) for index in (1, 2, 3, 4)]
         return {
             "cpu_percent": psutil.cpu_percent() if before else None,
             "cpu_count": os.cpu_count(),
@@ -338,10 +338,10 @@ class HostRates:
         }
 
 
-def _rate(before: tuple[float, ...] | None, now: tuple[float, ...], place: int) -> float | None:
+def _rate(before: tuple[float, ...] | None, now: tuple[float, ...], index: int) -> float | None:
     if before is None or now[0] <= before[0]:
         return None
-    rate = (now[place] - before[place]) / (now[0] - before[0])
+    rate = (now[index] - before[index]) / (now[0] - before[0])
     return round(rate) if rate >= 0 else None  # NaN, or a counter that began anew
 
 
