@@ -4,7 +4,8 @@ Loopback or a Unix socket by itself; another address needs a token, because the 
 a browser asks for (Host) must be one of ours, so that no other site's script can read the page through a name of its
 own (DNS rebinding).  Scripts come from here alone (CSP), and the page writes text, never markup.  uvicorn alone waits
 without end for a request that never comes and for a client that never reads, and a Unix socket of its own making is
-open to every user: see Connection and listening().
+open to every user: see Connection and listening().  Not by the server of metrics, which is the standard library's
+because it runs in a daemon of root: there each of 200 viewers of a stream would take a thread.
 """
 
 from __future__ import annotations
