@@ -30,7 +30,7 @@ from gpuguard.cli.who import chosen_devices
 from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Snapshot
-from gpuguard.top.feed import SceneFeed
+from gpuguard.top.feed import SAMPLING_THREAD, SceneFeed
 from gpuguard.top.page import page, painted, title
 from gpuguard.top.scene import MODES, SORTS, History, Scene, ScreenLine, ScreenView
 from gpuguard.units import parse_duration
@@ -95,8 +95,8 @@ def main(args: argparse.Namespace) -> int:
 
             Top(feed, view, scene, every, light=args.light).run()
     finally:
-        # One that hangs in the driver is not waited for: its sampler ends with us.
-        if threading.active_count() == 1:
+        # A thread that hangs in the driver is not waited for: its worker ends with us.
+        if all(thread.name != SAMPLING_THREAD for thread in threading.enumerate()):
             feed.close()
     return 0
 

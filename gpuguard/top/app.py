@@ -33,7 +33,7 @@ from gpuguard.enforcement.signals import SENT
 from gpuguard.errors import GpuguardError
 from gpuguard.sanitize import neutralise
 from gpuguard.top import processes
-from gpuguard.top.feed import SceneFeed
+from gpuguard.top.feed import SAMPLING_THREAD, SceneFeed
 from gpuguard.top.page import page, title
 from gpuguard.top.processes import ProcessRow, moved, rows_of
 from gpuguard.top.scene import MODES, SORTS, History, Identity, Scene, ScreenLine, ScreenView
@@ -315,7 +315,7 @@ class Top(App[None]):
         self._set_theme()
         self._source.tree = self.view.tree
         # A daemon: the end does not wait for a driver that hangs.
-        threading.Thread(target=self._sample_again, name="samples", daemon=True).start()
+        threading.Thread(target=self._sample_again, name=SAMPLING_THREAD, daemon=True).start()
         self.set_interval(1.0, self._tick)
         self.call_after_refresh(self.draw)
 

@@ -49,6 +49,7 @@ from gpuguard.source import SnapshotSource
 from gpuguard.top.scene import Ancestor, Identity, Scene, Thresholds, TopRequest
 from gpuguard.users import user_name
 
+SAMPLING_THREAD = "gpuguard-samples"  # in which the screen uses a feed
 EVERY_TIME = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION})
 IN_TURNS = frozenset({POWER, THERMAL, HEALTH})
 TURNS = 4
