@@ -84,7 +84,7 @@ AGGRESSIVE: dict[str, Rule] = {
     "outside_scheduler": OutsideSchedulerRule(),
     "expression": ExpressionRule(parse_expression("memory_used > 20GiB and utilization < 5% and user == 'alice'")),
 }
-# These would find everybody, whatever he does.
+# These would find everybody, whatever they do.
 BY_PERSON = {"processes", "quota", "age", "command"}
 
 
@@ -219,7 +219,7 @@ def rounds(world: World, driver: Driver, hurt: Callable[[], None], *, when: str)
 
 
 def faults_of(world: World, hit: dict[str, set[int]], innocent: Collection[str]) -> list[str]:
-    """What is wrong: somebody was hit besides the offender, or he was missed; *innocent*: rules blind on the second."""
+    """What is wrong: a bystander was hit, or the offender was missed; *innocent*: rules blind on the second."""
     wrong = []
     for rule, pids in hit.items():
         if world.offender not in pids:

@@ -1,7 +1,7 @@
 """Real processes on a device that does not exist, and everything that the guard needs to act on them.
 
-with a_scene() as scene:                one offender, whom nothing protects: scene.act() ends him
-    scene.context(protected=...)        change what the guard goes by; scene.row(kind=...) what the driver says of him
+with a_scene() as scene:                one offender, whom nothing protects: scene.act() ends them
+    scene.context(protected=...)        change what the guard goes by; scene.row(kind=...) what the driver says of them
     scene.act("kill"); scene.lives()
 """
 
@@ -74,7 +74,7 @@ class Listing(Machine):
 
 
 class Scene:
-    """One offender on device 0, a verdict on him, and a guard that enforces it."""
+    """One offender on device 0, a verdict on them, and a guard that enforces it."""
 
     def __init__(self, pid: int, uid: int, *others: GpuProcess) -> None:
         self.pid, self.pidfd = pid, os.pidfd_open(pid)
@@ -142,7 +142,7 @@ def a_child(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process of *uid*, somebody's by default; ended at the end."""
     user = somebody() if uid is None else uid
-    ours = user in (None, os.getuid() or None)  # whoever is not root cannot even ask to be himself
+    ours = user in (None, os.getuid() or None)  # whoever is not root cannot even ask to be themselves
     identity: dict[str, Any] = {} if ours else {"user": user, "group": user or 0, "extra_groups": []}
     with subprocess.Popen(command or SLEEP, start_new_session=session, cwd="/", **identity, **more) as child:
         try:

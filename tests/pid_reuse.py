@@ -102,7 +102,7 @@ def a_sample(row: GpuProcess) -> tuple[Listing, Snapshot]:
 
 
 def between_decision_and_signal() -> bool:
-    """The offender ends when everything was checked, and the next one has his pid before the signal."""
+    """The offender ends when everything was checked, and the next one has their pid before the signal."""
     offender = a_sleeper()
     row = a_row(offender)
     machine, snapshot = a_sample(row)
@@ -120,7 +120,7 @@ def between_decision_and_signal() -> bool:
 
 
 def between_sample_and_pidfd() -> bool:
-    """The offender ends after the sample; who has his pid now is on the device, too."""
+    """The offender ends after the sample; who has their pid now is on the device, too."""
     offender = a_sleeper()
     row = a_row(offender)
     machine, snapshot = a_sample(row)
@@ -132,7 +132,7 @@ def between_sample_and_pidfd() -> bool:
 
 
 def within_the_sample() -> bool:
-    """The driver lists the offender, he ends, and /proc is read of the one who has his pid now."""
+    """The driver lists the offender, which ends, and /proc is read of the process that has its pid now."""
     offender = a_sleeper()
     machine = Listing(a_device(0, memory_used=40 * GIB))
     snapshot = machine.sample(())

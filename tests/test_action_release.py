@@ -211,10 +211,10 @@ def test_a_driver_that_does_not_answer_the_second_question_protects(claimed, hol
 
 
 def test_the_warning_before_it_goes_to_the_terminal_of_whoever_holds_the_claim(claimed):
-    ours, his = os.openpty()
-    os.fchown(his, SOMEBODY, -1)
-    os.fchmod(his, 0o600)  # mesg n: the last notice before something is taken away is written all the same
-    own = {"preexec_fn": lambda: fcntl.ioctl(his, termios.TIOCSCTTY, 0)}
+    ours, theirs = os.openpty()
+    os.fchown(theirs, SOMEBODY, -1)
+    os.fchmod(theirs, 0o600)  # mesg n: the last notice before something is taken away is written all the same
+    own = {"preexec_fn": lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)}
     with a_holder(claimed.directory, claimed.uuids[0], uid=SOMEBODY, **own) as one:
         snapshot = replace(claimed.machine.sample((), None), claims=probe(claimed.directory, claimed.uuids))
         verdict = replace(claimed.verdict(one), action="warn", next_action="release", next_after=600.0)
@@ -223,7 +223,7 @@ def test_the_warning_before_it_goes_to_the_terminal_of_whoever_holds_the_claim(c
 
     assert outcome.word == actions.DONE and "held for 3h without a process" in said
     os.close(ours)
-    os.close(his)
+    os.close(theirs)
 
 
 def test_where_the_kernel_lends_no_files_the_line_says_what_the_unit_lacks(claimed, holder, monkeypatch):
@@ -331,7 +331,7 @@ def test_what_was_released_counts_for_the_limits_of_the_guard(claimed, holder):
     assert deed.uid == SOMEBODY
 
 
-def test_whose_share_of_the_hour_is_used_up_has_his_job_of_slurm_live(claimed, holder, monkeypatch):
+def test_whose_share_of_the_hour_is_used_up_has_their_job_of_slurm_live(claimed, holder, monkeypatch):
     monkeypatch.setattr(slurm, "against_cancelling", lambda job, uid: None)
     monkeypatch.setattr(slurm, "cancel", lambda job: pytest.fail("it was cancelled"))
     claimed.facts["limits"], now = ActionLimits(), claimed.snapshot.clock
@@ -355,7 +355,7 @@ def test_a_claim_that_cannot_be_let_go_is_a_failure(claimed, holder, monkeypatch
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_whoever_waits_for_the_signal_that_his_claim_has_changed_gets_it(claimed, holder, monkeypatch, listens):
+def test_whoever_waits_for_the_signal_that_their_claim_has_changed_gets_it(claimed, holder, monkeypatch, listens):
     sent: list[int] = []
     monkeypatch.setattr(signals, "forward", lambda pidfd, signum: sent.append(signum) or "sent")
     monkeypatch.setattr(releasing, "is_supervisor", lambda pid: listens and pid == holder.pid)

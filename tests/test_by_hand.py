@@ -121,7 +121,7 @@ def test_root_does_not_reach_processes_of_root():
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_a_user_reaches_only_his_own(desk, monkeypatch):
+def test_a_user_reaches_only_their_own(desk, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: desk.process.uid + 1)
 
     assert desk.signal().why == "it belongs to alice: only root signals processes of others"

@@ -1,4 +1,4 @@
-"""What a process has in its memory keeps nobody waiting who asks for it, however long its owner lets him wait."""
+"""What a process has in its memory keeps nobody waiting who asks for it, however long its owner lets them wait."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_somebody_else_s_denial_is_nothing_to_me(directory):
     acquire(Devices(a_device(0)), Request(), directory, environ={}).release()
 
 
-def test_a_denied_user_may_divide_the_claim_that_he_has(directory):
+def test_a_denied_user_may_divide_the_claim_that_they_have(directory):
     with acquire(Devices(a_device(0)), Request(), directory, environ={}) as claim:
         mark(directory, DENIED, str(os.geteuid()))
 

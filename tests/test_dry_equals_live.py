@@ -69,7 +69,7 @@ policy = st.builds(
 
 
 class Stage:
-    """A backend in which somebody dies of what is done to him, or would be done."""
+    """A backend in which somebody dies of what is done to them, or would be done."""
 
     name, simulated = "stage", True
 

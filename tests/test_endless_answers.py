@@ -31,7 +31,7 @@ ENDLESS = {
 
 @contextmanager
 def a_peer(talk: Callable[[socket.socket], None], context: ssl.SSLContext | None = None) -> Iterator[int]:
-    """Somebody on a free port who talks, whatever is said to him."""
+    """Somebody on a free port who talks, whatever is said to them."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:

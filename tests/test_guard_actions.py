@@ -300,7 +300,7 @@ def test_an_action_that_does_not_exist_fails_and_is_written_down(scene):
     assert [event.outcome for event in scene.events] == ["failed"]
 
 
-def test_a_verdict_about_a_user_means_his_processes(scene):
+def test_a_verdict_about_a_user_means_their_processes(scene):
     finding = scene.verdict().finding
     about = replace(finding, subject=replace(finding.subject, kind="user", pid=None, start_time=None, device=None))
 

@@ -332,10 +332,10 @@ def test_a_priority_that_cannot_be_changed_is_said_and_written_down(scene, monke
     assert [event.outcome for event in scene.events] == ["about to", word]
 
 
-# Denying: the one user, by his name.
+# Denying: the one user, by their name.
 
 
-def test_the_user_of_a_verdict_is_denied_by_his_name_else_the_only_one_of_its_processes(scene, monkeypatch):
+def test_the_user_of_a_verdict_is_denied_by_their_name_else_the_only_one_of_its_processes(scene, monkeypatch):
     asked = []
     monkeypatch.setattr(
         actions, "_restrict", lambda verdict, context, *what: asked.append(what) or actions.ActionOutcome("done")

@@ -109,7 +109,7 @@ def test_who_lets_another_thread_than_the_first_open_the_driver_uses_it_no_less(
 
 
 def test_a_program_on_a_file_system_that_tells_root_nothing_is_known_by_its_path(monkeypatch):
-    """One of FUSE, say: whose process spared him was out of every policy's reach."""
+    """One of FUSE, say: whose process spared them was out of every policy's reach."""
     stat = os.stat
 
     def closed(path, **more):
@@ -174,7 +174,7 @@ time.sleep(600)
 @pytest.mark.parametrize(
     "name", ["\rUid: 7 7 7", "\rSigCgt:", "\rSigCgt: x", "\rSigCgt:400000", "\x0bUid:\t0", "a\nUid: 3"]
 )
-def test_nobody_has_another_owner_or_other_signals_by_the_name_that_he_gives_himself(name):
+def test_no_process_has_another_owner_or_other_signals_by_the_name_that_it_gives_itself(name):
     with subprocess.Popen([sys.executable, "-c", NAMED, name], stdout=subprocess.PIPE) as child:
         try:
             child.stdout.readline()
@@ -184,7 +184,7 @@ def test_nobody_has_another_owner_or_other_signals_by_the_name_that_he_gives_him
             child.kill()
 
 
-# Whom the policy file protects: no policy touches him, whatever it says.
+# Whom the policy file protects: no policy touches them, whatever it says.
 
 
 POLICY = """
@@ -240,8 +240,8 @@ def test_members_are_protected_and_so_is_whoever_may_be_one() -> None:
         ({"executable": SLEEP, "executable_owner": 0}, True),
         ({"executable": f"{SLEEP} (deleted)", "executable_owner": 0}, True),
         ({"executable": "/no/such/sleep", "executable_owner": 0}, True),
-        ({"executable": "/no/such/sleep", "executable_owner": SOMEBODY}, False),  # a path in a place of his own
-        ({"executable": SLEEP, "executable_owner": SOMEBODY}, False),  # a file of his own, mounted there for him alone
+        ({"executable": "/no/such/sleep", "executable_owner": SOMEBODY}, False),  # a path in a place of their own
+        ({"executable": SLEEP, "executable_owner": SOMEBODY}, False),  # a file of their own, mounted there
         ({"executable": "/usr/bin/env", "executable_owner": 0}, False),
     ],
 )
@@ -252,7 +252,7 @@ def test_a_program_is_known_by_its_path_and_its_owner(facts: dict[str, Any], spa
     assert identity.runs_one_of(replace(seen, **facts), (SLEEP, "/no/such/*")) is spared
 
 
-def test_a_program_of_somebody_who_put_it_there_himself_is_known_too(tmp_path: Path) -> None:
+def test_a_program_of_somebody_who_put_it_there_themselves_is_known_too(tmp_path: Path) -> None:
     program = tmp_path / "server"
     program.touch()
     os.chown(program, somebody() or os.getuid(), -1)

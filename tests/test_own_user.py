@@ -204,7 +204,7 @@ def test_a_policy_file_that_its_own_user_could_write_is_refused(place, site):
 
 
 @pytest.mark.terminal
-def test_it_warns_on_the_terminal_of_another_user_in_his_language(place, site):
+def test_it_warns_on_the_terminal_of_another_user_in_their_language(place, site):
     ours, theirs = os.openpty()
     os.fchown(theirs, SOMEBODY, 5)
     os.fchmod(theirs, 0o620)

@@ -13,7 +13,7 @@ from sources import ROOT
 
 SCRIPT = Path(__file__).with_name("pid_reuse.py")
 COUNT = int(os.environ.get("GPUGUARD_TEST_REUSES", "100"))
-# What keeps the successor safe in each campaign; without it he is hit.
+# What keeps the successor safe in each campaign; without it the successor is hit.
 FAULTS = {"decision": "os.kill", "pidfd": "start time,sample time,listed", "sample": "sample time"}
 
 NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]

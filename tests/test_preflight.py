@@ -29,7 +29,7 @@ def test_an_offender_whom_nothing_protects_is_hit(scene):
     assert scene.dies()
 
 
-# Each takes a scene in which the offender would be hit, and makes him an innocent.
+# Each takes a scene in which the offender would be hit, and makes them an innocent.
 
 
 def pid_beyond_all(scene: Scene, patch: Patch) -> None:
@@ -180,7 +180,7 @@ def debugged(scene: Scene, patch: Patch) -> None:
     change_facts(patch, tracer=1)
 
 
-def changed_his_ways(scene: Scene, patch: Patch) -> None:
+def changed_their_ways(scene: Scene, patch: Patch) -> None:
     scene.context(still_true=lambda verdict, snapshot: False)
 
 
@@ -190,7 +190,7 @@ def change_facts(patch: Patch, **change: Any) -> None:
 
 
 INNOCENTS: list[tuple[Callable[[Scene, Patch], None], str, tuple[str, ...]]] = [
-    # who, the check that protects him, and those that would as well
+    # who, the check that protects them, and those that would as well
     (of_a_recording, "live", ()),
     (answer_from_a_recording, "listed", ()),
     (pid_beyond_all, "pid", ()),
@@ -225,7 +225,7 @@ INNOCENTS: list[tuple[Callable[[Scene, Patch], None], str, tuple[str, ...]]] = [
     (notebook, "interactive", ()),
     (on_a_terminal, "interactive", ()),
     (debugged, "interactive", ()),
-    (changed_his_ways, "rule", ()),
+    (changed_their_ways, "rule", ()),
 ]
 NAMES = [innocent.__name__ for innocent, _, _ in INNOCENTS]
 
@@ -336,7 +336,7 @@ def test_users_are_hit_and_accounts_of_the_system_are_not(uid, word):
         ("nvidia-cuda-mps-server", 0, True),
         ("Xorg", 0, True),
         ("gnome-shell", 0, True),
-        ("gnome-shell", SOMEBODY, False),  # anybody can call his program so
+        ("gnome-shell", SOMEBODY, False),  # anybody can call their program so
         ("train", 0, False),
     ],
 )
@@ -405,15 +405,15 @@ def test_a_process_that_has_ended_is_gone_and_no_error(child):
 
 @pytest.mark.root
 def test_a_process_of_another_user_is_not_permitted_and_no_error():
-    with a_child(uid=SOMEBODY) as his:
-        pidfd = os.pidfd_open(his.pid)
+    with a_child(uid=SOMEBODY) as child:
+        pidfd = os.pidfd_open(child.pid)
         os.seteuid(SOMEBODY + 1)  # takes the capabilities of root away until it is root's again
         try:
             assert signals.forward(pidfd, signal.SIGTERM) == "not permitted"
         finally:
             os.seteuid(0)
             os.close(pidfd)
-        assert his.poll() is None
+        assert child.poll() is None
 
 
 @pytest.mark.parametrize("blocked", ["()", "(2,)"])
@@ -439,7 +439,7 @@ def test_of_a_signal_that_ends_nobody_one_dies_by_the_code_of_shells():
     assert subprocess.run([sys.executable, "-c", script]).returncode == 128 + signal.SIGWINCH
 
 
-def test_whoever_stops_himself_stops_until_somebody_continues_him():
+def test_whoever_stops_themselves_stops_until_somebody_continues_them():
     with subprocess.Popen(
         [sys.executable, "-c", "from gpuguard.enforcement import signals; signals.stop_self()"]
     ) as child:

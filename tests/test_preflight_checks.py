@@ -139,7 +139,7 @@ def test_where_there_is_no_driver_file_there_is_nothing_to_hold_on_to(target, mo
     assert CHECKS["driver"](of_a_driver(facts(uses_driver=None)(target))) is None
 
 
-def test_whoever_is_no_relative_is_hit_unless_he_is_in_our_group_or_cannot_be_seen(target, monkeypatch):
+def test_a_process_that_is_no_relative_is_hit_unless_it_is_in_our_group_or_cannot_be_seen(target, monkeypatch):
     monkeypatch.setattr(procfs, "ancestors", lambda pid: frozenset())
 
     assert CHECKS["family"](in_another_group(target)) is None
@@ -147,7 +147,7 @@ def test_whoever_is_no_relative_is_hit_unless_he_is_in_our_group_or_cannot_be_se
     assert CHECKS["family"](unknown(target)) == "it is in gpuguard's process group"
 
 
-def test_whoever_sits_in_front_of_it_has_his_grace_and_not_a_moment_more(target):
+def test_whoever_sits_in_front_of_it_has_their_grace_and_not_a_moment_more(target):
     on_a_terminal = facts(terminal=os.makedev(136, 3))(target)
 
     first = CHECKS["interactive"](on_a_terminal)
@@ -231,7 +231,7 @@ def test_a_pid_that_cannot_be_held_is_left_alone(scene, monkeypatch):
     assert "Too many open files" in scene.act().why
 
 
-def test_who_has_ended_before_he_could_be_held_is_gone(scene):
+def test_a_process_that_has_ended_before_it_could_be_held_is_gone(scene):
     os.kill(scene.pid, signal.SIGKILL)
     os.waitpid(scene.pid, 0)
 

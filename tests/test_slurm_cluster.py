@@ -1,7 +1,7 @@
 """Slurm itself, with gpuguard on its node: nobody gets a device that somebody else has, and each refusal has a reason.
 
 Who really has a device is told by a witness that knows nothing of claims: a directory per device, made by whoever is on
-it and removed when he leaves.  Whoever finds it there has met somebody.
+it and removed when the job leaves.  A job that finds it there has met another one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.root, pytest.mark.usefixtures("alone")]
 
 DEVICES, JOBS, OUTSIDERS = 4, 20, 4
 TESTIFY = """#!/bin/sh
-# witness [SECONDS]: on all devices that this process sees, for so long or until he is told to leave
+# witness [SECONDS]: on all devices that this process sees, for so long or until it is told to leave
 for device in $(echo "$CUDA_VISIBLE_DEVICES" | tr , ' '); do
     mkdir "$WITNESS/$device" 2>/dev/null || echo "$device" >> "$WITNESS/met"
 done

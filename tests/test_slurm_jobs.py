@@ -157,8 +157,8 @@ def test_a_process_belongs_to_the_job_of_its_slurmstepd():
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("program", ["of his own", "that is root's for as long as it runs"])
-def test_who_only_calls_himself_slurmstepd_is_none(tmp_path, program):
+@pytest.mark.parametrize("program", ["of their own", "that is root's for as long as it runs"])
+def test_who_only_calls_themselves_slurmstepd_is_none(tmp_path, program):
     sleep = str(tmp_path / "sleep") if "root" in program else "/usr/bin/sleep"
     if "root" in program:
         set_user_id_program(tmp_path)

@@ -96,7 +96,7 @@ def test_of_an_array_the_one_task_runs_or_is_over(controller):
 
 
 def words_of_users() -> Iterator[str]:
-    """What somebody may call his job, so that it looks like more."""
+    """What somebody may call their job, so that it looks like more."""
     rows = [Job(12, 77, 2).row, Job(20, 77, 2).row, Job(20, 20, 2).row, Job(77, 77, 2, ME).row, Job(20, uid=OTHER).row]
     rows += [row.replace(" ", separator) for row in rows[:2] for separator in ("  ", "\t", "\u2003", "\x85")]
     for text in ("", "-u root", "--user=root", "$(reboot)", "\x1b[2J", "\x00", "9" * 5000, "\ud800", *rows):
@@ -104,7 +104,7 @@ def words_of_users() -> Iterator[str]:
             yield f"x{end}{text}"
 
 
-def test_whatever_a_user_calls_his_jobs_no_other_is_ended_or_put_back(controller):
+def test_whatever_a_user_calls_their_jobs_no_other_is_ended_or_put_back(controller):
     mine = {job.id for job in controller.jobs if job.uid == ME}
     for name in words_of_users():
         for job in controller.jobs:
@@ -160,7 +160,7 @@ def submitted(place: Path, script: str) -> Any:
     return Gpuguard(place, None, PATH=f"{place}:{os.environ['PATH']}")("submit", "--via", "slurm", "--", "true")
 
 
-def test_who_is_interrupted_while_he_hands_a_job_over_knows_where_to_look(tmp_path):
+def test_a_user_who_is_interrupted_while_a_job_is_handed_over_knows_where_to_look(tmp_path):
     done = submitted(tmp_path, "kill -INT $PPID; exec sleep 60")
 
     assert (done.returncode, done.stdout) == (130, "")

@@ -479,7 +479,7 @@ def test_a_worker_that_cannot_be_started_leaves_no_descriptor_open(monkeypatch: 
 def test_a_worker_that_cannot_be_started_again_is_a_driver_that_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job of a `gpuguard run` lost its wrapper, with its limits, and who waited his place in line."""
+    """The job of a `gpuguard run` lost its wrapper, with its limits, and who waited their place in line."""
     start(str(tmp_path / "node"))
     with open_worker(f"simulated:{tmp_path / 'node'}") as source:
         assert samples(source)
