@@ -23,7 +23,7 @@ from nodes import beginning_with, change, eventually, start
 from gpuguard.backends import client, open_backend, worker
 from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.errors import BackendError, DriverUnresponsive, InvalidRequest
-from gpuguard.model import ALL_FIELDS, MEMORY, SELECT_FIELDS, WHO_FIELDS, Gap, Snapshot
+from gpuguard.model import ALL_FIELDS, MEMORY, POWER, SELECT_FIELDS, WHO_FIELDS, Gap, Snapshot
 
 SIM = [sys.executable, "-m", "gpuguard", "sim"]
 
@@ -60,22 +60,15 @@ def problems(source: WorkerBackend) -> dict[int, tuple[str, ...] | None]:
 
 
 def test_a_snapshot_crosses_the_border_unchanged(backend: WorkerBackend, node: str) -> None:
-    here, there = open_backend(node).sample(ALL_FIELDS), backend.sample(ALL_FIELDS)
+    fields = ALL_FIELDS - {POWER}  # energy grows with time
+    here, there = open_backend(node).sample(fields), backend.sample(fields)
 
-    assert [device.uuid for device in there.devices] == [device.uuid for device in here.devices]
-    assert [vars(device).keys() for device in there.devices] == [vars(device).keys() for device in here.devices]
-    assert (there.host, there.simulated, there.driver_version) == (here.host, here.simulated, here.driver_version)
+    assert replace(there, taken_at=here.taken_at, clock=here.clock) == here
 
 
 def crossed(snapshot: Snapshot, sent: worker.SentProcesses, received: worker.SentProcesses) -> Snapshot:
     """*snapshot* at the other end of the pipe."""
     return worker.unpack(marshal.loads(marshal.dumps(worker.pack(snapshot, sent))), received)
-
-
-def test_packing_loses_nothing(node: str) -> None:
-    snapshot = open_backend(node).sample(ALL_FIELDS)
-
-    assert crossed(snapshot, {}, {}) == snapshot
 
 
 def test_a_recording_with_claims_crosses_the_border_and_its_nouns_can_be_looked_up() -> None:

@@ -128,7 +128,7 @@ def start() -> Any:
         DriverNotFound, DriverMismatch, DriverPermission, BackendError: with the cause and what to do.
     """
     try:
-        import pynvml as nvml
+        import pynvml as nvml  # may be missing, and only the process that reads the devices needs it
     except ImportError:
         raise DriverNotFound("the Python package nvidia-ml-py is missing: `pip install nvidia-ml-py`.") from None
     answer = call(nvml, "nvmlInit", tries={})
