@@ -349,14 +349,22 @@ def test_the_winners_are_those_of_who_has_read_everything(facts: list[dict[str, 
     request = replace(request, prefer=request.prefer if len(everything) > 1 else ())
     gaps = [Gap(device.uuid, "processes", "not told") for device in everything if device.processes is None]
     full = replace(a_snapshot(*everything), gaps=tuple(gaps))
-    expected = [device.index for device in choose(full, request, {}).devices]
+    best = choose(full, request, {})
+    expected = [device.index for device in best.devices]
+
+    def agrees(indices: list[int]) -> bool:
+        """Whether they are the best; of "pack", which counts devices of a node that are not read, as many good ones."""
+        good = {device.index for device in best.eligible}
+        return indices == expected or (
+            request.strategy == "pack" and len(indices) == len(expected) and good >= set(indices)
+        )
 
     with tempfile.TemporaryDirectory() as place:
         directory = lock_directory(place)
         _, choice = preview(Reticent(*everything), request, directory)
-        assert [device.index for device in choice.devices] == expected
+        assert agrees([device.index for device in choice.devices])
         try:
             with acquire(Reticent(*everything), request, directory) as claim:
-                assert [device.index for device in claim] == expected
+                assert agrees([device.index for device in claim])
         except NotEnoughGpus:
             assert expected == []
