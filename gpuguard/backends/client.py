@@ -72,25 +72,26 @@ class WorkerBackend:
                 self._send_request(request)
                 return self._named(self._reply(NEXT_DEVICE_SECONDS if hung_before else DEVICE_SECONDS), request[1])
             except _Stuck as stuck:
-                self._abandon()
+                self.close()
                 if suspect is not None and stuck.index is not None:
                     del self._skip[suspect]
                 suspect = stuck.index if ahead else None  # where several are asked at once, another may be at fault
                 if stuck.index is None or stuck.index in self._skip:
-                    raise errors.DriverUnresponsive(
-                        f"{stuck.reason}.  Try `nvidia-smi`; if it hangs too, reboot."
-                    ) from None
+                    raise _unresponsive(stuck.reason) from None
                 self._skip[stuck.index] = time.monotonic() + RETRY_SECONDS
                 hung_before = True
             except BrokenPipeError:
-                self._abandon()
+                self.close()
                 raise errors.DriverUnresponsive(
                     "the process that reads the devices ended by itself.  Try again."
                 ) from None
 
     def close(self) -> None:
         """End the worker."""
-        self._abandon()
+        if self._channel:
+            channel, self._channel, self._ready, self._sent = self._channel, None, False, {}
+            channel.close()
+        worker.reap()
 
     def leave(self) -> None:
         """The same within another program: its next os.wait() is for a child of its own, so ours is gone by then."""
@@ -133,10 +134,7 @@ class WorkerBackend:
                         "the driver takes long to start (persistence mode off? `nvidia-smi -pm 1` as root helps) ..."
                     )
                 if _overdue(channel, INIT_SECONDS - SLOW_SECONDS):
-                    raise errors.DriverUnresponsive(
-                        f"the driver did not initialise within {INIT_SECONDS:.0f} s.  Try `nvidia-smi`; "
-                        "if it hangs too, reboot."
-                    )
+                    raise _unresponsive(f"the driver did not initialise within {INIT_SECONDS:.0f} s")
             reply = worker.receive(channel.replies, lambda: _in_time(channel, INIT_SECONDS))
             if reply is None:
                 raise errors.DriverUnresponsive("the driver library crashed while it initialised.  Try `nvidia-smi`.")
@@ -145,10 +143,10 @@ class WorkerBackend:
                 another = f"gpuguard {reply[1]}" if reply[1:] else "another gpuguard"
                 raise errors.BackendError(errors.INSTALLED_ANEW.format(another, __version__))
         except _Stuck as stuck:
-            self._abandon()
-            raise errors.DriverUnresponsive(f"{stuck.reason}.  Try `nvidia-smi`; if it hangs too, reboot.") from None
+            self.close()
+            raise _unresponsive(stuck.reason) from None
         except errors.GpuguardError:
-            self._abandon()
+            self.close()
             raise
         self._ready = True
 
@@ -175,12 +173,6 @@ class WorkerBackend:
         gaps += tuple(Gap(uuid, "device", _SILENT) for uuid in wanted.values())
         return replace(snapshot, devices=tuple(sorted(others + gone, key=lambda device: device.index)), gaps=gaps)
 
-    def _abandon(self) -> None:
-        if self._channel:
-            channel, self._channel, self._ready, self._sent = self._channel, None, False, {}
-            channel.close()
-        worker.reap()
-
 
 class _Stuck(Exception):
     """The worker fell silent or died while it read device *index*."""
@@ -189,6 +181,10 @@ class _Stuck(Exception):
         super().__init__(reason)
         self.index = index
         self.reason = reason
+
+
+def _unresponsive(reason: str) -> errors.DriverUnresponsive:
+    return errors.DriverUnresponsive(f"{reason}.  Try `nvidia-smi`; if it hangs too, reboot.")
 
 
 def _overdue(channel: worker.Channel, seconds: float) -> worker.Mark | None:
