@@ -18,7 +18,7 @@ from sources import ROOT
 from test_tape import SECRETS, a_view
 
 from gpuguard import model
-from gpuguard.backends.replay import TapeWriter
+from gpuguard.backends.replay import RecordingWriter
 from gpuguard.backtest.masking import KEPT, MASKED, Mask
 from gpuguard.backtest.recording import pack, views
 from gpuguard.policies.view import HostUse
@@ -208,7 +208,7 @@ def test_a_trace_that_cannot_be_replayed_is_one_sentence(tmp_path, text, message
 
 
 def masked_text(path: Path) -> str:
-    mask, tape = Mask(), TapeWriter(str(path), {})
+    mask, tape = Mask(), RecordingWriter(str(path), {})
     for second in range(3):
         tape.write(mask(pack(a_view(second))))
     tape.close()

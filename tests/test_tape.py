@@ -20,7 +20,7 @@ from nodes import Gpuguard, eventually
 from gpuguard import model
 from gpuguard.backends import open_backend
 from gpuguard.backends.client import open_worker
-from gpuguard.backends.replay import TapeWriter, read_tape
+from gpuguard.backends.replay import RecordingWriter, read_samples
 from gpuguard.backtest.backtest import backtest, rehearse
 from gpuguard.backtest.csv_series import people, read_any
 from gpuguard.backtest.recording import pack, unpack, views
@@ -86,7 +86,7 @@ def a_view(second: int = 0, chance: random.Random | None = None) -> RuleView:
 
 
 def write(path: Path, *seen: RuleView, **options: Any) -> str:
-    tape = TapeWriter(str(path), {"interval_seconds": 1.0}, **options)
+    tape = RecordingWriter(str(path), {"interval_seconds": 1.0}, **options)
     for view in seen:
         tape.write(pack(view))
     tape.close()
@@ -106,10 +106,10 @@ def test_what_was_seen_comes_back(tmp_path):
 
 
 def test_a_sample_is_in_the_file_as_soon_as_it_is_written(tmp_path):
-    tape = TapeWriter(str(tmp_path / "a.rec"), {})
+    tape = RecordingWriter(str(tmp_path / "a.rec"), {})
     for second in range(3):
         tape.write(pack(a_view(second)))
-        assert len(list(read_tape(str(tmp_path / "a.rec")))) == second + 1
+        assert len(list(read_samples(str(tmp_path / "a.rec")))) == second + 1
     tape.close()
 
 
@@ -140,7 +140,7 @@ def test_a_file_that_was_cut_off_anywhere_is_read_up_to_there(tmp_path):
     cut, counts = tmp_path / "cut.rec", []
     for end in range(60, len(whole), len(whole) // 40):
         cut.write_bytes(whole[:end])
-        found = list(read_tape(str(cut)))
+        found = list(read_samples(str(cut)))
         assert [unpack(one).clock for one in found] == [view.clock for view in seen[: len(found)]]
         counts.append(len(found))
 
@@ -184,7 +184,7 @@ def test_what_a_later_version_adds_is_passed_over_and_another_format_is_not(tmp_
     path = tmp_path / "b.rec"
     path.write_bytes(gzip.compress(b'{"gpuguard_recording":2}\n'))
     with pytest.raises(BackendError, match="version 2, and this gpuguard reads 1"):
-        list(read_tape(str(path)))
+        list(read_samples(str(path)))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_file_that_is_no_recording_is_a_sentence(tmp_path, content, said):
     (tmp_path / "x").write_bytes(content)
 
     with pytest.raises(BackendError, match=said):
-        list(read_tape(str(tmp_path / "x")))
+        list(read_samples(str(tmp_path / "x")))
 
 
 def test_a_recording_is_never_written_over_and_can_be_continued(tmp_path):
@@ -228,7 +228,7 @@ def test_a_recorder_that_is_killed_leaves_a_readable_file(tmp_path):
     path = tmp_path / "a.rec"
     words = gpuguard.words("record", str(path), "--every", "100ms")
     with subprocess.Popen(words, env=gpuguard.environment, stderr=subprocess.DEVNULL) as recorder:
-        assert eventually(lambda: path.exists() and len(list(read_tape(str(path)))) >= 4)
+        assert eventually(lambda: path.exists() and len(list(read_samples(str(path)))) >= 4)
         recorder.send_signal(signal.SIGKILL)
 
     clocks = [view.clock for view in views(str(path))]

@@ -139,7 +139,7 @@ class Nvml:
             self._count: int | None = None
             self._devices: dict[int, KnownDevice] = {}
             self._owners: dict[str, int] = {}  # of uuids: index
-            self._asked: Ahead | None = None
+            self._ahead: Ahead | None = None
             self._settings_read = self._recent_read = float("-inf")
             self._static: dict[str, str | None] = {}
             self._ancestors: dict[tuple[int, int], CallResult] = {}
@@ -152,13 +152,13 @@ class Nvml:
             opened = self._devices.get(index)
             # Never the first one: what the binding makes only when it is needed is not made for several threads.
             if index == 1 and self.ahead and seek is None and not opened and time.monotonic() - begun > SLOW_SECONDS:
-                self._asked = self._ask_ahead(fields)
+                self._ahead = self._read_ahead(fields)
             if seek is not None and not (self._may_be(opened, seek) if opened else self._unknown(seek)):
                 continue
             readings = self._read(index, fields, seek)
             if seek is None or any(device.uuid in seek for device, _ in readings):
                 found += readings
-        self._asked = None
+        self._ahead = None
         return found
 
     def _read(self, index: int, fields: Collection[str], seek: Set[str] | None) -> list[_Read]:
@@ -169,8 +169,8 @@ class Nvml:
             gap = Gap(uuid, "device", "a driver call did not come back")
             return [(Device(index, uuid, problems=("unresponsive",)), [gap])]
         self.progress(index)
-        asked = self._asked and self._asked.of(index)
-        opened = known or asked or self._opened(index)
+        prefetched = self._ahead and self._ahead.of(index)
+        opened = known or prefetched or self._opened(index)
         if isinstance(opened, KnownDevice) and self._owners.get(opened.uuid) != index:
             opened = self._named(opened)
         if isinstance(opened, CallResult):
@@ -210,14 +210,14 @@ class Nvml:
         same = f"device {owner} has the same uuid" if owner is not None else f"its uuid is {opened.uuid!r:.40}"
         return CallResult(None, BAD_TEXT, same)
 
-    def _ask_ahead(self, fields: Collection[str]) -> Ahead:
-        def ask(index: int) -> KnownDevice | CallResult:
+    def _read_ahead(self, fields: Collection[str]) -> Ahead:
+        def prefetch(index: int) -> KnownDevice | CallResult:
             opened = self._opened(index)
             if isinstance(opened, KnownDevice):
                 prefetch_all(Prefetch(self._nvml, opened, fields))
             return opened
 
-        return Ahead([index for index in range(1, self._device_count()) if index not in self.skip], ask)
+        return Ahead([index for index in range(1, self._device_count()) if index not in self.skip], prefetch)
 
     def _may_be(self, opened: KnownDevice, seek: Set[str]) -> bool:
         """Whether the device is one of *seek*, or may have an instance that is: which has been seen nowhere yet."""
@@ -329,12 +329,12 @@ THREADS = 8
 
 
 class Ahead:
-    """Threads that call *ask* with each of *indices*, about in their order."""
+    """Threads that call *read* with each of *indices*, about in their order."""
 
-    def __init__(self, indices: Sequence[int], ask: Callable[[int], Any]) -> None:
+    def __init__(self, indices: Sequence[int], read: Callable[[int], Any]) -> None:
         self._done: dict[int, threading.Event] = {}
         self._results: dict[int, Any] = {}
-        self._ask = ask
+        self._read_device = read
         for first in range(min(THREADS, len(indices))):
             own = {index: threading.Event() for index in indices[first::THREADS]}
             try:
@@ -344,7 +344,7 @@ class Ahead:
             self._done.update(own)
 
     def of(self, index: int) -> Any:
-        """What *ask* returned for it, once it has; None where it failed, or was not called."""
+        """What *read* returned for it, once it has; None where it failed, or was not called."""
         if done := self._done.pop(index, None):
             done.wait()
         return self._results.pop(index, None)
@@ -352,7 +352,7 @@ class Ahead:
     def _run(self, own: Mapping[int, threading.Event]) -> None:
         for index, done in own.items():
             try:
-                self._results[index] = self._ask(index)
+                self._results[index] = self._read_device(index)
             except Exception:  # noqa: BLE001, S110  it is raised again when the device is read in its turn
                 pass
             finally:

@@ -103,7 +103,7 @@ def process_list(nvml: Any, function: str) -> Callable[[Any], list[tuple[int, in
     entry = getattr(library, function, None)
     unknown = nvml.NVML_VALUE_NOT_AVAILABLE_ulonglong.value
 
-    def ask(handle: Any) -> list[tuple[int, int | None]]:
+    def list_of(handle: Any) -> list[tuple[int, int | None]]:
         if entry is None:
             raise nvml.NVMLError(FUNCTION_NOT_FOUND)
         room = _ROOM
@@ -118,7 +118,7 @@ def process_list(nvml: Any, function: str) -> Callable[[Any], list[tuple[int, in
         listed = rows[: min(count.value, room)]
         return [(row.pid, None if row.usedGpuMemory == unknown else row.usedGpuMemory) for row in listed]
 
-    return ask
+    return list_of
 
 
 def start() -> Any:
@@ -219,8 +219,8 @@ class Reading:
     def call(self, function: str, *arguments: Any) -> CallResult:
         """Call *function* for this device.  Raises DeviceLost."""
         ahead = self.device.ahead
-        told = ahead.pop((function, *arguments), None) if ahead else None
-        answer = told or call(self.nvml, function, self.device.handle, *arguments)
+        prefetched = ahead.pop((function, *arguments), None) if ahead else None
+        answer = prefetched or call(self.nvml, function, self.device.handle, *arguments)
         if answer.code:
             if answer.code == LOST:
                 raise DeviceLost

@@ -232,9 +232,9 @@ def read_processes(reading: Reading) -> None:
         lists, failed, reason = _plausible_lists(reading, [*kinds, "graphics"])
     if "compute" not in lists:
         return
-    told = lists, reading.values.get("memory_total")
-    if told != reading.device.told:  # else they are the same objects, too
-        reading.device.told, reading.device.listed = told, _merged(*told)
+    read_now = lists, reading.values.get("memory_total")
+    if read_now != reading.device.told:  # else they are the same objects, too
+        reading.device.told, reading.device.listed = read_now, _merged(*read_now)
     rows = reading.device.listed
     # A desktop looks like a job when the list of graphics processes exists and could not be read.
     reading.values["processes_plausible"] = reason is None and all(answer.code in NEVER for answer in failed.values())

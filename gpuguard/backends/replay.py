@@ -42,7 +42,7 @@ _GZIP = 31  # window bits of zlib that mean gzip
 _SET, _ITEMS, _GONE = "=", "#", "-"
 
 
-class TapeWriter:
+class RecordingWriter:
     """Writes one recording, and a further one beside it when it grows too large."""
 
     def __init__(self, path: str, head: dict[str, Any], *, most: int | None = None, append: bool = False) -> None:
@@ -112,19 +112,19 @@ class TapeWriter:
             left = left[os.write(self._descriptor, left) :]
 
 
-def read_tape(path: str) -> Iterator[dict[str, Any]]:
+def read_samples(path: str) -> Iterator[dict[str, Any]]:
     """The samples of a recording, the oldest first, up to where it was cut off.
 
     Raises:
         BackendError: it cannot be read, is no recording, or of a version that is not known here.
     """
     before: Any = None
-    for place, line in enumerate(_lines(path)):
+    for number, line in enumerate(_lines(path)):
         try:
             content = loads(line)
             if not isinstance(content, dict):
                 raise ValueError("it is no object")
-            if place == 0 and "gpuguard_recording" not in content:
+            if number == 0 and "gpuguard_recording" not in content:
                 raise BackendError(f"{path} is no recording: `gpuguard record {path}` would make one.")
             if "gpuguard_recording" in content:
                 if (version := content["gpuguard_recording"]) != VERSION:
@@ -137,7 +137,7 @@ def read_tape(path: str) -> Iterator[dict[str, Any]]:
             if not isinstance(before, dict):
                 raise ValueError("it is no object")
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise BackendError(f"{path}, line {place + 1}: this is no sample: {error!r:.100}.") from None
+            raise BackendError(f"{path}, line {number + 1}: this is no sample: {error!r:.100}.") from None
         yield before
 
 
@@ -186,8 +186,8 @@ def _change(before: Any, after: Any) -> Any:
         gone = [key for key in before if key not in after]
         return {**change, _GONE: gone} if gone else change
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        places = (place for place, item in enumerate(after) if item != before[place])
-        return {_ITEMS: {str(place): _change(before[place], after[place]) for place in places}}
+        changed = (index for index, item in enumerate(after) if item != before[index])
+        return {_ITEMS: {str(index): _change(before[index], after[index]) for index in changed}}
     return {_SET: after} if isinstance(after, dict | list) else after
 
 
@@ -198,8 +198,8 @@ def _changed(before: Any, change: Any) -> Any:
         return change[_SET]
     if _ITEMS in change:
         items = list(before)
-        for place, item in change[_ITEMS].items():
-            items[int(place)] = _changed(items[int(place)], item)
+        for index, item in change[_ITEMS].items():
+            items[int(index)] = _changed(items[int(index)], item)
         return items
     whole = {key: value for key, value in before.items() if key not in change.get(_GONE, ())}
     return whole | {key: _changed(before.get(key), value) for key, value in change.items() if key != _GONE}
@@ -259,7 +259,7 @@ class Replay:
     def __init__(self, path: str, speed: float = 1.0, at: float = 0.0) -> None:
         self.progress: Callable[[int], object] = lambda index: None
         self.skip: Collection[int] = ()
-        self._samples: Iterator[dict[str, Any]] = read_tape(path)
+        self._samples: Iterator[dict[str, Any]] = read_samples(path)
         self._now = self._next = next(self._samples, None)
         if self._now is None:
             raise BackendError(f"{path} has no whole sample: nothing was recorded.")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpuguard.backends.replay import pack as pack_noun
-from gpuguard.backends.replay import read_tape
+from gpuguard.backends.replay import read_samples
 from gpuguard.backends.replay import unpack as unpack_snapshot
 from gpuguard.errors import BackendError
 from gpuguard.model import ProcessStat
@@ -47,7 +47,7 @@ def unpack(sample: Mapping[str, Any]) -> RuleView:
 
 def views(path: str) -> Iterator[RuleView]:
     """The samples of a recording, the oldest first.  Raises BackendError."""
-    for sample in read_tape(path):
+    for sample in read_samples(path):
         yield unpack(sample)
 
 

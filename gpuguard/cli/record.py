@@ -19,7 +19,7 @@ import threading
 import time
 
 from gpuguard.backends import Backend, is_recorded
-from gpuguard.backends.replay import TapeWriter
+from gpuguard.backends.replay import RecordingWriter
 from gpuguard.backtest.masking import Mask
 from gpuguard.backtest.recording import pack
 from gpuguard.cli.options import add_source_options, backend_of, directory_of, quantity
@@ -82,7 +82,7 @@ def _record(
     mask = Mask() if args.mask else None
     view: RuleView | None = reader.read()  # a fault of the first sample ends the command before there is a file
     head = {"interval_seconds": every, "masked": args.mask}
-    tape = TapeWriter(args.file, head, most=None if most is None else most // 2, append=args.append)
+    tape = RecordingWriter(args.file, head, most=None if most is None else most // 2, append=args.append)
     began, count, trouble = time.monotonic(), 0, ""
     try:
         while True:

@@ -79,9 +79,11 @@ def node_of(text: str, host: str) -> SlurmNodeState | None:
     facts: dict[str, str] = dict(re.findall(r"(?:^|\s)(NodeName|NodeHostName|Gres|State)=(\S+)", text))
     if "NodeName" not in facts or facts.get("NodeHostName", facts["NodeName"]).partition(".")[0] != host:
         return None
-    gpus = [re.fullmatch(r"gpu(?::[^:()]+)*?:(\d{1,6})(?:\(.*\))?", one) for one in _listed(facts.get("Gres", ""))]
+    gpus = [
+        re.fullmatch(r"gpu(?::[^:()]+)*?:(\d{1,6})(?:\(.*\))?", resource) for resource in _listed(facts.get("Gres", ""))
+    ]
     state = facts.get("State", "UNKNOWN")
-    counts = [int(one[1]) for one in gpus if one]
+    counts = [int(match[1]) for match in gpus if match]
     return SlurmNodeState(
         facts["NodeName"],
         counts[0] if len(counts) == 1 else 0,
@@ -94,13 +96,13 @@ def jobs_on(text: str, node: str) -> tuple[Job, ...]:
     jobs = []
     for line in text.splitlines():
         states = re.findall(r"(?:^|\s)JobState=(\w+)", line)
-        listed = any(is_in(node, found) for found in re.findall(r"(?:^|\s)NodeList=(\S+)", line))
-        details = [gres for found, gres in _DETAIL.findall(line) if is_in(node, found)]
+        listed = any(is_in(node, names) for names in re.findall(r"(?:^|\s)NodeList=(\S+)", line))
+        details = [gres for names, gres in _DETAIL.findall(line) if is_in(node, names)]
         if (not details and not listed) or (states and OVER.issuperset(states)):
             continue
-        told = [numbers for gres in details for numbers in _gpus_in(gres)]
-        known = bool(details) and None not in told
-        gpus = frozenset(number for numbers in told for number in numbers or ()) if known else None
+        given_here = [numbers for gres in details for numbers in _gpus_in(gres)]
+        known = bool(details) and None not in given_here
+        gpus = frozenset(number for numbers in given_here for number in numbers or ()) if known else None
         jobs.append(Job(frozenset(map(int, _UID.findall(line))), gpus))
     return tuple(jobs)
 
@@ -130,7 +132,8 @@ def given(
 
 def misnumbered(node: SlurmNodeState, devices: Sequence[Device]) -> str | None:
     """Why Slurm's numbers may mean other devices than the driver's; None when they mean the same."""
-    minors = [one.minor_number for one in sorted(devices, key=lambda one: one.index) if one.minor_number is not None]
+    ordered = sorted(devices, key=lambda device: device.index)
+    minors = [device.minor_number for device in ordered if device.minor_number is not None]
     if any(device.parent_uuid for device in devices):
         return "GPUs are divided into MIG instances, and which one Slurm means by a number is not known"
     if len(devices) != node.gpus:
@@ -160,15 +163,11 @@ def is_in(node: str, hostlist: str) -> bool:
     return False
 
 
-def _listed(gres: str) -> list[str]:
-    return re.findall(r"[^,(]+(?:\([^)]*\))?", gres)
-
-
 def _gpus_in(gres: str) -> Iterator[frozenset[int] | None]:
     """The numbers that each GPU resource of "gpu:tesla:2(IDX:0-1),shard:1(1/8,0/8)" names, None where it names none."""
     for _, count, place in _GRES.findall(gres):
         if index := _INDEX.fullmatch(place):
-            spans = [one.partition("-") for one in index[1].split(",") if one]
+            spans = [span.partition("-") for span in index[1].split(",") if span]
             yield frozenset(n for first, _, last in spans for n in range(int(first), int(last or first) + 1))
         elif not count.endswith(":0"):
             yield None
