@@ -79,9 +79,8 @@ def node_of(text: str, host: str) -> SlurmNodeState | None:
     facts: dict[str, str] = dict(re.findall(r"(?:^|\s)(NodeName|NodeHostName|Gres|State)=(\S+)", text))
     if "NodeName" not in facts or facts.get("NodeHostName", facts["NodeName"]).partition(".")[0] != host:
         return None
-    gpus = [
-        re.fullmatch(r"gpu(?::[^:()]+)*?:(\d{1,6})(?:\(.*\))?", resource) for resource in _listed(facts.get("Gres", ""))
-    ]
+    resources = re.findall(r"[^,(]+(?:\([^)]*\))?", facts.get("Gres", ""))
+    gpus = [re.fullmatch(r"gpu(?::[^:()]+)*?:(\d{1,6})(?:\(.*\))?", resource) for resource in resources]
     state = facts.get("State", "UNKNOWN")
     counts = [int(match[1]) for match in gpus if match]
     return SlurmNodeState(
