@@ -193,11 +193,11 @@ def exists_in_place(path: str) -> bool:
     """As os.path.lexists(); also of what is mounted there."""
     try:
         os.close(os.open(path, _HOLDING | os.O_NOFOLLOW))
+    except (FileNotFoundError, ValueError):  # or it is not the name of a file, as a record may have it
+        return False
     except OSError as error:
         if shortage(error):  # which says nothing of the file: the claims of all would look given up
             raise
-        return False
-    except ValueError:  # not the name of a file, as a record may have it
         return False
     return True
 
