@@ -106,7 +106,7 @@ def start(name: str) -> Channel:
         opened.append(mark)
         code = f"import gpuguard.backends.worker as worker; worker.serve(sys.argv[1], 0, 1, {mark}, {life_read})"
         process = start_interpreter(code, name, (request_read, reply_write), pass_fds=(mark, life_read))
-    except OSError:
+    except BaseException:  # whatever interrupts it: without its pipes a worker ends
         close_all(opened)
         raise
     channel = Channel(process, request_write, reply_read, mark, life_write)
