@@ -20,7 +20,7 @@ LONGEST = (
     "test_packaging", "test_two_users", "test_faulty_drivers", "test_broker_shares", "test_broker_hostile",
     "test_mig_profiles", "test_daemon", "test_overtaking", "test_broker_death", "test_reserve_command",
     "test_web", "test_slurm_cluster", "test_docs", "test_wrapper_death", "test_run",
-    "test_campaigns", "test_worker", "test_adopt", "test_web_browser", "test_exit_status",
+    "test_campaigns", "test_worker", "test_adopt", "test_web_browser",
 )  # fmt: skip
 
 

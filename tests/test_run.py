@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from builders import GIB, a_device, a_snapshot
@@ -240,3 +242,101 @@ def test_the_summary_of_a_job_and_the_usage_store_sum_alike():
     assert meter.energy() == pytest.approx(stored("energy_joules")) == pytest.approx(1200.0)
     mean = stored("utilization_percent_sum") / stored("seen_ms") * 1000
     assert meter.utilization() == pytest.approx(mean) == pytest.approx(18.0)
+
+
+# Its exit status: the one that it has without gpuguard before it, every code, every signal.
+
+# Each job in a process of its own, forked from one that has imported everything: 320 of them take seconds.
+MANY = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, "{tests}")
+from wrapped import FileBackend, Request, a_directory, acquire, become_subreaper, run
+become_subreaper()
+place = Path(sys.argv[1])
+os.environ["GPUGUARD_EVENTS"] = "/dev/null"
+(place / "samples").write_text("")
+for script in sys.stdin.read().splitlines():
+    pid = os.fork()
+    if pid == 0:
+        backend = FileBackend(place)
+        claim = acquire(backend, Request(devices=("0",)), a_directory(place / "claims"))
+        ended = run.run(["sh", "-c", script], claim, backend)
+        os._exit(ended.status if ended.die_of is None else 255)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+STOPPING = {signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+SIGNALS = sorted(signal.valid_signals() - STOPPING)
+
+
+def statuses(place: Path, scripts: list[str]) -> list[int]:
+    program = MANY.format(tests=Path(__file__).parent)
+    words = [sys.executable, "-c", program, str(place)]
+    # Against a hang: 256 jobs take 15 s, and were seen to take more than 60 where others compute.
+    done = subprocess.run(words, input="\n".join(scripts), stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    return [int(line) for line in done.stdout.split()]
+
+
+def test_every_exit_code_comes_through(wrapped):
+    assert statuses(wrapped.place, [f"exit {code}" for code in range(256)]) == list(range(256))
+
+
+def test_every_signal_becomes_what_a_shell_says_of_it(wrapped):
+    scripts = [f"ulimit -c 0; kill -{int(signum)} $$; exit 7" for signum in SIGNALS]
+    bare = [subprocess.run(["sh", "-c", script]).returncode for script in scripts]
+
+    assert statuses(wrapped.place, scripts) == [128 - code if code < 0 else code for code in bare]
+    assert sum(code < 0 for code in bare) > 50
+
+
+@pytest.mark.parametrize(
+    ("program", "file", "status", "text"),
+    [
+        ("nonesuch-program", None, 127, "nonesuch-program: command not found.  Is it installed, and in PATH?\n"),
+        ("train.py", ("#!/bin/sh\n", 0o755), 127, "not found in PATH, but here.  Write `gpuguard run ... -- python t"),
+        ("job", ("#!/bin/sh\n", 0o755), 127, "not found in PATH, but here.  Write `gpuguard run ... -- ./job`."),
+        ("NCCL_DEBUG=INFO", None, 127, "To set a variable: env NCCL_DEBUG=INFO CMD."),
+        ("", None, 127, "command not found"),
+        ("./train.py", ("print()", 0o644), 126, "Permission denied.  Write `gpuguard run ... -- python ./train.py`."),
+        ("./job", ("echo hello\n", 0o755), 126, "A script needs a first line such as #!/bin/sh."),
+        ("./job", ("#!/no/such/interpreter\n", 0o755), 127, "the interpreter that its first line names does not exist"),
+        (".", None, 126, "it is a directory"),
+    ],
+)
+def test_what_cannot_be_started_has_the_status_of_a_shell_and_advice(
+    wrapped, tmp_path, monkeypatch, program, file, status, text
+):
+    monkeypatch.chdir(tmp_path)
+    if file:
+        place = tmp_path / program.removeprefix("./")
+        place.write_text(file[0])
+        place.chmod(file[1])
+
+    ended, _, err = wrapped.run(program, "-x")
+
+    assert (ended, text in err, wrapped.is_claimed()) == (status, True, False)
+
+
+def test_the_status_is_right_when_whoever_started_us_ignores_the_end_of_children(wrapped):
+    def ignore() -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    status, out, _ = wrapped.run("grep", "SigIgn", "/proc/self/status", "/no/such/file", preexec_fn=ignore)
+
+    assert status == 2
+    assert int(out.split()[1], 16) & 1 << signal.SIGCHLD - 1, "the job inherits it as without us"
+
+
+def test_a_job_that_interrupts_itself_is_130(wrapped):
+    # Nobody pressed Ctrl-C: whoever waits for us sees an ordinary exit.
+    assert wrapped.run("sh", "-c", "kill -INT $$")[0] == 130
+
+
+def test_a_job_that_dies_of_an_interrupt_sent_to_us_makes_us_die_of_it(wrapped):
+    wrapper = wrapped.start("sh", "-c", "echo started; exec sleep 60")
+    assert wrapper.stdout and wrapper.stdout.readline() == "started\n"
+    os.kill(wrapper.pid, signal.SIGINT)
+    wrapper.communicate(timeout=20)
+
+    assert wrapper.returncode == -signal.SIGINT
+    assert not wrapped.is_claimed()

@@ -194,7 +194,7 @@ def asked_after_a_job(
     """What a driver is asked whose device *held* so much before a job that left all children but *others*: none."""
     driver = Driver(memory_used)
     there = processes.children() or frozenset()
-    settling = processes.Drain(
+    drain = processes.Drain(
         (a_device(0, memory_used=held, processes=tuple(before)),),
         driver,
         pause=lambda seconds: None,
@@ -204,7 +204,7 @@ def asked_after_a_job(
         others=there if others is None else frozenset(others),
         longest=0.0,
     )
-    outcome = settling.wait_until_free()
+    outcome = drain.wait_until_free()
     assert outcome == ("settled" if not memory_used or memory_used <= held + 512 * MIB else "memory did not settle")
     return driver.asked
 
@@ -345,93 +345,79 @@ def test_every_signal_of_the_time_limit_is_in_the_audit_log_before_it_is_sent(wr
     assert (seen[-1]["kind"], seen[-1]["outcome"]) == ("time limit", "SIGTERM")
 
 
-# The ladder by which a job is ended: which signal comes when.
+# The escalation by which a job is ended: which signal comes when.
 
 
 USR1 = int(signal.SIGUSR1)
+AT_ITS_TIME = {"time_limit": 600.0, "checkpoint": USR1}
 
 
-def an_ending(time_limit: float | None = None, grace: float = 60.0, checkpoint: int | None = None) -> Escalation:
+def an_escalation(time_limit: float | None = None, grace: float = 60.0, checkpoint: int | None = None) -> Escalation:
     """Of a job that began at 1000."""
     return Escalation(1000.0, time_limit, grace, checkpoint)
 
 
-def climbed(ending: Escalation) -> list[tuple[float, str]]:
+def signals_of(escalation: Escalation) -> list[tuple[float, str]]:
     """Every signal that is still to come, each taken when it is due."""
     taken = []
-    while ending.due != NEVER:
-        due = ending.due
-        assert ending.next_step(due - 0.001) is None
-        taken.append((due, rung_of(ending, due).name))
+    while escalation.due != NEVER:
+        due = escalation.due
+        assert escalation.next_step(due - 0.001) is None
+        taken.append((due, step_at(escalation, due).name))
     return taken
 
 
-def rung_of(ending: Escalation, now: float) -> EscalationStep:
-    rung = ending.next_step(now)
-    assert rung is not None
-    return rung
+def step_at(escalation: Escalation, now: float) -> EscalationStep:
+    step = escalation.next_step(now)
+    assert step is not None
+    return step
 
 
 @pytest.mark.parametrize(
-    ("facts", "signals"),
+    ("facts", "begins", "signals"),
     [
-        ({}, []),
-        ({"time_limit": 600.0}, [(1600.0, "SIGTERM"), (1660.0, "SIGKILL")]),
-        (
-            {"time_limit": 600.0, "checkpoint": USR1},
-            [(1540.0, "SIGUSR1"), (1600.0, "SIGTERM"), (1660.0, "SIGKILL")],
-        ),
-        ({"checkpoint": USR1}, []),
+        ({}, None, []),
+        ({"checkpoint": USR1}, None, []),
+        ({"time_limit": 600.0}, None, [(1600.0, "SIGTERM"), (1660.0, "SIGKILL")]),
+        (AT_ITS_TIME, None, [(1540.0, "SIGUSR1"), (1600.0, "SIGTERM"), (1660.0, "SIGKILL")]),
+        # Half of it is left to start, and half to save.
+        ({**AT_ITS_TIME, "time_limit": 30.0}, None, [(1015.0, "SIGUSR1"), (1030.0, "SIGTERM"), (1090.0, "SIGKILL")]),
+        ({"checkpoint": USR1}, 1234.0, [(1234.0, "SIGUSR1"), (1294.0, "SIGTERM"), (1354.0, "SIGKILL")]),
+        ({"time_limit": 600.0}, 1234.0, [(1234.0, "SIGTERM"), (1294.0, "SIGKILL")]),
     ],
 )
-def test_the_checkpoint_signal_comes_a_grace_before_the_time_limit_and_sigterm_at_it(
-    facts: dict[str, Any], signals: list[tuple[float, str]]
+def test_the_time_limit_has_its_checkpoint_a_grace_before_it_and_any_other_limit_begins_at_once(
+    facts: dict[str, Any], begins: float | None, signals: list[tuple[float, str]]
 ) -> None:
-    assert climbed(an_ending(**facts)) == signals
+    escalation = an_escalation(**facts)
+    if begins is not None:
+        escalation.begin(begins, "limit", "too much", "memory-limit")
 
-
-def test_a_time_limit_shorter_than_the_grace_leaves_half_of_it_to_start_and_half_to_save() -> None:
-    signals = climbed(an_ending(time_limit=30.0, checkpoint=USR1))
-
-    assert signals == [(1015.0, "SIGUSR1"), (1030.0, "SIGTERM"), (1090.0, "SIGKILL")]
-
-
-def test_any_other_limit_begins_at_once() -> None:
-    ending = an_ending(checkpoint=USR1)
-    ending.begin(1234.0, "limit", "too much", "memory-limit")
-
-    assert climbed(ending) == [(1234.0, "SIGUSR1"), (1294.0, "SIGTERM"), (1354.0, "SIGKILL")]
-
-
-def test_another_limit_comes_before_a_time_limit_that_is_not_near() -> None:
-    ending = an_ending(time_limit=600.0)
-    ending.begin(1234.0, "limit", "too much", "memory-limit")
-
-    assert climbed(ending) == [(1234.0, "SIGTERM"), (1294.0, "SIGKILL")]
+    assert signals_of(escalation) == signals
 
 
 def test_once_the_checkpoint_signal_of_the_time_limit_is_sent_no_other_limit_takes_its_grace_away() -> None:
-    ending = an_ending(time_limit=600.0, checkpoint=USR1)
-    ending.next_step(1540.0)
-    ending.begin(1550.0, "limit", "too much", "memory-limit")
+    escalation = an_escalation(**AT_ITS_TIME)
+    escalation.next_step(1540.0)
+    escalation.begin(1550.0, "limit", "too much", "memory-limit")
 
-    assert climbed(ending) == [(1600.0, "SIGTERM"), (1660.0, "SIGKILL")]
+    assert signals_of(escalation) == [(1600.0, "SIGTERM"), (1660.0, "SIGKILL")]
 
 
 def test_a_signal_that_comes_late_leaves_the_whole_grace_before_the_next() -> None:
-    ending = an_ending(time_limit=600.0, checkpoint=USR1)
-    ending.next_step(1700.0)
+    escalation = an_escalation(**AT_ITS_TIME)
+    escalation.next_step(1700.0)
 
-    assert climbed(ending) == [(1760.0, "SIGTERM"), (1820.0, "SIGKILL")]
+    assert signals_of(escalation) == [(1760.0, "SIGTERM"), (1820.0, "SIGKILL")]
 
 
 def test_each_signal_says_why_it_comes() -> None:
-    ending = an_ending(time_limit=600.0, checkpoint=USR1)
-    said = [rung_of(ending, 9999.0 + 60 * number) for number in range(3)]
+    escalation = an_escalation(**AT_ITS_TIME)
+    said = [step_at(escalation, 9999.0 + 60 * number) for number in range(3)]
 
-    assert [rung.words for rung in said] == [
+    assert [step.words for step in said] == [
         "the time limit is over in 1m: SIGUSR1 to the job.",
         "the time limit is over: SIGTERM to the job.",
         "the grace is over too: SIGKILL to the job and all its processes.",
     ]
-    assert {rung.kind for rung in said} == {TIME_LIMIT}
+    assert {step.kind for step in said} == {TIME_LIMIT}

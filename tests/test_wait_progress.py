@@ -16,7 +16,7 @@ import pytest
 from nodes import Gpuguard, start
 from wrapped import until
 
-from gpuguard.cli import terminal as telling
+from gpuguard.cli import terminal as progress
 from gpuguard.cli.terminal import WaitProgress, print_notice
 from gpuguard.errors import NotEnoughGpus
 from gpuguard.sanitize import display_width
@@ -28,14 +28,14 @@ MISSING = NotEnoughGpus("wanted 2 GPUs: number 1 of 1 in line, starts now.\n  de
 def clock(monkeypatch):
     """Seconds that the test moves forward."""
     now = [1000.0]
-    monkeypatch.setattr(telling.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
 
 
 @pytest.fixture
 def terminal(monkeypatch):
-    monkeypatch.setattr(telling, "is_terminal", lambda: True)
-    monkeypatch.setattr(telling.os, "get_terminal_size", lambda _: os.terminal_size((40, 24)))
+    monkeypatch.setattr(progress, "is_terminal", lambda: True)
+    monkeypatch.setattr(progress.os, "get_terminal_size", lambda _: os.terminal_size((40, 24)))
 
 
 def test_a_log_gets_all_reasons_once_and_then_a_line_a_minute(clock, capsys):
@@ -96,7 +96,7 @@ def test_a_terminal_that_cannot_write_a_line_anew_is_told_as_a_log(clock, termin
 def test_in_the_background_nothing_is_written_over_what_somebody_types(clock, terminal, monkeypatch, capsys):
     line = WaitProgress(False)
     line.missing(MISSING)
-    monkeypatch.setattr(telling.os, "tcgetpgrp", lambda _: os.getpgrp() + 1)  # Ctrl-Z, bg
+    monkeypatch.setattr(progress.os, "tcgetpgrp", lambda _: os.getpgrp() + 1)  # Ctrl-Z, bg
     for _ in range(5):
         clock[0] += 1
         line.missing(MISSING)
@@ -106,7 +106,7 @@ def test_in_the_background_nothing_is_written_over_what_somebody_types(clock, te
 
 
 def test_what_begins_in_the_background_is_told_as_in_a_log(clock, terminal, monkeypatch, capsys):
-    monkeypatch.setattr(telling.os, "tcgetpgrp", lambda _: os.getpgrp() + 1)
+    monkeypatch.setattr(progress.os, "tcgetpgrp", lambda _: os.getpgrp() + 1)
     WaitProgress(False).missing(MISSING)
 
     assert capsys.readouterr().err == f"gpuguard: waiting for 0s: {MISSING}\n"
@@ -116,8 +116,8 @@ def test_a_terminal_that_went_away_ends_nothing(monkeypatch, capsys):
     def gone(_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(telling.os, "get_terminal_size", gone)
-    monkeypatch.setattr(telling.sys, "stderr", SimpleNamespace(write=gone, flush=lambda: None))
+    monkeypatch.setattr(progress.os, "get_terminal_size", gone)
+    monkeypatch.setattr(progress.sys, "stderr", SimpleNamespace(write=gone, flush=lambda: None))
     print_notice("x", again=True)
 
 
@@ -210,9 +210,9 @@ def test_a_log_of_a_waiting_run_names_every_device_once(gpuguard, job, tmp_path)
 
 MINUTES = """
 import sys
-from gpuguard.cli import terminal as telling
+from gpuguard.cli import terminal as progress
 from gpuguard.queue import waiter as waiting
-telling.WAITING_LINE_SECONDS = waiting.OWN_CHECK_SECONDS = 0.2
+progress.WAITING_LINE_SECONDS = waiting.OWN_CHECK_SECONDS = 0.2
 from gpuguard.cli import run_command_line
 sys.exit(run_command_line(sys.argv[1:]))
 """
