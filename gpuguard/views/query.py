@@ -1,13 +1,14 @@
 """A snapshot as the table that `nvidia-smi --query-gpu=... --format=csv` prints, or as JSON.
 
-Which fields there are is in query_fields.
+A field that stands here has nvidia-smi's spelling and form; `nvidia-smi --help-query-gpu` has the whole list.  Fields
+that gpuguard does not read are missing, so that a script fails instead of working on blanks.
 """
 
 from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,6 @@ from gpuguard import model
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, GpuProcess, Snapshot
 from gpuguard.views.history import harmless_cell
-
-# The fields of `nvidia-smi --query-gpu` and `--query-compute-apps`: names, units, and where they come from.
-#
-# A field that stands here has nvidia-smi's spelling and form; `nvidia-smi --help-query-gpu` has the whole list.
-# Fields that gpuguard does not read are missing, so that a script fails instead of working on blanks.
-
 
 NOT_KNOWN = "[N/A]"
 Value = str | int | float | None
@@ -61,46 +56,31 @@ class Field:
         return f"{text} {self.unit}" if units and self.unit else text
 
 
-def _device(name: str) -> Callable[[QuerySubject], Value]:
-    return lambda of: getattr(of.device, name)
+def _device(name: str, convert: Callable[[Any], Value] = lambda value: value) -> Callable[[QuerySubject], Value]:
+    """A field of the device, as *convert* makes it; unknown stays unknown."""
+
+    def value(of: QuerySubject) -> Value:
+        found = getattr(of.device, name)
+        return None if found is None else convert(found)
+
+    return value
 
 
 def _mebibytes(name: str) -> Callable[[QuerySubject], Value]:
-    def value(of: QuerySubject) -> Value:
-        amount = getattr(of.device, name)
-        return None if amount is None else int(amount) >> 20
-
-    return value
-
-
-def _number(name: str) -> Callable[[QuerySubject], Value]:
-    def value(of: QuerySubject) -> Value:
-        found = getattr(of.device, name)
-        return None if found is None else float(found)
-
-    return value
+    return _device(name, lambda amount: int(amount) >> 20)
 
 
 def _switch(name: str) -> Callable[[QuerySubject], Value]:
-    return lambda of: {True: "Enabled", False: "Disabled", None: None}[getattr(of.device, name)]
+    return _device(name, {True: "Enabled", False: "Disabled"}.get)
 
 
-def _bus(place: slice) -> Callable[[QuerySubject], Value]:
+def _bus(part: slice) -> Callable[[QuerySubject], Value]:
     """A part of "00000000:83:00.0", as nvidia-smi writes it."""
-
-    def value(of: QuerySubject) -> Value:
-        bus_id = of.device.pci_bus_id
-        return None if bus_id is None else f"0x{bus_id[place]}"
-
-    return value
+    return _device("pci_bus_id", lambda bus_id: f"0x{bus_id[part]}")
 
 
 def _reason(name: str) -> Callable[[QuerySubject], Value]:
-    def value(of: QuerySubject) -> Value:
-        reasons = of.device.throttle_reasons
-        return None if reasons is None else "Active" if name in reasons else "Not Active"
-
-    return value
+    return _device("throttle_reasons", lambda reasons: "Active" if name in reasons else "Not Active")
 
 
 def _timestamp(of: QuerySubject) -> Value:
@@ -108,27 +88,19 @@ def _timestamp(of: QuerySubject) -> Value:
     return time.strftime("%Y/%m/%d %H:%M:%S", time.localtime(moment)) + f".{int(moment % 1 * 1000):03d}"
 
 
-def _count(of: QuerySubject) -> Value:
-    return sum(device.parent_uuid is None for device in of.snapshot.devices)
-
-
-def _pstate(of: QuerySubject) -> Value:
-    return None if of.device.pstate is None else f"P{of.device.pstate}"
-
-
 _COMPUTE_MODES = {"default": "Default", "exclusive_process": "Exclusive_Process", "prohibited": "Prohibited"}
-_REASONS = {  # nvidia-smi's word: ours
-    "gpu_idle": "gpu_idle", "applications_clocks_setting": "applications_clocks_setting",
-    "sw_power_cap": "sw_power_cap", "hw_slowdown": "hw_slowdown", "hw_thermal_slowdown": "hw_thermal_slowdown",
-    "hw_power_brake_slowdown": "hw_power_brake_slowdown", "sw_thermal_slowdown": "sw_thermal_slowdown",
-    "sync_boost": "sync_boost",
-}  # fmt: skip
+_REASONS = (
+    "gpu_idle", "applications_clocks_setting", "sw_power_cap", "hw_slowdown", "hw_thermal_slowdown",
+    "hw_power_brake_slowdown", "sw_thermal_slowdown", "sync_boost",
+)  # fmt: skip
 
 GPU_FIELDS: Mapping[str, Field] = {
     "timestamp": Field("when it was asked, YYYY/MM/DD HH:MM:SS.msec", _timestamp),
     "hostname": Field("of the machine", lambda of: of.snapshot.host),
     "driver_version": Field("of the display driver", lambda of: of.snapshot.driver_version, model.MODEL),
-    "count": Field("number of GPUs in the machine", _count),
+    "count": Field(
+        "number of GPUs in the machine", lambda of: sum(device.parent_uuid is None for device in of.snapshot.devices)
+    ),
     "index": Field("from 0; can change at each boot", _device("index")),
     "name": Field("official name of the product", _device("name"), model.MODEL),
     "uuid": Field("never changes", _device("uuid")),
@@ -139,11 +111,11 @@ GPU_FIELDS: Mapping[str, Field] = {
     "pcie.link.gen.current": Field("generation of the link now", _device("pcie_generation"), model.PCIE),
     "pcie.link.width.current": Field("lanes of the link now", _device("pcie_width"), model.PCIE),
     "persistence_mode": Field("Enabled or Disabled", _switch("persistence_mode"), model.CLOCKS),
-    "fan.speed": Field("of what is possible", _number("fan_speed"), model.THERMAL, "%"),
-    "pstate": Field("P0 is the fastest, P15 the slowest", _pstate, model.CLOCKS),
+    "fan.speed": Field("of what is possible", _device("fan_speed", float), model.THERMAL, "%"),
+    "pstate": Field("P0 is the fastest, P15 the slowest", _device("pstate", "P{}".format), model.CLOCKS),
     **{
-        f"clocks_event_reasons.{name}": Field("why the clocks are not higher", _reason(ours), model.CLOCKS)
-        for name, ours in _REASONS.items()
+        f"clocks_event_reasons.{name}": Field("why the clocks are not higher", _reason(name), model.CLOCKS)
+        for name in _REASONS
     },
     "memory.total": Field("installed", _mebibytes("memory_total"), model.MEMORY, "MiB"),
     "memory.reserved": Field("by driver and firmware", _mebibytes("memory_reserved"), model.MEMORY, "MiB"),
@@ -151,17 +123,17 @@ GPU_FIELDS: Mapping[str, Field] = {
     "memory.free": Field("free", _mebibytes("memory_free"), model.MEMORY, "MiB"),
     "compute_mode": Field(
         "Default, Exclusive_Process or Prohibited",
-        lambda of: _COMPUTE_MODES.get(of.device.compute_mode or ""),
+        _device("compute_mode", _COMPUTE_MODES.get),
         model.HEALTH,
     ),
-    "utilization.gpu": Field("time in which a kernel ran", _number("utilization"), model.UTILIZATION, "%"),
+    "utilization.gpu": Field("time in which a kernel ran", _device("utilization", float), model.UTILIZATION, "%"),
     "utilization.memory": Field(
-        "time in which memory was read or written", _number("memory_utilization"), model.UTILIZATION, "%"
+        "time in which memory was read or written", _device("memory_utilization", float), model.UTILIZATION, "%"
     ),
-    "temperature.gpu": Field("of the core, degrees C", _number("temperature"), model.THERMAL),
-    "power.draw": Field("now", _number("power_draw"), model.POWER, "W", 2),
-    "power.limit": Field("which the driver keeps to", _number("power_limit"), model.POWER, "W", 2),
-    "enforced.power.limit": Field("which the driver keeps to", _number("power_limit"), model.POWER, "W", 2),
+    "temperature.gpu": Field("of the core, degrees C", _device("temperature", float), model.THERMAL),
+    "power.draw": Field("now", _device("power_draw", float), model.POWER, "W", 2),
+    "power.limit": Field("which the driver keeps to", _device("power_limit", float), model.POWER, "W", 2),
+    "enforced.power.limit": Field("which the driver keeps to", _device("power_limit", float), model.POWER, "W", 2),
     "clocks.current.sm": Field("of the multiprocessors", _device("clock_sm"), model.CLOCKS, "MHz"),
     "clocks.current.memory": Field("of the memory", _device("clock_memory"), model.CLOCKS, "MHz"),
     "clocks.max.sm": Field("of the multiprocessors, at most", _device("clock_sm_max"), model.CLOCKS, "MHz"),
@@ -241,18 +213,16 @@ def query_of(names: str, *, apps: bool) -> Query:
     for word in words:
         name = aliases.get(word, word)
         if name not in known:
-            raise InvalidRequest(_unknown(word, [*known, *aliases]))
+            near = difflib.get_close_matches(word.lower(), [*known, *aliases], n=2, cutoff=0.55)
+            hint = f"did you mean {' or '.join(near)}?" if near else "there is nothing like it here."
+            raise InvalidRequest(
+                f"gpuguard reads no field {word!r}: {hint}\n`gpuguard query --help-query` lists all fields."
+            )
         fields[name] = known[name]
     return Query(fields, apps)
 
 
-def _unknown(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word.lower(), known, n=2, cutoff=0.55)
-    hint = f"did you mean {' or '.join(near)}?" if near else "there is nothing like it here."
-    return f"gpuguard reads no field {word!r}: {hint}\n`gpuguard query --help-query` lists all fields."
-
-
-def rows(snapshot: Snapshot, query: Query, uuids: frozenset[str]) -> Iterator[QuerySubject]:
+def _rows(snapshot: Snapshot, query: Query, uuids: frozenset[str]) -> Iterator[QuerySubject]:
     """The subjects: whole devices, or the computing processes on them; *uuids* chooses devices, all when empty."""
     for device in snapshot.devices:
         if device.parent_uuid or (uuids and device.uuid not in uuids):
@@ -260,9 +230,11 @@ def rows(snapshot: Snapshot, query: Query, uuids: frozenset[str]) -> Iterator[Qu
         if not query.apps:
             yield QuerySubject(snapshot, device)
             continue
-        family = [each for each in snapshot.devices if device.uuid in (each.uuid, each.parent_uuid)]
-        listed = {process.pid: process for each in family for process in each.processes or ()}
-        yield from (QuerySubject(snapshot, device, one) for one in listed.values() if one.kind != "graphics")
+        family = [part for part in snapshot.devices if device.uuid in (part.uuid, part.parent_uuid)]
+        processes = {process.pid: process for part in family for process in part.processes or ()}
+        for process in processes.values():
+            if process.kind != "graphics":
+                yield QuerySubject(snapshot, device, process)
 
 
 def csv_lines(
@@ -271,7 +243,7 @@ def csv_lines(
     """The lines, with `, ` in between and without quotes, as nvidia-smi has them; no spreadsheet runs a name."""
     if header:
         yield ", ".join(query.headers)
-    for subject in rows(snapshot, query, uuids):
+    for subject in _rows(snapshot, query, uuids):
         written = (field.written(field.value(subject), units=units) for field in query.fields.values())
         # A comma in the name of a program begins a cell, as there are no quotes.
         yield ", ".join(",".join(map(_harmless_part, text.split(","))) for text in written)
@@ -287,7 +259,7 @@ def to_json(snapshot: Snapshot, query: Query, uuids: frozenset[str] = frozenset(
     fields = list(zip(query.headers, query.fields.values(), strict=True))
     return {
         "schema": 1,
-        "rows": [{header: field.value(one) for header, field in fields} for one in rows(snapshot, query, uuids)],
+        "rows": [{name: field.value(subject) for name, field in fields} for subject in _rows(snapshot, query, uuids)],
     }
 
 
