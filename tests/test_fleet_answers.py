@@ -264,7 +264,7 @@ def test_a_device_whose_state_is_missing_counts_and_is_unknown():
     devices = (HostDevice(0, "a"), HostDevice(1, "b", state="free"), HostDevice(2, "c", state="of the art"))
     counted = view.sums(HostAnswer(devices=devices))
 
-    assert view.in_words(counted) == "3 GPUs: 1 free, 2 unknown"
+    assert view.in_words([counted]) == "3 GPUs: 1 free, 2 unknown"
     assert (counted.memory_used, counted.utilization) == (None, (None, None, None))
 
 

@@ -208,14 +208,14 @@ def gathered(
 ) -> list[HostReply]:
     """The replies of *hosts*, in that order.  *show* makes lines of each, printed as soon as it may be."""
     replies: dict[str, HostReply] = {}
-    at_once, shown, line = sys.stdout.isatty(), 0, ""
+    shown, line = 0, ""
     signal.signal(signal.SIGTERM, terminal.leave)  # so that no ssh is left behind
     with Pool(how) as pool:
         pool.ask(hosts)
         while pool.waiting_for:
             fresh = [judged(reply_of(reply)) for reply in pool.step(_STEP)]
             replies.update((reply.host, reply) for reply in fresh)
-            if show and not at_once:  # as many as there are without a hole
+            if show and not sys.stdout.isatty():  # as many as there are without a hole
                 fresh = []
                 while shown < len(hosts) and hosts[shown] in replies:
                     fresh.append(replies[hosts[shown]])
@@ -223,13 +223,11 @@ def gathered(
             if show and fresh:
                 line = _rewrite_line("", line)
                 put((line for reply in fresh for line in show(reply)), sys.stdout)
-            line = _rewrite_line(_status_line(pool.waiting_for, len(hosts)), line)
+            silent = pool.waiting_for
+            status = f"waiting for {len(silent)} of {len(hosts)} hosts: {', '.join(silent[:20])}" if silent else ""
+            line = _rewrite_line(status, line)
         _rewrite_line("", line)
     return [replies[host] for host in hosts]
-
-
-def _status_line(silent: Sequence[str], count: int) -> str:
-    return f"waiting for {len(silent)} of {count} hosts: {', '.join(silent[:20])}" if silent else ""
 
 
 def _rewrite_line(line: str, before: str) -> str:

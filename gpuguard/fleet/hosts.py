@@ -29,15 +29,18 @@ def host_names(text: str | None, path: str | None) -> tuple[str, ...]:
     Raises:
         InvalidRequest: a name that ssh must not see, too many, none, or a file that cannot be read.
     """
-    named: list[str] = []
-    if text is not None:
-        for word in text.split(","):
-            named += _checked(word.strip(), "--hosts")
-    if path is not None:
-        for number, line in enumerate(_lines(path), 1):
-            for word in line.partition("#")[0].replace(",", " ").split():
-                named += _checked(word, f"{path}:{number}")
-    found = tuple(dict.fromkeys(named))
+    words = [("--hosts", word.strip()) for word in text.split(",")] if text is not None else []
+    for number, line in enumerate(_lines(path) if path is not None else (), 1):
+        words += [(f"{path}:{number}", word) for word in line.partition("#")[0].replace(",", " ").split()]
+    found: dict[str, None] = {}
+    for where, word in words:
+        for name in _spread(word):
+            if len(name) > 255 or not _HOST.fullmatch(name):
+                raise InvalidRequest(
+                    f"{where}: {name[:60]!r} is no name of a host.  Write gpu1, alice@gpu1, ssh://alice@gpu1:2222 or "
+                    "gpu[01-16]; whatever else it needs belongs into ~/.ssh/config, under an alias."
+                )
+            found[name] = None
     if not found:
         raise InvalidRequest(f"{path or '--hosts'} names no host: write them like --hosts gpu1,gpu2, or one per line.")
     if len(found) > MOST:
@@ -45,18 +48,7 @@ def host_names(text: str | None, path: str | None) -> tuple[str, ...]:
             f"{len(found)} hosts are more than the {MOST} that can be asked at once.  "
             "Prometheus is made for that many: see docs/scale.md."
         )
-    return found
-
-
-def _checked(word: str, where: str) -> list[str]:
-    names = _spread(word)
-    for name in names:
-        if len(name) > 255 or not _HOST.fullmatch(name):
-            raise InvalidRequest(
-                f"{where}: {name[:60]!r} is no name of a host.  Write gpu1, alice@gpu1, ssh://alice@gpu1:2222 or "
-                "gpu[01-16]; whatever else it needs belongs into ~/.ssh/config, under an alias."
-            )
-    return names
+    return tuple(found)
 
 
 def _spread(word: str) -> list[str]:
@@ -84,12 +76,9 @@ def _lines(path: str) -> list[str]:
     return content.decode("utf-8", "replace").splitlines()
 
 
-# What one gpuguard may ask another one over ssh: which views, and which of their options.
-#
-# The same table makes the question here and judges it there (`gpuguard serve-ssh`), so that what is asked is answered.
-# Not in it is whatever writes, runs for ever, reads a file that the caller names (--backend, --dir), or asks further
-# hosts (--hosts).
-
+# What one gpuguard may ask another one over ssh: which views, and which of their options.  The same table makes the
+# question here and judges it there (`gpuguard serve-ssh`), so that what is asked is answered.  Not in it is whatever
+# writes, runs for ever, reads a file that the caller names (--backend, --dir), or asks further hosts (--hosts).
 
 PROGRAM = "gpuguard"
 
@@ -115,7 +104,7 @@ def words_of(view: str, given: Mapping[str, object]) -> list[str]:
         if value is True or value == "":
             words.append(flag)
         else:
-            words += [f"{flag}={one}" for one in (value if isinstance(value, list) else [value])]
+            words += [f"{flag}={text}" for text in (value if isinstance(value, list) else [value])]
     return words
 
 

@@ -68,8 +68,8 @@ class _HostQuery:
 
 
 def ssh_words(how: FleetQuery, host: str) -> list[str]:
-    """The command line of one question.  ``--``: whatever follows is no option, whatever it looks like."""
-    options = [f"-o{one}" for one in (*_OPTIONS, f"ConnectTimeout={max(1, round(how.timeout))}")]
+    """The command line of one query.  ``--``: whatever follows is no option, whatever it looks like."""
+    options = [f"-o{option}" for option in (*_OPTIONS, f"ConnectTimeout={max(1, round(how.timeout))}")]
     return [*how.ssh, "-T", "-n", "-x", "-a", *options, "--", host, how.command]
 
 
@@ -92,7 +92,7 @@ class Pool:
     @property
     def waiting_for(self) -> list[str]:
         """The hosts that have not answered yet, those first that are asked for longest."""
-        return [*(one.host for one in self._running.values()), *self._todo]
+        return [*(query.host for query in self._running.values()), *self._todo]
 
     def ask(self, hosts: Sequence[str]) -> None:
         """Ask these, too, as soon as there is room."""
@@ -103,23 +103,23 @@ class Pool:
         with _undisturbed():
             self._start()
         now = time.monotonic()
-        soonest = min((one.began + self._how.timeout - now for one in self._running.values()), default=seconds)
+        soonest = min((query.began + self._how.timeout - now for query in self._running.values()), default=seconds)
         ended: list[Reply] = []
         for key, _ in self._selector.select(max(0.0, min(seconds, soonest))):
-            question: _HostQuery = key.data
-            if question.pidfd not in self._running:
+            query: _HostQuery = key.data
+            if query.pidfd not in self._running:
                 continue  # given up in this very step
-            ended += [self._ended(question)] if key.fd == question.pidfd else self._read(question, key.fd)
+            ended += [self._ended(query)] if key.fd == query.pidfd else self._read(query, key.fd)
         now = time.monotonic()
-        late = [one for one in self._running.values() if now - one.began >= self._how.timeout]
-        ended += [self._given_up(one, f"no answer within {format_duration(self._how.timeout)}") for one in late]
+        late = [query for query in self._running.values() if now - query.began >= self._how.timeout]
+        ended += [self._given_up(query, f"no answer within {format_duration(self._how.timeout)}") for query in late]
         self._reap()
         return ended
 
     def close(self) -> None:
         """End the questions that have no answer yet."""
-        for one in list(self._running.values()):
-            self._given_up(one, "")
+        for query in list(self._running.values()):
+            self._given_up(query, "")
         self._todo.clear()
         until = time.monotonic() + _KILL_AFTER + 1.0
         while self._ending and time.monotonic() < until:
@@ -147,19 +147,19 @@ class Pool:
                     f"{self._how.ssh[0]} cannot be run: {error.strerror}.  Install it (apt-get install "
                     "openssh-client), or name another one with --ssh."
                 ) from None
-            question = _HostQuery(host, process, os.pidfd_open(process.pid), began)
+            query = _HostQuery(host, process, os.pidfd_open(process.pid), began)
             for pipe in (process.stdout, process.stderr):
                 assert pipe is not None
                 os.set_blocking(pipe.fileno(), False)
-                question.said[pipe.fileno()] = bytearray()
-                self._selector.register(pipe.fileno(), selectors.EVENT_READ, question)
-            self._selector.register(question.pidfd, selectors.EVENT_READ, question)
-            self._running[question.pidfd] = question
+                query.said[pipe.fileno()] = bytearray()
+                self._selector.register(pipe.fileno(), selectors.EVENT_READ, query)
+            self._selector.register(query.pidfd, selectors.EVENT_READ, query)
+            self._running[query.pidfd] = query
 
-    def _read(self, question: _HostQuery, descriptor: int) -> list[Reply]:
-        """Take what is there; [] unless that ended the question."""
-        assert question.process.stderr is not None
-        is_error = descriptor == question.process.stderr.fileno()
+    def _read(self, query: _HostQuery, descriptor: int) -> list[Reply]:
+        """Take what is there; [] unless that ended the query."""
+        assert query.process.stderr is not None
+        is_error = descriptor == query.process.stderr.fileno()
         try:
             piece = os.read(descriptor, 2**16)
         except BlockingIOError:
@@ -167,54 +167,54 @@ class Pool:
         if not piece:
             self._selector.unregister(descriptor)
             return []
-        said = question.said[descriptor]
+        said = query.said[descriptor]
         if is_error:
             said += piece[: max(0, ERR_MOST - len(said))]
         else:
             said += piece
         if len(said) > OUT_MOST:
-            return [self._given_up(question, f"it answered with more than {OUT_MOST // 2**20}MiB")]
+            return [self._given_up(query, f"it answered with more than {OUT_MOST // 2**20}MiB")]
         return []
 
-    def _ended(self, question: _HostQuery) -> Reply:
+    def _ended(self, query: _HostQuery) -> Reply:
         # Its end counts, not that of the pipes: a master connection that it left behind may hold them open for hours.
-        for descriptor in question.said:
-            while descriptor in self._selector.get_map() and question.pidfd in self._running:
-                before = len(question.said[descriptor])
-                if too_much := self._read(question, descriptor):
+        for descriptor in query.said:
+            while descriptor in self._selector.get_map() and query.pidfd in self._running:
+                before = len(query.said[descriptor])
+                if too_much := self._read(query, descriptor):
                     return too_much[0]
-                if len(question.said[descriptor]) == before:
+                if len(query.said[descriptor]) == before:
                     break
-        out, err = (bytes(said) for said in question.said.values())
-        status = question.process.wait()
-        self._forget(question)
-        os.close(question.pidfd)
-        return Reply(question.host, time.monotonic() - question.began, status, out, err)
+        out, err = (bytes(said) for said in query.said.values())
+        status = query.process.wait()
+        self._forget(query)
+        os.close(query.pidfd)
+        return Reply(query.host, time.monotonic() - query.began, status, out, err)
 
-    def _given_up(self, question: _HostQuery, fault: str) -> Reply:
-        self._forget(question)
-        signals.forward(question.pidfd, signal.SIGTERM)
-        self._ending.append((question, time.monotonic() + _KILL_AFTER))
-        return Reply(question.host, time.monotonic() - question.began, fault=fault)
+    def _given_up(self, query: _HostQuery, fault: str) -> Reply:
+        self._forget(query)
+        signals.forward(query.pidfd, signal.SIGTERM)
+        self._ending.append((query, time.monotonic() + _KILL_AFTER))
+        return Reply(query.host, time.monotonic() - query.began, fault=fault)
 
-    def _forget(self, question: _HostQuery) -> None:
-        for descriptor in (*question.said, question.pidfd):
+    def _forget(self, query: _HostQuery) -> None:
+        for descriptor in (*query.said, query.pidfd):
             if descriptor in self._selector.get_map():
                 self._selector.unregister(descriptor)
-        for pipe in (question.process.stdout, question.process.stderr):
+        for pipe in (query.process.stdout, query.process.stderr):
             assert pipe is not None
             pipe.close()
-        del self._running[question.pidfd]
+        del self._running[query.pidfd]
 
     def _reap(self) -> None:
         still: list[tuple[_HostQuery, float]] = []
-        for question, until in self._ending:
-            if question.process.poll() is not None:
-                os.close(question.pidfd)
+        for query, until in self._ending:
+            if query.process.poll() is not None:
+                os.close(query.pidfd)
                 continue
             if time.monotonic() >= until:
-                signals.forward(question.pidfd, signal.SIGKILL)
-            still.append((question, until))
+                signals.forward(query.pidfd, signal.SIGKILL)
+            still.append((query, until))
         self._ending = still
 
 
@@ -223,7 +223,7 @@ def _undisturbed() -> Iterator[None]:
     """Ctrl-C waits until what was started is written down: else an ssh would be left running."""
     came: list[tuple[int, FrameType | None]] = []
     former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    ours = {number: one for number, one in former.items() if callable(one)}
+    ours = {number: handler for number, handler in former.items() if callable(handler)}
     for number in ours:
         signal.signal(number, lambda *which: came.append(which))
     try:

@@ -17,7 +17,7 @@ from gpuguard import device_state
 from gpuguard.device_state import UserTotal
 from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply, HostUser
 from gpuguard.sanitize import neutral_command
-from gpuguard.units import format_bytes, format_duration
+from gpuguard.units import format_bytes, format_count, format_duration, format_rounded
 from gpuguard.views.charts import sparkline
 from gpuguard.views.text import Paint, shorten, table
 from gpuguard.views.who import LABELS, TOTALS, device_cells, state_colour, total_cells
@@ -39,7 +39,7 @@ _ORDER = (
 
 @dataclass(frozen=True)
 class FleetSums:
-    """One host in numbers, or a fleet."""
+    """One host in numbers."""
 
     states: Counter[str]  # of devices; a divided one counts with its instances
     memory_used: float | None
@@ -47,11 +47,6 @@ class FleetSums:
     utilization: tuple[float | None, ...]  # percent, per device
     users: Counter[str]  # devices per user
     waiting: int
-
-    @property
-    def devices(self) -> int:
-        """How many."""
-        return self.states.total()
 
 
 def sums(answer: HostAnswer) -> FleetSums:
@@ -68,24 +63,16 @@ def sums(answer: HostAnswer) -> FleetSums:
     )
 
 
-def in_words(counted: FleetSums) -> str:
-    """``"8 GPUs: 3 free, 5 in use; 2 wait"``."""
-    states = [f"{counted.states[state]} {LABELS[state][0]}" for state in _ORDER if counted.states[state]]
-    words = f"{counted.devices} GPU{'s' * (counted.devices != 1)}"
-    words += f": {', '.join(states)}" if states else ""
-    return words + (f"; {counted.waiting} wait{'s' * (counted.waiting == 1)}" if counted.waiting else "")
-
-
-def total_of(hosts: Sequence[FleetSums]) -> FleetSums:
-    """The sums of a fleet."""
-    return FleetSums(
-        sum((host.states for host in hosts), Counter()),
-        _sum(host.memory_used for host in hosts),
-        _sum(host.memory_total for host in hosts),
-        tuple(value for host in hosts for value in host.utilization),
-        sum((host.users for host in hosts), Counter()),
-        sum(host.waiting for host in hosts),
-    )
+def in_words(counted: Iterable[FleetSums]) -> str:
+    """``"8 GPUs: 3 free, 5 in use; 2 wait"``, of all of *counted* together."""
+    states: Counter[str] = Counter()
+    waiting = 0
+    for host in counted:
+        states += host.states
+        waiting += host.waiting
+    parts = [f"{states[state]} {LABELS[state][0]}" for state in _ORDER if states[state]]
+    words = format_count(states.total(), "GPU") + (f": {', '.join(parts)}" if parts else "")
+    return words + (f"; {waiting} wait{'s' * (waiting == 1)}" if waiting else "")
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
@@ -111,7 +98,7 @@ def host_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
         width=None if width is None else width - 2,
         paint=lambda cell, place: paint(cell, state_colour(cell)) if place == 4 else cell,
     )
-    title = f"{'RECORDED ' * answer.recorded}{_simulated(answer)}{reply.host}: {in_words(sums(answer))}"
+    title = f"{'RECORDED ' * answer.recorded}{_simulated(answer)}{reply.host}: {in_words([sums(answer)])}"
     more = len(answer.devices) - SHOWN_ROWS
     lines = [paint(_fit(title, width), "bold"), *(f"  {line}" for line in body)]
     return lines + ([f"  ... and {more} more"] if more > 0 else [])
@@ -159,7 +146,7 @@ def queue_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
 def nobody_lines(replies: Sequence[HostReply]) -> list[str]:
     """On how many hosts no request waits."""
     count = sum(reply.answer is not None and not reply.answer.places for reply in replies)
-    return [f"Nobody waits on {count} host{'s' * (count != 1)}."] if count else []
+    return [f"Nobody waits on {format_count(count, 'host')}."] if count else []
 
 
 def room(reply: HostReply, form: str, separator: str) -> str | None:
@@ -272,34 +259,34 @@ def page(
     ascii_only: bool = False,
 ) -> list[str]:
     """Lines: the fleet in sums, then each host; *now* is monotonic, *fleet* has those of which anything is known."""
-    counted = [known.counted for known in fleet.values() if known.counted]
     silent = sum(known.error is not None for known in fleet.values())
-    title = f"{len(hosts)} host{'s' * (len(hosts) != 1)}, {in_words(total_of(counted))}"
+    title = (
+        f"{format_count(len(hosts), 'host')}, {in_words(known.counted for known in fleet.values() if known.counted)}"
+    )
     title += f"; {silent} do{'es' * (silent == 1)} not answer" if silent else ""
     names = max(map(len, hosts))
-    body = [_known_row(host.ljust(names), fleet.get(host), now, ascii_only) for host in hosts]
+    rows = [_known_row(host.ljust(names), fleet.get(host), now, ascii_only) for host in hosts]
     heads = ["HOST", "GPUS", "FREE", "UTILIZATION", "MEMORY", "WAIT", "AGE", "USERS"]
-    whole = iter(table([row for row in body if len(row) > 2], heads, align="<>><>>>", width=width) or [heads[0]])
-    lines = [next(whole)]
-    for host, row in zip(hosts, body, strict=True):  # why a host is unknown needs the room of its numbers
+    whole = iter(table([row for row in rows if len(row) > 2], heads, align="<>><>>>", width=width) or [heads[0]])
+    lines = [paint(_fit(f"{time.strftime('%H:%M:%S')}  {title}", width), "bold"), next(whole)]
+    for host, row in zip(hosts, rows, strict=True):  # why a host is unknown needs the room of its numbers
         line = _fit(next(whole) if len(row) > 2 else "  ".join(row), width)
         known = fleet.get(host)
         lines.append(paint(line, "dim" if known is None else "red" if known.error is not None else ""))
-    return [paint(_fit(f"{time.strftime('%H:%M:%S')}  {title}", width), "bold"), *lines]
+    return lines
 
 
 def _known_row(host: str, known: KnownHost | None, now: float, ascii_only: bool) -> list[str]:
     if known is None or (known.counted is None and known.error is None):
         return [host, "asked"]
-    error = shorten(known.error or "", 200)
-    if known.counted is None:
+    error, counted = shorten(known.error or "", 200), known.counted
+    if counted is None:
         return [host, error]
-    counted = known.counted
     users = ", ".join(f"{user} {count}" for user, count in counted.users.most_common(_USERS))
     users += f" and {len(counted.users) - _USERS} more" if len(counted.users) > _USERS else ""
     return [
         host,
-        str(counted.devices),
+        str(counted.states.total()),
         str(counted.states[device_state.FREE]),
         _utilization(counted.utilization, ascii_only),
         f"{format_bytes(counted.memory_used)}/{format_bytes(counted.memory_total)}",
@@ -314,7 +301,7 @@ def _utilization(values: tuple[float | None, ...], ascii_only: bool) -> str:
     heights = sparkline(shown, len(shown), 100.0, ascii_only=ascii_only)
     drawn = "".join("?" if value is None else height for value, height in zip(shown, heights, strict=True))
     total = _sum(values)
-    return f"{drawn} {'n/a' if total is None else f'{total / len(values):.0f}%'}"
+    return f"{drawn} {format_rounded(None if total is None else total / len(values), '%')}"
 
 
 def _name(user: str | None) -> str:
