@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from proc import born_with
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.probe import locked_devices
+from gpuguard.cli import run_command_line
 
 # Since Python 3.14 this is a number for argparse.
 MINUS = (
@@ -25,7 +27,7 @@ NODE = "GPUGUARD_SIM_DIR={}/node"  # in the environment of what is started at a 
 LINES = 4  # of a message, without a list of devices
 
 # run, then what the message must contain.  PLACE is a directory of the test's own.
-RUN_125 = [
+RUN_WORDS = [  # found before anything is read
     ("", "a command to run is missing, as in `gpuguard run -n 2 -- python train.py`"),
     ("--", "a command to run is missing"),
     ("-n 2", "a command to run is missing"),
@@ -48,19 +50,12 @@ RUN_125 = [
     ("-n '' true", "-n: '' is not a whole number"),
     (f"-n {'9' * 5000} true", "9' is not a whole number"),
     ("-n", "-n/--num-gpus: a value is missing"),
-    ("-n 9 true", "wanted 9 GPUs, but only 8 exist.\nAsk for 8."),
-    ("-n 9 --wait 5s true", "only 8 exist"),
     ("-n 3 --gpus 0,1 true", "-n 3 wants more than the 2 that --gpus 0,1 names"),
     ("--gpus 0,0 true", "--gpus names device 0 twice: name each device once"),
-    ("--gpus 9 true", "--gpus 9 names no device of this machine.  It has\n  0  GPU-"),
-    ("--gpus GPU-ffffffffffff true", "--gpus GPU-ffffffffffff names no device of this machine"),
-    ("--gpus all true", "--gpus all names no device"),
     ("--gpus '' true", "--gpus '' names no device in one place: write it like 0,3"),
     ("--gpus 0,,1 true", "write it like 0,3"),
-    ("--gpus '0,\x1b[2J' true", "--gpus \\x1b[2J names no device"),
     ("--exclude , true", "--exclude ',' names no device in one place"),
     ("--exclude 0 --gpus 0 true", "0 stands in --gpus and in --exclude: decide for one"),
-    ("--prefer 12 true", "--prefer 12 names no device"),
     ("--min-free 20 true", "--min-free: '20' has no unit: write a memory size like '20GiB'"),
     ("--min-free 20G true", "--min-free: '20G' is not a memory size: write it like '20GiB'"),
     ("--min-free -20GiB true", f"--min-free: {MINUS}"),
@@ -86,12 +81,21 @@ RUN_125 = [
     ("--exec --time-limit 4h true", "drop --exec, or use `timeout 4h CMD`"),
     ("--visible name true", "--visible: invalid choice: 'name'"),
     ("--strategy best true", "--strategy: invalid choice: 'best'"),
-    ("--model A100 true", "none exists that can satisfy --model 'A100'.\nDrop --model."),
-    ("--min-total 90GiB true", "--min-total 90.0GiB.\nDrop --min-total."),
-    ("--exclude 0,1,2,3,4,5,6,7 true", "Drop --exclude."),
     ("--note", "--note: a value is missing"),
     ("--note=--", "--note: a value is missing"),
     ("--dir '' true", "--dir: the name of the directory is empty"),
+]
+RUN_DEVICES = [
+    ("-n 9 true", "wanted 9 GPUs, but only 8 exist.\nAsk for 8."),
+    ("-n 9 --wait 5s true", "only 8 exist"),
+    ("--gpus 9 true", "--gpus 9 names no device of this machine.  It has\n  0  GPU-"),
+    ("--gpus GPU-ffffffffffff true", "--gpus GPU-ffffffffffff names no device of this machine"),
+    ("--gpus all true", "--gpus all names no device"),
+    ("--gpus '0,\x1b[2J' true", "--gpus \\x1b[2J names no device"),
+    ("--prefer 12 true", "--prefer 12 names no device"),
+    ("--model A100 true", "none exists that can satisfy --model 'A100'.\nDrop --model."),
+    ("--min-total 90GiB true", "--min-total 90.0GiB.\nDrop --min-total."),
+    ("--exclude 0,1,2,3,4,5,6,7 true", "Drop --exclude."),
     ("--dir PLACE/file true", "/file is not a directory (a symbolic link is not followed).  Run `sudo gpuguard setup`"),
     ("--dir PLACE/file/x true", "cannot be made ready for claims: Not a directory.  Name another directory"),
     ("--dir PLACE/open true", "/open is writable for others (mode 0777)"),
@@ -140,6 +144,11 @@ OTHERS = [
     (2, "who --watch 10ms", "--watch needs at least 100ms"),
     (2, "who --device 9", "--device 9 names no device"),
     (2, "who --device ''", "--device '' names no device in one place"),
+    (2, "who --device GPU-ffff", "--device GPU-ffff names no device"),
+    (2, "who --watch 0s", "--watch needs at least 100ms"),
+    (2, "events --since 2", "--since: '2' has no unit"),
+    (2, "events --since soon", "--since: 'soon' is not a duration"),
+    (2, "events --device ''", "--device is empty: name a uuid or its beginning"),
     (2, "who --backend nonesuch", "there is no backend 'nonesuch'"),
     (2, "doctor --bogus", "unrecognized arguments: --bogus"),
     (2, "doctor --backend nonesuch", "there is no backend 'nonesuch'"),
@@ -167,10 +176,14 @@ OTHERS = [
     (2, "sim show --jsn", "--jsn (did you mean --json?).\nSee `gpuguard sim show --help`."),
     (2, "sim show --backend nvml", "`sim` steers simulated"),
 ]
-CASES = [
-    *((125, f"run {words}", message) for words, message in RUN_125),
+IN_THIS_PROCESS = [
+    *((125, f"run {words}", message) for words, message in RUN_WORDS),
+    *(case for case in OTHERS if not case[1].startswith("sim ")),
+]
+AS_COMMANDS = [
+    *((125, f"run {words}", message) for words, message in RUN_DEVICES),
     *((code, f"run {words}", message) for code, words, message in RUN_OTHERS),
-    *OTHERS,
+    *(case for case in OTHERS if case[1].startswith("sim ")),
 ]
 
 
@@ -192,8 +205,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def words_of(line: str, place: Path) -> list[str]:
     """As a shell would split it."""
-    import shlex
-
     return [word.replace("PLACE", str(place)) for word in shlex.split(line)]
 
 
@@ -202,21 +213,37 @@ def complaint(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if not line.startswith("  ")]
 
 
-@pytest.mark.parametrize(("code", "line", "message"), CASES, ids=[line[:60] or "nothing" for _, line, _ in CASES])
-def test_bad_input_is_one_clear_message(place: Path, code: int, line: str, message: str) -> None:
-    gpuguard = Gpuguard(place, None, GPUGUARD_EVENTS="/dev/null")
-
-    done = gpuguard(*words_of(line, place), cwd=place)
-
-    lines = complaint(done.stderr)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert message in done.stderr
-    assert [each.startswith("gpuguard: ") for each in lines[:2]].count(True) == 1
+def check(line: str, place: Path, output: str, error: str) -> None:
+    lines = complaint(error)
+    assert output == ""
+    assert [text.startswith("gpuguard: ") for text in lines[:2]].count(True) == 1
     assert lines[0].startswith("gpuguard: ")
-    assert line == "" or (len(lines) <= LINES and "usage:" not in done.stderr)
-    assert "\x1b" not in done.stderr
+    assert line == "" or (len(lines) <= LINES and "usage:" not in error)
+    assert "\x1b" not in error
     assert locked_devices(lock_directory(str(place / "claims")), uuids(place)) == set()
     assert eventually(lambda: born_with(NODE.format(place)) == [])
+
+
+@pytest.mark.parametrize(("code", "line", "message"), AS_COMMANDS, ids=[line[:60] for _, line, _ in AS_COMMANDS])
+def test_bad_input_is_one_clear_message(place: Path, code: int, line: str, message: str) -> None:
+    done = Gpuguard(place, None, GPUGUARD_EVENTS="/dev/null")(*words_of(line, place), cwd=place)
+
+    assert (done.returncode, message in done.stderr) == (code, True)
+    check(line, place, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "message"), IN_THIS_PROCESS, ids=[line[:60] or "nothing" for _, line, _ in IN_THIS_PROCESS]
+)
+def test_what_no_command_understands_is_one_clear_message(place, monkeypatch, capsys, code, line, message):
+    monkeypatch.chdir(place)
+    for name, value in Gpuguard(place, None, GPUGUARD_EVENTS="/dev/null").environment.items():
+        monkeypatch.setenv(name, value)
+
+    assert run_command_line(words_of(line, place)) == code
+    output, error = capsys.readouterr()
+    assert message in error
+    check(line, place, output, error)
 
 
 def test_the_beginning_of_several_uuids_is_answered_with_those_that_it_could_be(fake: FakeNvml, tmp_path: Path) -> None:

@@ -14,20 +14,36 @@ import argparse
 import sys
 import time
 
+from gpuguard.backtest.backtest import backtest
+from gpuguard.backtest.csv_series import people, read_any
+from gpuguard.backtest.unit_tests import accounts, run_tests
 from gpuguard.cli.options import quantity
 from gpuguard.cli.parser import SubcommandRow, add_actions
 from gpuguard.errors import InvalidRequest
+from gpuguard.notify.sender import problems
+from gpuguard.policies.files.decoder import unknown
+from gpuguard.policies.files.loader import load_policies
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count, parse_duration
+from gpuguard.views.backtest import backtest_json, backtest_lines, trial_json, trial_lines
+from gpuguard.views.policy import sentences
+from gpuguard.views.policy_language import SECTIONS, describe, json_schema, language_json
 from gpuguard.views.text import json_text, put
 
-# `gpuguard policy backtest`: what a policy file would have done on recorded samples.
-#
-# No devices, no claims and no daemon are needed, and nobody is touched.
+SCHEMA = 1
+MOST = 50  # faults that are shown at a time: nobody reads more
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_actions(parser, ACTIONS)
+
+
+def main(args: argparse.Namespace) -> int:
+    return ACTIONS[args.action].main(args)
 
 
 def _backtest_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="the policy file")
+    _file_option(parser)
     parser.add_argument(
         "--on",
         metavar="RECORDING",
@@ -44,12 +60,6 @@ def _backtest_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _backtest(args: argparse.Namespace) -> int:
-    from gpuguard.backtest.backtest import backtest
-    from gpuguard.backtest.csv_series import people, read_any
-    from gpuguard.backtest.unit_tests import accounts
-    from gpuguard.policies.files.loader import load_policies
-    from gpuguard.views.backtest import backtest_json, backtest_lines
-
     longest_gap = quantity("--longest-gap", args.longest_gap, parse_duration)
     recording = read_any(args.on)
     uid_of = people(recording.people)
@@ -67,18 +77,12 @@ def _backtest(args: argparse.Namespace) -> int:
     return 0
 
 
-# `gpuguard policy test`: run the unit tests that stand beside a policy file.
-
-
 def _test_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", nargs="+", help="tests in YAML, like lab_test.yaml beside lab.yaml")
     parser.add_argument("--json", action="store_true", help="one object for programs")
 
 
 def _test(args: argparse.Namespace) -> int:
-    from gpuguard.backtest.unit_tests import run_tests
-    from gpuguard.views.backtest import trial_json, trial_lines
-
     trials = [run_tests(path) for path in args.file]
     if args.json:
         put([json_text({"schema": 1, "files": [trial_json(trial) for trial in trials]})], sys.stdout)
@@ -89,20 +93,12 @@ def _test(args: argparse.Namespace) -> int:
     return int(not all(outcome.passed for trial in trials for outcome in trial.outcomes))
 
 
-SCHEMA = 1
-MOST = 50  # faults that are shown at a time: nobody reads more
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_actions(parser, ACTIONS)
-
-
-def main(args: argparse.Namespace) -> int:
-    return ACTIONS[args.action].main(args)
+def _file_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="the policy file")
 
 
 def _check_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="the policy file")
+    _file_option(parser)
     parser.add_argument("--strict", action="store_true", help="the answer is no for warnings, too")
     parser.add_argument(
         "--installed", action="store_true", help="check too that only root can change it, as a daemon of root demands"
@@ -111,9 +107,6 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from gpuguard.notify.sender import problems
-    from gpuguard.policies.files.loader import load_policies
-
     file = load_policies(args.file, trusted_owner=args.installed)
     here = list(problems(file.notify))
     bad = bool(file.faults) or (args.strict and bool(file.warnings or here))
@@ -130,29 +123,22 @@ def _check(args: argparse.Namespace) -> int:
         put([json_text(content)], sys.stdout)
         return int(bad)
     path = neutralise(args.file)
-    put((line for fault in file.faults[:MOST] for line in fault.lines(path)), sys.stdout)
-    put(
-        (f"warning: {line}" if not n else line for w in file.warnings for n, line in enumerate(w.lines(path))),
-        sys.stdout,
-    )
-    put((neutralise(f"warning: {path}: notify: {problem}") for problem in here), sys.stdout)
+    lines = [line for fault in file.faults[:MOST] for line in fault.lines(path)]
+    for warning in file.warnings:
+        first, *rest = warning.lines(path)
+        lines += [f"warning: {first}", *rest]
+    lines += [neutralise(f"warning: {path}: notify: {problem}") for problem in here]
     if file.faults:
-        first = f", the first {MOST} are shown" if len(file.faults) > MOST else ""
-        put([f"{path}: {format_count(len(file.faults), 'fault')}{first}."], sys.stdout)
+        shown = f", the first {MOST} are shown" if len(file.faults) > MOST else ""
+        lines.append(f"{path}: {format_count(len(file.faults), 'fault')}{shown}.")
     else:
         enforced = sum(policy.enforce for policy in file.policies)
-        put([f"{path}: ok, {format_count(len(file.policies), 'policy', 'policies')}, {enforced} enforced."], sys.stdout)
+        lines.append(f"{path}: ok, {format_count(len(file.policies), 'policy', 'policies')}, {enforced} enforced.")
+    put(lines, sys.stdout)
     return int(bad)
 
 
-def _explain_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="the policy file")
-
-
 def _explain(args: argparse.Namespace) -> int:
-    from gpuguard.policies.files.loader import load_policies
-    from gpuguard.views.policy import sentences
-
     file = load_policies(args.file, trusted_owner=False)
     path = neutralise(args.file)
     if file.faults:
@@ -168,9 +154,6 @@ def _rules_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _rules(args: argparse.Namespace) -> int:
-    from gpuguard.policies.files.decoder import unknown
-    from gpuguard.views.policy_language import SECTIONS, describe, language_json
-
     if args.json:
         put([json_text(language_json())], sys.stdout)
         return 0
@@ -182,13 +165,7 @@ def _rules(args: argparse.Namespace) -> int:
     return 0
 
 
-def _schema_options(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
-
-
 def _schema(args: argparse.Namespace) -> int:
-    from gpuguard.views.policy_language import json_schema
-
     put([json_text(json_schema())], sys.stdout)
     return 0
 
@@ -197,11 +174,11 @@ ACTIONS = {
     "check": SubcommandRow(
         "say whether a policy file is right, and everything that is wrong with it", _check_options, _check
     ),
-    "explain": SubcommandRow("say in sentences what a policy file does to whom, and when", _explain_options, _explain),
+    "explain": SubcommandRow("say in sentences what a policy file does to whom, and when", _file_option, _explain),
     "test": SubcommandRow("run unit tests of a policy file", _test_options, _test),
     "backtest": SubcommandRow(
         "say what a policy file would have done on recorded samples", _backtest_options, _backtest
     ),
     "rules": SubcommandRow("show every rule, action and key of the language", _rules_options, _rules),
-    "schema": SubcommandRow("print a JSON Schema (draft 2020-12) for editors", _schema_options, _schema),
+    "schema": SubcommandRow("print a JSON Schema (draft 2020-12) for editors", lambda parser: None, _schema),
 }

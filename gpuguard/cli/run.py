@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -129,7 +130,12 @@ def main(args: argparse.Namespace) -> int:
     command = command_of(args)
     policies, checkpoint = limits_of(args, time_limit)
     requests = (request_of(args), *alternatives_of(args))
-    pass_on_sources(args)
+    # gpuguard inside the job is to mean the same machine and the same claims, wherever it is called.
+    if args.backend != (os.environ.get("GPUGUARD_BACKEND") or "nvml"):
+        kind, colon, path = args.backend.partition(":")
+        os.environ["GPUGUARD_BACKEND"] = kind + colon + (os.path.abspath(path) if path else "")
+    if args.dir:
+        os.environ["GPUGUARD_DIR"] = os.path.abspath(args.dir)
     directory = directory_of(args, make=True)
     backend = backend_of(args)
     if not args.exec:
@@ -139,7 +145,7 @@ def main(args: argparse.Namespace) -> int:
     # Not in a `with`: if something goes wrong from here on while the job runs, the job keeps the claim.
     isolation = _isolate(claim, backend, directory, args.visible) if args.isolate else None
     if chatty:
-        print_notice(started_line(claim, backend.simulated))
+        print_notice(f"{gpus(claim)}{' (SIMULATED)' if backend.simulated else ''} · claim {claim.id}")
     if args.exec:
         status, message = exec_command(command, claim, backend, visible=args.visible, isolation=isolation)
         print_notice(message)
@@ -257,13 +263,12 @@ def _limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, ba
 
 def _preload_for_job(claim: Claim, command: Sequence[str] | None) -> None:
     """Load what a job of days may need yet, as gpuguard may be upgraded under it; write how long *command* takes."""
-    try:
-        from gpuguard.views import text  # noqa: F401
+    # A failed import means that it was upgraded while this one waited.
+    with suppress(ImportError):
+        from gpuguard.claims import release  # noqa: F401
 
         if command:
             write_expected_end(claim, command)
-    except ImportError:  # it was upgraded while this one waited
-        return
 
 
 def write_expected_end(claim: Claim, command: Sequence[str]) -> None:
@@ -281,20 +286,6 @@ def command_of(args: argparse.Namespace) -> list[str]:
     if words[0].startswith("-") and words is args.command:
         raise InvalidRequest(f"there is no option {words[0]}.  Write `--` before a command that begins with a dash.")
     return list(words)
-
-
-def pass_on_sources(args: argparse.Namespace) -> None:
-    """Let gpuguard inside the job mean the same machine and the same claims, wherever it is called."""
-    if args.backend != (os.environ.get("GPUGUARD_BACKEND") or "nvml"):
-        kind, colon, place = args.backend.partition(":")
-        os.environ["GPUGUARD_BACKEND"] = kind + colon + (os.path.abspath(place) if place else "")
-    if args.dir:
-        os.environ["GPUGUARD_DIR"] = os.path.abspath(args.dir)
-
-
-def started_line(claim: Claim, simulated: bool) -> str:
-    """``"GPU 2,3"``, and that they are not real where they are not."""
-    return f"{gpus(claim)}{' (SIMULATED)' if simulated else ''} · claim {claim.id}"
 
 
 def summary_line(devices: Sequence[Device], ended: JobEnd) -> str:

@@ -1,21 +1,20 @@
-"""What a rehearsal showed, for people and as JSON: who would have been hit and when, and what came of the tests.
+"""What a backtest showed, for people and as JSON: who would have been hit and when; and what came of unit tests.
 
-Does not judge: see rehearsal and scenario.
+Does not judge: see gpuguard.backtest.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gpuguard.backtest.backtest import Act, Backtest, PredictedEnd
+from gpuguard.backtest.backtest import Backtest, PredictedEnd
 from gpuguard.backtest.csv_series import Recording
-from gpuguard.backtest.unit_tests import Expected, Got, TestOutcome, Trial
+from gpuguard.backtest.unit_tests import Got, TestOutcome, Trial
 from gpuguard.policies.policy import NOTES
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count, format_duration
-from gpuguard.views.text import table
+from gpuguard.views.text import local_time, picked, table
 
 HOUR = 3600
 SPARED = frozenset({"unknown", "exempt", "grace", "devices", "hours", "load", "cooldown", "breaker", "waiting"})
@@ -37,12 +36,23 @@ def backtest_lines(result: Backtest, recording: Recording, policies: Sequence[st
             "all durations start anew after them, as with a daemon that slept (--longest-gap changes that)."
         )
     if each and result.acts:
+        rows = [
+            (
+                clock_text(act.time, recording),
+                act.policy,
+                act.action,
+                neutralise(", ".join(act.jobs) or f"device {act.device}"),
+                neutralise(act.user or ""),
+                neutralise(act.why),
+            )
+            for act in result.acts
+        ]
         yield ""
-        yield from _each(result.acts, recording)
+        yield from table(rows, ("AT", "POLICY", "ACTION", "JOB", "USER", "WHY"))
     yield ""
     yield from table(_summary(result, policies), ("POLICY", "ACTION", "TIMES", "JOBS", "USERS"), align="<<>>>")
     for policy in policies:
-        ended = [one for one in result.endings if one.policy == policy]
+        ended = [end for end in result.endings if end.policy == policy]
         if ended:
             yield ""
             yield from _worth(policy, ended, result, len(jobs))
@@ -56,40 +66,23 @@ def backtest_lines(result: Backtest, recording: Recording, policies: Sequence[st
         yield "The recording lacks memory or utilization: rules that need them found nothing."
 
 
-def _each(acts: Iterable[Act], recording: Recording) -> list[str]:
-    rows = [
-        (
-            clock_text(act.time, recording),
-            act.policy,
-            act.action,
-            neutralise(", ".join(act.jobs) or f"device {act.device}"),
-            neutralise(act.user or ""),
-            neutralise(act.why),
-        )
-        for act in acts
-    ]
-    return table(rows, ("AT", "POLICY", "ACTION", "JOB", "USER", "WHY"))
-
-
 def _summary(result: Backtest, policies: Sequence[str]) -> list[tuple[str, ...]]:
-    found: dict[tuple[str, str], list[Act]] = {}
-    for act in result.acts:
-        found.setdefault((act.policy, act.action), []).append(act)
     rows: list[tuple[str, ...]] = []
     for policy in policies:
-        of_policy = [(action, acts) for (name, action), acts in found.items() if name == policy]
-        for action, acts in of_policy:
-            jobs = {(act.host, job) for act in acts for job in act.jobs}
-            users = {act.user for act in acts if act.user}
-            rows.append((policy, action, str(len(acts)), str(len(jobs)), str(len(users))))
-        if not of_policy:
+        acts = [act for act in result.acts if act.policy == policy]
+        for action in dict.fromkeys(act.action for act in acts):
+            done = [act for act in acts if act.action == action]
+            jobs = {(act.host, job) for act in done for job in act.jobs}
+            users = {act.user for act in done if act.user}
+            rows.append((policy, action, str(len(done)), str(len(jobs)), str(len(users))))
+        if not acts:
             rows.append((policy, "nothing", "0", "0", "0"))
     return rows
 
 
 def _worth(policy: str, ended: Sequence[PredictedEnd], result: Backtest, jobs: int) -> Iterator[str]:
-    freed, lost = sum(one.freed for one in ended), sum(one.lost for one in ended)
-    again = sum(one.lost > 0 for one in ended)
+    freed, lost = sum(end.freed for end in ended), sum(end.lost for end in ended)
+    again = sum(end.lost > 0 for end in ended)
     yield f"{policy} ends {len(ended)} of {format_count(jobs, 'job')}:"
     yield f"  {freed / HOUR:,.1f} idle GPU-hours become free ({_share(freed, result.held)} of what was held);"
     yield (
@@ -116,13 +109,7 @@ def backtest_json(result: Backtest, recording: Recording, path: str, policies: S
             {
                 "time_seconds": act.time,
                 "since_seconds": act.since,
-                "host": act.host,
-                "policy": act.policy,
-                "action": act.action,
-                "jobs": list(act.jobs),
-                "user": act.user,
-                "device": act.device,
-                "why": act.why,
+                **picked(act, "host", "policy", "action", "jobs", "user", "device", "why"),
             }
             for act in result.acts
         ],
@@ -131,7 +118,7 @@ def backtest_json(result: Backtest, recording: Recording, path: str, policies: S
 
 def _policy_json(name: str, result: Backtest) -> dict[str, Any]:
     acts = [act for act in result.acts if act.policy == name]
-    ended = [one for one in result.endings if one.policy == name]
+    ended = [end for end in result.endings if end.policy == name]
     actions = dict.fromkeys(act.action for act in acts)
     return {
         "policy": name,
@@ -140,24 +127,21 @@ def _policy_json(name: str, result: Backtest) -> dict[str, Any]:
             for action in actions
         },
         "ended_jobs": len(ended),
-        "worked_again_jobs": sum(one.lost > 0 for one in ended),
-        "freed_idle_gpu_seconds": sum(one.freed for one in ended),
-        "lost_active_gpu_seconds": sum(one.lost for one in ended),
+        "worked_again_jobs": sum(end.lost > 0 for end in ended),
+        "freed_idle_gpu_seconds": sum(end.freed for end in ended),
+        "lost_active_gpu_seconds": sum(end.lost for end in ended),
     }
 
 
 def clock_text(moment: float, recording: Recording) -> str:
     """A time of the recording: a date where it has one, else the time since its start."""
     if recording.dated:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+        return local_time(moment, "%Y-%m-%d %H:%M:%S")
     return format_duration(moment)
 
 
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "n/a"
-
-
-# What came of the tests of policies, for people and as JSON: for each failure what was expected and what came.
 
 
 def trial_lines(trial: Trial) -> Iterator[str]:
@@ -173,64 +157,45 @@ def trial_lines(trial: Trial) -> Iterator[str]:
         if not outcome.passed:
             yield from (f"          {neutralise(line)}" for line in _differences(outcome))
     failed = sum(not outcome.passed for outcome in trial.outcomes)
-    many = f"{len(trial.outcomes)} test{'s' * (len(trial.outcomes) != 1)}"
-    yield f"{path}: {many}, {failed} failed." if failed else f"{path}: {many}, all passed."
+    yield f"{path}: {format_count(len(trial.outcomes), 'test')}, {f'{failed} failed' if failed else 'all passed'}."
 
 
 def _differences(outcome: TestOutcome) -> Iterator[str]:
     for expected in outcome.missing:
-        yield f"expected  {_expected(expected)}"
+        words = [f"at {format_duration(expected.at)}: {expected.action}"]
+        words += [f"by {expected.policy}"] if expected.policy else []
+        words += [f"for {expected.user}"] if expected.user else []
+        words += [f"on device {expected.device}"] if expected.device is not None else []
+        yield f"expected  {' '.join(words)}"
     for got in outcome.surplus:
-        yield f"got       {_got(got)}"
+        users = f" for {', '.join(got.users)}" if got.users else ""
+        where = f" on device {got.device}" if got.device is not None else ""
+        yield f"got       at {format_duration(got.at)}: {got.action} by {got.policy}{users}{where}, because {got.why}"
     if outcome.missing and not outcome.surplus:
         met = ", ".join(f"{got.action} at {format_duration(got.at)}" for got in outcome.got)
         yield f"got       nothing but what was expected: {met}" if met else "got       nothing at all"
 
 
-def _expected(expected: Expected) -> str:
-    words = [f"at {format_duration(expected.at)}: {expected.action}"]
-    words += [f"by {expected.policy}"] if expected.policy else []
-    words += [f"for {expected.user}"] if expected.user else []
-    words += [f"on device {expected.device}"] if expected.device is not None else []
-    return " ".join(words)
-
-
-def _got(got: Got) -> str:
-    where = f" on device {got.device}" if got.device is not None else ""
-    whom = f" for {', '.join(got.users)}" if got.users else ""
-    return f"at {format_duration(got.at)}: {got.action} by {got.policy}{whom}{where}, because {got.why}"
-
-
 def trial_json(trial: Trial) -> dict[str, Any]:
     """One object per file."""
     return {
-        "path": trial.path,
-        "policies": trial.policies,
+        **picked(trial, "path", "policies"),
         "ok": not trial.faults and all(outcome.passed for outcome in trial.outcomes),
         "faults": [{"path": path, **vars(fault)} for path, fault in trial.faults],
         "tests": [
             {
-                "name": outcome.name,
-                "passed": outcome.passed,
+                **picked(outcome, "name", "passed"),
                 "got": [_got_json(got) for got in outcome.got],
                 "missing": [
-                    {"at_seconds": each.at, "action": each.action, "policy": each.policy, "user": each.user,
-                     "device": each.device}
-                    for each in outcome.missing
+                    {"at_seconds": expected.at, **picked(expected, "action", "policy", "user", "device")}
+                    for expected in outcome.missing
                 ],
                 "surplus": [_got_json(got) for got in outcome.surplus],
             }
             for outcome in trial.outcomes
         ],
-    }  # fmt: skip
+    }
 
 
 def _got_json(got: Got) -> dict[str, Any]:
-    return {
-        "at_seconds": got.at,
-        "action": got.action,
-        "policy": got.policy,
-        "users": list(got.users),
-        "device": got.device,
-        "why": got.why,
-    }
+    return {"at_seconds": got.at, **picked(got, "action", "policy", "users", "device", "why")}

@@ -5,18 +5,18 @@ Does not choose: the texts of the reasons come from eligibility.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from gpuguard.device_state import device_title
-from gpuguard.eligibility import UNSHARED, Sharing, memory_left, shared_by, slots_left
+from gpuguard.eligibility import UNSHARED, Sharing, shared_by, slots_left
 from gpuguard.errors import ImpossibleRequest
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS, Request, spelled
 from gpuguard.sanitize import neutralise
 from gpuguard.select import Choice, not_enough
-from gpuguard.units import format_bytes
-from gpuguard.views.text import Paint, table
+from gpuguard.units import format_bytes, format_count
+from gpuguard.views.text import Paint, picked, table
+from gpuguard.views.who import share_left
 
 START, WAIT, NEVER = "start", "wait", "never"
 
@@ -58,10 +58,7 @@ def to_json(
     """The object that docs/json.md describes; unknown is None."""
     return {
         "schema": 1,
-        "host": snapshot.host,
-        "backend": snapshot.backend,
-        "simulated": snapshot.simulated,
-        "taken_at": snapshot.taken_at,
+        **picked(snapshot, "host", "backend", "simulated", "taken_at"),
         "request": spelled(request),
         "limits": limits or None,
         "outcome": WAIT if choice.devices and turn and not turn[0] else outcome(snapshot, request, choice),
@@ -74,9 +71,7 @@ def to_json(
 def _device_json(device: Device, request: Request, choice: Choice) -> dict[str, Any]:
     reasons, sharing = _reasons(device, choice), _sharing(device, choice)
     return {
-        "index": device.index,
-        "uuid": device.uuid,
-        "name": device.name,
+        **picked(device, "index", "uuid", "name"),
         "eligible": not reasons,
         "rank": None if reasons else choice.eligible.index(device) + 1,
         "reasons": [text for text, _ in reasons],
@@ -84,18 +79,13 @@ def _device_json(device: Device, request: Request, choice: Choice) -> dict[str, 
         "memory_free_bytes": device.memory_free,
         "memory_total_bytes": device.memory_total,
         "shared_by": [record.user for record in sharing.claims],
-        "share_left_bytes": _share_left(device, sharing) if request.share else None,
+        "share_left_bytes": share_left(device, sharing) if request.share else None,
         "slots_left": slots_left(sharing, request.slots) if request.share else None,
     }
 
 
 def _sharing(device: Device, choice: Choice) -> Sharing:
     return (choice.sharing or {}).get(device.uuid, UNSHARED)
-
-
-def _share_left(device: Device, sharing: Sharing) -> int | None:
-    left = None if sharing.unknown else memory_left(device, sharing)
-    return None if left is None else max(0, left)
 
 
 def _rows(device: Device, choice: Choice) -> list[list[str]]:
@@ -105,38 +95,33 @@ def _rows(device: Device, choice: Choice) -> list[list[str]]:
     facts = [f"choice {choice.eligible.index(device) + 1}"]
     facts += [f"{format_bytes(device.memory_free)} free" if device.memory_free is not None else "free memory unknown"]
     sharing = _sharing(device, choice)
-    facts += [f"shared by {shared_by(sharing)}: {_left(device, sharing)}"] if sharing.count else []
+    if sharing.count:
+        left = format_bytes(share_left(device, sharing))
+        slots = format_count(slots_left(sharing, SLOTS), "slot")
+        facts.append(f"shared by {shared_by(sharing)}: {left} and {slots} left")
     facts += ["its list of processes is unknown: judged by memory alone"] if device.processes is None else []
     return [[device_title(device), "CHOSEN" if device in choice.devices else "ELIGIBLE", ", ".join(facts)]]
 
 
-def _left(device: Device, sharing: Sharing) -> str:
-    slots = slots_left(sharing, SLOTS)
-    return f"{format_bytes(_share_left(device, sharing))} and {slots} slot{'s' * (slots != 1)} left"
-
-
-def _verdict(snapshot: Snapshot, request: Request, choice: Choice, turn: tuple[bool, str] | None = None) -> list[str]:
+def _verdict(snapshot: Snapshot, request: Request, choice: Choice, turn: tuple[bool, str] | None) -> list[str]:
     what = outcome(snapshot, request, choice)
-    place = [f"It would be {neutralise(turn[1])}."] if turn else []
+    position = [f"It would be {neutralise(turn[1])}."] if turn else []
+    names = ", ".join(device_title(device) for device in choice.devices)
     if what == START and turn and not turn[0]:
-        return [f"It would wait although {_names(choice.devices)} could be had: others wait before it.", *place]
+        return [f"It would wait although {names} could be had: others wait before it.", *position]
     if what == START:
-        return [f"It would start at once on {_names(choice.devices)}."]
-    if what == WAIT:
-        return [f"It would wait: {str(not_enough(snapshot, request, choice)).splitlines()[0]}", *place]
+        return [f"It would start at once on {names}."]
     first, *rest = str(not_enough(snapshot, request, choice)).splitlines()
-    advice = [line for line in rest if line.startswith(("Ask", "Drop"))]
-    return [f"It can never start: {first}", *advice]
-
-
-def _names(devices: Sequence[Device]) -> str:
-    return ", ".join(device_title(device) for device in devices)
+    if what == WAIT:
+        return [f"It would wait: {first}", *position]
+    return [f"It can never start: {first}", *(line for line in rest if line.startswith(("Ask", "Drop")))]
 
 
 def _all(choice: Choice) -> list[Device]:
     devices = [*choice.eligible, *(refusal.device for refusal in choice.refused)]
     return sorted(
-        devices, key=lambda each: (each.index, each.parent_uuid is not None, each.gpu_instance_id or 0, each.uuid)
+        devices,
+        key=lambda device: (device.index, device.parent_uuid is not None, device.gpu_instance_id or 0, device.uuid),
     )
 
 

@@ -76,8 +76,8 @@ def describe(names: collections.abc.Collection[str] = ()) -> Iterator[str]:
         for name, noun in wanted.items():
             yield name
             yield from (f"  {line}".rstrip() for line in help_lines(noun))
-            keys = ", ".join(_key_text(key, hint, noun) for key, hint in keys_of(noun)[0].items())
-            yield from (f"  Keys: {keys}." if keys else "  No keys.", "")
+            keys = [f"{key['key']} ({key['written']}{', needed' * key['required']})" for key in _keys_json(noun)]
+            yield from (f"  Keys: {', '.join(keys)}." if keys else "  No keys.", "")
 
 
 def help_lines(noun: type) -> list[str]:
@@ -95,23 +95,20 @@ def language_json() -> Schema:
     """The same for programs."""
     sections: Schema = {"schema": 1}
     for section, nouns in SECTIONS.items():
-        sections[section.lower().replace(" ", "_")] = [_noun_json(name, noun) for name, noun in nouns.items()]
+        sections[section.lower().replace(" ", "_")] = [
+            {"name": name, "help": "\n".join(help_lines(noun)), "keys": _keys_json(noun)}
+            for name, noun in nouns.items()
+        ]
     return sections
 
 
-def _noun_json(name: str, noun: type) -> Schema:
+def _keys_json(noun: type) -> list[Schema]:
     hints, optional = keys_of(noun)
     texts = key_texts(noun)
-    keys = [
+    return [
         {"key": key, "written": kind(implied(hint, key)), "required": key not in optional, "help": texts.get(key, "")}
         for key, hint in hints.items()
     ]
-    return {"name": name, "help": "\n".join(help_lines(noun)), "keys": keys}
-
-
-def _key_text(key: str, hint: Any, noun: type) -> str:
-    needed = "" if key in keys_of(noun)[1] else ", needed"
-    return f"{key} ({kind(implied(hint, key))}{needed})"
 
 
 def key_texts(noun: type) -> dict[str, str]:
@@ -152,7 +149,7 @@ def kind(hint: Any) -> str:
     if origin in (tuple, frozenset):
         return f"list: {kind(arguments[0])}"
     if origin in (typing.Union, types.UnionType):
-        return ", or ".join(dict.fromkeys(kind(each) for each in arguments if each is not type(None)))
+        return ", or ".join(dict.fromkeys(kind(member) for member in arguments if member is not type(None)))
     if origin is collections.abc.Mapping:
         return "names of your own"
     return {str: "text", int: "number", float: "number", bool: "true or false"}.get(origin, "keys")
@@ -188,26 +185,21 @@ def _schema(hint: Any) -> Schema:
         if isinstance(note, TaggedChoice):
             return _choice(note)
         if isinstance(note, Tagged):
-            return {"anyOf": [_enum(_without_duties(note)), *_steps(note)]}
+            short = [name for name, noun in note.table.items() if not keys_of(noun)[0].keys() - keys_of(noun)[1]]
+            return {"anyOf": [{"enum": short}, *_steps(note)]}
         if note in KINDS:
             return {"type": "string", "pattern": f"^{KINDS[note][1]}$"}
         if note in _WHOLE:
             return {"type": "integer", "minimum": 1}
-        if note in (USER, GROUP):
+        if note in (USER, GROUP) or callable(note):
             return {"type": ["string", "integer"]}
-        if callable(note):
-            return {"type": ["string", "integer"]}
-    return _plain_schema(origin, arguments)
-
-
-def _plain_schema(origin: Any, arguments: tuple[Any, ...]) -> Schema:
     if origin is typing.Literal:
-        return _enum([*arguments, *(int(each) for each in arguments if each.isdigit())])
+        return {"enum": [*arguments, *(int(word) for word in arguments if word.isdigit())]}
     if origin in (tuple, frozenset):
         return {"type": "array", "minItems": 1, "items": _schema(arguments[0])}
     if origin in (typing.Union, types.UnionType):
-        found = [_schema(each) for each in arguments if each is not type(None)]
-        return found[0] if len(found) == 1 else {"anyOf": found}
+        members = [_schema(member) for member in arguments if member is not type(None)]
+        return members[0] if len(members) == 1 else {"anyOf": members}
     if origin is collections.abc.Mapping:
         return {"type": "object", "additionalProperties": _schema(arguments[1])}
     if is_dataclass(origin):
@@ -219,15 +211,14 @@ def _plain_schema(origin: Any, arguments: tuple[Any, ...]) -> Schema:
     return scalars[origin]
 
 
-def _enum(values: collections.abc.Iterable[Any]) -> Schema:
-    return {"enum": list(values)}
-
-
 def _choice(choice: TaggedChoice) -> Schema:
     properties = {}
     for name, hint in choice.table.items():
         text = inspect.cleandoc(hint.__doc__ or "").partition("\n\n")[0] if is_dataclass(hint) else ""
-        properties[name] = _described(_chosen(hint), text)
+        schema = _schema(hint)
+        if text_key(hint):  # one text stands for the first key
+            schema = {"anyOf": [{"type": "string"}, schema]}
+        properties[name] = _described(schema, text)
     return {
         "type": "object",
         "properties": properties,
@@ -235,16 +226,6 @@ def _choice(choice: TaggedChoice) -> Schema:
         "minProperties": 1,
         "maxProperties": 1,
     }
-
-
-def _chosen(hint: Any) -> Schema:
-    if text_key(hint):  # one text stands for the first key
-        return {"anyOf": [{"type": "string"}, _schema(hint)]}
-    return _schema(hint)
-
-
-def _without_duties(tagged: Tagged) -> list[str]:
-    return [name for name, noun in tagged.table.items() if not keys_of(noun)[0].keys() - keys_of(noun)[1]]
 
 
 def _steps(tagged: Tagged) -> Iterator[Schema]:

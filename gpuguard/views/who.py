@@ -155,7 +155,7 @@ def _left(use: DeviceUse) -> str:
     sharing = _sharing(use)
     if not sharing.count:
         return ""
-    left = "an unknown part" if sharing.unknown else format_bytes(_memory_left(use, sharing))
+    left = "an unknown part" if sharing.unknown else format_bytes(share_left(use.device, sharing))
     return f", shared: {left} and {format_count(slots_left(sharing, SLOTS), 'slot')} left"
 
 
@@ -165,8 +165,9 @@ def _sharing(use: DeviceUse) -> Sharing:
     return sharing_on(use.device, [held.record for held in use.claims], owners)
 
 
-def _memory_left(use: DeviceUse, sharing: Sharing) -> int | None:
-    left = None if sharing.unknown else memory_left(use.device, sharing)
+def share_left(device: Device, sharing: Sharing) -> int | None:
+    """Bytes of *device* that nobody has claimed of what is shared."""
+    left = None if sharing.unknown else memory_left(device, sharing)
     return None if left is None else max(0, left)
 
 
@@ -309,7 +310,7 @@ def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
         "power_draw_watts": device.power_draw,
         "power_limit_watts": device.power_limit,
         "claims": [_claim_json(held) for held in use.claims],
-        "share_left_bytes": _memory_left(use, sharing) if sharing.count else None,
+        "share_left_bytes": share_left(use.device, sharing) if sharing.count else None,
         "slots_left": slots_left(sharing, SLOTS) if sharing.count else None,
         "processes": None if use.processes is None else [_process_json(running, snapshot) for running in use.processes],
         "processes_plausible": device.processes_plausible,
