@@ -17,9 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from gpuguard.backends import Backend
+from gpuguard.backends import UVM_NODE, Backend
 from gpuguard.backends.client import open_worker
-from gpuguard.backends.driver_files import UVM_NODE
 from gpuguard.claims.claim import SHARE_VARIABLES, Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.clusters.visible_devices import CUDA_VARIABLE, is_restricted

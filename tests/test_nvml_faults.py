@@ -230,7 +230,7 @@ def test_a_version_mismatch_names_both_versions(fake: FakeNvml, tmp_path: Path) 
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.129.03  Release Build\nGCC version: 12\n"
     )
     fake.fail("nvmlInitWithFlags", VERSION_MISMATCH)
-    patch = f"from gpuguard.backends import driver_files; driver_files._VERSIONS = ({str(version)!r},)\n"
+    patch = f"from gpuguard import backends; backends._VERSIONS = ({str(version)!r},)\n"
     name, text, facts = answer_of(fake, patch + OPEN_ERROR)
 
     assert name == "DriverMismatch"

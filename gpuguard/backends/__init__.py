@@ -1,10 +1,12 @@
 """Where snapshots come from: each file here reads one kind of source and is one row of BACKENDS.
 
-A backend module has ``open(spec) -> Backend``.  Nothing above this drawer knows which one it talks to.
+A backend module has ``open(spec) -> Backend``.  Nothing above this package knows which one it talks to.  Here, too, is
+where NVIDIA's kernel driver shows itself, as device nodes and files.  Opens no device.
 """
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,6 +35,12 @@ class Backend(Protocol):
         """Let go of the source.  Idempotent."""
 
 
+DEVICE_NODE = "/dev/nvidia"  # and the minor number of the device
+CONTROL_NODE = "/dev/nvidiactl"  # every process that computes on an NVIDIA device has it open
+UVM_NODE = "/dev/nvidia-uvm"  # opened by cuInit, and by no program that only reads the driver
+CAPABILITY_MINORS = "/proc/driver/nvidia-caps/mig-minors"  # "gpu0/gi1/ci0/access 13"
+_VERSIONS = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
+
 BACKENDS = {
     "nvml": "NVIDIA's driver library, through nvidia-ml-py",
     "smi": "the program nvidia-smi, or with smi:FILE.xml what `nvidia-smi -q -x` wrote to a file",
@@ -55,3 +63,13 @@ def open_backend(name: str) -> Backend:
     if kind not in BACKENDS:
         raise InvalidRequest(f"there is no backend {kind!r}: choose one of {', '.join(BACKENDS)}.")
     return import_module(f"gpuguard.backends.{kind}").open(spec)  # type: ignore[no-any-return]
+
+
+def kernel_version() -> str | None:
+    """The version of the loaded kernel module, "580.65.06"; None when it does not say."""
+    for path in _VERSIONS:
+        if os.path.exists(path):
+            with open(path, encoding="utf-8", errors="replace") as file:
+                words = file.read().partition("\n")[0].split()
+            return next((word for word in words if word[0].isdigit() and "." in word), None)
+    return None

@@ -11,7 +11,7 @@ import os
 from functools import cache
 from typing import TYPE_CHECKING
 
-from gpuguard.backends.driver_files import kernel_version
+from gpuguard.backends import kernel_version
 from gpuguard.backends.plausibility import PLAUSIBLE
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission
 from gpuguard.model import BRIEF, Gap

@@ -15,7 +15,7 @@ from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
-from gpuguard.backends.driver_files import kernel_version
+from gpuguard.backends import kernel_version
 from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.claims.directory import fault_of, open_lock
 from gpuguard.claims.room import room_for_records

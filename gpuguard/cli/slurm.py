@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from itertools import groupby
 
-from gpuguard.backends.driver_files import DEVICE_NODE
+from gpuguard.backends import DEVICE_NODE
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.records import read_record
 from gpuguard.cli.options import add_source_options, backend_of, choose_log, directory_of, quantity

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
 
-from gpuguard.backends.driver_files import CONTROL_NODE, DEVICE_NODE
+from gpuguard.backends import CONTROL_NODE, DEVICE_NODE
 from gpuguard.deadline import in_time
 from gpuguard.policies.view import interactive_use
 from gpuguard.procfs import LONGEST, read_memory, read_stat, read_text, start_time

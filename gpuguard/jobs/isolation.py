@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuguard.backends.driver_files import CAPABILITY_MINORS
+from gpuguard.backends import CAPABILITY_MINORS
 from gpuguard.claims.directory import TRUSTED, LockDirectory, is_roots
 from gpuguard.clusters import visible_devices
 from gpuguard.errors import GpuguardError, InvalidRequest
