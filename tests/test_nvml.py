@@ -163,36 +163,6 @@ def test_who_draws_is_asked_again_where_nobody_did_only_when_somebody_may_have_b
     assert "graphics" in str(answer[1])
 
 
-def test_a_choice_on_eight_idle_devices_costs_few_calls(fake: FakeNvml) -> None:
-    first, then = answer_of(
-        fake,
-        "backend = nvml.open()\n"
-        "uuid = backend.sample({MEMORY, PROCESSES}).devices[5].uuid\n"
-        "first = sum(fake.calls().values()); fake.reset_calls()\n"
-        "backend.sample(VERIFY_FIELDS, [uuid])\n"
-        "answer = first, sum(fake.calls().values())",
-    )
-
-    assert first <= 34
-    assert then <= 8
-
-
-def test_a_poll_asks_only_for_what_can_change(fake: FakeNvml) -> None:
-    fake.latency_us = 0
-    calls = answer_of(
-        fake,
-        "backend = nvml.open()\n"
-        "backend.sample(WHO_FIELDS); fake.reset_calls()\n"
-        "backend.sample(WHO_FIELDS)\n"
-        "answer = fake.calls()",
-    )
-
-    assert not {
-        name for name in calls if name.endswith(("Name", "UUID", "Count_v2", "ByIndex_v2", "Version", "Threshold"))
-    }
-    assert max(calls.values()) <= 16
-
-
 def test_only_the_devices_that_are_asked_for_are_touched(fake: FakeNvml) -> None:
     touched = answer_of(
         fake,

@@ -23,15 +23,12 @@ from gpuguard.backends.simulated_node import (
     parse_spec,
 )
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.model import ALL_FIELDS, HEALTH, MEMORY, MODEL, PROCESS_DETAILS, PROCESSES, TOPOLOGY, Device
+from gpuguard.model import ALL_FIELDS, HEALTH, MEMORY, MODEL, PROCESSES, TOPOLOGY, Device
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> str:
     return str(tmp_path / "node")
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_process_that_registers_is_seen_with_its_memory_by_everybody(place):
@@ -45,17 +42,6 @@ def test_a_process_that_registers_is_seen_with_its_memory_by_everybody(place):
         assert (used.utilization, free.utilization, free.processes) == (80.0, 0.0, ())
         assert used.temperature > free.temperature
         assert used.power_draw > free.power_draw
-
-
-def test_process_details_say_who_it_is(place):
-    backend = start(place)
-    with a_user(place, "0", GIB, 30.0) as child:
-        (process,) = one(backend, 0, {PROCESSES, PROCESS_DETAILS}).processes
-        (plain,) = one(backend, 0, {PROCESSES}).processes
-
-    assert (process.pid, process.uid, process.utilization) == (child.pid, os.getuid(), 30.0)
-    assert process.command and process.command[1] == "-c"
-    assert (plain.command, plain.start_time) == (None, process.start_time)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
@@ -178,20 +164,6 @@ def test_without_names_the_visible_devices_are_used(place, monkeypatch):
         simulated.use(None, GIB, spec=place)
 
 
-# -- readings ----------------------------------------------------------------------------------------------------------
-
-
-def test_what_was_not_asked_for_stays_unknown(place):
-    backend = start(place)
-
-    (device, *_) = backend.sample({MEMORY}).devices
-    known = {field.name for field in fields(Device) if getattr(device, field.name) is not None}
-
-    memory = {"memory_total", "memory_used", "memory_free", "memory_reserved"}
-    assert known == {"index", "uuid", "processes_plausible"} | memory
-    assert backend.sample({MEMORY}).topology is None
-
-
 def test_everything_that_a_real_h100_tells_is_told(place):
     device = one(start(place))
     unknown = {field.name for field in fields(Device) if getattr(device, field.name) is None}
@@ -199,16 +171,6 @@ def test_everything_that_a_real_h100_tells_is_told(place):
     mig = {"parent_uuid", "mig_profile", "gpu_instance_id", "compute_instance_id"}
     assert unknown == mig | {"fan_speed", "retired_pages"}
     assert device.memory_total == device.memory_used + device.memory_free + device.memory_reserved
-
-
-def test_only_the_named_devices_are_read(place):
-    backend = start(place)
-    uuids = [device.uuid for device in backend.sample({MODEL}).devices]
-    touched: list[int] = []
-    backend.progress = touched.append
-
-    assert [device.index for device in backend.sample({MEMORY}, [uuids[2]]).devices] == [2]
-    assert touched == [2]
 
 
 def test_instances_are_devices_behind_their_parent_and_share_its_memory(place):

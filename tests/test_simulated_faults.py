@@ -10,7 +10,6 @@ import pytest
 from nodes import GIB, a_user, change, one, start
 
 from gpuguard.backends import simulated, simulated_node
-from gpuguard.backends.client import open_worker
 from gpuguard.backends.simulated_node import SimulatedNode, WorkPattern
 from gpuguard.errors import BackendError
 from gpuguard.model import ALL_FIELDS, MEMORY, MODEL, VERIFY_FIELDS
@@ -106,24 +105,6 @@ def test_a_hanging_device_hangs_until_it_is_mended_and_is_left_alone_when_told_s
     change(place, 1, faults=())
     reader.join(10)
     assert len(samples) == 1
-
-
-def test_the_isolated_backend_answers_for_the_others_when_one_device_hangs(place):
-    start(place)
-    change(place, 2, faults=("hang",))
-    backend = open_worker(f"simulated:{place}")
-    try:
-        begin = time.monotonic()
-        snapshot = backend.sample(VERIFY_FIELDS)
-        elapsed = time.monotonic() - begin
-    finally:
-        backend.close()
-
-    assert elapsed < 5
-    assert [device.problems for device in snapshot.devices] == [(), (), ("unresponsive",), ()]
-
-
-# -- the file and its directory ----------------------------------------------------------------------------------------
 
 
 def test_a_default_node_is_made_on_first_use(place):

@@ -109,13 +109,6 @@ def test_a_new_worker_sends_anew_what_the_one_before_it_had_sent(backend: Worker
             job.kill()
 
 
-def test_only_what_was_asked_for_is_read(backend: WorkerBackend) -> None:
-    device = backend.sample({MEMORY}).devices[0]
-
-    assert device.memory_total is not None
-    assert (device.temperature, device.processes) == (None, None)
-
-
 def test_a_hanging_call_costs_one_device_and_the_others_are_read(backend: WorkerBackend) -> None:
     sim("fault", "--device", "2", "hang")
     begun = time.monotonic()
