@@ -324,11 +324,11 @@ def test_a_refusal_that_repeats_itself_is_written_once(claimed, holder):
 def test_what_was_released_counts_for_the_limits_of_the_guard(claimed, holder):
     claimed.act(holder)
 
-    [deed] = claimed.facts["limits"].past
-    assert (deed.action, deed.process[0], set(deed.devices), deed.live) == (
+    [done] = claimed.facts["limits"].past
+    assert (done.action, done.process[0], set(done.devices), done.live) == (
         "release", holder.pid, set(claimed.uuids[:2]), True,
     )  # fmt: skip
-    assert deed.uid == SOMEBODY
+    assert done.uid == SOMEBODY
 
 
 def test_whose_share_of_the_hour_is_used_up_has_their_job_of_slurm_live(claimed, holder, monkeypatch):

@@ -153,9 +153,9 @@ def test_who_ignores_sigterm_is_killed_only_after_a_grace(monkeypatch):
 
 
 def later(scene: Scene, patch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let the guard believe that its deeds were so much earlier."""
+    """Let the guard believe that its actions were so much earlier."""
     book = scene.context().limits
-    book.past = [replace(deed, clock=deed.clock - seconds) for deed in book.past]
+    book.past = [replace(done, clock=done.clock - seconds) for done in book.past]
 
 
 def test_who_outlives_sigkill_is_given_up_and_its_device_left_alone(scene):
@@ -186,9 +186,9 @@ def test_the_targets_of_the_policies_are_told_once_of_a_process_that_outlives_si
     assert post.asked == ["ops", "mail"]
 
 
-@pytest.mark.parametrize("deed", [{"action": "terminate"}, {"live": False}, {"process": (2**22, 1.0)}])
-def test_only_who_was_really_killed_and_is_still_there_is_given_up(scene, deed):
-    facts = {"action": "kill", "process": (scene.pid, scene.process.start_time), "devices": (), "live": True, **deed}
+@pytest.mark.parametrize("done", [{"action": "terminate"}, {"live": False}, {"process": (2**22, 1.0)}])
+def test_only_who_was_really_killed_and_is_still_there_is_given_up(scene, done):
+    facts = {"action": "kill", "process": (scene.pid, scene.process.start_time), "devices": (), "live": True, **done}
     scene.context().limits.record(PastAction(procfs.boot_clock() - 61, **facts))
 
     assert give_up_unkillable(scene.context(), scene.snapshot) == ()

@@ -50,15 +50,15 @@ def restarted(scene: Scene, log: Path) -> None:
     scene.context(limits=ActionLimits(list(past(log).actions)), append=audit_log.append)
 
 
-def test_a_deed_comes_back_from_its_line_as_it_was(log: Path) -> None:
+def test_an_action_comes_back_from_its_line_as_it_was(log: Path) -> None:
     with a_scene() as scene:
         scene.context(append=audit_log.append)
         assert scene.act().word == "sent"
-        (deed,) = scene.context().limits.past
+        (done,) = scene.context().limits.past
 
     (found,) = past(log).actions
-    assert found.clock == pytest.approx(deed.clock, abs=0.01)
-    assert found == replace(deed, clock=found.clock, memory=None, memory_used=())
+    assert found.clock == pytest.approx(done.clock, abs=0.01)
+    assert found == replace(done, clock=found.clock, memory=None, memory_used=())
     assert found.signature
 
 
@@ -67,7 +67,7 @@ def test_what_was_not_done_in_earnest_comes_back_as_such(log: Path) -> None:
         scene.context(append=audit_log.append, enforce=False)
         assert scene.act().word == "dry run"
 
-    assert [deed.live for deed in past(log).actions] == [False]
+    assert [done.live for done in past(log).actions] == [False]
 
 
 def test_the_limit_on_signals_holds_for_a_guard_that_crashes_after_each(log: Path) -> None:
@@ -114,7 +114,7 @@ def write(log: Path, *lines: dict[str, Any] | str) -> None:
         file.writelines(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
 
 
-def test_no_log_means_no_deeds(log: Path) -> None:
+def test_no_log_means_no_actions(log: Path) -> None:
     assert past(log) == RecoveredActions()
 
 
@@ -128,24 +128,24 @@ def test_only_the_last_hour_counts_and_the_rotated_file_belongs_to_it(log: Path)
     write(log, other, a_line(pid=4712))
 
     found = past(log)
-    assert [deed.process for deed in found.actions] == [(4711, 12.5), (4712, 12.5)]
+    assert [done.process for done in found.actions] == [(4711, 12.5), (4712, 12.5)]
     assert found.problem is None
 
 
 def test_a_process_of_another_boot_is_nobody_here(log: Path) -> None:
     write(log, a_line(kind="kill", facts={"boot": "another", "clock_seconds": 5.0}))
-    (deed,) = past(log).actions
+    (done,) = past(log).actions
 
-    assert deed.process[0] == 0
-    assert boot_clock() - deed.clock == pytest.approx(10, abs=1)
+    assert done.process[0] == 0
+    assert boot_clock() - done.clock == pytest.approx(10, abs=1)
 
 
 @pytest.mark.parametrize("ahead", [3600.0, 1e9])
-def test_a_clock_that_was_set_back_makes_no_deed_older(log: Path, ahead: float) -> None:
+def test_a_clock_that_was_set_back_makes_no_action_older(log: Path, ahead: float) -> None:
     write(log, a_line(time_unix_seconds=time.time() + ahead, facts={"boot": "another"}))
-    (deed,) = past(log).actions
+    (done,) = past(log).actions
 
-    assert boot_clock() - deed.clock < 5
+    assert boot_clock() - done.clock < 5
 
 
 def test_a_clock_that_was_set_forward_lets_nothing_of_this_boot_be_forgotten(log: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_clock_that_was_set_forward_lets_nothing_of_this_boot_be_forgotten(log
     note = {"schema": 1, **before, "kind": "note", "outcome": "cleared"}
     write(log, a_line(pid=1, facts={"boot": "another"}), a_line(**before), note, a_line(pid=4712))
 
-    assert [deed.process[0] for deed in past(log).actions] == [4711, 4712]
+    assert [done.process[0] for done in past(log).actions] == [4711, 4712]
 
 
 @pytest.mark.parametrize(
@@ -169,12 +169,12 @@ def test_a_clock_that_was_set_forward_lets_nothing_of_this_boot_be_forgotten(log
         json.dumps(a_line() | {"facts": [{"clock_seconds": 1}]}),
     ],
 )
-def test_a_damaged_line_counts_as_a_deed_of_just_now(log: Path, damaged: str) -> None:
+def test_a_damaged_line_counts_as_an_action_of_just_now(log: Path, damaged: str) -> None:
     write(log, a_line(), damaged)
     found = past(log)
 
     assert "damaged" in (found.problem or "")
-    assert [deed.action for deed in found.actions if deed.live] == ["terminate"] * 2
+    assert [done.action for done in found.actions if done.live] == ["terminate"] * 2
     assert boot_clock() - found.actions[-1].clock < 5
 
 
@@ -200,7 +200,7 @@ def test_damage_without_end_is_no_worse_than_a_log_that_cannot_be_read(log: Path
     assert len(past(log).actions) == 2 * VICTIMS_PER_HOUR
 
 
-def test_every_action_that_is_counted_has_its_deed_in_its_line(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_action_that_is_counted_has_its_action_in_its_line(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, answer in (("job_of", "7"), ("against_cancelling", None), ("cancel", None)):
         monkeypatch.setattr(slurm, name, lambda *_, answer=answer: answer)
     on_processes = {name for name, action in actions.ACTIONS.items() if action.on_process} - {"checkpoint", "kill"}
@@ -220,5 +220,5 @@ def test_a_daemon_says_what_it_cannot_know(tmp_path: Path, log: Path) -> None:
     assert "damaged lines in the audit log: 1" in event["message"]
 
 
-def test_deeds_are_known_by_what_only_their_lines_have() -> None:
+def test_actions_are_known_by_what_only_their_lines_have() -> None:
     assert set(limits.facts_of(PastAction(1.0, "kill", (2, 3.0), (), True))) == {"signature", "clock_seconds", "boot"}

@@ -120,7 +120,7 @@ def test_whatever_a_user_calls_their_jobs_no_other_is_ended_or_put_back(controll
 
 
 def test_a_job_whose_number_somebody_else_got_meanwhile_is_not_cancelled(controller, monkeypatch):
-    """Between the checks and the deed the process ends, and a process of another job has its pid."""
+    """Between the checks and the action the process ends, and a process of another job has its pid."""
     with a_scene() as scene:
         jobs = iter(("20", "77"))
         controller.jobs[-1].uid = scene.process.uid or 0
