@@ -9,7 +9,7 @@ import pytest
 from nodes import Gpuguard
 
 from gpuguard.backtest.backtest import Backtest, backtest
-from gpuguard.backtest.csv_series import people, read_recording
+from gpuguard.backtest.recordings import people, read_recording
 from gpuguard.backtest.unit_tests import accounts
 from gpuguard.errors import InvalidRequest
 from gpuguard.policies.files.loader import parse

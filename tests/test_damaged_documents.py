@@ -31,7 +31,7 @@ from top_scenes import page_of, texts
 from gpuguard import jsonio
 from gpuguard import source as state
 from gpuguard.backends import simulated, simulated_node
-from gpuguard.backtest import recording
+from gpuguard.backtest import recordings
 from gpuguard.claims import grants, records, restrictions
 from gpuguard.claims.directory import LockDirectory, daemon_files, lock_directory
 from gpuguard.claims.restrictions import boot_id
@@ -168,9 +168,9 @@ def of_jobs(which: int) -> Reader:
 
 
 def a_sample(place: Path) -> Any:
-    view = recording.RuleView(a_whole_snapshot(place))
+    view = recordings.RuleView(a_whole_snapshot(place))
     host = {"4711@1000.0": {"cpu": 5.0, "memory": 1, "network": 2.0, "terminal": "pts/1"}}
-    return recording.pack(view) | {
+    return recordings.pack(view) | {
         "host": host,
         "groups": {"7": ["g"]},
         "seen": {"4711": [1, "S", 5.0, None], "1": None},
@@ -181,7 +181,7 @@ def of_samples(place: Path, encoded: bytes) -> None:
     with suppress(ValueError):
         sample = json.loads(encoded)
         if isinstance(sample, dict):
-            shown(recording.unpack(sample).snapshot)
+            shown(recordings.unpack(sample).snapshot)
 
 
 LINES: tuple[dict[str, Any], ...] = (
@@ -197,7 +197,7 @@ def of_lines(which: int) -> Reader:
         lines[which] = encoded
         path = place / "a.rec"
         path.write_bytes(gzip.compress(b"\n".join(lines) + b"\n", 1))
-        list(recording.views(str(path)))
+        list(recordings.views(str(path)))
 
     return read
 

@@ -8,7 +8,7 @@ import pytest
 from nodes import Gpuguard
 from sources import ROOT
 
-from gpuguard.backtest.csv_series import people
+from gpuguard.backtest.recordings import people
 from gpuguard.backtest.unit_tests import accounts, read_tests, run_tests, series_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.policies.files.loader import load_policies

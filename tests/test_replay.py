@@ -20,7 +20,7 @@ from test_tape import SECRETS, a_view
 from gpuguard import model
 from gpuguard.backends.replay import RecordingWriter
 from gpuguard.backtest.masking import KEPT, MASKED, Mask
-from gpuguard.backtest.recording import pack, views
+from gpuguard.backtest.recordings import pack, views
 from gpuguard.policies.view import HostUse
 from gpuguard.queue.priority import QueueRules
 

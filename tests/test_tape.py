@@ -22,8 +22,7 @@ from gpuguard.backends import open_backend
 from gpuguard.backends.client import open_worker
 from gpuguard.backends.replay import RecordingWriter, read_samples
 from gpuguard.backtest.backtest import backtest, rehearse
-from gpuguard.backtest.csv_series import people, read_any
-from gpuguard.backtest.recording import pack, unpack, views
+from gpuguard.backtest.recordings import pack, people, read_recording, unpack, views
 from gpuguard.backtest.unit_tests import accounts
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import ALL_FIELDS, WHO_FIELDS, Gap, ProcessStat
@@ -323,7 +322,7 @@ def test_the_verdicts_on_a_recording_are_those_of_the_dry_run_that_was_recorded(
     assert sum(len(one.verdicts) for one in live) >= 8
 
     rehearsed = [judged.verdicts for _, judged in rehearse(iter(seen), file.policies, interval=1.0)]
-    result = backtest(read_any(path), file.policies, people(read_any(path).people))
+    result = backtest(read_recording(path), file.policies, people(read_recording(path).people))
     assert [(act.policy, act.action, act.why) for act in result.acts] == [
         (verdict.policy, verdict.action, verdict.finding.why) for verdicts in rehearsed for verdict in verdicts
     ]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from dataclasses import replace as replace_fields
+from itertools import tee
 
-from gpuguard.backtest.csv_series import CsvRow, CsvSample, Numbering, Recording, csv_samples
-from gpuguard.model import Device, Snapshot, Verdict
+from gpuguard.backtest.recordings import Numbering, RecordedRow, RecordedSample, Recording, samples_of
+from gpuguard.model import Snapshot, Verdict
 from gpuguard.policies.engine import evaluate
 from gpuguard.policies.escalation import EngineMemory
 from gpuguard.policies.policy import ENDING, Judgement, Policy
@@ -97,76 +97,52 @@ def backtest(
     gap = LARGEST_DISTANCE * recording.interval if longest_gap is None else longest_gap
     acts: list[Act] = []
     notes: dict[str, int] = {}
-    for _, samples in csv_samples(recording, uid_of):
-        acts += _acts(samples, policies, gap, zone, notes)
+    for _, samples in samples_of(recording, uid_of):
+        samples, same = tee(samples)
+        views = (sample.view for sample in same)
+        judged = rehearse(views, policies, interval=gap / LARGEST_DISTANCE, zone=zone)
+        for sample, (view, judgement) in zip(samples, judged, strict=True):
+            acts += [_act(verdict, sample, view) for verdict in judgement.verdicts]
+            for note in judgement.notes:
+                notes[note.kind] = notes.get(note.kind, 0) + 1
     acts.sort(key=lambda act: act.time)
+
     jobs = recording.jobs()
-    return Backtest(
-        tuple(acts),
-        tuple(_predicted_ends(acts, jobs, recording.interval)),
-        sum(_is_held(row) for rows in jobs.values() for row in rows) * recording.interval,
-        gap,
-        recording.holes(gap),
-        notes,
-    )
+    endings: dict[tuple[str, str], PredictedEnd] = {}
+    for act in acts:
+        for job in act.jobs if act.action in ENDING else ():
+            if (act.host, job) not in endings:
+                later = [row for row in jobs[act.host, job] if row.time > act.time]
+                lost = sum(map(_works, later)) * recording.interval
+                freed = sum(_is_held(row) and not _works(row) for row in later) * recording.interval
+                user = jobs[act.host, job][0].user
+                endings[act.host, job] = PredictedEnd(job, act.host, user, act.policy, act.time, freed, lost)
+    held = sum(_is_held(row) for rows in jobs.values() for row in rows) * recording.interval
+    return Backtest(tuple(acts), tuple(endings.values()), held, gap, recording.holes(gap), notes)
 
 
-def _acts(
-    samples: Iterator[CsvSample], policies: Sequence[Policy], gap: float, zone: float, notes: dict[str, int]
-) -> Iterator[Act]:
-    now: list[CsvSample] = []
-
-    def views() -> Iterator[RuleView]:
-        for look in samples:
-            now[:] = [look]
-            yield look.view
-
-    for view, judgement in rehearse(views(), policies, interval=gap / LARGEST_DISTANCE, zone=zone):
-        look = now[0]
-        for verdict in judgement.verdicts:
-            yield _act(verdict, look, view)
-        for note in judgement.notes:
-            notes[note.kind] = notes.get(note.kind, 0) + 1
-
-
-def _act(verdict: Verdict, look: CsvSample, view: RuleView) -> Act:
+def _act(verdict: Verdict, sample: RecordedSample, view: RuleView) -> Act:
     finding = verdict.finding
-    hit = (look.jobs[each.pid, each.start_time] for each in finding.processes if each.start_time is not None)
-    users = sorted({each.user for each in finding.processes if each.user})
+    hit = (sample.jobs[each.pid, each.start_time] for each in finding.processes if each.start_time is not None)
+    users = sorted({process.user for process in finding.processes if process.user})
     return Act(
-        look.time,
-        look.host,
+        sample.time,
+        sample.host,
         verdict.policy,
         verdict.action,
         tuple(dict.fromkeys(hit)),
         finding.subject.user or ", ".join(users) or None,
         (finding.subject.device or "").removeprefix("GPU-") or None,
-        look.time - (view.clock - verdict.since),
+        sample.time - (view.clock - verdict.since),
         finding.why,
     )
 
 
-def _predicted_ends(
-    acts: Iterable[Act], jobs: Mapping[tuple[str, str], list[CsvRow]], interval: float
-) -> Iterator[PredictedEnd]:
-    ended: set[tuple[str, str]] = set()
-    for act in acts:
-        for job in act.jobs if act.action in ENDING else ():
-            if (act.host, job) in ended:
-                continue
-            ended.add((act.host, job))
-            later = [row for row in jobs[act.host, job] if row.time > act.time]
-            worked = sum(map(_works, later))
-            rested = sum(_is_held(row) and not _works(row) for row in later)
-            user = jobs[act.host, job][0].user
-            yield PredictedEnd(job, act.host, user, act.policy, act.time, rested * interval, worked * interval)
-
-
-def _works(row: CsvRow) -> bool:
+def _works(row: RecordedRow) -> bool:
     return row.utilization is not None and row.utilization > 0
 
 
-def _is_held(row: CsvRow) -> bool:
+def _is_held(row: RecordedRow) -> bool:
     return row.memory is not None and row.memory > HELD
 
 
@@ -188,7 +164,7 @@ def rehearse(
     gone: set[ProcessIdentity] = set()
     released: set[tuple[int | None, str | None]] = set()
     for view in views:
-        left = replace_fields(view, snapshot=_without(view.snapshot, gone, released)) if gone or released else view
+        left = replace(view, snapshot=_without(view.snapshot, gone, released)) if gone or released else view
         judgement = evaluate(left, policies, memory, interval=interval, zone=zone)
         for verdict in judgement.verdicts:
             if verdict.action in ENDING:
@@ -200,24 +176,17 @@ def rehearse(
 
 
 def _without(snapshot: Snapshot, gone: set[ProcessIdentity], released: set[tuple[int | None, str | None]]) -> Snapshot:
+    devices = []
+    for device in snapshot.devices:
+        ended = [each for each in device.processes or () if (each.pid, each.start_time) in gone]
+        if ended:
+            left = tuple(each for each in device.processes or () if (each.pid, each.start_time) not in gone)
+            freed = sum(process.memory_used or 0 for process in ended)
+            memory = None if device.memory_used is None else max(0, device.memory_used - freed)
+            utilization = device.utilization if left else 0.0
+            device = replace(device, processes=left, memory_used=memory, utilization=utilization)
+        devices.append(device)
+    # A claim lives as long as the process that made it, unless it is taken back.
     pids = {pid for pid, _ in gone}
-    return replace(
-        snapshot,
-        devices=tuple(_emptied(device, gone) for device in snapshot.devices),
-        # A claim lives as long as the process that made it, unless it is taken back.
-        claims=tuple(
-            claim for claim in snapshot.claims if claim.pid not in pids and (claim.uid, claim.id) not in released
-        ),
-    )
-
-
-def _emptied(device: Device, gone: set[ProcessIdentity]) -> Device:
-    left = tuple(each for each in device.processes or () if (each.pid, each.start_time) not in gone)
-    if len(left) == len(device.processes or ()):
-        return device
-    ended = [each for each in device.processes or () if (each.pid, each.start_time) in gone]
-    freed = sum(each.memory_used or 0 for each in ended)
-    memory = None if device.memory_used is None else max(0, device.memory_used - freed)
-    if not left:
-        return replace(device, processes=left, memory_used=memory, utilization=0.0)
-    return replace(device, processes=left, memory_used=memory)
+    claims = (claim for claim in snapshot.claims if claim.pid not in pids and (claim.uid, claim.id) not in released)
+    return replace(snapshot, devices=tuple(devices), claims=tuple(claims))

@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Annotated, Literal, TypeVar
 
 from gpuguard.backtest.backtest import rehearse
-from gpuguard.backtest.csv_series import Numbering, people
+from gpuguard.backtest.recordings import Numbering, people
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot, Verdict

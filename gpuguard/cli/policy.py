@@ -15,7 +15,7 @@ import sys
 import time
 
 from gpuguard.backtest.backtest import backtest
-from gpuguard.backtest.csv_series import people, read_any
+from gpuguard.backtest.recordings import people, read_recording
 from gpuguard.backtest.unit_tests import accounts, run_tests
 from gpuguard.cli.options import quantity
 from gpuguard.cli.parser import SubcommandRow, add_actions
@@ -61,7 +61,7 @@ def _backtest_options(parser: argparse.ArgumentParser) -> None:
 
 def _backtest(args: argparse.Namespace) -> int:
     longest_gap = quantity("--longest-gap", args.longest_gap, parse_duration)
-    recording = read_any(args.on)
+    recording = read_recording(args.on)
     uid_of = people(recording.people)
     file = load_policies(args.file, trusted_owner=False, accounts=accounts(uid_of))
     if file.faults:

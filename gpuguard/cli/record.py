@@ -21,7 +21,7 @@ import time
 from gpuguard.backends import Backend, is_recorded
 from gpuguard.backends.replay import RecordingWriter
 from gpuguard.backtest.masking import Mask
-from gpuguard.backtest.recording import pack
+from gpuguard.backtest.recordings import pack
 from gpuguard.cli.options import add_source_options, backend_of, directory_of, quantity
 from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import BackendError, ClaimError, GpuguardError, InvalidRequest

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gpuguard.backtest.backtest import Backtest, PredictedEnd
-from gpuguard.backtest.csv_series import Recording
+from gpuguard.backtest.recordings import Recording
 from gpuguard.backtest.unit_tests import Got, TestOutcome, Trial
 from gpuguard.policies.policy import NOTES
 from gpuguard.sanitize import neutralise

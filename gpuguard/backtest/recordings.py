@@ -1,25 +1,30 @@
-"""Recorded samples from a CSV file: one row per time, job and device, for `gpuguard policy backtest`.
+"""Recorded samples for rehearsals: a recording of `gpuguard record`, or a table in CSV.
+
+A sample of a recording is a RuleView: the snapshot with its claims, what processes do beside the GPU, who is in which
+group, which process descends from which.  What an outer scheduler gave out and the GPU-hours of the past are not in it.
+See backends.replay for the file.  A table has one row per time, job and device:
 
     time_seconds,host,device,job,user,groups,kind,utilization_percent,memory_bytes,temperature_celsius,power_watts
 
 Only time_seconds and job are needed, in any order; an empty cell is unknown.  Rows with a host share that machine; rows
 with a device but no host are all of one machine; without both, every job had a device and a machine of its own.
-Does not judge: see rehearsal.
+Does not judge: see backtest.
 """
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from dataclasses import field as attribute
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from math import isfinite
 from statistics import median
+from typing import Any
 
-from gpuguard.backtest.recording import is_tape, views
-from gpuguard.errors import InvalidRequest
-from gpuguard.model import Device, Gap, GpuProcess, Snapshot
+from gpuguard.backends import replay
+from gpuguard.errors import BackendError, InvalidRequest
+from gpuguard.jsonio import decode
+from gpuguard.model import Device, Gap, GpuProcess, ProcessStat, Snapshot
 from gpuguard.policies.view import HostUse, ProcessIdentity, RuleView
 
 # Name of a column -> what it says, and by how much its numbers are multiplied.  pod, t_s, util and mem_mib are the
@@ -37,14 +42,13 @@ _TEXTS = frozenset({"job", "host", "device", "user", "groups", "kind"})
 _KINDS = ("batch", "interactive", "container")
 _UIDS_FROM = 100_000  # of users who are in a recording only
 _FIRST_PID = 1000
-_AT_A_TERMINAL, _WITHOUT_TERMINAL = HostUse(terminal="/dev/pts/0"), HostUse(terminal="")
 _CLOCK = 1e6  # of time 0: a machine that was up for 11 days; a clock of 0 would be one that boots
 _LATEST = 1e10  # the year 2286: larger ones are milliseconds
 _UNIX = 1e8  # times from here on are unix times, in 1973; smaller ones count from the start of the recording
 
 
 @dataclass(frozen=True)
-class CsvRow:
+class RecordedRow:
     """One sample of one job on one device.  None = unknown."""
 
     time: float  # seconds
@@ -69,14 +73,14 @@ class Recording:
         interval: seconds between two samples of the same job, the median.
         columns: what the file tells: time, job, utilization, ...
         people: user name -> uid, where it tells that too.
-        replayed: the samples themselves where rows are not all that was recorded, as looks() gives them.
+        replayed: the samples of each host, where rows are not all that was recorded.
     """
 
-    rows: tuple[CsvRow, ...]
+    rows: tuple[RecordedRow, ...]
     interval: float
     columns: frozenset[str]
-    people: Mapping[str, int] = attribute(default_factory=dict)
-    replayed: Callable[[], Iterator[tuple[str, Iterator[CsvSample]]]] | None = None
+    people: Mapping[str, int] = field(default_factory=dict)
+    replayed: Callable[[], Iterator[tuple[str, Iterator[RecordedSample]]]] | None = None
 
     @property
     def start(self) -> float:
@@ -88,9 +92,9 @@ class Recording:
         """Whether the times are unix times."""
         return self.start >= _UNIX
 
-    def jobs(self) -> dict[tuple[str, str], list[CsvRow]]:
+    def jobs(self) -> dict[tuple[str, str], list[RecordedRow]]:
         """(host, job) -> its samples, in the order of time."""
-        found: dict[tuple[str, str], list[CsvRow]] = {}
+        found: dict[tuple[str, str], list[RecordedRow]] = {}
         for row in self.rows:
             if row.job:
                 found.setdefault((row.host, row.job), []).append(row)
@@ -102,12 +106,17 @@ class Recording:
 
 
 def read_recording(path: str) -> Recording:
-    """Read a CSV file with a header.
+    """Read a file of `gpuguard record`, or a table with a header.
 
     Raises:
-        InvalidRequest: it is none, or a cell cannot be understood.
+        InvalidRequest: it is a table that cannot be understood, or has fewer than two samples.
+        BackendError: it is a recording that cannot be read.
     """
     try:
+        with open(path, "rb") as file:
+            compressed = file.read(2) == b"\x1f\x8b"
+        if compressed:
+            return _read_recorded(path)
         with open(path, encoding="utf-8-sig", newline="") as lines:
             rows, columns = _rows(path, lines)
     except OSError as error:
@@ -120,33 +129,29 @@ def read_recording(path: str) -> Recording:
     return Recording(tuple(rows), median(distances), columns)
 
 
-def _rows(path: str, lines: Iterable[str]) -> tuple[list[CsvRow], frozenset[str]]:
+def _rows(path: str, lines: Iterable[str]) -> tuple[list[RecordedRow], frozenset[str]]:
     reader = csv.reader(lines)
     header = [name.strip().lower() for name in next(reader, [])]
     places = {COLUMNS[name][0]: (place, COLUMNS[name][1]) for place, name in enumerate(header) if name in COLUMNS}
     if len(places) < sum(name in COLUMNS for name in header):
         raise InvalidRequest(f"{path}:1: two columns say the same: keep one of them.")
-    missing = {"time": "time_seconds", "job": "job"}
-    for field, name in missing.items():
-        if field not in places:
+    for column, name in (("time", "time_seconds"), ("job", "job")):
+        if column not in places:
             raise InvalidRequest(f"{path}:1: there is no column {name!r}.\nKnown columns: {', '.join(COLUMNS)}.")
-    rows = []
-    for cells in reader:
-        if cells:
-            rows.append(_row(f"{path}:{reader.line_num}", cells, places))
+    rows = [_row(f"{path}:{reader.line_num}", cells, places) for cells in reader if cells]
     rows.sort(key=lambda row: row.time)
     return rows, frozenset(places)
 
 
-def _row(place: str, cells: list[str], places: Mapping[str, tuple[int, float]]) -> CsvRow:
+def _row(place: str, cells: list[str], places: Mapping[str, tuple[int, float]]) -> RecordedRow:
     texts = dict.fromkeys(_TEXTS, "")
     numbers: dict[str, float | None] = {}
-    for field, (column, scale) in places.items():
-        cell = cells[column].strip() if column < len(cells) else ""
-        if field in _TEXTS:
-            texts[field] = cell
+    for column, (index, scale) in places.items():
+        cell = cells[index].strip() if index < len(cells) else ""
+        if column in _TEXTS:
+            texts[column] = cell
         else:
-            numbers[field] = _number(place, field, cell, scale)
+            numbers[column] = _number(place, column, cell, scale)
     time = numbers.pop("time")
     if time is None:
         raise InvalidRequest(f"{place}: the time is missing.")
@@ -155,7 +160,7 @@ def _row(place: str, cells: list[str], places: Mapping[str, tuple[int, float]]) 
     if texts["kind"] not in ("", *_KINDS):
         raise InvalidRequest(f"{place}: kind: {texts['kind']!r} is none of {', '.join(_KINDS)}.")
     own = "" if "device" in places or "host" in places else texts["job"]
-    return CsvRow(
+    return RecordedRow(
         time,
         texts["job"],
         texts["host"] or own or "recording",
@@ -167,23 +172,23 @@ def _row(place: str, cells: list[str], places: Mapping[str, tuple[int, float]]) 
     )
 
 
-def _number(place: str, field: str, cell: str, scale: float) -> float | None:
+def _number(place: str, column: str, cell: str, scale: float) -> float | None:
     if not cell:
         return None
     try:
         number = float(cell) * scale
     except ValueError:
-        raise InvalidRequest(f"{place}: {field}: {cell!r} is not a number.") from None
-    if not isfinite(number) or (field != "temperature" and number < 0):
-        raise InvalidRequest(f"{place}: {field}: {cell!r} is not possible; leave unknown cells empty.")
+        raise InvalidRequest(f"{place}: {column}: {cell!r} is not a number.") from None
+    if not isfinite(number) or (column != "temperature" and number < 0):
+        raise InvalidRequest(f"{place}: {column}: {cell!r} is not possible; leave unknown cells empty.")
     return number
 
 
-def _distances(rows: Iterable[CsvRow]) -> list[float]:
+def _distances(rows: Iterable[RecordedRow]) -> list[float]:
     times: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
         times.setdefault((row.host, row.device, row.job), []).append(row.time)
-    return [later - earlier for one in times.values() for earlier, later in pairwise(one) if later > earlier]
+    return [later - earlier for seen in times.values() for earlier, later in pairwise(seen) if later > earlier]
 
 
 class Numbering:
@@ -205,8 +210,8 @@ def people(known: Mapping[str, int] | None = None) -> Numbering:
 
 
 @dataclass(frozen=True)
-class CsvSample:
-    """One look at one machine, and which job each process is."""
+class RecordedSample:
+    """One sample of one machine, and which job each process is."""
 
     host: str
     time: float
@@ -214,19 +219,21 @@ class CsvSample:
     jobs: Mapping[ProcessIdentity, str]
 
 
-def csv_samples(recording: Recording, uid_of: Numbering) -> Iterator[tuple[str, Iterator[CsvSample]]]:
+def samples_of(recording: Recording, uid_of: Numbering) -> Iterator[tuple[str, Iterator[RecordedSample]]]:
     """Each machine with its samples as views; *uid_of* says who is who."""
     if recording.replayed:
         yield from recording.replayed()
         return
-    of_host: dict[str, list[CsvRow]] = {}
+    of_host: dict[str, list[RecordedRow]] = {}
     for row in recording.rows:
         of_host.setdefault(row.host, []).append(row)
     for host, rows in of_host.items():
-        yield host, _csv_samples(host, rows, recording, uid_of)
+        yield host, _table_samples(host, rows, recording, uid_of)
 
 
-def _csv_samples(host: str, rows: list[CsvRow], recording: Recording, uid_of: Numbering) -> Iterator[CsvSample]:
+def _table_samples(
+    host: str, rows: list[RecordedRow], recording: Recording, uid_of: Numbering
+) -> Iterator[RecordedSample]:
     pid_of, index_of = Numbering(_FIRST_PID), Numbering(0)
     begun: dict[str, float] = {}
     grouped = "groups" in recording.columns
@@ -243,19 +250,19 @@ def _csv_samples(host: str, rows: list[CsvRow], recording: Recording, uid_of: Nu
                 if row.job:
                     identity = pid_of(row.job), begun.setdefault(row.job, clock)
                     jobs[identity] = row.job
-                    host_uses[identity] = _AT_A_TERMINAL if row.kind == "interactive" else _WITHOUT_TERMINAL
+                    host_uses[identity] = HostUse(terminal="/dev/pts/0" if row.kind == "interactive" else "")
                     processes.append(_process(row, identity, uid_of))
             devices.append(_device(index_of(name), name, here, tuple(processes)))
         # Nobody knows the claims of then: a rule that asks for them must find nothing.
         gap = Gap(None, "claims", "the recording does not tell who had claimed what")
         snapshot = Snapshot(host, "recording", at, clock, tuple(devices), (gap,))
         groups = {uid_of(row.user): frozenset(row.groups.split()) for row in now} if grouped else {}
-        yield CsvSample(host, at, RuleView(snapshot, host=host_uses, groups=groups), jobs)
+        yield RecordedSample(host, at, RuleView(snapshot, host=host_uses, groups=groups), jobs)
 
 
-def _together(rows: list[CsvRow], slack: float) -> Iterator[list[CsvRow]]:
-    """Rows of one look at the machine: programs that record read one device after the other."""
-    now: list[CsvRow] = []
+def _together(rows: list[RecordedRow], slack: float) -> Iterator[list[RecordedRow]]:
+    """Rows of one sample of the machine: programs that record read one device after the other."""
+    now: list[RecordedRow] = []
     seen: set[tuple[str, str]] = set()
     for row in rows:
         key = row.device, row.job
@@ -268,7 +275,7 @@ def _together(rows: list[CsvRow], slack: float) -> Iterator[list[CsvRow]]:
         yield now
 
 
-def _process(row: CsvRow, identity: ProcessIdentity, uid_of: Numbering) -> GpuProcess:
+def _process(row: RecordedRow, identity: ProcessIdentity, uid_of: Numbering) -> GpuProcess:
     pid, start_time = identity
     memory = None if row.memory is None else int(row.memory)
     return GpuProcess(
@@ -282,7 +289,7 @@ def _process(row: CsvRow, identity: ProcessIdentity, uid_of: Numbering) -> GpuPr
     )
 
 
-def _device(index: int, name: str, rows: list[CsvRow], processes: tuple[GpuProcess, ...]) -> Device:
+def _device(index: int, name: str, rows: list[RecordedRow], processes: tuple[GpuProcess, ...]) -> Device:
     memory = [row.memory for row in rows]
     known = [row.utilization for row in rows if row.utilization is not None]
     return Device(
@@ -290,85 +297,108 @@ def _device(index: int, name: str, rows: list[CsvRow], processes: tuple[GpuProce
         f"GPU-{name}",
         processes=processes,
         utilization=max(known, default=None),
-        memory_used=None if None in memory else int(sum(each for each in memory if each is not None)),
+        memory_used=None if None in memory else int(sum(used for used in memory if used is not None)),
         temperature=rows[0].temperature,
         power_draw=rows[0].power,
     )
 
 
-# A recording of `gpuguard record` as samples that policies can be judged on, beside the tables of series_file.
-#
-# Nothing is made up: the rules see the snapshot, the claims and the people that were recorded.  Does not judge.
-
-
-_COLUMNS = frozenset(  # as series_file calls them
-    {"time", "job", "host", "device", "user", "groups", "kind", "utilization", "memory", "temperature", "power"}
-)
-
-
-def read_any(path: str) -> Recording:
-    """A recording, or a table in CSV.
-
-    Raises:
-        InvalidRequest: it is a table that cannot be understood, or has fewer than two samples.
-        BackendError: it is a recording that cannot be read.
-    """
-    return _read(path) if is_tape(path) else read_recording(path)
-
-
-def _read(path: str) -> Recording:
-    rows: list[CsvRow] = []
+def _read_recorded(path: str) -> Recording:
+    rows: list[RecordedRow] = []
     times: list[float] = []
-    people: dict[str, int] = {}
+    uids: dict[str, int] = {}
     for view in views(path):
         times.append(view.snapshot.taken_at)
         for device in view.snapshot.devices:
             for process in device.processes or ():
-                rows.append(_recorded_row(view, device, process))
+                row = RecordedRow(
+                    view.snapshot.taken_at,
+                    _job_name(process),
+                    view.snapshot.host,
+                    device.uuid,
+                    process.user or "unknown",
+                    utilization=device.utilization if process.utilization is None else process.utilization,
+                    memory=process.memory_used,
+                    temperature=device.temperature,
+                    power=device.power_draw,
+                )
+                rows.append(row)
                 if process.user is not None and process.uid is not None:
-                    people.setdefault(process.user, process.uid)
+                    uids.setdefault(process.user, process.uid)
         for claim in view.snapshot.claims:
             if claim.uid >= 0:
-                people.setdefault(claim.user, claim.uid)
+                uids.setdefault(claim.user, claim.uid)
     distances = [later - earlier for earlier, later in pairwise(times) if later > earlier]
     if not distances:
         raise InvalidRequest(f"{path} has fewer than two samples: there is nothing to judge.")
     if not rows:  # an idle machine: a row of nobody, so that it has a beginning and an end
-        rows = [CsvRow(time, "", "", "", "") for time in (times[0], times[-1])]
-    return Recording(tuple(rows), median(distances), _COLUMNS, people, lambda: _recorded_samples(path))
+        rows = [RecordedRow(time, "", "", "", "") for time in (times[0], times[-1])]
+
+    def replayed() -> Iterator[tuple[str, Iterator[RecordedSample]]]:
+        for host in dict.fromkeys(view.snapshot.host for view in views(path)):
+            yield host, (_recorded_sample(view) for view in views(path) if view.snapshot.host == host)
+
+    columns = frozenset(column for column, _ in COLUMNS.values())
+    return Recording(tuple(rows), median(distances), columns, uids, replayed)
 
 
-def _recorded_samples(path: str) -> Iterator[tuple[str, Iterator[CsvSample]]]:
-    hosts = list(dict.fromkeys(view.snapshot.host for view in views(path)))
-    for host in hosts:
-        yield host, (_recorded_sample(view) for view in views(path) if view.snapshot.host == host)
-
-
-def _recorded_sample(view: RuleView) -> CsvSample:
+def _recorded_sample(view: RuleView) -> RecordedSample:
     jobs: dict[ProcessIdentity, str] = {}
     for device in view.snapshot.devices:
         for process in device.processes or ():
             if process.start_time is not None:
-                jobs[process.pid, process.start_time] = _name(process)
-    return CsvSample(view.snapshot.host, view.snapshot.taken_at, view, jobs)
+                jobs[process.pid, process.start_time] = _job_name(process)
+    return RecordedSample(view.snapshot.host, view.snapshot.taken_at, view, jobs)
 
 
-def _recorded_row(view: RuleView, device: Device, process: GpuProcess) -> CsvRow:
-    return CsvRow(
-        view.snapshot.taken_at,
-        _name(process),
-        view.snapshot.host,
-        device.uuid,
-        process.user or "unknown",
-        utilization=device.utilization if process.utilization is None else process.utilization,
-        memory=process.memory_used,
-        temperature=device.temperature,
-        power=device.power_draw,
-    )
-
-
-def _name(process: GpuProcess) -> str:
+def _job_name(process: GpuProcess) -> str:
     """A name for people that no other process of the recording has."""
     program = (process.command or ("process",))[0].rpartition("/")[2] or "process"
     started = "" if process.start_time is None else f"@{process.start_time:.2f}"
     return f"{program} {process.pid}{started}"
+
+
+def pack(view: RuleView) -> dict[str, Any]:
+    """A sample as plain values."""
+    return {
+        "snapshot": replay.pack(view.snapshot),
+        "host": {
+            f"{pid}@{start}": {name: value for name, value in vars(use).items() if value is not None}
+            for (pid, start), use in view.host.items()
+        },
+        "groups": {str(uid): sorted(names) for uid, names in view.groups.items()},
+        "seen": {
+            str(pid): stat and [stat.parent, stat.state, stat.start_time, stat.inner_pid]
+            for pid, stat in view.seen.items()
+        },
+    }
+
+
+@dataclass(frozen=True)
+class _PackedPeople:
+    """What a sample has beside its snapshot, as JSON has it."""
+
+    host: dict[str, HostUse] = field(default_factory=dict)  # by pid@start_time
+    groups: dict[str, frozenset[str]] = field(default_factory=dict)
+    seen: dict[str, tuple[int, str, float | None, int | None] | None] = field(default_factory=dict)
+
+
+def unpack(sample: Mapping[str, Any]) -> RuleView:
+    """The view that pack() made plain.  Raises BackendError."""
+    snapshot = replay.unpack(sample.get("snapshot"))
+    try:
+        packed = decode(_PackedPeople, sample)
+        host = {}
+        for key, use in packed.host.items():
+            pid, _, start_time = key.partition("@")
+            host[int(pid), float(start_time)] = use
+        groups = {int(uid): names for uid, names in packed.groups.items()}
+        seen = {int(pid): ProcessStat(*facts) if facts else None for pid, facts in packed.seen.items()}
+        return RuleView(snapshot, host=host, groups=groups, seen=seen)
+    except ValueError as error:
+        raise BackendError(f"what this recording says of processes cannot be understood: {error!r:.100}.") from None
+
+
+def views(path: str) -> Iterator[RuleView]:
+    """The samples of a recording, the oldest first.  Raises BackendError."""
+    return map(unpack, replay.read_samples(path))
