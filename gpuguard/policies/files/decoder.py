@@ -15,7 +15,7 @@ A field is a key (``for_`` is the key ``for``), a field without default is a dut
                                         one text alone, in a Choice, is its first field if that is a str
     X | Y | None                        by the shape: the first that takes a scalar, a list or a mapping
 
-Does not check what the values mean together: see policychecks.
+Does not check what the values mean together: see checks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
 from functools import cache
-from typing import Any, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.policies.files.source import YamlNode, YamlSource
@@ -103,26 +105,30 @@ class Decoder:
         if node.kind == "scalar" and not node.text and node.plain:
             advice = "Write {} when it needs no keys." if is_dataclass(hint) else "Write one, or delete the key."
             self._broken(node, f"{_name(path)}the value is missing.", advice)
-        self.values[path] = value = self._noted(node, hint, notes, path)
+        note = notes[0] if notes else None
+        if isinstance(note, TaggedChoice):
+            value: Any = self._choice(node, note, path)
+        elif isinstance(note, Tagged):
+            value = self._tagged(node, note, path)
+        elif note is not None:
+            value = self._read(node, self.readers[note] if isinstance(note, str) else note, path)
+        else:
+            value = self._by_type(node, hint, path)
+        self.values[path] = value
         return value
-
-    def _noted(self, node: YamlNode, hint: Any, notes: tuple[Any, ...], path: Path) -> Any:
-        for note in notes:
-            if isinstance(note, TaggedChoice):
-                return self._choice(node, note, path)
-            if isinstance(note, Tagged):
-                return self._tagged(node, note, path)
-            reader = self.readers[note] if isinstance(note, str) else note
-            if callable(reader):
-                return self._read(node, reader, path)
-        return self._by_type(node, hint, path)
 
     def _by_type(self, node: YamlNode, hint: Any, path: Path) -> Any:
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin is typing.Literal:
             return self._read(node, lambda text: _one_of(text, arguments), path)
         if origin in (tuple, frozenset):
-            return origin(self._list(node, typing.get_args(implied(hint, _name(path)))[0], path))
+            if node.kind != "sequence":
+                example = f"[{node.text}]" if node.kind == "scalar" else "[...]"
+                self._broken(node, f"{_name(path)}must be a list, not a {_KINDS[node.kind]}.", f"Write {example}.")
+            if not node.items:
+                self._broken(node, f"{_name(path)}the list is empty.", "Name at least one, or delete the key.")
+            item_hint = typing.get_args(implied(hint, _name(path)))[0]
+            return origin(self._all({place: (item, item_hint) for place, item in enumerate(node.items)}, path).values())
         if origin is collections.abc.Mapping:
             return self._mapping(node, arguments, path)
         if is_dataclass(hint):
@@ -141,14 +147,6 @@ class Decoder:
             return reader(node.text)
         except ValueError as error:
             return self._broken(node, *_sentences(error, path))
-
-    def _list(self, node: YamlNode, hint: Any, path: Path) -> list[Any]:
-        if node.kind != "sequence":
-            example = f"[{node.text}]" if node.kind == "scalar" else "[...]"
-            self._broken(node, f"{_name(path)}must be a list, not a {_KINDS[node.kind]}.", f"Write {example}.")
-        if not node.items:
-            self._broken(node, f"{_name(path)}the list is empty.", "Name at least one, or delete the key.")
-        return list(self._all({place: (item, hint) for place, item in enumerate(node.items)}, path).values())
 
     def _fields(self, node: YamlNode, noun: type, pairs: Mapping[str, YamlNode], path: Path, title: str = "") -> Any:
         title = title or _title(path)
@@ -173,7 +171,7 @@ class Decoder:
         if word is None:
             meant = next((key for key in pairs if key in tagged.table), "...")
             self._broken(node, f"{_title(path)}: the key {tagged.key!r} is missing.", f"Add {tagged.key}: {meant}")
-        place = below(path, tagged.key)
+        place = (*path, tagged.key)
         self.nodes[place] = word
         name = self._read(word, str, place)
         if name not in tagged.table:
@@ -213,7 +211,12 @@ class Decoder:
         if len(pairs) != 1:
             self.source.fault(node, f"{_name(path)}exactly one {choice.what} is needed, and here are {len(pairs)}.")
         known = {key: (value, choice.table[key]) for key, value in pairs if key in choice.table}
-        values = self._all({key: (_spelled_out(value, hint), hint) for key, (value, hint) in known.items()}, path)
+        for key, (value, hint) in known.items():
+            if value.kind == "scalar" and value.text and (first := text_key(hint)):
+                # A text that stands alone for the first key of a dataclass: the mapping that it means.
+                name = YamlNode("scalar", value.line, value.column, text=first)
+                known[key] = YamlNode("mapping", value.line, value.column, pairs=[(name, value)]), hint
+        values = self._all(known, path)
         if len(values) != 1:
             raise Broken
         return next(iter(values.items()))
@@ -233,7 +236,8 @@ class Decoder:
                 self.source.fault(key, f"the key {key.text!r} stands here a second time.", f"First in line {first}.")
             else:
                 found[key.text] = value
-                self.keys[below(path, key.text)] = key
+                place = (*path, key.text)
+                self.keys[place] = key
         return list(found.items())
 
     def _all(self, wanted: Mapping[Any, tuple[YamlNode, Any]], path: Path) -> dict[Any, Any]:
@@ -249,40 +253,33 @@ class Decoder:
         return values
 
     def _key(self, path: Path, name: str) -> YamlNode:
-        return self.keys[below(path, name)]
+        place = (*path, name)
+        return self.keys[place]
 
     def _broken(self, node: YamlNode, text: str, hint: str = "") -> typing.NoReturn:
         self.source.fault(node, text, hint)
         raise Broken
 
 
-def below(path: Path, *steps: str | int) -> Path:
-    """The path of what stands at *steps* within *path*."""
-    return (*path, *steps)
-
-
 @cache
 def keys_of(noun: Any) -> tuple[dict[str, Any], frozenset[str]]:
     """The hint of each key of a dataclass, and the keys that have a default."""
     hints = typing.get_type_hints(noun, include_extras=True)
-    found = [each for each in fields(noun) if each.init]
-    optional = (each for each in found if each.default is not MISSING or each.default_factory is not MISSING)
-    keys = {each.name.rstrip("_"): hints[each.name] for each in found}
-    return keys, frozenset(each.name.rstrip("_") for each in optional)
+    own = {field.name.rstrip("_"): field for field in fields(noun) if field.init}
+    required = {key for key, field in own.items() if field.default is field.default_factory is MISSING}
+    return {key: hints[field.name] for key, field in own.items()}, frozenset(own.keys() - required)
 
 
 def name_of(noun: type, key: str) -> str:
     """The field of a key: ``for_`` of ``for``, because that is a word of Python."""
-    return next(each.name for each in fields(noun) if each.name.rstrip("_") == key)
+    return next(field.name for field in fields(noun) if field.name.rstrip("_") == key)
 
 
 def unknown(word: str, known: Iterable[str], what: str) -> tuple[str, str]:
     """Fault and hint for a word that is not one of *known*."""
     names = list(known)
-    import difflib  # only for a file with a mistake
-
-    asked = (_OTHER_WORDS.get(word.lower(), ""), word, word.lower())
-    near = [name for each in asked for name in difflib.get_close_matches(each, names, n=1)]
+    wanted = (_OTHER_WORDS.get(word.lower(), ""), word, word.lower())
+    near = [name for text in wanted for name in get_close_matches(text, names, n=1)]
     hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names) or 'none'}."
     return f"{word!r} is no {what}.", hint
 
@@ -305,32 +302,21 @@ def _plain(hint: Any, node: YamlNode) -> tuple[Any, tuple[Any, ...]]:
             notes += hint.__metadata__
             hint = hint.__origin__
         elif typing.get_origin(hint) in (typing.Union, types.UnionType):
-            alternatives = [each for each in typing.get_args(hint) if each is not type(None)]
+            alternatives = [kind for kind in typing.get_args(hint) if kind is not type(None)]
             if notes:
                 return alternatives[0], notes
-            hint = next((each for each in alternatives if shape(each) == node.kind), alternatives[0])
+            hint = next((kind for kind in alternatives if _shape(kind) == node.kind), alternatives[0])
         else:
             return hint, notes
 
 
-def shape(hint: Any) -> str:
+def _shape(hint: Any) -> str:
     """scalar, sequence or mapping: how a value of this type is written."""
     if typing.get_origin(hint) is typing.Annotated:
-        if any(isinstance(note, TaggedChoice) for note in hint.__metadata__):
-            return "mapping"
-        return "scalar" if any(callable(n) or isinstance(n, str) for n in hint.__metadata__) else shape(hint.__origin__)
+        return "mapping" if any(isinstance(note, TaggedChoice) for note in hint.__metadata__) else "scalar"
     if typing.get_origin(hint) in (tuple, frozenset):
         return "sequence"
     return "mapping" if is_dataclass(hint) or typing.get_origin(hint) is collections.abc.Mapping else "scalar"
-
-
-def _spelled_out(node: YamlNode, hint: Any) -> YamlNode:
-    """A text that stands alone for the first key of a dataclass, as the mapping that it means."""
-    if node.kind != "scalar" or not node.text or not (first := text_key(hint)):
-        return node
-    return YamlNode(
-        "mapping", node.line, node.column, pairs=[(YamlNode("scalar", node.line, node.column, text=first), node)]
-    )
 
 
 def text_key(hint: Any) -> str | None:
@@ -397,39 +383,22 @@ def _title(path: Path) -> str:
     return repr(name) if name else "the file"
 
 
-# Names of users and groups -> the numbers that the kernel knows, once, when a policy file is loaded.
-#
-# A name that cannot be resolved is a fault, never a rule that matches nobody or everybody.  The directory service
-# (NSS: LDAP, SSSD) may hang, so each question is asked in a thread of its own, and after SECONDS in all nobody is
-# asked again. For the way back, a number -> a name for people, see users.
-
-
 SECONDS = 5.0
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 _LARGEST = 2**32 - 2  # the number above it means "no user" to the kernel
 
-T = TypeVar("T")
-
-
-def _user_number(name: str) -> int:
-    return pwd.getpwnam(name).pw_uid
-
-
-def _group_number(name: str) -> int:
-    return grp.getgrnam(name).gr_gid
-
-
-def _local_names(path: str) -> list[str]:
-    with open(path, encoding="utf-8", errors="replace") as lines:
-        return [line.partition(":")[0] for line in lines]
-
 
 @dataclass
 class Accounts:
-    """Who is who on this machine; the two functions raise KeyError for a name that nobody has."""
+    """Who is who on this machine: names of users and groups -> the numbers that the kernel knows.
 
-    user_number: Callable[[str], int] = _user_number
-    group_number: Callable[[str], int] = _group_number
+    A name that cannot be resolved is a fault, never a rule that matches nobody or everybody.  The directory service
+    (NSS: LDAP, SSSD) may hang, so each name is looked up in a thread of its own, and after *seconds* in all no further
+    one is.  The two functions raise KeyError for a name that nobody has.
+    """
+
+    user_number: Callable[[str], int] = lambda name: pwd.getpwnam(name).pw_uid
+    group_number: Callable[[str], int] = lambda name: grp.getgrnam(name).gr_gid
     seconds: float = SECONDS
     _waited: float = field(default=0.0, init=False)
     _known: dict[tuple[str, str], int] = field(default_factory=dict, init=False)
@@ -456,52 +425,38 @@ class Accounts:
         return text
 
     def _number(self, what: str, name: str, look_up: Callable[[str], int], names: str) -> int:
-        if (what, name) not in self._known:
-            try:
-                self._known[what, name] = self._in_time(lambda: look_up(name))
-            except (KeyError, ValueError):
-                hint = _similar(name, names)
-                raise InvalidRequest(f"there is no {what} {name!r} on this machine.\n{hint}") from None
-            except TimeoutError:
-                raise InvalidRequest(
-                    f"{what} {name!r} is unknown: the directory service did not answer within {self.seconds:g} s.\n"
-                    "Is LDAP or SSSD up?  A uid in digits needs no answer."
-                ) from None
-        return self._known[what, name]
+        if (what, name) in self._known:
+            return self._known[what, name]
+        answers: SimpleQueue[int | None] = SimpleQueue()
 
-    def _in_time(self, question: Callable[[], T]) -> T:
-        if self._waited >= self.seconds:
-            raise TimeoutError
-        answers: list[T | KeyError | ValueError] = []
-
-        def ask() -> None:
+        def resolve() -> None:
             try:
-                answers.append(question())
-            except (KeyError, ValueError) as error:  # ValueError: a name with a NUL byte
-                answers.append(error)
-            except OSError as error:
-                answers.append(KeyError(str(error)))
+                answers.put(look_up(name))
+            except (KeyError, ValueError, OSError):  # ValueError: a name with a NUL byte
+                answers.put(None)
 
         begin = time.monotonic()
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(self.seconds - self._waited)
-        self._waited += time.monotonic() - begin
-        if not answers:
+        try:
+            if self._waited >= self.seconds:
+                raise Empty
+            threading.Thread(target=resolve, daemon=True).start()
+            number = answers.get(timeout=self.seconds - self._waited)
+            self._waited += time.monotonic() - begin
+        except Empty:
             self._waited = self.seconds
-            raise TimeoutError
-        answer = answers[0]
-        if isinstance(answer, KeyError | ValueError):
-            raise answer
-        return answer
+            raise InvalidRequest(
+                f"{what} {name!r} is unknown: the directory service did not answer within {self.seconds:g} s.\n"
+                "Is LDAP or SSSD up?  A uid in digits needs no answer."
+            ) from None
+        if number is None:
+            raise InvalidRequest(f"there is no {what} {name!r} on this machine.\n{_similar(name, names)}")
+        self._known[what, name] = number
+        return number
 
 
 def _similar(name: str, path: str) -> str:
     """A near miss among the local names; those of a directory service cannot be listed."""
-    try:
-        import difflib  # only for a file with a mistake
-
-        near = difflib.get_close_matches(name, _local_names(path), n=1)
-    except OSError:
-        near = []
+    near = []
+    with suppress(OSError), open(path, encoding="utf-8", errors="replace") as lines:
+        near = get_close_matches(name, [line.partition(":")[0] for line in lines], n=1)
     return f"Did you mean {near[0]!r}?" if near else "Write another name, or make the account first."

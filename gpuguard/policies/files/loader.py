@@ -19,7 +19,7 @@ from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import InvalidRequest
 from gpuguard.notify.templates import Template
 from gpuguard.policies.files.checks import check
-from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Broken, Decoder, TaggedValue, below
+from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Broken, Decoder, TaggedValue
 from gpuguard.policies.files.keys import DAYS, ExceptKeys, FileKeys, PolicyKeys, ProtectKeys, ScopeKeys
 from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, read_file
 from gpuguard.policies.policy import Policy, Scope, Step
@@ -155,7 +155,7 @@ def _decode(source: YamlSource, accounts: Accounts) -> tuple[FileKeys | None, tu
         try:
             policies.append(policy_of(each, keys.mode))
         except InvalidRequest as error:
-            source.fault(decoder.nodes[below((), "policies", place)], *str(error).split("\n", 1))
+            source.fault(decoder.nodes["policies", place], *str(error).split("\n", 1))
     return keys, tuple(policies)
 
 
