@@ -11,7 +11,6 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Literal, TypeVar
@@ -22,9 +21,9 @@ from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot, Verdict
 from gpuguard.policies.amounts import parse_rate
-from gpuguard.policies.files.decoder import Accounts, Broken, Decoder
+from gpuguard.policies.files.decoder import Accounts, Decoder
 from gpuguard.policies.files.loader import PolicyFile, load_policies
-from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, read_file
+from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, in_order, read_file
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.view import HostUse, RuleView
 from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_percent, parse_watts
@@ -253,13 +252,8 @@ class File:
 def read_tests(text: str) -> tuple[File | None, tuple[Fault, ...]]:
     """The tests that *text* describes, or None and its faults."""
     source = YamlSource(text)
-    root = source.tree()
-    decoder = Decoder(source, {})
-    if root is not None:
-        with suppress(Broken):
-            decoder.value(root, File)
-    faults = tuple(sorted(set(source.faults), key=lambda fault: (fault.line, fault.column, fault.text)))
-    return (None if faults else decoder.values.get(())), faults
+    file = Decoder(source, {}).root(File)
+    return (None if source.faults else file), in_order(source.faults)
 
 
 def accounts(uid_of: Numbering) -> Accounts:

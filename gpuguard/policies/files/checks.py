@@ -327,7 +327,7 @@ def _meet(one: PolicyKeys, two: PolicyKeys) -> bool:
     )
 
 
-def _whom(scope: ScopeKeys | ExceptKeys | None) -> Entries:
+def _whom(scope: ScopeKeys | None) -> Entries:
     """key -> its entries, for those keys that are given."""
     given = {key: getattr(scope, key) for key in WHOM} if scope else {}
     return {key: frozenset(value) for key, value in given.items() if value is not None}

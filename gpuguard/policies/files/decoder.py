@@ -34,13 +34,14 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.policies.files.source import YamlNode, YamlSource
 
 Reader = Callable[[str], Any]
 Path = tuple[str | int, ...]
+T = TypeVar("T")
 
 USER, GROUP = "user", "group"  # names of readers
 
@@ -91,6 +92,14 @@ class Decoder:
         self.nodes: dict[Path, YamlNode] = {}
         self.values: dict[Path, Any] = {}  # all that could be read, also within what could not
         self.keys: dict[Path, YamlNode] = {}
+
+    def root(self, noun: type[T]) -> T | None:
+        """What the whole source says; None when it cannot be read as a *noun*, and then the source has the faults."""
+        tree = self.source.tree()
+        if tree is not None:
+            with suppress(Broken):
+                self.value(tree, noun)
+        return self.values.get(())
 
     def value(self, node: YamlNode, hint: Any, path: Path = ()) -> Any:
         """What *node* says, as a value of the type *hint*.

@@ -1,7 +1,7 @@
 """The language of policy files: what may be written where.  The fields are the keys, the docstrings their help.
 
-Rules bring their own keys (policies/), and so do actions.  Does not read files (see policyfile), and does not look at
-what the keys mean together (see policychecks).
+Rules bring their own keys (policies/), and so do actions.  Does not read files (see loader), and does not see what the
+keys mean together (see checks).
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ class ScopeKeys:
     kinds: tuple[Literal["interactive", "batch", "container"], ...] | None = None
 
     def __post_init__(self) -> None:
-        if not any(value is not None for value in vars(self).values()):
+        if not any(value is not None for key, value in vars(self).items() if key != "until"):
             raise InvalidRequest("nobody is named: write users, groups, devices, models or kinds.")
 
 
 @dataclass(frozen=True)
-class ExceptKeys:
+class ExceptKeys(ScopeKeys):
     """Whom a policy spares.  All keys that are given must match; write a list of such groups to spare each of them.
 
     Args:
@@ -125,16 +125,7 @@ class ExceptKeys:
         until: the last day of the exemption, local time, or the moment, as in 2026-12-24T18:00.
     """
 
-    users: tuple[Annotated[int, USER], ...] | None = None
-    groups: tuple[Annotated[str, GROUP], ...] | None = None
-    devices: tuple[Annotated[str, parse_device], ...] | None = None
-    models: tuple[str, ...] | None = None
-    kinds: tuple[Literal["interactive", "batch", "container"], ...] | None = None
     until: Annotated[float, parse_until] | None = None
-
-    def __post_init__(self) -> None:
-        if not any(value is not None for key, value in vars(self).items() if key != "until"):
-            raise InvalidRequest("nobody is named: write users, groups, devices, models or kinds.")
 
 
 _Rule = Annotated[tuple[str, Rule], TaggedChoice(RULES, "rule")]

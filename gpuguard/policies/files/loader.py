@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -19,9 +18,9 @@ from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import InvalidRequest
 from gpuguard.notify.templates import Template
 from gpuguard.policies.files.checks import check
-from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Broken, Decoder, TaggedValue
-from gpuguard.policies.files.keys import DAYS, ExceptKeys, FileKeys, PolicyKeys, ProtectKeys, ScopeKeys
-from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, read_file
+from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Decoder, TaggedValue
+from gpuguard.policies.files.keys import DAYS, ExceptKeys, FileKeys, PolicyKeys, ScopeKeys
+from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, in_order, read_file
 from gpuguard.policies.policy import Policy, Scope, Step
 
 if TYPE_CHECKING:
@@ -118,48 +117,37 @@ def parse(content: bytes | str, path: str = "policy", *, accounts: Accounts | No
         line, column = before.count(b"\n") + 1, len(before[before.rfind(b"\n") + 1 :].decode("utf-8")) + 1
         fault = Fault(line, column, f"byte 0x{content[error.start]:02x} is not UTF-8.", "Save the file as UTF-8.")
         return PolicyFile(path, faults=(fault,), fingerprint=fingerprint)
-    keys, policies = _decode(source, accounts or Accounts())
-    faults, warnings = _in_order(source.faults), _in_order(source.warnings)
+    accounts = accounts or Accounts()
+    decoder = Decoder(source, {USER: accounts.user, GROUP: accounts.group})
+    keys = decoder.root(FileKeys)
+    check(decoder)
+    policies = []
+    if keys is not None and not source.faults:
+        for place, policy in enumerate(keys.policies):
+            try:
+                policies.append(_policy_of(policy, keys.mode))
+            except InvalidRequest as error:
+                source.fault(decoder.nodes["policies", place], *str(error).split("\n", 1))
+    faults, warnings = in_order(source.faults), in_order(source.warnings)
     if faults or keys is None:
         return PolicyFile(path, faults=faults, warnings=warnings, fingerprint=fingerprint)
+    protected = Protected()
+    if keys.protect:
+        protected = Protected(frozenset(keys.protect.users), frozenset(keys.protect.groups), keys.protect.executables)
     return PolicyFile(
         path,
-        policies,
+        tuple(policies),
         notify={name: target for name, (_, target) in keys.notify.items()},
         messages=dict(keys.messages.items()),
         interval=(keys.interval.shortest, keys.interval.longest),
         longest_keep=keys.keep.longest,
-        protected=_protected(keys.protect),
+        protected=protected,
         warnings=warnings,
         fingerprint=fingerprint,
     )
 
 
-def _in_order(faults: Iterable[Fault]) -> tuple[Fault, ...]:
-    return tuple(sorted(set(faults), key=lambda fault: (fault.line, fault.column, fault.text)))
-
-
-def _decode(source: YamlSource, accounts: Accounts) -> tuple[FileKeys | None, tuple[Policy, ...]]:
-    root = source.tree()
-    if root is None:
-        return None, ()
-    decoder = Decoder(source, {USER: accounts.user, GROUP: accounts.group})
-    with suppress(Broken):
-        decoder.value(root, FileKeys)
-    check(decoder)
-    keys: FileKeys | None = decoder.values.get(())
-    if keys is None or source.faults:
-        return None, ()
-    policies = []
-    for place, each in enumerate(keys.policies):
-        try:
-            policies.append(policy_of(each, keys.mode))
-        except InvalidRequest as error:
-            source.fault(decoder.nodes["policies", place], *str(error).split("\n", 1))
-    return keys, tuple(policies)
-
-
-def policy_of(keys: PolicyKeys, mode: str) -> Policy:
+def _policy_of(keys: PolicyKeys, mode: str) -> Policy:
     """What the engine works with."""
     name, value = keys.when
     joined = name in ("all", "any")
@@ -171,7 +159,7 @@ def policy_of(keys: PolicyKeys, mode: str) -> Policy:
         hold=keys.for_,
         start_grace=keys.start_grace,
         only=_scope(keys.only) if keys.only else Scope(),
-        exempt=tuple(_scope(each) for each in exempt if each),
+        exempt=tuple(_scope(spared) for spared in exempt if spared),
         devices_at_least=keys.devices_at_least,
         hours=keys.hours,
         days=frozenset(map(DAYS.index, keys.days)) if keys.days else None,
@@ -185,7 +173,7 @@ def policy_of(keys: PolicyKeys, mode: str) -> Policy:
     )
 
 
-def _scope(keys: ScopeKeys | ExceptKeys) -> Scope:
+def _scope(keys: ScopeKeys) -> Scope:
     return Scope(
         users=None if keys.users is None else frozenset(keys.users),
         groups=None if keys.groups is None else frozenset(keys.groups),
@@ -196,10 +184,6 @@ def _scope(keys: ScopeKeys | ExceptKeys) -> Scope:
     )
 
 
-def _protected(keys: ProtectKeys | None) -> Protected:
-    return Protected(frozenset(keys.users), frozenset(keys.groups), keys.executables) if keys else Protected()
-
-
 def _step(tag: TaggedValue) -> Step:
-    options = ((each.name.rstrip("_"), getattr(tag.own, each.name)) for each in fields(tag.own))
+    options = ((field.name.rstrip("_"), getattr(tag.own, field.name)) for field in fields(tag.own))
     return Step(tag.name, tag.common.after, tuple((name, value) for name, value in options if value is not None))

@@ -2,7 +2,7 @@
 
 A scalar stays the text it was written as: ``no``, ``22:00``, ``010`` and ``1e3`` are four texts, and the key that
 they belong to says how to read them.  What makes a file mean something else than it looks like is refused: anchors,
-aliases, tags, directives, several documents, deep nesting, characters that nobody sees.  Knows no keys: see decoding.
+aliases, tags, directives, several documents, deep nesting, characters that nobody sees.  Knows no keys: see decoder.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,6 @@ from gpuguard.sanitize import display_width, neutralise
 
 if TYPE_CHECKING:
     import yaml
-
-# What is wrong with a file, and where.  Finds nothing itself: see yaml_nodes and decoding.
-
 
 LARGEST = 64 * 1024  # bytes: the longest policy file that we have seen has 6 KiB
 _WIDTH = 110  # characters of a line that are shown of it
@@ -52,10 +50,9 @@ class Fault:
         return [*found, f"  {neutralise(self.hint)}"] if self.hint else found
 
 
-# Reading a file that tells root what to do: nobody but root can have written it.
-#
-# Each directory on the way is opened by itself, without following links, and looked at through its descriptor, so that
-# nothing can be exchanged between the look and the reading.  Does not look at what the file says.
+def in_order(faults: Iterable[Fault]) -> tuple[Fault, ...]:
+    """Each fault once, in the order of the lines."""
+    return tuple(sorted(set(faults), key=lambda fault: (fault.line, fault.column, fault.text)))
 
 
 _WAY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -64,6 +61,9 @@ _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO must no
 
 def read_file(path: str, largest: int, *, only_root: bool, only_public: bool = False) -> bytes:
     """The content of a regular file of at most *largest* bytes.
+
+    Where it must be root's, each directory on the way is opened by itself, without following links, and checked through
+    its descriptor, so that nothing can be exchanged between the check and the reading.
 
     Args:
         path: of the file.
@@ -176,18 +176,34 @@ class YamlSource:
             return None
         import yaml  # not above: man pages are made of the commands where no package is installed
 
+        root = None
         try:
             events = yaml.parse(self.text, Loader=yaml.BaseLoader)
-            return self._document(events)
+            for event in events:
+                if not isinstance(event, yaml.DocumentStartEvent):
+                    continue
+                if root is not None:
+                    self.fault(_mark(event), "a second document begins here.", "Keep one document per file.")
+                    return None
+                if event.version or event.tags:
+                    self.fault((1, 1), "a directive (%) is not allowed.", "Delete the line that begins with %.")
+                    return None
+                root = self._node(next(events), events, 1)
+                if root is None:
+                    return None
         except yaml.MarkedYAMLError as error:
             # What was never closed: where it began says more than the end of the file.
             unclosed = "stream" in (error.problem or "")
             mark = (unclosed and error.context_mark) or error.problem_mark or error.context_mark
             place = (mark.line + 1, mark.column + 1) if mark else (0, 0)
-            self.fault(place, f"this is not YAML: {error.problem or error.context}.", _advice(error))
+            self.fault(place, f"this is not YAML: {error.problem or error.context}.", _advice(error.problem or ""))
+            return None
         except yaml.YAMLError as error:
             self.fault((0, 0), f"this is not YAML: {' '.join(str(error).split())}.")
-        return None
+            return None
+        if root is None:
+            self.fault((1, 1), "the file is empty.", 'Begin with "version: 1".')
+        return root
 
     def _visible(self) -> bool:
         good = True
@@ -195,8 +211,6 @@ class YamlSource:
             row = row.removesuffix("\r")
             if _PLAIN_ASCII.fullmatch(row):
                 continue
-            import unicodedata  # 0.7 MiB of a daemon, for as long as it runs
-
             for column, character in enumerate(row, 1):
                 if unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") and character != "\t":
                     self.fault(
@@ -207,25 +221,6 @@ class YamlSource:
                     good = False
         return good
 
-    def _document(self, events: Iterator[yaml.Event]) -> YamlNode | None:
-        import yaml
-
-        root = None
-        for event in events:
-            if isinstance(event, yaml.DocumentStartEvent):
-                if root is not None:
-                    self.fault(_mark(event), "a second document begins here.", "Keep one document per file.")
-                    return None
-                if event.version or event.tags:
-                    self.fault((1, 1), "a directive (%) is not allowed.", "Delete the line that begins with %.")
-                    return None
-                root = self._node(next(events), events, 1)
-                if root is None:
-                    return None
-        if root is None:
-            self.fault((1, 1), "the file is empty.", 'Begin with "version: 1".')
-        return root
-
     def _node(self, event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> YamlNode | None:
         import yaml
 
@@ -235,7 +230,11 @@ class YamlSource:
             return YamlNode("alias", line, column)
         if not isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
             raise AssertionError(f"no node begins with {event!r}")
-        self._no_properties(event)
+        if event.anchor is not None:
+            self.fault((line, column), f"an anchor (&{event.anchor}) is not allowed.", "Delete it.")
+        if event.tag is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            self.fault((line, column), f"a tag ({tag}) is not allowed.", "Delete it: each key knows its kind of value.")
         if isinstance(event, yaml.ScalarEvent):
             last = _mark(event, end=True)[0]
             return YamlNode("scalar", line, column, text=event.value, plain=not event.style, last_line=last)
@@ -256,24 +255,16 @@ class YamlSource:
             node.items = children
         return node
 
-    def _no_properties(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> None:
-        if event.anchor is not None:
-            self.fault(_mark(event), f"an anchor (&{event.anchor}) is not allowed.", "Delete it.")
-        if event.tag is not None:
-            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            self.fault(_mark(event), f"a tag ({tag}) is not allowed.", "Delete it: each key knows its kind of value.")
-
 
 def _mark(event: yaml.Event, *, end: bool = False) -> tuple[int, int]:
     mark = event.end_mark if end else event.start_mark
     return (mark.line + 1, mark.column + 1) if mark else (0, 0)
 
 
-def _advice(error: yaml.MarkedYAMLError) -> str:
-    problem = error.problem or ""
+def _advice(problem: str) -> str:
     if "'\\t'" in problem:
         return "Indent with blanks, not with tabs."
-    if "'%'" in problem or "'@'" in problem or "'`'" in problem or "'*'" in problem:
+    if any(sign in problem for sign in ("'%'", "'@'", "'`'", "'*'")):
         return "Put the value into quotes."
     if "mapping values" in problem:
         return "A text with a colon needs quotes; else check the indentation."
