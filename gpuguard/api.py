@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -137,7 +137,22 @@ def grab_gpus(
     if priority not in PRIORITIES:
         raise InvalidRequest(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}.")
     job = JobDetails(note, sys.orig_argv or sys.argv, priority=PRIORITIES[priority])
-    return _claimed(ways, job, wait, on_wait, strict, backend, directory)
+    name, claim = _backend_name(backend), None
+    try:
+        with open_worker(name) as driver:  # a process of its own: NVML must not hang in this one
+            locks, environ = _lock_directory(directory, name), _outer_environment()
+            if (again := claim_of_the_script(driver, locks, environ)) is not None:
+                return again
+            allocator = Allocator(driver, locks, ways, environ=environ, job=job, on_wait=on_wait)
+            claim = _acquired(allocator, wait, strict)
+        _enter(claim)
+        warn_of_workers(os.environ[CUDA_VARIABLE])
+    except BaseException:
+        if claim is not None:  # interrupted: the program would not know of it
+            claim.release()
+            _leave(claim)
+        raise
+    return claim
 
 
 @contextmanager
@@ -160,7 +175,9 @@ def select_devices(
     """
     name, request = _backend_name(backend), _request(num_gpus=num_gpus, **conditions)
     with open_worker(name) as driver:
-        allocator = Allocator(driver, _place(directory, name, make=False), [request], environ=_outer_environment())
+        allocator = Allocator(
+            driver, _lock_directory(directory, name, make=False), [request], environ=_outer_environment()
+        )
         _, choice = allocator.preview()
         if not choice.devices:
             machine, choice = allocator.preview(with_reasons=True)  # the reasons need more of the driver
@@ -198,7 +215,7 @@ def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot
         BackendError: nothing at all can be read.
     """
     name = _backend_name(backend)
-    machine, place = snapshot(backend=name), _place(directory, name, make=False)
+    machine, place = snapshot(backend=name), _lock_directory(directory, name, make=False)
     return joined(machine, lambda: place)
 
 
@@ -231,40 +248,13 @@ def _refuse_texts(values: Mapping[str, Any]) -> None:
             raise InvalidRequest(f"{name} is a number{_NUMBERS[name]}: {value!r} is a text.")
 
 
-def _claimed(
-    ways: Sequence[Request],
-    job: JobDetails,
-    wait: float | None,
-    on_wait: Callable[[NotEnoughGpus], object] | None,
-    strict: bool,
-    backend: str | None,
-    directory: str | None,
-) -> Claim:
-    name = _backend_name(backend)
-    claim: Claim | None = None
-    try:
-        with open_worker(name) as driver:
-            place, environ = _place(directory, name), _outer_environment()
-            if (again := claim_of_the_script(driver, place, environ)) is not None:
-                return again
-            claim = _acquired(Allocator(driver, place, ways, environ=environ, job=job, on_wait=on_wait), wait, strict)
-        _enter(claim)
-        warn_of_workers(os.environ[CUDA_VARIABLE], stacklevel=3)
-    except BaseException:
-        if claim is not None:  # interrupted: the program would not know of it
-            claim.release()
-            _leave(claim)
-        raise
-    return claim
-
-
 def _acquired(allocator: Allocator, wait: float | None, strict: bool) -> Claim:
     try:
         return allocator.acquire(wait)
     except (NotEnoughGpus, BackendError) as error:
         if strict:
             raise
-        warnings.warn(f"{error}\nGoing on with what there is.", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{error}\nGoing on with what there is.", RuntimeWarning, stacklevel=3)
         available = error.available if isinstance(error, NotEnoughGpus) else 0
     if available:
         with suppress(NotEnoughGpus):  # another job was quicker
@@ -332,7 +322,7 @@ def _outer_environment() -> dict[str, str]:
     return {name: value for name, value in environ.items() if value is not None}
 
 
-def _place(directory: str | None, backend: str, *, make: bool = True) -> LockDirectory:
+def _lock_directory(directory: str | None, backend: str, *, make: bool = True) -> LockDirectory:
     return lock_directory(directory or os.environ.get("GPUGUARD_DIR") or None, backend=backend, make=make)
 
 
@@ -392,7 +382,7 @@ def _runs_again() -> bool:
     return False
 
 
-def warn_of_workers(visible: str, stacklevel: int) -> None:
+def warn_of_workers(visible: str) -> None:
     """Warn where a worker of later on will have the environment of a process that was started before the claim."""
     variable = f"{CUDA_VARIABLE}={visible}".encode()
     for pid in own_children() or ():
@@ -401,5 +391,5 @@ def warn_of_workers(visible: str, stacklevel: int) -> None:
             continue
         environ = read_memory(pid, "environ", _LONGEST_ENVIRONMENT)  # nothing of a process that has ended
         if environ and variable not in environ.split(b"\0"):
-            warnings.warn(_BLIND, RuntimeWarning, stacklevel=stacklevel + 1)
+            warnings.warn(_BLIND, RuntimeWarning, stacklevel=3)
             return

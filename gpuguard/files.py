@@ -61,7 +61,6 @@ def read_file(path: str, limit: int, owners: Collection[int] | None = None) -> b
     """What stands in an ordinary file.
 
     Args:
-        path: of the file.
         limit: bytes that it has at most.
         owners: uids of those who alone may have written it; None: whoever did.
 
@@ -83,7 +82,6 @@ def create_file(path: str, mode: int | None = 0o644, owner: int | None = None) -
     """A new file, open for reading and writing; what is there already is an OSError.
 
     Args:
-        path: of the file.
         mode: whatever the umask; None: as the umask says.
         owner: uid; None: of this process.
     """

@@ -51,12 +51,7 @@ class HostNumbers:
         }
 
     def tree(self, pid: int, members: Mapping[int, Stat]) -> dict[str, float | None]:
-        """What a process and its descendants use together.
-
-        Args:
-            pid: of the process.
-            members: the living ones among them.
-        """
+        """What a process and its descendants, *members* as far as they live, use together."""
         now, before = time.monotonic(), self._trees.get(pid)
         if not members:
             self._trees.pop(pid, None)
@@ -95,7 +90,6 @@ class HostUses:
         """What each process of *snapshot* whose identity is known does on this host.
 
         Args:
-            snapshot: of now.
             stats: of its processes, where they were read just now.
             debuggers: look for those, too, which costs a further read of each process.
         """

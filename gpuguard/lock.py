@@ -103,7 +103,6 @@ class Allocator:
 
     Args:
         backend: of the machine; it is read as little as possible, and not at all while too many locks are held.
-        directory: of the locks.
         requests: what is wanted, the best liked first.
         environ: what limits the requests: CUDA_VISIBLE_DEVICES, Slurm, and the claim inside which this process runs.
         job: for people, and for the plan of the queue.
@@ -207,7 +206,6 @@ class Allocator:
 
         Args:
             request: within the limits of this process.
-            snapshot: of all devices.
             taken: uuid -> why not; gets the devices that others were found to hold.
             ticket: in the queue, for the daemon where it gives the locks.
             with_record: write the record of the claim.

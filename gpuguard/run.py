@@ -118,10 +118,8 @@ def run(
     """Run *command* on the devices of *claim*, and release the claim when it is done with them.
 
     Args:
-        command: what to run, at least one word.
         claim: goes over to this function.
         backend: for the numbers of the summary and to see when the devices are free again; it may fail at any time.
-        settings: how.
         later: called once when the job has run for a moment, for what is not worth keeping it waiting.
         notify: gets each message for the user, in words.
 
@@ -240,15 +238,12 @@ class JobSupervisor:
                 self.status = 128 + ended.si_status
                 self.killed_by_interrupt = ended.si_status == signal.SIGINT
             elif ended.si_code == os.CLD_STOPPED and ended.si_status in SUSPENDING:
-                self.stop_along()
-
-    def stop_along(self) -> None:
-        """Stop too, so that the shell shows its prompt; to continue this process alone continues the job."""
-        # Not for SIGSTOP: its sender will continue the job alone, and nobody would continue us.
-        signals.stop_self()
-        while received := signal.sigtimedwait(FETCHED - {signal.SIGCHLD}, 0):
-            if received.si_signo != signal.SIGCONT or is_stopped(self.pid):
-                self.receive(received)
+                # Stop too, so that the shell shows its prompt; to continue this process alone continues the job.  Not
+                # for SIGSTOP: its sender will continue the job alone, and nobody would continue us.
+                signals.stop_self()
+                while received := signal.sigtimedwait(FETCHED - {signal.SIGCHLD}, 0):
+                    if received.si_signo != signal.SIGCONT or is_stopped(self.pid):
+                        self.receive(received)
 
     def tick_if_possible(self) -> None:
         """tick(); where there is no file or memory for that now the next one may go well, and the job needs us."""
@@ -365,21 +360,7 @@ class JobSupervisor:
             _log("release", ended.outcome, self.claim, ended=ended)
             return ended
         status, die_of = self.final_status()
-        try:
-            outcome = patiently(self.drain().wait_until_free)
-            self.claim.release()
-        except StillInUse as left:
-            # Without LOCK_UN: our descriptors close with this process, and theirs keep the claim.
-            self.notify(f"not waiting any longer: {left.users}, and the claim is its own now.")
-            outcome, die_of = LEFT, left.signum
-        meter = self.meter
-        ended = JobEnd(status, die_of, wall_time, outcome, meter.peak_memory, meter.utilization(), meter.energy())
-        _log("release", outcome, self.claim, message=self.escalation.why, ended=ended)
-        return ended
-
-    def drain(self) -> Drain:
-        """What the claim waits for now."""
-        return Drain(
+        drain = Drain(
             self.claim.devices,
             self.backend,
             pause=self.pause,
@@ -389,6 +370,17 @@ class JobSupervisor:
             others=self.others,
             longest=DRAIN_SECONDS if self.claim.memory is None else SHARED_DRAIN_SECONDS,
         )
+        try:
+            outcome = patiently(drain.wait_until_free)
+            self.claim.release()
+        except StillInUse as left:
+            # Without LOCK_UN: our descriptors close with this process, and theirs keep the claim.
+            self.notify(f"not waiting any longer: {left.users}, and the claim is its own now.")
+            outcome, die_of = LEFT, left.signum
+        meter = self.meter
+        ended = JobEnd(status, die_of, wall_time, outcome, meter.peak_memory, meter.utilization(), meter.energy())
+        _log("release", outcome, self.claim, message=self.escalation.why, ended=ended)
+        return ended
 
     def final_status(self) -> tuple[int, int | None]:
         """Exit status, and the signal that this process should die of."""

@@ -238,11 +238,9 @@ def _is_locked(path: str) -> bool:
 
 
 def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -> None:
-    """Publish *snapshot*; readers see the old one or the new one, whole.
+    """Publish *snapshot*, which has its claims; readers see the old one or the new one, whole.
 
     Args:
-        directory: of the claims.
-        snapshot: with its claims.
         interval: seconds until the next one.
 
     Raises:
@@ -264,7 +262,6 @@ def read_state(directory: LockDirectory, clock: float, *, simulated: bool) -> Sn
     """The snapshot of a living daemon, with claims, if it is fresh; None: ask the driver.
 
     Args:
-        directory: of the claims.
         clock: CLOCK_BOOTTIME now, seconds.
         simulated: whether one of a simulated node is wanted.
     """

@@ -175,14 +175,7 @@ def wake_pipe(signums: Iterable[int]) -> tuple[int, int]:
 def adopt(
     backend: Backend, directory: LockDirectory, pids: Sequence[int], *, tree: bool = False, note: str | None = None
 ) -> tuple[Claim, ProcessFamily]:
-    """Claim what the processes *pids* use, all of it or nothing.
-
-    Args:
-        backend: of the machine.
-        directory: of the locks.
-        pids: of processes of this user.
-        tree: also what they started and will start.
-        note: for people.
+    """Claim what the processes *pids* of this user use, all of it or nothing; with *tree* also for what they start.
 
     Returns:
         The claim, held by this process, and the processes that it is for: release it when they have ended.

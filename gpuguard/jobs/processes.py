@@ -117,8 +117,6 @@ def start(
     """Fork and exec.
 
     Args:
-        command: program and arguments.
-        environment: all of it.
         pass_fds: descriptors that the program inherits.
         blocked: signals that are blocked here from before the fork on; the program does not see that.
         enter: called in the new process; puts it into its namespaces or cgroup.
@@ -379,7 +377,6 @@ class Drain:
 
     Args:
         devices: the claimed devices as they were before the job.
-        backend: read at least once.
         pause: waits up to so many seconds, less when a child ends; returns a signal that asks us to stop waiting.
         notify: gets a text when the user would wonder why it takes so long.
         count: gets each snapshot, with the energy that its devices have used; None: it is not wanted.

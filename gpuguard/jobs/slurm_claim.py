@@ -51,8 +51,6 @@ def claim_for_job(backend: Backend, directory: LockDirectory, given: Allocation,
     """Claim the devices of *given*, all of them or none, for this process; its record is not written yet.
 
     Args:
-        backend: of the node.
-        directory: of the claims.
         given: names at least one device.
         wait: seconds for the earlier users of one of them to be gone.
 
@@ -130,8 +128,6 @@ def hold(claim: Claim, given: Allocation, woken: int) -> str:
     """Keep *claim* until it is released from outside or the job is over.
 
     Args:
-        claim: with its record.
-        given: whose.
         woken: a pipe of wake_pipe().
 
     Returns:
@@ -180,10 +176,7 @@ def find(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
 
 
 def end_claim(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
-    """Release the claim of the job, and see it gone.
-
-    Returns:
-        What was released; None when there was none.
+    """Release the claim of the job, and see it gone; what was released, None when there was none.
 
     Raises:
         ClaimError: it cannot be.
