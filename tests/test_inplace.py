@@ -37,7 +37,7 @@ for path in sys.argv[2:]:
 ADMINS = """
 from gpuguard.claims import records, release as releasing, room
 from gpuguard.claims.directory import is_same_file, lock_directory
-from gpuguard.cli import setup_remove
+from gpuguard.cli import setup_service
 from gpuguard.queue import reservations, tickets
 from gpuguard.model import ClaimRecord
 from gpuguard.daemon import release as asking
@@ -51,7 +51,7 @@ print(room.room_for_records(directory).path, is_same_file(0, sys.argv[2]))
 asking._holders, asking.listens = lambda *_: (os.getpid(),), lambda pid: True
 with asking.SupervisorChannel(directory, ClaimRecord("a", 1, "eve", (), pid=os.getpid())) as nobody:
     path = records.record_path(directory, 1, "a")
-    print(setup_remove.lock_all(sys.argv[1], []), nobody, releasing._descriptors_of(path, 1))
+    print(setup_service.lock_all(sys.argv[1], []), nobody, releasing._descriptors_of(path, 1))
 """
 # Where setup was never run: the first who needs a lock file makes it, for all.
 STICKY = """

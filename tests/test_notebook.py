@@ -93,7 +93,7 @@ def test_what_cannot_be_had_fails_the_cell_in_a_sentence_and_says_what_to_do(tmp
         few, odd, unit, quote = (notebook(f"%gpus {line}") for line in ("2", "two", "1 --min-free 20", "1 --note 'x"))
 
         assert "only 4 exist" in never.text and "--wait" not in never.text
-        assert "`%gpus 2 --wait 10m` waits for them in line" in few.text
+        assert "`%gpus 2 --wait 10m` waits for them in the queue" in few.text
         assert "'two'?  Write `%gpus 2`" in odd.text
         assert "20GiB" in unit.text
         assert not any(done.ok or "Traceback" in done.text for done in (few, never, odd, unit, quote))

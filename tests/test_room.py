@@ -25,7 +25,7 @@ BEGIN = """
 import fcntl, json, os, subprocess, sys
 from pathlib import Path
 from gpuguard.claims.directory import lock_directory
-from gpuguard.cli import setup, setup_remove
+from gpuguard.cli import setup, setup_service
 told = {}
 path = sys.argv[1] + "/gpuguard"
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "small", sys.argv[1]], check=True)
@@ -62,7 +62,7 @@ def test_folders_in_folders_keep_nothing_from_being_taken_away(tmp_path):
             os.mkdir("a")
             os.chdir("a")
         os.chdir("/")
-        setup_remove.clear(path)
+        setup_service.clear(path)
         told["there"], told["left"] = Path(path).exists(), os.listdir(old)
         """,
     )
@@ -94,7 +94,7 @@ def test_nobody_who_goes_on_writing_there_keeps_it_from_being_taken_away(tmp_pat
             really(*of, **where)
 
         os.rmdir = rmdir
-        setup_remove.clear(path)
+        setup_service.clear(path)
         told["left"] = Path(path).exists()
         """,
         owner,
@@ -110,10 +110,10 @@ def test_it_goes_with_the_lock_files_and_stays_while_one_is_held(tmp_path):
         subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", str(claims)], check=True)
         record = open(claims / "claim.1.abcd.json", "w")
         fcntl.flock(record, fcntl.LOCK_EX)
-        setup_remove.clear(path)
+        setup_service.clear(path)
         told["held"] = claims.is_mount()
         record.close()
-        setup_remove.clear(path)
+        setup_service.clear(path)
         told["free"] = Path(path).exists()
         """,
     )
@@ -131,7 +131,7 @@ def test_lock_files_stay_where_more_files_lie_than_can_be_looked_at(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
         with open(directory.lock_path("GPU-1")) as job:
             fcntl.flock(job, fcntl.LOCK_EX)
-            setup_remove.clear(path)
+            setup_service.clear(path)
             told["held lock is there"] = Path(directory.lock_path("GPU-1")).exists()
         """,
     )

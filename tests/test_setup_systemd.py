@@ -18,7 +18,7 @@ from fake_nvml import FakeNvml
 from nodes import Gpuguard
 from sources import ROOT
 
-from gpuguard.cli import setup_remove, setup_service
+from gpuguard.cli import setup_service
 from gpuguard.errors import LockDirectoryError
 from gpuguard.policies.files.loader import load_policies
 
@@ -52,8 +52,8 @@ class Machine:
         monkeypatch.setattr(setup_service, "systemctl", lambda *words, advice="": self.asked.append(" ".join(words)))
         monkeypatch.setattr(setup_service, "open_to_others", lambda *paths: None)
         monkeypatch.setattr(setup_service, "doubts_about", lambda executable: None)
-        monkeypatch.setattr(setup_remove, "MACHINE_EVENTS", str(place / "var/log/gpuguard/events.jsonl"))
-        monkeypatch.setattr(setup_remove, "MACHINE_STATE", str(place / "var/lib/gpuguard"))
+        monkeypatch.setattr(setup_service, "MACHINE_EVENTS", str(place / "var/log/gpuguard/events.jsonl"))
+        monkeypatch.setattr(setup_service, "MACHINE_STATE", str(place / "var/lib/gpuguard"))
         monkeypatch.setattr(setup_service.shutil, "which", lambda name: f"/bin/{name}")
         monkeypatch.setattr(os, "geteuid", lambda: 0)
 
@@ -64,7 +64,7 @@ class Machine:
         setup_service.install_service("gpuguard")
 
     def remove(self) -> int:
-        return setup_remove.remove(str(self.run))
+        return setup_service.remove(str(self.run))
 
     def files(self) -> set[str]:
         return {str(path.relative_to(self.place)) for path in self.place.rglob("*")}
@@ -225,7 +225,7 @@ def test_lock_files_go_when_nobody_holds_one(fake: FakeNvml, machine, monkeypatc
     monkeypatch.undo()
     place = machine.place / "claims"
     Gpuguard(machine.place, fake)("setup", "--dir", str(place))
-    setup_remove.clear(str(place))
+    setup_service.clear(str(place))
 
     assert not place.exists()
 
@@ -240,7 +240,7 @@ def test_lock_files_stay_while_anybody_holds_one(fake: FakeNvml, tmp_path, capsy
     before = sorted(path.name for path in place.rglob("*"))
     with paths.get(name, place / "lock" / name).open() as holder:
         fcntl.flock(holder, fcntl.LOCK_SH)
-        setup_remove.clear(str(place))
+        setup_service.clear(str(place))
 
     assert sorted(path.name for path in place.rglob("*")) == before
     assert "stays until the next boot" in capsys.readouterr().out
@@ -305,7 +305,7 @@ def test_users_are_told_to_be_root(tmp_path, monkeypatch):
     with pytest.raises(LockDirectoryError, match="sudo gpuguard setup --systemd"):
         setup_service.refuse_where_it_cannot_work("gpuguard")
     with pytest.raises(LockDirectoryError, match="sudo gpuguard setup --remove"):
-        setup_remove.remove(str(tmp_path))
+        setup_service.remove(str(tmp_path))
 
 
 def test_a_directory_of_ones_own_has_no_service(tmp_path):

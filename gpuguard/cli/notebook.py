@@ -2,7 +2,7 @@
 
 %gpus 2                     two free GPUs for this kernel, or the reason why there are none; run again, it shows them
 %gpus 1 --min-free 20GiB    with the options of `gpuguard run` that say which GPUs
-%gpus 2 --wait 10m          in the waiting line for ten minutes at most; --wait alone: without end
+%gpus 2 --wait 10m          in the queue for ten minutes at most; --wait alone: without end
 %gpus                       what this kernel has, and who has the others
 %gpus release               give them back, if CUDA does not run yet
 
@@ -110,9 +110,11 @@ def _add_options(parser: Parser) -> None:
         metavar="DURATION",
         nargs="?",
         const=_FOR_EVER,
-        help="wait in line at most so long, as in 30m; without a duration: without end (default: do not wait)",
+        help="wait in the queue at most so long, as in 30m; without a duration: without end (default: do not wait)",
     )
-    group.add_argument("--priority", choices=PRIORITY_NAMES, default="normal", help="class in line (default: normal)")
+    group.add_argument(
+        "--priority", choices=PRIORITY_NAMES, default="normal", help="class in the queue (default: normal)"
+    )
     group.add_argument("--note", metavar="TEXT", help="what it is for (default: the name of the notebook)")
     add_source_options(parser)
 
@@ -143,7 +145,10 @@ def _claimed(args: Any, words: tuple[str, ...]) -> NotebookClaim:
         ) from None
     except NotEnoughGpus as error:
         if args.wait is None and not isinstance(error, ImpossibleRequest):
-            error.args = (f"{error}\n`%gpus {shlex.join(words)} --wait 10m` waits for them in line.", *error.args[1:])
+            error.args = (
+                f"{error}\n`%gpus {shlex.join(words)} --wait 10m` waits for them in the queue.",
+                *error.args[1:],
+            )
         raise
 
 

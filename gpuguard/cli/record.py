@@ -26,7 +26,7 @@ from gpuguard.cli.options import add_source_options, backend_of, directory_of, q
 from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import BackendError, ClaimError, GpuguardError, InvalidRequest
 from gpuguard.policies.view import RuleView
-from gpuguard.units import format_bytes, format_duration, parse_bytes, parse_duration
+from gpuguard.units import format_bytes, format_count, format_duration, parse_bytes, parse_duration
 from gpuguard.watchdog import ViewReader
 
 SHORTEST_SECONDS = 0.1
@@ -108,4 +108,4 @@ def _record(
         tape.close()
     size = format_bytes(os.stat(args.file).st_size)
     over = format_duration(round(time.monotonic() - began, 1))
-    print_notice(f"{count} sample{'s' * (count != 1)} over {over} in {args.file}, {size}.")
+    print_notice(f"{format_count(count, 'sample')} over {over} in {args.file}, {size}.")

@@ -36,10 +36,11 @@ from gpuguard.claims.directory import (
 )
 from gpuguard.claims.grants import EARLIER, grant_of, names_of, renew, replace_file
 from gpuguard.claims.probe import slot_names
-from gpuguard.cli import setup_remove, setup_service
+from gpuguard.cli import setup_service
 from gpuguard.cli.options import add_source_options, backend_of
 from gpuguard.errors import BackendError, InvalidRequest, LockDirectoryError
 from gpuguard.model import HEALTH
+from gpuguard.units import format_count
 from gpuguard.users import user_name
 
 _HOW_TO_GUARD = """\
@@ -90,7 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     path = args.dir or ADMIN_DIRECTORY
     if args.remove:
-        return setup_remove.remove(ADMIN_DIRECTORY)
+        return setup_service.remove(ADMIN_DIRECTORY)
     if args.print_unit:
         print(setup_service.unit_for(args.daemon_user or USER), end="")
         if doubt := setup_service.doubts_about(sys.executable):
@@ -140,7 +141,7 @@ def main(args: argparse.Namespace) -> int:
     next_step = "Try `gpuguard who`." if uuids else "Run it again when the driver works."
     if args.dir:
         next_step = f"Use it with --dir {args.dir} or GPUGUARD_DIR={args.dir}."
-    print(f"{path} is ready: {len(uuids)} GPU{'s' * (len(uuids) != 1)}.  {next_step}")
+    print(f"{path} is ready: {format_count(len(uuids), 'GPU')}.  {next_step}")
     if args.dir is None and not os.path.ismount(f"{path}/claims"):
         print(setup_service.UNBOUNDED.format(path=path))
     if args.systemd:

@@ -17,7 +17,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from gpuguard.backends.simulated_node import NodeDevice, SimulatedNode, WorkPatt
 from gpuguard.clusters.visible_devices import is_restricted
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Device
-from gpuguard.units import format_bytes, parse_bytes, parse_celsius, parse_duration, parse_percent
+from gpuguard.units import format_bytes, format_count, parse_bytes, parse_celsius, parse_duration, parse_percent
 
 SCHEMA = 1
 FAULTS = {
@@ -55,15 +55,16 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace) -> int:
-    place = _directory(args)
-    made = new_node(args.spec, place, time.clock_gettime(time.CLOCK_BOOTTIME))
-    node, new = simulated_node.create(place, lambda: made, replace=args.force)
+    directory = _directory(args)
+    made = new_node(args.spec, directory, time.clock_gettime(time.CLOCK_BOOTTIME))
+    node, new = simulated_node.create(directory, lambda: made, replace=args.force)
     if not new:
         raise GpuguardError(
-            f"a simulated node ({node.spec}) runs in {place} already: `gpuguard sim stop` ends it, --force replaces it."
+            f"a simulated node ({node.spec}) runs in {directory} already: `gpuguard sim stop` ends it, --force replaces "
+            "it."
         )
-    backend = "simulated" if place == simulated.directory("") else shlex.quote(f"simulated:{place}")
-    print(f"SIMULATED node of {device_count(node.devices)} ({node.spec}) in {place}")
+    backend = "simulated" if directory == simulated.directory("") else shlex.quote(f"simulated:{directory}")
+    print(f"SIMULATED node of {format_count(len(node.devices), 'device')} ({node.spec}) in {directory}")
     print(f"Try: gpuguard run --backend {backend} -n 1 -- gpuguard sim use --memory 10GiB --for 30s")
     return 0
 
@@ -91,9 +92,8 @@ def _use(args: argparse.Namespace) -> int:
         except OSError as error:
             raise InvalidRequest(f"{command[0]!r} cannot be run: {error.strerror}.") from None
     until = f"for {args.lasting:g} s" if args.lasting is not None else "until Ctrl-C"
-    print(
-        f"SIMULATED: pid {os.getpid()} uses {format_bytes(args.memory)} on {device_count(uuids)} {until}.", flush=True
-    )
+    used = f"{format_bytes(args.memory)} on {format_count(len(uuids), 'device')}"
+    print(f"SIMULATED: pid {os.getpid()} uses {used} {until}.", flush=True)
     time.sleep(args.lasting if args.lasting is not None else 10**8)
     return 0
 
@@ -164,15 +164,17 @@ def _with_faults(device: NodeDevice, faults: list[str]) -> dict[str, object]:
 
 
 def _show(args: argparse.Namespace) -> int:
-    place = _directory(args)
-    state = simulated.current(place)
+    directory = _directory(args)
+    state = simulated.current(directory)
     rows = [_facts(state, device) for device in state.devices]
     if args.json:
         print(
-            json.dumps({"schema": SCHEMA, "simulated": True, "directory": place, "spec": state.spec, "devices": rows})
+            json.dumps(
+                {"schema": SCHEMA, "simulated": True, "directory": directory, "spec": state.spec, "devices": rows}
+            )
         )
         return 0
-    print(f"SIMULATED node {state.spec} in {place}")
+    print(f"SIMULATED node {state.spec} in {directory}")
     for row in rows:
         used, total = format_bytes(row["memory_used_bytes"]), format_bytes(row["memory_total_bytes"])
         odd = [*row["faults"], *(f"MIG {instance['mig_profile']}" for instance in row["instances"])]
@@ -219,9 +221,9 @@ def _facts(state: SimulatedNode, device: NodeDevice) -> dict[str, Any]:
 
 
 def _stop(args: argparse.Namespace) -> int:
-    place = _directory(args)
-    was_there = simulated_node.remove(place)
-    print(f"The simulated node in {place} is gone." if was_there else f"No simulated node was in {place}.")
+    directory = _directory(args)
+    was_there = simulated_node.remove(directory)
+    print(f"The simulated node in {directory} is gone." if was_there else f"No simulated node was in {directory}.")
     return 0
 
 
@@ -235,11 +237,6 @@ def _spec(args: argparse.Namespace) -> str:
 
 def _directory(args: argparse.Namespace) -> str:
     return simulated.directory(_spec(args))
-
-
-def device_count(devices: Sized) -> str:
-    """``"1 device"``, ``"8 devices"``."""
-    return f"{len(devices)} device{'s' * (len(devices) != 1)}"
 
 
 def _quantity(parse: Callable[[str], object], metavar: str, help: str, **more: Any) -> Options:

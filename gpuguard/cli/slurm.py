@@ -152,7 +152,7 @@ def _prolog_options(parser: argparse.ArgumentParser) -> None:
         "--wait",
         metavar="DURATION",
         default=WAIT,
-        help="for whoever has one of the GPUs to be gone; meanwhile Slurm gives others to other jobs "
+        help="for the user who has one of the GPUs to be gone; meanwhile Slurm gives others to other jobs "
         "(default: %(default)s)",
     )
     add_source_options(parser)

@@ -7,7 +7,7 @@ gpuguard top --once              print it and exit
 gpuguard top --backend simulated:DIR
 
 The screen needs textual: pip install 'gpuguard[tui]'.  Without it a plain view is drawn again and again, as by --plain.
-While `gpuguard daemon` runs, its last look is shown; --fresh, or the key f, asks the driver all the same.
+While `gpuguard daemon` runs, its last sample is shown; --fresh, or the key f, asks the driver all the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gpuguard.units import parse_duration
 from gpuguard.views.text import put, style
 
 HINT = "pip install 'gpuguard[tui]'"
-_APART = 0.25  # seconds between the two looks of --once: CPU is a rate
+_APART = 0.25  # seconds between the two samples of --once: CPU is a rate
 _UNBOUNDED = 10_000  # columns of a pipe: nothing is shortened there
 
 
@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sort", choices=SORTS, default="gpu", help="order of the processes (default: gpu)")
     parser.add_argument("--tree", action="store_true", help="processes below their parents")
     parser.add_argument("--mode", choices=MODES, default="auto", help="lines per GPU: 3, 1, or as they fit")
-    parser.add_argument("--every", metavar="D", help="between two looks (default: 1s, with --hosts 10s)")
+    parser.add_argument("--every", metavar="D", help="between two samples (default: 1s, with --hosts 10s)")
     parser.add_argument("--once", action="store_true", help="print it and exit")
     parser.add_argument("--plain", action="store_true", help="without textual: drawn again and again, no keys")
     parser.add_argument("--ascii", action="store_true", help="no characters beyond ASCII in bars and trees")
@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
         return fleet.top(args)
     every = quantity("--every", args.every or "1s", parse_duration)
     if every is None or every < 0.1:
-        raise InvalidRequest("--every needs at least 100ms between two looks.")
+        raise InvalidRequest("--every needs at least 100ms between two samples.")
     feed = SceneFeed(args.backend, lambda: backend_of(args), lambda: directory_of(args), lambda: choose_log(args))
     feed.fresh, feed.tree = args.fresh, args.tree
     try:
