@@ -60,8 +60,8 @@ def _start(args: argparse.Namespace) -> int:
     node, new = simulated_node.create(directory, lambda: made, replace=args.force)
     if not new:
         raise GpuguardError(
-            f"a simulated node ({node.spec}) runs in {directory} already: `gpuguard sim stop` ends it, --force replaces "
-            "it."
+            f"a simulated node ({node.spec}) runs in {directory} already: `gpuguard sim stop` ends it, --force "
+            "replaces it."
         )
     backend = "simulated" if directory == simulated.directory("") else shlex.quote(f"simulated:{directory}")
     print(f"SIMULATED node of {format_count(len(node.devices), 'device')} ({node.spec}) in {directory}")

@@ -236,7 +236,8 @@ def _room(facts: DoctorFacts) -> Finding | None:
         uid = room.who.uid
         advice = (
             f"`sudo find {room.path} -xdev -mindepth 1 -user {uid} -delete` takes away what uid {uid} wrote: claims "
-            "hold without it, who waits gets a new place in the queue.  `sudo gpuguard deny` keeps that user from claims."
+            "hold without it, who waits gets a new place in the queue.  `sudo gpuguard deny` keeps that user from new "
+            "claims."
         )
     else:
         advice = f"`sudo ls -l {room.path}` shows whose files these are; `sudo lsof +L1`, those without a name."
