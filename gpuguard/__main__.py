@@ -1,5 +1,48 @@
-"""``python -m gpuguard``."""
+"""`gpuguard` and `python -m gpuguard`: starts the worker that reads the devices, then loads the command line.
 
-from gpuguard.cli import main
+Two interpreters load at the same time that way, which takes a third off the start of a job.
+"""
 
-main()
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+from gpuguard.backends import spawn
+
+READ_DEVICES = ("run", "select", "wait")
+ASK_THE_DAEMON_FIRST = ("who", "explain")
+
+
+def main() -> NoReturn:
+    """Run the command line of this process, and end it with its exit code."""
+    command, *options = sys.argv[1:] or [""]
+    streams_open = None not in (sys.stdin, sys.stdout, sys.stderr)  # else the worker's pipes would be taken for them
+    if streams_open and (
+        command in READ_DEVICES or (command in ASK_THE_DAEMON_FIRST and not _daemon_publishes(options))
+    ):
+        spawn.start_early(_option(options, "--backend") or os.environ.get("GPUGUARD_BACKEND") or "nvml")
+    from gpuguard.cli import main as run_and_exit  # while the worker loads what it needs
+
+    run_and_exit()
+
+
+def _daemon_publishes(options: list[str]) -> bool:
+    directory = _option(options, "--dir") or os.environ.get("GPUGUARD_DIR") or "/run/gpuguard"
+    return os.path.exists(os.path.join(directory, "daemon", "state.json"))
+
+
+def _option(options: list[str], name: str) -> str:
+    """The value of the option *name*, as far as it can be told without a parser; "" without one."""
+    own = options[: options.index("--")] if "--" in options else options
+    for position, word in enumerate(own):
+        if word == name:
+            return "".join(own[position + 1 : position + 2])
+        if word.startswith(f"{name}="):
+            return word.removeprefix(f"{name}=")
+    return ""
+
+
+if __name__ == "__main__":
+    main()

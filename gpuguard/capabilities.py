@@ -7,7 +7,6 @@ Decides nothing: see preflight, daemon.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from typing import TYPE_CHECKING
 
@@ -82,6 +81,8 @@ def lend_for_reading() -> bool:
 
 
 def _prctl(option: int, *words: int) -> None:
+    import ctypes  # for the few that have capabilities to lend
+
     # A refusal changes nothing: what cannot be lowered is not there, what cannot be raised is not lent.
     arguments = [ctypes.c_ulong(word) for word in (*words, 0, 0, 0, 0)[:4]]
     ctypes.CDLL(None, use_errno=True).prctl(ctypes.c_int(option), *arguments)

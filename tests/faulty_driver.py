@@ -27,7 +27,7 @@ from nodes import beginning_with
 from pid_reuse import Everybody
 
 from gpuguard import users
-from gpuguard.backends import client, nvml, nvml_calls, nvml_fields, worker
+from gpuguard.backends import client, nvml, nvml_calls, nvml_fields
 from gpuguard.enforcement import actions, identity, limits, signals
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
 from gpuguard.policies import Rule
@@ -379,7 +379,7 @@ FAULTS: dict[str, Callable[[], None]] = {one.__name__: one for one in (believe_e
 def main(campaign: str, fault: str | None = None) -> None:
     users._names.update(NAMES)
     in_workers = f"from gpuguard import users; users._names.update({NAMES})"
-    setattr(worker, "interpreter", beginning_with(in_workers))  # noqa: B010
+    setattr(spawn, "interpreter", beginning_with(in_workers))  # noqa: B010
     identity.DRIVER_FILE = "/no/driver"  # the processes here have none open, even where there is one
     limits.SIGNALS_PER_MINUTE = limits.ENDED_PER_HOUR = 10**6
     if fault:

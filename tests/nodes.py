@@ -19,7 +19,7 @@ from typing import Any
 
 from fake_nvml import FakeNvml
 
-from gpuguard.backends import simulated, simulated_node, worker
+from gpuguard.backends import simulated, simulated_node, spawn
 from gpuguard.claims.directory import lock_directory
 from gpuguard.model import ALL_FIELDS
 
@@ -63,8 +63,8 @@ def a_user(place: str, devices: str, memory: int, utilization: float = 0.0) -> I
 
 
 def beginning_with(code: str) -> Callable[[str, str], list[str]]:
-    """In place of worker.interpreter: the workers that read the driver run *code* before all else."""
-    proper = worker.interpreter
+    """In place of spawn.interpreter: the workers that read the driver run *code* before all else."""
+    proper = spawn.interpreter
     return lambda main, word: proper(f"exec({code!r}); {main}", word)
 
 

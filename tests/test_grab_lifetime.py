@@ -265,7 +265,7 @@ except gpuguard.ClaimLost:
 
 
 @pytest.mark.parametrize(
-    "place", ["gpuguard.claims.claim._remove_dead_records", "gpuguard.backends.worker.Channel.close"]
+    "place", ["gpuguard.claims.claim._remove_dead_records", "gpuguard.backends.spawn.Channel.close"]
 )
 def test_who_interrupts_a_claim_that_is_just_being_made_leaves_no_device_claimed(place, monkeypatch):
     def interrupted(*_: object) -> None:

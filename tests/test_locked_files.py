@@ -18,7 +18,7 @@ from guarded import SLEEP, a_child
 from nodes import eventually
 
 from gpuguard import deadline
-from gpuguard.backends import worker
+from gpuguard.backends import spawn, worker
 from gpuguard.claims import holders
 from gpuguard.claims import holders as fdlocks
 from gpuguard.claims.holders import as_written, inode_of
@@ -102,7 +102,7 @@ def locked(tmp_path: Path) -> Iterator[int]:
 def silent(monkeypatch: pytest.MonkeyPatch, reader: str = SILENT) -> None:
     monkeypatch.setattr(fdlocks, "SLACK_SECONDS", 0.0)
     monkeypatch.setattr(fdlocks, "SLACK_AGAIN", 0.0)
-    monkeypatch.setattr(worker, "interpreter", lambda code, word: [sys.executable, "-c", reader, *sys.path])
+    monkeypatch.setattr(spawn, "interpreter", lambda code, word: [sys.executable, "-c", reader, *sys.path])
 
 
 def test_what_a_process_has_locked_is_what_the_kernel_says(locked):

@@ -179,7 +179,7 @@ main(sys.argv[1:])
 
 
 def test_a_machine_without_files_at_the_start_is_said_and_may_pass(gpuguard, tmp_path):
-    code = ONCE.format(module="gpuguard.backends", owner="worker", name="start")
+    code = ONCE.format(module="gpuguard.backends", owner="spawn", name="start_worker")
     words = [sys.executable, "-c", code, "metrics", "--textfile", str(tmp_path), "--every", "1s"]
     process = subprocess.Popen(words, env=gpuguard.environment, stderr=subprocess.PIPE, text=True)
     try:

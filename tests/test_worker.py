@@ -20,7 +20,7 @@ import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 from nodes import beginning_with, change, eventually, start
 
-from gpuguard.backends import client, open_backend, worker
+from gpuguard.backends import client, open_backend, spawn, worker
 from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.errors import BackendError, DriverUnresponsive, InvalidRequest
 from gpuguard.model import ALL_FIELDS, MEMORY, POWER, SELECT_FIELDS, WHO_FIELDS, Gap, Snapshot
@@ -197,13 +197,13 @@ simulated.Simulated._read = slow
 
 
 def test_a_fault_inside_the_worker_becomes_a_message(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "interpreter", beginning_with(BROKEN))
+    monkeypatch.setattr(spawn, "interpreter", beginning_with(BROKEN))
     with open_worker(node) as source, pytest.raises(BackendError, match="planted"):
         source.sample(SELECT_FIELDS)
 
 
 def test_a_library_that_crashes_costs_the_device_it_crashed_on(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "interpreter", beginning_with(CRASHING))
+    monkeypatch.setattr(spawn, "interpreter", beginning_with(CRASHING))
     with open_worker(node) as source:
         found = problems(source)
 
@@ -214,7 +214,7 @@ def test_a_library_that_crashes_costs_the_device_it_crashed_on(node: str, monkey
 def test_a_device_is_not_late_because_those_before_it_were_slow(
     node: str, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    monkeypatch.setattr(worker, "interpreter", beginning_with(SLOW))
+    monkeypatch.setattr(spawn, "interpreter", beginning_with(SLOW))
     sim("fault", "--device", str(first), "hang")
     with open_worker(node) as source:
         found = problems(source)
@@ -241,19 +241,19 @@ def test_a_worker_that_is_killed_while_it_reads_costs_the_device_that_it_read(no
 
 
 @pytest.fixture
-def silent() -> Iterator[worker.Channel]:
+def silent() -> Iterator[spawn.Channel]:
     """A worker that says nothing: a process that sleeps."""
     process = subprocess.Popen(["sleep", "600"])
     requests, replies = os.pipe()
     place = os.memfd_create("place")
-    channel = worker.Channel(process, replies, requests, place, os.dup(place))
+    channel = spawn.Channel(process, replies, requests, place, os.dup(place))
     yield channel
     process.kill()
     process.wait()
     channel.close()
 
 
-def test_who_marks_a_device_in_time_is_waited_for(silent: worker.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_marks_a_device_in_time_is_waited_for(silent: spawn.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     marks = iter(range(5))
 
     def looked(_: int) -> worker.Mark:
@@ -267,7 +267,7 @@ def test_who_marks_a_device_in_time_is_waited_for(silent: worker.Channel, monkey
 
 
 def test_a_mark_that_was_read_half_blames_nobody_and_holds_up_nobody(
-    silent: worker.Channel, monkeypatch: pytest.MonkeyPatch
+    silent: spawn.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = time.monotonic()
     half: list[worker.Mark] = [(7, 0.0), (6, begun + 10_000.0), (7, 0.0)]
@@ -277,7 +277,7 @@ def test_a_mark_that_was_read_half_blames_nobody_and_holds_up_nobody(
 
 
 def test_a_device_is_not_blamed_when_the_worker_goes_on_to_the_next_while_it_is_judged(
-    silent: worker.Channel, monkeypatch: pytest.MonkeyPatch
+    silent: spawn.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, moment = time.monotonic(), [1, 1, 2]
     monkeypatch.setattr(worker, "read_mark", lambda _: (moment.pop(0) if moment else 2, begun))
@@ -286,7 +286,7 @@ def test_a_device_is_not_blamed_when_the_worker_goes_on_to_the_next_while_it_is_
 
 
 def test_a_worker_that_gets_no_cpu_has_a_grace_and_no_more(
-    silent: worker.Channel, monkeypatch: pytest.MonkeyPatch
+    silent: spawn.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "STARVED_SECONDS", 0.5)
     asked: list[int] = []
@@ -299,9 +299,7 @@ def test_a_worker_that_gets_no_cpu_has_a_grace_and_no_more(
     assert (late and late[0], time.monotonic() - begun >= 0.5, set(asked)) == (4, True, {silent.process.pid})
 
 
-def test_an_answer_that_comes_at_the_last_moment_counts(
-    silent: worker.Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_comes_at_the_last_moment_counts(silent: spawn.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     worker.write_mark(silent.mark, 0)
     runnable = SimpleNamespace(state="R")
     monkeypatch.setattr(client, "stat_of", lambda pid: worker.send(silent.requests, ("ready",)) or runnable)
@@ -310,7 +308,7 @@ def test_an_answer_that_comes_at_the_last_moment_counts(
 
 
 @pytest.mark.parametrize("index", [None, 0, 3, 4095])
-def test_a_mark_says_which_device_and_since_when(silent: worker.Channel, index: int | None) -> None:
+def test_a_mark_says_which_device_and_since_when(silent: spawn.Channel, index: int | None) -> None:
     before = time.monotonic()
     worker.write_mark(silent.mark, index)
     told = worker.read_mark(silent.mark)
@@ -405,8 +403,8 @@ def test_a_worker_of_another_version_is_not_believed(told: tuple[str, ...], monk
     replies, replies_write = os.pipe()
     life, life_held = os.pipe()
     worker.send(replies_write, told)
-    channel = worker.Channel(subprocess.Popen(["true"]), requests, replies, os.memfd_create("mark"), life_held)
-    monkeypatch.setattr(worker, "start", lambda name: channel)
+    channel = spawn.Channel(subprocess.Popen(["true"]), requests, replies, os.memfd_create("mark"), life_held)
+    monkeypatch.setattr(spawn, "start_worker", lambda name: channel)
     source = WorkerBackend("nvml")
 
     with pytest.raises(BackendError, match=r"was installed while.*Start it again; the guard by `systemctl restart"):
@@ -435,8 +433,8 @@ def test_a_worker_that_never_becomes_ready_is_given_up(monkeypatch: pytest.Monke
     reply, _hold = os.pipe()
     requests, write = os.pipe()
     place = os.memfd_create("place")
-    channel = worker.Channel(subprocess.Popen(["sleep", "600"]), write, reply, place, os.dup(place))
-    monkeypatch.setattr(worker, "start", lambda name: channel)
+    channel = spawn.Channel(subprocess.Popen(["sleep", "600"]), write, reply, place, os.dup(place))
+    monkeypatch.setattr(spawn, "start_worker", lambda name: channel)
     source = WorkerBackend("nvml", told.append)
     with pytest.raises(DriverUnresponsive, match="did not initialise"):
         source.sample(SELECT_FIELDS)
@@ -457,7 +455,7 @@ def test_a_worker_that_cannot_be_started_leaves_no_descriptor_open(monkeypatch: 
     monkeypatch.setattr(subprocess, "Popen", full)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(BlockingIOError):
-        worker.start("simulated")
+        spawn.start_worker("simulated")
 
     assert os.listdir("/proc/self/fd") == before
 
@@ -483,7 +481,7 @@ def test_a_worker_that_may_start_no_thread_does_not_blame_the_driver(monkeypatch
         'import threading\ndef full(*_):\n    raise RuntimeError("can\'t start new thread")\n'
         "threading.Thread.start = full"
     )
-    monkeypatch.setattr(worker, "interpreter", beginning_with(crowded))
+    monkeypatch.setattr(spawn, "interpreter", beginning_with(crowded))
 
     with open_worker("simulated") as source, pytest.raises(BackendError, match="see `ulimit -u`"):
         source.sample(SELECT_FIELDS)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuguard import __version__, errors
-from gpuguard.backends import worker
+from gpuguard.backends import spawn, worker
 from gpuguard.model import Device, Gap
 from gpuguard.procfs import stat_of
 
@@ -53,7 +53,7 @@ class WorkerBackend:
     def __init__(self, name: str, on_slow: Callable[[str], None] | None = None) -> None:
         self.name = name
         self.simulated = name.startswith("simulated")
-        self._channel: worker.Channel | None = self._started()
+        self._channel: spawn.Channel | None = self._started()
         self._ready = False
         self._sent: worker.SentProcesses = {}  # what the worker takes for known
         self._on_slow = on_slow
@@ -91,7 +91,7 @@ class WorkerBackend:
         if self._channel:
             channel, self._channel, self._ready, self._sent = self._channel, None, False, {}
             channel.close()
-        worker.reap()
+        spawn.reap()
 
     def leave(self) -> None:
         """The same within another program: its next os.wait() is for a child of its own, so ours is gone by then."""
@@ -99,8 +99,8 @@ class WorkerBackend:
         self.close()
         if process:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(worker.LEAVING_SECONDS)
-            worker.reap()
+                process.wait(spawn.LEAVING_SECONDS)
+            spawn.reap()
 
     def __enter__(self) -> WorkerBackend:
         return self
@@ -119,14 +119,14 @@ class WorkerBackend:
         if not self._ready:  # then the request waits for it; and one that has ended has said why
             self._await_ready(channel)
 
-    def _started(self) -> worker.Channel:
+    def _started(self) -> spawn.Channel:
         try:
-            return worker.start(self.name)
+            return spawn.start_worker(self.name)
         except OSError as error:  # a caller that tries again and again can go on: a job, or a waiting request
             why = errors.shortage(error) or f"no process could be started that reads the devices: {error.strerror}."
             raise errors.BackendError(why) from error
 
-    def _await_ready(self, channel: worker.Channel) -> None:
+    def _await_ready(self, channel: spawn.Channel) -> None:
         try:
             if _overdue(channel, SLOW_SECONDS):
                 if self._on_slow:
@@ -187,7 +187,7 @@ def _unresponsive(reason: str) -> errors.DriverUnresponsive:
     return errors.DriverUnresponsive(f"{reason}.  Try `nvidia-smi`; if it hangs too, reboot.")
 
 
-def _overdue(channel: worker.Channel, seconds: float) -> worker.Mark | None:
+def _overdue(channel: spawn.Channel, seconds: float) -> worker.Mark | None:
     """The mark of what takes longer than *seconds*; None as soon as the worker answers, or has ended.
 
     The time in which it only waits for a CPU does not count.
@@ -209,7 +209,7 @@ def _overdue(channel: worker.Channel, seconds: float) -> worker.Mark | None:
     return None
 
 
-def _in_time(channel: worker.Channel, seconds: float) -> None:
+def _in_time(channel: spawn.Channel, seconds: float) -> None:
     """Wait for more of a reply: what a library has printed is there at once, and may be all that ever comes.
 
     Raises:

@@ -21,7 +21,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from gpuguard import procfs
-from gpuguard.backends import worker
+from gpuguard.backends import spawn, worker
 from gpuguard.deadline import charge, owed_by, stopwatch
 from gpuguard.files import device_of, hold_in_place, status_in_place
 from gpuguard.procfs import in_first_pid_namespace, uid_behind
@@ -383,15 +383,15 @@ def _started() -> tuple[int, subprocess.Popen[bytes], int, int]:
 
 
 def _start() -> tuple[int, subprocess.Popen[bytes], int, int]:
-    request_end, ask, answers, answer_end = opened = worker.pipes(2)
+    request_end, ask, answers, answer_end = opened = spawn.pipes(2)
     try:
-        process = worker.start_interpreter(_CODE, "", (request_end, answer_end))
+        process = spawn.start_interpreter(_CODE, "", (request_end, answer_end))
     except OSError:
-        worker.close_all(opened)
+        spawn.close_all(opened)
         raise
-    worker.close_all((request_end, answer_end))
+    spawn.close_all((request_end, answer_end))
     if not _has_answer(answers, START_SECONDS) or worker.receive(answers) is None:
-        worker.close_all((ask, answers))
+        spawn.close_all((ask, answers))
         _ended.append(process)
         raise OSError(errno.ETIME, os.strerror(errno.ETIME))
     return os.getpid(), process, ask, answers
@@ -406,7 +406,7 @@ def _has_answer(answers: int, seconds: float) -> bool:
 def _close() -> None:
     """Leave the reader alone: it ends when its pipe is closed."""
     for owner, process, *descriptors in _reader:
-        worker.close_all(descriptors)
+        spawn.close_all(descriptors)
         if owner == os.getpid() and process not in _hanging.values():
             _ended.append(process)
     _reader.clear()
