@@ -27,7 +27,7 @@ from nodes import beginning_with
 from pid_reuse import Everybody
 
 from gpuguard import users
-from gpuguard.backends import client, nvml, nvml_calls, nvml_fields
+from gpuguard.backends import client, nvml, nvml_calls, nvml_fields, spawn
 from gpuguard.enforcement import actions, identity, limits, signals
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
 from gpuguard.policies import Rule
