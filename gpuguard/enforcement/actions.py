@@ -437,21 +437,14 @@ def _refused(target: Preflight) -> ActionOutcome:
     key = (whom, verdict.policy, verdict.action, target.live)
     if target.context.limits.refused_anew(key, tuple(check.check for check in failed)):
         target.context.append(_event(verdict, REFUSED, process, text))
-    if process:
-        _deny_restarts(target, process)
+    why = {check.check: check.text for check in failed}
+    if process and "restart loop" in why and why.keys() <= LIMITS and target.context.directory is not None:
+        # The program is started again each time that it is ended: more signals would change nothing, so its user gets
+        # no new claims for an hour.  Without this two processes that are ended would buy the next one its safety.
+        finding = replace(verdict.finding, why=why["restart loop"])
+        denial = replace(verdict, finding=finding, action="deny", options=(("for", HOUR),))
+        _restrict(denial, target.context, restrictions.DENIED, str(process.uid), process.user)
     return ActionOutcome(REFUSED, text, process.pid if process else None, failed, wait)
-
-
-def _deny_restarts(target: Preflight, process: ProcessTarget) -> None:
-    """No new claims for an hour for the user whose program is started again each time that it is ended.
-
-    More signals would change nothing; without this two processes that are ended would buy the next one its safety.
-    """
-    why = {check.check: check.text for check in target.failed}
-    if "restart loop" in why and why.keys() <= LIMITS and target.context.directory is not None:
-        finding = replace(target.verdict.finding, why=why["restart loop"])
-        verdict = replace(target.verdict, finding=finding, action="deny", options=(("for", HOUR),))
-        _restrict(verdict, target.context, restrictions.DENIED, str(process.uid), process.user)
 
 
 def _logged(verdict: Verdict, context: ActionContext, word: str, why: str = "") -> ActionOutcome:

@@ -13,6 +13,7 @@ import re
 import select
 import stat
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -20,7 +21,7 @@ from hashlib import sha256
 from gpuguard.backends import CONTROL_NODE, DEVICE_NODE
 from gpuguard.deadline import in_time
 from gpuguard.policies.view import interactive_use
-from gpuguard.procfs import LONGEST, read_memory, read_stat, read_text, start_time
+from gpuguard.procfs import LONGEST, read_memory, read_text, start_time, stat_of
 
 # Programs whose end takes a desktop, a driver service or other people's jobs along.  They count only where root put
 # them: see belongs_to_the_system.
@@ -71,10 +72,7 @@ def facts_of(pid: int) -> ProcessFacts | None:
 
 
 def _facts_of(pid: int) -> ProcessFacts | None:
-    try:
-        now = read_stat(pid)
-    except OSError:
-        now = None
+    now = stat_of(pid)
     if now is None:
         return None
     status = dict(line.partition(":")[::2] for line in (read_text(f"/proc/{pid}/status") or "").splitlines())
@@ -255,8 +253,11 @@ def _sees_what_root_made(pid: int) -> bool:
 def _has_open(pid: int, path: str) -> bool | None:
     try:
         wanted = os.stat(path).st_rdev
-        if any(_device_of(f"/proc/{pid}/fd/{name}") == wanted for name in os.listdir(f"/proc/{pid}/fd")):
-            return True
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                seen = os.stat(f"/proc/{pid}/fd/{name}")
+                if stat.S_ISCHR(seen.st_mode) and seen.st_rdev == wanted:
+                    return True
         absent: bool | None = False
     except PermissionError:
         absent = None  # only CAP_DAC_READ_SEARCH opens that directory, and every file of the machine with it
@@ -274,14 +275,6 @@ def _maps_the_driver(path: str) -> bool:
     # Line by line: with 65,530 mappings of a file with a long name its owner makes 300 MB of it.
     with open(path, "rb") as lines:
         return any(map(_DRIVER_MAPPED.match, lines))
-
-
-def _device_of(path: str) -> int | None:
-    try:
-        seen = os.stat(path)
-    except OSError:
-        return None
-    return seen.st_rdev if stat.S_ISCHR(seen.st_mode) else None
 
 
 def _threads(pid: int) -> list[str]:
