@@ -14,7 +14,8 @@ from typing import Any
 from gpuguard.model import ClaimRecord, Device, Event, Finding, GpuProcess, Snapshot, Subject
 from gpuguard.policies import Rule
 from gpuguard.policies.view import RuleView, Sample, device_subject, key_of, process_subject
-from gpuguard.queue.reservations import Reservation, ReservationCalendar, ReservationStatus
+from gpuguard.queue.calendar import Reservation
+from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus
 
 MIB = 2**20
 GIB = 2**30

@@ -19,9 +19,9 @@ from gpuguard.errors import ClaimError, ImpossibleRequest, NotEnoughGpus, WaitTi
 from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.model import HEALTH, IDLE_PROCESSES
 from gpuguard.queue import reservations, tickets
+from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.leader import MAY_START
 from gpuguard.queue.priority import Ticket
-from gpuguard.queue.reservations import Reservation
 from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content, wake
 from gpuguard.request import Request
 

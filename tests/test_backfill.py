@@ -13,7 +13,7 @@ from queues import HOUR, a_machine, a_ticket, planned, started
 
 from gpuguard.queue import backfill as plans
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan, promise
-from gpuguard.queue.calendar import PlannedReservation
+from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import QueueRules, Ticket, order
 from gpuguard.request import Request
 
@@ -376,8 +376,8 @@ def test_the_plan_of_500_requests_for_8_devices_takes_a_bounded_number_of_steps(
 # What a plan leaves to reservations: which devices are kept from whom, who is held back by which, and who is not.
 
 
-def a_reservation(gpus: int, begins: float, *devices: str, user: int = 9, **fields: Any) -> PlannedReservation:
-    return PlannedReservation("b1", user, f"u{user}", gpus, begins, begins + HOUR, devices or ("d0", "d1"), **fields)
+def a_reservation(gpus: int, begins: float, *devices: str, user: int = 9, **fields: Any) -> Reservation:
+    return Reservation("b1", 0, user, f"u{user}", gpus, begins, begins + HOUR, devices or ("d0", "d1"), **fields)
 
 
 def test_a_reservation_keeps_its_devices_from_jobs_that_may_last_until_then() -> None:
@@ -421,7 +421,7 @@ def test_whoever_a_reservation_holds_back_hears_of_the_one_that_has_his_device()
     free = frozenset(f"d{number}" for number in range(8))
     (position,) = planned(line, Machine({only: Fit(("d0",), frozenset({"d0"}))}, reservations=reservations, free=free))
 
-    assert (position.held_back_by, position.start) == ("b1", 100.0 + HOUR)
+    assert (position.held_back_by, position.start) == ("0.b1", 100.0 + HOUR)
 
 
 def test_so_does_he_who_would_have_to_wait_like_many_shorter_jobs_too() -> None:
@@ -430,7 +430,7 @@ def test_so_does_he_who_would_have_to_wait_like_many_shorter_jobs_too() -> None:
     machine = Machine(fits, {"d1": 5.0}, reservations=(a_reservation(1, 100.0, "d0"),), free=frozenset({"d0"}))
     positions = planned(line, machine)
 
-    assert [position.held_back_by for position in positions] == [None, *[line[0].id] * 95, *["b1"] * 5]
+    assert [position.held_back_by for position in positions] == [None, *[line[0].id] * 95, *["0.b1"] * 5]
 
 
 def test_a_reservation_does_not_count_on_a_claim_that_should_have_ended() -> None:
@@ -546,7 +546,7 @@ def test_nobody_takes_what_is_reserved_because_its_user_is_about_to_claim_anothe
     other, guest = a_guest_beside()
 
     assert (guest.now, guest.devices) == (True, ("d1",))  # he may be gone before he claims it
-    assert (other.now, other.held_back_by, set(other.kept)) == (False, "b1", {"d0", "d1"})
+    assert (other.now, other.held_back_by, set(other.kept)) == (False, "0.b1", {"d0", "d1"})
 
 
 def test_nobody_takes_what_is_reserved_because_the_users_of_two_reservations_are_about_to_claim_others() -> None:
@@ -573,4 +573,4 @@ def test_a_job_with_a_limit_that_joins_one_without_does_not_make_its_end_known()
     fits = {joins: Fit(("d1",), frozenset({"d1"})), line[1].requests[0]: Fit(("d0", "d1"), frozenset({"d0"}))}
     first, second = planned(line, Machine(fits, reservations=(a_reservation(1, 100.0),), free=frozenset({"d0"})))
 
-    assert (first.now, second.now, second.held_back_by) == (True, False, "b1")
+    assert (first.now, second.now, second.held_back_by) == (True, False, "0.b1")

@@ -16,7 +16,7 @@ from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan
 from gpuguard.queue.calendar import (
     Calendars,
     DeviceAvailability,
-    PlannedReservation,
+    Reservation,
     ReservedSpan,
     StartingJob,
     calendar,
@@ -34,16 +34,14 @@ NAMES = ("d0", "d1", "d2", "d3")
 FREE = DeviceAvailability(dict.fromkeys(NAMES, 0.0))
 
 
-def a_reservation(
-    gpus: int = 1, begins: float = 1.0, ends: float = 2.0, *devices: str, user: int = 9
-) -> PlannedReservation:
+def a_reservation(gpus: int = 1, begins: float = 1.0, ends: float = 2.0, *devices: str, user: int = 9) -> Reservation:
     """Begin and end in hours."""
     name = f"{user}.{gpus}.{begins}.{ends}"
-    return PlannedReservation(name, user, f"u{user}", gpus, begins * HOUR, ends * HOUR, devices or NAMES)
+    return Reservation(name, 0, user, f"u{user}", gpus, begins * HOUR, ends * HOUR, devices or NAMES)
 
 
 def kept(
-    reservations: list[PlannedReservation], availability: DeviceAvailability = FREE, liked: tuple[str, ...] = NAMES
+    reservations: list[Reservation], availability: DeviceAvailability = FREE, liked: tuple[str, ...] = NAMES
 ) -> dict[str, set[int]]:
     """uuid -> for whom."""
     last = {uuid: float(position) for position, uuid in enumerate(reversed(liked), 1)}
@@ -173,7 +171,7 @@ def test_words_name_the_day_where_it_is_not_today() -> None:
 
 
 def planned(
-    line: list[Ticket], reservations: list[PlannedReservation], fits: dict[Request, Fit] | None = None
+    line: list[Ticket], reservations: list[Reservation], fits: dict[Request, Fit] | None = None
 ) -> list[QueuePosition]:
     every = Fit(NAMES, frozenset(NAMES))
     machine = Machine(
@@ -216,7 +214,7 @@ def test_what_is_reserved_for_somebody_himself_pushes_others_onto_no_better_devi
 def test_whoever_must_leave_devices_alone_is_told_which_and_for_whom() -> None:
     (position,) = planned([a_ticket(1, 3)], [a_reservation(2)])
 
-    assert (position.now, position.start, position.held_back_by) == (False, 2 * HOUR, a_reservation(2).id)
+    assert (position.now, position.start, position.held_back_by) == (False, 2 * HOUR, a_reservation(2).key)
     assert set(position.kept) == {"d2", "d3"}
     assert not planned([a_ticket(1, 3, time_limit=HOUR)], [a_reservation(2)])[0].kept
 
@@ -240,7 +238,7 @@ def test_a_start_is_promised_with_the_reservations_in_mind() -> None:
 class Server:
     """A server that is used as the plan says; jobs end in time, and nobody knows it of those without a limit."""
 
-    def __init__(self, reservations: list[PlannedReservation]) -> None:
+    def __init__(self, reservations: list[Reservation]) -> None:
         self.reservations = reservations
         self.running: dict[str, tuple[Ticket, float, tuple[str, ...]]] = {}  # id -> ticket, end, devices
         self.line: list[Ticket] = []
@@ -285,7 +283,7 @@ def broken(
     wanted: list[tuple[int, int, int, tuple[str, ...]]], others: list[tuple[int, int, int, bool, tuple[str, ...]]]
 ) -> list[str]:
     """The reservations whose user could not start when they began, on a server of four devices."""
-    reservations: list[PlannedReservation] = []
+    reservations: list[Reservation] = []
     for number, (gpus, begins, hours, devices) in enumerate(wanted):
         reservation = a_reservation(gpus, begins, begins + hours, *devices, user=100 + number)
         if can_be_met(reservation, reservations, NAMES):

@@ -28,8 +28,8 @@ from gpuguard.claims import records
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.queue import reservations, tickets
+from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import Ticket
-from gpuguard.queue.reservations import Reservation
 from gpuguard.queue.tickets import ticket_content
 from gpuguard.request import Request
 
@@ -352,7 +352,7 @@ def test_a_daemon_that_believes_any_type_is_found(tmp_path):
     """A fault is planted: what a record says is a time is believed."""
     planted = tmp_path / "planted"
     planted.mkdir()
-    code = "import gpuguard.claims.records as r\nr._number = lambda value, kind: value\n"
+    code = "import gpuguard.jsonio as j\nj._number = lambda value, *kinds: value\n"
     (planted / "sitecustomize.py").write_text(code)
     with (
         a_daemon(tmp_path, POLICY, environment={"PYTHONPATH": str(planted)}) as daemon,

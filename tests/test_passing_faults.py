@@ -23,7 +23,7 @@ from gpuguard.claims.records import read_records
 from gpuguard.errors import BackendError, DriverNotFound, DriverUnresponsive, NotEnoughGpus, WaitTimeout
 from gpuguard.lock import Allocator
 from gpuguard.queue import reservations, waiter
-from gpuguard.queue.reservations import Reservation
+from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import OwnTicket, new_ticket, read_tickets, ticket_content
 from gpuguard.queue.waiter import Waiter, wait_until_over
@@ -258,7 +258,7 @@ def test_what_cannot_be_opened_now_is_not_taken_for_nothing(directory, monkeypat
     rules.write_text("fair_share: false\n")
     now, wanted = time.time(), Reservation("", 0, os.geteuid(), "", 1, time.time(), time.time() + 60, ("GPU-1",))
     mine = reservations.write_reservation(directory, wanted)
-    reservations.record_arrival(directory, [mine.planned()])
+    reservations.record_arrival(directory, [mine])
     held = OwnTicket(directory, ticket_content(new_ticket([Request()])))
     read = {
         "tickets": lambda: [each.id for each in read_tickets(directory)[0]],

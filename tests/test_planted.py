@@ -24,6 +24,7 @@ from gpuguard.cli import submit
 from gpuguard.clusters.slurm import Allocation
 from gpuguard.jobs import slurm_claim
 from gpuguard.queue import reservations, tickets
+from gpuguard.queue.calendar import Reservation
 
 ALICE, MALLORY = 20001, 20002
 JOB = Allocation("7", ALICE, ("0",))
@@ -95,9 +96,7 @@ def test_nobody_learns_the_name_of_a_file_before_it_is_there(directory, monkeypa
     monkeypatch.setattr(os, "rename", rename)
     Claim("c0ffee", (), ()).write_record(directory)
     tickets.OwnTicket(directory, {"requests": [{}]}).leave()
-    reservations.write_reservation(
-        directory, reservations.Reservation("", 0, os.geteuid(), "", 1, 1.0, 2.0, ("GPU-a",))
-    )
+    reservations.write_reservation(directory, Reservation("", 0, os.geteuid(), "", 1, 1.0, 2.0, ("GPU-a",)))
 
     assert dict(before[:2]) == {"claim": [], "bell": []}
     assert before[3] == ("reserve", [])
@@ -106,14 +105,12 @@ def test_nobody_learns_the_name_of_a_file_before_it_is_there(directory, monkeypa
 @pytest.mark.root
 def test_nobody_keeps_another_user_from_being_seen_to_come_to_his_reservation(directory):
     """The file by which he says so had a name that everybody knows: whoever made it first had him counted as absent."""
-    made = reservations.write_reservation(
-        directory, reservations.Reservation("", 0, 0, "", 1, 1.0, 2.0**33, ("GPU-a",))
-    )
+    made = reservations.write_reservation(directory, Reservation("", 0, 0, "", 1, 1.0, 2.0**33, ("GPU-a",)))
     planted = f"{directory.records}/arrived.0.{made.key}"
     Path(planted).touch()
     os.chown(planted, MALLORY, MALLORY)
 
-    [noted] = reservations.record_arrival(directory, [made.planned()])
+    [noted] = reservations.record_arrival(directory, [made])
     *_, arrivals = reservations.read_reservations(directory, 2.0**32)
     assert os.stat(noted).st_uid == 0 and noted != planted
     assert arrivals == {(0, made.key): pytest.approx(os.stat(noted).st_ctime)}

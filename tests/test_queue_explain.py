@@ -14,7 +14,7 @@ from queues import a_ticket
 from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import run_command_line
 from gpuguard.queue.backfill import QueuePosition
-from gpuguard.queue.calendar import PlannedReservation
+from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.explain import start_text
 from gpuguard.queue.reservations import clock_text
 from gpuguard.queue.state import QueueFacts, QueueState
@@ -71,9 +71,9 @@ def test_what_would_delay_a_request_before_it():
     ],
 )
 def test_what_would_delay_a_reservation(begins, limit, start, text):
-    reservation = PlannedReservation("r", 7, "eve", 1, NOW + begins, NOW + 2 * HOUR, (FIRST,))
-    another = PlannedReservation("q", 8, "zoe", 1, NOW, NOW + HOUR, (SECOND,))
-    position = a_position(held_back_by="r", time_limit=limit, start=None if start is None else NOW + start)
+    reservation = Reservation("r", 0, 7, "eve", 1, NOW + begins, NOW + 2 * HOUR, (FIRST,))
+    another = Reservation("q", 0, 8, "zoe", 1, NOW, NOW + HOUR, (SECOND,))
+    position = a_position(held_back_by="0.r", time_limit=limit, start=None if start is None else NOW + start)
     when = text.format(begins=clock_text(reservation.begins, NOW), ends=clock_text(reservation.ends, NOW))
 
     assert explained(position, reservations=(another, reservation)) == (
@@ -101,7 +101,7 @@ def test_the_last_device_to_be_free_and_what_says_so(claim, text):
 
 
 def test_a_start_at_the_end_of_a_reservation_is_said_so():
-    reservation = PlannedReservation("r", 7, "eve", 1, NOW - HOUR, NOW + HOUR, (FIRST,))
+    reservation = Reservation("r", 0, 7, "eve", 1, NOW - HOUR, NOW + HOUR, (FIRST,))
     until = clock_text(reservation.ends, NOW)
 
     assert explained(a_position(start=NOW + HOUR), reservations=(reservation,)) == (

@@ -29,10 +29,10 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.probe import locks_held, probe
 from gpuguard.errors import LockDirectoryError, NotEnoughGpus
 from gpuguard.lock import Allocator
+from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.explain import kept_for_others
 from gpuguard.queue.priority import QueueRules
 from gpuguard.queue.reservations import (
-    Reservation,
     record_arrival,
     remove_reservation,
     reservation_calendar,

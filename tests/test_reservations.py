@@ -19,9 +19,9 @@ from gpuguard.cli.reserve import parse_when
 from gpuguard.errors import InvalidRequest, LockDirectoryError
 from gpuguard.lock import has_queue
 from gpuguard.model import ClaimRecord
+from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import ReservationKeys
 from gpuguard.queue.reservations import (
-    Reservation,
     ReservationStatus,
     judge,
     read_reservations,
@@ -201,7 +201,7 @@ def test_what_is_written_is_read(directory):
 
 def test_one_that_has_ended_is_removed_with_all_that_belongs_to_it(directory):
     made = write_reservation(directory, a_wish())
-    (path,) = record_arrival(directory, [made.planned()])
+    (path,) = record_arrival(directory, [made])
 
     assert read_reservations(directory, made.ends)[0] == []
     assert not has_queue(directory)
@@ -211,10 +211,10 @@ def test_one_that_has_ended_is_removed_with_all_that_belongs_to_it(directory):
 
 def test_an_arrival_is_noted_for_its_user_alone(directory):
     made = write_reservation(directory, a_wish())
-    other = replace(made.planned(), uid=os.geteuid() + 1)
+    other = replace(made, uid=os.geteuid() + 1)
 
     assert record_arrival(directory, [other]) == ()
-    record_arrival(directory, [made.planned()])
+    record_arrival(directory, [made])
     _, _, arrivals = read_reservations(directory, time.time())
     assert list(arrivals) == [(os.geteuid(), made.key)]
 

@@ -148,6 +148,7 @@ def test_a_file_for_which_there_is_only_half_the_room_is_not_written(tmp_path, p
         from gpuguard.claims import records
         from gpuguard.errors import ClaimError
         from gpuguard.queue import reservations, tickets
+        from gpuguard.queue.calendar import Reservation
 
         records.MAX_BYTES = reservations.MAX_BYTES = 8192
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k,mode=1777", "tiny", str(claims)], check=True)
@@ -158,7 +159,7 @@ def test_a_file_for_which_there_is_only_half_the_room_is_not_written(tmp_path, p
             elif sys.argv[2] == "record":
                 records.write_record(directory, {"id": "abcd", "devices": long})
             else:
-                wanted = reservations.Reservation("", 0, 0, "", 1, now, now + 900, long, now)
+                wanted = Reservation("", 0, 0, "", 1, now, now + 900, long, now)
                 reservations.write_reservation(directory, wanted)
         except (OSError, ClaimError) as error:
             told["error"] = str(error)

@@ -88,7 +88,6 @@ def computing_under(
 def in_use(claim: ClaimRecord, snapshot: Snapshot) -> str | None:
     """Which processes compute under *claim*, in words, or why that is unknown; None when none does."""
     snapshot = replace(snapshot, claims=(claim,))
-    snapshot = replace(snapshot, claims=(claim,))
     users, unknown = computing_under(claim, snapshot, process_facts(snapshot))
     if unknown:
         return f"whether it is used cannot be seen: {unknown}"

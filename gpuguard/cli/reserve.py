@@ -35,9 +35,9 @@ from gpuguard.cli.options import (
 from gpuguard.errors import GpuguardError, ImpossibleRequest, InvalidRequest
 from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESSES, Event, Snapshot
 from gpuguard.policies.files.decoder import Accounts
+from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.reservations import (
     MOST_NOTE,
-    Reservation,
     ReservationCalendar,
     ReservationStatus,
     clock_text,

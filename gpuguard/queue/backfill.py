@@ -21,7 +21,7 @@ from gpuguard.queue.calendar import (
     Calendar,
     Calendars,
     DeviceAvailability,
-    PlannedReservation,
+    Reservation,
     StartingJob,
     clear_at,
     in_the_way,
@@ -89,7 +89,7 @@ class Machine:
     fits: Mapping[Request, Fit]  # request -> its devices, for all requests of the queue
     ends: Mapping[str, float] = field(default_factory=dict)  # uuid -> unix time at which its claim will end, if known
     relatives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # that cannot be used beside it
-    reservations: tuple[PlannedReservation, ...] = ()  # that are not over
+    reservations: tuple[Reservation, ...] = ()  # that are not over
     free: frozenset[str] = frozenset()  # those that are not in use, for the reservations
     limits: Mapping[str, float] = field(default_factory=dict)  # as *ends*, by time limits alone
 
@@ -106,7 +106,7 @@ class QueuePosition:
     request: Request | None = None  # the alternative that is planned; None: it can never start on this machine
     devices: tuple[str, ...] = ()  # uuids that are planned for it
     held_back_by: str | None = None  # id of the ticket, or reservation, that it would have to pass
-    kept: Mapping[str, PlannedReservation] = field(default_factory=dict)  # it must leave these devices alone
+    kept: Mapping[str, Reservation] = field(default_factory=dict)  # it must leave these devices alone
 
 
 def promise(position: QueuePosition, rules: QueueRules, now: float) -> float | None:
@@ -195,7 +195,7 @@ class _Planner:
         self.machine, self.usage, self.rules, self.now, self.late = machine, usage, rules, now, late
         self.busy = BusyDevices()
         self.started: list[StartingJob] = []
-        self.reserved = tuple(reservation.id for reservation in machine.reservations)
+        self.reserved = tuple(reservation.key for reservation in machine.reservations)
         free_at = {uuid: end for uuid, end in machine.limits.items() if end > now} | dict.fromkeys(machine.free, now)
         self.calendars = Calendars(machine.reservations, DeviceAvailability(free_at, relatives=machine.relatives), now)
         self.calendar: Calendar = {}  # what is kept for reservations, as the schedule of the queue has it
@@ -342,7 +342,7 @@ class _Planner:
             mine = {uuid for alternative in self.alternatives(ticket) for uuid in alternative.fit.eligible}
             kept = self.kept_for_others(ticket, planned)
             blocking = [reservation for uuid, reservation in kept.items() if uuid in mine]
-            return min(blocking, key=lambda reservation: reservation.begins).id if blocking else self.reserved[0]
+            return min(blocking, key=lambda reservation: reservation.begins).key if blocking else self.reserved[0]
         if self.calendars.uses_own_reservations(ticket.uid, planned.devices, self.started):
             return None
         busy, calendar = self.busy.copy(), self.calendar
@@ -374,7 +374,7 @@ class _Planner:
             return planned
         return max(planned, due_at(other, self.rules))
 
-    def kept_for_others(self, ticket: Ticket, planned: PlannedStart) -> dict[str, PlannedReservation]:
+    def kept_for_others(self, ticket: Ticket, planned: PlannedStart) -> dict[str, Reservation]:
         """uuid -> the reservation for which this ticket must leave the device alone if it starts now."""
         fit = self.machine.fits.get(planned.request or ticket.requests[0])
         others = [job for job in self.started if job.id != ticket.id]

@@ -17,17 +17,25 @@ FOR_EVER = float("inf")
 
 
 @dataclass(frozen=True)
-class PlannedReservation:
+class Reservation:
     """A reservation: so many devices for one user, from a time until another one."""
 
-    id: str
-    uid: int
-    user: str
+    id: str  # unique among those of its maker
+    maker: int  # uid of the owner of its file
+    uid: int  # for whom it is
+    user: str  # the name of *uid*
     num_gpus: int
     begins: float  # unix time
     ends: float
     devices: tuple[str, ...]  # uuids of those that will do
-    held: tuple[str, ...] = ()  # those of them in claims of that user now
+    made: float = 0.0  # unix time, from the file system, so that it cannot be backdated
+    note: str | None = None  # for people
+    held: tuple[str, ...] = ()  # those of its devices that are in claims of its user now
+
+    @property
+    def key(self) -> str:
+        """Unique among all."""
+        return f"{self.maker}.{self.id}"
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class ReservedSpan:
 
     begins: float
     ends: float
-    reservation: PlannedReservation
+    reservation: Reservation
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ Calendar = Mapping[str, Sequence[ReservedSpan]]
 
 
 def calendar(
-    reservations: Sequence[PlannedReservation],
+    reservations: Sequence[Reservation],
     availability: DeviceAvailability,
     now: float,
     last: Mapping[str, float] | None = None,
@@ -84,7 +92,7 @@ def calendar(
     return {uuid: sorted(found, key=lambda span: span.begins) for uuid, found in spans.items()}
 
 
-def _groups(reservations: Sequence[PlannedReservation]) -> list[list[PlannedReservation]]:
+def _groups(reservations: Sequence[Reservation]) -> list[list[Reservation]]:
     """Those that overlap in time, with those that overlap these, and so on."""
     left, groups = list(reservations), []
     while left:
@@ -98,7 +106,7 @@ def _groups(reservations: Sequence[PlannedReservation]) -> list[list[PlannedRese
 
 
 def _kept(
-    group: Sequence[PlannedReservation], availability: DeviceAvailability, now: float, order: Sequence[str]
+    group: Sequence[Reservation], availability: DeviceAvailability, now: float, order: Sequence[str]
 ) -> list[tuple[str, ReservedSpan]]:
     """Which device is kept when, for reservations that overlap in time.
 
@@ -114,7 +122,7 @@ def _kept(
         ]
     borders = {max(now, when) for reservation in group for when in (reservation.begins, reservation.ends)}
     freed = {when for when in availability.free_at.values() if min(borders) < when < max(borders)} - borders
-    spans, found = [], dict[str, PlannedReservation]()
+    spans, found = [], dict[str, Reservation]()
     for begins, ends in pairwise(sorted(borders | freed)):
         active = [reservation for reservation in group if reservation.begins <= begins < reservation.ends]
         before = found if begins in freed else {}  # a reservation keeps the devices that it has
@@ -123,33 +131,35 @@ def _kept(
     return spans
 
 
-def _alike(group: Sequence[PlannedReservation]) -> bool:
+def _alike(group: Sequence[Reservation]) -> bool:
     return len({frozenset(reservation.devices) for reservation in group}) == 1
 
 
 def _matched(
-    active: Sequence[PlannedReservation], availability: DeviceAvailability, when: float, order: Sequence[str]
-) -> dict[str, PlannedReservation]:
+    active: Sequence[Reservation], availability: DeviceAvailability, when: float, order: Sequence[str]
+) -> dict[str, Reservation]:
     """uuid -> the reservation that keeps it from that time on: as many as can be, the first of *order* first.
 
     The devices that can be kept together are a matroid: taking them greedily, and moving those that were taken
     before to another reservation where that makes room, gives the best set.
     """
-    got: dict[str, list[str]] = {reservation.id: [] for reservation in active}
+    got: dict[str, list[str]] = {reservation.key: [] for reservation in active}
     missing = sum(reservation.num_gpus for reservation in active)
 
-    def can_have(reservation: PlannedReservation, uuid: str) -> bool:
+    def can_have(reservation: Reservation, uuid: str) -> bool:
         is_free = availability.free_at.get(uuid, FOR_EVER) <= max(when, reservation.begins)
         return uuid in reservation.devices and (is_free or reservation.uid in availability.users.get(uuid, ()))
 
     def put(uuid: str, tried: set[str]) -> bool:
-        fitting = [reservation for reservation in active if reservation.id not in tried and can_have(reservation, uuid)]
+        fitting = [
+            reservation for reservation in active if reservation.key not in tried and can_have(reservation, uuid)
+        ]
         for reservation in fitting:
-            if len(got[reservation.id]) < reservation.num_gpus:
-                got[reservation.id].append(uuid)
+            if len(got[reservation.key]) < reservation.num_gpus:
+                got[reservation.key].append(uuid)
                 return True
-        tried.update(reservation.id for reservation in fitting)
-        for mine in (got[reservation.id] for reservation in fitting):
+        tried.update(reservation.key for reservation in fitting)
+        for mine in (got[reservation.key] for reservation in fitting):
             for index, other in enumerate(mine):
                 if put(other, tried):
                     mine[index] = uuid
@@ -160,7 +170,7 @@ def _matched(
         if not missing:
             break
         missing -= put(uuid, set())
-    return {uuid: reservation for reservation in active for uuid in got[reservation.id]}
+    return {uuid: reservation for reservation in active for uuid in got[reservation.key]}
 
 
 @dataclass(frozen=True)
@@ -182,9 +192,7 @@ class Calendars:
         now: unix time.
     """
 
-    def __init__(
-        self, reservations: Sequence[PlannedReservation], availability: DeviceAvailability, now: float
-    ) -> None:
+    def __init__(self, reservations: Sequence[Reservation], availability: DeviceAvailability, now: float) -> None:
         self._reservations, self._before, self._now = reservations, availability, now
         self._known: dict[tuple[object, ...], Calendar] = {}  # most tickets of a queue are alike
 
@@ -236,7 +244,7 @@ class Calendars:
                     free_at[relative] = max(job.until, free_at.get(relative, FOR_EVER))
         return DeviceAvailability(free_at, users, self._before.relatives)
 
-    def begun_for(self, uid: int) -> list[PlannedReservation]:
+    def begun_for(self, uid: int) -> list[Reservation]:
         """The reservations for a user that have begun."""
         return [
             reservation
@@ -262,7 +270,7 @@ def clear_at(spans: Sequence[ReservedSpan], uid: int, earliest: float, lasts: fl
     return earliest
 
 
-def in_the_way(spans: Sequence[ReservedSpan], uid: int, now: float, lasts: float) -> PlannedReservation | None:
+def in_the_way(spans: Sequence[ReservedSpan], uid: int, now: float, lasts: float) -> Reservation | None:
     """The reservation for which a job that starts now cannot have the device, or None."""
     for span in spans:
         if span.reservation.uid != uid and span.begins < now + lasts and now < span.ends:
@@ -270,7 +278,7 @@ def in_the_way(spans: Sequence[ReservedSpan], uid: int, now: float, lasts: float
     return None
 
 
-def can_be_met(reservation: PlannedReservation, others: Sequence[PlannedReservation], devices: Collection[str]) -> bool:
+def can_be_met(reservation: Reservation, others: Sequence[Reservation], devices: Collection[str]) -> bool:
     """Whether a machine with these devices, all of them free, has room for it beside *others*."""
     (group, *_) = _groups([reservation, *others])
     empty, order = DeviceAvailability(dict.fromkeys(devices, -FOR_EVER)), sorted(devices)

@@ -9,7 +9,7 @@ from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.model import ClaimRecord, Snapshot
 from gpuguard.queue.backfill import QueuePosition
-from gpuguard.queue.calendar import PlannedReservation
+from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import QueueRules, Ticket
 from gpuguard.queue.reservations import ReservationCalendar, clock_text, with_reserved_instances
 from gpuguard.queue.state import QueueFacts, QueueState, kept_from, read_queue_facts
@@ -18,12 +18,12 @@ from gpuguard.request import Request
 from gpuguard.units import format_duration
 
 
-def reservation_text(reservation: PlannedReservation, now: float) -> str:
+def reservation_text(reservation: Reservation, now: float) -> str:
     """``"kept for alice's reservation from 09:00"``, ``"... until 12:00"`` once it has begun."""
     return f"kept for {reservation.user}'s reservation {_from_or_until(reservation, now)}"
 
 
-def _from_or_until(reservation: PlannedReservation, now: float) -> str:
+def _from_or_until(reservation: Reservation, now: float) -> str:
     if reservation.begins > now:
         return f"from {clock_text(reservation.begins, now)}"
     return f"until {clock_text(reservation.ends, now)}"
@@ -95,7 +95,7 @@ def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) ->
     """The ticket or the reservation that it would delay; of a reservation also when it starts instead, or could."""
     if other := queue.of(delayed):
         return f"{other.ticket.user}'s request for {other.ticket.num_gpus}, which came before"
-    reservation = next((found for found in queue.facts.reservations if found.id == delayed), None)
+    reservation = next((found for found in queue.facts.reservations if found.key == delayed), None)
     if reservation is None:
         return f"reservation {delayed}"
     text = f"the reservation of {reservation.user} {_from_or_until(reservation, queue.now)}"

@@ -33,7 +33,7 @@ from gpuguard.errors import InvalidRequest, LockDirectoryError, shortage
 from gpuguard.files import open_or_create, remove_leftover, status_in_place, write_file
 from gpuguard.jsonio import decode
 from gpuguard.model import HEALTH, MEMORY, PROCESSES, ClaimRecord, Snapshot
-from gpuguard.queue.calendar import PlannedReservation, can_be_met
+from gpuguard.queue.calendar import Reservation, can_be_met
 from gpuguard.queue.priority import ReservationKeys
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import (
@@ -54,33 +54,6 @@ MOST_COUNTED = 256  # with more, planning would take too long
 MOST_GPUS = 4096
 
 Arrivals = Mapping[tuple[int, str], float]  # (uid, key of a reservation) -> when its user last began or ended a claim
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """One reservation as its file says."""
-
-    id: str  # unique among those of its maker
-    maker: int  # uid of the owner of the file
-    uid: int  # for whom it is
-    user: str  # the name of *uid*
-    num_gpus: int  # how many devices
-    begins: float  # unix time; likewise *ends*
-    ends: float
-    devices: tuple[str, ...]  # uuids of those that will do
-    made: float = 0.0  # unix time, from the file system, so that it cannot be backdated
-    note: str | None = None  # for people
-
-    @property
-    def key(self) -> str:
-        """Unique among all."""
-        return f"{self.maker}.{self.id}"
-
-    def planned(self, held: tuple[str, ...] = ()) -> PlannedReservation:
-        """What the plan of the queue needs of it; *held* are the devices that its user has now."""
-        return PlannedReservation(
-            self.key, self.uid, self.user, self.num_gpus, self.begins, self.ends, self.devices, held
-        )
 
 
 @dataclass(frozen=True)
@@ -108,9 +81,9 @@ class ReservationCalendar:
     now: float = 0.0  # unix time of that moment
 
     @property
-    def reservations(self) -> tuple[PlannedReservation, ...]:
+    def reservations(self) -> tuple[Reservation, ...]:
         """Those that count."""
-        return tuple(status.reservation.planned(status.held) for status in self.statuses if status.counts)
+        return tuple(replace(status.reservation, held=status.held) for status in self.statuses if status.counts)
 
     @property
     def changes_at(self) -> float:
@@ -183,7 +156,7 @@ def judge(
 ) -> list[ReservationStatus]:
     """Which of them count."""
     statuses: list[ReservationStatus] = []
-    counted: list[PlannedReservation] = []
+    counted: list[Reservation] = []
     owners, reserved = parties(reservation.maker for reservation in reservations), dict[int, int]()
     for reservation in sorted(reservations, key=lambda reservation: (reservation.made, reservation.key)):
         if reservation.ends <= now:
@@ -201,14 +174,14 @@ def judge(
         if now >= deadline and not present:
             statuses.append(ReservationStatus(reservation, held=held, no_show_at=deadline, over=True))
             continue
-        owner, planned = owners[reservation.maker], reservation.planned()
+        owner = owners[reservation.maker]
         why_not = "" if reservation.maker == 0 else _beyond(reservation, keys, reserved.get(owner, 0))
-        if not why_not and not can_be_met(planned, counted, uuids):
-            why_not = _no_room(planned, uuids)
+        if not why_not and not can_be_met(reservation, counted, uuids):
+            why_not = _no_room(reservation, uuids)
         if not why_not and len(counted) >= MOST_COUNTED:
             why_not = f"there are more than {MOST_COUNTED} already"
         if not why_not:
-            counted.append(planned)
+            counted.append(reservation)
             reserved[owner] = reserved.get(owner, 0) + reservation.num_gpus
         no_show_at = None if present and now >= reservation.begins else deadline
         statuses.append(ReservationStatus(reservation, why_not, held, no_show_at))
@@ -222,13 +195,12 @@ def what_if(wanted: Reservation, known: ReservationCalendar, uuids: Collection[s
     earlier = [status.reservation for status in known.statuses if status.counts]
     owners = parties((wanted.maker, *(reservation.maker for reservation in earlier)))
     reserved = sum(reservation.num_gpus for reservation in earlier if owners[reservation.maker] == owners[wanted.maker])
-    planned = wanted.planned()
     why_not = "" if wanted.maker == 0 else _beyond(wanted, keys, reserved)
-    if why_not or can_be_met(planned, others, uuids):
+    if why_not or can_be_met(wanted, others, uuids):
         return why_not
-    why_not = _no_room(planned, uuids)
-    for begins in sorted(other.ends for other in others if other.ends > planned.begins):
-        moved = replace(planned, begins=begins, ends=begins + planned.ends - planned.begins)
+    why_not = _no_room(wanted, uuids)
+    for begins in sorted(other.ends for other in others if other.ends > wanted.begins):
+        moved = replace(wanted, begins=begins, ends=begins + wanted.ends - wanted.begins)
         if can_be_met(moved, others, uuids):
             return f"{why_not}, and enough from {clock_text(begins, known.now)} on"
     return why_not
@@ -247,9 +219,9 @@ def _beyond(reservation: Reservation, keys: ReservationKeys, before: int) -> str
     return ""
 
 
-def _no_room(planned: PlannedReservation, uuids: Collection[str]) -> str:
-    there = len(set(planned.devices) & set(uuids))
-    if there < planned.num_gpus:
+def _no_room(reservation: Reservation, uuids: Collection[str]) -> str:
+    there = len(set(reservation.devices) & set(uuids))
+    if there < reservation.num_gpus:
         return f"only {there} of its devices {'is' if there == 1 else 'are'} there"
     return "earlier reservations leave too few devices at that time"
 
@@ -322,13 +294,13 @@ def remove_reservation(directory: LockDirectory, reservation: Reservation) -> No
         raise LockDirectoryError(f"reservation {reservation.id}: only {who} can cancel it.") from error
 
 
-def record_arrival(directory: LockDirectory, reservations: Iterable[PlannedReservation]) -> tuple[str, ...]:
+def record_arrival(directory: LockDirectory, reservations: Iterable[Reservation]) -> tuple[str, ...]:
     """Record a claim of this user now, for each of *reservations* that is theirs; the files to touch when it ends."""
     uid, paths = os.geteuid(), []
     for reservation in reservations:
         if reservation.uid != uid:
             continue
-        path = f"{directory.records}/{directory.prefix}arrived.{uid}.{reservation.id}"
+        path = f"{directory.records}/{directory.prefix}arrived.{uid}.{reservation.key}"
         for own in (path, f"{path}.{os.urandom(4).hex()}"):  # the second, if another user has made the first
             if _touched(own, uid):
                 paths.append(own)

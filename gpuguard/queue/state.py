@@ -28,7 +28,7 @@ from gpuguard.history.queries import query_store, store_path
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.procfs import stat_of
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan
-from gpuguard.queue.calendar import PlannedReservation
+from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import QueueRules, Ticket, order
 from gpuguard.queue.reservations import ReservationCalendar, reservation_calendar
 from gpuguard.queue.settings import read_queue_settings
@@ -51,7 +51,7 @@ class QueueFacts:
     denied: frozenset[int] = frozenset()  # uids that may make no claim now
     usage: Mapping[int, float] | None = None  # uid -> recent GPU-seconds; None: not counted here
     set_back: frozenset[str] = frozenset()  # ids of tickets, and uids as text, that were moved to the end of the queue
-    reservations: tuple[PlannedReservation, ...] = ()  # that count
+    reservations: tuple[Reservation, ...] = ()  # that count
     changes_at: float = float("inf")  # unix time at which the next of these is over by itself
     restriction_files: tuple[str, ...] = ()  # where a change of the restrictions would show
     reserved: ReservationCalendar = field(default_factory=ReservationCalendar)  # all of them, to be shown
@@ -193,7 +193,7 @@ def _passed_over(tickets: Sequence[Ticket], reasons: Mapping[str, str]) -> list[
     ]
 
 
-def kept_from(snapshot: Snapshot, facts: QueueFacts, ticket: Ticket) -> dict[str, PlannedReservation]:
+def kept_from(snapshot: Snapshot, facts: QueueFacts, ticket: Ticket) -> dict[str, Reservation]:
     """uuid -> for which reservation it is kept, of the devices that *ticket* must leave alone in an empty queue."""
     if not facts.reservations:
         return {}

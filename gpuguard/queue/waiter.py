@@ -35,7 +35,7 @@ from gpuguard.errors import (
 )
 from gpuguard.model import MEMORY, PROCESSES, VERIFY_FIELDS, ClaimRecord, Snapshot
 from gpuguard.queue.backfill import QueuePosition, promise
-from gpuguard.queue.calendar import PlannedReservation
+from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.explain import kept_for_others, position_text
 from gpuguard.queue.leader import (
     CHECK_SECONDS,
@@ -101,7 +101,7 @@ class WaitingRequest:
         self._waiter: Waiter | None = None
         self._could_start = self._was_woken = False  # since the last check()
         self._fields = frozenset({MEMORY, PROCESSES})  # that the requests of the queue need, if this process leads it
-        self._reservations: tuple[PlannedReservation, ...] = ()
+        self._reservations: tuple[Reservation, ...] = ()
 
     @property
     def waits(self) -> bool:
