@@ -336,28 +336,17 @@ class Meddled:
         pass
 
 
-def test_a_job_that_ends_while_it_is_adopted_gets_nothing(node):
+@pytest.mark.parametrize("is_still_listed", [False, True])
+def test_a_job_that_ends_while_it_is_adopted_gets_nothing(node, is_still_listed):
     job = node.job("1")
-
-    def meddle() -> None:
-        job.kill()
-        job.wait()
-
-    with pytest.raises(ClaimError, match="while it was adopted"):
-        adopt.adopt(Meddled(node.place, meddle), node.directory, [job.pid])
-    assert node.locked() == []
-
-
-def test_a_job_that_the_driver_lists_although_it_has_ended_gets_nothing(node):
-    job = node.job("1")
-    before = Simulated(node.place).sample(adopt._FIELDS)
 
     def meddle() -> None:
         job.kill()
         job.wait()
 
     machine = Meddled(node.place, meddle)
-    machine.late = before
+    if is_still_listed:
+        machine.late = Simulated(node.place).sample(adopt._FIELDS)
     with pytest.raises(ClaimError, match="while it was adopted"):
         adopt.adopt(machine, node.directory, [job.pid])
     assert node.locked() == []

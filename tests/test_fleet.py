@@ -19,6 +19,7 @@ import pytest
 from fleets import Hosts, OnATerminal, an_answer
 from nodes import eventually
 
+from gpuguard.cli import build_parser
 from gpuguard.cli.serve_ssh import judged
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.fleet.hosts import MOST, VIEWS, asked, command_line, host_names, words_of
@@ -124,20 +125,14 @@ def test_the_question_of_select_can_be_asked_and_is_the_same_on_the_other_side(h
     ]  # fmt: skip
 
 
-def test_every_view_that_can_be_asked_has_these_options():
-    from gpuguard.cli import build_parser
-
-    for name, options in VIEWS.items():
-        parser = build_parser(name)
-        assert {*options, "json"} <= {action.dest for action in parser._actions}, name
-        everything = dict.fromkeys(options, "1")
-        assert parser.parse_args(words_of(name, {**everything, "strategy": "first"} | _flags(name))[1:])
-
-
-def _flags(name: str) -> dict[str, object]:
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_view_that_can_be_asked_has_these_options(name):
     lists: dict[str, object] = {"user": ["a"], "device": ["0"], "model": ["x"]}
     flags: dict[str, object] = dict.fromkeys(("fresh", "share", "mine_as_free", "no_sort"), True)
-    return {option: value for option, value in (lists | flags).items() if option in VIEWS[name]}
+    given = dict.fromkeys(VIEWS[name], "1") | lists | flags | {"strategy": "first"}
+    parsed = vars(build_parser(name).parse_args(words_of(name, given)[1:]))
+
+    assert {option: parsed[option] for option in VIEWS[name]} == {option: given[option] for option in VIEWS[name]}
 
 
 def test_a_command_line_for_a_shell_comes_back_as_the_same_words():
@@ -216,36 +211,30 @@ def test_no_ssh_is_left_behind_by_one_that_is_interrupted(hosts, number, status)
         assert eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_one_that_does_not_heed_the_first_signal_is_killed():
-    how = FleetQuery("x", ssh=("sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"), timeout=0.5)
-    pool = Pool(how)
-    pool.ask(["a"])
+def first_reply(script: str, timeout: float = 60.0) -> Reply:
+    """What *script* of a shell, in the place of ssh, comes to."""
     replies: list[Reply] = []
-    while not replies:
-        replies = pool.step(1.0)
-    pool.close()
+    with Pool(FleetQuery("x", ssh=("sh", "-c", script), timeout=timeout)) as pool:
+        pool.ask(["a"])
+        while not replies:
+            replies = pool.step(1.0)
+    return replies[0]
 
-    assert [reply.fault for reply in replies] == ["no answer within 500ms"]
-    assert not [line for line in _children() if "trap '' TERM" in line]
 
+def test_one_that_ignores_the_first_signal_is_killed():
+    reply = first_reply("trap '' TERM; while :; do sleep 0.1; done", timeout=0.5)
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
 
-def _children() -> list[str]:
-    found = []
-    for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
-        found.append(Path(f"/proc/{pid}/cmdline").read_text())
-    return found
+    assert reply.fault == "no answer within 500ms"
+    assert not [pid for pid in children if "trap '' TERM" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def test_a_connection_that_stays_open_behind_ssh_does_not_delay_its_answer():
     # As a master of ControlPersist in older versions: it keeps standard error.
-    how = FleetQuery("x", ssh=("sh", "-c", "(exec sleep 20 >/dev/null) & echo '{\"schema\": 1}'"), timeout=15.0)
-    began, replies = time.monotonic(), list[Reply]()
-    with Pool(how) as pool:
-        pool.ask(["a"])
-        while not replies:
-            replies = pool.step(1.0)
+    began = time.monotonic()
+    reply = first_reply("(exec sleep 20 >/dev/null) & echo '{\"schema\": 1}'", timeout=15.0)
 
-    assert (replies[0].status, replies[0].out) == (0, b'{"schema": 1}\n')
+    assert (reply.status, reply.out) == (0, b'{"schema": 1}\n')
     assert time.monotonic() - began < 15
 
 
@@ -297,25 +286,12 @@ def test_where_few_files_may_be_open_fewer_hosts_are_asked_at_once(hosts, monkey
     assert sorted(reply.host for reply in replies) == list("abcdef")
 
 
-def test_an_answer_without_end_is_cut_off():
-    with Pool(FleetQuery("x", ssh=("sh", "-c", "exec cat /dev/zero"), timeout=60.0)) as pool:
-        pool.ask(["a"])
-        replies: list[Reply] = []
-        while not replies:
-            replies = pool.step(1.0)
+def test_an_answer_and_complaints_without_end_are_cut_off():
+    endless = first_reply("exec cat /dev/zero")
+    noisy = first_reply("head -c 1000000 /dev/zero | tr '\\0' x >&2; echo '{}'")
 
-    assert replies[0].fault == f"it answered with more than {OUT_MOST >> 20}MiB" and not replies[0].out
-
-
-def test_complaints_without_end_are_cut_off():
-    ssh = ("sh", "-c", "head -c 1000000 /dev/zero | tr '\\0' x >&2; echo '{}'")
-    with Pool(FleetQuery("x", ssh=ssh, timeout=60.0)) as pool:
-        pool.ask(["a"])
-        replies: list[Reply] = []
-        while not replies:
-            replies = pool.step(1.0)
-
-    assert len(replies[0].err) <= ERR_MOST and replies[0].out == b"{}\n"
+    assert endless.fault == f"it answered with more than {OUT_MOST >> 20}MiB" and not endless.out
+    assert len(noisy.err) <= ERR_MOST and noisy.out == b"{}\n"
 
 
 def test_a_machine_without_ssh_is_told_how_to_get_it(hosts):
@@ -329,7 +305,7 @@ def test_a_machine_without_ssh_is_told_how_to_get_it(hosts):
 
 
 @pytest.mark.terminal
-def testOnATerminal_an_answer_is_shown_while_others_are_waited_for(hosts):
+def test_on_a_terminal_an_answer_is_shown_while_others_are_waited_for(hosts):
     hosts.say("slow", an_answer(), waits=True)
     hosts.say("fast", an_answer())
     with OnATerminal(hosts, "who", "--hosts", "slow,fast", "--timeout", "60s") as (process, until):

@@ -26,6 +26,10 @@ from gpuguard.views import who
 from gpuguard.views.text import json_text
 
 
+def paint(text: str, _: str) -> str:
+    return text
+
+
 @pytest.fixture
 def hosts(tmp_path: Path) -> Hosts:
     return Hosts(tmp_path)
@@ -119,7 +123,6 @@ def test_of_a_hostile_host_nothing_reaches_the_terminal_but_plain_text():
     answer = reply_with("a", 0.1, facts)
     broken = reply_of(Reply("b", 0.1, 4, b"", HOSTILE.encode()))
     known = {"a": view.after(view.KnownHost(), answer, 1.0), "b": view.after(view.KnownHost(), broken, 1.0)}
-    paint = lambda text, _: text  # noqa: E731
     lines = [
         *view.host_lines(answer, None, paint), *view.queue_lines(answer, 80, paint),
         *view.total_lines([answer, broken], None), *view.end_lines([answer, broken], None, paint),
@@ -136,7 +139,6 @@ WRONG = [None, True, -1, 1e300, "x" * 100_000, [], {}, [[]], [None, 1, "x"], {"a
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda value: repr(value)[:20])
 def test_an_answer_with_a_field_of_another_type_is_refused_or_shown(wrong):
-    paint = lambda text, _: text  # noqa: E731
     whole = an_answer(a_device(0, processes=(a_process(),)))
     queue = {"places": [{"number": 1, "user": "a", "num_gpus": 1, "waited_seconds": 1.0, "why": "x"}]}
     facts = {**whole, **queue}
@@ -279,7 +281,7 @@ def test_top_keeps_what_it_knew_of_a_host_that_falls_silent():
     facts = an_answer(a_device(0, utilization=100.0), a_device(1, utilization=None))
     known = view.after(view.KnownHost(), reply_with("a", 0.1, facts), 100.0)
     known = view.after(known, HostReply("a", 0.1, error="no answer within 10s"), 130.0)
-    lines = view.page(["a", "b"], {"a": known}, 131.0, width=None, paint=lambda text, _: text, ascii_only=True)
+    lines = view.page(["a", "b"], {"a": known}, 131.0, width=None, paint=paint, ascii_only=True)
 
     assert "2 hosts, 2 GPUs" in lines[0] and "1 does not answer" in lines[0]
     assert "#? n/a" in lines[2] and "31s" in lines[2] and "no answer within 10s" in lines[2]
