@@ -94,16 +94,8 @@ def _message(
     devices: Sequence[Device], request: Request, outer: ClaimRecord | None, ticket: Ticket | None
 ) -> dict[str, Any]:
     # What chose among the devices is left out: they are named.
-    bare = replace(
-        request,
-        num_gpus=len(devices),
-        max_gpus=None,
-        devices=None,
-        within=None,
-        within_reason="",
-        exclude=(),
-        prefer=(),
-    )
+    choice: dict[str, Any] = {"max_gpus": None, "devices": None, "within": None, "within_reason": ""}
+    bare = replace(request, num_gpus=len(devices), exclude=(), prefer=(), **choice)
     message: dict[str, Any] = {
         "do": "claim",
         "devices": [device.uuid for device in devices],

@@ -75,7 +75,13 @@ def _open(path: str) -> int:
     # O_NONBLOCK: a FIFO in that place must not hang the job that is being started.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
     # The directory may be that of the daemon's user, or of any other one, who may not steer what root writes.
-    careful = os.geteuid() == 0 and _others_may_write(os.path.dirname(path) or ".")
+    careful = False
+    if os.geteuid() == 0:
+        try:
+            status = os.stat(os.path.dirname(path) or ".")
+            careful = status.st_uid != 0 or bool(status.st_mode & 0o022)
+        except FileNotFoundError:  # another user may make it now
+            careful = True
     flags |= os.O_NOFOLLOW if careful else 0
     try:
         descriptor = os.open(path, flags)
@@ -92,15 +98,6 @@ def _open(path: str) -> int:
         os.close(descriptor)
         raise OSError(f"{path} is also another file")
     return descriptor
-
-
-def _others_may_write(directory: str) -> bool:
-    """Whether other users than root can have made a file there, or will make the directory that is missing."""
-    try:
-        status = os.stat(directory)
-    except FileNotFoundError:
-        return True
-    return status.st_uid != 0 or bool(status.st_mode & 0o022)
 
 
 def _create(path: str, flags: int) -> int:
@@ -240,7 +237,10 @@ def decoded(lines: Iterable[bytes]) -> tuple[list[Line], int]:
         with suppress(ValueError):
             content = loads(encoded)
         if isinstance(content, dict) and content.get("schema") == 1 and is_number(content.get("time_unix_seconds")):
-            events.append(_with_user_name(content))
+            # A job writes down what $LOGNAME says, which any user can set: the name is that of its uid.
+            uid = facts_of(content).get("uid")
+            name = user_name(uid) if type(uid) is int else None
+            events.append(content if name in (None, str(uid)) else {**content, "user": name})
         else:
             torn += 1
     return events, torn
@@ -271,10 +271,3 @@ def devices_of(line: Line) -> list[str]:
 def is_number(value: object) -> bool:
     """Whether it is a number that can be shown, also as a time."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**40
-
-
-def _with_user_name(line: Line) -> Line:
-    """*line* with the name of its uid: a job writes down what $LOGNAME says, which any user can set."""
-    uid = facts_of(line).get("uid")
-    name = user_name(uid) if type(uid) is int else None
-    return {**line, "user": name} if name not in (None, str(uid)) else line

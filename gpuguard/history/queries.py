@@ -228,9 +228,8 @@ class Usage:
         keys = {"device": "device", "user and device": "uid, device"}.get(by, "uid")
         names = dict(self._execute("SELECT id, uuid FROM devices"))
         results = []
-        for *whose, claimed, used, idle, unclaimed in self._rows(
-            "users", f"{keys}, {sums}", begin, end, f"GROUP BY {keys}"
-        ):
+        rows = self._rows("users", f"{keys}, {sums}", begin, end, f"GROUP BY {keys}")
+        for *whose, claimed, used, idle, unclaimed in rows:
             known = dict(zip(keys.split(", "), whose, strict=True))
             total = Total(claimed / 1000, used / 1000, idle / 1000, unclaimed / 1000, known.get("uid"))
             results.append(replace(total, device=names.get(known.get("device"))))
@@ -247,9 +246,8 @@ class Usage:
         sums = ", ".join(f"SUM({column})" for column in columns)
         rows = {number: row for number, *row in self._rows("devices", f"device, {sums}", begin, end, "GROUP BY device")}
         results = []
-        for number, uuid, name, parent, index in self._execute(
-            "SELECT id, uuid, name, parent, place FROM devices ORDER BY id"
-        ):
+        known = self._execute("SELECT id, uuid, name, parent, place FROM devices ORDER BY id")
+        for number, uuid, name, parent, index in known:
             if number not in rows:
                 continue
             seen, claimed, unknown, total, untold, joules, unmeasured = rows[number]

@@ -90,12 +90,18 @@ def usage_report(
     waited = usage.waiting(begin, end)
     users = _users(usage.totals("user", begin, end), usage.energy(begin, end), waited, watch, name_of)
     devices = usage.devices(begin, end)
+    by_device = {total.device: total for total in usage.totals("device", begin, end)}
+    rows = []
+    for device in devices:
+        times = _times(by_device.get(device.device) or Total(0.0, 0.0, 0.0, 0.0))
+        unknown: dict[str, Any] = {"waiting": None, "wanted": None}
+        rows.append(UsageRow(device_label(device), None, device.device, energy=device.energy, **unknown, **times))
     return Report(
         by,
         watch,
         tuple(users),
         tuple(devices),
-        tuple(_device_rows(usage.totals("device", begin, end), devices)),
+        tuple(rows),
         tuple(_groups(users, groups_of)) if by == "group" else None,
         _queue_unknown(waited),
         {
@@ -138,15 +144,6 @@ def _users(
     if not is_known:
         return [replace(row, waiting=row.waiting or None, wanted=row.wanted or None) for row in rows.values()]
     return list(rows.values())
-
-
-def _device_rows(totals: Iterable[Total], devices: Iterable[DeviceTotal]) -> Iterable[UsageRow]:
-    by_device = {total.device: total for total in totals}
-    for device in devices:
-        times = _times(by_device.get(device.device) or Total(0.0, 0.0, 0.0, 0.0))
-        yield UsageRow(
-            device_label(device), None, device.device, energy=device.energy, waiting=None, wanted=None, **times
-        )
 
 
 def _times(total: Total) -> dict[str, Any]:

@@ -264,17 +264,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(405, "only GET and HEAD")
             return
         hosts = self.headers.get_all("Host") or []
-        if (
-            self.headers.defects
-            or not self.path.startswith("/")
-            or not (self.path.isascii() and self.path.isprintable())
-        ):
+        is_path = self.path.startswith("/") and self.path.isascii() and self.path.isprintable()
+        if self.headers.defects or not is_path:
             self.send_error(400, "that is no request of HTTP/1.1")
             return
         if len(hosts) != 1 or not self._is_ours(host_of(hosts[0].strip())):
-            self.send_error(
-                421, "that host name is not ours; where this is served on purpose, name it when exposing it"
-            )
+            advice = "where this is served on purpose, name it when exposing it"
+            self.send_error(421, f"that host name is not ours; {advice}")
             return
         self.server.expect(self.connection, float("inf"))
         page = self._page()

@@ -16,7 +16,6 @@ import pwd
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 
 from gpuguard.notify.targets import Apprise, Hook, Undelivered
 from gpuguard.notify.templates import Message
@@ -101,11 +100,6 @@ def _identity(user: str) -> tuple[int | None, int | None]:
     except KeyError:
         raise Undelivered(f"there is no user {user!r} to run a hook as") from None
     return entry.pw_uid, entry.pw_gid
-
-
-def apprise_installed() -> bool:
-    """Whether apprise can be imported."""
-    return find_spec("apprise") is not None
 
 
 def send_by_apprise(target: Apprise, message: Message) -> None:

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from http.client import HTTPException
+from importlib.util import find_spec
 from typing import Any
 
 from gpuguard.model import Event, Snapshot, Verdict
@@ -186,7 +187,7 @@ def problems(targets: Mapping[str, Target]) -> Iterator[str]:
             yield f"{name}: {program} cannot be run"
         if isinstance(target, Hook) and (problem := programs.hook_problem(target)):
             yield f"{name}: {problem}"
-        if isinstance(target, Apprise) and not programs.apprise_installed():
+        if isinstance(target, Apprise) and find_spec("apprise") is None:
             yield f"{name}: {programs.INSTALL_APPRISE}"
 
 

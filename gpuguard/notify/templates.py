@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import Device, GpuProcess, Snapshot, Verdict
+from gpuguard.model import GpuProcess, Snapshot, Verdict
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.units import format_bytes, format_duration
 
@@ -181,18 +181,14 @@ class Template:
 
     def __post_init__(self) -> None:
         for text in (self.subject, self.body):
-            _check(text)
+            for match in _NAME.finditer(text):
+                name = match[2] or match[3]
+                if not match[1] and name is None:
+                    raise InvalidRequest(f"a single $ in {text!r}: write $$ for a dollar sign.")
+                if name is not None and name not in NAMES:
+                    raise InvalidRequest(f"a message has no ${name}.\nKnown: {', '.join(sorted(NAMES))}.")
         if "\n" in self.subject.strip():
             raise InvalidRequest("the subject has more than one line: a subject is one line.")
-
-
-def _check(template: str) -> None:
-    for match in _NAME.finditer(template):
-        name = match[2] or match[3]
-        if not match[1] and name is None:
-            raise InvalidRequest(f"a single $ in {template!r}: write $$ for a dollar sign.")
-        if name is not None and name not in NAMES:
-            raise InvalidRequest(f"a message has no ${name}.\nKnown: {', '.join(sorted(NAMES))}.")
 
 
 TEMPLATES: Mapping[str, Template] = {
@@ -281,12 +277,15 @@ def joined(messages: Sequence[Message], count: int | None = None) -> Message:
 def _values(verdict: Verdict, snapshot: Snapshot, language: str) -> dict[str, str]:
     words, finding, subject = WORDS[language], verdict.finding, verdict.finding.subject
     device = snapshot.device(subject.device) if subject.device else None
+    name = subject.device or ""
+    if device:
+        name = f"GPU {device.index}" + (f" ({device.name})" if device.name else "")
     return {
         "host": snapshot.host,
         "policy": verdict.policy,
         "rule": finding.rule,
         "why": finding.why,
-        "device": _device(device) if device else subject.device or "",
+        "device": name,
         "user": subject.user or ("" if subject.uid is None else f"uid {subject.uid}"),
         "processes": "",
         "action": words.actions.get(verdict.action, verdict.action),
@@ -304,10 +303,6 @@ def _next(verdict: Verdict, words: Words) -> str:
     when = words.at_once if not verdict.next_after else words.after.format(duration=format_duration(verdict.next_after))
     sentence = words.next.format(when=when, action=action)
     return sentence if verdict.enforce else f"{sentence} {words.observing}"
-
-
-def _device(device: Device) -> str:
-    return f"GPU {device.index}" + (f" ({device.name})" if device.name else "")
 
 
 def _processes(processes: Sequence[GpuProcess], words: Words) -> list[str]:
