@@ -49,6 +49,17 @@ def own(site: Path) -> Iterator[Brokered]:
 
 
 @pytest.mark.root
+def test_the_unfinished_file_of_a_killed_daemon_is_gone_when_the_next_one_answers(broker):
+    broker.kill_daemon()
+    unfinished = Path(broker.directory.lock_path(f"{broker.uuids[0]}.0123456789abcdef.new"))
+    unfinished.touch()
+    broker.start_daemon()
+
+    assert not unfinished.exists()
+    assert broker(ALICE, "run", "--no-wait", "-n", "4", "--", "true").returncode == 0
+
+
+@pytest.mark.root
 def test_what_still_starts_when_a_machine_ends_leaves_nothing_of_it(site):
     with a_machine(site, "everybody") as machine:
         makes = f"import os, time; time.sleep(0.5); os.makedirs({str(machine.place / 'node')!r}, exist_ok=True)"

@@ -83,14 +83,7 @@ class SocketServer:
             # Only one daemon holds the directory's lock, so this socket is that of one that is dead.
             with suppress(FileNotFoundError):
                 os.unlink(path)
-            # Not chmod(): it follows links, and root may listen where another user could put one.
-            umask = os.umask(0o111)
-            try:
-                self._listener.bind(path)
-            finally:
-                os.umask(umask)
-        with suppress(OSError):  # an older kernel: see _hang_up
-            self._listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
+            bind_socket(self._listener, path, 0o111)
         self._listener.listen(64)
         self._wake_read, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="gpuguard-socket", daemon=True)
@@ -227,6 +220,18 @@ class SocketServer:
                 self._closing.append((uid, thread))
                 return
         connection.close()
+
+
+def bind_socket(listener: socket.socket, path: str, umask: int) -> None:
+    """Bind a Unix socket, whose mode *umask* makes right from the first moment; it takes no open files of clients."""
+    # Not chmod(): it follows links, and root may listen where another user could put one.
+    former = os.umask(umask)
+    try:
+        listener.bind(path)
+    finally:
+        os.umask(former)
+    with suppress(OSError):  # a kernel before 6.16.  To close open files that a client sends may take long
+        listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
 
 
 def _receive_without_files(connection: socket.socket, most: int) -> bytes | None:

@@ -28,7 +28,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gpuguard.daemon.client import SO_PASSRIGHTS
+from gpuguard.daemon.server import bind_socket
 from gpuguard.errors import GpuguardError
 from gpuguard.metrics.server import host_of
 from gpuguard.web.feed import FrameFeed, TooManyCharts
@@ -244,16 +244,11 @@ def _listen_at(path: str) -> socket.socket:
             except ConnectionRefusedError:
                 os.unlink(path)  # of a server that was killed
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    umask = os.umask(0o117)  # the mode must be right from the first moment
     try:
-        listener.bind(path)
+        bind_socket(listener, path, 0o117)
     except OSError:
         listener.close()
         raise
-    finally:
-        os.umask(umask)
-    with suppress(OSError):  # an older kernel.  To close open files that a client sends may take long
-        listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
     listener.listen(128)
     return listener
 
