@@ -396,7 +396,7 @@ def _open_view(path: str) -> _StoreView:
         raise GpuguardError(
             f"{path} cannot be read: Permission denied.  The daemon opens it to everybody when it starts."
         )
-    # The daemon's files are believed, and it is the owner to whom root gave the directory.
+    # The daemon's files are believed: root's, our own, and those of the user to whom root gave the directory.
     parent = os.stat(os.path.dirname(path))
     owners = {0, os.geteuid(), *(() if parent.st_mode & 0o022 else (parent.st_uid,))}
     if not stat.S_ISREG(file.st_mode) or file.st_uid not in owners:
