@@ -80,7 +80,7 @@ def run_command_line(words: list[str]) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The reader went away (`gpuguard who | head -1`): nothing more can be told.
+        # The reader went away (`gpuguard who | head -1`): nothing more can be reported.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_NO
     except KeyboardInterrupt:

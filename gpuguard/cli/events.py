@@ -18,7 +18,7 @@ from collections.abc import Callable
 from gpuguard.cli.options import check_users, quantity
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, Line, LogFollower, decoded, events_path
-from gpuguard.units import parse_duration
+from gpuguard.units import format_count, parse_duration
 from gpuguard.views import events
 from gpuguard.views.text import json_text, put
 
@@ -57,7 +57,11 @@ def main(args: argparse.Namespace) -> int:
     else:
         _print_lines(shown, as_json=args.json)
         if not (shown or args.follow):
-            _explain_none(args, logs)
+            if not args.file:  # of another machine, perhaps
+                check_users(args.user)
+            by_uuid = ": it names devices by uuid, not by index" if any(map(str.isdecimal, args.device)) else ""
+            readable = " or ".join(log.path for log in logs if log.is_readable)
+            print(f"gpuguard: no such events in {readable}{by_uuid}.", file=sys.stderr)
     _warn_of_torn_lines(torn)
     while args.follow:
         time.sleep(_POLL_SECONDS)
@@ -111,15 +115,7 @@ def _print_lines(lines: list[Line], *, as_json: bool) -> None:
     sys.stdout.flush()
 
 
-def _explain_none(args: argparse.Namespace, logs: list[_Log]) -> None:
-    if not args.file:  # of another machine, perhaps
-        check_users(args.user)
-    by_uuid = ": it names devices by uuid, not by index" if any(map(str.isdecimal, args.device)) else ""
-    readable = " or ".join(log.path for log in logs if log.is_readable)
-    print(f"gpuguard: no such events in {readable}{by_uuid}.", file=sys.stderr)
-
-
 def _warn_of_torn_lines(torn: int) -> None:
     if torn:
-        lines = f"{torn} line{'s' * (torn != 1)}"
+        lines = format_count(torn, "line")
         print(f"gpuguard: {lines} of the log cannot be read (torn by a full disk?) and are left out.", file=sys.stderr)

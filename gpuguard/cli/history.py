@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help=f"{', '.join(history.METRICS)} (default: utilization)",
     )
-    add_moment_options(parser, ("--from",), ("--to",), "12h")
+    add_moment_options(parser, "--from", "--to", "12h")
     parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters alone")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
@@ -61,39 +61,28 @@ def main(args: argparse.Namespace) -> int:
     begin, end = period(("--from", vars(args)["from"]), ("--to", args.to), now)
     metric = history.METRICS[args.metric]
 
-    def ask(usage: Usage) -> tuple[list[history.DeviceHistory], Watch]:
-        chosen = _chosen(usage.known(), args.device)
-        courses = [history.DeviceHistory(each, usage.series(each.uuid, metric.stored, begin, end)) for each in chosen]
-        return courses, usage.watched(begin, end)
+    def read(usage: Usage) -> tuple[list[history.DeviceHistory], Watch]:
+        devices = _chosen(usage.known(), args.device)
+        return [
+            history.DeviceHistory(device, usage.series(device.uuid, metric.stored, begin, end)) for device in devices
+        ], usage.watched(begin, end)
 
-    courses, watch = query_store(store_path(directory_of(args)), ask, now)
+    courses, watch = query_store(store_path(directory_of(args)), read, now)
     if not args.device:
         courses = [course for course in courses if course.points]
     if args.json:
         put([json_text(history.to_json(metric, courses, watch), indent=None)], sys.stdout)
-    elif args.csv:
+        return 0
+    if args.csv:
         put(history.to_csv(metric, courses), sys.stdout)
-    else:
-        put(_drawn(args, metric, courses, watch), sys.stdout)
-    return 0
-
-
-def _drawn(
-    args: argparse.Namespace, metric: history.Metric, courses: Sequence[history.DeviceHistory], watch: Watch
-) -> list[str]:
+        return 0
     width, height = terminal.size()
     rows = _ROWS
     if len(courses) == 1 and height:
         rows = min(_MOST_ROWS, max(_LEAST_ROWS, height - 8)) | 1
-    return history.to_text(
-        metric,
-        courses,
-        watch,
-        width=width,
-        rows=rows,
-        paint=style(sys.stdout, os.environ),
-        ascii_only=args.ascii or not writes_braille(),
-    )
+    paint, ascii_only = style(sys.stdout, os.environ), args.ascii or not writes_braille()
+    put(history.to_text(metric, courses, watch, width=width, rows=rows, paint=paint, ascii_only=ascii_only), sys.stdout)
+    return 0
 
 
 def writes_braille() -> bool:
@@ -112,27 +101,27 @@ def _chosen(known: Sequence[KnownValue], words: Sequence[str]) -> list[KnownValu
 
 
 def _named(known: Sequence[KnownValue], word: str) -> KnownValue:
-    found = [each for each in known if word == str(each.index) or each.uuid == word]
-    found = found or [each for each in known if len(word) > 4 and each.uuid.startswith(word)]
-    if len(found) == 1:
-        return found[0]
-    there = ", ".join(str(each.uuid if each.index is None else each.index) for each in known) or "none"
-    what = "names several devices: write more of the uuid" if found else "is no device that the daemon has seen"
+    meant = [device for device in known if word == str(device.index) or device.uuid == word]
+    meant = meant or [device for device in known if len(word) > 4 and device.uuid.startswith(word)]
+    if len(meant) == 1:
+        return meant[0]
+    there = ", ".join(str(device.uuid if device.index is None else device.index) for device in known) or "none"
+    what = "names several devices: write more of the uuid" if meant else "is no device that the daemon has seen"
     raise InvalidRequest(f"--device {word} {what}.  There are {there}.")
 
 
-def add_moment_options(parser: argparse.ArgumentParser, first: Sequence[str], last: Sequence[str], usual: str) -> None:
+def add_moment_options(parser: argparse.ArgumentParser, first: str, last: str, usual: str) -> None:
     """Two options for the begin and the end of a time."""
     # A duration may be written with a minus sign, as what lies before now; to argparse that is an option, unless it is
-    # told that words like this one are numbers.
+    # made to take words like this one for numbers.
     parser._negative_number_matcher = re.compile(r"^-\d")
     parser.add_argument(
-        *first,
+        first,
         metavar="WHEN",
         default=usual,
         help=f"so long ago (7d, -12h), or a date: 2026-11-13, 2026-11-13T08:30, with +08:00 or Z (default: {usual})",
     )
-    parser.add_argument(*last, metavar="WHEN", default="now", help="likewise (default: now)")
+    parser.add_argument(last, metavar="WHEN", default="now", help="likewise (default: now)")
 
 
 def period(first: tuple[str, str], last: tuple[str, str], now: float) -> tuple[float, float]:
@@ -141,7 +130,7 @@ def period(first: tuple[str, str], last: tuple[str, str], now: float) -> tuple[f
     Raises:
         InvalidRequest: one of them cannot be understood, or there is nothing between them.
     """
-    begin, end = (_moment(*each, now) for each in (first, last))
+    begin, end = (_moment(*option, now) for option in (first, last))
     if begin >= now:
         raise InvalidRequest(f"{first[0]} {first[1]} lies in the future: nothing has happened there.")
     if begin >= end:
@@ -159,12 +148,12 @@ def _moment(option: str, text: str, now: float) -> float:
         return now - ago
     try:
         # Before 3.11 it knows no Z.  Without a zone a date is one of this machine's, or of $TZ.
-        found = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", word)).timestamp()
+        moment = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", word)).timestamp()
     except (ValueError, OverflowError, OSError):
         raise InvalidRequest(
             f"{option}: {text!r} is no point in time: write 7d or 12h for so long ago,"
             " or a date like 2026-11-13, 2026-11-13T08:30 or 2026-11-13T08:30+08:00."
         ) from None
-    if not 0 <= found < _LAST:
+    if not 0 <= moment < _LAST:
         raise InvalidRequest(f"{option}: {text!r} lies before 1970 or after 9999.")
-    return found
+    return moment

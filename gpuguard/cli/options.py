@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-_reported: set[str] = set()  # directories of which it was said that they do not exist
+_reported: set[str] = set()  # directories that were reported as missing
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:

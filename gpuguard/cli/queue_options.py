@@ -16,7 +16,7 @@ from gpuguard.enforcement import signals
 from gpuguard.errors import InvalidRequest
 from gpuguard.files import exists_in_place
 from gpuguard.history.audit_log import devices_of
-from gpuguard.lock import go_on_waiting, pause_waiting
+from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.queue.estimates import expected_seconds
 from gpuguard.run import LEFT
 from gpuguard.units import parse_duration
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-    from gpuguard.claims.claim import JobDetails
+    from gpuguard.backends import Backend
+    from gpuguard.claims.claim import Claim, JobDetails
     from gpuguard.claims.directory import LockDirectory
     from gpuguard.request import Request
 
@@ -113,10 +114,33 @@ def expectation_of(command: Sequence[str]) -> Callable[[], float | None]:
     return lambda: expected_seconds(command)
 
 
-def follow(args: argparse.Namespace, directory: LockDirectory, requests: Sequence[Request], job: JobDetails) -> None:
-    """Wait for the end of what --after names, if it names anything."""
-    if args.after is None:
-        return
+def wait_for_claim(
+    args: argparse.Namespace,
+    backend: Backend,
+    directory: LockDirectory,
+    requests: Sequence[Request],
+    job: JobDetails,
+    seconds: float | None,
+) -> Claim:
+    """The devices, after a wait in the queue that reports what is missing; Ctrl-C ends this process."""
+    progress = WaitProgress(args.quiet)
+    former = _stand_aside_when_stopped(progress)
+    try:
+        if args.after is not None:
+            _wait_until_over(args, directory, requests, job)
+        return Allocator(backend, directory, requests, job=job, on_wait=progress.missing).acquire(seconds)
+    except KeyboardInterrupt:
+        progress.done()
+        signals.die_of(signal.SIGINT)  # or else the loop of a shell script would go on
+    finally:
+        signal.signal(signal.SIGTSTP, former)
+        progress.done()
+
+
+def _wait_until_over(
+    args: argparse.Namespace, directory: LockDirectory, requests: Sequence[Request], job: JobDetails
+) -> None:
+    """Wait for the end of what --after names."""
     from gpuguard.queue.tickets import new_ticket  # 60 ms, for --after alone
     from gpuguard.queue.waiter import wait_until_over
 
@@ -148,7 +172,7 @@ def _has_ended(claim: str, directory: LockDirectory) -> bool:
     return here and all(held.since is not None for held in probe(directory, uuids))
 
 
-def stand_aside_when_stopped(progress: WaitProgress) -> Any:
+def _stand_aside_when_stopped(progress: WaitProgress) -> Any:
     """From now on Ctrl-Z lets other processes lead the queue, and says so, before it stops this one as it always does.
 
     Returns:

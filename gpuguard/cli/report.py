@@ -37,7 +37,7 @@ _DRAWN = ("utilization_percent", "claimed_percent")  # over the time, in the pag
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_moment_options(parser, ("--since",), ("--until",), "7d")
+    add_moment_options(parser, "--since", "--until", "7d")
     parser.add_argument(
         "--by", choices=BY, default="user", metavar="WHAT", help="user, group, device or claim (default: user)"
     )
@@ -93,7 +93,7 @@ def _write(path: str, page: str) -> None:
 
 
 def _groups_of(uid: int) -> Collection[str]:
-    """The groups of a user, without one of his own name that he alone is in."""
+    """The groups of a user, without one of their own name that has no other member."""
     try:
         user = pwd.getpwuid(uid)
         numbers = os.getgrouplist(user.pw_name, user.pw_gid)

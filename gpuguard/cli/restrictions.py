@@ -68,7 +68,7 @@ def _deny_options(parser: argparse.ArgumentParser) -> None:
 def _deny(args: argparse.Namespace) -> int:
     if args.user is None:
         if args.for_ or args.reason or args.end:
-            raise InvalidRequest("whom?  Name a user: `gpuguard deny USER --for 2h`.")
+            raise InvalidRequest("which user?  Name one: `gpuguard deny USER --for 2h`.")
         return show(directory_of(args), DENIED, as_json=args.json)
     uid = Accounts().user(args.user)
     if uid == 0:
@@ -93,7 +93,7 @@ def _quarantine(args: argparse.Namespace) -> int:
     directory = directory_of(args, make=args.device is not None and not args.end)
     if args.device is None:
         if args.for_ or args.reason or args.end:
-            raise InvalidRequest("which one?  Name a device: `gpuguard quarantine 3`.")
+            raise InvalidRequest("which device?  Name one: `gpuguard quarantine 3`.")
         return show(directory, QUARANTINED, as_json=args.json)
     if args.end and seconds_of(args) is not None:
         raise InvalidRequest("either --for or --end.")

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,16 +25,14 @@ from gpuguard.cli.queue_options import (
     add_queue_options,
     alternatives_of,
     expectation_of,
-    follow,
     priority_of,
-    stand_aside_when_stopped,
+    wait_for_claim,
     wait_of,
 )
-from gpuguard.cli.terminal import WaitProgress, is_terminal, print_notice
+from gpuguard.cli.terminal import is_terminal, print_notice
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.jobs.processes import become_subreaper
-from gpuguard.lock import Allocator
 from gpuguard.model import ClaimRecord
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.run import JobEnd, JobSettings, exec_command, run
@@ -44,12 +40,11 @@ from gpuguard.units import format_bytes, format_duration, parse_celsius, parse_d
 from gpuguard.users import user_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from gpuguard.backends import Backend
     from gpuguard.claims.claim import Claim
     from gpuguard.claims.directory import LockDirectory
-    from gpuguard.errors import NotEnoughGpus
     from gpuguard.jobs.isolation import Isolation
     from gpuguard.jobs.limits import JobLimits
     from gpuguard.model import Device
@@ -112,19 +107,6 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class JobRequest:
-    """A command, and the devices that it waits for."""
-
-    args: argparse.Namespace
-    command: Sequence[str]
-    requests: Sequence[Request]  # the best liked first
-    directory: LockDirectory
-    backend: Backend
-    wait: float | None  # seconds; None: for ever
-    time_limit: float | None  # seconds
-
-
 def main(args: argparse.Namespace) -> int:
     wait, time_limit, grace = durations_of(args)  # first: --wait may have taken the command for its value
     command = command_of(args)
@@ -141,7 +123,14 @@ def main(args: argparse.Namespace) -> int:
     if not args.exec:
         become_subreaper()
     chatty = not args.quiet and is_terminal()
-    claim = claim_for(JobRequest(args, command, requests, directory, backend, wait, time_limit))
+    if args.isolate:
+        from gpuguard.jobs import isolation as isolations  # for --isolate alone
+
+        isolations.check(backend)
+    details = JobDetails(args.note, command, time_limit, expectation_of(command), priority_of(args))
+    claim = wait_for_claim(args, backend, directory, requests, details, wait)
+    if claim.warning:
+        print_notice(claim.warning)
     # Not in a `with`: if something goes wrong from here on while the job runs, the job keeps the claim.
     isolation = _isolate(claim, backend, directory, args.visible) if args.isolate else None
     if chatty:
@@ -167,31 +156,6 @@ def main(args: argparse.Namespace) -> int:
     if ended.die_of is not None:
         signals.die_of(ended.die_of)
     return ended.status
-
-
-def claim_for(job: JobRequest, on_wait: Callable[[NotEnoughGpus], None] | None = None) -> Claim:
-    """Wait for the devices, and report what is missing, or let *on_wait* report it."""
-    args = job.args
-    if args.isolate:
-        from gpuguard.jobs import isolation  # for --isolate alone
-
-        isolation.check(job.backend)
-    progress = WaitProgress(args.quiet)
-    details = JobDetails(args.note, job.command, job.time_limit, expectation_of(job.command), priority_of(args))
-    former = stand_aside_when_stopped(progress)
-    try:
-        follow(args, job.directory, job.requests, details)
-        on_wait = on_wait or progress.missing
-        claim = Allocator(job.backend, job.directory, job.requests, job=details, on_wait=on_wait).acquire(job.wait)
-    except KeyboardInterrupt:
-        progress.done()
-        signals.die_of(signal.SIGINT)  # or else the loop of a shell script would go on
-    finally:
-        signal.signal(signal.SIGTSTP, former)
-        progress.done()
-    if claim.warning:
-        print_notice(claim.warning)
-    return claim
 
 
 def _isolate(claim: Claim, backend: Backend, directory: LockDirectory, visible: str) -> Isolation:

@@ -124,10 +124,10 @@ def can_redraw(stream: TextIO) -> bool:
 def size() -> tuple[int | None, int | None]:
     """Columns and rows of the terminal; None and None for a pipe or a file."""
     try:
-        found = os.get_terminal_size(sys.stdout.fileno())
+        terminal = os.get_terminal_size(sys.stdout.fileno())
     except (OSError, ValueError):
         return None, None
-    return found.columns or 80, found.lines or 24
+    return terminal.columns or 80, terminal.lines or 24
 
 
 def leave(*_: object) -> NoReturn:

@@ -13,24 +13,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
 import sys
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.claim import JobDetails
 from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, request_of
-from gpuguard.cli.queue_options import (
-    add_queue_options,
-    alternatives_of,
-    follow,
-    priority_of,
-    stand_aside_when_stopped,
-    wait_of,
-)
-from gpuguard.cli.terminal import WaitProgress, print_notice
-from gpuguard.enforcement import signals
+from gpuguard.cli.queue_options import add_queue_options, alternatives_of, priority_of, wait_for_claim, wait_of
+from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import InvalidRequest
-from gpuguard.lock import Allocator
 from gpuguard.views.text import json_text, picked, put
 
 if TYPE_CHECKING:
@@ -63,24 +53,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    request, ways, wait = request_of(args), alternatives_of(args), wait_of(args)
+    requests, wait = [request_of(args), *alternatives_of(args)], wait_of(args)
     target = _target(args.notify)
     directory, backend = directory_of(args, make=True), backend_of(args)
-    progress, priority = WaitProgress(args.quiet), priority_of(args)
-    former = stand_aside_when_stopped(progress)
     try:
-        job = JobDetails(command=_WORDS, priority=priority)
-        follow(args, directory, [request, *ways], job)
+        job = JobDetails(command=_WORDS, priority=priority_of(args))
         # For a moment it is claimed: so the answer is what `run` would have got, and not a guess.
-        claim = Allocator(backend, directory, [request, *ways], job=job, on_wait=progress.missing).acquire(wait)
+        claim = wait_for_claim(args, backend, directory, requests, job, wait)
         devices = claim.devices
         claim.release()
-    except KeyboardInterrupt:
-        progress.done()
-        signals.die_of(signal.SIGINT)
     finally:
-        signal.signal(signal.SIGTSTP, former)
-        progress.done()
         backend.close()
     names = ",".join(device.uuid if device.parent_uuid else str(device.index) for device in devices)
     if args.json:

@@ -85,8 +85,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _lines(args: argparse.Namespace, source: SnapshotSource) -> list[str]:
     snapshot, age = source.joined()
-    found = device_state.uses(snapshot, process_facts(snapshot))
-    shown = device_state.chosen(found, frozenset(args.user), chosen_devices(snapshot, args.device))
+    uses = device_state.uses(snapshot, process_facts(snapshot))
+    shown = device_state.chosen(uses, frozenset(args.user), chosen_devices(snapshot, args.device))
     waiting, reserved = _waiting(args, snapshot), _reserved(args, snapshot)
     if args.json:
         content = who.to_json(snapshot, shown, waiting, reserved=reserved, age=age)
@@ -148,8 +148,8 @@ def chosen_devices(snapshot: Snapshot, words: Sequence[str]) -> frozenset[str]:
     """
     labels = {device.label: device.uuid for device in snapshot.devices if device.parent_uuid}
     named = [part for text in words for part in selectors("--device", text) or ()]
-    found = set(resolve([labels.get(name, name) for name in named], snapshot.devices, "--device"))
-    return frozenset(device.uuid for device in snapshot.devices if found & {device.uuid, device.parent_uuid})
+    chosen = set(resolve([labels.get(name, name) for name in named], snapshot.devices, "--device"))
+    return frozenset(device.uuid for device in snapshot.devices if chosen & {device.uuid, device.parent_uuid})
 
 
 def _watch(args: argparse.Namespace, source: SnapshotSource, every: float) -> None:

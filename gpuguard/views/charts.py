@@ -1,7 +1,7 @@
-"""Charts in a terminal: a line over time in braille dots or ASCII, and bars of several parts.
+"""Charts in a terminal: a line over time in braille dots or ASCII, bars, sparklines and alarm colours.
 
-What is not known leaves a gap: nothing is drawn there, and no line leads over it.  Text that comes in is neutral
-already.  Does not know what is drawn: see history and report.
+What is not known leaves a gap: nothing is drawn there, no line leads over it, and it has no colour.  Text that comes in
+is neutral already.  Does not know what is drawn: see history, report and gpuguard.top.
 """
 
 from __future__ import annotations
@@ -13,37 +13,31 @@ from dataclasses import dataclass
 
 from gpuguard.history.queries import Point
 from gpuguard.sanitize import display_width
-from gpuguard.views.text import Paint, shorten
+from gpuguard.views.text import Paint, local_time, shorten
 
 Values = Sequence["float | None"]
+Part = tuple[str, str]  # (text, style of views.text, "" for plain)
 
 # The dots of a braille character from top to bottom, left and right: https://www.unicode.org/charts/PDF/U2800.pdf
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _BRAILLE = 0x2800
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_HEIGHTS, _ASCII_HEIGHTS = "▁▂▃▄▅▆▇█", "_.,-=+*#"
 _STEPS = (1, 1.5, 2, 3, 4, 5, 6, 8, 10)
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
-# Seconds between two marks below a chart, and how a mark is written.
-_MARKS = (
-    (10, "%H:%M:%S"),
-    (30, "%H:%M:%S"),
-    (_MINUTE, "%H:%M"),
-    (2 * _MINUTE, "%H:%M"),
-    (5 * _MINUTE, "%H:%M"),
-    (10 * _MINUTE, "%H:%M"),
-    (30 * _MINUTE, "%H:%M"),
-    (_HOUR, "%H:%M"),
-    (2 * _HOUR, "%H:%M"),
-    (3 * _HOUR, "%H:%M"),
-    (6 * _HOUR, "%a %H:%M"),
-    (12 * _HOUR, "%a %H:%M"),
-    (_DAY, "%a %m-%d"),
-    (2 * _DAY, "%m-%d"),
-    (7 * _DAY, "%m-%d"),
-    (14 * _DAY, "%m-%d"),
-    (28 * _DAY, "%Y-%m-%d"),
-    (91 * _DAY, "%Y-%m-%d"),
-    (365 * _DAY, "%Y-%m-%d"),
-)
+# How a mark below a chart is written, and the seconds that may lie between two of them.
+_MARKS = [
+    (seconds, form)
+    for form, steps in (
+        ("%H:%M:%S", (10, 30)),
+        ("%H:%M", (_MINUTE, 2 * _MINUTE, 5 * _MINUTE, 10 * _MINUTE, 30 * _MINUTE, _HOUR, 2 * _HOUR, 3 * _HOUR)),
+        ("%a %H:%M", (6 * _HOUR, 12 * _HOUR)),
+        ("%a %m-%d", (_DAY,)),
+        ("%m-%d", (2 * _DAY, 7 * _DAY, 14 * _DAY)),
+        ("%Y-%m-%d", (28 * _DAY, 91 * _DAY, 365 * _DAY)),
+    )
+    for seconds in steps
+]
 
 
 @dataclass(frozen=True)
@@ -161,26 +155,25 @@ def _marks(begin: float, end: float, columns: int, *, ascii_only: bool) -> tuple
 
 
 def round_marks(begin: float, end: float, most: int) -> list[tuple[float, str]]:
-    """Round times between two unix times, about so many at most, and how each is written."""
-    step, written = next((each for each in _MARKS if (end - begin) / each[0] <= most), _MARKS[-1])
-    return [(moment, time.strftime(written, time.localtime(moment))) for moment in _round_times(begin, end, step)]
+    """Round times between two unix times, about so many at most, and how each is written.
 
-
-def _round_times(begin: float, end: float, step: int) -> Iterable[float]:
-    """Round times between two others: of the clock on the wall, also when it was put forward or back in between."""
+    They are round on the clock on the wall, also when it was put forward or back in between.
+    """
+    step, form = next((mark for mark in _MARKS if (end - begin) / mark[0] <= most), _MARKS[-1])
     day = time.localtime(begin)
-    midnight = time.mktime((day.tm_year, day.tm_mon, day.tm_mday, 0, 0, 0, 0, 0, -1))
-    moment = midnight
+    moment = time.mktime((day.tm_year, day.tm_mon, day.tm_mday, 0, 0, 0, 0, 0, -1))
     if step < _HOUR:  # no zone is put forward by less than half an hour
-        moment = begin - (begin - midnight) % step
+        moment = begin - (begin - moment) % step
+    marks = []
     while moment < end:
         if moment >= begin:
-            yield moment
+            marks.append((moment, local_time(moment, form)))
         if step < _DAY:
             moment += step
-            continue
-        day = time.localtime(moment + _DAY / 2)
-        moment = time.mktime((day.tm_year, day.tm_mon, day.tm_mday + step // _DAY, 0, 0, 0, 0, 0, -1))
+        else:
+            day = time.localtime(moment + _DAY / 2)
+            moment = time.mktime((day.tm_year, day.tm_mon, day.tm_mday + step // _DAY, 0, 0, 0, 0, 0, -1))
+    return marks
 
 
 def stacked(parts: Sequence[tuple[float, str, str]], most: float, columns: int, paint: Paint) -> str:
@@ -190,19 +183,6 @@ def stacked(parts: Sequence[tuple[float, str, str]], most: float, columns: int, 
     while sum(sizes) > columns:
         sizes[sizes.index(max(sizes))] -= 1
     return "".join(paint(mark * size, colour) for size, (_, mark, colour) in zip(sizes, parts, strict=True) if size)
-
-
-# Bars, sparklines and alarm colours: numbers as pictures of one line.
-#
-# A part is (text, style name); style names are those of views.text, joined by blanks, and "" is plain.
-# An unknown number has no bar, no place in a sparkline and no colour.  Knows nothing of devices: see top_devices.
-
-
-Part = tuple[str, str]
-
-_EIGHTHS = " ▏▎▍▌▋▊▉"
-_HEIGHTS = "▁▂▃▄▅▆▇█"
-_ASCII_HEIGHTS = "_.,-=+*#"
 
 
 def bar(share: float | None, width: int, colour: str, *, ascii_only: bool = False) -> list[Part]:
@@ -242,13 +222,13 @@ def alarm(value: float | None, warn: float | None, bad: float | None, calm: str 
 
 def fitted(parts: Sequence[Part], width: int) -> list[Part]:
     """*parts* in exactly *width* columns: filled up with blanks or shortened."""
-    found: list[Part] = []
+    pieces: list[Part] = []
     left = width
     for text, style in parts:
         if display_width(text) > left:
-            found.append((shorten(text, left), style))
-            left -= display_width(found[-1][0])
+            pieces.append((shorten(text, left), style))
+            left -= display_width(pieces[-1][0])
             break
-        found.append((text, style))
+        pieces.append((text, style))
         left -= display_width(text)
-    return [*found, (" " * left, "")] if left > 0 else found
+    return [*pieces, (" " * left, "")] if left > 0 else pieces

@@ -171,8 +171,8 @@ def _object(noun: type, more: Mapping[str, Schema] | None = None) -> Schema:
         key: _described(_schema(implied(hint, key)), texts.get(key, "")) for key, hint in hints.items()
     } | dict(more or {})
     required = [key for key in hints if key not in optional]
-    found: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
-    return found | ({"required": required} if required else {})
+    schema: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    return schema | ({"required": required} if required else {})
 
 
 def _described(schema: Schema, text: str) -> Schema:

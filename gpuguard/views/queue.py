@@ -22,18 +22,17 @@ from gpuguard.views.text import Paint, local_time, picked, shorten, table
 
 
 def slurm_text(
-    found: Sequence[Queued] | str, now: float, *, width: int | None = None, paint: Paint = lambda text, _: text
+    jobs: Sequence[Queued] | str, now: float, *, width: int | None = None, paint: Paint = lambda text, _: text
 ) -> list[str]:
-    """A table of *found*, or why it cannot be shown."""
-    if isinstance(found, str):
-        return [f"Slurm does not say who waits there: {neutralise(found)}"]
-    waiting = sum(job.state == "PENDING" for job in found)
-    title = f"Slurm: {len(found) - waiting or 'no'} jobs with GPUs, {waiting or 'none'} waiting"
+    """A table of *jobs*, or why it cannot be shown."""
+    if isinstance(jobs, str):
+        return [f"Slurm does not say who waits there: {neutralise(jobs)}"]
+    waiting = sum(job.state == "PENDING" for job in jobs)
+    title = f"Slurm: {len(jobs) - waiting or 'no'} jobs with GPUs, {waiting or 'none'} waiting"
     lines = [paint(title if width is None else shorten(title, width), "bold")]
-    rows = [_slurm_row(job, now) for job in found]
-    return lines + (
-        table(rows, ["JOB", "USER", "GPUS", "SINCE", "STATE", "NAME"], align="<<>><<", width=width) if rows else []
-    )
+    rows = [_slurm_row(job, now) for job in jobs]
+    heads = ["JOB", "USER", "GPUS", "SINCE", "STATE", "NAME"]
+    return lines + (table(rows, heads, align="<<>><<", width=width) if rows else [])
 
 
 def _slurm_row(job: Queued, now: float) -> list[str]:
@@ -41,13 +40,13 @@ def _slurm_row(job: Queued, now: float) -> list[str]:
     since = job.submitted if pending else job.start
     ago = "" if since is None else format_duration(round(max(0.0, now - since)))
     state = f"waits: {job.reason}" if pending and job.reason else job.state.lower()
-    place = f"{state} on {job.nodes}" if job.nodes and not pending else state
-    return [neutralise(job.job), neutralise(job.user), str(job.gpus), ago, neutralise(place), neutralise(job.name)]
+    where = f"{state} on {job.nodes}" if job.nodes and not pending else state
+    return [neutralise(job.job), neutralise(job.user), str(job.gpus), ago, neutralise(where), neutralise(job.name)]
 
 
-def slurm_json(found: Sequence[Queued] | str) -> list[dict[str, Any]] | None:
+def slurm_json(jobs: Sequence[Queued] | str) -> list[dict[str, Any]] | None:
     """The objects that docs/json.md describes; None when Slurm does not answer."""
-    if isinstance(found, str):
+    if isinstance(jobs, str):
         return None
     return [
         {
@@ -55,7 +54,7 @@ def slurm_json(found: Sequence[Queued] | str) -> list[dict[str, Any]] | None:
             "num_gpus_per_node": job.gpus,
             "submitted_at": job.submitted,
         }
-        for job in found
+        for job in jobs
     ]
 
 
@@ -121,24 +120,24 @@ _INDENT = "    "
 
 
 def to_text(
-    line: QueueState, site: QueueSettings, *, width: int | None = None, paint: Paint = lambda text, _: text
+    queue: QueueState, site: QueueSettings, *, width: int | None = None, paint: Paint = lambda text, _: text
 ) -> list[str]:
     """The screen: a row per request, when it starts and why not earlier below it; then what does not count."""
-    simulated = "SIMULATED node " * line.snapshot.simulated
-    count = len(line.positions)
+    simulated = "SIMULATED node " * queue.snapshot.simulated
+    count = len(queue.positions)
     how = "fair share" if site.rules.fair_share else "order of arrival"
-    title = f"{simulated}{neutralise(line.snapshot.host)}: {count or 'no'} request{'s' * (count != 1)} in line ({how})"
+    title = f"{simulated}{neutralise(queue.snapshot.host)}: {count or 'no'} request{'s' * (count != 1)} in line ({how})"
     lines = [paint(title if width is None else shorten(title, width), "bold")]
-    rows = [_row(place, line) for place in line.positions]
+    rows = [_row(position, queue) for position in queue.positions]
     body = table(rows, ["#", "USER", "GPUS", "WAITED", "COMMAND"], align="><>>", width=width) if rows else []
     lines += body[:1]
-    for text, place in zip(body[1:], line.positions, strict=True):
-        lines += [text, *_folded(_prospects(place, line), _INDENT, width)]
-    if kept := reservations_text(line.facts.reserved, width=width):
+    for text, position in zip(body[1:], queue.positions, strict=True):
+        lines += [text, *_folded(_prospects(position, queue), _INDENT, width)]
+    if kept := reservations_text(queue.facts.reserved, width=width):
         lines += ["", *kept]
-    if line.ignored:
+    if queue.ignored:
         lines += ["", "Not counted:"]
-        for ignored in line.ignored:
+        for ignored in queue.ignored:
             owner = "somebody" if ignored.uid < 0 else f"uid {ignored.uid}"
             lines += _folded(neutralise(f"ticket {ignored.id} of {owner}: {ignored.reason}"), "  ", width)
     if site.faults:
@@ -161,54 +160,54 @@ def _folded(text: str, indent: str, width: int | None) -> list[str]:
     return [shorten(indent + line, width) for line in lines]
 
 
-def _row(place: QueuePosition, line: QueueState) -> list[str]:
-    ticket = place.ticket
+def _row(position: QueuePosition, queue: QueueState) -> list[str]:
+    ticket = position.ticket
     note = f'"{neutralise(ticket.note)}"  ' if ticket.note else ""
     wanted = " or ".join(str(way.num_gpus) for way in ticket.requests)
     if ticket.priority:
         note = f"[{_NAMES.get(ticket.priority, ticket.priority)}] {note}"
-    waited = format_duration(round(max(0.0, line.now - ticket.since)))
-    return [str(place.number), neutralise(ticket.user), wanted, waited, note + neutral_command(ticket.command)]
+    waited = format_duration(round(max(0.0, queue.now - ticket.since)))
+    return [str(position.number), neutralise(ticket.user), wanted, waited, note + neutral_command(ticket.command)]
 
 
-def _prospects(place: QueuePosition, line: QueueState) -> str:
-    text = neutralise(start_text(place, line))
-    promise = place.ticket.promise
-    if promise is not None and promise > line.now and not place.now:
-        form = "%H:%M" if promise - line.now < 20 * 3600 else "%a %d %b %H:%M"
+def _prospects(position: QueuePosition, queue: QueueState) -> str:
+    text = neutralise(start_text(position, queue))
+    promise = position.ticket.promise
+    if promise is not None and promise > queue.now and not position.now:
+        form = "%H:%M" if promise - queue.now < 20 * 3600 else "%a %d %b %H:%M"
         text += f"; at the latest {local_time(promise, form)}, if time limits are kept"
     return text
 
 
-def to_json(line: QueueState, site: QueueSettings, jobs: Sequence[Queued] | str = ()) -> dict[str, Any]:
+def to_json(queue: QueueState, site: QueueSettings, jobs: Sequence[Queued] | str = ()) -> dict[str, Any]:
     """The object that docs/json.md describes; unknown is None.  *jobs* are Slurm's."""
     return {
         "schema": 1,
-        "host": line.snapshot.host,
-        "simulated": line.snapshot.simulated,
-        "taken_at": line.now,
+        "host": queue.snapshot.host,
+        "simulated": queue.snapshot.simulated,
+        "taken_at": queue.now,
         "fair_share": site.rules.fair_share,
-        "places": [_place_json(place, line) for place in line.positions],
-        "reservations": reservations_json(line.facts.reserved),
-        "not_counted": [picked(ignored, "id", "uid", "reason") for ignored in line.ignored],
+        "places": [_position_json(position, queue) for position in queue.positions],
+        "reservations": reservations_json(queue.facts.reserved),
+        "not_counted": [picked(ignored, "id", "uid", "reason") for ignored in queue.ignored],
         "faults": [fault.lines(site.path)[0] for fault in site.faults],
         "slurm_jobs": slurm_json(jobs),
     }
 
 
-def _place_json(place: QueuePosition, line: QueueState) -> dict[str, Any]:
-    ticket = place.ticket
+def _position_json(position: QueuePosition, queue: QueueState) -> dict[str, Any]:
+    ticket = position.ticket
     return {
-        "number": place.number,
+        "number": position.number,
         **picked(ticket, "id", "user", "uid", "pid", "since", "num_gpus", "after", "note", "command"),
-        "waited_seconds": max(0.0, line.now - ticket.since),
+        "waited_seconds": max(0.0, queue.now - ticket.since),
         "requests": [spelled(way) for way in ticket.requests],
         "priority": _NAMES.get(ticket.priority),
         "time_limit_seconds": ticket.time_limit,
         "expected_seconds": ticket.expected,
-        "expected_start": place.start,
+        "expected_start": position.start,
         "latest_start": ticket.promise,
-        "starts_now": place.now,
-        "devices": place.devices,
-        "why": start_text(place, line),
+        "starts_now": position.now,
+        "devices": position.devices,
+        "why": start_text(position, queue),
     }

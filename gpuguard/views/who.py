@@ -54,7 +54,7 @@ _NOT_SHOWN = set(Device.__match_args__) - {
 
 def to_text(
     snapshot: Snapshot,
-    found: Sequence[DeviceUse],
+    uses: Sequence[DeviceUse],
     waiting: Sequence[Ticket] = (),
     *,
     reserved: ReservationCalendar | None = None,
@@ -66,7 +66,7 @@ def to_text(
 
     Args:
         snapshot: of the whole machine, for the title and the gaps.
-        found: the devices to show.
+        uses: the devices to show.
         waiting: requests that wait for devices, in the order of the queue.
         reserved: reservations of now and later.
         width: columns of the terminal; None (a pipe): nothing is shortened.
@@ -74,8 +74,8 @@ def to_text(
         age: seconds since the daemon read the driver; None: it was read just now.
     """
     title = _title(snapshot, age)
-    lines = [paint(shorten(title, width) if width else title, "bold"), *_device_lines(snapshot, found, width, paint)]
-    if totals := device_state.user_totals(tuple(found)):
+    lines = [paint(shorten(title, width) if width else title, "bold"), *_device_lines(snapshot, uses, width, paint)]
+    if totals := device_state.user_totals(tuple(uses)):
         lines += ["", *table(map(total_cells, totals), TOTALS, align="<>>>>>", width=width)]
     if waiting:
         rows = [_waiting_row(ticket, snapshot.taken_at) for ticket in waiting]
@@ -102,15 +102,15 @@ def _title(snapshot: Snapshot, age: float | None) -> str:
     return neutralise(f"{kind}{snapshot.host}: {', '.join(parts)}")
 
 
-def _device_lines(snapshot: Snapshot, found: Sequence[DeviceUse], width: int | None, paint: Paint) -> list[str]:
-    if not found:
+def _device_lines(snapshot: Snapshot, uses: Sequence[DeviceUse], width: int | None, paint: Paint) -> list[str]:
+    if not uses:
         return ["nothing to show"]
     heads = ["GPU", "NAME", "MEMORY", "UTIL", "TEMP", "POWER", "STATE"]
-    cells = [_device_row(use) for use in found]
+    cells = [_device_row(use) for use in uses]
     if width is not None:  # the name gives way to the state, not the profile of a MIG instance at its end
         over = sum(2 + max(map(len, column)) for column in zip(heads, *cells, strict=True)) - 2 - width
         room = max(_SHORTEST_NAME, max(len(row[1]) for row in cells) - max(0, over))
-        for row, use in zip(cells, found, strict=True):
+        for row, use in zip(cells, uses, strict=True):
             row[1] = row[1] if use.device.mig_profile else shorten(row[1], room)
     devices = table(
         cells,
@@ -119,10 +119,10 @@ def _device_lines(snapshot: Snapshot, found: Sequence[DeviceUse], width: int | N
         width=width,
         paint=lambda cell, column: paint(cell, state_colour(cell)) if column == 6 else cell,
     )
-    below = [list(_rows_below(use, snapshot, width is not None)) for use in found]
+    below = [list(_rows_below(use, snapshot, width is not None)) for use in uses]
     texts = iter(table(chain(*below), align="<<<>>", width=None if width is None else width - len(_INDENT)))
     lines = devices[:1]
-    for line, use, rows in zip(devices[1:], found, below, strict=True):
+    for line, use, rows in zip(devices[1:], uses, below, strict=True):
         lines.append(line)
         if use.reason:
             why = f"{_INDENT}why: {neutralise(use.reason)}"
@@ -259,7 +259,7 @@ def gap_lines(snapshot: Snapshot) -> list[str]:
 
 def to_json(
     snapshot: Snapshot,
-    found: Sequence[DeviceUse],
+    uses: Sequence[DeviceUse],
     waiting: Sequence[Ticket] = (),
     *,
     reserved: ReservationCalendar | None = None,
@@ -277,13 +277,13 @@ def to_json(
         **picked(snapshot, "host", "backend", "simulated", "recorded", "taken_at"),
         "age_seconds": None if age is None else round(age, 3),
         "driver_version": snapshot.driver_version,
-        "devices": [_device_json(use, snapshot) for use in found],
+        "devices": [_device_json(use, snapshot) for use in uses],
         "users": [
             {
                 **picked(total, "user", "devices", "processes", "claimed", "idle"),
                 "memory_used_bytes": total.memory_used,
             }
-            for total in device_state.user_totals(tuple(found))
+            for total in device_state.user_totals(tuple(uses))
         ],
         "waiting": [picked(ticket, "user", "pid", "num_gpus", "since", "note", "command") for ticket in waiting],
         "reservations": reservations,
