@@ -36,31 +36,6 @@ _STEP = 0.5  # seconds between two updates of who is silent
 _EVERY = 10.0  # seconds between two questions of top to a host: each is a login there
 
 
-def add_fleet_options(parser: argparse.ArgumentParser) -> None:
-    """--hosts, --hosts-file, --timeout, --parallel, --remote, --ssh."""
-    group = parser.add_argument_group("other hosts, over ssh: see docs/fleet.md")
-    group.add_argument("--hosts", metavar="LIST", help="ask these instead, as in gpu1,alice@gpu2,gpu[03-16]")
-    group.add_argument("--hosts-file", metavar="FILE", help="the same from a file, one per line; - is standard input")
-    group.add_argument("--timeout", metavar="D", help="per host, from its first packet to its answer (default: 10s)")
-    group.add_argument("--parallel", metavar="N", help="so many at once; fewer behind one jump host (default: 64)")
-    group.add_argument("--remote", metavar="WORDS", help="gpuguard there (default: $GPUGUARD_REMOTE, else gpuguard)")
-    group.add_argument("--ssh", metavar="WORDS", help="as in 'ssh -F FILE' (default: $GPUGUARD_SSH, else ssh)")
-
-
-def has_hosts(args: argparse.Namespace) -> bool:
-    """Whether other hosts are asked.
-
-    Raises:
-        InvalidRequest: an option that is of use only with --hosts stands there without it.
-    """
-    if args.hosts is not None or args.hosts_file is not None:
-        return True
-    for name in ("timeout", "parallel", "remote", "ssh"):
-        if getattr(args, name) is not None:
-            raise InvalidRequest(f"--{name} is about other hosts: name them with --hosts or --hosts-file.")
-    return False
-
-
 def refuse(args: argparse.Namespace, usual: dict[str, object], why: str) -> None:
     """Refuse options that have no meaning beside --hosts: name -> the value that says nothing."""
     for name, value in usual.items():

@@ -16,8 +16,7 @@ import os
 import sys
 
 from gpuguard.cli import terminal
-from gpuguard.cli.fleet import add_fleet_options, has_hosts
-from gpuguard.cli.options import add_source_options, directory_of, snapshot_source
+from gpuguard.cli.options import add_fleet_options, add_source_options, directory_of, has_hosts, snapshot_source
 from gpuguard.clusters import slurm
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.state import read_queue

@@ -17,12 +17,13 @@ from dataclasses import replace
 
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.cli.fleet import add_fleet_options, has_hosts
 from gpuguard.cli.options import (
     add_choice_options,
+    add_fleet_options,
     add_source_options,
     backend_of,
     directory_of,
+    has_hosts,
     request_of,
     selectors,
     whole_number,

@@ -24,8 +24,16 @@ from dataclasses import replace
 
 from gpuguard import device_state
 from gpuguard.cli import terminal
-from gpuguard.cli.fleet import add_fleet_options, has_hosts
-from gpuguard.cli.options import add_source_options, backend_of, check_users, choose_log, directory_of, quantity
+from gpuguard.cli.options import (
+    add_fleet_options,
+    add_source_options,
+    backend_of,
+    check_users,
+    choose_log,
+    directory_of,
+    has_hosts,
+    quantity,
+)
 from gpuguard.cli.who import chosen_devices
 from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import GpuguardError, InvalidRequest

@@ -23,8 +23,16 @@ from typing import TYPE_CHECKING
 from gpuguard import device_state
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli import terminal
-from gpuguard.cli.fleet import add_fleet_options, has_hosts
-from gpuguard.cli.options import add_source_options, check_users, directory_of, quantity, selectors, snapshot_source
+from gpuguard.cli.options import (
+    add_fleet_options,
+    add_source_options,
+    check_users,
+    directory_of,
+    has_hosts,
+    quantity,
+    selectors,
+    snapshot_source,
+)
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.model import TEXT_FIELDS, WHO_FIELDS, Snapshot
 from gpuguard.procfs import process_facts
