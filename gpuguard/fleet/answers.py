@@ -138,20 +138,28 @@ class HostReply:
 
 def reply_of(reply: Reply) -> HostReply:
     """What *reply* means."""
+    host, seconds = reply.host, reply.seconds
     if reply.fault is not None:
-        return HostReply(reply.host, reply.seconds, error=reply.fault)
-    said = _sentence(reply)
-    if reply.status == 0:
-        try:
-            return reply_with(reply.host, reply.seconds, _object(reply.out))
-        except ValueError as error:
-            return HostReply(reply.host, reply.seconds, error=f"its answer cannot be read: {error}")
+        return HostReply(host, seconds, error=reply.fault)
+    # The line of standard error that says most: gpuguard's first one, else the last one of all.
+    lines = [line.strip() for line in reply.err.decode("utf-8", "replace").splitlines() if line.strip()]
+    own = [line.removeprefix("gpuguard: ") for line in lines if line.startswith("gpuguard: ")]
+    said = neutralise((own[:1] or lines[-1:] or [""])[0][:_LINE])
     if reply.status == 1 and said.startswith("wanted "):
-        return HostReply(reply.host, reply.seconds, refusal=said)
-    try:  # `gpuguard serve-ssh` and `explain` say no in JSON
-        return reply_with(reply.host, reply.seconds, _object(reply.out))
-    except ValueError:
-        return HostReply(reply.host, reply.seconds, error=_failure(reply, said))
+        return HostReply(host, seconds, refusal=said)
+    try:  # `gpuguard serve-ssh` and `explain` say no in JSON, too
+        return reply_with(host, seconds, _object(reply.out))
+    except ValueError as error:
+        if reply.status == 0:
+            return HostReply(host, seconds, error=f"its answer cannot be read: {error}")
+    if reply.status == _NOT_FOUND:
+        fault = "gpuguard is not on the PATH there: install it, or name it with --remote /path/to/gpuguard"
+    elif reply.status == _SSH_FAILED:
+        more = next((what.format(host=host) for word, what in _NEXT.items() if word.encode() in reply.err), "")
+        fault = (said or "ssh failed and said nothing") + (f" ({more})" if more else "")
+    else:
+        fault = said or f"gpuguard ended there with status {reply.status} and said nothing"
+    return HostReply(host, seconds, error=fault)
 
 
 def reply_with(host: str, seconds: float, facts: Facts) -> HostReply:
@@ -176,22 +184,6 @@ def _harmless(value: Any) -> Any:
     if isinstance(value, list):
         return [_harmless(item) for item in value[:ROWS]]
     return {name: _harmless(item) for name, item in value.items()} if isinstance(value, dict) else value
-
-
-def _failure(reply: Reply, said: str) -> str:
-    if reply.status == _NOT_FOUND:
-        return "gpuguard is not on the PATH there: install it, or name it with --remote /path/to/gpuguard"
-    if reply.status == _SSH_FAILED:
-        more = next((what.format(host=reply.host) for word, what in _NEXT.items() if word.encode() in reply.err), "")
-        return (said or "ssh failed and said nothing") + (f" ({more})" if more else "")
-    return said or f"gpuguard ended there with status {reply.status} and said nothing"
-
-
-def _sentence(reply: Reply) -> str:
-    """The line of standard error that says most: gpuguard's first one, else the last one of all."""
-    lines = [line.strip() for line in reply.err.decode("utf-8", "replace").splitlines() if line.strip()]
-    own = next((line.removeprefix("gpuguard: ") for line in lines if line.startswith("gpuguard: ")), None)
-    return neutralise((own or (lines[-1] if lines else ""))[:_LINE])
 
 
 def _object(content: bytes) -> Facts:
