@@ -120,15 +120,7 @@ def promise(position: QueuePosition, rules: QueueRules, now: float) -> float | N
 def plan(
     queue: Sequence[Ticket], machine: Machine, usage: Mapping[int, float], rules: QueueRules, now: float
 ) -> list[QueuePosition]:
-    """The positions of *queue*, which is in order.
-
-    Args:
-        queue: see priority.order.
-        machine: its devices.
-        usage: uid -> recent GPU-seconds.
-        rules: of the site.
-        now: unix time.
-    """
+    """The positions of *queue*, which is in order, see priority.order; likewise *usage* and *now*."""
     waiting = planned_for(queue)
     late = overdue([ticket for ticket in queue if ticket.since + rules.bound < now], rules, now)
     planner = _Planner(machine, usage, rules, now, late)

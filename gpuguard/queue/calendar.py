@@ -65,13 +65,9 @@ def calendar(
     now: float,
     last: Mapping[str, float] | None = None,
 ) -> Calendar:
-    """uuid -> when it is kept for which reservation, in order of time.
+    """uuid -> when it is kept for which of *reservations* (the first made first), in order of time.
 
-    Args:
-        reservations: that are not over, the first made first.
-        availability: of the devices.
-        now: unix time.
-        last: uuid -> how much it is wanted; the most wanted are kept last.
+    *last*: uuid -> how much it is wanted; the most wanted are kept last.
     """
     dislike = last or {}
     known = {uuid for reservation in reservations for uuid in reservation.devices}
@@ -184,12 +180,9 @@ class StartingJob:
 
 
 class Calendars:
-    """What is kept for reservations while a plan is made.
+    """What is kept for *reservations* (not over, the first made first) while a plan is made.
 
-    Args:
-        reservations: that are not over, the first made first.
-        availability: of the devices before any ticket of the plan starts.
-        now: unix time.
+    *availability* is that of the devices before any ticket of the plan starts.
     """
 
     def __init__(self, reservations: Sequence[Reservation], availability: DeviceAvailability, now: float) -> None:

@@ -88,13 +88,9 @@ class ReservationKeys:
 
 
 def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: QueueRules, now: float) -> list[Ticket]:
-    """All tickets in the order of the queue, each with the priority that the site permits.
+    """All tickets in the order of the queue, each with the priority that the site permits; *now* is unix time.
 
-    Args:
-        tickets: in any order.
-        usage: uid, or the uid that it belongs to -> recent GPU-seconds; 0 for a missing one.
-        rules: of the site.
-        now: unix time.
+    *usage*: uid, or the uid that it belongs to -> recent GPU-seconds; 0 for a missing one.
     """
     tickets = [
         ticket if ticket.priority == (real := permitted(ticket, rules)) else replace(ticket, priority=real)

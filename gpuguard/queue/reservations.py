@@ -112,14 +112,7 @@ class _ReservationContent:
 def reservation_calendar(
     directory: LockDirectory, uuids: Collection[str], claims: Sequence[ClaimRecord], now: float
 ) -> ReservationCalendar:
-    """The reservations as they count now.
-
-    Args:
-        directory: of the claims.
-        uuids: of the devices that the machine has now.
-        claims: that live.
-        now: unix time.
-    """
+    """The reservations as they count *now*, on a machine with these devices and living claims."""
     if not _has_reservations(directory):
         return ReservationCalendar(now=now)
     reservations, ignored, arrivals = read_reservations(directory, now)

@@ -76,13 +76,9 @@ class QueueState:
 def read_queue(
     directory: LockDirectory, snapshot: Snapshot, mine: Ticket | None = None, *, rules: QueueRules | None = None
 ) -> QueueState:
-    """The queue as it is now; with *mine* at its end, if that has no file yet.
+    """The queue as it is now; with the ticket *mine* at its end, if that has no file yet.
 
-    Args:
-        directory: of the claims.
-        snapshot: with the fields that the requests of the queue need.
-        mine: the caller's ticket.
-        rules: of the site; None: as its file says.
+    *snapshot* has the fields that the requests of the queue need; *rules* are the site's, None: as its file says.
     """
     if rules is None:
         rules = read_queue_settings().rules

@@ -79,13 +79,7 @@ _PID = re.compile(r"[1-9][0-9]{0,6}")
 
 
 class WaitingRequest:
-    """A request that may have to wait, from its first sample on until leave().
-
-    Args:
-        backend: of the machine.
-        directory: of the claims.
-        job: what the request is for, see lock.acquire.
-    """
+    """A request of *job* that may have to wait, from its first sample on until leave()."""
 
     def __init__(self, backend: Backend, directory: LockDirectory, job: JobDetails) -> None:
         self._backend, self._directory = backend, directory
@@ -261,13 +255,9 @@ class QueueAnswer:
 
 
 class Waiter:
-    """A process that waits in the queue, until leave().
+    """A process that waits in the queue, until leave(); *uuids* and *read* as for Leader.
 
-    Args:
-        directory: of the claims.
-        uuids: of the machine's devices.
-        ticket: what for; its id and time of arrival come from the file that is made.
-        read: samples the machine and the queue, for all that wait, see Leader.
+    The id and the time of arrival of *ticket* come from the file that is made.
 
     Raises:
         OSError: the ticket cannot be written.
@@ -553,7 +543,7 @@ def _wait_for_process(pid: int, directory: LockDirectory, ticket: Ticket, report
     try:
         with _visible_ticket(directory, replace(ticket, after=after)):
             report(after)
-            while not wait_for([process], _report_pause()):
+            while not wait_for([process], PROGRESS_SECONDS if os.isatty(2) else LOG_SECONDS):
                 report(after)
     finally:
         os.close(process)
@@ -572,7 +562,8 @@ def _wait_for_claim(
         with _visible_ticket(directory, replace(ticket, after=after)):
             while _lives(directory, claim):
                 report(after)
-                pause = _report_pause() if watch else min(POLL_SECONDS, _report_pause())
+                pause = PROGRESS_SECONDS if os.isatty(2) else LOG_SECONDS
+                pause = pause if watch else min(POLL_SECONDS, pause)
                 wait_for([watch.descriptor] if watch else [], checks.pop(0) if checks else pause)
                 if watch and not watch.names().isdisjoint({file, ""}):
                     checks = [*CHECK_SECONDS]
@@ -588,10 +579,6 @@ def _lives(directory: LockDirectory, claim: ClaimRecord) -> bool:
         if not passing(error):
             raise
         return True  # as far as can be seen now
-
-
-def _report_pause() -> float:
-    return PROGRESS_SECONDS if os.isatty(2) else LOG_SECONDS
 
 
 @contextmanager
