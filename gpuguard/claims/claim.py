@@ -292,13 +292,7 @@ def share_environment(memory: int, devices: Sequence[Device], environ: Mapping[s
 def lock_parts(
     directory: LockDirectory, device: Device, request: Request, outer: ClaimRecord | None
 ) -> tuple[Lock, ...] | None:
-    """The locks of *device* for *request*; None, and nothing locked, when another process has one of them.
-
-    Args:
-        directory: of the locks.
-        device: a GPU or a MIG instance.
-        request: for a share of it or for all of it.
-        outer: the claim inside which this process runs.
+    """The locks of *device* for *request*, inside the claim *outer*; None, and nothing locked, when one is held.
 
     Raises:
         LockDirectoryError: a lock file cannot be used.

@@ -66,16 +66,10 @@ def locks_held(directory: LockDirectory, uuids: Iterable[str]) -> frozenset[str]
 def probe(
     directory: LockDirectory, uuids: Iterable[str], *, known: Sequence[ClaimRecord] = ()
 ) -> tuple[ClaimRecord, ...]:
-    """Who claims which of the devices now.
+    """Who claims which of the devices now: one record per claim, devices and slots limited to those really locked.
 
-    Args:
-        directory: of the claims.
-        uuids: of the devices to look at.
-        known: claims that were found a moment ago.  Of those that still live the holders are believed, less those that
-            have ended since: to find them anew, every process of the machine is read.
-
-    Returns:
-        One record per claim, devices and slots limited to those really locked.
+    *known* are claims that were found a moment ago.  Of those that still live the holders are believed, less those that
+    have ended since: to find them anew, every process of the machine is read.
     """
     with Gate(directory):
         locked, granted = _held_and_granted(directory, uuids)
@@ -264,16 +258,16 @@ def _held_locks(directory: LockDirectory, uuids: Iterable[str]) -> dict[str, str
                 locked[uuid] = uuid
             elif slots := locked_slots(directory, uuid):
                 locked.update(dict.fromkeys(slots, uuid))
-            elif directory.keeper is not None and not _is_free(directory, uuid, descriptor):
+            elif (
+                directory.keeper is not None
+                # A file of which a user may have kept a descriptor is made anew; an empty one is shared by root.
+                and not grants.renew(directory, uuid, descriptor)
+                and os.fstat(descriptor).st_size
+            ):
                 locked[uuid] = uuid
         finally:
             os.close(descriptor)
     return locked
-
-
-def _is_free(directory: LockDirectory, name: str, descriptor: int) -> bool:
-    """Whether no user can have kept a descriptor of it; a file of which one may is made anew."""
-    return grants.renew(directory, name, descriptor) or not os.fstat(descriptor).st_size  # not given: root shares it
 
 
 def _is_locked(directory: LockDirectory, name: str) -> bool:

@@ -69,15 +69,10 @@ def unfinished_path(directory: LockDirectory) -> str:
 
 
 def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: int | None = None) -> tuple[str, int]:
-    """Write a record that lives as long as the returned descriptor, or a copy of it in a job, does.
+    """Write a record that lives as long as its descriptor, or a copy of it in a job, does.
 
-    Args:
-        directory: of the claims.
-        content: with the id of the claim.
-        owner: uid of whose it is, where root writes it for another user.
-
-    Returns:
-        The path of the record and its locked descriptor (close-on-exec).
+    *content* has the id of the claim; *owner* is the uid for whom root writes it.  Returns the path of the record and
+    its locked descriptor (close-on-exec).
     """
     path = record_path(directory, os.geteuid() if owner is None else owner, str(content["id"]))
     unfinished = unfinished_path(directory)

@@ -285,10 +285,17 @@ def _lend(claim: ClaimRecord, pid: int, pidfd: int, number: int, is_wanted: Call
     deciding, late = threading.Lock(), threading.Event()
 
     def copy() -> None:
+        outcome: int | NotPermitted | None = None
         try:
-            outcome: int | NotPermitted | None = _copy_if_wanted(pidfd, number, is_wanted)
+            descriptor = _getfd(pidfd, number)
+            with suppress(OSError):
+                outcome = descriptor if is_wanted(descriptor) else None
+            if outcome is None:
+                os.close(descriptor)
         except NotPermitted as error:
             outcome = error
+        except OSError:
+            pass  # closed meanwhile, or the process has ended
         with deciding:
             if late.is_set() and isinstance(outcome, int):
                 os.close(outcome)
@@ -306,18 +313,6 @@ def _lend(claim: ClaimRecord, pid: int, pidfd: int, number: int, is_wanted: Call
     if isinstance(outcomes[0], NotPermitted):
         raise outcomes[0]
     return outcomes[0]
-
-
-def _copy_if_wanted(pidfd: int, number: int, is_wanted: Callable[[int], bool]) -> int | None:
-    with suppress(OSError):  # closed meanwhile, or the process has ended
-        descriptor = _getfd(pidfd, number)
-        try:
-            if is_wanted(descriptor):
-                return descriptor
-        except OSError:
-            pass
-        os.close(descriptor)
-    return None
 
 
 def _is_lock(directory: LockDirectory, descriptor: int) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from gpuguard.claims.probe import probe_in_gate
 from gpuguard.device_state import started_by
 from gpuguard.eligibility import Sharing, is_share_of, no_share_left, sharing_on, terms_of
-from gpuguard.model import ClaimRecord, Device, Snapshot
+from gpuguard.model import ClaimRecord, Snapshot
 from gpuguard.procfs import process_facts
 
 if TYPE_CHECKING:
@@ -47,7 +47,12 @@ def sharing_now(directory: LockDirectory, held: Mapping[str, Sequence[Lock]], sn
     uuids = [device.uuid for device in snapshot.devices]
     own = {lock.path[len(directory.lock_path("")) :] for locks in held.values() for lock in locks}
     sharing = sharing_of(snapshot, _without(probe_in_gate(directory, uuids), own))
-    if any(_is_puzzling(device, sharing) for device in snapshot.devices):
+    # Whether a process may belong to a share as one of those that hold its locks: they are looked up only then.
+    if any(
+        not all(sharing[device.uuid].belongs(process.pid) for process in device.processes or ())
+        for device in snapshot.devices
+        if device.uuid in sharing
+    ):
         sharing = sharing_of(snapshot, _without(probe_in_gate(directory, uuids, holders=True), own))
     return sharing
 
@@ -91,12 +96,6 @@ def _owners(snapshot: Snapshot) -> dict[int, int]:
             if process.pid not in owners and (record := started_by(process, snapshot.claims, facts)):
                 owners[process.pid] = record.uid
     return owners
-
-
-def _is_puzzling(device: Device, sharing: Mapping[str, Sharing]) -> bool:
-    """Whether a process may belong to a share as one of those that hold its locks: they are looked up only then."""
-    here = sharing.get(device.uuid)
-    return here is not None and not all(here.belongs(process.pid) for process in device.processes or ())
 
 
 def _over_capacity(directory: LockDirectory, snapshot: Snapshot, request: Request, claim: Claim) -> dict[str, str]:
