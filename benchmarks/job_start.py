@@ -27,7 +27,7 @@ from fake_nvml import GIB, FakeNvml
 from starters import surroundings
 
 FLOOR = [sys.executable, "-c", "import pynvml; pynvml.nvmlInit()"]
-GPUGUARD = [sys.executable, "-c", "import sys; from gpuguard.cli import main; sys.exit(main())"]
+GPUGUARD = [sys.executable, "-c", "import sys; from gpuguard.__main__ import main; sys.exit(main())"]
 COMMANDS = {
     "floor: import pynvml; nvmlInit()": FLOOR,
     "gpuguard run -- true": [*GPUGUARD, "run", "--", "true"],

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shlex
 import unicodedata
-from html import escape
 from time import localtime, strftime
 from typing import TYPE_CHECKING
 
@@ -123,6 +122,8 @@ def of_held(claim: Claim) -> str:
 
 def escaped(text: str) -> str:
     """*text* as HTML that shows it."""
+    from html import escape  # its table of names is for notebooks and pages alone
+
     return escape(neutralise(text))
 
 

@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gpuguard.claims.directory import BROKERED, LockDirectory, is_same_file, open_lock, try_flock
-from gpuguard.daemon.client import exchange
 from gpuguard.errors import GpuguardError, LockDirectoryError
 from gpuguard.files import write_file
 from gpuguard.jsonio import decode, loads
@@ -114,6 +113,8 @@ def replace_file(directory: LockDirectory, name: str) -> None:
 def granted(directory: LockDirectory) -> dict[str, Grant | None] | None:
     """As grant_of(), for all locks that are held, by the word of the daemon; None: it does not answer."""
     try:
+        from gpuguard.daemon.client import exchange  # sockets: where a broker is, and not before each job
+
         answer, _ = exchange(directory, {"do": "claims"})
         names, rows = ("uid", "claim", "memory", "most"), answer["held"].items()
         return {name: None if row is None else decode(Grant, dict(zip(names, row, strict=False))) for name, row in rows}

@@ -7,7 +7,6 @@ Exit codes: the job's own for `run` (else 124, 125, 126, 127, 75), for the other
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 import sys
@@ -178,6 +177,8 @@ def _unknown(command: str) -> str:
         return f"a command is missing.\n\n{overview()}"
     if command.startswith("-"):
         return f"there is no command {command!r}: options stand behind the command, as in `gpuguard run -n 2 -- CMD`."
+    import difflib  # for a mistake
+
     near = [_ELSEWHERE[command]] if command in _ELSEWHERE else difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f"did you mean `gpuguard {near[0]}`?" if near else f"choose one of {', '.join(COMMANDS)}."
     return f"there is no command {command!r}: {hint}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,6 +43,8 @@ class Parser(argparse.ArgumentParser):
         """As argparse's own, but each parser complains itself: for `gpuguard sim show x` that is `sim show`."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
+            import difflib  # for a mistake
+
             # Without the dashes, which all have: --json was like --slots by them.
             flags = {flag.lstrip("-"): flag for action in self._actions for flag in action.option_strings}
             near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), flags, n=1)

@@ -9,7 +9,6 @@ import signal
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.probe import probe
-from gpuguard.cli.events import read_events
 from gpuguard.cli.options import add_choice_options, quantity, request_of
 from gpuguard.cli.terminal import WaitProgress, print_notice
 from gpuguard.enforcement import signals
@@ -162,6 +161,8 @@ def _wait_until_over(
 
 def _has_ended(claim: str, directory: LockDirectory) -> bool:
     """Whether there was a claim with that id, by all events that this user may read, and it has ended."""
+    from gpuguard.cli.events import read_events  # for --after alone
+
     lines = [line for line in read_events() if line.get("claim") == claim]
     if any(line.get("kind") == "release" and line.get("outcome") != LEFT for line in lines):
         return True
