@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
@@ -114,7 +113,3 @@ def test_parts_of_a_bar_have_their_lengths_and_a_small_one_is_not_lost():
         "##########-----!"
     )
     assert len(stacked([(99.0, "#", ""), (0.5, "-", ""), (0.5, "!", "")], 100.0, 20, plain)) == 20
-
-
-def test_the_time_zone_of_the_machine_is_that_of_the_tests():
-    assert os.environ["TZ"] == "UTC"

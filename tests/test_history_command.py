@@ -237,19 +237,15 @@ def test_a_bar_takes_exactly_its_columns(share, width, ascii_only):
     assert not ascii_only or all(text.isascii() for text, _ in parts)
 
 
-@pytest.mark.parametrize(
-    ("share", "text"),
-    [(0.0, "░░░░"), (0.5, "██░░"), (1.0, "████"), (2.0, "████"), (0.3, "█▎░░"), (0.001, "▏░░░"), (None, "╌╌╌╌")],
-)
-def test_a_bar_is_as_full_as_its_share(share, text):
-    assert "".join(part for part, _ in bar(share, 4, "green")) == text
+FULL = {0.0: "░░░░", 0.5: "██░░", 1.0: "████", 2.0: "████", 0.3: "█▎░░", 0.001: "▏░░░", None: "╌╌╌╌"}
+FULL_IN_ASCII = {0.0: "....", 0.5: "##..", 1.0: "####", 0.01: "#...", None: "----"}
 
 
-@pytest.mark.parametrize(
-    ("share", "text"), [(0.0, "...."), (0.5, "##.."), (1.0, "####"), (0.01, "#..."), (None, "----")]
-)
-def test_a_bar_without_drawing_characters(share, text):
-    assert "".join(part for part, _ in bar(share, 4, "green", ascii_only=True)) == text
+@pytest.mark.parametrize(("ascii_only", "bars"), [(False, FULL), (True, FULL_IN_ASCII)])
+def test_a_bar_is_as_full_as_its_share(ascii_only, bars):
+    shown = {share: bar(share, 4, "green", ascii_only=ascii_only) for share in bars}
+
+    assert {share: "".join(text for text, _ in parts) for share, parts in shown.items()} == bars
 
 
 def test_a_sparkline_has_the_newest_at_the_right_and_a_blank_where_nothing_is_known():

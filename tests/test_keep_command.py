@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -160,31 +159,22 @@ def test_what_is_over_is_not_kept(directory):
     assert Granting(directory).kept == {}
 
 
-def test_nobody_fills_the_log_by_uids_without_a_name(granting):
-    for uid in range(100_000, 100_000 + MAX_CHANGES):
+@pytest.mark.parametrize("uids", [range(100_000, 100_000 + MAX_CHANGES + 1), [ALICE.pw_uid] * (MAX_CHANGES + 1)])
+def test_no_user_and_no_uids_without_a_name_fill_the_log(granting, uids):
+    *some, last = uids
+    for uid in some:
         granting(uid)
 
     with pytest.raises(GpuguardError, match="within a minute"):
-        granting(100_000 + MAX_CHANGES)
-
-
-def test_nobody_fills_the_log(granting):
-    for _ in range(MAX_CHANGES):
-        granting(ALICE.pw_uid)
-
-    with pytest.raises(GpuguardError, match="within a minute"):
-        granting(ALICE.pw_uid)
+        granting(last)
     granting(BOB.pw_uid)
 
 
-def _add(mark, marks):
-    marks[mark.name] = mark
-
-
-def test_nobody_fills_the_file(directory):
-    for number in range(MAX_PER_USER):
-        mark = Restriction(f"1001 GPU-{number}", 0.0, time.time() + 60, "", "1001", "1001")
-        change(directory, KEPT, partial(_add, mark))
+def test_no_user_fills_the_file(directory):
+    until = time.time() + 60
+    names = [f"1001 GPU-{number}" for number in range(MAX_PER_USER)]
+    kept = {name: Restriction(name, 0.0, until, "", "1001", "1001") for name in names}
+    change(directory, KEPT, lambda restrictions: restrictions.update(kept))
 
     with pytest.raises(GpuguardError, match="too much"):
         Granting(directory)(1001)

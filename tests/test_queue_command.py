@@ -85,12 +85,9 @@ def test_a_promise_of_another_day_has_its_date():
     assert time.strftime("at the latest %a %d %b %H:%M", time.localtime(NOW + 90_000)) in below
 
 
-def test_who_starts_now_is_not_told_when_at_the_latest():
-    assert text(a_place(now=True, promise=NOW + 60))[-1] == "    starts now"
-
-
-def test_a_promise_that_is_over_is_not_shown():
-    assert "at the latest" not in text(a_place(promise=NOW - 60))[-1]
+@pytest.mark.parametrize("fields", [{"now": True, "promise": NOW + 60}, {"promise": NOW - 60}])
+def test_a_promise_is_not_shown_to_who_starts_now_or_when_it_is_over(fields):
+    assert "at the latest" not in text(a_place(**fields))[-1]
 
 
 def test_one_that_waits_for_something_else_says_for_what():
@@ -172,13 +169,6 @@ def a_full_output():
 
 def test_the_document_describes_exactly_the_fields_that_are_printed():
     assert documented("queue", DOCUMENT.read_text(encoding="utf-8")) == printed("queue", a_full_output())
-
-
-def test_a_field_missing_on_either_side_is_noticed():
-    page = DOCUMENT.read_text(encoding="utf-8")
-
-    assert documented("queue", page.replace("| `latest_start` |", "| latest |")) != printed("queue", a_full_output())
-    assert documented("queue", page) != printed("queue", {**a_full_output(), "extra": 1})
 
 
 def test_unknown_is_null_and_never_zero():

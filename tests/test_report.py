@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -210,8 +211,6 @@ def test_no_control_character_of_a_name_reaches_the_terminal(path):
 
 
 def test_without_colours_no_colour_is_written(path, capsys):
-    import sys
-
     recorded(path, range(HOUR))
     lines = view.to_text(reported(path), None, width=80, paint=style(sys.stdout, {"NO_COLOR": "1"}))
 

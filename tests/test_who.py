@@ -118,22 +118,31 @@ def claim_of(process, *claims, seen=None):
     return next(iter(found[0].processes or ())).claim
 
 
-def test_a_process_that_holds_the_lock_belongs_to_the_claim_whatever_its_user():
-    assert claim_of(BOB, a_claim_record(holders=(BOB.pid,))) == "a1b2c3"
+ROOT = a_process(uid=0, user="root")
+OWNERS = {  # what it shows: (the process, the claims, what is known of processes, the claim that it belongs to)
+    "a holder of the lock, whatever its user": (BOB, (a_claim_record(holders=(BOB.pid,)),), None, "a1b2c3"),
+    "a descendant of the job": (
+        BOB,
+        (a_claim_record(pid=4700),),
+        {BOB.pid: ProcessStat(4799, "S"), 4799: ProcessStat(4700, "S")},
+        "a1b2c3",
+    ),
+    "ancestors in a circle": (
+        BOB,
+        (a_claim_record(),),
+        {BOB.pid: ProcessStat(5, "S"), 5: ProcessStat(BOB.pid, "S")},
+        None,
+    ),
+    "the same user": (ALICE, (a_claim_record(id="b", uid=1002), a_claim_record(id="a")), None, "a"),
+    "root in a container, for the only claim": (ROOT, (a_claim_record(),), None, "a1b2c3"),
+    "root in a container, of two claims": (ROOT, (a_claim_record(id="a"), a_claim_record(id="b")), None, None),
+    "a claim on another device": (ALICE, (a_claim_record(a_uuid(7), holders=(ALICE.pid,)),), None, None),
+}
 
 
-def test_a_descendant_of_the_job_belongs_to_its_claim():
-    seen = {BOB.pid: ProcessStat(4799, "S"), 4799: ProcessStat(4700, "S")}
-
-    assert claim_of(BOB, a_claim_record(pid=4700), seen=seen) == "a1b2c3"
-
-
-def test_ancestors_that_go_in_circles_end():
-    assert claim_of(BOB, a_claim_record(), seen={BOB.pid: ProcessStat(5, "S"), 5: ProcessStat(BOB.pid, "S")}) is None
-
-
-def test_the_same_user_owns_the_claim_when_the_lock_does_not_tell():
-    assert claim_of(ALICE, a_claim_record(id="b", uid=1002), a_claim_record(id="a")) == "a"
+@pytest.mark.parametrize(("process", "claims", "stats", "claim"), OWNERS.values(), ids=OWNERS)
+def test_a_process_belongs_to_the_claim_that_covers_it(process, claims, stats, claim):
+    assert claim_of(process, *claims, seen=stats) == claim
 
 
 def test_a_claim_that_is_only_of_the_same_user_is_shown_as_a_guess():
@@ -142,17 +151,6 @@ def test_a_claim_that_is_only_of_the_same_user_is_shown_as_a_guess():
 
     assert [running.guessed for running in use.processes or ()] == [True]
     assert "perhaps a1b2c3" in "\n".join(to_text(machine, [use]))
-
-
-def test_a_container_runs_as_root_for_the_only_claim_there():
-    root = a_process(uid=0, user="root")
-
-    assert claim_of(root, a_claim_record()) == "a1b2c3"
-    assert claim_of(root, a_claim_record(id="a"), a_claim_record(id="b")) is None
-
-
-def test_a_claim_on_another_device_does_not_cover_this_one():
-    assert claim_of(ALICE, a_claim_record(a_uuid(7), holders=(ALICE.pid,))) is None
 
 
 def held(seen=None, **fields):
@@ -339,16 +337,9 @@ def test_a_gap_in_what_the_screen_does_not_show_is_left_to_the_json():
 
 
 def test_unknown_is_null_and_never_zero():
-    read = (
-        "memory_used",
-        "memory_total",
-        "memory_free",
-        "utilization",
-        "memory_utilization",
-        "temperature",
-        "power_draw",
-    )
-    nothing: dict[str, Any] = dict.fromkeys((*read, "power_limit", "processes"))
+    read = ("used", "total", "free")
+    rates = ("utilization", "memory_utilization", "temperature", "power_draw", "power_limit", "processes")
+    nothing: dict[str, Any] = dict.fromkeys([*(f"memory_{name}" for name in read), *rates])
     snapshot = a_snapshot(a_device(**nothing))
     device = to_json(snapshot, uses(snapshot))["devices"][0]
 

@@ -24,19 +24,13 @@ from gpuguard.views.text import Paint, local_time, picked, shorten, table
 HOUR, KWH = 3600.0, 3.6e6
 MIN_BAR = 12  # columns: in a narrower terminal numbers tell more
 MAX_NAME = 24
-# The parts of a bar: what, character, in ASCII, colour.
+# The parts of a bar: what, in words, character, in ASCII, colour.
 PARTS = (
-    ("used", "█", "#", "green"),
-    ("idle", "▒", "-", "yellow"),
-    ("unknown", "░", "?", "dim"),
-    ("unclaimed", "▚", "!", "red"),
+    ("used", "used", "█", "#", "green"),
+    ("idle", "claimed but idle", "▒", "-", "yellow"),
+    ("unknown", "claimed, use unknown", "░", "?", "dim"),
+    ("unclaimed", "used without a claim", "▚", "!", "red"),
 )
-LEGEND = {
-    "used": "used",
-    "idle": "claimed but idle",
-    "unknown": "claimed, use unknown",
-    "unclaimed": "used without a claim",
-}
 
 Claims = tuple[Sequence[ClaimRow], int]  # those that have ended, and how many have not
 
@@ -67,8 +61,8 @@ def usage_columns(report: Report) -> list[Column]:
 DEVICE_COLUMNS = (  # of DeviceTotal, in hours that they were watched
     Column("Device", device_label, is_text=True),
     Column("Watched", lambda device: hours(device.seen)),
-    Column("Claimed", lambda device: hours(device.claimed if _claims_known(device) else None)),
-    Column("Free", lambda device: hours(_free(device) if _claims_known(device) else None)),
+    Column("Claimed", lambda device: hours(_claimed(device))),
+    Column("Free", lambda device: hours(_free(device))),
     Column("Utilization", lambda device: format_rounded(device.utilization, " %")),
     Column("kWh", lambda device: kilowatt_hours(device.energy)),
     Column("Model", lambda device: device.name or "", is_text=True),
@@ -116,12 +110,13 @@ def _hours_of(part: str, row: UsageRow) -> str:
     return hours(getattr(row, part))
 
 
-def _claims_known(device: DeviceTotal) -> bool:
-    return device.claimed_unknown < device.seen
+def _claimed(device: DeviceTotal) -> float | None:
+    return device.claimed if device.claimed_unknown < device.seen else None
 
 
-def _free(device: DeviceTotal) -> float:
-    return max(0.0, device.seen - device.claimed - device.claimed_unknown)
+def _free(device: DeviceTotal) -> float | None:
+    claimed = _claimed(device)
+    return None if claimed is None else max(0.0, device.seen - claimed - device.claimed_unknown)
 
 
 def _has(rows: Sequence[UsageRow], part: str) -> bool:
@@ -177,10 +172,10 @@ def _bars(rows: Sequence[UsageRow], width: int, paint: Paint, *, ascii_only: boo
     most = max(row.claimed + row.unclaimed for row in shown)
     lines = []
     for row, name, number in zip(shown, names, numbers, strict=True):
-        parts = [(getattr(row, part), plain if ascii_only else mark, colour) for part, mark, plain, colour in PARTS]
+        parts = [(getattr(row, part), plain if ascii_only else mark, colour) for part, _, mark, plain, colour in PARTS]
         bar = stacked(parts, most, room, paint)
         lines.append(f"{name}{' ' * (margin - display_width(name))}  {bar} {number}")
-    legend = [f"{plain if ascii_only else mark} {LEGEND[part]}" for part, mark, plain, _ in PARTS if _has(shown, part)]
+    legend = [f"{plain if ascii_only else mark} {words}" for part, words, mark, plain, _ in PARTS if _has(shown, part)]
     below = "   ".join(legend)
     indent = margin + 2 if margin + 2 + display_width(below) <= width else 0
     return [*lines, shorten(" " * indent + below, width)]
@@ -284,7 +279,7 @@ def _device_json(device: DeviceTotal) -> dict[str, Any]:
         **picked(device, "index", "name"),
         "parent_uuid": device.parent,
         "watched_seconds": device.seen,
-        "claimed_seconds": device.claimed if _claims_known(device) else None,
+        "claimed_seconds": _claimed(device),
         "claimed_unknown_seconds": device.claimed_unknown,
         "utilization_percent": device.utilization,
         "energy_joules": device.energy,
@@ -362,7 +357,7 @@ def to_html(report: Report, claims: Claims | None, host: str, now: float) -> str
     elif report.rows:
         most = max(row.claimed + row.unclaimed for row in report.rows)
         bars = [_bar_svg(row, most) for row in report.rows]
-        legend = [_legend(f"--{part}", LEGEND[part]) for part, *_ in PARTS]
+        legend = [_legend(f"--{part}", words) for part, words, *_ in PARTS]
         body += [f"<h2>By {_text(report.by)}</h2>", f'<p class="key">{"".join(legend)}</p>']
         body.append(_table_html(usage_columns(report), report.rows, bars))
     if report.wasters:
@@ -408,11 +403,11 @@ def _legend(colour: str, text: str) -> str:
 
 def _bar_svg(row: UsageRow, most: float) -> str:
     drawn, left = [], 0.0
-    for part, *_ in PARTS:
+    for part, words, *_ in PARTS:
         value = getattr(row, part)
         if value > 0:
             size = max(1.0, value / most * 200)
-            title = f"<title>{LEGEND[part]}: {hours(value)} GPU-hours</title>"
+            title = f"<title>{words}: {hours(value)} GPU-hours</title>"
             drawn.append(
                 f'<rect x="{left:.1f}" width="{size:.1f}" height="{BAR_HEIGHT}" fill="var(--{part})">{title}</rect>'
             )
