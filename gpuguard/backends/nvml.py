@@ -40,6 +40,7 @@ from gpuguard.backends.nvml_fields import (
 from gpuguard.backends.plausibility import OF_THE_BOARD, is_uuid
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import IDLE_PROCESSES, PROCESSES, Device, Gap, Snapshot
+from gpuguard.procfs import boot_clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
@@ -90,7 +91,7 @@ class Nvml:
         """See Backend.sample.  HEALTH finds MIG instances: each follows its parent and has its parent's index."""
         self._start()
         # Before any call, so that nothing that started later is taken for something that was seen.
-        taken_at, clock = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
+        taken_at, clock = time.time(), boot_clock()
         versions = self._versions(fields) if model.MODEL in fields else {}
         found: list[Device] = []
         gaps: list[Gap] = []

@@ -34,6 +34,7 @@ from gpuguard.backends.simulated_node import (
 from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.model import Device, Gap, GpuProcess
+from gpuguard.procfs import boot_clock
 from gpuguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def open(spec: str = "") -> Simulated:
     """The node in the directory *spec* (as for directory()); a node of DEFAULT_SPEC is made there if there is none."""
     place = directory(spec)
     if simulated_node.load(place) is None:
-        simulated_node.create(place, lambda: new_node(DEFAULT_SPEC, place, _clock()))
+        simulated_node.create(place, lambda: new_node(DEFAULT_SPEC, place, boot_clock()))
     return Simulated(place)
 
 
@@ -118,7 +119,7 @@ def use(
     def register(node: SimulatedNode) -> SimulatedNode:
         nonlocal uuids
         uuids = _chosen(node, devices)
-        node, clock = settled_now(node), _clock()
+        node, clock = settled_now(node), boot_clock()
         course = WorkPattern(memory, end, clock, seconds)
         until = None if lasting is None else clock + lasting
         node = replace(node, uses=tuple(use for use in node.uses if use.pid != pid or use.device not in uuids))
@@ -145,7 +146,7 @@ class Simulated:
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
         """As Backend.sample.  HEALTH shows MIG instances: each follows its parent and has its parent's index."""
         # Before anything is read, so that no process that started later is taken for one that was seen.
-        taken_at, clock = time.time(), _clock()
+        taken_at, clock = time.time(), boot_clock()
         if any(uuid.startswith("MIG-") for uuid in devices or ()):
             fields = {*fields, model.HEALTH}
         fields = set(fields) - {model.BRIEF}  # to leave out what costs nothing would save nothing
@@ -189,7 +190,7 @@ class Simulated:
             if fault in device.faults:
                 return _refusing(device, problem, reason, fields)
         detailed, instances = model.PROCESS_DETAILS in fields, device.instances if model.HEALTH in fields else ()
-        parts = [ReadingContext(node, device, part, _clock(), detailed) for part in (None, *instances)]
+        parts = [ReadingContext(node, device, part, boot_clock(), detailed) for part in (None, *instances)]
         shown = [read(part, fields) for part in parts]
         return [part for part, _ in shown], [gap for _, gaps in shown for gap in gaps]
 
@@ -257,7 +258,7 @@ def _refusing(
 
 def settled_now(node: SimulatedNode) -> SimulatedNode:
     """*node* without its dead processes and with its energy added up to now: what each change starts from."""
-    return settled(node, _clock(), _is_alive)
+    return settled(node, boot_clock(), _is_alive)
 
 
 def _is_alive(use: Use) -> bool:
@@ -281,10 +282,6 @@ def _is_private(path: str) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
-
-
-def _clock() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 # The bus numbers of a real 8-GPU board; more devices are in further domains.

@@ -524,7 +524,7 @@ class Smi:
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
         """See Backend.sample.  The program reads everything at once, whatever is asked for."""
-        taken_at, clock = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
+        taken_at, clock = time.time(), procfs.boot_clock()
         if any(uuid.startswith("MIG-") for uuid in devices or ()):
             fields = {*fields, model.HEALTH}
         fields = set(fields) - {model.BRIEF}  # the document has everything

@@ -148,7 +148,5 @@ def unpack(packed: dict[str, Any], sent: SentProcesses) -> Snapshot:
             device["processes"] = sent[device["uuid"]]
     packed["devices"] = tuple(Device(**fields) for fields in packed["devices"])
     packed["gaps"] = tuple(Gap(**fields) for fields in packed["gaps"])
-    packed["claims"] = tuple(
-        ClaimRecord(**fields) for fields in packed["claims"]
-    )  # of a recording: drivers know of none
+    packed["claims"] = tuple(ClaimRecord(**fields) for fields in packed["claims"])  # of a recording
     return Snapshot(**packed)

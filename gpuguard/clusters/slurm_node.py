@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gpuguard.model import Device, Snapshot
+from gpuguard.procfs import boot_clock
 from gpuguard.sanitize import neutralise
 
 # A node has one of these; the last is that of a cluster whose nodes fetch their configuration.
@@ -289,7 +290,7 @@ class SlurmNode:
         """Ask now, and wait for the answer."""
         if not is_here():
             return
-        asked, began = time.clock_gettime(time.CLOCK_BOOTTIME), time.monotonic()
+        asked, began = boot_clock(), time.monotonic()
         found = self._ask("show", "node", "-o", self._host)
         node = node_of(found, self._host) if found else None
         shown = self._shows_all() if node else None
