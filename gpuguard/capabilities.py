@@ -24,10 +24,10 @@ _RAISE, _CLEAR_ALL = 2, 4
 
 def has(capability: int) -> bool:
     """Whether the calling thread may use *capability*; False where the kernel does not say."""
-    return bool((_told("CapEff:") or 0) >> capability & 1)
+    return bool((_capability_set("CapEff:") or 0) >> capability & 1)
 
 
-def _told(name: str) -> int | None:
+def _capability_set(name: str) -> int | None:
     """A set of capabilities of the calling thread, as bits; None where the kernel does not say."""
     try:
         with open("/proc/thread-self/status", encoding="ascii", errors="replace") as lines:
@@ -64,7 +64,7 @@ def lacking() -> tuple[str, ...]:
 
 def keep_to_ourselves() -> None:
     """Let no program that this thread and those it starts later run have the capabilities that the service gave us."""
-    if _told("CapAmb:") != 0:
+    if _capability_set("CapAmb:") != 0:
         _prctl(_PR_CAP_AMBIENT, _CLEAR_ALL)
 
 

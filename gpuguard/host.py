@@ -81,8 +81,8 @@ class HostUses:
         self._network: dict[Identity, tuple[float, int]] = {}  # (clock, bytes)
         self._in_host: dict[Identity, float] = {}  # in the host's network when the clock was so
         self._groups: dict[int, frozenset[str]] = {}
-        self._asked: dict[int, float] = {}  # clock
-        self._asking: set[int] = set()
+        self._requested: dict[int, float] = {}  # clock
+        self._in_progress: set[int] = set()
 
     def sample(
         self, snapshot: Snapshot, stats: Mapping[int, Stat | None] | None = None, *, debuggers: bool = False
@@ -148,17 +148,17 @@ class HostUses:
         again = False
         for uid in uids - {None}:
             assert uid is not None
-            asked = self._asked.get(uid)
-            if uid < 0 or uid in self._asking or (asked is not None and snapshot.clock - asked <= GROUPS_SECONDS):
+            asked = self._requested.get(uid)
+            if uid < 0 or uid in self._in_progress or (asked is not None and snapshot.clock - asked <= GROUPS_SECONDS):
                 continue
             # One a sample: a service that does not know them may need long for it, and rootless containers have many.
             if asked is None or not again:
                 again = again or asked is not None
-                self._ask(uid, snapshot.clock)
+                self._request_groups(uid, snapshot.clock)
         return dict(tuple(self._groups.items()))
 
-    def _ask(self, uid: int, clock: float) -> None:
-        def answer() -> None:
+    def _request_groups(self, uid: int, clock: float) -> None:
+        def read() -> None:
             try:
                 user, names = pwd.getpwuid(uid), set()
                 for number in os.getgrouplist(user.pw_name, user.pw_gid):
@@ -170,16 +170,16 @@ class HostUses:
             except (KeyError, OSError):  # there is no such user now
                 return
             finally:
-                self._asking.discard(uid)
+                self._in_progress.discard(uid)
 
-        self._asking.add(uid)
-        thread = threading.Thread(target=answer, name=f"groups of {uid}", daemon=True)
+        self._in_progress.add(uid)
+        thread = threading.Thread(target=read, name=f"groups of {uid}", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # there are too many: the next look tries again
-            self._asking.discard(uid)
+            self._in_progress.discard(uid)
             return
-        self._asked[uid] = clock
+        self._requested[uid] = clock
         thread.join(ANSWER_SECONDS)
 
 

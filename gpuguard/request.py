@@ -92,11 +92,6 @@ class Request:
             raise InvalidRequest("the list of devices is empty: name some, as in 0,3, or leave it out.")
         if self.strategy not in STRATEGIES:
             raise InvalidRequest(f"there is no strategy {self.strategy!r}: choose one of {', '.join(STRATEGIES)}.")
-        self._check_share()
-        if self.mig is not None and not re.fullmatch(_PROFILE, self.mig):
-            raise InvalidRequest(f"{self.mig[:40]!r} is no MIG profile: write it like 3g.40gb.")
-
-    def _check_share(self) -> None:
         if self.share and self.memory is None:
             raise InvalidRequest("how much memory of a device is to be shared? Say so, as in --share --memory 10GiB.")
         if not self.share and self.memory is not None:
@@ -107,6 +102,8 @@ class Request:
             raise InvalidRequest(f"{self.slots} claims cannot share a device: write --slots 1 to --slots {SLOTS}.")
         if self.slots != SLOTS and not self.share:
             raise InvalidRequest("--slots is about shared devices: add --share --memory SIZE.")
+        if self.mig is not None and not re.fullmatch(_PROFILE, self.mig):
+            raise InvalidRequest(f"{self.mig[:40]!r} is no MIG profile: write it like 3g.40gb.")
 
     @property
     def most(self) -> int:

@@ -124,15 +124,15 @@ class Collector:
         self._opened: WorkerBackend | None = None  # the backend where it is our own
         self._hosts, self._fields, self._process = HostNumbers(), FIELDS, os.getpid()
         self._tags = [TagStatistics("")]
-        self._newest: float | None = None  # when the last look ended
-        self._looking = threading.Lock()  # held while somebody looks; taken before the other one
+        self._newest: float | None = None  # when the last sample ended
+        self._sampling = threading.Lock()  # held during a sample; taken before the other one
         self._lock = threading.Lock()  # of the tags
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> Collector:
         """Begin to look, with nothing counted yet; without effect while it does."""
-        with self._looking:
+        with self._sampling:
             if self._thread is None:
                 with self._lock:
                     for tag in self._tags:
@@ -144,13 +144,13 @@ class Collector:
 
     def stop(self) -> None:
         """Look no more; what was counted stays.  Idempotent."""
-        if self._is_elsewhere():
+        if self._is_forked():
             return
         self._stop.set()
         thread, self._thread = self._thread, None
         if thread and thread is not threading.current_thread():
             thread.join()
-        with self._looking:
+        with self._sampling:
             if self._opened:
                 self._opened.leave()
             self._opened = self._newest = None
@@ -187,37 +187,37 @@ class Collector:
         Looks at once where the last look is older than half an interval, or the tag has none yet.  In a process that
         was forked (a worker that loads data) nobody looks, and there are no numbers.
         """
-        if self._is_elsewhere():
+        if self._is_forked():
             return {}
-        with self._looking:  # the thread may be looking for us just now
+        with self._sampling:  # the thread may be looking for us just now
             if self._thread is not None and (self._is_stale() or not self._tags[-1].samples):
-                self._look_now()
+                self._sample_now()
         with self._lock:
             return self._tags[-1].numbers()
 
-    def _is_elsewhere(self) -> bool:
+    def _is_forked(self) -> bool:
         # The thread stayed with the parent, and the pipes to the sampler are in the middle of its conversation.
         return os.getpid() != self._process
 
     def _run(self, stop: threading.Event) -> None:
         began = time.monotonic()
         while not stop.is_set():
-            with self._looking:
+            with self._sampling:
                 if not stop.is_set() and self._is_stale():  # else collect() has looked just now
-                    self._look_now()
+                    self._sample_now()
             stop.wait(self._interval - (time.monotonic() - began) % self._interval)
 
     def look(self) -> None:
         """Look now, besides the looks of the thread; without effect while it is stopped."""
-        if not self._is_elsewhere():
-            with self._looking:
+        if not self._is_forked():
+            with self._sampling:
                 if self._thread is not None:
-                    self._look_now()
+                    self._sample_now()
 
     def _is_stale(self) -> bool:
         return self._newest is None or time.monotonic() - self._newest > self._interval / 2
 
-    def _look_now(self) -> None:
+    def _sample_now(self) -> None:
         numbers = self._numbers()
         self._newest = time.monotonic()
         with self._lock:

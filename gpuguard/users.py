@@ -36,8 +36,8 @@ _again: list[float] = []  # when a uid without a name was last asked for again
 
 def user_name(uid: int) -> str:
     """The name of a user, or the number where there is none or nothing answers in time."""
-    if uid not in _names and _is_worth_asking(uid):
-        thread = threading.Thread(target=_look_up, args=(uid,), name=f"name of {uid}", daemon=True)
+    if uid not in _names and _is_worth_a_lookup(uid):
+        thread = threading.Thread(target=_read_name, args=(uid,), name=f"name of {uid}", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # this user has too many threads: the number has to do, until there is room
@@ -48,7 +48,7 @@ def user_name(uid: int) -> str:
     return _names.get(uid, str(uid))
 
 
-def _is_worth_asking(uid: int) -> bool:
+def _is_worth_a_lookup(uid: int) -> bool:
     if not _silent and uid not in _nameless:
         return True
     now = monotonic()
@@ -62,7 +62,7 @@ def _is_worth_asking(uid: int) -> bool:
     return True
 
 
-def _look_up(uid: int) -> None:
+def _read_name(uid: int) -> None:
     try:
         _names[uid] = pwd.getpwuid(uid).pw_name
         _nameless.pop(uid, None)

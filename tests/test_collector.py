@@ -256,11 +256,11 @@ def test_a_driver_that_fails_costs_only_its_numbers():
 def test_a_forked_worker_neither_looks_nor_waits():
     with a_collector(*busy(10)) as numbers:
         numbers.collect()
-        numbers._looking.acquire()  # as if it were forked in the middle of a look
+        numbers._sampling.acquire()  # as if it were forked in the middle of a look
         child = os.fork()
         if not child:
             os._exit(0 if numbers.collect() == {} and numbers.stop() is None else 1)  # type: ignore[func-returns-value]
-        numbers._looking.release()
+        numbers._sampling.release()
 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 

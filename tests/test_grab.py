@@ -54,9 +54,7 @@ def test_minus_one_takes_all_that_are_free(node):
     assert indices(claim) == [0, 1, 3]
     with pytest.raises(NotEnoughGpus):
         gpuguard.grab_gpus(-1, gpu_select=0)
-
-
-def test_minus_one_keeps_to_gpu_select():
+    claim.release()
     assert indices(gpuguard.grab_gpus(-1, gpu_select=[0, 2])) == [0, 2]
 
 
@@ -65,11 +63,6 @@ def test_zero_takes_none_and_cuda_sees_none():
 
     assert (len(claim), visible(), claimed()) == (0, "", [])
     claim.release()
-
-
-def test_a_single_index_selects_as_a_list_of_one_does():
-    assert indices(gpuguard.grab_gpus(1, 0)) == [0]
-    assert indices(gpuguard.grab_gpus(1, [1])) == [1]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +78,17 @@ def test_a_single_index_selects_as_a_list_of_one_does():
         ({"gpu_fraction": -0.1}, "is no fraction"),
         ({"gpu_fraction": float("nan")}, "is no fraction"),
         ({"backend": "nonesuch"}, "there is no backend 'nonesuch'"),
+        ({"priority": "urgent"}, "there is no priority 'urgent': choose one of low, normal, high"),
+        ({"alternatives": [{}] * 4}, "4 alternatives are too many: name at most 3"),
+        ({"alternatives": [{"num_gpus": 0}]}, "ask for at least 1"),
+        ({"num_gpus": "2"}, "num_gpus is a number: '2' is a text"),
+        ({"num_gpus": 1.0}, "1.0 GPUs cannot be asked for"),
+        ({"wait": "5m"}, "wait is a number of seconds, as in 3600, or None: '5m' is a text"),
+        ({"min_free": "20GiB"}, "min_free is a number of bytes"),
+        ({"max_util": "10%"}, "max_util is a number of percent"),
+        ({"share": True, "memory": "10GiB"}, "memory is a number of bytes"),
+        ({"gpu_min_memory": "9000"}, "gpu_min_memory is a number of MiB"),
+        ({"alternatives": [{"min_free": "20GiB"}]}, "min_free is a number of bytes"),
     ],
 )
 def test_a_request_without_sense_is_a_value_error_and_changes_nothing(arguments, message):
@@ -228,21 +232,6 @@ def test_the_first_request_is_liked_best():
     assert len(gpuguard.grab_gpus(2, alternatives=[{"num_gpus": 3}])) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"priority": "urgent"}, "there is no priority 'urgent': choose one of low, normal, high"),
-        ({"alternatives": [{}] * 4}, "4 alternatives are too many: name at most 3"),
-        ({"alternatives": [{"num_gpus": 0}]}, "ask for at least 1"),
-    ],
-)
-def test_a_wish_for_the_line_without_sense_is_a_value_error(arguments, message):
-    with pytest.raises(InvalidRequest, match=message):
-        gpuguard.grab_gpus(**arguments)
-
-    assert (visible(), claimed()) == (None, [])
-
-
 def test_as_many_alternatives_as_a_ticket_takes():
     from gpuguard.queue.tickets import MOST_ALTERNATIVES
 
@@ -384,6 +373,7 @@ def test_an_empty_name_of_a_directory_is_none(monkeypatch):
         ({"prefer": 2}, [2]),
         ({"prefer": [3, 2]}, [3]),
         ({"devices": "2"}, [2]),
+        ({"devices": 1}, [1]),
         ({"devices": range(2, 4)}, [2]),
         ({"devices": None}, [0]),
     ],
@@ -407,27 +397,6 @@ def test_a_claim_that_was_given_back_says_so():
 
     claim.release()
     assert repr(claim) == f"<Claim {claim.id} of 2, 3, released>"
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"num_gpus": "2"}, "num_gpus is a number: '2' is a text"),
-        ({"num_gpus": 1.0}, "1.0 GPUs cannot be asked for"),
-        ({"wait": "5m"}, "wait is a number of seconds, as in 3600, or None: '5m' is a text"),
-        ({"min_free": "20GiB"}, "min_free is a number of bytes"),
-        ({"max_util": "10%"}, "max_util is a number of percent"),
-        ({"share": True, "memory": "10GiB"}, "memory is a number of bytes"),
-        ({"gpu_min_memory": "9000"}, "gpu_min_memory is a number of MiB"),
-        ({"alternatives": [{"min_free": "20GiB"}]}, "min_free is a number of bytes"),
-    ],
-)
-def test_a_text_for_a_number_is_refused_in_words(asked, said):
-    with pytest.raises(InvalidRequest) as refused:
-        gpuguard.grab_gpus(**asked)
-
-    assert said in str(refused.value)
-    assert claimed() == []
 
 
 @pytest.mark.parametrize(

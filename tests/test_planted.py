@@ -59,15 +59,15 @@ def test_nobody_keeps_the_claim_of_a_slurm_job_from_being_made_or_taken_back(dir
     path = Path(record_path(directory, ALICE, JOB.claim))
     planted = PLANTS[plant](path)
     os.chown(path, MALLORY, MALLORY, follow_symlinks=False)
-    assert slurm_claim.find(directory, JOB) is None
+    assert slurm_claim.claim_of_job(directory, JOB) is None
     assert slurm_claim.end_claim(directory, JOB) is None
 
     claim = Claim(JOB.claim, (), ())
     claim.write_record(directory, JobDetails("Slurm job 7"), owner=ALICE)
-    found = slurm_claim.find(directory, JOB)
+    found = slurm_claim.claim_of_job(directory, JOB)
     assert found is not None and (found.uid, found.note, claim.warning) == (ALICE, "Slurm job 7", None)
     claim.release()
-    assert slurm_claim.find(directory, JOB) is None
+    assert slurm_claim.claim_of_job(directory, JOB) is None
     if isinstance(planted, int):
         os.close(planted)
 

@@ -19,7 +19,7 @@ from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import build_parser
 from gpuguard.cli.options import add_choice_options, request_of
 from gpuguard.cli.parser import Parser
-from gpuguard.cli.queue_options import MOST_ALTERNATIVES, PRIORITY_NAMES, alternatives_of, priority_of, wait_of
+from gpuguard.cli.run import MOST_ALTERNATIVES, PRIORITY_NAMES, alternatives_of, priority_of, wait_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.queue import tickets, waiter
 from gpuguard.queue.priority import PRIORITIES

@@ -22,7 +22,7 @@ from gpuguard import api, device_state
 from gpuguard.claims.claim import Claim
 from gpuguard.cli.options import add_choice_options, add_source_options, quantity, request_of
 from gpuguard.cli.parser import Parser
-from gpuguard.cli.queue_options import PRIORITY_NAMES
+from gpuguard.cli.run import PRIORITY_NAMES
 from gpuguard.errors import ClaimLost, CudaInitialized, GpuguardError, ImpossibleRequest, InvalidRequest, NotEnoughGpus
 from gpuguard.procfs import process_facts
 from gpuguard.request import Request

@@ -202,7 +202,7 @@ def _hold(args: argparse.Namespace, given: Allocation, wait: float, tells: int) 
 
 def _claimed(args: argparse.Namespace, given: Allocation, wait: float) -> Claim:
     directory, backend = directory_of(args, make=True), backend_of(args)
-    if slurm_claim.find(directory, given):  # an epilog that did not run, of a job that was put back
+    if slurm_claim.claim_of_job(directory, given):  # an epilog that did not run, of a job that was put back
         slurm_claim.end_claim(directory, given)
     try:
         claim = slurm_claim.claim_for_job(backend, directory, given, wait=wait)

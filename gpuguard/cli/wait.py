@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.claims.claim import JobDetails
 from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, request_of
-from gpuguard.cli.queue_options import add_queue_options, alternatives_of, priority_of, wait_for_claim, wait_of
+from gpuguard.cli.run import add_queue_options, alternatives_of, priority_of, wait_for_claim, wait_of
 from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import InvalidRequest
 from gpuguard.views.text import json_text, picked, put

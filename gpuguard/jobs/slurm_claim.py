@@ -170,7 +170,7 @@ def _woken(claim: Claim, woken: int) -> str | None:
     return f"the holder was ended by {signal.Signals(ending[0]).name}" if ending else None
 
 
-def find(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
+def claim_of_job(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
     """The living claim of the job, if it has one."""
     return read_record(directory, given.uid, given.claim)
 
@@ -181,16 +181,16 @@ def end_claim(directory: LockDirectory, given: Allocation) -> ClaimRecord | None
     Raises:
         ClaimError: it cannot be.
     """
-    claim = find(directory, given)
+    claim = claim_of_job(directory, given)
     if claim is None:
         return None
     try:
         with lock_handle(directory, claim) as handle:
             actions.release_claim(handle, ReleaseRequest(RELEASED, "Slurm's epilog", f"job {given.job} is over"))
     except (ClaimError, OSError) as error:
-        if find(directory, given):
+        if claim_of_job(directory, given):
             raise ClaimError(f"the claim {claim.id} cannot be released: {error}") from error
     deadline = time.monotonic() + END_SECONDS
-    while find(directory, given) and time.monotonic() < deadline:
+    while claim_of_job(directory, given) and time.monotonic() < deadline:
         time.sleep(0.01)
     return claim
