@@ -6,10 +6,11 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import a_device, a_process
+from builders import a_device, a_mig_instance, a_process, a_snapshot
 from fleets import HOSTILE, Hosts, an_answer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -260,6 +261,19 @@ def test_what_one_host_does_not_know_makes_no_smaller_sum(hosts):
     assert [line.split() for line in done.stdout.splitlines() if line.startswith("alice")] == [
         ["alice", "2", "4", "6", "n/a", "2", "2"]
     ]
+
+
+def test_devices_have_the_labels_and_states_that_who_shows_on_their_host():
+    divided, quarantined = a_device(0, mig_mode=True), a_device(1)
+    devices = (divided, a_mig_instance(divided), quarantined)
+    snapshot = replace(a_snapshot(*devices), quarantined=((quarantined.uuid, "ECC errors"),))
+    reply = reply_with("a", 0.1, json.loads(json_text(who.to_json(snapshot, uses(snapshot)))))
+    rows = [line.split() for line in view.host_lines(reply, None, paint)[1:]]
+    there = [line.split() for line in who.to_text(snapshot, uses(snapshot))]
+
+    assert [row[0] for row in rows] == [device.label for device in devices]
+    assert all(any(row[:1] == line[:1] and line[-1] in row for line in there) for row in rows)
+    assert "quarantined" in rows[2] and "(MIG)" in rows[0]
 
 
 def test_a_device_whose_state_is_missing_counts_and_is_unknown():

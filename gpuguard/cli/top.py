@@ -34,7 +34,7 @@ from gpuguard.cli.options import (
     has_hosts,
     quantity,
 )
-from gpuguard.cli.who import chosen_devices
+from gpuguard.cli.who import add_filter_options, chosen_devices
 from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Snapshot
@@ -50,14 +50,7 @@ _UNBOUNDED = 10_000  # columns of a pipe: nothing is shortened there
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--user", metavar="NAME", action="append", default=[], help="only this user's (repeatable)")
-    parser.add_argument(
-        "--device",
-        metavar="D",
-        action="append",
-        default=[],
-        help="only these: an index, a uuid or its beginning, 0,GPU-ab",
-    )
+    add_filter_options(parser)
     parser.add_argument("-o", "--only-visible", action="store_true", help="only the GPUs of $CUDA_VISIBLE_DEVICES")
     parser.add_argument("--compute-only", action="store_true", help="no desktop processes")
     parser.add_argument(

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 _FEWER = "use --device or --user"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_filter_options(parser: argparse.ArgumentParser) -> None:
+    """--user and --device: what is shown of the machine."""
     parser.add_argument("--user", metavar="NAME", action="append", default=[], help="only this user's (repeatable)")
     parser.add_argument(
         "--device",
@@ -59,6 +60,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="only these: an index, a uuid or its beginning, 0,GPU-ab",
     )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_filter_options(parser)
     parser.add_argument(
         "--watch",
         metavar="EVERY",
