@@ -32,8 +32,7 @@ from gpuguard.enforcement import actions, identity, limits, signals
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
 from gpuguard.policies import Rule
 from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
-from gpuguard.policies.expression import ExpressionRule
-from gpuguard.policies.expression_language import parse_expression
+from gpuguard.policies.expression import ExpressionRule, parse_expression
 from gpuguard.policies.idle import AgeRule, IdleRule
 from gpuguard.policies.policy import Policy, Scope, Step
 from gpuguard.policies.quota import QuotaRule

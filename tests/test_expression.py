@@ -14,8 +14,7 @@ from sources import ROOT
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Gap
-from gpuguard.policies.expression import ExpressionRule
-from gpuguard.policies.expression_language import LONGEST, NAMES, NameSource, parse_expression
+from gpuguard.policies.expression import LONGEST, NAMES, ExpressionRule, NameSource, parse_expression
 from gpuguard.policies.view import HostUse, RuleView
 
 BOB = a_process(

@@ -23,8 +23,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, GpuProcess, Snapshot
 from gpuguard.policies import Rule
 from gpuguard.policies.amounts import parse_rate
-from gpuguard.policies.expression import ExpressionRule
-from gpuguard.policies.expression_language import NAMES, NAMES_OF_HOST, NameSource, parse_expression
+from gpuguard.policies.expression import NAMES, NAMES_OF_HOST, ExpressionRule, NameSource, parse_expression
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Scope, Step
 from gpuguard.policies.rules import RULES, needs_of
@@ -369,7 +368,7 @@ def test_nobody_else_judges_by_the_host() -> None:
     place = Path(policies.__file__).parent
     looking = {path.name for path in place.glob("*.py") if "view.host" in path.read_text()}
 
-    assert looking == {"idle.py", "expression_language.py", "scope.py"}
+    assert looking == {"idle.py", "expression.py", "scope.py"}
 
 
 def test_a_scheduler_is_asked_for_those_who_judge_by_it() -> None:

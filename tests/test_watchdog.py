@@ -24,7 +24,7 @@ from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Finding
 from gpuguard.notify.templates import message_for
-from gpuguard.policies import Rule, expression_language
+from gpuguard.policies import Rule, expression
 from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.expression import ExpressionRule
 from gpuguard.policies.idle import IdleRule
@@ -403,7 +403,7 @@ def source_of(noun: Any, seen: set[object]) -> str:
 def judged_by_and_not_read(kind: type[Rule], groups: dict[str, set[str]]) -> set[str]:
     """The fields of a device that a rule names, though they are in no group that is asked for when there is one."""
     identity = set.intersection(*groups.values())
-    text = source_of(kind, set()) + (inspect.getsource(expression_language) if kind is ExpressionRule else "")
+    text = source_of(kind, set()) + (inspect.getsource(expression) if kind is ExpressionRule else "")
     rule = HealthRule(throttle_reasons=("*",), retired_pages_above=0) if kind is HealthRule else object.__new__(kind)
     asked = needs_of([Policy("p", (rule,), steps=(Step("log"),))]).fields
     known = set().union(*(groups[group] for group in asked))

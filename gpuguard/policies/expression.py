@@ -1,29 +1,522 @@
-"""Conditions that no other rule can say."""
+"""The rule ``expression``, for what no other rule can say: a condition in a small language.
+
+    conditions   and or not ( )     < <= > >= == !=     user in ('alice', 'bob')     executable like '/opt/*'
+    amounts      + - * /            30GiB 5% 2h 85C 300W 1MB/s 3     'text'
+
+It is read by hand, and there is nothing in it but what stands here: no calls, no attributes, no powers, no patterns but
+globs.  Names, types and units are checked when it is read; what is left cannot raise, nor run for long.  Its logic has
+three values: a comparison with something unknown is neither true nor false, and neither is its opposite.
+"""
 
 from __future__ import annotations
 
+import math
+import operator
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Annotated
 
-from gpuguard.device_state import usable_devices
-from gpuguard.model import Finding
-from gpuguard.policies.expression_language import (
-    BYTES,
-    CELSIUS,
-    NAMES,
-    NAMES_OF_HOST,
-    PERCENT,
-    RATE,
-    SECONDS,
-    WATTS,
-    NameSource,
-    Value,
-    parse_expression,
+from gpuguard.device_state import claims_on, claims_readable, usable_devices
+from gpuguard.errors import InvalidRequest
+from gpuguard.model import Device, Finding, GpuProcess
+from gpuguard.policies.view import HostUse, RuleView, computing, device_subject, process_subject
+from gpuguard.units import format_bytes, format_duration, parse_bytes, parse_celsius, parse_duration, parse_watts
+
+# Types, as they are called in faults.
+BYTES, PERCENT, SECONDS, CELSIUS, WATTS, RATE = "memory size", "percentage", "duration", "temperature", "power", "rate"
+NUMBER, TEXT, TEXTS, TRUTH = "number", "text", "list of texts", "truth"
+EXAMPLES = {BYTES: "30GiB", PERCENT: "5%", SECONDS: "2h", CELSIUS: "85C", WATTS: "300W", RATE: "1MB/s"}
+
+Value = float | str | bool | frozenset[str] | frozenset[float | str] | None
+LONGEST_TEXT = 4096  # characters of a text that are looked at: users write their command lines themselves
+_NOTHING = HostUse()
+
+
+@dataclass(frozen=True)
+class NameSource:
+    """What the names of an expression are about."""
+
+    view: RuleView
+    device: Device
+    process: GpuProcess | None = None
+
+    @property
+    def host(self) -> HostUse:
+        """What the process does beside the GPU."""
+        if self.process is None or self.process.start_time is None:
+            return _NOTHING
+        return self.view.host.get((self.process.pid, self.process.start_time), _NOTHING)
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name: its type, whether it is about a process, its meaning, and how to get the value."""
+
+    type: str
+    of_process: bool
+    meaning: str
+    value: Callable[[NameSource], Value]
+
+
+def _of_process(kind: str, meaning: str, get: Callable[[GpuProcess], Value]) -> Name:
+    return Name(kind, True, meaning, lambda place: None if place.process is None else get(place.process))
+
+
+def _of_device(kind: str, meaning: str, get: Callable[[Device], Value]) -> Name:
+    return Name(kind, False, meaning, lambda place: get(place.device))
+
+
+def _run_time(place: NameSource) -> Value:
+    started = place.process.start_time if place.process else None
+    return None if started is None else place.view.clock - started
+
+
+def _groups(place: NameSource) -> Value:
+    uid = place.process.uid if place.process else None
+    return None if uid is None else place.view.groups.get(uid)
+
+
+def _claimed(place: NameSource) -> Value:
+    return bool(claims_on(place.view.snapshot, place.device)) if claims_readable(place.view.snapshot) else None
+
+
+def _claimed_by(place: NameSource) -> Value:
+    records = claims_on(place.view.snapshot, place.device)
+    if not claims_readable(place.view.snapshot) or any(record.uid < 0 for record in records):
+        return None
+    return frozenset(record.user for record in records)
+
+
+def _command(process: GpuProcess) -> Value:
+    return None if process.command is None else " ".join(process.command)[:LONGEST_TEXT]
+
+
+def _process_count(device: Device) -> Value:
+    return len(computing(device)) if device.processes is not None and device.processes_plausible else None
+
+
+# A name about a process makes the whole expression one about processes; without any it is about devices.
+NAMES: dict[str, Name] = {
+    "memory_used": _of_process(BYTES, "of the process on the device", lambda process: process.memory_used),
+    "process_utilization": _of_process(PERCENT, "of the SMs, by the process", lambda process: process.utilization),
+    "run_time": Name(SECONDS, True, "since the start of the process", _run_time),
+    "user": _of_process(TEXT, "name of the user", lambda process: process.user),
+    "uid": _of_process(NUMBER, "number of the user", lambda process: process.uid),
+    "groups": Name(TEXTS, True, "names of the groups of the user: 'students' in groups", _groups),
+    "executable": _of_process(TEXT, "path of the file that runs", lambda process: process.executable),
+    "command": _of_process(TEXT, "the command line, which its user chooses", _command),
+    "container": _of_process(TEXT, "id of the container, unknown outside", lambda process: process.container),
+    "cpu": Name(PERCENT, True, "of one core, by the process", lambda place: place.host.cpu),
+    "host_memory": Name(BYTES, True, "resident, beside the GPU", lambda place: place.host.memory),
+    "network": Name(RATE, True, "of the process, both ways", lambda place: place.host.network),
+    "utilization": _of_device(PERCENT, "of the device", lambda device: device.utilization),
+    "memory_utilization": _of_device(PERCENT, "of its memory's bandwidth", lambda device: device.memory_utilization),
+    "device_memory_used": _of_device(BYTES, "by all processes", lambda device: device.memory_used),
+    "device_memory_free": _of_device(BYTES, "of the device", lambda device: device.memory_free),
+    "device_memory_total": _of_device(BYTES, "of the device", lambda device: device.memory_total),
+    "temperature": _of_device(CELSIUS, "of the device", lambda device: device.temperature),
+    "temperature_slowdown": _of_device(CELSIUS, "at which it slows down", lambda device: device.temperature_slowdown),
+    "power_draw": _of_device(WATTS, "of the device", lambda device: device.power_draw),
+    "power_limit": _of_device(WATTS, "of the device", lambda device: device.power_limit),
+    "device_index": _of_device(NUMBER, "0 is the first device", lambda device: device.index),
+    "model": _of_device(TEXT, "name of the device", lambda device: device.name),
+    "processes": _of_device(NUMBER, "how many compute on the device", _process_count),
+    "claimed": Name(TRUTH, False, "whether the device is claimed", _claimed),
+    "claimed_by": Name(TEXTS, False, "names of the users who have claimed it: user not in claimed_by", _claimed_by),
+}
+NAMES_OF_HOST = frozenset({"cpu", "host_memory", "network"})  # those that RuleView.host is wanted for
+
+LONGEST = 1000  # characters of an expression
+MOST = 200  # words
+DEEPEST = 16  # brackets and nots within each other
+_KEYWORDS = ("and", "or", "not", "in", "like")
+
+_WORD = re.compile(
+    r"""(?P<blank>[ \t\n]+)
+      | (?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>(?:[A-Za-z%°][A-Za-z%°0-9.]*(?:/s)?)?)
+      | (?P<name>[A-Za-z_][A-Za-z0-9_]*)
+      | (?P<text>'[^'\\\n]*'|"[^"\\\n]*")
+      | (?P<sign><=|>=|==|!=|<|>|\+|-|\*|/|\(|\)|\[|\]|,)""",
+    re.VERBOSE,
 )
-from gpuguard.policies.expression_language import Expression as Condition
-from gpuguard.policies.view import RuleView, computing, device_subject, process_subject
-from gpuguard.units import format_bytes, format_duration
+_UNITS: dict[str, Callable[[str], float]] = {  # type -> reader of number and unit together
+    BYTES: parse_bytes, PERCENT: lambda text: float(text.rstrip("%")), SECONDS: parse_duration,
+    CELSIUS: parse_celsius, WATTS: parse_watts, RATE: lambda text: parse_bytes(text[:-2]),
+}  # fmt: skip
+_FORMS = {
+    BYTES: r"[kKMGT]?i?B", PERCENT: r"%", SECONDS: r"(ms|[smhdw])([0-9.]+(ms|[smhdw]))*", CELSIUS: r"°?C",
+    WATTS: r"[mk]?W", RATE: r"[kKMGT]?i?B/s",
+}  # fmt: skip
+_QUOTES = "a text ends with the quote that it began with, and has no \\ in it"
+_ADVICE = {
+    "=": "== compares", "&": "write: and", "|": "write: or", "!": "write: not", ";": "an expression is one condition",
+    "'": _QUOTES, '"': _QUOTES, "**": "there is no power",
+    "//": "write /", ".": "a name has no parts", "{": "lists stand in ( )", "`": "texts stand in ' '",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Token:
+    """One word.  kind: number (with a unit, or without), text, name, sign, end."""
+
+    kind: str
+    text: str
+    column: int  # from 1 on
+    type: str = ""  # of numbers and texts
+    value: Value = None
+
+
+def _fault(column: int, text: str) -> InvalidRequest:
+    return InvalidRequest(f"column {column}: {text}")
+
+
+def _words(expression: str) -> list[Token]:
+    """The words of *expression*, an end behind them.  Raises InvalidRequest with the column of what cannot be read."""
+    if len(expression) > LONGEST:
+        raise _fault(LONGEST, f"an expression has at most {LONGEST} characters, this one {len(expression)}.")
+    found: list[Token] = []
+    place = 0
+    while place < len(expression):
+        match = _WORD.match(expression, place)
+        if match is None:
+            advice = next((advice for start, advice in _ADVICE.items() if expression.startswith(start, place)), "")
+            hint = f": {advice}" if advice else ""
+            raise _fault(place + 1, f"{expression[place]!r} has no meaning here{hint}.")
+        if match["number"]:
+            found.append(_number(match["number"], match["unit"], place + 1))
+        elif match["text"]:
+            found.append(Token("text", match[0], place + 1, TEXT, match[0][1:-1]))
+        elif match.lastgroup != "blank":
+            found.append(Token("name" if match["name"] else "sign", match[0], place + 1))
+        if len(found) > MOST:
+            raise _fault(place + 1, f"an expression has at most {MOST} words.")
+        place = match.end()
+    return [*found, Token("end", "the end", place + 1)]
+
+
+def _number(digits: str, unit: str, column: int) -> Token:
+    whole, _, part = digits.partition(".")
+    if len(whole) > 15 or len(part) > 9:
+        raise _fault(column, "a number has at most 15 digits, and 9 behind the point.")
+    if len(whole) > 1 and whole[0] == "0":
+        raise _fault(column, f"{digits} begins with 0: write {whole.lstrip('0') or '0'}.")
+    if not unit:
+        return Token("number", digits, column, NUMBER, float(digits))
+    for kind, form in _FORMS.items():
+        if re.fullmatch(form, unit):
+            try:
+                return Token("number", digits + unit, column, kind, float(_UNITS[kind](digits + unit)))
+            except InvalidRequest as error:
+                raise _fault(column, str(error)) from error
+    raise _fault(column, f"{unit!r} is no unit: write an amount like {', '.join(EXAMPLES.values())}.")
+
+
+ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+EQUALITY = {"==": operator.eq, "!=": operator.ne}
+_ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+
+Evaluate = Callable[[NameSource], Value]
+
+
+@dataclass(frozen=True)
+class ExpressionPart:
+    """A part of an expression, checked when it is made: its type, where it begins, its value, which cannot raise."""
+
+    type: str
+    word: Token
+    value: Evaluate
+
+
+def _compared(left: ExpressionPart, sign: Token, right: ExpressionPart) -> ExpressionPart:
+    """The comparison of two parts of one type."""
+    if sign.text in ORDER and left.type in (TEXT, TEXTS, TRUTH):
+        raise _fault(sign.column, f"{sign.text} is for amounts, and {left.word.text} is a {left.type}.")
+    if left.type != right.type:
+        raise _fault(right.word.column, _mismatch(left, right))
+    if left.type in (TEXTS, TRUTH):
+        name = left.word.text
+        either = f"{name}, or not {name}" if left.word.kind == "name" else "it without a comparison"
+        way = f"'alice' in {name}" if left.type == TEXTS else either
+        raise _fault(sign.column, f"{name} is a {left.type}: write {way}.")
+    compare: Callable[..., bool] = {**ORDER, **EQUALITY}[sign.text]
+
+    def value(place: NameSource) -> Value:
+        first, second = left.value(place), right.value(place)
+        if left.type != TEXT:
+            first, second = _known_number(first), _known_number(second)
+        return None if first is None or second is None else compare(first, second)
+
+    return ExpressionPart(TRUTH, left.word, value)
+
+
+def _calculated(left: ExpressionPart, sign: Token, right: ExpressionPart) -> ExpressionPart:
+    """Sum, difference, product or quotient; unknown when it is no finite number."""
+    for part in (left, right):
+        if part.type in (TEXT, TEXTS, TRUTH):
+            raise _fault(part.word.column, f"nothing can be calculated with {part.word.text}, a {part.type}.")
+    if sign.text in "+-" and left.type != right.type:
+        raise _fault(right.word.column, _mismatch(left, right))
+    kind = left.type
+    if sign.text == "*" and NUMBER not in (left.type, right.type):
+        raise _fault(sign.column, f"a {left.type} times a {right.type} makes no sense.")
+    if sign.text == "*" and left.type == NUMBER:
+        kind = right.type
+    if sign.text == "/" and right.type != NUMBER:
+        if left.type != right.type:
+            raise _fault(right.word.column, _mismatch(left, right))
+        kind = NUMBER
+
+    def value(place: NameSource) -> Value:
+        first, second = _known_number(left.value(place)), _known_number(right.value(place))
+        if first is None or second is None or (sign.text == "/" and second == 0):
+            return None
+        return _known_number(_ARITHMETIC[sign.text](first, second))
+
+    return ExpressionPart(kind, left.word, value)
+
+
+def _mismatch(left: ExpressionPart, right: ExpressionPart) -> str:
+    for bare, other in ((right, left), (left, right)):
+        if bare.word.kind == "number" and bare.type == NUMBER and other.type in EXAMPLES:
+            return f"{bare.word.text} has no unit: write a {other.type}, like {EXAMPLES[other.type]}."
+    return f"{right.word.text} is a {right.type}, and {left.word.text} is a {left.type}: they cannot be compared."
+
+
+def _must_be_truth(part: ExpressionPart) -> None:
+    """A fault unless *part* is a condition."""
+    if part.type != TRUTH:
+        raise _fault(
+            part.word.column, f"{part.word.text} is a {part.type}, not a condition: compare it with something."
+        )
+
+
+def _join(keyword: str, values: list[Evaluate]) -> Evaluate:
+    """The truths *values*, joined by "and" or "or"."""
+    decisive = keyword == "or"  # one true decides an "or", one false an "and", whatever is unknown
+
+    def value(place: NameSource) -> Value:
+        known: Value = not decisive
+        for evaluate in values:
+            truth = evaluate(place)
+            if truth is decisive:
+                return decisive
+            known = None if truth is None else known
+        return known
+
+    return value
+
+
+def _opposite(value: Evaluate) -> Evaluate:
+    """Not *value*; what is unknown has an unknown opposite."""
+    return lambda place: None if (truth := value(place)) is None else not truth
+
+
+def _known_number(value: Value) -> float | None:
+    """As a float, so that nothing grows without end; None unless it is a number, and finite."""
+    if not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A condition that was read and checked."""
+
+    text: str
+    names: tuple[str, ...]  # that occur, in order
+    evaluate: Evaluate = field(compare=False, repr=False)
+
+    @property
+    def of_process(self) -> bool:
+        """Whether it is about processes, rather than about devices."""
+        return any(NAMES[name].of_process for name in self.names)
+
+    def holds(self, place: NameSource) -> bool:
+        """Whether it is true of *place*; False too when nobody can know."""
+        return self.evaluate(place) is True
+
+
+def parse_expression(text: str) -> Expression:
+    """The condition that *text* says.
+
+    Raises:
+        InvalidRequest: with the column of what is wrong, and what to write.
+    """
+    reader = _Reader(_words(text))
+    condition = reader.condition()
+    if reader.next.kind != "end":
+        raise _fault(reader.next.column, f"{reader.next.text!r} comes after the end of the condition.")
+    _must_be_truth(condition)
+    if not reader.names:
+        raise _fault(1, "this is about nothing on the machine: compare a name, like memory_used > 30GiB.")
+    return Expression(text, tuple(dict.fromkeys(reader.names)), condition.value)
+
+
+class _Reader:
+    """Reads parts from the words, the loosest binding first."""
+
+    def __init__(self, found: list[Token]) -> None:
+        self.words = found
+        self.place = 0
+        self.depth = 0
+        self.names: list[str] = []
+
+    @property
+    def next(self) -> Token:
+        return self.words[self.place]
+
+    def take(self, *texts: str) -> Token | None:
+        """The next word, if it is a sign or keyword of *texts*."""
+        word = self.next
+        if word.kind not in ("sign", "name") or word.text not in texts:
+            return None
+        self.place += 1
+        return word
+
+    def condition(self) -> ExpressionPart:
+        return self._joined("or", lambda: self._joined("and", self._negation))
+
+    def _joined(self, keyword: str, read: Callable[[], ExpressionPart]) -> ExpressionPart:
+        parts = [read()]
+        while self.take(keyword):
+            parts.append(read())
+        if len(parts) == 1:
+            return parts[0]
+        for part in parts:
+            _must_be_truth(part)
+        return ExpressionPart(TRUTH, parts[0].word, _join(keyword, [part.value for part in parts]))
+
+    def _negation(self) -> ExpressionPart:
+        word = self.take("not")
+        if word is None:
+            return self._comparison()
+        self._deeper(word)
+        part = self._negation()
+        self.depth -= 1
+        _must_be_truth(part)
+        return ExpressionPart(TRUTH, word, _opposite(part.value))
+
+    def _comparison(self) -> ExpressionPart:
+        left = self._sum()
+        sign = self.take(*ORDER, *EQUALITY)
+        if sign:
+            part = _compared(left, sign, self._sum())
+        else:
+            negated = self.take("not")
+            sign = self.take("in", "like")
+            if sign is None and negated is None:
+                return left
+            if sign is None:
+                raise _fault(self.next.column, "after this 'not' comes 'in' or 'like'.")
+            value = self._membership(left) if sign.text == "in" else self._likeness(left)
+            part = ExpressionPart(TRUTH, left.word, _opposite(value) if negated else value)
+        if again := self.take(*ORDER, *EQUALITY, "in", "like"):
+            raise _fault(again.column, "one comparison at a time: write a < b and b < c.")
+        return part
+
+    def _sum(self) -> ExpressionPart:
+        part = self._product()
+        while sign := self.take("+", "-"):
+            part = _calculated(part, sign, self._product())
+        return part
+
+    def _product(self) -> ExpressionPart:
+        part = self._atom()
+        while sign := self.take("*", "/"):
+            part = _calculated(part, sign, self._atom())
+        return part
+
+    def _atom(self) -> ExpressionPart:
+        word = self.next
+        if self.take("("):
+            self._deeper(word)
+            part = self.condition()
+            self.depth -= 1
+            if not self.take(")"):
+                raise _fault(self.next.column, f"a ) is missing for the ( in column {word.column}.")
+            return part
+        if word.kind in ("number", "text"):
+            self.place += 1
+            return ExpressionPart(word.type, word, lambda place: word.value)
+        if word.kind != "name" or word.text in _KEYWORDS:
+            raise _fault(word.column, f"a name, a number or a text is expected here, not {word.text!r}.")
+        return self._name(word)
+
+    def _name(self, word: Token) -> ExpressionPart:
+        self.place += 1
+        known = NAMES.get(word.text)
+        if self.next.text == "(" and self.next.kind == "sign":
+            raise _fault(self.next.column, f"{word.text!r} cannot be called: there are no functions.")
+        if known is None:
+            near = get_close_matches(word.text, NAMES, n=1)
+            advice = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(NAMES)}."
+            raise _fault(word.column, f"there is no name {word.text!r}.\n{advice}")
+        self.names.append(word.text)
+        return ExpressionPart(known.type, word, known.value)
+
+    def _membership(self, left: ExpressionPart) -> Evaluate:
+        if self.next.kind == "name" and self.next.text in NAMES:
+            right = self._name(self.next)
+            if right.type != TEXTS or left.type != TEXT:
+                raise _fault(right.word.column, f"{right.word.text} is no list: compare with == .")
+            among: Evaluate = right.value
+        else:
+            several = self._list(left)
+            among = lambda place: several  # noqa: E731
+
+        def value(place: NameSource) -> Value:
+            item, found = left.value(place), among(place)
+            return item in found if item is not None and isinstance(found, frozenset) else None
+
+        return value
+
+    def _list(self, left: ExpressionPart) -> frozenset[float | str]:
+        if left.type not in (TEXT, NUMBER):
+            raise _fault(left.word.column, f"'in' is for texts and plain numbers, and this is a {left.type}.")
+        opening = self.take("(", "[")
+        if opening is None:
+            raise _fault(self.next.column, "after 'in' comes a list, like ('alice', 'bob').")
+        closing = ")" if opening.text == "(" else "]"
+        listed: set[float | str] = set()
+        while not self.take(closing):
+            word = self.next
+            if word.type != left.type or not isinstance(word.value, (float, str)):
+                raise _fault(word.column, f"{word.text!r} is no {left.type}, and the list is compared with one.")
+            self.place += 1
+            listed.add(word.value)
+            if not self.take(",") and self.next.text != closing:
+                raise _fault(self.next.column, f"a , or {closing} is missing in the list.")
+        if not listed:
+            raise _fault(opening.column, "the list is empty.")
+        return frozenset(listed)
+
+    def _likeness(self, left: ExpressionPart) -> Evaluate:
+        glob = self.next
+        if left.type != TEXT:
+            raise _fault(left.word.column, f"'like' is for texts, and this is a {left.type}.")
+        if glob.kind != "text" or not isinstance(glob.value, str):
+            raise _fault(glob.column, "after 'like' comes a text with * for anything, like '/opt/*'.")
+        self.place += 1
+        pattern = glob.value  # which the admin wrote; the text is its user's
+
+        def value(place: NameSource) -> Value:
+            text = left.value(place)
+            return fnmatchcase(text[:LONGEST_TEXT], pattern) if isinstance(text, str) else None
+
+        return value
+
+    def _deeper(self, word: Token) -> None:
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise _fault(word.column, f"more than {DEEPEST} brackets and nots within each other.")
+
 
 _LONGEST_SHOWN = 80  # characters
 _SHOWN: dict[str, Callable[[float], str]] = {
@@ -51,11 +544,11 @@ class ExpressionRule:
         when: {expression: {expr: "memory_used > 30GiB and utilization < 5% and user not in ('bob',)"}}
     """
 
-    expr: Annotated[Condition, parse_expression]
+    expr: Annotated[Expression, parse_expression]
 
     @property
     def looks_at_host(self) -> bool:
-        """Whether it judges by View.host."""
+        """Whether it judges by RuleView.host."""
         return not NAMES_OF_HOST.isdisjoint(self.expr.names)
 
     def check(self, view: RuleView) -> Iterator[Finding]:
