@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
+import test_breaker
 import test_engine
-import test_restraint
 import test_scope
 from builders import GIB, a_claim_record, a_device, a_process, a_uuid
 from ladders import START, Finds, Processes, Watch, a_policy, actions, busy, kinds, pids
@@ -359,19 +359,19 @@ FAULTS = {
     ),
     "the breaker is ignored": (
         escalation, "_breaker", lambda due: (set(), []),
-        test_restraint.test_the_breaker_lets_nobody_be_hit_when_too_many_users_would_be,
+        test_breaker.test_the_breaker_lets_nobody_be_hit_when_too_many_users_would_be,
     ),
     "the effect is not awaited": (
         escalation, "EFFECT_SECONDS", 0.0,
-        lambda: test_restraint.test_one_process_per_device_is_hit_until_its_effect_is_seen(True),
+        lambda: test_breaker.test_one_process_per_device_is_hit_until_its_effect_is_seen(True),
     ),
     "an effect is taken for seen": (
         escalation, "_is_seen", lambda *_: True,
-        lambda: test_restraint.test_one_process_per_device_is_hit_until_its_effect_is_seen(False),
+        lambda: test_breaker.test_one_process_per_device_is_hit_until_its_effect_is_seen(False),
     ),
     "blindness does not count": (
         view.SampleIndex, "blindness", nothing,
-        test_restraint.test_nothing_destructive_happens_on_a_device_whose_processes_cannot_be_seen,
+        test_breaker.test_nothing_destructive_happens_on_a_device_whose_processes_cannot_be_seen,
     ),
     "exemptions are ignored": (
         scope, "_is_in", lambda *_, unknown: not unknown,

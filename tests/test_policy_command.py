@@ -15,6 +15,7 @@ from policy_page import PAGE, with_tables
 from test_policyfile import EVERY_KEY
 
 from gpuguard.enforcement.actions import ACTION_KEYS, ACTIONS
+from gpuguard.enforcement.by_hand import BY_HAND
 from gpuguard.notify.targets import TARGETS
 from gpuguard.policies.files.decoder import keys_of
 from gpuguard.policies.files.keys import (
@@ -27,6 +28,7 @@ from gpuguard.policies.files.keys import (
     StepKeys,
 )
 from gpuguard.policies.files.loader import parse
+from gpuguard.policies.policy import KILL_AFTER
 from gpuguard.policies.rules import RULES
 from gpuguard.views.policy import sentences
 from gpuguard.views.policy_language import SECTIONS, describe, json_schema, key_texts
@@ -437,3 +439,10 @@ def test_an_exemption_that_ends_one_day_keeps_nobody_apart():
     text = two("except: {users: [alice], until: 2999-01-01}", "only: {users: [alice]}", when=MARKED)
 
     assert warnings(text) == [f"'a' {NOTHING}"]
+
+
+def test_what_is_said_of_the_time_before_a_kill_is_the_time_that_is_kept():
+    kept = f"{KILL_AFTER:.0f} s"
+
+    assert kept in BY_HAND["kill"]
+    assert kept in (ACTION_KEYS["kill"].__doc__ or "")

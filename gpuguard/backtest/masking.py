@@ -75,7 +75,7 @@ class Mask:
         }
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """A packed sample (see tape.pack) with masks."""
+        """A packed sample (see recordings.pack) with masks."""
         return {
             "snapshot": self._noun("snapshot", sample["snapshot"]),
             "host": {identity: self._noun("host", use) for identity, use in sample["host"].items()},

@@ -1,7 +1,7 @@
 """Unit tests of policies: machines that never were, sample by sample, and the steps that must come of them.
 
-A file of tests is YAML beside the policy file; the fields of File and Test are its keys.  Does not compare: see
-trial.
+A file of tests is YAML beside the policy file; the fields of File and Test are its keys.  All of their
+steps must be expected, and each expectation met by a step of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot, Verdict
 from gpuguard.policies.amounts import parse_rate
 from gpuguard.policies.files.decoder import Accounts, Decoder
-from gpuguard.policies.files.loader import PolicyFile, load_policies
+from gpuguard.policies.files.loader import load_policies
 from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, in_order, read_file
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.view import HostUse, RuleView
@@ -261,25 +261,24 @@ def accounts(uid_of: Numbering) -> Accounts:
     return Accounts(user_number=uid_of, group_number=lambda name: 1)
 
 
-def uid_in(uid_of: Numbering, user: str) -> int:
-    """Of a name, or of the uid itself in digits."""
+def _uid_in(uid_of: Numbering, user: str) -> int:
+    """The uid of a name, or the uid itself in digits."""
     return int(user) if user.isdecimal() else uid_of(user)
 
 
-def uuid_of(place: int) -> str:
-    """Of the device with this index."""
+def _uuid_of(place: int) -> str:
     return f"GPU-{place:08x}-0000-4000-8000-{place:012x}"
 
 
 def views(test: Test, policies: Sequence[Policy], uid_of: Numbering) -> Iterator[RuleView]:
     """The samples of *test*, in the order of time."""
     windows = {rule.within for policy in policies for rule in policy.rules if getattr(rule, "within", None)}  # type: ignore[attr-defined]
-    groups = {uid_in(uid_of, user): frozenset(names) for user, names in test.groups.items()}
+    groups = {_uid_in(uid_of, user): frozenset(names) for user, names in test.groups.items()}
     holders: tuple[ProcessKeys | ClaimKeys, ...] = (*test.processes, *test.claims)
-    known = {uid_in(uid_of, each.user): frozenset[str]() for each in holders}
-    spent = {uid_in(uid_of, user): dict.fromkeys(windows, used) for user, used in test.gpu_hours.items()}
+    known = {_uid_in(uid_of, each.user): frozenset[str]() for each in holders}
+    spent = {_uid_in(uid_of, user): dict.fromkeys(windows, used) for user, used in test.gpu_hours.items()}
     given = {
-        uuid_of(place): frozenset(uid_in(uid_of, user) for user in device.scheduled)
+        _uuid_of(place): frozenset(_uid_in(uid_of, user) for user in device.scheduled)
         for place, device in enumerate(test.devices)
         if device.scheduled is not None
     }
@@ -315,7 +314,7 @@ def _process(place: int, keys: ProcessKeys, sample: int, uid_of: Numbering) -> G
         memory_used=_whole(keys.memory, sample),
         kind=keys.kind,
         start_time=_CLOCK + keys.begins - keys.age,
-        uid=uid_in(uid_of, keys.user),
+        uid=_uid_in(uid_of, keys.user),
         user=keys.user,
         utilization=keys.utilization.at(sample) if keys.utilization else None,
         command=keys.command,
@@ -338,9 +337,9 @@ def _claim(place: int, keys: ClaimKeys, test: Test, uid_of: Numbering) -> ClaimR
     own = [each.user == keys.user and bool(set(each.devices) & set(keys.devices)) for each in test.processes]
     return ClaimRecord(
         id=f"claim{place}",
-        uid=uid_in(uid_of, keys.user),
+        uid=_uid_in(uid_of, keys.user),
         user=keys.user,
-        devices=tuple(map(uuid_of, keys.devices)),
+        devices=tuple(map(_uuid_of, keys.devices)),
         pid=_PID + own.index(True) if any(own) else None,
         since=test.starts + keys.begins - keys.age,
     )
@@ -354,7 +353,7 @@ def _device(
     total = int(keys.memory_total)
     return Device(
         index=place,
-        uuid=uuid_of(place),
+        uuid=_uuid_of(place),
         name=keys.model,
         memory_total=total,
         memory_used=used,
@@ -371,11 +370,6 @@ def _device(
 def _whole(series: TestSeries | None, sample: int) -> int | None:
     value = series.at(sample) if series else None
     return None if value is None else int(value)
-
-
-# Runs the tests of a policy file: expected steps against the steps that the engine asks for.
-#
-# Every step must be expected, and every expectation met, each by a step of its own.
 
 
 @dataclass(frozen=True)
@@ -440,59 +434,55 @@ def run_tests(path: str) -> Trial:
     policies = load_policies(where, trusted_owner=False, accounts=accounts(uid_of))
     if policies.faults:
         return Trial(path, where, faults=tuple((where, fault) for fault in policies.faults))
-    unknown = tuple(_unknown_policies(file, policies))
+    known = {policy.name for policy in policies.policies}
+    unknown = [
+        Fault(
+            0,
+            0,
+            f"test {test.name!r}: {file.policies} has no policy {name!r}.",
+            f"Its policies: {', '.join(sorted(known))}.",
+        )
+        for test in file.tests
+        for name in sorted({*test.of, *(step.policy for step in test.expect if step.policy is not None)} - known)
+    ]
     if unknown:
         return Trial(path, where, faults=tuple((path, fault) for fault in unknown))
     outcomes = []
     for test in file.tests:
         judged = [policy for policy in policies.policies if not test.of or policy.name in test.of]
-        got = tuple(_steps(views(test, judged, uid_of), judged, test))
-        outcomes.append(compare(test, got))
+        zone = float(time.localtime(test.starts).tm_gmtoff)
+        steps = [
+            _step(verdict, view, view.snapshot.taken_at - test.starts)
+            for view, judgement in rehearse(views(test, judged, uid_of), judged, interval=test.every, zone=zone)
+            for verdict in judgement.verdicts
+        ]
+        outcomes.append(_compare(test, steps))
     return Trial(path, where, tuple(outcomes))
 
 
-def _unknown_policies(file: File, policies: PolicyFile) -> Iterator[Fault]:
-    known = {policy.name for policy in policies.policies}
-    for test in file.tests:
-        named = {*test.of, *(each.policy for each in test.expect if each.policy is not None)}
-        for name in sorted(named - known):
-            hint = f"Its policies: {', '.join(sorted(known))}."
-            yield Fault(0, 0, f"test {test.name!r}: {file.policies} has no policy {name!r}.", hint)
-
-
-def _steps(samples: Iterator[RuleView], policies: Sequence[Policy], test: Test) -> Iterator[Got]:
-    zone = float(time.localtime(test.starts).tm_gmtoff)
-    for view, judgement in rehearse(samples, policies, interval=test.every, zone=zone):
-        for verdict in judgement.verdicts:
-            yield _got(verdict, view, view.snapshot.taken_at - test.starts)
-
-
-def _got(verdict: Verdict, view: RuleView, at: float) -> Got:
+def _step(verdict: Verdict, view: RuleView, at: float) -> Got:
     finding = verdict.finding
-    users = {each.user for each in finding.processes if each.user} | ({finding.subject.user} - {None})
+    users = {process.user for process in finding.processes} | {finding.subject.user}
     device = view.snapshot.device(finding.subject.device) if finding.subject.device else None
     names = tuple(sorted(user for user in users if user))
     return Got(at, verdict.policy, verdict.action, names, device.index if device else None, finding.why)
 
 
-def compare(test: Test, got: Sequence[Got]) -> TestOutcome:
+def _compare(test: Test, got: Sequence[Got]) -> TestOutcome:
     """Give each expectation a step of its own; the one with most demands chooses first."""
     left = list(got)
     missing = []
-    for expected in sorted(test.expect, key=lambda each: -sum(value is not None for value in vars(each).values())):
-        found = next((each for each in left if _meets(each, expected, test.every)), None)
-        if found is None:
-            missing.append(expected)
+    for expected in sorted(test.expect, key=lambda step: -sum(value is not None for value in vars(step).values())):
+        for step in left:
+            if (
+                expected.at <= step.at < expected.at + test.every
+                and step.action == expected.action
+                and expected.policy in (None, step.policy)
+                and (expected.user is None or expected.user in step.users)
+                and expected.device in (None, step.device)
+            ):
+                left.remove(step)
+                break
         else:
-            left.remove(found)
-    return TestOutcome(test.name, tuple(got), tuple(sorted(missing, key=lambda each: each.at)), tuple(left))
-
-
-def _meets(got: Got, expected: Expected, every: float) -> bool:
-    return (
-        expected.at <= got.at < expected.at + every
-        and got.action == expected.action
-        and expected.policy in (None, got.policy)
-        and (expected.user is None or expected.user in got.users)
-        and expected.device in (None, got.device)
-    )
+            missing.append(expected)
+    return TestOutcome(test.name, tuple(got), tuple(sorted(missing, key=lambda step: step.at)), tuple(left))

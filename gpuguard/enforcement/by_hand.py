@@ -1,9 +1,9 @@
 """A signal that a user sends by hand, from `gpuguard top`, as carefully as the guard sends its own.
 
 Every check of preflight holds, on a sample taken after the question, the line in the audit log comes first, and the
-limits of the guard hold too: three signals a minute, SIGKILL only 30 s after SIGTERM.  What falls away is the grace for
-a person in front of a terminal, who is the one that asks.  A user reaches only processes of their own; root those of
-people, never those of root or of the system.  Asks for no confirmation: see top.app.
+limits of the guard hold too: three signals a minute, SIGKILL only KILL_AFTER after SIGTERM.  What falls away is the
+grace for a person in front of a terminal, who is the one that asks.  A user reaches only processes of their own; root
+those of people, never those of root or of the system.  Asks for no confirmation: see top.app.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.enforcement.signals import GONE
 from gpuguard.model import WHO_FIELDS, Event, Finding, Subject, Verdict
+from gpuguard.policies.policy import KILL_AFTER
 from gpuguard.procfs import boot_clock
 from gpuguard.users import user_name
 
 # Nothing that asks for a handler or for options: checkpoint and renice are for policies, which name them.
 BY_HAND = {
     "terminate": "SIGTERM: end it, it may save first",
-    "kill": "SIGKILL: end it at once (30 s after SIGTERM)",
+    "kill": f"SIGKILL: end it at once ({KILL_AFTER:.0f} s after SIGTERM)",
     "pause": "SIGSTOP: stop it for a while",
     "resume": "SIGCONT: let it go on",
 }

@@ -223,9 +223,9 @@ def _alone_too_many(due: Iterable[DueStep], policy: Policy) -> Subject | None:
     of_user: dict[int, set[ProcessIdentity]] = {}
     names: dict[int, str | None] = {}
     for process in (process for step in due for process in step.finding.processes):
-        if process.uid is not None and process.start_time is not None:
-            of_user.setdefault(process.uid, set()).add((process.pid, process.start_time))
-            names[process.uid] = process.user
+        assert process.uid is not None and process.start_time is not None  # the scope lets nobody else through
+        of_user.setdefault(process.uid, set()).add((process.pid, process.start_time))
+        names[process.uid] = process.user
     most = max(of_user, key=lambda uid: (len(of_user[uid]), uid), default=None)
     if most is None or len(of_user[most]) <= policy.at_most_processes:
         return None

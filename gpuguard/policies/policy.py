@@ -24,7 +24,7 @@ ON_PROCESSES = frozenset({"checkpoint", "terminate", "kill", "pause", "resume", 
 
 # Seconds between SIGTERM and SIGKILL.  A job needs them to write its checkpoint and the driver to give memory back;
 # a SIGKILL in the middle of that has wedged devices (NVIDIA/dcgm-exporter#84).
-# The guard keeps to it, whatever a policy says.
+# The guard and signals by hand keep to it, whatever a policy says.
 KILL_AFTER = 30.0
 
 Options = tuple[tuple[str, float | int | str | bool | None], ...]
@@ -92,7 +92,7 @@ class Policy:
         steps: the escalation.
 
     Raises:
-        InvalidRequest: it contradicts itself; so does a kill without a terminate at least 30 s before it.
+        InvalidRequest: it contradicts itself; so does a kill without a terminate KILL_AFTER before it.
     """
 
     name: str
@@ -121,19 +121,16 @@ class Policy:
         times = (self.hold, self.start_grace, self.cooldown, *(step.after for step in self.steps))
         if not all(0 <= seconds < float("inf") for seconds in times):
             raise InvalidRequest(f"policy {self.name} has a duration that is negative or endless.")
-        _refuse_sudden_kills(self.name, self.steps)
-
-
-def _refuse_sudden_kills(name: str, steps: tuple[Step, ...]) -> None:
-    since_terminate: float | None = None
-    for step in steps:
-        since_terminate = None if since_terminate is None else since_terminate + step.after
-        if step.action == "kill" and (since_terminate is None or since_terminate < KILL_AFTER):
-            raise InvalidRequest(
-                f"policy {name} kills without warning: put a `terminate` at least {KILL_AFTER:.0f}s before the `kill`."
-            )
-        if step.action == "terminate":
-            since_terminate = 0.0
+        since_terminate: float | None = None
+        for step in self.steps:
+            since_terminate = None if since_terminate is None else since_terminate + step.after
+            if step.action == "kill" and (since_terminate is None or since_terminate < KILL_AFTER):
+                raise InvalidRequest(
+                    f"policy {self.name} kills without warning: "
+                    f"put a `terminate` at least {KILL_AFTER:.0f}s before the `kill`."
+                )
+            if step.action == "terminate":
+                since_terminate = 0.0
 
 
 def why_inapplicable(step: Step, finding: Finding) -> str | None:
