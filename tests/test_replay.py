@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import replay as benchmark
 from sources import ROOT
-from test_tape import SECRETS, a_view
+from test_recordings import SECRETS, a_view
 
 from gpuguard import model
 from gpuguard.backends.replay import RecordingWriter
