@@ -113,14 +113,6 @@ def test_command_lines_of_any_length_hide_the_state_from_nobody(directory, alive
     assert {(process.user, process.command) for process in found.devices[0].processes or ()} == {("alice", None)}
 
 
-def test_the_daemon_itself_keeps_what_it_does_not_tell(directory):
-    process = a_process(executable="/home/alice/x")
-    before = dict(vars(process))
-    source.write_state(directory, replace(A_SNAPSHOT, devices=(a_device(processes=(process,)),)), 10.0)
-
-    assert vars(process) == before
-
-
 def test_hidden_processes_stay_hidden(directory, alive, monkeypatch):
     monkeypatch.setattr(source, "_processes_are_hidden", lambda: True)
     source.write_state(directory, A_SNAPSHOT, 10.0)
