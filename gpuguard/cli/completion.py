@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 from gpuguard.backends.client import open_worker
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import read_records
+from gpuguard.cli import COMMANDS, subcommand
+from gpuguard.cli.parser import Parser
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESS_DETAILS, PROCESSES, Device, Snapshot
 from gpuguard.queue.reservations import read_reservations
@@ -218,9 +220,6 @@ def _script(shell: str) -> str:
 
 def whole_parser() -> argparse.ArgumentParser:
     """One parser for `gpuguard` and all of its commands, which else are made one at a time."""
-    from gpuguard.cli import COMMANDS, subcommand
-    from gpuguard.cli.parser import Parser
-
     parser = Parser(prog="gpuguard")
     parser.add_argument("-V", "--version", action="store_true", help="show the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
