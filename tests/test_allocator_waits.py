@@ -92,6 +92,17 @@ def test_a_job_that_ends_before_the_other_starts_is_not_held_back(directory: Loc
         assert len(short) == 1
 
 
+def test_no_more_than_the_least_is_taken_while_others_wait(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0), a_device(1), a_device(2))
+    with acquire(machine, Request(), directory, time_limit=HOUR):
+        first = OwnTicket(directory, ticket_content(Ticket("", 0, "", 0.0, (Request(num_gpus=3),), pid=os.getpid())))
+        with acquire(machine, Request(max_gpus=2), directory, time_limit=60) as claim:
+            assert len(claim) == 1
+        first.leave()
+        with acquire(machine, Request(max_gpus=2), directory, time_limit=60) as claim:
+            assert len(claim) == 2
+
+
 # A reservation
 
 

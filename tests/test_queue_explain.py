@@ -15,7 +15,7 @@ from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import run_command_line
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
-from gpuguard.queue.explain import start_text
+from gpuguard.queue.explain import kept_for_others, position_text, start_text
 from gpuguard.queue.reservations import clock_text
 from gpuguard.queue.state import QueueFacts, QueueState
 from gpuguard.queue.tickets import OwnTicket, new_ticket, read_tickets, ticket_content
@@ -50,6 +50,22 @@ def test_what_needs_no_plan():
     assert explained(a_position(devices=())) == "too far behind for a plan"
     assert explained(a_position(start=NOW + 7200)) == "starts in about 2h"
     assert explained(a_position(start=NOW - 5)) == "starts in about 0s"
+
+
+def test_a_request_that_is_not_queued_yet_has_no_number():
+    denied, queued = a_position("denied", after="its user may make no claim now"), a_position(number=2, now=True)
+    queue = a_queue(denied, queued)
+
+    assert position_text(denied, queue) == "not in line yet: its user may make no claim now"
+    assert position_text(queued, queue) == "number 2 of 2 in line, starts now"
+
+
+def test_what_others_may_claim_now_is_kept_for_them_but_a_share_not_from_shares():
+    share = Request(share=True, memory=2**30)
+    mine, other = a_position(), a_position("other", now=True, user="bob", devices=(SECOND,), request=share)
+
+    assert kept_for_others(a_queue(other, mine), "mine") == {SECOND: "about to be claimed by bob, who waited for it"}
+    assert kept_for_others(a_queue(other, a_position(request=share)), "mine") == {}
 
 
 def test_what_would_delay_a_request_before_it():
