@@ -108,7 +108,7 @@ def locked_by(pid: int | str, uid: int, seconds: float, *, whole: bool = False) 
         TimeoutError: with *whole*, when not all could be read in that time.
         OSError: it is gone, or not ours to see.
     """
-    until, found = time.monotonic() + seconds, dict[int, str]()
+    until, locked = time.monotonic() + seconds, dict[int, str]()
     try:
         for number in os.listdir(f"/proc/{pid}/fd"):
             target = target_of(pid, number)
@@ -120,10 +120,10 @@ def locked_by(pid: int | str, uid: int, seconds: float, *, whole: bool = False) 
                     raise TimeoutError
                 break
             if inode := locked_inode(pid, number):
-                found[int(number)] = inode
+                locked[int(number)] = inode
     except PermissionError:
         return locked_files(pid, uid, seconds, whole=whole) if may_see_locks(pid) else {}
-    return found
+    return locked
 
 
 def held_by_no_process(directory: LockDirectory, names: Iterable[str]) -> set[str]:
@@ -139,13 +139,13 @@ def held_by_no_process(directory: LockDirectory, names: Iterable[str]) -> set[st
     inodes = {inode: name for name in names if (inode := inode_of(directory.lock_path(name)))}
     if not inodes or not in_first_pid_namespace():
         return set()
-    found = _open_nowhere(inodes.keys())
-    if found:
+    hidden = _open_nowhere(inodes.keys())
+    if hidden:
         with open("/proc/locks", encoding="ascii") as locks:
-            found &= {words[-3] for words in map(str.split, locks) if "FLOCK" in words}
-    if found:
-        found = _open_nowhere(found)
-    return {inodes[inode] for inode in found}
+            hidden &= {words[-3] for words in map(str.split, locks) if "FLOCK" in words}
+    if hidden:
+        hidden = _open_nowhere(hidden)
+    return {inodes[inode] for inode in hidden}
 
 
 def _open_nowhere(inodes: Collection[str]) -> set[str]:
@@ -193,16 +193,16 @@ def _possible_hiders(path: str) -> dict[int, int]:
     Returns:
         pid -> uid
     """
-    inode, found = status_in_place(path).st_ino, dict[int, int]()
+    inode, hiders = status_in_place(path).st_ino, dict[int, int]()
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{entry}/maps", "rb") as maps:
                 keeps = any(words[4] == b"%d" % inode for words in map(bytes.split, maps))
             if keeps or any(_has_descriptors_in_flight(entry, number) for number in os.listdir(f"/proc/{entry}/fd")):
-                found[int(entry)] = os.stat(f"/proc/{entry}").st_uid
+                hiders[int(entry)] = os.stat(f"/proc/{entry}").st_uid
         except OSError:
             continue  # it has ended, or is not ours to see
-    return found
+    return hiders
 
 
 def _has_descriptors_in_flight(pid: str, descriptor: str) -> bool:
@@ -325,16 +325,16 @@ def locked_files(pid: int | str, uid: int, seconds: float, *, whole: bool = Fals
     Args:
         pid: of the process, or "PID/task/TID".
         uid: for which it acts: of no other user anything is unknown when the reader does not come back.
-        seconds: it may take; then it is what was found until then.
+        seconds: it may take; then it is what was read until then.
         whole: raise where that is not all of it.
 
     Raises:
         TimeoutError: with *whole* only.
     """
-    found = _read_by_reader(pid, uid, seconds)
-    if whole and (found is None or not found[2]):
+    answer = _read_by_reader(pid, uid, seconds)
+    if whole and (answer is None or not answer[2]):
         raise TimeoutError
-    return dict(found[0]) if found else {}
+    return dict(answer[0]) if answer else {}
 
 
 def _read_by_reader(pid: int | str, uid: int, seconds: float) -> tuple[list[tuple[int, str]], float, bool] | None:
@@ -353,14 +353,14 @@ def _read_by_reader(pid: int | str, uid: int, seconds: float) -> tuple[list[tupl
                 charge((uid, _KIND), (now := monotonic()) - begun, now)
                 _close()
                 return None
-            found = worker.receive(answers)
+            answer = worker.receive(answers)
         except OSError:  # no further process or file; or it has ended
-            found = None
-        if found is None:
+            answer = None
+        if answer is None:
             _close()
             return None
-        charge((uid, _KIND), found[1], monotonic())
-        return found[0], found[1], found[2]
+        charge((uid, _KIND), answer[1], monotonic())
+        return answer[0], answer[1], answer[2]
 
 
 def hangs(uid: int) -> bool:

@@ -109,12 +109,12 @@ def _encoded(content: Mapping[str, Any]) -> bytes:
 
 
 def write_expected(descriptor: int, when: float) -> None:
-    """Write into a record when (unix time) its job should end: in its place, as a job holds the file it inherited."""
+    """Write into a record, in place, as a job holds the file, when (unix time) its job should end."""
     record = os.pread(descriptor, MAX_BYTES, 0).partition(b"\n")[0]
-    place = record.rfind(_EXPECTED) + len(_EXPECTED)
-    room = len(record) - len(b"}") - place
+    offset = record.rfind(_EXPECTED) + len(_EXPECTED)
+    room = len(record) - len(b"}") - offset
     if _EXPECTED in record and len(text := b"%.3f" % when) <= room:
-        os.pwrite(descriptor, text.ljust(room), place)
+        os.pwrite(descriptor, text.ljust(room), offset)
 
 
 def read_records(directory: LockDirectory) -> list[ClaimRecord]:

@@ -85,7 +85,7 @@ def calendar(
         for uuid, span in _kept(group, availability, now, order):
             # Not its GPU with an instance: that cannot be had whole, and its other instances stay free.
             spans.setdefault(uuid, []).append(span)
-    return {uuid: sorted(found, key=lambda span: span.begins) for uuid, found in spans.items()}
+    return {uuid: sorted(kept, key=lambda span: span.begins) for uuid, kept in spans.items()}
 
 
 def _groups(reservations: Sequence[Reservation]) -> list[list[Reservation]]:
@@ -111,19 +111,19 @@ def _kept(
     that began on a device which another one needs later could not move: each gets devices of its own.
     """
     if not _alike(group):
-        found = _matched(group, availability, now, order)
+        matched = _matched(group, availability, now, order)
         return [
             (uuid, ReservedSpan(max(now, reservation.begins), reservation.ends, reservation))
-            for uuid, reservation in found.items()
+            for uuid, reservation in matched.items()
         ]
     borders = {max(now, when) for reservation in group for when in (reservation.begins, reservation.ends)}
     freed = {when for when in availability.free_at.values() if min(borders) < when < max(borders)} - borders
-    spans, found = [], dict[str, Reservation]()
+    spans, matched = [], dict[str, Reservation]()
     for begins, ends in pairwise(sorted(borders | freed)):
         active = [reservation for reservation in group if reservation.begins <= begins < reservation.ends]
-        before = found if begins in freed else {}  # a reservation keeps the devices that it has
-        found = _matched(active, availability, begins, sorted(order, key=lambda uuid: uuid not in before))
-        spans += [(uuid, ReservedSpan(begins, ends, reservation)) for uuid, reservation in found.items()]
+        before = matched if begins in freed else {}  # a reservation keeps the devices that it has
+        matched = _matched(active, availability, begins, sorted(order, key=lambda uuid: uuid not in before))
+        spans += [(uuid, ReservedSpan(begins, ends, reservation)) for uuid, reservation in matched.items()]
     return spans
 
 

@@ -95,7 +95,7 @@ def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) ->
     """The ticket or the reservation that it would delay; of a reservation also when it starts instead, or could."""
     if other := queue.of(delayed):
         return f"{other.ticket.user}'s request for {other.ticket.num_gpus}, which came before"
-    reservation = next((found for found in queue.facts.reservations if found.key == delayed), None)
+    reservation = next((reserved for reserved in queue.facts.reservations if reserved.key == delayed), None)
     if reservation is None:
         return f"reservation {delayed}"
     text = f"the reservation of {reservation.user} {_from_or_until(reservation, queue.now)}"

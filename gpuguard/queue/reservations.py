@@ -213,16 +213,16 @@ def _beyond(reservation: Reservation, keys: ReservationKeys, before: int) -> str
 
 
 def _no_room(reservation: Reservation, uuids: Collection[str]) -> str:
-    there = len(set(reservation.devices) & set(uuids))
-    if there < reservation.num_gpus:
-        return f"only {there} of its devices {'is' if there == 1 else 'are'} there"
+    present = len(set(reservation.devices) & set(uuids))
+    if present < reservation.num_gpus:
+        return f"only {present} of its devices {'is' if present == 1 else 'are'} there"
     return "earlier reservations leave too few devices at that time"
 
 
 def clock_text(when: float, now: float) -> str:
     """A time for people: ``"09:00"`` today, else ``"Sat 21 Nov 09:00"``."""
-    there = time.localtime(when)
-    return time.strftime("%H:%M" if there[:3] == time.localtime(now)[:3] else "%a %d %b %H:%M", there)
+    local = time.localtime(when)
+    return time.strftime("%H:%M" if local[:3] == time.localtime(now)[:3] else "%a %d %b %H:%M", local)
 
 
 def read_reservations(directory: LockDirectory, now: float) -> tuple[list[Reservation], list[IgnoredFile], Arrivals]:

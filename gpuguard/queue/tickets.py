@@ -330,7 +330,7 @@ def _ticket_of(content: dict[str, Any], status: os.stat_result, ticket_id: str) 
     if not isinstance(requests, list) or not 1 <= len(requests) <= MOST_ALTERNATIVES:
         raise ValueError("it asks for nothing, or for too much")
     texts = sound_fields(_TicketContent, content, ("after", "note", "command"))
-    said = decode(_TicketContent, {**content, "after": None, "note": None, "command": None, **texts})
+    fields = decode(_TicketContent, {**content, "after": None, "note": None, "command": None, **texts})
     return Ticket(
         id=ticket_id,
         uid=status.st_uid,
@@ -338,14 +338,14 @@ def _ticket_of(content: dict[str, Any], status: os.stat_result, ticket_id: str) 
         # Of the inode: it cannot be backdated, and a ticket that is changed loses its position.
         since=status.st_ctime,
         requests=tuple(as_request(request) for request in requests),
-        priority=checked_number(said.priority, min(PRIORITIES.values()), max(PRIORITIES.values())),
-        time_limit=_seconds(said.time_limit_seconds),
-        expected=_seconds(said.expected_seconds),
-        promise=_seconds(said.promise_unix_seconds, LAST_TIME),
-        after=said.after,
-        pid=checked_number(said.pid, 1, 2**22),
-        note=said.note,
-        command=said.command,
+        priority=checked_number(fields.priority, min(PRIORITIES.values()), max(PRIORITIES.values())),
+        time_limit=_seconds(fields.time_limit_seconds),
+        expected=_seconds(fields.expected_seconds),
+        promise=_seconds(fields.promise_unix_seconds, LAST_TIME),
+        after=fields.after,
+        pid=checked_number(fields.pid, 1, 2**22),
+        note=fields.note,
+        command=fields.command,
     )
 
 
