@@ -131,8 +131,9 @@ def fields_needed(request: Request) -> frozenset[str]:
         MODEL: bool(request.models) or request.strategy == "pack" or request.most > 1,
         TOPOLOGY: request.most > 1 and request.strategy != "first",
         NVLINK: request.most > 1 and request.strategy != "first",
-        # It brings the MIG instances along.
+        # It brings the MIG instances along; and "pack" counts the devices of a node that will do.
         HEALTH: request.mig is not None
+        or request.strategy == "pack"
         or any(selector.upper().startswith("MIG-") or "." in selector for selector in selectors),
     }
     # How many processes there are decides between devices that may be shared; who is out of the running, how crowded a
