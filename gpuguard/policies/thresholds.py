@@ -72,7 +72,7 @@ class TemperatureRule:
     above: degrees Celsius.
     per: device (no action on a process follows) or process (each process that computes there is meant).
 
-    Whoever is on a hot device may not be the cause (a fan, the room, the neighbour): processes are meant only by
+    The user of a hot device may not be the cause (a fan, the room, the neighbour): processes are meant only by
     `per: process`.
 
         when: {temperature: {above: 85C}}

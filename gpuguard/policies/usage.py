@@ -49,7 +49,7 @@ class UnclaimedRule:
 class TrespassRule:
     """A process computes on a device that another user has claimed.
 
-    Whoever holds the lock of the claim is at home there, and so are the other processes of its owner.  In favour of
+    The holder of the lock of the claim is at home there, and so are the other processes of its owner.  In favour of
     the process: root's are taken for containers of the claim, and a lock without a record may be anybody's.
 
     containers: judge processes in containers, too; their user often is not the user who started the container.

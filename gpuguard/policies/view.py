@@ -1,4 +1,4 @@
-"""What a rule may look at: the newest snapshot, the past of the values that rules asked for, and facts about people.
+"""What a rule may judge by: the newest snapshot, the past of the values that rules asked for, and facts about people.
 
 Time comes from the snapshot.  Nothing in here reads anything: watchdog and backtest fill it.
 """

@@ -150,7 +150,7 @@ class BreakerKeys:
 
 @dataclass(frozen=True)
 class StepKeys:
-    """One step of a ladder: the name of an action alone, or its keys.
+    """One step of an escalation: the name of an action alone, or its keys.
 
     Args:
         after: since the step before; for the first step, since the condition has held for `for`.
@@ -169,7 +169,7 @@ class PolicyKeys:
     Args:
         name: unique; small letters, digits and dashes.
         when: one rule with its keys, {all: [rules]} or {any: [rules]}.
-        steps: the ladder, from mild to severe.
+        steps: the escalation, from mild to severe.
         for: how long the condition must hold without a break.
         start_grace: processes and claims younger than this are innocent.
         only: whom it is about; everybody by default.
@@ -204,7 +204,7 @@ class IntervalKeys:
     """How often the machine is looked at: seldom while nothing changes, often while something does.
 
     Args:
-        shortest: while values rise or a ladder is being climbed.
+        shortest: while values rise or an escalation goes on.
         longest: on a quiet machine.
     """
 
