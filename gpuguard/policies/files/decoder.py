@@ -6,7 +6,7 @@ A field is a key (``for_`` is the key ``for``), a field without default is a dut
     Annotated[int, "user"]              one scalar, read by the function of that name in *readers*
     Annotated[tuple, Choice(TABLE)]     {name: value} with a hint for each name of the table
     Annotated[Tag, Tagged("do", ...)]   NAME, or {do: NAME, common keys, keys of the name's dataclass}
-    str int float bool Literal          one scalar; numbers without unit, as plain digits
+    str int bool Literal                one scalar; whole numbers without unit, as plain digits
     tuple[X, ...] frozenset[X]          a list, not empty
     tuple[int, ...]                     users: each is read by the reader "user"
     tuple[str, ...] of a key ..groups   groups: each is read by the reader "group"
@@ -46,7 +46,6 @@ T = TypeVar("T")
 USER, GROUP = "user", "group"  # names of readers
 
 _WHOLE = re.compile(r"(0|[1-9][0-9]{0,14})")
-_DECIMAL = re.compile(r"(0|[1-9][0-9]{0,14})(\.[0-9]{1,9})?")
 _BOOLEANS = {"true": True, "false": False}
 _KINDS = {"scalar": "single value", "sequence": "list", "mapping": "group of keys", "alias": "alias"}
 
@@ -361,19 +360,13 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _decimal(text: str) -> float:
-    if not _DECIMAL.fullmatch(text):
-        raise ValueError(f"{text!r} is not a number: write plain digits, like 3 or 0.5.")
-    return float(text)
-
-
 def _boolean(text: str) -> bool:
     if text not in _BOOLEANS:
         raise ValueError(f"{text!r} is neither true nor false: write one of these two.")
     return _BOOLEANS[text]
 
 
-_SCALARS: dict[Any, Reader] = {str: str, int: _whole, float: _decimal, bool: _boolean}
+_SCALARS: dict[Any, Reader] = {str: str, int: _whole, bool: _boolean}
 
 
 def _sentences(error: ValueError, path: Path) -> tuple[str, str]:
