@@ -22,7 +22,7 @@ from nodes import eventually
 from gpuguard.cli import build_parser
 from gpuguard.cli.serve_ssh import judged
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.fleet.hosts import MOST, VIEWS, asked, command_line, host_names, words_of
+from gpuguard.fleet.hosts import MOST, VIEWS, command_line, host_names, requested_words, words_of
 from gpuguard.fleet.ssh import ERR_MOST, OUT_MOST, FleetQuery, Pool, Reply, ssh_words
 
 
@@ -119,7 +119,7 @@ def test_the_question_of_select_can_be_asked_and_is_the_same_on_the_other_side(h
     hosts("select", "-n", "2", "--model", "RTX*", "--model", "$(id)", "-f", "20GiB", "-S", "--hosts", "b")
 
     (line,) = hosts.asked("b")
-    assert asked(line) == [
+    assert requested_words(line) == [
         "select", "--json", "--num-gpus=2", "--min-free=20GiB", "--model=RTX*", "--model=$(id)", "--strategy=spread",
         "--no-sort",
     ]  # fmt: skip
@@ -138,8 +138,17 @@ def test_every_view_that_can_be_asked_has_these_options(name):
 def test_a_command_line_for_a_shell_comes_back_as_the_same_words():
     words = ["who", "--json", "--user=a b'c", "--device=0"]
 
-    assert asked(command_line(["/opt/x/gpuguard"], words)) == asked(command_line([], words)) == words
-    assert asked("sh -c gpuguard") == asked("gpuguardx who") == asked("gpuguard") == asked("'open") == asked("") == []
+    assert (
+        requested_words(command_line(["/opt/x/gpuguard"], words)) == requested_words(command_line([], words)) == words
+    )
+    assert (
+        requested_words("sh -c gpuguard")
+        == requested_words("gpuguardx who")
+        == requested_words("gpuguard")
+        == requested_words("'open")
+        == requested_words("")
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,7 +224,7 @@ def first_reply(script: str, timeout: float = 60.0) -> Reply:
     """What *script* of a shell, in the place of ssh, comes to."""
     replies: list[Reply] = []
     with Pool(FleetQuery("x", ssh=("sh", "-c", script), timeout=timeout)) as pool:
-        pool.ask(["a"])
+        pool.query(["a"])
         while not replies:
             replies = pool.step(1.0)
     return replies[0]
@@ -244,7 +253,7 @@ def test_the_pool_is_bounded(hosts):
     how = FleetQuery("x", ssh=tuple(hosts.ssh.split()), timeout=60.0, parallel=2)
     started = lambda: sorted(path.stem for path in hosts.place.glob("*.pid"))  # noqa: E731
     with Pool(how) as pool:
-        pool.ask(list("abcdef"))
+        pool.query(list("abcdef"))
         while len(started()) < 2:
             pool.step(0.05)
         for _ in range(5):
@@ -275,11 +284,11 @@ def test_where_few_files_may_be_open_fewer_hosts_are_asked_at_once(hosts, monkey
     monkeypatch.setattr(subprocess, "Popen", start)
     replies: list[Reply] = []
     with Pool(FleetQuery("x", ssh=tuple(hosts.ssh.split()), timeout=60.0)) as pool:
-        pool.ask(list("abcdef"))
+        pool.query(list("abcdef"))
         while pool.waiting_for:
             replies += pool.step(1.0)
         most = 0
-        pool.ask(["g"])
+        pool.query(["g"])
         with pytest.raises(OSError, match="Too many open files"):
             pool.step(1.0)
 
@@ -300,7 +309,7 @@ def test_a_machine_without_ssh_is_told_how_to_get_it(hosts):
     assert done.returncode == 1
     assert "/no/ssh cannot be run: No such file or directory.  Install it (apt-get" in done.stderr
     with pytest.raises(GpuguardError), Pool(FleetQuery("x", ssh=("/no/ssh",))) as pool:
-        pool.ask(["a"])
+        pool.query(["a"])
         pool.step(1.0)
 
 

@@ -38,17 +38,17 @@ def main(args: argparse.Namespace) -> int:
         snapshot, choice = Allocator(backend, directory, [request]).preview(with_reasons=True)
     finally:
         backend.close()
-    turn = _turn(directory, snapshot, request)
+    start = _start_in_queue(directory, snapshot, request)
     outer = outer_devices(os.environ, snapshot.devices)
     limits = ". Note: ".join(filter(None, (outer.reason, outer.warning)))
     if args.json:
-        put([json_text(view.to_json(snapshot, request, choice, limits, turn))], sys.stdout)
+        put([json_text(view.to_json(snapshot, request, choice, limits, start))], sys.stdout)
     else:
-        put(view.to_text(snapshot, request, choice, limits, turn, paint=style(sys.stdout, os.environ)), sys.stdout)
-    return 0 if choice.devices and (turn is None or turn[0]) else 1
+        put(view.to_text(snapshot, request, choice, limits, start, paint=style(sys.stdout, os.environ)), sys.stdout)
+    return 0 if choice.devices and (start is None or start[0]) else 1
 
 
-def _turn(directory: LockDirectory, snapshot: Snapshot, request: Request) -> tuple[bool, str] | None:
+def _start_in_queue(directory: LockDirectory, snapshot: Snapshot, request: Request) -> tuple[bool, str] | None:
     """(whether it could start now, where it would stand in the queue and why); None where no request waits."""
     if not has_queue(directory) or outer_claim(directory):
         return None

@@ -89,7 +89,7 @@ def _shown(args: argparse.Namespace, name: str, lines_of: Callable[..., list[str
     if args.json:
         put([json_text(view.to_json(replies, how.timeout))], sys.stdout)
     else:
-        totals = view.total_lines(replies, width) if name == "who" else view.nobody_lines(replies)
+        totals = view.total_lines(replies, width) if name == "who" else view.idle_queue_lines(replies)
         apart = [""] if any(lines_of(reply, width, paint) for reply in replies) else []
         put([*apart, *totals, *([""] if totals else []), *view.end_lines(replies, width, paint)], sys.stdout)
     return _status(replies)
@@ -148,7 +148,7 @@ def _watch(hosts: Sequence[str], how: FleetQuery, every: float, ascii_only: bool
     """Ask each host every *every* seconds until Ctrl-C, and draw what is known at least each second."""
     known: dict[str, view.KnownHost] = {}
     due = dict.fromkeys(hosts, 0.0)  # monotonic; a host that is being asked is not in it
-    former, paint = signal.signal(signal.SIGTERM, terminal.leave), style(sys.stdout, os.environ)
+    former, paint = signal.signal(signal.SIGTERM, terminal.end_on_signal), style(sys.stdout, os.environ)
     drawn = 0.0
     try:
         sys.stdout.write(terminal.ENTER + terminal.HIDE_CURSOR)
@@ -156,7 +156,7 @@ def _watch(hosts: Sequence[str], how: FleetQuery, every: float, ascii_only: bool
             while True:
                 now = time.monotonic()
                 ready = [host for host in hosts if due.get(host, now + 1) <= now]
-                pool.ask(ready)
+                pool.query(ready)
                 due = {host: at for host, at in due.items() if host not in ready}
                 replies = pool.step(0.2)
                 now = time.monotonic()
@@ -184,9 +184,9 @@ def gathered(
     """The replies of *hosts*, in that order.  *show* makes lines of each, printed as soon as it may be."""
     replies: dict[str, HostReply] = {}
     shown, line = 0, ""
-    signal.signal(signal.SIGTERM, terminal.leave)  # so that no ssh is left behind
+    signal.signal(signal.SIGTERM, terminal.end_on_signal)  # so that no ssh is left behind
     with Pool(how) as pool:
-        pool.ask(hosts)
+        pool.query(hosts)
         while pool.waiting_for:
             fresh = [judged(reply_of(reply)) for reply in pool.step(_STEP)]
             replies.update((reply.host, reply) for reply in fresh)

@@ -375,7 +375,7 @@ def wait_for_claim(
 ) -> Claim:
     """The devices, after a wait in the queue that reports what is missing; Ctrl-C ends this process."""
     progress = WaitProgress(args.quiet)
-    former = _stand_aside_when_stopped(progress)
+    former = _pause_waiting_when_stopped(progress)
     try:
         if args.after is not None:
             _wait_until_over(args, directory, requests, job)
@@ -425,7 +425,7 @@ def _has_ended(claim: str, directory: LockDirectory) -> bool:
     return here and all(held.since is not None for held in probe(directory, uuids))
 
 
-def _stand_aside_when_stopped(progress: WaitProgress) -> Any:
+def _pause_waiting_when_stopped(progress: WaitProgress) -> Any:
     """From now on Ctrl-Z lets other processes lead the queue, and says so, before it stops this one as it always does.
 
     Returns:

@@ -18,7 +18,7 @@ from contextlib import redirect_stdout
 
 from gpuguard import cli
 from gpuguard.errors import InvalidRequest
-from gpuguard.fleet.hosts import VIEWS, asked
+from gpuguard.fleet.hosts import VIEWS, requested_words
 from gpuguard.views.text import json_text, put
 
 LONGEST = 4096  # characters of a question
@@ -50,7 +50,7 @@ def judged(command: str) -> tuple[list[str], str]:
     only = f"this key is for {', '.join(VIEWS)} of gpuguard alone"
     if not command.strip():
         return [], f"no command, and there is no shell here: {only}"
-    words = asked(command) if len(command) <= LONGEST else []
+    words = requested_words(command) if len(command) <= LONGEST else []
     if not words:
         return [], only
     parser = cli.build_parser(words[0])

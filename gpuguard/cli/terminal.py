@@ -130,6 +130,6 @@ def size() -> tuple[int | None, int | None]:
     return terminal.columns or 80, terminal.lines or 24
 
 
-def leave(*_: object) -> NoReturn:
+def end_on_signal(*_: object) -> NoReturn:
     """End as SIGTERM asks for, through the clauses that give the shell's screen back."""
     raise SystemExit(128 + 15)

@@ -141,7 +141,7 @@ def _can_draw() -> bool:
 
 def _plain(feed: SceneFeed, view: ScreenView, scene: Scene, every: float) -> None:
     """Draw it again every *every* seconds until Ctrl-C, always at the same place."""
-    former, history = signal.signal(signal.SIGTERM, terminal.leave), History()
+    former, history = signal.signal(signal.SIGTERM, terminal.end_on_signal), History()
     trouble: str | None = None
     try:
         sys.stdout.write(terminal.ENTER + terminal.HIDE_CURSOR)

@@ -168,7 +168,7 @@ def chosen_devices(snapshot: Snapshot, words: Sequence[str]) -> frozenset[str]:
 def _watch(args: argparse.Namespace, source: SnapshotSource, every: float) -> None:
     """Show it every *every* seconds until Ctrl-C, on a terminal always at the same place."""
     on_screen = terminal.can_redraw(sys.stdout) and not args.json
-    former = signal.signal(signal.SIGTERM, terminal.leave)
+    former = signal.signal(signal.SIGTERM, terminal.end_on_signal)
     lines = _lines(args, source)  # a fault of the first sample ends the command; later ones are shown and may pass
     try:
         if on_screen:

@@ -389,7 +389,7 @@ def act(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[A
     if action.on_process:
         outcomes = []
         for process in preflight.targets(verdict, snapshot):
-            if context.limits.is_settled(verdict, process.identity):
+            if context.limits.is_done(verdict, process.identity):
                 word = SENT if context.is_live(verdict) else DRY_RUN
                 outcomes.append(ActionOutcome(word, "it was done before", process.pid))
                 continue
@@ -419,7 +419,7 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
         return ActionOutcome(UNRECORDED, "nothing could be written down, so nothing was done", pid)
     context.limits.record(action)
     if process:
-        context.limits.settle(verdict, process.identity)
+        context.limits.record_done(verdict, process.identity)
     if not target.live:
         return ActionOutcome(DRY_RUN, pid=pid)
     word, why = do(target)

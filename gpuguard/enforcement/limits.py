@@ -65,7 +65,7 @@ class ActionLimits:
 
     past: list[PastAction] = field(default_factory=list)
     unkillable: dict[ProcessIdentity, tuple[str, ...]] = field(default_factory=dict)  # -> devices not to be touched
-    _settled: deque[tuple[Verdict, ProcessIdentity]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _done: deque[tuple[Verdict, ProcessIdentity]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _wanted: dict[object, float] = field(default_factory=dict)
     _refused: dict[object, object] = field(default_factory=dict)
 
@@ -84,16 +84,16 @@ class ActionLimits:
         lately = sum(past.uid in uids for past in self.past if past.uid is not None)
         return lately, -sum(process.memory_used or 0 for process in processes)
 
-    def settle(self, verdict: Verdict, process: ProcessIdentity) -> None:
+    def record_done(self, verdict: Verdict, process: ProcessIdentity) -> None:
         """Remember that *verdict* was carried out on *process*."""
-        self._settled.append((verdict, process))
+        self._done.append((verdict, process))
 
-    def is_settled(self, verdict: Verdict, process: ProcessIdentity) -> bool:
+    def is_done(self, verdict: Verdict, process: ProcessIdentity) -> bool:
         """Whether that very verdict was: one that means several processes comes again until none of them has to wait.
 
         A second SIGTERM can break off the checkpoint that the first one has started.
         """
-        return any(settled is verdict and identity == process for settled, identity in self._settled)
+        return any(settled is verdict and identity == process for settled, identity in self._done)
 
     def first_wanted(self, key: object, clock: float) -> float:
         """When *key* was asked about for the first time."""

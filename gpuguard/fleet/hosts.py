@@ -113,7 +113,7 @@ def command_line(program: Sequence[str], words: Sequence[str]) -> str:
     return shlex.join([*program, *words])
 
 
-def asked(command: str) -> list[str]:
+def requested_words(command: str) -> list[str]:
     """The words of a command line that came over ssh, from the view on; [] where it is not for gpuguard."""
     try:
         words = shlex.split(command)

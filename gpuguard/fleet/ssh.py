@@ -94,8 +94,8 @@ class Pool:
         """The hosts that have not answered yet, those first that are asked for longest."""
         return [*(query.host for query in self._running.values()), *self._todo]
 
-    def ask(self, hosts: Sequence[str]) -> None:
-        """Ask these, too, as soon as there is room."""
+    def query(self, hosts: Sequence[str]) -> None:
+        """Query these, too, as soon as there is room."""
         self._todo.extend(hosts)
 
     def step(self, seconds: float) -> list[Reply]:

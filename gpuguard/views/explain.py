@@ -33,7 +33,7 @@ def to_text(
     request: Request,
     choice: Choice,
     limits: str = "",
-    turn: tuple[bool, str] | None = None,
+    start: tuple[bool, str] | None = None,
     *,
     paint: Paint = lambda text, _: text,
 ) -> list[str]:
@@ -41,7 +41,7 @@ def to_text(
 
     Args:
         limits: what an outer scheduler or CUDA_VISIBLE_DEVICES allows, "" for no limit.
-        turn: (whether it could start now, its place in the queue in words); None where no request waits.
+        start: (whether it could start now, its place in the queue in words); None where no request waits.
     """
     simulated = "  SIMULATED" * snapshot.simulated
     rows = [row for device in _all(choice) for row in _rows(device, choice)]
@@ -49,11 +49,11 @@ def to_text(
     lines = [f"{neutralise(snapshot.host)}{simulated}: gpuguard run {spelled(request)}"]
     lines += [neutralise(f"limit: {limits}")] if limits else []
     lines += table(rows, paint=lambda cell, _: paint(cell, colours.get(cell.strip(), "")))
-    return [*lines, *_verdict(snapshot, request, choice, turn)]
+    return [*lines, *_verdict(snapshot, request, choice, start)]
 
 
 def to_json(
-    snapshot: Snapshot, request: Request, choice: Choice, limits: str = "", turn: tuple[bool, str] | None = None
+    snapshot: Snapshot, request: Request, choice: Choice, limits: str = "", start: tuple[bool, str] | None = None
 ) -> dict[str, Any]:
     """The object that docs/json.md describes; unknown is None."""
     return {
@@ -61,8 +61,8 @@ def to_json(
         **picked(snapshot, "host", "backend", "simulated", "taken_at"),
         "request": spelled(request),
         "limits": limits or None,
-        "outcome": WAIT if choice.devices and turn and not turn[0] else outcome(snapshot, request, choice),
-        "line": neutralise(turn[1]) if turn else None,
+        "outcome": WAIT if choice.devices and start and not start[0] else outcome(snapshot, request, choice),
+        "line": neutralise(start[1]) if start else None,
         "chosen": [device.uuid for device in choice.devices],
         "devices": [_device_json(device, request, choice) for device in _all(choice)],
     }
@@ -103,11 +103,11 @@ def _rows(device: Device, choice: Choice) -> list[list[str]]:
     return [[device_title(device), "CHOSEN" if device in choice.devices else "ELIGIBLE", ", ".join(facts)]]
 
 
-def _verdict(snapshot: Snapshot, request: Request, choice: Choice, turn: tuple[bool, str] | None) -> list[str]:
+def _verdict(snapshot: Snapshot, request: Request, choice: Choice, start: tuple[bool, str] | None) -> list[str]:
     what = outcome(snapshot, request, choice)
-    position = [f"It would be {neutralise(turn[1])}."] if turn else []
+    position = [f"It would be {neutralise(start[1])}."] if start else []
     names = ", ".join(device_title(device) for device in choice.devices)
-    if what == START and turn and not turn[0]:
+    if what == START and start and not start[0]:
         return [f"It would wait although {names} could be had: others wait before it.", *position]
     if what == START:
         return [f"It would start at once on {names}."]

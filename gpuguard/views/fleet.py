@@ -143,7 +143,7 @@ def queue_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
     return [paint(_fit(title, width), "bold"), *(f"  {line}" for line in body)]
 
 
-def nobody_lines(replies: Sequence[HostReply]) -> list[str]:
+def idle_queue_lines(replies: Sequence[HostReply]) -> list[str]:
     """On how many hosts no request waits."""
     count = sum(reply.answer is not None and not reply.answer.places for reply in replies)
     return [f"Nobody waits on {format_count(count, 'host')}."] if count else []

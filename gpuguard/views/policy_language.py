@@ -130,7 +130,7 @@ def key_texts(noun: type) -> dict[str, str]:
 
 def kind(hint: Any) -> str:
     """How people call what is written there."""
-    origin, arguments, notes = _taken_apart(hint)
+    origin, arguments, notes = _annotation_parts(hint)
     for note in notes:
         if isinstance(note, TaggedChoice):
             return f"one {note.what} with its keys"
@@ -180,7 +180,7 @@ def _described(schema: Schema, text: str) -> Schema:
 
 
 def _schema(hint: Any) -> Schema:
-    origin, arguments, notes = _taken_apart(hint)
+    origin, arguments, notes = _annotation_parts(hint)
     for note in notes:
         if isinstance(note, TaggedChoice):
             return _choice(note)
@@ -236,7 +236,7 @@ def _steps(tagged: Tagged) -> Iterator[Schema]:
         yield own | {"required": [tagged.key, *own.get("required", ())]}
 
 
-def _taken_apart(hint: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+def _annotation_parts(hint: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
     """(origin or the type itself, its arguments, its notes)."""
     notes: tuple[Any, ...] = ()
     while typing.get_origin(hint) is typing.Annotated:
