@@ -327,7 +327,7 @@ def test_only_what_the_request_needs_is_read(fields, groups):
     [
         ({"max_processes": 2}, {model.UTILIZATION}),
         ({"mine_as_free": frozenset({1})}, {model.UTILIZATION, model.PROCESS_DETAILS}),
-        ({"strategy": "pack"}, {model.MODEL}),
+        ({"strategy": "pack"}, {model.MODEL, model.HEALTH}),
     ],
 )
 def test_the_processes_of_all_devices_are_read_where_they_decide(fields, groups):
