@@ -15,6 +15,7 @@ from surroundings import clean_environment, pytest_runtest_setup, pytest_termina
 
 if TYPE_CHECKING:
     from guarded import Scene
+    from nodes import Gpuguard
     from wrapped import Wrapped
 
     from gpuguard.claims.directory import LockDirectory
@@ -54,6 +55,25 @@ def directory(tmp_path: Path) -> LockDirectory:
     from gpuguard.claims.directory import lock_directory
 
     return lock_directory(str(tmp_path / "claims"))
+
+
+@pytest.fixture
+def gpuguard(tmp_path: Path) -> Gpuguard:
+    """The command on a simulated node of two devices."""
+    from nodes import Gpuguard, start
+
+    start(str(tmp_path / "node"), "2xH100-80GB")
+    return Gpuguard(tmp_path, None)
+
+
+@pytest.fixture
+def both_taken(gpuguard: Gpuguard) -> Iterator[subprocess.Popen[str]]:
+    """A job that has both devices of that node."""
+    with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; exec sleep 60") as job:
+        assert job.stdout
+        job.stdout.readline()
+        yield job
+        job.terminate()
 
 
 @pytest.fixture

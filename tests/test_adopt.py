@@ -28,7 +28,6 @@ from gpuguard.errors import ClaimError
 from gpuguard.jobs import adopt
 from gpuguard.model import HEALTH
 
-GIB = 2**30
 ROUNDS = 32
 # Uses the devices that it is named, says so, and starts a child that does so too whenever it is told.
 JOB = """
@@ -258,22 +257,15 @@ def test_in_the_foreground_a_ctrl_c_gives_the_devices_back(node):
 
 
 def test_a_shell_that_captures_the_output_is_not_kept_waiting(node):
-    job = node.job("1")
-    words = node.gpuguard.words("adopt", str(job.pid))
-    said = subprocess.run(words, env=node.gpuguard.environment, capture_output=True, text=True, timeout=20).stdout
-
-    assert said.startswith("GPU 1 · claim ")
+    assert node.gpuguard("adopt", str(node.job("1").pid)).stdout.startswith("GPU 1 · claim ")
 
 
 # Refusals
 
 
-def test_a_process_without_a_device_is_refused(node):
-    assert "uses no GPU now" in node.refusal(node.job("").pid)
-
-
-def test_a_launcher_is_told_of_its_tree(node):
+def test_a_process_without_a_device_is_refused_and_a_launcher_is_told_of_its_tree(node):
     job = node.job("")
+    assert "uses no GPU now" in node.refusal(job.pid)
     worker = node.child(job, "2")
 
     assert f"(pid {worker}): add --tree" in node.refusal(job.pid)
@@ -307,11 +299,8 @@ def test_another_process_of_mine_on_the_same_device_must_be_named_too(node):
 
 
 @pytest.mark.parametrize("word", ["x", "0", "-3", "99999999999"])
-def test_what_is_no_pid_is_a_usage_error(node, word):
+def test_what_is_no_pid_is_a_usage_error_and_one_that_nobody_has_a_refusal(node, word):
     assert node.gpuguard("adopt", "--", word).returncode == 2
-
-
-def test_there_is_no_such_process(node):
     assert "there is no process 4194304" in node.refusal(4194304)
 
 

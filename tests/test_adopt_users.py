@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import Gpuguard
+from nodes import GIB, Gpuguard
 from test_pid_reuse import NAMESPACE, has_a_namespace
 from users import ALICE, BOB, Machine, a_shared_machine
 from wrapped import until
 
 from gpuguard.claims.records import read_records
 
-GIB = 2**30
+pytestmark = pytest.mark.root
 
 
 @pytest.fixture
@@ -47,25 +47,17 @@ def sleepers(machine: Machine) -> Iterator[Any]:
     until(lambda: machine.locked() == [])
 
 
-@pytest.mark.root
-def test_nobody_adopts_the_job_of_another_user(machine, sleepers):
-    his = sleepers(BOB, 3)
-    done = machine(ALICE, "adopt", str(his))
-
-    assert (done.returncode, machine.locked()) == (1, [])
-    assert f"process {his} belongs to {BOB.pw_name}: only its owner or root" in done.stderr
-
-
-@pytest.mark.root
-def test_nobody_claims_a_device_on_which_a_stranger_computes(machine, sleepers):
+def test_nobody_adopts_the_job_of_another_user_or_a_device_on_which_a_stranger_computes(machine, sleepers):
     hers, his = sleepers(ALICE, 2, 3), sleepers(BOB, 3)
-    done = machine(ALICE, "adopt", str(hers))
+    stranger, neighbour = (machine(ALICE, "adopt", str(pid)) for pid in (his, hers))
+    of_two = machine(None, "adopt", str(hers), str(his))
 
-    assert (done.returncode, machine.locked()) == (1, [])
-    assert f"{BOB.pw_name} computes on GPU 3 too (pid {his})" in done.stderr
+    assert [done.returncode for done in (stranger, neighbour, of_two)] == [1, 1, 2]
+    assert f"process {his} belongs to {BOB.pw_name}: only its owner or root" in stranger.stderr
+    assert f"{BOB.pw_name} computes on GPU 3 too (pid {his})" in neighbour.stderr
+    assert machine.locked() == []
 
 
-@pytest.mark.root
 def test_an_adopted_device_is_kept_from_the_other_user_until_the_job_ends(machine, sleepers):
     hers = sleepers(ALICE, *range(8))
     assert machine(ALICE, "adopt", str(hers), "--note", "mine").returncode == 0
@@ -76,7 +68,6 @@ def test_an_adopted_device_is_kept_from_the_other_user_until_the_job_ends(machin
     until(lambda: machine.locked() == [])
 
 
-@pytest.mark.root
 def test_what_root_adopts_belongs_to_the_owner_of_the_job(machine, sleepers):
     hers = sleepers(ALICE, 5)
     said = json.loads(machine(None, "adopt", str(hers), "--json").stdout)
@@ -87,14 +78,6 @@ def test_what_root_adopts_belongs_to_the_owner_of_the_job(machine, sleepers):
     assert owners == [str(ALICE.pw_uid)] * 4
 
 
-@pytest.mark.root
-def test_root_adopts_jobs_of_one_user_at_a_time(machine, sleepers):
-    done = machine(None, "adopt", str(sleepers(ALICE, 1)), str(sleepers(BOB, 2)))
-
-    assert (done.returncode, machine.locked()) == (2, [])
-
-
-@pytest.mark.root
 def test_whoever_is_denied_adopts_nothing(machine, sleepers):
     hers = sleepers(ALICE, 1)
     assert machine(None, "deny", ALICE.pw_name, "--for", "1h").returncode == 0
@@ -157,7 +140,6 @@ print(locked_devices(directory, [device.uuid for device in Simulated(place).samp
 """
 
 
-@pytest.mark.root
 @pytest.mark.skipif(not has_a_namespace(), reason="NOT TESTED: needs a private pid namespace (not in a chroot)")
 def test_a_pid_that_is_used_again_while_it_is_adopted_gets_nothing(tmp_path):
     assert Gpuguard(tmp_path, None)("sim", "start", "4xH100-80GB").returncode == 0

@@ -244,8 +244,9 @@ BORN = {"since": NOW - 3600.0}  # a claim of an hour ago; the machine was starte
         (BORN, {4711: ProcessStat(1, "S", 9000.0)}, True),
         ({"holders": (99,)}, {99: ProcessStat(1, "S", inner_pid=4711)}, False),
         ({"holders": (99,)}, {99: ProcessStat(1, "S")}, True),
+        ({**BORN, "holders": (99,)}, {4711: ProcessStat(1, "S", 6000.0)}, True),
+        ({**BORN, "holders": (4711, 99)}, {4711: ProcessStat(1, "S", 6000.0)}, False),
     ],
-    ids=["unknown pid", "not looked up", "gone", "a zombie", "undated", "lives", "reused", "in a container", "left"],
 )
 def test_a_claim_is_orphaned_when_its_wrapper_has_ended(claim, stats, orphaned):
     snapshot = a_snapshot(a_device(0), claims=(a_claim_record(**{"pid": 4711, **claim}),))

@@ -179,35 +179,43 @@ def test_a_report_by_claim_needs_no_store(said, store, tmp_path):
     assert "abc" in said("report", "--by", "claim")
 
 
+def make_older(store):
+    with sqlite3.connect(store) as connection:
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+
+
 @pytest.mark.parametrize("command", ["report", "history"])
-@pytest.mark.parametrize("damage", ["missing", "torn", "older"])
-def test_a_store_that_is_of_no_use_is_an_error_with_advice_and_is_not_touched(store, capsys, command, damage):
-    if damage == "missing":
-        os.unlink(store)
-    elif damage == "torn":
-        os.truncate(store, 30_000)
-    else:
-        with sqlite3.connect(store) as connection:
-            connection.execute("PRAGMA user_version = 1")
-        connection.close()
+@pytest.mark.parametrize(
+    ("damage", "advice"),
+    [
+        (os.unlink, "`gpuguard daemon` makes it"),
+        (lambda store: os.truncate(store, 30_000), "sets it aside"),
+        (make_older, "sets it aside"),
+    ],
+    ids=["missing", "torn", "older"],
+)
+def test_a_store_that_is_of_no_use_is_an_error_with_advice_and_is_not_touched(store, capsys, command, damage, advice):
+    damage(store)
     place = Path(store).parent
     before = {path.name: path.read_bytes() for path in place.iterdir()}
     status = run_command_line([command, "--since" if command == "report" else "--from", "30d"])
     found = capsys.readouterr()
 
     assert (status, found.out) == (1, "")
-    assert {"missing": "`gpuguard daemon` makes it", "torn": "sets it aside", "older": "sets it aside"}[
-        damage
-    ] in found.err
+    assert advice in found.err
     assert {path.name: path.read_bytes() for path in place.iterdir()} == before
 
 
 def test_reading_leaves_the_store_as_it_was(said, store):
-    before = os.stat(store).st_mtime_ns, sorted(os.listdir(os.path.dirname(store)))
+    def seen() -> tuple[int, list[str]]:
+        return os.stat(store).st_mtime_ns, sorted(os.listdir(os.path.dirname(store)))
+
+    before = seen()
     said("report")
     said("history")
 
-    assert (os.stat(store).st_mtime_ns, sorted(os.listdir(os.path.dirname(store)))) == before
+    assert seen() == before
 
 
 def test_output_without_unicode_is_drawn_in_ascii(store, tmp_path):

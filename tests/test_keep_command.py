@@ -8,19 +8,16 @@ import pwd
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from builders import a_device
 from daemons import a_daemon, somebodys
-from fake_nvml import FakeNvml
 from guarded import SOMEBODY
-from nodes import GIB, eventually, remove
-from users import ALICE, BOB, DEVICES, Machine, install
+from nodes import GIB, eventually
+from users import ALICE, BOB, Machine, a_shared_machine
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import KEPT, Restriction, change, read_restrictions
@@ -248,22 +245,14 @@ def test_the_daemon_ends_at_once_while_a_client_is_connected(tmp_path):
 
 
 @root
-def test_two_users_keep_each_their_own(tmp_path):
-    site, place = (Path(tempfile.mkdtemp(prefix=f"gpuguard-{name}-")) for name in ("site", "users"))
-    for path in (site, place):
-        path.chmod(0o755)
-    install(site)
-    try:
-        with FakeNvml(place, DEVICES) as fake, a_machines_daemon(Machine(place, site, fake, "admin")) as machine:
-            own = machine(BOB, "keep", "--for", "30m", "--reason", "mine")
-            theirs = machine(BOB, "keep", "--for", "30m", "--user", ALICE.pw_name)
-            too_long = machine(BOB, "keep", "--for", "2h")
-            ended = machine(ALICE, "keep", "--end")
-            seen = json.loads(machine(ALICE, "keep", "--list", "--json").stdout)["kept"]
-            marks = read_restrictions(machine.directory, KEPT, time.time())
-    finally:
-        remove(site)
-        remove(place)
+def test_two_users_keep_each_their_own(site):
+    with a_shared_machine(site, "admin") as machine, a_machines_daemon(machine):
+        own = machine(BOB, "keep", "--for", "30m", "--reason", "mine")
+        theirs = machine(BOB, "keep", "--for", "30m", "--user", ALICE.pw_name)
+        too_long = machine(BOB, "keep", "--for", "2h")
+        ended = machine(ALICE, "keep", "--end")
+        seen = json.loads(machine(ALICE, "keep", "--list", "--json").stdout)["kept"]
+        marks = read_restrictions(machine.directory, KEPT, time.time())
 
     assert [done.returncode for done in (own, theirs, too_long, ended)] == [0, 1, 1, 1]
     assert "only root" in theirs.stderr and "1h is the longest" in too_long.stderr
@@ -272,17 +261,17 @@ def test_two_users_keep_each_their_own(tmp_path):
 
 
 @contextmanager
-def a_machines_daemon(machine: Machine) -> Iterator[Machine]:
-    log = str(machine.place / "events.jsonl")
+def a_machines_daemon(machine: Machine) -> Iterator[None]:
     policy = machine.place / "policy.yaml"
     policy.write_text(POLICY.format(longest="1h"))
     policy.chmod(0o600)
+    log = str(machine.place / "events.jsonl")
     words = machine.words("daemon", "--interval", "200ms", "--events", log, "--policy", str(policy))
     environment = {name: value for name, value in machine.environment.items() if name != "LD_LIBRARY_PATH"}
     environment |= {"GPUGUARD_BACKEND": "simulated", "GPUGUARD_SIM_DIR": str(machine.place / "node")}
     with subprocess.Popen(words, env=environment, cwd="/", stderr=subprocess.DEVNULL) as daemon:
         try:
             assert eventually((machine.claims / "daemon.sock").exists)
-            yield machine
+            yield
         finally:
             daemon.terminate()

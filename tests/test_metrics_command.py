@@ -18,11 +18,12 @@ from builders import a_device, a_snapshot
 from daemons import DaemonUnderTest, a_daemon
 from exporters import fetch
 from fake_nvml import FakeNvml
-from nodes import GIB, Gpuguard, a_user, change, eventually, start
+from nodes import GIB, Gpuguard, a_user, change, eventually
 from prometheus_client.parser import text_string_to_metric_families
 from queues import a_ticket
 from test_metrics import the_one
 from test_prometheus import a_server
+from wrapped import until
 
 from gpuguard.metrics import facts
 from gpuguard.metrics.facts import DaemonFacts, EventCounter, RareFields
@@ -30,9 +31,10 @@ from gpuguard.model import CLOCKS, ECC, Event, Gap
 
 
 @pytest.fixture
-def gpuguard(tmp_path):
-    start(str(tmp_path / "node"), "2xH100-80GB")
-    return Gpuguard(tmp_path, None)
+def textfile(tmp_path):
+    """The directory that node_exporter reads."""
+    (tmp_path / "textfile").mkdir()
+    return tmp_path / "textfile"
 
 
 def read(text):
@@ -72,92 +74,87 @@ def test_a_driver_that_cannot_be_reached_is_an_exit_code_and_a_number(gpuguard, 
 
 
 @pytest.mark.parametrize(
-    ("words", "advice"),
+    ("line", "advice"),
     [
-        (["--every", "100ms"], "at least 1s"),
-        (["--serve", "--every", "5s"], "does not go with --serve"),
-        (["--serve", "0.0.0.0:0"], "no password"),
-        (["--serve", "nowhere"], "127.0.0.1:9835"),
-        (["--expose"], "is about --serve"),
-        (["--compat", "nagios"], "invalid choice"),
-        (["--textfile", "/nonexistent"], "no directory"),
-        (["--influx", "127.0.0.1:8086"], "no address"),
-        (["--influx", "http://127.0.0.1:8086/"], "which database"),
-        (["--influx", "http://me:secret@127.0.0.1/write"], "--token-file"),
-        (["--influx", "-", "--compat", "dcgm"], "names for Prometheus"),
-        (["--token-file", "/x"], "is about --influx"),
-        (["--serve", "--textfile", "/tmp"], "not allowed with"),
+        ("metrics --every 100ms", "at least 1s"),
+        ("metrics --serve --every 5s", "does not go with --serve"),
+        ("metrics --serve 0.0.0.0:0", "no password"),
+        ("metrics --serve nowhere", "127.0.0.1:9835"),
+        ("metrics --expose", "is about --serve"),
+        ("metrics --compat nagios", "invalid choice"),
+        ("metrics --textfile /nonexistent", "no directory"),
+        ("metrics --influx 127.0.0.1:8086", "no address"),
+        ("metrics --influx http://127.0.0.1:8086/", "which database"),
+        ("metrics --influx http://me:secret@127.0.0.1/write", "--token-file"),
+        ("metrics --influx - --compat dcgm", "names for Prometheus"),
+        ("metrics --token-file /x", "is about --influx"),
+        ("metrics --serve --textfile /tmp", "not allowed with"),
+        ("daemon --metrics 0.0.0.0:0", "no password"),
+        ("daemon --metrics --once", "does not go with --once"),
+        ("daemon --metrics-expose", "is about --metrics"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_advice(gpuguard, words, advice):
-    done = gpuguard("metrics", *words)
+def test_what_makes_no_sense_is_refused_with_advice(gpuguard, line, advice):
+    done = gpuguard(*line.split())
 
     assert done.returncode == 2 and advice in done.stderr
 
 
-def test_the_file_for_node_exporter_is_whole_and_for_everybody(gpuguard, tmp_path):
-    place = tmp_path / "textfile"
-    place.mkdir()
-    left = place / "gpuguard.prom.0123456789abcdef.new"
+def test_the_file_for_node_exporter_is_whole_and_for_everybody(gpuguard, textfile):
+    left = textfile / "gpuguard.prom.0123456789abcdef.new"
     left.write_text("of a writer that was killed")
     os.utime(left, (0, 0))
-    (place / "other.prom").write_text("another's")
+    (textfile / "other.prom").write_text("another's")
     former = os.umask(0o077)
     try:
-        assert gpuguard("metrics", "--textfile", str(place)).returncode == 0
+        assert gpuguard("metrics", "--textfile", str(textfile)).returncode == 0
     finally:
         os.umask(former)
 
-    assert sorted(os.listdir(place)) == ["gpuguard.prom", "other.prom"]
-    assert stat.S_IMODE((place / "gpuguard.prom").stat().st_mode) == 0o644
-    assert the_one(read((place / "gpuguard.prom").read_text()), "gpuguard_devices") == 2
+    assert sorted(os.listdir(textfile)) == ["gpuguard.prom", "other.prom"]
+    assert stat.S_IMODE((textfile / "gpuguard.prom").stat().st_mode) == 0o644
+    assert the_one(read((textfile / "gpuguard.prom").read_text()), "gpuguard_devices") == 2
 
 
-def test_a_planted_link_is_replaced_and_not_written_through(gpuguard, tmp_path):
-    place, victim = tmp_path / "textfile", tmp_path / "victim"
-    place.mkdir()
+def test_a_planted_link_is_replaced_and_not_written_through(gpuguard, textfile, tmp_path):
+    victim = tmp_path / "victim"
     victim.write_text("mine")
-    (place / "gpuguard.prom").symlink_to(victim)
+    (textfile / "gpuguard.prom").symlink_to(victim)
 
-    assert gpuguard("metrics", "--textfile", str(place)).returncode == 0
-    assert victim.read_text() == "mine" and not (place / "gpuguard.prom").is_symlink()
+    assert gpuguard("metrics", "--textfile", str(textfile)).returncode == 0
+    assert victim.read_text() == "mine" and not (textfile / "gpuguard.prom").is_symlink()
 
 
-def test_what_somebody_left_in_the_directory_keeps_no_page_from_it(gpuguard, tmp_path):
-    place = tmp_path / "textfile"
-    (place / "gpuguard.prom.0123456789abcdef.new").mkdir(parents=True)
+def test_what_somebody_left_in_the_directory_keeps_no_page_from_it(gpuguard, textfile):
+    (textfile / "gpuguard.prom.0123456789abcdef.new").mkdir(parents=True)
 
-    assert gpuguard("metrics", "--textfile", str(place)).returncode == 0
-    assert (place / "gpuguard.prom").exists()
+    assert gpuguard("metrics", "--textfile", str(textfile)).returncode == 0
+    assert (textfile / "gpuguard.prom").exists()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_the_file_goes_when_nobody_writes_it_any_more(gpuguard, tmp_path, signum):
-    place = tmp_path / "textfile"
-    place.mkdir()
-    process = gpuguard.start("metrics", "--textfile", str(place), "--every", "1s")
+def test_the_file_goes_when_nobody_writes_it_any_more(gpuguard, textfile, signum):
+    process = gpuguard.start("metrics", "--textfile", str(textfile), "--every", "1s")
     try:
-        assert eventually((place / "gpuguard.prom").exists)
+        assert eventually((textfile / "gpuguard.prom").exists)
         process.send_signal(signum)
         assert process.wait(20) == 0
     finally:
         process.kill()
         _, said = process.communicate()
 
-    assert (os.listdir(place), said) == ([], "")
+    assert (os.listdir(textfile), said) == ([], "")
 
 
-def test_a_disk_without_room_is_said_once_and_may_pass(gpuguard, tmp_path):
-    place = tmp_path / "textfile"
-    place.mkdir()
-    process = gpuguard.start("metrics", "--textfile", str(place), "--every", "1s")
+def test_a_disk_without_room_is_said_once_and_may_pass(gpuguard, textfile, tmp_path):
+    process = gpuguard.start("metrics", "--textfile", str(textfile), "--every", "1s")
     try:
-        assert eventually((place / "gpuguard.prom").exists)
-        place.rename(tmp_path / "away")
+        assert eventually((textfile / "gpuguard.prom").exists)
+        textfile.rename(tmp_path / "away")
         assert process.stderr and "cannot be written" in process.stderr.readline()
-        (tmp_path / "away").rename(place)
-        (place / "gpuguard.prom").unlink()
-        assert eventually((place / "gpuguard.prom").exists)
+        (tmp_path / "away").rename(textfile)
+        (textfile / "gpuguard.prom").unlink()
+        assert eventually((textfile / "gpuguard.prom").exists)
     finally:
         process.terminate()
         _, said = process.communicate(timeout=20)
@@ -238,17 +235,10 @@ def _asks_again(fake: FakeNvml, target: str, times: int) -> int:
 
 
 def test_it_is_ready_for_others_only_on_purpose(gpuguard):
-    port = _port_of_everybody(gpuguard, "--expose", "gpu7.lab")
-
-    assert port == (200, 421)
-
-
-def _port_of_everybody(gpuguard, *options):
-    process = gpuguard.start("metrics", "--serve", "0.0.0.0:0", *options)
+    process = gpuguard.start("metrics", "--serve", "0.0.0.0:0", "--expose", "gpu7.lab")
     try:
-        assert process.stderr
         port = int(process.stderr.readline().rpartition(":")[2].partition("/")[0])
-        return tuple(_status(port, host) for host in ("gpu7.lab", "evil.example"))
+        assert [_status(port, host) for host in ("gpu7.lab", "evil.example")] == [200, 421]
     finally:
         process.terminate()
         process.communicate(timeout=20)
@@ -282,13 +272,7 @@ policies:
 
 
 def target_of(daemon: DaemonUnderTest) -> str:
-    def found() -> re.Match[str] | None:
-        return re.search(r"serving http://([\d.:]+)/metrics", daemon.said())
-
-    assert eventually(lambda: found() is not None), daemon.said()
-    match = found()
-    assert match
-    return match[1]
+    return str(until(lambda: re.search(r"serving http://([\d.:]+)/metrics", daemon.said()), "it serves")[1])
 
 
 def page_of(daemon: DaemonUnderTest, query: str = ""):
@@ -339,20 +323,6 @@ def test_silent_connections_do_not_hold_up_the_guard(tmp_path):
         assert daemon.end() == 0
         for each in silent:
             each.close()
-
-
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [
-        (["--metrics", "0.0.0.0:0"], "no password"),
-        (["--metrics", "--once"], "does not go with --once"),
-        (["--metrics-expose"], "is about --metrics"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_before_anything_is_watched(tmp_path, words, advice):
-    done = Gpuguard(tmp_path, None)("daemon", *words)
-
-    assert done.returncode == 2 and advice in done.stderr
 
 
 def test_without_the_option_nothing_listens_and_no_clocks_are_read(tmp_path):

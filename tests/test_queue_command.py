@@ -12,7 +12,6 @@ from builders import Machine, a_claim_record, a_device, a_process, a_reservation
 from claiming import acquire
 from test_who import DOCUMENT, documented, printed
 
-from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import run_command_line
 from gpuguard.clusters.slurm import Queued
 from gpuguard.policies.files.decoder import Accounts
@@ -52,9 +51,6 @@ def text(*places, site=None, width=None, **line):
     return to_text(a_line(*places, **line), site or QueueSettings(), width=width)
 
 
-# The screen
-
-
 def test_an_empty_line_says_so():
     assert text() == ["node1: no requests in line (fair share)"]
     assert text(simulated=True) == ["SIMULATED node node1: no requests in line (fair share)"]
@@ -79,14 +75,11 @@ def test_each_request_has_a_row_and_its_prospects_below_it():
     ]
 
 
-def test_a_promise_of_another_day_has_its_date():
-    (_, _, _, below) = text(a_place(start=NOW + 86400, promise=NOW + 90_000))
-
-    assert time.strftime("at the latest %a %d %b %H:%M", time.localtime(NOW + 90_000)) in below
-
-
 @pytest.mark.parametrize("fields", [{"now": True, "promise": NOW + 60}, {"promise": NOW - 60}])
-def test_a_promise_is_not_shown_to_who_starts_now_or_when_it_is_over(fields):
+def test_a_promise_of_another_day_has_its_date_and_one_that_is_over_or_of_now_is_not_shown(fields):
+    later = text(a_place(start=NOW + 86400, promise=NOW + 90_000))[-1]
+
+    assert time.strftime("at the latest %a %d %b %H:%M", time.localtime(NOW + 90_000)) in later
     assert "at the latest" not in text(a_place(**fields))[-1]
 
 
@@ -143,6 +136,7 @@ def test_hostile_text_is_shown_and_does_no_harm(width):
     lines = to_text(a_hostile_line(), QueueSettings(), width=width)
 
     assert all(line.isprintable() for line in lines)
+    assert width or "x" * 300 in "\n".join(lines)  # a pipe gets the whole command line
     assert width is None or all(display_width(line) <= width for line in lines)
 
 
@@ -153,13 +147,6 @@ def test_a_narrow_terminal_folds_the_reason_and_loses_nothing_of_it():
 
     assert len(narrow) > len(wide)
     assert " ".join(line.strip() for line in narrow[3:]) == wide[3].strip()
-
-
-def test_a_pipe_gets_the_whole_command_line():
-    assert "x" * 500 in "\n".join(text(a_place(command=("echo", "x" * 500))))
-
-
-# The JSON
 
 
 def a_full_output():
@@ -203,11 +190,9 @@ def machine(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def queue(machine, tmp_path, capsys):
-    lock_directory(str(tmp_path))
-
+def queue(machine, directory, capsys):
     def run(*words):
-        status = run_command_line(["queue", "--dir", str(tmp_path), *words])
+        status = run_command_line(["queue", "--dir", directory.path, *words])
         output, error = capsys.readouterr()
         assert (status, error) == (0, "")
         return output
@@ -216,13 +201,13 @@ def queue(machine, tmp_path, capsys):
 
 
 @pytest.fixture
-def waits(tmp_path):
+def waits(directory):
     """Puts a ticket of this process into the line."""
     held = []
 
     def put(**fields):
         ticket = a_ticket(**{"pid": os.getpid()} | fields)
-        held.append(OwnTicket(lock_directory(str(tmp_path)), ticket_content(ticket)))
+        held.append(OwnTicket(directory, ticket_content(ticket)))
         return held[-1]
 
     yield put
@@ -230,13 +215,8 @@ def waits(tmp_path):
         ticket.leave()
 
 
-def test_nobody_waits(queue):
-    assert queue().endswith(": no requests in line (fair share)\n")
-    assert json.loads(queue("--json"))["places"] == []
-
-
-def test_who_waits_is_shown_with_the_reason(queue, waits, machine, tmp_path):
-    with acquire(machine, Request(), lock_directory(str(tmp_path)), time_limit=7200):
+def test_who_waits_is_shown_with_the_reason(queue, waits, machine, directory):
+    with acquire(machine, Request(), directory, time_limit=7200):
         ticket = waits(requests=(Request(num_gpus=2),), command=("python", "x.py"), time_limit=60.0)
         (place,) = json.loads(queue("--json"))["places"]
         shown = queue()
@@ -247,16 +227,16 @@ def test_who_waits_is_shown_with_the_reason(queue, waits, machine, tmp_path):
 
 
 def test_looking_at_the_line_does_not_change_it(queue, waits):
+    assert queue().endswith(": no requests in line (fair share)\n")
     ticket = waits()
 
     assert queue("--json") != "" and ticket.counts
     assert [each["id"] for each in json.loads(queue("--json"))["places"]] == [ticket.id]
 
 
-def test_a_torn_ticket_is_named_and_the_others_count(queue, waits, tmp_path):
+def test_a_torn_ticket_is_named_and_the_others_count(queue, waits, directory):
     whole, ignored = waits(), waits()
-    path = lock_directory(str(tmp_path))
-    with open(f"{path.records}/{path.prefix}ticket.{ignored.id}.json", "w") as file:
+    with open(f"{directory.records}/{directory.prefix}ticket.{ignored.id}.json", "w") as file:
         file.write('{"schema": 1, "requests": [')
 
     content = json.loads(queue("--json"))

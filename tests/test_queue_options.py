@@ -12,10 +12,8 @@ import subprocess
 import pytest
 from builders import GIB
 from claimholders import a_holder
-from nodes import Gpuguard, start
 from wrapped import until
 
-from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import build_parser
 from gpuguard.cli.options import add_choice_options, request_of
 from gpuguard.cli.parser import Parser
@@ -127,11 +125,6 @@ def test_a_site_bounds_the_priority_and_that_is_said(tmp_path, monkeypatch, caps
 
 
 @pytest.fixture
-def directory(tmp_path):
-    return lock_directory(str(tmp_path))
-
-
-@pytest.fixture
 def follow(directory):
     """Wait for the end of something; returns what was told."""
 
@@ -237,13 +230,6 @@ def test_a_directory_that_takes_no_ticket_is_said(directory, follow, monkeypatch
 
 
 # As commands, on a simulated node of two devices
-
-
-@pytest.fixture
-def gpuguard(tmp_path):
-    (tmp_path / "claims").mkdir()
-    start(str(tmp_path / "node"), "2xH100-80GB")
-    return Gpuguard(tmp_path, None)
 
 
 @pytest.fixture

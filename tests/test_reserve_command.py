@@ -15,6 +15,7 @@ import pytest
 from nodes import Gpuguard
 from test_who import DOCUMENT, documented, printed
 from users import ALICE, BOB, DEVICES, Machine, a_shared_machine
+from wrapped import until
 
 pytestmark = pytest.mark.root
 
@@ -148,15 +149,10 @@ def test_its_maker_or_root_cancels_it_and_nobody_else(machine):
 
 def test_its_user_goes_before_who_waits_longer_and_the_end_wakes_them(machine):
     roots = reserve(machine, None, "-n", "8", "--for", "1h", "--user", ALICE.pw_name)["id"]
-    waiter = subprocess.Popen(
-        machine.words("run", "--quiet", "-n", "8", *LOOK),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **machine._as(BOB),
-    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    waiter = subprocess.Popen(machine.words("run", "--quiet", "-n", "8", *LOOK), **pipes, **machine._as(BOB))
     try:
-        await_line(machine, 1)
+        until(lambda: list(Path(machine.directory.records).glob("*ticket.*.json")))
         assert machine(ALICE, "run", "--no-wait", "-n", "8", "--", "true").returncode == 0
         assert waiter.poll() is None
         machine(None, "reserve", "--cancel", roots)
@@ -167,13 +163,6 @@ def test_its_user_goes_before_who_waits_longer_and_the_end_wakes_them(machine):
     finally:
         waiter.kill()
         waiter.communicate()
-
-
-def await_line(machine: Machine, count: int) -> None:
-    deadline = time.monotonic() + 20
-    while len(list(Path(machine.directory.records).glob("*ticket.*.json"))) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_missed_reservation_is_over_and_one_whose_user_comes_is_not(machine):

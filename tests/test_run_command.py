@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from builders import GIB, a_device, a_mig_instance
-from nodes import Gpuguard, start
+from nodes import Gpuguard
 from proc import children_of
 from wrapped import until
 
@@ -21,13 +21,6 @@ from gpuguard.cli.run import format_energy, gpus, summary_line
 from gpuguard.run import JobEnd
 
 LOOK = ("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
-
-
-@pytest.fixture
-def gpuguard(tmp_path: Path) -> Gpuguard:
-    (tmp_path / "claims").mkdir()
-    start(str(tmp_path / "node"), "2xH100-80GB")
-    return Gpuguard(tmp_path, None)
 
 
 def events(gpuguard: Gpuguard) -> list[dict[str, object]]:
@@ -81,10 +74,11 @@ def test_the_job_has_the_variables_of_its_caller_and_those_of_its_claim_and_no_o
             assert names - {""} - ours == set(gpuguard.environment) - ours
 
 
-def test_a_program_that_does_not_exist_is_named_without_its_escape_codes(gpuguard):
-    done = gpuguard("run", "--", "no\x1b[2Jsuch")
+@pytest.mark.parametrize("way", [[], ["--exec"]])
+def test_a_program_that_does_not_exist_is_named_without_its_escape_codes(gpuguard, way):
+    done = gpuguard("run", *way, "--", "no\x1b[2Jsuch")
 
-    assert done.returncode == 127
+    assert (done.returncode, claims(gpuguard)) == (127, [])
     assert "gpuguard: no\\x1b[2Jsuch: command not found." in done.stderr
 
 
@@ -120,70 +114,42 @@ def test_gpuguard_inside_the_job_means_the_same_machine_and_claims(gpuguard, tmp
     for name in ("GPUGUARD_DIR", "GPUGUARD_BACKEND", "GPUGUARD_SIM_DIR"):
         del gpuguard.environment[name]
     inner = gpuguard.words("run", "--no-wait", *LOOK)
-    outer = (
-        "run",
-        "--backend",
-        "simulated:node",
-        "--dir",
-        "claims",
-        "--gpus",
-        "1",
-        "--",
-        "sh",
-        "-c",
-        'cd /; "$@"',
-        "sh",
-    )
+    outer = ["run", "--backend", "simulated:node", "--dir", "claims", "--gpus", "1", "--", "sh", "-c"]
 
-    assert gpuguard(*outer, *inner, cwd=tmp_path).stdout == "1\n"
+    assert gpuguard(*outer, 'cd /; "$@"', "sh", *inner, cwd=tmp_path).stdout == "1\n"
 
 
 # When there are not enough
 
 
-def test_without_waiting_the_exit_code_is_75_at_once(gpuguard):
-    with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; exec sleep 60") as wrapper:
-        wrapper.stdout.readline()
-        done = gpuguard("run", "--no-wait", "true")
-        wrapper.terminate()
+@pytest.mark.parametrize(
+    ("words", "code", "why"),
+    [(["--no-wait"], 75, "wanted 1 GPU"), (["--wait", "400ms"], 124, "the time to wait is over")],
+)
+def test_a_run_that_gets_no_device_says_why_by_its_exit_code(gpuguard, both_taken, words, code, why):
+    done = gpuguard("run", *words, "true")
 
-    assert (done.returncode, done.stdout) == (75, "")
-    assert "wanted 1 GPU" in done.stderr
-
-
-def test_when_the_time_to_wait_is_over_the_exit_code_is_124(gpuguard):
-    with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; exec sleep 60") as wrapper:
-        wrapper.stdout.readline()
-        done = gpuguard("run", "--wait", "400ms", "true")
-        wrapper.terminate()
-
-    assert done.returncode == 124
-    assert "the time to wait is over" in done.stderr
+    assert (done.returncode, done.stdout, why in done.stderr) == (code, "", True)
 
 
-def test_a_log_gets_one_line_about_waiting_and_the_job_runs_when_it_can(gpuguard):
-    with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; exec sleep 60") as first:
-        first.stdout.readline()
-        second = gpuguard.start("run", "-n", "2", *LOOK)
-        line = second.stderr.readline()
-        time.sleep(0.6)
-        first.terminate()
-        out, err = second.communicate(timeout=30)
+def test_a_log_gets_one_line_about_waiting_and_the_job_runs_when_it_can(gpuguard, both_taken):
+    second = gpuguard.start("run", "-n", "2", *LOOK)
+    line = second.stderr.readline()
+    time.sleep(0.6)
+    both_taken.terminate()
+    out, err = second.communicate(timeout=30)
 
     assert line.startswith("gpuguard: waiting for ")
     assert (out, err) == ("0,1\n", err) and "waiting for" not in err
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_waiting_ends_by_the_signal_so_that_the_script_around_it_ends_too(gpuguard, signum):
-    with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; exec sleep 60") as first:
-        first.stdout.readline()
-        with gpuguard.start("run", "true") as second:
-            second.stderr.readline()
-            second.send_signal(signum)
-            assert second.wait(timeout=30) == -signum
-            assert "Traceback" not in second.stderr.read()
-        first.terminate()
+def test_waiting_ends_by_the_signal_so_that_the_script_around_it_ends_too(gpuguard, both_taken, signum):
+    with gpuguard.start("run", "true") as second:
+        second.stderr.readline()
+        second.send_signal(signum)
+        assert second.wait(timeout=30) == -signum
+        assert "Traceback" not in second.stderr.read()
 
 
 # What is shown
@@ -281,13 +247,6 @@ def test_with_exec_the_signals_are_as_without_us(gpuguard):
 def signals_in(status: str) -> list[int]:
     """The masks, without 32 and 33: the C library keeps those to itself, and Python 3.13's subprocess ignores them."""
     return [int(line.split()[1], 16) & ~(0b11 << 31) for line in status.splitlines()]
-
-
-def test_with_exec_a_program_that_does_not_exist_is_127(gpuguard):
-    done = gpuguard("run", "--exec", "--", "nonesuch")
-
-    assert (done.returncode, "command not found" in done.stderr) == (127, True)
-    assert claims(gpuguard) == []
 
 
 def test_the_claim_is_kept_by_a_script_that_redirects_each_descriptor_with_one_digit(gpuguard):

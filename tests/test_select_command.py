@@ -10,7 +10,6 @@ import pytest
 from builders import GIB, Machine, a_device, a_mig_instance, a_process, a_uuid
 from claiming import acquire, preview
 
-from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import run_command_line
 from gpuguard.errors import DriverNotFound
 from gpuguard.model import HEALTH
@@ -23,19 +22,16 @@ BUSY = a_device(2, processes=(a_process(pid=812, user="bob"),), memory_used=10 *
 def machine(monkeypatch):
     """Four devices; a process of bob's is on device 2."""
     machine = Machine(a_device(0), a_device(1), BUSY, a_device(3))
-    for command in ("select", "explain"):
-        monkeypatch.setattr(f"gpuguard.cli.{command}.backend_of", lambda args: machine)
+    monkeypatch.setattr("gpuguard.cli.select.backend_of", lambda args: machine)
     return machine
 
 
 @pytest.fixture
-def select(machine, tmp_path, capsys):
+def select(machine, directory, capsys):
     """Run the command; returns (exit code, standard output, standard error)."""
 
-    lock_directory(str(tmp_path))
-
     def run(*words):
-        status = run_command_line(["select", "--dir", str(tmp_path), *words])
+        status = run_command_line(["select", "--dir", directory.path, *words])
         return (status, *capsys.readouterr())
 
     return run
@@ -107,8 +103,8 @@ def test_mig_instances_go_by_uuid(select, machine):
     assert select() == (0, f"{instance.uuid}\n", "")
 
 
-def test_claimed_devices_are_not_chosen(select, machine, tmp_path):
-    with acquire(machine, Request(devices=("3",)), lock_directory(str(tmp_path))):
+def test_claimed_devices_are_not_chosen(select, machine, directory):
+    with acquire(machine, Request(devices=("3",)), directory):
         assert select() == (0, "1\n", "")
 
     assert select() == (0, "3\n", "")
@@ -154,11 +150,9 @@ def three_devices(monkeypatch):
 
 
 @pytest.fixture
-def explain(three_devices, tmp_path, capsys):
-    lock_directory(str(tmp_path))
-
+def explain(three_devices, directory, capsys):
     def run(*words):
-        status = run_command_line(["explain", "--dir", str(tmp_path), *words])
+        status = run_command_line(["explain", "--dir", directory.path, *words])
         output, error = capsys.readouterr()
         assert error == ""
         return status, output
@@ -194,8 +188,8 @@ def test_a_request_that_does_not_fit_now_is_exit_code_1(explain, words, verdict)
     assert status == 1 and verdict in output
 
 
-def test_a_claim_is_named_with_its_holder(explain, three_devices, tmp_path):
-    with acquire(three_devices, Request(devices=("2",)), lock_directory(str(tmp_path)), note="my paper"):
+def test_a_claim_is_named_with_its_holder(explain, three_devices, directory):
+    with acquire(three_devices, Request(devices=("2",)), directory, note="my paper"):
         _, output = explain()
 
     assert "device 2  REFUSED  claimed by " in output and "my paper" in output
@@ -240,9 +234,9 @@ def test_what_is_unknown_is_said_and_never_shown_as_0(explain, three_devices):
     assert "its list of processes is unknown: judged by memory alone" in output
 
 
-def test_it_chooses_what_run_would_choose(explain, three_devices, tmp_path):
+def test_it_chooses_what_run_would_choose(explain, three_devices, directory):
     three_devices.devices = [a_device(i, temperature=90.0 - 10 * i, utilization=10.0 * i) for i in range(4)]
-    _, choice = preview(three_devices, Request(2), lock_directory(str(tmp_path)))
+    _, choice = preview(three_devices, Request(2), directory)
     _, output = explain("-n", "2")
 
     assert f"on {', '.join(f'device {device.index}' for device in choice.devices)}." in output

@@ -31,12 +31,25 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+def inodes(place: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_ino for file in place.iterdir()}
+
+
+@pytest.fixture
+def place(tmp_path):
+    """Where the directory is made."""
+    return tmp_path / "shared"
+
+
+@pytest.fixture
+def set_up(fake, tmp_path, place):
+    """Runs `gpuguard setup` for that directory, on a machine with 8 devices."""
+    return lambda *words, **options: Gpuguard(tmp_path, fake)("setup", "--dir", str(place), *words, **options)
+
+
 @pytest.mark.root
-def test_root_makes_a_directory_in_which_everybody_can_lock_and_nobody_can_replace(
-    fake: FakeNvml, tmp_path: Path
-) -> None:
-    place = tmp_path / "shared"
-    done = Gpuguard(tmp_path, fake)("setup", "--dir", str(place))
+def test_root_makes_a_directory_in_which_everybody_can_lock_and_nobody_can_replace(set_up, place):
+    done = set_up()
 
     assert done.returncode == 0
     assert "8 GPUs" in done.stdout
@@ -46,28 +59,22 @@ def test_root_makes_a_directory_in_which_everybody_can_lock_and_nobody_can_repla
     assert lock_directory(str(place)).owner == 0
 
 
-def test_setting_up_twice_is_harmless(fake: FakeNvml, tmp_path: Path) -> None:
-    gpuguard = Gpuguard(tmp_path, fake)
-    gpuguard("setup", "--dir", str(tmp_path / "shared"))
-    before = {file.name: file.stat().st_ino for file in (tmp_path / "shared" / "lock").iterdir()}
-    gpuguard("setup", "--dir", str(tmp_path / "shared"))
+def test_setting_up_twice_is_harmless_and_the_umask_does_not_lock_others_out(set_up, place):
+    set_up(umask=0o077)
+    before = inodes(place / "lock")
+    set_up()
 
-    assert {file.name: file.stat().st_ino for file in (tmp_path / "shared" / "lock").iterdir()} == before
-
-
-def test_the_umask_does_not_lock_others_out(fake: FakeNvml, tmp_path: Path) -> None:
-    Gpuguard(tmp_path, fake)("setup", "--dir", str(tmp_path / "shared"), umask=0o077)
-
-    assert mode(tmp_path / "shared" / "lock") == 0o755
+    assert inodes(place / "lock") == before
+    assert mode(place / "lock") == 0o755
 
 
-def test_print_shows_lines_and_changes_nothing(fake: FakeNvml, tmp_path: Path) -> None:
-    done = Gpuguard(tmp_path, fake)("setup", "--print", "--dir", str(tmp_path / "shared"))
+def test_print_shows_lines_and_changes_nothing(set_up, place):
+    done = set_up("--print")
 
     assert "d /run" not in done.stdout
-    assert f"d {tmp_path}/shared/claims 1777 root root -" in done.stdout
+    assert f"d {place}/claims 1777 root root -" in done.stdout
     assert done.stdout.count("/lock/GPU-") == 80  # a lock, one for claims in a claim, 8 slots for shares: of each of 8
-    assert not (tmp_path / "shared").exists()
+    assert not place.exists()
 
 
 @pytest.mark.root
@@ -89,10 +96,8 @@ def test_systemd_tmpfiles_makes_the_same_directory_from_the_lines(fake: FakeNvml
 
 
 @pytest.mark.root
-def test_the_daemon_gets_a_directory_of_its_own(fake: FakeNvml, tmp_path: Path) -> None:
-    gpuguard, place = Gpuguard(tmp_path, fake), tmp_path / "shared"
-    first = gpuguard("setup", "--dir", str(place), "--daemon-user", "daemon")
-    again = gpuguard("setup", "--dir", str(place), "--daemon-user", "bin")  # another one from now on
+def test_the_daemon_gets_a_directory_of_its_own(set_up, place):
+    first, again = set_up("--daemon-user", "daemon"), set_up("--daemon-user", "bin")  # another one from now on
 
     assert (first.returncode, again.returncode) == (0, 0)
     assert daemon_files(lock_directory(str(place))).owner == pwd.getpwnam("bin").pw_uid
@@ -101,17 +106,17 @@ def test_the_daemon_gets_a_directory_of_its_own(fake: FakeNvml, tmp_path: Path) 
 
 
 @pytest.mark.root
-def test_what_somebody_put_in_its_place_is_not_given_away(fake: FakeNvml, tmp_path: Path) -> None:
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared" / "daemon").symlink_to("/etc")
-    done = Gpuguard(tmp_path, fake)("setup", "--dir", str(tmp_path / "shared"), "--daemon-user", "daemon")
+def test_what_somebody_put_in_its_place_is_not_given_away(set_up, place):
+    place.mkdir()
+    (place / "daemon").symlink_to("/etc")
+    done = set_up("--daemon-user", "daemon")
 
     assert done.returncode == 1
     assert Path("/etc").stat().st_uid == 0
 
 
-def test_a_user_who_does_not_exist_is_said(fake: FakeNvml, tmp_path: Path) -> None:
-    done = Gpuguard(tmp_path, fake)("setup", "--dir", str(tmp_path / "shared"), "--daemon-user", "nobody-of-that-name")
+def test_a_user_who_does_not_exist_is_said(set_up):
+    done = set_up("--daemon-user", "nobody-of-that-name")
 
     assert (done.returncode, "there is no user nobody-of-that-name" in done.stderr) == (1, True)
 
@@ -181,14 +186,13 @@ def test_a_python_that_the_service_cannot_see_is_said(python: str, doubtful: boo
     assert (setup_service.doubts_about(python) is not None) == doubtful
 
 
-def test_without_a_driver_the_directory_is_made_and_the_next_step_said(fake: FakeNvml, tmp_path: Path) -> None:
+def test_without_a_driver_the_directory_is_made_and_the_next_step_said(fake, set_up, place):
     fake.fail("nvmlInitWithFlags", DRIVER_NOT_LOADED)
-
-    done = Gpuguard(tmp_path, fake)("setup", "--dir", str(tmp_path / "shared"))
+    done = set_up()
 
     assert done.returncode == 0
     assert "no lock files for GPUs yet" in done.stderr
-    assert (tmp_path / "shared" / "lock" / "gate").exists()
+    assert (place / "lock" / "gate").exists()
 
 
 def test_only_root_may_make_the_machines_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -217,25 +221,23 @@ def test_the_machines_directory_is_not_made_for_devices_that_it_does_not_have(
     assert not (tmp_path / "never").exists() and not (tmp_path / "gpuguard.conf").exists()
 
 
-def test_a_directory_that_cannot_be_trusted_is_not_adopted(fake: FakeNvml, tmp_path: Path) -> None:
-    (tmp_path / "shared" / "lock").mkdir(parents=True)
-    (tmp_path / "shared" / "lock").chmod(0o777)
-
-    done = Gpuguard(tmp_path, fake)("setup", "--dir", str(tmp_path / "shared"))
+def test_a_directory_that_cannot_be_trusted_is_not_adopted(set_up, place):
+    (place / "lock").mkdir(parents=True)
+    (place / "lock").chmod(0o777)
+    done = set_up()
 
     assert done.returncode == 1
     assert "writable for others" in done.stderr
 
 
-def test_the_lines_for_a_broker_give_the_lock_files_to_the_daemon_alone(fake: FakeNvml, tmp_path: Path) -> None:
-    place = tmp_path / "shared"
-    words = ("setup", "--print", "--dir", str(place), "--daemon-user", "games")
-    lines = Gpuguard(tmp_path, fake)(*words, "--broker").stdout.splitlines()
+def test_the_lines_for_a_broker_give_the_lock_files_to_the_daemon_alone(set_up, place):
+    words = ("--print", "--daemon-user", "games")
+    lines = set_up(*words, "--broker").stdout.splitlines()
     files = [line.split()[1:4] for line in lines if line.startswith("f ")]
 
     assert f"d {place}/lock 0755 games games -" in lines
     assert [path for path, *given in files if given != ["0600", "games"]] == [f"{place}/lock/queue"]
-    assert "0600" not in Gpuguard(tmp_path, fake)(*words).stdout
+    assert "0600" not in set_up(*words).stdout
 
 
 # `--systemd` and `--remove`.
@@ -293,14 +295,16 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path, monkeypatch)
 
 
-def test_what_was_installed_is_removed_to_the_last_file(machine):
+def test_what_was_installed_is_removed_to_the_last_file(machine, capsys):
     before = machine.files()
     machine.install()
     installed = machine.files()
-    status = machine.remove()
+    machine.install()  # again is harmless
+    again, statuses = machine.files(), [machine.remove(), machine.remove()]
 
-    assert {"etc/gpuguard/policy.yaml", "etc/systemd/system/gpuguard.service"} < installed
-    assert (status, machine.files()) == (0, before)
+    assert {"etc/gpuguard/policy.yaml", "etc/systemd/system/gpuguard.service"} < installed == again
+    assert (statuses, machine.files()) == ([0, 1], before)
+    assert "Nothing is installed" in capsys.readouterr().out
 
 
 def test_the_service_is_started_and_stopped(machine):
@@ -341,14 +345,6 @@ def test_a_mount_of_the_admins_own_is_left_as_it_is(machine):
 
     assert not by_fstab and machine.mount.read_text() == "[Mount]\n"
     assert not [words for words in machine.asked if words.endswith("claims.mount")]
-
-
-def test_a_second_removal_says_that_nothing_is_there(machine, capsys):
-    machine.install()
-    machine.remove()
-
-    assert machine.remove() == 1
-    assert "Nothing is installed" in capsys.readouterr().out
 
 
 def test_what_is_not_of_setup_stays(machine, capsys):
@@ -410,14 +406,16 @@ def test_what_0_1_installed_and_listed_is_removed_unless_it_was_changed(machine,
     assert f"{machine.tmpfiles} stays: it has been changed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"files": 3, "folders": 4, "user": 5}'])
-def test_a_list_that_is_none_removes_nothing(machine, content):
+@pytest.mark.parametrize("content", [None, "", "[]", "{", '{"files": 3, "folders": 4, "user": 5}'])
+def test_without_a_list_or_with_one_that_is_none_no_file_of_an_admin_is_removed(machine, content):
     machine.unit.write_text("[Service]\n")
-    machine.list.parent.mkdir()
-    machine.list.write_text(content)
+    machine.tmpfiles.write_text("d /run/gpuguard\n")
+    if content is not None:
+        machine.list.parent.mkdir()
+        machine.list.write_text(content)
     machine.remove()
 
-    assert machine.unit.exists()
+    assert machine.unit.exists() and machine.tmpfiles.exists()
 
 
 def test_nothing_but_files_of_setup_is_removed_whatever_the_list_says(machine):
@@ -431,18 +429,9 @@ def test_nothing_but_files_of_setup_is_removed_whatever_the_list_says(machine):
     assert victim.exists() and (machine.place / "empty").exists()
 
 
-def test_a_file_of_an_admin_at_that_place_is_not_taken_for_one_of_setup(machine):
-    machine.tmpfiles.write_text("d /run/gpuguard\n")
-    machine.remove()
-
-    assert machine.tmpfiles.exists()
-
-
 @pytest.mark.root
-def test_lock_files_go_when_nobody_holds_one(fake: FakeNvml, machine, monkeypatch):
-    monkeypatch.undo()
-    place = machine.place / "claims"
-    Gpuguard(machine.place, fake)("setup", "--dir", str(place))
+def test_lock_files_go_when_nobody_holds_one(set_up, place):
+    set_up()
     setup_service.clear(str(place))
 
     assert not place.exists()
@@ -450,9 +439,8 @@ def test_lock_files_go_when_nobody_holds_one(fake: FakeNvml, machine, monkeypatc
 
 @pytest.mark.root
 @pytest.mark.parametrize("name", ["gate", "queue", "device", "record"])
-def test_lock_files_stay_while_anybody_holds_one(fake: FakeNvml, tmp_path, capsys, name):
-    place = tmp_path / "claims"
-    Gpuguard(tmp_path, fake)("setup", "--dir", str(place))
+def test_lock_files_stay_while_anybody_holds_one(set_up, place, capsys, name):
+    set_up()
     (place / "claims" / "0.record.json").write_text("{}")
     paths = {"device": next((place / "lock").glob("GPU-*")), "record": place / "claims" / "0.record.json"}
     before = sorted(path.name for path in place.rglob("*"))
@@ -465,14 +453,13 @@ def test_lock_files_stay_while_anybody_holds_one(fake: FakeNvml, tmp_path, capsy
 
 
 @pytest.mark.root
-def test_new_devices_get_their_lock_files_and_the_others_keep_theirs(fake: FakeNvml, tmp_path):
-    gpuguard, locks = Gpuguard(tmp_path, fake), tmp_path / "claims" / "lock"
+def test_new_devices_get_their_lock_files_and_the_others_keep_theirs(fake, set_up, place):
     fake.device_count = 1
-    gpuguard("setup", "--dir", str(tmp_path / "claims"))
-    before = {file.name: file.stat().st_ino for file in locks.iterdir()}
+    set_up()
+    before = inodes(place / "lock")
     fake.device_count = 3
-    done = gpuguard("setup", "--lock-files", "--dir", str(tmp_path / "claims"))
-    after = {file.name: file.stat().st_ino for file in locks.iterdir()}
+    done = set_up("--lock-files")
+    after = inodes(place / "lock")
 
     assert (done.returncode, done.stdout) == (0, "")
     assert before.items() < after.items()
@@ -494,14 +481,6 @@ def test_a_unit_of_somebody_else_is_not_overwritten(machine):
     with pytest.raises(LockDirectoryError, match="not the one that would be installed"):
         machine.install()
     assert machine.unit.read_text() == "[Service]\n"
-
-
-def test_installing_again_is_harmless(machine):
-    machine.install()
-    first = machine.files()
-    machine.install()
-
-    assert machine.files() == first
 
 
 def test_the_service_runs_nothing_that_others_can_change(tmp_path, monkeypatch):

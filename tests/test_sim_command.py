@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -154,36 +153,6 @@ def test_show_reads_the_state_itself_so_no_fault_can_stop_it(a_node, capsys):
 
     assert main(["sim", "show"]) == 0
     assert "hang, lost, implausible" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [
-        ("", "ACTION"),
-        ("start", "SPEC"),
-        ("start 4xFoo", "Foo-24GB"),
-        ("use --device 0 --memory 10", "has no unit"),
-        ("use --device 9 --memory 1GiB", "gpuguard sim show"),
-        ("use --memory 1GiB", "--device 0,1"),
-        ("use --device 0 --memory 1GiB -- /nonexistent/program", "no command"),
-        ("use --device 0 --memory 1GiB -- /", "cannot be run"),
-        ("set --device 0", "nothing to set"),
-        ("set --temperature 40C", "--device 0"),
-        ("set --device 0 --temperature 40", "has no unit"),
-        ("set --device 0 --temperature 40C --over 1m", "40C..95C"),
-        ("fault --device 0", "FAULT"),
-        ("fault --device 0 loost", "did you mean lost"),
-        ("fault --device 0 na:powerdraw", "did you mean na:power_draw"),
-        ("fault --device 0 na:uuid", "choose one of|did you mean"),
-        ("fault --device 7 lost", "no device"),
-        ("show --backend nvml", "simulated:DIRECTORY"),
-    ],
-)
-def test_a_fault_of_the_user_is_answered_with_what_to_do(a_node, capsys, words, advice):
-    capsys.readouterr()
-
-    assert main(["sim", *words.split()]) == 2
-    assert re.search(advice, capsys.readouterr().err)
 
 
 def test_a_mig_instance_cannot_be_broken_alone(capsys):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from builders import a_device
-from guarded import a_scene, set_user_id_program, until
+from guarded import Scene, set_user_id_program, until
 from nodes import Gpuguard
 
 from gpuguard.cli import build_parser
@@ -117,10 +117,7 @@ def chosen(environ: dict[str, str], count: int = 4) -> list[int]:
 def test_number_0_of_a_constrained_job_is_its_first_device_also_where_all_are_shown():
     assert chosen(CONSTRAINED) == [2, 3]
     assert chosen({**CONSTRAINED, "CUDA_VISIBLE_DEVICES": "1"}) == [3]
-
-
-def test_a_constrained_job_that_sees_only_its_devices_has_them_from_0_on():
-    assert chosen(CONSTRAINED, count=2) == [0, 1]
+    assert chosen(CONSTRAINED, count=2) == [0, 1]  # it sees only its own
 
 
 def test_numbers_that_slurm_or_gpuguard_wrote_for_the_whole_machine_stay():
@@ -224,17 +221,25 @@ def test_a_job_is_put_back_with_the_reason_and_cancelled_where_that_cannot_be(pr
 # Cancelling, as an action of a policy.
 
 
-def a_job(programs: Programs, uid: int, *, state: str = "RUNNING", name: str = "x") -> None:
-    programs.say("scontrol", JOB.format(name=name, uid=uid, state=state, restarts=0))
-
-
-def test_cancel_ends_the_job_of_the_process_and_writes_that_down_before(programs, monkeypatch):
+@pytest.fixture
+def in_job(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    """A scene whose process belongs to job 12."""
     monkeypatch.setattr(slurm, "job_of", lambda pids: "12")
-    with a_scene() as scene:
-        a_job(programs, scene.process.uid or 0)
-        assert scene.act("cancel").word == "sent"
-        assert programs.called() == [*["scontrol show job -o 12"] * 2, "scancel 12"]
-        assert [(event.kind, event.outcome) for event in scene.events] == [("cancel", "about to")]
+    return scene
+
+
+def a_job(programs: Programs, scene: Scene, **fields: object) -> None:
+    """What Slurm says of job 12: it runs, and is of the user of the scene's process."""
+    facts = {"name": "x", "uid": scene.process.uid or 0, "state": "RUNNING", "restarts": 0, **fields}
+    programs.say("scontrol", JOB.format(**facts))
+
+
+def test_cancel_ends_the_job_of_the_process_and_writes_that_down_before(programs, in_job):
+    a_job(programs, in_job)
+
+    assert in_job.act("cancel").word == "sent"
+    assert programs.called() == [*["scontrol show job -o 12"] * 2, "scancel 12"]
+    assert [(event.kind, event.outcome) for event in in_job.events] == [("cancel", "about to")]
 
 
 DENIED = "scancel: error: Kill job error on job id 12: Access/permission denied"
@@ -248,16 +253,14 @@ DENIED = "scancel: error: Kill job error on job id 12: Access/permission denied"
         ("\x1b[2Jnothing\n", r"\x1b[2Jnothing"),
     ],
 )
-def test_a_job_that_slurm_does_not_cancel_is_no_success_and_says_why(programs, monkeypatch, fault, why):
-    monkeypatch.setattr(slurm, "job_of", lambda pids: "12")
+def test_a_job_that_slurm_does_not_cancel_is_no_success_and_says_why(programs, in_job, fault, why):
     programs.say("scancel", status=1, fault=fault)
-    with a_scene() as scene:
-        a_job(programs, scene.process.uid or 0)
-        outcome = scene.act("cancel")
+    a_job(programs, in_job)
+    outcome = in_job.act("cancel")
 
-        assert (outcome.word, outcome.why) == ("failed", f"scancel fails ({why}): try `scancel 12` by hand")
-        assert [event.outcome for event in scene.events] == ["about to", "failed"]
-        assert (scene.events[-1].message or "").endswith(outcome.why)
+    assert (outcome.word, outcome.why) == ("failed", f"scancel fails ({why}): try `scancel 12` by hand")
+    assert [event.outcome for event in in_job.events] == ["about to", "failed"]
+    assert (in_job.events[-1].message or "").endswith(outcome.why)
 
 
 def test_where_slurm_does_not_say_which_task_is_meant_nothing_is_cancelled(programs):
@@ -267,50 +270,47 @@ def test_where_slurm_does_not_say_which_task_is_meant_nothing_is_cancelled(progr
     assert programs.called() == ["scontrol show job -o 12"]
 
 
-def test_a_job_that_ends_before_it_is_cancelled_is_told(programs, monkeypatch):
-    found = iter(("12", None))
-    monkeypatch.setattr(slurm, "job_of", lambda pids: next(found))
-    with a_scene() as scene:
-        a_job(programs, scene.process.uid or 0)
-        outcome = scene.act("cancel")
+def test_a_job_that_ends_before_it_is_cancelled_is_told(programs, scene, monkeypatch):
+    jobs = iter(("12", None))
+    monkeypatch.setattr(slurm, "job_of", lambda pids: next(jobs))
+    a_job(programs, scene)
+    outcome = scene.act("cancel")
 
-        assert (outcome.word, outcome.why) == ("failed", "its job has ended")
-        assert programs.called() == ["scontrol show job -o 12"]
+    assert (outcome.word, outcome.why) == ("failed", "its job has ended")
+    assert programs.called() == ["scontrol show job -o 12"]
 
 
-def test_a_dry_run_of_cancel_leaves_out_the_last_call(programs, monkeypatch):
-    monkeypatch.setattr(slurm, "job_of", lambda pids: "12")
-    with a_scene() as scene:
-        a_job(programs, scene.process.uid or 0)
-        assert scene.act("cancel", enforce=False).word == "dry run"
-        assert programs.called() == ["scontrol show job -o 12"]
-        assert [(event.kind, event.outcome) for event in scene.events] == [("cancel", "dry run")]
+def test_a_dry_run_of_cancel_leaves_out_the_last_call(programs, in_job):
+    a_job(programs, in_job)
+
+    assert in_job.act("cancel", enforce=False).word == "dry run"
+    assert programs.called() == ["scontrol show job -o 12"]
+    assert [(event.kind, event.outcome) for event in in_job.events] == [("cancel", "dry run")]
 
 
 @pytest.mark.parametrize(
-    ("uid", "state", "name", "why"),
+    ("fields", "why"),
     [
-        (1, "RUNNING", "x", "is not the one of uid"),
-        (None, "COMPLETED", "x", "does not run"),
-        (None, "RUNNING", "x UserId=other(4711)", "is not the one of uid"),
-        (None, "RUNNING", "x JobState=FAILED", "does not run"),
+        ({"uid": 1}, "is not the one of uid"),
+        ({"state": "COMPLETED"}, "does not run"),
+        ({"name": "x UserId=other(4711)"}, "is not the one of uid"),
+        ({"name": "x JobState=FAILED"}, "does not run"),
     ],
 )
-def test_cancel_means_a_running_job_of_the_same_user_only(programs, monkeypatch, uid, state, name, why):
-    monkeypatch.setattr(slurm, "job_of", lambda pids: "12")
-    with a_scene() as scene:
-        a_job(programs, uid or scene.process.uid or 0, state=state, name=name)
-        outcome = scene.act("cancel")
-        assert (outcome.word, why in outcome.why) == ("refused", True), outcome
-        assert "scancel 12" not in programs.called()
+def test_cancel_means_a_running_job_of_the_same_user_only(programs, in_job, fields, why):
+    a_job(programs, in_job, **fields)
+    outcome = in_job.act("cancel")
+
+    assert (outcome.word, why in outcome.why) == ("refused", True), outcome
+    assert "scancel 12" not in programs.called()
 
 
-def test_who_belongs_to_no_job_is_not_cancelled_but_left_alone(programs):
-    with a_scene() as scene:
-        outcome = scene.act("cancel")
-        assert (outcome.word, outcome.why) == ("refused", "it belongs to no Slurm job")
-        assert scene.lives()
-        assert programs.called() == []
+def test_who_belongs_to_no_job_is_not_cancelled_but_left_alone(programs, scene):
+    outcome = scene.act("cancel")
+
+    assert (outcome.word, outcome.why) == ("refused", "it belongs to no Slurm job")
+    assert scene.lives()
+    assert programs.called() == []
 
 
 # What is written for Slurm.
