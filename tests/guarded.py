@@ -12,6 +12,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, Machine, a_device, a_process
+from users import interpreter
 
 from gpuguard import procfs
 from gpuguard.enforcement import actions
@@ -34,6 +36,16 @@ SLEEP = ("sleep", "600")
 def somebody() -> int | None:
     """A user who is not root, to run a child as: another one where this is root."""
     return SOMEBODY if os.geteuid() == 0 else None
+
+
+def python() -> str:
+    """One that the user of a child may run."""
+    return interpreter() if os.geteuid() == 0 else sys.executable
+
+
+def state(pid: int) -> str:
+    """R, S, T, D, Z ..."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
 
 
 def set_user_id_program(place: Path) -> str:

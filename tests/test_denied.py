@@ -27,7 +27,6 @@ from gpuguard.model import Event, Finding, Subject, Verdict
 from gpuguard.request import Request
 
 root = pytest.mark.root
-NOW = 1_800_000_000.0
 
 
 @pytest.fixture(params=["admin", "sticky"])
@@ -37,17 +36,14 @@ def machine(request: pytest.FixtureRequest, site: Path) -> Iterator[Machine]:
 
 
 def mark(directory: LockDirectory, kind: str, name: str, **fields: object) -> None:
-    change(directory, kind, lambda found: found.update({name: replace_mark(name, **fields)}))
-
-
-def replace_mark(name: str, **fields: object) -> Restriction:
-    return Restriction(name, **{"since": time.time(), "reason": "a good reason", **fields})  # type: ignore[arg-type]
+    facts = {"since": time.time(), "reason": "a good reason", **fields}
+    change(directory, kind, lambda found: found.update({name: Restriction(name, **facts)}))  # type: ignore[arg-type]
 
 
 # The devices of nobody's driver: what claims make of the marks.
 
 
-def test_a_quarantined_device_is_refused_with_its_reason(directory):
+def test_a_quarantined_device_is_never_claimed_and_refused_with_its_reason(directory):
     devices = Devices(a_device(0), a_device(1))
     mark(directory, QUARANTINED, devices.devices[1].uuid)
 
@@ -55,12 +51,6 @@ def test_a_quarantined_device_is_refused_with_its_reason(directory):
 
     assert [device.index for device in choice.devices] == [0]
     assert [reason.text for reason in choice.refused[0].reasons] == ["quarantined by the administrator: a good reason"]
-
-
-def test_what_is_quarantined_is_never_claimed(directory):
-    devices = Devices(a_device(0), a_device(1))
-    mark(directory, QUARANTINED, devices.devices[1].uuid)
-
     with acquire(devices, Request(num_gpus=1), directory, environ={}) as claim:
         assert [device.index for device in claim] == [0]
     with pytest.raises(NotEnoughGpus, match=r"device 1: quarantined by the administrator: a good reason"):
@@ -82,12 +72,6 @@ def test_a_denied_user_gets_no_new_claim_and_is_told_until_when(directory):
 
     with pytest.raises(NotEnoughGpus, match=r"new claims of carol are denied by the administrator until .*: a good"):
         acquire(Devices(a_device(0)), Request(), directory, environ={})
-
-
-def test_somebody_else_s_denial_is_nothing_to_me(directory):
-    mark(directory, DENIED, str(os.geteuid() + 1))
-
-    acquire(Devices(a_device(0)), Request(), directory, environ={}).release()
 
 
 def test_a_denied_user_may_divide_the_claim_that_they_have(directory):
@@ -125,11 +109,13 @@ class Acting:
         )
 
     def write(self, event: Event) -> bool:
-        found = read_restrictions(self.directory, DENIED, time.time()) | read_restrictions(
-            self.directory, QUARANTINED, time.time()
-        )
-        self.events.append((event.outcome, sorted(found)))
+        self.events.append((event.outcome, self.marks()))
         return self.writes
+
+    def marks(self) -> list[str]:
+        return sorted(
+            name for kind in (DENIED, QUARANTINED) for name in read_restrictions(self.directory, kind, time.time())
+        )
 
     def act(self, verdict: Verdict) -> str:
         [outcome] = actions.act(verdict, self.machine.sample((), None), self.context)
@@ -156,7 +142,7 @@ def test_a_policy_denies_a_user_after_it_was_written_down(directory):
 )
 def test_only_what_is_meant_in_earnest_and_written_down_is_done(directory, action, enforce, writes, word):
     guard = Acting(directory, writes=writes)
-    subject = replace_subject(BOBS, guard.machine.devices[0].uuid)
+    subject = replace(BOBS, device=guard.machine.devices[0].uuid)
 
     assert guard.act(a_verdict(action, subject, enforce)) == word
 
@@ -164,35 +150,26 @@ def test_only_what_is_meant_in_earnest_and_written_down_is_done(directory, actio
     assert len(read_restrictions(directory, kind, time.time())) == (word == "done")
 
 
-def replace_subject(subject: Subject, device: str) -> Subject:
-    return Subject(**{**vars(subject), "device": device})
-
-
-@pytest.mark.parametrize("uid", [0, 1, 65534, None])
-def test_people_of_the_system_are_never_denied(directory, uid):
+@pytest.mark.parametrize(
+    ("action", "subject", "protected"),
+    [
+        *(("deny", Subject("device", "GPU-1", uid=uid), ()) for uid in (0, 1, 65534, None)),
+        ("deny", BOBS, (SOMEBODY,)),
+        ("quarantine", BOBS, ()),
+    ],
+)
+def test_people_of_the_system_protected_users_and_no_device_are_never_restricted(directory, action, subject, protected):
     guard = Acting(directory)
+    guard.context = replace(guard.context, protected=frozenset(protected))
 
-    assert guard.act(a_verdict("deny", Subject("device", "GPU-1", uid=uid))) == "refused"
-    assert read_restrictions(directory, DENIED, time.time()) == {}
+    assert guard.act(a_verdict(action, subject)) == "refused"
+    assert guard.marks() == []
 
 
 def test_the_first_user_who_is_no_account_of_the_system_can_be_denied(directory, monkeypatch):
     monkeypatch.setattr(identity, "uid_min", lambda: SOMEBODY)
 
     assert Acting(directory).act(a_verdict("deny", BOBS)) == "done"
-
-
-def test_a_verdict_about_no_device_quarantines_none(directory):
-    assert Acting(directory).act(a_verdict("quarantine", BOBS)) == "refused"
-    assert read_restrictions(directory, QUARANTINED, time.time()) == {}
-
-
-def test_a_protected_user_is_never_denied(directory):
-    guard = Acting(directory)
-    guard.context = replace(guard.context, protected=frozenset({SOMEBODY}))
-
-    assert guard.act(a_verdict("deny", BOBS)) == "refused"
-    assert read_restrictions(directory, DENIED, time.time()) == {}
 
 
 @pytest.mark.parametrize(("devices", "most"), [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)])

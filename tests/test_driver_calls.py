@@ -184,12 +184,6 @@ def test_a_device_without_any_memory_in_use_has_no_graphics_process_either(fake:
     assert fake.calls()["nvmlDeviceGetGraphicsRunningProcesses_v3"] == 1
 
 
-def test_json_and_everybody_else_ask_for_everything(busy: FakeNvml) -> None:
-    calls = answer_of(busy, "nvml.open().sample(WHO_FIELDS); answer = fake.calls()")
-
-    assert {"nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetProcessUtilization"} <= calls.keys()
-
-
 @pytest.mark.parametrize("kind", ["compute", "graphics", "compute+graphics", "mps"])
 def test_the_text_is_the_same_as_if_everything_had_been_asked_for(
     busy: FakeNvml, started: Callable[..., int], kind: str, tmp_path: Path

@@ -18,7 +18,7 @@ from sharing import VARIANTS, without_gate
 from wrapped import until
 
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.errors import ImpossibleRequest, InvalidRequest, NotEnoughGpus
+from gpuguard.errors import InvalidRequest, NotEnoughGpus
 from gpuguard.request import Request
 
 
@@ -50,14 +50,6 @@ def test_a_profile_chooses_among_the_instances_that_have_it(directory: LockDirec
             assert small[0].mig_profile == "1g.10gb"
 
 
-def test_a_profile_that_no_gpu_has_is_refused_with_those_that_exist(directory: LockDirectory) -> None:
-    with pytest.raises(ImpossibleRequest) as caught:
-        acquire(divided(), Request(mig="7g.80gb"), directory, wait=None)
-
-    assert "--mig 7g.80gb" in str(caught.value)
-    assert "the MIG profiles here: 1g.10gb (1), 3g.40gb (2)" in str(caught.value)
-
-
 def test_what_can_never_be_met_is_refused_at_once_although_others_wait_in_line(tmp_path: Path) -> None:
     gpuguard = Gpuguard(tmp_path, None)
     start(str(tmp_path / "node"), "1xH100-80GB")
@@ -74,11 +66,6 @@ def test_what_can_never_be_met_is_refused_at_once_although_others_wait_in_line(t
 
     assert refused.returncode == 125
     assert "no GPU here is divided into MIG instances" in refused.stderr
-
-
-def test_without_any_instance_that_is_said(directory: LockDirectory) -> None:
-    with pytest.raises(ImpossibleRequest, match="no GPU here is divided into MIG instances"):
-        acquire(Machine(a_device(0)), Request(mig="3g.40gb"), directory, wait=None)
 
 
 @pytest.mark.parametrize("text", ["3g", "40gb", "3g.40", "3g.40gb\n", "", "../3g.40gb"])

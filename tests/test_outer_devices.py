@@ -108,6 +108,27 @@ def test_a_slurm_job_has_what_slurm_gave_it(environ, allowed):
     assert indices({"SLURM_JOB_ID": "7", **environ}) == allowed
 
 
+CONSTRAINED = {
+    "SLURM_JOB_ID": "12", "SLURM_STEP_GPUS": "2,3", "GPU_DEVICE_ORDINAL": "0,1", "CUDA_VISIBLE_DEVICES": "0,1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "count", "allowed"),
+    [
+        ({}, 4, [2, 3]),  # where all devices are shown
+        ({}, 2, [0, 1]),  # where the job sees its own only
+        ({"CUDA_VISIBLE_DEVICES": "1"}, 4, [3]),
+        ({"CUDA_VISIBLE_DEVICES": "0,,1"}, 4, [2]),
+        # Numbers of the whole machine, by Slurm and by gpuguard.
+        ({"GPU_DEVICE_ORDINAL": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"}, 4, [2, 3]),
+        ({"CUDA_VISIBLE_DEVICES": "3", "GPUGUARD_CLAIM": "slurm12.ab12"}, 4, [3]),
+    ],
+)
+def test_number_0_of_a_constrained_job_is_its_first_device(environ, count, allowed):
+    assert indices({**CONSTRAINED, **environ}, DEVICES[:count]) == allowed
+
+
 def test_a_slurm_job_without_gpus_hears_how_to_get_one():
     outer = outer_devices({"SLURM_JOB_ID": "7"}, DEVICES)
 

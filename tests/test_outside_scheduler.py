@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from nodes import GIB, a_user, start
-from slurm_answers import BOB, Controller, a_job
+from test_slurm_node import BOB, Controller, a_job
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.clusters import slurm_node

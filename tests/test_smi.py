@@ -39,6 +39,7 @@ ODD = (
     "Not available in WDDM driver model", "12", "12 bananas", "1e309", "NaN", "4294967295", "-1 MiB", "\u0661\u0662 %",
     "9" * 5000, None,
 )  # fmt: skip
+NAMES = ("\u0661\u0662 %", "-", "12", "12 bananas", "NaN", "1e309", "4294967295", "-1 MiB")  # of products, perhaps
 NUMBERS = {row.places[0]: row.field for rows in ROWS.values() for row in rows}
 
 
@@ -60,16 +61,7 @@ def test_every_value_of_a_device_comes_back(tmp_path):
 @pytest.mark.parametrize("place", sorted(NUMBERS))
 @pytest.mark.parametrize("word", ODD, ids=lambda word: str(word)[:20] or "empty")
 def test_an_odd_value_is_unknown_and_leaves_a_gap(tmp_path, place, word):
-    if place == "product_name" and word in (
-        "\u0661\u0662 %",
-        "-",
-        "12",
-        "12 bananas",
-        "NaN",
-        "1e309",
-        "4294967295",
-        "-1 MiB",
-    ):
+    if place == "product_name" and word in NAMES:
         pytest.skip("a product may be called so")
     field = NUMBERS[place]
     second = {"pci/pci_gpu_link_info/pcie_gen/current_link_gen": word, "gpu_power_readings/power_draw": word,

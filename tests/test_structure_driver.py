@@ -35,7 +35,6 @@ def test_no_answer_of_a_driver_stops_a_command_or_gives_a_device_twice(three: Fa
 
 
 def test_who_takes_any_text_for_the_name_of_a_device_is_found(three: FakeNvml, tmp_path: Path) -> None:
-    """As it was: a device without a uuid made all look claimed, and of two with one uuid one was given away twice."""
     found = answer_of(three, f"nvml.Nvml._named = lambda backend, place: place\n{sweep(tmp_path, 'uuid')}")
 
     assert any("['1', '1']" in one for one in found)
@@ -52,7 +51,6 @@ WHOSE = {
 
 @pytest.mark.parametrize("whose", WHOSE)
 def test_an_instance_whose_name_is_something_elses_is_nobodys(three: FakeNvml, whose: str) -> None:
-    """Whoever claimed the one would have had the other as well."""
     for device, number in ((0, 1), (1, 1), (1, 2)):
         three.add_mig(device, "3g.40gb", number)
     devices = three._state.devices
@@ -65,7 +63,6 @@ def test_an_instance_whose_name_is_something_elses_is_nobodys(three: FakeNvml, w
 
 @pytest.mark.parametrize("count", [1025, 10**6, 2**32 - 1])
 def test_a_driver_that_counts_what_cannot_be_is_not_believed(three: FakeNvml, count: int) -> None:
-    """Each device that it counts would be asked for."""
     three.device_count = count
     look = "try:\n    answer = nvml.open().sample(ALL_FIELDS)\nexcept Exception as error:\n    answer = str(error)"
 

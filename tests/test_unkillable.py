@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from driven import IMPATIENT, DrivenDaemon, driven
 from fake_nvml import GIB, FakeNvml
-from guarded import a_child
+from guarded import a_child, state
 from nodes import eventually
 
 pytestmark = pytest.mark.root  # mounts
@@ -85,10 +85,6 @@ class Frozen:
         assert self.guardian.stdout
         said: str = self.guardian.stdout.readline()
         return said.strip()
-
-
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
 
 
 @contextmanager

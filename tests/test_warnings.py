@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from builders import a_claim_record
-from guarded import Scene, a_scene, somebody, until
-from users import interpreter
+from guarded import Scene, a_scene, python, somebody, until
 
 from gpuguard.enforcement import actions, identity
 from gpuguard.enforcement.actions import write_to_terminal
 from gpuguard.notify.templates import Template
-
-
-def python() -> str:
-    return interpreter() if os.geteuid() == 0 else sys.executable
 
 
 @contextlib.contextmanager
@@ -143,43 +137,43 @@ def test_a_holder_of_another_user_gets_no_warning_about_the_claim(monkeypatch):
 # Lines on the terminal of a stranger: they reach it or not, and never do harm there or here.
 
 
-@pytest.mark.terminal
-def test_nothing_in_a_warning_can_steer_the_terminal():
+@pytest.fixture
+def pseudo_terminal() -> Iterator[tuple[int, int, int]]:
+    """Our end of one, its number, and the user whose it is."""
     ours, theirs = os.openpty()
     os.fchmod(theirs, 0o620)
-    number = os.fstat(theirs).st_rdev
+    yield ours, os.fstat(theirs).st_rdev, os.fstat(theirs).st_uid
+    os.close(ours)
+    os.close(theirs)
 
-    assert write_to_terminal(number, os.fstat(theirs).st_uid, "a\x1b[2J\r\u202eb\nc") == "written"
+
+@pytest.mark.terminal
+def test_nothing_in_a_warning_can_steer_the_terminal(pseudo_terminal):
+    ours, number, uid = pseudo_terminal
+
+    assert write_to_terminal(number, uid, "a\x1b[2J\r\u202eb\nc") == "written"
     seen = os.read(ours, 4096)
     assert b"a\\x1b[2J" in seen and b"\x1b" not in seen and "\u202e".encode() not in seen
-    os.close(ours)
-    os.close(theirs)
 
 
 @pytest.mark.terminal
-def test_a_terminal_that_nobody_reads_does_not_hold_up_the_guard():
-    ours, theirs = os.openpty()
-    os.fchmod(theirs, 0o620)
-    number, uid = os.fstat(theirs).st_rdev, os.fstat(theirs).st_uid
+def test_a_terminal_that_nobody_reads_does_not_hold_up_the_guard(pseudo_terminal):
+    _, number, uid = pseudo_terminal
 
     until(lambda: write_to_terminal(number, uid, "x" * 4000) == "the terminal does not read")
-    os.close(ours)
-    os.close(theirs)
 
 
 @pytest.mark.terminal
-def test_a_terminal_that_its_owner_keeps_to_themselves_is_left_alone_by_a_guard_without_root(monkeypatch):
-    ours, theirs = os.openpty()
-    number, uid = os.fstat(theirs).st_rdev, os.fstat(theirs).st_uid
-
+def test_a_terminal_that_its_owner_keeps_to_themselves_is_left_alone_by_a_guard_without_root(
+    pseudo_terminal, monkeypatch
+):
     def refuse(path: str, flags: int) -> int:
         raise PermissionError(path)
 
+    _, number, uid = pseudo_terminal
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
         outcome = write_to_terminal(number, uid, "hello", last=True)
-    os.close(ours)
-    os.close(theirs)
 
     assert outcome == "the terminal takes no messages"
 
