@@ -51,9 +51,11 @@ def one(backend: simulated.Simulated, index: int = 0, groups: Collection[str] = 
 
 
 @contextmanager
-def a_user(place: str, devices: str, memory: int, utilization: float = 0.0) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", USE, place, devices, str(memory), str(utilization)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+def a_user(
+    place: str, devices: str, memory: int, utilization: float = 0.0, *words: str | bytes, pass_fds: Collection[int] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", USE, place, devices, str(memory), str(utilization), *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=pass_fds) as child:
         assert child.stdout
         try:
             assert child.stdout.readline() == "ready\n"

@@ -138,38 +138,24 @@ def test_the_devices_of_a_running_job_are_claimed_until_it_ends(node):
     [record] = read_records(node.directory)
     assert (record.id, record.note, record.pid) == (said["claim"], "night run", said["holder_pid"])
     assert record.command and record.command[:2] == (sys.executable, "-c")
+    shown = node.gpuguard("who").stdout
+    assert "night run" in shown and "no claim" not in shown
+    assert f"claimed already, by you: claim {record.id}" in node.refusal(job.pid)
 
     job.kill()
     until(lambda: node.locked() == [] and gone(said["holder_pid"]))
     assert read_records(node.directory) == []
 
 
-def test_others_see_it_and_do_not_get_it(node):
-    job = node.job("0,1,2,3")
-    node.adopt(job.pid, "--note", "night run")
-
-    assert "night run" in node.gpuguard("who").stdout
-    assert "no claim" not in node.gpuguard("who").stdout
-    refused = node.gpuguard("run", "--no-wait", "--", "true")
-    assert (refused.returncode, refused.stderr.count("night run")) == (75, 4)
-
-
-def test_a_killed_holder_frees_the_claim_and_leaves_the_job_alone(node):
+def test_a_holder_that_is_ended_takes_its_record_with_it_and_leaves_the_job_alone(node):
     job = node.job("1")
-    said = node.adopt(job.pid)
-    os.kill(said["holder_pid"], signal.SIGKILL)
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        holder = node.adopt(job.pid)["holder_pid"]
+        os.kill(holder, signum)
+        until(lambda holder=holder: gone(holder) and node.locked() == [])
+        assert signum == signal.SIGKILL or os.listdir(node.directory.records) == []
 
-    until(lambda: node.locked() == [])
-    assert job.poll() is None
-    assert node.adopt(job.pid)["indices"] == [1]
-
-
-def test_a_terminated_holder_takes_its_record_with_it(node):
-    said = node.adopt(node.job("1").pid)
-    os.kill(said["holder_pid"], signal.SIGTERM)
-
-    until(lambda: gone(said["holder_pid"]))
-    assert os.listdir(node.directory.records) == []
+    assert (job.poll(), node.adopt(job.pid)["indices"]) == (None, [1])
 
 
 def test_a_claim_that_was_released_is_not_given_back_again(node):
@@ -224,8 +210,11 @@ def test_a_tree_that_grows_keeps_its_claim_until_the_last_of_it_has_ended(node):
     until(lambda: node.locked() == [])
 
 
-def test_the_holder_sleeps_while_nothing_changes(node):
+def test_the_holder_sleeps_while_nothing_changes_and_keeps_nothing_open_but_what_it_needs(node):
     said = node.adopt(node.job("1").pid)
+    record = f"claim.{os.getuid()}.{said['claim']}.json"
+    wanted = sorted(["null", "null", "null", "pipe", "pipe", "anon_inode", record, node.uuids[1]])
+    until(lambda: kinds_of_files(said["holder_pid"]) == wanted)  # it says what it holds before it has closed the rest
     status = Path(f"/proc/{said['holder_pid']}/status")
     until(lambda: "S (sleeping)" in status.read_text())
     before = [line for line in status.read_text().splitlines() if "ctxt_switches" in line]
@@ -233,13 +222,6 @@ def test_the_holder_sleeps_while_nothing_changes(node):
 
     assert [line for line in status.read_text().splitlines() if "ctxt_switches" in line] == before
     assert "Threads:\t1\n" in status.read_text()
-
-
-def test_the_holder_keeps_nothing_open_but_what_it_needs(node):
-    said = node.adopt(node.job("1").pid)
-    record = f"claim.{os.getuid()}.{said['claim']}.json"
-    wanted = sorted(["null", "null", "null", "pipe", "pipe", "anon_inode", record, node.uuids[1]])
-    until(lambda: kinds_of_files(said["holder_pid"]) == wanted)  # it says what it holds before it has closed the rest
     assert os.readlink(f"/proc/{said['holder_pid']}/cwd") == "/"
     assert os.getsid(said["holder_pid"]) == said["holder_pid"]
 
@@ -260,9 +242,6 @@ def test_a_shell_that_captures_the_output_is_not_kept_waiting(node):
     assert node.gpuguard("adopt", str(node.job("1").pid)).stdout.startswith("GPU 1 · claim ")
 
 
-# Refusals
-
-
 def test_a_process_without_a_device_is_refused_and_a_launcher_is_told_of_its_tree(node):
     job = node.job("")
     assert "uses no GPU now" in node.refusal(job.pid)
@@ -275,20 +254,12 @@ def test_a_process_without_a_device_is_refused_and_a_launcher_is_told_of_its_tre
 def test_a_claimed_device_is_refused_and_nothing_is_claimed(node):
     with node.gpuguard.start("run", "--no-wait", "--gpus", "2", "--", "sleep", "100") as other:
         until(lambda: node.locked() == [2])
-        job = node.job("1,2")
-        refusal = node.refusal(job.pid)
+        refusal = node.refusal(node.job("1,2").pid)
         locked = node.locked()
         other.terminate()
 
     assert "GPU 2 is claimed already, by you: claim " in refusal
     assert locked == [2]
-
-
-def test_a_job_that_is_claimed_is_not_claimed_twice(node):
-    job = node.job("1")
-    claim = node.adopt(job.pid)["claim"]
-
-    assert f"claimed already, by you: claim {claim}" in node.refusal(job.pid)
 
 
 def test_another_process_of_mine_on_the_same_device_must_be_named_too(node):

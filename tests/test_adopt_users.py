@@ -87,9 +87,6 @@ def test_whoever_is_denied_adopts_nothing(machine, sleepers):
     assert "GPU 1 cannot be claimed" in done.stderr
 
 
-# A pid that becomes another process while its job is adopted, forced in a pid namespace of its own.
-
-
 # Reads a place on argv; adopts a job twice, the second time one whose pid becomes that of another process meanwhile.
 REUSE = """
 import os, signal, sys

@@ -38,23 +38,21 @@ def drawing(values, rows=4, *, ascii_only=True):
     return ["".join(column) for column in zip(*bodies, strict=True)]
 
 
-def test_a_high_value_stands_at_the_top_and_zero_at_the_bottom():
-    assert drawing([100.0, 100.0, 0.0, 0.0]) == ["*   ", "*   ", " ||*", "   *"]
+DRAWINGS = {  # what it shows: (values, rows, the columns)
+    "a high value at the top, zero at the bottom": ([100.0, 100.0, 0.0, 0.0], 4, ["*   ", "*   ", " ||*", "   *"]),
+    "a gap that no line leads over": ([100.0, None, None, 0.0], 4, ["*   ", "    ", "    ", "   *"]),
+    "zero, but not the unknown": ([0.0, None], 4, ["   *", "    "]),
+    "a rise without holes": ([0.0, 100.0, 0.0], 8, ["       *", "*|||||| ", " ||||||*"]),
+}
 
 
-def test_a_gap_stays_a_gap_and_no_line_leads_over_it():
-    assert drawing([100.0, None, None, 0.0]) == ["*   ", "    ", "    ", "   *"]
+@pytest.mark.parametrize(("values", "rows", "columns"), DRAWINGS.values(), ids=DRAWINGS)
+def test_what_is_known_is_drawn_where_it_was(values, rows, columns):
+    assert drawing(values, rows) == columns
 
 
-def test_zero_is_drawn_and_unknown_is_not():
-    assert drawing([0.0, None]) == ["   *", "    "]
+def test_with_dots_zero_is_drawn_and_unknown_is_not():
     assert drawing([0.0, 0.0, None, None], ascii_only=False) == ["   ⣀", "    "]
-
-
-def test_a_rise_is_a_line_without_holes():
-    columns = drawing([0.0, 100.0, 0.0], rows=8)
-
-    assert columns == ["       *", "*|||||| ", " ||||||*"]
 
 
 @given(st.lists(st.none() | st.floats(-50, 150), min_size=30, max_size=200), st.integers(3, 30), st.booleans())
@@ -67,18 +65,16 @@ def test_a_chart_fits_into_its_width_whatever_is_drawn(values, rows, ascii_only)
     assert not ascii_only or "".join(lines).isascii()
 
 
-def test_the_mean_of_a_part_of_the_time_counts_what_was_known():
-    points = [a_point(0.0, 10.0), a_point(60.0, 40.0, known=30.0), a_point(120.0, None)]
-
-    assert bucketed(points, 0.0, 240.0, 2) == [pytest.approx(20.0), None]
-
-
-def test_a_slot_that_is_wider_than_a_column_fills_several():
-    assert bucketed([a_point(0.0, 7.0, seconds=900.0)], 0.0, 1800.0, 6) == [7.0, 7.0, 7.0, None, None, None]
+BUCKETS = {  # what it shows: (points, end, columns, their means)
+    "a mean of what was known": ([(0.0, 10.0), (60.0, 40.0, 60.0, 30.0), (120.0, None)], 240.0, 2, [20.0, None]),
+    "a slot that is wider than a column": ([(0.0, 7.0, 900.0)], 1800.0, 6, [7.0, 7.0, 7.0, None, None, None]),
+    "points outside of the time": ([(-60.0, 1.0), (0.0, 2.0), (120.0, 3.0)], 60.0, 1, [2.0]),
+}
 
 
-def test_points_outside_of_the_time_are_left_out():
-    assert bucketed([a_point(-60.0, 1.0), a_point(0.0, 2.0), a_point(120.0, 3.0)], 0.0, 60.0, 1) == [2.0]
+@pytest.mark.parametrize(("points", "end", "columns", "means"), BUCKETS.values(), ids=BUCKETS)
+def test_a_column_is_the_mean_of_its_part_of_the_time(points, end, columns, means):
+    assert bucketed([a_point(*point) for point in points], 0.0, end, columns) == pytest.approx(means)
 
 
 @pytest.mark.parametrize(

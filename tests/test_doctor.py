@@ -48,22 +48,30 @@ def test_a_healthy_machine_has_nothing_to_do():
     assert to_text(HEALTHY, checks(HEALTHY))[-1] == "Everything is fine."
 
 
-@pytest.mark.parametrize("backend", ["smi:node7.xml", "replay:node7.rec"])
-def test_a_file_of_another_time_needs_neither_a_driver_nor_a_lock_directory(backend):
+@pytest.mark.parametrize(
+    ("backend", "absent"),
+    [
+        ("smi:node7.xml", {"library", "lock directory", "container"}),
+        ("replay:node7.rec", {"library", "lock directory", "container"}),
+        ("simulated", {"library", "versions", "persistence mode"}),
+        ("smi", {"library"}),
+    ],
+)
+def test_what_a_backend_does_not_need_is_not_asked_for(backend, absent):
     facts = replace(HEALTHY, backend=backend, library_error="none", lock_error="of another time", container="docker")
 
-    assert worst(checks(facts)) == OK
-    assert not {"library", "lock directory", "container"} & {check.name for check in checks(facts)}
+    assert not absent & {check.name for check in checks(facts)}
+    assert ":" not in backend or worst(checks(facts)) == OK
 
 
 def test_without_the_library_the_program_is_named():
     assert "--backend smi" in (found("library", library_error="cannot open", device_nodes=("nvidia0",)).advice or "")
-    assert "library" not in {check.name for check in checks(replace(HEALTHY, backend="smi", library_error="none"))}
 
 
 ROOM = Room("/run/gpuguard/claims", True, 64 * 2**20, 63 * 2**20, 16384, 16372, (RoomUsage(0, 11, 2**20),))
 FILLED = replace(ROOM, files_free=2000, taken=(RoomUsage(2**22 + 7, 14000, 2 * 2**20), RoomUsage(0, 11, 2**20)))
 NO_GPU = without_driver(DriverNotFound("none"), device_nodes=(), kernel_version=None)
+DIVIDED = a_device(mig_mode=True)
 DIAGNOSES = [
     ("driver", NO_GPU, FAULT, "no NVIDIA driver", "gpuguard sim start"),
     ("driver", {**NO_GPU, "container": "docker"}, FAULT, "container sees no GPU", "--gpus all"),
@@ -77,6 +85,7 @@ DIAGNOSES = [
     ("devices", {"snapshot": a_snapshot(a_device(problems=("lost",)), a_device())}, FAULT,
      "1 of 2 unhealthy: GPU 0: lost", "after `sudo systemctl stop gpuguard`"),
     ("devices", {"snapshot": replace(a_snapshot(), devices=())}, FAULT, "", None),
+    ("devices", {"snapshot": a_snapshot(DIVIDED, a_mig_instance(DIVIDED))}, OK, "1 healthy, and 1 MIG instances", None),
     ("processes", {"snapshot": a_snapshot(a_device(processes=None))}, WARNING, "no process list of GPU 0", "memory"),
     ("processes", {"snapshot": a_snapshot(a_device(processes=(a_process(),), processes_plausible=False))}, WARNING,
      "no sense", "pip install -U nvidia-ml-py"),
@@ -128,12 +137,6 @@ def test_every_check_is_shown_to_find_something():
     assert {name for name, *_ in DIAGNOSES} == set(CHECKS) - {"file system"}
 
 
-def test_instances_are_counted_apart_from_devices():
-    whole = a_device(mig_mode=True)
-
-    assert found("devices", snapshot=a_snapshot(whole, a_mig_instance(whole))).found == "1 healthy, and 1 MIG instances"
-
-
 def test_unknown_is_no_fault():
     nothing: dict[str, Any] = dict.fromkeys(
         ("kernel_version", "file_system", "first_pid_namespace", "hidepid", "protected_regular", "protected_hardlinks")
@@ -141,12 +144,6 @@ def test_unknown_is_no_fault():
     snapshot = a_snapshot(a_device(persistence_mode=None, problems=None), driver_version=None)
 
     assert worst(checks(replace(HEALTHY, snapshot=snapshot, **nothing))) == OK
-
-
-def test_a_simulated_node_is_asked_nothing_about_drivers():
-    names = {check.name for check in checks(replace(HEALTHY, backend="simulated", library_error="none"))}
-
-    assert names.isdisjoint({"library", "versions", "persistence mode"})
 
 
 @pytest.mark.parametrize("width", [None, 60, 80, 200])

@@ -1,4 +1,7 @@
-"""What hosts answer, shown: their answers are bytes of strangers, and their room goes into scripts."""
+"""What hosts answer, shown: their answers are bytes of strangers, and their room goes into scripts.
+
+What docs/scale.md shows is taken by a real Prometheus, and the pages that its figures come from are ours.
+"""
 
 from __future__ import annotations
 
@@ -292,9 +295,6 @@ def test_the_document_describes_the_fields_that_are_printed():
     content = view.to_json([reply_with("a", 0.1, {"schema": 1}), HostReply("b", 0.1, error="x")], 10.0)
 
     assert documented("hosts", page) == {"hosts": set(content), "hosts.hosts[]": set(content["hosts"][0])}
-
-
-# What docs/scale.md shows is taken by a real Prometheus, and the pages that its figures come from are ours.
 
 
 PAGE = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")

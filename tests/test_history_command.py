@@ -227,9 +227,6 @@ def test_output_without_unicode_is_drawn_in_ascii(store, tmp_path):
     assert "100 C" in done.stdout or "60 C" in done.stdout
 
 
-# Bars, sparklines and alarm colours: what is unknown is neither a number nor an alarm.
-
-
 SHARES = st.none() | st.floats(-1, 3, allow_nan=False)
 
 

@@ -187,12 +187,9 @@ def test_uids_that_nobody_knows_leave_room_for_those_who_have_a_name(directory, 
     Granting(directory)(pwd.getpwnam("daemon").pw_uid)
 
 
-# With a daemon.
-
-
 @root
 @pytest.mark.parametrize("device", [[], ["--device", "0"]])
-def test_who_is_kept_is_not_ended_until_the_time_is_over(tmp_path, device):
+def test_who_is_kept_is_not_ended_until_the_time_is_over_but_on_another_device(tmp_path, device):
     with (
         a_daemon(tmp_path, POLICY.format(longest="1h"), "--enforce", named=True) as daemon,
         somebodys(daemon.node, "0", 10 * GIB) as bystander,
@@ -201,21 +198,14 @@ def test_who_is_kept_is_not_ended_until_the_time_is_over(tmp_path, device):
         assert eventually(lambda: daemon.gpuguard(*words, "--for", "1h").returncode == 0)
         with somebodys(daemon.node, "0", 40 * GIB) as offender:
             daemon.until("note")
+            if device:
+                with somebodys(daemon.node, "1", 40 * GIB) as elsewhere:
+                    assert elsewhere.wait(20) == -signal.SIGTERM
             assert offender.poll() is None
             assert daemon.gpuguard(*words, "--end").returncode == 0
             assert offender.wait(20) == -signal.SIGTERM
         assert bystander.poll() is None
         assert [event["outcome"] for event in daemon.events("keep")] == ["kept", "ended"]
-
-
-@root
-def test_a_mark_of_one_device_does_not_help_on_another(tmp_path):
-    with a_daemon(tmp_path, POLICY.format(longest="1h"), "--enforce", named=True) as daemon:
-        assert eventually(
-            lambda: daemon.gpuguard("keep", "--user", str(SOMEBODY), "--device", "1", "--for", "1h").returncode == 0
-        )
-        with somebodys(daemon.node, "0", 40 * GIB) as offender:
-            assert offender.wait(20) == -signal.SIGTERM
 
 
 def test_the_daemon_that_was_killed_comes_back_with_what_is_kept(tmp_path):

@@ -1,4 +1,4 @@
-"""`gpuguard metrics` as one uses it: a page, a file for node_exporter, a port."""
+"""`gpuguard metrics` as one uses it: a page, a file for node_exporter, a port; and `gpuguard daemon --metrics`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from builders import a_device, a_snapshot
 from daemons import DaemonUnderTest, a_daemon
 from exporters import fetch
 from fake_nvml import FakeNvml
-from nodes import GIB, Gpuguard, a_user, change, eventually
+from nodes import GIB, Gpuguard, a_user, eventually
 from prometheus_client.parser import text_string_to_metric_families
 from queues import a_ticket
 from test_metrics import the_one
@@ -45,17 +45,12 @@ def read(text):
     return page
 
 
-def test_the_page_goes_to_standard_output(gpuguard):
-    done = gpuguard("metrics")
+def test_the_page_goes_to_standard_output_with_names_of_other_exporters_on_demand(gpuguard):
+    done, more = gpuguard("metrics"), gpuguard("metrics", "--compat", "dcgm", "--compat", "nvitop")
 
     assert done.returncode == 0 and done.stderr == ""
     assert the_one(read(done.stdout), "gpuguard_devices") == 2
-
-
-def test_names_of_other_exporters_are_told_on_demand(gpuguard):
-    plain, more = gpuguard("metrics"), gpuguard("metrics", "--compat", "dcgm", "--compat", "nvitop")
-
-    assert "DCGM" not in plain.stdout and "gpu_temperature_C" not in plain.stdout
+    assert "DCGM" not in done.stdout and "gpu_temperature_C" not in done.stdout
     assert "DCGM_FI_DEV_SM_CLOCK{" in more.stdout and "gpu_temperature_C{" in more.stdout
 
 
@@ -193,17 +188,6 @@ def page(place):
     return file.read_text() if file.exists() else ""
 
 
-def test_each_scrape_looks_again(gpuguard, tmp_path):
-    with a_server(gpuguard) as target:
-        before = read(fetch(f"http://{target}/metrics"))
-        change(str(tmp_path / "node"), 1, faults=("lost",))
-        lost = (("problem", "lost"), ("uuid", max(before["gpuguard_device_info"], key=str)[-1][1]))
-
-        assert "gpuguard_device_problem" not in before
-        assert eventually(lambda: "gpuguard_device_problem" in read(fetch(f"http://{target}/metrics")))
-        assert {key[0] for key in read(fetch(f"http://{target}/metrics"))["gpuguard_device_problem"]} == {lost[0]}
-
-
 def test_a_driver_that_goes_away_while_we_serve_takes_its_numbers_along(gpuguard, tmp_path):
     def page():
         return read(fetch(f"http://{target}/metrics"))
@@ -256,9 +240,6 @@ def test_a_reader_that_goes_away_is_no_trouble(gpuguard):
         process.stdout.close()
         process.wait(20)
         assert process.stderr and "Traceback" not in process.stderr.read()
-
-
-# `gpuguard daemon --metrics`: its last look, without another driver call, and what its policies did.
 
 
 POLICY = """

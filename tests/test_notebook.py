@@ -119,9 +119,6 @@ def test_what_python_returns_shows_itself(tmp_path, gpuguard):
             assert "<table>" in notebook(code).html, code
 
 
-# A real notebook in a real kernel, by nbclient.
-
-
 @dataclass(frozen=True)
 class Done:
     """What a cell has shown."""

@@ -1,4 +1,4 @@
-"""gpuguard policy check, explain, rules and schema, as one types them."""
+"""gpuguard policy check, explain, rules and schema, as one types them; which policies contradict each other."""
 
 from __future__ import annotations
 
@@ -56,9 +56,10 @@ def test_a_right_file_is_ok(gpuguard, tmp_path):
 
 def test_a_wrong_file_shows_every_fault_with_line_column_and_advice(gpuguard, tmp_path):
     path = write(tmp_path, document(when="{idel: {below: 5%}}", more="for: 2"))
-    done = gpuguard("policy", "check", path)
+    done, explained = gpuguard("policy", "check", path), gpuguard("policy", "explain", path)
 
-    assert done.returncode == 1
+    assert (done.returncode, explained.returncode, explained.stdout) == (1, 1, "")
+    assert "'idel' is no rule." in explained.stderr
     assert done.stdout.splitlines() == [
         f"{path}:4:12: 'idel' is no rule.",
         "      when: {idel: {below: 5%}}",
@@ -138,13 +139,6 @@ def test_explain_says_who_when_and_what(gpuguard, tmp_path):
         "Dry run: mode is observe",
     ):
         assert line in done.stdout
-
-
-def test_explain_of_a_wrong_file_shows_the_faults(gpuguard, tmp_path):
-    done = gpuguard("policy", "explain", write(tmp_path, "version: 1\n"))
-
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "lacks the key 'policies'" in done.stderr
 
 
 @pytest.mark.parametrize("action", ACTION_KEYS)
@@ -267,9 +261,6 @@ def test_the_schema_is_printed(gpuguard):
 
 def test_the_help_of_a_section_is_plain_text():
     assert all(line.isprintable() for line in describe())
-
-
-# Policies that contradict each other are warned of; policies that only refine each other are not.
 
 
 IDLE = "{idle: {below: 5%}}"

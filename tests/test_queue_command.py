@@ -54,6 +54,7 @@ def text(*places, site=None, width=None, **line):
 def test_an_empty_line_says_so():
     assert text() == ["node1: no requests in line (fair share)"]
     assert text(simulated=True) == ["SIMULATED node node1: no requests in line (fair share)"]
+    assert text(site=QueueSettings(QueueRules(fair_share=False)))[0].endswith("(order of arrival)")
 
 
 def test_each_request_has_a_row_and_its_prospects_below_it():
@@ -73,6 +74,9 @@ def test_each_request_has_a_row_and_its_prospects_below_it():
         "2  李小明  1 or 4    1m5s  [high] n/a",
         "    nobody knows when it starts: alice's request before it has no time limit",
     ]
+    assert text(a_place(after="waits until process 4711 has ended"))[-1] == (
+        "    not in line yet: waits until process 4711 has ended"
+    )
 
 
 @pytest.mark.parametrize("fields", [{"now": True, "promise": NOW + 60}, {"promise": NOW - 60}])
@@ -81,16 +85,6 @@ def test_a_promise_of_another_day_has_its_date_and_one_that_is_over_or_of_now_is
 
     assert time.strftime("at the latest %a %d %b %H:%M", time.localtime(NOW + 90_000)) in later
     assert "at the latest" not in text(a_place(**fields))[-1]
-
-
-def test_one_that_waits_for_something_else_says_for_what():
-    assert text(a_place(after="waits until process 4711 has ended"))[-1] == (
-        "    not in line yet: waits until process 4711 has ended"
-    )
-
-
-def test_a_site_in_order_of_arrival_says_so():
-    assert text(site=QueueSettings(QueueRules(fair_share=False)))[0].endswith("(order of arrival)")
 
 
 def test_torn_tickets_are_named_with_their_owner_and_the_reason():
@@ -175,9 +169,6 @@ def test_the_numbers_are_those_of_the_ticket_and_of_the_plan():
 
     assert (place["waited_seconds"], place["expected_start"], place["latest_start"]) == (65.0, NOW + 60, NOW + 75)
     assert (place["priority"], place["time_limit_seconds"], place["requests"]) == ("low", 9.0, ["-n 2"])
-
-
-# The command, on real locks and tickets
 
 
 @pytest.fixture

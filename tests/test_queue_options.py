@@ -31,9 +31,6 @@ def parsed(*words):
     return build_parser("run").parse_args([*words, "--", "true"])
 
 
-# --or
-
-
 @pytest.mark.parametrize(
     ("text", "request_"),
     [
@@ -82,18 +79,10 @@ def test_as_many_alternatives_as_a_ticket_takes():
         alternatives_of(parsed(*ways, "--or=-n 1"))
 
 
-# The others
-
-
 def test_how_long_to_wait():
     assert [wait_of(parsed(*words)) for words in ((), ("--wait",), ("--wait", "2m"), ("--no-wait",))] == [
         None, None, 120.0, 0.0,
     ]  # fmt: skip
-
-
-def test_the_command_after_wait_is_no_duration():
-    with pytest.raises(InvalidRequest, match="write `--` behind it: `--wait -- CMD`"):
-        wait_of(build_parser("run").parse_args(["--wait", "python", "train.py"]))
 
 
 def test_the_names_of_priorities_are_those_of_the_line():
@@ -119,9 +108,6 @@ def test_a_site_bounds_the_priority_and_that_is_said(tmp_path, monkeypatch, caps
     assert priority_of(parsed("--priority", asked)) == given
     said = capsys.readouterr().err
     assert told in said and bool(said) == bool(told)
-
-
-# --after, in this process
 
 
 @pytest.fixture
@@ -154,18 +140,16 @@ def test_what_is_not_there_is_refused(follow, what, message):
     assert message in str(caught.value)
 
 
-def test_the_beginning_of_an_id_is_enough_unless_it_could_be_two(directory, follow):
-    message = "--after abcd could be abcd1111, abcd2222: write more of it"
-    with a_holder(directory, "GPU-a", name="abcd1111"), a_holder(directory, "GPU-b", name="abcd2222"):  # noqa: SIM117
-        with pytest.raises(InvalidRequest, match=message):
-            follow("abcd")
-
-
-def test_a_whole_id_is_never_ambiguous(directory, follow, monkeypatch):
+def test_a_whole_id_is_never_ambiguous_and_its_beginning_is_enough_unless_it_could_be_two(
+    directory, follow, monkeypatch
+):
     found = []
     monkeypatch.setattr(waiter, "_wait_for_claim", lambda claim, *_: found.append(claim.id))
+    message = "--after abcd could be abcd1111, abcd1111.0badcafe: write more of it"
     with a_holder(directory, "GPU-a", name="abcd1111"), a_holder(directory, "GPU-b", name="abcd1111.0badcafe"):
         follow("abcd1111")
+        with pytest.raises(InvalidRequest, match=message):
+            follow("abcd")
 
     assert found == ["abcd1111"]
 
@@ -208,14 +192,10 @@ def test_the_end_of_a_holder_that_is_killed_is_heard(directory, follow, monkeypa
         monkeypatch.setattr(waiter, "DirectoryWatch", none_left)
         monkeypatch.setattr(waiter, "POLL_SECONDS", 0.05)
     with a_holder(directory, "GPU-a", name="abcd1111") as holder:
-        told = []
-        waiter.wait_until_over("abcd", directory, new_ticket([Request()]), lambda t: told.append(t) or end(holder), {})
+        told, ticket = [], new_ticket([Request()])
+        waiter.wait_until_over("abcd", directory, ticket, lambda text: told.append(text) or holder.child.kill(), {})
 
     assert re.fullmatch(r"waits until \S+'s claim abcd1111 has ended", told[0])
-
-
-def end(holder):
-    holder.child.send_signal(signal.SIGKILL)
 
 
 def test_a_directory_that_takes_no_ticket_is_said(directory, follow, monkeypatch):
@@ -227,9 +207,6 @@ def test_a_directory_that_takes_no_ticket_is_said(directory, follow, monkeypatch
 
     with pytest.raises(LockDirectoryError, match=r"no ticket can be written into .*: No space left on device"):
         follow(str(os.getpid()))
-
-
-# As commands, on a simulated node of two devices
 
 
 @pytest.fixture
@@ -247,10 +224,13 @@ def queue(gpuguard):
 
 @pytest.mark.parametrize("words", [("--or", "-n 1"), ("--or=-n 1",), ("--or", "-n 1 --min-free 40GiB")])
 @pytest.mark.parametrize("dashes", [(), ("--",)])
-def test_whichever_way_fits_is_taken(gpuguard, job, words, dashes):
-    done = gpuguard("run", "-n", "2", *words, *dashes, *LOOK)
+def test_the_first_way_that_fits_is_taken(gpuguard, job, words, dashes):
+    second = gpuguard("run", "-n", "2", *words, *dashes, *LOOK)
+    job.terminate()
+    job.wait()
+    both = gpuguard("run", "-n", "2", *words, *dashes, *LOOK)
 
-    assert (done.returncode, done.stdout) == (0, "0\n")
+    assert (second.stdout, both.stdout) == ("0\n", "0,1\n")
 
 
 def test_an_option_of_the_command_is_its_own(gpuguard):
@@ -258,10 +238,6 @@ def test_an_option_of_the_command_is_its_own(gpuguard):
     assert gpuguard("run", "echo", "--or", "-n 1").stdout == "--or -n 1\n"
     words = ("-n", "2", "--quiet", "--wait", "5s", "--note=x", "--or", "-n 1", "echo", "--or", "-n 1")
     assert gpuguard("run", *words).stdout == "--or -n 1\n"
-
-
-def test_the_first_way_is_liked_best(gpuguard):
-    assert gpuguard("run", "-n", "2", "--or", "-n 1", *LOOK).stdout == "0,1\n"
 
 
 def test_a_choice_of_devices_holds_for_its_own_way_only(gpuguard, job):
@@ -360,9 +336,6 @@ def test_ctrl_c_while_it_waits_for_something_else_leaves_nothing(gpuguard, tmp_p
         assert second.wait(timeout=30) == -signal.SIGINT
         assert second.stderr.read() == ""
     assert list((tmp_path / "claims").rglob("*ticket.*")) == []
-
-
-# The options that say which devices are wanted.
 
 
 def request(line=""):

@@ -206,9 +206,6 @@ def test_without_colours_no_colour_is_written(hour, capsys):
     assert "\x1b" not in "".join(lines)
 
 
-# --- JSON and CSV ---------------------------------------------------------------------------------------------------
-
-
 def test_the_document_describes_exactly_the_fields_that_are_printed(hour):
     found: dict[str, set[str]] = {}
     for by in BY:
@@ -232,9 +229,6 @@ def test_no_spreadsheet_takes_a_name_for_a_formula(hour):
     assert any(line.startswith("'=cmd()") for line in view.to_csv(reported(hour), None))
     signs = ["=1", "+1", "-1", "@x", "\uff1d1", "\uff0b1", "\uff0d1", "\uff20x"]
     assert csv_lines(["a"], [[each] for each in signs]) == ["a", *(f"'{each}" for each in signs)]
-
-
-# --- the page -------------------------------------------------------------------------------------------------------
 
 
 class Tags(HTMLParser):
@@ -281,8 +275,6 @@ def test_a_gap_of_the_record_is_a_gap_of_the_line_in_the_page(path):
 
     assert text.count("<polyline") == 2 * 4
 
-
-# --- claims ---------------------------------------------------------------------------------------------------------
 
 UUID = a_device(0).uuid
 LOG = [

@@ -52,9 +52,6 @@ def at_terminal(gpuguard: Gpuguard, *words: str, behind: subprocess.Popen[str] |
     return shown.decode()
 
 
-# What to run
-
-
 @pytest.mark.parametrize("dashes", [(), ("--",)])
 def test_the_command_begins_where_the_options_end(gpuguard, dashes):
     done = gpuguard("run", "-n", "2", *dashes, "echo", "-n", "5", "--help", "--")
@@ -80,9 +77,6 @@ def test_a_program_that_does_not_exist_is_named_without_its_escape_codes(gpuguar
 
     assert (done.returncode, claims(gpuguard)) == (127, [])
     assert "gpuguard: no\\x1b[2Jsuch: command not found." in done.stderr
-
-
-# What it gets
 
 
 def test_devices_are_named_by_index_or_by_uuid(gpuguard):
@@ -119,9 +113,6 @@ def test_gpuguard_inside_the_job_means_the_same_machine_and_claims(gpuguard, tmp
     assert gpuguard(*outer, 'cd /; "$@"', "sh", *inner, cwd=tmp_path).stdout == "1\n"
 
 
-# When there are not enough
-
-
 @pytest.mark.parametrize(
     ("words", "code", "why"),
     [(["--no-wait"], 75, "wanted 1 GPU"), (["--wait", "400ms"], 124, "the time to wait is over")],
@@ -152,19 +143,12 @@ def test_waiting_ends_by_the_signal_so_that_the_script_around_it_ends_too(gpugua
         assert "Traceback" not in second.stderr.read()
 
 
-# What is shown
-
-
 @pytest.mark.terminal
-def test_a_terminal_shows_the_devices_and_at_the_end_the_numbers(gpuguard):
+def test_a_terminal_shows_the_devices_and_at_the_end_the_numbers_unless_it_is_to_be_quiet(gpuguard):
     shown = at_terminal(gpuguard, "run", "-n", "2", "--", "sleep", "0.5").splitlines()
 
     assert re.fullmatch(r"gpuguard: GPU 0,1 \(SIMULATED\) · claim [0-9a-f]{8}", shown[0])
     assert re.fullmatch(r"gpuguard: GPU 0,1 · 5\d\dms · peak .*iB · .*Wh · exit 0", shown[-1])
-
-
-@pytest.mark.terminal
-def test_a_quiet_run_shows_nothing_of_its_own(gpuguard):
     assert at_terminal(gpuguard, "run", "--quiet", "--", "echo", "hello") == "hello\r\n"
 
 
@@ -211,9 +195,6 @@ def test_energy_is_readable(joules, text):
 
 def test_a_mig_instance_is_named_with_its_profile():
     assert gpus([a_mig_instance(a_device(1))]) == "GPU 1[3g.40gb]"
-
-
-# --exec
 
 
 def test_with_exec_the_command_takes_our_place_and_nothing_else_is_left(gpuguard):

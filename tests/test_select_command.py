@@ -1,4 +1,4 @@
-"""`gpuguard select`: devices on standard output, or nothing at all."""
+"""`gpuguard select`: devices on standard output, or nothing at all; `gpuguard explain`: why, for each device."""
 
 from __future__ import annotations
 
@@ -132,9 +132,6 @@ def test_a_shell_sees_the_failure(tmp_path):
 
     assert result.stdout == "none:\n"
     assert "wanted 99 GPUs, but only 8 exist." in result.stderr
-
-
-# `gpuguard explain`: why each device would or would not be taken.
 
 
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3600)

@@ -240,9 +240,6 @@ def test_the_lines_for_a_broker_give_the_lock_files_to_the_daemon_alone(set_up, 
     assert "0600" not in set_up(*words).stdout
 
 
-# `--systemd` and `--remove`.
-
-
 class Machine:
     """A machine whose files lie in a folder, and whose systemd only writes down what it is asked."""
 
@@ -328,10 +325,8 @@ def test_what_is_installed_is_what_the_package_has(machine):
 
     assert rest(machine.mount) == (ROOT / "packaging" / machine.mount.name).read_text()
     assert rest(machine.policy) == (ROOT / "packaging" / "policy.yaml").read_text()
-    assert (
-        rest(machine.unit).replace(f"{sys.executable} -I", "/usr/bin/python3 -I")
-        == (ROOT / "packaging" / "gpuguard.service").read_text()
-    )
+    unit = rest(machine.unit).replace(f"{sys.executable} -I", "/usr/bin/python3 -I")
+    assert unit == (ROOT / "packaging" / "gpuguard.service").read_text()
 
 
 def test_a_mount_of_the_admins_own_is_left_as_it_is(machine):
@@ -466,21 +461,17 @@ def test_new_devices_get_their_lock_files_and_the_others_keep_theirs(fake, set_u
     assert len([name for name in after if name.startswith("GPU-") and name.count(".") == 0]) == 3
 
 
-def test_a_package_that_has_installed_the_service_is_left_alone(machine):
-    packed = Path(setup_service.PACKAGED[0], "gpuguard.service")
-    packed.parent.mkdir(parents=True)
-    packed.write_text("[Service]\n")
+@pytest.mark.parametrize(
+    ("packed", "why"), [(True, "enable --now gpuguard"), (False, "not the one that would be installed")]
+)
+def test_a_unit_of_a_package_or_of_somebody_else_is_left_alone(machine, packed, why):
+    unit = Path(setup_service.PACKAGED[0], "gpuguard.service") if packed else machine.unit
+    unit.parent.mkdir(parents=True, exist_ok=True)
+    unit.write_text("[Service]\n")
 
-    with pytest.raises(LockDirectoryError, match="enable --now gpuguard"):
+    with pytest.raises(LockDirectoryError, match=why):
         machine.install()
-
-
-def test_a_unit_of_somebody_else_is_not_overwritten(machine):
-    machine.unit.write_text("[Service]\n")
-
-    with pytest.raises(LockDirectoryError, match="not the one that would be installed"):
-        machine.install()
-    assert machine.unit.read_text() == "[Service]\n"
+    assert unit.read_text() == "[Service]\n"
 
 
 def test_the_service_runs_nothing_that_others_can_change(tmp_path, monkeypatch):

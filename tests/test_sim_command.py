@@ -1,7 +1,8 @@
+"""`gpuguard sim`: a simulated node as a user makes, steers and breaks it."""
+
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -48,11 +49,13 @@ def test_start_says_what_there_is_where_it_is_and_what_to_try(place, capsys):
     assert "Try: gpuguard run --backend simulated -n 1 -- gpuguard sim use" in said
 
 
-def test_start_names_a_node_elsewhere_as_the_other_commands_must(tmp_path, capsys):
+def test_start_names_a_node_elsewhere_as_the_other_commands_must_which_steers_it(tmp_path, capsys, monkeypatch):
     elsewhere = f"simulated:{tmp_path}/a node"
-    assert main(["sim", "start", "1xT4", "--backend", elsewhere]) == 0
+    assert main(["sim", "start", "2xT4", "--backend", elsewhere]) == 0
 
     assert f"Try: gpuguard run --backend '{elsewhere}' -n 1 -- " in capsys.readouterr().out
+    monkeypatch.setenv("GPUGUARD_BACKEND", elsewhere)
+    assert len(shown(capsys)["devices"]) == 2
 
 
 def test_a_running_node_is_replaced_only_with_force(a_node, capsys):
@@ -161,12 +164,3 @@ def test_a_mig_instance_cannot_be_broken_alone(capsys):
 
     assert main(["sim", "fault", "--device", instance, "lost"]) == 2
     assert "the device that it belongs to" in capsys.readouterr().err
-
-
-def test_a_node_elsewhere_is_steered_by_its_backend_name(tmp_path, capsys, monkeypatch):
-    other = f"simulated:{tmp_path / 'other'}"
-    assert main(["sim", "start", "2xT4", "--backend", other]) == 0
-    monkeypatch.setenv("GPUGUARD_BACKEND", other)
-
-    assert len(shown(capsys)["devices"]) == 2
-    assert os.path.exists(tmp_path / "other" / "node.json")

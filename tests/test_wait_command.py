@@ -43,9 +43,6 @@ def wait(machine, directory, capsys):
     return run
 
 
-# In this process
-
-
 def test_what_fits_is_printed_and_nothing_stays_claimed(wait, directory):
     assert wait() == (0, "1\n", "")
     assert wait("-n", "2") == (0, "0,1\n", "")
@@ -84,9 +81,6 @@ def test_an_alternative_that_fits_is_as_good(wait, machine, directory):
         assert wait("-n", "2", "--or", "-n 1") == (0, "0\n", "")
 
 
-# Telling somebody
-
-
 @pytest.mark.parametrize(
     ("where", "message"),
     [
@@ -120,14 +114,6 @@ def test_a_mail_says_which_devices_and_that_nobody_keeps_them(wait):
     assert f"GPU 1 of {host} would fit now." in letter.body and "`gpuguard run` claims it." in letter.body
 
 
-def test_a_webhook_gets_the_message(wait):
-    with a_web_server() as web:
-        assert wait("-n", "2", "--notify", web.url) == (0, "0,1\n", "")
-
-    ((_, body),) = web.requests
-    assert f"GPU 0,1 of {os.uname().nodename} are free" in str(json.loads(body))
-
-
 def test_a_program_gets_the_message(wait, tmp_path):
     program = tmp_path / "tell"
     program.write_text('#!/bin/sh\necho "$GPUGUARD_SUBJECT" > "$(dirname "$0")/told"\n')
@@ -152,9 +138,6 @@ def test_a_message_that_cannot_be_sent_is_said_and_the_answer_stands(wait):
 
 def test_the_bell_is_for_terminals(wait):
     assert wait("--notify") == (0, "1\n", "")
-
-
-# As a process
 
 
 @pytest.fixture

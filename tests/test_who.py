@@ -105,12 +105,6 @@ def test_the_exact_state_says_more_and_the_plain_one_what_scripts_know(exact, pl
     assert bool(row["problems"]) == (plain == "unhealthy")
 
 
-def test_nobody_is_accused_when_the_claims_cannot_be_read():
-    unreadable = (Gap(None, "claims", "no such directory"),)
-
-    assert state_of(a_device(processes=(ALICE,), **BUSY), gaps=unreadable) == "unknown"
-
-
 def claim_of(process, *claims, seen=None):
     found = uses(a_snapshot(a_device(processes=(process,), **BUSY), claims=claims), seen)
     return next(iter(found[0].processes or ())).claim

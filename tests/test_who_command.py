@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 from claiming import acquire
+from nodes import a_user
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard import device_state
@@ -27,13 +27,6 @@ from gpuguard.request import Request
 from gpuguard.views.who import MOST_CLAIMS, to_json, to_text
 
 GPUGUARD = [sys.executable, "-m", "gpuguard"]
-USE = """
-import sys, time
-from gpuguard.backends import simulated
-simulated.use(sys.argv[1].split(","), int(sys.argv[2]) << 30, float(sys.argv[3]))
-print("ready", flush=True)
-time.sleep(60)
-"""
 # Makes a claim, starts a job that inherits it, and is killed: the job lives on.
 ABANDON = """
 import os, signal, subprocess, sys
@@ -64,16 +57,9 @@ def start(spec):
     simulated_node.create(path, lambda: simulated_node.new_node(spec, path, clock), replace=True)
 
 
-@contextmanager
-def using(devices, *words, memory=10, utilization=80, pass_fds=()) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that uses devices of the node."""
-    command = [sys.executable, "-c", USE, devices, str(memory), str(utilization), *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=pass_fds) as process:
-        try:
-            assert process.stdout and process.stdout.readline() == b"ready\n"
-            yield process
-        finally:
-            process.kill()
+def using(devices, *words, utilization=80, pass_fds=()):
+    """A process that uses 10 GiB of devices of the node."""
+    return a_user(simulated.directory(), devices, 10 * GIB, utilization, *words, pass_fds=pass_fds)
 
 
 def a_claim(*devices, **details):
@@ -123,7 +109,7 @@ def test_a_process_is_joined_with_its_claim_and_described():
     assert sorted(record["holders"]) == sorted([os.getpid(), job.pid])
     assert (process["pid"], process["claim"], process["uid"]) == (job.pid, claim.id, os.geteuid())
     assert (process["memory_used_bytes"], process["kind"]) == (10 << 30, "compute")
-    assert process["command"][-3:] == ["0", "10", "80"]
+    assert process["command"][-3:] == ["0", str(10 * GIB), "80"]
     assert content["users"][0]["claimed"] == 2
 
 
@@ -292,9 +278,6 @@ def test_the_document_describes_exactly_what_a_command_prints(kind, capsys):
 
     assert content["schema"] == 1
     assert documented(kind, DOCUMENT.read_text(encoding="utf-8")) == printed(kind, content)
-
-
-# What `gpuguard who` prints is bounded by what there is; its work grows with the devices, not with their square.
 
 
 RECORDS = 500  # of one user, as many as are read
