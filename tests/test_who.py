@@ -105,11 +105,6 @@ def test_the_exact_state_says_more_and_the_plain_one_what_scripts_know(exact, pl
     assert bool(row["problems"]) == (plain == "unhealthy")
 
 
-def claim_of(process, *claims, seen=None):
-    found = uses(a_snapshot(a_device(processes=(process,), **BUSY), claims=claims), seen)
-    return next(iter(found[0].processes or ())).claim
-
-
 ROOT = a_process(uid=0, user="root")
 OWNERS = {  # what it shows: (the process, the claims, what is known of processes, the claim that it belongs to)
     "a holder of the lock, whatever its user": (BOB, (a_claim_record(holders=(BOB.pid,)),), None, "a1b2c3"),
@@ -134,7 +129,9 @@ OWNERS = {  # what it shows: (the process, the claims, what is known of processe
 
 @pytest.mark.parametrize(("process", "claims", "stats", "claim"), OWNERS.values(), ids=OWNERS)
 def test_a_process_belongs_to_the_claim_that_covers_it(process, claims, stats, claim):
-    assert claim_of(process, *claims, seen=stats) == claim
+    (use,) = uses(a_snapshot(a_device(processes=(process,), **BUSY), claims=claims), stats)
+
+    assert [running.claim for running in use.processes or ()] == [claim]
 
 
 def test_a_claim_that_is_only_of_the_same_user_is_shown_as_a_guess():

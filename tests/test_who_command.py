@@ -229,7 +229,7 @@ def test_a_piped_watch_prints_one_object_per_look_until_ctrl_c():
 def watched(term: str, mark: bytes, number: int) -> tuple[bytes, int]:
     """What a watch writes on a terminal until *mark* was there twice and it gets a signal, and its status."""
     main, side = pty.openpty()
-    environ = {**os.environ, "TERM": term, "NO_COLOR": "1"}
+    environ = {**os.environ, "TERM": term}
     with subprocess.Popen([*GPUGUARD, "who", "--watch", "100ms"], stdout=side, stderr=side, env=environ) as process:
         os.close(side)
         output = b""
