@@ -152,7 +152,8 @@ def test_a_holder_that_is_ended_takes_its_record_with_it_and_leaves_the_job_alon
     for signum in (signal.SIGTERM, signal.SIGKILL):
         holder = node.adopt(job.pid)["holder_pid"]
         os.kill(holder, signum)
-        until(lambda holder=holder: gone(holder) and node.locked() == [])
+        until(partial(gone, holder))
+        until(lambda: node.locked() == [])
         assert signum == signal.SIGKILL or os.listdir(node.directory.records) == []
 
     assert (job.poll(), node.adopt(job.pid)["indices"]) == (None, [1])
