@@ -380,6 +380,8 @@ class Waiter:
         ends += [self._leads.until] if self._leads else []
         ends += [until] if until is not None else []
         others = self._leads.descriptors if self._leads else self._leader.descriptors
+        if self._leads:
+            self._held.send_heartbeat()  # after a sample, and however often something woke it before a pause was over
         while True:
             left = min(ends) - time.monotonic()
             pause = WATCH_SECONDS if self._leads or self._is_deputy else DEPUTY_SECONDS
