@@ -1,7 +1,4 @@
-"""Every command on drivers that hang, fail, crash, lack or lie: the other devices are served and the bad one is named.
-
-The real nvidia-ml-py on a fake driver library.  The time each answer takes is measured by benchmarks/faults.py.
-"""
+"""Every command on drivers that hang, fail, crash, lack or lie: the others are served and the bad device is named."""
 
 from __future__ import annotations
 

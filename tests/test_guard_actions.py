@@ -375,11 +375,6 @@ def there(scene: Scene) -> tuple[str | None, ...]:
     return (scene.subject.device,)
 
 
-def nothing_there(scene: Scene) -> tuple[tuple[str | None, int], ...]:
-    """Pid 2 has ended, but its memory has not come back."""
-    return ((scene.subject.device, 0),)
-
-
 def their_uid(scene: Scene) -> int | None:
     return scene.process.uid
 
@@ -599,15 +594,12 @@ def test_a_niceness_is_10_unless_the_step_names_one_that_there_is(scene, priorit
     assert priorities == asked
 
 
-def test_a_thread_of_a_process_that_has_ended_gets_back_what_it_had(scene, priorities, monkeypatch):
-    monkeypatch.setattr(identity, "has_ended", lambda pidfd: bool(priorities))  # after the first was changed
-    scene.act("renice")
-
-    assert priorities == [10, 0]
-
-
-def test_a_thread_that_is_not_of_this_process_any_more_gets_back_what_it_had(scene, priorities, monkeypatch):
-    monkeypatch.setattr(os.path, "exists", lambda path: not str(path).startswith(f"/proc/{scene.pid}/task/"))
+@pytest.mark.parametrize("what", ["has ended", "is of another process"])
+def test_a_thread_that_is_not_of_this_process_any_more_gets_back_what_it_had(scene, priorities, monkeypatch, what):
+    if what == "has ended":
+        monkeypatch.setattr(identity, "has_ended", lambda pidfd: bool(priorities))  # after the first was changed
+    else:
+        monkeypatch.setattr(os.path, "exists", lambda path: not str(path).startswith(f"/proc/{scene.pid}/task/"))
     scene.act("renice")
 
     assert priorities == [10, 0]

@@ -88,12 +88,6 @@ def test_what_a_process_has_mapped_is_never_in_memory_at_once(monkeypatch):
         tracemalloc.stop()
 
 
-def test_where_its_files_can_be_seen_they_decide():
-    with open("/dev/null", "rb"):
-        assert identity._has_open(os.getpid(), "/dev/null") is True
-    assert identity._has_open(os.getpid(), "/dev/full") is False
-
-
 @pytest.mark.parametrize("files", [(), ("0",)])
 def test_who_lets_another_thread_than_the_first_open_the_driver_uses_it_no_less(monkeypatch, files):
     """A thread can have files of its own, and the first one may have ended: then /proc/PID shows neither."""

@@ -22,11 +22,6 @@ from gpuguard.errors import InvalidRequest, NotEnoughGpus
 from gpuguard.request import Request
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> LockDirectory:
-    return lock_directory(str(tmp_path))
-
-
 def divided() -> Machine:
     """A whole GPU, and one with a small and two big instances."""
     parent = a_device(1, mig_mode=True)

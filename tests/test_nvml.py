@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from fake_nvml import (
 from nodes import Gpuguard
 from nvml_child import answer_of, gaps_of, sampled
 
-from gpuguard.backends.nvml import THREADS, Ahead
 from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.model import Gap
 
@@ -370,48 +368,23 @@ def test_whoever_asks_ahead_sees_the_same_and_asks_no_more(fake: FakeNvml, field
     assert len(ahead[0][0].devices) >= DEVICES
 
 
-def test_several_are_asked_at_once_each_when_its_turn_comes_at_the_latest() -> None:
-    together = threading.Barrier(THREADS, timeout=30)
-    asked: list[int] = []
+@pytest.mark.parametrize("begin", [0, 1])
+def test_where_no_more_threads_may_begin_the_others_are_not_waited_for(fake: FakeNvml, begin: int) -> None:
+    crowded = f"""
+import threading
+really, begun = threading.Thread.start, []
+def start(thread):
+    begun.append(thread)
+    if len(begun) > {begin}:
+        raise RuntimeError("can't start new thread")
+    really(thread)
+threading.Thread.start = start
+FIELDS = SELECT_FIELDS
+"""
+    (alone, _), (ahead, _), tried = answer_of(fake, f"{crowded}{BOTH_WAYS}\nanswer = *answer, len(begun)")
 
-    def ask(index: int) -> int:
-        if index < THREADS:
-            together.wait()  # nobody passes unless so many are here
-        asked.append(index)
-        return 10 * index
-
-    ahead = Ahead(range(21), ask)
-
-    assert [ahead.of(index) for index in range(21)] == [10 * index for index in range(21)]
-    assert sorted(asked) == list(range(21))
-    assert (ahead.of(3), ahead.of(99)) == (None, None), "there is nothing more to wait for"
-
-
-def test_where_no_more_threads_may_begin_the_others_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, begun, asked = threading.Thread.start, [], []
-
-    def start(thread: threading.Thread) -> None:
-        begun.append(thread)
-        if len(begun) > 1:
-            raise RuntimeError("can't start new thread")
-        real(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    ahead = Ahead(range(2 * THREADS), lambda index: asked.append(index) or index + 1)
-
-    told = {index: answer for index in range(2 * THREADS) if (answer := ahead.of(index))}
-    assert told == {0: 1, THREADS: THREADS + 1}
-    assert asked == [0, THREADS]
-
-
-def test_an_ask_that_fails_holds_nobody_up(capfd: pytest.CaptureFixture[str]) -> None:
-    def ask(index: int) -> None:
-        raise ValueError(index)
-
-    ahead = Ahead(range(8), ask)
-
-    assert [ahead.of(index) for index in range(8)] == [None] * 8
-    assert capfd.readouterr() == ("", "")
+    assert ahead == alone
+    assert tried > begin
 
 
 @pytest.mark.parametrize("one_at_a_time", [0, 1])

@@ -1,7 +1,4 @@
-"""The daemon as its unit starts it, less systemd: an ordinary uid with CAP_KILL and CAP_SYS_PTRACE, and one without.
-
-Its node and its claims are simulated; its user, its capabilities and whom it ends are real.
-"""
+"""The daemon as its unit starts it, less systemd: an ordinary uid with CAP_KILL and CAP_SYS_PTRACE, and one without."""
 
 from __future__ import annotations
 

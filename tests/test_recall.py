@@ -20,15 +20,7 @@ from guarded import Scene, a_child, a_scene
 from gpuguard.claims.restrictions import boot_id
 from gpuguard.clusters import slurm
 from gpuguard.enforcement import actions, limits
-from gpuguard.enforcement.limits import (
-    HOUR,
-    SIGNALS_PER_MINUTE,
-    VICTIMS_PER_HOUR,
-    ActionLimits,
-    PastAction,
-    RecoveredActions,
-    recover_actions,
-)
+from gpuguard.enforcement.limits import ActionLimits, RecoveredActions, recover_actions
 from gpuguard.history import audit_log
 from gpuguard.procfs import boot_clock
 
@@ -72,12 +64,12 @@ def test_what_was_not_done_in_earnest_comes_back_as_such(log: Path) -> None:
 
 def test_the_limit_on_signals_holds_for_a_guard_that_crashes_after_each(log: Path) -> None:
     words = []
-    for _ in range(SIGNALS_PER_MINUTE + 2):
+    for _ in range(limits.SIGNALS_PER_MINUTE + 2):
         with a_scene() as scene:
             restarted(scene, log)
             words.append(scene.act("renice").word)
 
-    assert words == ["sent"] * SIGNALS_PER_MINUTE + ["refused"] * 2
+    assert words == ["sent"] * limits.SIGNALS_PER_MINUTE + ["refused"] * 2
 
 
 @pytest.mark.root
@@ -119,8 +111,8 @@ def test_no_log_means_no_actions(log: Path) -> None:
 
 
 def test_only_the_last_hour_counts_and_the_rotated_file_belongs_to_it(log: Path) -> None:
-    long_ago: dict[str, Any] = {"time_unix_seconds": time.time() - HOUR - 60}
-    long_ago["facts"] = {"clock_seconds": boot_clock() - HOUR - 60}
+    long_ago: dict[str, Any] = {"time_unix_seconds": time.time() - limits.HOUR - 60}
+    long_ago["facts"] = {"clock_seconds": boot_clock() - limits.HOUR - 60}
     write(
         log.with_name("events.jsonl.1"), a_line(**long_ago, pid=1), "garbage of long ago", a_line(**long_ago), a_line()
     )
@@ -150,7 +142,7 @@ def test_a_clock_that_was_set_back_makes_no_action_older(log: Path, ahead: float
 
 def test_a_clock_that_was_set_forward_lets_nothing_of_this_boot_be_forgotten(log: Path) -> None:
     """As on a machine that boots with a wrong time and hears the right one after hours."""
-    before = {"time_unix_seconds": time.time() - 2 * HOUR}
+    before = {"time_unix_seconds": time.time() - 2 * limits.HOUR}
     note = {"schema": 1, **before, "kind": "note", "outcome": "cleared"}
     write(log, a_line(pid=1, facts={"boot": "another"}), a_line(**before), note, a_line(pid=4712))
 
@@ -190,14 +182,14 @@ def test_nobody_is_hit_while_it_cannot_be_known_who_was(log: Path, kind: str) ->
         said = scene.act()
         assert said.word == "refused"
         assert {each.check for each in said.failed} == {"rate", "victims"}
-        assert said.wait == pytest.approx(HOUR, abs=5)
+        assert said.wait == pytest.approx(limits.HOUR, abs=5)
         assert scene.lives()
 
 
 def test_damage_without_end_is_no_worse_than_a_log_that_cannot_be_read(log: Path) -> None:
     write(log, *["garbage"] * 10_000)
 
-    assert len(past(log).actions) == 2 * VICTIMS_PER_HOUR
+    assert len(past(log).actions) == 2 * limits.VICTIMS_PER_HOUR
 
 
 def test_every_action_that_is_counted_has_its_action_in_its_line(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +210,3 @@ def test_a_daemon_says_what_it_cannot_know(tmp_path: Path, log: Path) -> None:
         (event,) = [each for each in daemon.events("daemon") if each["outcome"] == "past unknown"]
 
     assert "damaged lines in the audit log: 1" in event["message"]
-
-
-def test_actions_are_known_by_what_only_their_lines_have() -> None:
-    assert set(limits.facts_of(PastAction(1.0, "kill", (2, 3.0), (), True))) == {"signature", "clock_seconds", "boot"}

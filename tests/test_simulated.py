@@ -18,15 +18,6 @@ from hypothesis import strategies as st
 from nodes import GIB, a_user, change, eventually, one, start
 
 from gpuguard.backends import simulated, simulated_node
-from gpuguard.backends.simulated_node import (
-    DEVICES_AT_MOST,
-    MODELS,
-    SimulatedNode,
-    WorkPattern,
-    find,
-    new_node,
-    parse_spec,
-)
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.model import ALL_FIELDS, HEALTH, MEMORY, MODEL, PROCESSES, TOPOLOGY, VERIFY_FIELDS, Device
 
@@ -101,13 +92,6 @@ def test_registering_again_replaces_what_was_registered(place):
     simulated.use([0], 2 * GIB, spec=place)
 
     assert [process.memory_used for process in one(backend).processes or ()] == [2 * GIB]
-
-
-def test_a_use_that_lasts_for_a_while_ends_although_its_process_lives(place):
-    backend = start(place)
-    simulated.use([0], GIB, lasting=0.1, spec=place)
-
-    assert eventually(lambda: one(backend).processes == ())
 
 
 def test_memory_that_a_process_grows_to_is_reached_in_time(place):
@@ -217,8 +201,8 @@ def test_energy_adds_up_power_over_time_also_across_ramps_and_ends():
     (device,) = idle.devices
     power = device.model.idle_power
     busy = simulated_node.BUSY_POWER_SHARE * device.model.power_limit
-    ramp = replace(device, utilization=WorkPattern(0.0, 100.0, since=10.0, over=10.0))
-    use = simulated_node.Use(device.uuid, 1, 0.0, WorkPattern(0, 0), 100.0, until=5.0)
+    ramp = replace(device, utilization=simulated_node.WorkPattern(0.0, 100.0, since=10.0, over=10.0))
+    use = simulated_node.Use(device.uuid, 1, 0.0, simulated_node.WorkPattern(0, 0), 100.0, until=5.0)
 
     assert simulated_node.total_energy(idle, device, 10.0) == pytest.approx(10 * power)
     assert simulated_node.total_energy(idle, ramp, 30.0) == pytest.approx(
@@ -230,7 +214,7 @@ def test_energy_adds_up_power_over_time_also_across_ramps_and_ends():
 
 
 def a_group() -> st.SearchStrategy[tuple[str, int]]:
-    known = st.sampled_from(sorted(MODELS)).map(lambda key: f"{key[0]}-{key[1]}GB")
+    known = st.sampled_from(sorted(simulated_node.MODELS)).map(lambda key: f"{key[0]}-{key[1]}GB")
     own = st.tuples(st.from_regex(r"Own[A-Za-z0-9_]{0,9}", fullmatch=True), st.integers(1, 999)).map(
         lambda facts: f"{facts[0]}-{facts[1]}GB"
     )
@@ -239,7 +223,7 @@ def a_group() -> st.SearchStrategy[tuple[str, int]]:
 
 @given(st.lists(a_group(), min_size=1, max_size=8))
 def test_a_spec_gives_as_many_devices_as_it_says(groups):
-    parts = parse_spec("+".join(text for text, _ in groups))
+    parts = simulated_node.parse_spec("+".join(text for text, _ in groups))
 
     assert len(parts) == sum(count for _, count in groups)
     assert all(part.model.memory_total >= GIB for part in parts)
@@ -248,11 +232,11 @@ def test_a_spec_gives_as_many_devices_as_it_says(groups):
 @given(st.text(max_size=30) | st.text("0123456789xAH10-GB:mig=.,+", max_size=30))
 def test_any_other_text_is_refused_with_a_message_and_nothing_else(text):
     try:
-        parts = parse_spec(text)
+        parts = simulated_node.parse_spec(text)
     except InvalidRequest as error:
         assert str(error)
     else:
-        assert 1 <= len(parts) <= DEVICES_AT_MOST
+        assert 1 <= len(parts) <= simulated_node.DEVICES_AT_MOST
 
 
 @pytest.mark.parametrize(
@@ -276,28 +260,28 @@ def test_any_other_text_is_refused_with_a_message_and_nothing_else(text):
 )
 def test_a_fault_in_a_spec_says_what_would_be_right(spec, advice):
     with pytest.raises(InvalidRequest, match=advice):
-        parse_spec(spec)
+        simulated_node.parse_spec(spec)
 
 
 def test_uuids_come_back_with_the_node_and_are_never_those_of_another_node():
-    first, again, elsewhere = (new_node("4xH100-80GB", place, 0.0) for place in ("/a", "/a", "/b"))
+    first, again, elsewhere = (simulated_node.new_node("4xH100-80GB", place, 0.0) for place in ("/a", "/a", "/b"))
 
     assert [device.uuid for device in first.devices] == [device.uuid for device in again.devices]
     assert len({device.uuid for node in (first, elsewhere) for device in node.devices}) == 8
 
 
 def test_devices_are_found_by_index_by_uuid_and_by_the_beginning_of_a_uuid():
-    node = new_node("3xT4", "/a", 0.0)
+    node = simulated_node.new_node("3xT4", "/a", 0.0)
     uuids = [device.uuid for device in node.devices]
 
-    assert find(node, f"1, {uuids[0]},{uuids[2][:12]}") == (uuids[1], uuids[0], uuids[2])
-    assert find(node, "all") == tuple(uuids)
+    assert simulated_node.find(node, f"1, {uuids[0]},{uuids[2][:12]}") == (uuids[1], uuids[0], uuids[2])
+    assert simulated_node.find(node, "all") == tuple(uuids)
 
 
 @pytest.mark.parametrize("names", ["3", "-1", "", ",", "GPU-", "x", "0,nonsense"])
 def test_what_names_no_single_device_is_refused(names):
     with pytest.raises(InvalidRequest):
-        find(new_node("3xT4", "/a", 0.0), names)
+        simulated_node.find(simulated_node.new_node("3xT4", "/a", 0.0), names)
 
 
 # Faults, and the state of a node on disk.
@@ -409,10 +393,17 @@ def test_a_damaged_state_is_an_error_that_says_how_to_start_again(place, text):
 def test_a_state_survives_being_written_and_read(place):
     backend = start(place, "1xA100-40GB:mig=1g.5gb+1xRTX4090")
     simulated.use("1", GIB, 10.0, ramp=(2 * GIB, 5.0), lasting=60.0, spec=place)
-    change(place, 1, temperature=WorkPattern(1.0, 2.0, 3.0, 4.0), faults=("hang",), unknown=("name",), latency=0.5)
+    change(
+        place,
+        1,
+        temperature=simulated_node.WorkPattern(1.0, 2.0, 3.0, 4.0),
+        faults=("hang",),
+        unknown=("name",),
+        latency=0.5,
+    )
     state = simulated_node.load(backend.directory)
 
-    assert isinstance(state, SimulatedNode)
+    assert isinstance(state, simulated_node.SimulatedNode)
     assert simulated_node.update(place, lambda same: same) == state
     assert simulated_node.load(place) == state
 

@@ -1,8 +1,4 @@
-"""Slurm itself, with gpuguard on its node: nobody gets a device that somebody else has, and each refusal has a reason.
-
-Who really has a device is told by a witness that knows nothing of claims: a directory per device, made by whoever is on
-it and removed when the job leaves.  A job that finds it there has met another one.
-"""
+"""Slurm itself, with gpuguard on its node: no device is given to two jobs, and each refusal has a reason."""
 
 from __future__ import annotations
 
@@ -330,7 +326,7 @@ echo "on $CUDA_VISIBLE_DEVICES" | tee -a "$WITNESS/done"
 
 
 class Witness:
-    """Sees who meets whom on a device."""
+    """Sees who meets whom on a device, and knows nothing of claims: a directory is made by whoever is on a device."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.place = cluster.place / "out" / "witness"

@@ -20,9 +20,8 @@ from gpuguard import backends
 from gpuguard.backends import smi
 from gpuguard.backends.client import open_worker
 from gpuguard.backends.smi import ROWS
-from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import run_command_line
-from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive, LockDirectoryError
+from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive
 from gpuguard.model import ALL_FIELDS, WHO_FIELDS, Device, Snapshot
 
 FULL = a_device(
@@ -298,14 +297,6 @@ def test_a_list_with_a_process_that_is_not_here_is_not_believed(program):
 
     assert not device.processes_plausible
     assert [process.command for process in device.processes or ()] == [None]
-
-
-def test_nothing_on_a_saved_file_can_be_claimed(tmp_path):
-    path = write_smi(tmp_path / "smi.xml", a_snapshot())
-    with pytest.raises(LockDirectoryError, match="another time or machine"):
-        lock_directory(backend=f"smi:{path}")
-    with pytest.raises(LockDirectoryError, match="another time or machine"):
-        lock_directory(str(tmp_path / "claims"), backend=f"smi:{path}")
 
 
 @pytest.mark.parametrize("command", ["run -- true", "select", "explain", "daemon --once", "adopt 1", "queue", "wait"])

@@ -1,7 +1,4 @@
-"""Every command on a driver of which one answer is other than a driver gives it: a number, a text, a list.
-
-Nothing ends in a fault, nothing harmful is shown, and no device is given to somebody that cannot be told from another.
-"""
+"""Every command on a driver of which one answer is other than a driver gives it: a number, a text, a list."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import os
 import select
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -204,24 +203,6 @@ def test_a_device_is_not_late_because_those_before_it_were_slow(
         found = problems(source)
 
     assert [index for index, problem in found.items() if problem] == [first]
-
-
-@pytest.mark.parametrize("index", [0, 3])
-def test_a_worker_that_is_killed_while_it_reads_costs_the_device_that_it_read(node: str, index: int) -> None:
-    sim("fault", "--device", str(index), "hang")
-    source = open_worker(node)
-    channel = source._channel
-    assert channel
-    worker.write_mark(channel.mark, None)
-    killer = threading.Thread(
-        target=lambda: eventually(lambda: worker.read_mark(channel.mark)[0] == index) and channel.process.kill()
-    )
-    killer.start()
-    found = problems(source)
-    killer.join()
-    source.close()
-
-    assert [index for index, problem in found.items() if problem] == [index]
 
 
 @pytest.fixture
