@@ -15,6 +15,7 @@ from brokered import CLAIM, KINDS, Brokered, a_machine, claims_of
 from nodes import SECONDS, a_user, eventually
 from users import ALICE, BOB
 
+from gpuguard.claims.directory import daemon_files
 from gpuguard.queue import tickets
 from gpuguard.queue.tickets import read_tickets
 
@@ -384,10 +385,10 @@ def waits(hostile: Any) -> bool:
     return bool(hostile.stdout.readline())
 
 
-def events_of_the_queue(broker: Brokered) -> list[tuple[str, str]]:
+def events_of_the_queue(broker: Brokered) -> list[tuple[str, str | None]]:
     log = broker.place / "daemon" / "events.jsonl"
     events = [json.loads(line) for line in log.read_text().splitlines()]
-    return [(event["outcome"], event["user"]) for event in events if event["kind"] == "queue"]
+    return [(event["outcome"], event.get("user")) for event in events if event["kind"] == "queue"]
 
 
 def test_any_number_of_requests_that_never_claim_keep_one_device_from_others_and_only_for_some_seconds(broker):
@@ -415,6 +416,13 @@ def test_one_request_that_wants_all_and_claims_nothing_goes_to_the_end_and_the_s
     with broker.program(BOB, TICKETS, "4") as hostile:
         assert waits(hostile)
         assert broker(ALICE, "run", "--no-wait", "-n", "4", "--", "true").returncode == 0
+
+
+def test_why_nobody_can_be_set_back_is_an_event_of_its_own(broker):
+    (Path(daemon_files(broker.directory).path) / "set-back.json").mkdir()
+    with broker.program(BOB, TICKETS, "4") as hostile:
+        assert waits(hostile)
+        assert eventually(lambda: events_of_the_queue(broker) == [("not tended", None)], 60.0)
 
 
 def test_requests_of_one_user_that_claim_start_one_after_the_other_and_nobody_is_set_back(broker):

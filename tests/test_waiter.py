@@ -15,7 +15,9 @@ from nodes import change, eventually
 from waiters import Room, Waiter
 
 from gpuguard.backends.simulated_node import WorkPattern
+from gpuguard.queue.leader import MAY_START
 from gpuguard.queue.state import is_stopped
+from gpuguard.queue.tickets import read_tickets, wake
 from gpuguard.queue.waiter import WATCH_SECONDS
 
 LONG = 30.0  # far beyond any answer
@@ -120,6 +122,15 @@ def test_nothing_is_asked_and_nothing_but_a_sign_of_life_is_done_while_nothing_c
 def _switches(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
+
+
+def test_a_leader_that_the_daemon_wakes_samples_at_once(room: Room) -> None:
+    """It slept on, and was set back for not claiming what was offered to it."""
+    with room.job(), room.wait():
+        looked = calmly(room)
+        wake(room.directory, read_tickets(room.directory)[0], MAY_START)
+
+        assert eventually(lambda: room.looks() > looked, LONG)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -334,6 +345,4 @@ def test_whoever_rings_on_and_on_costs_little(room: Room) -> None:
 
 
 def _is_of(waker: Path, pid: int, room: Room) -> bool:
-    from gpuguard.queue.tickets import read_tickets
-
     return any(ticket.pid == pid and waker.name.endswith(ticket.id) for ticket in read_tickets(room.directory)[0])

@@ -124,6 +124,7 @@ class Daemon:
         self._fingerprint: str | None = None  # of the policies in force
         self._faulty, self._read_at = False, 0.0
         self._published, self._published_at = True, 0.0
+        self._trouble: str | None = None  # of the broker when it was last tended
         self.last = Snapshot("", backend.name, 0.0, 0.0, ())  # sample, and ...
         self.waiting: tuple[Ticket, ...] | None = None  # ... who waited then; None: the queue could not be read
         self._reload_requested = threading.Event()
@@ -271,10 +272,17 @@ class Daemon:
             return None
 
     def _tend(self, broker: Broker) -> None:
-        with suppress(GpuguardError, OSError):  # doctor says what is wrong with the directory
+        """Let *broker* do what is due; what is wrong is written down once, until it is mended or something else."""
+        try:
             broker.tend()
             for event in broker.watch_offers(self.last) if self.waiting else ():
                 self._record(event)
+            trouble = None
+        except (GpuguardError, OSError) as error:
+            trouble = str(error)
+        if trouble and trouble != self._trouble:
+            self._log("queue", "not tended", f"requests that never claim are not set back: {trouble}")
+        self._trouble = trouble
 
     def reload_if_changed(self, *, requested: bool = False) -> None:
         """Read the policy file again where it is time to."""

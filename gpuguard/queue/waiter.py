@@ -311,7 +311,8 @@ class Waiter:
                 self._slow_down(until)
                 messages = self._held.drain()
             if self._leads:
-                must_sample = self._leads.must_sample(ready)
+                # The daemon wakes a leader, too: for what it decided itself, which nothing else reports.
+                must_sample = self._leads.must_sample(ready) or MAY_START in messages
             elif MAY_START in messages:
                 return
             has_ended = not ready.isdisjoint(self._leader.descriptors)
