@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +12,7 @@ import pytest
 from brokered import CLAIM, KEEPER, KINDS, Brokered, a_machine, claims_of
 from builders import a_device
 from guarded import Listing
-from nodes import a_user, eventually
-from proc import born_with
+from nodes import eventually
 from test_broker_hostile import UNREAD
 from users import ALICE, BOB
 
@@ -57,17 +53,6 @@ def test_the_unfinished_file_of_a_killed_daemon_is_gone_when_the_next_one_answer
 
     assert not unfinished.exists()
     assert broker(ALICE, "run", "--no-wait", "-n", "4", "--", "true").returncode == 0
-
-
-@pytest.mark.root
-def test_what_still_starts_when_a_machine_ends_leaves_nothing_of_it(site):
-    with a_machine(site, "everybody") as machine:
-        makes = f"import os, time; time.sleep(0.5); os.makedirs({str(machine.place / 'node')!r}, exist_ok=True)"
-        late = subprocess.Popen([sys.executable, "-c", makes], env=machine.environment)
-        # Popen returns when exec closes its pipe; what environment the process has shows some microseconds later.
-        assert eventually(lambda: late.pid in born_with(f"GPUGUARD_DIR={machine.place}/claims"))
-
-    assert (late.wait(), machine.place.exists()) == (0, False)
 
 
 @pytest.mark.root
@@ -145,26 +130,7 @@ def test_whoever_waits_starts_when_the_device_is_free(machine):
     assert (waiting.returncode, said) == (0, "3\n"), errors
 
 
-@pytest.mark.root
-def test_a_stranger_on_a_device_keeps_everybody_away(machine):
-    with a_user(machine.environment["GPUGUARD_BACKEND"].partition(":")[2], "3", 2**30):
-        assert machine(BOB, "run", "--no-wait", *LOOK).stdout == "2\n"
-
-
 # What is different
-
-
-@pytest.mark.root
-def test_nobody_but_the_daemon_can_open_a_lock_file(broker):
-    modes = {
-        stat.S_IMODE(os.stat(f"{broker.directory.locks}/{name}").st_mode)
-        for name in os.listdir(broker.directory.locks)
-        if name != "queue"
-    }
-    owner = KEEPER.pw_uid if broker.kind == "keeper" else 0
-
-    assert modes == {0o600}
-    assert os.stat(broker.directory.lock_path(broker.uuids[0])).st_uid == owner
 
 
 @pytest.mark.root
@@ -196,12 +162,6 @@ def test_whoever_waits_goes_on_waiting_while_the_daemon_is_started_again(broker)
         said, errors = waiting.communicate(timeout=50)
 
     assert (waiting.returncode, said) == (0, "3\n"), errors
-
-
-@pytest.mark.root
-def test_root_claims_beside_the_daemon(broker):
-    with broker.job(None, "-n", "2") as (_, roots), broker.job(ALICE, "-n", "2") as (_, hers):
-        assert sorted(f"{roots},{hers}".split(",")) == ["0", "1", "2", "3"]
 
 
 @pytest.mark.root
@@ -294,39 +254,6 @@ def test_a_running_job_is_adopted_and_its_claim_ends_with_it(machine):
         again = machine(ALICE, "adopt", str(pid))
         assert again.returncode == 1 and "is claimed already, by you" in again.stderr
     assert eventually(lambda: machine.locked() == [])
-
-
-@pytest.mark.root
-def test_a_job_of_others_or_beside_others_is_not_adopted(machine):
-    with a_running_job(machine, ALICE) as hers:
-        not_his = machine(BOB, "adopt", str(hers))
-        with a_running_job(machine, BOB) as his:
-            beside = machine(BOB, "adopt", str(his))
-        assert (not_his.returncode, beside.returncode, machine.locked()) == (1, 1, [])
-    assert "belongs to" in not_his.stderr and "it is not yours alone" in beside.stderr
-
-
-@pytest.mark.root
-def test_the_daemon_sees_for_itself_whose_processes_are_on_what_is_adopted(broker):
-    adopts = CLAIM.replace('"conditions": {}', f'"conditions": {{"mine_as_free": [{ALICE.pw_uid}, {BOB.pw_uid}]}}')
-    with a_running_job(broker, ALICE):
-        said = json.loads(broker.python(BOB, adopts, broker.uuids[0]))
-
-    assert said["descriptors"] == 0 and "in use" in said["refused"][broker.uuids[0]]
-
-
-@pytest.mark.root
-def test_whoever_is_denied_adopts_nothing_and_without_a_daemon_nobody_does(own):
-    with a_running_job(own, BOB) as his:
-        assert own(None, "deny", BOB.pw_name, "--for", "1h").returncode == 0
-        denied = own(BOB, "adopt", str(his))
-        assert own(None, "deny", BOB.pw_name, "--end").returncode == 0
-        own.kill_daemon()
-        failed = own(BOB, "adopt", str(his))
-
-    assert denied.returncode == 1 and "denied" in denied.stderr, denied
-    assert failed.returncode != 0 and "nothing can be claimed until it runs" in failed.stderr, failed
-    assert own.locked() == []
 
 
 # Where the daemon gives the locks it can take them back, whatever their owner does with his descriptors.

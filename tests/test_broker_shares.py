@@ -212,12 +212,6 @@ def test_instances_go_to_different_users_and_are_shared(divided):
         assert tried(divided, ALICE, *half) == ""
 
 
-def test_root_has_one_instance_and_a_user_the_other(divided):
-    _, instances = uuids_of(divided)
-    with divided.job(None, "--gpus", instances[0]), divided.job(ALICE, "--gpus", instances[1]):
-        assert tried(divided, BOB, "--gpus", instances[0])
-
-
 def test_a_divided_gpu_is_not_given_while_a_part_of_it_is(divided):
     whole, instances = uuids_of(divided)
     with divided.program(ALICE, ASK, instances[0]) as hers:

@@ -206,20 +206,13 @@ def test_a_planted_lock_file_does_root_no_harm(directory, own, tmp_path, plant):
 
 
 @root
-def test_where_only_root_may_be_the_daemon_nobody_else_is_named(directory):
+@pytest.mark.parametrize(("given", "who"), [(False, "the daemon as root; "), (True, f"as root or as {SOMEBODY}")])
+def test_a_user_who_may_not_be_the_daemon_is_told_who_may(directory, request, given, who):
+    if given:
+        request.getfixturevalue("own")
     os.setresuid(-1, STRANGER, 0)
     try:
-        with pytest.raises(LockDirectoryError, match="the daemon as root; "):
-            source.lock_daemon(directory)
-    finally:
-        os.setresuid(-1, 0, 0)
-
-
-@root
-def test_a_user_who_may_not_be_the_daemon_is_told_who_may(directory, own):
-    os.setresuid(-1, STRANGER, 0)
-    try:
-        with pytest.raises(LockDirectoryError, match=f"as root or as {SOMEBODY}"):
+        with pytest.raises(LockDirectoryError, match=who):
             source.lock_daemon(directory)
     finally:
         os.setresuid(-1, 0, 0)

@@ -109,11 +109,6 @@ def test_a_web_server_that_never_comes_to_its_answer_is_given_up(kind):
     assert why in ("it answers without end", "the answer makes no sense (HTTPException)")
 
 
-def test_a_web_server_that_answers_a_byte_at_a_time_has_its_time_and_no_more():
-    with a_peer(slowly(b"HTTP/1.1 200 OK")) as port:
-        assert attempt(Webhook(f"http://127.0.0.1:{port}/", timeout=0.3), a_message()) == (False, "no answer in time")
-
-
 @pytest.mark.parametrize(
     ("talk", "timeout", "why"),
     [

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Subject, Verdict
-from gpuguard.notify.sender import CAPACITY, FIRST_PAUSE, INTERVAL, LONGEST_PAUSE, MOST_PER_INTERVAL, SETTLE, Pace
+from gpuguard.notify.sender import FIRST_PAUSE, INTERVAL, LONGEST_PAUSE, MOST_PER_INTERVAL, SETTLE, Pace
 from gpuguard.notify.templates import LONGEST_SUBJECT, MOST_LINES, NAMES, WORDS, Template, Words, joined, message_for
 
 ALL_NAMES = "\n".join(f"{name}=${{{name}}}" for name in sorted(NAMES))
@@ -45,16 +45,16 @@ def test_what_is_unknown_is_left_out_instead_of_being_made_up():
     assert "Processes" not in message.body
     assert "None" not in message.body + message.subject
     assert dict(message.facts)["pid"] is None
+    told = dict(message_for(a_verdict(next_action="kill", next_after=30.0), a_node()).facts)
+    assert (told["since_seconds"], told["next_after_seconds"], told["device_index"]) == (7200.0, 30.0, 3)
 
 
-def test_a_policy_that_only_observes_says_that_nothing_will_be_done():
-    message = message_for(a_verdict(next_action="terminate", next_after=60.0, enforce=False), a_node())
-
-    assert "only observes" in message.body
-
-
-def test_the_last_step_promises_nothing_more():
-    assert "the last step" in message_for(a_verdict(), a_node()).body
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"next_action": "terminate", "next_after": 60.0, "enforce": False}, "only observes"), ({}, "the last step")],
+)
+def test_a_message_promises_nothing_that_will_not_be_done(fields, said):
+    assert said in message_for(a_verdict(**fields), a_node()).body
 
 
 def test_only_commands_that_exist_are_recommended():
@@ -69,17 +69,13 @@ def test_only_commands_that_exist_are_recommended():
     assert named <= set(COMMANDS)
 
 
-@pytest.mark.parametrize("language", WORDS)
-def test_who_computes_without_a_claim_need_not_end_his_job(language):
-    assert "`gpuguard adopt PID`" in WORDS[language].stop["unclaimed"]
-
-
 def test_both_languages_say_the_same_things():
     english, *others = WORDS.values()
 
     for words in others:
         assert words.actions.keys() == english.actions.keys()
         assert words.stop.keys() == english.stop.keys()
+        assert "`gpuguard adopt PID`" in words.stop["unclaimed"], "nobody need end a job for want of a claim"
         assert _blanks(words) == _blanks(english)
         assert words.body.count("$") == english.body.count("$")
 
@@ -91,45 +87,31 @@ def _blanks(words: Words) -> dict[str, set[str | None]]:
     return {name: {blank for _, blank, _, _ in Formatter().parse(text) if blank} for name, text in texts.items()}
 
 
-def test_a_language_without_words_is_english():
-    assert message_for(a_verdict(), a_node(), "tlh").language == "en"
-
-
 def test_an_admin_can_change_the_texts_of_one_language():
     templates = {"zh": Template("$host!", "costs $$5: ${why}\n")}
 
     message = message_for(a_verdict(), a_node(), "zh", templates)
     assert (message.subject, message.body) == ("node1!", "costs $5: utilization is 0%\n")
-    assert "What was seen" in message_for(a_verdict(), a_node(), "en", templates).body
-
-
-def test_a_text_that_is_left_out_is_our_own():
-    message = message_for(a_verdict(), a_node(), "en", {"en": Template(subject="GPU alarm")})
-
-    assert message.subject == "GPU alarm"
-    assert "What was seen" in message.body
+    english = message_for(a_verdict(), a_node(), "tlh", {**templates, "en": Template(subject="GPU alarm")})
+    assert (english.language, english.subject, "What was seen" in english.body) == ("en", "GPU alarm", True)
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("$usr", r"no \$usr"),
-        ("${hots}", r"no \$hots"),
-        ("5 $", r"write \$\$"),
-        ("$(id)", r"write \$\$"),
-        ("${host", r"write \$\$"),
-        ("$1", r"write \$\$"),
-        ("${}", r"write \$\$"),
+        ({"body": "$usr"}, r"no \$usr"),
+        ({"body": "${hots}"}, r"no \$hots"),
+        ({"body": "5 $"}, r"write \$\$"),
+        ({"body": "$(id)"}, r"write \$\$"),
+        ({"body": "${host"}, r"write \$\$"),
+        ({"body": "$1"}, r"write \$\$"),
+        ({"body": "${}"}, r"write \$\$"),
+        ({"subject": "a\nb"}, "one line"),
     ],
 )
 def test_a_template_that_cannot_be_filled_is_a_fault_when_it_is_made(text, complaint):
     with pytest.raises(InvalidRequest, match=complaint):
-        Template(body=text)
-
-
-def test_a_subject_of_two_lines_is_a_fault():
-    with pytest.raises(InvalidRequest, match="one line"):
-        Template(subject="a\nb")
+        Template(**text)
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
@@ -147,15 +129,6 @@ def test_what_strangers_wrote_is_text_and_nothing_more_in_every_field(hostile):
     assert harm(message.subject + message.line + "".join(str(value) for _, value in message.facts)) == []
     if "$" in hostile:
         assert f"why={hostile}" in lines, "not filled in a second time"
-
-
-def test_a_name_that_somebody_puts_into_his_command_line_is_not_filled():
-    verdict = a_verdict(a_process(command=("${host}", "$policy")), why="$policy on ${host}")
-    message = message_for(verdict, a_node(), "en", {"en": Template("$why", "$processes")})
-
-    assert message.subject == "$policy on ${host}"
-    assert "${host}" in message.body
-    assert "$policy" in message.body
 
 
 def test_what_cannot_be_seen_in_a_template_is_written_out_too():
@@ -208,21 +181,6 @@ def test_joined_messages_count_all_and_list_the_first_ones():
     assert len(one.further) == MOST_LINES
 
 
-def test_one_message_is_joined_to_itself():
-    message = message_for(a_verdict(), a_node())
-
-    assert joined([message]) is message
-
-
-def test_facts_carry_numbers_and_their_units():
-    facts = dict(message_for(a_verdict(next_action="kill", next_after=30.0), a_node()).facts)
-
-    assert facts["since_seconds"] == 7200.0
-    assert facts["next_after_seconds"] == 30.0
-    assert facts["device_index"] == 3
-    assert facts["pid"] == 4711
-
-
 # How fast messages follow each other: with a clock that only these tests move.
 
 
@@ -242,15 +200,6 @@ def sent(pace: Pace, start: float, seconds: int) -> list[tuple[float, int]]:
             pace.succeeded(batch, now)
             found.append((now, batch.joined().count))
     return found
-
-
-def test_the_messages_of_one_moment_go_out_as_one_with_their_number():
-    pace = Pace()
-    for _ in range(40):
-        assert pace.put(a_message_of(), 0.0)
-
-    assert pace.pop_due(0.0) is None
-    assert sent(pace, 0.0, 10) == [(SETTLE, 40)]
 
 
 def test_a_policy_gets_one_message_per_minute_however_often_it_has_something_to_say():
@@ -276,30 +225,6 @@ def test_all_policies_together_get_no_more_than_the_target_may():
         assert sum(start <= when < start + INTERVAL for when, _ in found) <= MOST_PER_INTERVAL
 
 
-def test_what_is_about_one_user_is_never_joined_to_what_goes_to_another():
-    personal, common = Pace(personal=True), Pace()
-    for pace in (personal, common):
-        for user in ("alice", "bob", "alice"):
-            pace.put(a_message_of(user=user), 0.0)
-
-    assert sorted(count for _, count in sent(common, 0.0, 2)) == [3]
-    batches = [personal.pop_due(SETTLE), personal.pop_due(SETTLE)]
-    assert [{message.user for message in batch.messages} for batch in batches] == [{"alice"}, {"bob"}]
-
-
-def test_at_the_end_each_user_gets_his_own():
-    pace = Pace(personal=True)
-    for user in ("alice", "bob", None):
-        for policy in ("a", "b"):
-            pace.put(a_message_of(policy, user), 0.0)
-
-    batches = pace.pop_all()
-    assert [(batch.count, {message.user for message in batch.messages}) for batch in batches] == [
-        (2, {"alice"}), (2, {"bob"}), (2, {None}),
-    ]  # fmt: skip
-    assert pace.waiting == {}
-
-
 def test_a_target_that_fails_is_left_alone_for_a_time_that_doubles_up_to_a_limit():
     pace, now, pauses = Pace(), 0.0, []
     pace.put(a_message_of(), now)
@@ -311,19 +236,6 @@ def test_a_target_that_fails_is_left_alone_for_a_time_that_doubles_up_to_a_limit
 
     assert pauses[:4] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE, 8 * FIRST_PAUSE]
     assert pauses[-1] == LONGEST_PAUSE
-
-
-def test_nothing_is_lost_while_a_target_fails():
-    pace = Pace()
-    pace.put(a_message_of("a"), 0.0)
-    batch = pace.pop_due(SETTLE)
-    pace.put(a_message_of("a"), 2.0)
-    pace.put(a_message_of("b"), 2.0)
-    pace.failed(batch, 3.0)
-
-    assert pace.pop_due(3.0 + FIRST_PAUSE - 0.1) is None
-    assert [count for _, count in sent(pace, 3.0 + FIRST_PAUSE, 5)] == [1, 2]
-    assert pace.pause == 0.0
 
 
 def test_a_message_that_always_fails_does_not_keep_the_others_back():
@@ -355,29 +267,16 @@ def test_a_message_that_never_can_go_out_is_told_once_a_minute_and_stops_nothing
     assert ("p", "alice") in [pace.pop_due(600.0 + SETTLE).key for _ in range(2)]
 
 
-def test_a_full_queue_refuses_what_is_new_and_still_counts_what_it_knows():
-    pace = Pace()
-    for number in range(CAPACITY):
-        assert pace.put(a_message_of(f"p{number}"), 0.0)
-
-    assert not pace.put(a_message_of("one more"), 0.0)
-    assert pace.put(a_message_of("p0"), 0.0)
-    assert len(pace.waiting) == CAPACITY
-
-
 def test_a_flood_takes_no_memory_but_its_number():
     pace = Pace()
     for _ in range(10_000):
         pace.put(a_message_of(), 0.0)
 
+    assert pace.pop_due(0.0) is None
     batch = pace.pop_due(SETTLE)
     assert batch.count == 10_000
     assert len(batch.messages) < 30
     assert len(batch.joined().body) < 10_000
-
-
-def test_nothing_waits_for_nothing():
-    assert Pace().wait(0.0) is None
 
 
 @pytest.mark.parametrize("personal", [False, True])

@@ -45,16 +45,20 @@ def facts_about(snapshot: Snapshot, **more) -> MetricFacts:
     )
 
 
-def told(found: list[MetricFamily]) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """What somebody else's parser reads from the page, by name and labels."""
-    read: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-    for family in text_string_to_metric_families(to_prometheus(found)):
+def read(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """What somebody else's parser reads from a page, by name and labels."""
+    page: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            values = read.setdefault(sample.name, {})
+            values = page.setdefault(sample.name, {})
             key = tuple(sorted(sample.labels.items()))
             assert key not in values, f"{sample.name}{key} stands there twice"
             values[key] = sample.value
-    return read
+    return page
+
+
+def told(found: list[MetricFamily]) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    return read(to_prometheus(found))
 
 
 def the_one(page, name, **labels_):
@@ -220,10 +224,10 @@ def test_a_nameless_process_is_nobodys():
 def test_whatever_a_name_is_it_stays_one_label_of_one_line(name):
     family = MetricFamily("gpuguard_x", "gauge", "Help.", {labels(user=name): 1.0})
 
-    (read,) = told([family])["gpuguard_x"].items()
+    (series,) = told([family])["gpuguard_x"].items()
 
-    assert read == ((("user", dict(labels(user=name))["user"]),), 1.0)
-    assert len(read[0][0][1]) <= MAX_LABEL
+    assert series == ((("user", dict(labels(user=name))["user"]),), 1.0)
+    assert len(series[0][0][1]) <= MAX_LABEL
     assert len(to_prometheus([family]).splitlines()) == 3
 
 
@@ -250,18 +254,12 @@ def test_dcgm_names_have_the_units_of_dcgm():
     assert values["FB_USED"] == 3 * 1024 and values["SM_CLOCK"] == 1980 and values["GPU_UTIL"] == 50
     assert values["TOTAL_ENERGY_CONSUMPTION"] == 12500 and values["POWER_USAGE"] == 70 and values["GPU_TEMP"] == 35
     assert set(values) == {row[0] for row in DCGM}
+    assert "# TYPE DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION counter\n" in to_prometheus(dcgm(facts_about(snapshot)))
     ((key, _),) = page["DCGM_FI_DEV_FB_USED"].items()
     assert dict(key) == {
         "gpu": "0", "UUID": device.uuid, "pci_bus_id": device.pci_bus_id, "device": "nvidia0",
         "modelName": device.name, "hostname": "node1", "Hostname": "node1", "DCGM_FI_DRIVER_VERSION": "550.54.15",
     }  # fmt: skip
-
-
-def test_the_counters_of_dcgm_are_called_as_they_are_there():
-    page = to_prometheus(dcgm(facts_about(a_snapshot(a_device(**FULL)))))
-
-    assert "# TYPE DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION counter\n" in page
-    assert "\nDCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION{" in page
 
 
 def test_errors_of_memory_are_those_that_were_read_last():

@@ -173,13 +173,6 @@ def test_after_the_end_nothing_is_taken_and_no_thread_is_left():
         assert len(web.requests) == 1
 
 
-def test_a_sender_that_has_nothing_to_say_starts_no_thread():
-    before = set(threading.enumerate())
-    with a_sender({"ops": Email("root")}) as (sender, _):
-        assert set(threading.enumerate()) <= before
-        assert sender.flush(0)
-
-
 def test_a_message_for_which_no_thread_can_be_started_is_told_and_goes_out_with_the_next(monkeypatch):
     """The target was silent from then on, and every message to it "queued"."""
 

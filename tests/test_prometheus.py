@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
-from exporters import a_node_exporter, a_prometheus, fetch, program
-from nodes import GIB, Gpuguard, a_user, change, start
+from endpoints import WebServer, a_web_server
+from exporters import a_node_exporter, a_prometheus, an_influxdb, fetch, free_port, program
+from nodes import GIB, Gpuguard, a_user, change, eventually, start
 from sources import ROOT
 from test_metrics import FULL, facts_about
 
 from gpuguard.backends.simulated_node import WorkPattern
+from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.metrics.exposition import to_prometheus
 from gpuguard.metrics.families import MetricFamily, metric_families
+from gpuguard.metrics.influx import MAX_BATCHES, InfluxClient, to_influx
 
 PACKAGING = ROOT / "packaging"
 RULES = PACKAGING / "prometheus" / "gpuguard.rules.yml"
@@ -182,3 +188,137 @@ class a_server:  # noqa: N801  read as a phrase
         finally:
             self._process.kill()
             self._process.communicate()
+
+
+# The real InfluxDB takes our lines, and what goes wrong on the way to it loses nothing that it need not.
+
+
+HOSTILE = 'eve, x=1\\ "q" 张\n\\'
+
+
+@contextmanager
+def a_database(status: int = 204, **behaviour: str) -> Iterator[tuple[WebServer, str]]:
+    """A web server, and the address to write to."""
+    with a_web_server(status=status, headers=behaviour) as web:
+        yield web, web.url.replace("/hook", "/write?db=gpuguard")
+
+
+def test_influxdb_answers_with_our_numbers(tmp_path):
+    device = a_device(memory_used=10 * GIB, **FULL)
+    snapshot = a_snapshot(device, claims=(a_claim_record(device, user=HOSTILE),))
+    with an_influxdb(tmp_path) as influx:
+        InfluxClient(influx.url).send(
+            to_influx(metric_families(facts_about(snapshot)), "node 1,x=\\", snapshot.taken_at)
+        )
+
+        (one,) = influx.query("SELECT memory_used_bytes, temperature_celsius FROM gpuguard_device WHERE uuid != ''")[:1]
+        assert (one["memory_used_bytes"], one["temperature_celsius"]) == (10 * GIB, 35)
+        users = influx.query("SELECT claimed_devices FROM gpuguard_user GROUP BY *")
+        assert [(each["claimed_devices"], each["user"], each["host"]) for each in users] == [
+            (1, 'eve, x=1\\ "q" 张\\n/', "node 1,x=/")
+        ]
+        names = {each["name"] for each in influx.query("SHOW MEASUREMENTS")}
+        assert names == {"gpuguard", "gpuguard_device", "gpuguard_user"}
+
+
+def test_the_command_sends_again_and_again(tmp_path):
+    start(str(tmp_path / "node"), "2xH100-80GB")
+    with an_influxdb(tmp_path) as influx:
+        process = Gpuguard(tmp_path, None).start("metrics", "--influx", influx.url, "--every", "1s")
+        try:
+            question = "SELECT COUNT(temperature_celsius) FROM gpuguard_device"
+            assert eventually(lambda: any(row["count"] >= 4 for row in influx.query(question)), 30)
+        finally:
+            process.terminate()
+            _, said = process.communicate(timeout=20)
+    assert (process.returncode, said) == (0, "")
+
+
+def test_influxdb_refuses_what_is_no_line(tmp_path):
+    with an_influxdb(tmp_path) as influx, pytest.raises(GpuguardError, match="refuses what was sent: 400"):
+        InfluxClient(influx.url).send(["gpuguard_device,host= x=1"])
+
+
+def test_what_cannot_be_sent_waits_and_goes_out_in_its_order():
+    with a_database(503) as (web, url):
+        client = InfluxClient(url)
+        for batch in ("a x=1", "b x=1"):
+            with pytest.raises(GpuguardError, match="answers 503"):
+                client.send([batch])
+        web.status, web.requests = 204, []
+        client.send(["c x=1"])
+
+    assert [body for _, body in web.requests] == [b"a x=1\n", b"b x=1\n", b"c x=1\n"]
+    assert client.waiting == 0
+
+
+def test_what_waits_is_bounded():
+    client = InfluxClient(f"http://127.0.0.1:{free_port()}/write?db=x")
+    for number in range(MAX_BATCHES + 5):
+        with pytest.raises(GpuguardError, match="cannot be reached"):
+            client.send([f"a x={number}"])
+
+    assert client.waiting == MAX_BATCHES
+
+
+def test_what_is_refused_does_not_stop_what_comes_behind_it():
+    with a_database(400) as (web, url):
+        client = InfluxClient(url)
+        with pytest.raises(GpuguardError, match="refuses"):
+            client.send(["bad"])
+        web.status, web.requests = 204, []
+        client.send(["good x=1"])
+
+    assert [body for _, body in web.requests] == [b"good x=1\n"]
+
+
+def test_the_token_goes_along_and_not_to_where_an_answer_redirects():
+    with (
+        a_database() as (other, elsewhere),
+        a_database(302, Location=elsewhere) as (web, url),
+        pytest.raises(GpuguardError, match="302"),
+    ):
+        InfluxClient(url, "s3cret").send(["a x=1"])
+
+    assert web.requests[0][0]["Authorization"] == "Token s3cret"
+    assert other.requests == []
+
+
+@pytest.mark.parametrize(
+    ("url", "token"),
+    [
+        ("ftp://127.0.0.1/write", None),
+        ("http:///write", None),
+        ("http://127.0.0.1:99999/write", None),
+        ("http://127.0.0.1/write db", None),
+        ("http://db.example.org/write", "t"),
+        ("http://127.0.0.1/write", "two\nlines"),
+    ],
+)
+def test_an_address_that_will_not_do_is_refused(url, token):
+    with pytest.raises(InvalidRequest, match="--influx"):
+        InfluxClient(url, token)
+
+
+def test_the_token_comes_from_a_file_that_is_ours_alone(tmp_path):
+    start(str(tmp_path / "node"), "1xH100-80GB")
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    os.chmod(token, 0o644)
+    gpuguard = Gpuguard(tmp_path, None, GPUGUARD_INFLUX_TOKEN="of the environment")
+    with a_database() as (web, url):
+        words = ["metrics", "--influx", url]
+        open_to_others = gpuguard(*words, "--token-file", str(token))
+        os.chmod(token, 0o400)
+        assert gpuguard(*words, "--token-file", str(token)).returncode == 0
+        assert gpuguard(*words).returncode == 0
+
+    assert open_to_others.returncode == 2 and "open to others" in open_to_others.stderr
+    assert [headers["Authorization"] for headers, _ in web.requests] == ["Token s3cret", "Token of the environment"]
+
+
+def test_a_server_that_is_away_is_an_exit_code(tmp_path):
+    start(str(tmp_path / "node"), "1xH100-80GB")
+    done = Gpuguard(tmp_path, None)("metrics", "--influx", f"http://127.0.0.1:{free_port()}/write?db=x")
+
+    assert done.returncode == 1 and "cannot be reached" in done.stderr

@@ -79,14 +79,6 @@ def test_what_was_sampled_is_written_slot_by_slot_and_the_rest_at_the_end(path):
     assert held(path, at(10)) == {10: (10, 94, 94), 60: (2, 94, 94), 900: (1, 94, 94)}
 
 
-def test_after_a_restart_the_sums_go_on(path):
-    for first in (0, 10):
-        with a_recorder(path) as recorder:
-            feed(recorder, first, first + 10)
-
-    assert claimed(path, 20) == 180
-
-
 def test_spent_tells_what_is_written_and_what_waits_to_be(path):
     fill(path, range(FIRST, FIRST + 5))
     with a_recorder(path, None, HOUR, 60.0) as recorder:
@@ -101,17 +93,6 @@ def test_spent_tells_what_is_written_and_what_waits_to_be(path):
         feed(recorder, 20, 21)
         assert eventually(lambda: recorder.spent() == {ALICE: {60.0: 60.0}}), recorder.spent()
     assert recorder.spent() == {}
-
-
-def test_the_writer_does_not_wake_up_for_each_snapshot(path, monkeypatch):
-    monkeypatch.setattr(recorder_module, "WRITE_SECONDS", 60.0)
-    with a_recorder(path) as recorder:
-        assert recorder.why_unknown(20.0) is None
-        feed(recorder, 0, 60)
-        time.sleep(0.1)
-        assert claimed(path, 60) == 0
-
-    assert claimed(path, 60) == 590  # written down at the end
 
 
 def test_whoever_samples_does_not_wait_for_a_disk_that_hangs_and_nothing_is_lost(path, monkeypatch):

@@ -101,13 +101,17 @@ def test_a_turn_changes_what_it_has_read_and_nothing_else():
     assert [gap.field for gap in now.gaps] == ["temperature"]
 
 
-def test_a_device_that_was_lost_before_its_turn_has_nothing_but_its_name():
-    lost = replace(a_device(0), **dict.fromkeys(_SILENT), problems=("lost",))
-    now = top_feed.refreshed(a_snapshot(a_device(0)), a_snapshot(lost))
+@pytest.mark.parametrize("turn", [True, False])
+def test_of_a_device_that_is_lost_nothing_but_its_name_is_kept(turn):
+    before, now = (
+        a_snapshot(a_device(0)),
+        a_snapshot(replace(a_device(0), **dict.fromkeys(_SILENT), problems=("lost",))),
+    )
+    seen = top_feed.refreshed(before, now) if turn else top_feed.merged(before, now, top_feed.EVERY_TIME | {POWER})
+    (device,) = seen.devices
 
-    assert (now.devices[0].name, now.devices[0].memory_used, now.devices[0].problems) == (
-        "NVIDIA H100 80GB HBM3", None, ("lost",),
-    )  # fmt: skip
+    assert (device.name, device.problems) == ("NVIDIA H100 80GB HBM3", ("lost",))
+    assert device.memory_used is None and device.temperature is None
 
 
 def test_what_was_not_read_this_time_is_as_it_was():
@@ -132,14 +136,6 @@ def test_a_value_that_could_not_be_read_this_time_is_not_taken_from_before():
     merged = top_feed.merged(a_snapshot(a_device(0, power_draw=300.0)), now, top_feed.EVERY_TIME | {POWER})
 
     assert merged.devices[0].power_draw is None
-
-
-def test_of_a_device_that_is_lost_nothing_but_its_name_is_kept():
-    lost = replace(a_device(0), **dict.fromkeys(_SILENT), problems=("lost",))
-    merged = top_feed.merged(a_snapshot(a_device(0)), a_snapshot(lost), top_feed.EVERY_TIME | {POWER})
-
-    assert (merged.devices[0].name, merged.devices[0].temperature) == ("NVIDIA H100 80GB HBM3", None)
-    assert merged.devices[0].problems == ("lost",)
 
 
 # The feed.

@@ -161,18 +161,12 @@ def test_what_is_not_known_of_a_process_is_said():
     ]
 
 
-def test_a_process_on_several_devices_is_one_row():
-    lines = page_of(a_scene(*[a_device(index, processes=TWO[:1]) for index in range(4)]))
+@pytest.mark.parametrize(("memory", "total"), [(GIB, "4.0GiB"), (None, "n/a")])
+def test_a_process_on_several_devices_is_one_row_with_a_sum_or_none(memory, total):
+    others = [a_device(index, processes=TWO[:1]) for index in range(3)]
+    lines = page_of(a_scene(*others, a_device(3, processes=(replace(TWO[0], memory_used=memory),))))
 
-    assert row_with(lines, "a.py").split()[:4] == ["0-3", "10", "alice", "4.0GiB"]
-
-
-def test_a_memory_sum_with_an_unknown_part_is_unknown():
-    lines = page_of(
-        a_scene(a_device(0, processes=TWO[:1]), a_device(1, processes=(replace(TWO[0], memory_used=None),)))
-    )
-
-    assert row_with(lines, "a.py").split()[3] == "n/a"
+    assert row_with(lines, "a.py").split()[:4] == ["0-3", "10", "alice", total]
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -164,17 +164,6 @@ def test_a_damaged_store_is_no_answer(path):
         query_store(path, lambda each: each.totals("user", at(0), at(400)), at(400))
 
 
-def test_two_damaged_stores_have_two_names(path):
-    names = set()
-    for _ in range(3):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        Path(path).write_bytes(b"x")
-        names.add(store.set_aside(path))
-
-    assert len(names) == 3
-    assert all(os.path.exists(name) for name in names)
-
-
 # A usage store whose columns hold other things than gpuguard writes: it is said to be damaged, and nothing else.
 
 
