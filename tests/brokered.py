@@ -19,12 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nodes import SECONDS, eventually, remove, start
+from nodes import eventually, remove, start
 from proc import born_with
-from users import HOLD, interpreter
+from users import SharedMachine, identity, interpreter
 
-from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.claims.probe import locked_devices
 from gpuguard.model import HEALTH
 
 KEEPER = pwd.getpwnam("games")  # as whom the daemon runs where it has a user of its own
@@ -64,8 +62,10 @@ def claims_of(who: str) -> list[dict[str, Any]]:
     return [claim for device in json.loads(who)["devices"] for claim in device["claims"]]
 
 
-class Brokered:
+class Brokered(SharedMachine):
     """Claims in *place*/claims of a node of 4 devices."""
+
+    preamble = CALL
 
     def __init__(self, place: Path, site: Path, kind: str, *simulated: str) -> None:
         self.place, self.kind, self.python_path = place, kind, interpreter()
@@ -97,10 +97,6 @@ class Brokered:
         assert done.returncode == 0, done.stderr
         return done
 
-    @property
-    def directory(self) -> LockDirectory:
-        return lock_directory(self.environment["GPUGUARD_DIR"])
-
     def start_daemon(self, *, ready: bool = True) -> None:
         user = KEEPER if self.kind == "keeper" else None
         words = [self.python_path, "-m", "gpuguard", "daemon", "--interval", "300ms"]
@@ -112,7 +108,7 @@ class Brokered:
         with (self.place / "said").open("a") as said:
             self.daemon = subprocess.Popen(
                 words, env=environment, stdin=subprocess.DEVNULL, stderr=said,
-                start_new_session=True, **_identity(user), cwd=self.environment["PYTHONPATH"],
+                start_new_session=True, **identity(user), cwd=self.environment["PYTHONPATH"],
             )  # fmt: skip
         socket = self.directory.path + ("/daemon" if self.kind == "keeper" else "") + "/daemon.sock"
         assert eventually(lambda: os.path.exists(socket) and (not ready or self._answers())), (
@@ -139,69 +135,6 @@ class Brokered:
         if self.daemon:
             self.kill_daemon()
 
-    def words(self, *words: str) -> list[str]:
-        return [self.python_path, "-m", "gpuguard", *words]
-
-    def __call__(
-        self, user: pwd.struct_passwd | None, *words: str, timeout: float = SECONDS, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
-        """Run gpuguard as *user* (None: root) to its end."""
-        done = subprocess.run(
-            self.words(*words), capture_output=True, text=True, timeout=timeout, check=False,
-            **self._as(user, **variables),
-        )  # fmt: skip
-        assert "Traceback" not in done.stderr and "inside gpuguard" not in done.stderr, done.stderr
-        return done
-
     def start(self, user: pwd.struct_passwd | None, *words: str) -> subprocess.Popen[str]:
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
         return subprocess.Popen(self.words(*words), text=True, **pipes, **self._as(user))
-
-    @contextlib.contextmanager
-    def job(
-        self, user: pwd.struct_passwd | None, *options: str, command: tuple[str, ...] = HOLD
-    ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-        """A job, as (the process of `gpuguard run`, its first line: the devices); killed at the end."""
-        wrapper = self.start(user, "run", "--no-wait", *options, "--", *command)
-        assert wrapper.stdout and wrapper.stderr
-        try:
-            line = wrapper.stdout.readline().strip()
-            assert line, wrapper.stderr.read()
-            yield wrapper, line
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(wrapper.pid, signal.SIGKILL)
-            wrapper.communicate()
-
-    @contextlib.contextmanager
-    def program(self, user: pwd.struct_passwd | None, code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-        """A Python program of *user*, spoken to through its standard input and output; killed at the end."""
-        options = self._as(user) | {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen([self.python_path, "-c", CALL + code, *words], text=True, **options) as process:
-            try:
-                yield process
-            finally:
-                process.kill()
-
-    def python(self, user: pwd.struct_passwd, code: str, *words: str) -> str:
-        """What a Python program of *user* prints."""
-        done: subprocess.CompletedProcess[str] = subprocess.run(
-            [self.python_path, "-c", CALL + code, *words],
-            capture_output=True, text=True, timeout=SECONDS, check=False, **self._as(user),
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def locked(self) -> list[int]:
-        """The indices of the devices that are locked, as root sees it."""
-        locked = locked_devices(self.directory, self.uuids)
-        return [index for index, uuid in enumerate(self.uuids) if uuid in locked]
-
-    def _as(self, user: pwd.struct_passwd | None, **variables: str) -> dict[str, Any]:
-        log = {"GPUGUARD_EVENTS": str(self.place / "events.jsonl")} if user is None else {}
-        environment = {**self.environment, **log, **variables}
-        return {"env": environment, "cwd": "/", "stdin": subprocess.DEVNULL, **_identity(user)}
-
-
-def _identity(user: pwd.struct_passwd | None) -> dict[str, Any]:
-    return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []} if user else {}

@@ -95,7 +95,89 @@ def _everybodys(prefix: str) -> Iterator[Path]:
         remove(place)
 
 
-class Machine:
+def identity(user: pwd.struct_passwd | None) -> dict[str, Any]:
+    """How a process of *user* is started by root."""
+    return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []} if user else {}
+
+
+class SharedMachine:
+    """What users, and root (None), do on a machine that is simulated or has a fake driver."""
+
+    place: Path
+    kind: str
+    python_path: str
+    environment: dict[str, str]
+    uuids: list[str]
+    preamble = ""  # of every Python program
+
+    @property
+    def directory(self) -> LockDirectory:
+        return lock_directory(self.environment["GPUGUARD_DIR"])
+
+    def words(self, *words: str) -> list[str]:
+        """The command line."""
+        return [self.python_path, "-m", "gpuguard", *words]
+
+    def __call__(
+        self, user: pwd.struct_passwd | None, *words: str, timeout: float = SECONDS, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run gpuguard as *user* (None: root) to its end."""
+        done = subprocess.run(
+            self.words(*words), capture_output=True, text=True, timeout=timeout, **self._as(user, **options)
+        )
+        assert "Traceback" not in done.stderr and "inside gpuguard" not in done.stderr, done.stderr
+        return done
+
+    @contextlib.contextmanager
+    def job(
+        self, user: pwd.struct_passwd | None, *options: str, command: tuple[str, ...] = HOLD, **more: Any
+    ) -> Iterator[tuple[subprocess.Popen[str], str]]:
+        """A job of *user*, as (the process of `gpuguard run`, its first line: the devices); killed at the end."""
+        words = self.words("run", "--no-wait", *options, "--", *command)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+        wrapper = subprocess.Popen(words, text=True, **pipes, **self._as(user, **more))
+        assert wrapper.stdout and wrapper.stderr
+        try:
+            line = wrapper.stdout.readline().strip()
+            assert line, wrapper.stderr.read()
+            yield wrapper, line
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(wrapper.pid, 9)
+            wrapper.communicate()
+
+    def python(self, user: pwd.struct_passwd, code: str, *words: str) -> str:
+        """What a Python program of *user* prints."""
+        done: subprocess.CompletedProcess[str] = subprocess.run(
+            [self.python_path, "-c", self.preamble + code, *words],
+            capture_output=True, text=True, timeout=SECONDS, **self._as(user),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    @contextlib.contextmanager
+    def program(self, user: pwd.struct_passwd | None, code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+        """A Python program of *user*, spoken to through its standard input and output; killed at the end."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        words = (self.python_path, "-c", self.preamble + code, *words)
+        with subprocess.Popen(words, text=True, **self._as(user) | pipes) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def locked(self) -> list[int]:
+        """The indices of the devices that are locked, as root sees it."""
+        locked = locked_devices(self.directory, self.uuids)
+        return [index for index, uuid in enumerate(self.uuids) if uuid in locked]
+
+    def _as(self, user: pwd.struct_passwd | None, **options: Any) -> dict[str, Any]:
+        own = {} if user else {"GPUGUARD_EVENTS": str(self.place / "events.jsonl")}  # root's would be the machine's
+        environment = {**self.environment, **own, **options.pop("environment", {})}
+        return {"env": environment, "cwd": "/", "stdin": subprocess.DEVNULL, **identity(user), **options}
+
+
+class Machine(SharedMachine):
     """Claims in *place* of the devices of *fake*."""
 
     def __init__(self, place: Path, site: Path, fake: FakeNvml, kind: str) -> None:
@@ -117,27 +199,21 @@ class Machine:
             self.environment["GPUGUARD_DIR"] = str(self.claims)
             done = self(None, "setup", "--dir", str(self.claims))
             assert done.returncode == 0, done.stderr
-            self.directory = lock_directory(str(self.claims))
         else:
             self.claims.mkdir()
             self.claims.chmod(0o1777)
-            self.directory = LockDirectory(str(self.claims), str(self.claims), str(self.claims), prefix="gpuguard.")
+
+    @property
+    def directory(self) -> LockDirectory:
+        if self.kind == "admin":
+            return super().directory
+        return LockDirectory(str(self.claims), str(self.claims), str(self.claims), prefix="gpuguard.")
 
     def words(self, *words: str) -> list[str]:
         """The command line."""
         if self.kind == "admin":
-            return [self.python_path, "-m", "gpuguard", *words]
+            return super().words(*words)
         return [self.python_path, "-c", STICKY, str(self.place / "absent"), str(self.claims), *words]
-
-    def __call__(
-        self, user: pwd.struct_passwd | None, *words: str, timeout: float = SECONDS, **options: Any
-    ) -> subprocess.CompletedProcess[str]:
-        """Run gpuguard as *user* (None: root) to its end."""
-        done = subprocess.run(
-            self.words(*words), capture_output=True, text=True, timeout=timeout, **self._as(user, **options)
-        )
-        assert "Traceback" not in done.stderr, done.stderr
-        return done
 
     def start(self, user: pwd.struct_passwd, *words: str) -> subprocess.Popen[Any]:
         """Start gpuguard as *user*; nobody reads what it says."""
@@ -146,42 +222,11 @@ class Machine:
         return process
 
     @contextlib.contextmanager
-    def job(
-        self, user: pwd.struct_passwd, *options: str, command: tuple[str, ...] = HOLD, **more: Any
-    ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-        """A job of *user*, as (the process of `gpuguard run`, its first line: the devices); killed at the end."""
-        words = self.words("run", "--no-wait", *options, "--", *command)
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
-        wrapper = subprocess.Popen(words, text=True, **pipes, **self._as(user, **more))
-        assert wrapper.stdout and wrapper.stderr
-        try:
-            line = wrapper.stdout.readline().strip()
-            assert line, wrapper.stderr.read()
-            yield wrapper, line
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(wrapper.pid, 9)
-            wrapper.communicate()
-
-    def python(self, user: pwd.struct_passwd, code: str, *words: str) -> str:
-        """What a Python program of *user* prints."""
-        done: subprocess.CompletedProcess[str] = subprocess.run(
-            [self.python_path, "-c", code, *words], stdout=subprocess.PIPE, text=True, timeout=SECONDS, **self._as(user)
-        )
-        assert done.returncode == 0
-        return done.stdout
-
-    @contextlib.contextmanager
-    def program(self, user: pwd.struct_passwd, code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    def program(self, user: pwd.struct_passwd | None, code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
         """A Python program of *user* that runs on after its first line; killed at the end."""
-        words = (self.python_path, "-c", code, *words)
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **self._as(user)) as process:
-            assert process.stdout
-            try:
-                assert process.stdout.readline()
-                yield process
-            finally:
-                process.kill()
+        with super().program(user, code, *words) as process:
+            assert process.stdout and process.stdout.readline()
+            yield process
 
     def lock_path(self, index: int) -> Path:
         """The lock file of a device."""
@@ -190,14 +235,3 @@ class Machine:
     def records(self) -> list[Path]:
         """The files of the claim records."""
         return sorted(Path(self.directory.records).glob("*claim.*.json"))
-
-    def locked(self) -> list[int]:
-        """The indices of the devices that are locked, as root sees it."""
-        locked = locked_devices(self.directory, self.uuids)
-        return [index for index, uuid in enumerate(self.uuids) if uuid in locked]
-
-    def _as(self, user: pwd.struct_passwd | None, **options: Any) -> dict[str, Any]:
-        identity = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []} if user else {}
-        own = {} if user else {"GPUGUARD_EVENTS": str(self.place / "events.jsonl")}  # root's would be the machine's
-        environment = {**self.environment, **own, **options.pop("environment", {})}
-        return {"env": environment, "cwd": "/", "stdin": subprocess.DEVNULL, **identity, **options}
