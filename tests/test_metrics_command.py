@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +18,8 @@ from daemons import DaemonUnderTest, a_daemon
 from exporters import fetch
 from fake_nvml import FakeNvml
 from nodes import GIB, Gpuguard, a_user, eventually
-from prometheus_client.parser import text_string_to_metric_families
 from queues import a_ticket
-from test_metrics import the_one
+from test_metrics import read, the_one
 from test_prometheus import a_server
 from wrapped import until
 
@@ -35,14 +33,6 @@ def textfile(tmp_path):
     """The directory that node_exporter reads."""
     (tmp_path / "textfile").mkdir()
     return tmp_path / "textfile"
-
-
-def read(text):
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    page = {}
-    for sample in samples:
-        page.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
-    return page
 
 
 def test_the_page_goes_to_standard_output_with_names_of_other_exporters_on_demand(gpuguard):
@@ -282,17 +272,6 @@ def test_a_log_that_cannot_be_written_is_counted(tmp_path):
         with a_user(daemon.node, "0", 10 * GIB):
             assert eventually(lambda: the_one(page_of(daemon), "gpuguard_audit_failures_total") > 0)
         daemon.log.rmdir()
-
-
-def test_a_driver_that_is_gone_takes_its_numbers_along(tmp_path):
-    with a_daemon(tmp_path, None, "--metrics", "127.0.0.1:0") as daemon:
-        assert eventually(lambda: "gpuguard_device_temperature_celsius" in page_of(daemon))
-        (Path(daemon.node) / "node.json").unlink()
-
-        assert eventually(lambda: the_one(page_of(daemon), "gpuguard_driver_up") == 0)
-        page = page_of(daemon)
-        assert "gpuguard_device_temperature_celsius" not in page and len(page["gpuguard_device_info"]) == 4
-        assert the_one(page, "gpuguard_sample_failures_total") >= 1
 
 
 def test_silent_connections_do_not_hold_up_the_guard(tmp_path):
