@@ -34,10 +34,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from brokered import KEEPER, KINDS, Brokered, _identity
+from brokered import KEEPER, KINDS, Brokered
 from nodes import remove
 from proc import born_with, children_of
-from users import install
+from users import identity, install
 
 FIRST_UID, USERS = 20001, ("chaos1", "chaos2", "chaos3")
 DEVICES, GIB = 8, 2**30
@@ -143,7 +143,7 @@ class _Chaos:
             machine.daemon = subprocess.Popen(
                 [machine.python_path, "-c", DAEMON, "daemon", *options], env=environment, stdin=subprocess.DEVNULL,
                 stderr=said, start_new_session=True, cwd=machine.environment["PYTHONPATH"],
-                **_identity(KEEPER if self.kind == "keeper" else None),
+                **identity(KEEPER if self.kind == "keeper" else None),
             )  # fmt: skip
 
     def run(self, seconds: float) -> None:
