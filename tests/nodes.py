@@ -7,6 +7,7 @@ with a_user(place, "0", 10 * GIB) as child: ...
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -124,6 +125,10 @@ class Gpuguard:
         )
         assert "Traceback" not in done.stderr, done.stderr
         return done
+
+    def json(self, *words: str) -> Any:
+        """What it prints with --json."""
+        return json.loads(self(*words, "--json").stdout)
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
         """Start it."""

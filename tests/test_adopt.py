@@ -59,11 +59,6 @@ class Node:
         self.jobs: list[subprocess.Popen[str]] = []
         self.gpuguard.environment.pop("GPUGUARD_DIR")
 
-    def events(self) -> list[str]:
-        """The outcomes that were written down."""
-        log = Path(self.gpuguard.environment["GPUGUARD_EVENTS"])
-        return [json.loads(line)["outcome"] for line in log.read_text().splitlines()]
-
     def instances(self) -> list[str]:
         """The uuids of MIG instances."""
         return [each.uuid for each in Simulated(self.place).sample({HEALTH}).devices if each.parent_uuid]
@@ -159,7 +154,7 @@ def test_a_holder_that_is_ended_takes_its_record_with_it_and_leaves_the_job_alon
     assert (job.poll(), node.adopt(job.pid)["indices"]) == (None, [1])
 
 
-def test_a_claim_that_was_released_is_not_given_back_again(node):
+def test_a_claim_that_was_released_is_not_given_back_again(node, tmp_path):
     job = node.job("")
     use = node.child(job, "1")
     said = node.adopt(job.pid, "--tree")
@@ -171,7 +166,8 @@ def test_a_claim_that_was_released_is_not_given_back_again(node):
 
     job.kill()
     until(lambda: gone(said["holder_pid"]))
-    assert node.events() == ["adopted", "released", "was not held any more"]
+    events = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert [event["outcome"] for event in events] == ["adopted", "released", "was not held any more"]
 
 
 @pytest.mark.parametrize("node", ["1xA100-40GB:mig=3g.20gb,3g.20gb"], indirect=True)

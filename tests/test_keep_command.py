@@ -216,7 +216,7 @@ def test_the_daemon_that_was_killed_comes_back_with_what_is_kept(tmp_path):
         without = daemon.gpuguard(*words)
         daemon.start("--interval", "200ms")
         assert eventually(lambda: daemon.gpuguard(*words, "--json").returncode == 0)
-        [kept] = json.loads(daemon.gpuguard("keep", "--list", "--json").stdout)["kept"]
+        [kept] = daemon.gpuguard.json("keep", "--list")["kept"]
         daemon.end()
 
     assert without.returncode == 1 and "no daemon answers" in without.stderr

@@ -21,7 +21,7 @@ from nodes import GIB, Gpuguard, a_user, eventually
 from queues import a_ticket
 from test_metrics import read, the_one
 from test_prometheus import a_server
-from wrapped import until
+from wrapped import content, until
 
 from gpuguard.metrics import facts
 from gpuguard.metrics.facts import DaemonFacts, EventCounter, RareFields
@@ -147,35 +147,29 @@ def test_a_disk_without_room_is_said_once_and_may_pass(gpuguard, textfile, tmp_p
     assert said == ""
 
 
-ONCE = """
+NO_FILES_ONCE = """
 import errno, os, sys
-from {module} import {owner} as owner
+from gpuguard.backends import spawn
 from gpuguard.cli import main
-real = owner.{name}
+real = spawn.start_worker
 def fails(*words):
-    owner.{name} = real
+    spawn.start_worker = real
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-owner.{name} = fails
+spawn.start_worker = fails
 main(sys.argv[1:])
 """
 
 
 def test_a_machine_without_files_at_the_start_is_said_and_may_pass(gpuguard, tmp_path):
-    code = ONCE.format(module="gpuguard.backends", owner="spawn", name="start_worker")
-    words = [sys.executable, "-c", code, "metrics", "--textfile", str(tmp_path), "--every", "1s"]
+    words = [sys.executable, "-c", NO_FILES_ONCE, "metrics", "--textfile", str(tmp_path), "--every", "1s"]
     process = subprocess.Popen(words, env=gpuguard.environment, stderr=subprocess.PIPE, text=True)
     try:
-        there = eventually(lambda: "gpuguard_driver_up 1" in page(tmp_path))
+        there = eventually(lambda: "gpuguard_driver_up 1" in content(tmp_path / "gpuguard.prom"))
     finally:
         process.terminate()
         _, said = process.communicate(timeout=20)
 
     assert (there, said.count("\n"), "see `ulimit -n`" in said) == (True, 1, True)
-
-
-def page(place):
-    file = place / "gpuguard.prom"
-    return file.read_text() if file.exists() else ""
 
 
 def test_a_driver_that_goes_away_while_we_serve_takes_its_numbers_along(gpuguard, tmp_path):

@@ -167,7 +167,7 @@ def test_rules_shows_everything_or_what_is_named(gpuguard):
 
 
 def test_rules_speaks_json(gpuguard):
-    content = json.loads(gpuguard("policy", "rules", "--json").stdout)
+    content = gpuguard.json("policy", "rules")
 
     assert {rule["name"] for rule in content["rules"]} == set(RULES)
     first = content["rules"][0]["keys"][0]

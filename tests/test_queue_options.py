@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -218,10 +217,6 @@ def job(gpuguard):
         job.terminate()
 
 
-def queue(gpuguard):
-    return json.loads(gpuguard("queue", "--json").stdout)["places"]
-
-
 @pytest.mark.parametrize("words", [("--or", "-n 1"), ("--or=-n 1",), ("--or", "-n 1 --min-free 40GiB")])
 @pytest.mark.parametrize("dashes", [(), ("--",)])
 def test_the_first_way_that_fits_is_taken(gpuguard, job, words, dashes):
@@ -256,8 +251,8 @@ def test_ways_that_can_never_be_had_are_refused_only_when_all_are(gpuguard, word
 
 def test_all_ways_stand_in_the_line(gpuguard, job):
     with gpuguard.start("run", "-n", "2", "--or", "--gpus 1", "--note", "either", "--", "true") as second:
-        until(lambda: queue(gpuguard))
-        (place,) = queue(gpuguard)
+        until(lambda: gpuguard.json("queue")["places"])
+        (place,) = gpuguard.json("queue")["places"]
         shown = gpuguard("queue").stdout
         second.kill()
 
@@ -265,22 +260,18 @@ def test_all_ways_stand_in_the_line(gpuguard, job):
     assert "  2 or 1  " in shown
 
 
-def events(gpuguard):
-    return json.loads(gpuguard("events", "--json").stdout)["events"]
-
-
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_after_a_claim_comes_when_its_last_process_has_ended(gpuguard, job, signum, tmp_path):
-    claim = next(one for device in json.loads(gpuguard("who", "--json").stdout)["devices"] for one in device["claims"])
+    claim = next(one for device in gpuguard.json("who")["devices"] for one in device["claims"])
     with gpuguard.start("run", "--after", claim["id"], "--", "echo", "now") as second:
-        until(lambda: queue(gpuguard))
-        (place,) = queue(gpuguard)
+        until(lambda: gpuguard.json("queue")["places"])
+        (place,) = gpuguard.json("queue")["places"]
         explained = gpuguard("explain").returncode
         children = [pid for pid in claim["holders"] if pid != job.pid]
         job.send_signal(signum)
         if signum == signal.SIGKILL:  # the wrapper alone: its job keeps the claim
             job.wait()
-            assert second.poll() is None and len(queue(gpuguard)) == 1
+            assert second.poll() is None and len(gpuguard.json("queue")["places"]) == 1
             os.kill(children[0], signum)
         output, error = second.communicate(timeout=30)
 
@@ -293,7 +284,7 @@ def test_after_a_claim_comes_when_its_last_process_has_ended(gpuguard, job, sign
 
 def test_after_a_claim_that_has_ended_already_comes_at_once(gpuguard):
     assert gpuguard("run", "--", "true").returncode == 0
-    claim = next(event["claim"] for event in events(gpuguard) if event["kind"] == "release")
+    claim = next(event["claim"] for event in gpuguard.json("events")["events"] if event["kind"] == "release")
 
     second = gpuguard("run", "--after", claim, "--", "echo", "now")
 
@@ -312,7 +303,7 @@ def test_after_a_claim_that_was_killed_comes_at_once_if_it_was_of_this_machine(g
 
 def test_after_what_nobody_has_heard_of_never_comes(gpuguard):
     assert gpuguard("run", "--", "true").returncode == 0
-    claim = next(event["claim"] for event in events(gpuguard))
+    claim = next(event["claim"] for event in gpuguard.json("events")["events"])
     done = gpuguard("run", "--after", claim[:-1], "--", "true")
 
     assert (done.returncode, "`gpuguard events` which claims have ended" in done.stderr) == (125, True)
@@ -321,7 +312,7 @@ def test_after_what_nobody_has_heard_of_never_comes(gpuguard):
 def test_after_a_process_comes_when_it_has_ended_however_that_was(gpuguard):
     with subprocess.Popen(["sleep", "600"]) as process:
         second = gpuguard.start("run", "--after", str(process.pid), "--quiet", "--", "echo", "now")
-        until(lambda: queue(gpuguard))
+        until(lambda: gpuguard.json("queue")["places"])
         process.kill()
 
     assert second.communicate(timeout=30) == ("now\n", "")

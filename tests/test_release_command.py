@@ -218,7 +218,7 @@ def test_the_beginning_of_an_id_must_mean_one_claim(site):
 def test_without_an_id_own_claims_are_shown(site):
     nothing = site.gpuguard("release")
     with a_holder(site.directory, *site.uuids[:2]):
-        text, listed = site.gpuguard("release"), json.loads(site.gpuguard("release", "--json").stdout)
+        text, listed = site.gpuguard("release"), site.gpuguard.json("release")
 
     assert nothing.returncode == 0 and nothing.stdout
     assert text.stdout.startswith("CLAIM ") and "1dea1234" in text.stdout

@@ -30,8 +30,7 @@ def events(gpuguard: Gpuguard) -> list[dict[str, object]]:
 
 def claims(gpuguard: Gpuguard) -> list[dict[str, object]]:
     """The living claims, as `who` shows them."""
-    seen = json.loads(gpuguard("who", "--json").stdout)
-    return [claim for device in seen["devices"] for claim in device["claims"]]
+    return [claim for device in gpuguard.json("who")["devices"] for claim in device["claims"]]
 
 
 def at_terminal(gpuguard: Gpuguard, *words: str, behind: subprocess.Popen[str] | None = None) -> str:

@@ -101,9 +101,6 @@ def test_the_job_stands_in_the_id_of_its_claim(claim, job):
     assert slurm.job_of_claim(claim) == job
 
 
-# Inside a job.
-
-
 def test_a_claim_in_a_job_bears_its_number_also_where_no_prolog_claims(tmp_path, fake):
     gpuguard = Gpuguard(tmp_path, fake, SLURM_JOB_ID="12", CUDA_VISIBLE_DEVICES="1")
     done = gpuguard("run", "--no-wait", "--", "sh", "-c", "echo $GPUGUARD_CLAIM")
@@ -111,9 +108,6 @@ def test_a_claim_in_a_job_bears_its_number_also_where_no_prolog_claims(tmp_path,
     assert done.stdout.startswith("slurm12-")
     [started, *_] = (tmp_path / "events.jsonl").read_text().splitlines()
     assert '"claim": "slurm12-' in started
-
-
-# Who belongs to a job.
 
 
 def test_a_process_belongs_to_the_job_of_its_slurmstepd():
@@ -142,8 +136,6 @@ def test_who_only_calls_themselves_slurmstepd_is_none(tmp_path, program):
         finally:
             somebody.kill()
 
-
-# What becomes of a job.
 
 GIVEN = Allocation("12", 1001, ("0",), 1)
 
@@ -190,9 +182,6 @@ def test_a_job_is_put_back_with_the_reason_and_cancelled_where_that_cannot_be(pr
     (programs.place / "requeue").write_text("1")
     assert slurm.put_back(GIVEN, "GPU 3: claimed by bob") == "cancelled"
     assert programs.called()[-2:] == ["scontrol notify 12 gpuguard: GPU 3: claimed by bob", "scancel 12"]
-
-
-# Cancelling, as an action of a policy.
 
 
 def a_job(programs: Programs, uid: int, *, state: str = "RUNNING", name: str = "x") -> None:
@@ -276,9 +265,6 @@ def test_who_belongs_to_no_job_is_not_cancelled_but_left_alone(programs, scene):
     assert programs.called() == []
 
 
-# What is written for Slurm.
-
-
 def test_setup_prints_the_devices_as_slurm_counts_them():
     kinds = ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB", "NVIDIA RTX A4000")
     devices = [a_device(index, minor_number=index, name=name) for index, name in enumerate(kinds)]
@@ -320,9 +306,6 @@ def test_submit_with_attach_is_srun():
     assert words[-2:] == ["--", "true"]
 
 
-# Slurm's jobs beside the line.
-
-
 def squeue(*rows: dict[str, str]) -> str:
     lines = []
     for row in rows:
@@ -362,9 +345,6 @@ def test_a_slurm_that_does_not_answer_is_said_and_is_unknown_to_programs(program
     found = slurm.jobs()
     assert views.slurm_text(found, 0.0) == ["Slurm does not say who waits there: it fails"]
     assert views.slurm_json(found) is None
-
-
-# Answers in which users write names, comments and paths: nobody's job is ended or put back but the one meant.
 
 
 ME, OTHER = 1001, 1002

@@ -150,10 +150,6 @@ def waiting(gpuguard, both_taken):
         wait.kill()
 
 
-def tickets(gpuguard):
-    return json.loads(gpuguard("queue", "--json").stdout)["places"]
-
-
 def test_it_returns_when_the_devices_are_given_back(waiting, both_taken):
     assert [waiting.stderr.readline()[:12] for _ in range(2)] == ["  device 0: ", "  device 1: "]
     assert waiting.stderr.readline() == "`gpuguard explain -n 2` shows each device.\n"
@@ -164,7 +160,7 @@ def test_it_returns_when_the_devices_are_given_back(waiting, both_taken):
 
 
 def test_others_see_what_waits(gpuguard, waiting):
-    (place,) = tickets(gpuguard)
+    (place,) = gpuguard.json("queue")["places"]
 
     assert (place["pid"], place["command"], place["requests"]) == (waiting.pid, ["gpuguard", "wait"], ["-n 2"])
 
@@ -175,7 +171,7 @@ def test_who_gives_up_leaves_no_ticket(gpuguard, waiting, signum, tmp_path):
 
     assert waiting.wait(timeout=30) == -signum
     assert "Traceback" not in waiting.stderr.read()
-    assert tickets(gpuguard) == []
+    assert gpuguard.json("queue")["places"] == []
     until(lambda: not list((tmp_path / "claims").rglob("*ticket.*")), "its file is removed")
 
 
@@ -183,7 +179,7 @@ def test_a_shell_loop_around_it_ends_with_ctrl_c(gpuguard, waiting):
     loop = ["sh", "-c", 'while "$@"; do :; done; echo over', "sh", *gpuguard.words("wait", "--quiet")]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(loop, env=gpuguard.environment, start_new_session=True, **pipes) as shell:
-        until(lambda: len(tickets(gpuguard)) == 2, "it waits too")
+        until(lambda: len(gpuguard.json("queue")["places"]) == 2, "it waits too")
         # What the terminal does at Ctrl-C: the whole group.
         subprocess.run([sys.executable, "-c", f"import os; os.killpg({shell.pid}, 2)"], check=True)
         output, _ = shell.communicate(timeout=30)
