@@ -376,6 +376,9 @@ class Allocator:
         ):
             fields |= {IDLE_PROCESSES}
             snapshot = self.backend.sample(fields)
+        if HEALTH not in fields and any(request.num_gpus > len(snapshot.devices) for request in requests):
+            fields |= {HEALTH}  # which shows whether they are divided into enough
+            snapshot = self.backend.sample(fields)
         limits = outer_devices(self.environ, snapshot.devices)
         within, reason = limits.uuids, limits.reason
         if self.outer:

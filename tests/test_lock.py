@@ -274,11 +274,10 @@ def test_mig_instances_are_claimed_one_by_one_and_go_by_uuid(directory: LockDire
             acquire(machine, Request(), directory)
 
 
-def test_the_instance_that_is_left_is_found_although_the_driver_shows_instances_only_with_the_health(
-    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The lock of the whole GPU, which looked free, could not be had, and so its instances were never looked for."""
-    machine, sample = divided(), Machine.sample
+@pytest.fixture
+def tells_late(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A GPU with two instances, which the driver shows with the health alone."""
+    sample = Machine.sample
 
     def briefly(machine: Machine, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
         snapshot = sample(machine, fields, devices)
@@ -288,8 +287,21 @@ def test_the_instance_that_is_left_is_found_although_the_driver_shows_instances_
         return replace(snapshot, devices=tuple(replace(gpu, mig_mode=None, problems=None) for gpu in gpus))
 
     monkeypatch.setattr(Machine, "sample", briefly)
-    with acquire(machine, Request(), directory) as first, acquire(machine, Request(), directory) as second:
-        assert {first[0].uuid, second[0].uuid} == {device.uuid for device in machine.devices[1:]}
+    return divided()
+
+
+def test_the_instance_that_is_left_is_found_although_the_lock_of_its_gpu_is_held(
+    directory: LockDirectory, tells_late: Machine
+) -> None:
+    with acquire(tells_late, Request(), directory) as first, acquire(tells_late, Request(), directory) as second:
+        assert {first[0].uuid, second[0].uuid} == {device.uuid for device in tells_late.devices[1:]}
+
+
+def test_more_gpus_than_the_driver_shows_at_first_are_looked_for_among_instances(
+    directory: LockDirectory, tells_late: Machine
+) -> None:
+    with acquire(tells_late, Request(num_gpus=2), directory) as claim:
+        assert {device.uuid for device in claim} == {device.uuid for device in tells_late.devices[1:]}
 
 
 def test_a_claimed_instance_excludes_a_claim_on_its_whole_gpu(directory: LockDirectory) -> None:
