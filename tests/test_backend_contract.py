@@ -12,17 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import a_device, a_mig_instance, a_process, a_snapshot
+from builders import GIB, a_device, a_mig_instance, a_process, a_snapshot
 from fake_nvml import FakeNvml
 from nodes import a_user, change, eventually, start
+from nvml_child import gaps_of
 from smi_files import a_program
 
 from gpuguard import model
 from gpuguard.backends import Backend
 from gpuguard.backends.client import open_worker
-from gpuguard.model import ALL_FIELDS, SELECT_FIELDS, VERIFY_FIELDS, WHO_FIELDS, Device, Snapshot
+from gpuguard.model import ALL_FIELDS, SELECT_FIELDS, VERIFY_FIELDS, WHO_FIELDS
 
-GIB = 2**30
 FIELDS = {
     model.MEMORY: ("memory_total", "memory_used", "memory_free"),
     model.PROCESSES: ("processes",),
@@ -145,10 +145,6 @@ def backend(opened: Callable[[], Backend]) -> Backend:
     return opened()
 
 
-def gaps(snapshot: Snapshot, device: Device) -> set[str]:
-    return {gap.field for gap in snapshot.gaps if gap.device == device.uuid}
-
-
 def test_every_device_has_an_index_and_a_uuid_whatever_is_read(backend: Backend) -> None:
     devices = backend.sample(()).devices
 
@@ -164,7 +160,7 @@ def test_a_group_brings_its_fields_and_no_others(backend: Backend, group: str) -
     for device in snapshot.devices:
         missing = {name for name in FIELDS[group] if getattr(device, name) is None}
         others = {name for other, names in FIELDS.items() if other != group for name in names}
-        assert missing <= gaps(snapshot, device)
+        assert missing <= gaps_of(snapshot, device).keys()
         assert [name for name in others if getattr(device, name) is not None] == []
 
 
@@ -218,7 +214,7 @@ def test_a_lost_device_is_named_and_hides_no_other(machine: Machine, backend: Ba
 
     assert (lost.uuid, lost.problems) == (healthy.devices[1].uuid, ("lost",))
     assert (lost.memory_used, lost.processes, lost.utilization) == (None, None, None)
-    assert gaps(snapshot, lost)
+    assert gaps_of(snapshot, lost)
     assert [device.problems for device in snapshot.devices if device.index != 1] == [()] * 3
 
 
@@ -235,7 +231,7 @@ def test_instances_come_with_the_health_of_their_parent(machine: Machine, opened
     assert first.mig_profile == "3g.40gb"
     assert first.memory_total and 35 * GIB < first.memory_total <= 40 * GIB
     assert (parent.utilization, first.utilization) == (None, None)
-    assert "utilization" in gaps(snapshot, parent) & gaps(snapshot, first)
+    assert "utilization" in gaps_of(snapshot, parent).keys() & gaps_of(snapshot, first).keys()
     assert [device.uuid for device in backend.sample(SELECT_FIELDS).devices if device.parent_uuid] == []
     assert second.uuid in [device.uuid for device in backend.sample(SELECT_FIELDS, [second.uuid]).devices]
 
