@@ -71,34 +71,6 @@ def test_a_fault_in_a_file_is_named_with_its_line_and_so_many_hosts_are_refused(
     assert message in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("who --hosts ,", "is no name of a host"),
-        ("who --hosts-file /no/such", "cannot be read: No such file"),
-        ("who --hosts-file /dev/zero", "larger than 1MiB"),
-        ("who --hosts-file /dev/null", "names no host"),
-        ("who --timeout 5s", "--timeout is about other hosts"),
-        ("who --hosts a --timeout 5", "has no unit"),
-        ("who --hosts a --timeout 1ms", "between 100ms and 10m"),
-        ("who --hosts a --parallel 0", "between 1 and 256"),
-        ("who --hosts a --watch", "`gpuguard top --hosts` shows them"),
-        ("who --hosts a --backend smi", "--backend does not go with --hosts: it is of this machine"),
-        ("who --hosts a --dir /x", "--dir does not go with --hosts"),
-        ("who --hosts a --remote 'x", "a quote is open"),
-        ("top --hosts a --tree", "--tree does not go with --hosts: a host is one line there"),
-        ("top --hosts a --every 10ms", "--every needs at least 1s"),
-        ("select --hosts a --newline", "--newline and --null do not go with --hosts"),
-        ("select --hosts a -n 0", "ask for at least 1"),
-    ],
-)
-def test_what_has_no_meaning_is_refused_before_anybody_is_asked(hosts, words, message):
-    done = hosts.gpuguard(*words.split(" "))
-
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-
-
 def test_ssh_asks_nobody_forwards_nothing_and_takes_the_host_for_no_option():
     words = ssh_words(FleetQuery("gpuguard who --json", timeout=4.0), "gpu1")
 

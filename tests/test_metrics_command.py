@@ -58,33 +58,6 @@ def test_a_driver_that_cannot_be_reached_is_an_exit_code_and_a_number(gpuguard, 
     assert the_one(read(done.stdout), "gpuguard_driver_up") == 0
 
 
-@pytest.mark.parametrize(
-    ("line", "advice"),
-    [
-        ("metrics --every 100ms", "at least 1s"),
-        ("metrics --serve --every 5s", "does not go with --serve"),
-        ("metrics --serve 0.0.0.0:0", "no password"),
-        ("metrics --serve nowhere", "127.0.0.1:9835"),
-        ("metrics --expose", "is about --serve"),
-        ("metrics --compat nagios", "invalid choice"),
-        ("metrics --textfile /nonexistent", "no directory"),
-        ("metrics --influx 127.0.0.1:8086", "no address"),
-        ("metrics --influx http://127.0.0.1:8086/", "which database"),
-        ("metrics --influx http://me:secret@127.0.0.1/write", "--token-file"),
-        ("metrics --influx - --compat dcgm", "names for Prometheus"),
-        ("metrics --token-file /x", "is about --influx"),
-        ("metrics --serve --textfile /tmp", "not allowed with"),
-        ("daemon --metrics 0.0.0.0:0", "no password"),
-        ("daemon --metrics --once", "does not go with --once"),
-        ("daemon --metrics-expose", "is about --metrics"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_with_advice(gpuguard, line, advice):
-    done = gpuguard(*line.split())
-
-    assert done.returncode == 2 and advice in done.stderr
-
-
 def test_the_file_for_node_exporter_is_whole_and_for_everybody(gpuguard, textfile):
     left = textfile / "gpuguard.prom.0123456789abcdef.new"
     left.write_text("of a writer that was killed")
