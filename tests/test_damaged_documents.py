@@ -381,7 +381,7 @@ def no_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [("state", "snapshot"), ("sample", "snapshot"), ("node", "devices"), ("record", ""), ("ticket", "")],
+    [("state", "snapshot"), ("sample", "all"), ("node", "devices"), ("record", ""), ("ticket", "")],
 )
 def test_a_reader_that_believes_any_type_is_found(tmp_path, monkeypatch, name, where):
     no_check(monkeypatch)

@@ -232,13 +232,13 @@ def values_of(parser: argparse.ArgumentParser, command: str = "") -> Iterator[tu
     """All options and positional words that take a value, each with its command: "policy check"."""
     found: list[argparse.Action] = []
 
-    class Collector(argparse.HelpFormatter):
+    class OptionCollector(argparse.HelpFormatter):
         """argparse lists the options of a parser to what formats its usage, and to nobody else."""
 
         def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
             found.extend(actions)
 
-    usual, parser.formatter_class = parser.formatter_class, Collector
+    usual, parser.formatter_class = parser.formatter_class, OptionCollector
     parser.format_usage()
     parser.formatter_class = usual
     for action in found:
