@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace  # the standard one takes 3 ms for a noun
+from dataclasses import replace
 
 from builders import GIB, a_device, a_process
 from guarded import SOMEBODY, Listing, until
