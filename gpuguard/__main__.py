@@ -9,7 +9,7 @@ import os
 import sys
 from typing import NoReturn
 
-from gpuguard.backends import spawn
+from gpuguard.backends import BACKENDS, spawn
 
 READ_DEVICES = ("run", "select", "wait")
 ASK_THE_DAEMON_FIRST = ("who", "explain")
@@ -22,7 +22,9 @@ def main() -> NoReturn:
     if streams_open and (
         command in READ_DEVICES or (command in ASK_THE_DAEMON_FIRST and not _daemon_publishes(options))
     ):
-        spawn.start_early(_option(options, "--backend") or os.environ.get("GPUGUARD_BACKEND") or "nvml")
+        named = _option(options, "--backend")  # which may be the job's own, as `--backend nccl`
+        usual = os.environ.get("GPUGUARD_BACKEND") or "nvml"
+        spawn.start_early(named if named.partition(":")[0] in BACKENDS else usual)
     from gpuguard.cli import main as run_and_exit  # while the worker loads what it needs
 
     run_and_exit()

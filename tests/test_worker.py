@@ -19,6 +19,8 @@ import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 from nodes import beginning_with, change, eventually, start
 
+from gpuguard import __main__ as program
+from gpuguard import cli
 from gpuguard.backends import client, open_backend, spawn, worker
 from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.errors import BackendError, DriverUnresponsive, InvalidRequest
@@ -466,3 +468,34 @@ def test_a_driver_that_prints_and_then_hangs_keeps_nobody_waiting(tmp_path: Path
         change(str(tmp_path / "node"), 0, faults=("hang",))
 
         assert source.sample({MEMORY}).devices[0].problems == ("unresponsive",)
+
+
+@pytest.mark.parametrize(
+    ("line", "started"),
+    [
+        ("run --backend simulated:/x -n 2 -- true", ["simulated:/x"]),
+        ("run --backend=smi true", ["smi"]),
+        ("run python train.py --backend nccl", ["nvml"]),
+        ("run -- python train.py --backend simulated", ["nvml"]),
+        ("select --backend", ["nvml"]),
+        ("who", ["nvml"]),
+        ("who --dir {published}", []),
+        ("events", []),
+        ("", []),
+    ],
+)
+def test_the_worker_of_a_command_is_started_before_its_modules_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, started: list[str]
+) -> None:
+    (tmp_path / "daemon").mkdir()
+    (tmp_path / "daemon" / "state.json").touch()
+    names: list[str] = []
+    monkeypatch.setattr(spawn, "start_early", names.append)
+    monkeypatch.setattr(cli, "main", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["gpuguard", *line.format(published=tmp_path).split()])
+    monkeypatch.delenv("GPUGUARD_BACKEND", raising=False)
+    monkeypatch.setenv("GPUGUARD_DIR", str(tmp_path / "none"))
+
+    program.main()
+
+    assert names == started
