@@ -19,9 +19,8 @@ def main() -> NoReturn:
     """Run the command line of this process, and end it with its exit code."""
     command, *options = sys.argv[1:] or [""]
     streams_open = None not in (sys.stdin, sys.stdout, sys.stderr)  # else the worker's pipes would be taken for them
-    if streams_open and (
-        command in READ_DEVICES or (command in ASK_THE_DAEMON_FIRST and not _daemon_publishes(options))
-    ):
+    reads_here = command in READ_DEVICES or (command in ASK_THE_DAEMON_FIRST and not _daemon_publishes(options))
+    if streams_open and reads_here and not _option(options, "--hosts") and not _option(options, "--hosts-file"):
         named = _option(options, "--backend")  # which may be the job's own, as `--backend nccl`
         usual = os.environ.get("GPUGUARD_BACKEND") or "nvml"
         spawn.start_early(named if named.partition(":")[0] in BACKENDS else usual)

@@ -480,6 +480,8 @@ def test_a_driver_that_prints_and_then_hangs_keeps_nobody_waiting(tmp_path: Path
         ("select --backend", ["nvml"]),
         ("who", ["nvml"]),
         ("who --dir {published}", []),
+        ("who --hosts a,b", []),
+        ("select -n 2 --hosts-file=here", []),
         ("events", []),
         ("", []),
     ],
