@@ -139,9 +139,6 @@ def _numbered(device: Device, index: int) -> Device:
     return replace(device, index=index, uuid=identity.uuid, pci_bus_id=identity.pci_bus_id, minor_number=index)
 
 
-# Machines for tests that stay in this process: backends without a driver and without a file.
-
-
 class Machine:
     """A backend over devices that the test may change between two samples; it counts and records what it is asked."""
 
@@ -168,9 +165,6 @@ class Machine:
         self.devices[index] = replace(self.devices[index], **fields)  # type: ignore[arg-type]
 
 
-# Builders for tests of reservations.
-
-
 NOW = 1_800_000_000.0
 HOUR = 3600.0
 UUIDS = tuple(f"d{number}" for number in range(8))
@@ -191,9 +185,6 @@ def a_reserved(*statuses: ReservationStatus, now: float = NOW, **fields: Any) ->
     return ReservationCalendar(
         statuses or (ReservationStatus(a_reservation(), no_show_at=now + 1.5 * HOUR),), now=now, **fields
     )
-
-
-# What a rule finds in a machine that a test builds, and series of the past for it.
 
 
 HELD = a_device(memory_used=20 * GIB, utilization=0.0, processes=(a_process(),))

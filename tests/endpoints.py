@@ -215,9 +215,6 @@ def wait_until(holds: Callable[[], object], seconds: float = 10.0) -> None:
         time.sleep(0.005)
 
 
-# A verdict, the message about it, and targets that tests send it to.
-
-
 HOSTILE = [
     "; touch /tmp/x #",
     "a\nBcc: eve@example.org",

@@ -90,9 +90,6 @@ def remove(place: Path | str) -> None:
     assert eventually(gone), f"{place} is still written to"
 
 
-# The command line, run as a user runs it, against a fake driver or a simulated node.
-
-
 # Far beyond any answer, even on a busy machine: whatever takes so long hangs.
 SECONDS = 60
 

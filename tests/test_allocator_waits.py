@@ -32,9 +32,6 @@ def two() -> Machine:
     return Machine(a_device(0), a_device(1))
 
 
-# In line
-
-
 def test_a_request_that_waits_lets_others_lead_while_its_process_is_stopped(directory: LockDirectory) -> None:
     machine, said = Machine(a_device(0)), []
 
@@ -103,9 +100,6 @@ def test_no_more_than_the_least_is_taken_while_others_wait(directory: LockDirect
             assert len(claim) == 2
 
 
-# A reservation
-
-
 @pytest.mark.root  # nobody else can reserve for others
 def test_a_look_leaves_out_what_is_reserved_for_somebody_else(directory: LockDirectory) -> None:
     machine, now = two(), time.time()
@@ -122,17 +116,11 @@ def test_a_look_leaves_out_what_is_reserved_for_somebody_else(directory: LockDir
     assert [device.index for device in choice.devices] == [1]
 
 
-# The daemon
-
-
 def test_where_the_daemon_gives_the_locks_nothing_is_claimed_without_it(directory: LockDirectory) -> None:
     closed = replace(directory, closed=True, keeper=os.geteuid())
 
     with pytest.raises(ClaimError, match="It alone gives the GPUs"):
         acquire(two(), Request(), closed)
-
-
-# Reasons
 
 
 def test_whoever_asks_for_reasons_is_told_whose_processes_are_in_the_way(directory: LockDirectory) -> None:
@@ -142,9 +130,6 @@ def test_whoever_asks_for_reasons_is_told_whose_processes_are_in_the_way(directo
     assert choice.devices == ()
     assert "used by bob (pid 812" in choice.refused[0].reasons[0].text
     assert {group for fields, _ in machine.asked for group in fields} >= {"health", "model", "process_details"}
-
-
-# Inside a claim
 
 
 def test_inside_a_claim_the_wait_is_over_when_its_time_is(directory):
@@ -182,9 +167,6 @@ def test_of_two_ways_the_one_that_can_be_met_some_day_says_what_is_missing(direc
             assert not isinstance(caught.value, ImpossibleRequest)
 
 
-# Served
-
-
 def test_whoever_gets_what_he_waited_for_has_been_served(directory):
     machine = Machine(a_device(0))
     holder = acquire(machine, Request(), directory, environ={})
@@ -199,9 +181,6 @@ def test_whoever_did_not_have_to_wait_takes_nobodys_turn(directory):
     acquire(Machine(), Request(), directory, environ={}).release()
 
     assert tickets.last_served(directory, os.geteuid()) is None
-
-
-# What happens to a device between the look and the lock: the second look sees it.
 
 
 @pytest.fixture

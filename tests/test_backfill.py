@@ -373,9 +373,6 @@ def test_the_plan_of_500_requests_for_8_devices_takes_a_bounded_number_of_steps(
     assert count < 10 * len(line)
 
 
-# What a plan leaves to reservations: which devices are kept from whom, who is held back by which, and who is not.
-
-
 def a_reservation(gpus: int, begins: float, *devices: str, user: int = 9, **fields: Any) -> Reservation:
     return Reservation("b1", 0, user, f"u{user}", gpus, begins, begins + HOUR, devices or ("d0", "d1"), **fields)
 

@@ -138,9 +138,6 @@ def test_it_leaves_nothing_behind_when_it_is_told_to_end(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-# benchmarks/chaos.py in short: nothing breaks, and what is planted is found.
-
-
 CHAOS_WORDS = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--seconds", "6"]
 
 
@@ -164,9 +161,6 @@ def test_a_planted_fault_is_found(variant: str, found: str) -> None:
 
     assert done.returncode == 1, done.stdout + done.stderr
     assert found in done.stdout
-
-
-# benchmarks/soak.py in short: a guard that looks hundreds of times does not grow, and one that does is found.
 
 
 ONE = Reading(memory=20.0, descriptors=30, threads=9, sampler=77)

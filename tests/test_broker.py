@@ -66,9 +66,6 @@ def test_what_another_user_left_who_was_killed_while_he_changed_the_node_is_in_n
         assert (done.returncode, left.exists()) == (0, False), done.stderr
 
 
-# The same commands as everywhere
-
-
 @pytest.mark.root
 def test_a_job_gets_a_device_and_gives_it_back(machine):
     done = machine(ALICE, "run", "--no-wait", *LOOK)
@@ -128,9 +125,6 @@ def test_whoever_waits_starts_when_the_device_is_free(machine):
         said, errors = waiting.communicate(timeout=30)
 
     assert (waiting.returncode, said) == (0, "3\n"), errors
-
-
-# What is different
 
 
 @pytest.mark.root
@@ -256,9 +250,6 @@ def test_a_running_job_is_adopted_and_its_claim_ends_with_it(machine):
     assert eventually(lambda: machine.locked() == [])
 
 
-# Where the daemon gives the locks it can take them back, whatever their owner does with his descriptors.
-
-
 # Locks again whatever is unlocked, and has no record.
 HOARD = """
 import fcntl
@@ -306,9 +297,6 @@ def test_a_claim_that_is_released_by_a_policy_is_over_whatever_its_owner_does(br
         assert (claim.uid, outcome.word, outcome.why) == (BOB.pw_uid, actions.DONE, "")
         assert broker_of_two.locked() == [1] and hostile.poll() is None
         assert broker_of_two(ALICE, "run", "--no-wait", "--gpus", "0", "true").returncode == 0
-
-
-# What root does to lock files whose directory is the daemon's already is done to these files and to no others.
 
 
 @pytest.mark.root

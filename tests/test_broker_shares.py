@@ -188,9 +188,6 @@ def test_shares_live_on_without_the_daemon_and_it_knows_them_again(own):
         assert tried(own, BOB, *share("50GiB")) and not tried(own, BOB, *share("20GiB"))
 
 
-# MIG
-
-
 def uuids_of(machine: Brokered) -> tuple[str, list[str]]:
     whole = [uuid for uuid in machine.uuids if uuid.startswith("GPU-")]
     return whole[0], [uuid for uuid in machine.uuids if uuid.startswith("MIG-")]
@@ -218,9 +215,6 @@ def test_a_divided_gpu_is_not_given_while_a_part_of_it_is(divided):
         assert hers.stdout and json.loads(hers.stdout.readline())["claim"]
         with divided.program(BOB, ASK, whole) as his:
             assert his.stdout and whole in json.loads(his.stdout.readline())["refused"]
-
-
-# The locks themselves
 
 
 def given(machine: Brokered, name: str, *, shown: bool = True, memory: int | None = None) -> tuple[list[int], object]:

@@ -167,9 +167,6 @@ def test_words_name_the_day_where_it_is_not_today() -> None:
     assert clock_text(nine, nine - 24 * HOUR) == "Sat 21 Nov 09:00"
 
 
-# The plan
-
-
 def planned(
     line: list[Ticket], reservations: list[Reservation], fits: dict[Request, Fit] | None = None
 ) -> list[QueuePosition]:
@@ -230,9 +227,6 @@ def test_a_start_is_promised_with_the_reservations_in_mind() -> None:
     first, second = a_ticket(1, 4, time_limit=HOUR), a_ticket(2, 2, time_limit=HOUR)
 
     assert [position.in_order for position in planned([first, second], [a_reservation(4, 1, 2)])] == [0.0, 2 * HOUR]
-
-
-# The property
 
 
 class Server:

@@ -152,9 +152,6 @@ def test_the_log_is_where_it_was_asked_for(gpuguard, policy, tmp_path):
     assert "in force" in (tmp_path / "elsewhere.jsonl").read_text()
 
 
-# A daemon on a machine that has no process, no descriptor or no room on a disk left for a moment.
-
-
 POLICY = "{version: 1, policies: [{name: small, when: {memory: {above: 1GiB}}, for: 1m, steps: [log]}]}"
 
 

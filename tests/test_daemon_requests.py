@@ -163,9 +163,6 @@ def test_a_flood_of_requests_is_stopped_after_ten_a_minute(requests_, holder):
         requests_.asks(SOMEBODY, do="release", claim=holder.id)
 
 
-# --- status -------------------------------------------------------------------------------------------------------
-
-
 def a_status(uid: int, **fields: Any) -> PolicyStatus:
     facts = {"policy": "idle", "since": 100.0, "last": "warn", "next": "terminate", "due": 200.0, "enforce": True}
     return PolicyStatus(subject=Subject("process", "GPU-A", 7, 1.0, uid, user="x"), **{**facts, **fields})
@@ -195,9 +192,6 @@ def test_an_answer_fits_into_its_line_however_much_stands_against_somebody(reque
 
     assert len(said["standing"]) >= 5 and len(said["standing"]) + said["left_out"] == 100
     assert len(json.dumps({"ok": True, **said})) < 4096
-
-
-# --- administration -----------------------------------------------------------------------------------------------
 
 
 @root
@@ -276,8 +270,6 @@ def test_reload_says_what_is_wrong_with_the_file(requests_):
     assert said["faults"] >= 1 and "policy.yaml:" in said["first"] and requests_.reloaded == 1
 
 
-# --- a real daemon ------------------------------------------------------------------------------------------------
-
 POLICY = """
 version: 1
 policies:
@@ -339,9 +331,6 @@ def test_where_the_kernel_forbids_it_the_daemon_is_asked_and_without_one_the_use
             alone = subprocess.run([*words[:-1], holder.id], **options, check=False)
 
             assert alone.returncode == 1 and "sudo gpuguard release" in alone.stderr and holder.record()
-
-
-# What the daemon gave, looked at: a claim, or nothing of it stays open.
 
 
 DEVICE = a_device(0)

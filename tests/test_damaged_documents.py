@@ -390,9 +390,6 @@ def test_a_reader_that_believes_any_type_is_found(tmp_path, monkeypatch, name, w
         test_a_document_with_one_other_place_is_read_as_what_it_says_or_not_at_all(tmp_path, name)
 
 
-# What is shown
-
-
 QUERIES = (query_of(",".join(GPU_FIELDS), apps=False), query_of(",".join(APP_FIELDS), apps=True))
 
 

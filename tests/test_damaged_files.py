@@ -280,9 +280,6 @@ def test_a_ticket_that_stops_everybody_is_found_and_named(scene, monkeypatch):
         check(scene, "ticket", wrong)
 
 
-# A whole daemon: it looks, judges and answers on
-
-
 NOW = time.time()
 POLICY = """
 version: 1

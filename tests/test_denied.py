@@ -40,9 +40,6 @@ def mark(directory: LockDirectory, kind: str, name: str, **fields: object) -> No
     change(directory, kind, lambda found: found.update({name: Restriction(name, **facts)}))  # type: ignore[arg-type]
 
 
-# The devices of nobody's driver: what claims make of the marks.
-
-
 def test_a_quarantined_device_is_never_claimed_and_refused_with_its_reason(directory):
     devices = Devices(a_device(0), a_device(1))
     mark(directory, QUARANTINED, devices.devices[1].uuid)
@@ -88,9 +85,6 @@ def test_who_waits_gets_the_device_when_the_denial_is_over(directory):
     acquire(Devices(a_device(0)), Request(), directory, wait=20.0, environ={}).release()
 
     assert time.monotonic() - begun > 0.5
-
-
-# The actions of policies.
 
 
 def a_verdict(action: str, subject: Subject, enforce: bool = True, **options: float) -> Verdict:
@@ -221,9 +215,6 @@ def test_a_daemon_denies_and_quarantines_by_policy(tmp_path, options, done):
     assert outcomes == ({"about to"} if done else {"dry run"})
     assert ("quarantined by the policy hogs until " in explained) == done
     assert [(each["name"], each["by"]) for each in denied] == [(str(SOMEBODY), "the policy hogs")] * done
-
-
-# The commands.
 
 
 def test_a_device_is_quarantined_and_put_back_by_command(tmp_path):

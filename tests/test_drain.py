@@ -164,9 +164,6 @@ def test_a_signal_while_the_memory_settles_releases_at_once(wrapped):
     assert wrapped.events()[-1]["outcome"] == "interrupted"
 
 
-# What the driver is asked after the job: its list of processes is the dearest of all
-
-
 class Driver:
     """One device, on which nobody is listed; notes what it is asked."""
 
@@ -289,9 +286,6 @@ def test_children_are_those_of_every_thread_until_they_are_reaped():
     assert (processes.children() or set()) <= before
 
 
-# The time limit
-
-
 def test_after_the_time_limit_the_job_gets_sigterm_and_the_exit_code_is_124(wrapped):
     trap = "trap 'echo bye; exit 0' TERM; echo ready; while :; do sleep 0.02; done"
     status, out, err = wrapped.run("sh", "-c", trap, time_limit=0.3)
@@ -343,9 +337,6 @@ def test_every_signal_of_the_time_limit_is_in_the_audit_log_before_it_is_sent(wr
 
     seen = [json.loads(line) for line in copy.read_text().splitlines()]
     assert (seen[-1]["kind"], seen[-1]["outcome"]) == ("time limit", "SIGTERM")
-
-
-# The escalation by which a job is ended: which signal comes when.
 
 
 USR1 = int(signal.SIGUSR1)

@@ -72,9 +72,6 @@ def test_a_start_asks_the_driver_no_more_than_this(
     assert asked(half_busy) == sorted(calls)
 
 
-# What `gpuguard who` asks the driver for its text: no more than it shows, and nothing that it shows is missing.
-
-
 EACH_LOOK = (
     *("MemoryInfo_v2", "ComputeRunningProcesses_v3", "GraphicsRunningProcesses_v3", "Samples"),
     *("ComputeMode", "MigMode", "RemappedRows", "Temperature", "PowerUsage"),
@@ -202,9 +199,6 @@ def test_what_cannot_be_read_is_said_in_the_same_words(busy: FakeNvml, fault: st
     assert text == everything
 
 
-# What one look of the guard may cost: files of /proc that are opened, calls of the driver.
-
-
 def test_a_look_of_the_guard_asks_the_driver_no_more_than_it_must(busy: FakeNvml) -> None:
     twice = "held = nvml.open(); held.sample(WHO_FIELDS); fake.reset_calls(); held.sample(WHO_FIELDS)"
     calls = answer_of(busy, f"{twice}; answer = fake.calls()")
@@ -275,9 +269,6 @@ def test_a_device_that_does_not_tell_its_pstate_is_asked_again_only_after_a_whil
 
     assert count == asked
     assert clock is not None
-
-
-# What is asked of the winners alone never changes who wins.
 
 
 LISTS = (

@@ -34,9 +34,6 @@ def reasons(device, request=None, taken=None, **snapshot_fields):
     return [reason.text for refusal in choice.refused for reason in refusal.reasons]
 
 
-# Refusals
-
-
 @pytest.mark.parametrize(
     ("device", "request_fields", "text"),
     [
@@ -211,9 +208,6 @@ def test_a_divided_gpu_gives_way_to_its_instances():
     assert choose(machine, Request(), {gpu.uuid: "claimed whole"}).devices == ()
 
 
-# Selectors
-
-
 def test_selectors_are_indices_uuids_and_beginnings_of_uuids():
     machine = a_snapshot(*[a_device(i) for i in range(3)])
 
@@ -276,9 +270,6 @@ def test_no_glob_of_a_ticket_is_compiled_and_there_are_not_many(monkeypatch):
         as_request({"models": ["A100"] * 17})
     with pytest.raises(InvalidRequest, match="at most 16 names"):
         as_json(Request(models=("A100",) * 17))
-
-
-# Requests
 
 
 @pytest.mark.parametrize(

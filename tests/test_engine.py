@@ -16,9 +16,6 @@ from gpuguard.policies.policy import KILL_AFTER, Scope, Step
 NOBODY = a_device(processes=())
 
 
-# --- the window ---------------------------------------------------------------------------------------------------
-
-
 def test_a_condition_fires_when_it_has_held_for_long_enough():
     assert Watch(a_policy("warn", hold=30, cooldown=1000)).until(100) == [(30, "warn")]
 
@@ -139,9 +136,6 @@ def test_a_slower_rhythm_is_learnt_after_five_samples():
     watch.until(100)
 
     assert watch.until(2000, begin=200, every=100) == [(1000, "warn")]
-
-
-# --- the ladder ---------------------------------------------------------------------------------------------------
 
 
 def test_the_ladder_is_climbed_one_step_after_the_other_and_none_is_repeated():
@@ -321,9 +315,6 @@ def test_the_same_policy_loaded_again_goes_on():
 def test_two_policies_with_one_name_are_refused():
     with pytest.raises(InvalidRequest, match="same name"):
         Watch(a_policy("warn"), a_policy("log")).sees(busy(0))
-
-
-# --- bounds -------------------------------------------------------------------------------------------------------
 
 
 def test_memory_does_not_grow_with_those_who_are_gone():

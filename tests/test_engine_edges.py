@@ -96,9 +96,6 @@ def test_a_cancelled_ladder_says_whether_its_policy_was_changed_or_is_gone():
     assert texts == ["the policy was changed, its steps are cancelled", "the policy is gone, its steps are cancelled"]
 
 
-# The engine: whom a finding means, and for whom a condition still holds.
-
-
 NOBODY = a_device(processes=())
 
 
@@ -181,9 +178,6 @@ def test_a_condition_is_looked_at_once_more_without_a_sample_of_its_own(device, 
     assert (watch.memory.states, watch.memory.past) == (before.states, before.past)
 
 
-# No rule fails of a value: whatever a driver, /proc and the records of claims may say, one field at a time.
-
-
 NUMBERS = (0, -1, 1, 255, 65534, 2**31, 2**32 - 1, 2**50, 2**53, -(2**53))
 FLOATS = (0.0, -1.0, 0.5, 1e-300, 1e300, 100.0, 2.0**53)
 TEXTS = (
@@ -260,9 +254,6 @@ def test_a_rule_that_fails_of_a_value_is_found():
     assert "GpuProcess.memory_used = 0: ZeroDivisionError" in fails_of(GpuProcess, [Policy("p", (Dividing(),))])
 
 
-# Steps that have nothing to act on: they are passed over, delay nobody, and the next one comes.
-
-
 CLAIM = Subject("claim", uid=1001, claim="c1")
 FOUND = Finding("age", CLAIM, "held without a process")
 UNUSED = Finds(lambda view: [FOUND])
@@ -327,9 +318,6 @@ def test_a_claim_that_is_released_in_a_rehearsal_is_gone_from_its_next_sample_on
 
     assert [verdict.action for _, judgement in judged for verdict in judgement.verdicts] == ["release"]
     assert [len(view.snapshot.claims) for view, _ in judged][:6] == [1, 1, 1, 1, 0, 0]
-
-
-# The tests of the engine notice when it is broken: each fault here would hit somebody too early or too often.
 
 
 def nothing(*_, **__):

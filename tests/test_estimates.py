@@ -194,9 +194,6 @@ def test_a_command_that_is_too_long_for_the_log_is_found_again(log):
     assert expected_seconds(command) == 2.0
 
 
-# What a running job tells those who wait
-
-
 class Record(Claim):
     """Keeps what would be written into its record."""
 

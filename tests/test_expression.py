@@ -30,9 +30,6 @@ def holds(text: str, process=BOB, device=A_DEVICE, **view) -> bool:
     return parse_expression(text).holds(NameSource(RuleView(snapshot, **view), device, process))
 
 
-# --- what it says -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -111,8 +108,6 @@ def test_claims_groups_and_the_host_have_names():
     assert holds("cpu > 200% and host_memory < 2GiB and network < 1MB/s", **view)
 
 
-# --- unknown is innocent ----------------------------------------------------------------------------------------------
-
 AMOUNTS = {
     "memory size": "1GiB",
     "percentage": "1%",
@@ -181,9 +176,6 @@ def test_what_grows_beyond_every_number_is_unknown():
     assert not holds(f"not {huge} > 1GiB")
 
 
-# --- the rule ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_finding_says_what_was_seen_and_what_is_allowed():
     rule = ExpressionRule(parse_expression("memory_used > 30GiB and  utilization < 5%"))
 
@@ -239,9 +231,6 @@ def test_each_name_stands_in_the_help_and_on_the_page(name):
 def test_the_same_text_is_the_same_condition():
     assert parse_expression("claimed") == parse_expression("claimed")
     assert repr(parse_expression("claimed")) == repr(parse_expression("claimed"))
-
-
-# What the language of conditions refuses, and that nobody can turn it against the daemon.
 
 
 REFUSED = {

@@ -207,9 +207,6 @@ def test_a_descriptor_that_can_be_read_ends_the_sleep(job, of):
     os.close(write)
 
 
-# A device filter on root's job: what he did not claim cannot be opened or made, and nothing is left behind.
-
-
 DEVICES = 4
 
 

@@ -166,9 +166,6 @@ def test_a_driver_that_takes_seconds_to_start_is_waited_for_with_a_hint(fake: Fa
     assert "takes long to start" in done.stderr
 
 
-# A driver of which one answer is other than a driver gives it: a number, a text, a list.
-
-
 FEW = (-1, 2**32 - 1, 2**63 - 1)
 SWEEP = "import hostile_driver; answer = hostile_driver.findings(fake, {place!r}, {numbers}, {only!r})"
 

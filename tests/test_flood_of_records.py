@@ -81,9 +81,6 @@ def test_any_number_of_records_of_one_user_hides_nobody_elses(machine, monkeypat
     assert len(found) <= 1 + 3
 
 
-# One user floods the line of one device with real requests, another asks now and then: they take turns.
-
-
 REQUESTS, ROUNDS = 40, 4
 
 

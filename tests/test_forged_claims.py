@@ -166,9 +166,6 @@ def test_a_file_that_is_no_json_stops_nobody(fake: FakeNvml, tmp_path: Path, tor
     assert (done.returncode, "inside gpuguard" in done.stderr) == (0, False), done.stderr
 
 
-# Records that say nonsense of what their claims hold: what is released is what the kernel says, and nothing else.
-
-
 def rewritten(holder: Holder, descriptors: object) -> ClaimRecord | None:
     """Its record, which lists these descriptors from now on."""
     path = Path(record_path(holder.directory, holder.uid, holder.id))
@@ -225,9 +222,6 @@ def test_a_record_that_lists_any_number_of_files_fills_nobodys_table_of_open_fil
             pass
 
     assert len(seen) > 100 and max(seen) < before + 10
-
-
-# Where a user mounts something (FUSE), and what he calls a cgroup of his own, is read as one name, whatever is in it.
 
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,8 +20,6 @@ from gpuguard.errors import CudaInitialized, ImpossibleRequest, InvalidRequest, 
 from gpuguard.lock import Allocator
 from gpuguard.model import MEMORY
 
-# The manner of py3nvml
-
 
 def test_one_device_by_default_and_cuda_sees_no_other():
     claim = gpuguard.grab_gpus()
@@ -160,9 +158,6 @@ def test_further_conditions_are_those_of_a_request():
     assert indices(gpuguard.grab_gpus(2, exclude=("3",), prefer=("0",), min_free=20 * GIB, models=("H100",))) == [0, 1]
 
 
-# When there are too few
-
-
 def test_too_few_leave_the_environment_alone_and_nothing_claimed(node):
     with a_user(node, "0,1", 10 * GIB), pytest.raises(NotEnoughGpus) as caught:
         gpuguard.grab_gpus(3)
@@ -267,9 +262,6 @@ def test_waiting_ends_with_the_time():
     assert dict(os.environ) == before
 
 
-# When CUDA runs already
-
-
 def test_cuda_that_is_initialised_is_refused(monkeypatch, tmp_path):
     device = tmp_path / "nvidia-uvm"
     device.touch()
@@ -279,9 +271,6 @@ def test_cuda_that_is_initialised_is_refused(monkeypatch, tmp_path):
         gpuguard.grab_gpus()
 
     assert claimed() == []
-
-
-# Looking
 
 
 def test_select_devices_says_what_grab_gpus_would_take_and_claims_nothing():
@@ -358,9 +347,6 @@ def test_an_empty_name_of_a_directory_is_none(monkeypatch):
     assert len(claimed()) == len(
         probe(lock_directory(backend="simulated"), [d.uuid for d in gpuguard.snapshot().devices])
     )
-
-
-# What people write who ask for devices in Python: a word for a list, an index for a word, a text for a number.
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,6 @@ import gpuguard
 from gpuguard import api
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 
-# How long it lasts
-
 
 def started(code: str, **variables: str) -> subprocess.Popen[str]:
     """A program that has said what it has to say, and waits for its input to end."""
@@ -99,9 +97,6 @@ def test_claims_that_were_given_back_take_no_memory():
         gpuguard.grab_gpus(1).release()
 
     assert len(api._made) == 1
-
-
-# More than once
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -184,9 +179,6 @@ print(os.environ["CUDA_VISIBLE_DEVICES"])
 """
 
 
-# claim()
-
-
 def test_a_with_block_has_the_devices_and_leaves_everything_as_it_was():
     with gpuguard.claim(2) as devices:
         inside = (indices(devices), visible(), claimed())
@@ -221,9 +213,6 @@ def test_with_blocks_in_each_other_have_different_devices():
 
     assert (within, after, visible()) == ("0,1,2", "3", None)
     assert set(indices(outer)).isdisjoint(indices(inner))
-
-
-# In programs that do other things with processes and descriptors
 
 
 @pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- >&- 2>&-"])
@@ -276,9 +265,6 @@ def test_who_interrupts_a_claim_that_is_just_being_made_leaves_no_device_claimed
         gpuguard.grab_gpus(1)
 
     assert claimed() == []
-
-
-# Workers of a program that claims by grab_gpus(): those that run its lines again, and those that ran before it.
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

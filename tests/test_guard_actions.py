@@ -46,9 +46,6 @@ def test_what_the_engine_says_of_actions_it_says_of_those_that_there_are():
     assert ACTIONS.keys() > COUNTED | ON_PROCESSES
 
 
-# One process, and nobody else.
-
-
 def test_bystanders_on_the_same_device_in_the_same_session_and_of_the_same_name_live():
     with (
         a_child("sh", "-c", "sleep 600 & sleep 600 & wait") as shell,
@@ -134,9 +131,6 @@ def test_a_lower_priority_for_every_thread_and_never_a_higher_one():
         assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {low}
 
 
-# The ladder.
-
-
 def test_who_ignores_sigterm_is_killed_only_after_a_grace(monkeypatch):
     with a_program("signal.signal(signal.SIGTERM, signal.SIG_IGN)") as scene:
         assert scene.act("kill").word == "refused"
@@ -205,9 +199,6 @@ def test_a_verdict_that_comes_again_is_not_done_again(scene, monkeypatch):
     assert sent == [signal.SIGTERM, signal.SIGCONT]
 
 
-# Dead, half dead.
-
-
 def test_a_zombie_is_gone_and_gets_no_signal(scene, monkeypatch):
     os.kill(scene.pid, signal.SIGKILL)
     assert scene.dies()
@@ -224,9 +215,6 @@ def test_a_process_whose_first_thread_has_ended_is_alive_and_is_hit():
         assert scene.lives()
         assert scene.act().word == "sent"
         assert scene.dies()
-
-
-# Written down first; and a dry run is the same but for the last call.
 
 
 @pytest.mark.parametrize("action", SIGNALS)
@@ -290,9 +278,6 @@ def test_a_verdict_about_a_device_alone_means_nobody(scene):
     assert scene.lives()
 
 
-# Words.
-
-
 class Post:
     """Takes messages until it is full."""
 
@@ -331,9 +316,6 @@ def test_a_step_without_a_target_tells_nobody(scene):
 def test_log_writes_a_line_and_nothing_else(scene):
     assert scene.act("log").word == "done"
     assert [(event.kind, event.outcome) for event in scene.events] == [("log", "done")]
-
-
-# What was done lately speaks against doing more: signals come one by one, and far apart.
 
 
 OTHER = (2, 1.0)
@@ -537,9 +519,6 @@ def test_what_is_remembered_of_refusals_is_bounded_and_the_newest_stays(scene):
     assert not book.refused_anew(3 * REMEMBERED - 1, "why")
 
 
-# What the guard says that became of an action, where it could not or need not do it; and renice to the last thread.
-
-
 @pytest.mark.parametrize("action", sorted(actions.ACTIONS))
 def test_a_recording_is_refused_by_every_action_and_that_is_written_down(scene, action):
     scene.snapshot = replace(scene.snapshot, recorded=True)
@@ -570,9 +549,6 @@ def test_who_ends_after_the_line_was_written_is_gone_and_that_is_written_too(sce
 
     assert scene.act(action).word == "gone"
     assert [event.outcome for event in scene.events] == ["about to", "gone"]
-
-
-# Renice: of pids alone, so it looks again.
 
 
 @pytest.fixture
@@ -617,9 +593,6 @@ def test_a_priority_that_cannot_be_changed_is_said_and_written_down(scene, monke
     assert [event.outcome for event in scene.events] == ["about to", word]
 
 
-# Denying: the one user, by their name.
-
-
 def test_the_user_of_a_verdict_is_denied_by_their_name_else_the_only_one_of_its_processes(scene, monkeypatch):
     asked = []
     monkeypatch.setattr(
@@ -633,9 +606,6 @@ def test_the_user_of_a_verdict_is_denied_by_their_name_else_the_only_one_of_its_
         finding = replace(scene.verdict().finding, subject=subject, processes=processes)
         actions.act(replace(scene.verdict("deny"), finding=finding), scene.snapshot, scene.context())
     assert asked == [("denied", str(alice.uid), "alice"), ("denied", str(bob.uid), "bob")]
-
-
-# Cancelling: what Slurm answers.
 
 
 def test_what_runs_already_when_others_are_ended_is_not_back():

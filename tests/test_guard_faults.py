@@ -58,9 +58,6 @@ def test_a_guard_that_believes_the_driver_is_caught(tmp_path: Path, name: str, f
     assert [one for one in wrong if found in one]
 
 
-# A whole guard on the fake driver library: policies that can only work if the driver's manners are understood.
-
-
 SAMPLE_PERIOD = -700_000  # microseconds: a driver tells each of its samples once
 
 

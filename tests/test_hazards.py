@@ -106,9 +106,6 @@ def test_a_lock_file_of_somebody_else_is_opened_without_o_creat(tmp_path, monkey
     assert {flags & os.O_CREAT for path, flags in opened if path.endswith("GPU-1")} == {0}
 
 
-# What runs in several workers at once: the longest files come first, and what a machine has once is had in turns.
-
-
 HERE = Path(__file__).parent
 ASKS = """
 from side_by_side import alone

@@ -151,9 +151,6 @@ def test_a_program_of_roots_that_somebody_mounted_at_the_path_of_another_is_not_
     assert identity.runs_one_of(facts, ("/usr/bin/login",)) is of_root
 
 
-# Whom the policy file protects: no policy touches them, whatever it says.
-
-
 POLICY = """
 protect: {protect}
 policies: [{{name: small, for: 1s, when: {{memory: {{above: 1GiB}}}}, steps: [terminate]}}]

@@ -51,9 +51,6 @@ def spaces() -> str:
 needs_namespace = pytest.mark.skipif(bool(spaces()), reason=spaces() or "can be had")
 
 
-# Which nodes
-
-
 def test_a_job_has_the_nodes_of_its_devices_and_those_that_all_share():
     nodes = Nodes(frozenset({1, 3}))
 
@@ -104,9 +101,6 @@ def test_cuda_counts_the_devices_that_it_can_open():
     assert isolation.environment_of([a_device(2, parent_uuid="GPU-x")], "index") == {}
 
 
-# Refusals
-
-
 def test_a_simulated_device_has_no_node_to_hide(tmp_path):
     done = Gpuguard(tmp_path, None)("run", "--isolate", "--", "true")
 
@@ -128,9 +122,6 @@ def test_where_there_are_no_namespaces_the_job_is_refused_and_told_what_to_allow
 
     with pytest.raises(GpuguardError, match=r"(?s)No permissions to create new namespace.*sysctl"):
         isolation.check_bubblewrap()
-
-
-# Ordinary users: a namespace
 
 
 class Isolated:
@@ -359,8 +350,6 @@ def test_an_isolated_job_obeys_the_terminal(alice, monkeypatch):
     finally:
         terminal.close()
 
-
-# The device filter, executed by a small interpreter of its own: it refuses what isolation hides, and nothing else.
 
 BLOCK, CHARACTER = 1, 2  # BPF_DEVCG_DEV_* of linux/bpf.h
 

@@ -115,9 +115,6 @@ def test_what_is_allowed_is_not_reported(name, source):
     assert violations(ast.parse(source), name) == []
 
 
-# The pure middle decides from what it is given: same snapshot and request, same answer.
-
-
 IMPURE = {
     "os", "time", "signal", "subprocess", "socket", "pathlib", "threading", "psutil", "pynvml",
     "asyncio", "datetime", "multiprocessing", "random", "secrets", "shutil", "sys", "tempfile",
@@ -147,9 +144,6 @@ def test_the_pure_middle_touches_nothing_outside_its_arguments(path):
 )
 def test_a_planted_impurity_is_caught(source):
     assert impurities(ast.parse(source))
-
-
-# Only enforcement/signals.py may reach for a process: elsewhere the ways to signal one are absent, not just unused.
 
 
 # By name, whatever stands before the dot: os.kill, psutil.Process(pid).kill, Popen.terminate ...

@@ -65,9 +65,6 @@ def test_only_what_the_limits_look_at_is_sampled():
     assert limits(idle=600.0).fields == always | {model.UTILIZATION}
 
 
-# Memory
-
-
 def test_three_samples_in_a_row_above_the_memory_limit_reach_it():
     assert judge(limits("30GiB"), MUCH, MUCH, MUCH) == [False, False, True]
 
@@ -126,8 +123,6 @@ def test_a_job_with_many_processes_has_a_limit_too():
     assert reached[-1] and len(reached[-1].pids) == 20
 
 
-# Temperature
-
 HOT = using(GIB, temperature=86.0)
 
 
@@ -142,8 +137,6 @@ def test_a_hot_device_without_a_process_of_the_job_is_not_its_fault():
 
     assert not any(judge(limits(temperature=85.0), *[hot] * 20))
 
-
-# Idle
 
 IDLE = using(GIB, utilization=5.0)
 
@@ -165,9 +158,6 @@ def test_a_job_that_uses_one_of_its_two_devices_is_not_idle():
 
 def test_a_job_that_never_comes_to_its_device_is_idle():
     assert judge(limits(idle=10.0), *[a_device(0)] * 5)[-1]
-
-
-# What is not known
 
 
 UNKNOWN = {
@@ -220,9 +210,6 @@ def test_an_instance_is_judged_by_its_own_processes_and_not_by_those_beside_it()
     assert judge(limits("15GiB", devices=(mine.uuid,)), *[(parent, mine, other)] * 4)[2]
 
 
-# Strangers on the device
-
-
 def strangers(process: Any, **facts: Any) -> tuple[str, ...]:
     return limits("30GiB", **facts).judge(a_snapshot(a_device(0, processes=(process,))), FAMILY, 2.5).strangers
 
@@ -248,9 +235,6 @@ def test_the_owner_is_told_once_of_a_stranger_who_computes_on_his_device():
 )
 def test_the_owner_is_not_told_of_anybody_else(process):
     assert strangers(process, present={98}) == ()
-
-
-# Shares
 
 
 def sharer(**facts: Any) -> JobLimits:
@@ -283,9 +267,6 @@ def test_the_use_of_neighbours_is_not_held_against_the_share():
     assert [one.over for one in told] == [()] * 4
 
 
-# What can be asked for
-
-
 @pytest.mark.parametrize("facts", [("0GiB", None, None), ("0%", None, None), (None, 0.0, None), (None, None, 0.0)])
 def test_a_limit_of_nothing_is_refused(facts):
     with pytest.raises(InvalidRequest, match="ends every job"):
@@ -300,8 +281,6 @@ def test_the_rules_of_the_guard_without_this_file_would_blame_the_job_for_the_st
 
     assert [one.step for one in found[2]] == [1]
 
-
-# A job whose processes the driver does not show: in a container, or where it lists none at all.
 
 JOB = 4711
 ALONE = {a_uuid(0): 2 * GIB}
@@ -334,9 +313,6 @@ def unnamed(memory: int | None, **fields: Any) -> Device:
     """What the driver says in a container: processes that nobody there has."""
     rows = (a_process(99, memory_used=memory, start_time=None, uid=None),)
     return a_device(0, **{"processes": rows, "processes_plausible": False, "memory_used": memory, **fields})
-
-
-# In a pid namespace of its own
 
 
 def test_the_memory_of_a_device_that_is_claimed_alone_is_the_jobs_above_what_was_there_before():
@@ -393,9 +369,6 @@ def test_nobody_is_called_a_stranger_by_a_pid_that_means_somebody_else():
     assert texts(device, device, memory="30GiB") == []
 
 
-# What is said before the start
-
-
 def caveats(*limits: str, before: dict[str, int] | None = None, known: bool = False) -> list[str]:
     return list(AssumedProcess(ALONE if before is None else before, known).caveats(limits, [a_device(0)]))
 
@@ -439,8 +412,6 @@ def test_of_a_share_too_it_is_said_once_that_it_cannot_be_kept():
     ]
 
 
-# A driver that lists no processes
-
 UNLISTED = a_device(0, processes=(), memory_used=33 * GIB)
 
 
@@ -469,8 +440,6 @@ def test_an_empty_device_has_an_empty_list():
 def test_without_a_device_to_itself_a_job_is_not_judged_by_what_no_list_explains():
     assert not any(reached_alone(*[UNLISTED] * 9, memory="30GiB", known=True, before={}))
 
-
-# In a real pid namespace of its own, on a driver that tells the pids of its host
 
 FAST = """
 import sys

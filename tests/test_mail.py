@@ -176,9 +176,6 @@ def test_a_mail_target_that_cannot_work_is_a_fault_when_it_is_made(fields, compl
         Email(**fields)
 
 
-# A webhook gets one JSON object, over a way that can be trusted.
-
-
 def test_a_webhook_gets_a_json_object(tmp_path):
     with a_web_server() as web:
         assert attempt(Webhook(web.url, token=a_secret(tmp_path)), a_message("zh")) == (True, "")
@@ -292,9 +289,6 @@ def test_http_is_taken_to_this_machine_and_where_the_admin_insists():
     assert Webhook("http://localhost:8080/x")
     assert Webhook("http://[::1]:8080/x")
     assert Webhook("http://example.org/x", insecure=True)
-
-
-# Secrets are read where only we can read them, and show up nowhere.
 
 
 @pytest.mark.parametrize("mode", [0o440, 0o404, 0o644, 0o620])

@@ -181,9 +181,6 @@ def test_joined_messages_count_all_and_list_the_first_ones():
     assert len(one.further) == MOST_LINES
 
 
-# How fast messages follow each other: with a clock that only these tests move.
-
-
 MESSAGE = a_message()
 
 

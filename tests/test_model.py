@@ -121,9 +121,6 @@ def test_a_snapshot_of_no_device_is_a_snapshot():
     assert Snapshot("host", "nvml", 0.0, 0.0, ()).devices == ()
 
 
-# Text with a unit, there and back.
-
-
 PARSERS = [parse_bytes, parse_percent, parse_duration, parse_celsius, parse_watts]
 
 
@@ -255,9 +252,6 @@ def test_a_rounded_number_has_its_unit_or_is_not_known():
     assert [format_rounded(86.6, "%"), format_rounded(0, "W"), format_rounded(None, "%")] == ["87%", "0W", "n/a"]
 
 
-# The error tree is what its drawing says, and each error carries its facts.
-
-
 CLASSES = {
     name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, GpuguardError)
 }
@@ -365,9 +359,6 @@ def test_an_answer_for_which_the_disk_is_full_is_no_success_and_no_fault_of_gpug
     told = "what this command prints could not be written: No space left on device."
     assert done.returncode == EXIT_NO
     assert done.stderr.startswith(f"gpuguard: {told}") and done.stderr.count("\n") == 1
-
-
-# What a notebook shows of a snapshot and of a claim: tables in which whatever strangers wrote is text.
 
 
 NO_LOCK = Lock(-1, "/nowhere", 0, (0, 0))

@@ -238,9 +238,6 @@ def test_the_page_about_notifications_names_all_that_can_be_said():
     assert [name for name, _ in a_message().facts if f"`{name}`" not in page] == []
 
 
-# Hooks and apprise: programs that are started with a message.
-
-
 def test_a_hook_gets_the_message_by_environment_and_standard_input(tmp_path, monkeypatch):
     monkeypatch.setenv("SMTP_PASSWORD", PASSWORD)
     out = tmp_path / "out"

@@ -380,9 +380,6 @@ def test_a_list_takes_one_call_and_one_that_is_longer_than_its_room_two(fake: Fa
     assert answer_of(fake, ask) == ([(os.getpid(), GIB)] * 100, 2)
 
 
-# The first look at many devices, for which several threads ask: the same answers, and the same device at fault.
-
-
 DEVICES = 8
 BOTH_WAYS = """
 from dataclasses import replace
@@ -446,9 +443,6 @@ def test_the_device_at_fault_is_named_and_no_other_one(
     found = Gpuguard(tmp_path, fake)("select", "-n", str(len(good)))
 
     assert found.stdout == ",".join(map(str, good)) + "\n", found.stderr
-
-
-# Drivers and devices that are broken.
 
 
 @pytest.mark.parametrize(

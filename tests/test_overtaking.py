@@ -130,9 +130,6 @@ def test_a_flood_of_500_requests_costs_another_user_at_most_a_fifth_of_his_wait(
     assert wait(flood) <= 1.2 * alone
 
 
-# Many wait with mixed requests and are killed at random: no overlap, nobody lost, nobody passed beyond the bound.
-
-
 def bout(place: Path, variant: str = "", **changes: float) -> Outcome:
     return torture(place, waiters=24, devices=4, kills=4, bound=0.3, variant=variant, **changes)  # type: ignore[arg-type]
 

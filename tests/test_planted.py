@@ -199,9 +199,6 @@ def test_a_package_that_the_user_names_in_pythonpath_is_still_found(planted, tmp
     assert (planted / "seen").exists()
 
 
-# A directory of claims that is not there, as when it is misspelt: looking makes none, and says so.
-
-
 LOOKS = (
     "who", "top --once", "queue", "select", "explain", "doctor", "metrics", "release", "keep --list", "deny",
     "quarantine", "reserve",

@@ -179,9 +179,6 @@ def test_the_oldest_stands_first_and_nobody_who_is_well_behaved():
     assert policy_status((calm,), Watch().memory, {}) == ()
 
 
-# What rules can look back on.
-
-
 @dataclass(frozen=True)
 class Looks:
     """Notes what it sees of the past."""

@@ -207,9 +207,6 @@ def test_the_command_speaks_to_programs(tmp_path, gpuguard):
     assert [each["at_seconds"] for each in outcome["got"]] == [3600.0, 5400.0]
 
 
-# Each example of a policy file is right, says what it does in its own tests, and passes them.
-
-
 FOLDER = ROOT / "examples" / "policies"
 POLICIES = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.endswith("_test"))
 NAMES = [path.stem for path in POLICIES]

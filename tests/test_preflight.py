@@ -34,9 +34,6 @@ def test_an_offender_whom_nothing_protects_is_hit(scene):
     assert scene.dies()
 
 
-# Each takes a scene in which the offender would be hit, and makes them an innocent.
-
-
 def successor_of_the_pid(scene: Scene, patch: Patch) -> None:
     scene.row(start_time=scene.start_time - 1)
     scene.subject = replace(scene.subject, start_time=scene.process.start_time)
@@ -203,9 +200,6 @@ def test_a_job_that_would_not_survive_a_checkpoint_signal_is_spared(scene, monke
     assert scene.dies()
 
 
-# Who may not even be looked at.
-
-
 @pytest.mark.parametrize("pid", [0, -1, 1, 2**22 + 1, 2**31, 2**32 - 1, 2**64])
 def test_a_pid_that_cannot_be_one_reaches_no_system_call(scene, monkeypatch, pid):
     monkeypatch.setattr(os, "pidfd_open", lambda *of: pytest.fail("a system call"))
@@ -298,9 +292,6 @@ def test_a_name_is_matched_by_path_and_not_by_what_is_in_its_arguments(scene):
     assert not identity.belongs_to_the_system(replace(facts, executable="/home/eve/Xorg", executable_owner=0))
 
 
-# Signals go to the one process that is meant, and what became of it is said and not raised.
-
-
 @pytest.mark.root
 def test_a_process_of_another_user_is_not_permitted_and_no_error():
     with a_child(uid=SOMEBODY) as child:
@@ -339,9 +330,6 @@ def test_whoever_stops_themselves_stops_until_somebody_continues_them():
 
         child.send_signal(signal.SIGCONT)
         assert child.wait() == 0
-
-
-# Each check on its own, at its edges and where something cannot be read; and what is held meanwhile.
 
 
 Change = Callable[[Preflight], Preflight]
@@ -500,8 +488,6 @@ def test_a_checkpoint_goes_to_whoever_catches_that_very_signal(target, number, c
     assert CHECKS["catches"](facts(caught=0)(target)) is None  # of another action
 
 
-# Whether the last past on a device has had its effect.
-
 GONE = (2**22 + 1, 1.0)
 
 
@@ -542,9 +528,6 @@ def test_the_effect_is_looked_for_in_the_drivers_latest_answer(target, before, n
     target = replace(target, snapshot=using(before), fresh=using(now), clock=CLOCK + 20)
 
     assert {each.check for each in CHECKS["limits"](target)} == against
-
-
-# What is held while one looks.
 
 
 def test_a_pid_that_cannot_be_held_is_left_alone(scene, monkeypatch):

@@ -358,9 +358,6 @@ def test_what_only_a_poll_of_the_details_keeps_is_never_kept_where_it_decides(sl
     assert len(read) == 3
 
 
-# What /proc says where its owner writes as he likes, and where a read fails or tells a part.
-
-
 NAMED = """
 import ctypes, os, sys, time
 library = ctypes.CDLL(None)

@@ -190,9 +190,6 @@ class a_server:  # noqa: N801  read as a phrase
             self._process.communicate()
 
 
-# The real InfluxDB takes our lines, and what goes wrong on the way to it loses nothing that it need not.
-
-
 HOSTILE = 'eve, x=1\\ "q" 张\n\\'
 
 

@@ -192,9 +192,6 @@ def test_records_of_any_number_and_length_hide_the_state_from_nobody(directory, 
     assert len(found.claims) == 1
 
 
-# A claim is no younger than somebody knows it, whatever its record says.
-
-
 GPU, OTHER = a_device(0), a_device(1)
 NOW = 1_000_000.0  # unix time at a clock of 0
 

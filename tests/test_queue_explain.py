@@ -156,9 +156,6 @@ def test_where_the_start_is_unknown_the_reason_is_given():
     assert explained(both, claims=(late, zoes)) == f"{unknown}the job of zoe has no time limit"
 
 
-# `gpuguard explain` says where a request would stand in line, `gpuguard who` who waits.
-
-
 @pytest.fixture
 def machine(monkeypatch):
     """Two devices."""

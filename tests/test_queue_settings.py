@@ -118,9 +118,6 @@ def test_what_is_no_text_is_a_fault():
     assert "this is not UTF-8" in fault.text
 
 
-# Where it lies
-
-
 def test_no_file_is_no_fault(tmp_path):
     assert read_queue_settings(str(tmp_path / "none")) == QueueSettings(path=str(tmp_path / "none"))
 

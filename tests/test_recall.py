@@ -92,9 +92,6 @@ def test_a_daemon_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path
             assert sum(child.poll() is None for child in children) == 1
 
 
-# What the log can look like.
-
-
 def a_line(**change: Any) -> dict[str, Any]:
     facts = {"start_time_seconds": 12.5, "clock_seconds": boot_clock() - 10, "boot": boot_id()}
     line = {"schema": 1, "time_unix_seconds": time.time() - 10, "kind": "terminate", "outcome": "about to", "pid": 4711}

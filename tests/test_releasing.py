@@ -276,9 +276,6 @@ def test_a_claim_that_has_ended_cannot_be_gripped(directory):
         pass
 
 
-# --- letters ------------------------------------------------------------------------------------------------------
-
-
 def letter_box(tmp_path: Path, behind: bytes = b"") -> int:
     path = tmp_path / "record"
     path.write_bytes(b'{"id": "x"}' + behind)
@@ -325,8 +322,6 @@ def test_a_claim_whose_descriptors_the_program_has_closed_reads_no_letters():
 
     assert (released_by(writer), pending_request(writer)) == (None, None)
 
-
-# --- who computes under a claim -----------------------------------------------------------------------------------
 
 MINE = ClaimRecord("c", 1001, "alice", ("GPU-A",), pid=50, holders=(50,))
 

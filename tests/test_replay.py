@@ -123,9 +123,6 @@ def test_a_trace_that_cannot_be_replayed_is_one_sentence(tmp_path, text, message
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
-# A masked recording tells who is the same, and lets no name through.
-
-
 def masked_text(path: Path) -> str:
     mask, tape = Mask(), RecordingWriter(str(path), {})
     for second in range(3):

@@ -51,9 +51,6 @@ def a_claim(user: int = 1, *devices: str, since: float = NOW) -> ClaimRecord:
     return a_claim_record(*(devices or UUIDS[:1]), uid=user, user=f"u{user}", since=since)
 
 
-# The quota
-
-
 def test_what_is_beyond_the_quota_does_not_count_the_last_made_first():
     first, second = a_reservation(gpus=2, made=NOW - 1), a_reservation(gpus=1)
 
@@ -111,8 +108,6 @@ def test_a_refusal_says_from_when_on_there_are_enough():
         == ""
     )
 
-
-# Who comes, and who does not
 
 NO_SHOW = KEYS.no_show
 
@@ -178,9 +173,6 @@ def test_the_state_in_words():
     assert state(statuses(one, claims=(a_claim(),), now=NOW + 1)[0], NOW + 1) == "1 of 2 used"
     assert state(statuses(one, now=NOW + NO_SHOW)[0], NOW).startswith("over: u1 had no claim by ")
     assert state(ReservationStatus(one, "why"), NOW) == "does not count: why"
-
-
-# Files
 
 
 def a_wish(**fields: Any) -> Reservation:
@@ -289,9 +281,6 @@ def test_what_a_killed_command_left_is_removed_later(directory):
     read_reservations(directory, time.time())
 
     assert not left.exists()
-
-
-# Times
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,6 @@ def with_processes(view: RuleView, **fields: object) -> RuleView:
     return with_devices(view, change)
 
 
-# --- what a finding is
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_shows_itself_in_yaml(name):
     assert examples(RULES[name]), "an indented block that begins with `when:`"
@@ -166,9 +163,6 @@ def test_a_process_subject_is_never_a_pid_alone(rule):
         assert all(process.start_time is not None and process.uid is not None for process in finding.processes)
 
 
-# --- unknown is innocent
-
-
 @every_rule
 def test_an_unknown_value_accuses_nobody(rule):
     known = list(rule.check(a_bad_day()))
@@ -242,8 +236,6 @@ def test_the_machine_of_these_tests_shows_the_fault_of_a_rule_that_takes_unknown
         assert_nobody_is_accused(rule.check(with_processes(a_bad_day(), uid=None)))
 
 
-# --- whatever the machine looks like
-
 BYTES = st.integers(0, 100 * GIB)
 PERCENT = st.floats(0, 100)
 maybe = {
@@ -313,9 +305,6 @@ def test_no_machine_makes_a_rule_fail_or_accuse_the_unknown(view):
         for finding in rule.check(view):
             assert all(process.start_time is not None and process.uid is not None for process in finding.processes)
             assert finding.subject.kind != "process" or finding.subject.device in plausible
-
-
-# What policies want to know: all that they judge by, and nothing else.
 
 
 CALM = ProcessesRule(above=9)

@@ -38,9 +38,6 @@ def pids(findings: list[Finding]) -> list[int]:
     return sorted(process.pid for finding in findings for process in finding.processes)
 
 
-# --- unclaimed --------------------------------------------------------------------------------------------------------
-
-
 def test_use_of_a_device_that_nobody_has_claimed_is_found():
     [finding] = found(UnclaimedRule(), used_by(a_process(**BOB)))
 
@@ -85,9 +82,6 @@ def test_a_claim_of_a_device_covers_its_instances_and_a_divided_device_is_only_i
     assert found(UnclaimedRule(), parent, instance, claims=[a_claim_record(parent)]) == []
     assert found(UnclaimedRule(), parent, instance, claims=[a_claim_record(instance)]) == []
     assert [finding.subject.device for finding in found(UnclaimedRule(), parent, instance)] == [instance.uuid]
-
-
-# --- trespass ---------------------------------------------------------------------------------------------------------
 
 
 def test_another_user_on_a_claimed_device_is_a_trespasser_and_the_owner_is_not():
@@ -142,9 +136,6 @@ def test_a_lock_without_a_record_may_be_anybodys():
     assert found(TrespassRule(), used_by(a_process(**BOB)), claims=claims) == []
 
 
-# --- outside the scheduler --------------------------------------------------------------------------------------------
-
-
 def test_who_was_not_given_the_device_is_found_and_only_where_there_is_a_scheduler():
     device = used_by(a_process(2, **ALICE), a_process(3, **BOB))
 
@@ -175,8 +166,6 @@ def test_containers_can_be_spared_by_the_scheduler_rule():
 
     assert found(OutsideSchedulerRule(containers=False), device, scheduled={device.uuid: frozenset()}) == []
 
-
-# --- users ------------------------------------------------------------------------------------------------------------
 
 GROUPS = {1001: frozenset({"staff"}), 1002: frozenset({"students", "alumni"})}
 
@@ -216,9 +205,6 @@ def test_the_reason_names_user_and_group():
 def test_a_rule_that_names_nobody_is_refused():
     with pytest.raises(InvalidRequest, match="nobody is named"):
         UsersRule()
-
-
-# --- age --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_process_that_runs_for_too_long_is_found():
@@ -289,9 +275,6 @@ def test_a_rule_without_an_age_is_refused():
         AgeRule()
 
 
-# --- command ----------------------------------------------------------------------------------------------------------
-
-
 def runs(executable: str | None, *arguments: str) -> Device:
     return used_by(a_process(executable=executable, command=("python", *arguments)))
 
@@ -334,9 +317,6 @@ def test_a_users_text_is_no_pattern_and_may_be_endless():
 def test_a_program_without_a_path_is_refused(keys):
     with pytest.raises(InvalidRequest, match=r"no program is named|from / on"):
         CommandRule(**keys)
-
-
-# Quotas: who has more than his share, the newest first.
 
 
 def subjects(findings: list[Finding]) -> list[object]:

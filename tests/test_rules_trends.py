@@ -149,9 +149,6 @@ def test_a_trend_of_a_thousand_samples_and_forty_processes_costs_little():
     assert perf_counter() - before < 1.0  # about 10 ms here; the limit is for busy machines
 
 
-# The rule about the health of a device: problems, slower clocks, memory errors.
-
-
 COUNTS = {
     "ecc_corrected_above": "ecc_corrected_volatile",
     "ecc_uncorrected_above": "ecc_uncorrected_volatile",
@@ -250,9 +247,6 @@ def test_a_rule_without_a_condition_is_refused():
 )
 def test_only_what_a_rule_judges_by_is_asked_of_the_driver(keys, groups):
     assert HealthRule(**keys).further_fields == groups
-
-
-# Rule idle: what is held at rest, over its fixed time or in a sliding window.
 
 
 def test_a_device_whose_memory_is_held_at_rest_is_idle():

@@ -14,9 +14,6 @@ from gpuguard.policies.view import RuleView, device_subject
 ALICE, BOB = {"uid": 1001, "user": "alice"}, {"uid": 1002, "user": "bob"}
 
 
-# --- limits -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("text", "limit"), [("40GiB", 40 * GIB), ("50%", 40 * GIB), ("0%", 0)])
 def test_a_memory_limit_is_in_bytes_or_in_percent_of_the_device(text, limit):
     assert parse_memory_amount(text).of(80 * GIB) == limit
@@ -48,9 +45,6 @@ def test_what_is_no_rate_is_refused(text):
 def test_what_is_no_memory_amount_is_refused(text):
     with pytest.raises(InvalidRequest):
         parse_memory_amount(text)
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_process_above_the_limit_is_found_and_only_that():
@@ -183,9 +177,6 @@ def test_a_desktop_is_not_judged():
     desktop = a_process(kind="graphics", memory_used=60 * GIB)
 
     assert found(MemoryRule(parse_memory_amount("40GiB")), a_device(processes=(desktop,))) == []
-
-
-# --- temperature, power, utilization, number of processes -------------------------------------------------------------
 
 
 def test_a_hot_device_is_found():

@@ -20,9 +20,6 @@ from gpuguard.run import JobMeter
 FAST = {"TICK_SECONDS": 0.05, "SAMPLE_SECONDS": 0.05, "FIRST_SAMPLE_SECONDS": 0.02}
 
 
-# What the job gets
-
-
 def test_the_job_sees_its_devices_and_its_claim(wrapped):
     _, out, _ = wrapped.run("env")
 
@@ -58,9 +55,6 @@ def test_the_job_stays_in_our_process_group_and_session(wrapped):
 
     assert first_line(wrapper).split() == [str(wrapper.pid)] * 3
     end(wrapper)
-
-
-# What reaches the job
 
 
 @pytest.mark.parametrize("name", ["TERM", "HUP", "USR1", "USR2", "CONT", "INT", "QUIT"])
@@ -114,9 +108,6 @@ def test_orphans_of_the_job_are_collected(wrapped):
 
     assert "Z" not in children_of(parent).values()
     end(wrapper)
-
-
-# While it runs
 
 
 def test_a_lock_that_the_job_gave_away_is_taken_again(wrapped):
@@ -243,8 +234,6 @@ def test_the_summary_of_a_job_and_the_usage_store_sum_alike():
     mean = stored("utilization_percent_sum") / stored("seen_ms") * 1000
     assert meter.utilization() == pytest.approx(mean) == pytest.approx(18.0)
 
-
-# Its exit status: the one that it has without gpuguard before it, every code, every signal.
 
 # Each job in a process of its own, forked from one that has imported everything: 320 of them take seconds.
 MANY = """

@@ -126,9 +126,6 @@ def enters(node: str, pid: int, memory: int) -> None:
     simulated_node.update(node, lambda state: replace(state, uses=(*state.uses, use)))
 
 
-# Each limit
-
-
 def test_a_job_that_grows_over_its_memory_limit_is_asked_to_end_and_keeps_its_own_status(job):
     status, _, err = job("--memory-limit", "30GiB", job=job.uses())
 
@@ -171,9 +168,6 @@ def test_a_job_that_rests_for_too_long_is_ended(job):
     assert (status, time.monotonic() - began >= 1) == (143, True)
     assert "is idle: utilization 0%" in err
     assert "for 1s (--idle-limit): SIGTERM to the job." in err
-
-
-# How it ends
 
 
 def test_the_checkpoint_signal_comes_first_and_sigterm_a_grace_later(job):
@@ -267,9 +261,6 @@ def test_a_job_lives_and_ends_as_it_likes_although_gpuguard_was_upgraded_while_i
     assert subprocess.run(words, env=job.gpuguard.environment, timeout=40, check=False).returncode == 3
 
 
-# Others
-
-
 def test_the_memory_of_a_stranger_on_the_device_is_not_held_against_the_job(job, stranger):
     uses = job.uses(at_last=10 * GIB).replace("sleep(60)", "sleep(3)")
     with job.start("--memory-limit", "30GiB", job=uses) as wrapper:
@@ -327,6 +318,3 @@ def test_a_driver_that_fails_is_asked_at_the_pace_of_the_limits_where_there_are_
 
     assert pauses(0.0, limited=True) == [2.5, 5.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0]
     assert pauses(5.0, limited=False) == [10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0, 300.0]
-
-
-# What it costs a job without limits

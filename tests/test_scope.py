@@ -160,9 +160,6 @@ def test_what_is_no_process_is_of_no_kind():
     assert judged(hot, a_device(temperature=90.0)).verdicts == ()
 
 
-# What a rule says must be in the sample that it was shown: a rule of its own may be wrong.
-
-
 @pytest.mark.parametrize(
     ("subject", "kind", "said"),
     [
@@ -205,9 +202,6 @@ def test_an_exemption_is_over_at_its_end():
 
     assert kinds(judged(a_policy("warn", exempt=(spared(31),)), device)) == {"exempt"}
     assert judged(a_policy("warn", exempt=(spared(0),)), device).verdicts != ()
-
-
-# --- marks and grace ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mark", [{"uid": ALICE}, {"device": a_uuid(0)}, {"claim": "a1b2c3"}])
@@ -266,9 +260,6 @@ def test_the_id_of_a_claim_copied_by_somebody_else_changes_nothing():
     ).verdicts
 
     assert verdict.finding.subject.uid == ALICE
-
-
-# --- when ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,6 @@ def error(snapshot, request, taken=None):
     return not_enough(snapshot, request, choose(snapshot, request, taken or {}))
 
 
-# Ranking
-
-
 def test_the_device_with_most_free_memory_wins():
     sharing = Request(max_processes=1)
     busy = [a_device(i, processes=(BOB,), memory_used=used * GIB) for i, used in enumerate((60, 10, 30))]
@@ -150,9 +147,6 @@ def test_the_plan_of_the_queue_is_about_the_devices_that_would_be_chosen(divided
         assert bool(choice.devices) == (len(planned.open) >= wanted)
 
 
-# Messages
-
-
 def test_what_can_never_be_met_says_what_to_ask_for_instead():
     a100 = [a_device(i, name="NVIDIA A100-SXM4-80GB") for i in range(4)]
     machine = a_snapshot(*a100, *[a_device(i) for i in range(4, 8)])
@@ -238,9 +232,6 @@ def test_a_request_is_spelled_as_the_options_that_make_it():
 def test_what_a_claim_around_it_adds_to_a_request_is_not_spelled():
     assert spelled(Request(2, tolerance=ANY_MEMORY, mine_as_free=frozenset({1000}))) == "-n 2"
     assert spelled(Request(tolerance=GIB, mine_as_free=frozenset({1000}))) == "-n 1 --tolerance 1.0GiB --mine-as-free"
-
-
-# Laws
 
 
 # No deadline: on a machine that is busy with other tests it measures those.
@@ -355,9 +346,6 @@ def test_whoever_asks_for_a_profile_hears_which_there_are():
     assert "no GPU here is divided into MIG instances" in str(error(a_snapshot(whole), Request(mig="7g.80gb")))
 
 
-# Choosing devices at the edges: where a difference begins to count, what decides between equals, what is said.
-
-
 TOLERANCE = Request().tolerance
 ANY = Request(max_processes=3, max_util=100.0)
 
@@ -412,9 +400,6 @@ def test_a_device_of_which_nobody_knows_the_processes_comes_after_one_without_an
     assert in_order(*devices, request=Request()) == [1, 0]  # only not read yet
 
 
-# Shares.
-
-
 def shared(index, count, used=0.0, **fields):
     """A device with so many shares of 10 GiB."""
     device = a_device(index, memory_used=int(used * GIB), **fields)
@@ -440,9 +425,6 @@ def test_a_share_goes_where_somebody_shares_already_and_packed_where_the_least_i
     assert (
         in_order(*devices, request=request, sharing={d.uuid: s for d, s in zip(devices, sharing, strict=True)}) == order
     )
-
-
-# MIG.
 
 
 def test_an_instance_is_preferred_with_its_gpu():
@@ -475,9 +457,6 @@ def test_instances_stand_behind_their_gpu_in_the_order_of_their_numbers():
     assert [each.device.compute_instance_id for each in refused] == [None, 0, 1, 0, None]
 
 
-# What is said.
-
-
 @pytest.mark.parametrize(("count", "more"), [(16, False), (17, True)])
 def test_at_most_16_devices_are_explained(count, more):
     busy = [a_device(i, processes=(a_process(),), memory_used=10 * GIB) for i in range(count)]
@@ -492,9 +471,6 @@ def test_what_an_outer_limit_leaves_is_said_as_what_can_be_used():
     request = Request(num_gpus=2, within=(devices[0].uuid,), within_reason="outside CUDA_VISIBLE_DEVICES")
 
     assert said(request, *devices).startswith("wanted 2 GPUs, but only 1 exists that can be used.")
-
-
-# Memory that no device can have: it is unknown, and no list of processes is believed beside it.
 
 
 def test_processes_of_all_kinds_must_fit_on_the_device_together(fake: FakeNvml, sleeper: int) -> None:

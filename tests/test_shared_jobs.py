@@ -155,9 +155,6 @@ def job_of(wrapper: int) -> int:
     return int(job)
 
 
-# Two users
-
-
 @pytest.fixture(params=("admin", "sticky"))
 def machine(request: pytest.FixtureRequest, site: Path) -> Iterator[Machine]:
     with a_shared_machine(site, request.param, 1) as made:

@@ -93,9 +93,6 @@ def test_a_device_for_one_process_cannot_be_shared():
     assert said.startswith("in exclusive-process mode")
 
 
-# Who shares it
-
-
 def test_of_several_records_for_one_slot_the_greatest_counts():
     sharing = sharing_on(DEVICE, [a_share(10), a_share(1, user="liar")])
 
@@ -130,9 +127,6 @@ def test_a_full_device_says_that_no_more_may_join():
     assert said == "shared by 1 already, and no more may join: alice (10.0GiB)"
 
 
-# Which device
-
-
 def best(strategy: str, *sharings: Sharing, **fields: Any) -> int:
     """The index of the device that a share is put on."""
     machine = a_snapshot(*[a_device(index, memory_used=0, **fields) for index in range(len(sharings))])
@@ -150,9 +144,6 @@ def test_spreading_joins_the_shared_device_with_most_room_so_that_whole_devices_
     little, much = Sharing((a_share(10),)), Sharing((a_share(40),))
 
     assert best("spread", UNSHARED, much, little, UNSHARED) == 2
-
-
-# Shares of a device: several claims within its memory, which exclude whoever wants it alone, by the kernel's locks.
 
 
 ALONE = Request()

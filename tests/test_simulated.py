@@ -284,9 +284,6 @@ def test_what_names_no_single_device_is_refused(names):
         simulated_node.find(simulated_node.new_node("3xT4", "/a", 0.0), names)
 
 
-# Faults, and the state of a node on disk.
-
-
 @pytest.mark.parametrize(("fault", "problem"), [("lost", "lost"), ("reset", "reset required")])
 def test_a_broken_device_is_named_with_its_problem_and_the_others_are_read(place, fault, problem):
     backend = start(place)

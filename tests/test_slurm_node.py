@@ -80,9 +80,6 @@ def shown(*jobs: str) -> dict[int, set[int]]:
     return {index: set(mapping[a_uuid(index)]) for index in range(4) if a_uuid(index) in mapping}
 
 
-# The node
-
-
 @pytest.mark.parametrize(
     ("gres", "count"),
     [("gpu:4", 4), ("gpu:a100:4(S:0-1)", 4), ("gpu:4(S:0),mps:400", 4), ("(null)", 0), ("gpu:a100:2,gpu:v100:2", 0)],
@@ -104,9 +101,6 @@ def test_a_node_that_is_out_of_service_may_be_used_by_hand(state):
 def test_the_node_of_another_machine_and_an_answer_about_none_are_nothing():
     assert node_of(NODE.format(gres="gpu:4", state="IDLE"), "n2") is None
     assert node_of("Node n1 not found", "n1") is None
-
-
-# Jobs
 
 
 @pytest.mark.parametrize(
@@ -203,9 +197,6 @@ def test_the_name_of_a_job_takes_nothing_from_anybody(name):
     assert ALICE in mapping[0] and BOB in mapping[1]
 
 
-# Which device that is
-
-
 def test_who_may_have_got_a_device_since_is_everywhere():
     assert given((), UP, FOUR, frozenset({EVE}))[a_uuid(2)] == {EVE}
 
@@ -221,9 +212,6 @@ def test_who_may_have_got_a_device_since_is_everywhere():
 )
 def test_where_slurms_numbers_may_not_be_ours_nothing_is_known(devices):
     assert given(jobs_on(a_job(), "n1"), UP, devices) == {}
-
-
-# Asking
 
 
 def at(clock: float, *processes: Any) -> Any:

@@ -76,9 +76,6 @@ def test_the_file_is_read_for_nobody_but_such_uids(monkeypatch):
     assert parties([0, 1000, 60000]) == {0: 0, 1000: 1000, 60000: 60000}
 
 
-# --- what each user has a share of
-
-
 @pytest.fixture
 def directory(tmp_path: Path) -> LockDirectory:
     found = lock_directory(str(tmp_path / "claims"))

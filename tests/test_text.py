@@ -192,9 +192,6 @@ def test_json_is_ascii_and_valid_whatever_the_text(text):
     json.loads(encoded)["command"][0].encode("utf-8")
 
 
-# Nobody pushes out of the audit log what was done to others, however much there is to be said about him.
-
-
 STEPS = (Step("log"),)
 SMALL = Policy("small", (MemoryRule(above=parse_memory_amount("20MiB")),), hold=0.0, steps=STEPS)
 

@@ -67,9 +67,6 @@ def test_a_refresh_of_8_devices_with_5_processes_each_takes_at_most_72_driver_ca
     assert all(getattr(device, name) is not None for device in seen.devices for name in everything)
 
 
-# Which groups are read when.
-
-
 def test_power_temperature_and_health_of_each_device_take_turns_and_the_first_look_reads_all():
     before = a_snapshot(*[a_device(index) for index in range(6)])
     turns = [top_feed.due_devices(look, before) for look in range(4)]
@@ -136,9 +133,6 @@ def test_a_value_that_could_not_be_read_this_time_is_not_taken_from_before():
     merged = top_feed.merged(a_snapshot(a_device(0, power_draw=300.0)), now, top_feed.EVERY_TIME | {POWER})
 
     assert merged.devices[0].power_draw is None
-
-
-# The feed.
 
 
 @pytest.fixture
@@ -225,9 +219,6 @@ def test_thresholds_and_protection_come_from_the_sites_policies(tmp_path):
     assert site_rules(str(tmp_path / "none.yaml")) == (Thresholds(), Protected())
 
 
-# The command.
-
-
 def test_once_prints_all_and_ends(place, capsys):
     with a_user(place, "1", 10 * GIB, 50.0) as child:
         assert run_command_line(["top", "--once"]) == 0
@@ -295,9 +286,6 @@ def test_a_recording_is_shown_without_a_look_at_this_machine(place, tmp_path, ca
 
     said = capsys.readouterr().out
     assert said.startswith("RECORDED") and f" {child.pid} " in said
-
-
-# A real terminal.
 
 
 @pytest.fixture

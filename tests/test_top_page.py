@@ -32,9 +32,6 @@ def row_with(lines, text):
     return row
 
 
-# Devices.
-
-
 def test_a_device_is_one_line_with_bars_numbers_state_and_claim():
     device = a_device(3, memory_used=40 * GIB, utilization=75.0, processes=(a_process(),))
     (line, *_) = texts(page_of(a_scene(device, claims=[a_claim_record(device, note="run 7")]), mode="compact"))
@@ -135,8 +132,6 @@ def test_a_machine_without_devices_says_so():
 
     assert shown[0] == "no devices" and shown[-1] == "no processes"
 
-
-# Processes.
 
 TWO = (
     a_process(10, user="alice", utilization=30.0, start_time=9_000.0, memory_used=GIB, command=("python", "a.py")),
@@ -245,9 +240,6 @@ def test_the_cursor_stays_within_the_processes():
     assert moved([], ScreenView(selected=(10, 1.0)), 1).selected is None
 
 
-# People, the line, what is not known.
-
-
 def test_who_has_what_and_who_waits_are_said():
     waiting = [TopRequest(f"user{n}", n, 1_700_000_000.0 - 60 * n, "starts in about 2h", "big") for n in range(1, 6)]
     shown = texts(page_of(a_scene(a_device(processes=TWO), waiting=tuple(waiting)), width=100))
@@ -271,8 +263,6 @@ def test_the_title_says_which_machine_it_is_and_how_old_the_daemons_look_is():
     recorded = replace(scene, snapshot=replace(scene.snapshot, recorded=True))
     assert title(recorded, ScreenView(), 120).text.startswith("RECORDED node1")
 
-
-# Text of strangers, widths, history.
 
 EVIL = st.text(st.characters(), max_size=40)
 
@@ -325,9 +315,6 @@ def test_the_history_is_bounded_and_forgets_devices_that_are_gone():
     assert [len(ring) for ring in history.devices[a_device(1).uuid].values()] == [1, 1, 1, 1]
     assert list(history.devices) == [a_device(1).uuid]
     assert len(history.processes[10, 9_000.0]) == KEPT
-
-
-# The picture on docs/top.md is what `gpuguard top` shows.
 
 
 @pytest.mark.terminal

@@ -114,9 +114,6 @@ def test_too_much_memory_is_one_clear_line(place):
     assert "Traceback" not in said
 
 
-# The example of numbers in a training log, run as its page says.
-
-
 EXAMPLE = str(ROOT / "examples" / "log_numbers.py")
 
 

@@ -45,9 +45,6 @@ def sticky(site: Path) -> Iterator[Machine]:
         yield made
 
 
-# Sharing
-
-
 def test_whoever_is_refused_is_told_whose_the_devices_are_and_for_what(machine):
     with machine.job(ALICE, "-n", str(DEVICES), "--note", "night run", umask=0o077):
         refused = machine(BOB, "run", "--no-wait", "--", "true")
@@ -71,9 +68,6 @@ def test_a_umask_of_077_locks_nobody_out(machine):
     with machine.job(BOB, "-n", str(DEVICES), umask=0o077) as (_, devices):
         assert devices == "0,1,2,3,4,5,6,7"
     assert machine(ALICE, "run", "--no-wait", "-n", str(DEVICES), "true").returncode == 0
-
-
-# What the other one may try
 
 
 VANDAL = """
@@ -197,8 +191,6 @@ def test_holding_the_gate_for_ever_delays_the_others_by_two_seconds_and_blocks_n
     with machine.program(BOB, HOG, machine.directory.lock_path("gate")):
         assert 2 < took() < 3 + 3 * alone
 
-
-# What he may plant, or replace
 
 PLANT = """
 import os, socket, sys
@@ -335,9 +327,6 @@ def claims_of(done) -> list[dict]:
     """The claims that `who --json` printed."""
     assert done.returncode == 0, done.stderr
     return [claim for device in json.loads(done.stdout)["devices"] for claim in device["claims"]]
-
-
-# A claim is given up by its owner and root, and by nothing that anybody else can do or plant.
 
 
 def claim_id(machine: Machine, user=ALICE) -> str:

@@ -114,9 +114,6 @@ def test_its_command_line_is_one_that_the_command_understands():
     assert build_parser("setup").parse_args(dict(settings())["ExecStartPre"].split(" setup ")[1].split()).lock_files
 
 
-# What a process may do by its capabilities, and that programs it runs get none of them.
-
-
 # Prints what the code says in a process that was started with the capabilities of the service.
 CODE = "import os, subprocess, sys; sys.path[:0] = [{0!r}]; from gpuguard import capabilities as c\n{1}"
 EFFECTIVE = ["grep", "CapEff", "/proc/self/status"]

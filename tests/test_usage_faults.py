@@ -164,9 +164,6 @@ def test_a_damaged_store_is_no_answer(path):
         query_store(path, lambda each: each.totals("user", at(0), at(400)), at(400))
 
 
-# A usage store whose columns hold other things than gpuguard writes: it is said to be damaged, and nothing else.
-
-
 VALUES = (
     None, "", "abc", "17", b"\xed\xa0\x80", b"", b"\xff\x00", -1, 0, 1.5, 1e300, float("inf"),
     -float("inf"), 2**31, 2**53 + 1, -(2**53) - 1, 2**62, 2**63 - 1, -(2**63),

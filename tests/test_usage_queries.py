@@ -166,9 +166,6 @@ def test_numbers_of_what_no_row_tells_any_more_are_given_again(path, monkeypatch
     assert {(one.uid, one.claimed) for one in newest} == {(2010, 10), (2011, 10)}
 
 
-# The usage store and a real daemon: what it saw is there, and quotas of GPU time fire.
-
-
 QUOTA = """
 version: 1
 mode: enforce
@@ -297,9 +294,6 @@ def test_policies_that_do_not_ask_for_gpu_time_are_not_told_about_it(tmp_path):
     daemon.policy.write_text(policy)
 
     assert NEVER_FIRES not in daemon.gpuguard("daemon", "--policy", str(daemon.policy), "--once").stderr
-
-
-# What the time between two samples adds up to: nothing twice, and what is unknown as unknown.
 
 
 LONGEST = 30.0

@@ -139,9 +139,6 @@ def test_the_store_never_grows_beyond_its_limit(path, monkeypatch):
     assert held(path, at(90 * 4000))[900][0] > 1000
 
 
-# --- others ---------------------------------------------------------------------------------------------------------
-
-
 def test_everybody_may_read_and_nobody_else_may_write(path, monkeypatch):
     old = os.umask(0o077)
     try:
@@ -328,9 +325,6 @@ def test_a_store_that_is_just_being_made_is_waited_for_and_is_of_no_other_versio
 
     assert query_store(path, lambda each: each.gpu_seconds({3600.0}), at(1)) == {1001: {3600.0: 10.0}}
     assert pauses == [0.001]
-
-
-# --- where it lies --------------------------------------------------------------------------------------------------
 
 
 def test_the_store_of_the_machine_survives_a_boot_and_others_lie_beside_their_claims(monkeypatch, tmp_path):

@@ -122,9 +122,6 @@ def test_where_no_thread_can_be_started_the_number_has_to_do_until_one_can(monke
     assert users.user_name(0) == pwd.getpwuid(0).pw_name
 
 
-# The groups of users, of which a directory service tells: asked without waiting for it, and again while it is away.
-
-
 ME = pwd.getpwuid(0)
 
 

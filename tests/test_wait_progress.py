@@ -121,9 +121,6 @@ def test_a_terminal_that_went_away_ends_nothing(monkeypatch, capsys):
     print_notice("x", again=True)
 
 
-# For real
-
-
 @pytest.fixture
 def gpuguard(tmp_path):
     (tmp_path / "claims").mkdir()
@@ -226,9 +223,6 @@ def test_a_log_gets_a_line_now_and_then(gpuguard, job):
         second.kill()
 
     assert [line[:20] for line in lines[4:]] == ["gpuguard: waiting fo"] * 3
-
-
-# Exit codes behind others
 
 
 @pytest.mark.parametrize(

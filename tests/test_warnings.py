@@ -134,9 +134,6 @@ def test_a_holder_of_another_user_gets_no_warning_about_the_claim(monkeypatch):
         assert ((outcome := about_a_claim(scene)).word, outcome.why) == ("failed", "no terminal")
 
 
-# Lines on the terminal of a stranger: they reach it or not, and never do harm there or here.
-
-
 @pytest.fixture
 def pseudo_terminal() -> Iterator[tuple[int, int, int]]:
     """Our end of one, its number, and the user whose it is."""

@@ -248,9 +248,6 @@ def test_a_driver_that_fails_is_said_on_the_page_and_the_page_lives_on(gpuguard)
         until(lambda: len(json.loads(ask(port, "/api/now")[1]).get("devices", ())) == 2)
 
 
-# What the page gets is bounded, however much users write about a GPU that they have; nobody hides behind a crowd.
-
-
 WORDS = ("python", *("x" * 100 for _ in range(40)))
 
 

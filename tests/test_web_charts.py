@@ -158,9 +158,6 @@ def test_a_chart_of_the_store_has_the_means_of_what_was_seen(tmp_path, slots):
     assert query_store(path, lambda store: feeds._series_of(store, ["GPU-never"], "power", begin), now) is None
 
 
-# The page in the browser writes numbers as every other output of gpuguard does.
-
-
 UNITS = (PACKAGE / "web" / "page" / "units.js").read_text(encoding="utf-8")
 NODE = shutil.which("node")
 

@@ -333,9 +333,6 @@ def test_workers_that_nobody_closes_are_reaped_when_the_program_ends(node: str) 
     assert not any(Path(f"/proc/{pid}").exists() for pid in done.stdout.split())
 
 
-# Before a worker is ready it is asked already, and may end, be of another version, or never be.
-
-
 @pytest.mark.parametrize("told", [("ready",), ("ready", "9.9")], ids=["before it was told", "9.9"])
 def test_a_worker_of_another_version_is_not_believed(told: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     requests_read, requests = os.pipe()
