@@ -14,8 +14,7 @@ from claimholders import a_holder
 from wrapped import until
 
 from gpuguard.cli import build_parser
-from gpuguard.cli.options import add_choice_options, request_of
-from gpuguard.cli.parser import Parser
+from gpuguard.cli.options import Parser, add_choice_options, request_of
 from gpuguard.cli.run import MOST_ALTERNATIVES, PRIORITY_NAMES, alternatives_of, priority_of, wait_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.queue import tickets, waiter

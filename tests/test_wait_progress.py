@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import termios
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -17,7 +18,8 @@ from nodes import Gpuguard, start
 from wrapped import until
 
 from gpuguard.cli import terminal as progress
-from gpuguard.cli.terminal import WaitProgress, print_notice
+from gpuguard.cli.run import WaitProgress
+from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import NotEnoughGpus
 from gpuguard.sanitize import display_width
 
@@ -28,7 +30,7 @@ MISSING = NotEnoughGpus("wanted 2 GPUs: number 1 of 1 in line, starts now.\n  de
 def clock(monkeypatch):
     """Seconds that the test moves forward."""
     now = [1000.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
 
 
@@ -207,9 +209,9 @@ def test_a_log_of_a_waiting_run_names_every_device_once(gpuguard, job, tmp_path)
 
 MINUTES = """
 import sys
-from gpuguard.cli import terminal as progress
+from gpuguard.cli import run as waiting_run
 from gpuguard.queue import waiter as waiting
-progress.WAITING_LINE_SECONDS = waiting.OWN_CHECK_SECONDS = 0.2
+waiting_run.WAITING_LINE_SECONDS = waiting.OWN_CHECK_SECONDS = 0.2
 from gpuguard.cli import run_command_line
 sys.exit(run_command_line(sys.argv[1:]))
 """

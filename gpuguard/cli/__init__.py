@@ -14,7 +14,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from gpuguard.cli.parser import Parser, SubcommandRow, with_joined_alternatives
+from gpuguard.cli.options import Parser, SubcommandRow, with_joined_alternatives
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout, shortage
 from gpuguard.sanitize import neutralise
 

@@ -22,7 +22,7 @@ from gpuguard.backends.client import open_worker
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import read_records
 from gpuguard.cli import COMMANDS, subcommand
-from gpuguard.cli.parser import Parser
+from gpuguard.cli.options import Parser
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESS_DETAILS, PROCESSES, Device, Snapshot
 from gpuguard.queue.reservations import read_reservations

@@ -20,8 +20,7 @@ from typing import Any
 
 from gpuguard import api, device_state
 from gpuguard.claims.claim import Claim
-from gpuguard.cli.options import add_choice_options, add_source_options, quantity, request_of
-from gpuguard.cli.parser import Parser
+from gpuguard.cli.options import Parser, add_choice_options, add_source_options, quantity, request_of
 from gpuguard.cli.run import PRIORITY_NAMES
 from gpuguard.errors import ClaimLost, CudaInitialized, GpuguardError, ImpossibleRequest, InvalidRequest, NotEnoughGpus
 from gpuguard.procfs import process_facts

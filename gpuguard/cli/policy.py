@@ -17,8 +17,7 @@ import time
 from gpuguard.backtest.backtest import backtest
 from gpuguard.backtest.recordings import people, read_recording
 from gpuguard.backtest.unit_tests import accounts, run_tests
-from gpuguard.cli.options import quantity
-from gpuguard.cli.parser import SubcommandRow, add_actions
+from gpuguard.cli.options import SubcommandRow, add_actions, quantity
 from gpuguard.errors import InvalidRequest
 from gpuguard.notify.sender import problems
 from gpuguard.policies.files.decoder import unknown

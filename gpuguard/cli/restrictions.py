@@ -21,8 +21,7 @@ from gpuguard.claims.restrictions import (
     read_restrictions,
     to_json,
 )
-from gpuguard.cli.options import add_source_options, backend_of, directory_of, log_event, quantity
-from gpuguard.cli.parser import SubcommandRow
+from gpuguard.cli.options import SubcommandRow, add_source_options, backend_of, directory_of, log_event, quantity
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Event
 from gpuguard.policies.files.decoder import Accounts

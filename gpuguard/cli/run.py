@@ -17,6 +17,7 @@ import argparse
 import os
 import shlex
 import signal
+import time
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 from gpuguard.claims.claim import JobDetails
 from gpuguard.claims.probe import probe
 from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, quantity, request_of
-from gpuguard.cli.terminal import WaitProgress, is_terminal, print_notice
+from gpuguard.cli.terminal import is_terminal, print_notice, rewrites, write
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.files import exists_in_place
@@ -35,7 +36,7 @@ from gpuguard.model import ClaimRecord
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
 from gpuguard.run import LEFT, JobEnd, JobSettings, exec_command, run
-from gpuguard.units import format_bytes, format_duration, parse_celsius, parse_duration
+from gpuguard.units import format_bytes, format_count, format_duration, parse_celsius, parse_duration
 from gpuguard.users import user_name
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.claims.claim import Claim
     from gpuguard.claims.directory import LockDirectory
+    from gpuguard.errors import NotEnoughGpus
     from gpuguard.jobs.isolation import Isolation
     from gpuguard.jobs.limits import JobLimits
     from gpuguard.model import Device
@@ -55,6 +57,9 @@ if TYPE_CHECKING:
 _FOR_EVER = "for ever"  # --wait without a duration
 MOST_ALTERNATIVES = 3  # as many as a ticket takes beside the first choice, see tickets.MOST_ALTERNATIVES
 PRIORITY_NAMES = ("low", "normal", "high")  # line.order.PRIORITIES, not imported for a job that need not wait
+
+STANDS_ASIDE = "stopped, so it stands aside: others in the queue may start first.  It keeps its place; `fg` goes on."
+WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a terminal has one line, written anew
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -363,6 +368,41 @@ def priority_of(args: argparse.Namespace) -> int:
 def expectation_of(command: Sequence[str]) -> Callable[[], float | None]:
     """A function that estimates how many seconds the job will take, by what this user's jobs took before."""
     return lambda: expected_seconds(command)
+
+
+class WaitProgress:
+    """Says what a command waits for: in a line of the terminal that is written anew, or once a minute in a log."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._began, self._last = quiet, time.monotonic(), 0.0
+
+    def missing(self, missing: NotEnoughGpus) -> None:
+        """Say what is missing; on a terminal, whose one line is soon full, without what was asked for just now."""
+        text, wanted = str(missing), f"wanted {format_count(missing.wanted, 'GPU')}: "
+        self.report(text.removeprefix(wanted) if rewrites() else text)
+
+    def report(self, text: str) -> None:
+        """Say it, if it is time; the first time all of its lines in a log."""
+        now, terminal = time.monotonic(), rewrites()
+        if self._quiet or (self._last and now - self._last < (1.0 if terminal else WAITING_LINE_SECONDS)):
+            return
+        shown = text.splitlines()[0] if self._last else text
+        self._last = now
+        print_notice(f"waiting for {format_duration(round(now - self._began))}: {shown}", again=terminal)
+
+    def stopped(self) -> None:
+        """Say that others go first while this process is stopped; from a signal handler, at any moment."""
+        if not self._quiet:
+            clear = "\r\x1b[K" if self._last and rewrites() else ""
+            # Not by print: the signal may have come while it writes.
+            with suppress(OSError):
+                os.write(2, f"{clear}gpuguard: {STANDS_ASIDE}\n".encode())
+
+    def done(self) -> None:
+        """Leave a clean line."""
+        if self._last and rewrites():
+            write("\r\x1b[K")
+        self._last = 0.0
 
 
 def wait_for_claim(

@@ -24,8 +24,15 @@ from itertools import groupby
 from gpuguard.backends import DEVICE_NODE
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.records import read_record
-from gpuguard.cli.options import add_source_options, backend_of, choose_log, directory_of, quantity
-from gpuguard.cli.parser import SubcommandRow, add_actions
+from gpuguard.cli.options import (
+    SubcommandRow,
+    add_actions,
+    add_source_options,
+    backend_of,
+    choose_log,
+    directory_of,
+    quantity,
+)
 from gpuguard.clusters import slurm
 from gpuguard.clusters.slurm import Allocation
 from gpuguard.errors import GpuguardError, InvalidRequest

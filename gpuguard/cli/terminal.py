@@ -1,60 +1,18 @@
-"""Notices on stderr, how a wait goes on, and the screen of a command that draws again and again."""
+"""Notices on stderr, and the screen of a command that draws again and again."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gpuguard.sanitize import neutralise
-from gpuguard.units import format_count, format_duration
 from gpuguard.views.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn, TextIO
-
-    from gpuguard.errors import NotEnoughGpus
-
-STANDS_ASIDE = "stopped, so it stands aside: others in the queue may start first.  It keeps its place; `fg` goes on."
-WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a terminal has one line, written anew
-
-
-class WaitProgress:
-    """Says what a command waits for: in a line of the terminal that is written anew, or once a minute in a log."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet, self._began, self._last = quiet, time.monotonic(), 0.0
-
-    def missing(self, missing: NotEnoughGpus) -> None:
-        """Say what is missing; on a terminal, whose one line is soon full, without what was asked for just now."""
-        text, wanted = str(missing), f"wanted {format_count(missing.wanted, 'GPU')}: "
-        self.report(text.removeprefix(wanted) if rewrites() else text)
-
-    def report(self, text: str) -> None:
-        """Say it, if it is time; the first time all of its lines in a log."""
-        now, terminal = time.monotonic(), rewrites()
-        if self._quiet or (self._last and now - self._last < (1.0 if terminal else WAITING_LINE_SECONDS)):
-            return
-        shown = text.splitlines()[0] if self._last else text
-        self._last = now
-        print_notice(f"waiting for {format_duration(round(now - self._began))}: {shown}", again=terminal)
-
-    def stopped(self) -> None:
-        """Say that others go first while this process is stopped; from a signal handler, at any moment."""
-        if not self._quiet:
-            clear = "\r\x1b[K" if self._last and rewrites() else ""
-            # Not by print: the signal may have come while it writes.
-            with suppress(OSError):
-                os.write(2, f"{clear}gpuguard: {STANDS_ASIDE}\n".encode())
-
-    def done(self) -> None:
-        """Leave a clean line."""
-        if self._last and rewrites():
-            write("\r\x1b[K")
-        self._last = 0.0
 
 
 def print_notice(text: str, *, again: bool = False) -> None:
