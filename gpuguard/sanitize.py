@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import shlex
 import unicodedata
-from time import localtime, strftime
 from typing import TYPE_CHECKING
 
-from gpuguard.units import format_bytes, format_duration, format_rounded
+from gpuguard.units import format_bytes, format_duration, format_rounded, local_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -106,7 +105,7 @@ def of_held(claim: Claim) -> str:
     """A claim of this process: its devices, and how programs in it count them."""
     if not claim.locks and claim.devices:
         return f"<p><b>{escaped(f'claim {claim.id}')}</b> {escaped('was given back')}</p>"
-    since = "" if claim.since is None else f"since {strftime('%H:%M', localtime(claim.since))}"
+    since = "" if claim.since is None else f"since {local_time(claim.since, '%H:%M')}"
     title = f"<p><b>{escaped(f'claim {claim.id}')}</b> {escaped(since)}</p>"
     rows = (
         [

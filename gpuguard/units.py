@@ -6,12 +6,13 @@
     celsius   "85C"                         -> float
     power     "300W" "1.2kW"                -> float, watts
 
-format_bytes and format_duration are the way back, for people.
+format_bytes, format_duration and local_time are the way back, for people.
 """
 
 from __future__ import annotations
 
 import re
+import time
 
 from gpuguard.errors import InvalidRequest
 
@@ -81,6 +82,11 @@ def format_duration(seconds: float | None) -> str:
     parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "m"), (whole % 60, "s")]
     first = next((place for place, (number, _) in enumerate(parts) if number), 3)
     return "".join(f"{number}{unit}" for number, unit in parts[first : first + 2] if number) or "0s"
+
+
+def local_time(unix: float, form: str = "%Y-%m-%d %H:%M") -> str:
+    """A unix time in this machine's zone, or that of $TZ."""
+    return time.strftime(form, time.localtime(unix))
 
 
 def format_rounded(value: float | None, unit: str) -> str:

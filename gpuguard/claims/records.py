@@ -32,6 +32,7 @@ from gpuguard.errors import ClaimError, shortage
 from gpuguard.files import create_file, open_regular, status_in_place, write_all
 from gpuguard.jsonio import loads, sound_fields
 from gpuguard.model import ClaimRecord
+from gpuguard.units import local_time
 from gpuguard.users import parties, user_name
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ class ReleaseRequest:
 
     def in_words(self) -> str:
         """``"by root at 15:04: others wait"``."""
-        when = time.strftime(" at %H:%M", time.localtime(self.at)) if self.at else ""
+        when = local_time(self.at, " at %H:%M") if self.at else ""
         return f"by {self.by}{when}" + (f": {self.why}" if self.why else "")
 
 

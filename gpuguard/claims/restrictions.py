@@ -26,6 +26,7 @@ from gpuguard.files import read_file, write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.procfs import boot_clock, boot_id
 from gpuguard.sanitize import neutralise
+from gpuguard.units import local_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -153,7 +154,7 @@ def to_json(restriction: Restriction) -> dict[str, str | float | None]:
 
 def _decision(restriction: Restriction) -> str:
     until = restriction.until
-    when = "" if until is None else time.strftime(" until %m-%d %H:%M", time.localtime(until))
+    when = "" if until is None else local_time(until, " until %m-%d %H:%M")
     reason = f": {neutralise(restriction.reason)}" if restriction.reason else ""
     return f"by {neutralise(restriction.by)}{when}{reason}"
 

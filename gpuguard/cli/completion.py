@@ -28,7 +28,7 @@ from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESS_DETAILS, PROCESSES, De
 from gpuguard.queue.reservations import read_reservations
 from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.source import SnapshotSource
-from gpuguard.units import format_bytes
+from gpuguard.units import format_bytes, local_time
 from gpuguard.views.query import APP_FIELDS, GPU_FIELDS
 
 if TYPE_CHECKING:
@@ -371,7 +371,7 @@ def _reservations(_: str) -> Values:
     uid = os.geteuid()
     reservations, _torn, _arrived = read_reservations(_directory(), time.time())
     return [
-        (kept.id, f"{kept.user} {time.strftime('%a %H:%M', time.localtime(kept.begins))} {kept.note or ''}")
+        (kept.id, f"{kept.user} {local_time(kept.begins, '%a %H:%M')} {kept.note or ''}")
         for kept in reservations
         if uid in (0, kept.uid, kept.maker)
     ]

@@ -39,7 +39,7 @@ from gpuguard.procfs import process_facts
 from gpuguard.request import resolve
 from gpuguard.sanitize import neutralise
 from gpuguard.source import SnapshotSource
-from gpuguard.units import parse_duration
+from gpuguard.units import local_time, parse_duration
 from gpuguard.views import who
 from gpuguard.views.text import json_text, put, style
 
@@ -182,7 +182,7 @@ def _watch(args: argparse.Namespace, source: SnapshotSource, every: float) -> No
             except InvalidRequest:
                 raise
             except GpuguardError as error:
-                lines = [time.strftime("%H:%M:%S"), *map(neutralise, str(error).splitlines())]
+                lines = [local_time(time.time(), "%H:%M:%S"), *map(neutralise, str(error).splitlines())]
     except KeyboardInterrupt:
         pass
     finally:

@@ -13,14 +13,13 @@ looked at again, so ``${host}`` in a command line stays just that.  Pure; does n
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import GpuProcess, Snapshot, Verdict
 from gpuguard.sanitize import display_width, neutral_command, neutralise
-from gpuguard.units import format_bytes, format_duration
+from gpuguard.units import format_bytes, format_duration, local_time
 
 ENGLISH = "en"
 
@@ -290,7 +289,7 @@ def _values(verdict: Verdict, snapshot: Snapshot, language: str) -> dict[str, st
         "processes": "",
         "action": words.actions.get(verdict.action, verdict.action),
         "since": format_duration(max(0.0, snapshot.clock - verdict.since)),
-        "time": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(snapshot.taken_at)),
+        "time": local_time(snapshot.taken_at, "%Y-%m-%d %H:%M:%S %z"),
         "next": _next(verdict, words),
         "stop": words.stop.get(finding.rule, words.stop_otherwise),
     }

@@ -44,7 +44,7 @@ from gpuguard.queue.tickets import (
     open_document,
     read_document,
 )
-from gpuguard.units import format_duration
+from gpuguard.units import format_duration, local_time
 from gpuguard.users import parties, user_name
 
 MAX_BYTES = 4096
@@ -221,8 +221,8 @@ def _no_room(reservation: Reservation, uuids: Collection[str]) -> str:
 
 def clock_text(when: float, now: float) -> str:
     """A time for people: ``"09:00"`` today, else ``"Sat 21 Nov 09:00"``."""
-    local = time.localtime(when)
-    return time.strftime("%H:%M" if local[:3] == time.localtime(now)[:3] else "%a %d %b %H:%M", local)
+    today = time.localtime(when)[:3] == time.localtime(now)[:3]
+    return local_time(when, "%H:%M" if today else "%a %d %b %H:%M")
 
 
 def read_reservations(directory: LockDirectory, now: float) -> tuple[list[Reservation], list[IgnoredFile], Arrivals]:

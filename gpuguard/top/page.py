@@ -5,7 +5,6 @@ Pure: the same scene, history and view give the same lines.  Draws on nothing: s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from gpuguard.device_state import DeviceUse, user_totals
@@ -13,7 +12,7 @@ from gpuguard.sanitize import neutralise
 from gpuguard.top.devices import FULL_LINES, device_lines, folded
 from gpuguard.top.processes import process_lines
 from gpuguard.top.scene import History, Scene, ScreenLine, ScreenView
-from gpuguard.units import format_bytes, format_duration
+from gpuguard.units import format_bytes, format_duration, local_time
 from gpuguard.views.charts import Part, fitted
 from gpuguard.views.text import Paint
 from gpuguard.views.who import gap_lines
@@ -70,7 +69,7 @@ def title(scene: Scene, view: ScreenView, width: int, silent: float = 0.0) -> Sc
         words.append(f"driver {neutralise(snapshot.driver_version)}")
     if scene.load is not None:
         words.append(f"load {scene.load:.1f}")
-    words.append(time.strftime("%H:%M:%S", time.localtime(snapshot.taken_at)))
+    words.append(local_time(snapshot.taken_at, "%H:%M:%S"))
     if scene.age is not None:
         words.append(f"seen by the daemon {format_duration(round(scene.age + silent))} ago")
     shown = [f"sort {view.sort}{' reversed' * view.reverse}", view.mode]

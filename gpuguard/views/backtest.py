@@ -13,8 +13,8 @@ from gpuguard.backtest.recordings import Recording
 from gpuguard.backtest.unit_tests import Got, TestOutcome, Trial
 from gpuguard.policies.policy import NOTES
 from gpuguard.sanitize import neutralise
-from gpuguard.units import format_count, format_duration
-from gpuguard.views.text import local_time, picked, table
+from gpuguard.units import format_count, format_duration, local_time
+from gpuguard.views.text import picked, table
 
 HOUR = 3600
 SPARED = frozenset({"unknown", "exempt", "grace", "devices", "hours", "load", "cooldown", "breaker", "waiting"})

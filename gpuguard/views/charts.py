@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from gpuguard.history.queries import Point
 from gpuguard.sanitize import display_width
-from gpuguard.views.text import Paint, local_time, shorten
+from gpuguard.units import local_time
+from gpuguard.views.text import Paint, shorten
 
 Values = Sequence["float | None"]
 Part = tuple[str, str]  # (text, style of views.text, "" for plain)

@@ -11,8 +11,7 @@ from typing import Any
 
 from gpuguard.history.audit_log import Line, devices_of, facts_of, is_number
 from gpuguard.sanitize import neutralise
-from gpuguard.units import format_bytes, format_duration
-from gpuguard.views.text import local_time
+from gpuguard.units import format_bytes, format_duration, local_time
 
 # By these the guard knows its actions again after a restart; people know them by user, pid and policy.
 _FOR_THE_GUARD = frozenset({"start_time_seconds", "signature", "clock_seconds", "boot"})

@@ -17,7 +17,7 @@ from gpuguard import device_state
 from gpuguard.device_state import UserTotal
 from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply, HostUser
 from gpuguard.sanitize import neutral_command
-from gpuguard.units import format_bytes, format_count, format_duration, format_rounded
+from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import sparkline
 from gpuguard.views.text import Paint, shorten, table
 from gpuguard.views.who import LABELS, TOTALS, device_cells, state_colour, total_cells
@@ -268,7 +268,7 @@ def page(
     rows = [_known_row(host.ljust(names), fleet.get(host), now, ascii_only) for host in hosts]
     heads = ["HOST", "GPUS", "FREE", "UTILIZATION", "MEMORY", "WAIT", "AGE", "USERS"]
     whole = iter(table([row for row in rows if len(row) > 2], heads, align="<>><>>>", width=width) or [heads[0]])
-    lines = [paint(_fit(f"{time.strftime('%H:%M:%S')}  {title}", width), "bold"), next(whole)]
+    lines = [paint(_fit(f"{local_time(time.time(), '%H:%M:%S')}  {title}", width), "bold"), next(whole)]
     for host, row in zip(hosts, rows, strict=True):  # why a host is unknown needs the room of its numbers
         line = _fit(next(whole) if len(row) > 2 else "  ".join(row), width)
         known = fleet.get(host)

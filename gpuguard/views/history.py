@@ -10,16 +10,15 @@ import csv
 import io
 import math
 import textwrap
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpuguard.history.queries import KnownValue, Point, Watch
 from gpuguard.sanitize import neutralise
-from gpuguard.units import format_duration
+from gpuguard.units import format_duration, local_time
 from gpuguard.views.charts import bucketed, plot, scale_of
-from gpuguard.views.text import Paint, local_time, picked, shorten
+from gpuguard.views.text import Paint, picked, shorten
 
 PLAIN_COLUMNS = 80  # of a chart that goes into a file
 
@@ -118,8 +117,7 @@ def remarks(watch: Watch, width: int | None) -> list[str]:
 
 def zone(moment: float) -> str:
     """The time zone of this machine (or $TZ) at a unix time: ``"CET (+01:00)"``."""
-    local = time.localtime(moment)
-    offset, name = time.strftime("%z", local), neutralise(time.strftime("%Z", local))
+    offset, name = local_time(moment, "%z"), neutralise(local_time(moment, "%Z"))
     return "UTC" if name in ("UTC", "GMT") else f"{name} ({offset[:3]}:{offset[3:5]})"
 
 

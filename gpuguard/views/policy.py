@@ -27,13 +27,14 @@ from gpuguard.units import (
     format_bytes,
     format_count,
     format_duration,
+    local_time,
     parse_bytes,
     parse_celsius,
     parse_duration,
     parse_percent,
 )
 from gpuguard.users import user_name
-from gpuguard.views.text import local_time, table
+from gpuguard.views.text import table
 
 _WRITTEN: Mapping[Any, Callable[[Any], str]] = {
     parse_bytes: format_bytes,

@@ -7,7 +7,6 @@ that gpuguard does not read are missing, so that a script fails instead of worki
 from __future__ import annotations
 
 import difflib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from gpuguard import model
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, GpuProcess, Snapshot
+from gpuguard.units import local_time
 from gpuguard.views.history import harmless_cell
 
 NOT_KNOWN = "[N/A]"
@@ -85,7 +85,7 @@ def _reason(name: str) -> Callable[[QuerySubject], Value]:
 
 def _timestamp(of: QuerySubject) -> Value:
     moment = of.snapshot.taken_at
-    return time.strftime("%Y/%m/%d %H:%M:%S", time.localtime(moment)) + f".{int(moment % 1 * 1000):03d}"
+    return local_time(moment, "%Y/%m/%d %H:%M:%S") + f".{int(moment % 1 * 1000):03d}"
 
 
 _COMPUTE_MODES = {"default": "Default", "exclusive_process": "Exclusive_Process", "prohibited": "Prohibited"}

@@ -17,8 +17,8 @@ from gpuguard.queue.settings import QueueSettings
 from gpuguard.queue.state import QueueState
 from gpuguard.request import spelled
 from gpuguard.sanitize import display_width, neutral_command, neutralise
-from gpuguard.units import format_duration
-from gpuguard.views.text import Paint, local_time, picked, shorten, table
+from gpuguard.units import format_duration, local_time
+from gpuguard.views.text import Paint, picked, shorten, table
 
 
 def slurm_text(

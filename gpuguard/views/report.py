@@ -16,10 +16,10 @@ from typing import Any
 from gpuguard.history.queries import DeviceTotal, Point, Watch
 from gpuguard.history.report import TIMES, ClaimRow, Report, UsageRow, device_label
 from gpuguard.sanitize import display_width, neutralise
-from gpuguard.units import format_bytes, format_duration, format_rounded
+from gpuguard.units import format_bytes, format_duration, format_rounded, local_time
 from gpuguard.views.charts import bucketed, round_marks, stacked
 from gpuguard.views.history import csv_lines, format_span, period_json, remarks, zone
-from gpuguard.views.text import Paint, local_time, picked, shorten, table
+from gpuguard.views.text import Paint, picked, shorten, table
 
 HOUR, KWH = 3600.0, 3.6e6
 MIN_BAR = 12  # columns: in a narrower terminal numbers tell more

@@ -6,7 +6,6 @@ What strangers wrote passes the neutraliser of gpuguard.sanitize first.  Does no
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -91,11 +90,6 @@ def put(lines: Iterable[str], stream: TextIO) -> None:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write("".join(f"{line}\n" for line in lines).encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()
-
-
-def local_time(unix: float, form: str = "%Y-%m-%d %H:%M") -> str:
-    """A unix time in this machine's zone, or that of $TZ."""
-    return time.strftime(form, time.localtime(unix))
 
 
 def picked(value: object, *names: str) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from gpuguard.eligibility import Sharing, memory_left, sharing_on, slots_left
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.sanitize import neutral_command, neutralise
-from gpuguard.units import format_bytes, format_count, format_duration, format_rounded
-from gpuguard.views.text import Paint, local_time, picked, shorten, table
+from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
+from gpuguard.views.text import Paint, picked, shorten, table
 
 if TYPE_CHECKING:
     from gpuguard.queue.priority import Ticket
