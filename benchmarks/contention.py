@@ -25,7 +25,7 @@ from pathlib import Path
 from gpuguard.claims import claim as hold
 from gpuguard.claims.claim import Lock
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.claims.probe import locked_devices
+from gpuguard.claims.records import locked_devices
 from gpuguard.lock import Allocator
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import Request

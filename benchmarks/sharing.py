@@ -30,10 +30,10 @@ from contention import GIB, IdleMachine, _end, _state
 
 from gpuguard import lock
 from gpuguard.claims import claim as hold
-from gpuguard.claims import probe, shares
+from gpuguard.claims import records, shares
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.claims.probe import locked_devices
+from gpuguard.claims.records import locked_devices
 from gpuguard.lock import Allocator
 from gpuguard.request import Request
 
@@ -67,7 +67,7 @@ def _open_gate(directory: LockDirectory) -> Iterator[None]:
 
 def without_gate() -> None:
     """What happens to who does not get the gate in time, all the time."""
-    lock.Gate = probe.Gate = _open_gate  # type: ignore
+    lock.Gate = records.Gate = _open_gate  # type: ignore
 
 
 def no_first_look() -> None:

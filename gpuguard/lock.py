@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.claims.claim import Claim, JobDetails, lock_device, lock_parts, unlock
 from gpuguard.claims.directory import Gate
-from gpuguard.claims.probe import locked_devices, probe
-from gpuguard.claims.records import read_record
+from gpuguard.claims.records import locked_devices, probe, read_record
 from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.claims.shares import join, sharing_now, sharing_of
 from gpuguard.clusters.visible_devices import outer_devices

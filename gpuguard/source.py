@@ -19,7 +19,7 @@ from typing import Any
 from gpuguard.backends import Backend, is_recorded
 from gpuguard.claims.directory import LockDirectory, daemon_files, open_lock_file, try_flock
 from gpuguard.claims.holders import inode_of
-from gpuguard.claims.probe import ClaimWatcher, probe
+from gpuguard.claims.records import ClaimWatcher, probe
 from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import read_file, status_in_place, write_file

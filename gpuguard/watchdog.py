@@ -19,8 +19,7 @@ from typing import TypeVar
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.holders import hidden_claim_text
-from gpuguard.claims.probe import FirstSeen, locked_devices, probe
-from gpuguard.claims.records import read_records
+from gpuguard.claims.records import FirstSeen, locked_devices, probe, read_records
 from gpuguard.device_state import Processes, claims_readable
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.identity import Protected

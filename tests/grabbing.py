@@ -17,7 +17,7 @@ from nodes import start
 import gpuguard
 from gpuguard import api
 from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.probe import locked_devices
+from gpuguard.claims.records import locked_devices
 from gpuguard.model import MEMORY
 
 SPEC = "4xH100-80GB"

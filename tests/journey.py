@@ -20,7 +20,7 @@ from typing import Any
 from fake_nvml import DRIVERS, GIB, FakeNvml
 
 from gpuguard.claims import directory as lockfiles
-from gpuguard.claims.probe import locked_devices
+from gpuguard.claims.records import locked_devices
 
 DEVICES = 4
 SECONDS = 300  # far beyond any answer

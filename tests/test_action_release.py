@@ -20,8 +20,7 @@ from nodes import remove
 from gpuguard import procfs
 from gpuguard.claims import release as releasing
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
-from gpuguard.claims.probe import locked_devices, probe
-from gpuguard.claims.records import FULL_BYTES, record_path
+from gpuguard.claims.records import FULL_BYTES, locked_devices, probe, record_path
 from gpuguard.clusters import slurm
 from gpuguard.enforcement import actions, signals
 from gpuguard.enforcement.limits import ActionLimits, PastAction

@@ -22,8 +22,7 @@ from wrapped import until
 
 from gpuguard.backends.simulated import Simulated
 from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.probe import locked_devices
-from gpuguard.claims.records import read_records
+from gpuguard.claims.records import locked_devices, read_records
 from gpuguard.errors import ClaimError
 from gpuguard.jobs import adopt
 from gpuguard.model import HEALTH

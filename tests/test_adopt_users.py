@@ -94,7 +94,7 @@ from gpuguard.jobs import adopt
 from gpuguard.backends.simulated import Simulated, use
 from gpuguard.errors import ClaimError
 from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.probe import locked_devices
+from gpuguard.claims.records import locked_devices
 place = sys.argv[1]
 read, write = os.pipe()
 

@@ -14,7 +14,7 @@ from claiming import acquire, preview
 
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
-from gpuguard.claims.probe import locked_devices
+from gpuguard.claims.records import locked_devices
 from gpuguard.errors import ClaimError, ImpossibleRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.model import HEALTH, IDLE_PROCESSES

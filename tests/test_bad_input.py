@@ -14,7 +14,7 @@ from nodes import Gpuguard, eventually, start
 from proc import born_with
 
 from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.probe import locked_devices
+from gpuguard.claims.records import locked_devices
 from gpuguard.cli import run_command_line
 
 # Since Python 3.14 this is a number for argparse.

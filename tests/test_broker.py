@@ -17,7 +17,7 @@ from test_broker_hostile import UNREAD
 from users import ALICE, BOB
 
 from gpuguard.claims.directory import lock_directory, open_lock
-from gpuguard.claims.probe import probe
+from gpuguard.claims.records import probe
 from gpuguard.cli import setup
 from gpuguard.enforcement import actions, identity
 from gpuguard.enforcement.preflight import ActionContext

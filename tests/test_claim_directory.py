@@ -19,7 +19,7 @@ from gpuguard.claims import claim as hold
 from gpuguard.claims import directory as lockfiles
 from gpuguard.claims.claim import lock_device
 from gpuguard.claims.directory import Gate, is_same_file, lock_directory, open_lock, try_flock
-from gpuguard.claims.probe import _held_locks, locked_slots
+from gpuguard.claims.records import _held_locks, locked_slots
 from gpuguard.errors import LockDirectoryError
 from gpuguard.files import file_system
 

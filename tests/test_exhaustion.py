@@ -16,8 +16,7 @@ from chances import luck
 from nodes import SECONDS, Gpuguard
 
 from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.probe import locked_devices
-from gpuguard.claims.records import read_records
+from gpuguard.claims.records import locked_devices, read_records
 from gpuguard.jobs import processes
 from gpuguard.queue.tickets import read_tickets
 

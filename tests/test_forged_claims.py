@@ -28,8 +28,7 @@ from test_releasing import BY_ROOT, GPUS, free
 from gpuguard import source
 from gpuguard.claims import release as releasing
 from gpuguard.claims.directory import lock_directory, open_lock
-from gpuguard.claims.probe import probe
-from gpuguard.claims.records import ReleaseRequest, record_path
+from gpuguard.claims.records import ReleaseRequest, probe, record_path
 from gpuguard.claims.release import lock_handle, release_locks
 from gpuguard.errors import ClaimError
 from gpuguard.files import file_system

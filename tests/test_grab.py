@@ -15,7 +15,7 @@ import gpuguard
 from gpuguard import api
 from gpuguard.claims import claim as hold
 from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.probe import probe
+from gpuguard.claims.records import probe
 from gpuguard.errors import CudaInitialized, ImpossibleRequest, InvalidRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.lock import Allocator
 from gpuguard.model import MEMORY

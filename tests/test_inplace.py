@@ -56,10 +56,10 @@ with asking.SupervisorChannel(directory, ClaimRecord("a", 1, "eve", (), pid=os.g
 # Where setup was never run: the first who needs a lock file makes it, for all.
 STICKY = """
 from gpuguard import source as state
-from gpuguard.claims import directory as daemonfiles, holders, directory as lockfiles, probe
+from gpuguard.claims import directory as daemonfiles, holders, directory as lockfiles, records
 lockfiles.FALLBACK_DIRECTORIES, lockfiles.ADMIN_DIRECTORY = (sys.argv[1],), "/none"
 directory = lockfiles.lock_directory()
-print(sorted(probe.locked_devices(directory, ["GPU-a", "GPU-b", "GPU-c"])))
+print(sorted(records.locked_devices(directory, ["GPU-a", "GPU-b", "GPU-c"])))
 print(holders.holders_of(directory, {"GPU-a"}, lambda uid: True), holders.inode_of(sys.argv[2]) == "")
 print(state.read_state(directory, 1.0, simulated=False), state.was_written_lately(directory))
 print(state.daemon_lives(directory))

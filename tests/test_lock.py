@@ -18,8 +18,7 @@ from claiming import acquire, lock_best, preview
 from gpuguard import model
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
-from gpuguard.claims.probe import locked_devices, probe
-from gpuguard.claims.records import MOST_OF_ONE, read_records, write_record
+from gpuguard.claims.records import MOST_OF_ONE, locked_devices, probe, read_records, write_record
 from gpuguard.errors import ClaimError, ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.model import Snapshot
 from gpuguard.request import Request

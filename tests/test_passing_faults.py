@@ -18,8 +18,7 @@ from claiming import acquire
 
 from gpuguard import lock
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
-from gpuguard.claims.probe import locked_devices
-from gpuguard.claims.records import read_records
+from gpuguard.claims.records import locked_devices, read_records
 from gpuguard.errors import BackendError, DriverNotFound, DriverUnresponsive, NotEnoughGpus, WaitTimeout
 from gpuguard.lock import Allocator
 from gpuguard.queue import reservations, waiter

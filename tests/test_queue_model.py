@@ -26,7 +26,7 @@ from queues import HOUR, a_ticket
 
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.probe import locks_held, probe
+from gpuguard.claims.records import locks_held, probe
 from gpuguard.errors import LockDirectoryError, NotEnoughGpus
 from gpuguard.lock import Allocator
 from gpuguard.queue.calendar import Reservation

@@ -14,11 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuguard.claims import probe as probes
 from gpuguard.claims import records
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
-from gpuguard.claims.probe import ClaimWatcher, probe
-from gpuguard.claims.records import MAX_BYTES, _decoded, read_record, read_records, write_record
+from gpuguard.claims.records import MAX_BYTES, ClaimWatcher, _decoded, probe, read_record, read_records, write_record
 
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 OTHER = "GPU-00000001-0000-4000-8000-000000000001"
@@ -197,7 +195,7 @@ def test_who_was_known_to_hold_a_lock_is_believed_without_asking_every_process_u
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
     known = [replace(found, holders=(*found.holders, gone.pid))]
-    monkeypatch.setattr(probes, "holders_of", lambda *_: pytest.fail("every process was asked"))
+    monkeypatch.setattr(records, "holders_of", lambda *_: pytest.fail("every process was asked"))
     (claim,) = probe(directory, [UUID], known=known)
     os.close(lock)
     os.close(descriptor)
@@ -226,9 +224,9 @@ def test_a_lookout_asks_every_process_now_and_then(directory: LockDirectory, mon
     assert try_flock(lock)
     asked: list[float] = []
     clock = [1000.0]
-    monkeypatch.setattr("gpuguard.claims.probe.time.monotonic", lambda: clock[0])
-    really = probes.holders_of
-    monkeypatch.setattr(probes, "holders_of", lambda *some: asked.append(clock[0]) or really(*some))
+    monkeypatch.setattr("gpuguard.claims.records.time.monotonic", lambda: clock[0])
+    really = records.holders_of
+    monkeypatch.setattr(records, "holders_of", lambda *some: asked.append(clock[0]) or really(*some))
     seen = ClaimWatcher()
     for clock[0] in (1000.0, 1001.0, 1009.9, 1010.0, 1011.0):
         assert [claim.holders for claim in seen.probe(directory, [UUID])] == [(os.getpid(),)]

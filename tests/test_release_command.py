@@ -17,8 +17,7 @@ from claimholders import a_holder
 from nodes import GIB, Gpuguard, a_user, change, eventually, start
 
 from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.probe import locked_devices
-from gpuguard.claims.records import read_records
+from gpuguard.claims.records import locked_devices, read_records
 
 NOTEBOOK = """
 import sys

@@ -15,8 +15,7 @@ from claiming import acquire, preview
 from gpuguard.claims import claim as hold
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
-from gpuguard.claims.probe import locked_devices, locked_slots, probe
-from gpuguard.claims.records import write_record
+from gpuguard.claims.records import locked_devices, locked_slots, probe, write_record
 from gpuguard.eligibility import UNSHARED, Sharing, memory_left, sharing_on, slots_left
 from gpuguard.errors import NotEnoughGpus
 from gpuguard.model import ClaimRecord, Device

@@ -26,7 +26,7 @@ from fake_nvml import FakeNvml
 from nodes import SECONDS, remove
 
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.claims.probe import locked_devices
+from gpuguard.claims.records import locked_devices
 
 # Users with a name that every Linux has and nobody uses.
 ALICE, BOB = (pwd.getpwnam(name) for name in ("daemon", "bin"))

@@ -22,7 +22,7 @@ from claiming import acquire
 
 from gpuguard import run
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.claims.probe import probe
+from gpuguard.claims.records import probe
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError
 from gpuguard.jobs import processes

@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import LockDirectory, is_same_file, open_lock, try_flock
-from gpuguard.claims.probe import locked_slots, slot_names
 from gpuguard.claims.records import (
+    locked_slots,
     pending_request,
     read_record,
     released_by,
+    slot_names,
     write_expected,
     write_record,
     write_request,

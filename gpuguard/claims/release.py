@@ -28,8 +28,7 @@ from functools import partial
 from gpuguard.claims import grants
 from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, try_flock
 from gpuguard.claims.holders import as_written, hangs, inode_of, locked_by
-from gpuguard.claims.probe import probe
-from gpuguard.claims.records import MAX_BYTES, ReleaseRequest, read_record, record_path, write_request
+from gpuguard.claims.records import MAX_BYTES, ReleaseRequest, probe, read_record, record_path, write_request
 from gpuguard.deadline import in_time
 from gpuguard.device_state import Processes, claim_of, may_compute
 from gpuguard.errors import ClaimError

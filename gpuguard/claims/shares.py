@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpuguard.claims.probe import probe_in_gate
+from gpuguard.claims.records import probe_in_gate
 from gpuguard.device_state import started_by
 from gpuguard.eligibility import Sharing, is_share_of, no_share_left, sharing_on, terms_of
 from gpuguard.model import ClaimRecord, Snapshot

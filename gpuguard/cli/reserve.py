@@ -19,7 +19,7 @@ import sys
 import time
 
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.probe import probe
+from gpuguard.claims.records import probe
 from gpuguard.claims.restrictions import QUARANTINED, quarantine_text, read_restrictions
 from gpuguard.cli import terminal
 from gpuguard.cli.options import (

@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.claim import JobDetails
-from gpuguard.claims.probe import probe
+from gpuguard.claims.records import probe
 from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, quantity, request_of
 from gpuguard.cli.terminal import is_terminal, print_notice, rewrites, write
 from gpuguard.enforcement import signals

@@ -35,7 +35,7 @@ from gpuguard.claims.directory import (
     open_lock,
 )
 from gpuguard.claims.grants import EARLIER, grant_of, names_of, renew, replace_file
-from gpuguard.claims.probe import slot_names
+from gpuguard.claims.records import slot_names
 from gpuguard.cli import setup_service
 from gpuguard.cli.options import add_source_options, backend_of
 from gpuguard.errors import BackendError, InvalidRequest, LockDirectoryError

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory, is_same_file
-from gpuguard.claims.probe import probe
 from gpuguard.claims.records import (
     ENDING,
     REFUSED,
@@ -22,6 +21,7 @@ from gpuguard.claims.records import (
     STOP,
     YIELD,
     ReleaseRequest,
+    probe,
     read_record,
     read_records,
     read_requests,

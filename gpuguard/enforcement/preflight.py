@@ -18,8 +18,7 @@ from typing import Protocol
 from gpuguard import capabilities, procfs
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.probe import probe
-from gpuguard.claims.records import read_record
+from gpuguard.claims.records import probe, read_record
 from gpuguard.claims.release import LockHandle, NotPermitted, computing_under, lock_handle
 from gpuguard.clusters import slurm
 from gpuguard.deadline import in_time

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.claims.claim import Claim, JobDetails, lock_parts, unlock
 from gpuguard.claims.directory import Gate, LockDirectory
-from gpuguard.claims.probe import probe
+from gpuguard.claims.records import probe
 from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.device_state import may_compute, usable_devices
 from gpuguard.errors import ClaimError, GpuguardError

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from gpuguard.claims.directory import Gate, LockDirectory
-from gpuguard.claims.probe import probe_in_gate
+from gpuguard.claims.records import probe_in_gate
 from gpuguard.claims.restrictions import (
     DENIED,
     QUARANTINED,
