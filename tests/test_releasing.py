@@ -19,7 +19,7 @@ from chances import luck
 from claimholders import a_holder
 from nodes import eventually
 
-from gpuguard import deadline
+from gpuguard import deadline, procfs
 from gpuguard.claims import release as releasing
 from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import (
@@ -33,7 +33,7 @@ from gpuguard.claims.records import (
     released_by,
     write_request,
 )
-from gpuguard.claims.release import computing_under, lock_handle, release_locks
+from gpuguard.claims.release import computing_under, is_supervisor, lock_handle, release_locks
 from gpuguard.errors import ClaimError
 from gpuguard.model import ClaimRecord
 
@@ -321,6 +321,23 @@ def test_a_claim_whose_descriptors_the_program_has_closed_reads_no_letters():
     os.close(writer)
 
     assert (released_by(writer), pending_request(writer)) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("status", "waits"),
+    [
+        (b"\nSigCgt:\t0000000000400000\n", True),
+        (b"\nSigCgt:\t0000000000200000\n", False),
+        (b"\nSigCgt:\tnothing\n", False),
+        (b"\nSigCgt:\n", False),
+        (None, False),
+    ],
+    ids=["SIGURG", "another signal", "no number", "empty", "gone"],
+)
+def test_only_a_process_that_catches_sigurg_is_a_supervisor(monkeypatch, status, waits):
+    monkeypatch.setattr(procfs, "read_proc", lambda *_: status)
+
+    assert is_supervisor(4711) is waits
 
 
 MINE = ClaimRecord("c", 1001, "alice", ("GPU-A",), pid=50, holders=(50,))

@@ -151,8 +151,10 @@ def release_locks(handle: LockHandle, decision: ReleaseRequest) -> None:
 
 def is_supervisor(pid: int) -> bool:
     """Whether that process waits for SIGURG, as `gpuguard run` does: it reads its claim then, and informs its user."""
-    caught = status_words(pid, b"SigCgt")
-    return bool(caught and int(caught[0], 16) >> (signal.SIGURG - 1) & 1)
+    try:
+        return bool(int(status_words(pid, b"SigCgt")[0], 16) >> (signal.SIGURG - 1) & 1)
+    except (IndexError, ValueError):  # it has ended; a /proc that is not the kernel's
+        return False
 
 
 def _descriptors_of(path: str, uid: int) -> tuple[int, ...] | None:
