@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 
 from gpuguard.model import Snapshot
-from gpuguard.policies.amounts import parse_memory_amount, parse_rate
 from gpuguard.policies.engine import evaluate
 from gpuguard.policies.escalation import EngineMemory
 from gpuguard.policies.idle import AgeRule, IdleRule
@@ -32,6 +31,7 @@ from gpuguard.policies.thresholds import MemoryRule as MemoryRule
 from gpuguard.policies.trends import MemoryGrowthRule
 from gpuguard.policies.usage import TrespassRule, UnclaimedRule
 from gpuguard.policies.view import RuleView
+from gpuguard.units import parse_memory_amount, parse_rate
 
 DEVICES, PROCESSES = 8, 5  # processes per device
 

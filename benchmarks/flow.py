@@ -101,9 +101,9 @@ def a_tick(node: str, claims: str) -> Flow:
     from gpuguard.backends.client import open_worker
     from gpuguard.claims.directory import lock_directory
     from gpuguard.model import Event
-    from gpuguard.policies.amounts import parse_memory_amount
     from gpuguard.policies.policy import Policy, Step
     from gpuguard.policies.thresholds import MemoryRule
+    from gpuguard.units import parse_memory_amount
     from gpuguard.watchdog import Watchdog
 
     rule = MemoryRule(parse_memory_amount("10GiB"))

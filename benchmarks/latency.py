@@ -31,9 +31,9 @@ from gpuguard import procfs
 from gpuguard import users as names
 from gpuguard.backends import simulated_node
 from gpuguard.backends.simulated_node import SimulatedNode, Use, WorkPattern
-from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.thresholds import MemoryRule
+from gpuguard.units import parse_memory_amount
 from gpuguard.watchdog import Watchdog
 
 INTERVAL, SLACK = 1.0, 0.050

@@ -6,13 +6,15 @@
     celsius   "85C"                         -> float
     power     "300W" "1.2kW"                -> float, watts
 
-format_bytes, format_duration and local_time are the way back, for people.
+format_bytes, format_duration and local_time are the way back, for people.  Amount and Rate are limits as policies have
+them: "90%" of what there is, "1GiB/10m" of growth.
 """
 
 from __future__ import annotations
 
 import re
 import time
+from dataclasses import dataclass, field
 
 from gpuguard.errors import InvalidRequest
 
@@ -97,6 +99,66 @@ def format_rounded(value: float | None, unit: str) -> str:
 def format_count(number: int, noun: str, plural: str = "") -> str:
     """``"1 policy"``, ``"2,000 faults"``; *plural* where it is not the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A limit in base units, in percent of a total that is known only when it is judged, or what a claim asked for."""
+
+    value: float
+    text: str = field(compare=False)
+    relative: bool = False
+    promised: bool = False  # each claim has its own: its share of the device
+
+    def of(self, total: float | None, promised: float | None = None) -> float | None:
+        """The limit in base units; None when it is a part of an unknown *total*, or nothing was *promised*."""
+        if self.promised:
+            return promised
+        if not self.relative:
+            return self.value
+        return None if total is None else self.value / 100 * total
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bytes per time."""
+
+    count: int  # bytes
+    seconds: float
+    text: str = field(compare=False)
+
+    @property
+    def per_second(self) -> float:
+        """Bytes per second."""
+        return self.count / self.seconds
+
+
+def parse_memory_amount(text: str) -> Amount:
+    """An amount of ``"40GiB"``, of ``"90%"`` of the device's memory, or ``"share"``: what a claim on it asked for."""
+    if text.strip() == "share":
+        return Amount(0, "share", promised=True)
+    if text.strip().endswith("%"):
+        return Amount(parse_percent(text), text.strip(), relative=True)
+    return Amount(parse_bytes(text), text.strip())
+
+
+def parse_power_amount(text: str) -> Amount:
+    """An amount of ``"300W"`` or of ``"95%"`` of the device's power limit."""
+    if text.strip().endswith("%"):
+        return Amount(parse_percent(text), text.strip(), relative=True)
+    return Amount(parse_watts(text), text.strip())
+
+
+def parse_rate(text: str) -> Rate:
+    """A rate of ``"1GiB/10m"`` or ``"1MB/s"``."""
+    count, slash, per = text.partition("/")
+    per = per.strip()
+    if not slash or not per:
+        raise InvalidRequest(f"{text!r} is not a rate: write it like '1GiB/10m' or '1MB/s'.")
+    seconds = parse_duration(per if per[0].isdigit() else f"1{per}")
+    if seconds <= 0:
+        raise InvalidRequest(f"{text!r} is per no time at all: write it like '1GiB/10m'.")
+    return Rate(parse_bytes(count), seconds, text.strip())
 
 
 def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str, example: str) -> float:

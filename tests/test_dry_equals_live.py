@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from gpuguard.enforcement import actions, identity, limits, preflight, signals
 from gpuguard.model import Event, Snapshot
-from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.thresholds import HealthRule, MemoryRule, TemperatureRule
 from gpuguard.policies.usage import UsersRule
 from gpuguard.procfs import boot_clock
+from gpuguard.units import parse_memory_amount
 from gpuguard.watchdog import Watchdog
 
 pytestmark = pytest.mark.root  # the processes are those of another user

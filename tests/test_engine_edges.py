@@ -16,7 +16,8 @@ from worlds import CLOCK, a_bad_day, shown
 
 from gpuguard.backtest.backtest import rehearse
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Subject
-from gpuguard.policies import engine, escalation, scope, view
+from gpuguard.policies import engine, escalation, view
+from gpuguard.policies import policy as policy_module
 from gpuguard.policies.engine import evaluate, still_holds
 from gpuguard.policies.escalation import EngineMemory
 from gpuguard.policies.policy import ON_PROCESSES, Policy, Scope, Step, why_inapplicable
@@ -362,15 +363,15 @@ FAULTS = {
         test_breaker.test_nothing_destructive_happens_on_a_device_whose_processes_cannot_be_seen,
     ),
     "exemptions are ignored": (
-        scope, "_is_in", lambda *_, unknown: not unknown,
+        policy_module, "_is_in", lambda *_, unknown: not unknown,
         test_scope.test_those_who_are_exempt_are_left_out_with_a_note,
     ),
     "marks are ignored": (
-        scope, "_marks", lambda *_: iter(()),
+        policy_module, "_marks", lambda *_: iter(()),
         lambda: test_scope.test_who_asked_to_be_kept_is_left_alone({"uid": 1001}),
     ),
     "hours are ignored": (
-        scope, "is_within", lambda *_: True,
+        policy_module, "is_within", lambda *_: True,
         test_scope.test_outside_its_hours_a_policy_does_nothing_and_no_time_passes,
     ),
 }  # fmt: skip

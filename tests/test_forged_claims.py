@@ -34,9 +34,9 @@ from gpuguard.errors import ClaimError
 from gpuguard.files import file_system
 from gpuguard.jobs import isolation
 from gpuguard.model import ClaimRecord, ProcessStat
-from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.thresholds import MemoryRule
 from gpuguard.policies.view import RuleView
+from gpuguard.units import parse_memory_amount
 
 MALLORY = 20002
 QUOTA = """

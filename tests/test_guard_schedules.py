@@ -21,10 +21,10 @@ from gpuguard.enforcement.preflight import ActionContext, Preflight, targets
 from gpuguard.errors import BackendError, DriverUnresponsive
 from gpuguard.model import Device, Gap, GpuProcess, Snapshot, Verdict
 from gpuguard.policies import engine, view
-from gpuguard.policies.amounts import parse_rate
 from gpuguard.policies.policy import DESTRUCTIVE, Policy, Step
 from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule
 from gpuguard.policies.view import HostUse, RuleView
+from gpuguard.units import parse_rate
 from gpuguard.watchdog import Watchdog
 
 INTERVAL, DEVICES = 10.0, 3

@@ -25,8 +25,8 @@ from gpuguard.jobs.limits import (
     used_before,
 )
 from gpuguard.model import ClaimRecord, Device
-from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.engine import evaluate
+from gpuguard.units import parse_memory_amount
 
 ALICE, BOB = 1001, 1002
 FAMILY = {4711: 1000.0, 4712: 1000.0}  # as a_process() has started

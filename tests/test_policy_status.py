@@ -15,9 +15,8 @@ from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.policies.engine import evaluate
 from gpuguard.policies.escalation import policy_status
 from gpuguard.policies.policy import KILL_AFTER, Step
-from gpuguard.policies.series import MOST, SampleRhythm, ValueSeries
 from gpuguard.policies.trends import slopes
-from gpuguard.policies.view import RuleView, device_subject, key_of, process_subject
+from gpuguard.policies.view import MOST, RuleView, SampleRhythm, ValueSeries, device_subject, key_of, process_subject
 from gpuguard.watchdog import Watchdog
 
 LADDER = a_policy("warn", "terminate", Step("kill", KILL_AFTER), cooldown=1000)

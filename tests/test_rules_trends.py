@@ -24,12 +24,11 @@ from builders import (
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import CLOCKS, ECC, Subject
-from gpuguard.policies.amounts import parse_rate
 from gpuguard.policies.idle import IdleRule
-from gpuguard.policies.series import ValueSeries
 from gpuguard.policies.thresholds import HealthRule
 from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule, slopes
-from gpuguard.policies.view import HostUse, RuleView, key_of, process_subject
+from gpuguard.policies.view import HostUse, RuleView, ValueSeries, key_of, process_subject
+from gpuguard.units import parse_rate
 
 LEAK = MemoryGrowthRule(parse_rate("1GiB/10m"))
 

@@ -7,9 +7,9 @@ from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_proce
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, ProcessStat
-from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
 from gpuguard.policies.thresholds import MemoryRule, PowerRule, ProcessesRule, TemperatureRule, UtilizationRule
 from gpuguard.policies.view import RuleView, device_subject
+from gpuguard.units import parse_memory_amount, parse_power_amount, parse_rate
 
 ALICE, BOB = {"uid": 1001, "user": "alice"}, {"uid": 1002, "user": "bob"}
 

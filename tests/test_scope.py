@@ -11,9 +11,8 @@ from ladders import Devices, Finds, Watch, a_policy, actions, busy, kinds, pids
 
 from gpuguard.enforcement import identity
 from gpuguard.model import Finding, Subject
-from gpuguard.policies import scope
-from gpuguard.policies.policy import Scope
-from gpuguard.policies.scope import is_within, on_enough_devices
+from gpuguard.policies import policy as policy_module
+from gpuguard.policies.policy import Scope, is_within, on_enough_devices
 from gpuguard.policies.view import HostUse, RuleView, index_sample, reach_of
 
 ALICE, BOB = 1001, 1002
@@ -146,12 +145,14 @@ def test_what_gets_more_time_before_a_signal_is_of_the_kind_interactive(tracer, 
     process = a_process(4711, command=tuple(command.split()))
     use = HostUse(terminal="/dev/pts/1" if terminal else "", traced=bool(tracer))
     index = index_sample(RuleView(busy(50, a_device(processes=(process,))), host={(4711, SINCE_BOOT): use}))
-    target = scope.target_of_process(process, Subject("process", a_device().uuid, 4711, SINCE_BOOT, process.uid), index)
+    target = policy_module.target_of_process(
+        process, Subject("process", a_device().uuid, 4711, SINCE_BOOT, process.uid), index
+    )
     facts = identity.facts_of(os.getpid())
     assert facts
 
     waits = replace(facts, tracer=tracer, terminal=terminal, command=command).interactive is not None
-    assert scope.certain_kinds(target, index) == {"interactive" if waits else "batch"}
+    assert policy_module.certain_kinds(target, index) == {"interactive" if waits else "batch"}
 
 
 def test_what_is_no_process_is_of_no_kind():
@@ -399,8 +400,10 @@ def test_a_process_that_means_itself_is_judged_as_any_other(process, accused, po
     outcomes = []
     for short in (True, False):
         if not short:
-            monkeypatch.setattr(scope, "_is_itself", lambda finding, sight: False)
+            monkeypatch.setattr(policy_module, "_is_itself", lambda finding, sight: False)
         for means in (process, a_process(1, uid=ALICE), a_process(9, uid=ALICE)):
-            outcomes.append(scope.drop_protected([Finding("rule", subject, "why", (means,))], policy, sight, {}))
+            outcomes.append(
+                policy_module.drop_protected([Finding("rule", subject, "why", (means,))], policy, sight, {})
+            )
 
     assert outcomes[:3] == outcomes[3:]

@@ -21,10 +21,10 @@ from gpuguard.enforcement import limits
 from gpuguard.enforcement.limits import BURST_LINES, REPORT_SECONDS, SECONDS_PER_LINE, AuditQuota, recover_actions
 from gpuguard.history import audit_log
 from gpuguard.model import Event
-from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.thresholds import MemoryRule
 from gpuguard.sanitize import display_width, neutral_command, neutralise
+from gpuguard.units import parse_memory_amount
 from gpuguard.views.text import json_text, put, shorten, style, table
 from gpuguard.watchdog import Watchdog
 

@@ -16,8 +16,7 @@ from gpuguard.model import Snapshot, Verdict
 from gpuguard.policies.engine import evaluate
 from gpuguard.policies.escalation import EngineMemory
 from gpuguard.policies.policy import ENDING, Judgement, Policy
-from gpuguard.policies.series import LARGEST_DISTANCE
-from gpuguard.policies.view import ProcessIdentity, RuleView
+from gpuguard.policies.view import LARGEST_DISTANCE, ProcessIdentity, RuleView
 
 HELD = 2**30  # bytes above which a device counts as held; below it is what a driver keeps for itself
 

@@ -20,13 +20,12 @@ from gpuguard.backtest.recordings import Numbering, people
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot, Verdict
-from gpuguard.policies.amounts import parse_rate
 from gpuguard.policies.files.decoder import Accounts, Decoder
 from gpuguard.policies.files.loader import load_policies
 from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, in_order, read_file
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.view import HostUse, RuleView
-from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_percent, parse_watts
+from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_percent, parse_rate, parse_watts
 
 T = TypeVar("T")
 

@@ -198,7 +198,7 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
     if (args.memory_limit, args.temperature_limit, args.idle_limit) != (None, None, None):
         # The rules of the guard take over 10 ms to load.
         from gpuguard.jobs.limits import policies_of
-        from gpuguard.policies.amounts import parse_memory_amount
+        from gpuguard.units import parse_memory_amount
 
         if args.memory_limit == "share" and not args.share:
             raise InvalidRequest("--memory-limit share is for a job that shares its GPUs: add --share --memory SIZE.")

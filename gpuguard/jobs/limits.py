@@ -30,13 +30,12 @@ from gpuguard.model import (
     Verdict,
 )
 from gpuguard.policies import engine
-from gpuguard.policies.amounts import Amount
 from gpuguard.policies.escalation import EngineMemory as EngineMemory
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.thresholds import MemoryRule, TemperatureRule
 from gpuguard.policies.view import judged_processes
-from gpuguard.units import format_bytes, format_duration
+from gpuguard.units import Amount, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from gpuguard.policies import Rule

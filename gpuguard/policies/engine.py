@@ -21,10 +21,25 @@ from gpuguard.policies.escalation import (
     allowed_steps,
     next_step,
 )
-from gpuguard.policies.policy import Judgement, Note, Policy, why_inapplicable
-from gpuguard.policies.scope import drop_protected, on_enough_devices, outside_schedule
-from gpuguard.policies.series import windows_of
-from gpuguard.policies.view import RuleView, SampleIndex, SubjectIdentity, identity_of, index_sample, key_of, reach_of
+from gpuguard.policies.policy import (
+    Judgement,
+    Note,
+    Policy,
+    drop_protected,
+    on_enough_devices,
+    outside_schedule,
+    why_inapplicable,
+)
+from gpuguard.policies.view import (
+    RuleView,
+    SampleIndex,
+    SubjectIdentity,
+    identity_of,
+    index_sample,
+    key_of,
+    reach_of,
+    windows_of,
+)
 
 Judged = tuple[list[DueStep], list[Note]]  # by one policy: the steps whose time has come, and what is not acted on
 Isolate = Callable[[str, Callable[[], Judged]], "Judged | None"]

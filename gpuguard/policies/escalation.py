@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 from gpuguard.model import Device, Finding, GpuProcess, Subject
 from gpuguard.policies.policy import COUNTED, DESTRUCTIVE, KILL_AFTER, Note, Policy, Step
-from gpuguard.policies.series import Past, SampleRhythm
-from gpuguard.policies.view import ProcessIdentity, SampleIndex, SubjectIdentity
+from gpuguard.policies.view import Past, ProcessIdentity, SampleIndex, SampleRhythm, SubjectIdentity
 
 FEWEST_SAMPLES = 2  # a condition that was seen once never fires, however short `for` is
 EFFECT_SECONDS = 50.0

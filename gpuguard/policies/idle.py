@@ -9,8 +9,6 @@ from typing import Annotated, Literal
 from gpuguard.device_state import claim_of, claims_on, idle_limit, may_compute, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, GpuProcess, Subject
-from gpuguard.policies.amounts import Rate, parse_rate
-from gpuguard.policies.series import recent
 from gpuguard.policies.view import (
     RuleView,
     claim_subject,
@@ -18,8 +16,9 @@ from gpuguard.policies.view import (
     computing_processes,
     device_subject,
     process_subject,
+    recent,
 )
-from gpuguard.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_percent
+from gpuguard.units import Rate, format_bytes, format_duration, parse_bytes, parse_duration, parse_percent, parse_rate
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from typing import Annotated, Literal
 from gpuguard.device_state import claims_on, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import CLOCKS, ECC, Device, Finding, GpuProcess, Subject, claim_named
-from gpuguard.policies.amounts import Amount, parse_memory_amount, parse_power_amount
 from gpuguard.policies.view import RuleView, computing, device_subject, findings_where, uses_of
-from gpuguard.units import format_bytes, parse_celsius, parse_percent
+from gpuguard.units import Amount, format_bytes, parse_celsius, parse_memory_amount, parse_percent, parse_power_amount
 
 
 def _findings_of_whole(rule: str, view: RuleView, per: str, why: Callable[[Device], str | None]) -> Iterator[Finding]:

@@ -14,10 +14,8 @@ from functools import lru_cache
 from typing import Annotated, Literal
 
 from gpuguard.model import Device, Finding, GpuProcess, Subject
-from gpuguard.policies.amounts import Rate, parse_rate
-from gpuguard.policies.series import clock_of, covers
-from gpuguard.policies.view import RuleView, findings_where, key_of
-from gpuguard.units import format_bytes, format_duration, parse_duration, parse_percent
+from gpuguard.policies.view import RuleView, clock_of, covers, findings_where, key_of
+from gpuguard.units import Rate, format_bytes, format_duration, parse_duration, parse_percent, parse_rate
 
 POINTS = 24  # 276 pairs
 GOLDEN = 0.618034  # samples are taken at uneven distances, so that they keep no pace with what rises and falls

@@ -16,7 +16,6 @@ from typing import Any
 
 from gpuguard.enforcement.actions import ACTION_KEYS, parse_checkpoint_signal, parse_niceness
 from gpuguard.notify.targets import TARGETS
-from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
 from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, implied, keys_of, text_key
 from gpuguard.policies.files.keys import (
     BreakerKeys,
@@ -33,7 +32,15 @@ from gpuguard.policies.files.keys import (
     parse_until,
 )
 from gpuguard.policies.rules import RULES
-from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_percent
+from gpuguard.units import (
+    parse_bytes,
+    parse_celsius,
+    parse_duration,
+    parse_memory_amount,
+    parse_percent,
+    parse_power_amount,
+    parse_rate,
+)
 
 Schema = dict[str, Any]
 

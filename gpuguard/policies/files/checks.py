@@ -10,12 +10,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpuguard.policies.amounts import Amount
 from gpuguard.policies.files.decoder import Decoder, Path, unknown
 from gpuguard.policies.files.keys import ExceptKeys, IntervalKeys, PolicyKeys, ScopeKeys
-from gpuguard.policies.policy import HARMFUL, KILL_AFTER, ON_PROCESSES
-from gpuguard.policies.scope import DAY
-from gpuguard.units import format_duration
+from gpuguard.policies.policy import DAY, HARMFUL, KILL_AFTER, ON_PROCESSES
+from gpuguard.units import Amount, format_duration
 
 WHOM = ("users", "groups", "devices", "models", "kinds")
 COUSINS = {"users": "groups", "groups": "users", "devices": "models", "models": "devices"}  # one may mean the other
