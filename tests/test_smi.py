@@ -39,7 +39,7 @@ ODD = (
     "9" * 5000, None,
 )  # fmt: skip
 NAMES = ("\u0661\u0662 %", "-", "12", "12 bananas", "NaN", "1e309", "4294967295", "-1 MiB")  # of products, perhaps
-NUMBERS = {row.places[0]: row.field for rows in ROWS.values() for row in rows}
+NUMBERS = {places[0]: field for rows in ROWS.values() for field, (_, places) in rows.items() if places}
 
 
 def read(path: Path, *devices: Device, odd: dict[str, str | None] | None = None) -> Snapshot:

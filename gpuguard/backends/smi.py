@@ -19,8 +19,9 @@ import shutil
 import subprocess
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
 from gpuguard import model, procfs
@@ -29,7 +30,7 @@ from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, Driv
 from gpuguard.model import PROCESS_DETAILS, Device, Gap, GpuProcess, Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection
     from typing import Any, NoReturn
 
 # Sixteen devices with all their supported clocks, the longest part, are 2 MB, 40,000 elements and 7 levels.
@@ -38,41 +39,6 @@ MAX_ELEMENTS = 500_000
 MAX_DEPTH = 32
 MAX_TEXT = 4096  # characters of one element: a process name is the longest
 _UNREAD = frozenset({"supported_clocks", "accounted_processes"})  # nine tenths of all elements, and no field needs them
-
-
-class Element:
-    """One element: its tag, its text, what is inside."""
-
-    __slots__ = ("attributes", "children", "tag", "text")
-
-    def __init__(self, tag: str, attributes: dict[str, str]) -> None:
-        self.tag, self.attributes, self.text = tag, attributes, ""
-        self.children: list[Element] = []
-
-    def find(self, path: str) -> Element | None:
-        """The first element at ``"temperature/gpu_temp"``, or None."""
-        found: Element | None = self
-        for tag in path.split("/"):
-            found = next((child for child in found.children if child.tag == tag), None) if found else None
-        return found
-
-    def all(self, tag: str) -> Iterator[Element]:
-        """The children with that tag."""
-        return (child for child in self.children if child.tag == tag)
-
-    def word(self, path: str) -> str | None:
-        """The text at *path*; None where there is no such element, or it has elements inside."""
-        found = self.find(path)
-        return None if found is None or found.children else found.text.strip()
-
-    def leaves(self) -> Iterator[Element]:
-        """Every element below that has text only."""
-        todo = [self]
-        while todo:
-            element = todo.pop()
-            todo += element.children
-            if not element.children:
-                yield element
 
 
 def parse(document: bytes) -> Element:
@@ -86,13 +52,13 @@ def parse(document: bytes) -> Element:
     """
     if len(document) > MAX_BYTES:
         _refuse(f"it is larger than {MAX_BYTES // 2**20} MiB")
-    tree = _Tree()
+    tree = _BoundedTree()
     parser = expat.ParserCreate()
     parser.buffer_text = True
     parser.SetParamEntityParsing(expat.XML_PARAM_ENTITY_PARSING_NEVER)
     parser.StartElementHandler = tree.start
     parser.EndElementHandler = tree.end
-    parser.CharacterDataHandler = tree.text
+    parser.CharacterDataHandler = tree.data
     parser.StartDoctypeDeclHandler = tree.doctype
     parser.EntityDeclHandler = lambda *_: _refuse("it declares entities")
     parser.ExternalEntityRefHandler = lambda *_: _refuse("it refers to another file")
@@ -100,18 +66,18 @@ def parse(document: bytes) -> Element:
         parser.Parse(document, True)
     except (expat.ExpatError, ValueError, LookupError) as error:  # the last two: unknown encodings
         _refuse(f"it is not XML: {error}")
-    if tree.root is None or tree.root.tag != "nvidia_smi_log":
+    root = tree.builder.close()
+    if root.tag != "nvidia_smi_log":
         _refuse("it does not begin with <nvidia_smi_log>")
-    return tree.root
+    return root
 
 
-class _Tree:
+class _BoundedTree:
     """Builds the elements, and counts them."""
 
     def __init__(self) -> None:
-        self.root: Element | None = None
-        self._open: list[Element] = []
-        self._count, self._skipping = 0, 0
+        self.builder = TreeBuilder()
+        self._count, self._depth, self._skipping = 0, 0, 0
 
     def doctype(self, _name: str, _system: str | None, _public: str | None, has_internal_subset: int) -> None:
         # nvidia-smi names a DTD in a file, which is not read; one inside the document could only define entities.
@@ -120,32 +86,43 @@ class _Tree:
 
     def start(self, tag: str, attributes: dict[str, str]) -> None:
         self._count += 1
-        if self._count > MAX_ELEMENTS or len(self._open) + self._skipping >= MAX_DEPTH:
+        self._depth += 1
+        if self._count > MAX_ELEMENTS or self._depth > MAX_DEPTH:
             _refuse("it has more elements, or more of them inside each other, than nvidia-smi writes")
         if self._skipping or tag in _UNREAD:
             self._skipping += 1
-            return
-        element = Element(tag, attributes)
-        if self._open:
-            self._open[-1].children.append(element)
         else:
-            self.root = element
-        self._open.append(element)
+            self.builder.start(tag, attributes)
 
-    def end(self, _tag: str) -> None:
+    def end(self, tag: str) -> None:
+        self._depth -= 1
         if self._skipping:
             self._skipping -= 1
         else:
-            self._open.pop()
+            self.builder.end(tag)
 
-    def text(self, text: str) -> None:
-        if self._open and not self._skipping:
-            element = self._open[-1]
-            element.text = (element.text + text)[:MAX_TEXT]
+    def data(self, text: str) -> None:
+        if not self._skipping:
+            self.builder.data(text)
 
 
 def _refuse(why: str) -> NoReturn:
     raise BackendError(f"this is nothing that `nvidia-smi -q -x` has written: {why}.")
+
+
+def word_at(element: Element, path: str) -> str | None:
+    """The text at *path*; None where there is no such element, or it has elements inside."""
+    found = element.find(path)
+    return None if found is None or len(found) else _text(found)
+
+
+def _text(element: Element) -> str:
+    return (element.text or "")[:MAX_TEXT].strip()
+
+
+def _reason(word: str | None) -> str:
+    """Why *word* makes no value."""
+    return "it is missing in the document" if word is None else word or "empty"
 
 
 _NUMBER = re.compile(r"(-?\d{1,15}(?:\.\d{1,9})?) ?([A-Za-z%/]*)", re.ASCII)
@@ -199,101 +176,79 @@ def _pstate(text: str) -> int | None:
     return int(text[1:]) if re.fullmatch(r"P\d{1,2}", text, re.ASCII) else None
 
 
-@dataclass(frozen=True)
-class XmlFieldRow:
-    """One field of a device: where it is (the first place that has a value), and what makes a value of it."""
-
-    field: str
-    places: tuple[str, ...]
-    convert: Callable[[str], Any]
-
-
 _POWER = "gpu_power_readings"
 _LINK = "pci/pci_gpu_link_info"
 
-ROWS: dict[str, tuple[XmlFieldRow, ...]] = {
-    model.MODEL: (
-        XmlFieldRow("name", ("product_name",), name_of),
-        XmlFieldRow("pci_bus_id", ("pci/pci_bus_id",), _bus_id),
-        XmlFieldRow("minor_number", ("minor_number",), whole),
-    ),
-    model.UTILIZATION: (
-        XmlFieldRow("utilization", ("utilization/gpu_util",), percent),
-        XmlFieldRow("memory_utilization", ("utilization/memory_util",), percent),
-    ),
-    model.THERMAL: (
-        XmlFieldRow("temperature", ("temperature/gpu_temp",), celsius),
-        XmlFieldRow("temperature_slowdown", ("temperature/gpu_temp_slow_threshold",), celsius),
-        XmlFieldRow("temperature_shutdown", ("temperature/gpu_temp_max_threshold",), celsius),
-        XmlFieldRow("fan_speed", ("fan_speed",), percent),
-    ),
-    model.POWER: (
-        XmlFieldRow(
-            "power_draw",
+# By group, each field of a device: what makes a value of its text, and where that is: the first place that has a value
+# counts; no place: nvidia-smi -q -x does not tell it.
+ROWS: dict[str, dict[str, tuple[Callable[[str], Any], tuple[str, ...]]]] = {
+    model.MODEL: {
+        "name": (name_of, ("product_name",)),
+        "pci_bus_id": (_bus_id, ("pci/pci_bus_id",)),
+        "minor_number": (whole, ("minor_number",)),
+    },
+    model.UTILIZATION: {
+        "utilization": (percent, ("utilization/gpu_util",)),
+        "memory_utilization": (percent, ("utilization/memory_util",)),
+    },
+    model.THERMAL: {
+        "temperature": (celsius, ("temperature/gpu_temp",)),
+        "temperature_slowdown": (celsius, ("temperature/gpu_temp_slow_threshold",)),
+        "temperature_shutdown": (celsius, ("temperature/gpu_temp_max_threshold",)),
+        "fan_speed": (percent, ("fan_speed",)),
+    },
+    model.POWER: {
+        "power_draw": (
+            watts,
             ("power_readings/power_draw", f"{_POWER}/power_draw", f"{_POWER}/average_power_draw",
              f"{_POWER}/instant_power_draw"),
-            watts,
         ),
-        XmlFieldRow(
-            "power_limit",
+        "power_limit": (
+            watts,
             ("power_readings/enforced_power_limit", f"{_POWER}/current_power_limit", "power_readings/power_limit"),
-            watts,
         ),
-    ),
-    model.CLOCKS: (
-        XmlFieldRow("clock_sm", ("clocks/sm_clock",), megahertz),
-        XmlFieldRow("clock_sm_max", ("max_clocks/sm_clock",), megahertz),
-        XmlFieldRow("clock_memory", ("clocks/mem_clock",), megahertz),
-        XmlFieldRow("clock_memory_max", ("max_clocks/mem_clock",), megahertz),
-        XmlFieldRow("pstate", ("performance_state",), _pstate),
-        XmlFieldRow("persistence_mode", ("persistence_mode",), _SWITCH.get),
-    ),
-    model.ECC: (XmlFieldRow("ecc_mode", ("ecc_mode/current_ecc",), _SWITCH.get),),
-    model.PCIE: (
-        XmlFieldRow(
-            "pcie_generation",
-            (f"{_LINK}/pcie_gen/device_current_link_gen", f"{_LINK}/pcie_gen/current_link_gen"),
-            whole),
-        XmlFieldRow(
-            "pcie_width",
-            (f"{_LINK}/link_widths/current_link_width",),
-            lambda word: whole(word.removesuffix("x"))),
-        XmlFieldRow("pcie_tx", ("pci/tx_util",), bytes_per_second),
-        XmlFieldRow("pcie_rx", ("pci/rx_util",), bytes_per_second),
-    ),
+        "total_energy": (watts, ()),
+    },
+    model.CLOCKS: {
+        "clock_sm": (megahertz, ("clocks/sm_clock",)),
+        "clock_sm_max": (megahertz, ("max_clocks/sm_clock",)),
+        "clock_memory": (megahertz, ("clocks/mem_clock",)),
+        "clock_memory_max": (megahertz, ("max_clocks/mem_clock",)),
+        "pstate": (_pstate, ("performance_state",)),
+        "persistence_mode": (_SWITCH.get, ("persistence_mode",)),
+    },
+    model.ECC: {"ecc_mode": (_SWITCH.get, ("ecc_mode/current_ecc",))},
+    model.PCIE: {
+        "pcie_generation": (
+            whole, (f"{_LINK}/pcie_gen/device_current_link_gen", f"{_LINK}/pcie_gen/current_link_gen")
+        ),
+        "pcie_width": (lambda word: whole(word.removesuffix("x")), (f"{_LINK}/link_widths/current_link_width",)),
+        "pcie_tx": (bytes_per_second, ("pci/tx_util",)),
+        "pcie_rx": (bytes_per_second, ("pci/rx_util",)),
+    },
+    model.NVLINK: {"nvlink_links": (whole, ())},
+    model.NVLINK_FLOW: {"nvlink_tx": (bytes_per_second, ()), "nvlink_rx": (bytes_per_second, ())},
+    model.HEALTH: {"compute_mode": (_COMPUTE_MODES.get, ("compute_mode",))},
 }  # fmt: skip
-
-# Fields of a group that nvidia-smi -q -x has nowhere.
-ABSENT = {
-    model.POWER: ("total_energy",),
-    model.NVLINK: ("nvlink_links",),
-    model.NVLINK_FLOW: ("nvlink_tx", "nvlink_rx"),
-}
 
 
 class SmiReading:
     """One device or MIG instance while its element is read: values and gaps."""
 
-    def __init__(self, element: Element, uuid: str) -> None:
-        self.element, self.uuid = element, uuid
+    def __init__(self, element: Element, uuid: str, fields: Collection[str], live: bool) -> None:
+        self.element, self.uuid, self.fields = element, uuid, fields
+        self.live = live  # whether its processes are those of this machine, now
         self.values: dict[str, Any] = {}
         self.gaps: list[Gap] = []
         self.problems: list[str] = []
 
+    def word(self, path: str) -> str | None:
+        """The text at *path* in its element."""
+        return word_at(self.element, path)
+
     def gap(self, field: str, reason: str) -> None:
         """Say why a field is unknown."""
         self.gaps.append(Gap(self.uuid, field, reason[:200]))
-
-    def set_field(self, row: XmlFieldRow) -> None:
-        """Set a field, or leave a gap."""
-        words = [word for place in row.places if (word := self.element.word(place)) is not None]
-        low, high = PLAUSIBLE.get(row.field, (float("-inf"), float("inf")))
-        for word in words:
-            value = row.convert(word)
-            if value is not None and (isinstance(value, str) or low <= value <= high):
-                self.values[row.field] = value
-                return
-        self.gap(row.field, words[0] or "empty" if words else "it is missing in the document")
 
     def problem(self, text: str) -> None:
         """Say what is wrong with the device."""
@@ -302,48 +257,54 @@ class SmiReading:
 
 
 def read_rows(reading: SmiReading, group: str) -> None:
-    """The fields of *group* that are one element each, and those that there are none for."""
-    for row in ROWS.get(group, ()):
-        reading.set_field(row)
-    for field in ABSENT.get(group, ()):
-        reading.gap(field, _NOT_TOLD)
+    """The fields of *group* that are one element each."""
+    for field, (convert, places) in ROWS.get(group, {}).items():
+        words = [word for place in places if (word := reading.word(place)) is not None]
+        low, high = PLAUSIBLE.get(field, (float("-inf"), float("inf")))
+        values = (value for word in words if (value := convert(word)) is not None)
+        value = next((value for value in values if isinstance(value, str) or low <= value <= high), None)
+        if value is not None:
+            reading.values[field] = value
+        else:
+            reading.gap(field, _reason(words[0] if words else None) if places else _NOT_TOLD)
 
 
 def read_memory(reading: SmiReading) -> None:
     """memory_*: all of them, or none."""
-    memory = {name: reading.element.word(f"fb_memory_usage/{name}") for name in ("total", "used", "free", "reserved")}
-    found = {name: None if word is None else mebibytes(word) for name, word in memory.items()}
-    total, used, free = found["total"], found["used"], found["free"]
-    # Each is rounded to MiB for itself, so their sum may miss the total by three of them.
+    words = {name: reading.word(f"fb_memory_usage/{name}") for name in ("total", "used", "free", "reserved")}
+    total, used, free, reserved = (None if word is None else mebibytes(word) for word in words.values())
     if total is None or used is None or free is None:
-        reason = next((f"{memory[name]}" for name in ("total", "used", "free") if found[name] is None), "")
-        reason = "it is missing in the document" if reason == "None" else reason
+        amounts = {"total": total, "used": used, "free": free}
+        reason = _reason(next(words[name] for name, amount in amounts.items() if amount is None))
+    # Each is rounded to MiB for itself, so their sum may miss the total by three of them.
     elif total <= 0 or min(used, free) < 0 or used + free > total + 3 * 2**20:
-        reason = f"implausible values {memory['total']}, {memory['used']} used, {memory['free']} free"
+        reason = f"implausible values {words['total']}, {words['used']} used, {words['free']} free"
     else:
         reading.values.update(memory_total=total, memory_used=used, memory_free=free)
-        if found["reserved"] is not None and 0 <= found["reserved"] <= total:
-            reading.values["memory_reserved"] = found["reserved"]
+        if reserved is not None and 0 <= reserved <= total:
+            reading.values["memory_reserved"] = reserved
         else:
             reading.gap("memory_reserved", "this driver counts it as used memory")
         return
-    for name in memory:
-        reading.gap(f"memory_{name}", reason or "empty")
+    for name in words:
+        reading.gap(f"memory_{name}", reason)
 
 
 def read_throttle_reasons(reading: SmiReading) -> None:
     """throttle_reasons: the names of those that are active; unknown unless each says whether it is."""
-    listed = reading.element.find("clocks_event_reasons") or reading.element.find("clocks_throttle_reasons")
-    if listed is None or not listed.children:
-        reading.gap("throttle_reasons", (listed.text.strip() if listed else "") or "it is missing in the document")
+    listed = reading.element.find("clocks_event_reasons")
+    if listed is None:
+        listed = reading.element.find("clocks_throttle_reasons")
+    if listed is None or not len(listed):
+        reading.gap("throttle_reasons", _reason((_text(listed) or None) if listed is not None else None))
         return
     active = []
-    for child in listed.children:
-        name = re.sub(r"^clocks_(event|throttle)_reasons?_", "", child.tag)
-        if child.text.strip() == "Active":
+    for child in listed:
+        name, word = re.sub(r"^clocks_(event|throttle)_reasons?_", "", child.tag), _text(child)
+        if word == "Active":
             active.append(_THROTTLE.get(name, name))
-        elif child.text.strip() != "Not Active" and not child.children:
-            reading.gap("throttle_reasons", f"{name}: {child.text.strip()}")
+        elif word != "Not Active" and not len(child):
+            reading.gap("throttle_reasons", f"{name}: {word}")
             return
     reading.values["throttle_reasons"] = tuple(active)
 
@@ -376,33 +337,31 @@ def _add_up(reading: SmiReading, field: str, ways: list[list[str]]) -> None:
     """The sum of the elements of the first way of writing it that is complete."""
     reason = ""
     for places in ways:
-        words = [reading.element.word(place) for place in places]
+        words = [reading.word(place) for place in places]
         counts = [None if word is None else whole(word) for word in words]
         known = [count for count in counts if count is not None and count >= 0]
         if len(known) == len(places):
             reading.values[field] = sum(known)
             return
         reason = reason or next((word for word, count in zip(words, counts, strict=True) if word and count is None), "")
-    reading.gap(field, reason or "it is missing in the document")
+    reading.gap(field, reason or _reason(None))
 
 
 def read_health(reading: SmiReading) -> None:
-    """problems, compute_mode, mig_mode."""
-    element = reading.element
-    reading.set_field(XmlFieldRow("compute_mode", ("compute_mode",), _COMPUTE_MODES.get))
-    mode = element.word("mig_mode/current_mig")
+    """problems, mig_mode."""
+    mode = reading.word("mig_mode/current_mig")
     if mode in (None, "N/A", "[N/A]", "[Not Supported]", "Disabled", "Enabled"):
         reading.values["mig_mode"] = mode == "Enabled"  # a device or driver without MIG is not in MIG mode
     else:
-        reading.gap("mig_mode", mode or "empty")
+        reading.gap("mig_mode", _reason(mode))
     for place, problem in _PROBLEMS.items():
-        if element.word(place) == "Yes":
+        if reading.word(place) == "Yes":
             reading.problem(problem)
-    action = element.word("gpu_recovery_action") or ""
+    action = reading.word("gpu_recovery_action") or ""
     if not is_blank(action):
         reading.problem(f"the driver recommends: {action[:80]}")
     for place in ("compute_mode", "fb_memory_usage/total", "product_name", "utilization/gpu_util"):
-        if (text := element.word(place) or "").strip("[]").lower() in ("err!", "unknown error"):
+        if (text := reading.word(place) or "").strip("[]").lower() in ("err!", "unknown error"):
             reading.problem(f"{place.rpartition('/')[2]}: {text}")
 
 
@@ -415,38 +374,36 @@ _PROBLEMS = {
 }
 
 
-Instance = tuple[str, str]  # ids of the GPU instance and the compute instance, as they are written
-
 LARGEST_PID = 2**32 - 1  # in a file: Windows counts further than Linux
 # Any other word is taken for both: it counts as use of the device, and is not signalled.
 _KINDS = {"C": "compute", "G": "graphics", "C+G": "compute+graphics", "M": "mps", "M+C": "mps"}
 _OTHER_KIND = "compute+graphics"
 
 
-def read_processes(reading: SmiReading, listed: Element | None, instance: Instance | None, fields: Collection[str],
-                   *, live: bool) -> None:  # fmt: skip
-    """processes and processes_plausible.
+def read_processes(reading: SmiReading, listed: Element | None, instance: tuple[str, str] | None = None) -> None:
+    """processes and processes_plausible; PROCESS_DETAILS adds whose they are.
 
     Args:
         reading: of a device or an instance.
         listed: <processes> of the device.
-        instance: whose processes are meant; None: those of the device itself.
-        fields: what is read; PROCESS_DETAILS adds whose they are.
-        live: whether they are processes of this machine, now.
+        instance: the ids of the GPU instance and the compute instance whose processes are meant; None: the device's.
     """
-    if listed is None or (not listed.children and listed.text.strip()):
-        reading.gap("processes", "it is missing in the document" if listed is None else listed.text.strip())
+    if {model.PROCESSES, model.IDLE_PROCESSES}.isdisjoint(reading.fields):
+        return
+    if listed is None or (not len(listed) and _text(listed)):
+        reading.gap("processes", _reason(None if listed is None else _text(listed)))
         return
     rows = []
-    for entry in listed.all("process_info"):
-        ids = entry.word("gpu_instance_id") or "", entry.word("compute_instance_id") or ""
+    for entry in listed.findall("process_info"):
+        ids = word_at(entry, "gpu_instance_id") or "", word_at(entry, "compute_instance_id") or ""
         if instance is not None and ids != instance:
             continue
         process = _process(reading, entry)
         if process is None:
-            reading.gap("processes", f"a pid is written {entry.word('pid')!r:.40}")
+            reading.gap("processes", f"a pid is written {word_at(entry, 'pid')!r:.40}")
             return
         rows.append(process)
+    live, details = reading.live, PROCESS_DETAILS in reading.fields
     reason = implausibility(
         [(row.pid, row.memory_used) for row in rows],
         alive=procfs.alive if live else lambda _pid: True,
@@ -457,33 +414,29 @@ def read_processes(reading: SmiReading, listed: Element | None, instance: Instan
     reading.values["processes_plausible"] = reason is None
     if reason is not None:
         reading.gap("processes", f"implausible list: {reason}")
-    details = PROCESS_DETAILS in fields
     if live and (reason or not details):
         # Of a list that cannot be believed, too: the process with such a pid here is not the one that the driver means.
         rows = [replace(row, command=None) for row in rows]
     if live and not reason:
         rows = [(procfs.described if details else procfs.identified)(row) for row in rows]
     if details and rows:
-        reading.gap("processes (utilization)", "nvidia-smi does not tell it")
+        reading.gap("processes (utilization)", _NOT_TOLD)
         if not live:
             reading.gap("processes (identity)", "a saved file does not tell who a process was")
     reading.values["processes"] = tuple(rows)
 
 
 def _process(reading: SmiReading, entry: Element) -> GpuProcess | None:
-    pid = entry.word("pid") or ""
-    if not re.fullmatch(r"\d{1,10}", pid, re.ASCII):
+    pid, memory, kind, name = (word_at(entry, tag) for tag in ("pid", "used_memory", "type", "process_name"))
+    if not re.fullmatch(r"\d{1,10}", pid or "", re.ASCII):
         return None
-    memory, kind, name = entry.word("used_memory"), entry.word("type"), entry.word("process_name")
     used = None if memory is None else mebibytes(memory)
     if used is None:
-        reading.gap(f"process {pid} memory_used", memory or "it is missing in the document")
+        reading.gap(f"process {pid} memory_used", memory or _reason(None))
     if kind not in _KINDS:
-        reading.gap(f"process {pid} kind", kind or "it is missing in the document")
-    named = bool(name) and not (name or "").startswith("[")
-    return GpuProcess(
-        int(pid), used, _KINDS.get(kind or "", _OTHER_KIND), command=(name,) if named and name is not None else None
-    )
+        reading.gap(f"process {pid} kind", kind or _reason(None))
+    command = (name,) if name and not name.startswith("[") else None
+    return GpuProcess(int(pid or 0), used, _KINDS.get(kind or "", _OTHER_KIND), command=command)
 
 
 _Read = tuple[Device, list[Gap]]
@@ -492,12 +445,6 @@ PROGRAM_SECONDS = 20.0  # without persistence mode each device is woken up first
 _ALIVE_SECONDS = 0.4  # how often we say that the program still runs: see client.DEVICE_SECONDS
 _NO_PROGRAM = "there is no program nvidia-smi in the PATH: install the driver, or choose another --backend."
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-_READERS: dict[str, Callable[[SmiReading], None]] = {
-    model.MEMORY: read_memory,
-    model.HEALTH: read_health,
-    model.CLOCKS: read_throttle_reasons,
-    model.ECC: read_ecc,
-}
 
 
 def open(spec: str = "") -> Smi:
@@ -530,12 +477,12 @@ class Smi:
         fields = set(fields) - {model.BRIEF}  # the document has everything
         root = self.document()
         if self.path:
-            then = _time_of(root.word("timestamp") or "") or os.path.getmtime(self.path)
+            then = _time_of(word_at(root, "timestamp") or "") or os.path.getmtime(self.path)
             taken_at, clock = then, clock - (taken_at - then)
         found: list[Device] = []
         gaps: list[Gap] = []
         known: set[str] = set()
-        for index, element in enumerate(root.all("gpu")):
+        for index, element in enumerate(root.findall("gpu")):
             family = _distinct(self._family(index, element, fields), known)
             if index not in self.skip and (devices is None or any(device.uuid in devices for device, _ in family)):
                 found += [device for device, _ in family]
@@ -545,7 +492,7 @@ class Smi:
         if model.TOPOLOGY in fields:
             gaps.append(Gap(None, "topology", "nvidia-smi -q does not tell it"))
         driver, cuda = (
-            name_of(root.word(name) or "") if model.MODEL in fields else None
+            name_of(word_at(root, name) or "") if model.MODEL in fields else None
             for name in ("driver_version", "cuda_version")
         )
         return Snapshot(
@@ -579,60 +526,48 @@ class Smi:
 
     def _family(self, index: int, element: Element, fields: Collection[str]) -> list[tuple[Device, list[Gap]]]:
         """A device and its MIG instances."""
-        bus = element.attributes.get("id") or element.word("pci/pci_bus_id") or ""
-        told = element.word("uuid") or ""
+        bus = element.get("id") or word_at(element, "pci/pci_bus_id") or ""
+        told = word_at(element, "uuid") or ""
         uuid = told if told.startswith("GPU-") and is_uuid(told) else self._uuids.get(bus, f"unknown-{index}")
         self._uuids[bus] = uuid
         if _is_lost(element):
             lost = Device(index, uuid, problems=("lost",))
             return [(lost, [Gap(uuid, group, "the device is lost") for group in sorted(fields)])]
-        reading = SmiReading(element, uuid)
-        live = not self.path
+        reading = SmiReading(element, uuid, fields, live=not self.path)
         for group in sorted(fields):
             read_rows(reading, group)
         for group, reader in _READERS.items():
             if group in fields:
                 reader(reading)
-        parts = element.find("mig_devices")
-        divided = parts is not None and model.HEALTH in fields and reading.values.get("mig_mode")
-        instances = list(parts.all("mig_device")) if parts is not None and divided else []
-        if model.MODEL in fields:
-            _read_place(reading, live)
-        if not {model.PROCESSES, model.IDLE_PROCESSES}.isdisjoint(fields):
-            read_processes(reading, element.find("processes"), None, fields, live=live)
+        read_processes(reading, element.find("processes"))
         if uuid.startswith("unknown-"):
             reading.problem("nvidia-smi does not tell its uuid")  # by which it is claimed
         problems = tuple(reading.problems) if model.HEALTH in fields or reading.problems else None
-        whole = Device(index, uuid, problems=problems, **reading.values)
-        named = _named_instances(uuid, self.progress) if instances and live else {}
-        return [(whole, reading.gaps), *(_instance(part, whole, reading, fields, live, named) for part in instances)]
+        device = Device(index, uuid, problems=problems, **reading.values)
+        instances = element.findall("mig_devices/mig_device") if reading.values.get("mig_mode") else []
+        named = _named_instances(uuid, self.progress) if instances and reading.live else {}
+        return [(device, reading.gaps), *(_instance(instance, device, reading, named) for instance in instances)]
 
 
 def _instance(
-    element: Element,
-    parent: Device,
-    board: SmiReading,
-    fields: Collection[str],
-    live: bool,
-    named: dict[str, tuple[str, str]],
+    element: Element, parent: Device, board: SmiReading, named: dict[str, tuple[str, str]]
 ) -> tuple[Device, list[Gap]]:
-    gi, ci = element.word("gpu_instance_id") or "", element.word("compute_instance_id") or ""
+    gi, ci = word_at(element, "gpu_instance_id") or "", word_at(element, "compute_instance_id") or ""
     # The name that CUDA has always understood for an instance, where its own uuid is not told.
-    profile, uuid = named.get(element.word("index") or "", (None, f"MIG-{parent.uuid}/{gi}/{ci}"))
-    uuid = element.word("uuid") or uuid
-    reading = SmiReading(element, uuid)
-    if model.MEMORY in fields:
+    profile, uuid = named.get(word_at(element, "index") or "", (None, f"MIG-{parent.uuid}/{gi}/{ci}"))
+    uuid = word_at(element, "uuid") or uuid
+    reading = SmiReading(element, uuid, board.fields, board.live)
+    if model.MEMORY in reading.fields:
         read_memory(reading)
-    if not {model.PROCESSES, model.IDLE_PROCESSES}.isdisjoint(fields):
-        read_processes(reading, board.element.find("processes"), (gi, ci), fields, live=live)
-    if model.UTILIZATION in fields:
+    read_processes(reading, board.element.find("processes"), (gi, ci))
+    if model.UTILIZATION in reading.fields:
         reading.gap("utilization", "not told for MIG instances")
     if profile is None:
         reading.gap("mig_profile", "nvidia-smi -q does not tell it")
     for gap in board.gaps:
         if gap.field in OF_THE_BOARD:
             reading.gap(gap.field, gap.reason)
-    if model.MODEL in fields and "name" in board.values:
+    if model.MODEL in reading.fields and "name" in board.values:
         reading.values["name"] = board.values["name"] + (f" MIG {profile}" if profile else "")
     values = {key: board.values[key] for key in OF_THE_BOARD if key in board.values} | reading.values
     return Device(
@@ -649,27 +584,28 @@ def _instance(
 
 def _is_lost(element: Element) -> bool:
     """Whether nvidia-smi says so in the place of any value; the names of processes are words of their users."""
-    leaves = (leaf for child in element.children if child.tag != "processes" for leaf in child.leaves())
-    return any(leaf.text.strip("[] \n").lower().startswith(("gpu is lost", "gpu access blocked")) for leaf in leaves)
+    leaves = (leaf for child in element if child.tag != "processes" for leaf in child.iter() if not len(leaf))
+    return any(_text(leaf).strip("[] ").lower().startswith(("gpu is lost", "gpu access blocked")) for leaf in leaves)
 
 
-def _read_place(reading: SmiReading, live: bool) -> None:
+def read_affinity(reading: SmiReading) -> None:
     """numa_node and cpu_affinity, which only the kernel of this machine tells."""
     bus = str(reading.values.get("pci_bus_id", "")).lower()
     for field, name in (("numa_node", "numa_node"), ("cpu_affinity", "local_cpulist")):
-        text = _line(f"/sys/bus/pci/devices/{bus[-12:]}/{name}") if live and bus else ""
-        if not text or text == "-1":
-            reading.gap(field, "nvidia-smi does not tell it" if not text else "the kernel does not know it")
+        text = procfs.read_text(f"/sys/bus/pci/devices/{bus[-12:]}/{name}") if reading.live and bus else None
+        if not text or text.strip() == "-1":
+            reading.gap(field, "the kernel does not know it" if text else _NOT_TOLD)
         else:
-            reading.values[field] = text if field == "cpu_affinity" else int(text)
+            reading.values[field] = text.strip() if field == "cpu_affinity" else int(text)
 
 
-def _line(path: str) -> str:
-    try:
-        with builtins.open(path, encoding="ascii", errors="replace") as file:
-            return file.readline(1000).strip()
-    except OSError:
-        return ""
+_READERS: dict[str, Callable[[SmiReading], None]] = {
+    model.MEMORY: read_memory,
+    model.HEALTH: read_health,
+    model.CLOCKS: read_throttle_reasons,
+    model.ECC: read_ecc,
+    model.MODEL: read_affinity,
+}
 
 
 def _distinct(family: list[_Read], known: set[str]) -> list[_Read]:
