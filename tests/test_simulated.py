@@ -226,7 +226,7 @@ def test_a_spec_gives_as_many_devices_as_it_says(groups):
     parts = simulated_node.parse_spec("+".join(text for text, _ in groups))
 
     assert len(parts) == sum(count for _, count in groups)
-    assert all(part.model.memory_total >= GIB for part in parts)
+    assert all(model.memory_total >= GIB for model, _ in parts)
 
 
 @given(st.text(max_size=30) | st.text("0123456789xAH10-GB:mig=.,+", max_size=30))

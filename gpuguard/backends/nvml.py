@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -29,24 +30,19 @@ from gpuguard.backends.nvml_calls import (
     start,
 )
 from gpuguard.backends.nvml_fields import (
+    FIRST_READERS,
     READERS,
-    ROWS,
-    list_processes,
-    read_idle_processes,
-    read_memory,
-    read_processes,
-    read_rows,
 )
 from gpuguard.backends.plausibility import OF_THE_BOARD, is_uuid
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.model import IDLE_PROCESSES, PROCESSES, Device, Gap, Snapshot
+from gpuguard.model import Device, Gap, Snapshot
 from gpuguard.procfs import boot_clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
     from typing import Any
 
-# How old the answers of call_seldom() may be for a caller that samples all devices again and again: limits and modes,
+# How old what is kept as a setting may be for a caller that samples all devices again and again: limits and modes,
 # which an administrator sets, fans, and replaced rows, for which no job is stopped; and that no process draws or is a
 # client of MPS.
 # Less where another process computes: nvml_fields._forget.  A caller that names devices is about to act on what it
@@ -215,7 +211,8 @@ class Nvml:
         def prefetch(index: int) -> KnownDevice | CallResult:
             opened = self._opened(index)
             if isinstance(opened, KnownDevice):
-                prefetch_all(Prefetch(self._nvml, opened, fields))
+                with suppress(DeviceLost):
+                    nvml_fields.read(Prefetch(self._nvml, opened, fields), FIRST_READERS)
             return opened
 
         return Ahead([index for index in range(1, self._device_count()) if index not in self.skip], prefetch)
@@ -315,22 +312,20 @@ def _device(reading: Reading) -> Device:
 def _lost(opened: KnownDevice, fields: Collection[str]) -> tuple[Device, list[Gap]]:
     """A device that was lost before or while it was read: nothing that was just read counts."""
     reason = "the device is lost"
-    name = next((answer.value for key, answer in opened.static.items() if key.startswith("name ")), None)
-    device = Device(opened.index, opened.uuid, name=name, problems=("lost",))
+    device = Device(opened.index, opened.uuid, name=opened.constants.get("name"), problems=("lost",))
     return device, [Gap(opened.uuid, group, reason) for group in sorted(set(fields) - {model.BRIEF})]
-
-
-# The first sample of many devices: several threads call the driver ahead, while the devices are read one after the
-# other.  NVML may be called from several threads at once, and a caller that samples only once mostly waits for it.  The
-# answers lie with the device until it is read in its turn, as if it were called only then: what they mean, and which
-# device a driver hangs on, is found out there.  Later samples use no threads, which cost CPU time.
 
 
 THREADS = 8
 
 
 class Ahead:
-    """Threads that call *read* with each of *indices*, about in their order."""
+    """Threads that call *read* with each of *indices*, about in their order, for the first sample of many devices.
+
+    NVML may be called from several threads at once, and a caller that samples only once mostly waits for it.  The
+    answers lie with the device until it is read in its turn: what they mean, and which device a driver hangs on, is
+    found out there.  Later samples use no threads, which cost CPU time.
+    """
 
     def __init__(self, indices: Sequence[int], read: Callable[[int], Any]) -> None:
         self._done: dict[int, threading.Event] = {}
@@ -360,19 +355,6 @@ class Ahead:
                 done.set()
 
 
-def prefetch_all(reading: Prefetch) -> None:
-    """Ask what a reading of its fields asks at first."""
-    try:
-        for group, reader in READERS.items():
-            if group in reading.fields and group != IDLE_PROCESSES:  # whether they are needed is not known yet
-                (list_processes if group == PROCESSES else reader)(reading)
-        for group in ROWS:
-            if group in reading.fields:
-                read_rows(reading, group)
-    except DeviceLost:
-        return
-
-
 class Prefetch(Reading):
     """A reading of which only the answers are kept, for another one."""
 
@@ -392,7 +374,7 @@ def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
     What belongs to the whole board (temperature, bus, NUMA node) is taken over from the parent.  Utilization of an
     instance is not told by the driver, and stays unknown.
     """
-    count = parent.call_once("mig places", "nvmlDeviceGetMaxMigDeviceCount")
+    count = parent.call_kept("fact", "nvmlDeviceGetMaxMigDeviceCount")
     if count.code:
         parent.gap("mig instances", count.reason)
     uuids: list[str] = []
@@ -422,12 +404,9 @@ def _read(instance: Reading, parent: Reading) -> Device:
         instance.set_field("name", name)
     instance.set_field("gpu_instance_id", instance.call("nvmlDeviceGetGpuInstanceId"))
     instance.set_field("compute_instance_id", instance.call("nvmlDeviceGetComputeInstanceId"))
-    if model.MEMORY in instance.fields:
-        read_memory(instance)
-    if model.PROCESSES in instance.fields:
-        read_processes(instance)
-    if model.IDLE_PROCESSES in instance.fields:
-        read_idle_processes(instance)
+    for group in (model.MEMORY, model.PROCESSES, model.IDLE_PROCESSES):
+        if group in instance.fields:
+            READERS[group](instance)
     if model.UTILIZATION in instance.fields:
         instance.gap("utilization", "not told for MIG instances")
     for gap in parent.gaps:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpuguard.backends import kernel_version
 from gpuguard.backends.plausibility import PLAUSIBLE
@@ -18,7 +18,6 @@ from gpuguard.model import BRIEF, Gap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
-    from typing import Any
 
     from gpuguard.model import GpuProcess
     from gpuguard.procfs import Stat
@@ -178,18 +177,24 @@ def _init_error(nvml: Any, answer: CallResult) -> BackendError:
     return BackendError(f"the driver cannot be initialised: {answer.reason}.  Try `nvidia-smi`, and see `dmesg`.")
 
 
+# How long an answer is kept: a fact for ever, a setting for nvml.SETTINGS_SECONDS and, where BRIEF is wanted, a recent
+# one for nvml.RECENT_SECONDS.  Of other calls only the refusal is kept, as a setting: the device does not have it.
+Keep = Literal["fact", "setting", "recent", "refusal"]
+Answers = dict[tuple[Any, ...], CallResult]  # by function and arguments
+
+
 class KnownDevice:
-    """A device as the driver library knows it, and what never changes about it."""
+    """A device as the driver library knows it, and what is kept of it between two samples."""
 
     def __init__(self, index: int, handle: Any, uuid: str) -> None:
         self.index = index
         self.handle = handle
         self.uuid = uuid
-        self.static: dict[str, CallResult] = {}
+        self.facts: Answers = {}
         self.constants: dict[str, Any] = {}  # fields of the device that never change
-        self.settings: dict[str, CallResult] = {}  # answers that are kept for a while: see call_seldom
-        self.recent: dict[str, CallResult] = {}  # answers that are kept for a moment: see call_recently
-        self.ahead: dict[tuple[Any, ...], CallResult] = {}  # by function and arguments: see nvml_ahead
+        self.settings: Answers = {}
+        self.recent: Answers = {}
+        self.ahead: Answers = {}  # of other threads: see nvml.Ahead
         self.used: int | None = None  # bytes in use when its processes were last listed
         self.instances: frozenset[str] = frozenset()  # uuids of its MIG instances, as last seen
         self.told: Any = None  # its lists of processes as they were the last time, ...
@@ -228,42 +233,20 @@ class Reading:
                 self.problem(PROBLEMS[RESET_REQUIRED])
         return answer
 
-    def call_once(self, key: str, function: str, *arguments: Any) -> CallResult:
-        """As call(), but an answer that cannot change is kept for the life of this process."""
-        answer = self.device.static.get(key) or self.call(function, *arguments)
-        if answer.code == 0 or answer.code in NEVER:
-            self.device.static[key] = answer
-        return answer
-
-    def call_if_supported(self, function: str, *arguments: Any) -> CallResult:
-        """As call(), but a driver that does not have it is asked only once."""
-        answer = self.device.static.get(function) or self.call(function, *arguments)
-        if answer.code in NEVER:
-            self.device.static[function] = answer
-        return answer
-
-    def call_seldom(self, function: str) -> CallResult:
-        """As call_if_supported(), but an answer is kept for a while: see nvml.SETTINGS_SECONDS."""
-        answer = self.device.settings.get(function) or self.call_if_supported(function)
+    def call_kept(self, keep: Keep, function: str, *arguments: Any) -> CallResult:
+        """As call(), but what is kept of the device is not asked again: see Keep."""
+        device, key = self.device, (function, *arguments)
+        kept = {
+            "fact": device.facts,
+            "setting": device.settings,
+            "recent": device.recent if BRIEF in self.fields else {},
+        }
+        values, refusals = kept.get(keep, {}), device.facts if keep in ("fact", "setting") else device.settings
+        answer = values.get(key) or refusals.get(key) or self.call(function, *arguments)
         if answer.code == 0:
-            self.device.settings[function] = answer
-        return answer
-
-    def call_where_supported(self, function: str, *arguments: Any, key: str = "") -> CallResult:
-        """As call(), but that a device does not tell it is kept for a while: see nvml.SETTINGS_SECONDS."""
-        key = key or function
-        answer = self.device.settings.get(key) or self.call(function, *arguments)
-        if answer.code in NEVER:
-            self.device.settings[key] = answer
-        return answer
-
-    def call_recently(self, function: str, *arguments: Any, key: str) -> CallResult:
-        """As call_where_supported(), but with BRIEF an answer is kept for a moment: see nvml.RECENT_SECONDS."""
-        if BRIEF not in self.fields:
-            return self.call_where_supported(function, *arguments, key=key)
-        answer = self.device.recent.get(key) or self.call_where_supported(function, *arguments, key=key)
-        if answer.code == 0:
-            self.device.recent[key] = answer
+            values[key] = answer
+        elif answer.code in NEVER:
+            refusals[key] = answer
         return answer
 
     def set_field(self, name: str, answer: CallResult, convert: Callable[[Any], Any] | None = None) -> bool:

@@ -19,6 +19,7 @@ from gpuguard.backends.nvml_calls import (
     NEVER,
     NOT_FOUND,
     CallResult,
+    Keep,
     Reading,
 )
 from gpuguard.backends.plausibility import LARGEST_MEMORY, SLACK, implausibility
@@ -61,9 +62,7 @@ class FieldRow:
     functions: tuple[str, ...]  # the newest first; the next one is asked when the driver does not have it
     arguments: tuple[Any, ...] = ()
     convert: Callable[[Any], Any] | None = None
-    static: bool = False
-    setting: bool = False  # asked seldom
-    recent: bool = False  # may be of a moment ago
+    keep: Keep = "refusal"
     brief: bool = False  # read although only BRIEF is wanted
 
 
@@ -112,35 +111,39 @@ def throttle_reasons(mask: int) -> tuple[str, ...]:
     return tuple(_THROTTLE_REASONS.get(bit, f"bit_{bit}") for bit in bits([mask]))
 
 
-PCI_BUS_ID = FieldRow("pci_bus_id", ("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo"), (), bus_id, True)
+PCI_BUS_ID = FieldRow("pci_bus_id", ("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo"), (), bus_id, "fact")
 
 ROWS: dict[str, tuple[FieldRow, ...]] = {
     model.MODEL: (
-        FieldRow("name", ("nvmlDeviceGetName",), static=True, brief=True),
+        FieldRow("name", ("nvmlDeviceGetName",), keep="fact", brief=True),
         PCI_BUS_ID,
-        FieldRow("minor_number", ("nvmlDeviceGetMinorNumber",), static=True),
-        FieldRow("cpu_affinity", ("nvmlDeviceGetCpuAffinity",), (16,), lambda words: number_ranges(bits(words)), True),
+        FieldRow("minor_number", ("nvmlDeviceGetMinorNumber",), keep="fact"),
+        FieldRow(
+            "cpu_affinity", ("nvmlDeviceGetCpuAffinity",), (16,), lambda words: number_ranges(bits(words)), "fact"
+        ),
         # Not nvmlDeviceGetNumaNodeId: that is the node that the device's own memory forms, on Grace.
         FieldRow(
-            "numa_node", ("nvmlDeviceGetMemoryAffinity",), (16, 0), lambda words: next(iter(bits(words)), None), True
+            "numa_node", ("nvmlDeviceGetMemoryAffinity",), (16, 0), lambda words: next(iter(bits(words)), None), "fact"
         ),
     ),
     model.THERMAL: (
-        FieldRow("temperature", ("nvmlDeviceGetTemperature",), (0,), float, recent=True, brief=True),
-        FieldRow("fan_speed", ("nvmlDeviceGetFanSpeed",), (), float, setting=True),  # no rule asks, and it takes 137 us
-        FieldRow("temperature_slowdown", ("nvmlDeviceGetTemperatureThreshold",), (1,), float, True),
-        FieldRow("temperature_shutdown", ("nvmlDeviceGetTemperatureThreshold",), (0,), float, True),
+        FieldRow("temperature", ("nvmlDeviceGetTemperature",), (0,), float, keep="recent", brief=True),
+        FieldRow(
+            "fan_speed", ("nvmlDeviceGetFanSpeed",), (), float, keep="setting"
+        ),  # no rule asks, and it takes 137 us
+        FieldRow("temperature_slowdown", ("nvmlDeviceGetTemperatureThreshold",), (1,), float, "fact"),
+        FieldRow("temperature_shutdown", ("nvmlDeviceGetTemperatureThreshold",), (0,), float, "fact"),
     ),
     model.POWER: (
-        FieldRow("power_draw", ("nvmlDeviceGetPowerUsage",), (), thousandth, recent=True, brief=True),
-        FieldRow("power_limit", ("nvmlDeviceGetEnforcedPowerLimit",), (), thousandth, setting=True),
+        FieldRow("power_draw", ("nvmlDeviceGetPowerUsage",), (), thousandth, keep="recent", brief=True),
+        FieldRow("power_limit", ("nvmlDeviceGetEnforcedPowerLimit",), (), thousandth, keep="setting"),
         FieldRow("total_energy", ("nvmlDeviceGetTotalEnergyConsumption",), (), thousandth),
     ),
     model.CLOCKS: (
         FieldRow("clock_sm", ("nvmlDeviceGetClockInfo",), (1,)),
         FieldRow("clock_memory", ("nvmlDeviceGetClockInfo",), (2,)),
-        FieldRow("clock_sm_max", ("nvmlDeviceGetMaxClockInfo",), (1,), None, True),
-        FieldRow("clock_memory_max", ("nvmlDeviceGetMaxClockInfo",), (2,), None, True),
+        FieldRow("clock_sm_max", ("nvmlDeviceGetMaxClockInfo",), (1,), None, "fact"),
+        FieldRow("clock_memory_max", ("nvmlDeviceGetMaxClockInfo",), (2,), None, "fact"),
         FieldRow("pstate", ("nvmlDeviceGetPerformanceState",)),
         FieldRow(
             "throttle_reasons",
@@ -148,7 +151,7 @@ ROWS: dict[str, tuple[FieldRow, ...]] = {
             (),
             throttle_reasons,
         ),
-        FieldRow("persistence_mode", ("nvmlDeviceGetPersistenceMode",), (), bool, setting=True),
+        FieldRow("persistence_mode", ("nvmlDeviceGetPersistenceMode",), (), bool, keep="setting"),
     ),
     model.PCIE: (
         FieldRow("pcie_generation", ("nvmlDeviceGetCurrPcieLinkGeneration",)),
@@ -172,28 +175,17 @@ def read_rows(reading: Reading, group: str) -> None:
 def read_row(reading: Reading, row: FieldRow) -> None:
     """Read one field."""
     for function in row.functions:
-        if row.static:
-            answer = reading.call_once(f"{row.field} {function}", function, *row.arguments)
-        elif row.setting:
-            answer = reading.call_seldom(function)
-        elif row.recent:
-            answer = reading.call_recently(function, *row.arguments, key=row.field + function)
-        else:
-            answer = reading.call_where_supported(function, *row.arguments, key=row.field + function)
+        answer = reading.call_kept(row.keep, function, *row.arguments)
         if answer.code != FUNCTION_NOT_FOUND:
             break
-    if reading.set_field(row.field, answer, row.convert) and row.static:
+    if reading.set_field(row.field, answer, row.convert) and row.keep == "fact":
         reading.device.constants[row.field] = reading.values[row.field]
 
 
 def memory_of(reading: Reading) -> CallResult:
     """A nvmlMemory_t: version 2, which tells the reserve apart, else version 1."""
-    if "memory v1" not in reading.device.static:
-        answer = reading.call("nvmlDeviceGetMemoryInfo", MEMORY_V2)
-        if answer.code not in NEVER:
-            return answer
-        reading.device.static["memory v1"] = answer
-    return reading.call("nvmlDeviceGetMemoryInfo")
+    answer = reading.call_kept("refusal", "nvmlDeviceGetMemoryInfo", MEMORY_V2)
+    return reading.call("nvmlDeviceGetMemoryInfo") if answer.code in NEVER else answer
 
 
 def read_memory(reading: Reading) -> None:
@@ -249,11 +241,6 @@ def read_processes(reading: Reading) -> None:
     reading.values["processes"] = tuple(rows)
 
 
-def list_processes(reading: Reading) -> None:
-    """Ask what read_processes() asks at first."""
-    _lists(reading, _kinds(reading))
-
-
 def _kinds(reading: Reading) -> list[str]:
     return list(_LISTS) if PROCESS_DETAILS in reading.fields else ["compute"]
 
@@ -292,7 +279,7 @@ def _lists(reading: Reading, kinds: list[str]) -> tuple[Lists, dict[str, CallRes
     _forget(reading, answers["compute"])
     for kind in kinds[1:]:
         if BRIEF not in reading.fields or not _must_be_empty(kind, reading, answers["compute"]):
-            answers[kind] = reading.device.settings.get(kind) or _list(reading, kind)
+            answers[kind] = reading.device.settings.get((kind,)) or _list(reading, kind)
     lists = {kind: answer.value for kind, answer in answers.items() if not answer.code}
     return lists, {kind: answer for kind, answer in answers.items() if answer.code}
 
@@ -304,7 +291,7 @@ def _forget(reading: Reading, computing: CallResult) -> None:
     if computing.code or not all(pid in known for pid, _ in computing.value):
         device.settings.clear()  # clients of MPS are listed as compute processes, too
     elif used is None or device.used is None or used > device.used:
-        device.settings.pop("graphics", None)  # drawing needs memory
+        device.settings.pop(("graphics",), None)  # drawing needs memory
     device.used = used
 
 
@@ -324,7 +311,7 @@ def _list(reading: Reading, kind: str) -> CallResult:
     if answer.code == FUNCTION_NOT_FOUND:
         answer = reading.call(f"nvmlDeviceGet{_LISTS[kind]}RunningProcesses_v2")
     if kind != "compute" and not answer.code and not answer.value:
-        reading.device.settings[kind] = answer  # none, until a process may have come: see _forget
+        reading.device.settings[kind,] = answer  # none, until a process may have come: see _forget
     return answer
 
 
@@ -384,7 +371,7 @@ def _with_utilization(reading: Reading, rows: list[GpuProcess]) -> list[GpuProce
     if not rows:
         device.utilizations = {}
         return rows
-    answer = reading.call_where_supported("nvmlDeviceGetProcessUtilization", device.utilization_seen)
+    answer = reading.call_kept("refusal", "nvmlDeviceGetProcessUtilization", device.utilization_seen)
     if answer.code and answer.code != NOT_FOUND:  # NOT_FOUND: no sample since the last time
         reading.gap("processes (utilization)", answer.reason)
         return rows
@@ -425,7 +412,7 @@ def read_utilization(reading: Reading) -> None:
 
 
 def _mean_utilization(reading: Reading) -> float | None:
-    samples = reading.call_where_supported("nvmlDeviceGetSamples", UTILIZATION_SAMPLES, 0)
+    samples = reading.call_kept("refusal", "nvmlDeviceGetSamples", UTILIZATION_SAMPLES, 0)
     if samples.value is None:
         return None
     kind, rows = samples.value
@@ -438,11 +425,11 @@ def _mean_utilization(reading: Reading) -> float | None:
 
 def read_health(reading: Reading) -> None:
     """problems, compute_mode, mig_mode."""
-    mode = reading.call_seldom("nvmlDeviceGetComputeMode")
+    mode = reading.call_kept("setting", "nvmlDeviceGetComputeMode")
     reading.set_field("compute_mode", mode, _COMPUTE_MODES.get)
     reading.fault("nvmlDeviceGetComputeMode", mode)
 
-    mig = reading.call_seldom("nvmlDeviceGetMigMode")
+    mig = reading.call_kept("setting", "nvmlDeviceGetMigMode")
     reading.fault("nvmlDeviceGetMigMode", mig)
     if mig.code in NEVER:
         reading.values["mig_mode"] = False  # a device or driver without MIG is not in MIG mode
@@ -452,7 +439,7 @@ def read_health(reading: Reading) -> None:
     rows = remapped_rows(reading)
     reading.fault("nvmlDeviceGetRemappedRows", rows)
     if rows.code in NEVER:
-        pending = reading.call_if_supported("nvmlDeviceGetRetiredPagesPendingStatus")
+        pending = reading.call_kept("setting", "nvmlDeviceGetRetiredPagesPendingStatus")
         reading.fault("nvmlDeviceGetRetiredPagesPendingStatus", pending)
         if pending.value == 1:
             reading.problem("page retirement pending")
@@ -466,7 +453,7 @@ def read_health(reading: Reading) -> None:
 
 def remapped_rows(reading: Reading) -> CallResult:
     """(corrected, uncorrected, pending, failed) of a device with row remapping (Ampere and later)."""
-    return reading.call_seldom("nvmlDeviceGetRemappedRows")
+    return reading.call_kept("setting", "nvmlDeviceGetRemappedRows")
 
 
 def read_ecc(reading: Reading) -> None:
@@ -494,7 +481,7 @@ def read_nvlink(reading: Reading) -> None:
         if answer.code == INVALID_ARGUMENT and link:
             break  # fewer links than the binding knows of
         if answer.value == 1:
-            answer = reading.call_once(f"nvlink {link}", "nvmlDeviceGetNvLinkRemotePciInfo", link)
+            answer = reading.call_kept("fact", "nvmlDeviceGetNvLinkRemotePciInfo", link)
             links.append((link, bus_id(answer.value)))
         if answer.code:
             reading.gap("nvlink_links", f"link {link}: {answer.reason}")
@@ -506,7 +493,7 @@ def read_nvlink_flow(reading: Reading) -> None:
     """nvlink_tx, nvlink_rx: from counters, so the mean since the last sample of this backend."""
     links = range(getattr(reading.nvml, "NVML_NVLINK_MAX_LINKS", 18))
     wanted = tuple([(number, link) for number in _NVLINK_COUNTERS for link in links])
-    answer = reading.call_if_supported("nvmlDeviceGetFieldValues", wanted)
+    answer = reading.call_kept("refusal", "nvmlDeviceGetFieldValues", wanted)
     counters = () if answer.code else answer.value
     told = [
         counter
@@ -542,9 +529,16 @@ READERS: Mapping[str, Callable[[Reading], None]] = {
 }
 
 
-def read(reading: Reading) -> None:
+# What they ask at first; whether IDLE_PROCESSES are needed is not known yet.
+FIRST_READERS = {
+    **{group: reader for group, reader in READERS.items() if group != model.IDLE_PROCESSES},
+    model.PROCESSES: lambda reading: _lists(reading, _kinds(reading)),
+}
+
+
+def read(reading: Reading, readers: Mapping[str, Callable[[Reading], object]] = READERS) -> None:
     """Read all groups that are wanted.  Raises DeviceLost."""
-    for group, reader in READERS.items():
+    for group, reader in readers.items():
         if group in reading.fields:
             reader(reading)
     for group in ROWS:

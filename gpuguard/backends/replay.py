@@ -20,12 +20,13 @@ import json
 import os
 import time
 import zlib
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpuguard.errors import BackendError, InvalidRequest
+from gpuguard.files import write_all
 from gpuguard.jsonio import decode, loads
-from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
+from gpuguard.model import Snapshot
 from gpuguard.units import parse_duration
 
 if TYPE_CHECKING:
@@ -58,25 +59,33 @@ class RecordingWriter:
             InvalidRequest: it is there already, or cannot be written.
         """
         self.path, self._head, self._most = path, {"gpuguard_recording": VERSION, **head}, most
+        self._begin(append)
+
+    def _begin(self, append: bool) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_APPEND if append else os.O_EXCL)
+        try:
+            self._descriptor = os.open(self.path, flags, 0o600)
+        except FileExistsError:
+            raise InvalidRequest(f"{self.path} is there already: name another file, or add --append.") from None
+        except OSError as error:
+            raise InvalidRequest(f"{self.path} cannot be written: {error.strerror}.") from error
+        self._size = os.fstat(self._descriptor).st_size
+        self._squeeze = zlib.compressobj(9, zlib.DEFLATED, _GZIP)
         self._before: Any = None
         self._count = 0
-        self._size, self._squeeze = 0, zlib.compressobj(9, zlib.DEFLATED, _GZIP)
-        self._descriptor = self._open(append)
-        self._begin()
+        self._line(self._head)
 
     def write(self, sample: dict[str, Any]) -> None:
         """Add one sample; it is in the file afterwards.  Raises OSError."""
         if self._most is not None and self._size >= self._most:
             self.close()
             os.replace(self.path, f"{self.path}.1")
-            self._descriptor = self._open(append=False)
-            self._begin()
+            self._begin(append=False)
         whole = self._before is None or self._count % WHOLE_EVERY == 0
         if whole and self._count:
             self._put(self._squeeze.flush(zlib.Z_FINISH))
             self._squeeze = zlib.compressobj(9, zlib.DEFLATED, _GZIP)
-        line = {"whole": sample} if whole else {"changed": _change(self._before, sample)}
-        self._line(line)
+        self._line({"whole": sample} if whole else {"changed": _change(self._before, sample)})
         self._before, self._count = sample, self._count + 1
 
     def close(self) -> None:
@@ -86,30 +95,13 @@ class RecordingWriter:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _open(self, append: bool) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_APPEND if append else os.O_EXCL)
-        try:
-            return os.open(self.path, flags, 0o600)
-        except FileExistsError:
-            raise InvalidRequest(f"{self.path} is there already: name another file, or add --append.") from None
-        except OSError as error:
-            raise InvalidRequest(f"{self.path} cannot be written: {error.strerror}.") from error
-
-    def _begin(self) -> None:
-        self._size = os.fstat(self._descriptor).st_size
-        self._squeeze = zlib.compressobj(9, zlib.DEFLATED, _GZIP)
-        self._before, self._count = None, 0
-        self._line(self._head)
-
     def _line(self, line: dict[str, Any]) -> None:
         text = json.dumps(line, separators=(",", ":"), ensure_ascii=True).encode("ascii") + b"\n"
         self._put(self._squeeze.compress(text) + self._squeeze.flush(zlib.Z_SYNC_FLUSH))
 
     def _put(self, piece: bytes) -> None:
         self._size += len(piece)
-        left = memoryview(piece)
-        while left:
-            left = left[os.write(self._descriptor, left) :]
+        write_all(self._descriptor, piece)
 
 
 def read_samples(path: str) -> Iterator[dict[str, Any]]:
@@ -214,7 +206,7 @@ def pack(record: object) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    return pack(value) if isinstance(value, GpuProcess | Device | Gap | ClaimRecord) else value
+    return pack(value) if is_dataclass(value) else value
 
 
 def unpack(packed: object) -> Snapshot:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from gpuguard import model, procfs
@@ -307,6 +308,16 @@ class ReadingContext:
         """Whose use counts here: an instance's own, a divided device's also that of its instances."""
         return {self.instance.uuid} if self.instance else self.node.of(self.device)
 
+    @property
+    def memory_total(self) -> int:
+        """Bytes."""
+        return (self.instance or self.device.model).memory_total
+
+    @property
+    def utilization(self) -> float:
+        """Percent."""
+        return simulated_node.utilization(self.node, self.device, self.clock)
+
 
 def read(context: ReadingContext, fields: Collection[str]) -> tuple[Device, tuple[Gap, ...]]:
     """What a driver would say about the device in *context*: the groups in *fields*, and why what is missing is."""
@@ -343,11 +354,7 @@ def numa_node(node: SimulatedNode, device: NodeDevice) -> int:
 def topology(node: SimulatedNode, uuids: Collection[str]) -> tuple[tuple[str, str, str], ...]:
     """(uuid, uuid, how they are connected) of each pair of those that were read."""
     devices = [device for device in node.devices if device.uuid in uuids]
-    return tuple(
-        (one.uuid, other.uuid, _connection(node, one, other))
-        for number, one in enumerate(devices)
-        for other in devices[number + 1 :]
-    )
+    return tuple((one.uuid, other.uuid, _connection(node, one, other)) for one, other in combinations(devices, 2))
 
 
 def _connection(node: SimulatedNode, one: NodeDevice, other: NodeDevice) -> str:
@@ -358,12 +365,8 @@ def _connection(node: SimulatedNode, one: NodeDevice, other: NodeDevice) -> str:
     return "PIX" if one.index // 2 == other.index // 2 else "NODE"
 
 
-def _total(context: ReadingContext) -> int:
-    return context.instance.memory_total if context.instance else context.device.model.memory_total
-
-
 def _memory(context: ReadingContext) -> Values:
-    total = _total(context)
+    total = context.memory_total
     reserved = memory_reserved(total)
     used = memory_used(context.node, context.uuids, context.clock)
     return {
@@ -379,7 +382,7 @@ def _processes(context: ReadingContext, *, unless_busy: bool = False) -> Values:
         return {}
     uses = [use for use in context.node.uses if simulated_node.running(use, context.clock)]
     here = [use for use in uses if use.device in context.uuids]
-    total, listed = _total(context), []
+    total, listed = context.memory_total, []
     left = total - memory_reserved(total)
     for use in here:
         # Several that grow at once would reach beyond the device: there the last one gets no more.
@@ -402,8 +405,7 @@ def _process(use: Use, context: ReadingContext, memory: int) -> GpuProcess:
 
 
 def _utilization(context: ReadingContext) -> Values:
-    percent = simulated_node.utilization(context.node, context.device, context.clock)
-    return {"utilization": percent, "memory_utilization": round(percent * 0.55, 1)}
+    return {"utilization": context.utilization, "memory_utilization": round(context.utilization * 0.55, 1)}
 
 
 def _health(context: ReadingContext) -> Values:
@@ -420,8 +422,7 @@ def _health(context: ReadingContext) -> Values:
 
 
 def _model(context: ReadingContext) -> Values:
-    numa = numa_node(context.node, context.device)
-    name = context.device.model.name
+    numa, name = numa_node(context.node, context.device), context.device.model.name
     return {
         "name": f"{name} MIG {context.instance.profile}" if context.instance else name,
         "pci_bus_id": pci_bus_id(context.device),
@@ -453,7 +454,7 @@ def _power(context: ReadingContext) -> Values:
 
 def _clocks(context: ReadingContext) -> Values:
     facts = context.device.model
-    busy = simulated_node.utilization(context.node, context.device, context.clock) > 0
+    busy = context.utilization > 0
     hot = simulated_node.temperature(context.node, context.device, context.clock) >= facts.temperature_slowdown
     share = 0.4 if hot else 1.0 if busy else 0.17
     return {
@@ -480,7 +481,7 @@ def _ecc(context: ReadingContext) -> Values:
 
 def _pcie(context: ReadingContext) -> Values:
     facts = context.device.model
-    flow = simulated_node.utilization(context.node, context.device, context.clock) / 100 * _BUSY_PCIE_SHARE
+    flow = context.utilization / 100 * _BUSY_PCIE_SHARE
     flow *= 16 * LANES_BYTES[facts.pcie_generation]
     return {"pcie_generation": facts.pcie_generation, "pcie_width": 16, "pcie_tx": flow, "pcie_rx": flow * 2.5}
 
@@ -493,8 +494,7 @@ def _links(context: ReadingContext) -> tuple[tuple[int, str], ...]:
 
 
 def _nvlink_flow(context: ReadingContext) -> Values:
-    busy = simulated_node.utilization(context.node, context.device, context.clock) / 100
-    flow = busy * len(_links(context)) * _BUSY_LINK
+    flow = context.utilization / 100 * len(_links(context)) * _BUSY_LINK
     return {"nvlink_tx": flow, "nvlink_rx": flow}
 
 

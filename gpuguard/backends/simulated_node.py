@@ -51,12 +51,7 @@ class Model:
     fan: bool = False
 
 
-@dataclass(frozen=True)
-class SpecPart:
-    """One device of a spec: its model, and how it is divided (profiles; empty: it is not)."""
-
-    model: Model
-    profiles: tuple[str, ...] = ()
+SpecPart = tuple[Model, tuple[str, ...]]  # one device of a spec: its model, and the profiles by which it is divided
 
 
 def _model(name: str, mebibytes: int, watts: int, idle: int, sm: int, memory: int, pcie: int, **more: float) -> Model:
@@ -113,12 +108,12 @@ def _group(group: str, spec: str) -> list[SpecPart]:
             "Write it like '8xH100-80GB', '4xRTX4090' or '2xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb'."
         )
     count, name, gibibytes, profiles = match.groups()
-    if count is not None and not 0 < int(count) <= DEVICES_AT_MOST:
+    if not 0 < int(count or 1) <= DEVICES_AT_MOST:
         raise InvalidRequest(f"{group!r} has {int(count)} devices: a node has 1 to {DEVICES_AT_MOST}.")
     model = _find_model(name, None if gibibytes is None else int(gibibytes))
     divided = tuple(profiles.split(",")) if profiles else ()
     _check_profiles(model, divided, group)
-    return [SpecPart(model, divided)] * int(count or 1)
+    return [(model, divided)] * int(count or 1)
 
 
 def _find_model(name: str, gibibytes: int | None) -> Model:
@@ -250,15 +245,15 @@ def new_node(spec: str, place: str, clock: float) -> SimulatedNode:
     devices = tuple(
         NodeDevice(
             index=index,
-            uuid=_uuid("GPU", place, index, part.model.name),
-            model=part.model,
+            uuid=_uuid("GPU", place, index, model.name),
+            model=model,
             instances=tuple(
                 Instance(_uuid("MIG", place, index, number, profile), profile, instance_memory(profile), number + 1)
-                for number, profile in enumerate(part.profiles)
+                for number, profile in enumerate(profiles)
             ),
             energy_since=clock,
         )
-        for index, part in enumerate(parse_spec(spec))
+        for index, (model, profiles) in enumerate(parse_spec(spec))
     )
     return SimulatedNode(spec.strip(), devices)
 
@@ -369,14 +364,9 @@ def settled(node: SimulatedNode, clock: float, alive: Callable[[Use], bool]) -> 
 
 
 def changed(node: SimulatedNode, uuids: tuple[str, ...], change: Mapping[str, object]) -> SimulatedNode:
-    """*node* with these fields of these devices replaced.
-
-    Raises:
-        InvalidRequest: a MIG instance is named; only whole devices can be steered.
-    """
-    known = {device.uuid for device in node.devices}
+    """*node* with these fields of these devices replaced.  Raises InvalidRequest for a MIG instance."""
     for uuid in uuids:
-        if uuid not in known:
+        if uuid not in {device.uuid for device in node.devices}:
             raise InvalidRequest(f"{uuid} is a MIG instance: name the device that it belongs to.")
     devices = tuple(replace(device, **change) if device.uuid in uuids else device for device in node.devices)  # type: ignore[arg-type]
     return replace(node, devices=devices)
