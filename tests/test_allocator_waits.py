@@ -55,18 +55,14 @@ def line(directory: LockDirectory) -> Iterator[Machine]:
         first.leave()
 
 
-def test_a_free_device_is_left_to_whoever_stands_before_and_starts_soon(
-    directory: LockDirectory, line: Machine
-) -> None:
+def test_a_free_device_is_left_to_whoever_stands_before_and_starts_soon(directory, line):
     with pytest.raises(WaitTimeout, match="it would delay"):
         acquire(line, Request(), directory, wait=0.5)
 
     assert len(locked_devices(directory, [each.uuid for each in line.devices])) == 1
 
 
-def test_whoever_is_called_before_his_turn_takes_nothing_and_goes_on_waiting(
-    directory: LockDirectory, line: Machine
-) -> None:
+def test_whoever_is_called_before_his_turn_takes_nothing_and_goes_on_waiting(directory, line):
     leader, told = open_lock(directory, "queue"), []
     assert try_flock(leader)
 
@@ -236,9 +232,7 @@ def test_a_device_that_breaks_between_the_look_and_the_lock_is_passed_over(direc
         assert claim[0].problems == ()
 
 
-def test_a_device_that_vanishes_between_the_look_and_the_lock_is_not_taken(
-    directory: LockDirectory,
-) -> None:
+def test_a_device_that_vanishes_between_the_look_and_the_lock_is_not_taken(directory):
     machine = Machine(a_device(0), a_device(1))
 
     def vanish() -> None:

@@ -286,9 +286,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[Ticket], Machine, dict[int, float]]:
 
 @settings(max_examples=400, deadline=None)
 @given(worlds())
-def test_a_free_device_is_left_idle_only_where_it_would_put_off_somebody(
-    world: tuple[list[Ticket], Machine, dict[int, float]],
-) -> None:
+def test_a_free_device_is_left_idle_only_where_it_would_put_off_somebody(world):
     """Of whoever would fit onto what is left free, the plan names whom he would pass; and no device is given twice."""
     line, machine, usage = world
     positions = plan(line, machine, usage, QueueRules(bound=50.0), 0.0)
@@ -308,9 +306,7 @@ def test_a_free_device_is_left_idle_only_where_it_would_put_off_somebody(
 
 @settings(max_examples=400, deadline=None)
 @given(worlds())
-def test_the_first_in_line_starts_if_he_fits_unless_he_can_wait_within_his_promise(
-    world: tuple[list[Ticket], Machine, dict[int, float]],
-) -> None:
+def test_the_first_in_line_starts_if_he_fits_unless_he_can_wait_within_his_promise(world):
     line, machine, usage = world
     positions = plan(line, machine, usage, QueueRules(bound=50.0), 0.0)
 
@@ -335,9 +331,7 @@ def test_however_many_behind_one_who_waits_too_long_are_refused_those_before_him
     assert started(planned(line, a_machine(line, 2, free=1), bound=HOUR)) == [before.id]
 
 
-def test_of_lengths_that_all_differ_the_first_63_are_tried_and_what_is_longer_is_refused_with_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_lengths_that_all_differ_the_first_63_are_tried_and_what_is_longer_is_refused_with_them(monkeypatch):
     tried, held_back = [], plans._Planner._held_back_by
 
     def counted(self: plans._Planner, ticket: Ticket, *of: Any) -> str | None:

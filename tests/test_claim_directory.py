@@ -83,9 +83,7 @@ def test_a_symbolic_link_in_place_of_the_lock_directory_is_refused(tmp_path: Pat
         lock_directory(str(tmp_path / "link"))
 
 
-def test_an_admin_directory_that_is_there_but_unusable_is_an_error_and_no_silent_fallback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_admin_directory_that_is_there_but_unusable_is_an_error_and_no_silent_fallback(tmp_path, monkeypatch):
     (tmp_path / "run").write_text("not a directory")
     monkeypatch.setattr(lockfiles, "ADMIN_DIRECTORY", str(tmp_path / "run"))
 
@@ -93,9 +91,7 @@ def test_an_admin_directory_that_is_there_but_unusable_is_an_error_and_no_silent
         lock_directory()
 
 
-def test_without_an_admin_directory_the_first_sticky_directory_of_root_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_an_admin_directory_the_first_sticky_directory_of_root_is_used(tmp_path, monkeypatch):
     (tmp_path / "open").mkdir(mode=0o777)
     monkeypatch.setattr(lockfiles, "ADMIN_DIRECTORY", str(tmp_path / "absent"))
     monkeypatch.setattr(lockfiles, "FALLBACK_DIRECTORIES", (str(tmp_path / "open"), str(tmp_path / "absent"), "/tmp"))
@@ -308,9 +304,7 @@ def test_the_descriptor_is_not_inherited_by_accident(tmp_path: Path) -> None:
     assert not inheritable
 
 
-def test_a_missing_lock_file_in_roots_directory_says_to_run_setup_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_lock_file_in_roots_directory_says_to_run_setup_again(tmp_path, monkeypatch):
     directory = lock_directory(str(tmp_path))
 
     def refuse(path: str, flags: int, mode: int = 0o777) -> int:
@@ -385,9 +379,7 @@ def test_locks_of_other_tools_on_filelock_and_ours_exclude_each_other(tmp_path: 
     assert (while_ours, after_ours, while_theirs) == (False, True, False)
 
 
-def test_a_file_system_without_locks_is_an_error_and_never_a_licence_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_an_error_and_never_a_licence_to_go_on(tmp_path, monkeypatch):
     descriptor = open_lock(lock_directory(str(tmp_path)), UUID)
 
     def unsupported(number: int, operation: int) -> None:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -377,9 +376,7 @@ def step_at(escalation: Escalation, now: float) -> EscalationStep:
         ({"time_limit": 600.0}, 1234.0, [(1234.0, "SIGTERM"), (1294.0, "SIGKILL")]),
     ],
 )
-def test_the_time_limit_has_its_checkpoint_a_grace_before_it_and_any_other_limit_begins_at_once(
-    facts: dict[str, Any], begins: float | None, signals: list[tuple[float, str]]
-) -> None:
+def test_the_time_limit_has_its_checkpoint_a_grace_before_it_and_any_other_limit_begins_at_once(facts, begins, signals):
     escalation = an_escalation(**facts)
     if begins is not None:
         escalation.begin(begins, "limit", "too much", "memory-limit")

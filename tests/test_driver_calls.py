@@ -63,9 +63,7 @@ def asked(fake: FakeNvml) -> list[str]:
         (["-m", "gpuguard", "run", "--", "true"], ONCE + IDLE + WINNER + AFTERWARDS),
     ],
 )
-def test_a_start_asks_the_driver_no_more_than_this(
-    half_busy: FakeNvml, tmp_path: Path, words: list[str], calls: list[str]
-) -> None:
+def test_a_start_asks_the_driver_no_more_than_this(half_busy, tmp_path, words, calls):
     environment = Gpuguard(tmp_path, half_busy).environment
     subprocess.run([sys.executable, *words], env=environment, check=True, timeout=60)
 
@@ -134,9 +132,7 @@ def test_a_look_that_follows_asks_only_for_what_can_change(busy: FakeNvml) -> No
         (1.0, "TEXT_FIELDS", "[fake.devices[3].uuid]", 1),
     ],
 )
-def test_who_looks_often_sees_a_temperature_and_a_power_draw_of_a_moment_ago(
-    fake: FakeNvml, seconds: float, fields: str, devices: str, asked: int
-) -> None:
+def test_who_looks_often_sees_a_temperature_and_a_power_draw_of_a_moment_ago(fake, seconds, fields, devices, asked):
     script = f"""
 import time
 held = nvml.open()
@@ -176,9 +172,7 @@ def test_a_device_without_any_memory_in_use_has_no_graphics_process_either(fake:
 
 
 @pytest.mark.parametrize("kind", ["compute", "graphics", "compute+graphics", "mps"])
-def test_the_text_is_the_same_as_if_everything_had_been_asked_for(
-    busy: FakeNvml, started: Callable[..., int], kind: str, tmp_path: Path
-) -> None:
+def test_the_text_is_the_same_as_if_everything_had_been_asked_for(busy, started, kind, tmp_path):
     busy.add_process(3, started(), GIB, "compute+mps" if kind == "mps" else kind)
     busy.add_process(3, started(shutil.copy(shutil.which("sleep") or "", tmp_path / MPS_SERVER.decode())), 30 * MIB)
     busy.devices[5].samples[0], busy.devices[5].sample_count = 255, 1  # none that can be: the rates tell
@@ -257,9 +251,7 @@ def test_a_setting_that_could_not_be_read_is_asked_at_the_next_look(fake: FakeNv
 @pytest.mark.parametrize(
     ("between", "asked"), [("pass", 7), ("nvml.SETTINGS_SECONDS = -1.0", 8), ("uuids = [first[1].uuid]", 1)]
 )
-def test_a_device_that_does_not_tell_its_pstate_is_asked_again_only_after_a_while_or_by_its_name(
-    fake: FakeNvml, between: str, asked: int
-) -> None:
+def test_a_device_that_does_not_tell_its_pstate_is_asked_again_only_after_a_while_or_by_its_name(fake, between, asked):
     fake.fail("nvmlDeviceGetPerformanceState", NOT_SUPPORTED, device=0)
     count, clock = answer_of(
         fake,

@@ -127,9 +127,7 @@ def test_without_process_lists_memory_alone_decides(fake: FakeNvml, tmp_path: Pa
     assert "20.0GiB" in eight.stderr
 
 
-def test_a_pid_of_another_namespace_makes_its_device_busy_and_the_list_untrusted(
-    fake: FakeNvml, tmp_path: Path
-) -> None:
+def test_a_pid_of_another_namespace_makes_its_device_busy_and_the_list_untrusted(fake, tmp_path):
     fake.add_process(0, 4_000_000, 10 * GIB, stays=1)
     gpuguard = Gpuguard(tmp_path, fake)
 

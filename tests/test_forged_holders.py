@@ -115,9 +115,7 @@ def refused() -> list[str]:
 @pytest.mark.root
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shown", ["all files", "locks alone"])
-def test_a_pretender_is_no_holder(
-    directory: LockDirectory, way: str, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pretender_is_no_holder(directory, way, shown, monkeypatch):
     """Also where the guard may not look at what a file is, but only at what is locked."""
     if shown == "locks alone":
         really = os.listdir
@@ -185,9 +183,7 @@ READ = b"lock:\t1: POSIX  ADVISORY  READ 4711 00:1a:57 0 EOF\n"
         (None, ""),
     ],
 )
-def test_a_lock_is_what_the_kernel_says_in_front(
-    told: bytes | None, inode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_is_what_the_kernel_says_in_front(told, inode, monkeypatch):
     monkeypatch.setattr(procfs, "read_proc", lambda path: told)
 
     assert locked_inode("1", "3") == inode
@@ -246,9 +242,7 @@ def test_a_lock_on_another_file_of_that_number_is_not_the_daemons(tmp_path: Path
         ("", False),
     ],
 )
-def test_a_daemon_lives_as_long_as_its_file_is_locked(
-    tmp_path: Path, line: str, lives: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_daemon_lives_as_long_as_its_file_is_locked(tmp_path, line, lives, monkeypatch):
     lock = tmp_path / "daemon.lock"
     lock.touch()
     told = line.format(inode=inode_of(str(lock))).encode() + b"\n"

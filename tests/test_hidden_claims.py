@@ -135,9 +135,7 @@ def test_nor_one_that_nobody_can_tell_about(directory: LockDirectory, monkeypatc
 
 
 @pytest.mark.root
-def test_also_a_guard_that_may_not_see_what_files_are_finds_it(
-    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_also_a_guard_that_may_not_see_what_files_are_finds_it(directory, monkeypatch):
     """The service has CAP_SYS_PTRACE, which opens /proc/PID/fdinfo and not /proc/PID/fd."""
     really = os.listdir
 

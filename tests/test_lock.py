@@ -108,9 +108,7 @@ def test_waiting_ends_with_a_timeout_and_nothing_claimed(directory: LockDirector
         assert len(locked_devices(directory, [machine.devices[0].uuid])) == 1
 
 
-def test_a_waiting_request_starts_when_the_device_is_released_and_does_not_ask_the_driver_meanwhile(
-    directory: LockDirectory,
-) -> None:
+def test_a_waiting_request_starts_when_the_device_is_released_and_does_not_ask_the_driver_meanwhile(directory):
     machine = Machine(a_device(0))
     holder = acquire(machine, Request(), directory)
     asked: list[int] = []
@@ -165,9 +163,7 @@ def test_a_forked_child_that_releases_does_not_free_its_parents_claim(directory:
             acquire(machine, Request(), directory)
 
 
-def test_a_job_that_inherited_the_descriptors_keeps_the_claim_after_its_starter_is_gone(
-    directory: LockDirectory,
-) -> None:
+def test_a_job_that_inherited_the_descriptors_keeps_the_claim_after_its_starter_is_gone(directory):
     machine = Machine(a_device(0))
     claim = acquire(machine, Request(), directory)
     job = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=claim.pass_fds)
@@ -289,16 +285,12 @@ def tells_late(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return divided()
 
 
-def test_the_instance_that_is_left_is_found_although_the_lock_of_its_gpu_is_held(
-    directory: LockDirectory, tells_late: Machine
-) -> None:
+def test_the_instance_that_is_left_is_found_although_the_lock_of_its_gpu_is_held(directory, tells_late):
     with acquire(tells_late, Request(), directory) as first, acquire(tells_late, Request(), directory) as second:
         assert {first[0].uuid, second[0].uuid} == {device.uuid for device in tells_late.devices[1:]}
 
 
-def test_more_gpus_than_the_driver_shows_at_first_are_looked_for_among_instances(
-    directory: LockDirectory, tells_late: Machine
-) -> None:
+def test_more_gpus_than_the_driver_shows_at_first_are_looked_for_among_instances(directory, tells_late):
     with acquire(tells_late, Request(num_gpus=2), directory) as claim:
         assert {device.uuid for device in claim} == {device.uuid for device in tells_late.devices[1:]}
 
@@ -314,9 +306,7 @@ def test_a_claim_on_the_whole_gpu_excludes_its_instances(directory: LockDirector
         acquire(divided(), Request(), directory)
 
 
-def test_inside_a_claim_a_further_one_takes_a_subset_of_it(
-    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inside_a_claim_a_further_one_takes_a_subset_of_it(directory, monkeypatch):
     machine = Machine()
     with acquire(machine, Request(num_gpus=2, devices=("1", "2")), directory) as outer:
         monkeypatch.setenv("GPUGUARD_CLAIM", outer.id)
@@ -328,9 +318,7 @@ def test_inside_a_claim_a_further_one_takes_a_subset_of_it(
             acquire(machine, Request(num_gpus=3), directory)
 
 
-def test_inside_a_claim_the_devices_are_free_although_the_job_uses_them_already(
-    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inside_a_claim_the_devices_are_free_although_the_job_uses_them_already(directory, monkeypatch):
     machine = Machine(a_device(0))
     with acquire(machine, Request(), directory) as outer:
         monkeypatch.setenv("GPUGUARD_CLAIM", outer.id)
@@ -339,9 +327,7 @@ def test_inside_a_claim_the_devices_are_free_although_the_job_uses_them_already(
             assert indices(inner) == [0]
 
 
-def test_the_name_of_a_claim_that_is_over_does_not_count(
-    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_name_of_a_claim_that_is_over_does_not_count(directory, monkeypatch):
     machine = Machine(a_device(0))
     over = acquire(machine, Request(), directory)
     over.release()
@@ -350,9 +336,7 @@ def test_the_name_of_a_claim_that_is_over_does_not_count(
     acquire(machine, Request(), directory).release()
 
 
-def test_a_caller_who_already_chose_devices_gets_only_those(
-    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_caller_who_already_chose_devices_gets_only_those(directory, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with acquire(Machine(), Request(), directory) as claim:
         assert indices(claim) == [3]
@@ -387,9 +371,7 @@ def test_only_the_winners_are_read_a_second_time(directory: LockDirectory) -> No
     assert len(second) == 1
 
 
-def test_a_record_that_cannot_be_written_does_not_cost_the_claim(
-    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_cannot_be_written_does_not_cost_the_claim(directory, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -408,9 +390,7 @@ def test_many_dead_records_of_a_user_are_removed_by_his_next_claim(directory: Lo
         assert [record.id for record in read_records(directory)] == [claim.id]
 
 
-def test_a_look_promises_nothing_where_the_daemon_alone_gives_the_locks_and_is_not_there(
-    directory: LockDirectory,
-) -> None:
+def test_a_look_promises_nothing_where_the_daemon_alone_gives_the_locks_and_is_not_there(directory):
     with pytest.raises(ClaimError, match="no daemon"):
         preview(Machine(a_device(0)), Request(), replace(directory, closed=True))
 

@@ -110,9 +110,7 @@ def test_a_gpu_that_is_divided_behind_the_first_look_is_not_shared_as_a_whole(di
 
 @pytest.mark.parametrize("gate", [True, False], ids=["with the gate", "without the gate"])
 @pytest.mark.parametrize("shared", [False, True], ids=["instances alone", "instances shared"])
-def test_of_starters_at_one_moment_either_the_whole_gpu_or_instances_are_claimed(
-    tmp_path: Path, shared: bool, gate: bool
-) -> None:
+def test_of_starters_at_one_moment_either_the_whole_gpu_or_instances_are_claimed(tmp_path, shared, gate):
     won = rounds(tmp_path, Request(share=True, memory=GIB, max_util=100.0) if shared else Request(), gate=gate)
 
     assert not any(whole and parts for whole, parts in won)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_nvml import (
@@ -432,9 +431,7 @@ FIELDS = SELECT_FIELDS
 @pytest.mark.parametrize("one_at_a_time", [0, 1])
 @pytest.mark.parametrize("code", [HANG, ABORT], ids=["hangs", "crashes"])
 @pytest.mark.parametrize("bad", [(1,), (7,), (2, 5), (3, 7)], ids=str)
-def test_the_device_at_fault_is_named_and_no_other_one(
-    fake: FakeNvml, tmp_path: Path, bad: tuple[int, ...], code: int, one_at_a_time: int
-) -> None:
+def test_the_device_at_fault_is_named_and_no_other_one(fake, tmp_path, bad, code, one_at_a_time):
     """Also by a driver that a call which hangs blocks for all: then another one seems to be at fault at first."""
     fake.latency_us, fake.one_at_a_time = 500, one_at_a_time
     for index in bad:
@@ -465,9 +462,7 @@ def test_the_device_at_fault_is_named_and_no_other_one(
         ("bus_id", b"\xff\xfe", "pci_bus_id"),
     ],
 )
-def test_a_value_that_cannot_be_is_unknown_and_says_so(
-    fake: FakeNvml, device_field: str, value: Any, field: str
-) -> None:
+def test_a_value_that_cannot_be_is_unknown_and_says_so(fake, device_field, value, field):
     setattr(fake.devices[2], device_field, value)
     snapshot = sampled(fake)
 
@@ -744,9 +739,7 @@ answer = cases, answer
 
 
 @pytest.mark.parametrize("divided", [False, True])
-def test_whatever_one_call_answers_the_other_devices_are_read_and_nothing_unknown_is_zero(
-    tmp_path: Path, divided: bool
-) -> None:
+def test_whatever_one_call_answers_the_other_devices_are_read_and_nothing_unknown_is_zero(tmp_path, divided):
     with FakeNvml(tmp_path, devices=3) as fake:
         for index in range(3):
             fake.add_process(index, os.getpid(), GIB, "compute+graphics", sm_utilization=40, time_stamp=100)

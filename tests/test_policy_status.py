@@ -326,9 +326,7 @@ def test_the_usual_distance_is_the_median_of_the_last_ones():
     window=st.sampled_from([5.0, 40.0]),
     pause=st.sampled_from([0.0, 3.0, 50.0]),
 )
-def test_what_a_series_knows_of_itself_never_changes_a_trend(
-    steps: list[tuple[float, int]], window: float, pause: float
-) -> None:
+def test_what_a_series_knows_of_itself_never_changes_a_trend(steps, window, pause):
     series, clock = ValueSeries(40.0), 0.0
     for distance, value in steps:
         clock += distance

@@ -214,9 +214,7 @@ usages = st.dictionaries(st.integers(1, 4), st.floats(0, 1e9))
 
 
 @given(st.lists(tickets, max_size=20), usages, st.booleans())
-def test_everybody_has_one_place_and_classes_do_not_mix(
-    waiting: list[Ticket], usage: dict[int, float], fair: bool
-) -> None:
+def test_everybody_has_one_place_and_classes_do_not_mix(waiting, usage, fair):
     line = order(waiting, usage, QueueRules(fair_share=fair, highest=1), TODAY)
 
     assert sorted(ticket.id for ticket in line) == sorted(ticket.id for ticket in waiting)
@@ -225,16 +223,12 @@ def test_everybody_has_one_place_and_classes_do_not_mix(
 
 
 @given(st.lists(tickets, max_size=20), usages)
-def test_the_order_does_not_depend_on_the_order_in_which_files_are_found(
-    waiting: list[Ticket], usage: dict[int, float]
-) -> None:
+def test_the_order_does_not_depend_on_the_order_in_which_files_are_found(waiting, usage):
     assert order(waiting, usage, QueueRules(), TODAY) == order(waiting[::-1], usage, QueueRules(), TODAY)
 
 
 @given(st.lists(tickets, max_size=20), usages)
-def test_more_tickets_of_one_user_move_nobody_who_had_less_of_his_first_place(
-    waiting: list[Ticket], usage: dict[int, float]
-) -> None:
+def test_more_tickets_of_one_user_move_nobody_who_had_less_of_his_first_place(waiting, usage):
     """Nobody gets in front of the first request of somebody who had less, except with what is overdue."""
     waiting = [one for one in waiting if one.priority == 0 and one.after is None]
     line = order(waiting, usage, QueueRules(bound=1e9), TODAY)

@@ -257,9 +257,7 @@ def test_another_command_line_is_seen_at_once(described_twice: tuple[GpuProcess,
 
 
 @pytest.mark.parametrize("described_twice", [("a title that it writes over its words", True)], indirect=True)
-def test_a_title_is_seen_when_the_command_line_is_read_again(
-    described_twice: tuple[GpuProcess, GpuProcess, GpuProcess],
-) -> None:
+def test_a_title_is_seen_when_the_command_line_is_read_again(described_twice):
     before, after, later = described_twice
 
     assert before.command == after.command
@@ -524,9 +522,7 @@ def fated(pid: int, which: int, fate: Fate, patch: pytest.MonkeyPatch) -> Iterat
 
 
 @pytest.mark.parametrize("what", READERS)
-def test_a_read_that_fails_or_tells_a_part_makes_nobody_another_one(
-    what: str, forgetful: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_fails_or_tells_a_part_makes_nobody_another_one(what, forgetful, monkeypatch):
     """Each read of it in turn; what was read in part counts for nothing, or is as true as before."""
     with a_process_called(b"x") as pid:
         true = truth_of(pid)[what]
@@ -549,9 +545,7 @@ def is_part_of(found: Any, true: Any) -> bool:
     return bool(found == true) or not found
 
 
-def test_a_reader_that_lets_a_failing_read_through_is_found(
-    forgetful: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_lets_a_failing_read_through_is_found(forgetful, monkeypatch):
     def read(path: str, limit: int = 4096) -> bytes:
         descriptor = os.open(path, os.O_RDONLY)
         try:

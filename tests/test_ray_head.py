@@ -198,9 +198,7 @@ def test_actors_and_generators_are_guarded_as_long_as_they_live(head: Head, witn
     assert not (witness / "overlap").exists()
 
 
-def test_a_task_that_gives_up_says_so_and_one_that_waits_starts_when_its_device_is_free(
-    head: Head, witness: Path
-) -> None:
+def test_a_task_that_gives_up_says_so_and_one_that_waits_starts_when_its_device_is_free(head, witness):
     with head.outsider(witness, "0,1,2,3,4,5,6,7") as outsider:
         assert head.tasks("late", witness) == ["WaitTimeout", 1, 0]
         with head.running(sys.executable, TASKS, "tasks", str(witness), "1", stderr=subprocess.PIPE) as child:

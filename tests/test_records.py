@@ -185,9 +185,7 @@ def test_the_true_holder_is_found_after_the_process_that_took_the_lock_has_died(
     assert probe(directory, [UUID]) == ()
 
 
-def test_who_was_known_to_hold_a_lock_is_believed_without_asking_every_process_until_he_ends(
-    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_was_known_to_hold_a_lock_is_believed_without_asking_every_process_until_he_ends(directory, monkeypatch):
     _, descriptor = write_record(directory, content())
     lock = open_lock(directory, UUID)
     assert try_flock(lock)

@@ -205,9 +205,7 @@ def test_only_root_may_make_the_machines_directory(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("words", [[], ["--lock-files"]])
-def test_the_machines_directory_is_not_made_for_devices_that_it_does_not_have(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
+def test_the_machines_directory_is_not_made_for_devices_that_it_does_not_have(monkeypatch, tmp_path, capsys, words):
     """Who has tried the simulated node in this shell has GPUGUARD_BACKEND in it."""
     monkeypatch.setenv("GPUGUARD_BACKEND", "simulated")
     monkeypatch.setenv("GPUGUARD_SIM_DIR", str(tmp_path / "node"))

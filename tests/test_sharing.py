@@ -306,9 +306,7 @@ def test_one_share_can_span_devices(directory: LockDirectory) -> None:
             acquire(machine, ALONE, directory)
 
 
-def test_a_share_that_loses_the_race_goes_back_and_leaves_nothing(
-    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_share_that_loses_the_race_goes_back_and_leaves_nothing(directory, monkeypatch):
     machine = single()
     proper, rivals = Claim.write_record, []
 
@@ -324,9 +322,7 @@ def test_a_share_that_loses_the_race_goes_back_and_leaves_nothing(
     assert [record.id for record in probe(directory, [machine.devices[0].uuid])] == ["forged"]
 
 
-def test_the_job_is_told_its_share_in_the_variables_that_frameworks_read(
-    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_job_is_told_its_share_in_the_variables_that_frameworks_read(directory, monkeypatch):
     with acquire(single(), wanting(10), directory) as claim:
         environment = claim.environment()
         assert environment["GPUGUARD_MEMORY"] == str(10 * GIB)
@@ -340,9 +336,7 @@ def test_the_job_is_told_its_share_in_the_variables_that_frameworks_read(
         assert not set(hold.SHARE_VARIABLES) & set(claim.environment())
 
 
-def test_inside_a_share_commands_do_not_exclude_each_other_nor_the_neighbours(
-    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inside_a_share_commands_do_not_exclude_each_other_nor_the_neighbours(directory, monkeypatch):
     machine = single()
     with acquire(machine, wanting(10), directory) as outer:
         monkeypatch.setenv("GPUGUARD_CLAIM", outer.id)

@@ -105,9 +105,7 @@ def test_a_ticket_in_the_name_of_a_stranger_does_not_count(directory: LockDirect
     as_user(BOB, forge)
 
 
-def test_a_stranger_with_the_number_of_somebody_elses_ticket_does_not_stand_in_his_place(
-    directory: LockDirectory, alice: int
-) -> None:
+def test_a_stranger_with_the_number_of_somebody_elses_ticket_does_not_stand_in_his_place(directory, alice):
     (hers,) = read_tickets(directory)[0]
 
     def copy() -> None:
@@ -119,9 +117,7 @@ def test_a_stranger_with_the_number_of_somebody_elses_ticket_does_not_stand_in_h
     as_user(BOB, copy)
 
 
-def test_any_number_of_tickets_of_one_user_costs_the_others_a_bounded_time(
-    directory: LockDirectory, alice: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_number_of_tickets_of_one_user_costs_the_others_a_bounded_time(directory, alice, monkeypatch):
     monkeypatch.setattr(tickets, "MOST_OF_ONE", 3)
     kept: list[OwnTicket] = []
     child = as_user(
@@ -136,9 +132,7 @@ def test_any_number_of_tickets_of_one_user_costs_the_others_a_bounded_time(
     assert [(one.uid, one.id, one.reason) for one in ignored] == [(BOB.pw_uid, "4 more", reason)]
 
 
-def test_any_number_of_reservations_of_one_user_costs_the_others_a_bounded_time(
-    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_number_of_reservations_of_one_user_costs_the_others_a_bounded_time(directory, monkeypatch):
     monkeypatch.setattr(reservations, "MOST_OF_ONE", 3)
     now = time.time()
     as_user(BOB, lambda: [reservations.write_reservation(directory, a_reservation(BOB.pw_uid)) for _ in range(7)])
@@ -150,9 +144,7 @@ def test_any_number_of_reservations_of_one_user_costs_the_others_a_bounded_time(
     assert [(one.uid, one.id) for one in ignored] == [(BOB.pw_uid, "4 more")]
 
 
-def test_a_dead_ticket_that_a_stranger_keeps_locked_is_waited_for_by_nobody(
-    directory: LockDirectory, alice: int
-) -> None:
+def test_a_dead_ticket_that_a_stranger_keeps_locked_is_waited_for_by_nobody(directory, alice):
     (ticket,) = read_tickets(directory)[0]
     assert is_responsive(directory, ticket)
     (name,) = (name for name in os.listdir(directory.records) if name.endswith(".json"))
@@ -172,9 +164,7 @@ def test_a_dead_ticket_that_a_stranger_keeps_locked_is_waited_for_by_nobody(
     assert not is_responsive(directory, ticket)
 
 
-def test_a_mark_of_having_been_served_that_somebody_else_made_does_not_count(
-    directory: LockDirectory, alice: int
-) -> None:
+def test_a_mark_of_having_been_served_that_somebody_else_made_does_not_count(directory, alice):
     as_user(BOB, lambda: Path(f"{directory.records}/{directory.prefix}served.{ALICE.pw_uid}").touch())
     assert read_tickets(directory)[0][0].served is None
     os.unlink(f"{directory.records}/{directory.prefix}served.{ALICE.pw_uid}")

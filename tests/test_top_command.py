@@ -53,9 +53,7 @@ def jobs() -> Iterator[list[int]]:
             child.kill()
 
 
-def test_a_refresh_of_8_devices_with_5_processes_each_takes_at_most_72_driver_calls(
-    tmp_path: Path, jobs: list[int]
-) -> None:
+def test_a_refresh_of_8_devices_with_5_processes_each_takes_at_most_72_driver_calls(tmp_path, jobs):
     with FakeNvml(tmp_path, devices=8) as fake:
         for number, pid in enumerate(jobs):
             fake.add_process(number % 8, pid, GIB)

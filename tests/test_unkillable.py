@@ -102,9 +102,7 @@ def an_unkillable_process(place: Path) -> Iterator[subprocess.Popen[bytes]]:
         yield child
 
 
-def test_who_outlives_sigkill_is_given_up_their_device_is_taken_out_of_service_and_people_are_told(
-    tmp_path: Path,
-) -> None:
+def test_who_outlives_sigkill_is_given_up_their_device_is_taken_out_of_service_and_people_are_told(tmp_path):
     told = tmp_path / "told"
     hook = tmp_path / "hook"
     hook.write_text(f"#!/bin/sh\ncat >> {told}\n")

@@ -60,9 +60,7 @@ def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (names, asked) == (["root"] * 3, [7])
 
 
-def test_a_directory_service_that_hangs_is_asked_once_and_then_numbers_have_to_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_directory_service_that_hangs_is_asked_once_and_then_numbers_have_to_do(monkeypatch):
     asked: list[int] = []
     hanging = threading.Event()
 

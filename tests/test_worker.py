@@ -196,9 +196,7 @@ def test_a_library_that_crashes_costs_the_device_it_crashed_on(node: str, monkey
 
 
 @pytest.mark.parametrize("first", [3, 1])
-def test_a_device_is_not_late_because_those_before_it_were_slow(
-    node: str, monkeypatch: pytest.MonkeyPatch, first: int
-) -> None:
+def test_a_device_is_not_late_because_those_before_it_were_slow(node, monkeypatch, first):
     monkeypatch.setattr(spawn, "interpreter", beginning_with(SLOW))
     sim("fault", "--device", str(first), "hang")
     with open_worker(node) as source:
@@ -225,9 +223,7 @@ def silent() -> Iterator[spawn.Channel]:
     [[(index, 60.0) for index in range(5)], [(7, -1e6), (6, 1e4), (7, -1e6)], [(1, 0.0), (1, 0.0)]],
     ids=["it goes on in time", "a mark that is read half", "it goes on while it is judged"],
 )
-def test_only_a_device_whose_mark_stays_too_long_is_blamed(
-    silent: spawn.Channel, monkeypatch: pytest.MonkeyPatch, marks: list[tuple[int, float]]
-) -> None:
+def test_only_a_device_whose_mark_stays_too_long_is_blamed(silent, monkeypatch, marks):
     begun, left = time.monotonic(), list(marks)
 
     def read_mark(_: int) -> worker.Mark:
@@ -239,9 +235,7 @@ def test_only_a_device_whose_mark_stays_too_long_is_blamed(
     assert client._overdue(silent, 0.01) == (9, begun)
 
 
-def test_a_worker_that_gets_no_cpu_has_a_grace_and_no_more(
-    silent: spawn.Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_gets_no_cpu_has_a_grace_and_no_more(silent, monkeypatch):
     monkeypatch.setattr(client, "STARVED_SECONDS", 0.5)
     asked: list[int] = []
     runnable = SimpleNamespace(state="R")
@@ -395,9 +389,7 @@ def test_a_worker_that_cannot_be_started_leaves_no_descriptor_open(monkeypatch: 
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_worker_that_cannot_be_started_again_is_a_driver_that_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_cannot_be_started_again_is_a_driver_that_cannot_be_read(tmp_path, monkeypatch):
     start(str(tmp_path / "node"))
     with open_worker(f"simulated:{tmp_path / 'node'}") as source:
         assert samples(source)
@@ -483,9 +475,7 @@ def test_a_driver_that_prints_and_then_hangs_keeps_nobody_waiting(tmp_path: Path
         ("", []),
     ],
 )
-def test_the_worker_of_a_command_is_started_before_its_modules_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, started: list[str]
-) -> None:
+def test_the_worker_of_a_command_is_started_before_its_modules_are_loaded(tmp_path, monkeypatch, line, started):
     (tmp_path / "daemon").mkdir()
     (tmp_path / "daemon" / "state.json").touch()
     names: list[str] = []
