@@ -13,7 +13,7 @@ from gpuguard.notify.targets import TARGETS
 from gpuguard.policies.files.decoder import implied, keys_of
 from gpuguard.policies.rules import RULES
 from gpuguard.views.policy import first_sentence
-from gpuguard.views.policy_language import kind
+from gpuguard.views.policy_language import value_of
 
 PAGE = ROOT / "docs" / "policies.md"
 TABLES: dict[str, Mapping[str, type]] = {"Rules": RULES, "Actions": ACTION_KEYS, "Ways to send messages": TARGETS}
@@ -25,7 +25,7 @@ def table(nouns: Mapping[str, type]) -> str:
     for name, noun in nouns.items():
         hints, optional = keys_of(noun)
         keys = ", ".join(
-            f"`{key}`{'' if key in optional else ' (needed)'}: {kind(implied(hint, key))}"
+            f"`{key}`{'' if key in optional else ' (needed)'}: {value_of(implied(hint, key))[0]}"
             for key, hint in hints.items()
         )
         rows.append(f"| `{name}` | {first_sentence(noun)} | {keys} |")

@@ -197,7 +197,7 @@ def test_a_machine_without_a_driver_gives_exit_code_4_and_its_findings(here, cap
     def no_driver(args):
         raise DriverNotFound("there is no libnvidia-ml.so.1")
 
-    monkeypatch.setattr("gpuguard.cli.doctor.backend_of", no_driver)
+    monkeypatch.setattr("gpuguard.cli.options.backend_of", no_driver)
 
     assert run_command_line(["doctor", "--backend", "nvml", "--json"]) == 4
     driver = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}["driver"]

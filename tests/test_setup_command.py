@@ -137,9 +137,10 @@ def test_the_user_is_made_once_by_what_there_is(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(setup_service, "account_of", lambda name: made if called else None)
     monkeypatch.setattr(setup_service.shutil, "which", lambda name: f"/x/{name}" if name == tool else None)
 
-    def run(words: list[str], **_: object) -> None:
+    def run(words: tuple[str, ...], **_: object) -> subprocess.CompletedProcess[str]:
         called.append(words)
         remembered.append(setup_service.made_user())
+        return subprocess.CompletedProcess(words, 0, "", "")
 
     remembered: list[str | None] = []
     monkeypatch.setattr(setup_service.subprocess, "run", run)
@@ -160,12 +161,13 @@ def test_the_user_is_made_once_by_what_there_is(monkeypatch: pytest.MonkeyPatch,
 def test_systemd_sysusers_makes_the_user_of_the_line(tmp_path: Path) -> None:
     conf = tmp_path / "etc" / "sysusers.d" / "gpuguard.conf"
     conf.parent.mkdir(parents=True)
-    conf.write_text(setup_service.sysusers_line("gpuguard") + "\n")
+    lines = setup_service.SYSUSERS_LINES.format(name="gpuguard")
+    conf.write_text(lines)
     subprocess.run(["systemd-sysusers", f"--root={tmp_path}"], check=True)
 
     line = (tmp_path / "etc" / "passwd").read_text().split(":")
     assert (line[0], int(line[2]) < 1000, line[6].strip()) == ("gpuguard", True, "/usr/sbin/nologin")
-    assert f"\n{setup_service.sysusers_line('gpuguard')}\n" in (ROOT / "packaging" / "gpuguard.sysusers").read_text()
+    assert lines.splitlines()[-1] in (ROOT / "packaging" / "gpuguard.sysusers").read_text().splitlines()
 
 
 def test_the_unit_is_shown_for_the_python_that_has_gpuguard(tmp_path: Path) -> None:

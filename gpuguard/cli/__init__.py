@@ -1,4 +1,4 @@
-"""The command line, from its words to the exit code; one file per command, with add_options(parser) and main(args).
+"""The command line, from its words to the exit code; one file per command, with add_options() and main(), or ACTIONS.
 
 Only the module of the command that was asked for is imported, because `gpuguard run` stands before every job.
 Exit codes: the job's own for `run` (else 124, 125, 126, 127, 75), for the others 0, 1 no, 2 usage, 4 no driver, and
@@ -14,7 +14,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from gpuguard.cli.options import Parser, SubcommandRow, with_joined_alternatives
+from gpuguard.cli.options import Parser, SubcommandRow, with_actions, with_joined_alternatives
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout, shortage
 from gpuguard.sanitize import neutralise
 
@@ -156,6 +156,8 @@ def subcommand(command: str) -> SubcommandRow:
 
         return restrictions.SUBCOMMANDS[command]
     module = import_module(f"gpuguard.cli.{command.replace('-', '_')}")
+    if actions := getattr(module, "ACTIONS", None):  # as `gpuguard policy check`
+        return with_actions(module.__doc__ or "", actions)
     return SubcommandRow(module.__doc__ or "", module.add_options, module.main)
 
 

@@ -20,9 +20,10 @@ import pwd
 import signal
 import sys
 import time
+from contextlib import closing
 
 from gpuguard.claims.claim import Claim
-from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.cli.options import JSON, add_source_options, add_table, backend_of, directory_of
 from gpuguard.errors import ClaimLost, InvalidRequest
 from gpuguard.history import audit_log
 from gpuguard.jobs.adopt import ProcessFamily, adopt, detach, wake_pipe
@@ -35,10 +36,13 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pids", metavar="PID", nargs="+", type=_pid, help="of a process that uses a GPU now")
-    parser.add_argument("--tree", action="store_true", help="and everything that it started and will start")
-    parser.add_argument("--note", metavar="TEXT", help="what the claim is for; everybody can read it in `gpuguard who`")
-    parser.add_argument("--foreground", action="store_true", help="hold the claim here, until Ctrl-C or the job's end")
-    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_table(
+        parser,
+        ("--tree", None, "and everything that it started and will start"),
+        ("--note", "TEXT", "what the claim is for; everybody can read it in `gpuguard who`"),
+        ("--foreground", None, "hold the claim here, until Ctrl-C or the job's end"),
+        JSON,
+    )
     add_source_options(parser)
 
 
@@ -95,11 +99,8 @@ def _become_owner(pids: list[int]) -> None:
 
 
 def _adopt(args: argparse.Namespace) -> tuple[Claim, ProcessFamily]:
-    backend = backend_of(args)
-    try:
+    with closing(backend_of(args)) as backend:
         claim, family = adopt(backend, directory_of(args, make=True), args.pids, tree=args.tree, note=args.note)
-    finally:
-        backend.close()
     _log("claim", "adopted", claim, f"adopted: pid {', '.join(map(str, family.members))}"[:1000])
     return claim, family
 

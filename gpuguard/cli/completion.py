@@ -14,26 +14,22 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpuguard.backends.client import open_worker
-from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import read_records
 from gpuguard.cli import COMMANDS, subcommand
-from gpuguard.cli.options import Parser
+from gpuguard.cli.options import Parser, directory_of, snapshot_source
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESS_DETAILS, PROCESSES, Device, Snapshot
 from gpuguard.queue.reservations import read_reservations
 from gpuguard.sanitize import neutral_command, neutralise
-from gpuguard.source import SnapshotSource
 from gpuguard.units import format_bytes, local_time
 from gpuguard.views.query import APP_FIELDS, GPU_FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from typing import Any
 
     Values = Iterable[tuple[str, str]]
 
@@ -67,99 +63,8 @@ _FIXED = {
     "shell": tuple(SHELLS),
 }
 
-# The generated scripts know commands, options and words that never change.  These parts add what they lack: values with
-# their purpose from `gpuguard completion --values`, the words of the job, and --option=value.
-_BASH_BEFORE = r"""
-_gpuguard_values() {  # kind, word
-    local program=${COMP_WORDS[0]/#\~/$HOME} value purpose
-    local -a values=() shown=()
-    type -P "$program" >/dev/null || program=gpuguard  # an alias
-    while IFS=$'\t' read -r value purpose; do
-        values+=("$value") shown+=("$value${purpose:+  ($purpose)}")
-    done < <("$program" completion --values "$1" -- "$2" 2>/dev/null </dev/null)
-    # Of several, readline inserts only what all begin with, and lists them: so they can show their purpose.
-    ((${#values[@]} > 1)) && [[ $COMP_TYPE != 37 && $COMP_TYPE != 42 ]] && values=("${shown[@]}")
-    ((${#values[@]} == 0)) || printf '%s\n' "${values[@]}"
-}
-_gpuguard_job() {  # the index of its first word
-    if declare -F _comp_command_offset >/dev/null; then _comp_command_offset "$1"
-    elif declare -F _command_offset >/dev/null; then _command_offset "$1"
-    else
-        local kind=-f
-        ((COMP_CWORD == $1)) && [[ ${COMP_WORDS[COMP_CWORD]} != */* ]] && kind=-c
-        mapfile -t COMPREPLY < <(compgen "$kind" -- "${COMP_WORDS[COMP_CWORD]}")
-    fi
-}
-_gpuguard_job_word() {
-    _gpuguard_job "$current_action_args_start_index"
-    ((${#COMPREPLY[@]} == 0)) || printf '%s\n' "${COMPREPLY[@]}"
-}"""
-_BASH_BEHIND = r"""
-_gpuguard() {
-    local -a typed=("${COMP_WORDS[@]:0:COMP_CWORD+1}")
-    local i
-    for ((i = 2; i < COMP_CWORD; i++)); do
-        if [[ ${typed[i]} == -- && " @STARTERS@ " == *" ${typed[1]} "* ]]; then
-            compopt -o filenames
-            _gpuguard_job $((i + 1))
-            return
-        fi
-    done
-    # bash makes three words of --option=value.
-    local -a COMP_WORDS=("${typed[0]}")
-    for ((i = 1; i < ${#typed[@]}; i++)); do
-        [[ ${typed[i]} == = && ${typed[i - 1]} == --* ]] || COMP_WORDS+=("${typed[i]}")
-    done
-    [[ ${typed[i - 1]} == = ]] && COMP_WORDS+=("")
-    local COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-    _shtab_gpuguard
-}
-complete -F _gpuguard gpuguard
-"""
-_ZSH = r"""
-_gpuguard_values() {  # kind
-    local line
-    local -a values shown program
-    program=(${(Q)~_gpuguard_typed} completion --values $1 -- "$PREFIX")
-    (( $+commands[$program[1]] )) || [[ -x $program[1] ]] || program[1]=gpuguard
-    for line in ${(f)"$(_call_program $1 ${(q)program[@]} 2>/dev/null </dev/null)"}; do
-        values+=("${line%%$'\t'*}")
-        shown+=("${line/$'\t'/  -- }")
-    done
-    (( $#values )) || { _message -e $1 $1; return 1 }
-    compadd -V $1 -l -d shown -a values
-}
-functions[_gpuguard_generated]=$functions[_shtab_gpuguard]
-_shtab_gpuguard() {
-    local _gpuguard_typed=$words[1]
-    if [[ $PREFIX == --*=* ]]; then  # _arguments was told of --option value only
-        words[CURRENT]=("${PREFIX%%=*}" "${PREFIX#*=}")
-        compset -P 1 '*='
-        (( CURRENT++ ))
-    fi
-    _gpuguard_generated "$@"
-}"""
-_FISH_VALUE = "(string replace -r -- '^--[^=]*=' '' (commandline -ct))"  # shtab's own forgets --option=value
-_FISH = r"""
-function _gpuguard_values  # kind
-    set -l program (commandline -opc)[1]
-    type -q -- $program; or set program gpuguard
-    type -q -- $program; or return
-    set -l word (string replace -r -- '^--[^=]*=' '' (commandline -ct))
-    command $program completion --values $argv[1] -- "$word" 2>/dev/null </dev/null
-end
-function _gpuguard_job
-    set -l words (commandline -opc)
-    # Behind --, or as many words as there are that are no options of ours.
-    set -l first (math (count $words) - $_shtab_gpuguard_npos + 1)
-    contains -- -- $words; and set first (math (contains -i -- -- $words) + 1)
-    set -l current (commandline -ct)
-    if test $first -gt (count $words)
-        complete -C "$current"
-    else
-        complete -C (string join ' ' -- (string escape -- $words[$first..-1]) "$current")
-    end
-end"""
+# The word that is completed: shtab's own expressions forget --option=value.
+_FISH_VALUE = "(string replace -r -- '^--[^=]*=' '' (commandline -ct))"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -213,12 +118,15 @@ def _script(shell: str) -> str:
             action.choices = _FIXED[action.dest]
         elif kind:
             action.complete = kinds[kind]  # type: ignore[attr-defined]  # where shtab looks for it
-    before = {"bash": _BASH_BEFORE + bash_functions, "zsh": _ZSH, "fish": _FISH}
-    text: str = shtab.complete(parser, shell, preamble=before[shell])
-    return text + "\n" + (_BASH_BEHIND.replace("@STARTERS@", " ".join(starters)) if shell == "bash" else "")
+    # shtab writes commands, options and words that never change; a file beside this one adds what is missing.
+    added = Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8")
+    if shell != "bash":
+        return str(shtab.complete(parser, shell, preamble=added))
+    added = added.replace("@STARTERS@", " ".join(starters)) + bash_functions
+    return f"{shtab.complete(parser, shell, preamble=added)}\ncomplete -F _gpuguard gpuguard\n"
 
 
-def whole_parser() -> argparse.ArgumentParser:
+def whole_parser() -> Parser:
     """One parser for `gpuguard` and all of its commands, which else are made one at a time."""
     parser = Parser(prog="gpuguard")
     parser.add_argument("-V", "--version", action="store_true", help="show the version")
@@ -228,22 +136,11 @@ def whole_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def values_of(parser: argparse.ArgumentParser, command: str = "") -> Iterator[tuple[str, argparse.Action]]:
+def values_of(parser: Parser, command: str = "") -> Iterator[tuple[str, argparse.Action]]:
     """All options and positional words that take a value, each with its command: "policy check"."""
-    found: list[argparse.Action] = []
-
-    class OptionCollector(argparse.HelpFormatter):
-        """argparse lists the options of a parser to what formats its usage, and to nobody else."""
-
-        def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
-            found.extend(actions)
-
-    usual, parser.formatter_class = parser.formatter_class, OptionCollector
-    parser.format_usage()
-    parser.formatter_class = usual
-    for action in found:
+    for action in parser.actions:
         choices = action.choices.items() if isinstance(action.choices, dict) else ()
-        subparsers = [(name, value) for name, value in choices if isinstance(value, argparse.ArgumentParser)]
+        subparsers = [(name, value) for name, value in choices if isinstance(value, Parser)]
         for name, subparser in subparsers:
             yield from values_of(subparser, f"{command} {name}".strip())
         if not subparsers and action.nargs != 0 and action.help != argparse.SUPPRESS:
@@ -361,7 +258,7 @@ def _claims(_: str) -> Values:
     uid = os.geteuid()
     return [
         (claim.id, f"{claim.user} {claim.note or neutral_command(claim.command, brief=True)}")
-        for claim in read_records(_directory())
+        for claim in read_records(directory_of(_source()))
         if uid in (0, claim.uid)
     ]
 
@@ -369,7 +266,7 @@ def _claims(_: str) -> Values:
 def _reservations(_: str) -> Values:
     """Own reservations, for root everybody's."""
     uid = os.geteuid()
-    reservations, _torn, _arrived = read_reservations(_directory(), time.time())
+    reservations, _torn, _arrived = read_reservations(directory_of(_source()), time.time())
     return [
         (kept.id, f"{kept.user} {local_time(kept.begins, '%a %H:%M')} {kept.note or ''}")
         for kept in reservations
@@ -407,20 +304,12 @@ VALUES: dict[str, tuple[Callable[[str], Values], bool]] = {
 }
 
 
-def _backend() -> str:
-    return os.environ.get("GPUGUARD_BACKEND") or "nvml"
-
-
-def _directory() -> LockDirectory:
-    return lock_directory(os.environ.get("GPUGUARD_DIR") or None, backend=_backend(), make=False)
+def _source() -> argparse.Namespace:
+    """What --backend and --dir are by default."""
+    backend, directory = os.environ.get("GPUGUARD_BACKEND") or "nvml", os.environ.get("GPUGUARD_DIR") or None
+    return argparse.Namespace(backend=backend, dir=directory, fresh=False)
 
 
 def _snapshot() -> Snapshot:
-    fields = {HEALTH, MEMORY, MODEL, PROCESSES, PROCESS_DETAILS}
-    source = SnapshotSource(
-        _backend(), lambda: open_worker(_backend()), _directory, read=lambda backend: backend.sample(fields)
-    )
-    try:
+    with closing(snapshot_source(_source(), {HEALTH, MEMORY, MODEL, PROCESSES, PROCESS_DETAILS})) as source:
         return source.joined(reservations=False)[0]
-    finally:
-        source.close()

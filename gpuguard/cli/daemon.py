@@ -25,7 +25,7 @@ from contextlib import suppress
 from gpuguard import capabilities
 from gpuguard.backends.client import open_worker
 from gpuguard.cli.metrics import add_expose_option, page_server
-from gpuguard.cli.options import add_source_options, choose_log, directory_of, quantity
+from gpuguard.cli.options import add_source_options, add_table, choose_log, directory_of, quantity
 from gpuguard.daemon import service
 from gpuguard.daemon.client import ReloadReply, StatusReply, query_daemon
 from gpuguard.daemon.requests import status_reply
@@ -48,22 +48,20 @@ YOUNG_OBJECTS = 20_000  # more than before, after which garbage is looked for
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", metavar="FILE", help="the policies; without it nothing is judged")
-    switch = parser.add_mutually_exclusive_group()
-    switch.add_argument("--enforce", action="store_true", help="do what policies with `mode: enforce` say")
-    switch.add_argument("--dry-run", action="store_true", help="only write down what would be done (default)")
-    parser.add_argument("--once", action="store_true", help="look twice, say what is due, and end")
-    parser.add_argument("--reload", action="store_true", help="have the daemon that runs read its policy file again")
-    parser.add_argument("--interval", metavar="DURATION", help="between two looks at most (default: the file's)")
-    parser.add_argument(
-        "--events",
-        metavar="PATH",
-        help=f"the log (default: $GPUGUARD_EVENTS, else {MACHINE_EVENTS} as root or with CAP_KILL, else your own)",
+    log = f"the log (default: $GPUGUARD_EVENTS, else {MACHINE_EVENTS} as root or with CAP_KILL, else your own)"
+    add_table(parser, ("--policy", "FILE", "the policies; without it nothing is judged"))
+    add_table(
+        parser.add_mutually_exclusive_group(),
+        ("--enforce", None, "do what policies with `mode: enforce` say"),
+        ("--dry-run", None, "only write down what would be done (default)"),
     )
-    parser.add_argument(
-        "--i-share-host-pids",
-        action="store_true",
-        help="act although this is a pid namespace of its own: only if its pids are the host's",
+    add_table(
+        parser,
+        ("--once", None, "look twice, say what is due, and end"),
+        ("--reload", None, "have the daemon that runs read its policy file again"),
+        ("--interval", "DURATION", "between two looks at most (default: the file's)"),
+        ("--events", "PATH", log),
+        ("--i-share-host-pids", None, "act although this pid namespace is its own: only if its pids are the host's"),
     )
     parser.add_argument(
         "--metrics",

@@ -20,7 +20,7 @@ from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.claims.directory import fault_of, open_lock
 from gpuguard.claims.room import room_for_records
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
-from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of, sampled
 from gpuguard.clusters.visible_devices import CONTAINER_VARIABLE, CUDA_VARIABLE, ORDER_VARIABLE, outer_devices
 from gpuguard.daemon.client import exchange
 from gpuguard.errors import BackendError, ClaimError, GpuguardError
@@ -38,7 +38,7 @@ VARIABLES = (CUDA_VARIABLE, ORDER_VARIABLE, CONTAINER_VARIABLE, "SLURM_JOB_ID", 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_table(parser, JSON)
     add_source_options(parser)
 
 
@@ -60,12 +60,6 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
     snapshot = driver["snapshot"]
     outer = outer_devices(os.environ, snapshot.devices if snapshot else ())
     queue = read_queue_settings()
-    faults = [" ".join(" ".join(fault.lines(queue.path)).split()) for fault in queue.faults]
-    library_error = None
-    try:
-        ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError as error:
-        library_error = str(error)
     mounts = _read("/proc/self/mountinfo")
     return DoctorFacts(
         host=os.uname().nodename,
@@ -74,9 +68,9 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
         **driver,
         **_lock(args),
         line_path=queue.path if os.path.lexists(queue.path) else None,
-        line_faults=tuple(faults),
+        line_faults=tuple(" ".join(" ".join(fault.lines(queue.path)).split()) for fault in queue.faults),
         outer=None if outer.uuids is None else (len(outer.uuids), outer.reason),
-        library_error=library_error,
+        library_error=_library_error(),
         glibc=has_glibc(),
         kernel_version=kernel_version(),
         device_nodes=tuple(sorted(name for name in os.listdir("/dev") if name.startswith("nvidia"))),
@@ -94,11 +88,7 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
 def _driver(args: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     try:
-        backend = backend_of(args)
-        try:
-            snapshot = backend.sample(WHO_FIELDS | {CLOCKS})
-        finally:
-            backend.close()
+        snapshot = sampled(args, WHO_FIELDS | {CLOCKS})
     except BackendError as error:
         return {"error": error, "snapshot": None}
     return {"snapshot": snapshot, "answer_seconds": time.monotonic() - began}
@@ -131,6 +121,14 @@ def _lock(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _library_error() -> str | None:
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError as error:
+        return str(error)
+    return None
+
+
 def _container(environ: Mapping[str, str]) -> str | None:
     """The kind of container that we are in; None: in none that can be told."""
     marks = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity.d": "apptainer"}
@@ -139,10 +137,9 @@ def _container(environ: Mapping[str, str]) -> str | None:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _number(path: str) -> int | None:
@@ -151,8 +148,6 @@ def _number(path: str) -> int | None:
 
 
 def _read(path: str) -> bytes | None:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError:
-        return None
+    with suppress(OSError), open(path, "rb") as file:
+        return file.read()
+    return None

@@ -12,19 +12,17 @@ import shlex
 import signal
 import sys
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
 from gpuguard.cli.options import quantity, whole_number
-from gpuguard.cli.terminal import print_notice, rewrites, write
 from gpuguard.errors import InvalidRequest
 from gpuguard.fleet.answers import HostReply, reply_of
-from gpuguard.fleet.hosts import PROGRAM, command_line, host_names, words_of
+from gpuguard.fleet.hosts import PROGRAM, host_names, words_of
 from gpuguard.fleet.ssh import PARALLEL, TIMEOUT, FleetQuery, Pool
 from gpuguard.units import parse_duration
 from gpuguard.views import fleet as view
-from gpuguard.views.text import json_text, put, shorten, style
+from gpuguard.views.text import json_text, put, style
 
 if TYPE_CHECKING:
     import argparse
@@ -64,7 +62,7 @@ def query_of(args: argparse.Namespace, words: Sequence[str]) -> tuple[tuple[str,
     except ValueError:
         raise InvalidRequest("--remote or --ssh: a quote is open.") from None
     return host_names(args.hosts, args.hosts_file), FleetQuery(
-        command_line(remote, words),
+        shlex.join([*remote, *words]),
         tuple(ssh),
         TIMEOUT if timeout is None else timeout,
         PARALLEL if parallel is None else parallel,
@@ -84,7 +82,7 @@ def queue(args: argparse.Namespace) -> int:
 
 def _shown(args: argparse.Namespace, name: str, lines_of: Callable[..., list[str]]) -> int:
     hosts, how = query_of(args, words_of(name, vars(args)))
-    width, paint = _columns(), style(sys.stdout, os.environ)
+    width, paint = terminal.size()[0], style(sys.stdout, os.environ)
     replies = gathered(hosts, how, None if args.json else lambda reply: lines_of(reply, width, paint))
     if args.json:
         put([json_text(view.to_json(replies, how.timeout))], sys.stdout)
@@ -100,7 +98,7 @@ def select(args: argparse.Namespace) -> int:
     if args.sep in ("\n", "\0"):
         raise InvalidRequest("--newline and --null do not go with --hosts: there a line is one host.")
     hosts, how = query_of(args, words_of("select", vars(args)))
-    width, paint, people = _columns(), style(sys.stdout, os.environ), sys.stdout.isatty()
+    width, paint, people = terminal.size()[0], style(sys.stdout, os.environ), sys.stdout.isatty()
 
     def show(reply: HostReply) -> list[str]:
         devices = view.room(reply, args.format, args.sep)
@@ -115,7 +113,7 @@ def select(args: argparse.Namespace) -> int:
     elif not people:
         for reply in replies:
             if reply.error is not None or not with_room:
-                print_notice(f"{reply.host}: {reply.error or reply.refusal}")
+                terminal.print_notice(f"{reply.host}: {reply.error or reply.refusal}")
     if with_room:
         return 0
     return EXIT_NO if any(reply.error is None for reply in replies) else EXIT_NO_DRIVER
@@ -125,7 +123,7 @@ def top(args: argparse.Namespace) -> int:
     """`gpuguard top --hosts`."""
     refuse(
         args,
-        {"only_visible": False, "compute_only": False, "filter": "", "sort": "gpu", "tree": False, "mode": "auto"},
+        {"only_visible": False, "compute_only": False, "filter": None, "sort": "gpu", "tree": False, "mode": "auto"},
         "a host is one line there; `ssh -t HOST gpuguard top` has its processes",
     )
     every = quantity("--every", args.every, parse_duration) if args.every is not None else _EVERY
@@ -138,7 +136,7 @@ def top(args: argparse.Namespace) -> int:
         now = time.monotonic()
         known = {reply.host: view.after(view.KnownHost(), reply, now) for reply in replies}
         paint = style(sys.stdout, os.environ)
-        put(view.page(hosts, known, now, width=_columns(), paint=paint, ascii_only=ascii_only), sys.stdout)
+        put(view.page(hosts, known, now, width=terminal.size()[0], paint=paint, ascii_only=ascii_only), sys.stdout)
         return _status(replies)
     _watch(hosts, how, every, ascii_only)
     return 0
@@ -148,31 +146,22 @@ def _watch(hosts: Sequence[str], how: FleetQuery, every: float, ascii_only: bool
     """Ask each host every *every* seconds until Ctrl-C, and draw what is known at least each second."""
     known: dict[str, view.KnownHost] = {}
     due = dict.fromkeys(hosts, 0.0)  # monotonic; a host that is being asked is not in it
-    former, paint = signal.signal(signal.SIGTERM, terminal.end_on_signal), style(sys.stdout, os.environ)
-    drawn = 0.0
-    try:
-        sys.stdout.write(terminal.ENTER + terminal.HIDE_CURSOR)
-        with Pool(how) as pool:
-            while True:
-                now = time.monotonic()
-                ready = [host for host in hosts if due.get(host, now + 1) <= now]
-                pool.query(ready)
-                due = {host: at for host, at in due.items() if host not in ready}
-                replies = pool.step(0.2)
-                now = time.monotonic()
-                for reply in replies:
-                    known[reply.host] = view.after(known.get(reply.host, view.KnownHost()), reply_of(reply), now)
-                    due[reply.host] = max(now, now - reply.seconds + every)
-                if now - drawn >= (0.2 if replies else 1.0):
-                    drawn = now
-                    lines = view.page(hosts, known, now, width=_columns(), paint=paint, ascii_only=ascii_only)
-                    put([terminal.drawn(terminal.fitting(lines, "name fewer hosts"))], sys.stdout)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        signal.signal(signal.SIGTERM, former)
-        sys.stdout.write(terminal.SHOW_CURSOR + terminal.LEAVE)
-        sys.stdout.flush()
+    paint, drawn = style(sys.stdout, os.environ), 0.0
+    with terminal.screen(), Pool(how) as pool:
+        while True:
+            now = time.monotonic()
+            ready = [host for host in hosts if due.get(host, now + 1) <= now]
+            pool.query(ready)
+            due = {host: at for host, at in due.items() if host not in ready}
+            replies = pool.step(0.2)
+            now = time.monotonic()
+            for reply in replies:
+                known[reply.host] = view.after(known.get(reply.host, view.KnownHost()), reply_of(reply), now)
+                due[reply.host] = max(now, now - reply.seconds + every)
+            if now - drawn >= (0.2 if replies else 1.0):
+                drawn = now
+                lines = view.page(hosts, known, now, width=terminal.size()[0], paint=paint, ascii_only=ascii_only)
+                put([terminal.drawn(terminal.fitting(lines, "name fewer hosts"))], sys.stdout)
 
 
 def gathered(
@@ -207,8 +196,8 @@ def gathered(
 
 def _rewrite_line(line: str, before: str) -> str:
     """Write *line* where *before* stands on the terminal; comes back as what stands there now."""
-    if line != before and rewrites():
-        write("\r\x1b[K" + shorten(line, (_columns(2) or 80) - 1))
+    if line != before and terminal.rewrites():
+        terminal.rewrite(line)
     return line
 
 
@@ -217,10 +206,3 @@ def _status(replies: Sequence[HostReply]) -> int:
     if silent == len(replies):
         return EXIT_NO_DRIVER
     return EXIT_NO if silent else 0
-
-
-def _columns(descriptor: int = 1) -> int | None:
-    """Columns of the terminal; None for a pipe or a file."""
-    with suppress(OSError, ValueError):
-        return os.get_terminal_size(descriptor).columns or 80
-    return None

@@ -21,8 +21,8 @@ import time
 from dataclasses import asdict
 
 from gpuguard.claims.restrictions import KEPT
-from gpuguard.cli.options import add_source_options, directory_of
-from gpuguard.cli.restrictions import reason_of, seconds_of, show
+from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of
+from gpuguard.cli.restrictions import add_for_and_reason, reason_of, seconds_of, show
 from gpuguard.daemon.client import EndedReply, ExemptionReply, StatusReply, query_daemon
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.policies.files.decoder import Accounts
@@ -33,15 +33,19 @@ from gpuguard.views.text import json_text, put
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--for", dest="for_", metavar="DURATION", help="how long, like 4h")
-    parser.add_argument("--reason", metavar="TEXT", help="for the administrator and the log")
-    parser.add_argument("--device", metavar="DEVICE", help="only on this one: index or uuid (default: everywhere)")
-    parser.add_argument("--user", metavar="USER", help="for another user, as root")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--list", action="store_true", help="show what is kept")
-    what.add_argument("--status", action="store_true", help="show what policies have against what is yours (root: all)")
-    what.add_argument("--end", action="store_true", help="end it before its time")
-    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_for_and_reason(parser, "how long, like 4h", "for the administrator and the log")
+    add_table(
+        parser,
+        ("--device", "DEVICE", "only on this one: index or uuid (default: everywhere)"),
+        ("--user", "USER", "for another user, as root"),
+    )
+    add_table(
+        parser.add_mutually_exclusive_group(),
+        ("--list", None, "show what is kept"),
+        ("--status", None, "show what policies have against what is yours (root: all)"),
+        ("--end", None, "end it before its time"),
+    )
+    add_table(parser, JSON)
     add_source_options(parser)
 
 

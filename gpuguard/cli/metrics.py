@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from gpuguard.cli.options import add_source_options, backend_of, directory_of, quantity
+from gpuguard.cli.options import FRESH, add_source_options, add_table, backend_of, directory_of, quantity
 from gpuguard.errors import GpuguardError, InvalidRequest, shortage
 from gpuguard.metrics.compat import COMPAT
 from gpuguard.metrics.exposition import FILE, prometheus_text, remove_textfile, write_textfile
@@ -44,11 +44,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--serve", metavar="ADDRESS", nargs="?", const=ADDRESS, help=f"over HTTP, until Ctrl-C (default: {ADDRESS})"
     )
-    where.add_argument(
-        "--textfile", metavar="DIR", help=f"as {FILE} in this directory; with --every it goes when we end"
+    add_table(
+        where,
+        ("--textfile", "DIR", f"as {FILE} in this directory; with --every it goes when we end"),
+        ("--influx", "URL", "as InfluxDB's line protocol, by POST; - is standard output"),
     )
-    where.add_argument("--influx", metavar="URL", help="as InfluxDB's line protocol, by POST; - is standard output")
-    parser.add_argument("--every", metavar="DURATION", help="again and again, until Ctrl-C (default: once)")
+    add_table(parser, ("--every", "DURATION", "again and again, until Ctrl-C (default: once)"))
     parser.add_argument(
         "--compat",
         metavar="EXPORTER",
@@ -57,8 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=sorted(COMPAT),
         help="tell it under the names of that exporter, too: dcgm or nvitop (repeatable)",
     )
-    parser.add_argument("--token-file", metavar="FILE", help=f"InfluxDB's token (default: ${TOKEN})")
-    parser.add_argument("--fresh", action="store_true", help="ask the driver, even if the daemon did so just now")
+    add_table(parser, ("--token-file", "FILE", f"InfluxDB's token (default: ${TOKEN})"), FRESH)
     add_expose_option(parser, "--expose")
     add_source_options(parser)
 

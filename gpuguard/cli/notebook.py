@@ -88,8 +88,7 @@ def run_line(shell: Any, line: str) -> None:
         if not args.what.isdecimal() or args.num_gpus is not None:
             raise InvalidRequest(f"{args.what!r}?  Write `%gpus 2`, `%gpus` or `%gpus release`.")
         args.num_gpus = args.what
-    held = _current()
-    if held is None:
+    if (held := _current()) is None:
         held = _claimed(args, tuple(words))
         _held.append(held)
         if held.claim.warning:
@@ -111,9 +110,8 @@ def _add_options(parser: Parser) -> None:
         const=_FOR_EVER,
         help="wait in the queue at most so long, as in 30m; without a duration: without end (default: do not wait)",
     )
-    group.add_argument(
-        "--priority", choices=PRIORITY_NAMES, default="normal", help="class in the queue (default: normal)"
-    )
+    priority = "class in the queue (default: normal)"
+    group.add_argument("--priority", choices=PRIORITY_NAMES, default="normal", help=priority)
     group.add_argument("--note", metavar="TEXT", help="what it is for (default: the name of the notebook)")
     add_source_options(parser)
 
@@ -121,9 +119,7 @@ def _add_options(parser: Parser) -> None:
 def _claimed(args: Any, words: tuple[str, ...]) -> NotebookClaim:
     request, plain = request_of(args), vars(Request())
     conditions = {name: value for name, value in vars(request).items() if value != plain[name] and name != "num_gpus"}
-    wait = (
-        0.0 if args.wait is None else None if args.wait == _FOR_EVER else quantity("--wait", args.wait, parse_duration)
-    )
+    wait = None if args.wait == _FOR_EVER else quantity("--wait", args.wait, parse_duration) or 0.0
     source = {"backend": args.backend, "directory": args.dir}
     notebook = os.path.basename(os.environ.get(_NAME_OF_NOTEBOOK, ""))
     context = api.claim(
@@ -144,10 +140,8 @@ def _claimed(args: Any, words: tuple[str, ...]) -> NotebookClaim:
         ) from None
     except NotEnoughGpus as error:
         if args.wait is None and not isinstance(error, ImpossibleRequest):
-            error.args = (
-                f"{error}\n`%gpus {shlex.join(words)} --wait 10m` waits for them in the queue.",
-                *error.args[1:],
-            )
+            advice = f"`%gpus {shlex.join(words)} --wait 10m` waits for them in the queue."
+            error.args = (f"{error}\n{advice}", *error.args[1:])
         raise
 
 
@@ -185,12 +179,10 @@ def _end_claim() -> None:
 
 
 def _show_all(shell: Any) -> None:
-    held = _current()
-    source: Mapping[str, str | None] = held.source if held else {}
-    machine = api.who(**source)
     text, html = "this kernel has no GPUs: `%gpus 1` claims one.", "<p>This kernel has no GPUs: %gpus 1 claims one.</p>"
-    if held:
+    if held := _current():
         text, html = _card(held)
+    machine = api.who(**(held.source if held else {}))
     lines = who.to_text(machine, device_state.uses(machine, process_facts(machine)))
     _publish(shell, "\n".join([text, *lines]), html + machine._repr_html_())
 
@@ -205,9 +197,8 @@ def _card(held: NotebookClaim) -> tuple[str, str]:
     # Not read where nothing was asked about it, as for one device: then it is left out.
     models = ", ".join(dict.fromkeys(device.name for device in held.claim if device.name))
     parts = [_names(held.claim), neutralise(models), f"claim {held.claim.id}", "until the kernel ends"]
-    return "SIMULATED " * simulated + " · ".join(filter(None, parts)), "<p><b>SIMULATED</b></p>" * simulated + of_held(
-        held.claim
-    )
+    text = "SIMULATED " * simulated + " · ".join(filter(None, parts))
+    return text, "<p><b>SIMULATED</b></p>" * simulated + of_held(held.claim)
 
 
 def _names(claim: Claim) -> str:

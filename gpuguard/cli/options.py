@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.device_state import IDLE_TOLERANCE
 from gpuguard.errors import InvalidRequest
 from gpuguard.history import audit_log
-from gpuguard.model import WHO_FIELDS, Event
+from gpuguard.model import WHO_FIELDS, Event, Snapshot
 from gpuguard.request import SLOTS, STRATEGIES, Request
 from gpuguard.source import SnapshotSource
 from gpuguard.units import parse_bytes, parse_celsius, parse_percent
@@ -52,6 +53,11 @@ class Parser(argparse.ArgumentParser):
         settings.setdefault("allow_abbrev", False)
         super().__init__(**settings)
 
+    @property
+    def actions(self) -> list[argparse.Action]:
+        """Its options and positional words."""
+        return self._actions
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's own, but each parser complains itself: for `gpuguard sim show x` that is `sim show`."""
         namespace, unknown = super().parse_known_args(args, namespace)
@@ -59,7 +65,7 @@ class Parser(argparse.ArgumentParser):
             import difflib  # for a mistake
 
             # Without the dashes, which all have: --json was like --slots by them.
-            flags = {flag.lstrip("-"): flag for action in self._actions for flag in action.option_strings}
+            flags = {flag.lstrip("-"): flag for action in self.actions for flag in action.option_strings}
             near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), flags, n=1)
             similar = f" (did you mean {flags[near[0]]}?)" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{similar}{self._taken(namespace)}")
@@ -78,7 +84,7 @@ class Parser(argparse.ArgumentParser):
 
     def _taken(self, namespace: Any) -> str:
         """Which option may have taken the command for its value, as in ``run --wait python -V``."""
-        for action in self._actions if hasattr(namespace, "command") else ():
+        for action in self.actions if hasattr(namespace, "command") else ():
             value = getattr(namespace, action.dest, None) if action.nargs == "?" and action.option_strings else None
             if isinstance(value, str) and value != action.const and value[:1].isalpha():
                 flag = action.option_strings[-1]
@@ -108,15 +114,30 @@ def with_joined_alternatives(parser: Parser, words: list[str]) -> list[str]:
     return joined + words[position:]
 
 
-def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, SubcommandRow]) -> None:
-    """A parser for each; which one was typed is ``args.action``."""
-    commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, row in actions.items():
-        description = f"{row.purpose[:1].upper()}{row.purpose[1:]}."
-        row.add_options(commands.add_parser(name, help=row.purpose, description=description))
+def with_actions(purpose: str, actions: Mapping[str, SubcommandRow]) -> SubcommandRow:
+    """A command that consists of commands; which one was typed is ``args.action``."""
+
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+        for name, row in actions.items():
+            description = f"{row.purpose[:1].upper()}{row.purpose[1:]}."
+            row.add_options(commands.add_parser(name, help=row.purpose, description=description))
+
+    return SubcommandRow(purpose, add_options, lambda args: actions[args.action].main(args))
 
 
 _reported: set[str] = set()  # directories that were reported as missing
+
+
+JSON = ("--json", None, "one object for programs: see docs/json.md")
+FRESH = ("--fresh", None, "ask the driver, even if the daemon did so just now")
+
+
+def add_table(parser: Any, *rows: tuple[str, str | None, str]) -> None:
+    """Add options to a parser or a group, each (its spellings, what its value is called or None, its help)."""
+    for names, metavar, text in rows:
+        details = {"action": "store_true"} if metavar is None else {"metavar": metavar}
+        parser.add_argument(*names.split(), help=text, **details)
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +168,12 @@ def _path(text: str) -> str:
 def backend_of(args: argparse.Namespace) -> Backend:
     """The backend that --backend names, in a process of its own, so that a driver that hangs cannot hang us."""
     return open_worker(args.backend, on_slow=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
+
+
+def sampled(args: argparse.Namespace, groups: Collection[str]) -> Snapshot:
+    """One snapshot of that backend, with the fields of these *groups*."""
+    with closing(backend_of(args)) as backend:
+        return backend.sample(groups)
 
 
 def directory_of(args: argparse.Namespace, *, make: bool = False) -> LockDirectory:
@@ -197,11 +224,9 @@ _OPTIONS = (
 
 def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Sequence[str]] | None = None) -> None:
     """Add the options; *also* gives further spellings of some: ``{"--min-free": ("-f",)}``."""
-    spellings = dict(also or {})
     group = parser.add_argument_group("which GPUs")
-    group.add_argument("-n", "--num-gpus", metavar="N", help="how many (default: 1)")
-    for flag, metavar, text in _OPTIONS:
-        group.add_argument(flag, *spellings.get(flag, ()), metavar=metavar, help=text)
+    rows = ((" ".join((flag, *(also or {}).get(flag, ()))), metavar, text) for flag, metavar, text in _OPTIONS)
+    add_table(group, ("-n --num-gpus", "N", "how many (default: 1)"), *rows)
     group.add_argument(
         "--model",
         metavar="GLOB",
@@ -211,18 +236,17 @@ def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Seque
     )
     strategies = "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items())
     group.add_argument("--strategy", choices=STRATEGIES, default="spread", help=f"{strategies} (default: spread)")
-    group.add_argument("--mig", metavar="PROFILE", help="MIG instances of this profile, as in 3g.40gb")
-    group.add_argument("--mine-as-free", action="store_true", help="my own processes do not make a device busy")
-    group.add_argument(
-        "--tolerance",
-        metavar="SIZE",
-        help=f"memory that an idle device may hold (default: {IDLE_TOLERANCE // 2**20}MiB)",
+    add_table(
+        group,
+        ("--mig", "PROFILE", "MIG instances of this profile, as in 3g.40gb"),
+        ("--mine-as-free", None, "my own processes do not make a device busy"),
+        ("--tolerance", "SIZE", f"memory that an idle device may hold (default: {IDLE_TOLERANCE // 2**20}MiB)"),
     )
-    sharing = parser.add_argument_group("sharing a GPU with others who share it too")
-    sharing.add_argument("--share", action="store_true", help="others may claim the rest of each GPU; needs --memory")
-    sharing.add_argument("--memory", metavar="SIZE", help="my part of each GPU's memory, as in 10GiB")
-    sharing.add_argument(
-        "--slots", metavar="K", help=f"at most K jobs on each GPU, mine included (default and most: {SLOTS})"
+    add_table(
+        parser.add_argument_group("sharing a GPU with others who share it too"),
+        ("--share", None, "others may claim the rest of each GPU; needs --memory"),
+        ("--memory", "SIZE", "my part of each GPU's memory, as in 10GiB"),
+        ("--slots", "K", f"at most K jobs on each GPU, mine included (default and most: {SLOTS})"),
     )
 
 
@@ -318,13 +342,15 @@ def snapshot_source(args: argparse.Namespace, fields: Collection[str] = WHO_FIEL
 
 def add_fleet_options(parser: argparse.ArgumentParser) -> None:
     """--hosts, --hosts-file, --timeout, --parallel, --remote, --ssh."""
-    group = parser.add_argument_group("other hosts, over ssh: see docs/fleet.md")
-    group.add_argument("--hosts", metavar="LIST", help="ask these instead, as in gpu1,alice@gpu2,gpu[03-16]")
-    group.add_argument("--hosts-file", metavar="FILE", help="the same from a file, one per line; - is standard input")
-    group.add_argument("--timeout", metavar="D", help="per host, from its first packet to its answer (default: 10s)")
-    group.add_argument("--parallel", metavar="N", help="so many at once; fewer behind one jump host (default: 64)")
-    group.add_argument("--remote", metavar="WORDS", help="gpuguard there (default: $GPUGUARD_REMOTE, else gpuguard)")
-    group.add_argument("--ssh", metavar="WORDS", help="as in 'ssh -F FILE' (default: $GPUGUARD_SSH, else ssh)")
+    add_table(
+        parser.add_argument_group("other hosts, over ssh: see docs/fleet.md"),
+        ("--hosts", "LIST", "ask these instead, as in gpu1,alice@gpu2,gpu[03-16]"),
+        ("--hosts-file", "FILE", "the same from a file, one per line; - is standard input"),
+        ("--timeout", "D", "per host, from its first packet to its answer (default: 10s)"),
+        ("--parallel", "N", "so many at once; fewer behind one jump host (default: 64)"),
+        ("--remote", "WORDS", "gpuguard there (default: $GPUGUARD_REMOTE, else gpuguard)"),
+        ("--ssh", "WORDS", "as in 'ssh -F FILE' (default: $GPUGUARD_SSH, else ssh)"),
+    )
 
 
 def has_hosts(args: argparse.Namespace) -> bool:

@@ -17,7 +17,7 @@ import time
 from gpuguard.backtest.backtest import backtest
 from gpuguard.backtest.recordings import people, read_recording
 from gpuguard.backtest.unit_tests import accounts, run_tests
-from gpuguard.cli.options import SubcommandRow, add_actions, quantity
+from gpuguard.cli.options import SubcommandRow, add_table, quantity
 from gpuguard.errors import InvalidRequest
 from gpuguard.notify.sender import problems
 from gpuguard.policies.files.decoder import unknown
@@ -30,32 +30,8 @@ from gpuguard.views.policy_language import SECTIONS, describe, json_schema, lang
 from gpuguard.views.text import json_text, put
 
 SCHEMA = 1
+_JSON = ("--json", None, "one object for programs")
 MOST = 50  # faults that are shown at a time: nobody reads more
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_actions(parser, ACTIONS)
-
-
-def main(args: argparse.Namespace) -> int:
-    return ACTIONS[args.action].main(args)
-
-
-def _backtest_options(parser: argparse.ArgumentParser) -> None:
-    _file_option(parser)
-    parser.add_argument(
-        "--on",
-        metavar="RECORDING",
-        required=True,
-        help="a file of `gpuguard record`, or CSV with a row per time, job and device",
-    )
-    parser.add_argument(
-        "--longest-gap",
-        metavar="DURATION",
-        help="durations go on over pauses up to this long (default: 3 times the usual distance of samples)",
-    )
-    parser.add_argument("--each", action="store_true", help="show each step, not only their numbers")
-    parser.add_argument("--json", action="store_true", help="one object for programs")
 
 
 def _backtest(args: argparse.Namespace) -> int:
@@ -76,11 +52,6 @@ def _backtest(args: argparse.Namespace) -> int:
     return 0
 
 
-def _test_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", nargs="+", help="tests in YAML, like lab_test.yaml beside lab.yaml")
-    parser.add_argument("--json", action="store_true", help="one object for programs")
-
-
 def _test(args: argparse.Namespace) -> int:
     trials = [run_tests(path) for path in args.file]
     if args.json:
@@ -90,19 +61,6 @@ def _test(args: argparse.Namespace) -> int:
     if any(trial.faults for trial in trials):
         return 2
     return int(not all(outcome.passed for trial in trials for outcome in trial.outcomes))
-
-
-def _file_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="the policy file")
-
-
-def _check_options(parser: argparse.ArgumentParser) -> None:
-    _file_option(parser)
-    parser.add_argument("--strict", action="store_true", help="the answer is no for warnings, too")
-    parser.add_argument(
-        "--installed", action="store_true", help="check too that only root can change it, as a daemon of root demands"
-    )
-    parser.add_argument("--json", action="store_true", help="one object for programs")
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -147,11 +105,6 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rules_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", nargs="*", help="only of these rules, actions or parts of a policy")
-    parser.add_argument("--json", action="store_true", help="one object for programs")
-
-
 def _rules(args: argparse.Namespace) -> int:
     if args.json:
         put([json_text(language_json())], sys.stdout)
@@ -169,11 +122,44 @@ def _schema(args: argparse.Namespace) -> int:
     return 0
 
 
+def _file_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="the policy file")
+
+
+def _check_options(parser: argparse.ArgumentParser) -> None:
+    _file_options(parser)
+    add_table(
+        parser,
+        ("--strict", None, "the answer is no for warnings, too"),
+        ("--installed", None, "check too that only root can change it, as a daemon of root demands"),
+        _JSON,
+    )
+
+
+def _test_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", nargs="+", help="tests in YAML, like lab_test.yaml beside lab.yaml")
+    add_table(parser, _JSON)
+
+
+def _backtest_options(parser: argparse.ArgumentParser) -> None:
+    _file_options(parser)
+    recording = "a file of `gpuguard record`, or CSV with a row per time, job and device"
+    parser.add_argument("--on", metavar="RECORDING", required=True, help=recording)
+    gap = "durations go on over pauses up to this long (default: 3 times the usual distance of samples)"
+    each = ("--each", None, "show each step, not only their numbers")
+    add_table(parser, ("--longest-gap", "DURATION", gap), each, _JSON)
+
+
+def _rules_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", nargs="*", help="only of these rules, actions or parts of a policy")
+    add_table(parser, _JSON)
+
+
 ACTIONS = {
     "check": SubcommandRow(
         "say whether a policy file is right, and everything that is wrong with it", _check_options, _check
     ),
-    "explain": SubcommandRow("say in sentences what a policy file does to whom, and when", _file_option, _explain),
+    "explain": SubcommandRow("say in sentences what a policy file does to whom, and when", _file_options, _explain),
     "test": SubcommandRow("run unit tests of a policy file", _test_options, _test),
     "backtest": SubcommandRow(
         "say what a policy file would have done on recorded samples", _backtest_options, _backtest

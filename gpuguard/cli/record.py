@@ -22,7 +22,7 @@ from gpuguard.backends import Backend, is_recorded
 from gpuguard.backends.replay import RecordingWriter
 from gpuguard.backtest.masking import Mask
 from gpuguard.backtest.recordings import pack
-from gpuguard.cli.options import add_source_options, backend_of, directory_of, quantity
+from gpuguard.cli.options import add_source_options, add_table, backend_of, directory_of, quantity
 from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import BackendError, ClaimError, GpuguardError, InvalidRequest
 from gpuguard.policies.view import RuleView
@@ -37,13 +37,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="where to; a new file")
     parser.add_argument("--every", metavar="DURATION", default="1s", help="between two samples (default: 1s)")
     parser.add_argument("--for", dest="lasting", metavar="DURATION", help="how long (default: until Ctrl-C)")
-    parser.add_argument("--mask", action="store_true", help="replace every name: host, users, programs, uuids, notes")
-    parser.add_argument(
-        "--max-size",
-        metavar="SIZE",
-        help="keep at most so much, as in 100MiB: the older half is then in FILE.1",
+    add_table(
+        parser,
+        ("--mask", None, "replace every name: host, users, programs, uuids, notes"),
+        ("--max-size", "SIZE", "keep at most so much, as in 100MiB: the older half is then in FILE.1"),
+        ("--append", None, "go on behind what is in FILE already"),
     )
-    parser.add_argument("--append", action="store_true", help="go on behind what is in FILE already")
     add_source_options(parser)
 
 

@@ -21,7 +21,16 @@ from gpuguard.claims.restrictions import (
     read_restrictions,
     to_json,
 )
-from gpuguard.cli.options import SubcommandRow, add_source_options, backend_of, directory_of, log_event, quantity
+from gpuguard.cli.options import (
+    JSON,
+    SubcommandRow,
+    add_source_options,
+    add_table,
+    directory_of,
+    log_event,
+    quantity,
+    sampled,
+)
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Event
 from gpuguard.policies.files.decoder import Accounts
@@ -55,12 +64,16 @@ root alone can write: it holds without a daemon, until the next boot.
 """
 
 
+def add_for_and_reason(parser: argparse.ArgumentParser, for_: str, reason: str) -> None:
+    """--for and --reason, with their helps."""
+    parser.add_argument("--for", dest="for_", metavar="DURATION", help=for_)
+    parser.add_argument("--reason", metavar="TEXT", help=reason)
+
+
 def _deny_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("user", metavar="USER", nargs="?", help="name or uid; without it, show who is denied")
-    parser.add_argument("--for", dest="for_", metavar="DURATION", help="how long, like 2h")
-    parser.add_argument("--reason", metavar="TEXT", help="shown to the user")
-    parser.add_argument("--end", action="store_true", help="permit claims again")
-    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_for_and_reason(parser, "how long, like 2h", "shown to the user")
+    add_table(parser, ("--end", None, "permit claims again"), JSON)
     add_source_options(parser)
 
 
@@ -78,13 +91,10 @@ def _deny(args: argparse.Namespace) -> int:
 
 
 def _quarantine_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "device", metavar="DEVICE", nargs="?", help="index or uuid; without it, show what is quarantined"
-    )
-    parser.add_argument("--for", dest="for_", metavar="DURATION", help="how long, like 2d (default: until --end)")
-    parser.add_argument("--reason", metavar="TEXT", help="shown to everybody who wants the device")
-    parser.add_argument("--end", action="store_true", help="put it into service again")
-    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    device = "index or uuid; without it, show what is quarantined"
+    parser.add_argument("device", metavar="DEVICE", nargs="?", help=device)
+    add_for_and_reason(parser, "how long, like 2d (default: until --end)", "shown to everybody who wants the device")
+    add_table(parser, ("--end", None, "put it into service again"), JSON)
     add_source_options(parser)
 
 
@@ -100,11 +110,7 @@ def _quarantine(args: argparse.Namespace) -> int:
     beginning = [uuid for uuid in known if uuid.startswith(args.device)]
     if _WHOLE_UUID.fullmatch(args.device) or (len(beginning) == 1 and not args.device.isdigit()):
         return _change(args, directory, "quarantine", beginning[0] if beginning else args.device)
-    backend = backend_of(args)
-    try:
-        uuid = resolve([args.device], backend.sample({}).devices, "DEVICE")[0]
-    finally:
-        backend.close()
+    [uuid] = resolve([args.device], sampled(args, {}).devices, "DEVICE")
     return _change(args, directory, "quarantine", uuid)
 
 

@@ -37,7 +37,8 @@ from gpuguard.claims.directory import (
 from gpuguard.claims.grants import EARLIER, grant_of, names_of, renew, replace_file
 from gpuguard.claims.records import slot_names
 from gpuguard.cli import setup_service
-from gpuguard.cli.options import add_source_options, backend_of
+from gpuguard.cli.options import add_source_options, add_table, sampled
+from gpuguard.cli.setup_service import fault_as
 from gpuguard.errors import BackendError, InvalidRequest, LockDirectoryError
 from gpuguard.model import HEALTH
 from gpuguard.units import format_count
@@ -58,27 +59,20 @@ Back: gpuguard setup --no-broker.  What it stops, and what it does not: docs/dae
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--print", action="store_true", help="show the tmpfiles.d lines, change nothing")
-    group.add_argument(
-        "--systemd", action="store_true", help="install and start the service, too; until you say so it only observes"
+    add_table(
+        parser.add_mutually_exclusive_group(),
+        ("--print", None, "show the tmpfiles.d lines, change nothing"),
+        ("--systemd", None, "install and start the service, too; until you say so it only observes"),
+        (
+            "--remove",
+            None,
+            "remove what setup installed and nobody changed; log and history stay, and lock files that are held",
+        ),
+        ("--lock-files", None, "only make the lock files of GPUs that are new; the service does so when it starts"),
+        ("--print-unit", None, "show the daemon's unit for systemd, change nothing"),
     )
-    group.add_argument(
-        "--remove",
-        action="store_true",
-        help="remove what setup installed and nobody changed; log and history stay, and lock files that are held",
-    )
-    group.add_argument(
-        "--lock-files",
-        action="store_true",
-        help="only make the lock files of GPUs that are new; the service does it whenever it starts",
-    )
-    group.add_argument("--print-unit", action="store_true", help="show the daemon's unit for systemd, change nothing")
-    parser.add_argument(
-        "--daemon-user",
-        metavar="USER",
-        help="as whom the daemon runs; root: without a user of its own (default: gpuguard, with --dir root)",
-    )
+    user = "as whom the daemon runs; root: without a user of its own (default: gpuguard, with --dir root)"
+    add_table(parser, ("--daemon-user", "USER", user))
     parser.add_argument(
         "--broker",
         action=argparse.BooleanOptionalAction,
@@ -109,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
 
     uuids = _uuids(args)
     if args.lock_files:
-        _make_lock_files(lock_directory(args.dir), uuids)
+        _make_lock_files(args.dir, uuids)
         return 0
     is_brokered = _is_brokered(path)  # now; setting it up again changes nothing, unless it is asked for
     keeper = user_name(os.lstat(f"{path}/lock/gate").st_uid) if is_brokered else "root"
@@ -154,75 +148,55 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _uuids(args: argparse.Namespace) -> list[str]:
-    backend = backend_of(args)
     try:
-        return [device.uuid for device in backend.sample({HEALTH}).devices if not device.uuid.startswith("unknown")]
+        devices = sampled(args, {HEALTH}).devices
     except BackendError as error:
         print(f"gpuguard: no lock files for GPUs yet, because {error}", file=sys.stderr)
         return []
-    finally:
-        backend.close()
+    return [device.uuid for device in devices if not device.uuid.startswith("unknown")]
 
 
 def make_directory(path: str, uuids: list[str]) -> None:
-    """Make the directory with a lock file for each device; harmless when it is there already.
-
-    Raises:
-        LockDirectoryError: it cannot be made, or what is there cannot be trusted.
-    """
+    """Make the directory with a lock file for each device; harmless when it is there already."""
     root = os.geteuid() == 0
     modes = {path: 0o755, f"{path}/lock": 0o755, f"{path}/claims": 0o1777 if root else 0o755}
-    try:
+    with fault_as(f"{path} cannot be made", "  Name another directory with --dir."):
         for folder, mode in modes.items():
             if not os.path.lexists(folder):
                 os.mkdir(folder)
                 os.chmod(folder, mode)  # whatever the umask
-    except OSError as error:
-        raise LockDirectoryError(
-            f"{path} cannot be made: {error.strerror}.  Name another directory with --dir."
-        ) from error
-    _make_lock_files(lock_directory(path), uuids)
+    _make_lock_files(path, uuids)
 
 
 def _make_daemon_directory(path: str, name: str) -> None:
-    """Make the directory of the daemon in *path*, or give the one that is there to *name*.
-
-    Raises:
-        LockDirectoryError: there is no such user, or it cannot be made.
-    """
+    """Make the directory of the daemon in *path*, or give the one that is there to *name*."""
     place = f"{path}/{NAME}"
     if (account := setup_service.account_of(name)) is None:
         raise LockDirectoryError(f"there is no user {name}.  `sudo gpuguard setup` makes gpuguard.")
-    try:
+    with fault_as(f"{place} cannot be made for {name}"):
         if not os.path.lexists(place):
             os.mkdir(place, 0o700)
         # Through a descriptor: what is given away must be the directory itself.
-        here = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        opened = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            os.fchown(here, account.pw_uid, account.pw_gid)
-            os.fchmod(here, 0o755)
+            os.fchown(opened, account.pw_uid, account.pw_gid)
+            os.fchmod(opened, 0o755)
         finally:
-            os.close(here)
-    except OSError as error:
-        raise LockDirectoryError(f"{place} cannot be made for {name}: {error.strerror}.") from error
+            os.close(opened)
 
 
 def tmpfiles_lines(path: str, uuids: list[str], user: str = "root", *, broker: bool = False) -> list[str]:
     """What systemd-tmpfiles must do at boot: see tmpfiles.d(5)."""
-    names = _lock_names(uuids)
     keeper = user if broker else "root"
+    files = dict.fromkeys(_lock_names(uuids), f"0600 {keeper} {keeper}" if broker else "0444 root root")
+    files["queue"] = "0444 root root"
     return [
         "# Claims of GPUs: made by `gpuguard setup`.  Run it again when GPUs or MIG instances have changed.",
         f"d {path} 0755 root root -",
         f"d {path}/lock 0755 {keeper} {keeper} -",
         f"d {path}/claims 1777 root root -",
         *([] if user == "root" else [f"d {path}/{NAME} 0755 {user} {user} -"]),
-        *(
-            f"f {path}/lock/{name} 0600 {keeper} {keeper} -"
-            if broker and name != "queue"
-            else f"f {path}/lock/{name} 0444 root root -"
-            for name in names
-        ),
+        *(f"f {path}/lock/{name} {given} -" for name, given in files.items()),
     ]
 
 
@@ -232,7 +206,8 @@ def _lock_names(uuids: list[str]) -> list[str]:
     return ["gate", "queue", *uuids, *(f"{uuid}.nested" for uuid in uuids), *slots]
 
 
-def _make_lock_files(directory: LockDirectory, uuids: list[str]) -> None:
+def _make_lock_files(path: str | None, uuids: list[str]) -> None:
+    directory = lock_directory(path)
     for name in _lock_names(uuids):
         os.close(open_lock(directory, name))
 
@@ -247,15 +222,11 @@ def _is_brokered(path: str) -> bool:
 
 
 def change_broker(path: str, user: str, *, brokered: bool) -> None:
-    """Give the lock files to *user* alone, or to everybody.  The gate, which says what holds, comes last.
-
-    Raises:
-        LockDirectoryError: it cannot be done; run again, it goes on where it was.
-    """
+    """Give the lock files to *user* alone, or to everybody.  The gate, which says what holds, comes last."""
     account = pwd.getpwnam(user)
     directory = lock_directory(path)
     directory = replace(directory, keeper=account.pw_uid if brokered else directory.keeper)
-    try:
+    with fault_as(f"{directory.locks} cannot be changed", "  Run it again."):
         with Gate(directory):
             if not brokered and _is_brokered(path):
                 # A share that the daemon gave holds its slot alone, which excludes no process that takes the device's
@@ -274,8 +245,6 @@ def change_broker(path: str, user: str, *, brokered: bool) -> None:
         if brokered:
             replace_file(directory, "gate")  # a process that has the old one open would make the daemon wait
             os.chown(directory.locks, account.pw_uid, account.pw_gid)
-    except OSError as error:
-        raise LockDirectoryError(f"{directory.locks} cannot be changed: {error.strerror}.  Run it again.") from error
 
 
 def _change_file(directory: LockDirectory, name: str, account: pwd.struct_passwd, *, brokered: bool) -> None:

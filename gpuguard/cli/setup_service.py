@@ -7,7 +7,6 @@ is removed under its holder lets a second one in.  Does not make the directory o
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
@@ -17,6 +16,8 @@ import shutil
 import stat
 import subprocess
 import sys
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import USER, is_same_file, lock_directory, try_flock
 from gpuguard.enforcement.identity import uid_min
@@ -25,6 +26,9 @@ from gpuguard.files import open_in_place, read_file, write_file
 from gpuguard.history.audit_log import MACHINE_EVENTS
 from gpuguard.history.queries import MACHINE_STATE
 from gpuguard.jsonio import loads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SERVICE, MOUNT = "gpuguard.service", "run-gpuguard-claims.mount"
 UNIT = f"/etc/systemd/system/{SERVICE}"
@@ -41,6 +45,10 @@ UNBOUNDED = (
     "(without systemd: until it is mounted by /etc/fstab)."
 )
 
+SYSUSERS_LINES = """\
+# The user of the daemon.
+u {name} - "gpuguard, the guard of the GPUs" - -
+"""
 _LARGEST = 2**20  # bytes: no file of ours has more
 _SEAL = "# Written by `gpuguard setup`.  The SHA-256 of what follows: "
 _PYTHON = "/usr/bin/python3"  # in the unit as it is packaged
@@ -51,17 +59,33 @@ It judges by {policy}.  To switch it on, twice: see docs/daemon.md.
 Away again: {program} setup --remove"""
 
 
-def write(path: str, text: str) -> None:
-    """Write a file of root's that everybody may read, sealed as ours.
-
-    Raises:
-        LockDirectoryError: it cannot be written.
-    """
+@contextmanager
+def fault_as(text: str, advice: str = "") -> Iterator[None]:
+    """What the system refuses in this block is a LockDirectoryError: *text*, the reason, *advice*."""
     try:
+        yield
+    except OSError as error:
+        raise LockDirectoryError(f"{text}: {error.strerror}.{advice}") from error
+
+
+def fault_of(*command: str) -> str | None:
+    """Run a program; returns why it failed, in its words."""
+    with fault_as(f"{command[0]} cannot be started"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    return (" ".join(done.stderr.split()) or f"exit code {done.returncode}") if done.returncode else None
+
+
+def systemctl(*words: str, advice: str = "") -> None:
+    """Run systemctl."""
+    if reason := fault_of("systemctl", *words):
+        raise LockDirectoryError(f"`systemctl {' '.join(words)}` failed: {reason}  {advice}".rstrip())
+
+
+def write(path: str, text: str) -> None:
+    """Write a file of root's that everybody may read, sealed as ours."""
+    with fault_as(f"{path} cannot be written"):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         write_file(path, _sealed(text.encode()))
-    except OSError as error:
-        raise LockDirectoryError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def content_of(path: str) -> bytes | None:
@@ -97,11 +121,7 @@ def _sealed(content: bytes) -> bytes:
 
 
 def packaged(name: str) -> str:
-    """A file of packaging/.
-
-    Raises:
-        GpuguardError: it was not installed with this package.
-    """
+    """A file of packaging/."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     for folder in (f"{package}/packaging", f"{os.path.dirname(package)}/packaging"):
         try:
@@ -121,26 +141,16 @@ def account_of(name: str) -> pwd.struct_passwd | None:
 
 
 def make_user(name: str) -> None:
-    """Make the system user *name*, unless there is one.
-
-    Raises:
-        LockDirectoryError: there is none and none can be made, or the name is that of a person.
-    """
+    """Make the system user *name*, unless there is one."""
     account = account_of(name)
     if account is None:
         # Its file comes first, with and without systemd: it says that the user is ours to remove.
-        write(SYSUSERS, f"# The user of the daemon.\n{sysusers_line(name)}\n")
-        words: list[str] = []
+        write(SYSUSERS, SYSUSERS_LINES.format(name=name))
         if sysusers := shutil.which("systemd-sysusers"):
-            words = [sysusers, SYSUSERS]
+            fault_of(sysusers, SYSUSERS)
         elif useradd := shutil.which("useradd"):
-            home = ["--no-create-home", "--home-dir", "/", "--shell", "/usr/sbin/nologin"]
-            words = [useradd, "--system", "--user-group", *home, name]
-        try:
-            if words:
-                subprocess.run(words, check=False, stdin=subprocess.DEVNULL)
-        except OSError as error:
-            raise LockDirectoryError(f"the user {name} cannot be made: {error.strerror}.") from error
+            home = ("--no-create-home", "--home-dir", "/", "--shell", "/usr/sbin/nologin")
+            fault_of(useradd, "--system", "--user-group", *home, name)
         account = account_of(name)
     if account is None:
         os.unlink(SYSUSERS)
@@ -153,11 +163,6 @@ def make_user(name: str) -> None:
             f"{name} is the account of a person here (uid {account.pw_uid}).  Name another user for the daemon with "
             "--daemon-user, one with a uid of the system's."
         )
-
-
-def sysusers_line(name: str) -> str:
-    """What systemd-sysusers must do."""
-    return f'u {name} - "gpuguard, the guard of the GPUs" - -'
 
 
 def made_user() -> str | None:
@@ -173,9 +178,6 @@ def mount_claims(claims: str) -> None:
 
     A mount over a directory that is in use would hide what lives there, from some (containers) and not from others, so
     that waits for the next boot: the unit has it as its condition.
-
-    Raises:
-        LockDirectoryError: the unit cannot be installed.
     """
     fstab = (content_of(FSTAB) or b"").decode(errors="replace").splitlines()
     in_fstab = any(line.split()[1:2] == [claims] for line in fstab if not line.lstrip().startswith("#"))
@@ -186,7 +188,8 @@ def mount_claims(claims: str) -> None:
             os.makedirs(claims, 0o755)
             lines = packaged(MOUNT).splitlines()
             options = next(line.removeprefix("Options=") for line in lines if line.startswith("Options="))
-            subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", claims], check=False)
+            if reason := fault_of("mount", "-t", "tmpfs", "-o", options, "tmpfs", claims):
+                print(reason, file=sys.stderr)
             os.chmod(claims, 0o1777)
         return
     if os.path.lexists(MOUNT_UNIT) and not is_as_written(MOUNT_UNIT):
@@ -202,12 +205,7 @@ def _is_packaged(unit: str) -> str | None:
 
 
 def refuse_where_it_cannot_work(user: str) -> None:
-    """Check everything that the service needs before anything is changed.
-
-    Raises:
-        LockDirectoryError: there is no systemd, another one has installed the service, or it could not run, or
-            should not trust, the Python that runs now.
-    """
+    """Check everything that the service needs before anything is changed."""
     if os.geteuid() != 0:
         raise LockDirectoryError("only root can install a service.  Run `sudo gpuguard setup --systemd`.")
     if not shutil.which("systemctl"):
@@ -229,9 +227,6 @@ def install_service(user: str) -> None:
     """Write unit and first policy, by both of which the service only observes, and start it.
 
     A policy file that is there already stays.
-
-    Raises:
-        LockDirectoryError: a file cannot be written, or the service does not start.
     """
     if not os.path.lexists(POLICY):
         write(POLICY, packaged("policy.yaml"))
@@ -247,11 +242,7 @@ def install_service(user: str) -> None:
 
 
 def unit_for(user: str) -> str:
-    """The unit with the Python that runs now and *user* in it.
-
-    Raises:
-        GpuguardError: it was not installed with this package.
-    """
+    """The unit with the Python that runs now and *user* in it."""
     return packaged(SERVICE).replace(f"{_PYTHON} -I", f"{sys.executable} -I").replace(f"={USER}\n", f"={user}\n")
 
 
@@ -293,36 +284,14 @@ def is_booted() -> bool:
     return os.path.isdir(BOOTED)
 
 
-def systemctl(*words: str, advice: str = "") -> None:
-    """Run systemctl.
-
-    Raises:
-        LockDirectoryError: it refuses, in its words.
-    """
-    try:
-        done = subprocess.run(
-            ["systemctl", *words], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-        )
-    except OSError as error:
-        raise LockDirectoryError(f"systemctl cannot be started: {error.strerror}.") from error
-    if done.returncode:
-        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise LockDirectoryError(f"`systemctl {' '.join(words)}` failed: {reason}  {advice}".rstrip())
-
-
 # `gpuguard setup --remove`.
 
 
 def remove(directory: str) -> int:
-    """Remove it all, saying what; returns 1 where there was nothing.
-
-    Raises:
-        LockDirectoryError: not as root, or something cannot be removed.
-    """
+    """Remove it all, saying what; returns 1 where there was nothing."""
     if os.geteuid() != 0:
         raise LockDirectoryError("only root can remove what root has installed.  Run `sudo gpuguard setup --remove`.")
-    unit, mount, policy = UNIT, MOUNT_UNIT, POLICY
-    files = [path for path in (unit, mount, policy, SYSUSERS, TMPFILES) if os.path.lexists(path)]
+    files = [path for path in (UNIT, MOUNT_UNIT, POLICY, SYSUSERS, TMPFILES) if os.path.lexists(path)]
     ours = [path for path in files if is_as_written(path)]
     sealed = [path for path in files if (content_of(path) or b"").startswith(_SEAL.encode())]
     changed = [path for path in files if path not in ours and (path in sealed or listed("files", path) is not None)]
@@ -330,62 +299,52 @@ def remove(directory: str) -> int:
     if not ours and not user and not os.path.lexists(directory):
         print("Nothing is installed.")
         return 1
-    if shutil.which("systemctl"):
-        now = ["--now"] if is_booted() else []
-        if unit in ours:
-            systemctl("disable", *now, SERVICE)
-            print("The service is stopped.  Jobs and their claims go on.")
-        elif unit in files:
-            print(f"The service goes on: {unit} is not as setup wrote it.  `systemctl disable --now gpuguard` ends it.")
-        if mount in ours:
-            systemctl("disable", MOUNT)
+    has_systemd = shutil.which("systemctl") is not None
+    if has_systemd and UNIT in ours:
+        systemctl("disable", *(["--now"] if is_booted() else []), SERVICE)
+        print("The service is stopped.  Jobs and their claims go on.")
+    elif has_systemd and UNIT in files:
+        print(f"The service goes on: {UNIT} is not as setup wrote it.  `systemctl disable --now gpuguard` ends it.")
+    if has_systemd and MOUNT_UNIT in ours:
+        systemctl("disable", MOUNT)
     for path in ours:
-        try:
+        with fault_as(f"{path} cannot be removed"):
             os.unlink(path)
-        except OSError as error:
-            raise LockDirectoryError(f"{path} cannot be removed: {error.strerror}.") from error
         print(f"{path} is removed.")
-    if {unit, mount} & {*ours} and is_booted() and shutil.which("systemctl"):
+    if has_systemd and {UNIT, MOUNT_UNIT} & {*ours} and is_booted():
         systemctl("daemon-reload")
     clear(directory)
     if user:
         _remove_user(user)
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         os.unlink(LIST)
-    with contextlib.suppress(OSError):  # something is in it, which is not ours
-        os.rmdir(os.path.dirname(policy))
+    with suppress(OSError):  # something is in it, which is not ours
+        os.rmdir(os.path.dirname(POLICY))
     for path in changed:
         print(f"{path} stays: it has been changed since it was installed.")
-    stay = [path for path in (os.path.dirname(MACHINE_EVENTS), MACHINE_STATE, f"{unit}.d") if os.path.lexists(path)]
+    stay = [path for path in (os.path.dirname(MACHINE_EVENTS), MACHINE_STATE, f"{UNIT}.d") if os.path.lexists(path)]
     if stay:
         print(f"What stays: {', '.join(stay)} (log, history, what you wrote yourself).")
     return 0
 
 
 def clear(path: str) -> None:
-    """Remove the directory of the claims, if no process holds anything in it.
-
-    Raises:
-        LockDirectoryError: it cannot be removed, or is not what it should be.
-    """
+    """Remove the directory of the claims, if no process holds anything in it."""
     if not os.path.lexists(path):
         return
     lock_directory(path)  # or it is not what it should be, and nothing for us to remove
     held: list[int] = []
     try:
-        if busy := lock_all(path, held):
-            print(f"{path} stays until the next boot: {busy}.")
-            return
-        # With all locks in our hands no claim can be made; those who wait for one find then that its file is gone.
-        if os.path.ismount(f"{path}/claims"):
-            done = subprocess.run(["umount", "--lazy", f"{path}/claims"], capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise LockDirectoryError(f"{path}/claims stays: {' '.join(done.stderr.split())}.")
-        held.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
-        _empty(held[-1])
-        os.rmdir(path)
-    except OSError as error:
-        raise LockDirectoryError(f"{path} cannot be removed: {error.strerror}.") from error
+        with fault_as(f"{path} cannot be removed"):
+            if busy := lock_all(path, held):
+                print(f"{path} stays until the next boot: {busy}.")
+                return
+            # With all locks in our hands no claim can be made; those who wait for one find then that its file is gone.
+            if os.path.ismount(f"{path}/claims") and (reason := fault_of("umount", "--lazy", f"{path}/claims")):
+                raise LockDirectoryError(f"{path}/claims stays: {reason}.")
+            held.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
+            _empty(held[-1])
+            os.rmdir(path)
     finally:
         for descriptor in held:
             os.close(descriptor)
@@ -418,9 +377,6 @@ def _empty(folder: int) -> None:
     """Remove all that lies in an open directory.
 
     Users may have made folders in folders, deeper than Python, or a path, can reach: what lies in one is moved up.
-
-    Raises:
-        OSError: some of it stays.
     """
     while subfolders := _without_files(folder):
         for name in subfolders:
@@ -456,11 +412,5 @@ def _remove_user(name: str) -> None:
                 if os.lstat(path).st_uid == account.pw_uid:
                     os.lchown(path, 0, 0)
     program = shutil.which("userdel")
-    done = program and subprocess.run(
-        [program, name], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
-    if done and done.returncode == 0:
-        print(f"The user {name} is removed.")
-    else:
-        reason = " ".join(done.stderr.split()) if done else "there is no userdel here."
-        print(f"The user {name} stays: {reason}")
+    reason = fault_of(program, name) if program else "there is no userdel here."
+    print(f"The user {name} stays: {reason}" if reason else f"The user {name} is removed.")

@@ -13,22 +13,23 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import os
 import shlex
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from gpuguard.backends import simulated, simulated_node
 from gpuguard.backends.simulated_node import NodeDevice, SimulatedNode, WorkPattern, new_node
+from gpuguard.cli.options import SubcommandRow
 from gpuguard.clusters.visible_devices import is_restricted
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Device
 from gpuguard.units import format_bytes, format_count, parse_bytes, parse_celsius, parse_duration, parse_percent
+from gpuguard.views.text import json_text, picked
 
-SCHEMA = 1
 FAULTS = {
     "lost": "the device has fallen off the bus",
     "reset": "the device needs a reset",
@@ -39,19 +40,9 @@ FAULTS = {
 Options = dict[str, Any]  # keyword arguments of add_argument
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, (_, purpose, options) in ACTIONS.items():
-        command = commands.add_parser(
-            name, help=purpose, description=f"{purpose}.", allow_abbrev=False, formatter_class=parser.formatter_class
-        )
-        for flags, details in (*options.items(), *_WHERE.items()):
-            command.add_argument(*flags.split(), **details)
-
-
-def main(args: argparse.Namespace) -> int:
-    status: int = ACTIONS[args.action][0](args)
-    return status
+def _options(table: dict[str, Options], parser: argparse.ArgumentParser) -> None:
+    for flags, details in (*table.items(), *_WHERE.items()):
+        parser.add_argument(*flags.split(), **details)
 
 
 def _start(args: argparse.Namespace) -> int:
@@ -99,12 +90,10 @@ def _use(args: argparse.Namespace) -> int:
 
 
 def _set(args: argparse.Namespace) -> int:
-    change: dict[str, object] = {
-        name: _course(getattr(args, name), parse, args.over)
-        for name, parse in (("temperature", parse_celsius), ("utilization", parse_percent), ("memory", parse_bytes))
-        if getattr(args, name) is not None
-    }
-    change |= {name: getattr(args, name) for name in ("latency", "compute_mode") if getattr(args, name) is not None}
+    courses = {"temperature": parse_celsius, "utilization": parse_percent, "memory": parse_bytes}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    change = {name: _course(given[name], parse, args.over) for name, parse in courses.items() if name in given}
+    change |= {name: given[name] for name in ("latency", "compute_mode") if name in given}
     if not change and args.release_delay is None:
         raise InvalidRequest("nothing to set.  See `gpuguard sim set --help`.")
     if change and not args.device:
@@ -168,15 +157,12 @@ def _show(args: argparse.Namespace) -> int:
     state = simulated.current(directory)
     rows = [_facts(state, device) for device in state.devices]
     if args.json:
-        print(
-            json.dumps(
-                {"schema": SCHEMA, "simulated": True, "directory": directory, "spec": state.spec, "devices": rows}
-            )
-        )
+        content = {"schema": 1, "simulated": True, "directory": directory, "spec": state.spec, "devices": rows}
+        print(json_text(content, indent=None))
         return 0
     print(f"SIMULATED node {state.spec} in {directory}")
     for row in rows:
-        used, total = format_bytes(row["memory_used_bytes"]), format_bytes(row["memory_total_bytes"])
+        used, total = (format_bytes(row[f"memory_{name}_bytes"]) for name in ("used", "total"))
         odd = [*row["faults"], *(f"MIG {instance['mig_profile']}" for instance in row["instances"])]
         odd += [f"latency {row['latency_seconds']:g} s"] if row["latency_seconds"] else []
         odd += [row["compute_mode"]] if row["compute_mode"] != "default" else []
@@ -194,8 +180,7 @@ def _show(args: argparse.Namespace) -> int:
 def _facts(state: SimulatedNode, device: NodeDevice) -> dict[str, Any]:
     clock = time.clock_gettime(time.CLOCK_BOOTTIME)
     return {
-        "index": device.index,
-        "uuid": device.uuid,
+        **picked(device, "index", "uuid", "compute_mode"),
         "name": device.model.name,
         "memory_total_bytes": device.model.memory_total,
         "memory_used_bytes": simulated_node.memory_used(state, state.of(device), clock),
@@ -204,16 +189,10 @@ def _facts(state: SimulatedNode, device: NodeDevice) -> dict[str, Any]:
         "power_draw_watts": simulated_node.power_draw(state, device, clock),
         "faults": [*device.faults, *(f"na:{name}" for name in device.unknown)],
         "latency_seconds": device.latency,
-        "compute_mode": device.compute_mode,
         "instances": [{"uuid": part.uuid, "mig_profile": part.profile} for part in device.instances],
         "processes": [
-            {
-                "pid": use.pid,
-                "device": use.device,
-                "memory_used_bytes": int(use.memory.at(clock)),
-                "utilization_percent": use.utilization,
-                "kind": use.kind,
-            }
+            picked(use, "pid", "device", "kind")
+            | {"memory_used_bytes": int(use.memory.at(clock)), "utilization_percent": use.utilization}
             for use in state.uses
             if use.device in state.of(device) and simulated_node.running(use, clock)
         ],
@@ -303,11 +282,11 @@ _FAULT: dict[str, Options] = {
 }
 _SHOW: dict[str, Options] = {"--json": {"action": "store_true", "help": "one JSON object"}}
 
-ACTIONS: dict[str, tuple[Callable[[argparse.Namespace], int], str, dict[str, Options]]] = {
-    "start": (_start, "make a node", _START),
-    "use": (_use, "be a process that uses devices", _USE),
-    "set": (_set, "set or move what the devices report", _SET),
-    "fault": (_fault, "break a device, or mend it", _FAULT),
-    "show": (_show, "show the node as it really is, also behind faults", _SHOW),
-    "stop": (_stop, "remove the node", {}),
+ACTIONS = {
+    "start": SubcommandRow("make a node", partial(_options, _START), _start),
+    "use": SubcommandRow("be a process that uses devices", partial(_options, _USE), _use),
+    "set": SubcommandRow("set or move what the devices report", partial(_options, _SET), _set),
+    "fault": SubcommandRow("break a device, or mend it", partial(_options, _FAULT), _fault),
+    "show": SubcommandRow("show the node as it really is, also behind faults", partial(_options, _SHOW), _show),
+    "stop": SubcommandRow("remove the node", partial(_options, {}), _stop),
 }

@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import groupby
 
 from gpuguard.backends import DEVICE_NODE
@@ -26,12 +27,12 @@ from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.records import read_record
 from gpuguard.cli.options import (
     SubcommandRow,
-    add_actions,
     add_source_options,
     backend_of,
     choose_log,
     directory_of,
     quantity,
+    sampled,
 )
 from gpuguard.clusters import slurm
 from gpuguard.clusters.slurm import Allocation
@@ -54,14 +55,6 @@ FORGOTTEN_SECONDS = 2.5
 WAIT = "5s"  # what a job that has just ended needs until its memory is free, and the shortest jobs of others
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_actions(parser, ACTIONS)
-
-
-def main(args: argparse.Namespace) -> int:
-    return ACTIONS[args.action].main(args)
-
-
 # `gpuguard slurm setup --print`: what Slurm's files need on this machine.  Writes nothing.
 
 
@@ -75,12 +68,7 @@ def _setup_options(parser: argparse.ArgumentParser) -> None:
 def _setup(args: argparse.Namespace) -> int:
     if not args.print:
         raise InvalidRequest("Slurm's files are yours: `gpuguard slurm setup --print` shows what they need.")
-    backend = backend_of(args)
-    try:
-        snapshot = backend.sample({MEMORY, MODEL, HEALTH})
-    finally:
-        backend.close()
-    devices = [device for device in snapshot.devices if device.parent_uuid is None]
+    devices = [device for device in sampled(args, {MEMORY, MODEL, HEALTH}).devices if device.parent_uuid is None]
     # The program, and where it looks if not at the usual places.
     program = os.path.abspath(sys.argv[0])
     command = [program if os.path.basename(program) == "gpuguard" else "/usr/bin/gpuguard"]
@@ -208,13 +196,11 @@ def _hold(args: argparse.Namespace, given: Allocation, wait: float, tells: int) 
 
 
 def _claimed(args: argparse.Namespace, given: Allocation, wait: float) -> Claim:
-    directory, backend = directory_of(args, make=True), backend_of(args)
+    directory = directory_of(args, make=True)
     if slurm_claim.claim_of_job(directory, given):  # an epilog that did not run, of a job that was put back
         slurm_claim.end_claim(directory, given)
-    try:
+    with closing(backend_of(args)) as backend:
         claim = slurm_claim.claim_for_job(backend, directory, given, wait=wait)
-    finally:
-        backend.close()
     name = os.environ.get("SLURM_JOB_NAME", "")
     # As root: the number of a job is no secret, and anybody can put a file where its record is looked for.
     note = f"Slurm job {given.job}" + (f": {name}" if name else "")

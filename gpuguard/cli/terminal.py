@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from gpuguard.sanitize import neutralise
 from gpuguard.views.text import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from typing import NoReturn, TextIO
 
 
@@ -19,14 +20,19 @@ def print_notice(text: str, *, again: bool = False) -> None:
     """Write *text* to stderr; with *again* in one line of the terminal, which the next one overwrites."""
     lines = [neutralise(line) for line in f"gpuguard: {text}".splitlines()]
     if again:
-        # With room for the ^C of a user who has waited long enough: on a second row it would keep the line there.
-        try:
-            columns = os.get_terminal_size(2).columns or 80
-        except OSError:  # it was closed just now
-            columns = 80
-        write("\r\x1b[K" + shorten(lines[0], columns - 1 - len("^C")))
+        rewrite(lines[0])
     else:
         write("\n".join(lines) + "\n")
+
+
+def rewrite(line: str) -> None:
+    """Write *line* over the last one of the terminal; an empty one clears it."""
+    # With room for the ^C of a user who has waited long enough: on a second row it would keep the line there.
+    try:
+        columns = os.get_terminal_size(2).columns or 80
+    except OSError:  # it was closed just now
+        columns = 80
+    write("\r\x1b[K" + shorten(line, columns - 1 - len("^C")))
 
 
 def write(text: str) -> None:
@@ -53,10 +59,27 @@ def is_terminal() -> bool:
     return os.isatty(2)
 
 
-# For a screen that is drawn again and again: the alternate one, so that the shell's lines come back afterwards.
-ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
-HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _HOME, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
+
+
+@contextmanager
+def screen(*, alternate: bool = True, cursor: bool = False) -> Iterator[None]:
+    """What is drawn again and again until Ctrl-C or SIGTERM: on the *alternate* screen, so that the shell's lines come
+    back afterwards, and without a *cursor*.
+    """
+    former = signal.signal(signal.SIGTERM, end_on_signal)
+    hide, show = ("", "") if cursor else ("\x1b[?25l", "\x1b[?25h")
+    try:
+        if alternate:
+            sys.stdout.write(f"\x1b[?1049h{hide}")
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        if alternate:
+            sys.stdout.write(f"{show}\x1b[?1049l")
+            sys.stdout.flush()
 
 
 def drawn(lines: Sequence[str]) -> str:

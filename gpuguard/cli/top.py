@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import signal
 import sys
 import threading
 import time
@@ -25,8 +24,10 @@ from dataclasses import replace
 from gpuguard import device_state
 from gpuguard.cli import terminal
 from gpuguard.cli.options import (
+    FRESH,
     add_fleet_options,
     add_source_options,
+    add_table,
     backend_of,
     check_users,
     choose_log,
@@ -51,20 +52,24 @@ _UNBOUNDED = 10_000  # columns of a pipe: nothing is shortened there
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_filter_options(parser)
-    parser.add_argument("-o", "--only-visible", action="store_true", help="only the GPUs of $CUDA_VISIBLE_DEVICES")
-    parser.add_argument("--compute-only", action="store_true", help="no desktop processes")
-    parser.add_argument(
-        "--filter", metavar="TEXT", default="", help="only processes with these words; user:NAME, gpu:0"
+    add_table(
+        parser,
+        ("-o --only-visible", None, "only the GPUs of $CUDA_VISIBLE_DEVICES"),
+        ("--compute-only", None, "no desktop processes"),
+        ("--filter", "TEXT", "only processes with these words; user:NAME, gpu:0"),
     )
     parser.add_argument("--sort", choices=SORTS, default="gpu", help="order of the processes (default: gpu)")
-    parser.add_argument("--tree", action="store_true", help="processes below their parents")
+    add_table(parser, ("--tree", None, "processes below their parents"))
     parser.add_argument("--mode", choices=MODES, default="auto", help="lines per GPU: 3, 1, or as they fit")
-    parser.add_argument("--every", metavar="D", help="between two samples (default: 1s, with --hosts 10s)")
-    parser.add_argument("--once", action="store_true", help="print it and exit")
-    parser.add_argument("--plain", action="store_true", help="without textual: drawn again and again, no keys")
-    parser.add_argument("--ascii", action="store_true", help="no characters beyond ASCII in bars and trees")
-    parser.add_argument("--light", action="store_true", help="for a light terminal")
-    parser.add_argument("--fresh", action="store_true", help="ask the driver, even if the daemon did so just now")
+    add_table(
+        parser,
+        ("--every", "D", "between two samples (default: 1s, with --hosts 10s)"),
+        ("--once", None, "print it and exit"),
+        ("--plain", None, "without textual: drawn again and again, no keys"),
+        ("--ascii", None, "no characters beyond ASCII in bars and trees"),
+        ("--light", None, "for a light terminal"),
+        FRESH,
+    )
     add_fleet_options(parser)
     add_source_options(parser)
 
@@ -115,7 +120,7 @@ def _view(args: argparse.Namespace, snapshot: Snapshot) -> ScreenView:
         sort=args.sort,
         users=frozenset(args.user),
         devices=devices,
-        text=args.filter,
+        text=args.filter or "",
         compute_only=args.compute_only,
         tree=args.tree,
         ascii_only=args.ascii or not encoding.startswith("utf"),
@@ -141,31 +146,21 @@ def _can_draw() -> bool:
 
 def _plain(feed: SceneFeed, view: ScreenView, scene: Scene, every: float) -> None:
     """Draw it again every *every* seconds until Ctrl-C, always at the same place."""
-    former, history = signal.signal(signal.SIGTERM, terminal.end_on_signal), History()
-    trouble: str | None = None
-    try:
-        sys.stdout.write(terminal.ENTER + terminal.HIDE_CURSOR)
+    history, trouble = History(), ""
+    with terminal.screen():
         while True:
-            if trouble is None:
+            if not trouble:
                 history.add(scene)
             columns, rows = terminal.size()
             room = max(3, (rows or 24) - 2)
             body = _lines(scene, history, view, columns, room)
             hint = trouble or f"Ctrl-C leaves.  For keys, mouse and signals: {HINT}"
-            lines = [*body[:room], *[""] * (room - len(body)), hint[:columns]]
-            put([terminal.drawn(lines)], sys.stdout)
-            sys.stdout.flush()
+            put([terminal.drawn([*body[:room], *[""] * (room - len(body)), hint[:columns]])], sys.stdout)
             time.sleep(every)
             try:
-                scene, trouble = feed.sample(), None
+                scene, trouble = feed.sample(), ""
             except GpuguardError as error:
                 trouble = " ".join(str(error).split())
-    except KeyboardInterrupt:
-        pass
-    finally:
-        signal.signal(signal.SIGTERM, former)
-        sys.stdout.write(terminal.SHOW_CURSOR + terminal.LEAVE)
-        sys.stdout.flush()
 
 
 def _lines(scene: Scene, history: History, view: ScreenView, columns: int | None, rows: int | None) -> list[str]:

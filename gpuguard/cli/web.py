@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 from gpuguard.backends import Backend
-from gpuguard.cli.options import add_source_options, backend_of, directory_of, snapshot_source
+from gpuguard.cli.options import FRESH, add_source_options, add_table, backend_of, directory_of, snapshot_source
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, Line, decoded, events_path, read_log
 from gpuguard.metrics.server import LOCAL_NAMES
@@ -48,14 +48,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a further name by which browsers ask for the page, as behind a proxy (repeatable)",
     )
-    token = parser.add_mutually_exclusive_group()
-    token.add_argument("--token-file", metavar="PATH", help="holds what browsers must know; readable by you alone")
-    token.add_argument(
-        "--no-token",
-        action="store_true",
-        help="as root: show every user of this machine what root sees (loopback only)",
+    add_table(
+        parser.add_mutually_exclusive_group(),
+        ("--token-file", "PATH", "holds what browsers must know; readable by you alone"),
+        ("--no-token", None, "as root: show every user of this machine what root sees (loopback only)"),
     )
-    parser.add_argument("--fresh", action="store_true", help="ask the driver, even if the daemon did so just now")
+    add_table(parser, FRESH)
     add_source_options(parser)
 
 

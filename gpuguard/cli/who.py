@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -168,14 +167,10 @@ def chosen_devices(snapshot: Snapshot, words: Sequence[str]) -> frozenset[str]:
 def _watch(args: argparse.Namespace, source: SnapshotSource, every: float) -> None:
     """Show it every *every* seconds until Ctrl-C, on a terminal always at the same place."""
     on_screen = terminal.can_redraw(sys.stdout) and not args.json
-    former = signal.signal(signal.SIGTERM, terminal.end_on_signal)
     lines = _lines(args, source)  # a fault of the first sample ends the command; later ones are shown and may pass
-    try:
-        if on_screen:
-            sys.stdout.write(terminal.ENTER)
+    with terminal.screen(alternate=on_screen, cursor=True):
         while True:
             put([terminal.drawn(terminal.fitting(lines, _FEWER))] if on_screen else lines, sys.stdout)
-            sys.stdout.flush()
             time.sleep(every)
             try:
                 lines = _lines(args, source)
@@ -183,10 +178,3 @@ def _watch(args: argparse.Namespace, source: SnapshotSource, every: float) -> No
                 raise
             except GpuguardError as error:
                 lines = [local_time(time.time(), "%H:%M:%S"), *map(neutralise, str(error).splitlines())]
-    except KeyboardInterrupt:
-        pass
-    finally:
-        signal.signal(signal.SIGTERM, former)
-        if on_screen:
-            sys.stdout.write(terminal.LEAVE)
-            sys.stdout.flush()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from gpuguard.errors import InvalidRequest
 
@@ -106,11 +106,6 @@ def words_of(view: str, given: Mapping[str, object]) -> list[str]:
         else:
             words += [f"{flag}={text}" for text in (value if isinstance(value, list) else [value])]
     return words
-
-
-def command_line(program: Sequence[str], words: Sequence[str]) -> str:
-    """*words* for the shell of the other side."""
-    return shlex.join([*program, *words])
 
 
 def requested_words(command: str) -> list[str]:

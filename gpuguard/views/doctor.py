@@ -6,6 +6,7 @@ so this file reads nothing.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from gpuguard.clusters.visible_devices import ORDER_VARIABLE, PCI_ORDER
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import neutralise
+from gpuguard.units import format_count
 from gpuguard.views.text import Paint, table
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
@@ -215,9 +217,7 @@ def _lock_directory(facts: DoctorFacts) -> Finding | None:
     if facts.lock_owner is not None:
         advice = "Who uses another directory does not see these claims: `sudo gpuguard setup` makes one for all users."
         return WARNING, f"{facts.lock_path}, of uid {facts.lock_owner} alone", advice
-    advice = (
-        "Claims work.  `sudo gpuguard setup` makes /run/gpuguard, where only root could tamper with the lock files."
-    )
+    advice = "Claims work.  `sudo gpuguard setup` makes /run/gpuguard, whose lock files only root could tamper with."
     return WARNING, f"{facts.lock_path}, files of all users in a sticky directory", advice
 
 
@@ -256,8 +256,7 @@ def _waiting_line(facts: DoctorFacts) -> Finding | None:
         return None
     if not facts.line_faults:
         return OK, f"as {facts.line_path} says", None
-    number = len(facts.line_faults)
-    found = f"{number} fault{'s' * (number > 1)}, the first: {facts.line_faults[0]}"
+    found = f"{format_count(len(facts.line_faults), 'fault')}, the first: {facts.line_faults[0]}"
     return FAULT, found, f"None of {facts.line_path} counts until they are mended: the defaults hold."
 
 
@@ -272,9 +271,7 @@ def _pid_namespace(facts: DoctorFacts) -> Finding | None:
         return None
     if facts.first_pid_namespace:
         return OK, "the machine's own", None
-    advice = (
-        "The driver speaks of the host's pids: `who` cannot say whose they are.  Start the container with --pid=host."
-    )
+    advice = "The driver names the host's pids: `who` cannot say whose they are.  Start the container with --pid=host."
     return WARNING, "of a container", advice
 
 
@@ -288,7 +285,6 @@ def _hidepid(facts: DoctorFacts) -> Finding | None:
 
 
 def _environment(facts: DoctorFacts) -> Finding:
-    names = ", ".join(f"{name}={value}" for name, value in facts.environ.items())
     if facts.outer and facts.outer[0] == 0:
         advice = "No GPU can be had in this shell.  Unset the variable, or ask the outer scheduler for GPUs."
         return WARNING, facts.outer[1], advice
@@ -297,6 +293,7 @@ def _environment(facts: DoctorFacts) -> Finding:
         return WARNING, f"{ORDER_VARIABLE}={facts.environ[ORDER_VARIABLE]}", advice
     if facts.outer:
         return WARNING, facts.outer[1], "gpuguard stays inside that.  Unset it to choose among all devices."
+    names = ", ".join(f"{name}={value}" for name, value in facts.environ.items())
     return OK, names or "no variable limits the devices", None
 
 
@@ -366,7 +363,7 @@ def to_text(
         lines.append(paint(check.status, _COLOURS[check.status]) + first[len(check.status) :])
         lines += [" " * margin + line for line in text[1:]]
     counts = [(sum(check.status == status for check in found), status) for status in (FAULT, WARNING)]
-    told = [f"{count} {status}{'s' * (count > 1)}" for count, status in counts if count]
+    told = [format_count(count, status) for count, status in counts if count]
     return [*lines, "", f"{' and '.join(told)}." if told else "Everything is fine."]
 
 
@@ -377,23 +374,15 @@ def to_json(facts: DoctorFacts, found: Sequence[Check]) -> dict[str, Any]:
         "host": facts.host,
         "backend": facts.backend,
         "status": worst(found),
-        "checks": [
-            {"name": check.name, "status": check.status, "found": check.found, "advice": check.advice}
-            for check in found
-        ],
+        "checks": [vars(check) for check in found],
     }
 
 
 def _wrapped(text: str | None, width: int | None, margin: int, arrow: str = "") -> list[str]:
-    if not text:
-        return []
-    import textwrap
-
-    paragraph = arrow + neutralise(" ".join(text.split()))
-    if width is None:
-        return [paragraph]
-    room = max(20, width - margin)
-    return textwrap.wrap(paragraph, room, subsequent_indent=" " * len(arrow), break_on_hyphens=False)
+    paragraph = arrow + neutralise(" ".join(text.split())) if text else ""
+    if width is None or not text:
+        return [paragraph] if text else []
+    return textwrap.wrap(paragraph, max(20, width - margin), subsequent_indent=" " * len(arrow), break_on_hyphens=False)
 
 
 def _indices(devices: Sequence[Device]) -> str:

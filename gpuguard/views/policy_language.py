@@ -61,6 +61,12 @@ KINDS: Mapping[Any, tuple[str, str]] = {
     parse_name: ("a-name", "[a-z0-9-]+"),
     parse_checkpoint_signal: ("USR1", "(SIG)?[A-Z0-9]+"),
 }
+_SCALARS: Mapping[Any, tuple[str, Schema]] = {
+    str: ("text", {"type": "string"}),
+    int: ("number", {"type": "integer", "minimum": 0}),
+    float: ("number", {"type": "number", "minimum": 0}),
+    bool: ("true or false", {"type": "boolean"}),
+}
 _WHOLE = {parse_count, parse_niceness}  # written as plain digits
 
 SECTIONS: Mapping[str, Mapping[str, type]] = {
@@ -112,9 +118,10 @@ def language_json() -> Schema:
 def _keys_json(noun: type) -> list[Schema]:
     hints, optional = keys_of(noun)
     texts = key_texts(noun)
+    written = {key: value_of(implied(hint, key))[0] for key, hint in hints.items()}
     return [
-        {"key": key, "written": kind(implied(hint, key)), "required": key not in optional, "help": texts.get(key, "")}
-        for key, hint in hints.items()
+        {"key": key, "written": text, "required": key not in optional, "help": texts.get(key, "")}
+        for key, text in written.items()
     ]
 
 
@@ -135,33 +142,6 @@ def key_texts(noun: type) -> dict[str, str]:
     return texts
 
 
-def kind(hint: Any) -> str:
-    """How people call what is written there."""
-    origin, arguments, notes = _annotation_parts(hint)
-    for note in notes:
-        if isinstance(note, TaggedChoice):
-            return f"one {note.what} with its keys"
-        if isinstance(note, Tagged):
-            return f"name of an {note.what}, or its keys"
-        if note in KINDS:
-            return f"like {KINDS[note][0]}"
-        if note in _WHOLE:
-            return "number"
-        if note in (USER, GROUP):
-            return f"name of a {note}"
-        if callable(note):
-            return "text"
-    if origin is typing.Literal:
-        return " or ".join(arguments)
-    if origin in (tuple, frozenset):
-        return f"list: {kind(arguments[0])}"
-    if origin in (typing.Union, types.UnionType):
-        return ", or ".join(dict.fromkeys(kind(member) for member in arguments if member is not type(None)))
-    if origin is collections.abc.Mapping:
-        return "names of your own"
-    return {str: "text", int: "number", float: "number", bool: "true or false"}.get(origin, "keys")
-
-
 def json_schema() -> Schema:
     """For editors: completion, help at the cursor, and the plainest faults; `gpuguard policy check` finds all."""
     return {
@@ -175,7 +155,7 @@ def _object(noun: type, more: Mapping[str, Schema] | None = None) -> Schema:
     hints, optional = keys_of(noun)
     texts = key_texts(noun)
     properties = {
-        key: _described(_schema(implied(hint, key)), texts.get(key, "")) for key, hint in hints.items()
+        key: _described(value_of(implied(hint, key))[1], texts.get(key, "")) for key, hint in hints.items()
     } | dict(more or {})
     required = [key for key in hints if key not in optional]
     schema: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
@@ -186,43 +166,42 @@ def _described(schema: Schema, text: str) -> Schema:
     return schema | ({"description": text} if text else {})
 
 
-def _schema(hint: Any) -> Schema:
+def value_of(hint: Any) -> tuple[str, Schema]:
+    """What is written there: as people call it, and as a schema."""
     origin, arguments, notes = _annotation_parts(hint)
     for note in notes:
         if isinstance(note, TaggedChoice):
-            return _choice(note)
+            return f"one {note.what} with its keys", _choice(note)
         if isinstance(note, Tagged):
             short = [name for name, noun in note.table.items() if not keys_of(noun)[0].keys() - keys_of(noun)[1]]
-            return {"anyOf": [{"enum": short}, *_steps(note)]}
+            return f"name of an {note.what}, or its keys", {"anyOf": [{"enum": short}, *_steps(note)]}
         if note in KINDS:
-            return {"type": "string", "pattern": f"^{KINDS[note][1]}$"}
+            example, pattern = KINDS[note]
+            return f"like {example}", {"type": "string", "pattern": f"^{pattern}$"}
         if note in _WHOLE:
-            return {"type": "integer", "minimum": 1}
+            return "number", {"type": "integer", "minimum": 1}
         if note in (USER, GROUP) or callable(note):
-            return {"type": ["string", "integer"]}
+            return "text" if callable(note) else f"name of a {note}", {"type": ["string", "integer"]}
     if origin is typing.Literal:
-        return {"enum": [*arguments, *(int(word) for word in arguments if word.isdigit())]}
+        return " or ".join(arguments), {"enum": [*arguments, *(int(word) for word in arguments if word.isdigit())]}
     if origin in (tuple, frozenset):
-        return {"type": "array", "minItems": 1, "items": _schema(arguments[0])}
+        item, schema = value_of(arguments[0])
+        return f"list: {item}", {"type": "array", "minItems": 1, "items": schema}
     if origin in (typing.Union, types.UnionType):
-        members = [_schema(member) for member in arguments if member is not type(None)]
-        return members[0] if len(members) == 1 else {"anyOf": members}
+        members = [value_of(member) for member in arguments if member is not type(None)]
+        schemas = [schema for _, schema in members]
+        named = ", or ".join(dict.fromkeys(name for name, _ in members))
+        return named, schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     if origin is collections.abc.Mapping:
-        return {"type": "object", "additionalProperties": _schema(arguments[1])}
-    if is_dataclass(origin):
-        return _object(typing.cast(type, origin))
-    scalars: dict[Any, Schema] = {
-        str: {"type": "string"}, int: {"type": "integer", "minimum": 0}, float: {"type": "number", "minimum": 0},
-        bool: {"type": "boolean"},
-    }  # fmt: skip
-    return scalars[origin]
+        return "names of your own", {"type": "object", "additionalProperties": value_of(arguments[1])[1]}
+    return _SCALARS[origin] if origin in _SCALARS else ("keys", _object(origin))
 
 
 def _choice(choice: TaggedChoice) -> Schema:
     properties = {}
     for name, hint in choice.table.items():
         text = inspect.cleandoc(hint.__doc__ or "").partition("\n\n")[0] if is_dataclass(hint) else ""
-        schema = _schema(hint)
+        schema = value_of(hint)[1]
         if text_key(hint):  # one text stands for the first key
             schema = {"anyOf": [{"type": "string"}, schema]}
         properties[name] = _described(schema, text)
