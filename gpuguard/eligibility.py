@@ -12,6 +12,7 @@ Does not rank (see select) and reads nothing (see claims.shares for who shares a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from gpuguard.device_state import hides_use, idle_limit, may_compute, occupants, unlisted_memory, user_label
@@ -120,55 +121,7 @@ def terms_of(
     )
 
 
-@dataclass(frozen=True)
-class EligibleDevice:
-    """A device that will do, with what its rank goes by.
-
-    Args:
-        others: how many processes make it busy for this request.
-        in_use: something uses it, or nothing says that nothing does.
-        has_list: the driver gives a list of its processes; one that was not read yet is taken for a good one.
-        room: bytes; of an idle device all that it has.
-        share_left: bytes that a further share can have.
-        shares: how many claims share it already.
-    """
-
-    device: Device
-    others: int
-    in_use: bool
-    has_list: bool
-    room: int
-    share_left: int
-    shares: int
-
-
-def sort_out(terms: Terms) -> tuple[list[EligibleDevice], list[Refusal]]:
-    """The devices that will do, and the others with all reasons why not; both in the order of the snapshot."""
-    eligible, refused = [], []
-    for device in terms.snapshot.devices:
-        if reasons := tuple(reason for rule in RULES for reason in rule(device, terms)):
-            refused.append(Refusal(device, reasons))
-            continue
-        others, used, tolerance = len(_foreign(device, terms)), device.memory_used, terms.request.tolerance
-        sharing = terms.sharing_of(device)
-        # What an idle device holds differs by some MiB from day to day: it counts as empty, so that noise never
-        # decides.
-        is_empty = used is not None and used <= idle_limit(device, tolerance)
-        eligible.append(
-            EligibleDevice(
-                device,
-                others,
-                in_use=bool(others) or used is None or hides_use(device, tolerance),
-                has_list=not _has_no_list(device, terms),
-                room=(device.memory_total if is_empty else None) or device.memory_free or 0,
-                share_left=(memory_left(device, sharing) or 0) if terms.request.share else 0,
-                shares=sharing.count,
-            )
-        )
-    return eligible, refused
-
-
-def _foreign(device: Device, terms: Terms) -> list[GpuProcess]:
+def others_on(device: Device, terms: Terms) -> list[GpuProcess]:
     """The processes that make it busy for this request: not those of the shares that this one would join."""
     request, sharing = terms.request, terms.sharing_of(device)
     return [
@@ -180,7 +133,7 @@ def _foreign(device: Device, terms: Terms) -> list[GpuProcess]:
     ]
 
 
-def _has_no_list(device: Device, terms: Terms) -> bool:
+def has_no_list(device: Device, terms: Terms) -> bool:
     """Whether its list of processes cannot be read; one that was not read yet is taken for a good one."""
     return device.processes is None and any(
         (gap.device, gap.field) == (device.uuid, "processes") for gap in terms.snapshot.gaps
@@ -312,7 +265,7 @@ def _claimed(device: Device, terms: Terms) -> Iterator[Reason]:
 
 
 def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
-    request, others = terms.request, _foreign(device, terms)
+    request, others = terms.request, others_on(device, terms)
     allowed, shared = request.max_processes or 0, terms.sharing_of(device).count
     if not device.processes_plausible and occupants(device, request.tolerance):
         yield Reason("its process list is not plausible, so who uses it is unknown")
@@ -331,7 +284,7 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
     elif not allowed and hides_use(device, request.tolerance):
         rest, most = unlisted_memory(device, request.tolerance), idle_limit(device, request.tolerance)
         whose = "" if device.processes is None else ", by no process that is visible"
-        whose = ", the driver gives no list of processes" if _has_no_list(device, terms) else whose
+        whose = ", the driver gives no list of processes" if has_no_list(device, terms) else whose
         holds = f"an idle device may hold {format_bytes(most)} (--tolerance)"
         yield Reason(f"{format_bytes(rest)} in use{whose}; {holds}", False, MEMORY_IN_USE)
 
@@ -374,21 +327,12 @@ RULES: tuple[Callable[[Device, Terms], Iterator[Reason]], ...] = (
 )
 
 
-_models: dict[tuple[str, str], bool] = {}  # a machine has many devices of one name
-MOST_KNOWN = 256
-
-
+@lru_cache(256)  # a machine has many devices of one name
 def is_model(name: str, glob: str) -> bool:
     """Whether *glob* matches the name, or its end from some word on: "A100*" and "A100" fit NVIDIA A100-SXM4-80GB."""
-    found = _models.get((name, glob))
-    if found is None:
-        if len(_models) >= MOST_KNOWN:
-            _models.clear()
-        words, pattern = name.lower().split(), glob.lower()
-        endings = [" ".join(words[start:]) for start in range(len(words))]
-        found = any(glob_matches(ending, pattern + rest) for ending in endings for rest in ("", " *", "-*"))
-        _models[name, glob] = found
-    return found
+    words, pattern = name.lower().split(), glob.lower()
+    endings = [" ".join(words[start:]) for start in range(len(words))]
+    return any(glob_matches(ending, pattern + rest) for ending in endings for rest in ("", " *", "-*"))
 
 
 def glob_matches(text: str, glob: str) -> bool:

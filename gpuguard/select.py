@@ -15,43 +15,28 @@ from itertools import combinations
 from math import comb
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import device_title
+from gpuguard.device_state import device_title, hides_use, idle_limit
 from gpuguard.eligibility import (
     MEMORY_IN_USE,
     OUTER,
-    EligibleDevice,
-    Reason,
+    RULES,
     Refusal,
     Sharing,
     Terms,
+    has_no_list,
     is_share_of,
+    memory_left,
+    others_on,
     shown,
-    sort_out,
     terms_of,
 )
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import ClaimRecord, Device, Snapshot
-from gpuguard.request import Request, fields_needed, fields_to_verify, options_of, resolve, spelled
-from gpuguard.units import format_bytes, format_duration
+from gpuguard.request import Request, options_of, spelled
+from gpuguard.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
-
-__all__ = [
-    "Choice",
-    "Reason",
-    "Refusal",
-    "Request",
-    "choose",
-    "claimed_by",
-    "fields_needed",
-    "fields_to_verify",
-    "not_enough",
-    "possible",
-    "possible_desktops",
-    "resolve",
-    "spelled",
-]
 
 _GRAIN = 512 * 2**20  # bytes of free memory that count as equal
 _UTILIZATION_GRAIN = 5  # percent
@@ -91,10 +76,13 @@ def choose(
         InvalidRequest: a selector names no device of this machine.
     """
     terms = terms_of(snapshot, request, taken, sharing)
-    candidates, refused = sort_out(terms)
-    nodes = Counter(candidate.device.numa_node for candidate in candidates)
-    tiers = {candidate.device.uuid: _tier(candidate, terms, nodes) for candidate in candidates}
-    eligible = [candidate.device for candidate in candidates]
+    reasons = {
+        device.uuid: tuple(reason for rule in RULES for reason in rule(device, terms)) for device in snapshot.devices
+    }
+    eligible = [device for device in snapshot.devices if not reasons[device.uuid]]
+    refused = [Refusal(device, reasons[device.uuid]) for device in snapshot.devices if reasons[device.uuid]]
+    nodes = Counter(device.numa_node for device in eligible)
+    tiers = {device.uuid: _tier(device, terms, nodes) for device in eligible}
     eligible.sort(key=lambda device: (tiers[device.uuid], _tie(device)))
     usable = _usable(eligible, request)
     chosen: list[Device] = []
@@ -114,12 +102,10 @@ def possible_desktops(snapshot: Snapshot, choice: Choice) -> list[str]:
     A visible desktop may have it, which does not keep jobs away: their processes tell.
     """
     told = {gap.device for gap in snapshot.gaps if gap.field == "processes"}
-    unread = [refusal for refusal in choice.refused if refusal.device.processes is None]
-    return [
-        refusal.device.uuid
-        for refusal in unread
-        if refusal.device.uuid not in told and all(reason.option == MEMORY_IN_USE for reason in refusal.reasons)
+    for_memory = [
+        refusal.device for refusal in choice.refused if {reason.option for reason in refusal.reasons} == {MEMORY_IN_USE}
     ]
+    return [device.uuid for device in for_memory if device.processes is None and device.uuid not in told]
 
 
 def possible(choice: Choice) -> Choice:
@@ -150,7 +136,7 @@ def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoug
     lasting = {refusal.device.uuid for refusal in could.refused}
     passing = [refusal for refusal in choice.refused if refusal.device.uuid not in lasting]
     lines = [
-        f"wanted {_gpus(request.num_gpus)}, but {_there('is', choice.eligible)} free now.",
+        f"wanted {format_count(request.num_gpus, 'GPU')}, but {_there('is', choice.eligible)} free now.",
         *_explained(passing),
         *_mixed(choice.eligible),
         f"`gpuguard explain {spelled(request)}` shows each device.",
@@ -160,7 +146,7 @@ def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoug
 
 def waiting_error(wanted: int, why: str = "", missing: NotEnoughGpus | None = None) -> NotEnoughGpus:
     """The error of a request that waits: *why*, and below it the reasons of *missing* where they are known."""
-    first = f"wanted {_gpus(wanted)}{f': {why}' if why else ''}."
+    first = f"wanted {format_count(wanted, 'GPU')}{f': {why}' if why else ''}."
     if missing is None:
         return NotEnoughGpus(first, wanted)
     _, *reasons = str(missing).split("\n")
@@ -213,13 +199,13 @@ def _usable(devices: Sequence[Device], request: Request) -> Sequence[Device]:
     return devices if request.most == 1 else usable_together(devices, request.num_gpus)
 
 
-def _tier(candidate: EligibleDevice, terms: Terms, nodes: Mapping[int | None, int]) -> tuple[float, ...]:
+def _tier(device: Device, terms: Terms, nodes: Mapping[int | None, int]) -> tuple[float, ...]:
     """Devices of one tier are equally good for this request; the smaller the better.
 
     Args:
         nodes: NUMA node -> how many eligible devices it has.
     """
-    device, request = candidate.device, terms.request
+    request, used = terms.request, device.memory_used
     nothing_known, last = device.memory_free is None, len(terms.preferred)
     preferred = min(terms.preferred.get(uuid, last) for uuid in (device.uuid, device.parent_uuid or ""))
     if request.strategy == "first":
@@ -227,15 +213,19 @@ def _tier(candidate: EligibleDevice, terms: Terms, nodes: Mapping[int | None, in
     load = (device.utilization is None, (device.utilization or 0) // _UTILIZATION_GRAIN)
     if request.share:
         # Between equally idle devices the one that is shared already, so that whole devices stay whole.
-        left, unshared = candidate.share_left // _GRAIN, not candidate.shares
+        sharing = terms.sharing_of(device)
+        left, unshared = (memory_left(device, sharing) or 0) // _GRAIN, not sharing.count
         in_pack, spread = (unshared, left, *load), (*load, unshared, -left)
         return nothing_known, preferred, *(in_pack if request.strategy == "pack" else spread)
-    room = candidate.room // _GRAIN
+    # What an idle device holds differs by some MiB from day to day: it counts as empty, so that noise never decides.
+    is_empty = used is not None and used <= idle_limit(device, request.tolerance)
+    room = ((device.memory_total if is_empty else None) or device.memory_free or 0) // _GRAIN
     if request.strategy == "pack":
         crowd = len(terms.snapshot.devices) if device.numa_node is None else nodes[device.numa_node]
         return nothing_known, preferred, room, *load, crowd
-    others, in_use, has_no_list = candidate.others, candidate.in_use, not candidate.has_list
-    return nothing_known, preferred, load[0], in_use, -room, load[1], has_no_list, others
+    others = len(others_on(device, terms))
+    in_use = bool(others) or used is None or hides_use(device, request.tolerance)
+    return nothing_known, preferred, load[0], in_use, -room, load[1], has_no_list(device, terms), others
 
 
 def _tie(device: Device) -> tuple[float, float, float, tuple[int, int, int, int, str]]:
@@ -288,7 +278,7 @@ def _never(request: Request, could: Choice) -> str:
     advice = [f"ask for {fit}"] * bool(fit) + [f"drop {' or '.join(droppable)}"] * bool(droppable)
     advice += ["ask for less --memory"] * (droppable != names)
     lines = [
-        f"wanted {_gpus(request.num_gpus)}, but {_there('exist', could.devices)}{condition}.",
+        f"wanted {format_count(request.num_gpus, 'GPU')}, but {_there('exist', could.devices)}{condition}.",
         *(f"  {limit}" for limit in outer),
         *_explained(faults),
         *_profiles(request, could),
@@ -320,10 +310,6 @@ def _mixed(devices: Sequence[Device]) -> list[str]:
     divided = sum(bool(device.parent_uuid) for device in devices)
     both = 0 < divided < len(devices)
     return [f"  {divided} of them are MIG instances: one job cannot use them together with whole GPUs"] * both
-
-
-def _gpus(count: int) -> str:
-    return f"{count} GPU{'s' * (count != 1)}"
 
 
 def _there(verb: str, devices: Sequence[Device]) -> str:
