@@ -2,10 +2,7 @@
 
 The two-key rule: a device is taken when its lock is free *and* it looks free, before and after it is locked.  The locks
 are taken here with flock, or by the daemon where it alone may open the lock files.  Nothing is held while waiting.
-
-A MIG instance is locked together with a shared lock on its GPU: so instances exclude their whole GPU and the other way
-round, by the kernel.  A share of a device holds its lock shared too, beside a slot of it: see claims.shares.
-
+A MIG instance is locked together with a shared lock on its GPU, so the kernel lets them exclude each other.
 Does not rank devices (see select), decides nothing about the queue (see queue) and never breaks a lock.
 """
 
@@ -169,8 +166,7 @@ class Allocator:
         if with_reasons:
             self._extra_fields = frozenset({HEALTH, MODEL, PROCESSES, PROCESS_DETAILS})
         if self.directory.closed and self.outer is None:
-            # The daemon's client is loaded only where the daemon gives the locks.
-            from gpuguard.daemon.broker_client import refuse_without_daemon
+            from gpuguard.daemon.broker_client import refuse_without_daemon  # only where the daemon gives the locks
 
             refuse_without_daemon(self.directory)
         is_reserved = self.outer is None and has_queue(self.directory, ("reserve.",))
@@ -178,8 +174,7 @@ class Allocator:
         claims, taken = self._claims_against(request, snapshot)
         taken |= self._restricted(snapshot)
         if is_reserved:
-            # The queue takes over 10 ms to load.
-            from gpuguard.queue.explain import reserved_for_others
+            from gpuguard.queue.explain import reserved_for_others  # over 10 ms
 
             taken |= reserved_for_others(self.backend, self.directory, snapshot, request)
         verified: set[str] = set()
@@ -219,20 +214,18 @@ class Allocator:
             else:
                 with Gate(self.directory):
                     claim = self._lock_and_verify(request, snapshot, taken, held)
-            if claim is not None:
-                if with_record:
-                    claim.write_record(self.directory, self.job)
-                    if self._queued:
-                        self._queued.started(claim)
-                return claim
+            if claim is not None and with_record:
+                claim.write_record(self.directory, self.job)
+                if self._queued:
+                    self._queued.started(claim)
+            return claim
         except BaseException:  # a lock that nobody knows of would be held as long as this process runs
-            if claim is None:
-                _unlock_all(held)
-            else:
+            if claim is not None:
                 claim.release()
             raise
-        _unlock_all(held)
-        return None
+        finally:
+            if claim is None:
+                unlock([lock for locks in held.values() for lock in locks])
 
     def why_not(
         self, request: Request, snapshot: Snapshot, taken: Mapping[str, str], *, read_claimed: bool = False
@@ -262,9 +255,10 @@ class Allocator:
                 requests, snapshot = self._sample_all(list_processes=bool(self._queued))
                 answer = self._queued.check(snapshot, requests) if self._queued else None
                 taken = self._restricted(snapshot) | (answer.kept if answer else {})
-                claim = self._lock_first(answer.startable if answer else requests, snapshot, taken, answer)
-                if claim is not None:
-                    return claim
+                ticket = answer.position.ticket if answer and answer.position else None
+                for request in answer.startable if answer else requests:
+                    if (claim := self.lock_best(request, snapshot, taken, ticket)) is not None:
+                        return claim
                 error = self._why_not_now(requests, snapshot, taken, answer)
                 failures.clear()
                 if isinstance(error, ImpossibleRequest) or not may_wait:
@@ -278,16 +272,6 @@ class Allocator:
                 error = self._pause_after(fault, waits, failures)
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 raise WaitTimeout.after(error)
-
-    def _lock_first(
-        self, requests: Sequence[Request], snapshot: Snapshot, taken: dict[str, str], answer: QueueAnswer | None
-    ) -> Claim | None:
-        """A claim for the first of *requests* that can be had; in the queue these are those that may start now."""
-        ticket = answer.position.ticket if answer and answer.position else None
-        for request in requests:
-            if (claim := self.lock_best(request, snapshot, taken, ticket)) is not None:
-                return claim
-        return None
 
     def _why_not_now(
         self, requests: Sequence[Request], snapshot: Snapshot, taken: dict[str, str], answer: QueueAnswer | None
@@ -319,12 +303,12 @@ class Allocator:
             for uuid in held.keys() - wanted:
                 unlock(held.pop(uuid))
             lost = next((device for device in devices if not self._lock_device(request, device, taken, held)), None)
-            is_claimed = lost is not None and taken[lost.uuid] == _JUST_NOW
-            if lost and is_claimed and lost.uuid not in divisible and self._may_be_divided(lost):
-                divisible.add(lost.uuid)
-                del taken[lost.uuid]
-                snapshot = self._verify(request, snapshot, [lost.uuid], taken)
             if lost:
+                is_claimed = taken[lost.uuid] == _JUST_NOW
+                if is_claimed and lost.uuid not in divisible and self._may_be_divided(lost):
+                    divisible.add(lost.uuid)
+                    del taken[lost.uuid]
+                    snapshot = self._verify(request, snapshot, [lost.uuid], taken)
                 continue
             if unread := wanted - verified:
                 # Whatever happened between the first look and the lock shows now: a foreign process, a lost device.
@@ -367,12 +351,11 @@ class Allocator:
         their locks.  With *list_processes* (for the plan of a queue, which must know what is busy), or where a memory
         in use is unknown, it is read of each device whose memory does not say already that it is busy.
         """
-        requests: Sequence[Request] = self.requests
+        requests = list(self.requests)
         fields = self._fields_of(requests) | (frozenset({IDLE_PROCESSES}) if list_processes else frozenset())
         snapshot = self.backend.sample(fields)
-        if not list_processes and any(
-            device.memory_used is None and not device.problems for device in snapshot.devices
-        ):
+        unknown = any(device.memory_used is None and not device.problems for device in snapshot.devices)
+        if unknown and not list_processes:
             fields |= {IDLE_PROCESSES}
             snapshot = self.backend.sample(fields)
         if HEALTH not in fields and any(request.num_gpus > len(snapshot.devices) for request in requests):
@@ -388,25 +371,24 @@ class Allocator:
             requests = [
                 replace(request, mine_as_free=request.mine_as_free | own, tolerance=ANY_MEMORY) for request in requests
             ]
-        if within is None:
-            return list(requests), snapshot
-        bounded = [replace(request, within=within, within_reason=reason) for request in requests]
-        if not (needed := self._fields_of(bounded)) <= fields:
-            snapshot = self.backend.sample(needed | fields)
-        return bounded, snapshot
+        if within is not None:
+            requests = [replace(request, within=within, within_reason=reason) for request in requests]
+            if not (needed := self._fields_of(requests)) <= fields:
+                snapshot = self.backend.sample(needed | fields)
+        return requests, snapshot
 
     def _fields_of(self, requests: Sequence[Request]) -> frozenset[str]:
         return self._extra_fields.union(*(fields_needed(request) for request in requests))
 
     def _verify(self, request: Request, snapshot: Snapshot, uuids: Sequence[str], taken: dict[str, str]) -> Snapshot:
-        """*snapshot* with a fresh look at the winners; one that the driver does not show any more counts as taken."""
+        """*snapshot* with a fresh look at the winners; one that is not shown any more counts as taken."""
         fresh = self.backend.sample(fields_to_verify(request) | self._extra_fields, uuids)
         for uuid in set(uuids) - {device.uuid for device in fresh.devices}:
             taken[uuid] = "the driver does not show it any more"
         return snapshot.updated(fresh)
 
     def _claims_against(self, request: Request, snapshot: Snapshot) -> tuple[tuple[ClaimRecord, ...], dict[str, str]]:
-        """The living claims, and uuid -> which one stands in the way: of a share no other share does."""
+        """The living claims, and uuid -> which one is in the way: of a share no other share is."""
         uuids = [device.uuid for device in snapshot.devices]
         claims = probe(self.directory, uuids)
         if self.outer is None:
@@ -444,8 +426,7 @@ class Allocator:
     def _pause_after(self, fault: Exception, waits: bool, failures: list[float]) -> NotEnoughGpus:
         """A pause of a request that waits and cannot look now, which is no reason to lose its position: why it waits.
 
-        A driver that does not come back within DRIVER_SECONDS is one; *failures* are the times since the last good
-        look.
+        A driver that has failed for DRIVER_SECONDS is one; *failures*: when it did since the last good look.
         """
         failures.append(time.monotonic())
         is_lasting = failures[-1] - failures[0] >= DRIVER_SECONDS
@@ -479,11 +460,6 @@ class Allocator:
     def _sleep(self, seconds: float) -> None:
         left = seconds if self._deadline is None else self._deadline - time.monotonic()
         time.sleep(max(0.0, min(seconds, left)))
-
-
-def _unlock_all(held: HeldLocks) -> None:
-    for locks in held.values():
-        unlock(locks)
 
 
 def _new_id(outer: ClaimRecord | None) -> str:
