@@ -53,12 +53,14 @@ def may_compute(process: GpuProcess, tolerance: int = IDLE_TOLERANCE) -> bool:
 
 def occupants(device: Device, tolerance: int = IDLE_TOLERANCE) -> tuple[GpuProcess, ...]:
     """The listed processes that keep others off the device; no desktop, unless it has the device for itself."""
-    return tuple([process for process in device.processes or () if _occupies(process, device, tolerance)])
-
-
-def _occupies(process: GpuProcess, device: Device, tolerance: int) -> bool:
     exclusive = device.compute_mode == "exclusive_process"
-    return may_compute(process, tolerance) or (exclusive and process.kind != "graphics")
+    return tuple(
+        [
+            process
+            for process in device.processes or ()
+            if may_compute(process, tolerance) or (exclusive and process.kind != "graphics")
+        ]
+    )
 
 
 def idle_limit(device: Device | None, tolerance: int = IDLE_TOLERANCE) -> int:
@@ -266,9 +268,7 @@ def _usage(
     """
     listed, working = occupants(device), IDLE if is_idle(device) else IN_USE
     if listed and device.processes_plausible:
-        belongs = any(
-            use.claim is not None and _occupies(use.process, device, IDLE_TOLERANCE) for use in processes or ()
-        )
+        belongs = any(use.claim is not None and use.process in listed for use in processes or ())
         return (working if belongs else UNCLAIMED_USE), None
     if hides_use(device):
         return (working, None) if owned else (UNCLAIMED_USE, "memory is in use, by processes that are not listed")
@@ -338,14 +338,12 @@ def _orphaned(claim: ClaimRecord, snapshot: Snapshot, stats: Processes) -> bool 
 def user_totals(found: Sequence[DeviceUse]) -> tuple[UserTotal, ...]:
     """One row per user, the one with the most devices first.  A memory sum with an unknown part is unknown."""
     memory: dict[str | None, dict[tuple[int, str], int | None]] = {}  # of a pid on a device
-    claimed: dict[str | None, set[str]] = {}
-    idle: dict[str | None, set[str]] = {}
+    claimed: dict[str | None, dict[str, bool]] = {}  # whether one of the user's claims on a device is idle
     for use in found:
         uuid = use.device.uuid
         for held in use.claims:
-            claimed.setdefault(held.user, set()).add(uuid)
-            if held.idle:
-                idle.setdefault(held.user, set()).add(uuid)
+            own = claimed.setdefault(held.user, {})
+            own[uuid] = own.get(uuid, False) or bool(held.idle)
         for running in use.processes or ():
             process = running.process
             memory.setdefault(process.user, {})[process.pid, uuid] = process.memory_used
@@ -360,7 +358,7 @@ def user_totals(found: Sequence[DeviceUse]) -> tuple[UserTotal, ...]:
                 processes=len({pid for pid, _ in used}),
                 memory_used=sum(known) if len(known) == len(used) else None,
                 claimed=len(claimed.get(user, ())),
-                idle=len(idle.get(user, ())),
+                idle=sum(claimed.get(user, {}).values()),
             )
         )
     return tuple(sorted(rows, key=lambda row: (-row.devices, -row.claimed, row.user is None, row.user or "")))
@@ -371,13 +369,15 @@ def chosen(found: Sequence[DeviceUse], users: frozenset[str], devices: frozenset
     kept = tuple(use for use in found if not devices or use.device.uuid in devices)
     if not users:
         return kept
-    own = []
-    for use in kept:
-        claims = tuple(held for held in use.claims if held.user in users)
-        processes = tuple(running for running in use.processes or () if running.process.user in users)
-        if claims or processes:
-            own.append(replace(use, claims=claims, processes=processes))
-    return tuple(own)
+    own = (
+        replace(
+            use,
+            claims=tuple(held for held in use.claims if held.user in users),
+            processes=tuple(running for running in use.processes or () if running.process.user in users),
+        )
+        for use in kept
+    )
+    return tuple(use for use in own if use.claims or use.processes)
 
 
 # What it is called.

@@ -149,7 +149,7 @@ def exec_command(
         Only when it cannot be started: exit code and message.
     """
     backend.close()
-    _log("claim", "handed over", claim, command=command)
+    _log("claim", "handed over", claim, " ".join(command)[:1000])
     enter = isolation.enter if isolation else None
     code = execute(command, _environment(claim, visible, isolation), claim.pass_fds, enter=enter)
     if isolation:
@@ -193,7 +193,7 @@ class JobSupervisor:
         self.pidfd = patiently(os.pidfd_open, self.pid)
         # Fetched like the others; a handler is what other processes can see.
         signal.signal(signals.CHECK_CLAIM, lambda *_: None)
-        _log("claim", "started", claim, command=command)
+        _log("claim", "started", claim, " ".join(command)[:1000])
 
     def supervise(self) -> None:
         """Stay until the job has ended."""
@@ -209,17 +209,14 @@ class JobSupervisor:
 
     def receive(self, received: signal.struct_siginfo) -> None:
         """Pass a signal on, unless it came from the kernel (si_code > 0), which sends to the whole group."""
-        if received.si_signo == signal.SIGINT:
-            self.interrupted = True
+        self.interrupted |= received.si_signo == signal.SIGINT
         if received.si_signo == signals.CHECK_CLAIM:
             self.tick_at = time.monotonic()
         if received.si_signo not in PASSED_ON or received.si_code > 0:
             return
         if signals.forward(self.pidfd, received.si_signo) == signals.NOT_PERMITTED:
             name = signal.Signals(received.si_signo).name
-            self.notify(
-                f"may not pass {name} on to the job: it runs as another user.  Send it as that user or as root."
-            )
+            self.notify(f"may not pass {name} on to the job, which runs as another user: send it as that user or root.")
 
     def reap(self) -> None:
         """Collect every child that has ended, also adopted ones; stop with the job when the terminal has stopped it."""
@@ -274,7 +271,7 @@ class JobSupervisor:
             if str(lost) not in self.reported:
                 self.reported.add(str(lost))
                 self.notify(f"CLAIM LOST: {lost}  The job goes on, but another job may use its device now.")
-                _log("claim lost", "job goes on", self.claim, message=str(lost))
+                _log("claim lost", "job goes on", self.claim, str(lost))
         if time.monotonic() >= self.sample_at:
             self.sample(self.meter.add)
 
@@ -305,14 +302,13 @@ class JobSupervisor:
             return
         living = self.pid if self.status is None else None
         finding = self.limits.judge(snapshot, descendants(), TICK_SECONDS, pid=living)
-        for text in finding.strangers:
-            _log("stranger", "owner warned", self.claim, message=text)
         if self.claim.memory is not None and finding.used is not None:
             self.meter.peak_memory = max(self.meter.peak_memory or 0, finding.used)
-        for text in finding.over:
-            _log("share", "owner warned", self.claim, message=text)
-        for text in (*finding.strangers, *finding.blind, *finding.over):
-            self.notify(text)
+        for kind, texts in (("stranger", finding.strangers), ("", finding.blind), ("share", finding.over)):
+            for text in texts:
+                if kind:
+                    _log(kind, "owner warned", self.claim, text)
+                self.notify(text)
         if finding.reached and (self.status is None or finding.reached.pids):
             self.escalation.begin(time.monotonic(), "limit", finding.reached.why, finding.reached.limit)
 
@@ -323,7 +319,7 @@ class JobSupervisor:
             return
         self.limited |= step.kind == TIME_LIMIT and step.signum == signal.SIGTERM and self.status is None
         self.beyond |= step.limit is not None and self.status is None
-        _log(step.kind, step.name, self.claim, message=step.why, limit=step.limit)
+        _log(step.kind, step.name, self.claim, step.why, **({"limit": step.limit} if step.limit else {}))
         self.notify(step.words)
         if self.status is None and step.signum != signal.SIGKILL:
             signal_job(self.pid, self.pidfd, step.signum)
@@ -357,7 +353,7 @@ class JobSupervisor:
             self.notify(message)
             self.claim.release()
             ended = JobEnd(status, None, wall_time, "could not be started")
-            _log("release", ended.outcome, self.claim, ended=ended)
+            _log_end(self.claim, ended)
             return ended
         status, die_of = self.final_status()
         drain = Drain(
@@ -379,7 +375,7 @@ class JobSupervisor:
             outcome, die_of = LEFT, left.signum
         meter = self.meter
         ended = JobEnd(status, die_of, wall_time, outcome, meter.peak_memory, meter.utilization(), meter.energy())
-        _log("release", outcome, self.claim, message=self.escalation.why, ended=ended)
+        _log_end(self.claim, ended, self.escalation.why)
         return ended
 
     def final_status(self) -> tuple[int, int | None]:
@@ -449,34 +445,21 @@ def next_sample_seconds(every: float, *, limited: bool) -> float:
     return min(2 * every or TICK_SECONDS, LIMITS_SECONDS_FAILING if limited else SAMPLE_SECONDS_FAILING)
 
 
-def _log(
-    kind: str,
-    outcome: str,
-    claim: Claim,
-    *,
-    message: str | None = None,
-    command: Sequence[str] | None = None,
-    ended: JobEnd | None = None,
-    limit: str | None = None,
-) -> None:
-    facts: dict[str, float | int | str | None] = {"uid": os.getuid()} | ({"limit": limit} if limit else {})
-    if ended:
-        facts |= {
-            "exit_status": ended.status,
-            "wall_time_seconds": round(ended.wall_time, 3),
-            "peak_memory_bytes": ended.peak_memory,
-            "mean_utilization_percent": ended.utilization,
-            "energy_joules": ended.energy,
-        }
-    event = Event(
-        time=time.time(),
-        kind=kind,
-        outcome=outcome,
-        user=os.environ.get("LOGNAME") or os.environ.get("USER"),
-        devices=tuple(device.uuid for device in claim),
-        pid=os.getpid(),
-        claim=claim.id,
-        message=" ".join(command)[:1000] if command else message,
-        facts=tuple(facts.items()),
+def _log(kind: str, outcome: str, claim: Claim, message: str | None = None, **facts: float | str | None) -> None:
+    user, devices = os.environ.get("LOGNAME") or os.environ.get("USER"), tuple(device.uuid for device in claim)
+    numbers = ("uid", os.getuid()), *facts.items()
+    audit_log.append(Event(time.time(), kind, outcome, user, devices, os.getpid(), claim.id, message, numbers))
+
+
+def _log_end(claim: Claim, ended: JobEnd, message: str | None = None) -> None:
+    _log(
+        "release",
+        ended.outcome,
+        claim,
+        message,
+        exit_status=ended.status,
+        wall_time_seconds=round(ended.wall_time, 3),
+        peak_memory_bytes=ended.peak_memory,
+        mean_utilization_percent=ended.utilization,
+        energy_joules=ended.energy,
     )
-    audit_log.append(event)

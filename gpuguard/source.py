@@ -1,8 +1,8 @@
 """The one way to a snapshot: what the daemon published last while that is fresh, else the driver, with the claims.
 
 What all decisions and views go by is joined here: the claims, or one Gap that says why they cannot be read, devices in
-quarantine and those that are kept for a reservation.  The daemon publishes its snapshots in state.json among its files.
-They count only while it lives, which the lock on daemon.lock tells.  What only root may see of a process stays out.
+quarantine and those that are kept for a reservation.  The daemon's snapshots (state.json) count only while it lives,
+which the lock on daemon.lock tells.  What only root may see of a process stays out.
 Does not decide when they are written: see daemon.
 """
 
@@ -22,7 +22,7 @@ from gpuguard.claims.holders import inode_of
 from gpuguard.claims.records import ClaimWatcher, probe
 from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
-from gpuguard.files import read_file, status_in_place, write_file
+from gpuguard.files import read_file, write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.model import WHO_FIELDS, ClaimRecord, Gap, Snapshot
 from gpuguard.procfs import in_first_pid_namespace, is_process, start_time
@@ -41,9 +41,7 @@ class SnapshotSource:
     """The machine, again and again; the driver is opened when it is first needed.
 
     Args:
-        backend: name of the backend, which decides whether the daemon's snapshot is of the same machine.
-        open_backend: opens it.
-        find_directory: finds the directory of the claims.
+        backend: its name, which decides whether the daemon's snapshot is of the same machine.
         read: what the driver is asked, all of WHO_FIELDS by default.
         suits: whether a snapshot of the daemon has all that is needed.
     """
@@ -98,10 +96,9 @@ class SnapshotSource:
     def _published(self, clock: float) -> Snapshot | None:
         if is_recorded(self._name):
             return None
-        try:
+        directory = None
+        with suppress(ClaimError):  # the claims will be missing, and that will be said
             directory = self._find_directory()
-        except ClaimError:
-            return None  # the claims will be missing, and that will be said
         if directory is None:
             return None
         snapshot = read_state(directory, clock, simulated=self._name.startswith("simulated"))
@@ -184,11 +181,7 @@ def with_reservations(snapshot: Snapshot, directory: LockDirectory) -> Snapshot:
 
 MAX_BYTES = 8 * 2**20  # 16 devices with 128 processes each, all with long command lines, are 2 MiB
 FRESH_INTERVALS = 2.0
-LATELY_SECONDS = 120.0
 _PRIVATE = ("executable", "working_directory", "conda_environment")  # of a process: only root may see them
-
-_starts: dict[int, float | None] = {}  # when we started; a forked copy is another process
-_hidden: dict[bytes, bool] = {}  # what the last mountinfo says
 
 
 def lock_daemon(directory: LockDirectory) -> int | None:
@@ -212,19 +205,18 @@ def lock_daemon(directory: LockDirectory) -> int | None:
             f"{path} cannot be opened: {error.strerror}.  Run the daemon as {user}; "
             f"`sudo gpuguard setup` gives it a directory for a user of its own."
         ) from error
+    locked = False
     try:
-        if try_flock(descriptor):
-            return descriptor
-    except LockDirectoryError:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
+        locked = try_flock(descriptor)
+    finally:
+        if not locked:
+            os.close(descriptor)
+    return descriptor if locked else None
 
 
 def daemon_lives(directory: LockDirectory) -> bool:
     """Whether a process that we can see holds the daemon's lock; the kernel tells, and no lock is tried."""
-    return _is_locked(_path(directory, "daemon.lock"))
+    return _is_locked(daemon_files(directory).file("daemon.lock"))
 
 
 def _is_locked(path: str) -> bool:
@@ -247,15 +239,13 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
         OSError: it cannot be written.
     """
     pid = os.getpid()
-    if pid not in _starts:
-        _starts[pid] = start_time(pid)
-    content: dict[str, Any] = {"schema": 1, "daemon": [pid, _starts[pid]], "interval_seconds": interval}
+    content: dict[str, Any] = {"schema": 1, "daemon": [pid, start_time(pid)], "interval_seconds": interval}
     for public in _forms(snapshot):
         content["snapshot"] = public
         encoded = json.dumps(content, separators=(",", ":")).encode("ascii")
         if len(encoded) <= MAX_BYTES:  # users write their command lines themselves: more would not be read
             break
-    write_file(_path(directory, "state.json"), encoded)
+    write_file(daemon_files(directory).file("state.json"), encoded)
 
 
 def read_state(directory: LockDirectory, clock: float, *, simulated: bool) -> Snapshot | None:
@@ -283,14 +273,6 @@ def decode_snapshot(packed: dict[str, Any]) -> Snapshot:
     return decode(Snapshot, {**packed, "gaps": gaps}, exact=True)
 
 
-def was_written_lately(directory: LockDirectory) -> bool:
-    """Whether there is a state that may be fresh: a guess, at the price of one look at a file."""
-    try:
-        return abs(time.time() - status_in_place(_path(directory, "state.json")).st_mtime) < LATELY_SECONDS
-    except OSError:
-        return False
-
-
 def _runs(process: Any) -> bool:
     """Whether that [pid, start time] visibly runs; /proc/locks would tell too, and takes longer."""
     if type(process) is not list or len(process) != 2 or type(process[0]) is not int:
@@ -298,21 +280,13 @@ def _runs(process: Any) -> bool:
     return is_process(process[0], process[1])
 
 
-def _path(directory: LockDirectory, name: str) -> str:
-    return daemon_files(directory).file(name)
-
-
 def _processes_are_hidden() -> bool:
     """Whether /proc is mounted so that users do not see each other's command lines."""
     try:
-        with open("/proc/self/mountinfo", "rb", buffering=0) as mounts:
-            now = mounts.readall()
+        with open("/proc/self/mountinfo", "rb") as mounts:
+            return hidepid_in(mounts.read()) not in ("", "0", "off")
     except OSError:
         return True
-    if now not in _hidden:  # they hardly ever change
-        _hidden.clear()
-        _hidden[now] = hidepid_in(now) not in ("", "0", "off")
-    return _hidden[now]
 
 
 def hidepid_in(mounts: bytes) -> str:
@@ -328,17 +302,14 @@ def hidepid_in(mounts: bytes) -> str:
 
 def _forms(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
     """What may be told of *snapshot*, each time with less of what users can make as long, or as many, as they like."""
-    less = (*_PRIVATE, "command")
     if not _processes_are_hidden():
         yield _public(snapshot, _PRIVATE)
-    public = _public(snapshot, less)
+    public = _public(snapshot, (*_PRIVATE, "command"))
     yield public
-    public["claims"] = [{**claim, "command": None, "note": None} for claim in public["claims"]]
-    yield public
-    public["claims"] = [
-        claim for claim in public["claims"] if claim["devices"]
-    ]  # of which there are no more than locks
-    yield public
+    brief = [{**claim, "command": None, "note": None} for claim in public["claims"]]
+    yield {**public, "claims": brief}
+    # Of claims with devices there are no more than locks.
+    yield {**public, "claims": [claim for claim in brief if claim["devices"]]}
 
 
 def _public(snapshot: Snapshot, private: tuple[str, ...]) -> dict[str, Any]:

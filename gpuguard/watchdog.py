@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import TypeVar
 
 from gpuguard.backends import Backend
@@ -137,7 +136,7 @@ class Watchdog:
         policies, before = self.policies, self._view
         if policies is not self._needs.policies:
             self._needs = needs_of(policies)
-        snapshot = self._sample()
+        snapshot = self._with_claims(self._backend.sample(self._needs.fields | self.extra_fields()))
         self._memory.kept = dict(self.kept)
         self._view = self._view_of(snapshot, policies)
         with self._judging:
@@ -224,14 +223,8 @@ class Watchdog:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
-
-    def _sample(self) -> Snapshot:
-        """A snapshot with its claims."""
-        return self._with_claims(self._backend.sample(self._needs.fields | self.extra_fields()))
 
     def _with_claims(self, snapshot: Snapshot) -> Snapshot:
         def read(directory: LockDirectory, uuids: Sequence[str], _: object) -> tuple[ClaimRecord, ...]:
@@ -281,7 +274,12 @@ class Watchdog:
         """Do what is due now, and what has had to wait and still holds; each subject's steps in their order."""
         assert self._view is not None
         named = {policy.name: policy for policy in policies}
-        self._pending = {key: due for key, due in self._pending.items() if self._holds(key, due[0][0], named)}
+        # What waits goes on while its condition was found in this sample, by the same policy.
+        self._pending = {
+            (name, subject): due
+            for (name, subject), due in self._pending.items()
+            if named.get(name) == due[0][0] and subject in self._memory.found.get(name, ())
+        }
         for verdict in verdicts:
             key = verdict.policy, identity_of(verdict.finding.subject)
             self._pending.setdefault(key, []).append((named[verdict.policy], verdict))
@@ -310,10 +308,6 @@ class Watchdog:
                 del self._pending[key]
         self._deferred = deferred
 
-    def _holds(self, key: PendingKey, policy: Policy, named: Mapping[str, Policy]) -> bool:
-        """Whether the condition behind a verdict that waits was found in this sample, by the same policy."""
-        return named.get(policy.name) == policy and key[1] in self._memory.found.get(policy.name, ())
-
     def _still_true(self, verdict: Verdict, snapshot: Snapshot) -> bool:
         """Whether the condition behind *verdict* holds on what the driver says now, by the policies of now."""
         policy = next((policy for policy in self.policies if policy.name == verdict.policy), None)
@@ -341,20 +335,10 @@ class Watchdog:
         for note in notes:
             key = note.kind, note.policy, identity_of(note.subject) if note.subject else None
             if note.kind in WORTH_A_LINE and key not in self._noted | before:
-                subject = note.subject or Subject("node")
-                self._record(
-                    Event(
-                        time.time(),
-                        "note",
-                        note.kind,
-                        subject.user,
-                        (subject.device,) if subject.device else (),
-                        pid=subject.pid,
-                        claim=subject.claim,
-                        message=note.text,
-                        facts=(("policy", note.policy),),
-                    )
-                )
+                subject, facts = note.subject or Subject("node"), (("policy", note.policy),)
+                user, devices = subject.user, (subject.device,) if subject.device else ()
+                about = subject.pid, subject.claim, note.text, facts
+                self._record(Event(time.time(), "note", note.kind, user, devices, *about))
                 if note.kind == "breaker" and note.subject:
                     self._alarm(note.text, note.subject, note.policy or "")
             self._noted.add(key)
@@ -410,21 +394,16 @@ def _uids(snapshot: Snapshot) -> frozenset[int]:
 
 def _rises(before: Snapshot, now: Snapshot) -> bool:
     former = {device.uuid: device for device in before.devices}
-    for device in now.devices:
-        old = former.get(device.uuid)
-        if old is None:
-            continue
-        if None not in (old.memory_used, device.memory_used, device.memory_total):
-            assert device.memory_used is not None and old.memory_used is not None and device.memory_total is not None
-            if device.memory_used - old.memory_used > RISING_MEMORY * device.memory_total:
-                return True
-        if (
-            device.temperature is not None
-            and old.temperature is not None
-            and device.temperature - old.temperature >= RISING_CELSIUS
-        ):
-            return True
-    return False
+    return any(
+        _rise(old.memory_used, device.memory_used) > RISING_MEMORY * (device.memory_total or float("inf"))
+        or _rise(old.temperature, device.temperature) >= RISING_CELSIUS
+        for device in now.devices
+        if (old := former.get(device.uuid))
+    )
+
+
+def _rise(before: float | None, now: float | None) -> float:
+    return 0.0 if before is None or now is None else now - before
 
 
 def _zone(taken_at: float) -> float:

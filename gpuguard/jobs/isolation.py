@@ -30,6 +30,7 @@ from gpuguard.claims.directory import TRUSTED, LockDirectory, is_roots
 from gpuguard.clusters import visible_devices
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import HEALTH, MODEL, Device
+from gpuguard.procfs import read_text
 
 if TYPE_CHECKING:
     from gpuguard.backends import Backend
@@ -148,8 +149,8 @@ def nodes_of(
         else:
             instance = rf"gpu{minor}/gi{device.gpu_instance_id}"
             wanted += [rf"{instance}/access", rf"{instance}/ci{device.compute_instance_id}/access"]
-    major = re.search(r"^\s*(\d+) nvidia-caps$", _text(majors), re.MULTILINE)
-    allowed = re.findall(rf"^(?:{'|'.join(wanted)}) (\d+)$", _text(minors), re.MULTILINE)
+    major = re.search(r"^\s*(\d+) nvidia-caps$", read_text(majors) or "", re.MULTILINE)
+    allowed = re.findall(rf"^(?:{'|'.join(wanted)}) (\d+)$", read_text(minors) or "", re.MULTILINE)
     return Nodes(frozenset(gpus), frozenset(map(int, allowed)), int(major[1]) if major else None)
 
 
@@ -178,14 +179,6 @@ def _status(path: str) -> os.stat_result | None:
         return os.lstat(path)
     except OSError:
         return None  # it went away
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
 
 
 # For an ordinary user: a mount namespace in which some device nodes do not exist.
@@ -287,10 +280,11 @@ def _no_namespace(message: str) -> GpuguardError:
     )
 
 
-def _checked(result: int) -> None:
-    if result:
+def _checked(result: int) -> int:
+    if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+    return result
 
 
 # For root: a cgroup for one job, with a filter on its device nodes.
@@ -384,11 +378,7 @@ def bpf(command: int, attributes: bytes) -> int:
         raise OSError(errno.ENOSYS, "a 32-bit Python cannot call bpf(2) here")
     buffer = ctypes.create_string_buffer(attributes, _ATTRIBUTES_SIZE)
     library = ctypes.CDLL(None, use_errno=True)
-    result: int = library.syscall(_SYSCALL_BPF[machine], command, buffer, _ATTRIBUTES_SIZE)
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return result
+    return _checked(library.syscall(_SYSCALL_BPF[machine], command, buffer, _ATTRIBUTES_SIZE))
 
 
 def prepare_cgroup(rules: FilterRules, name: str) -> tuple[Callable[[], None], Callable[[], None]]:

@@ -118,14 +118,13 @@ IDLE_BELOW = 5.0  # percent
 _SECOND_SAMPLE = (Step("log"),)
 _THIRD_SAMPLE = (Step("log"), Step("log"))
 
-# What a limit is judged by.  Besides, the processes of the device must be known.
+# By which field of a device a limit is judged, and its group.  Besides, the processes must be known.
 _JUDGED_BY = {
-    "memory": "memory_used",
-    "memory-limit": "memory_used",
-    "temperature-limit": "temperature",
-    "idle-limit": "utilization",
+    "memory": ("memory_used", MEMORY),
+    "memory-limit": ("memory_used", MEMORY),
+    "temperature-limit": ("temperature", THERMAL),
+    "idle-limit": ("utilization", UTILIZATION),
 }
-_GROUPS = {"memory": MEMORY, "memory-limit": MEMORY, "temperature-limit": THERMAL, "idle-limit": UTILIZATION}
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,8 @@ class JobLimits:
     @property
     def fields(self) -> frozenset[str]:
         """The field groups that must be sampled."""
-        return frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, *(_GROUPS[policy.name] for policy in self.policies)})
+        judged_by = (_JUDGED_BY[policy.name][1] for policy in self.policies)
+        return frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, *judged_by})
 
     def judge(
         self, snapshot: Snapshot, family: Mapping[int, float], interval: float, *, pid: int | None = None
@@ -343,6 +343,6 @@ def _used(device: Device) -> int | None:
 
 
 def _is_unknown(device: Device, limit: str) -> bool:
-    if device.processes is None or not device.processes_plausible or getattr(device, _JUDGED_BY[limit]) is None:
+    if device.processes is None or not device.processes_plausible or getattr(device, _JUDGED_BY[limit][0]) is None:
         return True
     return limit in MEMORY_LIMITS and any(process.memory_used is None for process in device.processes)

@@ -493,10 +493,6 @@ def _in_words(users: dict[int, tuple[int, ...]]) -> str:
     """``"pid 4321 (tensorboard) still uses GPU 3"``, with a name that the process chose itself."""
     texts = []
     for pid, indices in users.items():
-        try:
-            with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
-                name = comm.read().rstrip("\n")
-        except OSError:
-            name = "?"
+        name = (procfs.read_proc(f"/proc/{pid}/comm") or b"?").decode(errors="replace").rstrip("\n")
         texts.append(f"pid {pid} ({name}) still uses GPU {','.join(map(str, indices))}")
     return " and ".join(texts)
