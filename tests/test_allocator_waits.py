@@ -1,4 +1,4 @@
-"""Whom a request waits for: those before it in line, a reservation, the daemon."""
+"""What a request waits for: those before it in the queue, a reservation, the daemon."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from builders import GIB, Machine, a_device, a_process
 from claiming import acquire, preview
 
-from gpuguard.claims.claim import Claim
-from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
+from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import locked_devices
 from gpuguard.errors import ClaimError, ImpossibleRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
@@ -46,8 +44,8 @@ def test_a_request_that_waits_lets_others_lead_while_its_process_is_stopped(dire
 
 
 @pytest.fixture
-def line(directory: LockDirectory) -> Iterator[Machine]:
-    """Two devices, one claimed for an hour by somebody else, and behind him one who waits for both."""
+def queue(directory: LockDirectory) -> Iterator[Machine]:
+    """Two devices, one of them claimed for an hour, and a request that waits for both."""
     machine = two()
     with acquire(machine, Request(), directory, time_limit=HOUR):
         first = OwnTicket(directory, ticket_content(Ticket("", 0, "", 0.0, (Request(num_gpus=2),), pid=os.getpid())))
@@ -55,14 +53,14 @@ def line(directory: LockDirectory) -> Iterator[Machine]:
         first.leave()
 
 
-def test_a_free_device_is_left_to_whoever_stands_before_and_starts_soon(directory, line):
+def test_a_free_device_is_left_to_a_request_before_that_starts_soon(directory: LockDirectory, queue: Machine) -> None:
     with pytest.raises(WaitTimeout, match="it would delay"):
-        acquire(line, Request(), directory, wait=0.5)
+        acquire(queue, Request(), directory, wait=0.5)
 
-    assert len(locked_devices(directory, [each.uuid for each in line.devices])) == 1
+    assert len(locked_devices(directory, [device.uuid for device in queue.devices])) == 1
 
 
-def test_whoever_is_called_before_his_turn_takes_nothing_and_goes_on_waiting(directory, line):
+def test_a_request_that_is_called_too_early_takes_nothing_and_goes_on_waiting(directory, queue):
     leader, told = open_lock(directory, "queue"), []
     assert try_flock(leader)
 
@@ -73,15 +71,15 @@ def test_whoever_is_called_before_his_turn_takes_nothing_and_goes_on_waiting(dir
 
     call.tell_every = 0.1  # type: ignore[attr-defined]
     with pytest.raises(WaitTimeout, match="it would delay"):
-        acquire(line, Request(), directory, wait=2, on_wait=call)
+        acquire(queue, Request(), directory, wait=2, on_wait=call)
 
     os.close(leader)
     assert len(told) > 3
-    assert len(locked_devices(directory, [each.uuid for each in line.devices])) == 1
+    assert len(locked_devices(directory, [device.uuid for device in queue.devices])) == 1
 
 
-def test_a_job_that_ends_before_the_other_starts_is_not_held_back(directory: LockDirectory, line: Machine) -> None:
-    with acquire(line, Request(), directory, time_limit=60) as short:
+def test_a_job_that_ends_before_the_other_starts_is_not_held_back(directory: LockDirectory, queue: Machine) -> None:
+    with acquire(queue, Request(), directory, time_limit=60) as short:
         assert len(short) == 1
 
 
@@ -97,7 +95,7 @@ def test_no_more_than_the_least_is_taken_while_others_wait(directory: LockDirect
 
 
 @pytest.mark.root  # nobody else can reserve for others
-def test_a_look_leaves_out_what_is_reserved_for_somebody_else(directory: LockDirectory) -> None:
+def test_a_look_leaves_out_what_is_reserved_for_another_user(directory: LockDirectory) -> None:
     machine, now = two(), time.time()
     wanted = Reservation(
         "", os.geteuid(), os.geteuid() + 1, "bob", 1, now - 1, now + HOUR, (machine.devices[1].uuid,), now
@@ -119,7 +117,7 @@ def test_where_the_daemon_gives_the_locks_nothing_is_claimed_without_it(director
         acquire(two(), Request(), closed)
 
 
-def test_whoever_asks_for_reasons_is_told_whose_processes_are_in_the_way(directory: LockDirectory) -> None:
+def test_reasons_name_the_users_of_the_processes_in_the_way(directory: LockDirectory) -> None:
     machine = Machine(a_device(0, processes=(a_process(812, user="bob"),)))
     _, choice = Allocator(machine, directory, [Request()]).preview(with_reasons=True)
 
@@ -163,7 +161,7 @@ def test_of_two_ways_the_one_that_can_be_met_some_day_says_what_is_missing(direc
             assert not isinstance(caught.value, ImpossibleRequest)
 
 
-def test_whoever_gets_what_he_waited_for_has_been_served(directory):
+def test_a_user_whose_request_waited_has_been_served(directory):
     machine = Machine(a_device(0))
     holder = acquire(machine, Request(), directory, environ={})
     assert tickets.last_served(directory, os.geteuid()) is None
@@ -173,22 +171,13 @@ def test_whoever_gets_what_he_waited_for_has_been_served(directory):
     assert tickets.last_served(directory, os.geteuid()) is not None
 
 
-def test_whoever_did_not_have_to_wait_takes_nobodys_turn(directory):
+def test_a_request_that_did_not_wait_counts_as_no_turn(directory):
     acquire(Machine(), Request(), directory, environ={}).release()
 
     assert tickets.last_served(directory, os.geteuid()) is None
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> LockDirectory:
-    return lock_directory(str(tmp_path))
-
-
-def indices(claim: Claim) -> list[int]:
-    return [device.index for device in claim]
-
-
-def test_a_stranger_who_arrives_between_the_look_and_the_lock_is_seen(directory: LockDirectory) -> None:
+def test_a_process_that_arrives_between_the_look_and_the_lock_is_seen(directory: LockDirectory) -> None:
     machine = Machine(a_device(0), a_device(1))
 
     def arrive() -> None:
@@ -199,9 +188,9 @@ def test_a_stranger_who_arrives_between_the_look_and_the_lock_is_seen(directory:
 
     machine.before_sample = arrive
     with acquire(machine, Request(), directory) as claim:
-        busy = [device.index for device in machine.devices if device.processes]
+        busy = [device.uuid for device in machine.devices if device.processes]
 
-        assert indices(claim) != busy
+        assert claim[0].uuid not in busy
         assert len(locked_devices(directory, [device.uuid for device in machine.devices])) == 1
 
 
@@ -237,8 +226,8 @@ def test_a_device_that_vanishes_between_the_look_and_the_lock_is_not_taken(direc
 
     def vanish() -> None:
         if len(machine.asked) == 2:
-            machine.devices = [each for each in machine.devices if machine.asked[1][1] != (each.uuid,)]
+            machine.devices = [device for device in machine.devices if machine.asked[1][1] != (device.uuid,)]
 
     machine.before_sample = vanish
     with acquire(machine, Request(), directory) as claim:
-        assert indices(claim) == [device.index for device in machine.devices]
+        assert claim.devices == tuple(machine.devices)

@@ -17,77 +17,20 @@ from claiming import acquire, lock_best, preview
 
 from gpuguard import model
 from gpuguard.claims.claim import Claim
-from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
+from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import MOST_OF_ONE, locked_devices, probe, read_records, write_record
 from gpuguard.errors import ClaimError, ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.model import Snapshot
 from gpuguard.request import Request
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> LockDirectory:
-    return lock_directory(str(tmp_path))
-
-
 def indices(claim: Claim) -> list[int]:
     return [device.index for device in claim]
-
-
-def test_two_claims_never_share_a_device(directory: LockDirectory) -> None:
-    machine = Machine()
-    with (
-        acquire(machine, Request(num_gpus=2), directory) as first,
-        acquire(machine, Request(num_gpus=2), directory) as second,
-    ):
-        assert sorted(indices(first) + indices(second)) == [0, 1, 2, 3]
-
-
-def test_a_request_that_cannot_be_met_whole_claims_nothing(directory: LockDirectory) -> None:
-    machine = Machine()
-    with acquire(machine, Request(num_gpus=3), directory):
-        with pytest.raises(NotEnoughGpus) as caught:
-            acquire(machine, Request(num_gpus=2), directory)
-        left = locked_devices(directory, [device.uuid for device in machine.devices])
-
-    assert (caught.value.wanted, caught.value.available, len(left)) == (2, 1, 3)
-
-
-def test_released_devices_can_be_claimed_again(directory: LockDirectory) -> None:
-    machine = Machine()
-    for _ in range(3):
-        acquire(machine, Request(num_gpus=4), directory).release()
-
-    assert probe(directory, [device.uuid for device in machine.devices]) == ()
-
-
-def test_a_claim_that_nobody_refers_to_any_more_is_kept(directory: LockDirectory) -> None:
-    machine = Machine()
-    descriptors = acquire(machine, Request(num_gpus=4), directory).pass_fds
-
-    with pytest.raises(NotEnoughGpus):
-        acquire(machine, Request(), directory)
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-def test_a_device_with_a_strangers_process_is_not_free_although_its_lock_is(directory: LockDirectory) -> None:
-    machine = Machine(a_device(0, processes=(a_process(),), memory_used=10 * GIB), a_device(1))
-    with acquire(machine, Request(), directory) as claim:
-        assert indices(claim) == [1]
 
 
 def test_more_devices_than_the_machine_has_is_refused_at_once_even_when_waiting(directory: LockDirectory) -> None:
     with pytest.raises(ImpossibleRequest, match="only 4 exist"):
         acquire(Machine(), Request(num_gpus=5), directory, wait=None)
-
-
-def test_the_message_names_who_holds_the_devices_and_for_what(directory: LockDirectory) -> None:
-    machine = Machine(a_device(0))
-    with (
-        acquire(machine, Request(), directory, note="night run"),
-        pytest.raises(NotEnoughGpus, match=r"claimed by \w+, .* ago: night run"),
-    ):
-        acquire(machine, Request(), directory)
 
 
 def test_a_claim_with_a_time_limit_says_when_it_ends(directory: LockDirectory) -> None:
@@ -98,14 +41,6 @@ def test_a_claim_with_a_time_limit_says_when_it_ends(directory: LockDirectory) -
 
     assert began + 59.9 <= (ends.pop(limited.id) or 0) <= time.time() + 60.1
     assert list(ends.values()) == [None]
-
-
-def test_waiting_ends_with_a_timeout_and_nothing_claimed(directory: LockDirectory) -> None:
-    machine = Machine(a_device(0))
-    with acquire(machine, Request(), directory):
-        with pytest.raises(WaitTimeout):
-            acquire(machine, Request(), directory, wait=0.3)
-        assert len(locked_devices(directory, [machine.devices[0].uuid])) == 1
 
 
 def test_a_waiting_request_starts_when_the_device_is_released_and_does_not_ask_the_driver_meanwhile(directory):
@@ -163,21 +98,6 @@ def test_a_forked_child_that_releases_does_not_free_its_parents_claim(directory:
             acquire(machine, Request(), directory)
 
 
-def test_a_job_that_inherited_the_descriptors_keeps_the_claim_after_its_starter_is_gone(directory):
-    machine = Machine(a_device(0))
-    claim = acquire(machine, Request(), directory)
-    job = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=claim.pass_fds)
-    for descriptor in claim.pass_fds:  # what the kernel does when the starter is killed
-        os.close(descriptor)
-    try:
-        with pytest.raises(NotEnoughGpus):
-            acquire(machine, Request(), directory)
-    finally:
-        job.communicate(b"\n")
-
-    acquire(machine, Request(), directory).release()
-
-
 def test_release_frees_the_devices_although_a_leftover_of_the_job_has_the_descriptors(directory: LockDirectory) -> None:
     machine = Machine(a_device(0))
     claim = acquire(machine, Request(), directory)
@@ -231,15 +151,6 @@ def test_a_planted_lock_file_takes_its_device_out_of_the_choice_and_is_named(dir
         assert indices(claim) == [0]
         with pytest.raises(NotEnoughGpus):
             acquire(machine, Request(), directory)
-
-
-def test_the_job_sees_indices_in_bus_order_by_default(directory: LockDirectory) -> None:
-    with acquire(Machine(), Request(num_gpus=2, devices=("1", "3")), directory) as claim:
-        environment = claim.environment()
-
-    assert environment["CUDA_VISIBLE_DEVICES"] == "1,3"
-    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert environment["GPUGUARD_CLAIM"] == claim.id
 
 
 def test_the_job_sees_uuids_on_request(directory: LockDirectory) -> None:
@@ -306,18 +217,6 @@ def test_a_claim_on_the_whole_gpu_excludes_its_instances(directory: LockDirector
         acquire(divided(), Request(), directory)
 
 
-def test_inside_a_claim_a_further_one_takes_a_subset_of_it(directory, monkeypatch):
-    machine = Machine()
-    with acquire(machine, Request(num_gpus=2, devices=("1", "2")), directory) as outer:
-        monkeypatch.setenv("GPUGUARD_CLAIM", outer.id)
-        with acquire(machine, Request(), directory) as one, acquire(machine, Request(), directory) as other:
-            assert sorted(indices(one) + indices(other)) == [1, 2]
-            with pytest.raises(NotEnoughGpus, match="inside the claim"):
-                acquire(machine, Request(), directory)
-        with pytest.raises(ImpossibleRequest, match="outside the claim"):
-            acquire(machine, Request(num_gpus=3), directory)
-
-
 def test_inside_a_claim_the_devices_are_free_although_the_job_uses_them_already(directory, monkeypatch):
     machine = Machine(a_device(0))
     with acquire(machine, Request(), directory) as outer:
@@ -336,29 +235,11 @@ def test_the_name_of_a_claim_that_is_over_does_not_count(directory, monkeypatch)
     acquire(machine, Request(), directory).release()
 
 
-def test_a_caller_who_already_chose_devices_gets_only_those(directory, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with acquire(Machine(), Request(), directory) as claim:
-        assert indices(claim) == [3]
-        with pytest.raises(ImpossibleRequest, match="CUDA_VISIBLE_DEVICES"):
-            acquire(Machine(), Request(num_gpus=2), directory)
-
-
 def test_set_but_empty_means_no_device(directory: LockDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     with pytest.raises(ImpossibleRequest):
         acquire(Machine(), Request(), directory)
-
-
-def test_look_agrees_with_acquire_and_claims_nothing(directory: LockDirectory) -> None:
-    machine = Machine()
-    _, choice = preview(machine, Request(num_gpus=2), directory)
-    free = locked_devices(directory, [device.uuid for device in machine.devices])
-    with acquire(machine, Request(num_gpus=2), directory) as claim:
-        assert [device.uuid for device in choice.devices] == [device.uuid for device in claim]
-
-    assert free == set()
 
 
 def test_only_the_winners_are_read_a_second_time(directory: LockDirectory) -> None:

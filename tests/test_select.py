@@ -1,4 +1,4 @@
-"""Choosing devices: who is eligible, who is best, and what the refused hear."""
+"""Choosing devices: which are eligible, which are best, and what the errors say."""
 
 from __future__ import annotations
 
@@ -29,62 +29,53 @@ def chosen(snapshot, request=None, taken=None):
     return [device.index for device in choose(snapshot, request or Request(), taken or {}).devices]
 
 
-def ranked(snapshot, request=None):
-    return [device.index for device in choose(snapshot, request or Request(), {}).eligible]
+def in_order(*devices, request=None, sharing=None):
+    """Indices, the best first.  Of equals that is the highest."""
+    return [device.index for device in choose(a_snapshot(*devices), request or Request(), {}, sharing).eligible]
 
 
-def error(snapshot, request, taken=None):
-    return not_enough(snapshot, request, choose(snapshot, request, taken or {}))
+def error(snapshot, request):
+    return not_enough(snapshot, request, choose(snapshot, request, {}))
+
+
+def said(request, *devices):
+    return str(error(a_snapshot(*devices), request))
 
 
 def test_the_device_with_most_free_memory_wins():
     sharing = Request(max_processes=1)
     busy = [a_device(i, processes=(BOB,), memory_used=used * GIB) for i, used in enumerate((60, 10, 30))]
 
-    assert ranked(a_snapshot(*busy), sharing) == [1, 2, 0]
-
-
-def test_three_mebibytes_of_noise_do_not_outrank_the_order():
-    idle = [a_device(i, memory_used=used * MIB) for i, used in enumerate((1, 4, 400, 7))]
-
-    assert ranked(a_snapshot(*idle)) == [3, 2, 1, 0]
-
-
-def test_shared_devices_with_almost_the_same_free_memory_are_equals():
-    shared = [
-        a_device(i, processes=(BOB,), memory_used=10 * GIB + (100 + noise) * MIB) for i, noise in enumerate((0, 3, 9))
-    ]
-
-    assert ranked(a_snapshot(*shared), Request(max_processes=1)) == [2, 1, 0]
+    assert in_order(*busy, request=sharing) == [1, 2, 0]
 
 
 def test_unknown_memory_comes_last_even_when_it_is_preferred():
     devices = (a_device(0, memory_used=None, memory_free=None), a_device(1), a_device(2))
 
-    assert ranked(a_snapshot(*devices), Request(prefer=("0",))) == [2, 1, 0]
+    assert in_order(*devices, request=Request(prefer=("0",))) == [2, 1, 0]
 
 
 def test_unknown_utilization_comes_after_known():
-    assert ranked(a_snapshot(a_device(0), a_device(1, utilization=None))) == [0, 1]
+    assert in_order(a_device(0), a_device(1, utilization=None)) == [0, 1]
 
 
 def test_idle_devices_come_before_shared_ones_with_more_free_memory():
     small = a_device(0, memory_total=24 * GIB)
     shared = a_device(1, processes=(a_process(memory_used=GIB),), memory_used=GIB)
 
-    assert ranked(a_snapshot(small, shared), Request(max_processes=1)) == [0, 1]
+    assert in_order(small, shared, request=Request(max_processes=1)) == [0, 1]
 
 
 def test_between_equals_the_cooler_and_then_the_higher_index_wins():
     devices = (a_device(0), a_device(1), a_device(2, temperature=70.0), a_device(3, remapped_rows=1))
 
-    assert ranked(a_snapshot(*devices)) == [1, 0, 2, 3]
+    assert in_order(*devices) == [1, 0, 2, 3]
 
 
 def test_a_preference_decides_among_the_eligible():
     devices = [a_device(i) for i in range(4)]
 
-    assert ranked(a_snapshot(*devices), Request(prefer=("1", a_uuid(3), "0"))) == [1, 3, 0, 2]
+    assert in_order(*devices, request=Request(prefer=("1", a_uuid(3), "0"))) == [1, 3, 0, 2]
 
 
 def test_pack_takes_the_fullest_device_that_fits_and_spread_the_emptiest():
@@ -128,7 +119,8 @@ def test_several_devices_are_whole_gpus_or_instances_but_never_both():
     assert choose(machine, Request(3), {}).devices == tuple(instances)
     assert chosen(machine, Request(4)) == []
     assert isinstance(error(machine, Request(4)), ImpossibleRequest)
-    assert "3 of them are MIG instances" in str(error(machine, Request(4)))
+    assert "3 of them are MIG instances: one job cannot use them together" in str(error(machine, Request(4)))
+    assert "MIG instances" not in said(Request(2), gpu, instances[0])  # there is no whole one
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 3])
@@ -147,6 +139,22 @@ def test_the_plan_of_the_queue_is_about_the_devices_that_would_be_chosen(divided
         assert bool(choice.devices) == (len(planned.open) >= wanted)
 
 
+@pytest.mark.parametrize(
+    ("request_", "devices", "kind", "text"),
+    [
+        (Request(9), [a_device(i) for i in range(8)], ImpossibleRequest, "wanted 9 GPUs, but only 8 exist.\nAsk for 8"),
+        (Request(2), [a_device(0), a_device(1, problems=("lost",))], ImpossibleRequest, "device 1: lost"),
+        (Request(), [a_device(problems=("unresponsive",))], NotEnoughGpus, "unresponsive"),
+        (Request(2), [a_device(problems=None)], NotEnoughGpus, "only 1 is free now"),
+    ],
+    ids=["too many", "a broken one is missing", "one that hangs may come back", "health that was not read"],
+)
+def test_only_what_waiting_cannot_change_is_impossible(request_, devices, kind, text):
+    fault = error(a_snapshot(*devices), request_)
+
+    assert (type(fault), text in str(fault)) == (kind, True)
+
+
 def test_what_can_never_be_met_says_what_to_ask_for_instead():
     a100 = [a_device(i, name="NVIDIA A100-SXM4-80GB") for i in range(4)]
     machine = a_snapshot(*a100, *[a_device(i) for i in range(4, 8)])
@@ -162,29 +170,9 @@ def test_what_can_never_be_met_says_what_to_ask_for_instead():
 
 
 def test_a_share_that_fits_nowhere_is_not_told_to_drop_its_size_which_it_needs():
-    fault = error(a_snapshot(a_device()), Request(share=True, memory=999 * GIB, models=("L4",)))
+    request = Request(share=True, memory=999 * GIB, models=("L4",))
 
-    assert "\nDrop --model, or ask for less --memory.\n" in str(fault)
-
-
-def test_nine_of_eight_can_never_be_met():
-    fault = error(a_snapshot(*[a_device(i) for i in range(8)]), Request(9))
-
-    assert str(fault).startswith("wanted 9 GPUs, but only 8 exist.\nAsk for 8.")
-
-
-def test_a_broken_device_is_named_when_it_is_the_one_that_is_missing():
-    fault = error(a_snapshot(a_device(0), a_device(1, problems=("lost",))), Request(2))
-
-    assert isinstance(fault, ImpossibleRequest) and "device 1: lost" in str(fault)
-
-
-def test_a_device_that_only_hangs_may_come_back():
-    assert type(error(a_snapshot(a_device(problems=("unresponsive",))), Request())) is NotEnoughGpus
-
-
-def test_nothing_is_called_impossible_while_the_health_of_a_device_is_unread():
-    assert type(error(a_snapshot(a_device(problems=None)), Request(2))) is NotEnoughGpus
+    assert "\nDrop --model, or ask for less --memory.\n" in said(request, a_device())
 
 
 def test_what_may_pass_says_who_is_in_the_way():
@@ -336,36 +324,24 @@ def test_sixty_four_devices_are_chosen_among_in_a_moment(number):
     assert min(spent) < 0.15, "50 ms on an idle machine; three times that is a fault"
 
 
-def test_whoever_asks_for_a_profile_hears_which_there_are():
-    whole, divided = a_device(0), a_device(1, mig_mode=True)
+def test_a_request_for_another_profile_is_told_which_there_are():
+    whole, divided, request = a_device(0), a_device(1, mig_mode=True), Request(mig="7g.80gb")
     instances = [a_mig_instance(divided, n, mig_profile=profile) for n, profile in enumerate(("3g.40gb", None))]
 
-    assert "the MIG profiles here: 3g.40gb (1), unknown (1)" in str(
-        error(a_snapshot(whole, divided, *instances), Request(mig="7g.80gb"))
-    )
-    assert "no GPU here is divided into MIG instances" in str(error(a_snapshot(whole), Request(mig="7g.80gb")))
+    assert "the MIG profiles here: 3g.40gb (1), unknown (1)" in said(request, whole, divided, *instances)
+    assert "no GPU here is divided into MIG instances" in said(request, whole)
 
 
 TOLERANCE = Request().tolerance
 ANY = Request(max_processes=3, max_util=100.0)
 
 
-def in_order(*devices, request=ANY, sharing=None):
-    """Indices, the best first.  Of equals that is the highest."""
-    return [device.index for device in choose(a_snapshot(*devices), request, {}, sharing).eligible]
-
-
-def said(request, *devices):
-    error = not_enough(a_snapshot(*devices), request, choose(a_snapshot(*devices), request, {}))
-    assert isinstance(error, NotEnoughGpus)
-    return str(error)
-
-
 @pytest.mark.parametrize(("more", "less", "order"), [(1024, 1023, [0, 1]), (512, 511, [0, 1]), (1023, 512, [1, 0])])
 def test_free_memory_counts_in_steps_of_512_mib(more, less, order):
     busy = {"processes": (a_process(),), "memory_used": 70 * GIB}
+    devices = [a_device(i, memory_free=free * MIB, **busy) for i, free in enumerate((more, less))]
 
-    assert in_order(*(a_device(i, memory_free=free * MIB, **busy) for i, free in enumerate((more, less)))) == order
+    assert in_order(*devices, request=ANY) == order
 
 
 @pytest.mark.parametrize(("low", "high", "order"), [(4.0, 5.0, [0, 1]), (0.0, 4.0, [1, 0]), (9.0, 10.0, [0, 1])])
@@ -379,10 +355,11 @@ def test_temperature_counts_in_steps_of_5_degrees(cool, hot, order):
 
 
 def test_what_holds_as_much_as_an_idle_device_may_counts_as_empty_and_idle():
-    just = {"memory_used": TOLERANCE}
-    assert in_order(a_device(0, **just, memory_free=GIB, memory_total=None),
-                  a_device(1, memory_used=TOLERANCE + 1, memory_free=GIB, memory_total=None)) == [0, 1]  # fmt: skip
-    assert in_order(a_device(0, memory_used=0), a_device(1, **just, memory_free=10 * GIB)) == [1, 0]
+    just, unknown = {"memory_used": TOLERANCE}, {"memory_free": GIB, "memory_total": None}
+    more = a_device(1, memory_used=TOLERANCE + 1, **unknown)
+
+    assert in_order(a_device(0, **just, **unknown), more, request=ANY) == [0, 1]
+    assert in_order(a_device(0, memory_used=0), a_device(1, **just, memory_free=10 * GIB), request=ANY) == [1, 0]
 
 
 def test_a_device_whose_health_marks_are_known_to_be_clean_comes_before_one_of_unknown_marks():
@@ -422,9 +399,8 @@ def test_a_share_goes_where_somebody_shares_already_and_packed_where_the_least_i
     devices, sharing = zip(*(shared(index, count) for index, count in enumerate(counts)), strict=True)
     request = Request(share=True, memory=5 * GIB, strategy=strategy)
 
-    assert (
-        in_order(*devices, request=request, sharing={d.uuid: s for d, s in zip(devices, sharing, strict=True)}) == order
-    )
+    by_uuid = {device.uuid: shares for device, shares in zip(devices, sharing, strict=True)}
+    assert in_order(*devices, request=request, sharing=by_uuid) == order
 
 
 def test_an_instance_is_preferred_with_its_gpu():
@@ -433,15 +409,6 @@ def test_an_instance_is_preferred_with_its_gpu():
 
     assert in_order(*parents, *instances, request=Request(prefer=("0",))) == [0, 1]
     assert in_order(*parents, *instances, request=Request(prefer=("1",))) == [1, 0]
-
-
-def test_one_job_never_gets_a_whole_gpu_and_an_instance():
-    whole, divided = a_device(0), a_device(1, mig_mode=True)
-    devices = (whole, divided, a_mig_instance(divided, 0))
-
-    assert choose(a_snapshot(*devices), Request(num_gpus=2), {}).devices == ()
-    assert "1 of them are MIG instances: one job cannot use them together" in said(Request(num_gpus=2), *devices)
-    assert "MIG instances" not in said(Request(num_gpus=2), *devices[1:])  # there is no whole one
 
 
 def test_instances_stand_behind_their_gpu_in_the_order_of_their_numbers():
