@@ -24,7 +24,7 @@ from gpuguard.model import Snapshot
 from gpuguard.policies.engine import evaluate
 from gpuguard.policies.escalation import EngineMemory
 from gpuguard.policies.idle import AgeRule, IdleRule
-from gpuguard.policies.policy import Policy, Scope, Step
+from gpuguard.policies.policy import Exemption, Policy, Step
 from gpuguard.policies.quota import QuotaRule
 from gpuguard.policies.thresholds import HealthRule, ProcessesRule, TemperatureRule, UtilizationRule
 from gpuguard.policies.thresholds import MemoryRule as MemoryRule
@@ -41,7 +41,7 @@ POLICIES = (
     Policy("growth", (MemoryGrowthRule(parse_rate("1GiB/10m"), over=60),), steps=LADDER),
     Policy("hot", (TemperatureRule(85),), steps=LADDER[:1]),
     Policy("idle", (IdleRule(5), UtilizationRule(below=5)), hold=7200, start_grace=1800, steps=LADDER),
-    Policy("unclaimed", (UnclaimedRule(),), steps=LADDER, exempt=(Scope(users=frozenset({1001})),)),
+    Policy("unclaimed", (UnclaimedRule(),), steps=LADDER, exempt=(Exemption(users=frozenset({1001})),)),
     Policy("trespass", (TrespassRule(),), steps=LADDER, devices_at_least=2),
     Policy("quota", (QuotaRule(devices=3),), steps=LADDER),
     Policy("age", (AgeRule(run_time_above=72 * 3600.0),), steps=LADDER, hours=(0.0, 6 * 3600.0)),

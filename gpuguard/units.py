@@ -39,10 +39,15 @@ def parse_bytes(text: str) -> int:
 
 def parse_percent(text: str) -> float:
     """Percent of ``"10%"``, 0 to 100."""
-    percent = _quantity(text, _PERCENT, "a percentage", "10%")
+    percent = parse_cores(text)
     if percent > 100:
         raise InvalidRequest(f"{text!r} is more than 100%: write at most 100%.")
     return percent
+
+
+def parse_cores(text: str) -> float:
+    """Percent of one core, as in ``"150%"``: more than 100 of several."""
+    return _quantity(text, _PERCENT, "a percentage", "10%")
 
 
 def parse_celsius(text: str) -> float:

@@ -87,7 +87,7 @@ BY_PERSON = {"processes", "quota", "age", "command"}
 
 
 def policy_of(name: str) -> Policy:
-    only = Scope(users=frozenset({GUILTY})) if name in BY_PERSON else Scope()
+    only = Scope(users=frozenset({GUILTY})) if name in BY_PERSON else None
     limits = {"at_most_users": 100, "at_most_processes": 100}
     return Policy(name, (AGGRESSIVE[name],), hold=0.0, only=only, enforce=True, steps=(Step("terminate"),), **limits)
 

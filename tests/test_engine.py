@@ -11,7 +11,7 @@ from ladders import Devices, Finds, Processes, Watch, a_policy, actions, busy, k
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Gap, Subject
 from gpuguard.policies.escalation import EscalationState, next_step
-from gpuguard.policies.policy import KILL_AFTER, Scope, Step
+from gpuguard.policies.policy import KILL_AFTER, Exemption, Step
 
 NOBODY = a_device(processes=())
 
@@ -332,6 +332,6 @@ def test_memory_does_not_grow_with_those_who_are_gone():
 
 
 def test_an_exemption_has_an_end():
-    spared = a_policy("warn", exempt=(Scope(users=frozenset({1001}), until=1_700_000_100.0),), cooldown=1000)
+    spared = a_policy("warn", exempt=(Exemption(users=frozenset({1001}), until=1_700_000_100.0),), cooldown=1000)
 
     assert Watch(spared).until(200) == [(130, "warn")]

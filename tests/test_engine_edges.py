@@ -20,7 +20,7 @@ from gpuguard.policies import engine, escalation, view
 from gpuguard.policies import policy as policy_module
 from gpuguard.policies.engine import evaluate, still_holds
 from gpuguard.policies.escalation import EngineMemory
-from gpuguard.policies.policy import ON_PROCESSES, Policy, Scope, Step, why_inapplicable
+from gpuguard.policies.policy import ON_PROCESSES, Exemption, Policy, Step, why_inapplicable
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import HostUse, RuleView, computing_processes, process_subject
 
@@ -186,10 +186,11 @@ TEXTS = (
     "9" * 5000,
 )  # fmt: skip
 OF_HINT = {"int": NUMBERS, "float": FLOATS + NUMBERS, "str": TEXTS, "bool": (True, False)}
+EXEMPTION = Exemption(frozenset({5}), frozenset({"g"}), ("0", "GPU"), ("A*",), frozenset({"batch"}), 1e12)
 EVERY_RULE = tuple(
     Policy(
         f"{name} {place} {scoped}", (rule,), hold=0.0, start_grace=10.0 * scoped, devices_at_least=1 + scoped,
-        exempt=(Scope(frozenset({5}), frozenset({"g"}), ("0", "GPU"), ("A*",), frozenset({"batch"}), 1e12),) * scoped,
+        exempt=(EXEMPTION,) * scoped,
         steps=(Step("warn"), Step("terminate")), at_most_users=99, at_most_processes=999,
     )
     for name in RULES for place, rule in enumerate(shown(name, RULES[name])) for scoped in (0, 1)

@@ -24,7 +24,7 @@ from gpuguard.model import Device, Finding, GpuProcess, Snapshot
 from gpuguard.policies import Rule
 from gpuguard.policies.expression import NAMES, NAMES_OF_HOST, ExpressionRule, NameSource, parse_expression
 from gpuguard.policies.idle import IdleRule
-from gpuguard.policies.policy import Policy, Scope, Step
+from gpuguard.policies.policy import Exemption, Policy, Scope, Step
 from gpuguard.policies.rules import RULES, needs_of
 from gpuguard.policies.thresholds import ProcessesRule
 from gpuguard.policies.usage import OutsideSchedulerRule
@@ -324,7 +324,7 @@ def a_policy(rule: Rule = CALM, **fields: Any) -> Policy:
         (a_policy(ExpressionRule(parse_expression("memory_used > 1GiB and cpu < 5%"))), True),
         (a_policy(only=Scope(users=frozenset({1}))), False),
         (a_policy(only=Scope(kinds=frozenset({"batch"}))), True),
-        (a_policy(exempt=(Scope(users=frozenset({1})), Scope(kinds=frozenset({"interactive"})))), True),
+        (a_policy(exempt=(Exemption(users=frozenset({1})), Exemption(kinds=frozenset({"interactive"})))), True),
     ],
 )
 def test_the_host_is_wanted_by_those_who_judge_by_it(policy: Policy, host: bool) -> None:

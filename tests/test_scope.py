@@ -12,7 +12,7 @@ from ladders import Devices, Finds, Watch, a_policy, actions, busy, kinds, pids
 from gpuguard.enforcement import identity
 from gpuguard.model import Finding, Subject
 from gpuguard.policies import policy as policy_module
-from gpuguard.policies.policy import Scope, is_within, on_enough_devices
+from gpuguard.policies.policy import Exemption, is_within, on_enough_devices
 from gpuguard.policies.view import HostUse, RuleView, index_sample, reach_of
 
 ALICE, BOB = 1001, 1002
@@ -31,8 +31,8 @@ def judged(policy, *devices, host=None, groups=None, begin=0, mark=None, **field
     return judgement
 
 
-def users(*uids: int) -> Scope:
-    return Scope(users=frozenset(uids))
+def users(*uids: int) -> Exemption:
+    return Exemption(users=frozenset(uids))
 
 
 BOTH = a_device(processes=(a_process(1, uid=ALICE), a_process(2, uid=BOB, user="bob")))
@@ -64,7 +64,7 @@ def test_an_empty_set_matches_nobody():
 
 
 def test_all_keys_of_a_scope_must_match():
-    scope = Scope(users=frozenset({ALICE}), devices=("1",))
+    scope = Exemption(users=frozenset({ALICE}), devices=("1",))
     devices = [a_device(0, processes=(a_process(1),)), a_device(1, processes=(a_process(2),))]
 
     assert pids(judged(a_policy("warn", only=scope), *devices).verdicts) == {2}
@@ -75,21 +75,21 @@ def test_all_keys_of_a_scope_must_match():
 def test_a_device_is_named_by_its_index_or_the_beginning_of_its_uuid(text):
     devices = [a_device(0, processes=(a_process(1),)), a_device(1, processes=(a_process(2),))]
 
-    assert pids(judged(a_policy("warn", only=Scope(devices=(text,))), *devices).verdicts) == {2}
+    assert pids(judged(a_policy("warn", only=Exemption(devices=(text,))), *devices).verdicts) == {2}
 
 
 def test_the_name_of_a_device_means_its_mig_instances_too():
     parent = a_device(0, mig_mode=True)
     instance = a_mig_instance(parent, processes=(a_process(1),))
 
-    assert pids(judged(a_policy("warn", only=Scope(devices=(parent.uuid,))), parent, instance).verdicts) == {1}
+    assert pids(judged(a_policy("warn", only=Exemption(devices=(parent.uuid,))), parent, instance).verdicts) == {1}
 
 
 def test_a_process_that_also_runs_on_a_spared_device_is_spared():
     wide = a_process(1)
     devices = [a_device(0, processes=(wide,)), a_device(1, processes=(wide, a_process(2)))]
 
-    judgement = judged(a_policy("warn", exempt=(Scope(devices=("0",)),)), *devices)
+    judgement = judged(a_policy("warn", exempt=(Exemption(devices=("0",)),)), *devices)
 
     assert pids(judgement.verdicts) == {2}
 
@@ -99,7 +99,7 @@ def test_a_process_that_also_runs_on_a_spared_device_is_spared():
 )
 def test_an_unknown_model_is_never_in_the_scope_and_always_spared(name, meant, spared):
     device = a_device(name=name, processes=(a_process(),))
-    scope = Scope(models=("A100*",))
+    scope = Exemption(models=("A100*",))
 
     assert len(judged(a_policy("warn", only=scope), device).verdicts) == meant
     assert len(judged(a_policy("warn", exempt=(scope,)), device).verdicts) == 1 - spared
@@ -110,7 +110,7 @@ def test_an_unknown_model_is_never_in_the_scope_and_always_spared(name, meant, s
     [({ALICE: frozenset({"students"})}, 1, 1), ({ALICE: frozenset({"staff"})}, 0, 0), ({}, 0, 1)],
 )
 def test_unknown_groups_are_never_in_the_scope_and_always_spared(groups, meant, spared):
-    device, scope = a_device(processes=(a_process(),)), Scope(groups=frozenset({"students"}))
+    device, scope = a_device(processes=(a_process(),)), Exemption(groups=frozenset({"students"}))
 
     assert len(judged(a_policy("warn", only=scope), device, groups=groups).verdicts) == meant
     assert len(judged(a_policy("warn", exempt=(scope,)), device, groups=groups).verdicts) == 1 - spared
@@ -131,7 +131,7 @@ def test_unknown_groups_are_never_in_the_scope_and_always_spared(groups, meant, 
     ],
 )
 def test_kinds_of_processes(facts, terminal, kind, meant, spared):
-    device, scope = a_device(processes=(a_process(4711, **facts),)), Scope(kinds=frozenset({kind}))
+    device, scope = a_device(processes=(a_process(4711, **facts),)), Exemption(kinds=frozenset({kind}))
     host = {(4711, SINCE_BOOT): HostUse(terminal=terminal)}
 
     assert len(judged(a_policy("warn", only=scope), device, host=host).verdicts) == meant
@@ -156,7 +156,9 @@ def test_what_gets_more_time_before_a_signal_is_of_the_kind_interactive(tracer, 
 
 
 def test_what_is_no_process_is_of_no_kind():
-    hot = a_policy("quarantine", rules=(Devices(),), only=Scope(kinds=frozenset({"interactive", "batch", "container"})))
+    hot = a_policy(
+        "quarantine", rules=(Devices(),), only=Exemption(kinds=frozenset({"interactive", "batch", "container"}))
+    )
 
     assert judged(hot, a_device(temperature=90.0)).verdicts == ()
 
@@ -196,8 +198,8 @@ def test_a_finding_without_its_process_is_narrowed_by_that_process():
 
 
 def test_an_exemption_is_over_at_its_end():
-    def spared(until: float) -> Scope:
-        return Scope(users=frozenset({ALICE}), until=1_700_000_000.0 + until)
+    def spared(until: float) -> Exemption:
+        return Exemption(users=frozenset({ALICE}), until=1_700_000_000.0 + until)
 
     device = a_device(processes=(a_process(),))
 
@@ -257,7 +259,10 @@ def test_the_id_of_a_claim_copied_by_somebody_else_changes_nothing():
     rule = Finds(lambda view: [Finding("x", Subject("claim", uid=ALICE, claim=claim.id), "idle")])
 
     (verdict,) = judged(
-        a_policy("release", rules=(rule,), only=Scope(devices=("0",))), a_device(0), a_device(1), claims=(claim, copy)
+        a_policy("release", rules=(rule,), only=Exemption(devices=("0",))),
+        a_device(0),
+        a_device(1),
+        claims=(claim, copy),
     ).verdicts
 
     assert verdict.finding.subject.uid == ALICE
@@ -377,33 +382,3 @@ def test_what_is_done_to_a_process_reaches_all_its_devices_and_an_unknown_one_re
 
     assert reach_of(here, (known,), sight) == (a_uuid(0), a_uuid(1))
     assert reach_of(here, (unknown,), sight) == (a_uuid(0),)
-
-
-@pytest.mark.parametrize(
-    "process",
-    [
-        a_process(1, uid=ALICE),
-        a_process(1, uid=ALICE, start_time=None),
-        a_process(1, uid=None),
-        a_process(1, uid=BOB),
-        a_process(2, uid=ALICE),
-        a_process(1, uid=ALICE, start_time=SINCE_BOOT + 1),
-        a_process(9, uid=ALICE),  # which is not there any more
-    ],
-)
-@pytest.mark.parametrize("accused", [0, 1])
-@pytest.mark.parametrize("policy", [a_policy("warn"), a_policy("warn", start_grace=10.0), a_policy(only=users(BOB))])
-def test_a_process_that_means_itself_is_judged_as_any_other(process, accused, policy, monkeypatch):
-    device = BOTH if accused else a_device(processes=())
-    subject = Subject("process", device=device.uuid, pid=process.pid, start_time=process.start_time, uid=process.uid)
-    sight = index_sample(RuleView(busy(50, device)))
-    outcomes = []
-    for short in (True, False):
-        if not short:
-            monkeypatch.setattr(policy_module, "_is_itself", lambda finding, sight: False)
-        for means in (process, a_process(1, uid=ALICE), a_process(9, uid=ALICE)):
-            outcomes.append(
-                policy_module.drop_protected([Finding("rule", subject, "why", (means,))], policy, sight, {})
-            )
-
-    assert outcomes[:3] == outcomes[3:]

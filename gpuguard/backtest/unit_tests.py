@@ -25,7 +25,15 @@ from gpuguard.policies.files.loader import load_policies
 from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, in_order, read_file
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.view import HostUse, RuleView
-from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_percent, parse_rate, parse_watts
+from gpuguard.units import (
+    parse_bytes,
+    parse_celsius,
+    parse_cores,
+    parse_duration,
+    parse_percent,
+    parse_rate,
+    parse_watts,
+)
 
 T = TypeVar("T")
 
@@ -68,14 +76,6 @@ def series_of(parse: Callable[[str], float]) -> Callable[[str], TestSeries]:
         return TestSeries(tuple(values))
 
     return read
-
-
-def parse_cores(text: str) -> float:
-    """Percent of one core, so more than 100 of several."""
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)\s?%", text)
-    if not match:
-        raise InvalidRequest(f"{text!r} is no percentage of one core: write it like '150%'.")
-    return float(match.group(1))
 
 
 def parse_network(text: str) -> float:

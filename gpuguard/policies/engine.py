@@ -10,17 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, GpuProcess, Snapshot, Subject, Verdict
-from gpuguard.policies.escalation import (
-    DueStep,
-    EngineMemory,
-    EscalationState,
-    advance,
-    allowed_steps,
-    next_step,
-)
+from gpuguard.policies.escalation import DueStep, EngineMemory, EscalationState, advance, allowed_steps, next_step
 from gpuguard.policies.policy import (
     Judgement,
     Note,
@@ -83,9 +77,7 @@ def evaluate(
     for policy in policies:
         judged = isolate(policy.name, partial(_judge, policy, index, memory))
         if judged is None:
-            memory.states.pop(policy.name, None)
-            memory.finished.pop(policy.name, None)
-            memory.found.pop(policy.name, None)
+            memory.forget(policy.name)
         else:
             due += judged[0]
             notes += judged[1]
@@ -120,9 +112,7 @@ def _pin(policies: Sequence[Policy], memory: EngineMemory) -> list[Note]:
         if now.get(name) is before or now.get(name) == before:
             continue
         what = "was changed" if name in now else "is gone"
-        memory.finished.pop(name, None)
-        memory.found.pop(name, None)
-        for state in memory.states.pop(name, {}).values():
+        for state in memory.forget(name):
             if state.done:
                 notes.append(Note("cancelled", f"the policy {what}, its steps are cancelled", name, state.subject))
     memory.policies = now
@@ -223,26 +213,26 @@ def _gap(ended: EscalationState, index: SampleIndex, before: SampleIndex) -> str
         blind = index.blindness(uuid)
         if blind is not None:
             return blind
-    for place in (*reach, None):
-        device = before.devices.get(place) if place else None
-        for field, reason in index.gaps.get(place, {}).items():
+    for where in (*reach, None):
+        device = before.devices.get(where) if where else None
+        for field, reason in index.gaps.get(where, {}).items():
             # Some fields are only asked for when a scrape wants them: before, they were no gap either.
             known_before = getattr(device, field, "a group of fields") is not None
-            if known_before and field not in before.gaps.get(place, {}):
+            if known_before and field not in before.gaps.get(where, {}):
                 return f"{field} could not be read, {reason}"
     return None
 
 
 def _verdict(due: DueStep, further: int) -> Verdict:
-    policy, place, finding = due.policy, due.state.done, due.finding
+    policy, number, finding = due.policy, due.state.done, due.finding
     if further:
         finding = replace(finding, why=f"{finding.why} (and the like on {further} more devices)")
-    after = policy.steps[place + 1] if place + 1 < len(policy.steps) else None
+    after = policy.steps[number + 1] if number + 1 < len(policy.steps) else None
     return Verdict(
         policy=policy.name,
         finding=finding,
         action=due.step.action,
-        step=place,
+        step=number,
         since=due.state.since,
         enforce=policy.enforce,
         options=due.step.options,
@@ -303,20 +293,14 @@ def _meet(left: Finding, right: Finding, index: SampleIndex) -> Finding | None:
 
 
 def _both(left: Subject, right: Subject) -> Subject | None:
-    facts = []
-    for one, other in (
-        (left.device, right.device),
-        (left.pid, right.pid),
-        (left.start_time, right.start_time),
-        (left.uid, right.uid),
-        (left.claim, right.claim),
-    ):
-        if one is not None and other is not None and one != other:
+    facts: dict[str, Any] = {}
+    for name in ("device", "pid", "start_time", "uid", "claim"):
+        fact, other = getattr(left, name), getattr(right, name)
+        if None not in (fact, other) and fact != other:
             return None
-        facts.append(other if one is None else one)
+        facts[name] = other if fact is None else fact
     kind = min(left.kind, right.kind, key=NARROWEST_FIRST.index)
-    device, pid, start_time, uid, claim = facts
-    return Subject(kind, device, pid, start_time, uid, claim, left.user or right.user)  # type: ignore[arg-type]
+    return Subject(kind, **facts, user=left.user or right.user)
 
 
 def _is_so(subject: Subject, index: SampleIndex) -> bool:

@@ -63,6 +63,12 @@ class EngineMemory:
     found: dict[str, frozenset[SubjectIdentity]] = field(default_factory=dict)  # in the last sample, by policy
     index: SampleIndex | None = None  # of the last sample
 
+    def forget(self, policy: str) -> Iterable[EscalationState]:
+        """Drop what was seen of one policy; the escalations that this ends."""
+        self.finished.pop(policy, None)
+        self.found.pop(policy, None)
+        return self.states.pop(policy, {}).values()
+
     def start_anew(self, clock: float) -> None:
         """Drop what was seen before a pause: nobody knows what happened in it."""
         self.past.clear()
@@ -106,7 +112,7 @@ class DueStep:
 
     @property
     def order(self) -> tuple[float, float, str, str]:
-        """Who waits longest comes first; the rest is there so that no order of policies or rules matters."""
+        """The longest wait comes first; the rest is there so that no order of policies or rules matters."""
         return (self.since, self.state.since, self.policy.name, str(self.identity))
 
 
@@ -128,13 +134,12 @@ def advance(due: DueStep, memory: EngineMemory, clock: float, *, skipped: bool =
         memory.cooling[policy.name, due.identity] = clock + policy.cooldown
 
 
-def allowed_steps(due: Iterable[DueStep], index: SampleIndex, memory: EngineMemory) -> tuple[list[DueStep], list[Note]]:
-    """Those steps that may be taken now, in their order, and why the others may not."""
+def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemory) -> tuple[list[DueStep], list[Note]]:
+    """Those steps of *due*, the oldest breach first, that may be taken now, and why the others may not."""
     clock = index.view.clock
     for key, effect in list(memory.effects.items()):
         if not 0 <= clock - effect.at < EFFECT_SECONDS or _is_seen(effect, key[1], index):
             del memory.effects[key]
-    due = sorted(due, key=lambda due: due.order)
     stopped, notes = _breaker(due)
     allowed = []
     for step in due:
@@ -168,10 +173,7 @@ def _obstacle(due: DueStep, index: SampleIndex, memory: EngineMemory) -> tuple[s
 
 
 def _breaker(due: Iterable[DueStep]) -> tuple[set[tuple[str, SubjectIdentity]], list[Note]]:
-    """The steps that are not taken because their policy would hit too many, and a note on each such policy.
-
-    *due* is sorted: the oldest breach first.
-    """
+    """The steps that are not taken because their policy would hit too many, and a note on each such policy."""
     by_policy: dict[str, list[DueStep]] = {}
     for step in due:
         if step.step.action in COUNTED:
@@ -219,16 +221,13 @@ def _hit_by(due: Iterable[DueStep]) -> tuple[set[int], set[ProcessIdentity]]:
 
 def _alone_too_many(due: Iterable[DueStep], policy: Policy) -> Subject | None:
     """The user whose processes alone are more than *policy* allows."""
-    of_user: dict[int, set[ProcessIdentity]] = {}
-    names: dict[int, str | None] = {}
+    of_user: dict[tuple[int | None, str | None], set[object]] = {}
     for process in (process for step in due for process in step.finding.processes):
-        assert process.uid is not None and process.start_time is not None  # the scope lets nobody else through
-        of_user.setdefault(process.uid, set()).add((process.pid, process.start_time))
-        names[process.uid] = process.user
-    most = max(of_user, key=lambda uid: (len(of_user[uid]), uid), default=None)
-    if most is None or len(of_user[most]) <= policy.at_most_processes:
-        return None
-    return Subject("user", uid=most, user=names[most])
+        of_user.setdefault((process.uid, process.user), set()).add((process.pid, process.start_time))
+    for (uid, user), processes in sorted(of_user.items(), key=lambda item: len(item[1]), reverse=True):
+        if len(processes) > policy.at_most_processes:
+            return Subject("user", uid=uid, user=user)
+    return None
 
 
 def _is_seen(effect: Effect, uuid: str, index: SampleIndex) -> bool:

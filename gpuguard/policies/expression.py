@@ -14,6 +14,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -23,7 +24,16 @@ from gpuguard.device_state import claims_on, claims_readable, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, GpuProcess
 from gpuguard.policies.view import HostUse, RuleView, computing, device_subject, process_subject
-from gpuguard.units import format_bytes, format_duration, parse_bytes, parse_celsius, parse_duration, parse_watts
+from gpuguard.units import (
+    format_bytes,
+    format_duration,
+    parse_bytes,
+    parse_celsius,
+    parse_cores,
+    parse_duration,
+    parse_rate,
+    parse_watts,
+)
 
 # Types, as they are called in faults.
 BYTES, PERCENT, SECONDS, CELSIUS, WATTS, RATE = "memory size", "percentage", "duration", "temperature", "power", "rate"
@@ -142,13 +152,9 @@ _WORD = re.compile(
       | (?P<sign><=|>=|==|!=|<|>|\+|-|\*|/|\(|\)|\[|\]|,)""",
     re.VERBOSE,
 )
-_UNITS: dict[str, Callable[[str], float]] = {  # type -> reader of number and unit together
-    BYTES: parse_bytes, PERCENT: lambda text: float(text.rstrip("%")), SECONDS: parse_duration,
-    CELSIUS: parse_celsius, WATTS: parse_watts, RATE: lambda text: parse_bytes(text[:-2]),
-}  # fmt: skip
-_FORMS = {
-    BYTES: r"[kKMGT]?i?B", PERCENT: r"%", SECONDS: r"(ms|[smhdw])([0-9.]+(ms|[smhdw]))*", CELSIUS: r"°?C",
-    WATTS: r"[mk]?W", RATE: r"[kKMGT]?i?B/s",
+_READERS: dict[str, Callable[[str], float]] = {  # type -> reader of number and unit together
+    BYTES: parse_bytes, PERCENT: parse_cores, SECONDS: parse_duration,
+    CELSIUS: parse_celsius, WATTS: parse_watts, RATE: lambda text: parse_rate(text).per_second,
 }  # fmt: skip
 _QUOTES = "a text ends with the quote that it began with, and has no \\ in it"
 _ADVICE = {
@@ -174,7 +180,7 @@ def _fault(column: int, text: str) -> InvalidRequest:
 
 
 def _words(expression: str) -> list[Token]:
-    """The words of *expression*, an end behind them.  Raises InvalidRequest with the column of what cannot be read."""
+    """The words of *expression*, an end behind them."""
     if len(expression) > LONGEST:
         raise _fault(LONGEST, f"an expression has at most {LONGEST} characters, this one {len(expression)}.")
     found: list[Token] = []
@@ -205,17 +211,16 @@ def _number(digits: str, unit: str, column: int) -> Token:
         raise _fault(column, f"{digits} begins with 0: write {whole.lstrip('0') or '0'}.")
     if not unit:
         return Token("number", digits, column, NUMBER, float(digits))
-    for kind, form in _FORMS.items():
-        if re.fullmatch(form, unit):
-            try:
-                return Token("number", digits + unit, column, kind, float(_UNITS[kind](digits + unit)))
-            except InvalidRequest as error:
-                raise _fault(column, str(error)) from error
+    for kind, read in _READERS.items():
+        with suppress(InvalidRequest):
+            return Token("number", digits + unit, column, kind, float(read(digits + unit)))
     raise _fault(column, f"{unit!r} is no unit: write an amount like {', '.join(EXAMPLES.values())}.")
 
 
-ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-EQUALITY = {"==": operator.eq, "!=": operator.ne}
+ORDER = ("<", "<=", ">", ">=")
+_COMPARISONS: dict[str, Callable[..., bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
+}  # fmt: skip
 _ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 Evaluate = Callable[[NameSource], Value]
@@ -231,7 +236,6 @@ class ExpressionPart:
 
 
 def _compared(left: ExpressionPart, sign: Token, right: ExpressionPart) -> ExpressionPart:
-    """The comparison of two parts of one type."""
     if sign.text in ORDER and left.type in (TEXT, TEXTS, TRUTH):
         raise _fault(sign.column, f"{sign.text} is for amounts, and {left.word.text} is a {left.type}.")
     if left.type != right.type:
@@ -241,7 +245,7 @@ def _compared(left: ExpressionPart, sign: Token, right: ExpressionPart) -> Expre
         either = f"{name}, or not {name}" if left.word.kind == "name" else "it without a comparison"
         way = f"'alice' in {name}" if left.type == TEXTS else either
         raise _fault(sign.column, f"{name} is a {left.type}: write {way}.")
-    compare: Callable[..., bool] = {**ORDER, **EQUALITY}[sign.text]
+    compare = _COMPARISONS[sign.text]
 
     def value(place: NameSource) -> Value:
         first, second = left.value(place), right.value(place)
@@ -286,15 +290,12 @@ def _mismatch(left: ExpressionPart, right: ExpressionPart) -> str:
 
 
 def _must_be_truth(part: ExpressionPart) -> None:
-    """A fault unless *part* is a condition."""
     if part.type != TRUTH:
-        raise _fault(
-            part.word.column, f"{part.word.text} is a {part.type}, not a condition: compare it with something."
-        )
+        text = f"{part.word.text} is a {part.type}, not a condition: compare it with something."
+        raise _fault(part.word.column, text)
 
 
 def _join(keyword: str, values: list[Evaluate]) -> Evaluate:
-    """The truths *values*, joined by "and" or "or"."""
     decisive = keyword == "or"  # one true decides an "or", one false an "and", whatever is unknown
 
     def value(place: NameSource) -> Value:
@@ -310,7 +311,6 @@ def _join(keyword: str, values: list[Evaluate]) -> Evaluate:
 
 
 def _opposite(value: Evaluate) -> Evaluate:
-    """Not *value*; what is unknown has an unknown opposite."""
     return lambda place: None if (truth := value(place)) is None else not truth
 
 
@@ -405,7 +405,7 @@ class _Reader:
 
     def _comparison(self) -> ExpressionPart:
         left = self._sum()
-        sign = self.take(*ORDER, *EQUALITY)
+        sign = self.take(*_COMPARISONS)
         if sign:
             part = _compared(left, sign, self._sum())
         else:
@@ -417,7 +417,7 @@ class _Reader:
                 raise _fault(self.next.column, "after this 'not' comes 'in' or 'like'.")
             value = self._membership(left) if sign.text == "in" else self._likeness(left)
             part = ExpressionPart(TRUTH, left.word, _opposite(value) if negated else value)
-        if again := self.take(*ORDER, *EQUALITY, "in", "like"):
+        if again := self.take(*_COMPARISONS, "in", "like"):
             raise _fault(again.column, "one comparison at a time: write a < b and b < c.")
         return part
 

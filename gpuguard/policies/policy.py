@@ -7,9 +7,10 @@ alone.  Does not read files (see files.loader) and does not judge (see engine).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, NamedTuple
 
 from gpuguard.eligibility import is_model
 from gpuguard.errors import InvalidRequest
@@ -51,27 +52,57 @@ class Step:
     options: Options = ()
 
 
+_DEVICE = re.compile(r"0|[1-9]\d{0,2}|(?:0|[1-9]\d{0,2})\.\d{1,2}|(?:GPU|MIG)-[0-9a-fA-F][0-9a-fA-F-]*")
+
+
+def parse_device(text: str) -> str:
+    """An index, a uuid or the beginning of one."""
+    if not _DEVICE.fullmatch(text):
+        raise InvalidRequest(f"{text!r} is no device: write an index like 0, or a uuid like 'GPU-8f31c2'.")
+    return text
+
+
+# In the next two the fields are keys of policy files, and the docstrings their help.  Unknown facts never match for
+# `only`, and always match for `except`.
+
+
 @dataclass(frozen=True)
 class Scope:
-    """Whom a policy is about, or whom it spares.  All keys that are given must match; None = not given.
-
-    An empty set matches nobody.  Unknown facts never match for `only`, and always match for `except`.
+    """Whom a policy is about.  All keys that are given must match; of a list, one entry.
 
     Args:
-        users: uids.
-        groups: names.
-        devices: an index, a uuid or the beginning of one.
-        models: patterns of device names, like --model.
-        kinds: of processes: interactive, batch, container.
-        until: unix time from which on an exemption is over.
+        users: names or uids.
+        groups: names; all members.
+        devices: index, or the beginning of a uuid.
+        models: patterns of the device's name, like "A100*".
+        kinds: interactive (a terminal, a notebook), container, or batch (all others).
     """
 
-    users: frozenset[int] | None = None
-    groups: frozenset[str] | None = None
-    devices: tuple[str, ...] | None = None
+    users: frozenset[Annotated[int, "user"]] | None = None
+    groups: frozenset[Annotated[str, "group"]] | None = None
+    devices: tuple[Annotated[str, parse_device], ...] | None = None
     models: tuple[str, ...] | None = None
-    kinds: frozenset[str] | None = None
-    until: float | None = None
+    kinds: frozenset[Literal["interactive", "batch", "container"]] | None = None
+
+    def __post_init__(self) -> None:
+        if not any(value is not None for key, value in vars(self).items() if key != "until"):
+            raise InvalidRequest("nobody is named: write users, groups, devices, models or kinds.")
+
+
+@dataclass(frozen=True)
+class Exemption(Scope):
+    """Whom a policy spares.  All keys that are given must match; write a list of such groups to spare each of them.
+
+    Args:
+        users: names or uids.
+        groups: names; all members.
+        devices: index, or the beginning of a uuid.
+        models: patterns of the device's name, like "A100*".
+        kinds: interactive (a terminal, a notebook), container, or batch (all others).
+        until: the last day of the exemption, local time, or the moment, as in 2026-12-24T18:00.
+    """
+
+    until: Annotated[float, "date"] | None = None  # unix time
 
 
 @dataclass(frozen=True)
@@ -84,7 +115,7 @@ class Policy:
         join: "all" or "any" of them must hold.
         hold: seconds that the whole condition must hold, over consecutive valid samples.
         start_grace: seconds for which a new process or claim is innocent.
-        only: whom it is about; everybody by default.
+        only: whom it is about; None: everybody.
         exempt: whom it spares; each with its own end.
         devices_at_least: on so many devices of the same user the condition must hold at once.
         hours: (begin, end) in seconds since local midnight; an end before the begin means the next morning.
@@ -106,8 +137,8 @@ class Policy:
     join: str = "all"
     hold: float = 30.0
     start_grace: float = 0.0
-    only: Scope = field(default_factory=Scope)
-    exempt: tuple[Scope, ...] = ()
+    only: Scope | None = None
+    exempt: tuple[Exemption, ...] = ()
     devices_at_least: int = 1
     hours: tuple[float, float] | None = None
     days: frozenset[int] | None = None
@@ -198,7 +229,6 @@ class Judgement:
 Kept = Mapping[tuple[str, int | str], float]  # ("uid", 1001) -> until which clock
 Protection = tuple[str, str]  # the kind of a note, and its words
 
-_EVERYBODY = Scope()
 DAY = 86400  # seconds
 
 
@@ -210,14 +240,9 @@ def drop_protected(
     Nothing is said of those whom the policy is not about.
     """
     left, notes = list[Finding](), list[Note]()
-    for_all = not (kept or policy.exempt or policy.start_grace or policy.only != _EVERYBODY)
     for finding in findings:
         subject, processes = finding.subject, finding.processes
-        if for_all and _is_itself(finding, index):  # as nearly all: nothing can speak for it
-            left.append(finding)
-            continue
-        unseen = _unseen(subject, index)
-        if unseen is not None:
+        if unseen := _unseen(subject, index):
             notes.append(Note(*unseen, policy.name, subject))
             continue
         if not processes and subject.kind == "process":
@@ -225,7 +250,7 @@ def drop_protected(
         if processes:
             against_each = [
                 _unseen_process(process, subject.device, index)
-                or (None if for_all else _protection(target_of_process(process, subject, index), policy, index, kept))
+                or _protection(target_of_process(process, subject, index), policy, index, kept)
                 for process in processes
             ]
         else:
@@ -263,18 +288,9 @@ def _unseen_process(process: Subject | GpuProcess, uuid: str | None, index: Samp
     return None
 
 
-def _is_itself(finding: Finding, index: SampleIndex) -> bool:
-    """Whether a finding about a process, as it was seen on one device, means that process and no other."""
-    subject, processes = finding.subject, finding.processes
-    if subject.kind != "process" or subject.claim is not None or len(processes) != 1:
-        return False
-    there = index.processes.get((subject.pid, subject.start_time))  # type: ignore[arg-type]  # unknown: not there
-    return there is not None and there.get(subject.device) is processes[0] and processes[0].uid == subject.uid  # type: ignore[arg-type]
-
-
 def _protection(target: PolicyTarget, policy: Policy, index: SampleIndex, kept: Kept) -> Protection | None:
     """What keeps *target* from being acted on: a kind of note and its words."""
-    if policy.only != _EVERYBODY and not _is_in(policy.only, target, index, unknown=False):
+    if policy.only and not _is_in(policy.only, target, index, unknown=False):
         return "scope", "outside `only`"
     for scope in policy.exempt:
         holds = scope.until is None or index.view.snapshot.taken_at < scope.until

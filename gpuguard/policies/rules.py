@@ -67,7 +67,7 @@ class Needs:
 def needs_of(policies: Sequence[Policy]) -> Needs:
     """What *policies* want to know; () want what everybody is shown."""
     rules = [rule for policy in policies for rule in policy.rules]
-    kinds = any(scope.kinds is not None for policy in policies for scope in (policy.only, *policy.exempt))
+    kinds = any(scope and scope.kinds for policy in policies for scope in (policy.only, *policy.exempt))
     return Needs(
         policies,
         fields=WHO_FIELDS.union(*(rule.further_fields for rule in rules if isinstance(rule, HealthRule))),

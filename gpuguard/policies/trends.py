@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated, Literal
 
 from gpuguard.model import Device, Finding, GpuProcess, Subject
@@ -26,13 +25,8 @@ def slopes(view: RuleView, subject: Subject, field: str, seconds: float) -> list
 
     [0.0] where nothing changes; else [] unless the samples cover the time without a large hole.
     """
-    series, begin = view.past.get((key_of(subject), field), ()), view.clock - seconds
-    if not series or series[-1][0] < begin:
-        return []
-    # First of all, as it is so for most processes most of the time.
-    if getattr(series, "unchanged_since", float("inf")) <= max(begin, series[0][0]):
-        return [0.0]
-    first = bisect_left(series, begin, key=clock_of)
+    series = view.past.get((key_of(subject), field), ())
+    first = bisect_left(series, view.clock - seconds, key=clock_of)
     points = [series[first + place] for place in _places(len(series) - first)]
     if points and all(value == points[0][1] for _, value in points):
         return [0.0]
@@ -58,7 +52,6 @@ def sure(ordered: Sequence[float]) -> float:
     return ordered[int(0.25 * (len(ordered) - 1))]
 
 
-@lru_cache(maxsize=256)  # the series of a sample are mostly of one length
 def _places(count: int) -> Sequence[int]:
     if count <= POINTS:
         return range(count)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
 from statistics import median
 
@@ -18,7 +17,6 @@ from gpuguard.device_state import Processes, claim_of, claims_on, computes, star
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Snapshot, Subject
 
 Sample = tuple[float, float]  # (clock, value)
-_FEW = 64  # subjects of ended processes that may be kept on any machine
 
 
 @dataclass(frozen=True)
@@ -82,12 +80,7 @@ def key_of(subject: Subject) -> str:
 
 def process_subject(device: Device, process: GpuProcess) -> Subject:
     """A process on one device."""
-    return _process_subject(device.uuid, process.pid, process.start_time, process.uid, process.user)
-
-
-@cache  # every rule makes the same ones at every sample
-def _process_subject(uuid: str, pid: int, start_time: float | None, uid: int | None, user: str | None) -> Subject:
-    return Subject("process", device=uuid, pid=pid, start_time=start_time, uid=uid, user=user)
+    return Subject("process", device.uuid, process.pid, process.start_time, process.uid, user=process.user)
 
 
 def device_subject(device: Device) -> Subject:
@@ -108,15 +101,12 @@ def judged_processes(device: Device) -> tuple[GpuProcess, ...]:
     """
     if not device.processes_plausible or not device.processes:
         return ()
-    for process in device.processes:
-        if process.start_time is None or process.uid is None:
-            return tuple(each for each in device.processes if each.start_time is not None and each.uid is not None)
-    return device.processes
+    return tuple(process for process in device.processes if None not in (process.start_time, process.uid))
 
 
 def computing(device: Device) -> tuple[GpuProcess, ...]:
     """The processes of *device* that may be judged and that surely compute there; no desktops."""
-    return tuple([process for process in judged_processes(device) if computes(process)])
+    return tuple(filter(computes, judged_processes(device)))
 
 
 def computing_processes(view: RuleView) -> Iterator[tuple[Device, GpuProcess]]:
@@ -234,9 +224,6 @@ def index_sample(view: RuleView, zone: float = 0.0) -> SampleIndex:
             assert process.start_time is not None and process.uid is not None  # judged() leaves out the others
             processes.setdefault((process.pid, process.start_time), {})[device.uuid] = process
             territory.setdefault(process.uid, set()).add(device.uuid)
-    # Subjects of ended processes are forgotten once they are more than those of the living.
-    if _process_subject.cache_info().currsize > 2 * sum(map(len, processes.values())) + _FEW:
-        _process_subject.cache_clear()
     # A claim without a readable record has no owner: nobody is judged by it.
     claims = {(claim.uid, claim.id): claim for claim in snapshot.claims if claim.alive and claim.uid >= 0}
     claims_on: dict[str, tuple[ClaimRecord, ...]] = {}
@@ -258,10 +245,6 @@ def identity_of(subject: Subject) -> SubjectIdentity:
 
 def reach_of(subject: Subject, processes: Sequence[GpuProcess], index: SampleIndex) -> tuple[str, ...]:
     """The devices that are touched when something is done about *subject* and *processes*."""
-    if subject.kind == "process" and len(processes) == 1 and processes[0].start_time is not None:
-        there = index.processes.get((processes[0].pid, processes[0].start_time), {})
-        if len(there) == 1 and subject.device in there:
-            return tuple(there)  # as for nearly all findings: it spares them two sets and a sorting
     reach = {subject.device} if subject.device else set()
     for process in processes:
         if process.start_time is not None:
@@ -314,13 +297,10 @@ class ValueSeries(list[Sample]):
     def __init__(self, window: float) -> None:
         super().__init__()
         self.window = window
-        self.unchanged_since = float("inf")  # clock of the first of those samples that all have the newest value
         self._opened, self._members = 0.0, 0  # the newest slice: its first clock, and of how many samples it is made
 
     def add(self, clock: float, value: float) -> None:
         """Take a sample in, and forget what is older than the window now."""
-        if not self or value != self[-1][1]:
-            self.unchanged_since = clock
         if self._members and clock - self._opened < self.window / MOST:
             self._members += 1
             mean = self[-1][1]
@@ -328,16 +308,7 @@ class ValueSeries(list[Sample]):
         else:
             self._opened, self._members = clock, 1
             self.append((clock, value))
-        old = 0
-        while self[old][0] < clock - self.window:
-            old += 1
-        if old:
-            del self[:old]
-
-    @property
-    def last(self) -> float:
-        """Clock of the newest sample."""
-        return self[-1][0]
+        del self[: bisect_left(self, clock - self.window, key=clock_of)]
 
 
 class Past(dict[tuple[str, str], ValueSeries]):
@@ -350,14 +321,15 @@ class Past(dict[tuple[str, str], ValueSeries]):
         not seen for a whole window, is forgotten.
         """
         clock = snapshot.clock
-        for name, key, value in _values(snapshot, windows):
-            series = self.get((key, name))
-            if series is None or clock - series.last > largest_hole:
-                series = self[key, name] = ValueSeries(windows[name])
-            series.window = windows[name]
+        for key, value in _values(snapshot, windows):
+            series = self.get(key)
+            if series is None or clock - series[-1][0] > largest_hole:
+                series = self[key] = ValueSeries(windows[key[1]])
+            series.window = windows[key[1]]
             series.add(clock, value)
-        for key_and_name in [key for key, series in self.items() if series.last < clock - windows.get(key[1], -1.0)]:
-            del self[key_and_name]
+        for key, series in list(self.items()):
+            if series[-1][0] < clock - windows.get(key[1], -1.0):
+                del self[key]
 
 
 def windows_of(rules: Iterable[object]) -> dict[str, float]:
@@ -370,22 +342,18 @@ def windows_of(rules: Iterable[object]) -> dict[str, float]:
     return windows
 
 
-def _values(snapshot: Snapshot, windows: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
-    if not windows:
-        return
-    of_processes = PROCESS_FIELDS & windows.keys()
-    for device in snapshot.devices:
-        key = key_of(device_subject(device))
-        for name in windows:
-            value = getattr(device, name, None)
-            if value is not None:
-                yield name, key, value
-        for process in judged_processes(device) if of_processes else ():
-            key = key_of(process_subject(device, process))
-            for name in of_processes:
-                value = getattr(process, name)
-                if value is not None:
-                    yield name, key, value
+def _values(snapshot: Snapshot, names: Collection[str]) -> Iterator[tuple[tuple[str, str], float]]:
+    """The value of each field of *names* that is known, by (subject key, field)."""
+    of_processes = PROCESS_FIELDS.intersection(names)
+    for device in snapshot.devices if names else ():
+        nouns: list[tuple[Subject, object, Collection[str]]] = [(device_subject(device), device, names)]
+        if of_processes:
+            nouns += ((process_subject(device, each), each, of_processes) for each in judged_processes(device))
+        for subject, noun, fields in nouns:
+            key = key_of(subject)
+            for name in fields:
+                if (value := getattr(noun, name, None)) is not None:
+                    yield (key, name), value
 
 
 def recent(view: RuleView, subject: Subject, field: str, seconds: float) -> list[Sample]:

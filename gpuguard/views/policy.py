@@ -76,7 +76,7 @@ def _policy(policy: Policy) -> Iterator[str]:
     for rule in policy.rules:
         values = ", ".join(f"{key}: {text}" for key, text in written(rule))
         yield f"  - {first_sentence(type(rule))}" + (f"  ({values})" if values else "")
-    yield f"It is about {scope_text(policy.only) or 'everybody'}."
+    yield f"It is about {scope_text(policy.only) if policy.only else 'everybody'}."
     for scope in policy.exempt:
         until = f" until {local_time(scope.until)}" if scope.until is not None else ""
         yield f"It spares {scope_text(scope)}{until}."
@@ -132,7 +132,7 @@ def step_text(step: Step) -> str:
 
 
 def scope_text(scope: Scope) -> str:
-    """``users alice, bob on devices 0, 1``; empty when nothing is given."""
+    """``users alice, bob on devices 0, 1``."""
     parts = []
     if scope.users is not None:
         parts.append("users " + ", ".join(sorted(map(user_name, scope.users))))

@@ -16,21 +16,19 @@ from typing import Any
 
 from gpuguard.enforcement.actions import ACTION_KEYS, parse_checkpoint_signal, parse_niceness
 from gpuguard.notify.targets import TARGETS
-from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, implied, keys_of, text_key
+from gpuguard.policies.files.decoder import DATE, GROUP, USER, Tagged, TaggedChoice, implied, keys_of, text_key
 from gpuguard.policies.files.keys import (
     BreakerKeys,
-    ExceptKeys,
     FileKeys,
     IntervalKeys,
     PolicyKeys,
-    ScopeKeys,
     StepKeys,
     parse_count,
     parse_hours,
     parse_interval,
     parse_name,
-    parse_until,
 )
+from gpuguard.policies.policy import Exemption, Scope
 from gpuguard.policies.rules import RULES
 from gpuguard.units import (
     parse_bytes,
@@ -57,7 +55,7 @@ KINDS: Mapping[Any, tuple[str, str]] = {
     parse_power_amount: ("300W or 95%", "[0-9.]+ ?(%|m?W|kW)"),
     parse_rate: ("1GiB/10m", rf"{_BYTES} ?/ ?[0-9.]*(ms|[smhdw]).*"),
     parse_hours: ("22:00-07:30", r"\d\d:\d\d ?- ?\d\d:\d\d"),
-    parse_until: ("2026-12-24", r"\d{4}-\d\d-\d\d(T\d\d:\d\d)?"),
+    DATE: ("2026-12-24", r"\d{4}-\d\d-\d\d(T\d\d:\d\d)?"),
     parse_name: ("a-name", "[a-z0-9-]+"),
     parse_checkpoint_signal: ("USR1", "(SIG)?[A-Z0-9]+"),
 }
@@ -72,7 +70,7 @@ _WHOLE = {parse_count, parse_niceness}  # written as plain digits
 SECTIONS: Mapping[str, Mapping[str, type]] = {
     "The file": {"file": FileKeys},
     "A policy": {"policy": PolicyKeys},
-    "Parts of a policy": {"only": ScopeKeys, "except": ExceptKeys, "at_most": BreakerKeys, "interval": IntervalKeys},
+    "Parts of a policy": {"only": Scope, "except": Exemption, "at_most": BreakerKeys, "interval": IntervalKeys},
     "Rules": RULES,
     "A step": {"step": StepKeys},
     "Actions": ACTION_KEYS,

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpuguard.policies.files.decoder import Decoder, Path, unknown
-from gpuguard.policies.files.keys import ExceptKeys, IntervalKeys, PolicyKeys, ScopeKeys
-from gpuguard.policies.policy import DAY, HARMFUL, KILL_AFTER, ON_PROCESSES
+from gpuguard.policies.files.keys import IntervalKeys, PolicyKeys
+from gpuguard.policies.policy import DAY, HARMFUL, KILL_AFTER, ON_PROCESSES, Exemption, Scope
 from gpuguard.units import Amount, format_duration
 
 WHOM = ("users", "groups", "devices", "models", "kinds")
@@ -192,7 +192,7 @@ def _rules_of(policy: PolicyKeys) -> Iterator[tuple[str, Any, Path]]:
         yield each, rule, ("when", name, place, each)
 
 
-def _exempt(policy: PolicyKeys) -> Iterator[tuple[Path, ExceptKeys]]:
+def _exempt(policy: PolicyKeys) -> Iterator[tuple[Path, Exemption]]:
     if isinstance(policy.except_, tuple):
         yield from ((("except", number), spared) for number, spared in enumerate(policy.except_))
     elif policy.except_ is not None:
@@ -325,18 +325,18 @@ def _meet(one: PolicyKeys, two: PolicyKeys) -> bool:
     )
 
 
-def _whom(scope: ScopeKeys | None) -> Entries:
+def _whom(scope: Scope | None) -> Entries:
     """key -> its entries, for those keys that are given."""
     given = {key: getattr(scope, key) for key in WHOM} if scope else {}
     return {key: frozenset(value) for key, value in given.items() if value is not None}
 
 
-def _contains(wide: ScopeKeys | None, narrow: ScopeKeys | None) -> bool:
+def _contains(wide: Scope | None, narrow: Scope | None) -> bool:
     outer, inner = _whom(wide), _whom(narrow)
     return all(key in inner and inner[key] <= outer[key] for key in outer)
 
 
-def _covers(spared: ExceptKeys, whom: Entries, *, perhaps: bool = False) -> bool:
+def _covers(spared: Exemption, whom: Entries, *, perhaps: bool = False) -> bool:
     """Whether an exemption that does not end spares everybody in *whom*, for certain or *perhaps*."""
     outer = _whom(spared)
     return spared.until is None and bool(outer) and all(_holds(key, outer[key], whom, perhaps) for key in outer)

@@ -18,6 +18,7 @@ from gpuguard.notify.targets import TARGETS
 from gpuguard.notify.templates import Template
 from gpuguard.policies import Rule
 from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, TaggedValue
+from gpuguard.policies.policy import Exemption, Scope
 from gpuguard.policies.rules import RULES
 from gpuguard.units import parse_duration, parse_percent
 
@@ -25,7 +26,6 @@ DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?")
 _HOURS = re.compile(r"(\d\d):([0-5]\d) ?- ?(\d\d):([0-5]\d)")
-_DEVICE = re.compile(r"0|[1-9]\d{0,2}|(?:0|[1-9]\d{0,2})\.\d{1,2}|(?:GPU|MIG)-[0-9a-fA-F][0-9a-fA-F-]*")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d(?:T\d\d:\d\d)?")
 
 
@@ -47,13 +47,6 @@ def parse_hours(text: str) -> tuple[float, float]:
     if begin == end:
         raise InvalidRequest(f"{text!r} begins when it ends: leave hours out to mean always.")
     return float(begin), float(end)
-
-
-def parse_device(text: str) -> str:
-    """An index, a uuid or the beginning of one."""
-    if not _DEVICE.fullmatch(text):
-        raise InvalidRequest(f"{text!r} is no device: write an index like 0, or a uuid like 'GPU-8f31c2'.")
-    return text
 
 
 def parse_path(text: str) -> str:
@@ -87,45 +80,6 @@ def parse_interval(text: str) -> float:
     if not 0.1 <= seconds <= 3600:
         raise InvalidRequest(f"{text!r} is out of range: write 100ms to 1h.")
     return seconds
-
-
-@dataclass(frozen=True)
-class ScopeKeys:
-    """Whom a policy is about.  All keys that are given must match; of a list, one entry.
-
-    Args:
-        users: names or uids.
-        groups: names; all members.
-        devices: index, or the beginning of a uuid.
-        models: patterns of the device's name, like "A100*".
-        kinds: interactive (a terminal, a notebook), container, or batch (all others).
-    """
-
-    users: tuple[Annotated[int, USER], ...] | None = None
-    groups: tuple[Annotated[str, GROUP], ...] | None = None
-    devices: tuple[Annotated[str, parse_device], ...] | None = None
-    models: tuple[str, ...] | None = None
-    kinds: tuple[Literal["interactive", "batch", "container"], ...] | None = None
-
-    def __post_init__(self) -> None:
-        if not any(value is not None for key, value in vars(self).items() if key != "until"):
-            raise InvalidRequest("nobody is named: write users, groups, devices, models or kinds.")
-
-
-@dataclass(frozen=True)
-class ExceptKeys(ScopeKeys):
-    """Whom a policy spares.  All keys that are given must match; write a list of such groups to spare each of them.
-
-    Args:
-        users: names or uids.
-        groups: names; all members.
-        devices: index, or the beginning of a uuid.
-        models: patterns of the device's name, like "A100*".
-        kinds: interactive (a terminal, a notebook), container, or batch (all others).
-        until: the last day of the exemption, local time, or the moment, as in 2026-12-24T18:00.
-    """
-
-    until: Annotated[float, parse_until] | None = None
 
 
 _Rule = Annotated[tuple[str, Rule], TaggedChoice(RULES, "rule")]
@@ -188,8 +142,8 @@ class PolicyKeys:
     steps: tuple[Annotated[TaggedValue, Tagged("do", StepKeys, ACTION_KEYS, "action")], ...]
     for_: Annotated[float, parse_duration] = 30.0
     start_grace: Annotated[float, parse_duration] = 0.0
-    only: ScopeKeys | None = None
-    except_: ExceptKeys | tuple[ExceptKeys, ...] | None = None
+    only: Scope | None = None
+    except_: Exemption | tuple[Exemption, ...] | None = None
     devices_at_least: Annotated[int, parse_count] = 1
     hours: Annotated[tuple[float, float], parse_hours] | None = None
     days: tuple[Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"], ...] | None = None

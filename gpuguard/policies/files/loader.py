@@ -18,10 +18,10 @@ from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import InvalidRequest
 from gpuguard.notify.templates import Template
 from gpuguard.policies.files.checks import check
-from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Decoder, TaggedValue
-from gpuguard.policies.files.keys import DAYS, ExceptKeys, FileKeys, PolicyKeys, ScopeKeys
+from gpuguard.policies.files.decoder import DATE, GROUP, USER, Accounts, Decoder, TaggedValue
+from gpuguard.policies.files.keys import DAYS, FileKeys, PolicyKeys, parse_until
 from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, in_order, read_file
-from gpuguard.policies.policy import Policy, Scope, Step
+from gpuguard.policies.policy import Policy, Step
 
 if TYPE_CHECKING:
     from gpuguard.notify.targets import Target
@@ -118,7 +118,7 @@ def parse(content: bytes | str, path: str = "policy", *, accounts: Accounts | No
         fault = Fault(line, column, f"byte 0x{content[error.start]:02x} is not UTF-8.", "Save the file as UTF-8.")
         return PolicyFile(path, faults=(fault,), fingerprint=fingerprint)
     accounts = accounts or Accounts()
-    decoder = Decoder(source, {USER: accounts.user, GROUP: accounts.group})
+    decoder = Decoder(source, {USER: accounts.user, GROUP: accounts.group, DATE: parse_until})
     keys = decoder.root(FileKeys)
     check(decoder)
     policies = []
@@ -158,8 +158,8 @@ def _policy_of(keys: PolicyKeys, mode: str) -> Policy:
         join=name if joined else "all",
         hold=keys.for_,
         start_grace=keys.start_grace,
-        only=_scope(keys.only) if keys.only else Scope(),
-        exempt=tuple(_scope(spared) for spared in exempt if spared),
+        only=keys.only,
+        exempt=tuple(spared for spared in exempt if spared),
         devices_at_least=keys.devices_at_least,
         hours=keys.hours,
         days=frozenset(map(DAYS.index, keys.days)) if keys.days else None,
@@ -170,17 +170,6 @@ def _policy_of(keys: PolicyKeys, mode: str) -> Policy:
         cooldown=keys.cooldown,
         enforce=(keys.mode or mode) == "enforce",
         steps=tuple(map(_step, keys.steps)),
-    )
-
-
-def _scope(keys: ScopeKeys) -> Scope:
-    return Scope(
-        users=None if keys.users is None else frozenset(keys.users),
-        groups=None if keys.groups is None else frozenset(keys.groups),
-        devices=keys.devices,
-        models=keys.models,
-        kinds=None if keys.kinds is None else frozenset(keys.kinds),
-        until=keys.until if isinstance(keys, ExceptKeys) else None,
     )
 
 
