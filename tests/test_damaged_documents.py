@@ -456,7 +456,7 @@ def test_devices_that_come_and_go_between_two_looks_end_no_view(tmp_path):
     web = a_feed(tmp_path, lambda: driver.sample(None))
     claims = lock_directory(str(tmp_path / "claims"))
     top, history = SceneFeed("nvml", lambda: driver, lambda: claims, lambda: None), History()
-    top.fresh = top.tree = True
+    top.source.fresh = top.tree = True
     for _ in range(100):
         try:
             scene = top.sample()

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ class Feed:
     """A source whose next scene the test chooses."""
 
     def __init__(self, scene: Scene) -> None:
-        self.scene, self.fresh, self.tree = scene, False, False
+        self.scene, self.tree, self.source = scene, False, SimpleNamespace(fresh=False)
         self.trouble: Exception | None = None
         self.answers, self.looks = threading.Event(), 0
         self.answers.set()
@@ -173,7 +174,7 @@ def test_only_mine():
 def test_the_tree_and_the_driver_are_asked_of_the_feed():
     async def play(stage):
         await stage.press("t", "f")
-        assert (stage.feed.tree, stage.feed.fresh) == (True, True)
+        assert (stage.feed.tree, stage.feed.source.fresh) == (True, True)
         assert "the driver itself is asked" in stage.words("#foot")
         await stage.press("t")
         assert stage.feed.tree is False and "help" in stage.words("#foot")

@@ -249,8 +249,8 @@ def test_a_watch_on_a_terminal_gives_the_screen_back(number, status):
     output, code = watched("xterm", b"\x1b[H", number)
 
     assert code == status
-    assert output.startswith(b"\x1b[?1049h\x1b[H")
-    assert output.endswith(b"\x1b[?1049l")
+    assert output.startswith(b"\x1b[?1049h\x1b[?25l\x1b[H")
+    assert output.endswith(b"\x1b[?25h\x1b[?1049l")
     assert b"Traceback" not in output
 
 

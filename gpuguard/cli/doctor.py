@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         put([json_text(doctor.to_json(facts, found))], sys.stdout)
     else:
-        put(doctor.to_text(facts, found, width=terminal.size()[0], paint=style(sys.stdout, os.environ)), sys.stdout)
+        put(doctor.to_text(facts, found, width=terminal.width(), paint=style(sys.stdout, os.environ)), sys.stdout)
     if facts.error:
         return EXIT_NO_DRIVER
     return EXIT_NO if doctor.worst(found) == FAULT else 0

@@ -15,26 +15,25 @@ import sys
 import time
 from collections.abc import Callable
 
-from gpuguard.cli.options import check_users, quantity
+from gpuguard.cli.options import add_repeatable, check_users, quantity
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, Line, LogFollower, decoded, events_path
 from gpuguard.units import format_count, parse_duration
 from gpuguard.views import events
-from gpuguard.views.text import json_text, put
+from gpuguard.views.text import json_text, put, put_json
 
 _POLL_SECONDS = 0.5  # of --follow
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--user", metavar="NAME", action="append", default=[], help="only about this user (repeatable)")
-    parser.add_argument(
-        "--device", metavar="UUID", action="append", default=[], help="only about this device, GPU-ab.. (repeatable)"
+    add_repeatable(
+        parser,
+        ("--user", "NAME", "only about this user (repeatable)"),
+        ("--device", "UUID", "only about this device, GPU-ab.. (repeatable)"),
+        ("--policy", "NAME", "only of this one (repeatable)"),
+        ("--file", "PATH", "read this log instead (repeatable)"),
     )
-    parser.add_argument("--policy", metavar="NAME", action="append", default=[], help="only of this one (repeatable)")
     parser.add_argument("--since", metavar="DURATION", help="only of the last 2h, 30m, 7d")
-    parser.add_argument(
-        "--file", metavar="PATH", action="append", default=[], help="read this log instead (repeatable)"
-    )
     parser.add_argument("--follow", action="store_true", help="go on with new events, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="one object for programs; with --follow one line per event")
 
@@ -53,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     lines, torn = decoded(line for log in logs for line in log.lines())
     shown = events.in_order(lines, wanted)
     if args.json and not args.follow:
-        put([json_text(events.to_json(shown, torn))], sys.stdout)
+        put_json(events.to_json(shown, torn))
     else:
         _print_lines(shown, as_json=args.json)
         if not (shown or args.follow):
@@ -111,7 +110,7 @@ def _paths() -> list[str]:
 
 
 def _print_lines(lines: list[Line], *, as_json: bool) -> None:
-    put([json_text(line, indent=None) if as_json else events.to_text(line) for line in lines], sys.stdout)
+    put([json_text(line, indent=None) if as_json else events.to_text(line) for line in lines])
     sys.stdout.flush()
 
 

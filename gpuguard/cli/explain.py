@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
+from contextlib import closing
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, request_of
@@ -22,7 +22,7 @@ from gpuguard.queue.state import read_queue
 from gpuguard.queue.tickets import new_ticket
 from gpuguard.request import Request
 from gpuguard.views import explain as view
-from gpuguard.views.text import json_text, put, style
+from gpuguard.views.text import put, put_json, style
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,18 +33,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     request, directory = request_of(args), directory_of(args)
-    backend = backend_of(args)
-    try:
+    with closing(backend_of(args)) as backend:
         snapshot, choice = Allocator(backend, directory, [request]).preview(with_reasons=True)
-    finally:
-        backend.close()
     start = _start_in_queue(directory, snapshot, request)
     outer = outer_devices(os.environ, snapshot.devices)
     limits = ". Note: ".join(filter(None, (outer.reason, outer.warning)))
     if args.json:
-        put([json_text(view.to_json(snapshot, request, choice, limits, start))], sys.stdout)
+        put_json(view.to_json(snapshot, request, choice, limits, start))
     else:
-        put(view.to_text(snapshot, request, choice, limits, start, paint=style(sys.stdout, os.environ)), sys.stdout)
+        put(view.to_text(snapshot, request, choice, limits, start, paint=style()))
     return 0 if choice.devices and (start is None or start[0]) else 1
 
 

@@ -22,7 +22,7 @@ from gpuguard.fleet.hosts import PROGRAM, host_names, words_of
 from gpuguard.fleet.ssh import PARALLEL, TIMEOUT, FleetQuery, Pool
 from gpuguard.units import parse_duration
 from gpuguard.views import fleet as view
-from gpuguard.views.text import json_text, put, style
+from gpuguard.views.text import put, put_json, style
 
 if TYPE_CHECKING:
     import argparse
@@ -82,14 +82,14 @@ def queue(args: argparse.Namespace) -> int:
 
 def _shown(args: argparse.Namespace, name: str, lines_of: Callable[..., list[str]]) -> int:
     hosts, how = query_of(args, words_of(name, vars(args)))
-    width, paint = terminal.size()[0], style(sys.stdout, os.environ)
+    width, paint = terminal.width(), style()
     replies = gathered(hosts, how, None if args.json else lambda reply: lines_of(reply, width, paint))
     if args.json:
-        put([json_text(view.to_json(replies, how.timeout))], sys.stdout)
+        put_json(view.to_json(replies, how.timeout))
     else:
         totals = view.total_lines(replies, width) if name == "who" else view.idle_queue_lines(replies)
         apart = [""] if any(lines_of(reply, width, paint) for reply in replies) else []
-        put([*apart, *totals, *([""] if totals else []), *view.end_lines(replies, width, paint)], sys.stdout)
+        put([*apart, *totals, *([""] if totals else []), *view.end_lines(replies, width, paint)])
     return _status(replies)
 
 
@@ -98,7 +98,7 @@ def select(args: argparse.Namespace) -> int:
     if args.sep in ("\n", "\0"):
         raise InvalidRequest("--newline and --null do not go with --hosts: there a line is one host.")
     hosts, how = query_of(args, words_of("select", vars(args)))
-    width, paint, people = terminal.size()[0], style(sys.stdout, os.environ), sys.stdout.isatty()
+    width, paint, people = terminal.width(), style(), sys.stdout.isatty()
 
     def show(reply: HostReply) -> list[str]:
         devices = view.room(reply, args.format, args.sep)
@@ -109,7 +109,7 @@ def select(args: argparse.Namespace) -> int:
     replies = gathered(hosts, how, None if args.json else show, view.chosen)
     with_room = [reply for reply in replies if view.room(reply, args.format, ",") is not None]
     if args.json:
-        put([json_text(view.to_json(replies, how.timeout))], sys.stdout)
+        put_json(view.to_json(replies, how.timeout))
     elif not people:
         for reply in replies:
             if reply.error is not None or not with_room:
@@ -135,8 +135,8 @@ def top(args: argparse.Namespace) -> int:
         replies = gathered(hosts, how, None)
         now = time.monotonic()
         known = {reply.host: view.after(view.KnownHost(), reply, now) for reply in replies}
-        paint = style(sys.stdout, os.environ)
-        put(view.page(hosts, known, now, width=terminal.size()[0], paint=paint, ascii_only=ascii_only), sys.stdout)
+        paint = style()
+        put(view.page(hosts, known, now, width=terminal.width(), paint=paint, ascii_only=ascii_only))
         return _status(replies)
     _watch(hosts, how, every, ascii_only)
     return 0
@@ -146,7 +146,7 @@ def _watch(hosts: Sequence[str], how: FleetQuery, every: float, ascii_only: bool
     """Ask each host every *every* seconds until Ctrl-C, and draw what is known at least each second."""
     known: dict[str, view.KnownHost] = {}
     due = dict.fromkeys(hosts, 0.0)  # monotonic; a host that is being asked is not in it
-    paint, drawn = style(sys.stdout, os.environ), 0.0
+    paint, drawn = style(), 0.0
     with terminal.screen(), Pool(how) as pool:
         while True:
             now = time.monotonic()
@@ -160,8 +160,8 @@ def _watch(hosts: Sequence[str], how: FleetQuery, every: float, ascii_only: bool
                 due[reply.host] = max(now, now - reply.seconds + every)
             if now - drawn >= (0.2 if replies else 1.0):
                 drawn = now
-                lines = view.page(hosts, known, now, width=terminal.size()[0], paint=paint, ascii_only=ascii_only)
-                put([terminal.drawn(terminal.fitting(lines, "name fewer hosts"))], sys.stdout)
+                lines = view.page(hosts, known, now, width=terminal.width(), paint=paint, ascii_only=ascii_only)
+                terminal.draw(terminal.fitting(lines, "name fewer hosts"))
 
 
 def gathered(
@@ -186,7 +186,7 @@ def gathered(
                     shown += 1
             if show and fresh:
                 line = _rewrite_line("", line)
-                put((line for reply in fresh for line in show(reply)), sys.stdout)
+                put(line for reply in fresh for line in show(reply))
             silent = pool.waiting_for
             status = f"waiting for {len(silent)} of {len(hosts)} hosts: {', '.join(silent[:20])}" if silent else ""
             line = _rewrite_line(status, line)

@@ -11,7 +11,6 @@ days.  Where it did not run there is a gap.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 import time
@@ -24,7 +23,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.history.queries import KnownValue, Usage, Watch, query_store, store_path
 from gpuguard.units import parse_duration
 from gpuguard.views import history
-from gpuguard.views.text import json_text, put, style
+from gpuguard.views.text import put, put_json, style
 
 _ROWS = 9  # of each of several charts; a single one has the height of the terminal.  Odd: one is in the middle
 _LEAST_ROWS, _MOST_ROWS = 3, 21
@@ -33,21 +32,11 @@ _LAST = 253402214400.0  # the last day of the year 9999, after which there are n
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-d",
-        "--device",
-        metavar="D",
-        action="append",
-        default=[],
-        help="only these: an index, a uuid or its beginning, 0,GPU-ab (default: all)",
-    )
-    parser.add_argument(
-        "--metric",
-        choices=list(history.METRICS),
-        default="utilization",
-        metavar="M",
-        help=f"{', '.join(history.METRICS)} (default: utilization)",
-    )
+    which = "only these: an index, a uuid or its beginning, 0,GPU-ab (default: all)"
+    parser.add_argument("-d", "--device", metavar="D", action="append", default=[], help=which)
+    names = list(history.METRICS)
+    what = f"{', '.join(names)} (default: utilization)"
+    parser.add_argument("--metric", choices=names, default="utilization", metavar="M", help=what)
     add_moment_options(parser, "--from", "--to", "12h")
     parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters alone")
     form = parser.add_mutually_exclusive_group()
@@ -71,17 +60,17 @@ def main(args: argparse.Namespace) -> int:
     if not args.device:
         courses = [course for course in courses if course.points]
     if args.json:
-        put([json_text(history.to_json(metric, courses, watch), indent=None)], sys.stdout)
+        put_json(history.to_json(metric, courses, watch), indent=None)
         return 0
     if args.csv:
-        put(history.to_csv(metric, courses), sys.stdout)
+        put(history.to_csv(metric, courses))
         return 0
     width, height = terminal.size()
     rows = _ROWS
     if len(courses) == 1 and height:
         rows = min(_MOST_ROWS, max(_LEAST_ROWS, height - 8)) | 1
-    paint, ascii_only = style(sys.stdout, os.environ), args.ascii or not writes_braille()
-    put(history.to_text(metric, courses, watch, width=width, rows=rows, paint=paint, ascii_only=ascii_only), sys.stdout)
+    paint, ascii_only = style(), args.ascii or not writes_braille()
+    put(history.to_text(metric, courses, watch, width=width, rows=rows, paint=paint, ascii_only=ascii_only))
     return 0
 
 

@@ -133,11 +133,19 @@ JSON = ("--json", None, "one object for programs: see docs/json.md")
 FRESH = ("--fresh", None, "ask the driver, even if the daemon did so just now")
 
 
-def add_table(parser: Any, *rows: tuple[str, str | None, str]) -> None:
-    """Add options to a parser or a group, each (its spellings, what its value is called or None, its help)."""
+def add_table(parser: Any, *rows: tuple[str, str | None, str], **more: Any) -> None:
+    """Add options to a parser or a group, each (its spellings, what its value is called or None, its help).
+
+    A value stays text until it is used, so that a fault can say what to write instead.
+    """
     for names, metavar, text in rows:
         details = {"action": "store_true"} if metavar is None else {"metavar": metavar}
-        parser.add_argument(*names.split(), help=text, **details)
+        parser.add_argument(*names.split(), help=text, **details, **more)
+
+
+def add_repeatable(parser: Any, *rows: tuple[str, str, str], **more: Any) -> None:
+    """Add options that may be given several times, each a list of values."""
+    add_table(parser, *rows, action="append", default=[], **more)
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -204,7 +212,6 @@ def check_users(names: list[str]) -> None:
                 raise InvalidRequest(f"--user {name}: write the name, {user_name(uid)}.")
 
 
-# flag, metavar, help; the value stays text until request_of(), so that a fault can say what to write instead
 _OPTIONS = (
     ("--gpus", "LIST", "only these: indices, uuids or beginnings of uuids, as in 0,3 (without -n: all of them)"),
     ("--exclude", "LIST", "not these"),
@@ -227,13 +234,7 @@ def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Seque
     group = parser.add_argument_group("which GPUs")
     rows = ((" ".join((flag, *(also or {}).get(flag, ()))), metavar, text) for flag, metavar, text in _OPTIONS)
     add_table(group, ("-n --num-gpus", "N", "how many (default: 1)"), *rows)
-    group.add_argument(
-        "--model",
-        metavar="GLOB",
-        action="append",
-        default=[],
-        help="the name fits, as in H100 or 'RTX*'; several: one of them fits",
-    )
+    add_repeatable(group, ("--model", "GLOB", "the name fits, as in H100 or 'RTX*'; several: one of them fits"))
     strategies = "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items())
     group.add_argument("--strategy", choices=STRATEGIES, default="spread", help=f"{strategies} (default: spread)")
     add_table(
@@ -251,38 +252,37 @@ def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Seque
 
 
 def request_of(args: argparse.Namespace) -> Request:
-    """The request that the parsed options make.
+    """The request that the parsed options make; one that the command does not have counts as not given.
 
     Raises:
         InvalidRequest: a value cannot be understood, or two contradict each other.
     """
-    devices = selectors("--gpus", args.gpus)
-    number = whole_number("-n", args.num_gpus)
+    given = vars(args).get
+    devices, number = selectors("--gpus", args.gpus), whole_number("-n", args.num_gpus)
     if devices is not None and number is not None and number > len(devices):
         raise InvalidRequest(f"-n {number} wants more than the {len(devices)} that --gpus {args.gpus} names.")
     exclude = selectors("--exclude", args.exclude) or ()
-    both = set(devices or ()) & set(exclude)
-    if both:
+    if both := set(devices or ()) & set(exclude):
         raise InvalidRequest(f"{', '.join(sorted(both))} stands in --gpus and in --exclude: decide for one.")
-    slots = whole_number("--slots", args.slots)
-    tolerance = quantity("--tolerance", args.tolerance, parse_bytes)
+    slots = whole_number("--slots", given("slots"))
+    tolerance = quantity("--tolerance", given("tolerance"), parse_bytes)
     return Request(
         num_gpus=number if number is not None else len(devices or "1"),
         devices=devices,
-        min_free=quantity("--min-free", args.min_free, parse_bytes),
-        min_total=quantity("--min-total", args.min_total, parse_bytes),
-        max_util=quantity("--max-util", args.max_util, parse_percent),
-        max_memory_util=quantity("--max-memory-util", args.max_memory_util, parse_percent),
-        max_processes=whole_number("--max-processes", args.max_processes),
-        max_temperature=quantity("--max-temperature", args.max_temperature, parse_celsius),
+        min_free=quantity("--min-free", given("min_free"), parse_bytes),
+        min_total=quantity("--min-total", given("min_total"), parse_bytes),
+        max_util=quantity("--max-util", given("max_util"), parse_percent),
+        max_memory_util=quantity("--max-memory-util", given("max_memory_util"), parse_percent),
+        max_processes=whole_number("--max-processes", given("max_processes")),
+        max_temperature=quantity("--max-temperature", given("max_temperature"), parse_celsius),
         models=tuple(args.model),
         exclude=exclude,
-        prefer=selectors("--prefer", args.prefer) or (),
-        strategy=args.strategy,
-        mine_as_free=frozenset((os.getuid(),)) if args.mine_as_free else frozenset(),
+        prefer=selectors("--prefer", given("prefer")) or (),
+        strategy=given("strategy", "spread"),
+        mine_as_free=frozenset((os.getuid(),)) if given("mine_as_free") else frozenset(),
         tolerance=IDLE_TOLERANCE if tolerance is None else tolerance,
-        share=args.share,
-        memory=quantity("--memory", args.memory, parse_bytes),
+        share=given("share", False),
+        memory=quantity("--memory", given("memory"), parse_bytes),
         slots=SLOTS if slots is None else slots,
         mig=args.mig,
     )

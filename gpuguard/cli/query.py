@@ -12,15 +12,15 @@ that hangs ends the command with status 4 instead of hanging it.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
+from contextlib import closing
 
 from gpuguard.cli.options import add_source_options, backend_of, selectors
 from gpuguard.errors import InvalidRequest
 from gpuguard.request import resolve
 from gpuguard.units import parse_duration
 from gpuguard.views.query import csv_lines, help_lines, query_of, to_json
-from gpuguard.views.text import json_text, put
+from gpuguard.views.text import put, put_json
 
 _FORMATS = ("csv", "json", "noheader", "nounits")
 
@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     if args.help_query:
-        put(help_lines(), sys.stdout)
+        put(help_lines())
         return 0
     if not args.fields and not args.apps:
         raise InvalidRequest(
@@ -55,21 +55,18 @@ def main(args: argparse.Namespace) -> int:
         if every < 0.01:
             raise InvalidRequest("--loop needs at least 10ms between two answers.")
     query = query_of(args.apps or args.fields, apps=bool(args.apps))
-    backend = backend_of(args)
-    try:
-        header = "noheader" not in forms
+    header = "noheader" not in forms
+    with closing(backend_of(args)) as backend:
         while True:
             began = time.monotonic()
             snapshot = backend.sample(query.groups)
             named = selectors("--id", args.devices) if args.devices else None
             uuids = frozenset(resolve(list(named), snapshot.devices, "--id")) if named else frozenset()
             if "json" in forms:
-                put([json_text(to_json(snapshot, query, uuids), indent=2 if every is None else None)], sys.stdout)
+                put_json(to_json(snapshot, query, uuids), indent=2 if every is None else None)
             else:
-                put(csv_lines(snapshot, query, uuids, header=header, units="nounits" not in forms), sys.stdout)
+                put(csv_lines(snapshot, query, uuids, header=header, units="nounits" not in forms))
             if every is None:
                 return 0
             header = False  # once, as nvidia-smi does
             time.sleep(max(0.0, every - (time.monotonic() - began)))
-    finally:
-        backend.close()

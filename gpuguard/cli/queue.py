@@ -12,8 +12,7 @@ there is Slurm, its jobs with GPUs are shown too, in its own order.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
+from contextlib import closing
 
 from gpuguard.cli import terminal
 from gpuguard.cli.options import add_fleet_options, add_source_options, directory_of, has_hosts, snapshot_source
@@ -21,7 +20,7 @@ from gpuguard.clusters import slurm
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.state import read_queue
 from gpuguard.views import queue as view
-from gpuguard.views.text import json_text, put, style
+from gpuguard.views.text import put, put_json, style
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,18 +35,16 @@ def main(args: argparse.Namespace) -> int:
         from gpuguard.cli import fleet  # ssh, for those who ask for other hosts
 
         return fleet.queue(args)
-    directory, site, source = directory_of(args), read_queue_settings(), snapshot_source(args)
-    try:
+    directory, site = directory_of(args), read_queue_settings()
+    with closing(snapshot_source(args)) as source:
         snapshot, _ = source.sample()
-    finally:
-        source.close()
     queue = read_queue(directory, snapshot, rules=site.rules)
     jobs = slurm.jobs() if slurm.is_here() else ()
     if args.json:
-        put([json_text(view.to_json(queue, site, jobs))], sys.stdout)
+        put_json(view.to_json(queue, site, jobs))
         return 0
-    width, paint = terminal.size()[0], style(sys.stdout, os.environ)
-    put(view.to_text(queue, site, width=width, paint=paint), sys.stdout)
+    width, paint = terminal.width(), style()
+    put(view.to_text(queue, site, width=width, paint=paint))
     if jobs:
-        put(["", *view.slurm_text(jobs, queue.now, width=width, paint=paint)], sys.stdout)
+        put(["", *view.slurm_text(jobs, queue.now, width=width, paint=paint)])
     return 0

@@ -17,6 +17,7 @@ import argparse
 import os
 import sys
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.records import YIELD, ReleaseRequest
@@ -28,7 +29,7 @@ from gpuguard.model import Event
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count
 from gpuguard.users import user_name
-from gpuguard.views.text import json_text, put, table
+from gpuguard.views.text import picked, put, put_json, table
 
 if TYPE_CHECKING:
     from gpuguard.claims.directory import LockDirectory
@@ -54,42 +55,32 @@ def main(args: argparse.Namespace) -> int:
     if args.stop:
         how = release.stop(directory, claim, request, report=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
     else:
-        backend = backend_of(args)
-        try:
+        with closing(backend_of(args)) as backend:
             how = release.release(directory, claim, request, backend)
-        finally:
-            backend.close()
     _log(args, claim, how)
     if args.json:
-        content = {"schema": 1, "claim": claim.id, "uid": claim.uid, "devices": list(claim.devices), "how": how}
-        put([json_text(content)], sys.stdout)
+        put_json({"schema": 1, "claim": claim.id, **picked(claim, "uid", "devices"), "how": how})
     else:
         what = f"{format_count(len(claim.devices), 'device')} of {neutralise(claim.user)}"
-        put([f"released: the claim {claim.id}, {what}, {how}."], sys.stdout)
+        put([f"released: the claim {claim.id}, {what}, {how}."])
     return 0
 
 
 def _print_claims(args: argparse.Namespace, directory: LockDirectory) -> int:
     claims = release.own_claims(directory, os.geteuid())
-    backend = backend_of(args)
-    try:
+    with closing(backend_of(args)) as backend:
         rows = [(claim, release.current_use(directory, claim, backend)) for claim in claims]
-    finally:
-        backend.close()
     if args.json:
-        content = [
-            {"claim": claim.id, "user": claim.user, "uid": claim.uid, "devices": list(claim.devices), "in_use": why}
-            for claim, why in rows
-        ]
-        put([json_text({"schema": 1, "claims": content})], sys.stdout)
+        content = [{"claim": claim.id, **picked(claim, "user", "uid", "devices"), "in_use": why} for claim, why in rows]
+        put_json({"schema": 1, "claims": content})
     elif not rows:
-        put(["no claim is yours." if os.geteuid() else "there is no claim."], sys.stdout)
+        put(["no claim is yours." if os.geteuid() else "there is no claim."])
     else:
         free = "no process computes: can be released"
         cells = [
             (claim.id, neutralise(claim.user), str(len(claim.devices)), neutralise(why or free)) for claim, why in rows
         ]
-        put(table(cells, ("CLAIM", "USER", "DEVICES", "STATE")), sys.stdout)
+        put(table(cells, ("CLAIM", "USER", "DEVICES", "STATE")))
     return 0
 
 

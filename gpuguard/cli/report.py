@@ -31,7 +31,7 @@ from gpuguard.history.queries import Watch, query_store, store_path
 from gpuguard.history.report import BY, Report, ended_claims, usage_report
 from gpuguard.users import user_name
 from gpuguard.views import report as view
-from gpuguard.views.text import json_text, put, style
+from gpuguard.views.text import put, put_json, style
 
 _DRAWN = ("utilization_percent", "claimed_percent")  # over the time, in the page
 
@@ -69,13 +69,12 @@ def main(args: argparse.Namespace) -> int:
     if args.html:
         _write(args.html, view.to_html(report, claims, socket.gethostname(), now))
     elif args.json:
-        put([json_text(view.to_json(report, claims, socket.gethostname()))], sys.stdout)
+        put_json(view.to_json(report, claims, socket.gethostname()))
     elif args.csv:
-        put(view.to_csv(report, claims), sys.stdout)
+        put(view.to_csv(report, claims))
     else:
         plain = args.ascii or not writes_braille()
-        paint = style(sys.stdout, os.environ)
-        put(view.to_text(report, claims, width=terminal.size()[0], paint=paint, ascii_only=plain), sys.stdout)
+        put(view.to_text(report, claims, width=terminal.width(), paint=style(), ascii_only=plain))
     return 0
 
 

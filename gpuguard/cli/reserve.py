@@ -15,22 +15,22 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import time
+from contextlib import closing
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import probe
 from gpuguard.claims.restrictions import QUARANTINED, quarantine_text, read_restrictions
 from gpuguard.cli import terminal
 from gpuguard.cli.options import (
+    add_repeatable,
     add_source_options,
     backend_of,
     directory_of,
     log_event,
     quantity,
-    selectors,
+    request_of,
     snapshot_source,
-    whole_number,
 )
 from gpuguard.errors import GpuguardError, ImpossibleRequest, InvalidRequest
 from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESSES, Event, Snapshot
@@ -49,10 +49,10 @@ from gpuguard.queue.reservations import (
 from gpuguard.request import Request
 from gpuguard.sanitize import neutralise
 from gpuguard.select import choose, not_enough, possible, usable_together
-from gpuguard.units import format_count, parse_bytes, parse_duration
+from gpuguard.units import format_count, parse_duration
 from gpuguard.users import user_name
 from gpuguard.views import queue as view
-from gpuguard.views.text import json_text, put
+from gpuguard.views.text import put, put_json
 
 _FORMS = 'write 09:00, "tomorrow 09:00", 2026-11-23T14:00, "in 2h" or now'
 _MOMENT = re.compile(r"(?:(\d{4})-(\d{1,2})-(\d{1,2})[T ]|(tomorrow) )?(\d{1,2}):(\d{2})")
@@ -63,18 +63,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-n", "--num-gpus", metavar="N", help="how many (default: 1)")
     group.add_argument("--gpus", metavar="LIST", help="only of these: indices, uuids or beginnings of uuids, as in 0,3")
     group.add_argument("--exclude", metavar="LIST", help="not these")
-    group.add_argument("--model", metavar="GLOB", action="append", default=[], help="the name fits, as in H100")
+    add_repeatable(group, ("--model", "GLOB", "the name fits, as in H100"))
     group.add_argument("--min-total", metavar="SIZE", help="each has at least so much memory in all")
     group.add_argument("--mig", metavar="PROFILE", help="MIG instances of this profile, as in 3g.40gb")
     group = parser.add_argument_group("when, and for whom")
-    group.add_argument(
-        "--from",
-        dest="from_",
-        metavar="TIME",
-        help='09:00 (the next one), "tomorrow 09:00", 2026-11-23T14:00, "in 2h" (default: now)',
-    )
+    when = '09:00 (the next one), "tomorrow 09:00", 2026-11-23T14:00, "in 2h" (default: now)'
+    group.add_argument("--from", dest="from_", metavar="TIME", help=when)
     group.add_argument("--for", dest="for_", metavar="DURATION", help="how long, as in 3h")
-    group.add_argument("--user", metavar="NAME", help="for somebody else, as root")
+    group.add_argument("--user", metavar="NAME", help="for another user, as root")
     group.add_argument("--note", metavar="TEXT", help="what it is for; everybody can read it")
     parser.add_argument("--cancel", metavar="ID", help="end a reservation of yours (root: anybody's)")
     parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
@@ -88,19 +84,16 @@ def main(args: argparse.Namespace) -> int:
         return _make(args)
     if args.cancel is not None and wanted:
         raise InvalidRequest("--cancel ends a reservation: leave out what makes one.")
-    source = snapshot_source(args)
-    try:
+    with closing(snapshot_source(args)) as source:
         snapshot, _ = source.sample()
-    finally:
-        source.close()
     directory = directory_of(args)
     calendar = _calendar(directory, snapshot)
     if args.cancel is not None:
         return _cancel(args, directory, calendar)
     if args.json:
-        put([json_text({"schema": 1, "reservations": view.reservations_json(calendar)})], sys.stdout)
+        put_json({"schema": 1, "reservations": view.reservations_json(calendar)})
     else:
-        put(view.reservations_text(calendar, width=terminal.size()[0]) or ["nothing is reserved."], sys.stdout)
+        put(view.reservations_text(calendar, width=terminal.width()) or ["nothing is reserved."])
     return 0
 
 
@@ -114,11 +107,9 @@ def _make(args: argparse.Namespace) -> int:
     uid = os.geteuid() if args.user is None else Accounts().user(args.user)
     if os.geteuid() not in (0, uid):
         raise InvalidRequest("only root can reserve for others: leave --user out, or ask an administrator.")
-    request, directory, backend = _request(args), directory_of(args, make=True), backend_of(args)
-    try:
+    request, directory = request_of(args), directory_of(args, make=True)
+    with closing(backend_of(args)) as backend:
         snapshot = backend.sample({MEMORY, PROCESSES, MODEL, HEALTH})
-    finally:
-        backend.close()
     devices = _devices(directory, snapshot, request, begins)
     now = time.time()
     wanted = Reservation("", os.geteuid(), uid, user_name(uid), request.num_gpus, begins, ends, devices, now, args.note)
@@ -136,9 +127,9 @@ def _make(args: argparse.Namespace) -> int:
         raise
     _log(args, "made", made)
     if args.json:
-        put([json_text({"schema": 1, "reservations": [view.reservation_json(status, now)]})], sys.stdout)
+        put_json({"schema": 1, "reservations": [view.reservation_json(status, now)]})
     else:
-        put(map(neutralise, _made_lines(status, snapshot, now)), sys.stdout)
+        put(map(neutralise, _made_lines(status, snapshot, now)))
     return 0
 
 
@@ -191,20 +182,6 @@ def parse_when(text: str, now: float) -> float:
     return when
 
 
-def _request(args: argparse.Namespace) -> Request:
-    devices, number = selectors("--gpus", args.gpus), whole_number("-n", args.num_gpus)
-    if devices is not None and number is not None and number > len(devices):
-        raise InvalidRequest(f"-n {number} wants more than the {len(devices)} that --gpus {args.gpus} names.")
-    return Request(
-        num_gpus=number if number is not None else len(devices or "1"),
-        devices=devices,
-        exclude=selectors("--exclude", args.exclude) or (),
-        models=tuple(args.model),
-        min_total=quantity("--min-total", args.min_total, parse_bytes),
-        mig=args.mig,
-    )
-
-
 def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, when: float) -> tuple[str, ...]:
     """The uuids of all that will do, whoever uses them now.
 
@@ -221,9 +198,8 @@ def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, whe
     kind = usable_together(could, request.num_gpus)
     if len(kind) < request.num_gpus:
         reasons = "; ".join(sorted({quarantine_text(restriction) for restriction in quarantined.values()}))
-        raise GpuguardError(
-            f"too few devices are in service then ({reasons or 'whole GPUs and instances do not mix'})."
-        )
+        why = reasons or "whole GPUs and instances do not mix"
+        raise GpuguardError(f"too few devices are in service then ({why}).")
     return tuple(device.uuid for device in kind)
 
 
@@ -253,17 +229,13 @@ def _cancel(args: argparse.Namespace, directory: LockDirectory, calendar: Reserv
     remove_reservation(directory, cancelled)
     _log(args, "cancelled", cancelled)
     if args.json:
-        put([json_text({"schema": 1, "reservations": [view.reservation_json(own[0], calendar.now)]})], sys.stdout)
+        put_json({"schema": 1, "reservations": [view.reservation_json(own[0], calendar.now)]})
     else:
-        put([f"cancelled: reservation {args.cancel} of {neutralise(cancelled.user)}."], sys.stdout)
+        put([f"cancelled: reservation {args.cancel} of {neutralise(cancelled.user)}."])
     return 0
 
 
 def _log(args: argparse.Namespace, outcome: str, reservation: Reservation) -> None:
-    facts = (
-        ("num_gpus", reservation.num_gpus),
-        ("begins_unix_seconds", reservation.begins),
-        ("ends_unix_seconds", reservation.ends),
-        ("by_uid", os.getuid()),
-    )
+    times = ("begins_unix_seconds", reservation.begins), ("ends_unix_seconds", reservation.ends)
+    facts = ("num_gpus", reservation.num_gpus), *times, ("by_uid", os.getuid())
     log_event(args, Event(time.time(), "reserve", outcome, reservation.user, message=reservation.note, facts=facts))

@@ -24,7 +24,16 @@ from typing import TYPE_CHECKING
 
 from gpuguard.claims.claim import JobDetails
 from gpuguard.claims.records import probe
-from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, quantity, request_of
+from gpuguard.cli.options import (
+    add_choice_options,
+    add_repeatable,
+    add_source_options,
+    add_table,
+    backend_of,
+    directory_of,
+    quantity,
+    request_of,
+)
 from gpuguard.cli.terminal import is_terminal, print_notice, rewrites, write
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -40,7 +49,7 @@ from gpuguard.units import format_bytes, format_count, format_duration, parse_ce
 from gpuguard.users import user_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from types import FrameType
     from typing import Any
 
@@ -68,18 +77,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_queue_options(parser)
     group = parser.add_argument_group("the job")
     group.add_argument("--note", metavar="TEXT", help="what the claim is for; everybody can read it in `gpuguard who`")
-    group.add_argument(
-        "--visible",
-        choices=("index", "uuid"),
-        default="index",
-        help="what CUDA_VISIBLE_DEVICES names the GPUs by (default: index, because uuids break vLLM and others)",
+    visible = "what CUDA_VISIBLE_DEVICES names the GPUs by (default: index, because uuids break vLLM and others)"
+    group.add_argument("--visible", choices=("index", "uuid"), default="index", help=visible)
+    isolate = (
+        "other GPUs do not exist for the command: no device node of theirs can be opened.  For ordinary users "
+        "with bubblewrap, for root with a device filter; refused where that cannot be had.  See docs/isolation.md"
     )
-    group.add_argument(
-        "--isolate",
-        action="store_true",
-        help="other GPUs do not exist for the command: no device node of theirs can be opened.  For ordinary users "
-        "with bubblewrap, for root with a device filter; refused where that cannot be had.  See docs/isolation.md",
-    )
+    group.add_argument("--isolate", action="store_true", help=isolate)
     group.add_argument("--exec", action="store_true", help="become the command instead of watching over it: no summary")
     group.add_argument("--quiet", action="store_true", help="say only what goes wrong")
     add_limit_options(parser)
@@ -94,27 +98,20 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
         "with 0, the exit code is 124.  Only its own processes count, and no others are ever touched; if others\n"
         "compute on its GPUs, you are told.",
     )
-    group.add_argument("--time-limit", metavar="DURATION", help="it has run for so long, as in 4h; exit 124")
-    group.add_argument(
-        "--memory-limit",
-        metavar="SIZE",
-        help="its processes together use more of one GPU in three samples in a row (5 s), as in 30GiB, 80%% or share",
+    memory = "its processes together use more of one GPU in three samples in a row (5 s), as in 30GiB, 80%% or share"
+    checkpoint = (
+        "to the command first, as in USR1, so that it can save its state: a --grace before the time limit, and at "
+        "any other limit at once; SIGTERM follows a --grace later"
     )
-    group.add_argument(
-        "--temperature-limit", metavar="CELSIUS", help="a GPU that it uses was hotter for 30 s, as in 85C"
+    add_table(
+        group,
+        ("--time-limit", "DURATION", "it has run for so long, as in 4h; exit 124"),
+        ("--memory-limit", "SIZE", memory),
+        ("--temperature-limit", "CELSIUS", "a GPU that it uses was hotter for 30 s, as in 85C"),
+        ("--idle-limit", "DURATION", "all its GPUs rested (utilization at most 5%%) for so long, as in 1h"),
+        ("--checkpoint-signal", "SIGNAL", checkpoint),
     )
-    group.add_argument(
-        "--idle-limit", metavar="DURATION", help="all its GPUs rested (utilization at most 5%%) for so long, as in 1h"
-    )
-    group.add_argument(
-        "--checkpoint-signal",
-        metavar="SIGNAL",
-        help="to the command first, as in USR1, so that it can save its state: a --grace before the time limit, and at "
-        "any other limit at once; SIGTERM follows a --grace later",
-    )
-    group.add_argument(
-        "--grace", metavar="DURATION", default="60s", help="between these signals (default: %(default)s)"
-    )
+    add_table(group, ("--grace", "DURATION", "between these signals (default: %(default)s)"), default="60s")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -137,7 +134,7 @@ def main(args: argparse.Namespace) -> int:
         from gpuguard.jobs import isolation as isolations  # for --isolate alone
 
         isolations.check(backend)
-    details = JobDetails(args.note, command, time_limit, expectation_of(command), priority_of(args))
+    details = JobDetails(args.note, command, time_limit, partial(expected_seconds, command), priority_of(args))
     claim = wait_for_claim(args, backend, directory, requests, details, wait)
     if claim.warning:
         print_notice(claim.warning)
@@ -247,7 +244,7 @@ def _preload_for_job(claim: Claim, command: Sequence[str] | None) -> None:
 
 def write_expected_end(claim: Claim, command: Sequence[str]) -> None:
     """Write into the record of the claim when the job should end, for the requests that wait for it."""
-    seconds = expectation_of(command)()
+    seconds = expected_seconds(command)
     if seconds is not None and claim.since is not None:
         claim.expect_end(claim.since + seconds)
 
@@ -296,22 +293,11 @@ def add_queue_options(parser: argparse.ArgumentParser) -> None:
     """--wait, --no-wait, --or, --after, --priority."""
     group = parser.add_argument_group("waiting for them")
     waiting = group.add_mutually_exclusive_group()
-    waiting.add_argument(
-        "--wait",
-        metavar="DURATION",
-        nargs="?",
-        const=_FOR_EVER,
-        help="wait in line at most so long, as in 30m (default: without end)",
-    )
+    longest = "wait in line at most so long, as in 30m (default: without end)"
+    waiting.add_argument("--wait", metavar="DURATION", nargs="?", const=_FOR_EVER, help=longest)
     waiting.add_argument("--no-wait", action="store_true", help="exit 75 when there are not enough GPUs now")
-    group.add_argument(
-        "--or",
-        dest="alternatives",
-        metavar="OPTIONS",
-        action="append",
-        default=[],
-        help="what will do as well, instead of all options above, as in --or '-n 1 --min-free 40GiB' (repeatable)",
-    )
+    other = "what will do as well, instead of all options above, as in --or '-n 1 --min-free 40GiB' (repeatable)"
+    add_repeatable(group, ("--or", "OPTIONS", other), dest="alternatives")
     group.add_argument("--after", metavar="CLAIM|PID", help="not before that claim or process has ended")
     group.add_argument(
         "--priority", choices=PRIORITY_NAMES, default="normal", help="class in line; a site bounds it (default: normal)"
@@ -363,11 +349,6 @@ def priority_of(args: argparse.Namespace) -> int:
     if highest < wanted:
         print_notice(f"--priority {args.priority} is not yours at this site: {PRIORITY_NAMES[highest + 1]} it is.")
     return min(wanted, highest)
-
-
-def expectation_of(command: Sequence[str]) -> Callable[[], float | None]:
-    """A function that estimates how many seconds the job will take, by what this user's jobs took before."""
-    return lambda: expected_seconds(command)
 
 
 class WaitProgress:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
 from dataclasses import replace
 
 from gpuguard.backends import Backend
@@ -34,7 +35,7 @@ from gpuguard.lock import Allocator
 from gpuguard.model import MODEL, Device
 from gpuguard.request import Request
 from gpuguard.select import not_enough
-from gpuguard.views.text import json_text, picked, put
+from gpuguard.views.text import picked, put_json
 
 _NVISEL = {
     "--min-free": ("-f", "--min-free-memory"),
@@ -81,17 +82,13 @@ def main(args: argparse.Namespace) -> int:
         from gpuguard.cli import fleet  # ssh, for those who ask for other hosts
 
         return fleet.select(args)
-    backend = backend_of(args)
-    try:
+    with closing(backend_of(args)) as backend:
         devices = _chosen(backend, request, directory_of(args))
         if args.json:
             # The choice does not need the names, so they were not read.
             devices = backend.sample({MODEL}, [device.uuid for device in devices]).devices
-    finally:
-        backend.close()
     if args.json:
-        chosen = [picked(device, "index", "uuid", "name") for device in devices]
-        put([json_text({"schema": 1, "devices": chosen})], sys.stdout)
+        put_json({"schema": 1, "devices": [picked(device, "index", "uuid", "name") for device in devices]})
     else:
         names = names_of(devices, by_uuid=args.format == "uuid")
         sys.stdout.write(args.sep.join(names) + ("\0" if args.sep == "\0" else "\n"))

@@ -25,7 +25,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpuguard.cli.options import add_choice_options, request_of
+from gpuguard.cli.options import add_choice_options, add_repeatable, request_of
 from gpuguard.cli.run import add_limit_options, command_of, durations_of, limits_of
 from gpuguard.cli.terminal import print_notice
 from gpuguard.clusters.ray import HOW_TO_INSTALL
@@ -61,14 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--via", choices=ENGINES, required=True, help="who runs it")
     group.add_argument("--attach", action="store_true", help="stay until it has ended: its output, its exit code")
     group.add_argument("--print", action="store_true", help="show what would be submitted, and submit nothing")
-    group.add_argument(
-        "--with",
-        metavar="WORDS",
-        dest="engine_words",
-        action="append",
-        default=[],
-        help="more words for the engine, as in '--partition=a100 --qos=night' (repeatable)",
-    )
+    more = "more words for the engine, as in '--partition=a100 --qos=night' (repeatable)"
+    add_repeatable(group, ("--with", "WORDS", more), dest="engine_words")
     waiting = group.add_mutually_exclusive_group()
     waiting.add_argument(
         "--wait", metavar="DURATION", help="with --attach: wait for a start at most so long, as in 30m"
@@ -156,7 +150,7 @@ def submit_to_ray(args: argparse.Namespace) -> int:
     more = engine_words(args.engine_words)
     job = job_of(args, more)
     if args.print:
-        put([shlex.join(["ray", *ray_words(job, more)])], sys.stdout)
+        put([shlex.join(["ray", *ray_words(job, more)])])
         return 0
 
     # That of PATH, as in the user's shell; in a virtual environment that is not activated, the one beside gpuguard.
@@ -192,9 +186,9 @@ def submit_to_ray(args: argparse.Namespace) -> int:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         raise GpuguardError(f"Ray refuses: {lines[-1] if lines else f'exit code {done.returncode}'}\n{_RAY_ADVICE}")
     if args.json:
-        put([json.dumps({"schema": 1, "via": "ray", "job": name})], sys.stdout)
+        put([json.dumps({"schema": 1, "via": "ray", "job": name})])
     else:
-        put([f"Ray job {name} is queued: `ray job logs {name}` shows its output, {end}."], sys.stdout)
+        put([f"Ray job {name} is queued: `ray job logs {name}` shows its output, {end}."])
     return 0
 
 
@@ -308,7 +302,7 @@ def submit_to_slurm(args: argparse.Namespace) -> int:
     """
     words = command_line(args)
     if args.print:
-        put([shlex.join(words)], sys.stdout)
+        put([shlex.join(words)])
         return 0
     if shutil.which(words[0]) is None:
         raise GpuguardError(
@@ -337,9 +331,9 @@ def submit_to_slurm(args: argparse.Namespace) -> int:
         raise GpuguardError("sbatch does not say a number, so the job may be queued or not: `squeue --me` shows it.")
     job = found[1]
     if args.json:
-        put([json.dumps({"schema": 1, "via": "slurm", "job": job})], sys.stdout)
+        put([json.dumps({"schema": 1, "via": "slurm", "job": job})])
         return 0
-    put([f"Slurm job {job} is queued: `gpuguard queue` shows it, `scancel {job}` ends it."], sys.stdout)
+    put([f"Slurm job {job} is queued: `gpuguard queue` shows it, `scancel {job}` ends it."])
     if said := done.stderr.strip():
         put(map(neutralise, said.splitlines()), sys.stderr)
     return 0

@@ -9,11 +9,11 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from gpuguard.sanitize import neutralise
-from gpuguard.views.text import shorten
+from gpuguard.views.text import put, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from typing import NoReturn, TextIO
+    from typing import NoReturn
 
 
 def print_notice(text: str, *, again: bool = False) -> None:
@@ -28,11 +28,7 @@ def print_notice(text: str, *, again: bool = False) -> None:
 def rewrite(line: str) -> None:
     """Write *line* over the last one of the terminal; an empty one clears it."""
     # With room for the ^C of a user who has waited long enough: on a second row it would keep the line there.
-    try:
-        columns = os.get_terminal_size(2).columns or 80
-    except OSError:  # it was closed just now
-        columns = 80
-    write("\r\x1b[K" + shorten(line, columns - 1 - len("^C")))
+    write("\r\x1b[K" + shorten(line, (width(2) or 80) - 1 - len("^C")))
 
 
 def write(text: str) -> None:
@@ -59,32 +55,33 @@ def is_terminal() -> bool:
     return os.isatty(2)
 
 
-_HOME, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
-
-
 @contextmanager
-def screen(*, alternate: bool = True, cursor: bool = False) -> Iterator[None]:
+def screen(*, alternate: bool = True) -> Iterator[None]:
     """What is drawn again and again until Ctrl-C or SIGTERM: on the *alternate* screen, so that the shell's lines come
-    back afterwards, and without a *cursor*.
+    back afterwards, and without a cursor.
     """
     former = signal.signal(signal.SIGTERM, end_on_signal)
-    hide, show = ("", "") if cursor else ("\x1b[?25l", "\x1b[?25h")
     try:
         if alternate:
-            sys.stdout.write(f"\x1b[?1049h{hide}")
+            sys.stdout.write("\x1b[?1049h\x1b[?25l")
         yield
     except KeyboardInterrupt:
         pass
     finally:
         signal.signal(signal.SIGTERM, former)
         if alternate:
-            sys.stdout.write(f"{show}\x1b[?1049l")
+            sys.stdout.write("\x1b[?25h\x1b[?1049l")
             sys.stdout.flush()
 
 
-def drawn(lines: Sequence[str]) -> str:
-    """*lines* so that each overwrites what stood there."""
-    return _HOME + "\n".join(line + _CLEAR_LINE for line in lines) + _CLEAR_REST
+def end_on_signal(*_: object) -> NoReturn:
+    """End as SIGTERM asks for, through the clauses that give the shell's screen back."""
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def draw(lines: Sequence[str]) -> None:
+    """Write *lines* on the screen so that each overwrites what stood there."""
+    put(["\x1b[H" + "\n".join(line + "\x1b[K" for line in lines) + "\x1b[J"])
 
 
 def fitting(lines: list[str], else_use: str) -> list[str]:
@@ -97,20 +94,20 @@ def fitting(lines: list[str], else_use: str) -> list[str]:
     return [*lines[: room - 1], shorten(more, columns or 80)]
 
 
-def can_redraw(stream: TextIO) -> bool:
-    """Whether *stream* is a terminal on which something can be drawn at a place: that of an editor is not."""
-    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+def can_redraw() -> bool:
+    """Whether stdout is a terminal on which something can be drawn at a place: that of an editor is not."""
+    return sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-def size() -> tuple[int | None, int | None]:
+def size(descriptor: int = 1) -> tuple[int | None, int | None]:
     """Columns and rows of the terminal; None and None for a pipe or a file."""
     try:
-        terminal = os.get_terminal_size(sys.stdout.fileno())
-    except (OSError, ValueError):
+        terminal = os.get_terminal_size(descriptor)
+    except OSError:
         return None, None
     return terminal.columns or 80, terminal.lines or 24
 
 
-def end_on_signal(*_: object) -> NoReturn:
-    """End as SIGTERM asks for, through the clauses that give the shell's screen back."""
-    raise SystemExit(128 + 15)
+def width(descriptor: int = 1) -> int | None:
+    """Columns of the terminal; None for a pipe or a file."""
+    return size(descriptor)[0]

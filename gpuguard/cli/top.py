@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
     if every is None or every < 0.1:
         raise InvalidRequest("--every needs at least 100ms between two samples.")
     feed = SceneFeed(args.backend, lambda: backend_of(args), lambda: directory_of(args), lambda: choose_log(args))
-    feed.fresh, feed.tree = args.fresh, args.tree
+    feed.source.fresh, feed.tree = args.fresh, args.tree
     try:
         scene = feed.sample()  # a fault of the first sample ends the command; later ones are shown and may pass
         view = _view(args, scene.snapshot)
@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
             time.sleep(_APART)
             second, history = feed.sample(), History()
             history.add(second)
-            put(_lines(second, history, replace(view, past=False), *terminal.size()), sys.stdout)
+            put(_lines(second, history, replace(view, past=False), *terminal.size()))
         elif args.plain or not _can_draw():
             _plain(feed, view, scene, every)
         else:
@@ -103,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
     finally:
         # A thread that hangs in the driver is not waited for: its worker ends with us.
         if all(thread.name != SAMPLING_THREAD for thread in threading.enumerate()):
-            feed.close()
+            feed.source.close()
     return 0
 
 
@@ -155,7 +155,7 @@ def _plain(feed: SceneFeed, view: ScreenView, scene: Scene, every: float) -> Non
             room = max(3, (rows or 24) - 2)
             body = _lines(scene, history, view, columns, room)
             hint = trouble or f"Ctrl-C leaves.  For keys, mouse and signals: {HINT}"
-            put([terminal.drawn([*body[:room], *[""] * (room - len(body)), hint[:columns]])], sys.stdout)
+            terminal.draw([*body[:room], *[""] * (room - len(body)), hint[:columns]])
             time.sleep(every)
             try:
                 scene, trouble = feed.sample(), ""
@@ -168,4 +168,4 @@ def _lines(scene: Scene, history: History, view: ScreenView, columns: int | None
     if columns is None and view.mode == "auto":
         view = replace(view, mode="compact")
     lines: list[ScreenLine] = [title(scene, view, min(width, 200)), *page(scene, history, view, width, rows or 60)]
-    return painted(lines, style(sys.stdout, os.environ))
+    return painted(lines, style())

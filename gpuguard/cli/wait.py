@@ -14,6 +14,7 @@ import argparse
 import os
 import re
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.claim import JobDetails
@@ -21,7 +22,7 @@ from gpuguard.cli.options import add_choice_options, add_source_options, backend
 from gpuguard.cli.run import add_queue_options, alternatives_of, priority_of, wait_for_claim, wait_of
 from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import InvalidRequest
-from gpuguard.views.text import json_text, picked, put
+from gpuguard.views.text import picked, put, put_json
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from gpuguard.notify.targets import Target
 
 _TERMINAL = "terminal"
-_WORDS = ("gpuguard", "wait")  # what others see of it
 _SMTP = re.compile(r"smtp://([A-Za-z0-9.-]+)(?::([0-9]{1,5}))?/([^/]+@[^/]+)")
 _LOOPBACK = ("localhost", "127.0.0.1")
 
@@ -55,21 +55,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     requests, wait = [request_of(args), *alternatives_of(args)], wait_of(args)
     target = _target(args.notify)
-    directory, backend = directory_of(args, make=True), backend_of(args)
-    try:
-        job = JobDetails(command=_WORDS, priority=priority_of(args))
+    directory = directory_of(args, make=True)
+    with closing(backend_of(args)) as backend:
+        job = JobDetails(command=("gpuguard", "wait"), priority=priority_of(args))  # what others see of it
         # For a moment it is claimed: so the answer is what `run` would have got, and not a guess.
         claim = wait_for_claim(args, backend, directory, requests, job, wait)
         devices = claim.devices
         claim.release()
-    finally:
-        backend.close()
     names = ",".join(device.uuid if device.parent_uuid else str(device.index) for device in devices)
     if args.json:
-        content = {"schema": 1, "devices": [picked(device, "index", "uuid") for device in devices]}
-        put([json_text(content)], sys.stdout)
+        put_json({"schema": 1, "devices": [picked(device, "index", "uuid") for device in devices]})
     else:
-        put([names], sys.stdout)
+        put([names])
     if target is not None:
         _notify(target, names)
     return 0

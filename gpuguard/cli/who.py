@@ -12,10 +12,9 @@ While `gpuguard daemon` runs, its last look is shown, a few seconds old; --fresh
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli import terminal
 from gpuguard.cli.options import (
     add_fleet_options,
+    add_repeatable,
     add_source_options,
     check_users,
     directory_of,
@@ -46,18 +46,13 @@ if TYPE_CHECKING:
     from gpuguard.queue.priority import Ticket
     from gpuguard.queue.reservations import ReservationCalendar
 
-_FEWER = "use --device or --user"
-
 
 def add_filter_options(parser: argparse.ArgumentParser) -> None:
     """--user and --device: what is shown of the machine."""
-    parser.add_argument("--user", metavar="NAME", action="append", default=[], help="only this user's (repeatable)")
-    parser.add_argument(
-        "--device",
-        metavar="D",
-        action="append",
-        default=[],
-        help="only these: an index, a uuid or its beginning, 0,GPU-ab",
+    add_repeatable(
+        parser,
+        ("--user", "NAME", "only this user's (repeatable)"),
+        ("--device", "D", "only these: an index, a uuid or its beginning, 0,GPU-ab"),
     )
 
 
@@ -84,14 +79,11 @@ def main(args: argparse.Namespace) -> int:
     every = None if args.watch is None else quantity("--watch", args.watch, parse_duration)
     if every is not None and every < 0.1:
         raise InvalidRequest("--watch needs at least 100ms between two looks.")
-    source = snapshot_source(args, WHO_FIELDS if args.json else TEXT_FIELDS)
-    try:
+    with closing(snapshot_source(args, WHO_FIELDS if args.json else TEXT_FIELDS)) as source:
         if every is None:
-            put(_lines(args, source), sys.stdout)
+            put(_lines(args, source))
         else:
             _watch(args, source, every)
-    finally:
-        source.close()
     return 0
 
 
@@ -105,8 +97,8 @@ def _lines(args: argparse.Namespace, source: SnapshotSource) -> list[str]:
         return [json_text(content, indent=2 if args.watch is None else None)]
     if not (shown or waiting or snapshot.recorded):
         check_users(args.user)
-    width, paint = terminal.size()[0], style(sys.stdout, os.environ)
-    return who.to_text(snapshot, shown, waiting, reserved=reserved, width=width, paint=paint, age=age)
+    width = terminal.width()
+    return who.to_text(snapshot, shown, waiting, reserved=reserved, width=width, paint=style(), age=age)
 
 
 # The queue and reservations bring the reader of the site's rules along: they are loaded only where there are any.
@@ -166,11 +158,14 @@ def chosen_devices(snapshot: Snapshot, words: Sequence[str]) -> frozenset[str]:
 
 def _watch(args: argparse.Namespace, source: SnapshotSource, every: float) -> None:
     """Show it every *every* seconds until Ctrl-C, on a terminal always at the same place."""
-    on_screen = terminal.can_redraw(sys.stdout) and not args.json
+    on_screen = terminal.can_redraw() and not args.json
     lines = _lines(args, source)  # a fault of the first sample ends the command; later ones are shown and may pass
-    with terminal.screen(alternate=on_screen, cursor=True):
+    with terminal.screen(alternate=on_screen):
         while True:
-            put([terminal.drawn(terminal.fitting(lines, _FEWER))] if on_screen else lines, sys.stdout)
+            if on_screen:
+                terminal.draw(terminal.fitting(lines, "use --device or --user"))
+            else:
+                put(lines)
             time.sleep(every)
             try:
                 lines = _lines(args, source)

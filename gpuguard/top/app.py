@@ -40,22 +40,9 @@ from gpuguard.top.scene import MODES, SORTS, History, Identity, Scene, ScreenLin
 from gpuguard.users import user_name
 from gpuguard.views.charts import fitted
 
-DARK = {
-    "red": "#ff6b6b",
-    "green": "#5fd787",
-    "yellow": "#ffd75f",
-    "cyan": "#5fd7ff",
-    "dim": "#8a8a8a",
-    "faint": "#5a5a5a",
-}
-LIGHT = {
-    "red": "#c00000",
-    "green": "#007a30",
-    "yellow": "#8a5a00",
-    "cyan": "#00608a",
-    "dim": "#6a6a6a",
-    "faint": "#a0a0a0",
-}
+_COLOURS = ("red", "green", "yellow", "cyan", "dim", "faint")
+DARK = dict(zip(_COLOURS, ("#ff6b6b", "#5fd787", "#ffd75f", "#5fd7ff", "#8a8a8a", "#5a5a5a"), strict=True))
+LIGHT = dict(zip(_COLOURS, ("#c00000", "#007a30", "#8a5a00", "#00608a", "#6a6a6a", "#a0a0a0"), strict=True))
 
 
 class Board(ScrollView, can_focus=False):
@@ -147,7 +134,6 @@ class TextScreen(ModalScreen[None]):
         self._heading, self._text, self._reveal = heading, text, reveal
 
     def compose(self) -> ComposeResult:
-        """The frame."""
         with Vertical(id="box"):
             yield Static(Text(self._heading, style="bold"), id="heading")
             with VerticalScroll():
@@ -156,17 +142,14 @@ class TextScreen(ModalScreen[None]):
             yield Static(Text(f"Esc closes{more}", style="dim"), id="foot")
 
     def on_mount(self) -> None:
-        """Fill it."""
         self.call_after_refresh(self.fill)
         self.set_interval(1.0, self.fill)
 
     def fill(self) -> None:
-        """The text of now."""
         body = self.query_one("#body", Static)
         body.update(Text(self._text(max(20, self.query_one(VerticalScroll).size.width - 2))))
 
     def key_v(self) -> None:
-        """Show what is hidden."""
         if self._reveal:
             self._text, self._reveal = self._reveal, None
             self.fill()
@@ -182,11 +165,9 @@ class FilterScreen(ModalScreen[str | None]):
         self._text = text
 
     def compose(self) -> ComposeResult:
-        """A line at the bottom."""
         yield Input(self._text, placeholder="words, user:NAME, gpu:0,1 (empty: all; Esc: as before)", id="filter")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Enter."""
         self.dismiss(event.value)
 
 
@@ -202,19 +183,16 @@ class SignalScreen(ModalScreen[str | None]):
         self._chosen: str | None = None
 
     def compose(self) -> ComposeResult:
-        """The question."""
         with Vertical(id="box", classes="small"):
             yield Static(Text("Signal this process?", style="bold"))
             yield Static(Text("\n".join(self._process)), id="process")
             yield Static(id="question")
 
     def on_mount(self) -> None:
-        """Ask which."""
         rows = [f"  {key}  {BY_HAND[action]}" for key, action in self.KEYS.items()]
         self.query_one("#question", Static).update(Text("\n".join(["", *rows, "", "  Esc  nothing"])))
 
     def on_key(self, event: object) -> None:
-        """Choose; then only y says yes."""
         key = getattr(event, "key", "")
         if self._chosen is None:
             self._chosen = self.KEYS.get(key)
@@ -289,9 +267,9 @@ class Top(App[None]):
         Binding("x,ctrl+k", "signal", "signal"),
     ]
 
-    def __init__(self, source: SceneFeed, view: ScreenView, scene: Scene, every: float, *, light: bool = False) -> None:
+    def __init__(self, feed: SceneFeed, view: ScreenView, scene: Scene, every: float, *, light: bool = False) -> None:
         super().__init__()
-        self._source, self._every = source, every
+        self._feed, self._every = feed, every
         self.view, self.scene = view, scene
         self.history = History()
         self.history.add(scene)
@@ -304,23 +282,20 @@ class Top(App[None]):
         self._ends = threading.Event()
 
     def compose(self) -> ComposeResult:
-        """Title, alarm, page, keys."""
         yield Static(id="title", markup=False)
         yield Static(id="alert", markup=False)
         yield Board()
         yield Static(_FOOT, id="foot", markup=False)
 
     def on_mount(self) -> None:
-        """Begin to sample."""
         self._set_theme()
-        self._source.tree = self.view.tree
+        self._feed.tree = self.view.tree
         # A daemon: the end does not wait for a driver that hangs.
         threading.Thread(target=self._sample_again, name=SAMPLING_THREAD, daemon=True).start()
         self.set_interval(1.0, self._tick)
         self.call_after_refresh(self.draw)
 
     def on_unmount(self) -> None:
-        """Sample no more."""
         self._ends.set()
         self._jobs.put(None)
 
@@ -329,7 +304,7 @@ class Top(App[None]):
         while not self._ends.is_set():
             due = time.monotonic() + self._every
             try:
-                self.post_message(Sampled(self._source.sample()))
+                self.post_message(Sampled(self._feed.sample()))
             except GpuguardError as error:
                 self.post_message(Notice(" ".join(str(error).split()), is_problem=True))
             while (left := due - time.monotonic()) > 0 and not self._ends.is_set():
@@ -342,7 +317,6 @@ class Top(App[None]):
                 job()
 
     def on_sampled(self, message: Sampled) -> None:
-        """Show it."""
         self._sampled_at, self._problem = time.monotonic(), ""
         self.history.add(message.scene)
         if not self._held:
@@ -350,7 +324,6 @@ class Top(App[None]):
             self.draw()
 
     def on_notice(self, message: Notice) -> None:
-        """Show it, too."""
         if message.is_problem:
             self._problem = message.text
         else:
@@ -358,7 +331,6 @@ class Top(App[None]):
         self._tick()
 
     def on_resize(self, event: events.Resize) -> None:
-        """Lay it out anew."""
         self.call_after_refresh(self.draw)
 
     @property
@@ -372,7 +344,6 @@ class Top(App[None]):
         return bool(self.screen_stack) and len(self.screen_stack[0].query("#title, #alert, Board, #foot")) == 4
 
     def draw(self) -> None:
-        """Lay out the page."""
         if not self._is_up:
             return
         board = self.screen_stack[0].query_one(Board)
@@ -414,72 +385,58 @@ class Top(App[None]):
     # Keys.  A notice lasts until the next one.
 
     def on_key(self) -> None:
-        """Forget the notice."""
         self.notice = ""
 
     def action_help(self) -> None:
-        """The keys."""
         self.push_screen(TextScreen("gpuguard top", lambda width: HELP))
 
     def action_filter(self) -> None:
-        """Ask for words."""
         self.push_screen(
             FilterScreen(self.view.text), lambda text: self._change(text=self.view.text if text is None else text)
         )
 
     def action_move(self, by: int) -> None:
-        """The cursor."""
         shown = [line.process for line in self.query_one(Board).lines if line.process]
         self.view = moved(shown, self.view, by)
         self._redraw_at_cursor()
 
     def action_first(self) -> None:
-        """The top of the page, and no cursor."""
         self.view = replace(self.view, selected=None)
         self.draw()
         self.query_one(Board).scroll_home(animate=False)
 
     def action_sideways(self, by: int) -> None:
-        """Long command lines."""
         self._sideways = min(2000, max(0, self._sideways + by))
         self.draw()
 
     def action_sort(self, by: int) -> None:
-        """By the next column."""
         self._change(sort=SORTS[(SORTS.index(self.view.sort) + by) % len(SORTS)])
 
     def action_flip(self, name: str) -> None:
-        """On or off."""
         self._change(**{name: not getattr(self.view, name)})
 
     def action_mine(self) -> None:
-        """Only what is mine, or all."""
         self._change(users=frozenset() if self.view.users else frozenset({user_name(os.getuid())}))
 
     def action_mode(self) -> None:
-        """Lines per device."""
         self._change(mode=MODES[(MODES.index(self.view.mode) + 1) % len(MODES)])
 
     def action_light(self) -> None:
-        """Light or dark."""
         self._light = not self._light
         self._set_theme()
         self.draw()
 
     def action_fresh(self) -> None:
-        """The driver or the daemon."""
-        self._source.fresh = not self._source.fresh
+        self._feed.source.fresh = fresh = not self._feed.source.fresh
         daemon = "what the daemon saw is shown, while it is fresh"
-        self.notice = "the driver itself is asked" if self._source.fresh else daemon
+        self.notice = "the driver itself is asked" if fresh else daemon
         self._tick()
 
     def action_hold(self) -> None:
-        """Hold the screen."""
         self._held = not self._held
         self._tick()
 
     def action_over_time(self) -> None:
-        """The chosen process."""
         if row := self._chosen():
             heading, ascii_only = processes.heading(row), self.view.ascii_only
             self.push_screen(
@@ -487,13 +444,11 @@ class Top(App[None]):
             )
 
     def action_environment(self) -> None:
-        """The variables of the chosen process."""
         if row := self._chosen():
             shown, hidden = processes.environment(row), processes.environment(row, hide=False)
             self.push_screen(TextScreen(processes.heading(row), lambda width: shown, lambda width: hidden))
 
     def action_signal(self) -> None:
-        """Ask, and send."""
         row = self._chosen()
         if row is None or row.identity is None:
             return
@@ -509,10 +464,9 @@ class Top(App[None]):
 
         self.push_screen(SignalScreen(processes.description(row)), answered)
 
-    def _send(self, action: str, process: Identity, devices: tuple[str, ...]) -> None:
-        """In the thread."""
+    def _send(self, action: str, process: Identity, devices: tuple[str, ...]) -> None:  # in the thread
         try:
-            outcome = self._source.send(action, process, devices)
+            outcome = self._feed.send(action, process, devices)
         except GpuguardError as error:
             self.post_message(Notice(f"nothing was done: {' '.join(str(error).split())}"))
             return
@@ -532,7 +486,7 @@ class Top(App[None]):
 
     def _change(self, **changes: object) -> None:
         self.view = replace(self.view, **changes)  # type: ignore[arg-type]
-        self._source.tree = self.view.tree
+        self._feed.tree = self.view.tree
         self.draw()
 
     def _redraw_at_cursor(self) -> None:

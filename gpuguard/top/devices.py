@@ -12,7 +12,7 @@ from gpuguard.device_state import FREE, DeviceUse, model_name
 from gpuguard.model import Device
 from gpuguard.sanitize import neutralise
 from gpuguard.top.scene import SLOWDOWN_MARGIN, History, Scene, ScreenLine, ScreenView, Thresholds
-from gpuguard.units import format_duration
+from gpuguard.units import format_duration, format_rounded
 from gpuguard.views.charts import Part, alarm, bar, fitted, sparkline
 from gpuguard.views.text import shorten
 from gpuguard.views.who import LABELS
@@ -94,12 +94,10 @@ def _compact(scene: Scene, history: History, view: ScreenView, use: DeviceUse, w
     wide, roomy = width >= _WIDE, width >= 100
     parts: list[Part] = [(f"{device.label:>4} ", "bold")]
     if roomy:
-        name = shorten(neutralise(model_name(device)), 22)
-        parts += fitted([(name, "")], 23)
+        parts += fitted([(shorten(neutralise(model_name(device)), 22), "")], 23)
     for meter, size, room in ((memory, 20 if wide else 8, 13 if roomy else 9), (busy, 12 if wide else 6, 5)):
-        words = meter.words if roomy else meter.short
-        parts += [*bar(meter.share, size, meter.colour, ascii_only=view.ascii_only)]
-        parts += [(f" {words:<{room}}", meter.colour)]
+        parts += bar(meter.share, size, meter.colour, ascii_only=view.ascii_only)
+        parts.append((f" {meter.words if roomy else meter.short:<{room}}", meter.colour))
     if wide and view.past:
         past = history.devices.get(device.uuid, {}).get("utilization", ())
         line = sparkline(past, max(10, min(40, (width - 110) // 2)), 1.0, ascii_only=view.ascii_only)
@@ -110,31 +108,27 @@ def _compact(scene: Scene, history: History, view: ScreenView, use: DeviceUse, w
 
 
 def _meters(device: Device, limits: Thresholds) -> tuple[BarMeter, BarMeter, BarMeter, BarMeter]:
-    return _memory(device, limits), _busy(device), _heat(device, limits), _power(device, limits)
-
-
-def _memory(device: Device, limits: Thresholds) -> BarMeter:
+    """Of memory, utilization, temperature and power."""
     used, total = device.memory_used, device.memory_total
     share = used / total if used is not None and total else None
     bad = limits.memory_share
     if limits.memory is not None and total:
         bad = min(limits.memory / total, bad or 1.0)
     colour = alarm(share, None if bad is None else bad * 0.9, bad, "cyan")
-    return BarMeter("MEM", share, _of(used, total, "GiB"), _of(used, total, "G"), colour, "memory", 1.0)
+    memory = BarMeter("MEM", share, _of(used, total, "GiB"), _of(used, total, "G"), colour, "memory", 1.0)
+
+    busy, words = device.utilization, format_rounded(device.utilization, "%")
+    share, colour = (None, "dim") if busy is None else (busy / 100, "green")
+    utilization = BarMeter("UTL", share, words, words, colour, "utilization", 1.0)
+    return memory, utilization, _temperature(device, limits), _power(device, limits)
 
 
-def _busy(device: Device) -> BarMeter:
-    share = None if device.utilization is None else device.utilization / 100
-    words = "n/a" if share is None else f"{device.utilization:.0f}%"
-    return BarMeter("UTL", share, words, words, "green" if share is not None else "dim", "utilization", 1.0)
-
-
-def _heat(device: Device, limits: Thresholds) -> BarMeter:
+def _temperature(device: Device, limits: Thresholds) -> BarMeter:
     value, slowdown = device.temperature, device.temperature_slowdown
     bad = limits.temperature if limits.temperature is not None else slowdown
     colour = alarm(value, None if bad is None else bad - SLOWDOWN_MARGIN, bad)
     top = slowdown or 100.0
-    short = "n/a" if value is None else f"{value:.0f}C"
+    short = format_rounded(value, "C")
     words = short if value is None or slowdown is None else f"{value:.0f}/{slowdown:.0f}C"
     return BarMeter("TMP", None if value is None else value / top, words, short, colour, "temperature", top)
 
@@ -147,10 +141,9 @@ def _power(device: Device, limits: Thresholds) -> BarMeter:
     # A busy device runs at its limit: that is no alarm, only beyond it something is wrong.
     over = None if limit is None else limit * 1.05
     colour = alarm(draw, bad if bad is not None else limit, bad if bad is not None else over)
-    words = "n/a" if draw is None else f"{draw:.0f}W" if limit is None else f"{draw:.0f}/{limit:.0f}W"
-    return BarMeter(
-        "PWR", draw / limit if draw is not None and limit else None, words, words, colour, "power", limit or 1
-    )
+    words = format_rounded(draw, "W") if draw is None or limit is None else f"{draw:.0f}/{limit:.0f}W"
+    share = draw / limit if draw is not None and limit else None
+    return BarMeter("PWR", share, words, words, colour, "power", limit or 1)
 
 
 def _state(scene: Scene, use: DeviceUse) -> list[Part]:
@@ -163,9 +156,7 @@ def _state(scene: Scene, use: DeviceUse) -> list[Part]:
         record = held.record
         since = "" if record.since is None else f" {format_duration(max(0.0, scene.snapshot.taken_at - record.since))}"
         note = f' "{neutralise(record.note)}"' if record.note else ""
-        remarks = "".join(
-            f", {word}" for word, true in (("orphaned", held.orphaned), ("stopped", held.stopped)) if true
-        )
+        remarks = f"{', orphaned' if held.orphaned else ''}{', stopped' if held.stopped else ''}"
         parts.append((f"{', ' if number else ': '}{neutralise(held.user or 'unknown')}{since}{note}{remarks}", ""))
     return parts
 

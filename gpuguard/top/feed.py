@@ -82,11 +82,10 @@ def merged(before: Snapshot | None, now: Snapshot, read: frozenset[str]) -> Snap
     former = {device.uuid: device for device in before.devices}
     kept = {name for group, names in FIELDS.items() if group not in read for name in names}
     devices = tuple(_completed(device, former.get(device.uuid), kept) for device in now.devices)
-    alive = {device.uuid for device in devices if not _fails(device)}
-    gaps = tuple(gap for gap in before.gaps if gap.field in kept and (gap.device is None or gap.device in alive))
-    versions = {
-        name: getattr(now, name) or getattr(before, name) for name in ("driver_version", "nvml_version", "cuda_version")
-    }
+    alive = {None, *(device.uuid for device in devices if not _fails(device))}
+    gaps = tuple(gap for gap in before.gaps if gap.field in kept and gap.device in alive)
+    names = ("driver_version", "nvml_version", "cuda_version")
+    versions = {name: getattr(now, name) or getattr(before, name) for name in names}
     return replace(now, devices=devices, gaps=(*gaps, *now.gaps), **versions)
 
 
@@ -137,8 +136,8 @@ class SceneFeed:
         find_directory: Callable[[], LockDirectory],
         choose_log: Callable[[], object],
     ) -> None:
-        self.tree = False
-        self._source = SnapshotSource(backend, open_backend, find_directory, read=self._read_driver)
+        self.tree = False  # whether a scene has the processes above those that compute
+        self.source = SnapshotSource(backend, open_backend, find_directory, read=self._read_driver)
         self._find_directory, self._choose_log = find_directory, choose_log
         self._before: Snapshot | None = None  # of the driver
         self._samples = 0
@@ -148,43 +147,24 @@ class SceneFeed:
         self._ancestors: dict[Identity, Ancestor] = {}
         self._thresholds, self._protected = site_rules(POLICY_FILE)
 
-    @property
-    def fresh(self) -> bool:
-        """Whether the driver is asked although a daemon publishes its snapshots."""
-        return self._source.fresh
-
-    @fresh.setter
-    def fresh(self, fresh: bool) -> None:
-        self._source.fresh = fresh
-
     def sample(self) -> Scene:
         """The machine now.  Raises GpuguardError when neither the daemon nor the driver tells."""
-        snapshot, age = self._source.joined()
+        snapshot, age = self.source.joined()
         if snapshot.recorded:
             return Scene(snapshot, uses(snapshot), thresholds=self._thresholds)
         stats = process_facts(snapshot)
         # The daemon's snapshot may be the same as before: rates need the time of now.
         host = self._host.sample(replace(snapshot, clock=time.clock_gettime(time.CLOCK_BOOTTIME)))
-        return Scene(
-            snapshot,
-            uses(snapshot, stats),
-            host,
-            self._waiting(snapshot),
-            self._above(stats) if self.tree else {},
-            age,
-            os.getloadavg()[0],
-            self._thresholds,
-        )
+        if not 0 <= snapshot.clock - self._queue[0] < QUEUE_SECONDS:
+            self._queue = snapshot.clock, self._planned(snapshot)
+        above, load = self._above(stats) if self.tree else {}, os.getloadavg()[0]
+        return Scene(snapshot, uses(snapshot, stats), host, self._queue[1], above, age, load, self._thresholds)
 
     def send(self, action: str, process: Identity, devices: tuple[str, ...]) -> ActionOutcome:
         """Signal a process by hand.  Raises GpuguardError when the driver cannot be asked about it."""
         self._choose_log()
-        operator = Operator(self._source.backend(), audit_log.append, self._limits, self._protected)
+        operator = Operator(self.source.backend(), audit_log.append, self._limits, self._protected)
         return signal_process(operator, action, process, devices)
-
-    def close(self) -> None:
-        """Close the driver."""
-        self._source.close()
 
     def _read_driver(self, backend: Backend) -> Snapshot:
         before, read = self._before, groups(self._before)
@@ -199,13 +179,8 @@ class SceneFeed:
         self._before = now
         return now
 
-    def _waiting(self, snapshot: Snapshot) -> tuple[TopRequest, ...]:
-        """Who waits, in order, and when each is expected to start."""
-        if not 0 <= snapshot.clock - self._queue[0] < QUEUE_SECONDS:
-            self._queue = snapshot.clock, self._planned(snapshot)
-        return self._queue[1]
-
     def _planned(self, snapshot: Snapshot) -> tuple[TopRequest, ...]:
+        """Who waits, in order, and when each is expected to start."""
         try:
             directory = self._find_directory()
             if not read_tickets(directory)[0]:

@@ -12,7 +12,7 @@ from gpuguard.sanitize import neutralise
 from gpuguard.top.devices import FULL_LINES, device_lines, folded
 from gpuguard.top.processes import process_lines
 from gpuguard.top.scene import History, Scene, ScreenLine, ScreenView
-from gpuguard.units import format_bytes, format_duration, local_time
+from gpuguard.units import format_bytes, format_count, format_duration, local_time
 from gpuguard.views.charts import Part, fitted
 from gpuguard.views.text import Paint
 from gpuguard.views.who import gap_lines
@@ -63,8 +63,7 @@ def title(scene: Scene, view: ScreenView, width: int, silent: float = 0.0) -> Sc
     snapshot = scene.snapshot
     whole = [device for device in snapshot.devices if not device.parent_uuid]
     kind = f"{'RECORDED ' * snapshot.recorded}{'SIMULATED ' * snapshot.simulated}"
-    parts: list[Part] = [(f"{kind}{neutralise(snapshot.host)}", "bold")]
-    words = [f"{len(whole)} GPU{'s' * (len(whole) != 1)}"]
+    words = [format_count(len(whole), "GPU")]
     if snapshot.driver_version and width >= 100:
         words.append(f"driver {neutralise(snapshot.driver_version)}")
     if scene.load is not None:
@@ -76,7 +75,7 @@ def title(scene: Scene, view: ScreenView, width: int, silent: float = 0.0) -> Sc
     shown += [f"users {','.join(sorted(map(neutralise, view.users)))}"] if view.users else []
     shown += [f"filter {neutralise(view.text)}"] if view.text else []
     right = f" {', '.join(shown)}"
-    left = [*parts, (f"  {', '.join(words)}", "")]
+    left = [(f"{kind}{neutralise(snapshot.host)}", "bold"), (f"  {', '.join(words)}", "")]
     room = width - len(right)
     return _line([*fitted(left, room), (right, "dim")] if room > 40 else left, width)
 
@@ -100,7 +99,7 @@ def _users(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
         memory = "" if row.memory_used is None else f" {format_bytes(row.memory_used)}"
         idle = f", {row.idle} idle" if row.idle else ""
         parts += [("  " if number else "", ""), (neutralise(row.user or "unknown"), "bold")]
-        parts += [(f" {gpus} GPU{'s' * (gpus != 1)}{memory}", ""), (idle, "yellow")]
+        parts += [(f" {format_count(gpus, 'GPU')}{memory}", ""), (idle, "yellow")]
     return [_line(parts, width)]
 
 
@@ -111,7 +110,7 @@ def _waiting(scene: Scene, width: int) -> list[ScreenLine]:
         note = f' "{neutralise(request.note)}"' if request.note else ""
         label = f"WAITS {number + 1}. " if not number else f"      {number + 1}. "
         parts: list[Part] = [(label, "dim"), (neutralise(request.user), "bold")]
-        gpus = f"{request.num_gpus} GPU{'s' * (request.num_gpus != 1)}"
+        gpus = format_count(request.num_gpus, "GPU")
         parts.append((f" {gpus} for {since}{note}: {neutralise(request.when)}", ""))
         lines.append(_line(parts, width))
     if (more := len(scene.waiting) - _WAITING) > 0:

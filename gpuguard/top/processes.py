@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gpuguard.device_state import DeviceUse, ProcessUse, may_compute
 from gpuguard.procfs import read_memory, start_time
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.top.devices import ranges
-from gpuguard.top.scene import History, Identity, Scene, ScreenLine, ScreenView
-from gpuguard.units import format_bytes, format_duration
+from gpuguard.top.scene import History, Identity, Moment, Scene, ScreenLine, ScreenView, moment_of
+from gpuguard.units import format_bytes, format_duration, format_rounded
 from gpuguard.views.charts import Part, fitted, sparkline
 from gpuguard.views.text import shorten
 
@@ -32,10 +33,7 @@ class ProcessRow:
     user: str | None
     devices: tuple[str, ...]  # labels
     uuids: tuple[str, ...]
-    memory: int | None
-    sm: float | None
-    cpu: float | None
-    host: int | None
+    now: Moment
     seconds: float | None  # since its start
     claim: str | None
     stopped: bool
@@ -59,8 +57,6 @@ def rows_of(scene: Scene, view: ScreenView) -> list[ProcessRow]:
 
 def _row(scene: Scene, places: Sequence[tuple[DeviceUse, ProcessUse]]) -> ProcessRow:
     first, process = places[0][1], places[0][1].process
-    memory = [running.process.memory_used for _, running in places]
-    rates = [running.process.utilization for _, running in places if running.process.utilization is not None]
     start = process.start_time
     identity = None if start is None else (process.pid, start)
     host = scene.host.get(identity) if identity else None
@@ -71,10 +67,7 @@ def _row(scene: Scene, places: Sequence[tuple[DeviceUse, ProcessUse]]) -> Proces
         user=process.user,
         devices=tuple(use.device.label for use, _ in places),
         uuids=tuple(use.device.uuid for use, _ in places),
-        memory=None if None in memory else sum(size or 0 for size in memory),
-        sm=sum(rates) / len(rates) if rates else None,
-        cpu=host.cpu if host else None,
-        host=host.memory if host else None,
+        now=moment_of([running.process for _, running in places], host),
         seconds=None if start is None else max(0.0, scene.snapshot.clock - start),
         claim=first.claim,
         stopped=bool(first.stopped),
@@ -101,18 +94,10 @@ def _wanted(row: ProcessRow, view: ScreenView) -> bool:
 
 def _key(view: ScreenView) -> Callable[[ProcessRow], tuple[object, ...]]:
     """Numbers from the largest down, as one looks for them; what is unknown comes last."""
-    numbers: dict[str, Callable[[ProcessRow], float | None]] = {
-        "memory": lambda row: row.memory,
-        "sm": lambda row: row.sm,
-        "cpu": lambda row: row.cpu,
-        "host": lambda row: row.host,
-        "time": lambda row: row.seconds,
-    }
-    if view.sort in numbers:
-        number = numbers[view.sort]
+    if view.sort in ("memory", "sm", "cpu", "host", "time"):
 
         def by_number(row: ProcessRow) -> tuple[object, ...]:
-            value = number(row)
+            value = row.seconds if view.sort == "time" else getattr(row.now, view.sort)
             unknown = value is None
             return (unknown != view.reverse, 0.0 if value is None else -value, row.pid)
 
@@ -139,10 +124,6 @@ class _Column:
     widths: range = range(_ROOMY.stop)  # of the screens that have it
 
 
-def _number(value: float | None, form: str = "{:.0f}") -> str:
-    return "n/a" if value is None else form.format(value)
-
-
 def _claim(row: ProcessRow) -> Part:
     if row.claim:
         return neutralise(row.claim)[:8], ""
@@ -165,10 +146,10 @@ _COLUMNS = (
     _Column("gpu", "GPU", 5, ">", lambda row: (_devices(row), "bold")),
     _Column("pid", "PID", 7, ">", lambda row: (str(row.pid), "")),
     _Column("user", "USER", 9, "<", lambda row: (neutralise(row.user or "unknown"), "")),
-    _Column("memory", "MEM", 8, ">", lambda row: _known(row.memory, format_bytes(row.memory))),
-    _Column("sm", "SM%", 4, ">", lambda row: _known(row.sm, _number(row.sm))),
-    _Column("cpu", "CPU%", 5, ">", lambda row: _known(row.cpu, _number(row.cpu))),
-    _Column("host", "HOST", 8, ">", lambda row: _known(row.host, format_bytes(row.host)), _ROOMY),
+    _Column("memory", "MEM", 8, ">", lambda row: _known(row.now.memory, format_bytes(row.now.memory))),
+    _Column("sm", "SM%", 4, ">", lambda row: _known(row.now.sm, format_rounded(row.now.sm, ""))),
+    _Column("cpu", "CPU%", 5, ">", lambda row: _known(row.now.cpu, format_rounded(row.now.cpu, ""))),
+    _Column("host", "HOST", 8, ">", lambda row: _known(row.now.host, format_bytes(row.now.host)), _ROOMY),
     _Column("time", "TIME", 6, ">", lambda row: _known(row.seconds, _time(row.seconds))),
     _Column("", "CLAIM", 8, "<", _claim, _ROOMY),
     _Column("", "C", 1, "<", _mark, range(_ROOMY.start)),
@@ -293,7 +274,7 @@ def heading(row: ProcessRow) -> str:
 
 def description(row: ProcessRow) -> list[str]:
     """Which process it is, for the user who is about to signal it."""
-    memory = format_bytes(row.memory)
+    memory = format_bytes(row.now.memory)
     since = "an unknown time" if row.seconds is None else format_duration(round(row.seconds))
     claim = f"claim {neutralise(row.claim)}" if row.claim else "no claim"
     return [
@@ -310,10 +291,11 @@ def over_time(history: History, row: ProcessRow, width: int, *, ascii_only: bool
         return "nothing is known of it over time"
     room = max(10, width - 1)
     lines = [f"the last {len(moments[-room:])} looks, the newest at the right", ""]
+    percent = partial(format_rounded, unit="%")
     series: tuple[tuple[str, Sequence[float | None], float | None, Callable[..., str]], ...] = (
         ("GPU memory", [moment.memory for moment in moments], None, format_bytes),
-        ("SM utilization", [moment.sm for moment in moments], 100.0, _percent),
-        ("CPU", [moment.cpu for moment in moments], None, _percent),
+        ("SM utilization", [moment.sm for moment in moments], 100.0, percent),
+        ("CPU", [moment.cpu for moment in moments], None, percent),
         ("host memory", [moment.host for moment in moments], None, format_bytes),
     )
     for name, values, top, words in series:
@@ -322,14 +304,9 @@ def over_time(history: History, row: ProcessRow, width: int, *, ascii_only: bool
             lines += [f"{name}: n/a", ""]
             continue
         mean, most = sum(known) / len(known), max(known)
-        now = "n/a" if values[-1] is None else words(values[-1])
-        lines.append(f"{name}: now {now}, mean {words(mean)}, most {words(most)}")
+        lines.append(f"{name}: now {words(values[-1])}, mean {words(mean)}, most {words(most)}")
         lines += [sparkline(values, room, (top or most) * 1.0001, ascii_only=ascii_only), ""]
     return "\n".join(lines)
-
-
-def _percent(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.0f}%"
 
 
 def environment(row: ProcessRow, *, hide: bool = True) -> str:

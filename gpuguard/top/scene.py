@@ -6,11 +6,11 @@ Reads nothing and draws nothing: see feed and page.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuguard.device_state import DeviceUse
-from gpuguard.model import Snapshot
+from gpuguard.model import GpuProcess, Snapshot
 from gpuguard.policies.view import HostUse
 from gpuguard.views.charts import Part
 
@@ -113,6 +113,18 @@ class Moment:
     host: int | None
 
 
+def moment_of(parts: Sequence[GpuProcess], host: HostUse | None) -> Moment:
+    """One process, of which each device that it is on has a part."""
+    memory, rates = [part.memory_used for part in parts], [part.utilization for part in parts]
+    known = [rate for rate in rates if rate is not None]
+    return Moment(
+        None if None in memory else sum(size or 0 for size in memory),
+        sum(known) / len(known) if known else None,
+        host.cpu if host else None,
+        host.memory if host else None,
+    )
+
+
 class History:
     """What has been seen since the start: rings of the last KEPT values, per device and per process."""
 
@@ -134,21 +146,13 @@ class History:
             rings["power"].append(device.power_draw)
         for uuid in set(self.devices) - {device.uuid for device in scene.snapshot.devices}:
             del self.devices[uuid]
-        rows: dict[Identity, list[tuple[int | None, float | None]]] = {}
-        for device in scene.snapshot.devices:
-            for row in device.processes or ():
-                if row.start_time is not None:
-                    rows.setdefault((row.pid, row.start_time), []).append((row.memory_used, row.utilization))
-        for identity, values in rows.items():
-            use = scene.host.get(identity)
-            memory, rates = [size for size, _ in values], [rate for _, rate in values if rate is not None]
-            moment = Moment(
-                None if None in memory else sum(size or 0 for size in memory),
-                sum(rates) / len(rates) if rates else None,
-                use.cpu if use else None,
-                use.memory if use else None,
-            )
-            self.processes.setdefault(identity, deque(maxlen=KEPT)).append(moment)
+        running: dict[Identity, list[GpuProcess]] = {}
+        for process in (process for device in scene.snapshot.devices for process in device.processes or ()):
+            if process.start_time is not None:
+                running.setdefault((process.pid, process.start_time), []).append(process)
+        for identity, parts in running.items():
+            moments = self.processes.setdefault(identity, deque(maxlen=KEPT))
+            moments.append(moment_of(parts, scene.host.get(identity)))
             self._seen[identity] = self._samples
         for identity in [key for key, last in self._seen.items() if self._samples - last > FORGOTTEN]:
             del self._seen[identity], self.processes[identity]

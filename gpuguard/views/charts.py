@@ -85,11 +85,8 @@ def plot(values: Values, scale: Scale, begin: float, end: float, rows: int, *, a
 
     Args:
         values: one for each equal part of the time.
-        scale: of the values.
-        begin: unix time.
-        end: unix time.
+        begin, end: unix times.
         rows: lines of the drawing alone.
-        ascii_only: draw with ``*`` and ``|``.
     """
     drawn = _in_ascii(values, scale, rows) if ascii_only else _in_braille(values, scale, rows)
     labels = {0: scale.highest, rows - 1: scale.lowest}

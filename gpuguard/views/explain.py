@@ -71,13 +71,11 @@ def to_json(
 def _device_json(device: Device, request: Request, choice: Choice) -> dict[str, Any]:
     reasons, sharing = _reasons(device, choice), _sharing(device, choice)
     return {
-        **picked(device, "index", "uuid", "name"),
+        **picked(device, "index", "uuid", "name", "memory_free_bytes", "memory_total_bytes"),
         "eligible": not reasons,
         "rank": None if reasons else choice.eligible.index(device) + 1,
         "reasons": [text for text, _ in reasons],
         "permanent": any(permanent for _, permanent in reasons),
-        "memory_free_bytes": device.memory_free,
-        "memory_total_bytes": device.memory_total,
         "shared_by": [record.user for record in sharing.claims],
         "share_left_bytes": share_left(device, sharing) if request.share else None,
         "slots_left": slots_left(sharing, request.slots) if request.share else None,
@@ -119,10 +117,11 @@ def _verdict(snapshot: Snapshot, request: Request, choice: Choice, start: tuple[
 
 def _all(choice: Choice) -> list[Device]:
     devices = [*choice.eligible, *(refusal.device for refusal in choice.refused)]
-    return sorted(
-        devices,
-        key=lambda device: (device.index, device.parent_uuid is not None, device.gpu_instance_id or 0, device.uuid),
-    )
+
+    def position(device: Device) -> tuple[object, ...]:
+        return device.index, device.parent_uuid is not None, device.gpu_instance_id or 0, device.uuid
+
+    return sorted(devices, key=position)
 
 
 def _reasons(device: Device, choice: Choice) -> list[tuple[str, bool]]:

@@ -67,13 +67,9 @@ def to_text(
     """A chart for each device, below each other.
 
     Args:
-        metric: what is drawn.
-        courses: of the devices.
         watch: the time, and how much of it was seen.
         width: columns of the terminal; None: it goes elsewhere.
         rows: lines of each drawing.
-        paint: puts colour on text.
-        ascii_only: draw with ASCII alone.
     """
     columns = max(30, width or PLAIN_COLUMNS)
     lines = [
@@ -82,7 +78,10 @@ def to_text(
     ]
     unit = "C" if ascii_only and metric.unit == "°C" else metric.unit
     for course in courses:
-        lines += ["", shorten(f"{_name(course.device)}  {_summary(course, metric, unit)}", columns)]
+        device = course.device  # one that has no index any more, and a MIG instance, is known by its uuid
+        label = device.uuid if device.index is None else f"GPU {device.index}"
+        name = "  ".join(map(neutralise, filter(None, (label, device.name, _summary(course, metric, unit)))))
+        lines += ["", shorten(name, columns)]
         known = [point.mean * metric.factor * metric.shown for point in course.points if point.mean is not None]
         if not known:
             continue
@@ -126,15 +125,6 @@ def format_span(begin: float, end: float) -> str:
     return f"{local_time(begin)} to {local_time(end)}"
 
 
-def _name(device: KnownValue) -> str:
-    return "  ".join(neutralise(part) for part in (label(device), device.name or "") if part)
-
-
-def label(device: KnownValue) -> str:
-    """``"GPU 3"``; one that has no index any more, and a MIG instance, is known by its uuid."""
-    return f"GPU {device.index}" if device.index is not None else device.uuid
-
-
 def _summary(course: DeviceHistory, metric: Metric, unit: str) -> str:
     known = sum(point.known for point in course.points if point.mean is not None)
     if not known:
@@ -165,8 +155,7 @@ def to_json(metric: Metric, courses: Sequence[DeviceHistory], watch: Watch) -> d
 def period_json(watch: Watch) -> dict[str, Any]:
     """The fields about the time, of both reports and histories."""
     return {
-        "begin": watch.begin,
-        "end": watch.end,
+        **picked(watch, "begin", "end"),
         "slot_seconds": watch.width,
         "watched_seconds": watch.seen,
         "record_begins": watch.store_begins,

@@ -29,7 +29,7 @@ def slurm_text(
         return [f"Slurm does not say who waits there: {neutralise(jobs)}"]
     waiting = sum(job.state == "PENDING" for job in jobs)
     title = f"Slurm: {len(jobs) - waiting or 'no'} jobs with GPUs, {waiting or 'none'} waiting"
-    lines = [paint(title if width is None else shorten(title, width), "bold")]
+    lines = [paint(shorten(title, width), "bold")]
     rows = [_slurm_row(job, now) for job in jobs]
     heads = ["JOB", "USER", "GPUS", "SINCE", "STATE", "NAME"]
     return lines + (table(rows, heads, align="<<>><<", width=width) if rows else [])
@@ -65,8 +65,7 @@ def reservations_text(reserved: ReservationCalendar, *, width: int | None = None
     lines = table(rows, heads, align="<>", width=width) if rows else []
     for ignored in reserved.ignored:
         owner = "somebody" if ignored.uid < 0 else f"uid {ignored.uid}"
-        text = neutralise(f"not counted: reservation {ignored.id} of {owner}: {ignored.reason}")
-        lines.append(text if width is None else shorten(text, width))
+        lines.append(shorten(neutralise(f"not counted: reservation {ignored.id} of {owner}: {ignored.reason}"), width))
     return lines
 
 
@@ -127,7 +126,7 @@ def to_text(
     count = len(queue.positions)
     how = "fair share" if site.rules.fair_share else "order of arrival"
     title = f"{simulated}{neutralise(queue.snapshot.host)}: {count or 'no'} request{'s' * (count != 1)} in line ({how})"
-    lines = [paint(title if width is None else shorten(title, width), "bold")]
+    lines = [paint(shorten(title, width), "bold")]
     rows = [_row(position, queue) for position in queue.positions]
     body = table(rows, ["#", "USER", "GPUS", "WAITED", "COMMAND"], align="><>>", width=width) if rows else []
     lines += body[:1]
@@ -183,8 +182,7 @@ def to_json(queue: QueueState, site: QueueSettings, jobs: Sequence[Queued] | str
     """The object that docs/json.md describes; unknown is None.  *jobs* are Slurm's."""
     return {
         "schema": 1,
-        "host": queue.snapshot.host,
-        "simulated": queue.snapshot.simulated,
+        **picked(queue.snapshot, "host", "simulated"),
         "taken_at": queue.now,
         "fair_share": site.rules.fair_share,
         "places": [_position_json(position, queue) for position in queue.positions],
@@ -200,11 +198,10 @@ def _position_json(position: QueuePosition, queue: QueueState) -> dict[str, Any]
     return {
         "number": position.number,
         **picked(ticket, "id", "user", "uid", "pid", "since", "num_gpus", "after", "note", "command"),
+        **picked(ticket, "time_limit_seconds", "expected_seconds"),
         "waited_seconds": max(0.0, queue.now - ticket.since),
         "requests": [spelled(way) for way in ticket.requests],
         "priority": _NAMES.get(ticket.priority),
-        "time_limit_seconds": ticket.time_limit,
-        "expected_seconds": ticket.expected,
         "expected_start": position.start,
         "latest_start": ticket.promise,
         "starts_now": position.now,

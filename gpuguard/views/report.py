@@ -53,8 +53,12 @@ def usage_columns(report: Report) -> list[Column]:
     columns.append(Column("kWh", lambda row: kilowatt_hours(row.energy)))
     if report.by != "device" and any(row.wanted is None or row.wanted > 0 for row in report.rows):
         whole = sum(row.wanted or 0.0 for row in report.users)
-        columns.append(Column("Waited", lambda row: hours(row.waiting)))
-        columns.append(Column("Wanted", lambda row: f"{hours(row.wanted)}{_share(row.wanted, whole)}"))
+
+        def wanted(row: UsageRow) -> str:
+            share = "" if row.wanted is None or whole <= 0 else f" ({100 * row.wanted / whole:.0f} %)"
+            return hours(row.wanted) + share
+
+        columns += [Column("Waited", lambda row: hours(row.waiting)), Column("Wanted", wanted)]
     return columns
 
 
@@ -123,25 +127,18 @@ def _has(rows: Sequence[UsageRow], part: str) -> bool:
     return any(getattr(row, part) for row in rows)
 
 
-def _share(value: float | None, whole: float) -> str:
-    return "" if value is None or whole <= 0 else f" ({100 * value / whole:.0f} %)"
-
-
 def to_text(
     report: Report, claims: Claims | None, *, width: int | None, paint: Paint, ascii_only: bool = False
 ) -> list[str]:
     """The report for people.
 
     Args:
-        report: what is shown.
         claims: of a report by claim.
         width: columns of the terminal; None: it goes elsewhere, so bars are left out and nothing is shortened.
-        paint: puts colour on text.
-        ascii_only: draw with ASCII alone.
     """
     watch = report.watch
     title = f"GPU time by {report.by}, {format_span(watch.begin, watch.end)} {zone(watch.end)}"
-    lines = [paint(title if width is None else shorten(title, width), "bold")]
+    lines = [paint(shorten(title, width), "bold")]
     if claims is not None:
         return [*lines, "", *_claim_lines(*claims, width)]
     lines += remarks(watch, width)
@@ -228,13 +225,9 @@ def _table_lines(
 def _waster_lines(report: Report, width: int | None, paint: Paint) -> list[str]:
     lines = []
     for number, row in enumerate(report.wasters, 1):
-        parts = []
-        if row.idle:
-            parts.append(f"{hours(row.idle)} of {hours(row.claimed)} claimed GPU-hours idle")
-        if row.unclaimed:
-            parts.append(f"{hours(row.unclaimed)} GPU-hours used without a claim")
-        line = f"{number}. {neutralise(row.name)}: {', '.join(parts)}"
-        lines.append(line if width is None else shorten(line, width))
+        parts = [f"{hours(row.idle)} of {hours(row.claimed)} claimed GPU-hours idle"] if row.idle else []
+        parts += [f"{hours(row.unclaimed)} GPU-hours used without a claim"] if row.unclaimed else []
+        lines.append(shorten(f"{number}. {neutralise(row.name)}: {', '.join(parts)}", width))
     return ["", paint("Least used for most time", "bold"), *lines] if lines else []
 
 
@@ -267,8 +260,7 @@ def _usage_json(row: UsageRow) -> dict[str, Any]:
         **picked(row, "name", "uid"),
         "uuid": row.device,
         **{f"{part}_gpu_seconds": getattr(row, part) for part in TIMES},
-        "energy_joules": row.energy,
-        "waiting_seconds": row.waiting,
+        **picked(row, "energy_joules", "waiting_seconds"),
         "wanted_gpu_seconds": row.wanted,
     }
 
@@ -276,14 +268,11 @@ def _usage_json(row: UsageRow) -> dict[str, Any]:
 def _device_json(device: DeviceTotal) -> dict[str, Any]:
     return {
         "uuid": device.device,
-        **picked(device, "index", "name"),
+        **picked(device, "index", "name", "claimed_unknown_seconds", "utilization_percent"),
+        **picked(device, "energy_joules", "energy_unknown_seconds"),
         "parent_uuid": device.parent,
         "watched_seconds": device.seen,
         "claimed_seconds": _claimed(device),
-        "claimed_unknown_seconds": device.claimed_unknown,
-        "utilization_percent": device.utilization,
-        "energy_joules": device.energy,
-        "energy_unknown_seconds": device.energy_unknown,
     }
 
 
@@ -291,10 +280,7 @@ def _claim_json(claim: ClaimRow) -> dict[str, Any]:
     return {
         **picked(claim, "id", "user", "devices", "ended"),
         "wall_time_seconds": claim.seconds,
-        "gpu_seconds": claim.gpu_seconds,
-        "utilization_percent": claim.utilization,
-        "energy_joules": claim.energy,
-        "peak_memory_bytes": claim.peak_memory,
+        **picked(claim, "gpu_seconds", "utilization_percent", "energy_joules", "peak_memory_bytes"),
         **picked(claim, "exit_status", "command"),
     }
 
@@ -339,22 +325,15 @@ td.bar { width: 40%; } .axis { stroke: var(--line); stroke-width: 1; } .course {
 
 
 def to_html(report: Report, claims: Claims | None, host: str, now: float) -> str:
-    """The whole page; light or dark as the reader's system is.
-
-    Args:
-        report: what is shown; its courses are drawn.
-        claims: of a report by claim.
-        host: name of the machine.
-        now: unix time at which it is written.
-    """
+    """The whole page, written at the unix time *now*; light or dark as the reader's system is."""
     watch = report.watch
     title = f"GPU time on {_text(host)}, {format_span(watch.begin, watch.end)}"
     body = [f"<h1>{title}</h1>", f'<p class="faint">Times are {_text(zone(watch.end))}.</p>']
-    if claims is None:
-        body += [f'<p class="remark">{_text(line)}</p>' for line in remarks(watch, None)]
     if claims is not None:
         body += _claims_html(*claims)
-    elif report.rows:
+    else:
+        body += [f'<p class="remark">{_text(line)}</p>' for line in remarks(watch, None)]
+    if claims is None and report.rows:
         most = max(row.claimed + row.unclaimed for row in report.rows)
         bars = [_bar_svg(row, most) for row in report.rows]
         legend = [_legend(f"--{part}", words) for part, words, *_ in PARTS]
@@ -407,10 +386,8 @@ def _bar_svg(row: UsageRow, most: float) -> str:
         value = getattr(row, part)
         if value > 0:
             size = max(1.0, value / most * 200)
-            title = f"<title>{words}: {hours(value)} GPU-hours</title>"
-            drawn.append(
-                f'<rect x="{left:.1f}" width="{size:.1f}" height="{BAR_HEIGHT}" fill="var(--{part})">{title}</rect>'
-            )
+            place = f'x="{left:.1f}" width="{size:.1f}" height="{BAR_HEIGHT}" fill="var(--{part})"'
+            drawn.append(f"<rect {place}><title>{words}: {hours(value)} GPU-hours</title></rect>")
             left += size
     return f'<svg class="bar" viewBox="0 0 204 {BAR_HEIGHT}" role="img">{"".join(drawn)}</svg>'
 
@@ -437,10 +414,8 @@ def _courses(report: Report) -> list[str]:
 
 def _course(course: Mapping[str, Sequence[Point]], watch: Watch) -> str:
     left, right, bottom = 34, WIDTH - 4, CHART_HEIGHT - 16
-    claimed, busy = (
-        bucketed(course.get(name, ()), watch.begin, watch.end, BUCKETS)
-        for name in ("claimed_percent", "utilization_percent")
-    )
+    names = ("claimed_percent", "utilization_percent")
+    claimed, busy = (bucketed(course.get(name, ()), watch.begin, watch.end, BUCKETS) for name in names)
     step = (right - left) / BUCKETS
 
     def y(percent: float) -> float:

@@ -6,6 +6,8 @@ What strangers wrote passes the neutraliser of gpuguard.sanitize first.  Does no
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -18,9 +20,9 @@ _COLOURS = {
 }  # fmt: skip
 
 
-def shorten(text: str, width: int) -> str:
-    """*text*, or its beginning and ``…``, so that it takes at most *width* columns."""
-    if display_width(text) <= width:
+def shorten(text: str, width: int | None) -> str:
+    """*text*, or its beginning and ``…``, so that it takes at most *width* columns; None (a pipe): as it is."""
+    if width is None or display_width(text) <= width:
         return text
     used, kept = 1, []
     for character in text:
@@ -70,12 +72,12 @@ def table(
     return lines
 
 
-def style(stream: TextIO, environ: Mapping[str, str]) -> Paint:
-    """A function (text, "red" or "bold red") -> text that colours on a terminal, and nowhere else.
+def style(stream: TextIO | None = None, environ: Mapping[str, str] = os.environ) -> Paint:
+    """A function (text, "red" or "bold red") -> text that colours on a terminal, and nowhere else (None: stdout).
 
     https://no-color.org: NO_COLOR, when it is not empty, switches colours off.
     """
-    if not stream.isatty() or environ.get("NO_COLOR") or environ.get("TERM") == "dumb":
+    if not (stream or sys.stdout).isatty() or environ.get("NO_COLOR") or environ.get("TERM") == "dumb":
         return lambda text, _: text
 
     def painted(text: str, names: str) -> str:
@@ -85,16 +87,22 @@ def style(stream: TextIO, environ: Mapping[str, str]) -> Paint:
     return painted
 
 
-def put(lines: Iterable[str], stream: TextIO) -> None:
-    """Print *lines* at once, also into a pipe; what the encoding of *stream* lacks is written out, and never fails."""
+def put(lines: Iterable[str], stream: TextIO | None = None) -> None:
+    """Print *lines* at once, also into a pipe; what the encoding of *stream* (None: stdout) lacks is written out."""
+    stream = stream or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write("".join(f"{line}\n" for line in lines).encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()
 
 
+def put_json(content: Mapping[str, Any], indent: int | None = 2) -> None:
+    """Print *content* as one JSON object."""
+    put([json_text(content, indent)])
+
+
 def picked(value: object, *names: str) -> dict[str, Any]:
-    """The attributes of *value* that stand in JSON under their own names."""
-    return {name: getattr(value, name) for name in names}
+    """The attributes of *value* for JSON, where a name has its unit: "power_draw_watts" is value.power_draw."""
+    return {name: getattr(value, name if hasattr(value, name) else name.rpartition("_")[0]) for name in names}
 
 
 def json_text(content: Mapping[str, Any], indent: int | None = 2) -> str:

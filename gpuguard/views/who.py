@@ -10,15 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from gpuguard import device_state
-from gpuguard.device_state import (
-    ClaimUse,
-    DeviceUse,
-    ProcessUse,
-    computes,
-    may_compute,
-    model_name,
-    user_label,
-)
+from gpuguard.device_state import ClaimUse, DeviceUse, ProcessUse, computes, may_compute, model_name, user_label
 from gpuguard.eligibility import Sharing, memory_left, sharing_on, slots_left
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS
@@ -68,13 +60,11 @@ def to_text(
         snapshot: of the whole machine, for the title and the gaps.
         uses: the devices to show.
         waiting: requests that wait for devices, in the order of the queue.
-        reserved: reservations of now and later.
         width: columns of the terminal; None (a pipe): nothing is shortened.
-        paint: from text.style.
         age: seconds since the daemon read the driver; None: it was read just now.
     """
     title = _title(snapshot, age)
-    lines = [paint(shorten(title, width) if width else title, "bold"), *_device_lines(snapshot, uses, width, paint)]
+    lines = [paint(shorten(title, width), "bold"), *_device_lines(snapshot, uses, width, paint)]
     if totals := device_state.user_totals(tuple(uses)):
         lines += ["", *table(map(total_cells, totals), TOTALS, align="<>>>>>", width=width)]
     if waiting:
@@ -86,7 +76,7 @@ def to_text(
         kept = reservations_text(reserved, width=width)
         lines += ["", *kept] if kept else []
     if gaps := gap_lines(snapshot):
-        lines += ["", "Not known:", *(f"  {gap if width is None else shorten(gap, width - 2)}" for gap in gaps)]
+        lines += ["", "Not known:", *(shorten(f"  {gap}", width) for gap in gaps)]
     return lines
 
 
@@ -106,34 +96,28 @@ def _device_lines(snapshot: Snapshot, uses: Sequence[DeviceUse], width: int | No
     if not uses:
         return ["nothing to show"]
     heads = ["GPU", "NAME", "MEMORY", "UTIL", "TEMP", "POWER", "STATE"]
-    cells = [_device_row(use) for use in uses]
+    cells = [device_cells(use.device, use.state) for use in uses]
+    for row, use in zip(cells, uses, strict=True):
+        row[-1] += _left(use)
     if width is not None:  # the name gives way to the state, not the profile of a MIG instance at its end
         over = sum(2 + max(map(len, column)) for column in zip(heads, *cells, strict=True)) - 2 - width
         room = max(_SHORTEST_NAME, max(len(row[1]) for row in cells) - max(0, over))
         for row, use in zip(cells, uses, strict=True):
             row[1] = row[1] if use.device.mig_profile else shorten(row[1], room)
-    devices = table(
-        cells,
-        heads,
-        align="<<>>>>",
-        width=width,
-        paint=lambda cell, column: paint(cell, state_colour(cell)) if column == 6 else cell,
-    )
+
+    def coloured(cell: str, column: int) -> str:
+        return paint(cell, state_colour(cell)) if column == 6 else cell
+
+    devices = table(cells, heads, align="<<>>>>", width=width, paint=coloured)
     below = [list(_rows_below(use, snapshot, width is not None)) for use in uses]
     texts = iter(table(chain(*below), align="<<<>>", width=None if width is None else width - len(_INDENT)))
     lines = devices[:1]
     for line, use, rows in zip(devices[1:], uses, below, strict=True):
         lines.append(line)
         if use.reason:
-            why = f"{_INDENT}why: {neutralise(use.reason)}"
-            lines.append(why if width is None else shorten(why, width))
+            lines.append(shorten(f"{_INDENT}why: {neutralise(use.reason)}", width))
         lines += [_INDENT + next(texts) for _ in rows]
     return lines
-
-
-def _device_row(use: DeviceUse) -> list[str]:
-    cells = device_cells(use.device, use.state)
-    return [*cells[:-1], cells[-1] + _left(use)]
 
 
 def device_cells(device: Device, state: str) -> list[str]:
@@ -274,15 +258,11 @@ def to_json(
         reservations = reservations_json(reserved)
     return {
         "schema": 1,
-        **picked(snapshot, "host", "backend", "simulated", "recorded", "taken_at"),
+        **picked(snapshot, "host", "backend", "simulated", "recorded", "taken_at", "driver_version"),
         "age_seconds": None if age is None else round(age, 3),
-        "driver_version": snapshot.driver_version,
         "devices": [_device_json(use, snapshot) for use in uses],
         "users": [
-            {
-                **picked(total, "user", "devices", "processes", "claimed", "idle"),
-                "memory_used_bytes": total.memory_used,
-            }
+            picked(total, "user", "devices", "processes", "claimed", "idle", "memory_used_bytes")
             for total in device_state.user_totals(tuple(uses))
         ],
         "waiting": [picked(ticket, "user", "pid", "num_gpus", "since", "note", "command") for ticket in waiting],
@@ -301,30 +281,22 @@ def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
         "state": use.plain_state,
         "exact_state": use.state,
         **picked(use, "reason", "problems"),
-        "memory_total_bytes": device.memory_total,
-        "memory_used_bytes": device.memory_used,
-        "memory_free_bytes": device.memory_free,
-        "utilization_percent": device.utilization,
-        "memory_utilization_percent": device.memory_utilization,
-        "temperature_celsius": device.temperature,
-        "power_draw_watts": device.power_draw,
-        "power_limit_watts": device.power_limit,
+        **picked(device, "memory_total_bytes", "memory_used_bytes", "memory_free_bytes"),
+        **picked(device, "utilization_percent", "memory_utilization_percent"),
+        **picked(device, "temperature_celsius", "power_draw_watts", "power_limit_watts", "processes_plausible"),
         "claims": [_claim_json(held) for held in use.claims],
         "share_left_bytes": share_left(use.device, sharing) if sharing.count else None,
         "slots_left": slots_left(sharing, SLOTS) if sharing.count else None,
         "processes": None if use.processes is None else [_process_json(running, snapshot) for running in use.processes],
-        "processes_plausible": device.processes_plausible,
     }
 
 
 def _claim_json(held: ClaimUse) -> dict[str, Any]:
     record = held.record
     return {
-        **picked(record, "id", "pid", "since", "note", "command", "alive", "holders"),
-        "user": held.user,
+        **picked(record, "id", "pid", "since", "note", "command", "alive", "holders", "memory_bytes"),
+        **picked(held, "user", "idle", "orphaned", "stopped"),
         "uid": None if held.user is None else record.uid,
-        "memory_bytes": record.memory,
-        **picked(held, "idle", "orphaned", "stopped"),
     }
 
 
@@ -332,13 +304,10 @@ def _process_json(running: ProcessUse, snapshot: Snapshot) -> dict[str, Any]:
     process = running.process
     return {
         **picked(process, "pid", "user", "uid", "kind", "command", "executable", "container"),
-        **picked(process, "working_directory", "conda_environment"),
-        "memory_used_bytes": process.memory_used,
-        "utilization_percent": process.utilization,
+        **picked(process, "working_directory", "conda_environment", "memory_used_bytes", "utilization_percent"),
         "computes": computes(process),
-        "claim": running.claim,
+        **picked(running, "claim", "stopped"),
         "claim_guessed": running.guessed,
-        "stopped": running.stopped,
         "running_seconds": _running(running, snapshot),
     }
 
