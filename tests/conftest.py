@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,29 @@ def gpuguard(tmp_path: Path) -> Gpuguard:
 
     start(str(tmp_path / "node"), "2xH100-80GB")
     return Gpuguard(tmp_path, None)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command line in this process; comes back with (exit code, standard output, standard error)."""
+    from gpuguard.cli import run_command_line
+
+    def run(*words: str) -> tuple[int, str, str]:
+        status = run_command_line(list(words))
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The directory of a simulated node of four devices, which commands in this process and their children read."""
+    from nodes import start
+
+    monkeypatch.setenv("GPUGUARD_BACKEND", "simulated")
+    monkeypatch.setenv("GPUGUARD_SIM_DIR", str(tmp_path / "node"))
+    start(str(tmp_path / "node"))
+    return str(tmp_path / "node")
 
 
 @pytest.fixture

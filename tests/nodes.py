@@ -35,7 +35,9 @@ time.sleep(600)
 
 
 def start(place: str, spec: str = "4xH100-80GB") -> simulated.Simulated:
-    simulated_node.create(simulated.directory(place), lambda: simulated_node.new_node(spec, place, clock()))
+    simulated_node.create(
+        simulated.directory(place), lambda: simulated_node.new_node(spec, place, clock()), replace=True
+    )
     return simulated.open(place)
 
 

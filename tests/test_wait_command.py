@@ -1,4 +1,4 @@
-"""`gpuguard wait`: returns when a request fits, says on which devices, tells somebody, and holds nothing."""
+"""`gpuguard wait`: returns when a request fits, says on which devices, sends a message, and holds nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from test_who import DOCUMENT, documented, printed
 from wrapped import until
 
 from gpuguard.claims.records import read_records
-from gpuguard.cli import run_command_line
 from gpuguard.queue.tickets import read_tickets
 from gpuguard.request import Request
 
@@ -33,14 +33,8 @@ def machine(monkeypatch):
 
 
 @pytest.fixture
-def wait(machine, directory, capsys):
-    """Run the command; returns (exit code, standard output, standard error)."""
-
-    def run(*words):
-        status = run_command_line(["wait", "--dir", directory.path, *words])
-        return (status, *capsys.readouterr())
-
-    return run
+def wait(machine, directory, command):
+    return partial(command, "wait", "--dir", directory.path)
 
 
 def test_what_fits_is_printed_and_nothing_stays_claimed(wait, directory):
@@ -53,7 +47,7 @@ def test_the_document_describes_exactly_the_fields_that_are_printed(wait):
     status, output, _ = wait("-n", "2", "--json")
 
     assert documented("wait", DOCUMENT.read_text(encoding="utf-8")) == printed("wait", json.loads(output))
-    assert [each["index"] for each in json.loads(output)["devices"]] == [0, 1] and status == 0
+    assert [device["index"] for device in json.loads(output)["devices"]] == [0, 1] and status == 0
 
 
 @pytest.mark.parametrize(
@@ -94,7 +88,7 @@ def test_an_alternative_that_fits_is_as_good(wait, machine, directory):
         ("", "is not an address"),
     ],
 )
-def test_a_wrong_address_is_said_before_anybody_waits(wait, machine, directory, where, message):
+def test_a_wrong_address_is_said_before_the_wait(wait, machine, directory, where, message):
     with acquire(machine, Request(num_gpus=2), directory):
         code, output, error = wait("--wait", "300ms", "--notify", where)
 

@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import termios
 import time
 from contextlib import contextmanager
@@ -84,8 +83,12 @@ def test_hostile_words_are_neutral_and_wide_ones_fit(terminal, capsys):
     assert shown.isprintable() and 36 <= display_width(shown) <= 37
 
 
-def test_a_terminal_that_cannot_write_a_line_anew_is_told_as_a_log(clock, terminal, monkeypatch, capsys):
-    monkeypatch.setenv("TERM", "dumb")
+@pytest.mark.parametrize("background", [False, True])
+def test_a_terminal_that_cannot_write_a_line_anew_is_told_as_a_log(clock, terminal, monkeypatch, capsys, background):
+    if background:
+        monkeypatch.setattr(progress.os, "tcgetpgrp", lambda _: os.getpgrp() + 1)
+    else:
+        monkeypatch.setenv("TERM", "dumb")
     line = WaitProgress(False)
     for _ in range(5):
         line.missing(MISSING)
@@ -95,7 +98,7 @@ def test_a_terminal_that_cannot_write_a_line_anew_is_told_as_a_log(clock, termin
     assert capsys.readouterr().err == f"gpuguard: waiting for 0s: {MISSING}\n"
 
 
-def test_in_the_background_nothing_is_written_over_what_somebody_types(clock, terminal, monkeypatch, capsys):
+def test_in_the_background_nothing_is_written_over_what_the_user_types(clock, terminal, monkeypatch, capsys):
     line = WaitProgress(False)
     line.missing(MISSING)
     monkeypatch.setattr(progress.os, "tcgetpgrp", lambda _: os.getpgrp() + 1)  # Ctrl-Z, bg
@@ -105,13 +108,6 @@ def test_in_the_background_nothing_is_written_over_what_somebody_types(clock, te
     line.done()
 
     assert capsys.readouterr().err.count("\r") == 1
-
-
-def test_what_begins_in_the_background_is_told_as_in_a_log(clock, terminal, monkeypatch, capsys):
-    monkeypatch.setattr(progress.os, "tcgetpgrp", lambda _: os.getpgrp() + 1)
-    WaitProgress(False).missing(MISSING)
-
-    assert capsys.readouterr().err == f"gpuguard: waiting for 0s: {MISSING}\n"
 
 
 def test_a_terminal_that_went_away_ends_nothing(monkeypatch, capsys):
@@ -205,26 +201,6 @@ def test_a_log_of_a_waiting_run_names_every_device_once(gpuguard, job, tmp_path)
     assert text.startswith("gpuguard: waiting for 0s: wanted 1 GPU: number 1 of 1 in line, starts in about 2h, when ")
     assert [text.count(f"\n  device {index}: claimed by ") for index in (0, 1)] == [1, 1]
     assert text.endswith("\n`gpuguard explain -n 1` shows each device.\n")
-
-
-MINUTES = """
-import sys
-from gpuguard.cli import run as waiting_run
-from gpuguard.queue import waiter as waiting
-waiting_run.WAITING_LINE_SECONDS = waiting.OWN_CHECK_SECONDS = 0.2
-from gpuguard.cli import run_command_line
-sys.exit(run_command_line(sys.argv[1:]))
-"""
-
-
-def test_a_log_gets_a_line_now_and_then(gpuguard, job):
-    words = [gpuguard.words()[0], "-c", MINUTES, "run", "--", "true"]
-    with subprocess.Popen(words, env=gpuguard.environment, stderr=subprocess.PIPE, text=True) as second:
-        assert second.stderr
-        lines = [second.stderr.readline() for _ in range(7)]
-        second.kill()
-
-    assert [line[:20] for line in lines[4:]] == ["gpuguard: waiting fo"] * 3
 
 
 @pytest.mark.parametrize(

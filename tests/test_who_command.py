@@ -15,13 +15,12 @@ from dataclasses import replace
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 from claiming import acquire
-from nodes import a_user
+from nodes import a_user, change, start
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard import device_state
-from gpuguard.backends import open_backend, simulated, simulated_node
+from gpuguard.backends import open_backend, simulated
 from gpuguard.claims.directory import lock_directory
-from gpuguard.cli import run_command_line
 from gpuguard.model import Gap, Snapshot
 from gpuguard.request import Request
 from gpuguard.views.who import MOST_CLAIMS, to_json, to_text
@@ -42,19 +41,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    monkeypatch.setenv("GPUGUARD_SIM_DIR", str(tmp_path / "node"))
-    monkeypatch.setenv("GPUGUARD_BACKEND", "simulated")
-    monkeypatch.delenv("GPUGUARD_DIR", raising=False)
-    start("4xH100-80GB")
-    return str(tmp_path / "node")
-
-
-def start(spec):
-    clock = time.clock_gettime(time.CLOCK_BOOTTIME)
-    path = simulated.directory()
-    simulated_node.create(path, lambda: simulated_node.new_node(spec, path, clock), replace=True)
+pytestmark = pytest.mark.usefixtures("node")
 
 
 def using(devices, *words, utilization=80, pass_fds=()):
@@ -69,21 +56,22 @@ def a_claim(*devices, **details):
 
 
 @pytest.fixture
-def who(capsys):
+def who(command):
     """The object that `gpuguard who --json OPTIONS` prints."""
 
     def look(*options):
-        assert run_command_line(["who", "--json", *options]) == 0
-        return json.loads(capsys.readouterr().out)
+        status, output, _ = command("who", "--json", *options)
+        assert status == 0
+        return json.loads(output)
 
     return look
 
 
-def test_an_empty_node_is_free_and_called_simulated(capsys):
-    assert run_command_line(["who"]) == 0
+def test_an_empty_node_is_free_and_called_simulated(command):
+    status, output, _ = command("who")
+    lines = output.splitlines()
 
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("SIMULATED node ")
+    assert status == 0 and lines[0].startswith("SIMULATED node ")
     assert [line.split()[-1] for line in lines[2:6]] == ["free"] * 4
 
 
@@ -142,11 +130,11 @@ def test_a_stopped_job_says_so(who):
         assert who()["devices"][0]["processes"][0]["stopped"] is True
 
 
-def test_hostile_arguments_of_a_real_process_are_written_out(capsysbinary):
+def test_hostile_arguments_of_a_real_process_are_written_out(command):
     with using("0", b"\x1b[2J\x1b]0;x\x07", "李小明\u202e\n", b"\xff", "x" * 500):
-        assert run_command_line(["who"]) == 0
+        status, text, _ = command("who")
 
-    text = capsysbinary.readouterr().out.decode()
+    assert status == 0
     assert text.replace("\n", "").isprintable()
     assert r"'\x1b[2J\x1b]0;x\x07'" in text
     assert r"李小明\u202e\n" in text
@@ -159,16 +147,15 @@ def test_devices_can_be_chosen_by_index_and_by_the_beginning_of_the_uuid(who):
     assert [device["uuid"] for device in who("--device", f"3,{uuids[1][:12]}")["devices"]] == [uuids[1], uuids[3]]
 
 
-def test_a_mig_instance_is_chosen_by_the_label_that_is_shown(who, capsys):
-    start("1xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb")
-    run_command_line(["who"])
-    label = capsys.readouterr().out.splitlines()[4].split()[0]
+def test_a_mig_instance_is_chosen_by_the_label_that_is_shown(node, who, command):
+    start(node, "1xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb")
+    label = command("who")[1].splitlines()[4].split()[0]
 
     assert [device["mig_profile"] for device in who("--device", label)["devices"]] == ["3g.20gb"]
     assert len(who("--device", "1")["devices"]) == 3
 
 
-def test_a_user_sees_only_what_is_his(who):
+def test_what_is_shown_of_one_user_is_theirs_alone(who):
     with using("0"):
         me = who()["devices"][0]["processes"][0]["user"]
         assert [device["index"] for device in who("--user", me)["devices"]] == [0]
@@ -176,14 +163,14 @@ def test_a_user_sees_only_what_is_his(who):
 
 
 @pytest.mark.parametrize("words", [["who"], ["top", "--once"]])
-def test_a_user_who_does_not_exist_is_told_from_one_who_has_nothing(who, capsys, words):
-    start("1xA100-40GB")
-
-    assert run_command_line([*words, "--user", "bin"]) == 0
-    assert run_command_line([*words, "--user", "nobody-of-that-name"]) == 2
-    assert "there is no user 'nobody-of-that-name' on this machine" in capsys.readouterr().err
-    assert run_command_line([*words, "--user", "0"]) == 2
-    assert "--user 0: write the name, root." in capsys.readouterr().err
+def test_a_user_who_does_not_exist_is_told_from_one_who_has_nothing(command, words):
+    assert command(*words, "--user", "bin")[0] == 0
+    for name, message in (
+        ("nobody-of-that-name", "there is no user 'nobody-of-that-name' on this machine"),
+        ("0", "--user 0: write the name, root."),
+    ):
+        status, _, error = command(*words, "--user", name)
+        assert status == 2 and message in error
 
 
 def test_devices_are_shown_when_the_claims_cannot_be_read(who, tmp_path):
@@ -196,16 +183,16 @@ def test_devices_are_shown_when_the_claims_cannot_be_read(who, tmp_path):
 
 
 @pytest.mark.parametrize(("fault", "state"), [("lost", "unhealthy"), ("unlisted", "free"), ("implausible", "unknown")])
-def test_a_device_that_fails_does_not_hide_the_others(fault, state, who):
-    assert run_command_line(["sim", "fault", "--device", "1", fault]) == 0
+def test_a_device_that_fails_does_not_hide_the_others(node, fault, state, who):
+    change(node, 1, faults=(fault,))
     content = who()
 
     assert [device["state"] for device in content["devices"]] == ["free", state, "free", "free"]
     assert content["devices"][1]["reason"]
 
 
-def test_a_device_that_hangs_is_named_within_5_seconds(who):
-    assert run_command_line(["sim", "fault", "--device", "2", "hang"]) == 0
+def test_a_device_that_hangs_is_named_within_5_seconds(node, who):
+    change(node, 2, faults=("hang",))
     began = time.monotonic()
     content = who()
 
@@ -261,20 +248,14 @@ def test_a_watch_where_nothing_can_be_drawn_at_a_place_writes_one_look_behind_th
     assert b"\x1b" not in output
 
 
-COMMANDS = {
-    "select": ["select", "--json"],
-    "explain": ["explain", "--json"],
-    "sim": ["sim", "show", "--json"],
-    "doctor": ["doctor", "--json"],
-}
+COMMANDS = {kind: [kind, "--json"] for kind in ("select", "explain", "doctor")} | {"sim": ["sim", "show", "--json"]}
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_the_document_describes_exactly_what_a_command_prints(kind, capsys):
-    start("1xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb")
+def test_the_document_describes_exactly_what_a_command_prints(kind, node, command):
+    start(node, "1xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb")
     with using("0"):
-        run_command_line(COMMANDS[kind])
-    content = json.loads(capsys.readouterr().out)
+        content = json.loads(command(*COMMANDS[kind])[1])
 
     assert content["schema"] == 1
     assert documented(kind, DOCUMENT.read_text(encoding="utf-8")) == printed(kind, content)
@@ -292,19 +273,14 @@ def flooded(records: int) -> Snapshot:
 
 
 @pytest.mark.parametrize("width", [None, 100])
-def test_hundreds_of_records_of_one_user_take_a_few_lines_and_hide_nobody_elses(width):
-    snapshot = flooded(RECORDS)
-    lines = to_text(snapshot, device_state.uses(snapshot), width=width)
+def test_hundreds_of_records_of_one_user_take_a_few_lines_and_hide_nobody_elses_and_the_json_has_them_all(width):
+    few, many = flooded(MOST_CLAIMS), flooded(RECORDS)
+    lines = to_text(many, device_state.uses(many), width=width)
+    devices = to_json(many, device_state.uses(many))["devices"]
 
     assert len(lines) < 8 * (MOST_CLAIMS + 4)
     assert sum(f"and {RECORDS - MOST_CLAIMS} more" in line and "bob" in line for line in lines) == 8
     assert sum("hers" in line for line in lines) == 1
-
-
-def test_as_many_as_are_shown_are_all_shown_and_the_json_has_them_all():
-    few, many = flooded(MOST_CLAIMS), flooded(RECORDS)
-    devices = to_json(many, device_state.uses(many))["devices"]
-
     assert not any(" more" in line for line in to_text(few, device_state.uses(few)))
     assert [len(device["claims"]) for device in devices][:2] == [RECORDS + 1, RECORDS]
 

@@ -31,7 +31,7 @@ COMMANDS = {
     "queue": "who waits for GPUs, and when they start",
     "reserve": "have GPUs kept for a time, and show what is reserved",
     "wait": "wait until GPUs are free, and print them",
-    "web": "a page in the browser: devices, claims, the line, charts",
+    "web": "a page in the browser: devices, claims, the queue, charts",
     "daemon": "guard the GPUs by a policy file: observe, warn, end",
     "submit": "hand a command to a cluster's engine: Slurm or Ray",
     "slurm": "on a node of a Slurm cluster: prolog, epilog, lines for its files",

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 _FOR_EVER = "for ever"  # --wait without a duration
 MOST_ALTERNATIVES = 3  # as many as a ticket takes beside the first choice, see tickets.MOST_ALTERNATIVES
-PRIORITY_NAMES = ("low", "normal", "high")  # line.order.PRIORITIES, not imported for a job that need not wait
+PRIORITY_NAMES = ("low", "normal", "high")  # queue.priority.PRIORITIES, not imported for a job that need not wait
 
 STANDS_ASIDE = "stopped, so it stands aside: others in the queue may start first.  It keeps its place; `fg` goes on."
 WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a terminal has one line, written anew
@@ -293,14 +293,17 @@ def add_queue_options(parser: argparse.ArgumentParser) -> None:
     """--wait, --no-wait, --or, --after, --priority."""
     group = parser.add_argument_group("waiting for them")
     waiting = group.add_mutually_exclusive_group()
-    longest = "wait in line at most so long, as in 30m (default: without end)"
+    longest = "wait in the queue at most so long, as in 30m (default: without end)"
     waiting.add_argument("--wait", metavar="DURATION", nargs="?", const=_FOR_EVER, help=longest)
     waiting.add_argument("--no-wait", action="store_true", help="exit 75 when there are not enough GPUs now")
     other = "what will do as well, instead of all options above, as in --or '-n 1 --min-free 40GiB' (repeatable)"
     add_repeatable(group, ("--or", "OPTIONS", other), dest="alternatives")
     group.add_argument("--after", metavar="CLAIM|PID", help="not before that claim or process has ended")
     group.add_argument(
-        "--priority", choices=PRIORITY_NAMES, default="normal", help="class in line; a site bounds it (default: normal)"
+        "--priority",
+        choices=PRIORITY_NAMES,
+        default="normal",
+        help="class in the queue; a site bounds it (default: normal)",
     )
 
 

@@ -1,6 +1,6 @@
 """Wait until a request fits, print the devices that it would get, and claim nothing.
 
-gpuguard wait -n 1                            stands in line like `gpuguard run`, and returns when it is its turn
+gpuguard wait -n 1                            waits in the queue like `gpuguard run`, and returns when it is its turn
 gpuguard wait -n 2 --wait 1h || echo no       exit 124 when it takes longer; with --no-wait 1 when not now
 gpuguard wait -n 1 --notify me@example.org    and sends a mail; or to a webhook, a program, a chat (env:NAME)
 
