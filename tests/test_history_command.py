@@ -54,7 +54,7 @@ def said(store, command):
     def say(*words: str) -> str:
         status, output, error = command(*words)
         assert (status, error) == (0, "")
-        return output
+        return str(output)
 
     return say
 
