@@ -25,7 +25,7 @@ from users import interpreter
 
 from gpuguard import procfs
 from gpuguard.enforcement import actions
-from gpuguard.enforcement.preflight import ActionContext, preflight
+from gpuguard.enforcement.preflight import ActionContext, check_process, targets
 from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
 from gpuguard.procfs import boot_clock
 
@@ -139,7 +139,11 @@ class Scene:
 
     def against(self) -> set[str]:
         """The checks that speak against it."""
-        return {each.check for each in preflight(self.verdict(), self.snapshot, self.context())}
+        failed: set[str] = set()
+        for process in targets(self.verdict(), self.snapshot):
+            with check_process(self.verdict(), self.snapshot, self.context(), process) as target:
+                failed |= {check.check for check in target.failed} or ({"alive"} if target.ended else set())
+        return failed
 
     def lives(self) -> bool:
         return not select.select([self.pidfd], [], [], 0)[0]

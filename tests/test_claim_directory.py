@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from sources import ROOT
 from gpuguard.claims import claim as hold
 from gpuguard.claims import directory as lockfiles
 from gpuguard.claims.claim import lock_device
-from gpuguard.claims.directory import Gate, is_same_file, lock_directory, open_lock, try_flock
+from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, lock_directory, open_lock, try_flock
 from gpuguard.claims.records import _held_locks, locked_slots
 from gpuguard.errors import LockDirectoryError
 from gpuguard.files import file_system
@@ -26,53 +25,39 @@ from gpuguard.files import file_system
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 
 
-def test_a_directory_that_the_user_names_and_owns_is_made_ready(tmp_path: Path) -> None:
-    directory = lock_directory(str(tmp_path / "claims"))
-
+def test_a_directory_that_the_user_names_and_owns_is_made_ready(directory: LockDirectory) -> None:
     assert directory.owner == os.geteuid()
     assert Path(directory.locks).stat().st_mode & 0o777 == 0o755
 
 
-def test_a_lock_file_is_readable_for_everybody_and_writable_for_nobody_whatever_the_umask(tmp_path: Path) -> None:
-    directory = lock_directory(str(tmp_path))
+def test_a_lock_file_is_readable_for_everybody_and_writable_for_nobody_whatever_the_umask_which_stays(
+    directory: LockDirectory,
+) -> None:
     before = os.umask(0o077)
     try:
         os.close(open_lock(directory, UUID))
     finally:
-        os.umask(before)
+        during = os.umask(before)
 
-    assert Path(directory.lock_path(UUID)).stat().st_mode & 0o777 == 0o444
-
-
-def test_the_umask_of_the_process_is_left_alone(tmp_path: Path) -> None:
-    directory = lock_directory(str(tmp_path))
-    before = os.umask(0o027)
-    try:
-        os.close(open_lock(directory, UUID))
-        during = os.umask(0o027)
-    finally:
-        os.umask(before)
-
-    assert during == 0o027
+    assert (Path(directory.lock_path(UUID)).stat().st_mode & 0o777, during) == (0o444, 0o077)
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775], ids=oct)
-def test_a_lock_directory_that_others_may_write_to_is_refused_with_advice(tmp_path: Path, mode: int) -> None:
-    lock_directory(str(tmp_path))
-    (tmp_path / "lock").chmod(mode)
+@pytest.mark.parametrize(
+    ("part", "mode"), [("lock", 0o777), ("lock", 0o1777), ("lock", 0o775), ("claims", 0o777)], ids=str
+)
+def test_a_directory_that_others_may_write_to_is_refused_with_advice(
+    directory: LockDirectory, part: str, mode: int
+) -> None:
+    Path(directory.path, part).chmod(mode)
 
     with pytest.raises(LockDirectoryError, match=r"writable for others.*gpuguard setup"):
-        lock_directory(str(tmp_path))
+        lock_directory(directory.path)
 
 
-def test_records_may_lie_in_a_sticky_directory_but_not_in_one_that_is_open_to_all(tmp_path: Path) -> None:
-    lock_directory(str(tmp_path))
-    (tmp_path / "claims").chmod(0o1777)
-    lock_directory(str(tmp_path))
-    (tmp_path / "claims").chmod(0o777)
+def test_records_may_lie_in_a_sticky_directory(directory: LockDirectory) -> None:
+    Path(directory.records).chmod(0o1777)
 
-    with pytest.raises(LockDirectoryError, match="writable for others"):
-        lock_directory(str(tmp_path))
+    assert lock_directory(directory.path) == directory
 
 
 def test_a_symbolic_link_in_place_of_the_lock_directory_is_refused(tmp_path: Path) -> None:
@@ -83,7 +68,9 @@ def test_a_symbolic_link_in_place_of_the_lock_directory_is_refused(tmp_path: Pat
         lock_directory(str(tmp_path / "link"))
 
 
-def test_an_admin_directory_that_is_there_but_unusable_is_an_error_and_no_silent_fallback(tmp_path, monkeypatch):
+def test_an_admin_directory_that_is_there_but_unusable_is_an_error_and_no_silent_fallback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "run").write_text("not a directory")
     monkeypatch.setattr(lockfiles, "ADMIN_DIRECTORY", str(tmp_path / "run"))
 
@@ -91,7 +78,9 @@ def test_an_admin_directory_that_is_there_but_unusable_is_an_error_and_no_silent
         lock_directory()
 
 
-def test_without_an_admin_directory_the_first_sticky_directory_of_root_is_used(tmp_path, monkeypatch):
+def test_without_an_admin_directory_the_first_sticky_directory_of_root_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "open").mkdir(mode=0o777)
     monkeypatch.setattr(lockfiles, "ADMIN_DIRECTORY", str(tmp_path / "absent"))
     monkeypatch.setattr(lockfiles, "FALLBACK_DIRECTORIES", (str(tmp_path / "open"), str(tmp_path / "absent"), "/tmp"))
@@ -164,62 +153,39 @@ def test_in_the_read_only_image_of_a_container_the_directory_of_the_machine_is_a
     assert "apptainer exec --bind /run/gpuguard" in done.stderr
 
 
-def test_a_planted_symbolic_link_is_not_followed(tmp_path: Path) -> None:
-    directory = lock_directory(str(tmp_path))
-    precious = tmp_path / "precious"
+def plant(kind: str, path: Path, precious: Path) -> None:
     precious.write_text("mine")
-    Path(directory.lock_path(UUID)).symlink_to(precious)
+    precious.chmod(0o444)
+    match kind:
+        case "symbolic link":
+            path.symlink_to(precious)
+        case "hard link":
+            os.link(precious, path)
+        case "fifo":
+            os.mkfifo(path, 0o444)
 
-    with pytest.raises(LockDirectoryError, match="symbolic link"):
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [("symbolic link", "is a symbolic link"), ("hard link", "hard link"), ("fifo", "not a regular file")],
+)
+def test_what_is_planted_in_place_of_a_lock_file_is_not_followed_and_hangs_nobody(
+    directory: LockDirectory, tmp_path: Path, kind: str, fault: str
+) -> None:
+    plant(kind, Path(directory.lock_path(UUID)), precious := tmp_path / "precious")
+
+    with pytest.raises(LockDirectoryError, match=fault):
         open_lock(directory, UUID)
     assert precious.read_text() == "mine"
 
 
-def test_a_planted_fifo_hangs_nobody(tmp_path: Path) -> None:
-    directory = lock_directory(str(tmp_path))
-    os.mkfifo(directory.lock_path(UUID), 0o444)
-
-    with pytest.raises(LockDirectoryError, match="not a regular file"):
-        open_lock(directory, UUID)
-
-
-def test_one_file_under_two_device_names_is_refused(tmp_path: Path) -> None:
-    directory = lock_directory(str(tmp_path))
-    os.close(open_lock(directory, UUID))
-    os.link(directory.lock_path(UUID), directory.lock_path("GPU-1"))
-
-    with pytest.raises(LockDirectoryError, match="hard link"):
-        open_lock(directory, "GPU-1")
-
-
-@pytest.mark.root
-def test_a_lock_file_of_a_stranger_is_refused_where_the_owner_is_known(tmp_path: Path) -> None:
-    directory = lock_directory(str(tmp_path))
-    path = Path(directory.lock_path(UUID))
-    path.touch(0o444)
-    os.chown(path, 4242, 4242)
-
-    with pytest.raises(LockDirectoryError, match="belongs to uid 4242"):
-        open_lock(directory, UUID)
-
-
-@pytest.mark.root
-def test_a_directory_of_a_stranger_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "his").mkdir()
-    os.chown(tmp_path / "his", 4242, 4242)
-
-    with pytest.raises(LockDirectoryError, match="belongs to uid 4242"):
-        lock_directory(str(tmp_path / "his"))
-
-
 @pytest.mark.parametrize("name", ["../gate", "a/b", "", ".hidden", "x" * 200, "a\nb"])
-def test_a_name_that_is_no_uuid_never_becomes_a_path(tmp_path: Path, name: str) -> None:
+def test_a_name_that_is_no_uuid_never_becomes_a_path(directory: LockDirectory, name: str) -> None:
     with pytest.raises(LockDirectoryError, match="no name for a lock file"):
-        open_lock(lock_directory(str(tmp_path)), name)
+        open_lock(directory, name)
 
 
-def test_a_file_that_was_unlinked_or_replaced_under_its_holder_is_noticed(tmp_path: Path) -> None:
-    directory = lock_directory(str(tmp_path))
+def test_a_file_that_was_unlinked_or_replaced_under_its_holder_is_noticed(directory: LockDirectory) -> None:
     descriptor = open_lock(directory, UUID)
     path = directory.lock_path(UUID)
     assert is_same_file(descriptor, path)
@@ -233,9 +199,8 @@ def test_a_file_that_was_unlinked_or_replaced_under_its_holder_is_noticed(tmp_pa
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
-def test_a_lock_file_that_cannot_be_opened_for_lack_of_descriptors_was_planted_by_nobody(tmp_path, monkeypatch, left):
-    """A guard without descriptors took each device for claimed by somebody unknown; others were told to remove it."""
-    directory = lock_directory(str(tmp_path))
+def test_a_lock_file_that_cannot_be_opened_for_lack_of_descriptors_was_planted_by_nobody(directory, monkeypatch, left):
+    """A guard without descriptors took each device for claimed by an unknown user; others were told to remove it."""
     os.close(open_lock(directory, "GPU-1"))
 
     opened, really = 0, os.open
@@ -264,9 +229,8 @@ def test_a_lock_file_that_cannot_be_opened_for_lack_of_descriptors_was_planted_b
     ],
     ids=["gate", "lock", "look", "slots"],
 )
-def test_where_a_file_cannot_be_locked_now_no_descriptor_of_it_stays_open(tmp_path, monkeypatch, use):
+def test_a_file_that_cannot_be_locked_is_an_error_and_no_descriptor_of_it_stays_open(directory, monkeypatch, use):
     """A guard looks at each lock each second: without memory for locks it had no descriptor left within minutes."""
-    directory = lock_directory(str(tmp_path))
     for name in ("gate", "GPU-1", "GPU-1.slot0"):
         os.close(open_lock(directory, name))
     before = os.listdir("/proc/self/fd")
@@ -281,9 +245,9 @@ def test_where_a_file_cannot_be_locked_now_no_descriptor_of_it_stays_open(tmp_pa
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_who_is_interrupted_while_he_takes_a_lock_holds_none(tmp_path, monkeypatch):
+def test_an_interrupt_while_a_lock_is_taken_leaves_none(directory, monkeypatch):
     """Ctrl-C in a notebook: a lock that nobody knows of would last as long as the notebook does."""
-    directory, before = lock_directory(str(tmp_path)), os.listdir("/proc/self/fd")
+    before = os.listdir("/proc/self/fd")
 
     def interrupted(descriptor: int) -> tuple[int, int]:
         raise KeyboardInterrupt
@@ -296,17 +260,17 @@ def test_who_is_interrupted_while_he_takes_a_lock_holds_none(tmp_path, monkeypat
     assert not _held_locks(directory, [UUID])
 
 
-def test_the_descriptor_is_not_inherited_by_accident(tmp_path: Path) -> None:
-    descriptor = open_lock(lock_directory(str(tmp_path)), UUID)
+def test_the_descriptor_is_not_inherited_by_accident(directory: LockDirectory) -> None:
+    descriptor = open_lock(directory, UUID)
     inheritable = os.get_inheritable(descriptor)
     os.close(descriptor)
 
     assert not inheritable
 
 
-def test_a_missing_lock_file_in_roots_directory_says_to_run_setup_again(tmp_path, monkeypatch):
-    directory = lock_directory(str(tmp_path))
-
+def test_a_missing_lock_file_in_roots_directory_says_to_run_setup_again(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: str, flags: int, mode: int = 0o777) -> int:
         raise PermissionError(13, "Permission denied") if flags & os.O_CREAT else FileNotFoundError(2, "No such file")
 
@@ -315,14 +279,14 @@ def test_a_missing_lock_file_in_roots_directory_says_to_run_setup_again(tmp_path
         open_lock(directory, UUID)
 
 
-def test_the_gate_lets_one_in_at_a_time(tmp_path: Path) -> None:
-    directory = lock_directory(str(tmp_path))
+def test_the_gate_lets_one_in_at_a_time(directory: LockDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockfiles, "GATE_SECONDS", 60.0)
     inside: list[int] = []
     most = []
 
     def enter() -> None:
         for _ in range(50):
-            with Gate(directory, seconds=60):
+            with Gate(directory):
                 inside.append(1)
                 most.append(len(inside))
                 inside.pop()
@@ -336,20 +300,7 @@ def test_the_gate_lets_one_in_at_a_time(tmp_path: Path) -> None:
     assert max(most) == 1
 
 
-def test_a_gate_that_somebody_holds_for_ever_delays_but_does_not_block(tmp_path: Path) -> None:
-    directory = lock_directory(str(tmp_path))
-    hostile = open_lock(directory, "gate")
-    assert try_flock(hostile)
-    begun = time.monotonic()
-    with Gate(directory, seconds=0.2):
-        waited = time.monotonic() - begun
-    os.close(hostile)
-
-    assert waited >= 0.2
-
-
-def test_a_forked_child_of_another_thread_does_not_keep_the_gate(tmp_path: Path) -> None:
-    directory = lock_directory(str(tmp_path))
+def test_a_forked_child_of_another_thread_does_not_keep_the_gate(directory: LockDirectory) -> None:
     with Gate(directory):
         # A child that inherits everything and lives on: what fork() in another thread does.
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
@@ -363,9 +314,8 @@ def test_a_forked_child_of_another_thread_does_not_keep_the_gate(tmp_path: Path)
     assert free
 
 
-def test_locks_of_other_tools_on_filelock_and_ours_exclude_each_other(tmp_path: Path) -> None:
+def test_locks_of_other_tools_on_filelock_and_ours_exclude_each_other(directory: LockDirectory) -> None:
     filelock = pytest.importorskip("filelock")
-    directory = lock_directory(str(tmp_path))
     ours = open_lock(directory, UUID)
     theirs = open_lock(directory, UUID)
     assert try_flock(ours)
@@ -377,15 +327,3 @@ def test_locks_of_other_tools_on_filelock_and_ours_exclude_each_other(tmp_path: 
     os.close(theirs)
 
     assert (while_ours, after_ours, while_theirs) == (False, True, False)
-
-
-def test_a_file_system_without_locks_is_an_error_and_never_a_licence_to_go_on(tmp_path, monkeypatch):
-    descriptor = open_lock(lock_directory(str(tmp_path)), UUID)
-
-    def unsupported(number: int, operation: int) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    with pytest.raises(LockDirectoryError, match="cannot lock"):
-        try_flock(descriptor)
-    os.close(descriptor)

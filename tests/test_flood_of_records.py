@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_nvml import FakeNvml
@@ -39,16 +40,16 @@ time.sleep(100)
 
 
 def test_any_number_of_descriptors_of_one_user_hides_nobody_elses_lock_and_costs_a_bounded_time(machine, monkeypatch):
-    asked, really, sleeping = [], holders._locked, "import time; print('ready', flush=True); time.sleep(100)"
+    asked, really, sleeping = [], holders.locked_by, "import time; print('ready', flush=True); time.sleep(100)"
 
-    def slowly(pid: str, uid: int, paths: dict[str, str]) -> list[tuple[str, str]]:
-        if os.stat(f"/proc/{pid}").st_uid == BOB.pw_uid:
+    def slowly(pid: str, uid: int, *limits: float, **how: Any) -> dict[int, str]:
+        if uid == BOB.pw_uid:
             asked.append(pid)
             time.sleep(0.2)
-        return really(pid, uid, paths)
+        return really(pid, uid, *limits, **how)
 
     monkeypatch.setattr(holders, "MOST_SECONDS", 0.1)
-    monkeypatch.setattr(holders, "_locked", slowly)
+    monkeypatch.setattr(holders, "locked_by", slowly)
     assert machine(ALICE, "run", "--no-wait", "--", "true").returncode == 0
     with (
         machine.program(BOB, sleeping),

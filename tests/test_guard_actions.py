@@ -184,7 +184,7 @@ def test_the_second_victim_on_a_device_waits_for_the_effect_on_the_first():
         assert first.act().word == "sent"
 
         later(first, pytest.MonkeyPatch(), 20)  # 15 s are over, but the first one still lives
-        assert [each.check for each in second.act().failed] == ["one per device"]
+        assert [check.check for check in second.act().failed] == ["one per device"]
 
 
 def test_a_verdict_that_comes_again_is_not_done_again(scene, monkeypatch):
@@ -257,25 +257,15 @@ def test_a_refusal_that_repeats_itself_is_written_once(scene):
     assert [event.outcome for event in scene.events] == ["refused"]
 
 
-def test_an_action_that_does_not_exist_fails_and_is_written_down(scene):
-    assert scene.act("nuke").word == "failed"
-    assert [event.outcome for event in scene.events] == ["failed"]
-
-
-def test_a_verdict_about_a_user_means_their_processes(scene):
+@pytest.mark.parametrize(("kind", "word"), [("user", "sent"), ("device", "refused")])
+def test_a_verdict_about_a_user_means_their_processes_and_one_about_a_device_alone_nobody(scene, kind, word):
     finding = scene.verdict().finding
-    about = replace(finding, subject=replace(finding.subject, kind="user", pid=None, start_time=None, device=None))
+    subject = replace(finding.subject, kind=kind, pid=None, start_time=None)
+    about = replace(finding, subject=subject, processes=finding.processes if kind == "user" else ())
 
     (outcome,) = actions.act(replace(scene.verdict(), finding=about), scene.snapshot, scene.context())
-    assert (outcome.word, outcome.pid) == ("sent", scene.pid)
-
-
-def test_a_verdict_about_a_device_alone_means_nobody(scene):
-    finding = replace(scene.verdict().finding, processes=(), subject=replace(scene.subject, kind="device", pid=None))
-
-    (outcome,) = actions.act(replace(scene.verdict(), finding=finding), scene.snapshot, scene.context())
-    assert outcome.word == "refused"
-    assert scene.lives()
+    assert (outcome.word, outcome.pid) == (word, scene.pid if word == "sent" else None)
+    assert scene.lives() if word == "refused" else scene.dies()
 
 
 class Post:
@@ -299,23 +289,18 @@ def test_a_message_goes_to_the_target_that_the_step_names(scene, action, key):
     assert post.asked == ["ops"]
 
 
-def test_a_message_that_is_not_taken_is_no_success(scene):
-    scene.context(notifier=Post("the queue is full"))
+@pytest.mark.parametrize(("options", "asked"), [((("to", "ops"),), ["ops"]), ((), [])], ids=["not taken", "no target"])
+def test_a_message_that_is_not_taken_or_has_no_target_is_no_success(scene, options, asked):
+    scene.context(notifier=(post := Post("the queue is full")))
 
-    assert scene.act("notify", options=(("to", "ops"),)).word == "failed"
-    assert "the queue is full" in str(scene.events[-1].message)
-
-
-def test_a_step_without_a_target_tells_nobody(scene):
-    scene.context(notifier=(post := Post()))
-
-    assert scene.act("notify").word == "failed"
-    assert post.asked == []
+    assert scene.act("notify", options=options).word == "failed"
+    assert ("the queue is full" in str(scene.events[-1].message), post.asked) == (bool(options), asked)
 
 
-def test_log_writes_a_line_and_nothing_else(scene):
-    assert scene.act("log").word == "done"
-    assert [(event.kind, event.outcome) for event in scene.events] == [("log", "done")]
+@pytest.mark.parametrize(("action", "word"), [("log", "done"), ("nuke", "failed")])
+def test_log_and_an_action_that_does_not_exist_write_a_line_and_do_nothing_else(scene, action, word):
+    assert scene.act(action).word == word
+    assert [(event.kind, event.outcome) for event in scene.events] == [(action, word)]
 
 
 OTHER = (2, 1.0)
@@ -326,10 +311,6 @@ def an_action(process: tuple[int, float], uid: int | None = None, **fields: Any)
     return PastAction(
         NOW, **{"action": "terminate", "devices": ("GPU",), "live": True, **fields}, process=process, uid=uid
     )
-
-
-def seen(past: PastAction) -> bool:
-    return True
 
 
 def actions_done(scene: Scene, *, ago: float, count: int = 1, **fields: Any) -> None:
@@ -391,10 +372,11 @@ LIMITS: list[tuple[str, Callable[[Scene], None], str]] = [
     ("escalation", done(ago=40, process=themselves, live=False), "kill"),  # a dry run
     ("restart loop", restarts, "terminate"),
     ("unkillable", lambda scene: scene.context().limits.unkillable.update({OTHER: (a_uuid(0),)}), "terminate"),
+    ("unkillable", done(ago=1800, action="kill", process=themselves), "terminate"),
 ]
 _CHECK_OF = {
     "rate": "_rate", "victims": "_victims", "one per device": "_busy_device", "repetition": "_repetition",
-    "escalation": "_escalation", "restart loop": "_restart_loop",
+    "escalation": "_escalation", "restart loop": "_restart_loop", "unkillable": "_unkillable",
 }  # fmt: skip
 
 
@@ -403,13 +385,11 @@ def test_a_limit_spares_and_without_it_the_innocent_is_hit(scene, monkeypatch, l
     before(scene)
 
     refused = scene.act(action)
-    assert [each.check for each in refused.failed] == [limit]
+    assert [check.check for check in refused.failed] == [limit]
     assert scene.lives()
 
-    if limit == "unkillable":
-        monkeypatch.setattr(limits.ActionLimits, "_unkillable", lambda *of: None)
-    else:
-        monkeypatch.setattr(limits, _CHECK_OF[limit], lambda *of: None)
+    owner = limits.ActionLimits if limit == "unkillable" else limits
+    monkeypatch.setattr(owner, _CHECK_OF[limit], lambda *of: None)
     assert scene.act(action).word == "sent"
     assert scene.dies()
 
@@ -434,54 +414,39 @@ def test_within_the_limits_it_goes_on(scene, before, action):
     assert scene.act(action).word == "sent"
 
 
-def test_whoever_has_many_ended_uses_up_no_others_share_of_the_hour():
-    book, pids, ended = limits.ActionLimits(), count(2), Counter()
+def test_a_user_of_whom_many_are_ended_uses_up_no_others_share_of_the_hour():
+    book, pids, ended, refusals = limits.ActionLimits(), count(2), Counter(), []
     for uid in (uid for uid in (1001, 1002, 1003, 1004, 1005) for _ in range(20)):
         process = (next(pids), 1.0)
-        if list(book.failed(an_action(process, uid), seen)):
+        if refused := list(book.failed(an_action(process, uid), lambda past: True)):
+            refusals += refused
             continue
         ended[uid] += 1
         book.record(PastAction(0.0, "terminate", process, ("GPU",), live=True, uid=uid))
 
     assert ended == {1001: 5, 1002: 3, 1003: 1, 1004: 1}
+    assert "the 5 that are left are for other users: of this one 5 were ended" in refusals[0].text
+    assert refusals[0].wait == HOUR - NOW
 
 
-def test_a_share_that_is_used_up_says_for_whom_the_rest_is():
-    book = limits.ActionLimits([PastAction(0.0, "terminate", (2 + i, 1.0), ("GPU",), True, uid=1001) for i in range(5)])
-    [refusal] = book.failed(an_action((99, 1.0), 1001), seen)
-
-    assert "the 5 that are left are for other users: of this one 5 were ended" in refusal.text
-    assert refusal.wait == HOUR - NOW
-
-
-def test_those_come_first_of_whom_fewest_were_met_and_then_the_largest():
+def test_users_who_were_acted_on_least_come_first_and_then_the_largest():
     book = limits.ActionLimits([PastAction(0.0, "checkpoint", (2, 1.0), ("GPU",), True, uid=1001)])
-    names = {
-        "small of the one who was met": a_verdict(1001, 1),
-        "large of the one who was met": a_verdict(1001, 70),
-        "small of another": a_verdict(1002, 1),
-        "large of another": a_verdict(1002, 70),
-        "claim of another, without a process": a_claims_verdict(1002),
-        "claim of the one who was met": a_claims_verdict(1001),
+    verdicts = {  # in the order in which they are to come
+        "large of another user": a_verdict(1002, 70),
+        "small of another user": a_verdict(1002, 1),
+        "claim of another user, without a process": a_verdict(1002),
+        "large of the user who was acted on": a_verdict(1001, 70),
+        "small of the user who was acted on": a_verdict(1001, 1),
+        "claim of the user who was acted on": a_verdict(1001),
     }
 
-    assert sorted(names, key=lambda name: book.priority(names[name])) == [
-        "large of another",
-        "small of another",
-        "claim of another, without a process",
-        "large of the one who was met",
-        "small of the one who was met",
-        "claim of the one who was met",
-    ]
+    assert sorted(sorted(verdicts), key=lambda name: book.priority(verdicts[name])) == list(verdicts)
 
 
-def a_claims_verdict(uid: int) -> Verdict:
-    return Verdict("p", Finding("r", Subject("claim", uid=uid), "why"), "log", 0, 0.0)
-
-
-def a_verdict(uid: int, gib: int) -> Verdict:
-    process = a_process(uid=uid, memory_used=gib * GIB)
-    return Verdict("p", Finding("r", Subject("process", uid=uid), "why", (process,)), "terminate", 0, 0.0)
+def a_verdict(uid: int, *gib: int) -> Verdict:
+    processes = tuple(a_process(uid=uid, memory_used=size * GIB) for size in gib)
+    subject = Subject("process" if gib else "claim", uid=uid)
+    return Verdict("p", Finding("r", subject, "why", processes), "terminate", 0, 0.0)
 
 
 def test_a_refusal_that_waits_says_for_how_long_and_others_do_not(scene):
@@ -503,13 +468,6 @@ def test_the_grace_of_a_notebook_ends(scene, monkeypatch):
     assert scene.act().word == "sent"
 
 
-def test_who_was_killed_and_lives_gets_no_further_signal(scene):
-    actions_done(scene, ago=1800, action="kill", process=(scene.pid, scene.process.start_time))
-
-    assert [each.check for each in scene.act("kill").failed if each.check == "unkillable"] == ["unkillable"]
-    assert scene.lives()
-
-
 def test_what_is_remembered_of_refusals_is_bounded_and_the_newest_stays(scene):
     book = scene.context().limits
     for number in range(3 * REMEMBERED):
@@ -528,14 +486,7 @@ def test_a_recording_is_refused_by_every_action_and_that_is_written_down(scene, 
     assert "a recording" in str(scene.events[0].message)
 
 
-def test_a_signal_that_does_not_arrive_leaves_a_second_line(scene, monkeypatch):
-    monkeypatch.setattr(signals, "forward", lambda *of: signals.GONE)
-
-    assert scene.act().word == "gone"
-    assert [event.outcome for event in scene.events] == ["about to", "gone"]
-
-
-@pytest.mark.parametrize("action", ["terminate", "pause", "resume", "renice"])
+@pytest.mark.parametrize("action", SIGNALS)
 def test_who_ends_after_the_line_was_written_is_gone_and_that_is_written_too(scene, action):
     write = scene.facts["append"]
 
@@ -608,25 +559,25 @@ def test_the_user_of_a_verdict_is_denied_by_their_name_else_the_only_one_of_its_
     assert asked == [("denied", str(alice.uid), "alice"), ("denied", str(bob.uid), "bob")]
 
 
-def test_what_runs_already_when_others_are_ended_is_not_back():
+@pytest.mark.parametrize("started", [100.0, 530.0], ids=["ran already", "one restart"])
+def test_what_runs_already_when_others_are_ended_is_not_back(started):
     book, program = limits.ActionLimits(), {"devices": ("GPU-c",), "signature": "a program"}
     book.record(PastAction(500.0, "terminate", (2, 100.0), ("GPU-a",), live=True, signature="a program"))
     book.record(PastAction(520.0, "terminate", (3, 100.0), ("GPU-b",), live=True, signature="a program"))
 
-    assert list(book.failed(an_action((4, 100.0), 1001, **program), seen)) == []
-    assert list(book.failed(an_action((4, 530.0), 1001, **program), seen)) == [], "that is one restart"
+    assert list(book.failed(an_action((4, started), 1001, **program), lambda past: True)) == []
 
 
-@pytest.mark.parametrize("other", ["another script", "another claim"])
-def test_another_script_or_claim_is_another_program(scene, other):
+@pytest.mark.parametrize(
+    ("command", "claim", "same"),
+    [("python -u train.py --seed 2", "a", True), ("python mine.py", "a", False), ("python train.py", "b", False)],
+)
+def test_another_script_or_claim_is_another_program(scene, command, claim, same):
     facts = identity.facts_of(scene.pid)
     assert facts
-    one = identity.signature(replace(facts, command="python train.py --seed 1"), "a")
-    again = identity.signature(replace(facts, command="python -u train.py --seed 2"), "a")
-    another = {"another script": ("python mine.py", "a"), "another claim": ("python train.py", "b")}[other]
-    command, claim = another
+    before = identity.signature(replace(facts, command="python train.py --seed 1"), "a")
 
-    assert one == again != identity.signature(replace(facts, command=command), claim)
+    assert (identity.signature(replace(facts, command=command), claim) == before) is same
 
 
 @pytest.mark.root
@@ -635,7 +586,7 @@ def test_whose_program_is_always_started_again_gets_no_new_claims_instead_of_a_p
         directory = lock_directory(str(tmp_path / "claims"))
         scene.context(directory=directory)
         restarts(scene)
-        assert [each.check for each in scene.act().failed] == ["restart loop"]
+        assert [check.check for check in scene.act().failed] == ["restart loop"]
 
         denied = read_restrictions(directory, DENIED, time.time())[str(SOMEBODY)]
         assert denied.reason == "the same program was ended 2 times within the hour, and was started again each time"

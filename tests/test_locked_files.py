@@ -141,7 +141,7 @@ def test_of_whom_a_look_does_not_come_back_nothing_more_is_asked_until_it_does(m
         silent(patch, READY)
         assert fdlocks.locked_files(os.getpid(), UNKNOWN, 0.01) == {}
     readers = list(fdlocks._hanging.values())
-    monkeypatch.setattr(fdlocks, "_has_ended", lambda pid: False)
+    monkeypatch.setattr(fdlocks, "_reap", lambda: None)
 
     assert fdlocks.hangs(UNKNOWN)
     assert fdlocks.locked_files(os.getpid(), UNKNOWN, 5) == {}
@@ -170,7 +170,7 @@ def test_a_reader_that_never_begins_is_nobodys_fault(monkeypatch, locked):
 def test_while_many_hang_nobody_without_a_name_is_asked(monkeypatch, locked):
     """One user can have 65536 such uids, each of which would take another reader."""
     with monkeypatch.context() as patch:
-        for name, value in (("MOST_HANGING", 1), ("_hanging", {4711: 1}), ("_has_ended", lambda pid: False)):
+        for name, value in (("MOST_HANGING", 1), ("_hanging", {4711: 1}), ("_reap", lambda: None)):
             patch.setattr(fdlocks, name, value)
 
         assert fdlocks.locked_files(os.getpid(), UNKNOWN, 5) == {}
@@ -228,8 +228,7 @@ def test_who_may_not_see_where_descriptors_lead_asks_the_reader_alone(monkeypatc
     monkeypatch.setattr(os, "listdir", listdir)
     monkeypatch.setattr(holders, "locked_inode", lambda *_: pytest.fail("a text was read that may never come back"))
 
-    found = holders._locked(str(os.getpid()), os.getuid(), {inode_of(place): "GPU-1"})
-    assert found == [("", "GPU-1")]
+    assert inode_of(place) in holders.locked_by(os.getpid(), os.getuid(), 5, paths={place}).values()
 
 
 @pytest.mark.root

@@ -95,7 +95,7 @@ class Claim(Sequence[Device]):
         self.since: float | None = None  # unix time of its record
         self.warning: str | None = None  # what went wrong without harm to the claim, for people
         self.arrival_files: tuple[str, ...] = ()  # their times say when this user last had a claim: see queue
-        self._locks = locks
+        self.locks = locks  # () after the release
         self._record: Lock | None = None
         self._pid = os.getpid()
         self._mutex = threading.Lock()
@@ -129,15 +129,10 @@ class Claim(Sequence[Device]):
         self.release()
 
     @property
-    def locks(self) -> tuple[Lock, ...]:
-        """What it holds."""
-        return self._locks
-
-    @property
     def pass_fds(self) -> tuple[int, ...]:
         """Descriptors that a job must inherit (subprocess: pass_fds) for the claim to live as long as it does."""
         record = (self._record.descriptor,) if self._record else ()
-        return tuple(lock.descriptor for lock in self._locks) + record
+        return tuple(lock.descriptor for lock in self.locks) + record
 
     def environment(self, visible: str = "index") -> dict[str, str]:
         """What the job must have in its environment to use these devices and no others.
@@ -162,12 +157,12 @@ class Claim(Sequence[Device]):
                 outside, and then nothing of it is held any more.
         """
         with self._mutex:
-            lost = [fault for lock in self._locks if (fault := _fault(lock))]
+            lost = [fault for lock in self.locks if (fault := _fault(lock))]
             # Afterwards: a claim that is released from outside has that written down first, so what was just locked
             # again is seen here.
             request = released_by(self._record.descriptor) if self._record else None
             if request:
-                self._release(ours=self._pid == os.getpid())
+                self._release()
                 raise ClaimLost(f"the claim {self.id} was released {request.in_words()}.")
             if lost:
                 raise ClaimLost(lost[0])
@@ -175,16 +170,17 @@ class Claim(Sequence[Device]):
     def release(self) -> None:
         """Release the devices now, also if a leftover of the job still has the descriptors.  Idempotent."""
         with self._mutex:
-            self._release(ours=self._pid == os.getpid())
+            self._release()
 
-    def _release(self, *, ours: bool) -> None:
+    def _release(self) -> None:
+        ours = self._pid == os.getpid()
         self._release_record(ours=ours)
-        for lock in self._locks:
+        for lock in self.locks:
             _close(lock, unlock=ours)
-        for path in self.arrival_files if ours and self._locks else ():
+        for path in self.arrival_files if ours and self.locks else ():
             with suppress(OSError):  # the reservation was cancelled
                 os.utime(path, follow_symlinks=False)
-        self._locks = ()
+        self.locks = ()
 
     def _release_record(self, *, ours: bool) -> None:
         if self._record:
@@ -195,8 +191,8 @@ class Claim(Sequence[Device]):
             self._record = None
 
     def slots(self, directory: LockDirectory) -> list[str]:
-        """The names of the slots that it holds of devices which it shares."""
-        names = [lock.path[len(directory.lock_path("")) :] for lock in self._locks]
+        """The names of the slots that it holds, of devices that it shares."""
+        names = [lock.path[len(directory.lock_path("")) :] for lock in self.locks]
         return [name for name in names if ".slot" in name]
 
     def write_record(
@@ -220,7 +216,7 @@ class Claim(Sequence[Device]):
             **({} if self.memory is None else shared),
             "note": job.note,
             "command": list(job.command),
-            "descriptors": [lock.descriptor for lock in self._locks],  # by which it can be released: see release
+            "descriptors": [lock.descriptor for lock in self.locks],  # by which it can be released: see release
         }
         before = self._record
         try:
@@ -309,10 +305,10 @@ def lock_parts(
     if device.parent_uuid:
         wanted.append((device.parent_uuid, fcntl.LOCK_SH))
     locks: list[Lock] = []
+    complete = False
     try:
         for name, operation in wanted:
             if (lock := lock_device(directory, name, operation)) is None:
-                unlock(locks)
                 return None
             locks.append(lock)
         if request.share:
@@ -326,13 +322,11 @@ def lock_parts(
         shared_whole = device.parent_uuid and locked_slots(directory, device.parent_uuid)
         # Shares that a daemon has given hold their slots alone: see daemon.broker.
         shared_by_daemon = directory.keeper is not None and not request.share and locked_slots(directory, device.uuid)
-        if shared_whole or shared_by_daemon or len(locks) < len(wanted) + request.share:
+        complete = len(locks) == len(wanted) + request.share and not (shared_whole or shared_by_daemon)
+        return tuple(locks) if complete else None
+    finally:
+        if not complete:
             unlock(locks)
-            return None
-    except BaseException:
-        unlock(locks)
-        raise
-    return tuple(locks)
 
 
 def lock_device(directory: LockDirectory, name: str, operation: int) -> Lock | None:

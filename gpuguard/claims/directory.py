@@ -23,14 +23,10 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
-from typing import TYPE_CHECKING
 
 from gpuguard.backends import is_recorded
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import file_system, open_in_place, status_in_place
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 ADMIN_DIRECTORY = "/run/gpuguard"
 FALLBACK_DIRECTORIES = ("/run/lock", "/tmp")
@@ -341,9 +337,8 @@ class Gate:
     others.  Where the lock files are missing, or closed to this process, it chooses and locks nothing, and needs none.
     """
 
-    def __init__(self, directory: LockDirectory, seconds: float = GATE_SECONDS) -> None:
+    def __init__(self, directory: LockDirectory) -> None:
         self._directory = directory
-        self._seconds = seconds
         self._file: FileIO | None = None
 
     def __enter__(self) -> Gate:
@@ -351,7 +346,7 @@ class Gate:
             return self
         self._file = FileIO(open_lock(self._directory, "gate"))  # an interruption before __exit__ closes it, too
         path, pause = self._directory.lock_path("gate"), 0.0005
-        deadline = time.monotonic() + (min(self._seconds, GATE_SECONDS_AGAIN) if path in _jammed else self._seconds)
+        deadline = time.monotonic() + (GATE_SECONDS_AGAIN if path in _jammed else GATE_SECONDS)
         try:
             while not try_flock(self._file.fileno()):
                 if time.monotonic() >= deadline:
@@ -365,9 +360,7 @@ class Gate:
         _jammed.discard(path)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is None:
             return
         try:
@@ -452,10 +445,9 @@ def open_lock_file(files: DaemonFiles, name: str) -> int:
     try:
         status = os.fstat(descriptor)
         private = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid in files.owners()
-        if private and is_same_file(descriptor, path, unsure=None):
-            return descriptor
-    except OSError:  # no further file can be opened to look: nothing is wrong with this one
+        if not (private and is_same_file(descriptor, path, unsure=None)):
+            raise OSError(0, "it is not a file of the daemon's alone; look at it with `ls -l`, and remove it")
+    except OSError:
         os.close(descriptor)
         raise
-    os.close(descriptor)
-    raise OSError(0, "it is not a file of the daemon's alone; look at it with `ls -l`, and remove it")
+    return descriptor

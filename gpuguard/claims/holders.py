@@ -15,7 +15,6 @@ import errno
 import os
 import select
 import subprocess
-import time
 from _thread import allocate_lock
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -49,26 +48,22 @@ def holders_of(
     A user who has so much open that it takes too long hides only processes of their own.
     """
     start = f"{os.path.realpath(directory.locks)}/{directory.prefix}"
-    inodes = {uuid: inode for uuid in uuids if (inode := inode_of(directory.lock_path(uuid)))}
-    paths = {name: uuid for uuid, inode in inodes.items() for name in (start + uuid, inode)}
-    found: dict[str, dict[int, int]] = {}
+    names = {inode: uuid for uuid in uuids if (inode := inode_of(directory.lock_path(uuid)))}
+    paths = {start + uuid for uuid in names.values()}
+    holders: dict[str, dict[int, int]] = {}
     spent: dict[int, float] = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        begun = time.monotonic()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        begun = monotonic()
         try:
-            uid = os.stat(f"/proc/{entry}").st_uid or _uid_behind(entry)
+            uid = os.stat(f"/proc/{pid}").st_uid or _uid_behind(pid)
             suspect = is_suspect(uid) and (uid == 0 or spent.get(uid, 0.0) < MOST_SECONDS)
-            maybe = _locked(entry, uid, paths) if suspect else []
+            locked = locked_by(pid, uid, MOST_SECONDS, paths=paths) if suspect else {}
         except OSError:
             continue  # gone, or not ours to see
-        for number, uuid in maybe:
-            # In a mount namespace of their own any user has a file of their own at that path.
-            if not number or locked_inode(entry, number) == inodes[uuid]:
-                found.setdefault(uuid, {})[int(entry)] = uid
-        spent[uid] = spent.get(uid, 0.0) + time.monotonic() - begun
-    return found
+        for inode in locked.values() & names.keys():
+            holders.setdefault(names[inode], {})[int(pid)] = uid
+        spent[uid] = spent.get(uid, 0.0) + monotonic() - begun
+    return holders
 
 
 def _uid_behind(pid: str) -> int:
@@ -83,45 +78,34 @@ def _uid_behind(pid: str) -> int:
     return uid_behind(int(pid)) or 0
 
 
-def _locked(pid: str, uid: int, paths: dict[str, str]) -> list[tuple[str, str]]:
-    """Those of *paths*, by path or inode, on which a process has a descriptor, with that; "": it has a lock for sure.
-
-    Raises:
-        OSError: it is gone, or not ours to see.
-    """
-    try:
-        targets = [(number, target_of(pid, number)) for number in os.listdir(f"/proc/{pid}/fd")]
-    except PermissionError:
-        # CAP_SYS_PTRACE opens fdinfo; only CAP_DAC_READ_SEARCH opens fd, and every file of the machine with it.
-        if not may_see_locks(pid):
-            return []
-        return [("", paths[inode]) for inode in locked_files(int(pid), uid, MOST_SECONDS).values() if inode in paths]
-    return [(number, paths[path]) for number, path in targets if path in paths]
-
-
-def locked_by(pid: int | str, uid: int, seconds: float, *, whole: bool = False) -> dict[int, str]:
+def locked_by(
+    pid: int | str, uid: int, seconds: float, *, paths: Collection[str] = (), whole: bool = False
+) -> dict[int, str]:
     """Descriptor -> "major:minor:inode" of what a process has locked, as locked_files().
 
-    Without the reader process where it can be seen which descriptors are files.
+    Without the reader process where it can be seen which descriptors are files; then only of files at *paths*, if any
+    are given.  In a mount namespace of their own any user has a file of their own there: go by what it is.
 
     Raises:
         TimeoutError: with *whole*, when not all could be read in that time.
         OSError: it is gone, or not ours to see.
     """
-    until, locked = time.monotonic() + seconds, dict[int, str]()
+    until, locked = monotonic() + seconds, dict[int, str]()
     try:
         for number in os.listdir(f"/proc/{pid}/fd"):
             target = target_of(pid, number)
             # What stands for a device writes there what its driver likes; claims may lie in shared memory.
-            if not target.startswith("/") or (target.startswith("/dev/") and not target.startswith("/dev/shm/")):
+            is_file = target.startswith("/") and (not target.startswith("/dev/") or target.startswith("/dev/shm/"))
+            if not (target in paths if paths else is_file):
                 continue
-            if time.monotonic() > until:
+            if monotonic() > until:
                 if whole:
                     raise TimeoutError
                 break
             if inode := locked_inode(pid, number):
                 locked[int(number)] = inode
     except PermissionError:
+        # CAP_SYS_PTRACE opens fdinfo; only CAP_DAC_READ_SEARCH opens fd, and every file of the machine with it.
         return locked_files(pid, uid, seconds, whole=whole) if may_see_locks(pid) else {}
     return locked
 
@@ -154,7 +138,7 @@ def _open_nowhere(inodes: Collection[str]) -> set[str]:
     for entry in filter(str.isdigit, os.listdir("/proc")):
         if entry == "1":
             continue  # init is no job, and may have capabilities that root lacks here
-        begun = time.monotonic()
+        begun = monotonic()
         try:
             uid = os.stat(f"/proc/{entry}").st_uid
             tables = [entry]
@@ -168,7 +152,7 @@ def _open_nowhere(inodes: Collection[str]) -> set[str]:
             return set()
         if not left:
             break
-        spent[uid] = spent.get(uid, 0.0) + time.monotonic() - begun
+        spent[uid] = spent.get(uid, 0.0) + monotonic() - begun
     return left
 
 
@@ -260,12 +244,12 @@ def holders_answer() -> NoReturn:
     worker.send(1, ("ready",))
     while request := worker.receive(0):
         pid, seconds = request
-        until, took = time.monotonic() + seconds, stopwatch()
+        until, took = monotonic() + seconds, stopwatch()
         found: list[tuple[int, str]] = []
         whole = True
         try:
             for number in os.listdir(f"/proc/{pid}/fdinfo"):
-                if time.monotonic() > until:
+                if monotonic() > until:
                     whole = False
                     break
                 if inode := locked_inode(pid, number):
@@ -413,11 +397,7 @@ def _close() -> None:
 
 
 def _reap() -> None:
-    _ended[:] = [process for process in _ended if not _has_ended(process)]
+    _ended[:] = [process for process in _ended if process.poll() is None]
     for uid, process in list(_hanging.items()):
-        if _has_ended(process):
+        if process.poll() is not None:
             del _hanging[uid]
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    return process.poll() is not None

@@ -28,7 +28,7 @@ from gpuguard.errors import ClaimError, InvalidRequest, LockDirectoryError
 from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict, claim_named
 from gpuguard.notify.templates import message_for
 from gpuguard.policies.policy import DISRUPTIVE
-from gpuguard.procfs import boot_clock
+from gpuguard.procfs import boot_clock, start_time
 from gpuguard.sanitize import neutralise
 from gpuguard.units import parse_duration
 
@@ -171,7 +171,7 @@ def _release(target: Preflight) -> Result:
 
 
 def release_claim(locks: LockHandle, request: ReleaseRequest) -> None:
-    """Give a claim up; `gpuguard run` then tells its user now, not at its next tick.  Raises as claims.release does."""
+    """Release a claim; `gpuguard run` then informs its user now, not at its next tick.  Raises as release_locks()."""
     release.release_locks(locks, request)
     if release.is_supervisor(locks.holder):
         signals.forward(locks.pidfd, signals.CHECK_CLAIM)
@@ -216,19 +216,17 @@ class WarnKeys:
 def _warn(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> ActionOutcome:
     """Write to each terminal of the processes that are meant, or of those that hold a claim without one, once."""
     subject, terminals = verdict.finding.subject, set()
-    for target in preflight.targets(verdict, snapshot):
-        facts = identity.facts_of(target.pid)
-        if facts and facts.start_time == target.start_time and facts.uids[:1] == (target.uid,) and facts.terminal:
-            terminals.add((facts.terminal, facts.uids[0]))
     claim = None if verdict.finding.processes else claim_named(snapshot.claims, subject.uid, subject.claim)
-    for pid in claim.holders if claim else ():
+    readers = [(target.pid, target.uid, target.start_time) for target in preflight.targets(verdict, snapshot)]
+    readers += [(pid, subject.uid, start_time(pid)) for pid in (claim.holders if claim else ())]
+    for pid, uid, started in readers:
         facts = identity.facts_of(pid)
-        if facts and facts.uids[:1] == (subject.uid,) and facts.terminal:
+        if facts and facts.terminal and facts.uids[:1] == (uid,) and facts.start_time == started:
             terminals.add((facts.terminal, facts.uids[0]))
     if not context.is_live(verdict):
         return _logged(verdict, context, DRY_RUN)
-    language = dict(verdict.options).get("language") or context.language
-    message = message_for(verdict, snapshot, str(language), context.templates)
+    language = str(dict(verdict.options).get("language") or context.language)
+    message = message_for(verdict, snapshot, language, context.templates)
     last = verdict.next_action in DISRUPTIVE | {"release"}
     words = {write_to_terminal(terminal, uid, message.body, last=last) for terminal, uid in sorted(terminals)}
     if WRITTEN in words:
@@ -312,8 +310,7 @@ def _quarantine(verdict: Verdict, snapshot: Snapshot, context: ActionContext) ->
     if uuid is None:
         return _logged(verdict, context, REFUSED, "no device is meant")
     if context.directory is not None:
-        now = restrictions.read_restrictions(context.directory, restrictions.QUARANTINED, time.time())
-        out = set(now) - {uuid}
+        out = restrictions.read_restrictions(context.directory, restrictions.QUARANTINED, time.time()).keys() - {uuid}
         if sum(device.uuid in out for device in snapshot.devices) >= max(1, len(snapshot.devices) // 2):
             return _logged(verdict, context, REFUSED, "half of the devices are out of service: ask an administrator")
     return _restrict(verdict, context, restrictions.QUARANTINED, uuid)
@@ -338,18 +335,11 @@ def _restrict(verdict: Verdict, context: ActionContext, kind: str, name: str, us
 
 @dataclass(frozen=True)
 class Action:
-    """One action.
+    """One action: what it does to each process that is meant, to the claim when no process is, or without a target."""
 
-    Args:
-        keys: what a step may say about it; the docstring is the help.
-        on_process: done to each process that is meant, after its preflight.
-        on_claim: done to the claim that is meant when no process is, after its preflight.
-        otherwise: done without one, because it touches neither.
-    """
-
-    keys: type
-    on_process: Callable[[Preflight], Result] | None = None
-    on_claim: Callable[[Preflight], Result] | None = None
+    keys: type  # what a step may say about it; the docstring is the help
+    on_process: Callable[[Preflight], Result] | None = None  # after its preflight
+    on_claim: Callable[[Preflight], Result] | None = None  # after its preflight
     otherwise: Callable[[Verdict, Snapshot, ActionContext], ActionOutcome] | None = None
 
 
@@ -373,12 +363,7 @@ ACTION_KEYS: Mapping[str, type] = {name: action.keys for name, action in ACTIONS
 
 
 def act(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[ActionOutcome, ...]:
-    """Do what *verdict* wants, to each of its processes for which nothing speaks against it.
-
-    Args:
-        verdict: from the engine.
-        snapshot: by which it was judged.
-        context: who acts, with what.
+    """Do what *verdict*, judged by *snapshot*, wants, to each of its processes for which nothing speaks against it.
 
     Returns:
         One outcome per process, or one alone.  Every one leaves an Event, but a refusal that only repeats itself.
@@ -392,9 +377,9 @@ def act(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[A
             if context.limits.is_done(verdict, process.identity):
                 word = SENT if context.is_live(verdict) else DRY_RUN
                 outcomes.append(ActionOutcome(word, "it was done before", process.pid))
-                continue
-            with preflight.check_process(verdict, snapshot, context, process) as target:
-                outcomes.append(_carry_out(action.on_process, target))
+            else:
+                with preflight.check_process(verdict, snapshot, context, process) as target:
+                    outcomes.append(_carry_out(action.on_process, target))
         if outcomes or not action.on_claim:
             return tuple(outcomes) or (_logged(verdict, context, REFUSED, "no process is meant"),)
     if snapshot.recorded:
@@ -488,17 +473,16 @@ def _event(
 
 
 def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[ActionOutcome, ...]:
-    """Look after the processes that were killed: those that are still there a minute later are left alone for good.
+    """Leave those alone for good that were killed and are still there a minute later; call it after each sample.
 
-    They sit in a driver or on a dead file system, where no signal reaches them.
-    Their devices are quarantined until an administrator ends that, but never more than half of the machine, and the
-    targets of the policies' messages are told.  When such a process is gone after all, the guard acts on its devices
-    again.  To be called after each sample.
+    They sit in a driver or on a dead file system, where no signal reaches them.  Their devices are quarantined until an
+    administrator ends that, but never more than half of the machine, and the targets of the policies' messages are
+    informed.  When such a process is gone after all, the guard acts on its devices again.
 
     Returns:
         An outcome, "unkillable", for each that is found for the first time.
     """
-    now, found = boot_clock(), []
+    now, outcomes = boot_clock(), []
     unkillable = context.limits.unkillable
     for process in [process for process in unkillable if not identity.is_alive(process)]:
         del unkillable[process]  # the device was reset
@@ -509,12 +493,12 @@ def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[Acti
             outlived = f"outlived SIGKILL by {now - past.clock:.0f}s"
             why = f"it {outlived}: its devices need a reset, and are left alone"
             pid, facts = past.process[0], (("policy", past.policy or None),)
-            found.append(ActionOutcome(UNKILLABLE, why, pid))
+            outcomes.append(ActionOutcome(UNKILLABLE, why, pid))
             context.append(
                 Event(time.time(), "kill", UNKILLABLE, None, past.devices, pid=pid, message=why, facts=facts)
             )
             _quarantine_devices(past, f"pid {pid} {outlived}: the device needs a reset", context, snapshot)
-    return tuple(found)
+    return tuple(outcomes)
 
 
 def _quarantine_devices(past: PastAction, why: str, context: ActionContext, snapshot: Snapshot) -> None:
@@ -543,11 +527,10 @@ def write_to_terminal(terminal: int, uid: int, text: str, *, last: bool = False,
     """Write *text* to a pseudo-terminal, if it belongs to *uid* and takes messages; never waits for one.
 
     Args:
-        terminal: its device number, as in /proc/PID/stat.
+        terminal: its device number, as in /proc/PID/stat; it lies in *place*.
         uid: to whom it must belong.
         text: lines; everything in them that is not plainly visible is written out.
         last: the last notice before something is taken away: `mesg n` does not hold it up.
-        place: the directory of the pseudo-terminals.
 
     Returns:
         "written", or why not.

@@ -35,34 +35,18 @@ NAME = "by hand"
 
 @dataclass(frozen=True)
 class Operator:
-    """Who signals, with what.
+    """Who signals, with what."""
 
-    Args:
-        backend: to ask which processes there are.
-        append: writes an Event down; False when it could not.
-        limits: with what this operator did before.
-        protected: whom the site's policy file never touches.
-    """
-
-    backend: Backend
-    append: Callable[[Event], bool]
-    limits: ActionLimits
-    protected: Protected = field(default_factory=Protected)
+    backend: Backend  # to ask which processes there are
+    append: Callable[[Event], bool]  # writes it down; False when it could not
+    limits: ActionLimits  # with what this operator did before
+    protected: Protected = field(default_factory=Protected)  # whom the site's policy file never touches
 
 
 def signal_process(
     operator: Operator, action: str, process: tuple[int, float], devices: tuple[str, ...]
 ) -> ActionOutcome:
-    """Do *action* to a process on *devices*, unless anything speaks against it.
-
-    Args:
-        operator: who asks.
-        action: one of BY_HAND.
-        process: pid and start time.
-        devices: uuids on which it was seen.
-
-    Returns:
-        What became of it; its `why` is for people.
+    """Do *action*, one of BY_HAND, to a process (pid, start time) on *devices*, unless anything speaks against it.
 
     Raises:
         BackendError: the driver cannot be asked, so nothing was done.
@@ -71,10 +55,10 @@ def signal_process(
         return ActionOutcome(REFUSED, f"there is no action {action!r}", process[0])
     snapshot = operator.backend.sample(WHO_FIELDS, list(devices))
     rows = [(device, row) for device in snapshot.devices for row in device.processes or ()]
-    found = [(device, row) for device, row in rows if (row.pid, row.start_time) == process]
-    if not found:
+    listed = [(device, row) for device, row in rows if (row.pid, row.start_time) == process]
+    if not listed:
         return ActionOutcome(GONE, "it is not on the device any more", process[0])
-    device, row = found[0]
+    device, row = listed[0]
     if os.geteuid() and row.uid != os.geteuid():
         owner = row.user or "a user who is not known"
         return ActionOutcome(REFUSED, f"it belongs to {owner}: only root signals processes of others", row.pid)

@@ -72,8 +72,7 @@ def facts_of(pid: int) -> ProcessFacts | None:
 
 
 def _facts_of(pid: int) -> ProcessFacts | None:
-    now = stat_of(pid)
-    if now is None:
+    if (now := stat_of(pid)) is None:
         return None
     status = dict(line.partition(":")[::2] for line in (read_text(f"/proc/{pid}/status") or "").splitlines())
     command, cgroup = read_memory(pid, "cmdline", LONGEST), read_text(f"/proc/{pid}/cgroup")
@@ -99,10 +98,7 @@ def _facts_of(pid: int) -> ProcessFacts | None:
 
 
 def signature(facts: ProcessFacts | None, claim: str = "") -> str:
-    """What a process has in common with the one that is started in its place; "" when it cannot be read.
-
-    User, program, script, cgroup and claim, as a hash.
-    """
+    """User, program, script, cgroup and claim, as a hash: the same of one that is started in its place; "": unknown."""
     if facts is None or facts.executable is None or facts.cgroup is None:
         return ""
     script = next((word for word in (facts.command or "").split()[1:] if not word.startswith("-")), "")
@@ -150,17 +146,11 @@ def belongs_to_the_system(facts: ProcessFacts) -> bool:
 
 @dataclass(frozen=True)
 class Protected:
-    """The users and programs that the admin has put out of the guard's reach.
-
-    Args:
-        uids: of users.
-        groups: names; all their members.
-        executables: globs of the whole paths of programs.
-    """
+    """The users and programs that the admin has put out of the guard's reach."""
 
     uids: frozenset[int] = frozenset()
-    groups: frozenset[str] = frozenset()
-    executables: tuple[str, ...] = ()
+    groups: frozenset[str] = frozenset()  # names; all their members
+    executables: tuple[str, ...] = ()  # globs of the whole paths of programs
 
     def uids_of(self, seen: Iterable[int], groups: Mapping[int, frozenset[str]]) -> frozenset[int]:
         """The uids that are meant, of those *seen*; *groups*: the names of each one's, where they are known."""
@@ -251,6 +241,7 @@ def _sees_what_root_made(pid: int) -> bool:
 
 
 def _has_open(pid: int, path: str) -> bool | None:
+    absent: bool | None = False
     try:
         wanted = os.stat(path).st_rdev
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -258,7 +249,6 @@ def _has_open(pid: int, path: str) -> bool | None:
                 seen = os.stat(f"/proc/{pid}/fd/{name}")
                 if stat.S_ISCHR(seen.st_mode) and seen.st_rdev == wanted:
                     return True
-        absent: bool | None = False
     except PermissionError:
         absent = None  # only CAP_DAC_READ_SEARCH opens that directory, and every file of the machine with it
     except OSError:

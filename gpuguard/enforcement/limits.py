@@ -30,7 +30,6 @@ UNKILLABLE_SECONDS = 60.0  # a process that outlives SIGKILL so long sits in the
 REMEMBERED = 1_000
 
 LIMITS = frozenset({"rate", "victims", "one per device", "repetition", "escalation", "restart loop", "unkillable"})
-
 ProcessIdentity = tuple[int, float]  # pid, start time
 
 
@@ -118,17 +117,10 @@ class ActionLimits:
         disruptive = [past for past in lately if past.action in DISRUPTIVE]
         found = [_rate(lately, action)]
         if action.action in DISRUPTIVE:
-            found += [
-                _victims(disruptive, action),
-                _busy_device(disruptive, action, effect_seen),
-                _restart_loop(disruptive, action),
-            ]
-        found += [
-            _repetition(lately, action),
-            _escalation(lately, action),
-            self._unkillable(lately, action),
-        ]
-        yield from (check for check in found if check)
+            found += [_victims(disruptive, action), _busy_device(disruptive, action, effect_seen)]
+            found += [_restart_loop(disruptive, action)]
+        found += [_repetition(lately, action), _escalation(lately, action), self._unkillable(lately, action)]
+        return filter(None, found)
 
     def _unkillable(self, lately: Iterable[PastAction], action: PastAction) -> FailedCheck | None:
         if action.process in self.unkillable:

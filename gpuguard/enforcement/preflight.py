@@ -52,43 +52,24 @@ class Notifier(Protocol):
 
 @dataclass(frozen=True)
 class ActionContext:
-    """Who acts, by which rules, and with what.
+    """Who acts, by which rules, and with what."""
 
-    Args:
-        backend: to ask the driver again.
-        append: writes an Event down; False when it could not.
-        still_true: whether the condition behind a verdict still holds on a fresh snapshot.
-        enforce: the daemon's switch; the policy has the other one.
-        interval: seconds between two samples.
-        protected: uids that are never touched, beside root and the system's.
-        protected_executables: globs of the whole paths of programs that are never touched.
-        jobs: (pid, start time) of what we started ourselves as jobs.
-        share_host_pids: the driver's pids are ours although this is not the first pid namespace.
-        interactive_grace: seconds that notebooks, debuggers and terminals get on top.
-        notifier: has notify(name of a target, verdict, snapshot), as notify.Sender.
-        language: of what is written to terminals, where the step does not say.
-        templates: the texts by language, those of the admin.
-        directory: of the claims, where it is written down who is denied and what is quarantined.
-        limits: what was done lately, and what follows from it.
-        alarm: names of targets of the notifier that are told what no policy has foreseen.
-    """
-
-    backend: Backend
-    append: Callable[[Event], bool]
-    still_true: Callable[[Verdict, Snapshot], bool]
-    enforce: bool = False
-    interval: float = 10.0
-    protected: frozenset[int] = frozenset()
-    protected_executables: tuple[str, ...] = ()
-    jobs: frozenset[tuple[int, float]] = frozenset()
-    share_host_pids: bool = False
-    interactive_grace: float = INTERACTIVE_SECONDS
+    backend: Backend  # to ask the driver again
+    append: Callable[[Event], bool]  # writes it down; False when it could not
+    still_true: Callable[[Verdict, Snapshot], bool]  # whether the condition holds on a fresh snapshot
+    enforce: bool = False  # the daemon's switch; the policy has the other one
+    interval: float = 10.0  # seconds between two samples
+    protected: frozenset[int] = frozenset()  # uids that are never touched, beside root and the system's
+    protected_executables: tuple[str, ...] = ()  # globs of whole paths of programs that are never touched
+    jobs: frozenset[tuple[int, float]] = frozenset()  # (pid, start time) of what we started ourselves as jobs
+    share_host_pids: bool = False  # the driver's pids are ours although this is not the first pid namespace
+    interactive_grace: float = INTERACTIVE_SECONDS  # that notebooks, debuggers and terminals get on top
     notifier: Notifier | None = None
-    language: str = ENGLISH
-    templates: Mapping[str, Template] = field(default_factory=lambda: TEMPLATES)
-    directory: LockDirectory | None = None
+    language: str = ENGLISH  # of what is written to terminals, where the step does not say
+    templates: Mapping[str, Template] = field(default_factory=lambda: TEMPLATES)  # by language
+    directory: LockDirectory | None = None  # of the claims, where it is written who is denied and what is quarantined
     limits: ActionLimits = field(default_factory=ActionLimits)
-    alarm: tuple[str, ...] = ()
+    alarm: tuple[str, ...] = ()  # targets of the notifier that are told what no policy has foreseen
 
     def is_live(self, verdict: Verdict) -> bool:
         """Whether both switches are on: else it is a dry run."""
@@ -117,34 +98,20 @@ class Preflight:
     """One target, a process or a claim, with everything that the checks go by, and those that failed.
 
     It is filled while it is checked, and not changed after that.
-
-    Args:
-        verdict: what is to be done.
-        snapshot: by which it was judged.
-        context: who acts.
-        clock: when the facts were read.
-        process: the target, if it is a process.
-        claim: the target, if it is a claim: with what it really holds.
-        pidfd: of the process; -1 before it is held.
-        locks: the open files of the claim, lent by its holder.
-        fresh: the driver's answer after the target was held.
-        facts: what /proc says of the process after that.
-        failed: the checks that speak against acting.
-        ended: the process is over.
     """
 
     verdict: Verdict
-    snapshot: Snapshot
+    snapshot: Snapshot  # by which it was judged
     context: ActionContext
-    clock: float
-    process: ProcessTarget | None = None
-    claim: ClaimRecord | None = None
-    pidfd: int = -1
-    locks: LockHandle | None = None
-    fresh: Snapshot | None = None
-    facts: ProcessFacts | None = None
-    failed: tuple[FailedCheck, ...] = ()
-    ended: bool = False
+    clock: float  # when the facts were read
+    process: ProcessTarget | None = None  # the target, if it is a process
+    claim: ClaimRecord | None = None  # the target, if it is a claim: with what it really holds
+    pidfd: int = -1  # of the process, once it is held
+    locks: LockHandle | None = None  # the open files of the claim, lent by its holder
+    fresh: Snapshot | None = None  # the driver's answer after the target was held
+    facts: ProcessFacts | None = None  # what /proc says of the process after that
+    failed: tuple[FailedCheck, ...] = ()  # what speaks against acting
+    ended: bool = False  # the process is over
 
     @property
     def live(self) -> bool:
@@ -204,11 +171,12 @@ class Preflight:
 
 def targets(verdict: Verdict, snapshot: Snapshot) -> tuple[ProcessTarget, ...]:
     """The processes that an action of *verdict* would mean, each once."""
-    subject = verdict.finding.subject
-    if subject.kind == "process" and subject.pid is not None:
-        wanted = [(subject.pid, subject.start_time, subject.uid, subject.user)]
-    else:
-        wanted = [(row.pid, row.start_time, row.uid, row.user) for row in verdict.finding.processes]
+    subject, named = verdict.finding.subject, list[str]()
+    wanted = [(row.pid, row.start_time, row.uid, row.user) for row in verdict.finding.processes]
+    if subject.kind == "process":
+        named = [subject.device] if subject.device else []
+        if subject.pid is not None:
+            wanted = [(subject.pid, subject.start_time, subject.uid, subject.user)]
     found = []
     for pid, started, uid, user in dict.fromkeys(wanted):
         rows = {
@@ -217,10 +185,8 @@ def targets(verdict: Verdict, snapshot: Snapshot) -> tuple[ProcessTarget, ...]:
             for row in device.processes or ()
             if (row.pid, row.start_time) == (pid, started)
         }
-        named = subject.device if subject.kind == "process" else None
-        devices = tuple(dict.fromkeys([*([named] if named else []), *rows]))
         memory = next((row.memory_used for row in rows.values()), None)
-        found.append(ProcessTarget(pid, started, uid, devices, user, memory))
+        found.append(ProcessTarget(pid, started, uid, tuple(dict.fromkeys([*named, *rows])), user, memory))
     return tuple(found)
 
 
@@ -245,26 +211,19 @@ def check_process(
     """*process* with a pidfd and the checks that failed; the pidfd is closed afterwards."""
     target = Preflight(verdict, snapshot, context, boot_clock(), process)
     target.failed = _failed(EARLY, target)
-    if target.failed:
-        yield target  # no system call has seen this pid yet
-        return
-    try:
-        target.pidfd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        target.ended = True
-        yield target
-        return
-    except OSError as error:
-        target.failed = (FailedCheck("pidfd", f"it cannot be held: {error}"),)
-        yield target
-        return
-    try:
-        if _samples_again(target, "listed"):
+    with ExitStack() as stack:
+        try:
+            if not target.failed:  # else no system call sees this pid
+                target.pidfd = os.pidfd_open(process.pid)
+                stack.callback(os.close, target.pidfd)
+        except ProcessLookupError:
+            target.ended = True
+        except OSError as error:
+            target.failed = (FailedCheck("pidfd", f"it cannot be held: {error}"),)
+        if target.pidfd >= 0 and _samples_again(target, "listed"):
             target.facts, target.clock = identity.facts_of(process.pid), boot_clock()
             target.failed, target.ended = _failed(LATE, target), identity.has_ended(target.pidfd)
         yield target
-    finally:
-        os.close(target.pidfd)
 
 
 @contextmanager
@@ -286,21 +245,12 @@ def check_claim(verdict: Verdict, snapshot: Snapshot, context: ActionContext) ->
         except (ClaimError, OSError) as error:
             text = _FORBIDDEN if isinstance(error, NotPermitted) else str(error)
             target.failed = (FailedCheck("files", text),)
-        if not target.failed and _samples_again(target, "unused"):
+        if target.locks and _samples_again(target, "unused"):
             assert target.fresh
             target.fresh = replace(target.fresh, claims=probe(directory, claim.devices))
             target.clock = boot_clock()
             target.failed = _failed(LATE, target)
         yield target
-
-
-def preflight(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[FailedCheck, ...]:
-    """Everything that speaks now against acting on the processes of *verdict*; () when they may be signalled."""
-    found: list[FailedCheck] = []
-    for process in targets(verdict, snapshot):
-        with check_process(verdict, snapshot, context, process) as target:
-            found += target.failed or ([FailedCheck("alive", "it has ended")] if target.ended else [])
-    return tuple(found)
 
 
 def _samples_again(target: Preflight, check: str) -> bool:
