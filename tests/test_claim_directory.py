@@ -30,9 +30,7 @@ def test_a_directory_that_the_user_names_and_owns_is_made_ready(directory: LockD
     assert Path(directory.locks).stat().st_mode & 0o777 == 0o755
 
 
-def test_a_lock_file_is_readable_for_everybody_and_writable_for_nobody_whatever_the_umask_which_stays(
-    directory: LockDirectory,
-) -> None:
+def test_a_lock_file_is_readable_for_everybody_and_writable_for_nobody_whatever_the_umask_which_stays(directory):
     before = os.umask(0o077)
     try:
         os.close(open_lock(directory, UUID))
@@ -45,9 +43,7 @@ def test_a_lock_file_is_readable_for_everybody_and_writable_for_nobody_whatever_
 @pytest.mark.parametrize(
     ("part", "mode"), [("lock", 0o777), ("lock", 0o1777), ("lock", 0o775), ("claims", 0o777)], ids=str
 )
-def test_a_directory_that_others_may_write_to_is_refused_with_advice(
-    directory: LockDirectory, part: str, mode: int
-) -> None:
+def test_a_directory_that_others_may_write_to_is_refused_with_advice(directory, part, mode):
     Path(directory.path, part).chmod(mode)
 
     with pytest.raises(LockDirectoryError, match=r"writable for others.*gpuguard setup"):
@@ -68,9 +64,7 @@ def test_a_symbolic_link_in_place_of_the_lock_directory_is_refused(tmp_path: Pat
         lock_directory(str(tmp_path / "link"))
 
 
-def test_an_admin_directory_that_is_there_but_unusable_is_an_error_and_no_silent_fallback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_admin_directory_that_is_there_but_unusable_is_an_error_and_no_silent_fallback(tmp_path, monkeypatch):
     (tmp_path / "run").write_text("not a directory")
     monkeypatch.setattr(lockfiles, "ADMIN_DIRECTORY", str(tmp_path / "run"))
 
@@ -78,9 +72,7 @@ def test_an_admin_directory_that_is_there_but_unusable_is_an_error_and_no_silent
         lock_directory()
 
 
-def test_without_an_admin_directory_the_first_sticky_directory_of_root_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_an_admin_directory_the_first_sticky_directory_of_root_is_used(tmp_path, monkeypatch):
     (tmp_path / "open").mkdir(mode=0o777)
     monkeypatch.setattr(lockfiles, "ADMIN_DIRECTORY", str(tmp_path / "absent"))
     monkeypatch.setattr(lockfiles, "FALLBACK_DIRECTORIES", (str(tmp_path / "open"), str(tmp_path / "absent"), "/tmp"))
@@ -169,9 +161,7 @@ def plant(kind: str, path: Path, precious: Path) -> None:
     ("kind", "fault"),
     [("symbolic link", "is a symbolic link"), ("hard link", "hard link"), ("fifo", "not a regular file")],
 )
-def test_what_is_planted_in_place_of_a_lock_file_is_not_followed_and_hangs_nobody(
-    directory: LockDirectory, tmp_path: Path, kind: str, fault: str
-) -> None:
+def test_what_is_planted_in_place_of_a_lock_file_is_not_followed_and_hangs_nobody(directory, tmp_path, kind, fault):
     plant(kind, Path(directory.lock_path(UUID)), precious := tmp_path / "precious")
 
     with pytest.raises(LockDirectoryError, match=fault):
@@ -268,9 +258,7 @@ def test_the_descriptor_is_not_inherited_by_accident(directory: LockDirectory) -
     assert not inheritable
 
 
-def test_a_missing_lock_file_in_roots_directory_says_to_run_setup_again(
-    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_lock_file_in_roots_directory_says_to_run_setup_again(directory, monkeypatch):
     def refuse(path: str, flags: int, mode: int = 0o777) -> int:
         raise PermissionError(13, "Permission denied") if flags & os.O_CREAT else FileNotFoundError(2, "No such file")
 

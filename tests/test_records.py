@@ -182,9 +182,7 @@ def test_the_true_holder_is_found_after_the_process_that_took_the_lock_has_died(
     assert probe(directory, [UUID]) == ()
 
 
-def test_a_known_holder_of_a_lock_is_believed_without_asking_every_process_until_it_ends(
-    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_known_holder_of_a_lock_is_believed_without_asking_every_process_until_it_ends(directory, monkeypatch):
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
     with a_claim(directory):

@@ -14,7 +14,7 @@ from claiming import acquire, preview
 
 from gpuguard.claims import claim as hold
 from gpuguard.claims.claim import Claim
-from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
+from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import locked_devices, locked_slots, probe, write_record
 from gpuguard.eligibility import UNSHARED, Sharing, memory_left, sharing_on, slots_left
 from gpuguard.errors import NotEnoughGpus
@@ -27,7 +27,7 @@ DEVICE = a_device(0, memory_used=0)
 
 
 def a_share(gib: float | None, slot: int = 0, device: Device = DEVICE, **fields: Any) -> ClaimRecord:
-    """Somebody's share of so many GiB, in that slot of the device."""
+    """A share of so many GiB, of alice, in that slot of the device."""
     memory = None if gib is None else int(gib * GIB)
     return a_claim_record(device, id=f"c{slot}", memory=memory, slots=(f"{device.uuid}.slot{slot}",), **fields)
 
@@ -41,27 +41,25 @@ def reasons(device: Device, sharing: Sharing, **request: Any) -> list[str]:
     return [reason.text for refusal in chosen(device, sharing, **request).refused for reason in refusal.reasons]
 
 
-def test_what_was_promised_is_gone_although_nobody_uses_it_yet():
-    assert memory_left(DEVICE, Sharing((a_share(10), a_share(20, 1, uid=BOB)))) == 50 * GIB
+def uses(gib: float | None, used: int = 30) -> Device:
+    """A device with so many GiB in use, some of it by process 7."""
+    memory = None if gib is None else int(gib * GIB)
+    return a_device(0, memory_used=used * GIB, processes=(a_process(7, memory_used=memory),))
 
 
-def test_whoever_uses_more_than_his_share_counts_with_what_he_uses():
-    device = a_device(0, memory_used=30 * GIB, processes=(a_process(7, memory_used=30 * GIB),))
-
-    assert memory_left(device, Sharing((a_share(10),), owners={7: ALICE})) == 50 * GIB
-    assert memory_left(device, Sharing((a_share(40),), owners={7: ALICE})) == 40 * GIB
-
-
-def test_the_memory_of_strangers_is_gone_beside_what_was_promised():
-    device = a_device(0, memory_used=30 * GIB, processes=(a_process(7, memory_used=25 * GIB),))
-
-    assert memory_left(device, Sharing((a_share(10),), owners={})) == 40 * GIB
-
-
-def test_a_process_of_unknown_memory_leaves_its_memory_to_the_strangers():
-    device = a_device(0, memory_used=30 * GIB, processes=(a_process(7, memory_used=None),))
-
-    assert memory_left(device, Sharing((a_share(10),), owners={7: ALICE})) == 40 * GIB
+@pytest.mark.parametrize(
+    ("device", "sharing", "left"),
+    [
+        (DEVICE, Sharing((a_share(10), a_share(20, 1, uid=BOB))), 50),
+        (uses(30), Sharing((a_share(10),), owners={7: ALICE}), 50),
+        (uses(30), Sharing((a_share(40),), owners={7: ALICE}), 40),
+        (uses(25), Sharing((a_share(10),), owners={}), 40),
+        (uses(None), Sharing((a_share(10),), owners={7: ALICE}), 40),
+    ],
+    ids=["promised, not used", "more than the share used", "less than the share used", "strangers", "unknown use"],
+)
+def test_what_is_left_is_what_nobody_was_promised_and_nobody_else_uses(device, sharing, left):
+    assert memory_left(device, sharing) == left * GIB
 
 
 @pytest.mark.parametrize("unknown", ["memory_total", "memory_used"])
@@ -72,18 +70,23 @@ def test_nobody_can_tell_what_is_left_where_the_driver_does_not(unknown):
     assert chosen(device, UNSHARED).devices == ()
 
 
-def test_a_device_whose_use_is_unknown_gives_no_share_and_says_so():
-    assert "its memory in use is unknown" in reasons(a_device(0, memory_used=None), UNSHARED)
-
-
-def test_a_share_that_even_an_empty_device_does_not_have_is_refused():
-    assert reasons(DEVICE, UNSHARED, memory=81 * GIB) == ["has 80.0GiB of memory even when it is empty"]
-
-
-def test_a_share_beside_others_says_who_they_are_when_it_does_not_fit():
-    others = Sharing((a_share(50), a_share(25, 1, uid=BOB, user="bob")))
-
-    assert reasons(DEVICE, others) == ["only 5.0GiB left beside alice (50.0GiB) and bob (25.0GiB)"]
+@pytest.mark.parametrize(
+    ("device", "sharing", "memory", "said"),
+    [
+        (a_device(0, memory_used=None), UNSHARED, 10, "its memory in use is unknown"),
+        (DEVICE, UNSHARED, 81, "has 80.0GiB of memory even when it is empty"),
+        (
+            DEVICE,
+            Sharing((a_share(50), a_share(25, 1, uid=BOB, user="bob"))),
+            10,
+            "only 5.0GiB left beside alice (50.0GiB) and bob (25.0GiB)",
+        ),
+        (DEVICE, Sharing((a_share(10, most=1),)), 10, "shared by 1 already, and no more may join: alice (10.0GiB)"),
+    ],
+    ids=["unknown", "too large for any", "too large beside others", "full"],
+)
+def test_a_share_that_does_not_fit_is_refused_with_the_reason(device, sharing, memory, said):
+    assert said in reasons(device, sharing, memory=memory * GIB)
 
 
 def test_a_device_for_one_process_cannot_be_shared():
@@ -113,17 +116,13 @@ def test_a_share_of_another_device_is_none_of_this_one():
     assert sharing_on(DEVICE, [other]) == Sharing()
 
 
-def test_each_of_those_who_share_may_bound_how_many_do():
-    assert slots_left(Sharing((a_share(10),)), 8) == 7
-    assert slots_left(Sharing((a_share(10, most=2),)), 8) == 1
-    assert slots_left(Sharing((a_share(10, most=2), a_share(10, 1))), 8) == 0
-    assert slots_left(Sharing((a_share(10, most=0),)), 8) == 7  # no bound that anybody could set
+@pytest.mark.parametrize(
+    ("most", "left"), [((None,), 7), ((2,), 1), ((2, None), 0), ((0,), 7)], ids=["none", "one", "full", "no bound"]
+)
+def test_each_claim_that_shares_may_bound_how_many_do(most, left):
+    shares = tuple(a_share(10, slot, most=bound) for slot, bound in enumerate(most))
 
-
-def test_a_full_device_says_that_no_more_may_join():
-    (said,) = reasons(DEVICE, Sharing((a_share(10, most=1),)))
-
-    assert said == "shared by 1 already, and no more may join: alice (10.0GiB)"
+    assert slots_left(Sharing(shares), 8) == left
 
 
 def best(strategy: str, *sharings: Sharing, **fields: Any) -> int:
@@ -133,36 +132,26 @@ def best(strategy: str, *sharings: Sharing, **fields: Any) -> int:
     return choose(machine, Request(share=True, memory=10 * GIB, strategy=strategy), {}, on).devices[0].index
 
 
-def test_packing_fills_the_shared_device_that_is_fullest():
-    little, much = Sharing((a_share(10),)), Sharing((a_share(40),))
-
-    assert best("pack", UNSHARED, little, much, UNSHARED) == 2
-
-
-def test_spreading_joins_the_shared_device_with_most_room_so_that_whole_devices_stay_whole():
-    little, much = Sharing((a_share(10),)), Sharing((a_share(40),))
-
-    assert best("spread", UNSHARED, much, little, UNSHARED) == 2
+@pytest.mark.parametrize(("strategy", "index"), [("pack", 2), ("spread", 1)])
+def test_packing_fills_the_fullest_shared_device_and_spreading_the_one_with_most_room(strategy, index):
+    assert best(strategy, UNSHARED, Sharing((a_share(10),)), Sharing((a_share(40),)), UNSHARED) == index
 
 
 ALONE = Request()
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> LockDirectory:
-    return lock_directory(str(tmp_path))
 
 
 def wanting(gib: float, **fields: Any) -> Request:
     return Request(share=True, memory=int(gib * GIB), **fields)
 
 
-def single(**fields: Any) -> Machine:
-    return Machine(a_device(0, **fields))
+@pytest.fixture
+def machine() -> Machine:
+    """One idle device."""
+    return Machine(a_device(0))
 
 
 def a_record(directory: LockDirectory, slot: str, **content: Any) -> int:
-    """A record as somebody else may have written it, with the lock of the slot that it names; both stay open."""
+    """A record as another user may have written it, with the lock of the slot that it names; both stay open."""
     lock = open_lock(directory, slot)
     assert try_flock(lock)
     device = open_lock(directory, slot.partition(".")[0])
@@ -171,8 +160,7 @@ def a_record(directory: LockDirectory, slot: str, **content: Any) -> int:
     return write_record(directory, facts)[1]
 
 
-def test_several_shares_fit_on_one_device_until_its_memory_is_promised(directory: LockDirectory) -> None:
-    machine = single()
+def test_several_shares_fit_on_one_device_until_its_memory_is_promised(machine, directory):
     with acquire(machine, wanting(30), directory), acquire(machine, wanting(30), directory):
         with pytest.raises(NotEnoughGpus, match=r"only 20\.0GiB left beside .*30\.0GiB"):
             acquire(machine, wanting(30), directory)
@@ -180,8 +168,7 @@ def test_several_shares_fit_on_one_device_until_its_memory_is_promised(directory
             assert third[0].index == 0
 
 
-def test_a_share_excludes_an_exclusive_claim_which_is_told_who_shares(directory: LockDirectory) -> None:
-    machine = single()
+def test_a_share_excludes_an_exclusive_claim_which_is_told_who_shares(machine, directory):
     with acquire(machine, wanting(10), directory):
         with pytest.raises(NotEnoughGpus, match=r"shared by \w+ \(10\.0GiB\)"):
             acquire(machine, ALONE, directory)
@@ -189,8 +176,7 @@ def test_a_share_excludes_an_exclusive_claim_which_is_told_who_shares(directory:
     acquire(machine, ALONE, directory).release()
 
 
-def test_the_kernel_bounds_how_many_share_a_device(directory: LockDirectory) -> None:
-    machine = single()
+def test_the_kernel_bounds_how_many_share_a_device(machine, directory):
     held = [acquire(machine, wanting(1), directory) for _ in range(8)]
     with pytest.raises(NotEnoughGpus, match="shared by 8 already"):
         acquire(machine, wanting(1), directory)
@@ -198,15 +184,14 @@ def test_the_kernel_bounds_how_many_share_a_device(directory: LockDirectory) -> 
         claim.release()
 
 
-def test_a_strangers_process_makes_a_device_busy_for_a_share_too(directory: LockDirectory) -> None:
-    machine = single(processes=(a_process(uid=4242, user="mallory"),), memory_used=10 * GIB)
+def test_a_strangers_process_makes_a_device_busy_for_a_share_too(directory):
+    machine = Machine(a_device(0, processes=(a_process(uid=4242, user="mallory"),), memory_used=10 * GIB))
 
     with pytest.raises(NotEnoughGpus, match="used by mallory"):
         acquire(machine, wanting(10), directory)
 
 
-def test_the_processes_of_the_shares_do_not_make_it_busy(directory: LockDirectory) -> None:
-    machine = single()
+def test_the_processes_of_the_shares_do_not_make_it_busy(machine, directory):
     with acquire(machine, wanting(30), directory):
         machine.change(0, processes=(a_process(os.getpid(), uid=os.getuid()),), memory_used=10 * GIB)
         acquire(machine, wanting(40), directory).release()
@@ -214,16 +199,14 @@ def test_the_processes_of_the_shares_do_not_make_it_busy(directory: LockDirector
             acquire(machine, wanting(60), directory)
 
 
-def test_roots_process_without_an_ancestor_in_a_share_is_a_strangers(directory: LockDirectory) -> None:
-    machine = single()
+def test_roots_process_without_an_ancestor_in_a_share_is_a_strangers(machine, directory):
     with acquire(machine, wanting(10), directory):
         machine.change(0, processes=(a_process(1, uid=0, user="root"),), memory_used=10 * GIB)
         with pytest.raises(NotEnoughGpus, match=r"used by root .*whose share is unknown"):
             acquire(machine, wanting(10), directory)
 
 
-def test_a_device_that_works_too_hard_is_not_shared_unless_that_is_asked_for(directory: LockDirectory) -> None:
-    machine = single()
+def test_a_device_that_works_too_hard_is_not_shared_unless_that_is_asked_for(machine, directory):
     with acquire(machine, wanting(10), directory):
         machine.change(0, utilization=60.0)
         with pytest.raises(NotEnoughGpus, match="utilization is 60%, too much to share it"):
@@ -235,7 +218,7 @@ def test_a_device_that_works_too_hard_is_not_shared_unless_that_is_asked_for(dir
         acquire(machine, wanting(10, max_util=100.0), directory).release()
 
 
-def test_the_least_busy_device_is_shared_first_and_then_one_that_is_shared_already(directory: LockDirectory) -> None:
+def test_the_least_busy_device_is_shared_first_and_then_one_that_is_shared_already(directory):
     machine = Machine(a_device(0, utilization=30.0), a_device(1), a_device(2))
     chosen = [acquire(machine, wanting(10), directory)[0].index for _ in range(3)]
 
@@ -244,8 +227,7 @@ def test_the_least_busy_device_is_shared_first_and_then_one_that_is_shared_alrea
     assert acquire(machine, wanting(10), directory)[0].index == 1
 
 
-def test_a_slot_without_a_record_is_a_share_of_unknown_size_until_it_ends(directory: LockDirectory) -> None:
-    machine = single()
+def test_a_slot_without_a_record_is_a_share_of_unknown_size_until_it_ends(machine, directory):
     slot = open_lock(directory, f"{machine.devices[0].uuid}.slot0")
     assert try_flock(slot)
     with pytest.raises(NotEnoughGpus, match="record cannot be read"):
@@ -256,16 +238,14 @@ def test_a_slot_without_a_record_is_a_share_of_unknown_size_until_it_ends(direct
 
 
 @pytest.mark.parametrize("memory", [0, -1, 10**18, True, "10GiB", None, 1.5, 81 * GIB])
-def test_a_record_that_cannot_be_true_makes_its_device_unshareable(directory: LockDirectory, memory: object) -> None:
-    machine = single()
+def test_a_record_that_cannot_be_true_makes_its_device_unshareable(machine, directory, memory):
     a_record(directory, f"{machine.devices[0].uuid}.slot0", memory=memory)
 
     with pytest.raises(NotEnoughGpus, match="record cannot be read"):
         acquire(machine, wanting(1), directory)
 
 
-def test_a_small_lie_about_somebody_elses_slot_changes_nothing(directory: LockDirectory) -> None:
-    machine = single()
+def test_a_small_lie_about_the_slot_of_another_user_changes_nothing(machine, directory):
     with acquire(machine, wanting(70), directory) as claim:
         slot = f"{claim[0].uuid}.slot0"
         write_record(directory, {"id": "lie", "devices": [claim[0].uuid], "slots": [slot], "memory": 1})
@@ -273,30 +253,24 @@ def test_a_small_lie_about_somebody_elses_slot_changes_nothing(directory: LockDi
             acquire(machine, wanting(20), directory)
 
 
-def test_a_record_without_a_locked_slot_promises_nothing(directory: LockDirectory) -> None:
-    machine = single()
+def test_a_record_without_a_locked_slot_promises_nothing(machine, directory):
     uuid = machine.devices[0].uuid
     write_record(directory, {"id": "lie", "devices": [uuid], "slots": [f"{uuid}.slot3"], "memory": 80 * GIB})
 
     acquire(machine, wanting(70), directory).release()
 
 
-def test_a_share_is_seen_by_probe_with_its_part(directory: LockDirectory) -> None:
-    machine = single()
+def test_a_share_is_seen_by_probe_with_its_part(machine, directory):
     uuid = machine.devices[0].uuid
     with acquire(machine, wanting(10), directory, note="small") as claim:
         (record,) = probe(directory, [uuid])
-        assert (record.id, record.memory, record.slots, record.note) == (
-            claim.id,
-            10 * GIB,
-            (f"{uuid}.slot0",),
-            "small",
-        )
+        seen = (record.id, record.memory, record.slots, record.note)
+        assert seen == (claim.id, 10 * GIB, (f"{uuid}.slot0",), "small")
         assert locked_devices(directory, [uuid]) == {uuid}
     assert (probe(directory, [uuid]), locked_slots(directory, uuid)) == ((), ())
 
 
-def test_one_share_can_span_devices(directory: LockDirectory) -> None:
+def test_one_share_can_span_devices(directory):
     machine = Machine(a_device(0), a_device(1))
     with acquire(machine, wanting(50, num_gpus=2), directory) as both:
         assert len(both) == 2
@@ -306,8 +280,7 @@ def test_one_share_can_span_devices(directory: LockDirectory) -> None:
             acquire(machine, ALONE, directory)
 
 
-def test_a_share_that_loses_the_race_goes_back_and_leaves_nothing(directory, monkeypatch):
-    machine = single()
+def test_a_share_that_loses_the_race_goes_back_and_leaves_nothing(machine, directory, monkeypatch):
     proper, rivals = Claim.write_record, []
 
     def overtaken(self: Claim, *words: Any, **more: Any) -> None:
@@ -323,7 +296,7 @@ def test_a_share_that_loses_the_race_goes_back_and_leaves_nothing(directory, mon
 
 
 def test_the_job_is_told_its_share_in_the_variables_that_frameworks_read(directory, monkeypatch):
-    with acquire(single(), wanting(10), directory) as claim:
+    with acquire(Machine(a_device(0)), wanting(10), directory) as claim:
         environment = claim.environment()
         assert environment["GPUGUARD_MEMORY"] == str(10 * GIB)
         assert environment["TF_FORCE_GPU_ALLOW_GROWTH"] == "true"
@@ -332,12 +305,11 @@ def test_the_job_is_told_its_share_in_the_variables_that_frameworks_read(directo
         assert claim.environment()["XLA_PYTHON_CLIENT_MEM_FRACTION"] == ".05"
         monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", ".05")
         assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in claim.environment()
-    with acquire(single(), ALONE, directory) as claim:
+    with acquire(Machine(a_device(0)), ALONE, directory) as claim:
         assert not set(hold.SHARE_VARIABLES) & set(claim.environment())
 
 
-def test_inside_a_share_commands_do_not_exclude_each_other_nor_the_neighbours(directory, monkeypatch):
-    machine = single()
+def test_inside_a_share_commands_do_not_exclude_each_other_nor_the_neighbours(machine, directory, monkeypatch):
     with acquire(machine, wanting(10), directory) as outer:
         monkeypatch.setenv("GPUGUARD_CLAIM", outer.id)
         with acquire(machine, ALONE, directory) as one, acquire(machine, ALONE, directory) as other:
@@ -346,7 +318,7 @@ def test_inside_a_share_commands_do_not_exclude_each_other_nor_the_neighbours(di
             acquire(machine, wanting(10), directory).release()
 
 
-def test_a_shared_instance_excludes_its_whole_gpu_and_is_excluded_by_it(directory: LockDirectory) -> None:
+def test_a_shared_instance_excludes_its_whole_gpu_and_is_excluded_by_it(directory):
     parent = a_device(0, mig_mode=True)
     divided = Machine(parent, a_mig_instance(parent, 0))
     whole = Machine(a_device(0))
@@ -362,7 +334,7 @@ def test_a_shared_instance_excludes_its_whole_gpu_and_is_excluded_by_it(director
         acquire(divided, ALONE, directory)
 
 
-def test_the_record_of_an_exclusive_claim_says_nothing_of_shares(directory: LockDirectory, tmp_path: Path) -> None:
-    with acquire(single(), ALONE, directory):
-        (path,) = (tmp_path / "claims").iterdir()
+def test_the_record_of_an_exclusive_claim_says_nothing_of_shares(directory):
+    with acquire(Machine(a_device(0)), ALONE, directory):
+        (path,) = Path(directory.records).iterdir()
         assert not {"memory", "slots", "most"} & set(json.loads(path.read_text().splitlines()[0]))
