@@ -1,4 +1,4 @@
-"""Processes that hold claims and do nothing else, as an idle notebook does.
+"""Processes that hold claims and do nothing else, as an idle notebook does; and records that say what they like.
 
 with a_holder(directory, uuid, other) as holder: holder.id, holder.pid; holder.does("claim.reassert()")
 """
@@ -6,14 +6,18 @@ with a_holder(directory, uuid, other) as holder: holder.id, holder.pid; holder.d
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.records import read_record
+from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
+from gpuguard.claims.records import RELEASED, ReleaseRequest, read_record
+from gpuguard.claims.release import LockHandle, lock_handle, release_locks
 from gpuguard.model import ClaimRecord
 
 HOLD = """
@@ -75,3 +79,37 @@ def a_holder(
             yield Holder(directory, child, name, owner)
         finally:
             child.kill()
+
+
+@contextlib.contextmanager
+def a_record(place: Path, uid: int, name: str, **says: Any) -> Iterator[None]:
+    """A living record of *uid* among those of *place*."""
+    with (place / f"claim.{uid}.{name}.json").open("x") as file:
+        os.fchown(file.fileno(), uid, uid)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        json.dump({"id": name, **says}, file)
+        file.flush()
+        yield
+
+
+GPUS = tuple(f"GPU-{index:08x}-0000-4000-8000-{index:012x}" for index in range(4))
+BY_ROOT = ReleaseRequest(RELEASED, "root", "another user waits")
+
+
+def is_free(directory: LockDirectory, name: str) -> bool:
+    descriptor = open_lock(directory, name)
+    try:
+        return try_flock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def free(directory: LockDirectory, names: Sequence[str] = GPUS) -> list[str]:
+    return [name for name in names if is_free(directory, name)]
+
+
+def release(directory: LockDirectory, record: ClaimRecord) -> LockHandle:
+    """By root; what the claim was released by."""
+    with lock_handle(directory, record) as handle:
+        release_locks(handle, BY_ROOT)
+    return handle

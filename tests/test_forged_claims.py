@@ -11,25 +11,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
-from claimholders import Holder, a_holder
+from claimholders import GPUS, Holder, a_holder, a_record, free, release
 from daemons import SOMEBODY, a_daemon, somebodys
 from fake_nvml import FakeNvml
 from guarded import set_user_id_program
 from nodes import Gpuguard, eventually
-from test_releasing import BY_ROOT, GPUS, free
 
 from gpuguard import source
 from gpuguard.claims import release as releasing
 from gpuguard.claims.directory import lock_directory, open_lock
-from gpuguard.claims.records import ReleaseRequest, probe, record_path
-from gpuguard.claims.release import lock_handle, release_locks
+from gpuguard.claims.records import probe, record_path
+from gpuguard.claims.release import lock_handle
 from gpuguard.errors import ClaimError
 from gpuguard.files import file_system
 from gpuguard.jobs import isolation
@@ -48,26 +46,14 @@ policies:
 """
 
 
-@contextmanager
-def a_record(place: Path, uid: int, name: str, since: float, *devices: str) -> Iterator[None]:
-    """A living record of *uid*, which says what it likes."""
-    path = place / f"claim.{uid}.{name}.json"
-    with path.open("x") as file:
-        os.fchown(file.fileno(), uid, uid)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        json.dump({"id": name, "devices": devices, "since": since}, file)
-        file.flush()
-        yield
-
-
 @pytest.mark.root
 def test_who_gives_a_claim_in_excess_the_id_of_hers_has_her_job_live(tmp_path: Path) -> None:
     with a_daemon(tmp_path, QUOTA, "--enforce", named=True) as daemon, ExitStack() as stack:
         hers, records, now = daemon.uuid(0), tmp_path / "claims" / "claims", time.time()
         job = stack.enter_context(somebodys(daemon.node, "0", 30 * GIB, str(tmp_path / "claims" / "lock" / hers)))
-        stack.enter_context(a_record(records, SOMEBODY, "c0ffee", now - 60, hers))
-        stack.enter_context(a_record(records, MALLORY, "1", now - 20))
-        stack.enter_context(a_record(records, MALLORY, "c0ffee", now - 10))
+        stack.enter_context(a_record(records, SOMEBODY, "c0ffee", since=now - 60, devices=[hers]))
+        stack.enter_context(a_record(records, MALLORY, "1", since=now - 20, devices=[]))
+        stack.enter_context(a_record(records, MALLORY, "c0ffee", since=now - 10, devices=[]))
 
         assert eventually(lambda: any(event.get("claim") == "c0ffee" for event in daemon.events())), daemon.said()
         assert (job.poll(), daemon.events("terminate")) == (None, [])
@@ -79,7 +65,7 @@ def test_no_record_switches_the_guard_off(tmp_path: Path, since: float) -> None:
     with a_daemon(tmp_path, QUOTA, "--enforce", named=True) as daemon:
         lock = str(tmp_path / "claims" / "lock" / daemon.uuid(0))
         with (
-            a_record(tmp_path / "claims" / "claims", MALLORY, "f00", since),
+            a_record(tmp_path / "claims" / "claims", MALLORY, "f00", since=since, devices=[]),
             somebodys(daemon.node, "0", 40 * GIB, lock) as offender,
         ):
             assert offender.wait(20) == -signal.SIGTERM, daemon.said()
@@ -102,14 +88,11 @@ def test_what_a_record_copies_from_another_accuses_nobody(forged):
     his = a_claim_record(device, **{**bobs, **forged})
     seen = {21: ProcessStat(parent=11, state="S"), 11: ProcessStat(parent=0, state="S", uid=1001)}
 
-    assert (
-        list(
-            MemoryRule(parse_memory_amount("share"), per="claim").check(
-                RuleView(a_snapshot(device, claims=(his, hers)), seen=seen)
-            )
-        )
-        == []
+    rule, view = (
+        MemoryRule(parse_memory_amount("share"), per="claim"),
+        RuleView(a_snapshot(device, claims=(his, hers)), seen=seen),
     )
+    assert list(rule.check(view)) == []
 
 
 # A claim of somebody's, whose only holder is a program that is root in effect.
@@ -139,12 +122,11 @@ def test_a_claim_held_by_a_program_with_the_set_user_id_bit_is_not_roots(tmp_pat
         try:
             assert eventually(lambda: Path(f"/proc/{holder.pid}/comm").read_text() == "sleep\n")
             [claim] = probe(directory, ["GPU-a"])
-            with lock_handle(directory, claim) as grip:
-                release_locks(grip, ReleaseRequest("released", "root"))
+            handle = release(directory, claim)
         finally:
             holder.kill()
 
-    assert (claim.uid, claim.id, claim.holders, grip.holder) == (SOMEBODY, "c0ffee", (holder.pid,), holder.pid)
+    assert (claim.uid, claim.id, claim.holders, handle.holder) == (SOMEBODY, "c0ffee", (holder.pid,), holder.pid)
 
 
 @pytest.mark.parametrize("torn", ['{"id": "c0', "{", '{"since": "\\q"}', "{1: 2}", "[" * 4000])
@@ -177,8 +159,7 @@ def rewritten(holder: Holder, descriptors: object) -> ClaimRecord | None:
 def test_whatever_a_record_says_of_descriptors_its_claim_is_released_and_no_other_one(directory, descriptors):
     """Who wrote nonsense there, or nothing, kept his devices for ever, whatever a policy says."""
     with a_holder(directory, GPUS[0]) as holder, a_holder(directory, GPUS[1], name="other"):
-        with lock_handle(directory, rewritten(holder, descriptors)) as grip:
-            release_locks(grip, BY_ROOT)
+        release(directory, rewritten(holder, descriptors))
 
         assert free(directory) == [GPUS[0], *GPUS[2:]]
         assert holder.does("claim.reassert()").startswith("ClaimLost")
@@ -188,19 +169,19 @@ def test_two_who_release_the_claims_of_one_user_at_once_do_not_take_each_other_f
     real, both = releasing._is_lock, threading.Barrier(2)
     monkeypatch.setattr(releasing, "_is_lock", lambda *some: both.wait(10) >= 0 and real(*some))
     with a_holder(directory, GPUS[0]) as one, a_holder(directory, GPUS[1], name="other") as two:
-        found: list[object] = []
-
-        def release(holder: Holder) -> None:
-            with lock_handle(directory, holder.record()) as grip:
-                found.append(release_locks(grip, BY_ROOT))
-
-        threads = [threading.Thread(target=release, args=(each,)) for each in (one, two)]
+        found: list[int] = []
+        threads = [
+            threading.Thread(
+                target=lambda holder: found.append(release(directory, holder.record()).holder), args=(each,)
+            )
+            for each in (one, two)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-        assert (found, free(directory)) == ([None, None], list(GPUS))
+        assert ({*found}, free(directory)) == ({one.pid, two.pid}, list(GPUS))
 
 
 def test_a_record_that_lists_any_number_of_files_fills_nobodys_table_of_open_files(directory, monkeypatch):

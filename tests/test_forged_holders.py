@@ -6,9 +6,7 @@ own what their processes may do.
 
 from __future__ import annotations
 
-import fcntl
 import io
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +17,7 @@ from typing import Any
 
 import pytest
 from builders import GIB
+from claimholders import a_record
 from daemons import SOMEBODY, a_daemon, somebodys
 from nodes import eventually
 
@@ -64,17 +63,6 @@ def a_pretender(way: str, path: str, uid: int = MALLORY) -> Iterator[int]:
             child.stdin.close()
 
 
-@contextmanager
-def a_record(place: Path, uid: int, **says: Any) -> Iterator[None]:
-    """A living record of *uid*."""
-    with (place / f"claim.{uid}.1.json").open("x") as file:
-        os.fchown(file.fileno(), uid, uid)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        json.dump({"id": "1", **says}, file)
-        file.flush()
-        yield
-
-
 @pytest.mark.root
 @pytest.mark.parametrize("explained", [True, False], ids=["with a record", "without one"])
 @pytest.mark.parametrize("way", WAYS)
@@ -85,9 +73,9 @@ def test_who_pretends_to_hold_her_lock_has_her_job_live(tmp_path: Path, way: str
         lock = str(tmp_path / "claims" / "lock" / hers)
         job = stack.enter_context(somebodys(daemon.node, "0", 30 * GIB, lock))
         if explained:
-            stack.enter_context(a_record(records, SOMEBODY, devices=[hers], since=2.0, memory=40 * GIB))
+            stack.enter_context(a_record(records, SOMEBODY, "1", devices=[hers], since=2.0, memory=40 * GIB))
         pid = stack.enter_context(a_pretender(way, lock))
-        stack.enter_context(a_record(records, MALLORY, devices=[hers], since=1.0, memory=1))
+        stack.enter_context(a_record(records, MALLORY, "1", devices=[hers], since=1.0, memory=1))
         before = daemon.state()["snapshot"]["clock"]
         assert eventually(lambda: daemon.state()["snapshot"]["clock"] > before + 3.0, 20.0), daemon.said()
 

@@ -16,15 +16,14 @@ from typing import Any
 import pytest
 from builders import a_device, a_process, a_snapshot
 from chances import luck
-from claimholders import a_holder
+from claimholders import BY_ROOT, GPUS, a_holder, free, is_free, release
 from nodes import eventually
 
 from gpuguard import deadline, procfs
 from gpuguard.claims import release as releasing
-from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
+from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import (
     FULL_BYTES,
-    RELEASED,
     YIELD,
     ReleaseRequest,
     pending_request,
@@ -37,27 +36,12 @@ from gpuguard.claims.release import computing_under, is_supervisor, lock_handle,
 from gpuguard.errors import ClaimError
 from gpuguard.model import ClaimRecord
 
-GPUS = tuple(f"GPU-{place:08x}-0000-4000-8000-{place:012x}" for place in range(4))
-BY_ROOT = ReleaseRequest(RELEASED, "root", "somebody waits")
-
-
-def is_free(directory: LockDirectory, name: str) -> bool:
-    descriptor = open_lock(directory, name)
-    try:
-        return try_flock(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def free(directory: LockDirectory, names=GPUS) -> list[str]:
-    return [name for name in names if is_free(directory, name)]
-
 
 def test_all_devices_of_a_claim_are_free_at_once_while_its_process_lives(directory):
     with a_holder(directory, *GPUS[:3]) as holder:
-        with lock_handle(directory, holder.record()) as grip:
+        with lock_handle(directory, holder.record()) as handle:
             held = free(directory)
-            release_locks(grip, BY_ROOT)
+            release_locks(handle, BY_ROOT)
 
         assert (held, free(directory)) == ([GPUS[3]], list(GPUS))
         assert holder.lives() and holder.record() is None
@@ -66,11 +50,10 @@ def test_all_devices_of_a_claim_are_free_at_once_while_its_process_lives(directo
 
 def test_a_claim_that_was_released_is_not_taken_again_and_says_who_released_it(directory):
     with a_holder(directory, *GPUS) as holder:
-        with lock_handle(directory, holder.record()) as grip:
-            release_locks(grip, BY_ROOT)
+        release(directory, holder.record())
 
         said = holder.does("claim.reassert()")
-        assert said.startswith("ClaimLost: the claim 1dea1234 was released by root") and "somebody waits" in said
+        assert said.startswith("ClaimLost: the claim 1dea1234 was released by root") and "another user waits" in said
         assert free(directory) == list(GPUS)
         assert holder.does("claim.reassert()") == "None"  # it holds nothing any more: there is nothing to lose
         assert holder.does("claim.release()") == "None"
@@ -78,8 +61,7 @@ def test_a_claim_that_was_released_is_not_taken_again_and_says_who_released_it(d
 
 def test_others_keep_what_they_took_meanwhile(directory):
     with a_holder(directory, *GPUS[:2]) as holder:
-        with lock_handle(directory, holder.record()) as grip:
-            release_locks(grip, BY_ROOT)
+        release(directory, holder.record())
         with a_holder(directory, *GPUS[:2], name="0ther") as other:
             assert "released by root" in holder.does("claim.reassert()")
             assert holder.does("claim.release()") == "None"
@@ -94,8 +76,7 @@ def test_a_bystanders_claim_of_the_same_user_and_even_of_the_same_process_stays(
     )
     with a_holder(directory, GPUS[0]) as holder, a_holder(directory, GPUS[1], name="other") as bystander:
         assert holder.does(second) == "None"
-        with lock_handle(directory, holder.record()) as grip:
-            release_locks(grip, BY_ROOT)
+        release(directory, holder.record())
 
         assert free(directory) == [GPUS[0], GPUS[3]]
         assert (holder.does("c2.reassert()"), bystander.does("claim.reassert()")) == ("None", "None")
@@ -104,8 +85,7 @@ def test_a_bystanders_claim_of_the_same_user_and_even_of_the_same_process_stays(
 def test_an_inner_claim_gives_up_its_own_locks_and_not_those_of_the_claim_around_it(directory):
     nested = f"{GPUS[0]}.nested"
     with a_holder(directory, GPUS[0]) as outer, a_holder(directory, nested, name="1dea1234.inner") as inner:
-        with lock_handle(directory, inner.record()) as grip:
-            release_locks(grip, BY_ROOT)
+        release(directory, inner.record())
 
         assert is_free(directory, nested) and not is_free(directory, GPUS[0])
         assert outer.does("claim.reassert()") == "None"
@@ -119,8 +99,7 @@ def test_the_shared_lock_of_a_whole_device_stays_with_the_other_claim_of_the_pro
     )
     with a_holder(directory) as holder:
         holder.does(two)
-        with lock_handle(directory, ClaimRecord("one", holder.uid, "", ("MIG-1",))) as grip:
-            release_locks(grip, BY_ROOT)
+        release(directory, ClaimRecord("one", holder.uid, "", ("MIG-1",)))
 
         assert (is_free(directory, "MIG-1"), is_free(directory, "MIG-2"), is_free(directory, GPUS[0])) == (
             True, False, False,
@@ -138,8 +117,7 @@ def test_a_job_that_outlived_its_wrapper_gives_up_what_it_inherited(directory):
         holder.child.wait()
         try:
             assert free(directory) == list(GPUS[2:])
-            with lock_handle(directory, record) as grip:
-                release_locks(grip, BY_ROOT)
+            release(directory, record)
             assert free(directory) == list(GPUS)
             assert os.path.exists(f"/proc/{pid}")
         finally:
@@ -159,8 +137,7 @@ def test_what_a_killed_releaser_began_is_finished_by_the_claim_itself_or_by_the_
             if finish == "claim":
                 assert "released by root" in holder.does("claim.reassert()")
             else:
-                with lock_handle(directory, record) as grip:
-                    release_locks(grip, BY_ROOT)
+                release(directory, record)
 
             assert free(directory) == list(GPUS) and holder.record() is None
 
@@ -176,27 +153,26 @@ def killed_after(unlocked: int, directory: LockDirectory, record: ClaimRecord) -
             left[0] -= 1
         real(descriptor, operation)
 
-    with lock_handle(directory, record) as grip:
+    with lock_handle(directory, record) as handle:
         releasing.fcntl.flock = flock
-        release_locks(grip, BY_ROOT)
+        release_locks(handle, BY_ROOT)
     os._exit(1)
 
 
 RELEASE = """
 import sys
 from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.records import read_record
-from gpuguard.claims.release import lock_handle as gripped, release_locks
-from gpuguard.claims.records import RELEASED, ReleaseRequest as Letter
+from gpuguard.claims.records import RELEASED, ReleaseRequest, read_record
+from gpuguard.claims.release import lock_handle, release_locks
 directory = lock_directory(sys.argv[1])
 claim = read_record(directory, int(sys.argv[2]), sys.argv[3])
 print("now", flush=True)
-with gripped(directory, claim) as grip:
-    release_locks(grip, Letter(RELEASED, "root"))
+with lock_handle(directory, claim) as handle:
+    release_locks(handle, ReleaseRequest(RELEASED, "root"))
 """
 
 
-def test_whoever_of_the_two_is_killed_at_whatever_instant_a_claim_is_held_or_free_and_never_half(directory):
+def test_whichever_is_killed_at_whatever_instant_a_claim_is_held_or_free_and_never_half(directory):
     chance, seen, longest = luck(4), {"held": 0, "free": 0}, 0.03
     with a_holder(directory, GPUS[3], name="bystander") as bystander:
         for turn in range(32):
@@ -222,13 +198,13 @@ def test_whoever_of_the_two_is_killed_at_whatever_instant_a_claim_is_held_or_fre
 
 
 def test_nothing_is_unlocked_when_the_decision_cannot_be_written_down(directory, monkeypatch):
-    def full(descriptor: int, letter: ReleaseRequest) -> None:
+    def full(descriptor: int, request: ReleaseRequest) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(releasing, "write_request", full)
     with a_holder(directory, *GPUS) as holder:
-        with lock_handle(directory, holder.record()) as grip, pytest.raises(OSError, match="space"):
-            release_locks(grip, BY_ROOT)
+        with lock_handle(directory, holder.record()) as handle, pytest.raises(OSError, match="space"):
+            release_locks(handle, BY_ROOT)
 
         assert free(directory) == [] and holder.does("claim.reassert()") == "None"
 
@@ -245,8 +221,7 @@ def test_a_file_that_does_not_answer_holds_up_one_thread_and_nobody_who_asks(dir
         assert [kind for _, kind in deadline._hanging] == ["lent"]
         answers.set()
         assert eventually(lambda: bool(releasing.in_time(os.getpid(), "lent", lambda: True)))
-        with lock_handle(directory, holder.record()) as grip:
-            release_locks(grip, BY_ROOT)
+        release(directory, holder.record())
 
         assert is_free(directory, GPUS[0]), "and what came too late was given back"
     assert len(os.listdir("/proc/self/fd")) == before
@@ -269,29 +244,29 @@ def test_nobody_is_searched_for_longer_than_it_is_worth(directory, monkeypatch):
             pass
 
 
-def test_a_claim_that_has_ended_cannot_be_gripped(directory):
+def test_a_claim_that_has_ended_lends_no_locks(directory):
     with a_holder(directory, GPUS[0]) as holder:
         record = holder.record()
     with pytest.raises(ClaimError, match="has ended"), lock_handle(directory, record):
         pass
 
 
-def letter_box(tmp_path: Path, behind: bytes = b"") -> int:
+def a_record(tmp_path: Path, behind: bytes = b"") -> int:
     path = tmp_path / "record"
     path.write_bytes(b'{"id": "x"}' + behind)
     return os.open(path, os.O_RDWR)
 
 
-def test_letters_are_read_in_their_order_and_the_last_wish_waits_for_its_answer(tmp_path):
-    box = letter_box(tmp_path)
-    before = pending_request(box)
-    write_request(box, ReleaseRequest(YIELD, "alice", "näher", 5.0))
-    asked = pending_request(box)
-    write_request(box, ReleaseRequest("refused", "gpuguard run", "pid 3 computes"))
+def test_requests_are_read_in_their_order_and_the_last_one_waits_for_its_answer(tmp_path):
+    record = a_record(tmp_path)
+    before = pending_request(record)
+    write_request(record, ReleaseRequest(YIELD, "alice", "näher", 5.0))
+    asked = pending_request(record)
+    write_request(record, ReleaseRequest("refused", "gpuguard run", "pid 3 computes"))
 
-    assert (before, asked, pending_request(box)) == (None, ReleaseRequest(YIELD, "alice", "näher", 5.0), None)
-    assert [letter.what for letter in read_requests(box)] == ["yield", "refused"]
-    assert released_by(box) is None
+    assert (before, asked, pending_request(record)) == (None, ReleaseRequest(YIELD, "alice", "näher", 5.0), None)
+    assert [request.what for request in read_requests(record)] == ["yield", "refused"]
+    assert released_by(record) is None
 
 
 @pytest.mark.parametrize(
@@ -301,21 +276,21 @@ def test_letters_are_read_in_their_order_and_the_last_wish_waits_for_its_answer(
         b"\n" + b"[" * 9000 + b"\n", b"\n\xff\xfe\n", b"\n" + b"x" * 100_000, b'\n{"what": 7}\n', b"\nnull\n",
     ],
 )  # fmt: skip
-def test_what_is_no_letter_is_none_and_holds_up_nobody(tmp_path, junk):
-    assert read_requests(letter_box(tmp_path, junk)) == ()
-    assert released_by(letter_box(tmp_path, junk)) is None
+def test_what_is_no_request_is_none_and_holds_up_nobody(tmp_path, junk):
+    assert read_requests(a_record(tmp_path, junk)) == ()
+    assert released_by(a_record(tmp_path, junk)) is None
 
 
-def test_a_letter_behind_junk_is_read_and_a_box_that_is_full_says_so(tmp_path):
-    box = letter_box(tmp_path, b"\n" + b"x" * 20_000)
-    write_request(box, BY_ROOT)
-    assert released_by(box) is not None
+def test_a_request_behind_junk_is_read_and_a_record_that_is_full_says_so(tmp_path):
+    record = a_record(tmp_path, b"\n" + b"x" * 20_000)
+    write_request(record, BY_ROOT)
+    assert released_by(record) is not None
 
     with pytest.raises(ClaimError, match="full"):
-        write_request(letter_box(tmp_path, b"x" * (FULL_BYTES + 1)), ReleaseRequest(YIELD, "bob"))
+        write_request(a_record(tmp_path, b"x" * (FULL_BYTES + 1)), ReleaseRequest(YIELD, "bob"))
 
 
-def test_a_claim_whose_descriptors_the_program_has_closed_reads_no_letters():
+def test_a_claim_whose_descriptors_the_program_has_closed_reads_no_requests():
     reader, writer = os.pipe()
     os.close(reader)
     os.close(writer)
