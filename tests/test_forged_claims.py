@@ -1,4 +1,4 @@
-"""Records that copy what others have: nobody is hit for what somebody else writes about himself."""
+"""Records that copy what others have: nobody is hit for what another user writes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_no_record_switches_the_guard_off(tmp_path: Path, since: float) -> None:
         {"id": "c1"},  # that of her claim
         {"pid": 21},  # her process
         {"pid": 11},  # what started it
-        {"pid": 11, "holders": (31,)},  # the same by somebody whose own processes can be seen
+        {"pid": 11, "holders": (31,)},  # the same by a user whose own processes can be seen
     ],
 )
 def test_what_a_record_copies_from_another_accuses_nobody(forged):
@@ -88,14 +88,11 @@ def test_what_a_record_copies_from_another_accuses_nobody(forged):
     his = a_claim_record(device, **{**bobs, **forged})
     seen = {21: ProcessStat(parent=11, state="S"), 11: ProcessStat(parent=0, state="S", uid=1001)}
 
-    rule, view = (
-        MemoryRule(parse_memory_amount("share"), per="claim"),
-        RuleView(a_snapshot(device, claims=(his, hers)), seen=seen),
-    )
-    assert list(rule.check(view)) == []
+    rule = MemoryRule(parse_memory_amount("share"), per="claim")
+    assert list(rule.check(RuleView(a_snapshot(device, claims=(his, hers)), seen=seen))) == []
 
 
-# A claim of somebody's, whose only holder is a program that is root in effect.
+# A claim whose only holder is a program that is root in effect.
 HELD_BY_ROOTS_PROGRAM = """
 import fcntl, json, os, pwd, sys
 from types import SimpleNamespace
@@ -157,7 +154,7 @@ def rewritten(holder: Holder, descriptors: object) -> ClaimRecord | None:
 
 @pytest.mark.parametrize("descriptors", [[], [0], [2**19], [-1], ["3"], None, "3", [True], {}, 7, list(range(500))])
 def test_whatever_a_record_says_of_descriptors_its_claim_is_released_and_no_other_one(directory, descriptors):
-    """Who wrote nonsense there, or nothing, kept his devices for ever, whatever a policy says."""
+    """A user who wrote nonsense there, or nothing, kept the devices for ever, whatever a policy says."""
     with a_holder(directory, GPUS[0]) as holder, a_holder(directory, GPUS[1], name="other"):
         release(directory, rewritten(holder, descriptors))
 
@@ -170,12 +167,11 @@ def test_two_who_release_the_claims_of_one_user_at_once_do_not_take_each_other_f
     monkeypatch.setattr(releasing, "_is_lock", lambda *some: both.wait(10) >= 0 and real(*some))
     with a_holder(directory, GPUS[0]) as one, a_holder(directory, GPUS[1], name="other") as two:
         found: list[int] = []
-        threads = [
-            threading.Thread(
-                target=lambda holder: found.append(release(directory, holder.record()).holder), args=(each,)
-            )
-            for each in (one, two)
-        ]
+
+        def released(holder: Holder) -> None:
+            found.append(release(directory, holder.record()).holder)
+
+        threads = [threading.Thread(target=released, args=(holder,)) for holder in (one, two)]
         for thread in threads:
             thread.start()
         for thread in threads:
