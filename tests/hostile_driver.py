@@ -89,7 +89,7 @@ class Anew:
 
 def findings(fake: FakeNvml, place: str, numbers: tuple[int, ...] = NUMBERS, only: str = "") -> list[str]:
     """What is wrong with what the commands say to each change that begins with *only*."""
-    client.open_worker = lambda *_, **__: Anew()  # type: ignore[assignment]
+    client.WorkerBackend = lambda *_, **__: Anew()  # type: ignore[assignment,misc]
     sound = bytes(fake._map)
     lock_directory(place)  # in one that nobody has made nothing is claimed, and nothing more is looked at
     found = []

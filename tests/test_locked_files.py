@@ -18,7 +18,7 @@ from guarded import SLEEP, a_child
 from nodes import eventually
 
 from gpuguard import deadline
-from gpuguard.backends import spawn, worker
+from gpuguard.backends import spawn
 from gpuguard.claims import holders
 from gpuguard.claims import holders as fdlocks
 from gpuguard.claims.holders import as_written, inode_of
@@ -199,7 +199,7 @@ def test_looks_that_take_next_to_nothing_are_never_too_many(locked):
 def test_a_reader_that_has_ended_is_replaced(locked):
     fdlocks.locked_files(os.getpid(), os.getuid(), 5)
     _, process, ask, _ = fdlocks._reader[0]
-    worker.send(ask, ())  # what ends it
+    spawn.send(ask, ())  # what ends it
 
     assert eventually(lambda: os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT) is not None)
     fdlocks.locked_files(os.getpid(), os.getuid(), 5)

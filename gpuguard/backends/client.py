@@ -15,14 +15,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuguard import __version__, errors
-from gpuguard.backends import spawn, worker
-from gpuguard.model import Device, Gap
+from gpuguard.backends import spawn
+from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.procfs import stat_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+    from typing import Any
 
-    from gpuguard.model import Snapshot
+    from gpuguard.backends.worker import SentProcesses
 
 INIT_SECONDS = 30.0  # without persistence mode the driver wakes every device up first: seconds each
 SLOW_SECONDS = 2.0  # after which on_slow is called
@@ -55,7 +56,7 @@ class WorkerBackend:
         self.simulated = name.startswith("simulated")
         self._channel: spawn.Channel | None = self._started()
         self._ready = False
-        self._sent: worker.SentProcesses = {}  # what the worker takes for known
+        self._sent: SentProcesses = {}  # what the worker takes for known
         self._on_slow = on_slow
         self._skip: dict[int, float] = {}  # device index -> when to try it again (monotonic)
         self._uuids: dict[int, str] = {}  # of all devices seen so far, by index
@@ -110,9 +111,9 @@ class WorkerBackend:
 
     def _send_request(self, request: tuple[object, ...]) -> None:
         channel = self._channel = self._channel or self._started()
-        worker.write_mark(channel.mark, None)
+        spawn.write_mark(channel.mark, None)
         try:
-            worker.send(channel.requests, request)
+            spawn.send(channel.requests, request)
         except BrokenPipeError:
             if self._ready:
                 raise
@@ -135,7 +136,7 @@ class WorkerBackend:
                     )
                 if _overdue(channel, INIT_SECONDS - SLOW_SECONDS):
                     raise _unresponsive(f"the driver did not initialise within {INIT_SECONDS:.0f} s")
-            reply = worker.receive(channel.replies, lambda: _in_time(channel, INIT_SECONDS))
+            reply = spawn.receive(channel.replies, lambda: _in_time(channel, INIT_SECONDS))
             if reply is None:
                 raise errors.DriverUnresponsive("the driver library crashed while it initialised.  Try `nvidia-smi`.")
             _raise_error(reply)
@@ -153,12 +154,12 @@ class WorkerBackend:
     def _reply(self, seconds: float) -> Snapshot:
         channel = self._channel
         assert channel is not None
-        reply = worker.receive(channel.replies, lambda: _in_time(channel, seconds))
+        reply = spawn.receive(channel.replies, lambda: _in_time(channel, seconds))
         if reply is None:
-            index, _ = worker.read_mark(channel.mark)
+            index, _ = spawn.read_mark(channel.mark)
             raise _Stuck(index, f"the driver library crashed ({_where(index)})")
         _raise_error(reply)
-        return worker.unpack(reply[1], self._sent)
+        return unpack(reply[1], self._sent)
 
     def _named(self, snapshot: Snapshot, devices: tuple[str, ...] | None) -> Snapshot:
         """The snapshot with the uuids that a former worker knew: a new one must not read what it has to skip."""
@@ -187,24 +188,24 @@ def _unresponsive(reason: str) -> errors.DriverUnresponsive:
     return errors.DriverUnresponsive(f"{reason}.  Try `nvidia-smi`; if it hangs too, reboot.")
 
 
-def _overdue(channel: spawn.Channel, seconds: float) -> worker.Mark | None:
+def _overdue(channel: spawn.Channel, seconds: float) -> spawn.Mark | None:
     """The mark of what takes longer than *seconds*; None as soon as the worker answers, or has ended.
 
     The time in which it only waits for a CPU does not count.
     """
     poll = select.poll()
     poll.register(channel.replies, select.POLLIN)
-    late: worker.Mark | None = None
+    late: spawn.Mark | None = None
     starved_until, pause = 0.0, seconds
     while not poll.poll(pause * 1000):
-        mark, now = worker.read_mark(channel.mark), time.monotonic()
+        mark, now = spawn.read_mark(channel.mark), time.monotonic()
         if (left := mark[1] + seconds - now) > 0:
             pause = min(left, seconds)  # no longer, should the mark have been read half
         elif mark != late:
             late, starved_until, pause = mark, now + STARVED_SECONDS, 0.0
         elif now < starved_until and (stat := stat_of(channel.process.pid)) and stat.state == "R":
             pause = 0.2
-        elif worker.read_mark(channel.mark) == mark:  # else it goes on with another device
+        elif spawn.read_mark(channel.mark) == mark:  # else it goes on with another device
             return None if poll.poll(0) else mark
     return None
 
@@ -229,3 +230,16 @@ def _raise_error(reply: tuple[object, ...]) -> None:
         error: errors.GpuguardError = getattr(errors, str(name))(message)
         vars(error).update(attributes)  # type: ignore[call-overload]
         raise error
+
+
+def unpack(packed: dict[str, Any], sent: SentProcesses) -> Snapshot:
+    """The snapshot that the worker packed; its processes are the same objects as the last time, where they may be."""
+    for device in packed["devices"]:
+        if processes := device["processes"]:
+            if processes is not True:
+                sent[device["uuid"]] = tuple(GpuProcess(**fields) for fields in processes)
+            device["processes"] = sent[device["uuid"]]
+    packed["devices"] = tuple(Device(**fields) for fields in packed["devices"])
+    packed["gaps"] = tuple(Gap(**fields) for fields in packed["gaps"])
+    packed["claims"] = tuple(ClaimRecord(**fields) for fields in packed["claims"])  # of a recording
+    return Snapshot(**packed)
