@@ -83,15 +83,17 @@ def pause_waiting() -> bool:
 
     For the signal handler of SIGTSTP: it may be called at any moment.  The positions in the queue stay.
     """
-    for waiting in _waiting:
-        waiting.pause()
-    return any(waiting.waits for waiting in _waiting)
+    waiters = [request.waiter for request in _waiting if request.waiter]
+    for waiter in waiters:
+        waiter.pause()
+    return bool(waiters)
 
 
 def go_on_waiting() -> None:
     """After pause_waiting(): lead the queue again, unless another process does by now."""
-    for waiting in _waiting:
-        waiting.resume()
+    for request in _waiting:
+        if request.waiter:
+            request.waiter.resume()
 
 
 class Allocator:
@@ -255,7 +257,7 @@ class Allocator:
                 requests, snapshot = self._sample_all(list_processes=bool(self._queued))
                 answer = self._queued.check(snapshot, requests) if self._queued else None
                 taken = self._restricted(snapshot) | (answer.kept if answer else {})
-                ticket = answer.position.ticket if answer and answer.position else None
+                ticket = answer.position.ticket if answer else None
                 for request in answer.startable if answer else requests:
                     if (claim := self.lock_best(request, snapshot, taken, ticket)) is not None:
                         return claim
@@ -268,7 +270,7 @@ class Allocator:
                 elif self._queued:  # else look once more, at all that the plan of the queue goes by
                     error = self._queued.sleep(snapshot, requests, self._deadline, error, self.on_wait)
             except (OSError, MemoryError, GpuguardError) as fault:
-                waits = self._queued.waits if self._queued else bool(self.outer and error)
+                waits = bool(self._queued.waiter if self._queued else self.outer and error)
                 error = self._pause_after(fault, waits, failures)
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 raise WaitTimeout.after(error)
@@ -276,7 +278,7 @@ class Allocator:
     def _why_not_now(
         self, requests: Sequence[Request], snapshot: Snapshot, taken: dict[str, str], answer: QueueAnswer | None
     ) -> NotEnoughGpus:
-        if answer and answer.is_later and self._queued and self._queued.waits:
+        if answer and answer.is_later and self._queued and self._queued.waiter:
             return answer.explained(waiting_error(requests[0].num_gpus))
         surely = answer is not None and answer.is_impossible
         errors = [self.why_not(request, snapshot, taken, read_claimed=surely) for request in requests]
@@ -420,7 +422,8 @@ class Allocator:
         if self._queued is not None:
             if self._queued in _waiting:
                 _waiting.remove(self._queued)
-            self._queued.leave()
+            if self._queued.waiter:
+                self._queued.waiter.leave()
             self._queued = None
 
     def _pause_after(self, fault: Exception, waits: bool, failures: list[float]) -> NotEnoughGpus:
@@ -433,8 +436,8 @@ class Allocator:
         why = passing(fault) or (str(fault) if isinstance(fault, BackendError) and not is_lasting else None)
         if not waits or not why:
             raise fault
-        if self._queued:
-            self._queued.resign()
+        if self._queued and self._queued.waiter:
+            self._queued.waiter.resign()
         error = waiting_error(
             self.requests[0].num_gpus, f"what is free cannot be seen now, and is tried again: {why.rstrip('.')}"
         )

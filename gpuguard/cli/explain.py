@@ -52,4 +52,4 @@ def _start_in_queue(directory: LockDirectory, snapshot: Snapshot, request: Reque
     ticket = new_ticket([request])
     queue = read_queue(directory, snapshot, ticket)
     position = queue.of(ticket.id)
-    return None if position is None else (position.now, position_text(position, queue))
+    return position.now, position_text(position, queue)

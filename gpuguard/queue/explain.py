@@ -35,9 +35,8 @@ def kept_for_others(queue: QueueState, ticket_id: str) -> dict[str, str]:
     A share is not kept from other shares: the plan does not count memory, the claim does.
     """
     mine = queue.of(ticket_id)
-    shares = bool(mine and mine.request and mine.request.share)
-    reserved = mine.kept if mine else {}
-    return {uuid: reservation_text(reservation, queue.now) for uuid, reservation in reserved.items()} | {
+    shares = mine.request is not None and mine.request.share
+    return {uuid: reservation_text(reservation, queue.now) for uuid, reservation in mine.kept.items()} | {
         uuid: f"about to be claimed by {other.ticket.user}, who waited for it"
         for other in queue.positions
         if other.now and other.ticket.id != ticket_id and not (shares and other.request and other.request.share)
@@ -93,8 +92,9 @@ def start_text(position: QueuePosition, queue: QueueState) -> str:
 
 def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) -> str:
     """The ticket or the reservation that it would delay; of a reservation also when it starts instead, or could."""
-    if other := queue.of(delayed):
-        return f"{other.ticket.user}'s request for {other.ticket.num_gpus}, which came before"
+    for other in queue.positions:
+        if other.ticket.id == delayed:
+            return f"{other.ticket.user}'s request for {other.ticket.num_gpus}, which came before"
     reservation = next((reserved for reserved in queue.facts.reservations if reserved.key == delayed), None)
     if reservation is None:
         return f"reservation {delayed}"

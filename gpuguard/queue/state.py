@@ -68,9 +68,9 @@ class QueueState:
     now: float
     unresponsive: frozenset[str] = frozenset()
 
-    def of(self, ticket_id: str) -> QueuePosition | None:
-        """The position of a ticket."""
-        return next((position for position in self.positions if position.ticket.id == ticket_id), None)
+    def of(self, ticket_id: str) -> QueuePosition:
+        """The position of a ticket that it has."""
+        return next(position for position in self.positions if position.ticket.id == ticket_id)
 
 
 def read_queue(

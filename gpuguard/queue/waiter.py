@@ -2,10 +2,9 @@
 
 No server keeps the queue.  One of the waiting processes holds the lock `queue` and leads: the kernel wakes it when a
 claim or an unclaimed process ends, it samples once for all, and wakes those that may start now (see leader).  The
-others sleep, and read nothing; a process that is woken samples by itself before it claims.  When the leader ends, the
-kernel wakes the others and one of them takes over.  One of the others, the deputy, watches the leader and leads for it
-as long as it does nothing: stopped (Ctrl-Z), stuck or hostile.  Where that fails, too, each of the others samples
-now and then.  Claims nothing: see lock.
+others sleep; a process that is woken samples by itself before it claims.  When the leader ends, one of the others takes
+over.  Another one, the deputy, leads as long as the leader does nothing: stopped (Ctrl-Z), stuck or hostile.  Where
+that fails, too, each of the others samples now and then.  Claims nothing: see lock.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 from gpuguard.backends import Backend
 from gpuguard.claims.claim import Claim, JobDetails
@@ -79,7 +79,7 @@ _PID = re.compile(r"[1-9][0-9]{0,6}")
 
 
 class WaitingRequest:
-    """A request of *job* that may have to wait, from its first sample on until leave()."""
+    """A request of *job* that may have to wait; *waiter*: its ticket in the queue, once it has one."""
 
     def __init__(self, backend: Backend, directory: LockDirectory, job: JobDetails) -> None:
         self._backend, self._directory = backend, directory
@@ -92,19 +92,14 @@ class WaitingRequest:
             command=job.command,
         )
         self._rules = read_queue_settings().rules
-        self._waiter: Waiter | None = None
+        self.waiter: Waiter | None = None
         self._could_start = self._was_woken = False  # since the last check()
         self._fields = frozenset({MEMORY, PROCESSES})  # that the requests of the queue need, if this process leads it
         self._reservations: tuple[Reservation, ...] = ()
 
-    @property
-    def waits(self) -> bool:
-        """Whether it has a ticket."""
-        return self._waiter is not None
-
     def check(self, snapshot: Snapshot, requests: Sequence[Request]) -> QueueAnswer:
         """Whether it may start now, by its own sample; any of *requests* will do."""
-        mine = self._waiter.ticket if self._waiter else self._ticket(requests)
+        mine = self.waiter.ticket if self.waiter else self._ticket(requests)
         answer = self._check(snapshot, requests, mine)
         if self._could_start or (self._was_woken and not answer.startable):
             answer = self._check(self._with_health(snapshot), requests, mine)
@@ -135,8 +130,8 @@ class WaitingRequest:
         on_wait: Callable[[NotEnoughGpus], object] | None,
     ) -> NotEnoughGpus:
         """Wait until it is worth to try again, or until the *deadline* (monotonic); returns why it had to wait."""
-        if self._waiter is None:
-            self._waiter = self._join(snapshot, requests)
+        if self.waiter is None:
+            self.waiter = self._join(snapshot, requests)
             error = self.check(snapshot, requests).explained(error)
         checked_at = time.monotonic()
 
@@ -149,7 +144,7 @@ class WaitingRequest:
             on_wait(error)
 
         seconds = None if deadline is None else deadline - time.monotonic()
-        self._waiter.sleep(seconds, report, getattr(on_wait, "tell_every", None))
+        self.waiter.sleep(seconds, report, getattr(on_wait, "tell_every", None))
         self._was_woken = True
         return error
 
@@ -161,31 +156,10 @@ class WaitingRequest:
         here = [reservation for reservation in self._reservations if not devices.isdisjoint(reservation.devices)]
         claim.arrival_files = record_arrival(self._directory, here)
 
-    def resign(self) -> None:
-        """See Waiter.resign."""
-        if self._waiter:
-            self._waiter.resign()
-
-    def pause(self) -> None:
-        """See Waiter.pause."""
-        if self._waiter:
-            self._waiter.pause()
-
-    def resume(self) -> None:
-        """See Waiter.resume."""
-        if self._waiter:
-            self._waiter.resume()
-
-    def leave(self) -> None:
-        """Wait no longer."""
-        if self._waiter:
-            self._waiter.leave()
-
     def _join(self, snapshot: Snapshot, requests: Sequence[Request]) -> Waiter:
         mine = self._ticket(requests)
         queue = read_queue(self._directory, snapshot, mine, rules=self._rules)
-        if position := queue.of(mine.id):
-            mine = replace(mine, promise=promise(position, self._rules, queue.now))
+        mine = replace(mine, promise=promise(queue.of(mine.id), self._rules, queue.now))
         uuids = [device.uuid for device in snapshot.devices]
         try:
             return Waiter(self._directory, uuids, mine, partial(self._sample_for_all, queue))
@@ -218,13 +192,13 @@ class QueueAnswer:
     """The position of one request at one moment; *requested* are its alternatives."""
 
     queue: QueueState
-    position: QueuePosition | None
+    position: QueuePosition
     requested: tuple[Request, ...]
 
     @property
     def startable(self) -> tuple[Request, ...]:
         """The alternative that may be claimed now; none while it has to wait."""
-        if self.position is None or not self.position.now or self.position.request is None:
+        if not self.position.now or self.position.request is None:
             return ()
         chosen = self.requested[self.position.ticket.requests.index(self.position.request)]
         return (chosen if len(self.queue.positions) == 1 else replace(chosen, max_gpus=None),)
@@ -232,21 +206,21 @@ class QueueAnswer:
     @property
     def is_later(self) -> bool:
         """Whether the driver need not be read: another request starts first."""
-        return self.position is not None and not self.position.now and self.position.request is not None
+        return not self.position.now and self.position.request is not None
 
     @property
     def is_impossible(self) -> bool:
         """Whether it can never start, as the queue has it."""
-        return self.position is not None and self.position.request is None and self.position.ticket.after is None
+        return self.position.request is None and self.position.ticket.after is None
 
     @property
     def kept(self) -> dict[str, str]:
         """uuid -> for which user it is kept, of devices that others may claim now."""
-        return kept_for_others(self.queue, self.position.ticket.id) if self.position else {}
+        return kept_for_others(self.queue, self.position.ticket.id)
 
     def explained(self, error: NotEnoughGpus) -> NotEnoughGpus:
-        """*error* with queue position and estimated start; one that waiting cannot help is returned as it is."""
-        if self.position is None or isinstance(error, ImpossibleRequest):
+        """*error* with queue position and estimated start, if waiting can help."""
+        if isinstance(error, ImpossibleRequest):
             return error
         text, ticket = position_text(self.position, self.queue), self.position.ticket
         if not ticket.id and not ticket.after:  # not queued, but could be
@@ -255,9 +229,7 @@ class QueueAnswer:
 
 
 class Waiter:
-    """A process that waits in the queue, until leave(); *uuids* and *read* as for Leader.
-
-    The id and the time of arrival of *ticket* come from the file that is made.
+    """A process that waits in the queue with *ticket*, until leave(); *uuids* and *read* as for Leader.
 
     Raises:
         OSError: the ticket cannot be written.
@@ -291,8 +263,7 @@ class Waiter:
             raise
 
     def sleep(self, seconds: float | None, report: Callable[[], object], every: float | None = None) -> None:
-        """Return when it is worth to try, and after *seconds*; *report* is called every *every* seconds unless that is
-        None."""
+        """Return when it is worth to try, and after *seconds*; *report* is called about every *every* seconds."""
         until = None if seconds is None else time.monotonic() + seconds
         own_check_at = time.monotonic() + OWN_CHECK_SECONDS
         must_sample = may_lead = True
@@ -334,8 +305,7 @@ class Waiter:
             os.close(lock)
 
     def resign(self) -> None:
-        """Let another process lead, if this one does: others would wait for a leader that cannot sample.  The position
-        stays."""
+        """Let another process lead, if this one does, and go on waiting: for a leader that cannot sample."""
         leads, self._leads = self._leads, None
         if leads:
             with suppress(OSError, ClaimError):
@@ -372,7 +342,7 @@ class Waiter:
     def _find_heirs(self) -> None:
         tickets = sorted(self._others(), key=lambda ticket: -ticket.since)  # the newest will wait longest
         heirs = (ticket for ticket in tickets if is_responsive(self._directory, ticket))
-        wake(self._directory, [heir for heir, _ in zip(heirs, range(HEIRS), strict=False)], NEW_LEADER)
+        wake(self._directory, list(islice(heirs, HEIRS)), NEW_LEADER)
 
     def _nap(self, until: float | None, every: float | None) -> set[int]:
         """Sleep; the descriptors that are readable."""
@@ -427,10 +397,7 @@ class Waiter:
         pid = flock_holder(self._queue)
         if pid is None:
             return None
-        return [] if is_stopped(pid) else self._tickets_of(pid)
-
-    def _tickets_of(self, pid: int) -> list[Ticket]:
-        return [ticket for ticket in read_tickets(self._directory)[0] if ticket.pid == pid]
+        return [] if is_stopped(pid) else [ticket for ticket in self._others() if ticket.pid == pid]
 
     def _shows_life(self, tickets: Sequence[Ticket] | None, seconds: float) -> bool:
         """Whether the process of *tickets* is not stopped, and has given a sign of life within so many seconds."""
@@ -481,9 +448,7 @@ class Waiter:
         if self._leads:
             self._held.send_heartbeat()
             return False
-        pid = flock_holder(self._queue)
-        leader = [] if pid is None else self._tickets_of(pid)
-        return not self._shows_life(leader, SIGNS_MISSED * OWN_CHECK_SECONDS)
+        return not self._shows_life(self._find_leader(), SIGNS_MISSED * OWN_CHECK_SECONDS)
 
 
 def wait_until_over(
@@ -498,7 +463,6 @@ def wait_until_over(
 
     Args:
         what: a pid; or the id of a claim, or the beginning of one.
-        directory: of the claims.
         ticket: of the waiting request, for others to see; no other request waits for it.
         report: called once in a while with what is waited for.
         environ: says inside which claim this runs.
@@ -543,13 +507,12 @@ def _wait_for_process(pid: int, directory: LockDirectory, ticket: Ticket, report
             f"--after {pid}: nobody can hear when that ends ({error.strerror}).  Name the process itself, or a claim."
         ) from None
     after = f"waits until process {pid} has ended"
-    try:
-        with _visible_ticket(directory, replace(ticket, after=after)):
+    with ExitStack() as stack:
+        stack.callback(os.close, process)
+        stack.callback(_visible_ticket(directory, ticket, after).leave)
+        report(after)
+        while not wait_for([process], _progress_seconds()):
             report(after)
-            while not wait_for([process], PROGRESS_SECONDS if os.isatty(2) else LOG_SECONDS):
-                report(after)
-    finally:
-        os.close(process)
 
 
 def _wait_for_claim(
@@ -559,20 +522,21 @@ def _wait_for_claim(
     file = os.path.basename(record_path(directory, claim.uid, claim.id))
     checks: list[float] = []
     watch: DirectoryWatch | None = None
-    with suppress(OSError):  # none left: then it is checked now and then
-        watch = DirectoryWatch(directory.records)
-    try:
-        with _visible_ticket(directory, replace(ticket, after=after)):
-            while _lives(directory, claim):
-                report(after)
-                pause = PROGRESS_SECONDS if os.isatty(2) else LOG_SECONDS
-                pause = pause if watch else min(POLL_SECONDS, pause)
-                wait_for([watch.descriptor] if watch else [], checks.pop(0) if checks else pause)
-                if watch and not watch.names().isdisjoint({file, ""}):
-                    checks = [*CHECK_SECONDS]
-    finally:
-        if watch:
-            watch.close()
+    with ExitStack() as stack:
+        with suppress(OSError):  # none left: then it is checked now and then
+            watch = DirectoryWatch(directory.records)
+            stack.callback(watch.close)
+        stack.callback(_visible_ticket(directory, ticket, after).leave)
+        while _lives(directory, claim):
+            report(after)
+            pause = _progress_seconds() if watch else min(POLL_SECONDS, _progress_seconds())
+            wait_for([watch.descriptor] if watch else [], checks.pop(0) if checks else pause)
+            if watch and not watch.names().isdisjoint({file, ""}):
+                checks = [*CHECK_SECONDS]
+
+
+def _progress_seconds() -> float:
+    return PROGRESS_SECONDS if os.isatty(2) else LOG_SECONDS
 
 
 def _lives(directory: LockDirectory, claim: ClaimRecord) -> bool:
@@ -584,15 +548,10 @@ def _lives(directory: LockDirectory, claim: ClaimRecord) -> bool:
         return True  # as far as can be seen now
 
 
-@contextmanager
-def _visible_ticket(directory: LockDirectory, ticket: Ticket) -> Iterator[None]:
-    """A ticket for others to see."""
+def _visible_ticket(directory: LockDirectory, ticket: Ticket, after: str) -> OwnTicket:
+    """A ticket for others to see, until it is left."""
     try:
-        held = OwnTicket(directory, ticket_content(ticket))
+        return OwnTicket(directory, ticket_content(replace(ticket, after=after)))
     except OSError as error:
         why = why_full(directory, error)
         raise LockDirectoryError(f"no ticket can be written into {directory.records}: {why}.") from error
-    try:
-        yield
-    finally:
-        held.leave()
