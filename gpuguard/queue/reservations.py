@@ -5,11 +5,9 @@
                                with .RANDOM behind it, where another user has made a file of that name
 
 The files outlive their maker, and are removed by the maker or by root when they have ended.  Whose a file is and when
-it was made says the file system, never its content; one that cannot be understood is reported.
-
-What users may reserve is checked by each reader: what is too much does not count, the last made first; root's
-always counts if there is room for it.  One is over at its end, or when its user has had no claim for as long as the
-site says.  Does not decide which devices are kept from whom: see calendar.
+it was made says the file system; one that cannot be understood is reported.  What users may reserve is checked by each
+reader: what is too much does not count, the last made first.  A reservation is over at its end, or when its user has
+had no claim for as long as the site says.  Does not decide which devices are kept from whom: see calendar.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import stat
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +28,7 @@ from gpuguard.claims.directory import LockDirectory, is_same_file
 from gpuguard.claims.records import unfinished_path
 from gpuguard.claims.room import why_full
 from gpuguard.errors import InvalidRequest, LockDirectoryError, shortage
-from gpuguard.files import open_or_create, remove_leftover, status_in_place, write_file
+from gpuguard.files import remove_leftover, status_in_place, write_file
 from gpuguard.jsonio import decode
 from gpuguard.model import HEALTH, MEMORY, PROCESSES, ClaimRecord, Snapshot
 from gpuguard.queue.calendar import Reservation, can_be_met
@@ -40,9 +38,9 @@ from gpuguard.queue.tickets import (
     LAST_TIME,
     IgnoredFile,
     checked_number,
-    first_of_each_user,
-    open_document,
     read_document,
+    read_documents,
+    touch,
 )
 from gpuguard.units import format_duration, local_time
 from gpuguard.users import parties, user_name
@@ -52,6 +50,7 @@ MOST_OF_ONE = 100  # of a user; a quota counts their devices, but only once all 
 MOST_NOTE = 200  # characters
 MOST_COUNTED = 256  # with more, planning would take too long
 MOST_GPUS = 4096
+_NO_ROOM = "earlier reservations leave too few devices at that time"
 
 Arrivals = Mapping[tuple[int, str], float]  # (uid, key of a reservation) -> when its user last began or ended a claim
 
@@ -150,7 +149,6 @@ def judge(
     """Which of them count."""
     statuses: list[ReservationStatus] = []
     counted: list[Reservation] = []
-    owners, reserved = parties(reservation.maker for reservation in reservations), dict[int, int]()
     for reservation in sorted(reservations, key=lambda reservation: (reservation.made, reservation.key)):
         if reservation.ends <= now:
             continue
@@ -167,15 +165,9 @@ def judge(
         if now >= deadline and not present:
             statuses.append(ReservationStatus(reservation, held=held, no_show_at=deadline, over=True))
             continue
-        owner = owners[reservation.maker]
-        why_not = "" if reservation.maker == 0 else _beyond(reservation, keys, reserved.get(owner, 0))
-        if not why_not and not can_be_met(reservation, counted, uuids):
-            why_not = _no_room(reservation, uuids)
-        if not why_not and len(counted) >= MOST_COUNTED:
-            why_not = f"there are more than {MOST_COUNTED} already"
+        why_not = _why_not(reservation, counted, uuids, keys)
         if not why_not:
             counted.append(reservation)
-            reserved[owner] = reserved.get(owner, 0) + reservation.num_gpus
         no_show_at = None if present and now >= reservation.begins else deadline
         statuses.append(ReservationStatus(reservation, why_not, held, no_show_at))
     return statuses
@@ -183,20 +175,29 @@ def judge(
 
 def what_if(wanted: Reservation, known: ReservationCalendar, uuids: Collection[str]) -> str:
     """Why a new reservation would not count; "" when it would.  Says when there would be room for it."""
-    keys = read_queue_settings().reservations
     others = known.reservations
-    earlier = [status.reservation for status in known.statuses if status.counts]
-    owners = parties((wanted.maker, *(reservation.maker for reservation in earlier)))
-    reserved = sum(reservation.num_gpus for reservation in earlier if owners[reservation.maker] == owners[wanted.maker])
-    why_not = "" if wanted.maker == 0 else _beyond(wanted, keys, reserved)
-    if why_not or can_be_met(wanted, others, uuids):
+    why_not = _why_not(wanted, others, uuids, read_queue_settings().reservations)
+    if why_not != _NO_ROOM:
         return why_not
-    why_not = _no_room(wanted, uuids)
     for begins in sorted(other.ends for other in others if other.ends > wanted.begins):
         moved = replace(wanted, begins=begins, ends=begins + wanted.ends - wanted.begins)
         if can_be_met(moved, others, uuids):
             return f"{why_not}, and enough from {clock_text(begins, known.now)} on"
     return why_not
+
+
+def _why_not(wanted: Reservation, counted: Sequence[Reservation], uuids: Collection[str], keys: ReservationKeys) -> str:
+    """Why it does not count beside those that do; "" when it does."""
+    owners = parties((wanted.maker, *(reservation.maker for reservation in counted)))
+    own = [reservation for reservation in counted if owners[reservation.maker] == owners[wanted.maker]]
+    if wanted.maker and (why_not := _beyond(wanted, keys, sum(reservation.num_gpus for reservation in own))):
+        return why_not
+    present = len(set(wanted.devices) & set(uuids))
+    if present < wanted.num_gpus:
+        return f"only {present} of its devices {'is' if present == 1 else 'are'} there"
+    if not can_be_met(wanted, counted, uuids):
+        return _NO_ROOM
+    return "" if len(counted) < MOST_COUNTED else f"there are more than {MOST_COUNTED} already"
 
 
 def _beyond(reservation: Reservation, keys: ReservationKeys, before: int) -> str:
@@ -212,13 +213,6 @@ def _beyond(reservation: Reservation, keys: ReservationKeys, before: int) -> str
     return ""
 
 
-def _no_room(reservation: Reservation, uuids: Collection[str]) -> str:
-    present = len(set(reservation.devices) & set(uuids))
-    if present < reservation.num_gpus:
-        return f"only {present} of its devices {'is' if present == 1 else 'are'} there"
-    return "earlier reservations leave too few devices at that time"
-
-
 def clock_text(when: float, now: float) -> str:
     """A time for people: ``"09:00"`` today, else ``"Sat 21 Nov 09:00"``."""
     today = time.localtime(when)[:3] == time.localtime(now)[:3]
@@ -227,17 +221,10 @@ def clock_text(when: float, now: float) -> str:
 
 def read_reservations(directory: LockDirectory, now: float) -> tuple[list[Reservation], list[IgnoredFile], Arrivals]:
     """All that have not ended, in no order; the files that cannot be understood; and which users came when."""
-    names, start = directory.names(), f"{directory.prefix}reserve."
-    finished, ignored = first_of_each_user(directory, start, names, MOST_OF_ONE)
-    reservations: list[Reservation] = []
-    for name in finished:
-        reservation = _read_reservation(directory, name, name[len(start) : -len(".json")], now)
-        if isinstance(reservation, Reservation):
-            reservations.append(reservation)
-        elif reservation:
-            ignored.append(reservation)
+    names = directory.names()
+    reservations, ignored = read_documents(directory, "reserve", names, MOST_OF_ONE, partial(_read_reservation, now))
     for name in names:
-        is_unfinished = name.startswith(start) and not name.endswith(".json")
+        is_unfinished = name.startswith(f"{directory.prefix}reserve.") and not name.endswith(".json")
         if is_unfinished or name.startswith(f"{directory.prefix}unfinished."):
             remove_leftover(f"{directory.records}/{name}")
     return reservations, ignored, _arrivals(directory, names, {reservation.key for reservation in reservations}, now)
@@ -250,15 +237,8 @@ def write_reservation(directory: LockDirectory, wanted: Reservation) -> Reservat
         InvalidRequest: it is too long.
         LockDirectoryError: it cannot be written.
     """
-    content = {
-        "schema": 1,
-        "uid": wanted.uid,
-        "num_gpus": wanted.num_gpus,
-        "begins_unix_seconds": wanted.begins,
-        "ends_unix_seconds": wanted.ends,
-        "devices": list(wanted.devices),
-        "note": wanted.note and wanted.note[:MOST_NOTE],
-    }
+    fields = _ReservationContent(wanted.uid, wanted.num_gpus, wanted.begins, wanted.ends, wanted.devices)
+    content = {"schema": 1, **asdict(fields), "note": wanted.note and wanted.note[:MOST_NOTE]}
     encoded = json.dumps(content).encode()
     if len(encoded) > MAX_BYTES:
         raise InvalidRequest("the reservation is too long to be written: name fewer devices with --gpus.")
@@ -295,44 +275,28 @@ def record_arrival(directory: LockDirectory, reservations: Iterable[Reservation]
             continue
         path = f"{directory.records}/{directory.prefix}arrived.{uid}.{reservation.key}"
         for own in (path, f"{path}.{os.urandom(4).hex()}"):  # the second, if another user has made the first
-            if _touched(own, uid):
+            if touch(own, uid):
                 paths.append(own)
                 break  # without either only a living claim shows that the user came
     return tuple(paths)
-
-
-def _touched(path: str, uid: int) -> bool:
-    """Whether the file belongs to *uid*, and its time is now."""
-    with suppress(OSError):
-        descriptor = open_or_create(path, os.O_RDONLY | os.O_NONBLOCK, 0o644)
-        try:
-            if os.fstat(descriptor).st_uid == uid:
-                os.utime(descriptor)
-                return True
-        finally:
-            os.close(descriptor)
-    return False
 
 
 def _path(directory: LockDirectory, maker: int, number: str) -> str:
     return f"{directory.records}/{directory.prefix}reserve.{maker}.{number}.json"
 
 
-def _read_reservation(directory: LockDirectory, name: str, key: str, now: float) -> Reservation | IgnoredFile | None:
-    path, number = f"{directory.records}/{name}", key.partition(".")[2]
-    descriptor = open_document(path, key)
-    if not isinstance(descriptor, int):
-        return descriptor
-    try:
-        reservation = read_document(descriptor, key, number, MAX_BYTES, partial(_reservation_of, number=number))
-        if isinstance(reservation, Reservation) and reservation.ends <= now:
-            if os.geteuid() in (reservation.maker, 0) and is_same_file(descriptor, path):
-                with suppress(OSError):
-                    os.unlink(path)
-            return None
+def _read_reservation(
+    now: float, directory: LockDirectory, descriptor: int, key: str
+) -> Reservation | IgnoredFile | None:
+    number = key.partition(".")[2]
+    reservation = read_document(descriptor, key, number, MAX_BYTES, partial(_reservation_of, number=number))
+    if isinstance(reservation, IgnoredFile) or reservation.ends > now:
         return reservation
-    finally:
-        os.close(descriptor)
+    path = _path(directory, reservation.maker, number)
+    if os.geteuid() in (reservation.maker, 0) and is_same_file(descriptor, path):
+        with suppress(OSError):
+            os.unlink(path)
+    return None
 
 
 def _reservation_of(content: dict[str, Any], status: os.stat_result, number: str) -> Reservation:

@@ -1,8 +1,8 @@
 """Tickets of the queue: one small file per request that waits, locked by the process that waits, so they end together.
 
-Beside each lies its *waker*, a FIFO into which any user may write a byte: "check again, you may start".  That is all
-that it can do.  The owner and the arrival of a ticket come from the file system, never from its content; one that
-cannot be decoded does not count and is reported.  Does not decide who starts: see priority and backfill.
+Beside each lies its *waker*, a FIFO into which any user may write a byte: "check again, you may start".  The owner and
+the arrival of a ticket come from the file system, never from its content; one that cannot be decoded does not count and
+is reported.  Does not decide who starts: see priority and backfill.
 
     ticket.UID.ID.json  bell.UID.ID     of the user who waits
     served.UID                          its time says when a request of that user last started although others waited
@@ -20,8 +20,8 @@ import stat
 import struct
 import termios
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -80,11 +80,7 @@ class _TicketContent:
 
 
 class OwnTicket:
-    """A ticket of this process, until leave() or the end of the process.
-
-    Args:
-        directory: of the claims.
-        content: of the ticket, see ticket_content().
+    """A ticket of this process, until leave() or the end of the process; *content* is as of ticket_content().
 
     Raises:
         OSError: it cannot be written; then nothing of it is left.
@@ -135,14 +131,15 @@ class OwnTicket:
 
     def leave(self) -> None:
         """Wait no longer.  Idempotent, also after it was interrupted."""
-        for path, descriptor in ((self._ticket, self._descriptor), (self._bell, self.waker)):
+        descriptors = (self._descriptor, self.waker)
+        for path, descriptor in zip((self._ticket, self._bell), descriptors, strict=True):
             with suppress(OSError):
                 if descriptor >= 0 and is_same_file(descriptor, path):
                     os.unlink(path)
-        descriptors, self._descriptor, self.waker = (self._descriptor, self.waker), -1, -1
+        self._descriptor = self.waker = -1
         for descriptor in descriptors:
-            with suppress(OSError):
-                if descriptor >= 0:
+            if descriptor >= 0:
+                with suppress(OSError):
                     os.close(descriptor)
 
 
@@ -205,12 +202,20 @@ def checked_number(value: T, least: float, most: float) -> T:
 def record_start(directory: LockDirectory, uid: int, *, by_daemon: bool = False) -> None:
     """Record that a request of *uid* started now, although others wait: see priority.order."""
     path = daemon_files(directory).file(f"served.{uid}") if by_daemon else _path(directory, "served", str(uid))
+    touch(path)
+
+
+def touch(path: str, owner: int | None = None) -> bool:
+    """Whether the file is there, if need be a new one, is *owner*'s, and its time is now."""
     with suppress(OSError):
-        mark = open_or_create(path, os.O_WRONLY | os.O_NONBLOCK, 0o644)
+        descriptor = open_or_create(path, os.O_RDONLY | os.O_NONBLOCK, 0o644)
         try:
-            os.utime(mark)
+            if owner in (None, os.fstat(descriptor).st_uid):
+                os.utime(descriptor)
+                return True
         finally:
-            os.close(mark)
+            os.close(descriptor)
+    return False
 
 
 def last_served(directory: LockDirectory, uid: int) -> float | None:
@@ -229,15 +234,7 @@ def last_served(directory: LockDirectory, uid: int) -> float | None:
 
 def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[IgnoredFile]]:
     """All tickets, in no order, and those that do not count; files of ended processes are removed where permitted."""
-    start = f"{directory.prefix}ticket."
-    names, ignored = first_of_each_user(directory, start, directory.names(), MOST_OF_ONE)
-    tickets: list[Ticket] = []
-    for name in names:
-        ticket = _read_ticket(directory, name, name[len(start) : -len(".json")])
-        if isinstance(ticket, Ticket):
-            tickets.append(ticket)
-        elif ticket:
-            ignored.append(ticket)
+    tickets, ignored = read_documents(directory, "ticket", directory.names(), MOST_OF_ONE, _read_ticket)
     owners = parties({ticket.uid for ticket in tickets})
     last: dict[int, float | None] = {}
     for uid, owner in owners.items():
@@ -245,46 +242,56 @@ def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[IgnoredFi
     return [replace(ticket, owner_uid=(owner := owners[ticket.uid]), served=last[owner]) for ticket in tickets], ignored
 
 
-def first_of_each_user(
-    directory: LockDirectory, start: str, names: Iterable[str], most: int
-) -> tuple[list[str], list[IgnoredFile]]:
-    """Of each user's finished files with that *start* of their name the first *most*, and a line about the others."""
-    finished = [name for name in names if name.startswith(start) and name.endswith(".json")]
-    first, beyond = first_of_each(directory, finished, most)
-    return first, [
-        IgnoredFile(uid, f"{count} more", f"{user_name(uid)} has {most} before them") for uid, count in beyond.items()
-    ]
-
-
-def open_document(path: str, name: str) -> int | IgnoredFile | None:
-    """A descriptor of the ordinary file at *path*, which is called *name* where it does not count; None: it is gone.
+def read_documents(
+    directory: LockDirectory,
+    kind: str,
+    names: Iterable[str],
+    most: int,
+    read: Callable[[LockDirectory, int, str], T | IgnoredFile | None],
+) -> tuple[list[T], list[IgnoredFile]]:
+    """What *read* makes of a descriptor and its UID.ID, for each user's first *most* files of a kind; those ignored.
 
     Raises:
-        OSError: none can be opened now, which says nothing of the file: its owner would be passed over.
+        OSError: one cannot be opened now, which says nothing of the file: its owner would be passed over.
     """
-    try:
-        return open_regular(path)[0]
-    except UntrustedFile as error:
-        return IgnoredFile(error.uid, name[:80], str(error.strerror))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        if shortage(error):
-            raise
-        return IgnoredFile(-1, name[:80], f"it cannot be read: {error.strerror}")
+    start = f"{directory.prefix}{kind}."
+    finished = [name for name in names if name.startswith(start) and name.endswith(".json")]
+    first, beyond = first_of_each(directory, finished, most)
+    documents: list[T] = []
+    ignored = [
+        IgnoredFile(uid, f"{count} more", f"{user_name(uid)} has {most} before them") for uid, count in beyond.items()
+    ]
+    for name in first:
+        key = name[len(start) : -len(".json")]
+        try:
+            descriptor, _ = open_regular(f"{directory.records}/{name}")
+        except UntrustedFile as error:
+            ignored.append(IgnoredFile(error.uid, key[:80], str(error.strerror)))
+            continue
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if shortage(error):
+                raise
+            ignored.append(IgnoredFile(-1, key[:80], f"it cannot be read: {error.strerror}"))
+            continue
+        try:
+            document = read(directory, descriptor, key)
+        finally:
+            os.close(descriptor)
+        if isinstance(document, IgnoredFile):
+            ignored.append(document)
+        elif document is not None:
+            documents.append(document)
+    return documents, ignored
 
 
 def read_document(
     descriptor: int, name: str, shown: str, most_bytes: int, parse: Callable[[dict[str, Any], os.stat_result], T]
 ) -> T | IgnoredFile:
-    """What *parse* makes of the JSON in a file.
+    """What *parse*, which raises ValueError, makes of the JSON in a file of at most so many bytes.
 
-    Args:
-        descriptor: of the file.
-        name: UID.ID, as the file is called.
-        shown: what it is called where it cannot be understood.
-        most_bytes: that it may have.
-        parse: raises ValueError where something in it is none.
+    *name* is UID.ID, as the file is called; *shown* what people are told where it cannot be understood.
     """
     status = os.fstat(descriptor)
     uid, _, number = name.partition(".")
@@ -302,27 +309,19 @@ def read_document(
         return IgnoredFile(status.st_uid, shown, f"it cannot be understood: {error}"[:200])
 
 
-def _read_ticket(directory: LockDirectory, name: str, ticket_id: str) -> Ticket | IgnoredFile | None:
-    path = f"{directory.records}/{name}"
-    descriptor = open_document(path, ticket_id)
-    if not isinstance(descriptor, int):
-        return descriptor
-    try:
-        if not try_flock(descriptor, fcntl.LOCK_SH):
-            parse = partial(_ticket_of, ticket_id=ticket_id)
-            return read_document(descriptor, ticket_id, ticket_id, MAX_BYTES, parse)
-        # Its process has ended.
-        uid, number = os.fstat(descriptor).st_uid, ticket_id.partition(".")[2]
-        if os.geteuid() in (uid, 0) and number.isalnum():
-            with suppress(OSError):
-                if is_same_file(descriptor, path):
-                    os.unlink(path)
-                waker = _path(directory, "bell", f"{uid}.{number}")
-                if stat.S_ISFIFO(status_in_place(waker).st_mode):
-                    os.unlink(waker)
-        return None
-    finally:
-        os.close(descriptor)
+def _read_ticket(directory: LockDirectory, descriptor: int, ticket_id: str) -> Ticket | IgnoredFile | None:
+    if not try_flock(descriptor, fcntl.LOCK_SH):
+        return read_document(descriptor, ticket_id, ticket_id, MAX_BYTES, partial(_ticket_of, ticket_id=ticket_id))
+    # Its process has ended.
+    uid, number = os.fstat(descriptor).st_uid, ticket_id.partition(".")[2]
+    if os.geteuid() in (uid, 0) and number.isalnum():
+        path, waker = (_path(directory, *words) for words in (("ticket", ticket_id), ("bell", f"{uid}.{number}")))
+        with suppress(OSError):
+            if is_same_file(descriptor, path):
+                os.unlink(path)
+            if stat.S_ISFIFO(status_in_place(waker).st_mode):
+                os.unlink(waker)
+    return None
 
 
 def _ticket_of(content: dict[str, Any], status: os.stat_result, ticket_id: str) -> Ticket:
@@ -374,24 +373,17 @@ def wanted(waiting: Iterable[Ticket] | None) -> dict[int, int] | None:
 def wake(directory: LockDirectory, tickets: Collection[Ticket], message: bytes) -> None:
     """Wake the processes of *tickets*; *message* is one byte and says what for."""
     for ticket in tickets:
-        with suppress(OSError):  # it has ended
-            waker = _open_waker(directory, ticket)
-            try:
-                # A process that has not read these will check anyway, and the last of them says since when it has not.
-                if _unread(waker) < MOST_UNREAD:
-                    os.write(waker, message)
-            finally:
-                os.close(waker)
+        with suppress(OSError), _opened_waker(directory, ticket) as waker:  # or it has ended
+            # A process that has not read these will check anyway, and the last of them says since when it has not.
+            if _unread(waker) < MOST_UNREAD:
+                os.write(waker, message)
 
 
 def unread_since(directory: LockDirectory, ticket: Ticket) -> float:
     """Since when a waker has unread bytes, unix time; inf: all were read, -inf: there is no reader."""
     try:
-        waker = _open_waker(directory, ticket)
-        try:
+        with _opened_waker(directory, ticket) as waker:
             return os.fstat(waker).st_mtime if _unread(waker) else math.inf
-        finally:
-            os.close(waker)
     except OSError as error:
         return math.inf if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) else -math.inf
 
@@ -404,15 +396,18 @@ def last_heartbeat(directory: LockDirectory, ticket: Ticket) -> float:
         return -math.inf
 
 
-def _open_waker(directory: LockDirectory, ticket: Ticket) -> int:
+@contextmanager
+def _opened_waker(directory: LockDirectory, ticket: Ticket) -> Iterator[int]:
     """For writing: only its owner can open it for reading.  OSError: it has no reader, or is not the owner's."""
     path = _path(directory, "bell", ticket.id)
     waker = open_in_place(path, os.O_WRONLY | os.O_NONBLOCK)
-    status = os.fstat(waker)
-    if stat.S_ISFIFO(status.st_mode) and status.st_uid == ticket.uid:
-        return waker
-    os.close(waker)
-    raise OSError(errno.EINVAL, "the waker is not the owner's", path)
+    try:
+        status = os.fstat(waker)
+        if not stat.S_ISFIFO(status.st_mode) or status.st_uid != ticket.uid:
+            raise OSError(errno.EINVAL, "the waker is not the owner's", path)
+        yield waker
+    finally:
+        os.close(waker)
 
 
 def _unread(waker: int) -> int:
