@@ -32,19 +32,12 @@ _LEAST = sum(_COLUMNS.values()) - _COLUMNS["Name"]
 
 @dataclass(frozen=True)
 class Allocation:
-    """What Slurm has given to a job on this node, as it tells a prolog.
+    """What Slurm has given to a job on this node, as it tells a prolog."""
 
-    Args:
-        job: its number.
-        uid: of its owner.
-        gpus: numbers of device files, or uuids of MIG instances.
-        restarts: how often it was put back into the queue.
-    """
-
-    job: str
-    uid: int
-    gpus: tuple[str, ...]
-    restarts: int = 0
+    job: str  # its number
+    uid: int  # of its owner
+    gpus: tuple[str, ...]  # numbers of device files, or uuids of MIG instances
+    restarts: int = 0  # how often it was put back into the queue
 
     @property
     def claim(self) -> str:

@@ -1,11 +1,10 @@
 """On a node of a Slurm cluster: to whom Slurm has given which device, for the guard.
 
 `scontrol` is asked, because only the controller knows it all: an allocation without a step (salloc) leaves no trace on
-the node, and what stands in a process's environment can be written there by its owner.  Everything that is not certain
-counts in favour of people: a job whose devices are not told may have any of them, a user who started a process after
-the list was made may have got a device since, and where Slurm's numbers may not be the driver's, nothing is said at
-all.  What users can write into the list (names of jobs) can only name more people, never fewer.
-Asks in a thread of its own and waits for nothing.  Does not judge: see the rule outside_scheduler.
+the node, and a process's environment is its owner's.  What is not certain counts in favour of people: a job whose
+devices are not told may have any of them, a user who started a process after the list was made may have got a device
+since, and where Slurm's numbers may not be the driver's, nothing is said at all.  What users can write into the list
+(names of jobs) can only name more people.  Asks in a thread of its own.  Does not judge: see OutsideSchedulerRule.
 """
 
 from __future__ import annotations
@@ -59,17 +58,11 @@ class Job:
 
 @dataclass(frozen=True)
 class SlurmNodeState:
-    """What Slurm says of this node.
-
-    Args:
-        name: Slurm's.
-        gpus: how many it gives away, if they are of one type: it numbers those of several in an order of its own.
-        in_service: whether what no job has is nobody's; on a node that is drained an admin may use it by hand.
-    """
+    """What Slurm says of this node."""
 
     name: str
-    gpus: int
-    in_service: bool
+    gpus: int  # that it gives away, if they are of one type: it numbers those of several in an order of its own
+    in_service: bool  # whether what no job has is nobody's; on a node that is drained an admin may use it by hand
 
 
 Answer = tuple[float, SlurmNodeState, tuple[Job, ...]]  # when it was asked for, on the boot clock
@@ -112,11 +105,7 @@ def given(
 ) -> Mapping[str, frozenset[int]]:
     """uuid -> users to whom Slurm has given the device, for devices of which that is certain.
 
-    Args:
-        jobs: all living ones of this node.
-        node: of which they are.
-        devices: of the driver.
-        newcomers: uids that may have got any device since the jobs were listed.
+    *jobs* are all living ones of the node; *newcomers* uids that may have got any device since these were listed.
     """
     if misnumbered(node, devices):
         return {}
@@ -225,7 +214,6 @@ class SlurmNode:
 
     Args:
         ask: sends words to `scontrol`.
-        host: the first part of this machine's name.
         is_root: whether Slurm shows us everybody's jobs in any case; others see them without PrivateData=jobs.
         every: seconds between two questions.
         say: told, in words, when and why nothing is known of this node, each reason once in a row.

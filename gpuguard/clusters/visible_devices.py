@@ -39,17 +39,11 @@ Opinion = tuple[tuple[str, ...], str]  # uuids that are allowed, and why, for pe
 
 @dataclass(frozen=True)
 class Outer:
-    """The outer set.
+    """The outer set."""
 
-    Args:
-        uuids: allowed devices in the order of the outer list; None when nothing restricts them.
-        reason: what restricts them, for people: "CUDA_VISIBLE_DEVICES=3 allows only device 3".
-        warning: why the list may mean other devices than its author thought, "" when it is clear.
-    """
-
-    uuids: tuple[str, ...] | None = None
-    reason: str = ""
-    warning: str = ""
+    uuids: tuple[str, ...] | None = None  # in the order of the outer list; None when nothing restricts them
+    reason: str = ""  # for people: "CUDA_VISIBLE_DEVICES=3 allows only device 3"
+    warning: str = ""  # why the list may mean other devices than its author thought, "" when it is clear
 
 
 def outer_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Outer:
@@ -99,10 +93,7 @@ def entries(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def visible_uuids(environ: Mapping[str, str], devices: Sequence[Device]) -> tuple[str, ...] | None:
-    """The uuids that the list leaves; None when there is no list.
-
-    The uuid of a MIG instance is believed even when *devices* do not contain it.
-    """
+    """The uuids that the list leaves; None when there is no list."""
     opinion = cuda_devices(environ, devices)
     return None if opinion is None else opinion[0]
 
@@ -158,8 +149,8 @@ def _uuid_of(entry: str, gpus: Sequence[Device], devices: Sequence[Device]) -> s
 
 
 def slurm_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opinion | None:
-    """What a Slurm job was given; None (no opinion) elsewhere and where CUDA_VISIBLE_DEVICES says it."""
-    job = environ.get("SLURM_JOB_ID")
+    """What a Slurm job was given; None (no opinion) where CUDA_VISIBLE_DEVICES says it."""
+    job = environ["SLURM_JOB_ID"]
     if not job or is_restricted(environ):
         return None
     variable = next((name for name in SLURM_VARIABLES if name in environ), None)
@@ -184,7 +175,7 @@ def _of_whole_machine(environ: Mapping[str, str], devices: Sequence[Device]) -> 
     """
     visible, claim = entries(environ), environ.get("GPUGUARD_CLAIM", "")
     variable = next((name for name in SLURM_VARIABLES[1:3] if name in environ), None)
-    if variable is None or "SLURM_JOB_ID" not in environ or not visible or not all(map(_is_number, visible)):
+    if variable is None or not visible or not all(map(_is_number, visible)):
         return environ
     given, shown = _numbers(environ[variable]), sum(device.parent_uuid is None for device in devices)
     # What Slurm itself wrote stands in GPU_DEVICE_ORDINAL, too; `gpuguard run` writes the numbers that it sees.

@@ -1,18 +1,15 @@
 """The broker: gives the locks of devices, where only the daemon can open the lock files.
 
 For machines with hostile users.  What a command elsewhere does for itself is done here for it, by the daemon's own
-sample: denials and quarantines hold, no request passes the queue or a reservation, a device must be free of processes,
-and it is all or nothing.  What was given is the job's, and the kernel keeps it as long as the job has it: the
-descriptor is locked before it is handed over, and the daemon closes its own.  So a daemon that dies, at any instant,
-loses no claim and leaves no lock behind.
+sample.  The descriptor is locked before it is handed over, and the daemon closes its own: so a daemon that dies, at any
+instant, loses no claim and leaves no lock behind.
 
     a device, a MIG instance    its lock
     a share of either           one of its slots, in which stands what was promised to it
 
 No lock is held shared here: its owner could hold it beyond the claim, and the file could not be renewed.  So the daemon
-keeps apart what excludes each other, by the locks that it has given and what stands in them: it is the only one that
-can open the files.  A lock is taken first and everything else checked then; root takes locks directly in the same
-order, so one of the two sees the other.
+keeps apart what excludes each other, by the locks that it has given and what stands in them.  A lock is taken first and
+everything else checked then; root takes locks directly in the same order, so one of the two sees the other.
 
 Does not listen: see server.  What keeps a used descriptor from being worth anything: see claims.grants.
 """
@@ -57,12 +54,7 @@ _MAX_SECONDS = 10 * 365 * 86400.0
 
 
 class Broker:
-    """Gives the locks of *directory*.
-
-    Args:
-        directory: whose lock files are this process's alone.
-        open_backend: called once, for samples of its own: those of the watchdog may be seconds old.
-    """
+    """Gives the locks of *directory*, by samples of its own: those of the watchdog may be seconds old."""
 
     def __init__(self, directory: LockDirectory, open_backend: Callable[[], Backend]) -> None:
         self._directory, self._open_backend = directory, open_backend
@@ -91,14 +83,7 @@ class Broker:
             grant_of(self._directory, names_of(self._directory))
 
     def watch_offers(self, snapshot: Snapshot) -> list[Event]:
-        """Set back requests that keep devices from others by never claiming what is offered; call it every second.
-
-        Args:
-            snapshot: the latest one.
-
-        Returns:
-            What was done.
-        """
+        """Set back requests that never claim what is offered; call it every second, with the latest snapshot."""
         queue, now = read_queue(self._directory, snapshot), time.monotonic()
         offered = [position for position in queue.positions if position.now]
         # The leader may be hostile, and an offer that is not heard of cannot be taken.
@@ -133,11 +118,7 @@ class Broker:
         return {"held": rows}
 
     def claim(self, uid: int, message: Mapping[str, Any]) -> Reply:
-        """The locks of the devices that *uid* requests, all of them, or why not.
-
-        Raises:
-            GpuguardError: it makes no sense, or cannot be known now.
-        """
+        """The locks of all devices that *uid* requests, or why not; GpuguardError: it makes no sense."""
         if uid == identity.overflow_uid():
             raise GpuguardError("who you are is not known here: you are in a user namespace of your own.")
         names = _device_names(message)
@@ -170,9 +151,8 @@ class Broker:
         # What the ticket may have now, by the daemon's own view of the queue.
         queue = read_queue(self._directory, snapshot, ticket)
         position, kept = queue.of(ticket.id), kept_for_others(queue, ticket.id)
-        if position is None or not position.now or position.request is None:
-            why = f"it is not your turn: {start_text(position, queue)}" if position else "it is not your turn"
-            return _refusal(dict.fromkeys(names, why))
+        if not position.now or position.request is None:
+            return _refusal(dict.fromkeys(names, f"it is not your turn: {start_text(position, queue)}"))
         if refused := {name: kept[name] for name in names if name in kept}:
             return _refusal(refused)
         reply = self._grant(uid, names, position.request, snapshot)
@@ -305,12 +285,9 @@ def _refusal(reasons: Mapping[str, str]) -> dict[str, Any]:
 def lock_all(
     directory: LockDirectory, snapshot: Snapshot, names: Sequence[str], to: Grant, descriptors: list[int]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The names of the locks of the devices *names*, or uuid -> why not.
+    """The names of the locks of the devices *names* (uuids), or uuid -> why not.
 
     Args:
-        directory: of the locks.
-        snapshot: says which device is a part of which.
-        names: uuids.
         to: whose they become; with memory they are shares.
         descriptors: filled with the locked ones; the caller closes them, also when it was refused.
     """
@@ -340,17 +317,13 @@ def conflicts(
     """uuid -> why it cannot be had, of the devices *names*, by the locks of others; the caller has the gate.
 
     Args:
-        directory: of the locks.
         snapshot: says which device is a part of which; None when that does not matter yet.
-        names: uuids.
         own: names of locks that are not others'.
         shared: whether shares of them are wanted.
     """
-    held = grant_of(
-        directory, [name for name in names_of(directory) if name not in own and not name.endswith(".nested")]
-    )
+    others = [name for name in names_of(directory) if name not in own and not name.endswith(".nested")]
     reasons: dict[str, str] = {}
-    for lock, grant in held.items():
+    for lock, grant in grant_of(directory, others).items():
         uuid = lock.partition(".slot")[0]
         is_slot = lock != uuid
         for name in names:
@@ -390,7 +363,7 @@ def sharing_beside(
 
 
 def _parent(snapshot: Snapshot, name: str, grant: Grant | None) -> str | None:
-    """The GPU of which it is a part, as the driver shows it or did when it was given."""
+    """The GPU of which it is a part, as the driver shows it or did when it was granted."""
     device = snapshot.device(name)
     return device.parent_uuid if device else grant.parent if grant else None
 

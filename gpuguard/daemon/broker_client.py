@@ -1,8 +1,7 @@
 """Locks from the daemon, where it alone gives them: the request, and the check of what came back.
 
-Takes the place of locking in an attempt to claim: the daemon takes the locks, samples the devices again behind them,
-and hands the locked descriptors over.  Which devices are wanted is decided here, as everywhere.  Claims nothing when
-no daemon answers.  The other side is broker.
+The daemon takes the locks, samples the devices again behind them, and hands the locked descriptors over.  Which devices
+are wanted is decided here, as everywhere.  Claims nothing when no daemon answers.  The other side is broker.
 """
 
 from __future__ import annotations
@@ -42,9 +41,6 @@ def request_grant(
 ) -> Claim | None:
     """The best devices from the daemon; None when they cannot be had.  Fills *taken* with those that it refused.
 
-    Args:
-        ticket: of the request that waits or would wait; without one it comes last.
-
     Raises:
         ClaimError: there is no daemon, and the request has not waited before.
     """
@@ -70,15 +66,13 @@ def request_grant(
             name, locks = _checked_locks(directory, devices, content, descriptors, shared=request.share)
             return Claim(name, devices, locks, memory=request.memory, most=request.most_sharers)
         close_all(descriptors)
-        taken.update(_reasons(content["refused"], devices))
+        uuids, rows = [device.uuid for device in devices], content["refused"]
+        refused = {uuid: str(rows[uuid]) for uuid in uuids if isinstance(rows, dict) and uuid in rows}
+        taken.update(refused or dict.fromkeys(uuids, "refused by the daemon"))
 
 
 def refuse_without_daemon(directory: LockDirectory) -> None:
-    """The refusal of a request while no daemon gives the locks, for `select` and the like.
-
-    Raises:
-        ClaimError: there is no daemon.
-    """
+    """Raise the ClaimError of a request while no daemon gives the locks, for `select` and the like."""
     try:
         _exchange(directory, {"do": "claims"})
     except GpuguardError as error:
@@ -129,13 +123,6 @@ def _refusal(directory: LockDirectory, error: GpuguardError) -> ClaimError:
             "runs; what is claimed already stays claimed."
         )
     return ClaimError(str(error))
-
-
-def _reasons(refused: object, devices: Sequence[Device]) -> dict[str, str]:
-    """uuid -> why; of all, if nothing can be understood."""
-    uuids = [device.uuid for device in devices]
-    rows = refused if isinstance(refused, dict) else {}
-    return {uuid: str(rows[uuid]) for uuid in uuids if uuid in rows} or dict.fromkeys(uuids, "refused by the daemon")
 
 
 def _checked_locks(

@@ -153,11 +153,7 @@ def exchange(
 
 
 def decoded(content: Mapping[str, Any], kind: type[_Reply]) -> _Reply:
-    """*content* as a *kind*; a field that it lacks, as in the reply of another version, is no reply.
-
-    Raises:
-        GpuguardError: it is none.
-    """
+    """*content* as a *kind*; a GpuguardError where a field is missing, as in the reply of another version."""
     try:
         return decode(kind, dict(content))
     except ValueError as error:
@@ -167,11 +163,7 @@ def decoded(content: Mapping[str, Any], kind: type[_Reply]) -> _Reply:
 
 
 def connect(connection: socket.socket, directory: LockDirectory, seconds: float) -> None:
-    """Connect to the daemon's socket, waiting while its backlog is full.
-
-    Raises:
-        OSError: it cannot be reached; TimeoutError: not within *seconds*.
-    """
+    """Connect to the daemon's socket, waiting while its backlog is full; an OSError where it cannot be reached."""
     deadline = time.monotonic() + seconds
     with short_path(directory) as path:
         while True:
@@ -207,7 +199,7 @@ def short_path(directory: LockDirectory) -> Iterator[str]:
 
 
 def close_all(descriptors: tuple[int, ...] | list[int]) -> None:
-    """Close descriptors that came with a reply, or were to go with one."""
+    """Close them."""
     for descriptor in descriptors:
         os.close(descriptor)
 

@@ -36,7 +36,6 @@ class Exemptions:
     """Handles requests, and tells the watchdog what is exempt.
 
     Args:
-        directory: where kept.json lies.
         use: called with all exemptions, whenever they change.
         devices: those of the latest sample, to which names of devices refer.
         report: called with an Event for each change.

@@ -1,8 +1,7 @@
 """Releasing a claim from outside its job: which claim is meant, whether it is in use, and in which way it is released.
 
-The `gpuguard run` of the job is asked first, because it sees best what its job does.  Where none listens (grab_gpus in
-a notebook, a wrapper that was killed) the locks are released from here; where the kernel forbids that, the daemon is
-asked.  Does not judge for policies: see enforcement.
+The `gpuguard run` of the job is asked first, because it sees best what its job does.  Where none listens (grab_gpus, a
+wrapper that was killed) the locks are released from here; where the kernel forbids that, by the daemon.
 """
 
 from __future__ import annotations
@@ -85,10 +84,7 @@ def current_use(directory: LockDirectory, claim: ClaimRecord, backend: Backend) 
 
 
 def release(directory: LockDirectory, claim: ClaimRecord, request: ReleaseRequest, backend: Backend) -> str:
-    """Release *claim* while its processes live on, unless one of them computes.
-
-    Returns:
-        In which way.
+    """Release *claim* while its processes live on, unless one of them computes; returns in which way.
 
     Raises:
         ClaimError: it is in use, or cannot be released from here.

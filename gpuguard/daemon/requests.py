@@ -166,11 +166,7 @@ def _quarantine(context: RequestContext, uid: int, request: Request) -> Reply:
 
 
 def _restrict(context: RequestContext, uid: int, request: Request, kind: str, name: str, user: str | None) -> Reply:
-    """Set or end one restriction of a kind; only a quarantine, which has no *user*, may be without an end.
-
-    Raises:
-        InvalidRequest: its duration makes no sense.
-    """
+    """Set or end one restriction of a kind; only a quarantine, which has no *user*, may be without an end."""
     seconds, now, ends = request.get("for_seconds"), time.time(), request.get("end") is True
     if not (0 < seconds <= MAX_SECONDS_OF_ROOT if seconds is not None else user is None or ends):
         raise InvalidRequest("say for how long, in for_seconds: up to a year; or end: true.")

@@ -1,9 +1,9 @@
 """The daemon's socket: every user of this machine may send it requests.
 
-One request and one reply per connection, each one line of JSON; a request has at most 4 KiB.  The user who asks is the
-one that the kernel names (SO_PEERCRED), never what the request says.  A thread of its own listens and never waits for a
-client: one that sends nothing, too much, or open files, or keeps many connections open loses its own connections and
-no other user's.  What requests mean: see requests.  The other side: see client.
+One request and one reply per connection, each one line of JSON.  The user who asks is the one that the kernel names
+(SO_PEERCRED), never what the request says.  A thread of its own listens and never waits for a client: one that sends
+nothing, too much, or open files, or keeps many connections open loses its own connections and no other user's.  What
+requests mean: see requests.  The other side: see client.
 
     {"do": "keep", "for_seconds": 14400, "reason": "paper deadline"}
     {"ok": true, "until_unix_seconds": 1795212345.0}
@@ -62,14 +62,9 @@ class _Client:
 
 
 class SocketServer:
-    """Listens in *directory*, which must be one that only its owner can write to, until close().
+    """Listens in *directory*, which only its owner can write to, until close(); OSError: the socket cannot be made.
 
-    Args:
-        directory: of the claims.
-        handle: called with the uid of the client and its request; a GpuguardError that it raises becomes the reply.
-
-    Raises:
-        OSError: the socket cannot be made.
+    *handle* gets the uid of the client and its request; a GpuguardError that it raises becomes the reply.
     """
 
     def __init__(self, directory: LockDirectory, handle: Handler) -> None:
@@ -235,11 +230,7 @@ def bind_socket(listener: socket.socket, path: str, umask: int) -> None:
 
 
 def _receive_without_files(connection: socket.socket, most: int) -> bytes | None:
-    """What was sent, at most so many bytes; None, and nothing is received, when open files came with it.
-
-    Raises:
-        OSError: nothing was sent yet, or the client has gone.
-    """
+    """What was sent; None, and nothing is received, when open files came with it; OSError: nothing was sent yet."""
     peeked, _, flags, _ = connection.recvmsg(most, 0, socket.MSG_PEEK)
     return None if flags & socket.MSG_CTRUNC else connection.recv(len(peeked)) if peeked else b""
 

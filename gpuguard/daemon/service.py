@@ -99,9 +99,6 @@ class Daemon:
     """One daemon of one machine.
 
     Args:
-        backend: where samples come from.
-        directory: of the claims; state.json and daemon.lock lie in it, too.
-        settings: from the command line.
         report: called with what an admin should read in the journal.
         on_event: called with each Event.
         append: writes an Event down.
@@ -237,11 +234,7 @@ class Daemon:
             self._log("daemon", "past unknown", past.problem)
 
     def open_socket(self) -> SocketServer | None:
-        """Listen for requests; None where that is not possible.
-
-        Raises:
-            GpuguardError: it is not, and nothing could be claimed.
-        """
+        """Listen for requests; None where that is not possible, a GpuguardError if nothing could be claimed then."""
         if self._directory.owner is None:
             self._report("`gpuguard keep` does not work without a directory of root's: run `sudo gpuguard setup` once.")
             return None
@@ -365,11 +358,7 @@ class Daemon:
 
 @contextmanager
 def single_daemon(directory: LockDirectory) -> Iterator[bool]:
-    """Whether this is the one daemon of the directory, for as long as the block lasts.
-
-    Raises:
-        LockDirectoryError: the lock file cannot be used.
-    """
+    """Whether this is the one daemon of the directory, for as long as the block lasts."""
     descriptor = lock_daemon(directory)
     if descriptor is None:  # it may be the one that is just ending: systemd starts the next at once
         time.sleep(0.2)

@@ -4,11 +4,11 @@ Each request in the order of the queue is planned on the devices that will do an
 A request that joins the queue is promised that start plus a quarter of the wait until then.  Shorter jobs may go first
 as long as all others still start as promised, and a user who had more GPU time cannot put off one who had less.  Where
 no start can be planned, because it is unknown when the jobs end, small requests pass a big one until it has waited for
-the bound of the site; from then on the devices that it could use stay empty until they suffice.
+the bound of the site; from then on the devices that it could use stay empty until they suffice.  What is kept for a
+reservation goes to no other user, and to its user without waiting for others: see calendar.
 
 On 92 days of a full server (Philly, 356 jobs) this has a mean wait of 37 h and a longest one of 386 h, against 162 and
-463 in order of arrival: benchmarks/replay.py.  A plan claims nothing.  What is kept for a reservation goes to no other
-user, and to its user without waiting for others: see calendar.
+463 in order of arrival: benchmarks/replay.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from gpuguard.queue.calendar import (
     Reservation,
     StartingJob,
     clear_at,
-    in_the_way,
 )
 from gpuguard.queue.priority import QueueRules, Ticket, due_at, overdue
 from gpuguard.request import Request
@@ -44,30 +43,8 @@ class PlannedStart:
 NEVER = PlannedStart(UNKNOWN)
 
 
-class BusyDevices:
-    """Until when the devices of a plan are busy: for a job that wants one alone, and for one that shares it."""
-
-    def __init__(self, alone: dict[str, float] | None = None, shared: dict[str, float] | None = None) -> None:
-        self._alone, self._shared = alone or {}, shared or {}
-
-    def copy(self) -> BusyDevices:
-        """One that can be filled further."""
-        return BusyDevices(dict(self._alone), dict(self._shared))
-
-    def until(self, *, shared: bool) -> Mapping[str, float]:
-        """uuid -> unix time, of those on which something is planned."""
-        return self._shared if shared else self._alone
-
-    def add(self, planned: PlannedStart, lasts: float | None, relatives: Mapping[str, tuple[str, ...]]) -> None:
-        """A job runs on its devices from its start on."""
-        if planned.request is None:
-            return
-        until = UNKNOWN if lasts is None else planned.start + lasts
-        for uuid in planned.devices:
-            for related in (uuid, *relatives.get(uuid, ())):
-                for busy in (self._alone,) if planned.request.share else (self._alone, self._shared):
-                    busy[related] = max(until, busy.get(related, until))
-
+# Whether a job would share a device -> uuid -> until which unix time it is busy by what is planned on it.
+BusyDevices = dict[bool, dict[str, float]]
 
 MOST_PLANNED = 256  # tickets; those behind them get no planned start yet
 FIRST_OF_USER = 4  # tickets of each user that are planned in any case, so that no user can fill the plan
@@ -185,7 +162,7 @@ class _Planner:
     ) -> None:
         # Not those that only missed their promise: it may rest on an estimate that a job exceeded a minute ago.
         self.machine, self.usage, self.rules, self.now, self.late = machine, usage, rules, now, late
-        self.busy = BusyDevices()
+        self.busy: BusyDevices = {False: {}, True: {}}
         self.started: list[StartingJob] = []
         self.reserved = tuple(reservation.key for reservation in machine.reservations)
         free_at = {uuid: end for uuid, end in machine.limits.items() if end > now} | dict.fromkeys(machine.free, now)
@@ -200,13 +177,21 @@ class _Planner:
 
     def schedule(self, waiting: Sequence[Ticket]) -> dict[str, PlannedStart]:
         """The planned start of each ticket when all start in order."""
-        busy = self.busy.copy()
+        busy = {shared: until.copy() for shared, until in self.busy.items()}
         self.calendar = self.calendars.after(self.started, self.liked)
         schedule = {}
         for ticket in waiting:
             planned = schedule[ticket.id] = self.earliest(ticket, busy, self.calendar)
-            busy.add(planned, ticket.lasts, self.machine.relatives)
+            self.occupy(busy, ticket, planned)
         return schedule
+
+    def occupy(self, busy: BusyDevices, ticket: Ticket, planned: PlannedStart) -> None:
+        """Its job runs on the devices from its planned start on."""
+        until = UNKNOWN if ticket.lasts is None else planned.start + ticket.lasts
+        for uuid in planned.devices:
+            for related in (uuid, *self.machine.relatives.get(uuid, ())):
+                for shared in (False,) if planned.request and planned.request.share else (False, True):
+                    busy[shared][related] = max(until, busy[shared].get(related, until))
 
     def earliest(self, ticket: Ticket, busy: BusyDevices, kept: Calendar | None = None) -> PlannedStart:
         """The earliest start of one ticket by any of its alternatives; without a calendar as if it started next."""
@@ -214,7 +199,7 @@ class _Planner:
         lasts = surely_over_after(ticket)
         for alternative in self.alternatives(ticket):
             uuids, request = alternative.fit.eligible, alternative.request
-            taken = busy.until(shared=request.share)
+            taken = busy[request.share]
             free_at = alternative.free_at
             if taken:  # one that shares may be over before those that are there already
                 free_at = [max(free, taken.get(uuid, free)) for uuid, free in zip(uuids, free_at, strict=True)]
@@ -283,39 +268,30 @@ class _Planner:
                 return self._start(ticket, planned)
             refused[key] = refused[alike] = self.held_back[ticket.id] = held_back
         # Reservations move with a start, so two can be held back for each other: then the first of them in the queue
-        # starts, if it would in order.  Otherwise it waits for an end that is to come, after which they may both be in
-        # time.
+        # starts, if it would in order.  Otherwise it waits for an end after which they may both be in time.
         for ticket in waiting:
             if base[ticket.id].start <= self.now and self._in_circle(ticket.id):
                 return self._start(ticket, self.earliest(ticket, self.busy))
         return None
 
     def _fitting_now(self, waiting: Sequence[Ticket]) -> list[Ticket]:
-        """Those for which enough devices are free: the shortest first, in each class; of those of unknown length the
-        first in order."""
+        """Those for which enough devices are free: in each class the shortest first, then those of unknown length."""
         fitting = set()
         for alternative in filter(None, self._kinds.values()):
-            taken = self.busy.until(shared=alternative.request.share)
+            taken = self.busy[alternative.request.share]
             if sum(uuid not in taken for uuid in alternative.fit.open) >= alternative.request.num_gpus:
                 fitting.add(id(alternative))
         if not fitting:
             return []
-        return sorted(
-            (
-                ticket
-                for ticket in waiting
-                if any(id(alternative) in fitting for alternative in self.alternatives(ticket))
-            ),
-            key=lambda ticket: (
-                ticket.set_back,
-                not self.calendars.begun_for(ticket.uid),
-                -ticket.priority,
-                UNKNOWN if ticket.lasts is None else ticket.lasts,
-            ),
-        )
+
+        def rank(ticket: Ticket) -> tuple[bool, bool, int, float]:
+            lasts = UNKNOWN if ticket.lasts is None else ticket.lasts
+            return ticket.set_back, not self.calendars.begun_for(ticket.uid), -ticket.priority, lasts
+
+        return sorted((one for one in waiting if not fitting.isdisjoint(map(id, self.alternatives(one)))), key=rank)
 
     def _start(self, ticket: Ticket, planned: PlannedStart) -> tuple[Ticket, PlannedStart]:
-        self.busy.add(planned, ticket.lasts, self.machine.relatives)
+        self.occupy(self.busy, ticket, planned)
         self.started.append(self._starting(ticket, planned))
         return ticket, planned
 
@@ -337,8 +313,8 @@ class _Planner:
             return min(blocking, key=lambda reservation: reservation.begins).key if blocking else self.reserved[0]
         if self.calendars.uses_own_reservations(ticket.uid, planned.devices, self.started):
             return None
-        busy, calendar = self.busy.copy(), self.calendar
-        busy.add(planned, ticket.lasts, self.machine.relatives)
+        busy, calendar = {shared: until.copy() for shared, until in self.busy.items()}, self.calendar
+        self.occupy(busy, ticket, planned)
         if not calendar.keys().isdisjoint(planned.devices):  # others are kept instead
             calendar = self.calendars.after([*self.started, self._starting(ticket, planned)], self.liked)
         is_behind = False  # whether the others in the loop are behind this one
@@ -347,7 +323,7 @@ class _Planner:
                 is_behind = True
                 continue
             again = self.earliest(other, busy, calendar)
-            busy.add(again, other.lasts, self.machine.relatives)
+            self.occupy(busy, other, again)
             if again.start > self._limit(other, ticket, base[other.id].start) + 1e-3:
                 return other.id
             if other.id in self.late and not is_behind:
@@ -372,8 +348,12 @@ class _Planner:
         others = [job for job in self.started if job.id != ticket.id]
         calendar = self.calendars.reserved_beside(others, fit.eligible if fit else (), ticket.uid)
         lasts = surely_over_after(ticket)
-        kept = {uuid: in_the_way(spans, ticket.uid, self.now, lasts) for uuid, spans in calendar.items()}
-        return {uuid: reservation for uuid, reservation in kept.items() if reservation}
+        return {
+            uuid: span.reservation
+            for uuid, spans in calendar.items()
+            for span in reversed(spans)  # the first one counts
+            if span.excludes(ticket.uid, self.now, lasts)
+        }
 
     def _starting(self, ticket: Ticket, planned: PlannedStart) -> StartingJob:
         until = UNKNOWN if ticket.time_limit is None else self.now + ticket.time_limit

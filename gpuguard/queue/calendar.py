@@ -46,6 +46,10 @@ class ReservedSpan:
     ends: float
     reservation: Reservation
 
+    def excludes(self, uid: int, start: float, lasts: float) -> bool:
+        """Whether a job of a user that starts then, and lasts so long, cannot have the device."""
+        return self.reservation.uid != uid and self.begins < start + lasts and start < self.ends
+
 
 @dataclass(frozen=True)
 class DeviceAvailability:
@@ -70,16 +74,12 @@ def calendar(
     *last*: uuid -> how much it is wanted; the most wanted are kept last.
     """
     dislike = last or {}
-    known = {uuid for reservation in reservations for uuid in reservation.devices}
-    order = sorted(
-        known,
-        key=lambda uuid: (
-            uuid not in availability.users,
-            availability.free_at.get(uuid, FOR_EVER) <= now,
-            dislike.get(uuid, 0.0),
-            uuid,
-        ),
-    )
+
+    def rank(uuid: str) -> tuple[bool, bool, float, str]:
+        is_free = availability.free_at.get(uuid, FOR_EVER) <= now
+        return uuid not in availability.users, is_free, dislike.get(uuid, 0.0), uuid
+
+    order = sorted({uuid for reservation in reservations for uuid in reservation.devices}, key=rank)
     spans: dict[str, list[ReservedSpan]] = {}
     for group in _groups([reservation for reservation in reservations if reservation.ends > now]):
         for uuid, span in _kept(group, availability, now, order):
@@ -106,9 +106,9 @@ def _kept(
 ) -> list[tuple[str, ReservedSpan]]:
     """Which device is kept when, for reservations that overlap in time.
 
-    Where all can have the same devices, as many are kept at each moment as are reserved then; what is missing comes as
-    soon as time limits set something free, so no job may share that for longer.  Where they differ, a job
-    that began on a device which another one needs later could not move: each gets devices of its own.
+    Where all can have the same devices, as many are kept at each moment as are reserved then, and what is missing comes
+    when time limits set something free.  Where they differ, a job that began on a device which another one needs later
+    could not move: each gets devices of its own.
     """
     if not _alike(group):
         matched = _matched(group, availability, now, order)
@@ -258,17 +258,9 @@ class Calendars:
 def clear_at(spans: Sequence[ReservedSpan], uid: int, earliest: float, lasts: float) -> float:
     """The earliest time at which a job of a user can have a device for so long: between what is kept for others."""
     for span in spans:
-        if span.reservation.uid != uid and span.begins < earliest + lasts and earliest < span.ends:
+        if span.excludes(uid, earliest, lasts):
             earliest = span.ends
     return earliest
-
-
-def in_the_way(spans: Sequence[ReservedSpan], uid: int, now: float, lasts: float) -> Reservation | None:
-    """The reservation for which a job that starts now cannot have the device, or None."""
-    for span in spans:
-        if span.reservation.uid != uid and span.begins < now + lasts and now < span.ends:
-            return span.reservation
-    return None
 
 
 def can_be_met(reservation: Reservation, others: Sequence[Reservation], devices: Collection[str]) -> bool:

@@ -1,11 +1,10 @@
 """The leader of the queue: learns what may change it, samples once for all, and wakes the requests that may start.
 
 The driver is read only after something ended that matters: a claim, a ticket, a process without a claim.  The kernel
-reports when the last holder of a file that was open for writing closes it, however that dies (inotify, IN_CLOSE_WRITE);
-readers do not count.  So the records of claims and the tickets wake a process that watches the directory of both, and
-reading them wakes none.  Where the kernel reports nothing (no inotify left, memory that is still being freed, a
-utilization that must fall) the leader samples again after a while, less and less often.  Does not decide which process
-leads: see waiter.
+reports when the last holder of a file that was open for writing closes it, however that dies (inotify, IN_CLOSE_WRITE),
+so a process that watches the directory of records and tickets is woken, and reading them wakes none.  Where the kernel
+reports nothing (no inotify left, memory that is still being freed, a utilization that must fall) the leader samples
+again after a while, less and less often.  Does not decide which process leads: see waiter.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Priority: the order of the tickets in the queue.
 
-The order is: requests that are not set back; priority class; then the oldest request of each user who has waited longer
-than promised and got nothing for as long as the site permits; then fair share, in which the user with the least recent
-GPU time is next, and each request of a user counts as if it had run already, so that 500 tickets get no further than
-one; then who started a job longest ago; then arrival.  Does not decide who starts when: see backfill.  Reads nothing:
-see tickets.
+The order is: requests that are not set back; priority class; the oldest request of each user who has waited longer than
+promised and got nothing for as long as the site permits; fair share, in which the user with the least recent GPU time
+is next, and each request counts as if it had run already, so that 500 tickets get no further than one; who started a
+job longest ago; arrival.  Does not decide who starts when: see backfill.  Reads nothing: see tickets.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ waiter.  Does not put it in words: see explain.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -126,10 +127,9 @@ def _recent_usage(directory: LockDirectory, rules: QueueRules) -> dict[int, floa
 def queue_state(
     directory: LockDirectory, snapshot: Snapshot, facts: QueueFacts, rules: QueueRules, mine: Ticket | None = None
 ) -> QueueState:
-    """The positions of all tickets, and which may start now; with *mine*, if it has no file yet, as the newest.
+    """The positions of all tickets, and which may start now; *mine* as it is, not as its file says, if it has one.
 
-    What *mine* requests counts, not what its file says, which may be more.  A process that is stopped (Ctrl-Z), or does
-    not respond, keeps its position, but no other request waits for it.
+    A process that is stopped (Ctrl-Z), or does not respond, keeps its position, but no other request waits for it.
     """
     tickets, ignored = read_tickets(directory)
     if mine and all(ticket.id != mine.id for ticket in tickets):
@@ -166,20 +166,11 @@ def _further_offers(positions: Sequence[QueuePosition]) -> set[str]:
     Where users may be hostile, all tickets of one user keep devices from others as one ticket does: the next one may
     start when that has started.
     """
-    waiting = {
-        position.ticket.owner
-        for position in positions
-        if not position.now and position.request and not position.ticket.after
-    }
-    offered: set[int] = set()
-    further = set()
-    for position in positions:
-        if position.now:
-            user = position.ticket.owner
-            if user in offered and waiting - {user}:
-                further.add(position.ticket.id)
-            offered.add(user)
-    return further
+    starting = [position.ticket for position in positions if position.now]
+    others = [position for position in positions if not position.now and position.request]
+    waiting = {position.ticket.owner for position in others if not position.ticket.after}
+    first = {ticket.owner: ticket.id for ticket in reversed(starting)}
+    return {ticket.id for ticket in starting if ticket.id != first[ticket.owner] and waiting - {ticket.owner}}
 
 
 def _passed_over(tickets: Sequence[Ticket], reasons: Mapping[str, str]) -> list[Ticket]:
@@ -233,15 +224,11 @@ def fit(snapshot: Snapshot, request: Request, facts: QueueFacts) -> Fit:
 def ends_of(claims: Sequence[ClaimRecord]) -> dict[str, float]:
     """uuid -> unix time at which the last claim on it should end; without those for which that is unknown."""
     ends: dict[str, float] = {}
-    unknown = set()
     for claim in claims:
-        end = claim.ends if claim.ends is not None else claim.expected
+        end = next((when for when in (claim.ends, claim.expected) if when is not None), math.inf)
         for uuid in claim.devices:
-            if end is None:
-                unknown.add(uuid)
-            else:
-                ends[uuid] = max(end, ends.get(uuid, end))
-    return {uuid: end for uuid, end in ends.items() if uuid not in unknown}
+            ends[uuid] = max(end, ends.get(uuid, end))
+    return {uuid: end for uuid, end in ends.items() if end < math.inf}
 
 
 def usage_of_owners(usage: Mapping[int, float]) -> dict[int, float]:
@@ -262,7 +249,7 @@ def used_by(claims: Sequence[ClaimRecord], now: float) -> dict[int, float]:
 
 
 def is_responsive(directory: LockDirectory, ticket: Ticket) -> bool:
-    """Whether its process would start: it is neither stopped nor stuck, and reads its waker."""
+    """Whether its process is neither stopped nor stuck, and reads its waker."""
     with suppress(OSError):
         if ticket.pid is not None and os.stat(f"/proc/{ticket.pid}").st_uid == ticket.uid and is_stopped(ticket.pid):
             return False
