@@ -15,6 +15,7 @@ from gpuguard.queue.priority import QueueRules, Ticket
 from gpuguard.request import Request
 
 HOUR = 3600.0
+SHARE = Request(share=True, memory=2**30)
 _numbers = itertools.count(1)
 
 
@@ -24,6 +25,11 @@ def a_ticket(
     """A request that has waited since 0; later ones have later names."""
     facts: dict[str, Any] = {"id": f"t{next(_numbers):06}", "user": f"u{user}", **fields}
     return Ticket(uid=user, since=since, requests=tuple(requests) or (Request(num_gpus=gpus),), **facts)
+
+
+def a_fit(devices: str, free: str | None = None) -> Fit:
+    """The devices of these names, the best first; all of them are free unless *free* names those."""
+    return Fit(tuple(devices.split()), frozenset((devices if free is None else free).split()))
 
 
 def a_machine(
@@ -38,7 +44,8 @@ def a_machine(
     names = [f"d{number}" for number in range(devices)] if isinstance(devices, int) else list(devices)
     opened = names if free is None else names[:free] if isinstance(free, int) else list(free)
     fit = Fit(tuple(names), frozenset(opened))
-    return Machine({request: fit for ticket in queue for request in ticket.requests}, ends or {}, **fields)
+    fits = {request: fit for ticket in queue for request in ticket.requests}
+    return Machine(fits, ends or {}, **{"free": fit.open, **fields})
 
 
 def planned(
@@ -49,5 +56,5 @@ def planned(
 
 
 def started(positions: Sequence[QueuePosition]) -> list[str]:
-    """Ids of those who may start now, in order."""
+    """Ids of those that may start now, in order."""
     return [position.ticket.id for position in positions if position.now]

@@ -1,4 +1,4 @@
-"""Tickets of the waiting line: what the file system says counts, and what strangers write harms nobody."""
+"""Tickets of the queue: what the file system says counts, and what strangers write harms no user."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from gpuguard.queue.tickets import (
 from gpuguard.request import Request
 
 ME = os.geteuid()
-WAYS = (
+ALTERNATIVES = (
     Request(num_gpus=2, max_gpus=4, min_free=2**30, models=("A100*",), exclude=("0",), max_util=10.5, strategy="pack"),
     Request(share=True, memory=2**33, slots=3, mine_as_free=frozenset({0, 1000}), mig="3g.40gb", within=("GPU-a",)),
 )
@@ -56,8 +56,14 @@ def held(directory: LockDirectory) -> Iterator[OwnTicket]:
     ticket.leave()
 
 
-def place(directory: LockDirectory, name: str = "aaaa", uid: int = ME, kind: str = "ticket") -> str:
-    return f"{directory.records}/{directory.prefix}{kind}.{uid}.{name}" + (".json" if kind == "ticket" else "")
+def file_of(directory: LockDirectory, name: str = f"{ME}.aaaa", kind: str = "ticket") -> str:
+    return f"{directory.records}/{directory.prefix}{kind}.{name}" + (".json" if kind == "ticket" else "")
+
+
+@pytest.fixture
+def ticket(directory: LockDirectory, held: OwnTicket) -> Ticket:
+    """The one that is held, as others read it."""
+    return read_tickets(directory)[0][0]
 
 
 class Planted:
@@ -80,7 +86,7 @@ def content(**changes: Any) -> bytes:
 
 
 def read(directory: LockDirectory, encoded: bytes, path: str = "") -> Ticket | IgnoredFile:
-    path = path or place(directory)
+    path = path or file_of(directory)
     try:
         with Planted(path, encoded):
             found, ignored = read_tickets(directory)
@@ -91,28 +97,19 @@ def read(directory: LockDirectory, encoded: bytes, path: str = "") -> Ticket | I
 
 
 def test_a_ticket_comes_back_as_it_was_written(directory: LockDirectory) -> None:
-    before = a_ticket(
-        ME,
-        owner_uid=ME,
-        requests=WAYS,
-        priority=1,
-        time_limit=60.0,
-        expected=50.0,
-        promise=1e9,
-        pid=os.getpid(),
-        note="é",
-        command=("a", "b"),
-    )
-    one = OwnTicket(directory, ticket_content(before))
+    times = {"time_limit": 60.0, "expected": 50.0, "promise": 1e9}
+    texts = {"note": "é", "command": ("a", "b")}
+    before = a_ticket(ME, owner_uid=ME, requests=ALTERNATIVES, priority=1, pid=os.getpid(), **times, **texts)
+    held = OwnTicket(directory, ticket_content(before))
     ((after,), ignored) = read_tickets(directory)
-    one.leave()
+    held.leave()
 
     assert ignored == []
     assert abs(after.since - time.time()) < 60.0
-    assert replace(after, since=before.since) == replace(before, id=one.id, user=after.user)
+    assert replace(after, since=before.since) == replace(before, id=held.id, user=after.user)
 
 
-def test_who_leaves_leaves_nothing_behind(directory: LockDirectory, held: OwnTicket) -> None:
+def test_a_process_that_leaves_leaves_nothing_behind(directory: LockDirectory, held: OwnTicket) -> None:
     assert has_queue(directory, ("ticket.",))
     held.leave()
     held.leave()
@@ -150,7 +147,7 @@ def test_without_a_descriptor_left_nothing_stays(directory: LockDirectory) -> No
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     lowest = os.open("/dev/null", os.O_RDONLY)
     os.close(lowest)
-    for extra in (0, 1):  # for the bell, then for the ticket
+    for extra in (0, 1):  # for the waker, then for the ticket
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + extra, hard))
         try:
             with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
@@ -160,14 +157,13 @@ def test_without_a_descriptor_left_nothing_stays(directory: LockDirectory) -> No
         assert os.listdir(directory.records) == []
 
 
-def test_nobody_can_have_arrived_in_the_past(directory: LockDirectory, held: OwnTicket) -> None:
-    before = read_tickets(directory)[0][0].since
-    (path,) = (f"{directory.records}/{name}" for name in os.listdir(directory.records) if name.endswith(".json"))
-    os.utime(path, (1.0, 1.0))
+def test_no_ticket_can_have_arrived_in_the_past(directory: LockDirectory, held: OwnTicket, ticket: Ticket) -> None:
+    os.utime(file_of(directory, held.id), (1.0, 1.0))
 
-    assert read_tickets(directory)[0][0].since >= before
+    assert read_tickets(directory)[0][0].since >= ticket.since
     held.leave()
-    assert read(directory, content(since=1.0, since_unix_seconds=1.0)).since >= before  # type: ignore[union-attr]
+    forged = read(directory, content(since=1.0, since_unix_seconds=1.0))
+    assert isinstance(forged, Ticket) and forged.since >= ticket.since
 
 
 JSON = st.recursive(
@@ -232,49 +228,36 @@ def test_no_condition_of_a_request_ever_has_a_wrong_type(directory: LockDirector
     check(read(directory, content(requests=[changes])))
 
 
-def test_a_ticket_in_the_name_of_somebody_else_does_not_count(directory: LockDirectory) -> None:
-    ignored = read(directory, content(), place(directory, uid=ME + 1))
+@pytest.mark.parametrize("name", [f"{ME + 1}.aaaa", *(f"{ME}.{name}" for name in ("a-b", "", "a.b", "a b", ".._x"))])
+def test_a_ticket_whose_name_is_not_that_of_its_owner_does_not_count(directory: LockDirectory, name: str) -> None:
+    ignored = read(directory, content(), file_of(directory, name))
 
     assert isinstance(ignored, IgnoredFile)
     assert (ignored.uid, ignored.reason) == (ME, "its name is not that of its owner")
 
 
-@pytest.mark.parametrize("name", ["a-b", "", "a.b", "a b", "../x".replace("/", "_")])
-def test_a_ticket_with_a_name_that_is_none_does_not_count(directory: LockDirectory, name: str) -> None:
-    assert isinstance(read(directory, content(), place(directory, name)), IgnoredFile)
+def test_what_is_no_ordinary_file_does_not_count(directory: LockDirectory, held: OwnTicket) -> None:
+    os.symlink(file_of(directory, held.id), file_of(directory, f"{ME}.link"))
+    os.mkfifo(file_of(directory, f"{ME}.fifo"))
+    os.mkdir(file_of(directory, f"{ME}.folder"))
+    os.symlink("/dev/zero", file_of(directory, f"{ME}.zero"))
+    tickets, ignored = read_tickets(directory)
+    assert ([ticket.id for ticket in tickets], len(ignored)) == ([held.id], 4)
 
-
-def test_what_is_no_ordinary_file_does_not_count(directory: LockDirectory, held: OwnTicket, tmp_path: Path) -> None:
-    (real,) = (f"{directory.records}/{name}" for name in os.listdir(directory.records) if name.endswith(".json"))
-    os.symlink(real, place(directory, "link"))
-    os.mkfifo(place(directory, "fifo"))
-    os.mkdir(place(directory, "folder"))
-    os.symlink("/dev/zero", place(directory, "zero"))
-    found, ignored = read_tickets(directory)
-
-    assert [ticket.id for ticket in found] == [held.id]
-    assert len(ignored) == 4
-
-
-def test_a_ticket_with_two_names_does_not_count(directory: LockDirectory, held: OwnTicket) -> None:
-    (real,) = (f"{directory.records}/{name}" for name in os.listdir(directory.records) if name.endswith(".json"))
-    os.link(real, place(directory, "again"))
-
-    found, ignored = read_tickets(directory)
-    assert (found, {one.reason for one in ignored}) == ([], {"it is no ordinary file"})
+    os.link(file_of(directory, held.id), file_of(directory, f"{ME}.again"))
+    tickets, ignored = read_tickets(directory)
+    assert (tickets, len(ignored)) == ([], 6)
 
 
 def test_a_huge_ticket_is_not_read(directory: LockDirectory) -> None:
-    path = place(directory)
-    with Planted(path, content()) as planted:
+    with Planted(file_of(directory), content()) as planted:
         os.ftruncate(planted.descriptor, 2**40)
-        found, ignored = read_tickets(directory)
+        tickets, ignored = read_tickets(directory)
 
-    assert (found, [one.reason for one in ignored]) == ([], ["it cannot be understood: it is too long"])
+    assert (tickets, [file.reason for file in ignored]) == ([], ["it cannot be understood: it is too long"])
 
 
-def test_a_ring_reaches_the_bell(directory: LockDirectory, held: OwnTicket) -> None:
-    (ticket,) = read_tickets(directory)[0]
+def test_a_byte_reaches_the_waker(directory: LockDirectory, held: OwnTicket, ticket: Ticket) -> None:
     assert unread_since(directory, ticket) == math.inf
     wake(directory, [ticket], b".")
 
@@ -284,8 +267,7 @@ def test_a_ring_reaches_the_bell(directory: LockDirectory, held: OwnTicket) -> N
     assert unread_since(directory, ticket) == math.inf
 
 
-def test_nobody_rings_on_and_on_at_somebody_who_does_not_listen(directory: LockDirectory, held: OwnTicket) -> None:
-    (ticket,) = read_tickets(directory)[0]
+def test_a_waker_that_is_not_read_is_not_filled(directory: LockDirectory, held: OwnTicket, ticket: Ticket) -> None:
     for _ in range(100):
         wake(directory, [ticket], b".")
     since = unread_since(directory, ticket)
@@ -295,9 +277,8 @@ def test_nobody_rings_on_and_on_at_somebody_who_does_not_listen(directory: LockD
     assert held.drain() == b"." * MOST_UNREAD
 
 
-def test_a_bell_that_is_full_holds_up_nobody(directory: LockDirectory, held: OwnTicket) -> None:
-    (ticket,) = read_tickets(directory)[0]
-    waker = os.open(place(directory, held.id.partition(".")[2], kind="bell"), os.O_WRONLY | os.O_NONBLOCK)
+def test_a_waker_that_is_full_holds_up_no_process(directory: LockDirectory, held: OwnTicket, ticket: Ticket) -> None:
+    waker = os.open(file_of(directory, held.id, "bell"), os.O_WRONLY | os.O_NONBLOCK)
     with suppress(BlockingIOError):
         while os.write(waker, b"x" * 4096):
             pass
@@ -307,9 +288,9 @@ def test_a_bell_that_is_full_holds_up_nobody(directory: LockDirectory, held: Own
     assert set(held.drain()) == {ord("x")}
 
 
-def test_whoever_has_no_bell_that_is_his_hears_nothing(directory: LockDirectory, tmp_path: Path) -> None:
-    ticket = a_ticket(ME, id="aaaa")
-    waker = place(directory, "aaaa", kind="bell")
+def test_a_ticket_without_a_waker_of_its_owner_cannot_be_woken(directory: LockDirectory, tmp_path: Path) -> None:
+    ticket = a_ticket(ME, id=f"{ME}.aaaa")
+    waker = file_of(directory, kind="bell")
     victim = tmp_path / "victim"
     victim.write_text("kept")
     assert unread_since(directory, ticket) == last_heartbeat(directory, ticket) == -math.inf
@@ -322,7 +303,7 @@ def test_whoever_has_no_bell_that_is_his_hears_nothing(directory: LockDirectory,
     assert victim.read_text() == "kept"
 
 
-def test_whoever_cleans_up_removes_a_ticket_and_its_owner_sees_it(directory: LockDirectory, held: OwnTicket) -> None:
+def test_the_owner_sees_that_a_ticket_was_removed(directory: LockDirectory, held: OwnTicket) -> None:
     assert held.counts
     for name in os.listdir(directory.records):
         os.unlink(f"{directory.records}/{name}")
@@ -330,39 +311,31 @@ def test_whoever_cleans_up_removes_a_ticket_and_its_owner_sees_it(directory: Loc
     assert not held.counts
 
 
-def test_a_sign_of_life_can_be_seen(directory: LockDirectory, held: OwnTicket) -> None:
-    (ticket,) = read_tickets(directory)[0]
-    os.utime(place(directory, held.id.partition(".")[2], kind="bell"), (1.0, 1.0))
+def test_a_sign_of_life_can_be_seen(directory: LockDirectory, held: OwnTicket, ticket: Ticket) -> None:
+    os.utime(file_of(directory, held.id, "bell"), (1.0, 1.0))
     assert last_heartbeat(directory, ticket) == 1.0
     held.send_heartbeat()
 
     assert eventually(lambda: last_heartbeat(directory, ticket) > time.time() - 60.0)
 
 
-def test_who_was_served_is_known_to_the_others(directory: LockDirectory, held: OwnTicket) -> None:
-    assert read_tickets(directory)[0][0].served is None
+def test_when_a_user_was_served_is_known_to_the_others(directory: LockDirectory, ticket: Ticket) -> None:
+    assert ticket.served is None
     record_start(directory, ME)
 
     assert abs((read_tickets(directory)[0][0].served or 0.0) - time.time()) < 60.0
 
 
-def test_what_a_user_wants_is_the_sum_of_his_requests(directory):
+@pytest.mark.parametrize(("gpus", "most"), [((2, 3), 5), ((2**50,), tickets.MOST_WANTED)])
+def test_what_a_user_wants_is_the_sum_of_all_requests_within_what_there_can_be(directory, gpus, most):
     assert wanted(waiting_tickets(directory)) == {}
-    held = [OwnTicket(directory, ticket_content(a_ticket(gpus=gpus))) for gpus in (2, 3)]
-    found = wanted(waiting_tickets(directory))
+    held = [OwnTicket(directory, ticket_content(a_ticket(gpus=number))) for number in gpus]
+    of_users = wanted(waiting_tickets(directory))
     for ticket in held:
         ticket.leave()
 
-    assert (found, wanted(waiting_tickets(directory))) == ({ME: 5}, {})
+    assert (of_users, wanted(waiting_tickets(directory))) == ({ME: most}, {})
 
 
-def test_a_ticket_that_asks_for_more_than_there_can_be_counts_for_no_more(directory):
-    held = OwnTicket(directory, ticket_content(a_ticket(gpus=2**50)))
-    found = wanted(waiting_tickets(directory))
-    held.leave()
-
-    assert found == {ME: tickets.MOST_WANTED}
-
-
-def test_of_a_line_that_cannot_be_read_nobody_knows_what_is_wanted(directory):
+def test_of_a_queue_that_cannot_be_read_it_is_unknown_what_is_wanted(directory):
     assert wanted(waiting_tickets(replace(directory, records=f"{directory.records}/gone"))) is None
