@@ -71,9 +71,8 @@ def test_what_others_may_claim_now_is_kept_for_them_but_a_share_not_from_shares(
 def test_what_would_delay_a_request_before_it():
     other = a_position("other", user="bob", requests=(Request(num_gpus=4),))
 
-    assert explained(a_position(held_back_by="other"), other) == (
-        "held back: it would delay bob's request for 4, which came before"
-    )  # fmt: skip
+    held_back = "held back: it would delay bob's request for 4, which came before"
+    assert explained(a_position(held_back_by="other"), other) == held_back
     assert explained(a_position(held_back_by="gone")) == "held back: it would delay reservation gone"
 
 
@@ -92,9 +91,8 @@ def test_what_would_delay_a_reservation(begins, limit, start, text):
     position = a_position(held_back_by="0.r", time_limit=limit, start=None if start is None else NOW + start)
     when = text.format(begins=clock_text(reservation.begins, NOW), ends=clock_text(reservation.ends, NOW))
 
-    assert explained(position, reservations=(another, reservation)) == (
-        f"held back: it would delay the reservation of eve {when}"
-    )  # fmt: skip
+    held_back = f"held back: it would delay the reservation of eve {when}"
+    assert explained(position, reservations=(another, reservation)) == held_back
 
 
 @pytest.mark.parametrize(
@@ -118,11 +116,9 @@ def test_the_last_device_to_be_free_and_what_says_so(claim, text):
 
 def test_a_start_at_the_end_of_a_reservation_is_said_so():
     reservation = Reservation("r", 0, 7, "eve", 1, NOW - HOUR, NOW + HOUR, (FIRST,))
-    until = clock_text(reservation.ends, NOW)
+    after = f"after the reservation of eve until {clock_text(reservation.ends, NOW)}"
 
-    assert explained(a_position(start=NOW + HOUR), reservations=(reservation,)) == (
-        f"starts in about 1h, after the reservation of eve until {until}"
-    )  # fmt: skip
+    assert explained(a_position(start=NOW + HOUR), reservations=(reservation,)) == f"starts in about 1h, {after}"
     assert explained(a_position(start=NOW + HOUR + 1), reservations=(reservation,)) == "starts in about 1h"
 
 
@@ -145,15 +141,17 @@ def test_where_the_start_is_unknown_the_reason_is_given():
     assert explained(a_position(number=2), bob) == f"{unknown}bob's request before it has no time limit"
     used = replace(a_queue(a_position()), snapshot=a_snapshot(a_device(0, processes=(a_process(),))))
     assert start_text(a_position(), used) == f"{unknown}a device is in use without a claim"
-    assert (
-        explained(a_position()) == f"{unknown}a device is not free, though nobody has claimed it"
-    )  # in quarantine, too hot
+    # In quarantine, or too hot.
+    assert explained(a_position()) == f"{unknown}a device is not free, though nobody has claimed it"
     assert explained(both, claims=(free,)) == f"{unknown}the job of bob has no time limit"
     assert explained(both, claims=(zoes, free)) == f"{unknown}the jobs of bob and zoe have no time limit"
     late = a_claim_record(FIRST, id="a", ends=NOW - 10)
     expected = a_claim_record(SECOND, id="b", expected=NOW - 10)
     assert explained(both, claims=(late, expected)) == f"{unknown}a job is over its time"
     assert explained(both, claims=(late, zoes)) == f"{unknown}the job of zoe has no time limit"
+
+
+# `gpuguard explain` shows the position that a request would have, `gpuguard who` which requests wait.
 
 
 @pytest.fixture
@@ -202,57 +200,42 @@ def job(machine, tmp_path):
         yield claim
 
 
-def test_where_nobody_waits_there_is_no_place_in_line(gpuguard, job):
+def test_where_no_request_waits_there_is_no_position_in_the_queue(gpuguard, job):
     assert "in line" not in gpuguard("explain", "-n", "2")[1]
     assert json.loads(gpuguard("explain", "--json")[1])["line"] is None
 
 
-def test_a_device_that_is_free_is_not_for_whoever_would_delay_another(gpuguard, job, waits):
-    waits(requests=(Request(num_gpus=2),))
-    status, output = gpuguard("explain")
+def test_a_free_device_is_not_for_a_request_that_would_delay_another_and_explain_leaves_no_ticket(
+    gpuguard, job, waits, tmp_path
+):
+    waiting, me = waits(), user_name(os.geteuid())
+    text, answer = gpuguard("explain"), gpuguard("explain", "--json")
 
-    me = user_name(os.geteuid())
-    assert status == 1
-    assert output.splitlines()[-1] == (
-        f"It would be number 2 of 2 in line, held back: it would delay {me}'s request for 2, which came before."
-    )
-    assert "It would start at once" not in output
-
-
-def test_json_says_that_it_would_wait_and_why(gpuguard, job, waits):
-    waits()
-    status, output = gpuguard("explain", "--json")
-
-    answer = json.loads(output)
-    assert (status, answer["outcome"]) == (1, "wait")
-    assert answer["line"].startswith("number 2 of 2 in line, held back: ")
+    why = f"number 2 of 2 in line, held back: it would delay {me}'s request for 2, which came before"
+    assert (text[0], text[1].splitlines()[-1]) == (1, f"It would be {why}.")
+    assert (answer[0], json.loads(answer[1])["outcome"], json.loads(answer[1])["line"]) == (1, "wait", why)
+    assert "It would start at once" not in text[1]
+    assert [ticket.id for ticket in read_tickets(lock_directory(str(tmp_path)))[0]] == [waiting.id]
 
 
-def test_a_position_in_line_is_no_obstacle_where_nobody_minds(gpuguard, job, waits):
+def test_a_request_that_waits_for_a_process_is_no_obstacle(gpuguard, job, waits):
     waits(after="waits until process 7 has ended")
 
     assert gpuguard("explain")[0] == 0
 
 
-def test_whoever_explains_leaves_no_ticket(gpuguard, job, waits, tmp_path):
-    mine = waits()
-    gpuguard("explain")
-
-    assert [ticket.id for ticket in read_tickets(lock_directory(str(tmp_path)))[0]] == [mine.id]
-
-
-def test_who_shows_who_waits_in_order_of_arrival(gpuguard, waits):
+def test_who_shows_the_requests_that_wait_in_order_of_arrival(gpuguard, waits):
     for number in (1, 2):
         waits(requests=(Request(num_gpus=number),), note=f"\x1b[{number}m", command=("python", f"{number}.py"))
     _, output = gpuguard("who")
     waiting = json.loads(gpuguard("who", "--json")[1])["waiting"]
 
     rows = output.splitlines()
-    at = next(place for place, row in enumerate(rows) if row.startswith("WAITING"))
+    at = next(number for number, row in enumerate(rows) if row.startswith("WAITING"))
     assert [row.split("  ")[-2:] for row in rows[at + 1 : at + 3]] == [
         [f'"\\x1b[{number}m"', f"python {number}.py"] for number in (1, 2)
     ]
-    assert [(one["num_gpus"], one["pid"], one["note"]) for one in waiting] == [
+    assert [(ticket["num_gpus"], ticket["pid"], ticket["note"]) for ticket in waiting] == [
         (number, os.getpid(), f"\x1b[{number}m") for number in (1, 2)
     ]
 
@@ -263,11 +246,3 @@ def test_who_shows_those_of_one_user_on_demand(gpuguard, waits):
 
     assert "\nWAITING" in gpuguard("who", "--user", me)[1]
     assert "\nWAITING" not in gpuguard("who", "--user", "bin")[1]
-
-
-def test_a_torn_ticket_is_nobody_who_waits(gpuguard, waits, tmp_path):
-    held, place = waits(), lock_directory(str(tmp_path))
-    with open(f"{place.records}/{place.prefix}ticket.{held.id}.json", "w") as file:
-        file.write("{")
-
-    assert json.loads(gpuguard("who", "--json")[1])["waiting"] == []

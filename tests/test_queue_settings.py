@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import fields
 
 import pytest
@@ -56,9 +57,10 @@ def test_the_example_has_every_key():
 def test_what_is_not_written_is_as_without_the_file():
     assert read("fair_share: true") == QueueSettings()
     assert read("patience: 25%\nbound: 24h\nhalf_life: 7d\npriority: {everybody: normal}") == QueueSettings()
+    assert [read(text).rules for text in ("", "\n# nothing\n", "---\n")] == [QueueRules()] * 3
 
 
-def test_who_is_named_twice_gets_the_lower_priority():
+def test_a_user_who_is_named_twice_gets_the_lower_priority():
     assert read("priority: {high: [alice], low: [alice]}").rules.highest_of == {1001: -1}
 
 
@@ -95,8 +97,8 @@ def test_a_fault_has_its_place_and_leaves_what_holds_without_the_file(text, plac
 
     assert file.rules == QueueRules() and file.reservations == ReservationKeys()
     shown = ["\n".join(fault.lines("line.yaml")) for fault in file.faults]
-    assert any(one.startswith(f"line.yaml:{place}: ") and what in one for one in shown), shown
-    assert all(line.isprintable() for one in shown for line in one.split("\n"))
+    assert any(fault.startswith(f"line.yaml:{place}: ") and what in fault for fault in shown), shown
+    assert all(line.isprintable() for fault in shown for line in fault.split("\n"))
 
 
 def test_a_name_in_quotes_is_a_name_and_no_is_a_name_too():
@@ -105,11 +107,6 @@ def test_a_name_in_quotes_is_a_name_and_no_is_a_name_too():
 
 def test_every_fault_is_told_at_once():
     assert len(read("bound: 24\npatience: 25\npriority: {high: [mallory]}\n").faults) == 3
-
-
-@pytest.mark.parametrize("text", ["", "\n# nothing\n", "---\n"])
-def test_a_file_that_says_nothing_changes_nothing(text):
-    assert read(text).rules == QueueRules()
 
 
 def test_what_is_no_text_is_a_fault():
@@ -184,8 +181,6 @@ def test_the_file_of_the_machine_counts_only_when_nobody_but_root_can_have_writt
 
 
 def test_a_directory_service_that_hangs_is_a_fault_and_not_a_wait_without_end():
-    import threading
-
     never = threading.Event()
     silent = Accounts(user_number=lambda name: never.wait(60) and 0, seconds=0.05)
     file = QueueSettings(*parse(b"priority: {high: [alice, bob]}\n", silent))

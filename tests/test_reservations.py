@@ -1,4 +1,4 @@
-"""Reservations: which count, what their files may contain, and what is left of those that somebody forged or killed."""
+"""Reservations: which count, what their files may contain, and what is left of those that were forged or killed."""
 
 from __future__ import annotations
 
@@ -44,10 +44,15 @@ def statuses(
 
 
 def reasons(*found: Reservation, **more: Any) -> list[str]:
-    return [one.why_not for one in statuses(*found, **more)]
+    return [status.why_not for status in statuses(*found, **more)]
 
 
-def a_claim(user: int = 1, *devices: str, since: float = NOW) -> ClaimRecord:
+def is_over(reservation: Reservation, **more: Any) -> bool:
+    (status,) = statuses(reservation, **more)
+    return status.over
+
+
+def a_claim(user: int = 1, *devices: str, since: float | None = NOW) -> ClaimRecord:
     return a_claim_record(*(devices or UUIDS[:1]), uid=user, user=f"u{user}", since=since)
 
 
@@ -65,10 +70,8 @@ def test_a_reservation_that_is_over_does_not_count_against_the_quota():
     ended = a_reservation(gpus=2, begins=-2 * HOUR, made=NOW - 3 * HOUR)
     missed = a_reservation(gpus=2, begins=-HOUR, hours=2, made=NOW - 2 * HOUR)
 
-    assert [(one.why_not, one.over) for one in statuses(ended, missed, a_reservation(gpus=2))] == [
-        ("", True),
-        ("", False),
-    ]
+    judged = statuses(ended, missed, a_reservation(gpus=2))
+    assert [(status.why_not, status.over) for status in judged] == [("", True), ("", False)]
 
 
 @pytest.mark.parametrize(
@@ -97,49 +100,43 @@ def test_a_reservation_of_devices_that_are_gone_does_not_count():
 
 
 def test_a_refusal_says_from_when_on_there_are_enough():
-    first = ReservationStatus(a_reservation(gpus=7, maker=0))
-    wanted = a_reservation(2, gpus=2, begins=1.5 * HOUR, id="")
+    first = a_reservation(gpus=7, maker=0)
+    known, wanted = a_reserved(ReservationStatus(first)), a_reservation(2, gpus=2, begins=1.5 * HOUR, id="")
 
-    assert "and enough from " in what_if(wanted, a_reserved(first), UUIDS)
-    assert (
-        what_if(
-            replace(wanted, begins=first.reservation.ends, ends=first.reservation.ends + HOUR), a_reserved(first), UUIDS
-        )
-        == ""
-    )
+    assert "and enough from " in what_if(wanted, known, UUIDS)
+    assert what_if(replace(wanted, begins=first.ends, ends=first.ends + HOUR), known, UUIDS) == ""
 
+
+# Who comes, and who does not
 
 NO_SHOW = KEYS.no_show
 
 
 def test_it_is_over_when_its_user_has_no_claim_in_time_and_a_later_claim_does_not_bring_it_back():
-    one = a_reservation(begins=0.0, made=NOW - HOUR)
+    reservation = a_reservation(begins=0.0, made=NOW - HOUR)
 
-    assert [each.over for each in statuses(one, now=NOW + NO_SHOW - 1)] == [False]
-    assert [each.over for each in statuses(one, now=NOW + NO_SHOW)] == [True]
+    assert [is_over(reservation, now=NOW + NO_SHOW + late) for late in (-1, 0)] == [False, True]
     for late in (0, 1):
-        claim = a_claim(since=NOW + NO_SHOW + late)
-        assert [each.over for each in statuses(one, now=NOW + NO_SHOW + 2, claims=(claim,))] == [True]
+        assert is_over(reservation, now=NOW + NO_SHOW + 2, claims=(a_claim(since=NOW + NO_SHOW + late),))
 
 
-def test_whoever_has_a_claim_keeps_it_until_its_end():
-    one = a_reservation(begins=0.0, hours=9, made=NOW - HOUR)
-    (here,) = statuses(one, now=NOW + 8 * HOUR, claims=(a_claim(since=NOW - HOUR),))
+def test_a_user_who_has_a_claim_keeps_it_until_its_end():
+    reservation = a_reservation(begins=0.0, hours=9, made=NOW - HOUR)
+    (here,) = statuses(reservation, now=NOW + 8 * HOUR, claims=(a_claim(since=NOW - HOUR),))
 
     assert (here.over, here.held, here.no_show_at) == (False, ("d0",), None)
-    assert statuses(one, now=NOW + 8 * HOUR, claims=(a_claim(2),))[0].over
-    assert statuses(one, now=NOW + 8 * HOUR, claims=(a_claim(1, "elsewhere"),))[0].over
-    assert not statuses(one, now=NOW + 8 * HOUR, claims=(replace(a_claim(), since=None),))[0].over
-    assert not statuses(one, now=NOW + 9 * HOUR, claims=(a_claim(),))
+    for claim, over in ((a_claim(2), True), (a_claim(1, "elsewhere"), True), (a_claim(since=None), False)):
+        assert is_over(reservation, now=NOW + 8 * HOUR, claims=(claim,)) is over
+    assert not statuses(reservation, now=NOW + 9 * HOUR, claims=(a_claim(),))
 
 
-def test_between_two_jobs_it_stays_for_as_long_as_somebody_is_awaited():
-    one = a_reservation(begins=0.0, hours=9, made=NOW - HOUR)
-    arrivals = {(1, one.key): NOW + HOUR}
+def test_between_two_jobs_it_stays_for_as_long_as_its_user_is_awaited():
+    reservation = a_reservation(begins=0.0, hours=9, made=NOW - HOUR)
+    arrivals = {(1, reservation.key): NOW + HOUR}
 
-    assert not statuses(one, now=NOW + HOUR + NO_SHOW - 1, arrivals=arrivals)[0].over
-    assert statuses(one, now=NOW + HOUR + NO_SHOW, arrivals=arrivals)[0].over
-    assert statuses(one, now=NOW + HOUR, arrivals={(2, one.key): NOW + HOUR})[0].over
+    assert not is_over(reservation, now=NOW + HOUR + NO_SHOW - 1, arrivals=arrivals)
+    assert is_over(reservation, now=NOW + HOUR + NO_SHOW, arrivals=arrivals)
+    assert is_over(reservation, now=NOW + HOUR, arrivals={(2, reservation.key): NOW + HOUR})
 
 
 def test_the_end_of_a_job_elsewhere_does_not_bring_it_back(tmp_path):
@@ -166,33 +163,39 @@ def test_those_who_wait_are_woken_when_one_begins_or_is_over():
 
 
 def test_the_state_in_words():
-    one = a_reservation(gpus=2, begins=0.0, made=NOW)
+    reservation = a_reservation(gpus=2, begins=0.0, made=NOW)
 
-    assert state(statuses(one, now=NOW - 7200)[0], NOW - 7200) == "begins in 2h"
-    assert state(statuses(one, now=NOW + 1)[0], NOW + 1).endswith("unless u1 comes")
-    assert state(statuses(one, claims=(a_claim(),), now=NOW + 1)[0], NOW + 1) == "1 of 2 used"
-    assert state(statuses(one, now=NOW + NO_SHOW)[0], NOW).startswith("over: u1 had no claim by ")
-    assert state(ReservationStatus(one, "why"), NOW) == "does not count: why"
+    def shown(now: float, *claims: ClaimRecord) -> str:
+        return state(statuses(reservation, now=now, claims=claims)[0], now)
+
+    assert shown(NOW - 7200) == "begins in 2h"
+    assert shown(NOW + 1).endswith("unless u1 comes")
+    assert shown(NOW + 1, a_claim()) == "1 of 2 used"
+    assert shown(NOW + NO_SHOW).startswith("over: u1 had no claim by ")
+    assert state(ReservationStatus(reservation, "why"), NOW) == "does not count: why"
 
 
-def a_wish(**fields: Any) -> Reservation:
+# Files
+
+
+def made_in(directory: LockDirectory, **fields: Any) -> Reservation:
     own = {"maker": os.geteuid(), "uid": os.geteuid(), "user": "", "id": "", "begins": 60.0}
-    wish = a_reservation(**{**own, **fields})
-    return replace(wish, begins=wish.begins - NOW + time.time(), ends=wish.ends - NOW + time.time())
+    wanted = a_reservation(**{**own, **fields})
+    now = time.time()
+    return write_reservation(directory, replace(wanted, begins=wanted.begins - NOW + now, ends=wanted.ends - NOW + now))
 
 
 def test_what_is_written_is_read(directory):
-    made = write_reservation(directory, a_wish(gpus=2, note="course"))
-    found, ignored, arrivals = read_reservations(directory, time.time())
+    made = made_in(directory, gpus=2, note="course")
 
-    assert (found, ignored, arrivals) == ([made], [], {})
+    assert read_reservations(directory, time.time()) == ([made], [], {})
     assert (made.num_gpus, made.devices, made.note, made.maker) == (2, UUIDS, "course", os.geteuid())
     assert abs(made.made - time.time()) < 60
     assert has_queue(directory)
 
 
 def test_one_that_has_ended_is_removed_with_all_that_belongs_to_it(directory):
-    made = write_reservation(directory, a_wish())
+    made = made_in(directory)
     (path,) = record_arrival(directory, [made])
 
     assert read_reservations(directory, made.ends)[0] == []
@@ -202,7 +205,7 @@ def test_one_that_has_ended_is_removed_with_all_that_belongs_to_it(directory):
 
 
 def test_an_arrival_is_noted_for_its_user_alone(directory):
-    made = write_reservation(directory, a_wish())
+    made = made_in(directory)
     other = replace(made, uid=os.geteuid() + 1)
 
     assert record_arrival(directory, [other]) == ()
@@ -212,7 +215,7 @@ def test_an_arrival_is_noted_for_its_user_alone(directory):
 
 
 def test_cancelling_twice_is_no_fault(directory):
-    made = write_reservation(directory, a_wish())
+    made = made_in(directory)
     remove_reservation(directory, made)
     remove_reservation(directory, made)
 
@@ -223,7 +226,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path):
     nowhere = LockDirectory(str(tmp_path), str(tmp_path), str(tmp_path / "missing"))
 
     with pytest.raises(LockDirectoryError, match="no reservation can be made"):
-        write_reservation(nowhere, a_wish())
+        made_in(nowhere)
 
 
 VALID = {
@@ -243,7 +246,7 @@ WRONG: list[bytes] = [
 
 
 @pytest.mark.parametrize("content", WRONG, ids=range(len(WRONG)))
-def test_a_file_that_cannot_be_understood_is_reported_and_counts_for_nobody(directory, content):
+def test_a_file_that_cannot_be_understood_is_reported_and_does_not_count(directory, content):
     path = Path(directory.records) / f"reserve.{os.geteuid()}.abc.json"
     path.write_bytes(content)
     found, ignored, _ = read_reservations(directory, time.time())
@@ -283,6 +286,9 @@ def test_what_a_killed_command_left_is_removed_later(directory):
     assert not left.exists()
 
 
+# Times
+
+
 @pytest.mark.parametrize(
     ("text", "then"),
     [
@@ -302,21 +308,10 @@ def test_times_as_people_write_them(text, then):
     assert parse_when(text, now) == time.mktime((*then, 0, 0, 0, -1))
 
 
-NO_TIMES = [
-    "",
-    "9",
-    "25:00",
-    "09:60",
-    "2026-02-30T09:00",
-    "2026-13-01T09:00",
-    "in 2",
-    "in the past",
-    "2026-11-19T09:00",
-]
-
-
 @pytest.mark.parametrize(
-    "text", [*NO_TIMES, "tomorrow", "-1:00", "2026-11-21T09:00:00Z", "09:00 tomorrow", "t09:00", "2026-11-21 T09:00"]
+    "text",
+    ["", "9", "25:00", "-1:00", "09:60", "t09:00", "2026-02-30T09:00", "2026-13-01T09:00", "2026-11-21 T09:00"]
+    + ["2026-11-19T09:00", "2026-11-21T09:00:00Z", "in 2", "in the past", "tomorrow", "09:00 tomorrow"],
 )
 def test_what_is_no_time_is_refused_with_advice(text):
     with pytest.raises(InvalidRequest, match=r"write|units|fewer days"):
