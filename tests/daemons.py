@@ -87,9 +87,13 @@ class DaemonUnderTest:
         self.process.send_signal(signum)
         return self.process.wait(20)
 
+    def devices(self) -> list[dict[str, Any]]:
+        """Those of the latest state.json."""
+        return list(self.state()["snapshot"]["devices"])
+
     def uuid(self, index: int) -> str:
         """Of a device of the node."""
-        return str(self.state()["snapshot"]["devices"][index]["uuid"])
+        return str(self.devices()[index]["uuid"])
 
     def state(self) -> dict[str, Any]:
         """state.json, as soon as it is there."""

@@ -17,19 +17,16 @@ from gpuguard.daemon import service
 from gpuguard.daemon.service import Daemon, DaemonSettings, notify_systemd
 from gpuguard.errors import GpuguardError
 
-HOGS = """
+HEAD = """
 version: 1
 interval: {shortest: 200ms, longest: 200ms}
 policies:
-  - {name: hogs, for: 0s, when: {memory: {above: 20GiB}}, steps: [log]}
-  - {name: young, for: 0s, start_grace: 1h, when: {memory: {above: 20GiB}}, steps: [log]}
 """
-PATIENT = """
-version: 1
-interval: {shortest: 200ms, longest: 200ms}
-policies:
-  - {name: patient, for: 2h, when: {memory: {above: 20GiB}}, steps: [warn]}
+HOGS = f"""{HEAD}
+  - {{name: hogs, for: 0s, when: {{memory: {{above: 20GiB}}}}, steps: [log]}}
+  - {{name: young, for: 0s, start_grace: 1h, when: {{memory: {{above: 20GiB}}}}, steps: [log]}}
 """
+PATIENT = f"{HEAD}  - {{name: patient, for: 2h, when: {{memory: {{above: 20GiB}}}}, steps: [warn]}}"
 
 
 @pytest.fixture
@@ -63,9 +60,15 @@ def test_what_cannot_be_meant_is_refused(gpuguard, words, complaint):
     assert (done.returncode, complaint in done.stderr) == (2, True), done.stderr
 
 
-def test_once_says_what_is_due_and_what_is_not_and_why(gpuguard, policy, tmp_path):
+@pytest.fixture
+def once(gpuguard, policy):
+    """`gpuguard daemon --once` with that file."""
+    return lambda *words, file=policy: gpuguard("daemon", "--policy", str(file), "--once", *words)
+
+
+def test_once_says_what_is_due_and_what_is_not_and_why(once, tmp_path):
     with a_user(str(tmp_path / "node"), "0", 40 * GIB) as child:
-        done = gpuguard("daemon", "--policy", str(policy), "--once")
+        done = once()
 
         assert child.poll() is None
     assert done.returncode == 0
@@ -74,10 +77,10 @@ def test_once_says_what_is_due_and_what_is_not_and_why(gpuguard, policy, tmp_pat
     assert "young: nothing is done, grace" in done.stderr
 
 
-def test_once_says_what_would_follow_if_the_daemon_went_on(gpuguard, policy, tmp_path):
+def test_once_says_what_would_follow_if_the_daemon_went_on(once, policy, tmp_path):
     policy.write_text(PATIENT)
     with a_user(str(tmp_path / "node"), "0", 40 * GIB) as child:
-        done = gpuguard("daemon", "--policy", str(policy), "--once")
+        done = once()
     user = pwd.getpwuid(os.getuid()).pw_name
 
     whom, _, what = done.stderr.splitlines()[-1].rpartition(": patient for ")
@@ -85,33 +88,33 @@ def test_once_says_what_would_follow_if_the_daemon_went_on(gpuguard, policy, tmp
     assert re.fullmatch(r"\ds; warn in (2h|1h59m\d*s?), if nothing changes \(a dry run: only written down\)", what)
 
 
-def test_once_says_that_there_is_nothing_against_anybody(gpuguard, policy):
-    done = gpuguard("daemon", "--policy", str(policy), "--once")
+def test_once_says_that_there_is_nothing_against_anybody_and_writes_its_log_where_it_was_told_to(once, tmp_path):
+    done = once("--events", str(tmp_path / "elsewhere.jsonl"))
 
     assert done.stderr.splitlines()[-1] == "gpuguard: no policy has anything against anybody now."
+    assert "in force" in (tmp_path / "elsewhere.jsonl").read_text()
 
 
-def test_a_file_with_faults_is_shown_line_by_line(gpuguard, policy):
+def test_a_file_with_faults_is_shown_line_by_line(once, policy):
     policy.write_text(HOGS.replace("hogs", "no way"))
-    done = gpuguard("daemon", "--policy", str(policy), "--once")
+    done = once()
 
     assert done.returncode == 1
-    assert f"{policy}:5:" in done.stderr
-    assert "no policy has anything against" not in done.stderr, "nobody was judged"
+    assert f"{policy}:6:" in done.stderr
+    assert "no policy has anything against" not in done.stderr, "nothing was judged"
 
 
 @pytest.mark.parametrize("path", ["absent.yaml", "."])
-def test_a_file_that_cannot_be_read_is_a_fault(gpuguard, tmp_path, path):
-    assert gpuguard("daemon", "--policy", str(tmp_path / path), "--once").returncode == 1
+def test_a_file_that_cannot_be_read_is_a_fault(once, tmp_path, path):
+    assert once(file=tmp_path / path).returncode == 1
 
 
 @pytest.mark.root
-def test_a_file_that_somebody_else_can_change_is_no_policy(gpuguard, policy):
+def test_a_file_that_another_user_can_change_is_no_policy(once, policy):
     os.chown(policy, 20001, 20001)
-    done = gpuguard("daemon", "--policy", str(policy), "--once")
+    done = once()
 
-    assert done.returncode == 1
-    assert "20001" in done.stderr
+    assert (done.returncode, "20001" in done.stderr) == (1, True), done.stderr
 
 
 def test_without_a_driver_once_says_so(gpuguard, tmp_path):
@@ -122,7 +125,7 @@ def test_without_a_driver_once_says_so(gpuguard, tmp_path):
 
 
 @pytest.mark.parametrize("gone", ["disk", "reader"])
-def test_a_daemon_whose_words_nobody_can_have_guards_all_the_same(gpuguard, policy, tmp_path, gone):
+def test_a_daemon_whose_output_cannot_be_written_guards_all_the_same(gpuguard, policy, tmp_path, gone):
     reader, writer = os.pipe()
     os.close(reader)
     words = "daemon", "--policy", str(policy), "--once"
@@ -137,36 +140,38 @@ def test_a_daemon_whose_words_nobody_can_have_guards_all_the_same(gpuguard, poli
     assert f'"pid": {child.pid}' in (tmp_path / "events.jsonl").read_text()
 
 
-def test_what_users_wrote_cannot_reach_the_journal_as_it_is(gpuguard, policy, tmp_path):
+def test_what_users_wrote_cannot_reach_the_journal_as_it_is(once, tmp_path):
     hostile = tmp_path / "x\x1b[2J\nforged.yaml"
     hostile.write_text("version: 1\n")
-    done = gpuguard("daemon", "--policy", str(hostile), "--once")
+    done = once(file=hostile)
 
     assert "\x1b" not in done.stderr
     assert all(line.startswith("gpuguard: ") for line in done.stderr.splitlines())
 
 
-def test_the_log_is_where_it_was_asked_for(gpuguard, policy, tmp_path):
-    gpuguard("daemon", "--policy", str(policy), "--once", "--events", str(tmp_path / "elsewhere.jsonl"))
+# A daemon on a machine that has no process, no descriptor or no room on a disk left for a moment.
 
-    assert "in force" in (tmp_path / "elsewhere.jsonl").read_text()
+
+def failing(error):
+    """A function that raises it."""
+
+    def fails(*_, **__):
+        raise error
+
+    return fails
 
 
 POLICY = "{version: 1, policies: [{name: small, when: {memory: {above: 1GiB}}, for: 1m, steps: [log]}]}"
 
 
 def test_a_file_that_cannot_be_read_now_is_complained_of_once_and_read_later(tmp_path, monkeypatch):
-    """A guard that was started while LDAP was down, or no process to be had, observed until somebody noticed."""
-
-    def full(*_, **__):
-        raise RuntimeError("can't start new thread")
-
+    """A guard that was started while LDAP was down, or no process to be had, only observed from then on."""
     said, events, path = [], [], tmp_path / "policy.yaml"
     path.write_text(POLICY)
     where = start(str(tmp_path / "node")), lock_directory(str(tmp_path))
     guard = Daemon(*where, DaemonSettings(str(path)), said.append, events.append, lambda event: True)
     with monkeypatch.context() as crowded:
-        crowded.setattr(threading.Thread, "start", full)
+        crowded.setattr(threading.Thread, "start", failing(RuntimeError("can't start new thread")))
         guard.reload_if_changed()
         monkeypatch.setattr(service, "RETRY_SECONDS", 0.0)
         guard.reload_if_changed()
@@ -176,22 +181,15 @@ def test_a_file_that_cannot_be_read_now_is_complained_of_once_and_read_later(tmp
     assert [event.outcome for event in events] == ["refused", "in force"]
 
 
-def test_a_sign_of_life_for_which_no_descriptor_is_left_ends_nobody(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(socket, "socket", full)
+def test_a_sign_of_life_for_which_no_descriptor_is_left_ends_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "socket", failing(OSError(24, "Too many open files")))
     notify_systemd("WATCHDOG=1", {"NOTIFY_SOCKET": str(tmp_path / "manager")})
 
 
 @pytest.mark.parametrize("keeper", [None, 0])
 def test_a_daemon_that_can_make_no_socket_ends_where_it_gives_the_locks(tmp_path, monkeypatch, keeper):
-    """With /run full for a moment it went on without one, and nobody could claim anything until somebody noticed."""
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(service, "SocketServer", full)
+    """With /run full for a moment it went on without one, and nothing could be claimed from then on."""
+    monkeypatch.setattr(service, "SocketServer", failing(OSError(28, "No space left on device")))
     directory, told = replace(lock_directory(str(tmp_path)), keeper=keeper), list[str]()
     guard = Daemon(start(str(tmp_path / "node")), directory, DaemonSettings(), told.append, print, lambda event: True)
     if keeper is None:

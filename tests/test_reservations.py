@@ -308,11 +308,11 @@ def test_times_as_people_write_them(text, then):
     assert parse_when(text, now) == time.mktime((*then, 0, 0, 0, -1))
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "9", "25:00", "-1:00", "09:60", "t09:00", "2026-02-30T09:00", "2026-13-01T09:00", "2026-11-21 T09:00"]
-    + ["2026-11-19T09:00", "2026-11-21T09:00:00Z", "in 2", "in the past", "tomorrow", "09:00 tomorrow"],
-)
+NO_CLOCKS = ["", "9", "25:00", "-1:00", "09:60", "t09:00", "09:00 tomorrow", "tomorrow", "in 2", "in the past"]
+NO_DATES = [f"2026-{text}" for text in ("02-30T09:00", "13-01T09:00", "11-21 T09:00", "11-19T09:00", "11-21T09:00:00Z")]
+
+
+@pytest.mark.parametrize("text", [*NO_CLOCKS, *NO_DATES])
 def test_what_is_no_time_is_refused_with_advice(text):
     with pytest.raises(InvalidRequest, match=r"write|units|fewer days"):
         parse_when(text, time.mktime((2026, 11, 20, 20, 30, 0, 0, 0, -1)))
