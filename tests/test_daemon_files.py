@@ -72,8 +72,8 @@ def mark(directory: LockDirectory, kind: str, name: str, until: float | None = N
     change(directory, kind, lambda found: found.update({name: Restriction(name, NOW, until, "because")}))
 
 
-def test_without_a_directory_of_its_own_the_daemon_writes_beside_the_claims(directory):
-    assert daemon_files(directory).path == directory.path
+def lock_file_opened(directory: LockDirectory) -> None:
+    os.close(open_lock_file(daemon_files(directory), "daemon.lock"))
 
 
 def test_with_one_it_writes_there_and_nowhere_else(directory, own):
@@ -86,22 +86,22 @@ def test_with_one_it_writes_there_and_nowhere_else(directory, own):
     os.close(descriptor)
 
 
-@pytest.mark.parametrize("fault", ["link", "writable", "file"])
-def test_a_directory_that_somebody_else_could_have_made_or_filled_is_not_the_daemons(directory, tmp_path, fault):
+@pytest.mark.parametrize("fault", ["absent", "link", "writable", "file"])
+def test_a_directory_that_another_user_could_have_made_or_filled_is_not_the_daemons(directory, tmp_path, fault):
     path = Path(directory.path, "daemon")
     if fault == "link":
         (tmp_path / "elsewhere").mkdir()
         path.symlink_to(tmp_path / "elsewhere")
     elif fault == "file":
         path.touch()
-    else:
+    elif fault == "writable":
         path.mkdir()
         path.chmod(0o775)
 
     assert daemon_files(directory).path == directory.path
 
 
-def test_where_anybody_may_make_directories_none_is_the_daemons(tmp_path):
+def test_where_every_user_may_make_directories_none_is_the_daemons(tmp_path):
     (tmp_path / "daemon").mkdir()
     flat = LockDirectory(str(tmp_path), str(tmp_path), str(tmp_path), prefix="gpuguard.")
 
@@ -117,11 +117,9 @@ def test_its_user_can_be_the_daemon_and_a_stranger_cannot(directory, own):
         mark(directory, DENIED, "1001")
         mark(directory, QUARANTINED, "GPU-1")
 
-    assert as_user(STRANGER, serve) == 1
-    assert as_user(SOMEBODY, serve) == 0
-    assert {kind: list(read_restrictions(directory, kind, NOW)) for kind in (KEPT, DENIED, QUARANTINED)} == {
-        KEPT: ["1001"], DENIED: ["1001"], QUARANTINED: ["GPU-1"],
-    }  # fmt: skip
+    assert [as_user(uid, serve) for uid in (STRANGER, SOMEBODY)] == [1, 0]
+    expected = {KEPT: ["1001"], DENIED: ["1001"], QUARANTINED: ["GPU-1"]}
+    assert {kind: list(read_restrictions(directory, kind, NOW)) for kind in expected} == expected
 
 
 @root
@@ -176,13 +174,14 @@ def test_files_of_a_third_user_count_for_nothing_there(directory, own, name):
     }
     os.close(descriptor)
 
-    assert seen == {each: each != name for each in seen}
+    assert seen == {file: file != name for file in seen}
 
 
 @root
-def test_what_root_locks_there_its_user_can_lock_later(directory, own):
+def test_what_root_locks_there_its_user_can_lock_later_and_no_third_user(directory, own):
     os.close(source.lock_daemon(directory))
     mark(directory, KEPT, "1001")
+    assert (own / "daemon.lock").stat().st_mode & 0o777 == 0o600
 
     def serve():
         assert source.lock_daemon(directory) is not None
@@ -197,8 +196,8 @@ def test_a_planted_lock_file_does_root_no_harm(directory, own, tmp_path, plant):
     victim = tmp_path / "victim"
     victim.write_text("root's")
     path = own / "daemon.lock"
-    {"link": lambda: path.symlink_to(victim), "fifo": lambda: os.mkfifo(path),
-     "hard link": lambda: os.link(victim, path)}[plant]()  # fmt: skip
+    make = {"link": lambda: path.symlink_to(victim), "fifo": lambda: os.mkfifo(path)}
+    make.get(plant, lambda: os.link(victim, path))()
 
     with pytest.raises(LockDirectoryError, match=r"daemon\.lock"):
         source.lock_daemon(directory)
@@ -249,7 +248,7 @@ def test_a_socket_of_a_third_user_is_not_asked(directory, own):
         os._exit(len(repr(socket_server)))
     os.close(writer)
     assert os.read(reader, 1)
-    os.chown(own, SOMEBODY, SOMEBODY)  # the directory is given to somebody else, the socket in it is not
+    os.chown(own, SOMEBODY, SOMEBODY)  # the directory is given to another user, the socket in it is not
     try:
         with pytest.raises(Exception, match="not that of the daemon"):
             ask(directory, {"do": "keep"})
@@ -259,15 +258,8 @@ def test_a_socket_of_a_third_user_is_not_asked(directory, own):
         os.close(reader)
 
 
-def test_a_lock_file_is_for_nobody_else(directory, own):
-    descriptor = open_lock_file(daemon_files(directory), "daemon.lock")
-
-    assert os.fstat(descriptor).st_mode & 0o777 == 0o600
-    os.close(descriptor)
-
-
-def test_where_no_further_file_can_be_opened_nobody_is_told_to_remove_it(directory, own, monkeypatch):
-    os.close(open_lock_file(daemon_files(directory), "daemon.lock"))
+def test_where_no_further_file_can_be_opened_no_advice_is_to_remove_it(directory, own, monkeypatch):
+    lock_file_opened(directory)
     really, told = os.open, []
     open_before = os.listdir("/proc/self/fd")
     for most in range(20):
@@ -281,7 +273,7 @@ def test_where_no_further_file_can_be_opened_nobody_is_told_to_remove_it(directo
         with monkeypatch.context() as patch:
             patch.setattr(os, "open", opened)
             try:
-                os.close(open_lock_file(daemon_files(directory), "daemon.lock"))
+                lock_file_opened(directory)
                 break
             except OSError as error:
                 told.append(error.errno)
@@ -291,12 +283,11 @@ def test_where_no_further_file_can_be_opened_nobody_is_told_to_remove_it(directo
 
 
 @pytest.mark.parametrize("kind", [DENIED, QUARANTINED])
-def test_what_the_daemon_decided_binds_whoever_claims(directory, own, kind):
-    device = a_device(0)
+def test_what_the_daemon_decided_binds_all_claims(directory, own, kind):
+    device, path = a_device(0), own / f"{kind}.json"
     name = str(os.geteuid()) if kind == DENIED else device.uuid
-    Path(own, f"{kind}.json").write_text(
-        json.dumps({"schema": 1, "marks": [to_json(Restriction(name, NOW, None, "because", "the policy p"))]})
-    )
-    Path(own, f"{kind}.json").chmod(0o644)
+    restriction = to_json(Restriction(name, NOW, None, "because", "the policy p"))
+    path.write_text(json.dumps({"schema": 1, "marks": [restriction]}))
+    path.chmod(0o644)
 
     assert "by the policy p: because" in restrictions_against(directory, [device.uuid], os.geteuid(), NOW)[device.uuid]

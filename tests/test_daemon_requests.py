@@ -21,8 +21,8 @@ from guarded import SOMEBODY, Listing
 from nodes import eventually, remove
 
 from gpuguard.claims.directory import lock_directory, open_lock, try_flock
-from gpuguard.claims.records import locked_devices, probe
-from gpuguard.claims.restrictions import DENIED, QUARANTINED, read_restrictions
+from gpuguard.claims.probe import locked_devices, probe
+from gpuguard.claims.restrictions import DENIED, QUARANTINED, Restriction, read_restrictions
 from gpuguard.daemon import broker_client
 from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.daemon.requests import ADMINISTRATION, RequestContext, handle
@@ -48,17 +48,9 @@ class Requests:
         self.writable, self.reloaded, self.stale = True, 0, 0.0
         self.statuses: tuple[PolicyStatus, ...] = ()
         exemptions = Exemptions(self.directory, lambda kept: None, lambda: self.machine.devices, self.append)
-        self.context = RequestContext(
-            self.directory,
-            exemptions,
-            self.snapshot,
-            lambda: 10.0,
-            lambda: self.statuses,
-            self.append,
-            self.reload,
-            f"{place}/policy.yaml",
-            enforcing=True,
-        )
+        look = self.snapshot, lambda: 10.0, lambda: self.statuses
+        act = self.append, self.reload, f"{place}/policy.yaml"
+        self.context = RequestContext(self.directory, exemptions, *look, *act, enforcing=True)
 
     def snapshot(self) -> Any:
         found = self.machine.sample((), None)
@@ -77,6 +69,14 @@ class Requests:
     def locked(self) -> int:
         return len(locked_devices(self.directory, self.uuids))
 
+    def restrictions(self) -> dict[str, dict[str, Restriction]]:
+        return {kind: read_restrictions(self.directory, kind, 0.0) for kind in (DENIED, QUARANTINED)}
+
+    def refuses(self, asker: int, why: str, **request: Any) -> bool:
+        with pytest.raises(GpuguardError, match=why):
+            self.asks(asker, **request)
+        return True
+
 
 @pytest.fixture
 def requests_() -> Iterator[Requests]:
@@ -88,8 +88,8 @@ def requests_() -> Iterator[Requests]:
 
 @pytest.fixture
 def holder(requests_: Requests) -> Iterator[Holder]:
-    with a_holder(requests_.directory, *requests_.uuids[:2], uid=SOMEBODY) as one:
-        yield one
+    with a_holder(requests_.directory, *requests_.uuids[:2], uid=SOMEBODY) as holder:
+        yield holder
 
 
 @root
@@ -112,18 +112,14 @@ def test_the_owner_and_root_have_an_unused_claim_released(requests_, holder, ask
     ],
 )  # fmt: skip
 def test_a_request_that_does_not_name_an_own_claim_whole_releases_nothing(requests_, holder, request_):
-    for asker in (ANOTHER, SOMEBODY):
-        with pytest.raises(GpuguardError):
-            requests_.asks(asker, do="release", **request_)
-
+    assert all(requests_.refuses(asker, "", do="release", **request_) for asker in (ANOTHER, SOMEBODY))
     assert requests_.locked() == 2 and holder.does("claim.reassert()") == "None"
 
 
 @root
-def test_somebody_elses_claim_is_his(requests_, holder):
+def test_a_claim_of_another_user_is_not_released(requests_, holder):
     for asker in (ANOTHER, 65534):
-        with pytest.raises(GpuguardError, match="and root can release it"):
-            requests_.asks(asker, do="release", claim=holder.id)
+        assert requests_.refuses(asker, "and root can release it", do="release", claim=holder.id)
 
     assert requests_.locked() == 2 and requests_.events == []
 
@@ -134,21 +130,16 @@ def test_somebody_elses_claim_is_his(requests_, holder):
 )
 def test_a_claim_that_may_be_in_use_is_not_released_for_root_either(requests_, holder, change):
     requests_.machine.change(1, **change)
-    for asker in (SOMEBODY, 0):
-        with pytest.raises(GpuguardError):
-            requests_.asks(asker, do="release", claim=holder.id)
-
+    assert all(requests_.refuses(asker, "", do="release", claim=holder.id) for asker in (SOMEBODY, 0))
     assert requests_.locked() == 2
 
 
 @root
-def test_nothing_is_released_by_an_old_look_or_without_a_line(requests_, holder):
+def test_nothing_is_released_by_an_old_sample_or_without_an_event(requests_, holder):
     requests_.stale = 60.0
-    with pytest.raises(GpuguardError, match="does not see"):
-        requests_.asks(SOMEBODY, do="release", claim=holder.id)
+    assert requests_.refuses(SOMEBODY, "does not see", do="release", claim=holder.id)
     requests_.stale, requests_.writable = 0.0, False
-    with pytest.raises(GpuguardError, match="log"):
-        requests_.asks(SOMEBODY, do="release", claim=holder.id)
+    assert requests_.refuses(SOMEBODY, "log", do="release", claim=holder.id)
 
     assert requests_.locked() == 2
 
@@ -157,10 +148,8 @@ def test_nothing_is_released_by_an_old_look_or_without_a_line(requests_, holder)
 def test_a_flood_of_requests_is_stopped_after_ten_a_minute(requests_, holder):
     requests_.machine.change(1, processes=None)
     for _ in range(10):
-        with pytest.raises(GpuguardError, match="list of the processes"):
-            requests_.asks(SOMEBODY, do="release", claim=holder.id)
-    with pytest.raises(GpuguardError, match="within a minute"):
-        requests_.asks(SOMEBODY, do="release", claim=holder.id)
+        assert requests_.refuses(SOMEBODY, "list of the processes", do="release", claim=holder.id)
+    assert requests_.refuses(SOMEBODY, "within a minute", do="release", claim=holder.id)
 
 
 def a_status(uid: int, **fields: Any) -> PolicyStatus:
@@ -168,23 +157,18 @@ def a_status(uid: int, **fields: Any) -> PolicyStatus:
     return PolicyStatus(subject=Subject("process", "GPU-A", 7, 1.0, uid, user="x"), **{**facts, **fields})
 
 
-def test_everybody_sees_what_stands_against_him_and_nobody_else(requests_):
-    requests_.statuses = (
-        a_status(SOMEBODY),
-        a_status(ANOTHER),
-        a_status(SOMEBODY, policy="hog", due=None, next=None),
-    )
-    mine, his = requests_.asks(SOMEBODY, do="status"), requests_.asks(ANOTHER, do="status")
+def test_each_user_sees_the_findings_about_them_and_root_all(requests_):
+    hog = a_status(SOMEBODY, policy="hog", due=None, next=None)
+    requests_.statuses = (a_status(SOMEBODY), a_status(ANOTHER), hog)
+    own, others = (requests_.asks(asker, do="status")["standing"] for asker in (SOMEBODY, ANOTHER))
 
-    assert [row["policy"] for row in mine["standing"]] == ["idle", "hog"]
-    assert [row["policy"] for row in his["standing"]] == ["idle"]
-    assert mine["standing"][0]["next_unix_seconds"] - mine["standing"][0]["since_unix_seconds"] == pytest.approx(100)
-    with pytest.raises(GpuguardError, match="other users"):
-        requests_.asks(SOMEBODY, do="status", uid=ANOTHER)
+    assert [[row["policy"] for row in rows] for rows in (own, others)] == [["idle", "hog"], ["idle"]]
+    assert own[0]["next_unix_seconds"] - own[0]["since_unix_seconds"] == pytest.approx(100)
+    assert requests_.refuses(SOMEBODY, "other users", do="status", uid=ANOTHER)
     assert [len(requests_.asks(0, do="status", **whose)["standing"]) for whose in ({}, {"uid": ANOTHER})] == [3, 1]
 
 
-def test_an_answer_fits_into_its_line_however_much_stands_against_somebody(requests_):
+def test_a_reply_fits_into_its_line_however_many_findings_there_are(requests_):
     name, uuid = "p" * 64, "MIG-" + "f" * 36
     subject = Subject("claim", uuid, None, None, SOMEBODY, "f" * 40, user="u" * 32)
     requests_.statuses = tuple(replace(a_status(SOMEBODY, policy=name), subject=subject) for _ in range(100))
@@ -197,29 +181,21 @@ def test_an_answer_fits_into_its_line_however_much_stands_against_somebody(reque
 @root
 @pytest.mark.parametrize("name", sorted(ADMINISTRATION))
 def test_the_machine_is_roots_alone(requests_, name):
-    with pytest.raises(GpuguardError, match="only root"):
-        requests_.asks(SOMEBODY, do=name, uid=SOMEBODY, device="0", for_seconds=60)
-
-    assert requests_.reloaded == 0 and read_restrictions(requests_.directory, DENIED, 0.0) == {}
+    assert requests_.refuses(SOMEBODY, "only root", do=name, uid=SOMEBODY, device="0", for_seconds=60)
+    assert requests_.reloaded == 0 and requests_.restrictions() == {DENIED: {}, QUARANTINED: {}}
 
 
 def test_root_denies_quarantines_and_ends_that(requests_):
     me = os.geteuid()
     requests_.asks(me, do="deny", uid=SOMEBODY, for_seconds=60, reason="ask first")
     requests_.asks(me, do="quarantine", device="1")
-    denied, out = (
-        read_restrictions(requests_.directory, DENIED, 0.0),
-        read_restrictions(requests_.directory, QUARANTINED, 0.0),
-    )
+    restrictions = requests_.restrictions()
     requests_.asks(me, do="deny", uid=SOMEBODY, end=True)
     ended = requests_.asks(me, do="quarantine", device="1", end=True)
 
-    assert (denied[str(SOMEBODY)].reason, list(out), ended["ended"]) == ("ask first", [requests_.uuids[1]], 1)
-    assert (
-        read_restrictions(requests_.directory, DENIED, 0.0)
-        == read_restrictions(requests_.directory, QUARANTINED, 0.0)
-        == {}
-    )
+    assert restrictions[DENIED][str(SOMEBODY)].reason == "ask first"
+    assert (list(restrictions[QUARANTINED]), ended["ended"]) == ([requests_.uuids[1]], 1)
+    assert requests_.restrictions() == {DENIED: {}, QUARANTINED: {}}
     assert [event.outcome for event in requests_.events] == ["denied", "quarantined", "ended", "ended"]
 
 
@@ -258,7 +234,7 @@ def test_a_request_that_makes_no_sense_is_told_what_is_wrong_and_changes_nothing
 
     assert str(refused.value).startswith(why) and isinstance(refused.value, InvalidRequest) >= bool(why)
     assert requests_.events == []
-    assert not any(read_restrictions(requests_.directory, kind, 0.0) for kind in (DENIED, QUARANTINED))
+    assert requests_.restrictions() == {DENIED: {}, QUARANTINED: {}}
 
 
 def test_reload_says_what_is_wrong_with_the_file(requests_):
@@ -304,7 +280,7 @@ def test_a_user_sees_what_comes_next_and_the_file_is_read_again(tmp_path):
         assert [event["outcome"] for event in daemon.until("policy", 3)] == ["in force", "refused", "in force"]
 
 
-# Where the kernel does not lend the owner his own files (Yama), the daemon does it for him.
+# Where the kernel does not lend users their own files (Yama), the daemon does it for them.
 FORBIDDEN = """
 import sys
 from gpuguard.claims import release as releasing

@@ -1,4 +1,4 @@
-"""state.json: what the daemon saw, for everybody, as long as the daemon lives and what it saw is fresh."""
+"""state.json: what the daemon saw, for all users, as long as the daemon lives and what it saw is fresh."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from builders import a_claim_record, a_device, a_process, a_snapshot
 
 from gpuguard import source, watchdog
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.records import FirstSeen
-from gpuguard.model import Gap
+from gpuguard.claims.probe import FirstSeen
+from gpuguard.model import Gap, Snapshot
 
 
 @pytest.fixture
@@ -34,17 +34,20 @@ A_SNAPSHOT = a_snapshot(
 )
 
 
-def test_what_was_written_is_read_again(directory, alive):
+def seen(directory: LockDirectory, after: float = 0.0, *, simulated: bool = True) -> Snapshot | None:
+    """What a command sees so many seconds after the sample."""
+    return source.read_state(directory, A_SNAPSHOT.clock + after, simulated=simulated)
+
+
+@pytest.fixture
+def written(directory, alive):
     source.write_state(directory, A_SNAPSHOT, 10.0)
 
-    assert source.read_state(directory, A_SNAPSHOT.clock + 20.0, simulated=True) == A_SNAPSHOT
 
-
-@pytest.mark.parametrize("clock", [A_SNAPSHOT.clock + 20.1, A_SNAPSHOT.clock - 0.1])
-def test_what_is_stale_or_of_another_boot_is_not_believed(directory, alive, clock):
-    source.write_state(directory, A_SNAPSHOT, 10.0)
-
-    assert source.read_state(directory, clock, simulated=True) is None
+def test_what_was_written_is_read_again_while_it_is_fresh_and_of_this_boot(directory, written):
+    assert seen(directory, 20.0) == A_SNAPSHOT
+    assert [seen(directory, after) for after in (20.1, -0.1)] == [None, None]
+    assert seen(directory, simulated=False) is None, "a simulated node is never shown as the real one"
 
 
 def written_by(directory: LockDirectory, who: object) -> None:
@@ -54,11 +57,10 @@ def written_by(directory: LockDirectory, who: object) -> None:
 
 
 @pytest.mark.parametrize("who", [[2**22, 1.0], None])
-def test_who_cannot_see_the_daemon_asks_the_kernel_for_its_lock(directory, alive, who):
-    source.write_state(directory, A_SNAPSHOT, 10.0)
+def test_a_process_that_cannot_see_the_daemon_asks_the_kernel_for_its_lock(directory, written, who):
     written_by(directory, who)
 
-    assert source.read_state(directory, A_SNAPSHOT.clock, simulated=True) == A_SNAPSHOT
+    assert seen(directory) == A_SNAPSHOT
 
 
 @pytest.mark.parametrize("who", [[2**22, 1.0], [os.getpid(), 1.0], [os.getpid(), None], [None, 1.0], [], "x", None])
@@ -68,16 +70,10 @@ def test_the_state_of_a_dead_daemon_is_not_believed(directory, who):
     written_by(directory, who)
     os.close(descriptor)
 
-    assert source.read_state(directory, A_SNAPSHOT.clock, simulated=True) is None
+    assert seen(directory) is None
 
 
-def test_a_simulated_node_is_never_shown_as_the_real_one(directory, alive):
-    source.write_state(directory, A_SNAPSHOT, 10.0)
-
-    assert source.read_state(directory, A_SNAPSHOT.clock, simulated=False) is None
-
-
-def test_everybody_may_read_it_and_only_its_owner_may_write_it(directory):
+def test_all_users_may_read_it_and_only_its_owner_may_write_it(directory):
     before = os.umask(0o077)
     try:
         source.write_state(directory, A_SNAPSHOT, 10.0)
@@ -96,40 +92,42 @@ def test_what_only_root_may_see_of_a_process_does_not_go_in(directory, alive):
     assert "vault" not in text
 
 
-def test_command_lines_of_any_length_hide_the_state_from_nobody(directory, alive):
+def test_command_lines_of_any_length_do_not_hide_the_state(directory, alive):
     longest = tuple(a_process(2 + number, command=("\udcff" * 4096,)) for number in range(400))
     source.write_state(directory, replace(A_SNAPSHOT, devices=(a_device(processes=longest),)), 10.0)
 
-    found = source.read_state(directory, A_SNAPSHOT.clock, simulated=True)
-    assert found is not None
-    assert {(process.user, process.command) for process in found.devices[0].processes or ()} == {("alice", None)}
+    shown = seen(directory)
+    assert shown is not None
+    assert {(process.user, process.command) for process in shown.devices[0].processes or ()} == {("alice", None)}
 
 
 def test_hidden_processes_stay_hidden(directory, alive, monkeypatch):
     monkeypatch.setattr(source, "_processes_are_hidden", lambda: True)
     source.write_state(directory, A_SNAPSHOT, 10.0)
 
-    seen = source.read_state(directory, A_SNAPSHOT.clock, simulated=True)
-    assert seen.devices[0].processes[0].command is None
+    assert seen(directory).devices[0].processes[0].command is None
 
 
-# A FUSE of a user's, below his home directory.
+# A FUSE of a user's, below their home directory.
 FORGED = "30 22 0:30 / /home/eve/m\ra\vb\vc\vd\v/proc rw,nosuid,nodev - fuse x rw,user_id=1002,group_id=1002"
+
+
+A_PROC, ANOTHER = "22 27 0:21 / /proc rw - proc proc", "30 22 0:30 / /proc rw - proc proc"
 
 
 @pytest.mark.parametrize(
     ("mounts", "hidden"),
     [
-        ("22 27 0:21 / /proc rw,relatime - proc proc rw", False),
-        ("22 27 0:21 / /proc rw,relatime - proc proc rw,hidepid=0", False),
-        ("22 27 0:21 / /proc rw,relatime - proc proc rw,hidepid=off", False),
-        ("22 27 0:21 / /proc rw,relatime - proc proc rw,hidepid=2", True),
-        ("22 27 0:21 / /proc rw,relatime - proc proc rw,gid=4,hidepid=invisible", True),
-        ("22 27 0:21 / /proc rw - proc proc rw,hidepid=2\n30 22 0:30 / /proc rw - proc proc rw", False),
-        ("22 27 0:21 / /proc rw - proc proc rw\n30 22 0:30 / /proc rw - proc proc rw,hidepid=1", True),
+        (f"{A_PROC} rw", False),
+        (f"{A_PROC} rw,hidepid=0", False),
+        (f"{A_PROC} rw,hidepid=off", False),
+        (f"{A_PROC} rw,hidepid=2", True),
+        (f"{A_PROC} rw,gid=4,hidepid=invisible", True),
+        (f"{A_PROC} rw,hidepid=2\n{ANOTHER} rw", False),
+        (f"{A_PROC} rw\n{ANOTHER} rw,hidepid=1", True),
         ("22 27 0:21 / /srv/proc rw - proc proc rw,hidepid=2", False),
         ("22 27 0:21 / /proc/fs rw - proc proc rw,hidepid=2", False),
-        (f"22 27 0:21 / /proc rw - proc proc rw,hidepid=2\n{FORGED}", True),
+        (f"{A_PROC} rw,hidepid=2\n{FORGED}", True),
         ("", False),
     ],
 )
@@ -143,7 +141,7 @@ def test_a_proc_that_hides_processes_from_now_on_is_noticed_at_once(monkeypatch,
         mounts if path == "/proc/self/mountinfo" else path, *rest, **more))  # fmt: skip
     told = []
     for options in "rw", "rw", "rw,hidepid=2", "rw":
-        mounts.write_text(f"22 27 0:21 / /proc rw - proc proc {options}")
+        mounts.write_text(f"{A_PROC} {options}")
         told.append(source._processes_are_hidden())
     mounts.unlink()
 
@@ -151,8 +149,7 @@ def test_a_proc_that_hides_processes_from_now_on_is_noticed_at_once(monkeypatch,
 
 
 @pytest.mark.parametrize("plant", ["symlink", "fifo", "other"])
-def test_a_planted_state_is_not_believed(directory, alive, plant, tmp_path):
-    source.write_state(directory, A_SNAPSHOT, 10.0)
+def test_a_planted_state_is_not_believed(directory, written, plant, tmp_path):
     path = Path(directory.path, "state.json")
     if plant == "symlink":
         path.rename(tmp_path / "elsewhere")
@@ -164,32 +161,33 @@ def test_a_planted_state_is_not_believed(directory, alive, plant, tmp_path):
         os.chown(path, 20001, 20001)
     else:
         pytest.skip("needs root (a second user id, device nodes)")
-    seen = source.read_state(directory, A_SNAPSHOT.clock, simulated=True)
 
-    # Only root is believed by everybody; who is root believes nobody else.
-    assert seen is None
+    # All users believe root alone; root believes no other user.
+    assert seen(directory) is None
 
 
-def test_the_rest_of_a_killed_writer_is_in_nobodys_way(directory, alive):
+def test_the_rest_of_a_killed_writer_is_in_no_way(directory, alive):
     Path(directory.path, "state.json.new").write_text("half")
     os.utime(Path(directory.path, "state.json.new"), (0, 0))
     source.write_state(directory, A_SNAPSHOT, 10.0)
 
-    assert source.read_state(directory, A_SNAPSHOT.clock, simulated=True) == A_SNAPSHOT
+    assert seen(directory) == A_SNAPSHOT
     assert not Path(directory.path, "state.json.new").exists()
 
 
-def test_records_of_any_number_and_length_hide_the_state_from_nobody(directory, alive):
+def test_records_of_any_number_and_length_do_not_hide_the_state(directory, alive):
     """500 of each user are read, and each letter that is not ASCII takes six in the file."""
     here = a_claim_record(A_SNAPSHOT.devices[0], note="é" * 2000)
     of_nothing = [replace(here, id=f"{number}", uid=number % 20, devices=()) for number in range(50_000)]
     for more in ([here], of_nothing[:700], of_nothing):
-        snapshot = replace(A_SNAPSHOT, claims=(*more, here))
-        source.write_state(directory, snapshot, 10.0)
-        found = source.read_state(directory, A_SNAPSHOT.clock, simulated=True)
+        source.write_state(directory, replace(A_SNAPSHOT, claims=(*more, here)), 10.0)
+        shown = seen(directory)
 
-        assert found is not None and found.claims[-1].id == here.id, "what holds a device is told in any case"
-    assert len(found.claims) == 1
+        assert shown is not None and shown.claims[-1].id == here.id, "what holds a device is told in any case"
+    assert len(shown.claims) == 1
+
+
+# A claim is no younger than it is known, whatever its record says.
 
 
 GPU, OTHER = a_device(0), a_device(1)
@@ -198,11 +196,11 @@ NOW = 1_000_000.0  # unix time at a clock of 0
 
 def ages(*looks: tuple[float, object]) -> list[float | None]:
     """How old the claim of each look, (clock, record), counts as in the end."""
-    seen, found = FirstSeen(), []
+    first_seen, ages = FirstSeen(), []
     for clock, record in looks:
-        dated = seen.dated((record,) if record else (), clock, NOW + clock)
-        found += [NOW + clock - one.since if one.since is not None else None for one in dated]
-    return found
+        dated = first_seen.dated((record,) if record else (), clock, NOW + clock)
+        ages += [NOW + clock - claim.since if claim.since is not None else None for claim in dated]
+    return ages
 
 
 AN_OLD = a_claim_record(GPU, since=NOW - 50.0)
@@ -231,18 +229,18 @@ def test_a_claim_is_as_old_as_it_says_or_as_it_is_known_whichever_is_more(looks,
 @pytest.mark.parametrize("set_by", [3 * 3600.0, -3 * 3600.0])
 def test_a_clock_that_is_set_makes_no_claim_older_and_none_younger(set_by):
     """A claim of a minute on a device that had rested long was given up as one of hours."""
-    seen, claim = FirstSeen(), a_claim_record(GPU, since=NOW - 50.0)
-    seen.dated((claim,), 0.0, NOW)
-    [later] = seen.dated((claim,), 60.0, NOW + 60.0 + set_by)
+    first_seen, claim = FirstSeen(), a_claim_record(GPU, since=NOW - 50.0)
+    first_seen.dated((claim,), 0.0, NOW)
+    [later] = first_seen.dated((claim,), 60.0, NOW + 60.0 + set_by)
 
     assert NOW + 60.0 + set_by - later.since == 110.0
 
 
 def test_the_guard_judges_by_it(monkeypatch):
-    """A policy with `claim_without_process_above` never fired for whoever renewed his record."""
+    """A policy with `claim_without_process_above` never fired for a user who renewed the record."""
     claims = iter([a_claim_record(GPU, since=NOW + clock) for clock in (0.0, 3600.0)])
     monkeypatch.setattr(watchdog.Watchdog, "_claims", lambda self, directory, uuids, clock: (next(claims),))
     guard = watchdog.Watchdog(None, (), object())
     views = [guard._with_claims(replace(a_snapshot(GPU), clock=clock, taken_at=NOW + clock)) for clock in (0.0, 3600.0)]
 
-    assert [one.claims[0].since for one in views] == [NOW, NOW]
+    assert [view.claims[0].since for view in views] == [NOW, NOW]
