@@ -1,4 +1,4 @@
-"""What Slurm says of a node, and that nobody is accused of what it does not say for certain."""
+"""What Slurm says of a node, and that no user is accused of what it does not say for certain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpuguard.clusters import slurm_node
 from gpuguard.clusters.slurm_node import Job, SlurmNode, SlurmNodeState, given, is_in, jobs_on, node_of
 from gpuguard.procfs import boot_clock
 
-# As Slurm 22.05.8 prints them; fields that nobody reads are left out.
+# As Slurm 22.05.8 prints them; fields that are not read are left out.
 NODE = (
     "NodeName=n1 Arch=x86_64 CoresPerSocket=16  CPUAlloc=1 AvailableFeatures=(null) ActiveFeatures=(null) "
     "Gres={gres} NodeAddr=127.0.0.1 NodeHostName=n1 Version=22.05.8 OS=Linux 6.1 #1 SMP @0  RealMemory=1000 "
@@ -56,10 +56,8 @@ class Controller:
         if words[:2] == ("show", "node"):
             return NODE.format(gres=f"gpu:{self.gpus}", state="MIXED")
         if words == ("show", "config"):
-            return (
-                self.private
-                and f"Configuration data\nPreemptMode = OFF\nPrivateData             = {self.private}\nA = x\n"
-            )
+            text = f"Configuration data\nPreemptMode = OFF\nPrivateData             = {self.private}\nA = x\n"
+            return self.private and text
         assert words == ("show", "job", "-a", "-d", "-o")
         return "\n".join(self.jobs)
 
@@ -191,14 +189,10 @@ def test_a_job_that_calls_itself_a_list_of_millions_of_nodes_takes_no_time_and_n
     ],
     ids=lambda name: name[:60],
 )
-def test_the_name_of_a_job_takes_nothing_from_anybody(name):
+def test_the_name_of_a_job_takes_nothing_from_any_user(name):
     mapping = shown(a_job("gpu:1(IDX:0)", name=name), a_job("gpu:1(IDX:1)", uid=BOB))
 
     assert ALICE in mapping[0] and BOB in mapping[1]
-
-
-def test_who_may_have_got_a_device_since_is_everywhere():
-    assert given((), UP, FOUR, frozenset({EVE}))[a_uuid(2)] == {EVE}
 
 
 @pytest.mark.parametrize(
@@ -214,19 +208,27 @@ def test_where_slurms_numbers_may_not_be_ours_nothing_is_known(devices):
     assert given(jobs_on(a_job(), "n1"), UP, devices) == {}
 
 
-def at(clock: float, *processes: Any) -> Any:
+def later(seconds: float = 0.0, *processes: Any) -> Any:
+    """A snapshot of so many seconds from now."""
     first = replace(FOUR[0], processes=processes)
-    return replace(a_snapshot(first, *FOUR[1:]), clock=clock)
+    return replace(a_snapshot(first, *FOUR[1:]), clock=boot_clock() + seconds)
+
+
+def asked(controller: Controller, *, is_root: bool = True, **options: Any) -> SlurmNode:
+    """A node that has just asked."""
+    node = SlurmNode(controller, "n1", is_root=is_root, every=1000.0, **options)
+    node.refresh()
+    return node
 
 
 def test_it_is_asked_beside_the_loop_and_until_it_answers_nothing_is_known():
     controller = Controller(a_job())
     controller.free.clear()
     node = SlurmNode(controller, "n1", is_root=True)
-    assert node.given(at(boot_clock())) == {}
+    assert node.given(later()) == {}
 
     controller.free.set()
-    assert eventually(lambda: node.given(at(boot_clock())).get(a_uuid(0)) == {ALICE})
+    assert eventually(lambda: node.given(later()).get(a_uuid(0)) == {ALICE})
     assert controller.asked == 2
 
 
@@ -236,46 +238,39 @@ def test_while_no_thread_can_be_started_nothing_is_known_and_the_look_goes_on(mo
 
     monkeypatch.setattr(slurm_node.threading.Thread, "start", full)
 
-    assert SlurmNode(Controller(a_job()), "n1", is_root=True).given(at(boot_clock())) == {}
+    assert SlurmNode(Controller(a_job()), "n1", is_root=True).given(later()) == {}
 
 
-def test_an_answer_is_good_for_a_while_and_then_says_nothing(monkeypatch):
-    controller = Controller(a_job())
-    node = SlurmNode(controller, "n1", is_root=True, every=1000.0)
-    node.refresh()
+def test_an_answer_is_good_for_a_while_and_then_says_nothing():
+    node = asked(controller := Controller(a_job()))
     controller.answers = False
-    now = boot_clock()
 
-    assert node.given(at(now + slurm_node.STALE_SECONDS - 5))[a_uuid(0)] == {ALICE}
-    assert node.given(at(now + slurm_node.STALE_SECONDS + 5)) == {}
+    assert node.given(later(slurm_node.STALE_SECONDS - 5))[a_uuid(0)] == {ALICE}
+    assert node.given(later(slurm_node.STALE_SECONDS + 5)) == {}
 
 
-def test_whoever_came_after_the_question_is_innocent_until_the_next():
-    node = SlurmNode(Controller(), "n1", is_root=True, every=1000.0)
-    node.refresh()
-    now = boot_clock()
+def test_a_user_who_came_after_the_question_may_have_got_any_device_until_the_next():
+    node, now = asked(Controller()), boot_clock()
     old, new = a_process(1, uid=BOB, start_time=now - 60), a_process(2, uid=EVE, start_time=now + 1)
+    given = node.given(later(2, old, new))
 
-    assert node.given(at(now + 2, old, new))[a_uuid(0)] == {EVE}
+    assert (given[a_uuid(0)], given[a_uuid(2)]) == ({EVE}, {EVE})
 
 
 @pytest.mark.parametrize(
     ("private", "seen"), [("none", True), ("usage,nodes", True), ("jobs,usage", False), (None, False)]
 )
-def test_another_user_than_root_knows_only_what_slurm_shows_to_everybody(private, seen):
+def test_another_user_than_root_knows_only_what_slurm_shows_to_all(private, seen):
     controller = Controller(a_job())
     controller.private = private
-    node = SlurmNode(controller, "n1", is_root=False)
-    node.refresh()
 
-    assert (node.given(at(boot_clock())) != {}) is seen
+    assert (asked(controller, is_root=False).given(later()) != {}) is seen
 
 
 def test_an_answer_that_took_long_is_not_asked_for_again_soon(monkeypatch):
-    controller = Controller(a_job())
     clock = iter([0.0, 10.0])
     monkeypatch.setattr(slurm_node.time, "monotonic", lambda: next(clock, 100.0))
-    node = SlurmNode(controller, "n1", is_root=True)
+    node = SlurmNode(Controller(a_job()), "n1", is_root=True)
     node.refresh()
 
     assert node._next == 10.0 * slurm_node.REST
@@ -306,30 +301,25 @@ def test_a_scontrol_that_fails_or_is_missing_is_no_answer(tmp_path, monkeypatch)
 
 def test_why_nothing_is_known_is_said_once(monkeypatch):
     said: list[str] = []
-    controller = Controller(gpus=3)
-    node = SlurmNode(controller, "n1", is_root=True, every=1000.0, say=said.append)
-    node.refresh()
+    node = asked(controller := Controller(gpus=3), say=said.append)
     for _ in range(3):
-        assert node.given(at(boot_clock())) == {}
+        assert node.given(later()) == {}
     controller.gpus = 4
     node.refresh()
-    assert node.given(at(boot_clock()))
+    assert node.given(later())
     controller.answers = False
     node.refresh()
-    assert node.given(at(boot_clock())), "the last answer is good for a while"
-    node.given(at(boot_clock() + 2 * slurm_node.STALE_SECONDS))
+    assert node.given(later()), "the last answer is good for a while"
+    node.given(later(2 * slurm_node.STALE_SECONDS))
     monkeypatch.setattr(slurm_node, "is_here", lambda: False)
-    assert node.given(at(boot_clock())) is None
+    assert node.given(later()) is None
     monkeypatch.setattr(slurm_node, "is_here", lambda: True)
     controller.answers, controller.private = True, "jobs"
-    stranger = SlurmNode(controller, "n1", is_root=False, say=said.append)
-    stranger.refresh()
-    assert stranger.given(at(boot_clock())) == {}
+    assert asked(controller, is_root=False, say=said.append).given(later()) == {}
 
-    assert said == [
-        "outside_scheduler does not fire: Slurm gives away 3 GPUs of one type here, and the driver shows 4",
-        "outside_scheduler does not fire: `scontrol show node -o n1` or `scontrol show job -a -d -o` fails",
-        "outside_scheduler does not fire: this is no node of a Slurm cluster: it has neither a slurmd nor a slurm.conf",
-        "outside_scheduler does not fire: slurm.conf has PrivateData=jobs, which shows the jobs of others to a daemon "
-        "of root alone",
+    assert [text.removeprefix("outside_scheduler does not fire: ") for text in said] == [
+        "Slurm gives away 3 GPUs of one type here, and the driver shows 4",
+        "`scontrol show node -o n1` or `scontrol show job -a -d -o` fails",
+        "this is no node of a Slurm cluster: it has neither a slurmd nor a slurm.conf",
+        "slurm.conf has PrivateData=jobs, which shows the jobs of others to a daemon of root alone",
     ]
