@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 
 import pytest
 from daemons import SOMEBODY, a_daemon, somebodys
@@ -159,6 +160,10 @@ def test_a_hanging_device_takes_no_other_one_along(tmp_path):
         assert eventually(lambda: daemon.devices()[0]["problems"] == ["unresponsive"])
 
 
+def sampled_since(daemon, moment):
+    return daemon.state()["snapshot"]["taken_at"] > moment
+
+
 def test_its_worker_may_die_again_and_again(tmp_path):
     with a_daemon(tmp_path) as daemon:
         pid = daemon.process.pid
@@ -168,7 +173,7 @@ def test_its_worker_may_die_again_and_again(tmp_path):
             killed_at = time.time()
             for child in children_of(pid):
                 os.kill(child, signal.SIGKILL)
-            assert eventually(lambda since=killed_at: daemon.state()["snapshot"]["taken_at"] > since, 20)
+            assert eventually(partial(sampled_since, daemon, killed_at), 20)
             descriptors.append(len(os.listdir(f"/proc/{pid}/fd")))
 
         assert max(descriptors) <= min(descriptors) + 2

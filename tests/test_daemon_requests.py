@@ -21,7 +21,7 @@ from guarded import SOMEBODY, Listing
 from nodes import eventually, remove
 
 from gpuguard.claims.directory import lock_directory, open_lock, try_flock
-from gpuguard.claims.probe import locked_devices, probe
+from gpuguard.claims.records import locked_devices, probe
 from gpuguard.claims.restrictions import DENIED, QUARANTINED, Restriction, read_restrictions
 from gpuguard.daemon import broker_client
 from gpuguard.daemon.exemptions import Exemptions

@@ -12,7 +12,7 @@ from builders import a_claim_record, a_device, a_process, a_snapshot
 
 from gpuguard import source, watchdog
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.probe import FirstSeen
+from gpuguard.claims.records import FirstSeen
 from gpuguard.model import Gap, Snapshot
 
 
