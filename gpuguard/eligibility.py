@@ -121,7 +121,7 @@ def terms_of(
     )
 
 
-def others_on(device: Device, terms: Terms) -> list[GpuProcess]:
+def _others_on(device: Device, terms: Terms) -> list[GpuProcess]:
     """The processes that make it busy for this request: not those of the shares that this one would join."""
     request, sharing = terms.request, terms.sharing_of(device)
     return [
@@ -133,11 +133,18 @@ def others_on(device: Device, terms: Terms) -> list[GpuProcess]:
     ]
 
 
-def has_no_list(device: Device, terms: Terms) -> bool:
+def _has_no_list(device: Device, terms: Terms) -> bool:
     """Whether its list of processes cannot be read; one that was not read yet is taken for a good one."""
     return device.processes is None and any(
         (gap.device, gap.field) == (device.uuid, "processes") for gap in terms.snapshot.gaps
     )
+
+
+def occupancy(device: Device, terms: Terms) -> tuple[bool, bool, int]:
+    """Whether others may use it, whether its list of processes cannot be read, and how many of theirs are known."""
+    others = len(_others_on(device, terms))
+    in_use = bool(others) or device.memory_used is None or hides_use(device, terms.request.tolerance)
+    return in_use, _has_no_list(device, terms), others
 
 
 def no_share_left(device: Device, terms: Terms) -> Iterator[Reason]:
@@ -265,7 +272,7 @@ def _claimed(device: Device, terms: Terms) -> Iterator[Reason]:
 
 
 def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
-    request, others = terms.request, others_on(device, terms)
+    request, others = terms.request, _others_on(device, terms)
     allowed, shared = request.max_processes or 0, terms.sharing_of(device).count
     if not device.processes_plausible and occupants(device, request.tolerance):
         yield Reason("its process list is not plausible, so who uses it is unknown")
@@ -284,7 +291,7 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
     elif not allowed and hides_use(device, request.tolerance):
         rest, most = unlisted_memory(device, request.tolerance), idle_limit(device, request.tolerance)
         whose = "" if device.processes is None else ", by no process that is visible"
-        whose = ", the driver gives no list of processes" if has_no_list(device, terms) else whose
+        whose = ", the driver gives no list of processes" if _has_no_list(device, terms) else whose
         holds = f"an idle device may hold {format_bytes(most)} (--tolerance)"
         yield Reason(f"{format_bytes(rest)} in use{whose}; {holds}", False, MEMORY_IN_USE)
 
@@ -314,7 +321,7 @@ def _above_limit(device: Device, terms: Terms) -> Iterator[Reason]:
             yield Reason(f"{what} is {value:.0f}{unit}{bound}", False, option)
 
 
-RULES: tuple[Callable[[Device, Terms], Iterator[Reason]], ...] = (
+_RULES: tuple[Callable[[Device, Terms], Iterator[Reason]], ...] = (
     _out_of_scope,
     _wrongly_divided,
     _wrong_model,
@@ -325,6 +332,15 @@ RULES: tuple[Callable[[Device, Terms], Iterator[Reason]], ...] = (
     _busy,
     _above_limit,
 )
+
+
+def refusals(terms: Terms) -> list[Refusal]:
+    """The devices that will not do, each with all its reasons, in the order of the snapshot."""
+    reasons = [
+        (device, tuple(reason for rule in _RULES for reason in rule(device, terms)))
+        for device in terms.snapshot.devices
+    ]
+    return [Refusal(device, why) for device, why in reasons if why]
 
 
 @lru_cache(256)  # a machine has many devices of one name

@@ -15,18 +15,17 @@ from itertools import combinations
 from math import comb
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import device_title, hides_use, idle_limit
+from gpuguard.device_state import device_title, idle_limit
 from gpuguard.eligibility import (
     MEMORY_IN_USE,
     OUTER,
-    RULES,
     Refusal,
     Sharing,
     Terms,
-    has_no_list,
     is_share_of,
     memory_left,
-    others_on,
+    occupancy,
+    refusals,
     shown,
     terms_of,
 )
@@ -76,11 +75,9 @@ def choose(
         InvalidRequest: a selector names no device of this machine.
     """
     terms = terms_of(snapshot, request, taken, sharing)
-    reasons = {
-        device.uuid: tuple(reason for rule in RULES for reason in rule(device, terms)) for device in snapshot.devices
-    }
-    eligible = [device for device in snapshot.devices if not reasons[device.uuid]]
-    refused = [Refusal(device, reasons[device.uuid]) for device in snapshot.devices if reasons[device.uuid]]
+    refused = refusals(terms)
+    refused_uuids = {refusal.device.uuid for refusal in refused}
+    eligible = [device for device in snapshot.devices if device.uuid not in refused_uuids]
     nodes = Counter(device.numa_node for device in eligible)
     tiers = {device.uuid: _tier(device, terms, nodes) for device in eligible}
     eligible.sort(key=lambda device: (tiers[device.uuid], _tie(device)))
@@ -223,9 +220,8 @@ def _tier(device: Device, terms: Terms, nodes: Mapping[int | None, int]) -> tupl
     if request.strategy == "pack":
         crowd = len(terms.snapshot.devices) if device.numa_node is None else nodes[device.numa_node]
         return nothing_known, preferred, room, *load, crowd
-    others = len(others_on(device, terms))
-    in_use = bool(others) or used is None or hides_use(device, request.tolerance)
-    return nothing_known, preferred, load[0], in_use, -room, load[1], has_no_list(device, terms), others
+    in_use, has_no_list, others = occupancy(device, terms)
+    return nothing_known, preferred, load[0], in_use, -room, load[1], has_no_list, others
 
 
 def _tie(device: Device) -> tuple[float, float, float, tuple[int, int, int, int, str]]:
