@@ -182,24 +182,17 @@ class ProcessUse:
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """A device and what goes on there.
-
-    Args:
-        state: one of EXACT_STATES.
-        plain_state: the same as one of STATES: of a divided device the most remarkable one of its instances,
-            "unhealthy" of one in quarantine, "free" of one that is reserved.
-        reason: why it is unhealthy, in quarantine, reserved or unknown, and of use that no process accounts for.
-        problems: of the device, and the quarantine; None: not read.
-        processes: None: the driver gives no list.
-    """
+    """A device and what goes on there."""
 
     device: Device
-    state: str
+    state: str  # one of EXACT_STATES
+    # The same as one of STATES: of a divided device the most remarkable one of its instances, "unhealthy" of one in
+    # quarantine, "free" of one that is reserved.
     plain_state: str
-    reason: str | None
-    problems: tuple[str, ...] | None
+    reason: str | None  # why unhealthy, in quarantine, reserved or unknown; of use that no process accounts for
+    problems: tuple[str, ...] | None  # of the device, and the quarantine; None: not read
     claims: tuple[ClaimUse, ...]
-    processes: tuple[ProcessUse, ...] | None
+    processes: tuple[ProcessUse, ...] | None  # None: the driver gives no list
 
 
 @dataclass(frozen=True)
@@ -262,9 +255,7 @@ def _usage(
 ) -> tuple[str, str | None]:
     """The state of a healthy device, and why.
 
-    Args:
-        locked: whether a claim is on it.
-        owned: whether that counts as one: a process has its lock open.
+    A claim is on it (*locked*), and counts as one where a process has its lock open (*owned*).
     """
     listed, working = occupants(device), IDLE if is_idle(device) else IN_USE
     if listed and device.processes_plausible:

@@ -33,16 +33,11 @@ OUTER = "outer limit"  # as the option of a Reason: CUDA_VISIBLE_DEVICES, Slurm 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a device is refused.
-
-    Args:
-        permanent: waiting will not change it.
-        option: of the command line that asks for what the device lacks; OUTER, or "" when none does.
-    """
+    """Why a device is refused."""
 
     text: str
-    permanent: bool = False
-    option: str = ""
+    permanent: bool = False  # waiting will not change it
+    option: str = ""  # of the command line that asks for what the device lacks; OUTER, or "" when none does
 
 
 @dataclass(frozen=True)
@@ -55,17 +50,11 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Who shares a device.
+    """Who shares a device."""
 
-    Args:
-        claims: one per locked slot, the ones that can be believed.
-        unknown: locked slots of which no record tells in a way that can be believed.
-        owners: pid -> uid of the share that the process belongs to.
-    """
-
-    claims: tuple[ClaimRecord, ...] = ()
-    unknown: int = 0
-    owners: Mapping[int, int] | None = None
+    claims: tuple[ClaimRecord, ...] = ()  # one per locked slot, those that can be believed
+    unknown: int = 0  # locked slots of which no record tells in a way that can be believed
+    owners: Mapping[int, int] | None = None  # pid -> uid of the share that the process belongs to
 
     @property
     def count(self) -> int:
@@ -101,11 +90,7 @@ class Terms:
 def terms_of(
     snapshot: Snapshot, request: Request, taken: Mapping[str, str], sharing: Mapping[str, Sharing] | None = None
 ) -> Terms:
-    """Resolve the selectors of *request* on this machine.
-
-    Raises:
-        InvalidRequest: a selector names no device, or two.
-    """
+    """The selectors of *request* resolved on this machine.  Raises InvalidRequest: one names no device, or two."""
     devices = snapshot.devices
     preferred = resolve(request.prefer, devices, "--prefer")
     parents = [device.parent_uuid for device in devices if device.parent_uuid]

@@ -41,9 +41,7 @@ class UntrustedFile(OSError):
 def open_regular(path: str, flags: int = READING) -> tuple[int, os.stat_result]:
     """A descriptor of the ordinary file with one name at *path*, and its status.
 
-    Raises:
-        UntrustedFile: it is a directory, a pipe, or has a further name.
-        OSError: there is none, a link, or no descriptor left.
+    Raises UntrustedFile: it is a directory, a pipe, or has a further name; OSError: there is none, or it is a link.
     """
     descriptor = open_in_place(path, flags)
     try:
@@ -58,11 +56,10 @@ def open_regular(path: str, flags: int = READING) -> tuple[int, os.stat_result]:
 
 
 def read_file(path: str, limit: int, owners: Collection[int] | None = None) -> bytes:
-    """What stands in an ordinary file.
+    """What stands in an ordinary file of at most *limit* bytes.
 
     Args:
-        limit: bytes that it has at most.
-        owners: uids of those who alone may have written it; None: whoever did.
+        owners: uids of those who alone may have written it; None: anybody.
 
     Raises:
         UntrustedFile: it is larger, or others could have written it.
@@ -118,8 +115,6 @@ def write_file(
     """Write a file whole: readers see the old one or the new one, and a link in its place is replaced, not followed.
 
     Args:
-        path: of the file.
-        content: of the file.
         mode: as for create_file(); likewise *owner*.
         unfinished: under which name it is written first; None: a random one beside it, of which those that killed
             writers left are removed.

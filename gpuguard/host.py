@@ -89,9 +89,7 @@ class HostUses:
     ) -> dict[Identity, HostUse]:
         """What each process of *snapshot* whose identity is known does on this host.
 
-        Args:
-            stats: of its processes, where they were read just now.
-            debuggers: look for those, too, which costs a further read of each process.
+        *stats* are of its processes, where they were read just now; *debuggers* costs a further read of each process.
         """
         known = {
             (process.pid, process.start_time): process

@@ -29,8 +29,7 @@ _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 def loads(encoded: bytes, deepest: int = DEEPEST) -> Any:
     """The value of one JSON text in UTF-8; NaN, Infinity and numbers beyond a float are refused.
 
-    Raises:
-        ValueError: it is not such a text, or nested more deeply than *deepest* brackets.
+    Raises ValueError: it is not such a text, or nested more deeply than *deepest* brackets.
     """
     # Python's parser takes one frame of the C stack for each bracket.  A thread has 128 KiB of it with musl, where
     # 1,000 brackets end the process; 1 MiB ends after 9,000 with Python 3.13.  So they are counted before it runs.

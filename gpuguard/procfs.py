@@ -140,11 +140,7 @@ def parse_stat(line: bytes) -> Stat | None:
 
 
 def read_stat(pid: int) -> Stat | None:
-    """Who *pid* is now; None: it has ended, or is hidden from this user.
-
-    Raises:
-        OSError: no descriptor is left, which says nothing of the process.
-    """
+    """Who *pid* is now; None: ended, or hidden from this user.  Raises OSError: no descriptor is left."""
     try:
         return parse_stat(_read(f"/proc/{pid}/stat", 4096))
     except OSError as error:
@@ -232,11 +228,7 @@ def boot_id() -> str:
 
 
 def processes() -> dict[int, Stat]:
-    """All processes that this user may see, with those that have ended and are not reaped.
-
-    Raises:
-        OSError: no descriptor is left.
-    """
+    """All processes that this user may see, also those not reaped.  Raises OSError: no descriptor is left."""
     stats = {int(name): read_stat(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
     return {pid: stat for pid, stat in stats.items() if stat}
 
@@ -244,10 +236,7 @@ def processes() -> dict[int, Stat]:
 def descendants(pid: int) -> dict[int, Stat]:
     """Living processes below *pid*, also below a zombie; with those that it has adopted, being their subreaper.
 
-    A process whose parents have ended belongs to whichever process has adopted it.
-
-    Raises:
-        OSError: no descriptor is left.
+    Raises OSError: no descriptor is left.
     """
     everything = processes()
     children: dict[int, list[int]] = {}
@@ -289,15 +278,10 @@ def ancestors(pid: int) -> tuple[int, ...]:
 def process_facts(
     snapshot: Snapshot, stats: Mapping[int, Stat | None] | None = None, *, ancestors: bool = True
 ) -> dict[int, ProcessStat | None]:
-    """All processes of *snapshot* and of its claims, with their *ancestors*.
+    """All processes of *snapshot* and of its claims, with their *ancestors*, which nothing needs without claims.
 
     None is "there is no such process".  A pid is left out where its absence proves nothing: /proc is mounted with
-    hidepid, we are in a pid namespace of our own, or the pid is one that a container gave.
-
-    Args:
-        snapshot: with its claims.
-        stats: of processes that were read just now.
-        ancestors: whether they are read, too; without claims nothing needs them.
+    hidepid, we are in a pid namespace of our own, or the pid is one that a container gave.  *stats* were read just now.
     """
     if snapshot.recorded:
         return {}  # these pids are other processes here and now

@@ -72,25 +72,15 @@ SUSPENDING = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
 
 @dataclass(frozen=True)
 class JobSettings:
-    """How a job runs.
+    """How a job runs."""
 
-    Args:
-        visible: "index" or "uuid", what CUDA_VISIBLE_DEVICES gets.
-        time_limit: seconds until the job is ended, None for no limit.
-        grace: seconds between the signals that end it: *checkpoint*, SIGTERM, SIGKILL.
-        checkpoint: the first of them, None for none.  It comes a *grace* before the time limit, SIGTERM at it.
-        limits: further ones, at which it is ended too.
-        tolerance: bytes above the state before the job that count as free after it.
-        isolation: the namespaces or the cgroup in which the job runs, None: here.  Is closed at the end.
-    """
-
-    visible: str = "index"
-    time_limit: float | None = None
-    grace: float = 60.0
-    checkpoint: int | None = None
-    limits: JobLimits | None = None
-    tolerance: int = IDLE_TOLERANCE
-    isolation: Isolation | None = None
+    visible: str = "index"  # or "uuid", what CUDA_VISIBLE_DEVICES gets
+    time_limit: float | None = None  # seconds until the job is ended
+    grace: float = 60.0  # seconds between the signals that end it: *checkpoint*, SIGTERM, SIGKILL
+    checkpoint: int | None = None  # comes a *grace* before the time limit, SIGTERM at it
+    limits: JobLimits | None = None  # at which it is ended too
+    tolerance: int = IDLE_TOLERANCE  # bytes above the state before the job that count as free after it
+    isolation: Isolation | None = None  # where the job runs, None: here; is closed at the end
 
 
 @dataclass(frozen=True)
@@ -145,8 +135,7 @@ def exec_command(
 ) -> tuple[int, str]:
     """Become *command*, without a supervisor: the claim lives as long as the processes that hold its descriptors.
 
-    Returns:
-        Only when it cannot be started: exit code and message.
+    Returns only when it cannot be started: exit code and message.
     """
     backend.close()
     _log("claim", "handed over", claim, " ".join(command)[:1000])

@@ -68,9 +68,7 @@ def columns_of(character: str) -> int:
 def neutral_command(words: Sequence[str] | None, *, brief: bool = False) -> str:
     """A command line as one neutral line, with quotes where a shell needs them; ``"n/a"`` when unknown.
 
-    Args:
-        words: the program and its arguments.
-        brief: leave out the directory of the program, so that more of the rest fits.
+    *brief* leaves out the directory of the program.
     """
     if words is None:
         return "n/a"

@@ -44,19 +44,12 @@ _TEMPERATURE_GRAIN = 5  # Celsius
 
 @dataclass(frozen=True)
 class Choice:
-    """What choose() found.
+    """What choose() found."""
 
-    Args:
-        devices: the chosen ones in index order, none when fewer than wanted are eligible.
-        eligible: all that would do, the best first.
-        refused: all others in index order, each with all its reasons.
-        sharing: uuid -> who shares the device, where the request may join them.
-    """
-
-    devices: tuple[Device, ...]
-    eligible: tuple[Device, ...]
-    refused: tuple[Refusal, ...]
-    sharing: Mapping[str, Sharing] | None = None
+    devices: tuple[Device, ...]  # the chosen ones in index order, none when fewer than wanted are eligible
+    eligible: tuple[Device, ...]  # all that would do, the best first
+    refused: tuple[Refusal, ...]  # all others in index order, each with all its reasons
+    sharing: Mapping[str, Sharing] | None = None  # uuid -> who shares the device, where the request may join them
 
 
 def choose(
@@ -177,11 +170,8 @@ def claimed_by(claims: Sequence[ClaimRecord], now: float) -> dict[str, str]:
 def usable_together(devices: Sequence[Device], wanted: int, free: Collection[str] | None = None) -> Sequence[Device]:
     """Those of *devices* that one job can use together: CUDA sees either whole GPUs or MIG instances, never both.
 
-    The kind of which *wanted* are free now, else of which there are as many at all; then the kind of the first device,
-    then the one with more.
-
-    Args:
-        free: uuids of those that are free now; None: all are.
+    The kind of which *wanted* are *free* now (uuids; None: all), else of which there are as many at all; then the kind
+    of the first device, then the one with more.
     """
     kinds = [[device for device in devices if bool(device.parent_uuid) is divided] for divided in (False, True)]
 
@@ -197,11 +187,7 @@ def _usable(devices: Sequence[Device], request: Request) -> Sequence[Device]:
 
 
 def _tier(device: Device, terms: Terms, nodes: Mapping[int | None, int]) -> tuple[float, ...]:
-    """Devices of one tier are equally good for this request; the smaller the better.
-
-    Args:
-        nodes: NUMA node -> how many eligible devices it has.
-    """
+    """Devices of one tier are equally good for this request; smaller is better.  *nodes* count eligible devices."""
     request, used = terms.request, device.memory_used
     nothing_known, last = device.memory_free is None, len(terms.preferred)
     preferred = min(terms.preferred.get(uuid, last) for uuid in (device.uuid, device.parent_uuid or ""))

@@ -64,8 +64,7 @@ class SnapshotSource:
     def sample(self) -> tuple[Snapshot, float | None]:
         """The machine without its claims, and how many seconds ago the daemon looked; None: it was read now.
 
-        Raises:
-            BackendError: neither the daemon nor the driver tells.
+        Raises BackendError: neither the daemon nor the driver tells.
         """
         clock = time.clock_gettime(time.CLOCK_BOOTTIME)
         published = None if self.fresh else self._published(clock)
@@ -230,14 +229,7 @@ def _is_locked(path: str) -> bool:
 
 
 def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -> None:
-    """Publish *snapshot*, which has its claims; readers see the old one or the new one, whole.
-
-    Args:
-        interval: seconds until the next one.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Publish *snapshot*, which has its claims, whole; the next one comes in *interval* seconds.  Raises OSError."""
     pid = os.getpid()
     content: dict[str, Any] = {"schema": 1, "daemon": [pid, start_time(pid)], "interval_seconds": interval}
     for public in _forms(snapshot):
@@ -249,12 +241,7 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
 
 
 def read_state(directory: LockDirectory, clock: float, *, simulated: bool) -> Snapshot | None:
-    """The snapshot of a living daemon, with claims, if it is fresh; None: ask the driver.
-
-    Args:
-        clock: CLOCK_BOOTTIME now, seconds.
-        simulated: whether one of a simulated node is wanted.
-    """
+    """The snapshot of a living daemon, with claims, if fresh at *clock* (CLOCK_BOOTTIME); None: ask the driver."""
     try:
         files = daemon_files(directory)
         content = loads(read_file(files.file("state.json"), MAX_BYTES, files.owners()))

@@ -122,14 +122,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def step(self) -> Judgement:
-        """Sample once, and do what is due.
-
-        Returns:
-            What was judged.
-
-        Raises:
-            BackendError: nothing could be read, so nothing was judged.
-        """
+        """Sample once, and do what is due; what was judged.  Raises BackendError: nothing could be read."""
         # In this order: a daemon that reads its file again sets them in that order, and no user may lose their
         # protection while the policies that are judged by are still those from which they were protected.
         protected = self.protected

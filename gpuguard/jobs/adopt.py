@@ -41,14 +41,9 @@ _FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, HEALTH})  # HEALTH show
 
 
 class ProcessFamily:
-    """Living processes, each with its start time: ``members``.
+    """Living processes, each with its start time: ``members``; with *tree* also what they start.
 
-    Args:
-        pids: the first of them.
-        tree: whether what they start belongs to them.
-
-    Raises:
-        GpuguardError: one of them does not exist (any more).
+    Raises GpuguardError: one of *pids* does not exist (any more).
     """
 
     def __init__(self, pids: Iterable[int], *, tree: bool) -> None:
@@ -91,13 +86,9 @@ class ProcessFamily:
                 return
 
     def wait(self, also: int) -> bool:
-        """Sleep until members have ended, forget them and find which processes belong to the others.
+        """Sleep until members have ended or *also* can be read; find which processes belong to those that are left.
 
-        Args:
-            also: a descriptor that ends the sleep when it can be read.
-
-        Returns:
-            Whether any member is left; True when *also* ended the sleep.
+        Returns whether there are any; True when *also* ended the sleep.
         """
         self._poll.register(also, select.POLLIN)
         ready = [descriptor for descriptor, _ in self._poll.poll()] if self._pids else []

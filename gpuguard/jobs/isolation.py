@@ -80,11 +80,7 @@ class Isolation:
 
 
 def check(backend: Backend) -> None:
-    """Whether jobs can be isolated here, asked before anybody waits for devices.
-
-    Raises:
-        GpuguardError: they cannot; the message says what to do.
-    """
+    """Whether jobs can be isolated here, asked before anybody waits for devices.  Raises GpuguardError: what to do."""
     if backend.simulated:
         raise InvalidRequest("--isolate hides device nodes, and a simulated GPU has none: drop --isolate.")
     if os.geteuid() == 0:
@@ -98,9 +94,7 @@ def isolate(
 ) -> Isolation:
     """Prepare the place of a job on the devices of *claim*, which was made in *directory*.
 
-    Raises:
-        GpuguardError: it cannot be done; nothing is left behind.
-        BackendError: the driver does not say which nodes the devices have.
+    Raises GpuguardError: it cannot be done, and nothing is left behind; BackendError.
     """
     nodes = nodes_of(backend.sample({MODEL, HEALTH}, [device.uuid for device in claim]).devices, claim.devices)
     environment = environment_of(claim.devices, visible)
@@ -191,11 +185,7 @@ _PR_SET_NO_NEW_PRIVS = 38  # prctl(2)
 
 
 def check_bubblewrap() -> None:
-    """Whether this user can have namespaces here.
-
-    Raises:
-        GpuguardError: no; the message says what to do.
-    """
+    """Whether this user can have namespaces here.  Raises GpuguardError: no, and what to do."""
     for descriptor in _build(["--dev-bind", "/", "/"]):
         os.close(descriptor)
 
@@ -315,11 +305,7 @@ _ATTRIBUTES_SIZE = 128  # zeros behind what an older kernel knows are accepted
 
 
 def check_device_filter() -> None:
-    """Whether root can filter devices here.
-
-    Raises:
-        GpuguardError: no; the message says why.
-    """
+    """Whether root can filter devices here.  Raises GpuguardError: no, and why."""
     own_cgroup()
     os.close(_load_filter({}))
 
@@ -429,11 +415,7 @@ def sweep(parent: str) -> None:
 
 
 def own_cgroup() -> str:
-    """The directory of the cgroup (version 2) that this process is in.
-
-    Raises:
-        GpuguardError: there is none that we can see and write.
-    """
+    """The directory of our own cgroup (version 2).  Raises GpuguardError: there is none that we can see and write."""
     # What users name, cgroups and places of mounts, may hold any other end of a line.
     with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         own = next((line[3:].rstrip("\n") for line in lines if line.startswith("0::")), None)

@@ -53,15 +53,10 @@ def used_before(devices: Sequence[Device]) -> dict[str, int]:
 
 @dataclass
 class AssumedProcess:
-    """What is known of the devices of a job besides their processes.
+    """What is known of the devices of a job besides their processes."""
 
-    Args:
-        before: uuid -> bytes in use before the job, of the devices that are claimed for it alone.
-        pids_known: whether the driver's pids are those of this pid namespace.
-    """
-
-    before: Mapping[str, int] = field(default_factory=dict)
-    pids_known: bool = True
+    before: Mapping[str, int] = field(default_factory=dict)  # uuid -> bytes, of devices that are the job's alone
+    pids_known: bool = True  # whether the driver's pids are those of this pid namespace
     _listed: set[str] = field(default_factory=set)  # devices on which the driver has listed a process
     _unlisted: set[str] = field(default_factory=set)  # devices that did not show who uses them in the last sample
 
@@ -184,18 +179,12 @@ def _policy(name: str, rule: Rule, hold: float, steps: tuple[Step, ...] = _SECON
 
 @dataclass
 class JobLimits:
-    """The limits of one job, and what was seen of it so far.
+    """The limits of one job, and what was seen of it so far."""
 
-    Args:
-        policies: from policies_of().
-        claim: that of the job, with its devices.
-        present: pids that were on the devices before the job: their owners need no warning.
-        assumed: what the job is judged by where the driver does not tell which processes are its own.
-    """
-
-    policies: Sequence[Policy]
-    claim: ClaimRecord
-    present: Collection[int] = ()
+    policies: Sequence[Policy]  # of policies_of()
+    claim: ClaimRecord  # of the job, with its devices
+    present: Collection[int] = ()  # pids on the devices before the job: their owners need no warning
+    # By which the job is judged where the driver does not tell which processes are its own.
     assumed: AssumedProcess = field(default_factory=AssumedProcess)
     _memory: EngineMemory = field(default_factory=EngineMemory)
     _reported: set[object] = field(default_factory=set)

@@ -229,13 +229,9 @@ class EscalationStep:
 
 
 class Escalation:
-    """Which signal comes next, and when; time is an argument, in seconds of time.monotonic().
+    """Which signal comes next, and when; times are in seconds of time.monotonic().
 
-    Args:
-        began: when the job began.
-        time_limit: seconds until SIGTERM, None for no such limit.
-        grace: seconds between two signals.
-        checkpoint: the first signal, None for none.
+    SIGTERM comes *time_limit* seconds after *began*, SIGKILL a *grace* later; *checkpoint* a grace before SIGTERM.
     """
 
     def __init__(self, began: float, time_limit: float | None, grace: float, checkpoint: int | None) -> None:
@@ -358,12 +354,7 @@ def _in_use(claim: Claim, backend: Backend) -> str | None:
 
 
 class StillInUse(Exception):
-    """Waiting was cut short by a signal while processes of the job still use a device: the claim is theirs now.
-
-    Args:
-        signum: the signal.
-        users: the processes, in words.
-    """
+    """A signal cut the waiting short while processes of the job (*users*, in words) use a device: the claim is theirs."""
 
     def __init__(self, signum: int, users: str) -> None:
         super().__init__(users)
@@ -373,32 +364,21 @@ class StillInUse(Exception):
 
 @dataclass(frozen=True)
 class Drain:
-    """The devices of a job that has ended, and what their claim waits for.
+    """The devices of a job that has ended, and what their claim waits for."""
 
-    Args:
-        devices: the claimed devices as they were before the job.
-        pause: waits up to so many seconds, less when a child ends; returns a signal that asks us to stop waiting.
-        notify: gets a text when the user would wonder why it takes so long.
-        count: gets each snapshot, with the energy that its devices have used; None: it is not wanted.
-        tolerance: bytes above the state before the job that count as free.
-        others: children of this process that are not of the job, from before it.
-        longest: seconds to wait for memory that no process holds any more.
-    """
-
-    devices: Sequence[Device]
+    devices: Sequence[Device]  # as they were before the job
     backend: Backend
-    pause: Callable[[float], int | None]
-    notify: Callable[[str], None]
-    count: Callable[[Snapshot], None] | None
-    tolerance: int
-    others: frozenset[Process] = frozenset()
-    longest: float = DRAIN_SECONDS
+    pause: Callable[[float], int | None]  # up to so many seconds; a signal that asks us to stop waiting
+    notify: Callable[[str], None]  # gets a text when the user would wonder why it takes so long
+    count: Callable[[Snapshot], None] | None  # gets each snapshot, with the energy; None: it is not wanted
+    tolerance: int  # bytes above the state before the job that count as free
+    others: frozenset[Process] = frozenset()  # children of this process from before the job
+    longest: float = DRAIN_SECONDS  # to wait for memory that no process holds any more
 
     def wait_until_free(self) -> str:
         """Wait until no process of the job uses the devices and their memory is back where it was: the outcome.
 
-        Raises:
-            StillInUse: a signal came while processes of the job still use a device.
+        Raises StillInUse: a signal came while processes of the job still use a device.
         """
         try:
             # A list of processes is the dearest that a driver can be asked for: not where no process of the job lives,

@@ -50,13 +50,7 @@ _PR_SET_DUMPABLE = 4
 def claim_for_job(backend: Backend, directory: LockDirectory, given: Allocation, *, wait: float = 0.0) -> Claim:
     """Claim the devices of *given*, all of them or none, for this process; its record is not written yet.
 
-    Args:
-        given: names at least one device.
-        wait: seconds for the earlier users of one of them to be gone.
-
-    Raises:
-        ClaimError: one of them is claimed, reserved, in use or out of service, and why.
-        BackendError: the devices cannot be read.
+    Waits so many seconds for the earlier users of one of them to be gone.  Raises ClaimError: why not; BackendError.
     """
     deadline = time.monotonic() + wait
     while True:
@@ -125,13 +119,9 @@ class JobSteps:
 
 
 def hold(claim: Claim, given: Allocation, woken: int) -> str:
-    """Keep *claim* until it is released from outside or the job is over.
+    """Keep *claim* until it is released from outside or the job is over: what ended it, in words.
 
-    Args:
-        woken: a pipe of wake_pipe().
-
-    Returns:
-        What ended it, in words.
+    *woken* is a pipe of wake_pipe().
     """
     steps, began = JobSteps(given.job), time.monotonic()
     alone_since, check_at = began, began + UNSEEN_SECONDS
@@ -176,11 +166,7 @@ def claim_of_job(directory: LockDirectory, given: Allocation) -> ClaimRecord | N
 
 
 def end_claim(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
-    """Release the claim of the job, and see it gone; what was released, None when there was none.
-
-    Raises:
-        ClaimError: it cannot be.
-    """
+    """Release the claim of the job, and see it gone: what it was, None when there was none.  Raises ClaimError."""
     claim = claim_of_job(directory, given)
     if claim is None:
         return None
