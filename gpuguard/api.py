@@ -121,7 +121,7 @@ def grab_gpus(
             "CUDA_VISIBLE_DEVICES is set already: unset it, or leave env_set_ok out to stay inside it."
         )
     if num_gpus == 0:
-        _enter(nothing := _no_claim())
+        _enter(nothing := Claim("none", (), ()))
         return nothing
     if gpu_select is not None:
         conditions["devices"] = gpu_select
@@ -260,10 +260,6 @@ def _acquired(allocator: Allocator, wait: float | None, strict: bool) -> Claim:
         with suppress(NotEnoughGpus):  # another job was quicker
             allocator.requests = (replace(allocator.requests[0], num_gpus=1, max_gpus=available),)
             return allocator.acquire()
-    return _no_claim()
-
-
-def _no_claim() -> Claim:
     return Claim("none", (), ())
 
 

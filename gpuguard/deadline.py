@@ -1,11 +1,9 @@
 """Reads that may never come back, each in another thread: of what a process has in its memory, above all.
 
-A command line lies in the memory of its process, and a reader waits while that memory is being changed.  That takes as
-long as the owner of the process likes, who can map a file of their own file system there (FUSE) that never answers:
-`ps` hangs, then.  Here one thread hangs for each such user, and of that user nothing more is known until it comes back.
-A user whose reads each come back just in time, at each of their processes, gets no more time than one whose reads
-never do: see SHARE.  What a read waits for a processor does not count.
-Decides nothing: what was not read in time is unknown.
+A command line lies in the memory of its process, which can map a file of its owner's file system there (FUSE) that
+never answers: `ps` hangs, then.  Here one thread hangs for each such user, and of that user nothing more is known until
+it comes back.  A user whose reads each come back just in time gets no more time than one whose reads never do: see
+SHARE.  What a read waits for a processor does not count.  Decides nothing: what was not read in time is unknown.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Which devices will do for a request, and why the others will not: who or what stands in the way, in words.
 
 The two-key rule: the device is not claimed, *and* it looks free (no compute process of others, hardly any memory in
-use, healthy).  Unknown never satisfies a condition.
-
-Of a device that is shared, a share counts with what it was promised or with what its user's processes hold, whichever
-is more; all other memory in use counts as strangers'.  No claim can join a share whose record cannot be believed.
-
+use, healthy).  Unknown never satisfies a condition.  Of a shared device, a share counts with what it was promised or
+what its user's processes hold, whichever is more; all other memory in use counts as strangers'.
 Does not rank (see select) and reads nothing (see claims.shares for who shares a device).
 """
 

@@ -1,9 +1,8 @@
 """Files that programs and users share: opened where they lie, trusted only by owner and kind, written whole.
 
-A user may mount a file system of their own (FUSE) over one of their files.  Where /etc/fuse.conf has user_allow_other,
-any program that opens that file, or asks for its size, waits for as long as that user likes: root and the guard, and
-with the gate locked everybody.  So a name is held first without opening what it names (O_PATH), which asks nobody.
-Knows also the types of file systems.  Does not know what stands in a file: see jsonio.
+A user may mount a file system of their own (FUSE) over one of their files: any program that opens that file, or asks
+for its size, waits for as long as that user likes, and with the gate locked everybody.  So a name is held first without
+opening what it names (O_PATH), which asks nobody.  Does not know what stands in a file: see jsonio.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Among the eligible the order is: known before unknown memory, --prefer, no running work, most free memory, least
 utilization, fewest processes (for a share: least utilization, shared already, most memory left); then, for several
 devices, the best connected set; then health marks, temperature and the highest index, because most people take GPU 0.
-Memory and utilization are compared coarsely: 3 MiB are no reason.
-Does not claim anything, so what it says may be over a moment later: see lock.
+Memory and utilization are compared coarsely: 3 MiB are no reason.  Claims nothing: see lock.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Numbers of this job for its training log: what its GPUs, its processes and the host did since a tag began.
 
-    with gpuguard.collector() as numbers:
-        for epoch in range(10):
-            with numbers.tag("train"):
-                ...
-                writer.add_scalars(numbers.collect())   # {"train/gpu:0/memory_used (MiB)/mean": 3712.0, ...}
+    with gpuguard.collector() as numbers, numbers.tag("train"):
+        writer.add_scalars(numbers.collect())   # {"train/gpu:0/memory_used (MiB)/mean": 3712.0, ...}
 
 A thread looks every interval; the driver is asked in a process of its own, so that one that hangs cannot hang the
 training.  Without a driver the numbers of the host are there, and trouble says why there are no others.

@@ -2,9 +2,8 @@
 
 getpwuid may ask LDAP or SSSD, and hang with it.  A name is only for people: after SECONDS the number has to do, and
 the service is not asked again in this process for a while.  A uid without a name is asked for again, too: a service
-that is away for a moment says of its users that they do not exist, and no policy ends a job of an unknown user.
-Does not say who may do what: a user is always the uid.  Only where each user may have so much and no more, the 65536
-uids that one user has by user namespaces (rootless containers) count as one: see parties.
+that is away for a moment says that its users do not exist, and no policy ends a job of an unknown user.
+Does not say who may do what: a user is always the uid; see parties() for the uids of rootless containers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-"""A job under gpuguard: its start, its limits and numbers, its isolation, its end.
-
-run puts them together; adopt is for a job that runs already.
+"""A job under gpuguard: its start, its limits and numbers, its isolation, its end.  See run; adopt is for a job that
+runs already.
 """

@@ -1,14 +1,11 @@
 """A claim for a job that runs already: the devices that it uses, for as long as it lives.
 
 The locks cannot be put into a running process, so another one holds them and watches the job.  The two-key rule holds
-but for the job itself: its devices look busy because of it, and must because of no other process.
+but for the job itself: its devices must look busy because of no other process.
 
-A process is named by a pidfd, so a pid that is used again is another process, and nothing wakes the holder until one
-ends.  Then /proc is read once more: what living members have started since belongs to the job too, and so does every
-process in a process group or session that a member leads, even if its parent is gone.  A grandchild that left both and
-whose parents ended in between is missed.
-
-Starts no holder: see the commands adopt and slurm, which use detach() and wake_pipe().
+A process is named by a pidfd, and nothing wakes the holder until one ends.  Then /proc is read once more: what living
+members have started since belongs to the job too, and so does every process in a process group or session that a member
+leads.  A grandchild that left both and whose parents ended in between is missed.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.device_state import may_compute, usable_devices
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
-from gpuguard.procfs import Stat, in_first_pid_namespace, processes, stat_of, uid_of
+from gpuguard.procfs import LONGEST, Stat, in_first_pid_namespace, processes, read_proc, stat_of, uid_of
 from gpuguard.request import ANY_MEMORY, Request
 from gpuguard.users import user_name
 
@@ -191,14 +188,15 @@ def adopt(
                 raise ClaimError(f"GPU {device.index} cannot be claimed: {restrictions[device.uuid]}.")
         granted = _from_daemon(directory, snapshot, devices, held) if directory.closed else None
         with Gate(directory):
-            refused = None if granted else _lock_all(directory, devices, held)
-            if refused is None:
-                # Whatever happened between the first sample and the locks shows now.
-                again = backend.sample(_FIELDS, uuids)
-                family.refresh()  # behind the sample: a pid in it that is another process by now is no member's
-                devices = _confirmed(again, devices, family)
-        if refused:
-            raise ClaimError(_claimed_text(directory, refused))
+            for device in devices if not granted else ():
+                locks = lock_parts(directory, device, Request(), None)
+                if locks is None:
+                    raise ClaimError(_claimed_text(directory, device))
+                held.extend(locks)
+            # Whatever happened between the first sample and the locks shows now.
+            again = backend.sample(_FIELDS, uuids)
+            family.refresh()  # behind the sample: a pid in it that is another process by now is no member's
+            devices = _confirmed(again, devices, family)
         claim = Claim(granted or os.urandom(4).hex(), devices, tuple(held))
         claim.write_record(directory, JobDetails(note, command))
     except BaseException:
@@ -215,11 +213,10 @@ def _check_owners(pids: Iterable[int]) -> tuple[str, ...]:
         uid = uid_of(pid)
         if uid is not None and uid != os.geteuid():
             raise ClaimError(f"process {pid} belongs to {user_name(uid)}: only its owner or root can adopt it.")
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as words:
-                commands.append(words.read().rstrip(b"\0").decode(errors="replace").split("\0"))
-        except OSError:
-            raise ClaimError(f"there is no process {pid} any more.") from None
+        words = read_proc(f"/proc/{pid}/cmdline", LONGEST)
+        if words is None:
+            raise ClaimError(f"there is no process {pid} any more.")
+        commands.append(words.rstrip(b"\0").decode(errors="replace").split("\0"))
     return tuple(commands[0])
 
 
@@ -260,16 +257,6 @@ def _refuse_others(devices: Iterable[Device], family: ProcessFamily) -> None:
                 raise ClaimError(f"process {process.pid} of yours computes on GPU {device.index} too:{hint}")
             user = process.user or "somebody"
             raise ClaimError(f"{user} computes on GPU {device.index} too (pid {process.pid}): it is not yours alone.")
-
-
-def _lock_all(directory: LockDirectory, devices: Iterable[Device], held: list[Lock]) -> Device | None:
-    """Lock them, into *held*; the first that cannot be had, or None."""
-    for device in devices:
-        locks = lock_parts(directory, device, Request(), None)
-        if locks is None:
-            return device
-        held.extend(locks)
-    return None
 
 
 def _from_daemon(directory: LockDirectory, snapshot: Snapshot, devices: Sequence[Device], held: list[Lock]) -> str:

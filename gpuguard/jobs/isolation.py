@@ -1,12 +1,10 @@
 """A job for which only its own devices exist, not just in an environment variable.
 
 For an ordinary user bubblewrap builds a mount namespace whose /dev lacks the nodes of all other GPUs, and the job
-enters it: no process stays in between, so signals, exit codes and the terminal work as without.  For root, who could
-make the nodes again, the job starts in a cgroup of its own with a filter on its devices: a program of type
-BPF_PROG_TYPE_CGROUP_DEVICE, which the kernel asks at every open() and mknod() of a device.  Either keeps accidents away
-from other people's devices; neither is a wall against those who mean harm, see docs/isolation.md.
-
-Where neither can be had the job is refused, never started without.  Knows NVIDIA's nodes alone.
+enters it.  For root, who could make the nodes again, the job starts in a cgroup of its own with a filter on its
+devices: a program of type BPF_PROG_TYPE_CGROUP_DEVICE, which the kernel asks at every open() and mknod() of a device.
+Either keeps accidents away from other people's devices; neither is a wall against those who mean harm, see
+docs/isolation.md.  Where neither can be had the job is refused, never started without.  Knows NVIDIA's nodes alone.
 """
 
 from __future__ import annotations

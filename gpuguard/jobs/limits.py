@@ -1,12 +1,11 @@
 """The limits of a job: what its owner has set for it, judged by the rules of the guard on the job alone.
 
-Only the job can exceed them: processes of others on its devices are taken out of the sample before it is judged, and
-their memory never counts.  Where the driver does not tell whose processes are whose (in a container with pids of its
-own, and where the driver lists no processes), one process stands for all of the job: a device that is claimed for the
-job alone is the job's with all the memory that is in use above what was before; where others may use it too, the memory
-of the job is unknown.  Heat and rest are the device's in any case.
+Processes of others on its devices are taken out of the sample before it is judged.  Where the driver does not tell
+whose processes are whose (in a container with pids of its own, or where it lists none), one process stands for all of
+the job: a device that is claimed for the job alone is the job's with all the memory in use above what was before; where
+others may use it too, the memory of the job is unknown.  Heat and rest are the device's in any case.
 
-Once a limit is reached the job is ended, and that is all that follows: see run for how.  Reads nothing itself.
+Once a limit is reached the job is ended: see run for how.  Reads nothing itself.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The processes of a job: how they are started, ended one signal after the other, and waited for.
 
-Started as if nothing stood before them: their signals, exit code and error messages.  Ended by an escalation; that of a
-time limit is known from the start of the job on, and its checkpoint signal comes before the time is over; any other
-limit that is reached, and a request to stop, begins one at once.  The first that begins goes on to its end.  Waited for
-until none of them uses the devices and the memory is really free: a claim that ends before gives the next job a device
-that is still full.
-
+Started as if nothing stood before them: their signals, exit code and error messages.  Ended by an escalation: of the
+time limit, of another limit that is reached, or of a request to stop; the first that begins goes on to its end.  Waited
+for until none of them uses the devices and the memory is really free: else the next job gets a device that is full.
 Does not judge limits (see limits), and prints and records nothing: see run.
 """
 
@@ -354,7 +351,7 @@ def _in_use(claim: Claim, backend: Backend) -> str | None:
 
 
 class StillInUse(Exception):
-    """A signal cut the waiting short while processes of the job (*users*, in words) use a device: the claim is theirs."""
+    """*signum* cut the waiting short while processes of the job (*users*, in words) use a device: it is theirs."""
 
     def __init__(self, signum: int, users: str) -> None:
         super().__init__(users)

@@ -1,9 +1,8 @@
 """The claim of a Slurm job: what Slurm has given to it on this node, its owner's by gpuguard's locks too.
 
-A process of its own holds the locks.  It starts before the first process of the job (the prolog waits for it) and
-lives until the epilog releases them.  If no epilog comes, it ends when no slurmstepd of the job is left: it has a pidfd
-of each.  It acts as the job's owner, whose claim it is, but stays root's by its real user: `pkill python` does not take
-a claim away.  No file names its pid.
+A process of its own holds the locks, from the prolog (which waits for it) to the epilog.  If no epilog comes, it ends
+when no slurmstepd of the job is left: it has a pidfd of each.  It acts as the job's owner, whose claim it is, but stays
+root's by its real user: `pkill python` does not take a claim away.  No file names its pid.
 
     prolog   claim_for_job(): what Slurm names, all or nothing, by both keys: unlocked, and no process on it
     holder   hold() until end_claim(), or until no slurmstepd of the job lives
