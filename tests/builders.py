@@ -165,6 +165,25 @@ class Machine:
         self.devices[index] = replace(self.devices[index], **fields)  # type: ignore[arg-type]
 
 
+class Scripted:
+    """A backend that shows one snapshot after the other, the last one for ever; an error among them is raised."""
+
+    name, simulated = "scripted", True
+
+    def __init__(self, *shown: Snapshot | Exception) -> None:
+        self.shown, self.asked = list(shown), list[Collection[str]]()
+
+    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        self.asked.append(fields)
+        now = self.shown.pop(0) if len(self.shown) > 1 else self.shown[0]
+        if isinstance(now, Exception):
+            raise now
+        return now
+
+    def close(self) -> None:
+        pass
+
+
 NOW = 1_800_000_000.0
 HOUR = 3600.0
 UUIDS = tuple(f"d{number}" for number in range(8))

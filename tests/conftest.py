@@ -14,8 +14,10 @@ from side_by_side import alone, pytest_collection_modifyitems  # noqa: F401
 from surroundings import clean_environment, pytest_runtest_setup, pytest_terminal_summary  # noqa: F401  (hooks)
 
 if TYPE_CHECKING:
+    from brokered import Brokered
     from guarded import Scene
     from nodes import Gpuguard
+    from users import Machine
     from wrapped import Wrapped
 
     from gpuguard.claims.directory import LockDirectory
@@ -40,6 +42,42 @@ def site() -> Iterator[Path]:
 
     with a_site() as place:
         yield place
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """A directory that every user can reach."""
+    from users import an_open_place
+
+    with an_open_place() as place:
+        yield place
+
+
+@pytest.fixture(params=["admin", "sticky"])
+def machine(request: pytest.FixtureRequest, site: Path) -> Iterator[Machine]:
+    """A machine of two users, for tests as root."""
+    from users import a_shared_machine
+
+    with a_shared_machine(site, request.param) as machine:
+        yield machine
+
+
+@pytest.fixture(params=["broker", "keeper"])
+def broker(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
+    """A machine whose daemon gives the locks, for tests as root."""
+    from brokered import a_machine
+
+    with a_machine(site, request.param) as machine:
+        yield machine
+
+
+@pytest.fixture
+def own(site: Path) -> Iterator[Brokered]:
+    """A machine whose daemon has a user of its own, for tests as root."""
+    from brokered import a_machine
+
+    with a_machine(site, "keeper") as machine:
+        yield machine
 
 
 @pytest.fixture

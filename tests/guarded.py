@@ -85,24 +85,18 @@ class Listing(Machine):
         return replace(super().sample(fields, devices), clock=clock)
 
 
-class Scene:
-    """One offender on device 0, a verdict on them, and a guard that enforces it."""
+class Guard:
+    """A guard that enforces on *machine*, and what it wrote down."""
 
-    def __init__(self, pid: int, uid: int, *others: GpuProcess) -> None:
-        self.pid, self.pidfd = pid, os.pidfd_open(pid)
-        self.start_time = started(pid)
-        self.process = a_process(pid, start_time=self.start_time, uid=uid, memory_used=10 * GIB)
-        self.machine = Listing(a_device(0, processes=(self.process, *others), memory_used=40 * GIB))
-        self.snapshot = self.machine.sample((), None)
+    def __init__(self, machine: Machine, **facts: Any) -> None:
+        self.machine, self.snapshot = machine, machine.sample((), None)
         self.events: list[Event] = []
-        self.subject = Subject("process", self.machine.devices[0].uuid, pid, self.process.start_time, uid, user="alice")
         self.facts: dict[str, Any] = {
-            "backend": self.machine,
+            "backend": machine,
             "append": self.write,
             "still_true": lambda verdict, snapshot: True,
             "enforce": True,
-            "interactive_grace": 600.0,
-            "jobs": frozenset({(pid, self.process.start_time)}),
+            **facts,
         }
         self._context: ActionContext | None = None
 
@@ -111,12 +105,24 @@ class Scene:
         return True
 
     def context(self, **facts: Any) -> ActionContext:
-        """The guard's context, changed by *facts*."""
+        """What the guard goes by, changed by *facts*."""
         if self._context is None or facts:
             before = {"limits": self._context.limits} if self._context else {}
             self.facts = {**self.facts, **before, **facts}
             self._context = ActionContext(**self.facts)
         return self._context
+
+
+class Scene(Guard):
+    """One offender on device 0, a verdict on them, and a guard that enforces it."""
+
+    def __init__(self, pid: int, uid: int, *others: GpuProcess) -> None:
+        self.pid, self.pidfd = pid, os.pidfd_open(pid)
+        self.start_time = started(pid)
+        self.process = a_process(pid, start_time=self.start_time, uid=uid, memory_used=10 * GIB)
+        machine = Listing(a_device(0, processes=(self.process, *others), memory_used=40 * GIB))
+        super().__init__(machine, interactive_grace=600.0, jobs=frozenset({(pid, self.start_time)}))
+        self.subject = Subject("process", machine.devices[0].uuid, pid, self.start_time, uid, user="alice")
 
     def row(self, **fields: Any) -> None:
         """What the driver says of the offender from now on, and said already."""

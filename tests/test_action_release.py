@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 import termios
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,8 +13,7 @@ from typing import Any
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process
 from claimholders import Holder, a_holder
-from guarded import SOMEBODY, Listing
-from nodes import remove
+from guarded import SOMEBODY, Guard, Listing
 
 from gpuguard import procfs
 from gpuguard.claims import release as releasing
@@ -26,33 +24,20 @@ from gpuguard.enforcement import actions, signals
 from gpuguard.enforcement.limits import ActionLimits, PastAction
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.errors import ClaimError
-from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict
+from gpuguard.model import Finding, Snapshot, Subject, Verdict
 
 pytestmark = pytest.mark.root
 
 
-class Claimed:
+class Claimed(Guard):
     """Two idle devices, claimed by somebody, and a guard that enforces."""
 
     def __init__(self, directory: LockDirectory) -> None:
+        super().__init__(Listing(a_device(0), a_device(1), a_device(2)), directory=directory)
         self.directory = directory
-        self.machine = Listing(a_device(0), a_device(1), a_device(2))
         self.uuids = [device.uuid for device in self.machine.devices]
         for uuid in self.uuids:
             os.close(open_lock(directory, uuid))
-        self.events: list[Event] = []
-        self.facts: dict[str, Any] = {
-            "backend": self.machine,
-            "append": self.write,
-            "still_true": lambda verdict, snapshot: True,
-            "enforce": True,
-            "directory": directory,
-        }
-        self.snapshot = self.machine.sample((), None)
-
-    def write(self, event: Event) -> bool:
-        self.events.append(event)
-        return True
 
     def verdict(self, holder: Holder, **fields: Any) -> Verdict:
         subject = fields.pop("subject", Subject("claim", uid=holder.uid, claim=holder.id, user="alice"))
@@ -77,11 +62,8 @@ class Claimed:
 
 
 @pytest.fixture
-def claimed() -> Iterator[Claimed]:
-    place = tempfile.mkdtemp(prefix="gpuguard-release-")  # pytest's own tmp_path lets nobody else in
-    os.chmod(place, 0o755)
-    yield Claimed(lock_directory(f"{place}/claims"))
-    remove(place)
+def claimed(open_place: Path) -> Claimed:
+    return Claimed(lock_directory(f"{open_place}/claims"))
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import json
 import os
 
 import pytest
-from nodes import Gpuguard
 
 from gpuguard.backtest.backtest import Backtest, backtest
 from gpuguard.backtest.recordings import people, read_recording
@@ -218,11 +217,6 @@ def test_a_file_that_is_no_recording_is_refused_with_its_line(tmp_path, text, co
 
     with pytest.raises(InvalidRequest, match=complaint):
         read_recording(str(path))
-
-
-@pytest.fixture
-def gpuguard(tmp_path):
-    return Gpuguard(tmp_path, None)
 
 
 def test_the_command_says_what_it_would_cost(tmp_path, gpuguard):

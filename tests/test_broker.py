@@ -32,18 +32,6 @@ def machine(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
         yield made
 
 
-@pytest.fixture(params=KINDS[1:])
-def broker(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
-    with a_machine(site, request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def own(site: Path) -> Iterator[Brokered]:
-    with a_machine(site, "keeper") as made:
-        yield made
-
-
 @pytest.mark.root
 def test_the_unfinished_file_of_a_killed_daemon_is_gone_when_the_next_one_answers(broker):
     broker.kill_daemon()

@@ -6,12 +6,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from brokered import CLAIM, KINDS, Brokered, a_machine, claims_of
+from brokered import CLAIM, Brokered, claims_of
 from nodes import SECONDS, a_user, eventually
 from users import ALICE, BOB
 
@@ -20,12 +19,6 @@ from gpuguard.queue import tickets
 from gpuguard.queue.tickets import read_tickets
 
 pytestmark = pytest.mark.root
-
-
-@pytest.fixture(params=KINDS[1:])
-def broker(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
-    with a_machine(site, request.param) as made:
-        yield made
 
 
 BY_HAND = """

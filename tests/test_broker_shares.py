@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from brokered import KEEPER, KINDS, Brokered, a_machine, claims_of
+from brokered import KEEPER, Brokered, a_machine, claims_of
 from nodes import eventually
 from users import ALICE, BOB
 
@@ -25,18 +25,6 @@ from gpuguard.model import HEALTH
 
 pytestmark = pytest.mark.root
 MIG = "2xH100-80GB:mig=3g.40gb,3g.40gb"
-
-
-@pytest.fixture(params=KINDS[1:])
-def broker(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
-    with a_machine(site, request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def own(site: Path) -> Iterator[Brokered]:
-    with a_machine(site, "keeper") as made:
-        yield made
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Collection, Iterable
 
 import pytest
-from builders import GIB, MIB, a_device, a_mig_instance, a_process, a_snapshot
+from builders import GIB, MIB, Scripted, a_device, a_mig_instance, a_process, a_snapshot
 from nodes import eventually, start
 
 import gpuguard
@@ -24,29 +23,10 @@ from gpuguard.training_log import FIELDS, Collector
 SLOW = 3600.0  # an interval in which the thread looks once
 
 
-class Scripted:
-    """A backend that shows one snapshot after the other, the last one for ever; an error is raised."""
-
-    name, simulated = "scripted", True
-
-    def __init__(self, shown: Iterable[Snapshot | BackendError]) -> None:
-        self.shown, self.asked = list(shown), list[Collection[str]]()
-
-    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        self.asked.append(fields)
-        now = self.shown.pop(0) if len(self.shown) > 1 else self.shown[0]
-        if isinstance(now, BackendError):
-            raise now
-        return now
-
-    def close(self) -> None:
-        pass
-
-
 def a_collector(*shown: Snapshot | BackendError, **options) -> Collector:
     options.setdefault("environ", {})
     return gpuguard.collector(
-        options.pop("pids", ()), options.pop("interval", SLOW), backend=Scripted(shown), **options
+        options.pop("pids", ()), options.pop("interval", SLOW), backend=Scripted(*shown), **options
     )
 
 
@@ -288,7 +268,7 @@ def test_it_works_on_a_simulated_node_in_a_process_of_its_own(tmp_path):
 
 
 def test_no_more_is_read_than_is_told():
-    source = Scripted(busy(1))
+    source = Scripted(*busy(1))
     with gpuguard.collector((), SLOW, backend=source, environ={}) as numbers:
         numbers.collect()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,11 +35,8 @@ NOW = 1_000.0
 
 
 @pytest.fixture
-def directory() -> Iterator[LockDirectory]:
-    # Not in tmp_path: other users cannot get there.
-    with tempfile.TemporaryDirectory(prefix="gpuguard-test-") as place:
-        os.chmod(place, 0o755)
-        yield lock_directory(f"{place}/claims")
+def directory(open_place: Path) -> LockDirectory:
+    return lock_directory(f"{open_place}/claims")
 
 
 @pytest.fixture

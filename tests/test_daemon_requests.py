@@ -8,9 +8,9 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from builders import a_device, a_process, a_snapshot
 from claimholders import Holder, a_holder
 from daemons import a_daemon
 from guarded import SOMEBODY, Listing
-from nodes import eventually, remove
+from nodes import eventually
 
 from gpuguard.claims.directory import lock_directory, open_lock, try_flock
 from gpuguard.claims.records import locked_devices, probe
@@ -79,11 +79,8 @@ class Requests:
 
 
 @pytest.fixture
-def requests_() -> Iterator[Requests]:
-    place = tempfile.mkdtemp(prefix="gpuguard-requests-")
-    os.chmod(place, 0o755)
-    yield Requests(place)
-    remove(place)
+def requests_(open_place: Path) -> Requests:
+    return Requests(str(open_place))
 
 
 @pytest.fixture

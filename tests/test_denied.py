@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from builders import Machine as Devices
@@ -16,7 +14,7 @@ from claiming import acquire, preview
 from daemons import a_daemon, somebodys
 from guarded import SOMEBODY, a_scene
 from nodes import GIB, Gpuguard, eventually, start
-from users import ALICE, BOB, Machine, a_shared_machine
+from users import ALICE, BOB
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import DENIED, QUARANTINED, Restriction, change, read_restrictions
@@ -27,12 +25,6 @@ from gpuguard.model import Event, Finding, Subject, Verdict
 from gpuguard.request import Request
 
 root = pytest.mark.root
-
-
-@pytest.fixture(params=["admin", "sticky"])
-def machine(request: pytest.FixtureRequest, site: Path) -> Iterator[Machine]:
-    with a_shared_machine(site, request.param) as made:
-        yield made
 
 
 def mark(directory: LockDirectory, kind: str, name: str, **fields: object) -> None:

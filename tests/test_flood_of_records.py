@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import pwd
-import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvml import FakeNvml
 from nodes import eventually
-from users import ALICE, BOB, DEVICES, Machine, a_shared_machine
+from users import ALICE, BOB, Machine, a_shared_machine
 
 from gpuguard.claims import holders, records
 
@@ -24,11 +21,8 @@ pytestmark = pytest.mark.root
 
 @pytest.fixture
 def machine(site: Path) -> Iterator[Machine]:
-    place = Path(tempfile.mkdtemp(prefix="gpuguard-users-"))
-    place.chmod(0o755)
-    with FakeNvml(place, DEVICES) as fake:
-        yield Machine(place, site, fake, "admin")
-    shutil.rmtree(place)
+    with a_shared_machine(site, "admin") as machine:
+        yield machine
 
 
 HOG = """

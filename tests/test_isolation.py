@@ -9,7 +9,6 @@ import shutil
 import signal
 import struct
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,12 +144,9 @@ class Isolated:
 
 
 @pytest.fixture
-def alice(site: Path) -> Iterator[Isolated]:
-    with tempfile.TemporaryDirectory(prefix="gpuguard-isolated-") as name:
-        os.chmod(name, 0o755)
-        place = Path(name)
-        with FakeNvml(place, DEVICES) as fake, private_dev(place, DEVICES, {"renamed": (195, 2)}) as inside:
-            yield Isolated(Machine(place, site, fake, "admin"), inside(ALICE))
+def alice(site: Path, open_place: Path) -> Iterator[Isolated]:
+    with FakeNvml(open_place, DEVICES) as fake, private_dev(open_place, DEVICES, {"renamed": (195, 2)}) as inside:
+        yield Isolated(Machine(open_place, site, fake, "admin"), inside(ALICE))
 
 
 def python(machine: Isolated, code: str, *words: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import tempfile
 import threading
 
 import pytest
@@ -395,20 +394,17 @@ def test_problems_names_what_is_wrong_before_the_first_alarm(tmp_path):
         (0, 20003, 0o444, False),
     ],
 )
-def test_root_can_give_a_secret_to_the_daemons_group(owner, group, mode, readable):
-    with tempfile.TemporaryDirectory(prefix="gpuguard-test-") as place:
-        os.chmod(place, 0o755)
-        path = f"{place}/secret"
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(PASSWORD)
-        os.chown(path, owner, group)
-        os.chmod(path, mode)
-        os.setresgid(-1, 20003, 0)
-        os.setresuid(-1, 20003, 0)
-        try:
-            found = list(problems({"x": Webhook("http://localhost:1/", token=Secret(file=path))}))
-        finally:
-            os.setresuid(-1, 0, 0)
-            os.setresgid(-1, 0, 0)
+def test_root_can_give_a_secret_to_the_daemons_group(open_place, owner, group, mode, readable):
+    path = open_place / "secret"
+    path.write_text(PASSWORD)
+    os.chown(path, owner, group)
+    path.chmod(mode)
+    os.setresgid(-1, 20003, 0)
+    os.setresuid(-1, 20003, 0)
+    try:
+        found = list(problems({"x": Webhook("http://localhost:1/", token=Secret(file=str(path)))}))
+    finally:
+        os.setresuid(-1, 0, 0)
+        os.setresgid(-1, 0, 0)
 
     assert (not found) == readable, found

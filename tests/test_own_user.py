@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import Any
 
 import pytest
 from daemons import SOMEBODY, DaemonUnderTest, somebodys
-from nodes import GIB, eventually, remove
-from users import install, interpreter
+from nodes import GIB, eventually
+from users import a_site, interpreter
 
 pytestmark = [
     pytest.mark.root,
@@ -56,24 +55,18 @@ time.sleep(600)
 @pytest.fixture(scope="module")
 def site() -> Iterator[Path]:
     """What an ordinary user can import, wherever the checkout lies."""
-    place = Path(tempfile.mkdtemp(prefix="gpuguard-site-"))
-    place.chmod(0o755)
-    install(place)
-    found = importlib.util.find_spec("yaml")
-    assert found and found.origin
-    shutil.copytree(Path(found.origin).parent, place / "yaml", ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(["chmod", "-R", "a+rX", str(place)], check=True)
-    yield place
-    remove(place)
+    with a_site() as place:
+        found = importlib.util.find_spec("yaml")
+        assert found and found.origin
+        shutil.copytree(Path(found.origin).parent, place / "yaml", ignore=shutil.ignore_patterns("__pycache__"))
+        subprocess.run(["chmod", "-R", "a+rX", str(place)], check=True)
+        yield place
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def place(open_place: Path) -> Path:
     """Root's, open for everybody to look."""
-    place = Path(tempfile.mkdtemp(prefix="gpuguard-own-user-"))
-    place.chmod(0o755)
-    yield place
-    remove(place)
+    return open_place
 
 
 @contextmanager

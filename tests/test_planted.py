@@ -8,13 +8,12 @@ import os
 import shlex
 import signal
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fake_nvml import FakeNvml
-from nodes import SECONDS, Gpuguard, remove
+from nodes import SECONDS, Gpuguard
 
 import gpuguard as api
 from gpuguard.claims.claim import Claim, JobDetails
@@ -31,11 +30,8 @@ JOB = Allocation("7", ALICE, ("0",))
 
 
 @pytest.fixture
-def directory() -> Iterator[LockDirectory]:
-    place = tempfile.mkdtemp(prefix="gpuguard-planted-")
-    os.chmod(place, 0o755)
-    yield lock_directory(f"{place}/claims")
-    remove(Path(place))
+def directory(open_place: Path) -> LockDirectory:
+    return lock_directory(f"{open_place}/claims")
 
 
 def a_locked_file(path: Path) -> int:

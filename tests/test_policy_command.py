@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from nodes import Gpuguard
 from pages import blocks
 from policies import document, good, marked
 from policy_page import PAGE, with_tables
@@ -33,11 +32,6 @@ from gpuguard.views.policy_language import SECTIONS, describe, json_schema, key_
 
 NOUNS = {name: noun for nouns in SECTIONS.values() for name, noun in nouns.items()}
 EXAMPLES = [block.text for block in blocks(PAGE.read_text(encoding="utf-8"), "policies.md") if block.language == "yaml"]
-
-
-@pytest.fixture
-def gpuguard(tmp_path):
-    return Gpuguard(tmp_path, None)
 
 
 def write(tmp_path, text):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from nodes import Gpuguard
 from sources import ROOT
 
 from gpuguard.backtest.recordings import people
@@ -159,11 +158,6 @@ def test_a_file_with_a_fault_says_where_and_what_to_write(tests, complaint):
     assert file is None
     assert all(fault.line for fault in faults)
     assert complaint in " ".join(f"{fault.text} {fault.hint}" for fault in faults)
-
-
-@pytest.fixture
-def gpuguard(tmp_path):
-    return Gpuguard(tmp_path, None)
 
 
 def test_the_command_answers_yes(tmp_path, gpuguard):

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -257,17 +256,15 @@ def test_users_are_hit_and_accounts_of_the_system_are_not(uid, word):
         ("train", 0, False),
     ],
 )
-def test_a_program_of_the_system_is_known_by_who_put_it_where(monkeypatch, name, owner, spared):
-    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # everybody can get there, unlike tmp_path
-        os.chmod(place, 0o755)
-        monkeypatch.setattr(identity, "SYSTEM_PLACES", (f"{place}/",))
-        program = shutil.copy(shutil.which("sleep") or "", f"{place}/{name}")
-        os.chmod(program, 0o755)
-        os.chown(program, owner, owner)
+def test_a_program_of_the_system_is_known_by_who_put_it_where(monkeypatch, open_place, name, owner, spared):
+    monkeypatch.setattr(identity, "SYSTEM_PLACES", (f"{open_place}/",))
+    program = shutil.copy(shutil.which("sleep") or "", f"{open_place}/{name}")
+    os.chmod(program, 0o755)
+    os.chown(program, owner, owner)
 
-        with a_scene(program, "600") as scene:
-            assert (scene.against() == {"program"}) is spared
-            assert (scene.act().word == "sent") is not spared
+    with a_scene(program, "600") as scene:
+        assert (scene.against() == {"program"}) is spared
+        assert (scene.act().word == "sent") is not spared
 
 
 @pytest.mark.root

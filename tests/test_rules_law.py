@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
+from builders import GIB, Scripted, a_claim_record, a_device, a_process, a_snapshot
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worlds import CLOCK, a_bad_day, examples, shown
 
 from gpuguard import policies
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import Device, Finding, GpuProcess, Snapshot
+from gpuguard.model import Device, Finding, GpuProcess
 from gpuguard.policies import Rule
 from gpuguard.policies.expression import NAMES, NAMES_OF_HOST, ExpressionRule, NameSource, parse_expression
 from gpuguard.policies.idle import IdleRule
@@ -374,9 +374,9 @@ def test_targets_are_those_of_all_steps_each_once() -> None:
 def test_what_stands_is_told_of_the_policies_that_it_was_judged_by() -> None:
     """Somebody may ask between the moment in which a policy is replaced and the next look."""
     row = a_process(4711, start_time=5.0)
-    snapshots = iter([a_snapshot(a_device(0, processes=(row,)), clock=100.0 + second) for second in range(3)])
+    snapshots = [a_snapshot(a_device(0, processes=(row,)), clock=100.0 + second) for second in range(3)]
     many = a_policy(ProcessesRule(above=0), hold=0.0, join="any", steps=(Step("log"), Step("log", after=3600.0)))
-    guard = Watchdog(Looked(snapshots), [many])
+    guard = Watchdog(Scripted(*snapshots), [many])
     assert guard.status() == ()
     guard.step()
     guard.step()
@@ -387,18 +387,3 @@ def test_what_stands_is_told_of_the_policies_that_it_was_judged_by() -> None:
     assert guard.status() == before
     guard.step()
     assert [(one.last, one.next) for one in guard.status()] == [(None, None)]
-
-
-class Looked:
-    """A backend that sees these, one after the other."""
-
-    name, simulated = "looked", True
-
-    def __init__(self, snapshots: Iterator[Snapshot]) -> None:
-        self.snapshots = snapshots
-
-    def sample(self, fields: object, devices: object = None) -> Snapshot:
-        return next(self.snapshots)
-
-    def close(self) -> None:
-        pass

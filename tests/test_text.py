@@ -11,11 +11,10 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from builders import GIB, a_device, a_process, a_snapshot
+from builders import GIB, Scripted, a_device, a_process, a_snapshot
 from guarded import a_scene
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_watchdog import Recording
 
 from gpuguard.enforcement import limits
 from gpuguard.enforcement.limits import BURST_LINES, REPORT_SECONDS, SECONDS_PER_LINE, AuditQuota, recover_actions
@@ -280,7 +279,7 @@ def test_a_flood_of_one_user_leaves_the_lines_about_others_and_says_so(tmp_path:
         bobs = [a_process(pid=1000 + n, uid=1002, user="bob", memory_used=GIB) for n in range(at * 30, at * 30 + 90)]
         device = a_device(memory_used=40 * GIB, processes=(*bobs, alices))
         samples.append(a_snapshot(device, clock=10_000.0 + at, taken_at=1.7e9 + at))
-    dog = Watchdog(Recording(*samples), (SMALL,), append=audit_log.append, on_event=told.append)
+    dog = Watchdog(Scripted(*samples), (SMALL,), append=audit_log.append, on_event=told.append)
     for _ in samples:
         dog.step()
         clock[0] += REPORT_SECONDS / 6
@@ -297,7 +296,7 @@ def test_deeds_are_remembered_over_a_restart_in_spite_of_a_flood(tmp_path: Path,
     monkeypatch.setenv("GPUGUARD_EVENTS", str(log))
     monkeypatch.setattr(audit_log, "ROTATE_BYTES", 2**16)
     monkeypatch.setattr(limits, "BURST_LINES", 50)
-    dog = Watchdog(Recording(a_snapshot(a_device())), (SMALL,), append=audit_log.append)
+    dog = Watchdog(Scripted(a_snapshot(a_device())), (SMALL,), append=audit_log.append)
     with a_scene() as scene:
         scene.context(append=dog._record)
         assert scene.act().word == "sent"

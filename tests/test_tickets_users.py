@@ -6,7 +6,6 @@ import fcntl
 import os
 import pwd
 import signal
-import tempfile
 import time
 import traceback
 from collections import Counter
@@ -27,10 +26,8 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two
 
 
 @pytest.fixture
-def directory() -> Iterator[LockDirectory]:
-    with tempfile.TemporaryDirectory() as place:
-        os.chmod(place, 0o755)
-        yield lock_directory(f"{place}/claims")
+def directory(open_place: Path) -> LockDirectory:
+    return lock_directory(f"{open_place}/claims")
 
 
 def as_user(user: pwd.struct_passwd, what: Callable[[], object], *, stays: bool = False) -> int:

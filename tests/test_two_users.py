@@ -22,15 +22,8 @@ from gpuguard.claims.records import read_records
 
 pytestmark = pytest.mark.root
 
-KINDS = ("admin", "sticky")
 LOOK = ("--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
 Done = CompletedProcess[str]
-
-
-@pytest.fixture(params=KINDS)
-def machine(request: pytest.FixtureRequest, site: Path) -> Iterator[Machine]:
-    with a_shared_machine(site, request.param) as made:
-        yield made
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -191,11 +190,9 @@ def test_the_lock_of_another_user_does_not_keep_the_daemon_from_writing(everybod
 
 
 @pytest.fixture
-def everybodys(tmp_path, monkeypatch):
+def everybodys(open_place):
     """A store in a place that every user can reach."""
-    with tempfile.TemporaryDirectory(prefix="gpuguard-test-") as place:
-        os.chmod(place, 0o755)
-        yield f"{place}/state/usage.db"
+    return f"{open_place}/state/usage.db"
 
 
 def as_nobody(program: str, *words: str) -> subprocess.CompletedProcess[str]:

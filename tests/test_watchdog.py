@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from builders import GIB, a_device, a_process, a_snapshot
+from builders import GIB, Scripted, a_device, a_process, a_snapshot
 from claiming import acquire
 from nodes import a_user, change, clock, eventually, one, start
 
@@ -38,24 +38,6 @@ from gpuguard.watchdog import Watchdog, pace
 HOGS = Policy(
     "hogs", (MemoryRule(above=parse_memory_amount("20GiB")),), hold=0.0, steps=(Step("terminate"),), enforce=True
 )
-
-
-class Recording:
-    """A backend that answers from a list; an exception in it is raised."""
-
-    name, simulated = "recording", True
-
-    def __init__(self, *answers):
-        self.answers = list(answers)
-
-    def sample(self, fields, devices=None):
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def close(self):
-        pass
 
 
 @pytest.fixture
@@ -113,7 +95,7 @@ def test_one_look_is_never_enough(a_watchdog, log, place):
 
 
 def test_without_policies_nothing_is_judged(a_watchdog, log):
-    guard = a_watchdog(Recording(*snapshots(A_HOG)), ())
+    guard = a_watchdog(Scripted(*snapshots(A_HOG)), ())
 
     assert guard.step() == guard.step()
     assert log == []
@@ -124,7 +106,7 @@ def test_claims_that_cannot_be_read_are_a_gap_and_not_nothing(a_watchdog, tmp_pa
     start(place)
     directory = lock_directory(place)
     (tmp_path / "node" / "lock").rename(tmp_path / "away")
-    a_watchdog(Recording(*snapshots(A_HOG)), directory=directory, on_sample=lambda *each: seen.append(each)).step()
+    a_watchdog(Scripted(*snapshots(A_HOG)), directory=directory, on_sample=lambda *each: seen.append(each)).step()
 
     assert [(gap.device, gap.field) for gap in seen[0][0].gaps] == [(None, "claims")]
 
@@ -146,7 +128,7 @@ def test_a_step_that_a_check_holds_up_is_tried_again_and_the_next_one_waits(a_wa
 
     monkeypatch.setattr(actions, "act", act)
     policy = replace(HOGS, steps=(Step("pause"), Step("resume")), cooldown=1000.0)
-    guard = a_watchdog(Recording(*snapshots(A_HOG, number=6)), (policy,))
+    guard = a_watchdog(Scripted(*snapshots(A_HOG, number=6)), (policy,))
     for _ in range(6):
         guard.step()
 
@@ -156,7 +138,7 @@ def test_a_step_that_a_check_holds_up_is_tried_again_and_the_next_one_waits(a_wa
 def test_of_what_is_due_the_small_ones_of_a_user_keep_nothing_from_its_turn(a_watchdog, log):
     rows = [(0, 1001, 21 * GIB), (1, 1002, 70 * GIB), (2, 1003, 30 * GIB)]  # of the same user
     devices = [a_device(i, memory_used=used, processes=(a_process(pid, memory_used=used),)) for i, pid, used in rows]
-    guard = a_watchdog(Recording(*snapshots(*devices)), (replace(HOGS, steps=(Step("log"),)),))
+    guard = a_watchdog(Scripted(*snapshots(*devices)), (replace(HOGS, steps=(Step("log"),)),))
     guard.step()
     guard.step()
 
@@ -175,7 +157,7 @@ def test_a_step_that_waits_is_forgotten_when_its_reason_ends(a_watchdog, monkeyp
     samples = snapshots(A_HOG, number=4)
     if end == "cleared":
         samples[2:] = snapshots(a_device(), number=4)[2:]
-    guard = a_watchdog(Recording(*samples))
+    guard = a_watchdog(Scripted(*samples))
     guard.step()
     guard.step()
     if end.startswith("policy"):
@@ -203,7 +185,7 @@ def test_a_callback_that_fails_comes_after_everything_is_done(a_watchdog, log):
     def fail(event):
         raise RuntimeError("not my day")
 
-    guard = a_watchdog(Recording(*snapshots(A_HOG)), on_event=fail)
+    guard = a_watchdog(Scripted(*snapshots(A_HOG)), on_event=fail)
     guard.step()
     with pytest.raises(RuntimeError):
         guard.step()
@@ -213,7 +195,7 @@ def test_a_callback_that_fails_comes_after_everything_is_done(a_watchdog, log):
 
 def test_the_condition_is_looked_at_again_with_everything_that_the_policy_says(a_watchdog):
     """What preflight asks just before a signal: on the devices of the target alone, which the driver read again."""
-    judged = a_watchdog(Recording(*snapshots(A_HOG)))
+    judged = a_watchdog(Scripted(*snapshots(A_HOG)))
     judged.step()
     verdict = judged.step().verdicts[0]
     [sample] = snapshots(A_HOG, number=1)
@@ -238,7 +220,7 @@ def test_the_loop_survives_everything_and_says_so_once(a_watchdog, log):
         ValueError("odd"),
         *snapshots(A_HOG, every=0.001),
     ]
-    guard = a_watchdog(Recording(*faults), interval=(0.001, 0.001))
+    guard = a_watchdog(Scripted(*faults), interval=(0.001, 0.001))
     stop = threading.Event()
     thread = threading.Thread(target=guard.run, args=(stop,))
     thread.start()
@@ -252,7 +234,7 @@ def test_the_loop_survives_everything_and_says_so_once(a_watchdog, log):
 
 
 def test_a_driver_that_does_not_answer_is_asked_less_and_less(a_watchdog):
-    guard = a_watchdog(Recording(DriverUnresponsive("no answer")), interval=(0.001, 0.001))
+    guard = a_watchdog(Scripted(DriverUnresponsive("no answer")), interval=(0.001, 0.001))
     pauses = []
 
     class Ended(threading.Event):
@@ -269,7 +251,7 @@ def test_a_driver_that_does_not_answer_is_asked_less_and_less(a_watchdog):
 
 
 def test_the_pause_after_a_fault_is_never_longer_than_a_minute(a_watchdog):
-    guard = a_watchdog(Recording(DriverUnresponsive("no answer")), interval=(1.0, 600.0))
+    guard = a_watchdog(Scripted(DriverUnresponsive("no answer")), interval=(1.0, 600.0))
     stop = threading.Event()
     threading.Timer(0.2, stop.set).start()
     guard.run(stop)
@@ -311,7 +293,7 @@ def test_it_never_looks_more_seldom_than_the_bound():
 
 
 def test_an_idle_node_is_looked_at_more_and_more_seldom(a_watchdog):
-    guard = a_watchdog(Recording(*snapshots(a_device(), number=8)), interval=(1.0, 5.0))
+    guard = a_watchdog(Scripted(*snapshots(a_device(), number=8)), interval=(1.0, 5.0))
     pauses = []
     for _ in range(6):
         guard.step()
@@ -325,7 +307,7 @@ def test_a_note_is_written_down_when_it_is_new(a_watchdog, log):
     samples = snapshots(A_HOG, number=6)
     for i in (3, 4):
         samples[i] = replace(samples[i], devices=(unreadable,))
-    guard = a_watchdog(Recording(*samples), (replace(HOGS, hold=100.0),))
+    guard = a_watchdog(Scripted(*samples), (replace(HOGS, hold=100.0),))
     for _ in range(6):
         guard.step()
 
@@ -437,12 +419,12 @@ def test_the_host_is_looked_at_only_while_a_policy_judges_by_it():
     us = os.getpid()
     row = a_process(us, start_time=procfs.start_time(us))
     about_the_host = Policy("h", (IdleRule(below=5.0, cpu_below=2.0),), steps=(Step("log"),))
-    looked = Recording(a_snapshot(a_device(0, processes=(row,))))
+    looked = Scripted(a_snapshot(a_device(0, processes=(row,))))
     guard = Watchdog(looked)
     rates = []
     for policy in about_the_host, about_the_host, HOGS, about_the_host, about_the_host:
         guard.policies = (policy,)
-        looked.answers = [replace(looked.answers[0], clock=looked.answers[0].clock + 1.0)]
+        looked.shown = [replace(looked.shown[0], clock=looked.shown[0].clock + 1.0)]
         guard.step()
         assert guard._view
         rates.append([use.cpu is not None for use in guard._view.host.values()])
@@ -472,7 +454,7 @@ def test_a_user_whom_the_breaker_spares_for_having_too_many_processes_is_told_to
     ]
     policy = replace(HOGS, steps=(Step("terminate"), Step("notify", 60.0, (("to", "ops"),))))
     post = Post()
-    guard = a_watchdog(Recording(*snapshots(*crowd, number=4)), (policy,), enforce=True, notifier=post)
+    guard = a_watchdog(Scripted(*snapshots(*crowd, number=4)), (policy,), enforce=True, notifier=post)
     for _ in range(4):
         guard.step()
 

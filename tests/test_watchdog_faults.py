@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from dataclasses import replace as replace_fields
 
 import pytest
-from builders import GIB, a_process
-from test_watchdog import A_HOG, HOGS, Recording, outcomes, snapshots
+from builders import GIB, Scripted, a_process
+from test_watchdog import A_HOG, HOGS, outcomes, snapshots
 
 from gpuguard import watchdog
 from gpuguard.enforcement import actions
@@ -39,7 +39,7 @@ def log():
 @pytest.fixture
 def a_watchdog(log):
     def make(answers, *policies, **options):
-        return Watchdog(Recording(*answers), policies, append=lambda event: log.append(event) or True, **options)
+        return Watchdog(Scripted(*answers), policies, append=lambda event: log.append(event) or True, **options)
 
     return make
 

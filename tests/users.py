@@ -72,8 +72,8 @@ def interpreter() -> str:
 
 @contextlib.contextmanager
 def a_site() -> Iterator[Path]:
-    """gpuguard where every user can read it: pytest's own tmp_path lets nobody else in."""
-    with _everybodys("gpuguard-site-") as place:
+    """gpuguard where every user can read it."""
+    with an_open_place("gpuguard-site-") as place:
         install(place)
         yield place
 
@@ -81,12 +81,13 @@ def a_site() -> Iterator[Path]:
 @contextlib.contextmanager
 def a_shared_machine(site: Path, kind: str, devices: int = DEVICES) -> Iterator[Machine]:
     """A machine with so many devices; nothing of it is left."""
-    with _everybodys("gpuguard-users-") as place, FakeNvml(place, devices) as fake:
+    with an_open_place("gpuguard-users-") as place, FakeNvml(place, devices) as fake:
         yield Machine(place, site, fake, kind)
 
 
 @contextlib.contextmanager
-def _everybodys(prefix: str) -> Iterator[Path]:
+def an_open_place(prefix: str = "gpuguard-test-") -> Iterator[Path]:
+    """A directory that every user can reach: pytest's own tmp_path lets nobody else in."""
     place = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         place.chmod(0o755)

@@ -15,7 +15,7 @@ there.
 
 from __future__ import annotations
 
-import builtins
+import gzip
 import json
 import os
 import time
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 VERSION = 1
 WHOLE_EVERY = 60  # samples
 MAX_LINE = 16 * 2**20  # bytes of one sample: 1,000 times that of a large machine
-_CHUNK = 2**16
 _GZIP = 31  # window bits of zlib that mean gzip
 
 # The marks of a change; no key of a sample looks like them.
@@ -135,36 +134,23 @@ def read_samples(path: str) -> Iterator[dict[str, Any]]:
 
 def _lines(path: str) -> Iterator[bytes]:
     """The whole lines of a gzip file of any number of members; ends where it is cut off or damaged."""
-    rest = b""
+    begun = False
     try:
-        with builtins.open(path, "rb") as file:
-            for piece in _unzipped(path, file):
-                *lines, rest = (rest + piece).split(b"\n")
-                yield from lines
-                if len(rest) > MAX_LINE:
+        with gzip.open(path, "rb") as file:
+            while line := file.readline(MAX_LINE + 1):
+                begun = True
+                if len(line) > MAX_LINE:
                     raise BackendError(f"{path}: a line is longer than any sample.")
+                if line.endswith(b"\n"):
+                    yield line
+    except EOFError:
+        pass
+    except (zlib.error, gzip.BadGzipFile) as error:
+        if not begun:
+            raise BackendError(f"{path} is no recording, which is a gzip file: {error}.") from None
     except OSError as error:
         raise BackendError(f"{path} cannot be read: {error.strerror}.") from None
-
-
-def _unzipped(path: str, file: Any) -> Iterator[bytes]:
-    unzip, started = zlib.decompressobj(_GZIP), False
-    data = file.read(_CHUNK)
-    while data:
-        try:
-            piece = unzip.decompress(data, MAX_LINE)
-        except zlib.error as error:
-            if not started:
-                raise BackendError(f"{path} is no recording, which is a gzip file: {error}.") from None
-            return
-        started = True
-        if piece:
-            yield piece
-        data = unzip.unconsumed_tail
-        if unzip.eof:
-            data, unzip = unzip.unused_data, zlib.decompressobj(_GZIP)
-        data = data or file.read(_CHUNK)
-    if not started:
+    if not begun:
         raise BackendError(f"{path} is empty: nothing was recorded.")
 
 
