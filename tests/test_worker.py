@@ -340,11 +340,14 @@ def test_a_worker_that_never_becomes_ready_is_given_up(silent, monkeypatch):
     monkeypatch.setattr(client, "SLOW_SECONDS", 0.1)
     monkeypatch.setattr(client, "INIT_SECONDS", 0.2)
     monkeypatch.setattr(spawn, "start_worker", lambda name: silent)
+    silent.replies, held = os.pipe()  # through which nothing comes
     told: list[str] = []
 
     with pytest.raises(DriverUnresponsive, match="did not initialise"):
         WorkerBackend("nvml", told.append).sample(SELECT_FIELDS)
     assert len(told) == 1
+    for descriptor in (silent.replies, held):
+        os.close(descriptor)
 
 
 def full(*_: object, **__: object) -> None:
