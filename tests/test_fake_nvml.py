@@ -66,16 +66,10 @@ def test_one_function_can_be_slower_than_the_others(fake: FakeNvml) -> None:
 def test_both_memory_versions_tell_of_the_same_bytes(fake: FakeNvml) -> None:
     fake.devices[3].memory_used = 7 * GIB
     fake.devices[3].memory_reserved = 500 * MIB
-    old, new, reserved = map(
-        int,
-        printed(
-            fake,
-            "v1, v2 = n.nvmlDeviceGetMemoryInfo(h), n.nvmlDeviceGetMemoryInfo(h, n.nvmlMemory_v2)\n"
-            "print(v1.used, v2.used, v2.reserved)",
-        ).split(),
-    )
+    script = "v1, v2 = n.nvmlDeviceGetMemoryInfo(h), n.nvmlDeviceGetMemoryInfo(h, n.nvmlMemory_v2)\n"
 
-    assert (old, new, reserved) == (7 * GIB + 500 * MIB, 7 * GIB, 500 * MIB)
+    told = printed(fake, f"{script}print(v1.used, v2.used, v2.reserved)")
+    assert told == f"{7 * GIB + 500 * MIB} {7 * GIB} {500 * MIB}"
 
 
 @pytest.mark.parametrize(("driver", "missing"), [(580, 0), (470, 3), (418, 5)])
@@ -104,27 +98,25 @@ def test_a_process_is_listed_until_it_dies_and_its_memory_goes_with_it(fake: Fak
     assert (alive, printed(fake, script)) == (f"1 {GIB}", "0 0")
 
 
+CODE = """
+def code(*words):
+    try: return n.{}(h, *words)
+    except n.NVMLError as error: return -error.value
+"""
+
+
 def test_a_fault_can_be_late_and_can_pass(fake: FakeNvml) -> None:
     fake.fail("nvmlDeviceGetTemperature", LOST, device=3, after=1, times=2)
-    script = (
-        "def code():\n"
-        "    try: return n.nvmlDeviceGetTemperature(h, 0)\n"
-        "    except n.NVMLError as error: return -error.value\n"
-        "print([code() for _ in range(4)])"
-    )
+    script = f"{CODE.format('nvmlDeviceGetTemperature')}print([code(0) for _ in range(4)])"
 
     assert printed(fake, script) == f"[34, {-LOST}, {-LOST}, 34]"
 
 
 def test_a_fault_of_a_name_without_version_is_one_of_all_versions(fake: FakeNvml) -> None:
     fake.fail("nvmlDeviceGetMemoryInfo", NOT_SUPPORTED)
-    script = (
-        "for version in (None, n.nvmlMemory_v2):\n"
-        "    try: n.nvmlDeviceGetMemoryInfo(h, version)\n"
-        "    except n.NVMLError as error: print(error.value, end='')"
-    )
+    script = f"{CODE.format('nvmlDeviceGetMemoryInfo')}print(code(), code(n.nvmlMemory_v2))"
 
-    assert printed(fake, script) == "33"
+    assert printed(fake, script) == "-3 -3"
 
 
 def test_a_hanging_call_comes_back_when_it_is_healed(fake: FakeNvml) -> None:

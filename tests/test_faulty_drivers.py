@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,17 +32,9 @@ from gpuguard.model import ALL_FIELDS
 BAD = 3
 
 # Functions that all or some commands call on a device.
-CALLED = (
-    "nvmlDeviceGetHandleByIndex",
-    "nvmlDeviceGetUUID",
-    "nvmlDeviceGetMemoryInfo",
-    "nvmlDeviceGetComputeRunningProcesses",
-)
-SOMETIMES_CALLED = (
-    "nvmlDeviceGetTemperature",
-    "nvmlDeviceGetSamples",
-    "nvmlDeviceGetRemappedRows",
-    "nvmlDeviceGetName",
+CALLED, SOMETIMES_CALLED = (
+    [f"nvmlDeviceGet{name}" for name in names.split()]
+    for names in ("HandleByIndex UUID MemoryInfo ComputeRunningProcesses", "Temperature Samples RemappedRows Name")
 )
 
 ONE_BAD_DEVICE: dict[str, Callable[[FakeNvml], None]] = {
@@ -57,23 +48,24 @@ ONE_BAD_DEVICE: dict[str, Callable[[FakeNvml], None]] = {
 }
 
 
+@pytest.fixture
+def gpuguard(fake: FakeNvml, tmp_path: Path) -> Gpuguard:
+    return Gpuguard(tmp_path, fake)
+
+
 @pytest.fixture(params=ONE_BAD_DEVICE)
 def one_bad_device(fake: FakeNvml, request: pytest.FixtureRequest) -> FakeNvml:
     ONE_BAD_DEVICE[request.param](fake)
     return fake
 
 
-def test_run_gets_the_other_devices_and_not_the_bad_one(one_bad_device: FakeNvml, tmp_path: Path) -> None:
-    gpuguard = Gpuguard(tmp_path, one_bad_device)
-
+def test_run_gets_the_other_devices_and_not_the_bad_one(one_bad_device, gpuguard):
     done = gpuguard("run", "--no-wait", "-n", "7", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
 
     assert (done.returncode, done.stdout) == (0, "0,1,2,4,5,6,7\n")
 
 
-def test_the_bad_one_is_named_and_the_others_are_described(one_bad_device: FakeNvml, tmp_path: Path) -> None:
-    gpuguard = Gpuguard(tmp_path, one_bad_device)
-
+def test_the_bad_one_is_named_and_the_others_are_described(one_bad_device, gpuguard):
     refused, explained, seen = gpuguard("select", "-n", "8"), gpuguard("explain", "--json"), gpuguard("who", "--json")
 
     eligible = {device["index"]: device["eligible"] for device in json.loads(explained.stdout)["devices"]}
@@ -86,9 +78,8 @@ def test_the_bad_one_is_named_and_the_others_are_described(one_bad_device: FakeN
 
 @pytest.mark.parametrize("name", SOMETIMES_CALLED)
 @pytest.mark.parametrize("code", [HANG, ABORT, NOT_SUPPORTED, UNKNOWN, LOST], ids=str)
-def test_no_command_ends_in_a_traceback_or_not_at_all(fake: FakeNvml, tmp_path: Path, name: str, code: int) -> None:
+def test_no_command_ends_in_a_traceback_or_not_at_all(fake, gpuguard, name, code):
     fake.fail(name, code, BAD)
-    gpuguard = Gpuguard(tmp_path, fake)
 
     for words in (["who"], ["explain"], ["select"], ["run", "--no-wait", "--", "true"]):
         assert gpuguard(*words).returncode == 0
@@ -104,10 +95,9 @@ NO_DRIVER = {
 
 
 @pytest.mark.parametrize("case", NO_DRIVER)
-def test_without_a_working_driver_each_command_says_what_to_do(fake: FakeNvml, tmp_path: Path, case: str) -> None:
+def test_without_a_working_driver_each_command_says_what_to_do(fake, gpuguard, case):
     code, hint = NO_DRIVER[case]
     fake.fail("nvmlInitWithFlags", code)
-    gpuguard = Gpuguard(tmp_path, fake)
 
     for words in (["who"], ["explain"], ["select"]):
         done = gpuguard(*words)
@@ -116,10 +106,9 @@ def test_without_a_working_driver_each_command_says_what_to_do(fake: FakeNvml, t
     assert gpuguard("run", "--no-wait", "--", "true").returncode == 125
 
 
-def test_without_process_lists_memory_alone_decides(fake: FakeNvml, tmp_path: Path) -> None:
+def test_without_process_lists_memory_alone_decides(fake, gpuguard):
     fake.fail("nvmlDeviceGetComputeRunningProcesses", NOT_SUPPORTED)
     fake.devices[0].memory_used = 20 * GIB
-    gpuguard = Gpuguard(tmp_path, fake)
 
     seven, eight = gpuguard("select", "-n", "7"), gpuguard("select", "-n", "8")
 
@@ -127,9 +116,8 @@ def test_without_process_lists_memory_alone_decides(fake: FakeNvml, tmp_path: Pa
     assert "20.0GiB" in eight.stderr
 
 
-def test_a_pid_of_another_namespace_makes_its_device_busy_and_the_list_untrusted(fake, tmp_path):
+def test_a_pid_of_another_namespace_makes_its_device_busy_and_the_list_untrusted(fake, gpuguard):
     fake.add_process(0, 4_000_000, 10 * GIB, stays=1)
-    gpuguard = Gpuguard(tmp_path, fake)
 
     seven, explained = gpuguard("select", "-n", "7"), gpuguard("explain")
 
@@ -137,26 +125,20 @@ def test_a_pid_of_another_namespace_makes_its_device_busy_and_the_list_untrusted
     assert "device 0  REFUSED" in explained.stdout
 
 
-def test_a_process_that_is_there_makes_its_device_busy_and_is_named(fake: FakeNvml, tmp_path: Path) -> None:
-    with subprocess.Popen(["sleep", "60"]) as user:
-        fake.add_process(0, user.pid, 10 * GIB)
-        gpuguard = Gpuguard(tmp_path, fake)
-        explained = gpuguard("explain")
-        user.kill()
+def test_a_process_that_is_there_makes_its_device_busy_and_is_named(fake, gpuguard, sleeper):
+    fake.add_process(0, sleeper, 10 * GIB)
 
-    assert f"pid {user.pid}, sleep 60" in explained.stdout
+    assert f"pid {sleeper}, sleep 600" in gpuguard("explain").stdout
 
 
-def test_slow_calls_are_not_taken_for_hanging_ones(fake: FakeNvml, tmp_path: Path) -> None:
+def test_slow_calls_are_not_taken_for_hanging_ones(fake, gpuguard):
     fake.latency_us = 20_000
-    gpuguard = Gpuguard(tmp_path, fake)
 
     assert gpuguard("select", "-n", "8").stdout == "0,1,2,3,4,5,6,7\n"
 
 
-def test_a_driver_that_takes_seconds_to_start_is_waited_for_with_a_hint(fake: FakeNvml, tmp_path: Path) -> None:
+def test_a_driver_that_takes_seconds_to_start_is_waited_for_with_a_hint(fake, gpuguard):
     fake.init_delay_ms = 2500
-    gpuguard = Gpuguard(tmp_path, fake)
 
     done = gpuguard("select")
 

@@ -17,8 +17,8 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element, TreeBuilder
@@ -643,37 +643,44 @@ def _output(options: list[str], progress: Callable[[int | None], object]) -> byt
     Raises:
         BackendError: there is no such program, it fails, or it does not end in time.
     """
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    try:
-        program: subprocess.Popen[bytes] = subprocess.Popen(
-            ["nvidia-smi", *options], env={**os.environ, "LC_ALL": "C"}, **pipes
-        )
-    except FileNotFoundError:
-        raise DriverNotFound(_NO_PROGRAM) from None
-    except OSError as error:
-        raise BackendError(f"nvidia-smi cannot be started: {error}.  Choose another --backend.") from None
-    deadline = time.monotonic() + PROGRAM_SECONDS
-    while program.returncode is None:
+    ended: list[subprocess.CompletedProcess[bytes] | Exception] = []
+
+    def work() -> None:
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "capture_output": True,
+            "env": {**os.environ, "LC_ALL": "C"},
+        }
         try:
-            out, err = program.communicate(timeout=_ALIVE_SECONDS)
-        except subprocess.TimeoutExpired:
-            progress(None)
-            if time.monotonic() > deadline:
-                program.kill()
-                with suppress(subprocess.TimeoutExpired):  # inside the driver it may not end even when it is killed
-                    program.communicate(timeout=1)
-                raise DriverUnresponsive(
-                    f"nvidia-smi did not end within {PROGRAM_SECONDS:.0f} s: the driver hangs.  See `dmesg`, or reboot."
-                ) from None
+            ended.append(subprocess.run(["nvidia-smi", *options], timeout=PROGRAM_SECONDS, check=False, **pipes))
+        except (OSError, subprocess.SubprocessError) as error:
+            ended.append(error)
+
+    # A thread of its own, as a program in an uninterruptible driver call does not end even when it is killed.
+    thread = threading.Thread(target=work, name="nvidia-smi", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + PROGRAM_SECONDS + 1
+    while thread.is_alive() and time.monotonic() < deadline:
+        thread.join(_ALIVE_SECONDS)
+        progress(None)
+    result = ended[0] if ended else subprocess.TimeoutExpired("nvidia-smi", PROGRAM_SECONDS)
+    if isinstance(result, FileNotFoundError):
+        raise DriverNotFound(_NO_PROGRAM)
+    if isinstance(result, subprocess.TimeoutExpired):
+        raise DriverUnresponsive(
+            f"nvidia-smi did not end within {PROGRAM_SECONDS:.0f} s: the driver hangs.  See `dmesg`, or reboot."
+        )
+    if isinstance(result, Exception):
+        raise BackendError(f"nvidia-smi cannot be started: {result}.  Choose another --backend.")
     # A lost device is an error to the program (15) and to its neighbours none: what it wrote counts.
-    if program.returncode and not out.lstrip().startswith(b"<?xml"):
-        said = (out.strip() or err.strip()).decode("utf-8", "replace")
+    if result.returncode and not result.stdout.lstrip().startswith(b"<?xml"):
+        said = (result.stdout.strip() or result.stderr.strip()).decode("utf-8", "replace")
         text = " ".join(said.split())[:300]
         if "permission" in text.lower():
             raise DriverPermission(f"nvidia-smi may not read the devices: {text}")
         kind = DriverNotFound if "communicate with the NVIDIA driver" in text else BackendError
-        raise kind(f"nvidia-smi ended with {program.returncode}: {text or 'it said nothing'}")
-    return out
+        raise kind(f"nvidia-smi ended with {result.returncode}: {text or 'it said nothing'}")
+    return result.stdout
 
 
 def _time_of(text: str) -> float | None:
