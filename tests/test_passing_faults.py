@@ -1,4 +1,4 @@
-"""A shortage that passes while one waits: his place stays, he says why he sees nothing now, no lock is left taken."""
+"""A shortage that passes during a wait: the position stays, the waiter says what it cannot see, no lock is left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable
 from copy import copy
 from itertools import repeat
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,13 +32,13 @@ CALLS += [(os, "listdir", errno.ENOMEM)]
 
 
 class Failing:
-    """Lets a call fail once, or so often, after *count* others from the moment on that it is armed."""
+    """Lets a call fail *times* times, after *count* others from the moment on that it is armed."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, code: int, *, count: int = 0, times: int = 1
     ) -> None:
-        self.really, self.code, self.left, self.armed = getattr(owner, name), code, count, False
-        self.times = times
+        self.really, self.code, self.left, self.times = getattr(owner, name), code, count, times
+        self.armed = False
         monkeypatch.setattr(owner, name, self)
 
     def __call__(self, *words: Any, **more: Any) -> Any:
@@ -49,12 +48,25 @@ class Failing:
         return self.really(*words, **more)
 
 
+class FailingDriver:
+    """Fails at a sample of the waiter's own, once it is armed, with the next of *faults*; not where that is None."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, faults: Iterable[Exception | None]) -> None:
+        self.really, self.faults, self.armed = Allocator._sample_all, iter(faults), False
+        monkeypatch.setattr(Allocator, "_sample_all", lambda *words, **more: self(*words, **more))
+
+    def __call__(self, *words: Any, **more: Any) -> Any:
+        if self.armed and (fault := next(self.faults, None)):
+            raise fault
+        return self.really(*words, **more)
+
+
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LockDirectory:
+def directory(directory: LockDirectory, monkeypatch: pytest.MonkeyPatch) -> LockDirectory:
     monkeypatch.setattr(lock, "SAMPLE_SECONDS", 0.01)
     for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "NVIDIA_VISIBLE_DEVICES", "GPUGUARD_CLAIM"):
         monkeypatch.delenv(name, raising=False)
-    return lock_directory(str(tmp_path))
+    return directory
 
 
 def tickets(directory: LockDirectory) -> list[str]:
@@ -62,36 +74,39 @@ def tickets(directory: LockDirectory) -> list[str]:
 
 
 def waits_behind_another(
-    directory: LockDirectory, told: Callable[[NotEnoughGpus], None], wait: float | None = 20.0
-) -> tuple[int, list[str]]:
-    """How many devices one who waits has got when the other goes, and which tickets there were meanwhile."""
-    machine, seen = Machine(a_device(0)), []
+    directory: LockDirectory,
+    failing: Failing | FailingDriver,
+    told: Callable[[NotEnoughGpus], object] = lambda missing: None,
+    wait: float | None = 20.0,
+) -> tuple[int, list[str], list[str]]:
+    """How many devices a waiter gets after the fault, which tickets there were meanwhile, and what it was told.
+
+    The fault begins when it waits, and the other claim ends then.
+    """
+    machine, seen, said = Machine(a_device(0)), [], []
     other = acquire(machine, Request(), directory)
 
     def tell(missing: NotEnoughGpus) -> None:
         seen.extend(tickets(directory))
+        said.append(str(missing))
+        failing.armed = True
         told(missing)
         other.release()
 
     claim = acquire(machine, Request(), directory, wait=wait, on_wait=tell)
     count = len(claim)
     claim.release()
-    return count, seen
+    failing.armed = False
+    return count, seen, said
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call[1]}-{errno.errorcode[call[2]]}")
-def test_whichever_single_call_fails_who_waits_keeps_his_place_and_gets_the_device(directory, monkeypatch, call):
+def test_whichever_single_call_fails_a_waiter_keeps_its_position_and_gets_the_device(directory, monkeypatch, call):
     open_before = len(os.listdir("/proc/self/fd"))
     for count in range(1000):
         with monkeypatch.context() as patch:
-            failing, said = Failing(patch, *call, count=count), []
-
-            def told(missing: NotEnoughGpus, failing: Failing = failing, said: list[str] = said) -> None:
-                said.append(str(missing))
-                failing.armed = True
-
-            got, seen = waits_behind_another(directory, told)
-            failing.armed = False
+            failing = Failing(patch, *call, count=count)
+            got, seen, said = waits_behind_another(directory, failing)
         left = (len(os.listdir("/proc/self/fd")), tickets(directory), read_records(directory))
 
         assert (got, len(set(seen)), left) == (1, 1, (open_before, [], [])), (count, said)
@@ -105,24 +120,20 @@ def test_while_it_lasts_beyond_the_time_to_wait_it_is_the_reason(directory, monk
     failing = Failing(monkeypatch, os, "open", errno.EMFILE, times=10**6)
 
     with pytest.raises(WaitTimeout, match=r"cannot be seen now.*see `ulimit -n`"):
-        waits_behind_another(directory, lambda _: setattr(failing, "armed", True), wait=2.0)
+        waits_behind_another(directory, failing, wait=2.0)
 
 
-def test_before_he_has_a_place_and_without_waiting_it_is_an_error(directory, monkeypatch):
+def test_without_a_ticket_and_without_waiting_it_is_an_error(directory, monkeypatch):
     with acquire(machine := Machine(a_device(0)), Request(), directory), monkeypatch.context() as patch:
-        failing = Failing(patch, os, "open", errno.EMFILE, times=10**6)
-        failing.armed = True
+        Failing(patch, os, "open", errno.EMFILE, times=10**6).armed = True
 
         for wait in (0, 60):
             with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
                 acquire(machine, Request(), directory, wait=wait)
 
 
-def test_who_gets_no_place_in_line_after_his_first_look_is_told_so(directory, monkeypatch):
-    def no_place(*_: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(waiter, "WaitingRequest", no_place)
+def test_who_gets_no_ticket_after_the_first_sample_is_told_so(directory, monkeypatch):
+    Failing(monkeypatch, waiter, "WaitingRequest", errno.EMFILE).armed = True
     machine = Machine(a_device(0))
     with acquire(machine, Request(), directory), pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
         acquire(machine, Request(), directory, wait=60)
@@ -142,28 +153,11 @@ def test_it_looks_again_after_two_seconds_or_at_the_end_of_its_time(tmp_path, mo
     assert str(error).startswith("wanted 2 GPUs: what is free cannot be seen now")
 
 
-class Driver:
-    """Fails at an own look, once it is told to, with the next of *faults*; not where that is None."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, faults: Iterable[Exception | None]) -> None:
-        self.really, self.faults, self.fails = Allocator._sample_all, iter(faults), False
-        monkeypatch.setattr(Allocator, "_sample_all", lambda *words, **more: self(*words, **more))
-
-    def __call__(self, *words: Any, **more: Any) -> Any:
-        if self.fails and (fault := next(self.faults, None)):
-            raise fault
-        return self.really(*words, **more)
-
-
 @pytest.mark.parametrize("error", [DriverUnresponsive, DriverNotFound, BackendError])
-def test_a_driver_that_fails_for_a_while_takes_nobodys_place(directory, monkeypatch, error):
-    driver, said = Driver(monkeypatch, [error("the driver is being loaded anew.")] * 3), []
+def test_a_driver_that_fails_for_a_while_takes_no_position(directory, monkeypatch, error):
+    driver = FailingDriver(monkeypatch, [error("the driver is being loaded anew.")] * 3)
 
-    def told(missing: NotEnoughGpus) -> None:
-        said.append(str(missing))
-        driver.fails = True
-
-    got, seen = waits_behind_another(directory, told)
+    got, seen, said = waits_behind_another(directory, driver)
 
     assert (got, len(set(seen)), next(driver.faults, None)) == (1, 1, None)
     assert said[-1].endswith("and is tried again: the driver is being loaded anew.")
@@ -171,14 +165,10 @@ def test_a_driver_that_fails_for_a_while_takes_nobodys_place(directory, monkeypa
 
 def test_one_that_does_not_come_back_ends_the_wait_with_its_own_error(directory, monkeypatch):
     monkeypatch.setattr(lock, "DRIVER_SECONDS", 0.2)
-    driver, said = Driver(monkeypatch, repeat(DriverNotFound("no NVIDIA kernel module answers."))), []
-
-    def told(missing: NotEnoughGpus) -> None:
-        said.append(str(missing))
-        driver.fails = True
+    driver, said = FailingDriver(monkeypatch, repeat(DriverNotFound("no NVIDIA kernel module answers."))), []
 
     with pytest.raises(DriverNotFound, match="no NVIDIA kernel module answers"):
-        waits_behind_another(directory, told)
+        waits_behind_another(directory, driver, lambda missing: said.append(str(missing)))
     assert len(said) > 2 and said[-1].endswith("is tried again: no NVIDIA kernel module answers.")
     assert not tickets(directory)
 
@@ -188,11 +178,11 @@ def test_one_that_fails_now_and_then_is_never_given_up(directory, monkeypatch):
     monkeypatch.setattr(lock, "DRIVER_SECONDS", 0.05)
     monkeypatch.setattr(Waiter, "sleep", lambda _waiter, _seconds, tell, _every: tell())  # as if called at once
     fault, machine = DriverUnresponsive("a driver call did not come back."), Machine(a_device(0))
-    driver = Driver(monkeypatch, [fault, None] * 10)
+    driver = FailingDriver(monkeypatch, [fault, None] * 10)
     other = acquire(machine, Request(), directory)
 
     def told(missing: NotEnoughGpus) -> None:
-        driver.fails = True
+        driver.armed = True
         if len(list(copy(driver.faults))) < 2:
             other.release()
 
@@ -211,7 +201,7 @@ def test_who_leads_and_cannot_look_lets_another_one_lead(directory, monkeypatch)
             free.append(try_flock(queue))
             os.close(queue)
 
-    waits_behind_another(directory, told)
+    waits_behind_another(directory, failing, told)
 
     assert free == [True]
 
