@@ -13,8 +13,7 @@ import socketserver
 import ssl
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from email import message_from_bytes, policy
@@ -205,14 +204,6 @@ def a_certificate(folder: Path) -> tuple[Path, ssl.SSLContext]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     return certificate, context
-
-
-def wait_until(holds: Callable[[], object], seconds: float = 10.0) -> None:
-    """Wait for a condition; fails when it does not come to hold."""
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.005)
 
 
 HOSTILE = [

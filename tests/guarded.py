@@ -13,14 +13,14 @@ import select
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import GIB, Machine, a_device, a_process
+from nodes import until
 from users import interpreter
 
 from gpuguard import procfs
@@ -59,14 +59,6 @@ def set_user_id_program(place: Path) -> str:
     if os.statvfs(place).f_flag & os.ST_NOSUID:
         pytest.skip("no set-user-ID bits here")
     return str(program)
-
-
-def until(holds: Callable[[], object], seconds: float = 10.0) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "this does not come to be"
-        time.sleep(0.002)
 
 
 def started(pid: int) -> float:

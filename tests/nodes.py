@@ -82,6 +82,15 @@ def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
     return True
 
 
+def until(holds: Callable[[], Any], what: str = "", seconds: float = 60.0) -> Any:
+    """Wait until *holds()* is true, and return what it returned."""
+    deadline = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what or holds}"
+        time.sleep(0.005)
+    return found
+
+
 def remove(place: Path | str) -> None:
     """Remove a directory in which processes that are just ending may still write."""
 

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from builders import GIB, a_device, a_process
-from guarded import SOMEBODY, Listing, until
+from guarded import SOMEBODY, Listing
+from nodes import until
 
 from gpuguard import procfs
 from gpuguard.enforcement import actions, preflight, signals

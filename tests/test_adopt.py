@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import Gpuguard
+from nodes import Gpuguard, until
 from proc import kinds_of_files
-from wrapped import until
 
 from gpuguard.backends.simulated import Simulated
 from gpuguard.claims.directory import lock_directory

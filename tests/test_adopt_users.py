@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import GIB, Gpuguard
+from nodes import GIB, Gpuguard, until
 from test_pid_reuse import NAMESPACE, has_a_namespace
 from users import ALICE, BOB, Machine, a_shared_machine
-from wrapped import until
 
 from gpuguard.claims.records import read_records
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 from builders import GIB, MIB, a_device, a_process, a_snapshot
-from wrapped import Wrapped, content, end, first_line, python, until
+from nodes import until
+from wrapped import Wrapped, content, end, first_line, python
 
 from gpuguard import procfs
 from gpuguard.jobs import processes

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from fake_nvml import FakeNvml
-from nodes import Gpuguard
+from nodes import Gpuguard, until
 from nodes_of_devices import OPEN
-from wrapped import until
 
 from gpuguard import procfs
 from gpuguard.errors import GpuguardError

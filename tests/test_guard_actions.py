@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from builders import GIB, a_process, a_uuid
-from guarded import SLEEP, SOMEBODY, Scene, a_child, a_scene, python, somebody, started, state, until
+from guarded import SLEEP, SOMEBODY, Scene, a_child, a_scene, python, somebody, started, state
+from nodes import until
 
 from gpuguard import procfs
 from gpuguard.claims.directory import lock_directory

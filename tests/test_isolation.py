@@ -19,11 +19,10 @@ from builders import a_device
 from fake_nvml import FakeNvml
 from hypothesis import given
 from hypothesis import strategies as st
-from nodes import SECONDS, Gpuguard
+from nodes import SECONDS, Gpuguard, until
 from nodes_of_devices import OPEN, can_have_private_dev, private_dev
 from test_job_control import COUNT, Terminal, state
 from users import ALICE, BOB, Machine
-from wrapped import until
 
 from gpuguard.errors import GpuguardError
 from gpuguard.jobs import isolation

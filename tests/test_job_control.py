@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from wrapped import Wrapped, content, until
+from nodes import until
+from wrapped import Wrapped, content
 
 pytestmark = pytest.mark.terminal
 

@@ -21,8 +21,8 @@ from endpoints import (
     a_verdict,
     a_web_server,
     by_smtp,
-    wait_until,
 )
+from nodes import until
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.notify.sender import Sender, attempt, problems
@@ -362,7 +362,7 @@ def test_no_secret_shows_in_any_output_representation_or_event(tmp_path, monkeyp
         for name in targets:
             sender.notify(name, a_verdict(), a_snapshot(a_device(3)))
         sender.stop(10)
-        wait_until(lambda: len(events) == len(targets))
+        until(lambda: len(events) == len(targets))
 
     shown = repr(events) + repr(targets) + repr(sender) + "".join(map(str, problems(targets)))
     assert {event.outcome for event in events} == {"given up"}

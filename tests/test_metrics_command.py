@@ -17,11 +17,11 @@ from builders import a_device, a_snapshot
 from daemons import DaemonUnderTest, a_daemon
 from exporters import fetch
 from fake_nvml import FakeNvml
-from nodes import GIB, Gpuguard, a_user, eventually
+from nodes import GIB, Gpuguard, a_user, eventually, until
 from queues import a_ticket
 from test_metrics import read, the_one
 from test_prometheus import a_server
-from wrapped import content, until
+from wrapped import content
 
 from gpuguard.metrics import facts
 from gpuguard.metrics.facts import DaemonFacts, EventCounter, RareFields

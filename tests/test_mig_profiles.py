@@ -13,9 +13,8 @@ import pytest
 from builders import GIB, Machine, a_device, a_mig_instance
 from claiming import acquire, lock_best
 from contention import _end
-from nodes import Gpuguard, start
+from nodes import Gpuguard, start, until
 from sharing import VARIANTS, without_gate
-from wrapped import until
 
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.errors import InvalidRequest, NotEnoughGpus

@@ -24,8 +24,8 @@ from endpoints import (
     a_verdict,
     a_web_server,
     by_smtp,
-    wait_until,
 )
+from nodes import until
 from sources import ROOT
 
 from gpuguard.errors import InvalidRequest
@@ -99,7 +99,7 @@ def test_a_slow_endpoint_blocks_neither_the_caller_nor_the_other_targets():
         assert not sender.flush(0.05), "the slow one has not answered"
         sender.send("quick", a_message())
         sender.flush(0.05)
-        wait_until(lambda: quick.requests)
+        until(lambda: quick.requests)
         slow.hold.set()
 
 
@@ -108,7 +108,7 @@ def test_a_dead_endpoint_is_an_event_and_the_message_goes_out_when_it_lives_agai
     with a_web_server(status=503) as web, a_sender({"ops": Webhook(web.url)}) as (sender, events):
         sender.send("ops", a_message())
         assert not sender.flush(10)
-        wait_until(lambda: events)
+        until(lambda: events)
         assert events[0].outcome == "failed"
         assert events[0].message == "the web server answers 503"
         assert dict(events[0].facts) == {
@@ -119,7 +119,7 @@ def test_a_dead_endpoint_is_an_event_and_the_message_goes_out_when_it_lives_agai
         }
 
         web.status = 200
-        wait_until(lambda: events[-1].outcome == "sent")
+        until(lambda: events[-1].outcome == "sent")
 
 
 def test_a_full_queue_refuses_at_once_and_says_so():
@@ -154,7 +154,7 @@ def test_whoever_cannot_be_written_to_keeps_no_message_from_anybody_else():
         for user in (None, "nobody", "alice"):
             message = message_for(a_verdict(a_process(user=user)), a_snapshot(a_device(3)))
             assert sender.send("owner", message) == "queued"
-        wait_until(lambda: len(events) == 3)
+        until(lambda: len(events) == 3)
 
     assert [letter.recipients for letter in server.letters] == [["alice@example.org"]]
     assert [(event.outcome, dict(event.facts)["retry_after_seconds"]) for event in events] == [
@@ -169,7 +169,7 @@ def test_after_the_end_nothing_is_taken_and_no_thread_is_left():
         assert sender.stop(10)
 
         assert sender.send("ops", a_message()) == "the sender has stopped"
-        wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("gpuguard-notify")])
+        until(lambda: not [one for one in threading.enumerate() if one.name.startswith("gpuguard-notify")])
         assert len(web.requests) == 1
 
 
@@ -203,7 +203,7 @@ def test_a_thread_that_something_unforeseen_has_ended_is_started_again(monkeypat
     with a_sender({"ops": Hook(("/bin/true",))}) as (sender, _):
         sender.send("ops", a_message())
         sender.flush(5)
-        wait_until(lambda: reported)
+        until(lambda: reported)
         sender.send("ops", a_message())
         assert sender.flush(5)
         assert len(calls) == 2
@@ -315,7 +315,7 @@ def test_a_hook_that_hangs_is_ended_with_all_that_it_has_started(tmp_path):
         hook = Hook(("/bin/sh", "-c", f"sleep 60 & echo $! >{told}; wait"), timeout=0.5)
         assert attempt(hook, a_message()) == (False, "/bin/sh was not done in time")
 
-    wait_until(lambda: has_ended(int(told.read_text())))
+    until(lambda: has_ended(int(told.read_text())))
 
 
 def has_ended(pid):

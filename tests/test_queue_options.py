@@ -11,7 +11,7 @@ import subprocess
 import pytest
 from builders import GIB
 from claimholders import a_holder
-from wrapped import until
+from nodes import until
 
 from gpuguard.cli import build_parser
 from gpuguard.cli.options import Parser, add_choice_options, request_of

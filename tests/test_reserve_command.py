@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import Gpuguard
+from nodes import Gpuguard, until
 from test_who import DOCUMENT, documented, printed
 from users import ALICE, BOB, DEVICES, Machine, a_shared_machine
-from wrapped import until
 
 pytestmark = pytest.mark.root
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from builders import GIB, a_device, a_snapshot
+from nodes import until
 from proc import children_of
-from wrapped import UUIDS, end, first_line, python, until
+from wrapped import UUIDS, end, first_line, python
 
 from gpuguard.history.schema import DEVICE_COLUMNS, UsageSums
 from gpuguard.run import JobMeter

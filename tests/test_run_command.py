@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 from builders import GIB, a_device, a_mig_instance
-from nodes import Gpuguard
+from nodes import Gpuguard, until
 from proc import children_of
-from wrapped import until
 
 from gpuguard.cli.run import summary_line
 from gpuguard.run import JobEnd

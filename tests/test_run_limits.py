@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import GIB, Gpuguard, start
-from wrapped import until
+from nodes import GIB, Gpuguard, start, until
 
 from gpuguard import procfs, run
 from gpuguard.backends import simulated, simulated_node

@@ -14,9 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from nodes import GIB, Gpuguard, start
+from nodes import GIB, Gpuguard, start, until
 from users import ALICE, BOB, Machine, a_shared_machine
-from wrapped import until
 
 FAST = """
 import sys

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from builders import a_device
-from guarded import Scene, a_scene, set_user_id_program, until
-from nodes import Gpuguard
+from guarded import Scene, a_scene, set_user_id_program
+from nodes import Gpuguard, until
 
 from gpuguard.cli import build_parser, submit
 from gpuguard.cli import slurm as slurm_setup

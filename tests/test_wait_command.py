@@ -16,8 +16,8 @@ import pytest
 from builders import Machine, a_device
 from claiming import acquire
 from endpoints import a_mail_server, a_web_server
+from nodes import until
 from test_who import DOCUMENT, documented, printed
-from wrapped import until
 
 from gpuguard.claims.records import read_records
 from gpuguard.queue.tickets import read_tickets

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from nodes import Gpuguard, start
-from wrapped import until
+from nodes import Gpuguard, start, until
 
 from gpuguard.cli import terminal as progress
 from gpuguard.cli.run import WaitProgress

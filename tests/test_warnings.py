@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 from builders import a_claim_record
-from guarded import Scene, a_scene, python, somebody, until
+from guarded import Scene, a_scene, python, somebody
+from nodes import until
 
 from gpuguard.enforcement import actions, identity
 from gpuguard.enforcement.actions import write_to_terminal

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
-from nodes import Gpuguard
-from web_pages import a_page, a_port, answers, ask, until
+from nodes import Gpuguard, until
+from web_pages import a_page, a_port, answers, ask
 
 from gpuguard import device_state
 from gpuguard.daemon.client import SO_PASSRIGHTS

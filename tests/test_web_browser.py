@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import Gpuguard
-from web_pages import a_busy_node, a_page, a_port, a_server, ask, until
+from nodes import Gpuguard, until
+from web_pages import a_busy_node, a_page, a_port, a_server, ask
 
 for needed in ("starlette", "uvicorn", "playwright"):
     pytest.importorskip(needed, reason=f"NOT TESTED in a browser: needs {needed}")

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from chances import luck
-from nodes import Gpuguard
-from web_pages import a_port, a_server, ask, until
+from nodes import Gpuguard, until
+from web_pages import a_port, a_server, ask
 
 pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
 pytest.importorskip("uvicorn", reason="NOT TESTED: needs the extra web")

@@ -11,11 +11,10 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from nodes import Gpuguard
+from nodes import Gpuguard, until
 
 PATIENCE = 30.0  # seconds: far beyond any answer, even on a busy machine
 JOBS = (  # (user-facing note, how many devices, memory, utilization) of the jobs of a_busy_node
@@ -23,14 +22,6 @@ JOBS = (  # (user-facing note, how many devices, memory, utilization) of the job
     ("蛋白质折叠 第三轮", 1, "22GiB", "47%"),
     ("", 1, "9GiB", "0%"),
 )
-
-
-def until(holds: Callable[[], object]) -> None:
-    """Wait until *holds*."""
-    end = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.05)
 
 
 def a_port() -> int:

@@ -12,11 +12,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import pytest
 from builders import GIB, MIB, a_device, a_process, a_snapshot
 from claiming import acquire
 
@@ -129,16 +128,6 @@ class Wrapped:
 def a_directory(place: Path) -> LockDirectory:
     """A claim directory of one's own."""
     return lock_directory(str(place), backend="simulated")
-
-
-def until(condition: Callable[[], Any], what: str = "", seconds: float = 60.0) -> Any:
-    """Wait until *condition* is true, and return what it returned."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.01)
-    pytest.fail(f"not within {seconds} s: {what or condition}")
 
 
 def content(path: Path) -> str:
