@@ -69,6 +69,8 @@ FETCHED = PASSED_ON | {signal.SIGCHLD, signals.CHECK_CLAIM}
 ENDING = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
 SUSPENDING = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
 
+GRACE_SECONDS = 60.0  # between the signals that end a job
+
 
 @dataclass(frozen=True)
 class JobSettings:
@@ -76,7 +78,7 @@ class JobSettings:
 
     visible: str = "index"  # or "uuid", what CUDA_VISIBLE_DEVICES gets
     time_limit: float | None = None  # seconds until the job is ended
-    grace: float = 60.0  # seconds between the signals that end it: *checkpoint*, SIGTERM, SIGKILL
+    grace: float = GRACE_SECONDS  # between the signals that end it: *checkpoint*, SIGTERM, SIGKILL
     checkpoint: int | None = None  # comes a *grace* before the time limit, SIGTERM at it
     limits: JobLimits | None = None  # at which it is ended too
     tolerance: int = IDLE_TOLERANCE  # bytes above the state before the job that count as free after it

@@ -44,7 +44,7 @@ from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.model import ClaimRecord
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
-from gpuguard.run import LEFT, JobEnd, JobSettings, exec_command, run
+from gpuguard.run import GRACE_SECONDS, LEFT, JobEnd, JobSettings, exec_command, run
 from gpuguard.units import format_bytes, format_count, format_duration, parse_celsius, parse_duration
 from gpuguard.users import user_name
 
@@ -110,8 +110,8 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
         ("--temperature-limit", "CELSIUS", "a GPU that it uses was hotter for 30 s, as in 85C"),
         ("--idle-limit", "DURATION", "all its GPUs rested (utilization at most 5%%) for so long, as in 1h"),
         ("--checkpoint-signal", "SIGNAL", checkpoint),
+        ("--grace", "DURATION", f"between these signals (default: {GRACE_SECONDS:.0f}s)"),
     )
-    add_table(group, ("--grace", "DURATION", "between these signals (default: %(default)s)"), default="60s")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -180,12 +180,12 @@ def durations_of(args: argparse.Namespace) -> tuple[float | None, float | None, 
     """Seconds to wait for devices (None: for ever), that the job may take (None: no limit), and of grace after that."""
     wait = wait_of(args)
     time_limit = quantity("--time-limit", args.time_limit, parse_duration)
-    grace = quantity("--grace", args.grace, parse_duration) or 0.0
+    grace = quantity("--grace", args.grace, parse_duration)
     if time_limit == 0:
         raise InvalidRequest("--time-limit 0s leaves the job no time: leave the option out for no limit.")
     if args.exec and time_limit is not None:
         raise InvalidRequest("--time-limit needs a supervisor: drop --exec, or use `timeout 4h CMD`.")
-    return wait, time_limit, grace
+    return wait, time_limit, GRACE_SECONDS if grace is None else grace
 
 
 def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple[Policy, ...], int | None]:

@@ -43,7 +43,7 @@ PASSED = (
     "mig", "tolerance", "share", "memory", "slots", "note", "visible", "isolate", "time_limit", "memory_limit",
     "temperature_limit", "idle_limit", "checkpoint_signal", "grace",
 )  # fmt: skip
-DEFAULTS = {"grace": "60s", "visible": "index"}
+DEFAULTS = {"visible": "index"}
 
 # `python -m MODULE`, but never with modules of the working directory: another user may have put a gpuguard.py or
 # yaml.py there.  Python 3.10 has no -P, and the Python of another node may be of that version; -I would also leave out
