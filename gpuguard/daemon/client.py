@@ -56,14 +56,6 @@ class EndedReply:
 
 
 @dataclass(frozen=True)
-class ReleasedReply:
-    """To `release`."""
-
-    released: str
-    devices: int
-
-
-@dataclass(frozen=True)
 class PolicyStatusReply:
     """One finding of a policy, and the steps that were taken and are to come."""
 

@@ -28,7 +28,7 @@ from gpuguard.claims.records import (
     write_request,
 )
 from gpuguard.claims.release import NotPermitted, in_use, is_supervisor, lock_handle
-from gpuguard.daemon.client import ReleasedReply, query_daemon
+from gpuguard.daemon.client import exchange
 from gpuguard.enforcement import actions, signals
 from gpuguard.enforcement.identity import has_ended
 from gpuguard.errors import ClaimError, GpuguardError
@@ -109,8 +109,7 @@ def release(directory: LockDirectory, claim: ClaimRecord, request: ReleaseReques
     except NotPermitted as error:
         refusal = error
     try:
-        message = {"do": "release", "claim": claim.id, "uid": claim.uid, "reason": request.why}
-        query_daemon(directory, message, ReleasedReply)
+        exchange(directory, {"do": "release", "claim": claim.id, "uid": claim.uid, "reason": request.why})
     except GpuguardError as refused:
         raise ClaimError(
             f"{refusal}  {refused}\nCall release() in the program itself, end it, or ask an administrator: "

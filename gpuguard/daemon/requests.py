@@ -22,7 +22,7 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import RELEASED, ReleaseRequest
 from gpuguard.claims.release import computing_under, lock_handle
 from gpuguard.claims.restrictions import DENIED, MAX_REASON, QUARANTINED, Restriction, change
-from gpuguard.daemon.client import MAX_REQUEST_BYTES, PolicyStatusReply, ReleasedReply, ReloadReply, StatusReply
+from gpuguard.daemon.client import MAX_REQUEST_BYTES, PolicyStatusReply, ReloadReply, StatusReply
 from gpuguard.daemon.exemptions import MAX_SECONDS_OF_ROOT, Exemptions
 from gpuguard.daemon.release import releasable_claim
 from gpuguard.daemon.server import Reply
@@ -108,7 +108,7 @@ def _release(context: RequestContext, uid: int, request: Request) -> Reply:
             actions.release_claim(locks, ReleaseRequest(RELEASED, by, reason))
         except OSError as error:
             raise ClaimError(f"the claim cannot be released: {error.strerror}.") from error
-    return asdict(ReleasedReply(claim.id, len(claim.devices)))
+    return {"released": claim.id, "devices": len(claim.devices)}
 
 
 def _status(context: RequestContext, uid: int, request: Request) -> Reply:

@@ -141,13 +141,10 @@ def flock_holder(descriptor: int) -> int | None:
 
 
 class Leader:
-    """Leads the queue, until close().
+    """Leads the queue of a machine with the devices *uuids*, until close().
 
-    Args:
-        directory: of the claims.
-        uuids: of the machine's devices.
-        read: samples the machine and the queue, for all that wait; with health now and then, and where a request
-            that was woken did not start.
+    *read* samples the machine and the queue for all that wait; with health now and then, and where a request that was
+    woken did not start.
     """
 
     def __init__(self, directory: LockDirectory, uuids: Sequence[str], read: Callable[[bool], QueueState]) -> None:
@@ -218,17 +215,14 @@ class Leader:
             for position in queue.positions
             if position.now or (position.request is None and position.ticket.after is None)
         ]
-        woken = [
-            ticket
-            for ticket in self._startable
-            if ticket.id != own and now - self._woken_at.get(ticket.id, 0.0) > START_SECONDS
-        ]
+        before = self._woken_at
+        others = [ticket for ticket in self._startable if ticket.id != own]
+        woken = [ticket for ticket in others if now - before.get(ticket.id, 0.0) > START_SECONDS]
         wake(self._directory, woken, MAY_START)
-        before = set(self._woken_at)
         self._woken_at = {
-            ticket.id: now if ticket in woken else self._woken_at.get(ticket.id, now) for ticket in self._startable
+            ticket.id: now if ticket in woken else before.get(ticket.id, now) for ticket in self._startable
         }
-        is_same = before == set(self._woken_at)
+        is_same = before.keys() == self._woken_at.keys()
         self._start_pause = min(SAMPLE_SECONDS, self._start_pause * 2) if is_same else START_SECONDS
         self._unresponsive = [
             position.ticket for position in queue.positions if position.ticket.id in queue.unresponsive
@@ -279,17 +273,12 @@ class Leader:
         pids = [process.pid for device in unclaimed for process in device.processes or ()]
         unwatched = self._processes.watch(pids[:MOST_WATCHED])
         requests = [request for position in queue.positions for request in position.ticket.requests]
-        pause = HEALTH_SECONDS
-        if (
-            unwatched
-            or len(pids) > MOST_WATCHED
-            or any(
-                request.max_util is not None or request.max_temperature is not None or request.share
-                for request in requests
-            )
-            or any(claim.since is None for claim in queue.facts.claims)  # no record: its end is not reported
-        ):
-            pause = SAMPLE_SECONDS
+        waits_for_values = any(
+            request.max_util is not None or request.max_temperature is not None or request.share for request in requests
+        )
+        without_record = any(claim.since is None for claim in queue.facts.claims)  # its end is not reported
+        is_blind = bool(unwatched) or len(pids) > MOST_WATCHED
+        pause = SAMPLE_SECONDS if is_blind or waits_for_values or without_record else HEALTH_SECONDS
         # A device in use by no process that can be watched: mostly memory of a job that was killed just now.
         if unwatched or any(
             device.processes is None

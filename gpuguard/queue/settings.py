@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from gpuguard.errors import InvalidRequest, shortage
@@ -67,29 +67,25 @@ class QueueKeys:
             raise InvalidRequest("half_life must be more than 0: write fair_share: false to count nothing.")
 
 
-def read_queue_settings(path: str | None = None, *, accounts: Accounts | None = None) -> QueueSettings:
+def read_queue_settings(path: str | None = None) -> QueueSettings:
     """The site's file, or the one that $GPUGUARD_LINE names; never raises for what stands in it."""
     path = path or os.environ.get("GPUGUARD_LINE") or PATH
-    return replace(_read(path, accounts), path=path)
-
-
-def _read(path: str, accounts: Accounts | None) -> QueueSettings:
     if not os.path.lexists(path):
-        return QueueSettings()
+        return QueueSettings(path=path)
     try:
         # Root may not have chosen what the variable names, and faults are shown with the words that stand there.
         content = read_file(path, LARGEST, only_root=path == PATH, only_public=os.geteuid() == 0 and path != PATH)
     except FileNotFoundError:
-        return QueueSettings()
+        return QueueSettings(path=path)
     except OSError as error:
         if shortage(error):  # which says nothing of the file: the site's rules hold
             raise
-        return QueueSettings(faults=(Fault(0, 0, f"the file cannot be read: {error.strerror or error}."),))
+        fault = Fault(0, 0, f"the file cannot be read: {error.strerror or error}.")
+        return QueueSettings(faults=(fault,), path=path)
     except InvalidRequest as error:
         text, _, hint = str(error).partition("\n")
-        return QueueSettings(faults=(Fault(0, 0, text, hint),))
-    rules, reservations, faults = parse(content, accounts or Accounts())
-    return QueueSettings(rules, reservations, faults)
+        return QueueSettings(faults=(Fault(0, 0, text, hint),), path=path)
+    return QueueSettings(*parse(content, Accounts()), path)
 
 
 def parse(content: bytes, accounts: Accounts) -> tuple[QueueRules, ReservationKeys, tuple[Fault, ...]]:
