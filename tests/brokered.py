@@ -19,10 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from daemons import ask
 from nodes import eventually, remove, start
 from proc import born_with
 from users import SharedMachine, identity, interpreter
 
+from gpuguard.errors import GpuguardError
 from gpuguard.model import HEALTH
 
 KEEPER = pwd.getpwnam("games")  # as whom the daemon runs where it has a user of its own
@@ -36,7 +38,7 @@ directory = lock_directory(os.environ["GPUGUARD_DIR"])
 """
 
 CLAIM = """
-answer, descriptors = exchange(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
+answer, descriptors = exchange(directory, {"do": "claim", "conditions": {}, **json.loads(sys.argv[1])})
 print(json.dumps(answer | {"descriptors": len(descriptors)}))
 """
 
@@ -52,14 +54,9 @@ def a_machine(site: Path, kind: str, *node: str) -> Iterator[Brokered]:
         yield made
     finally:
         made.close()
-        # A sampler that has just been started makes the directory of its node anew.
+        # A worker that has just been started makes the directory of its node anew.
         assert eventually(lambda: not born_with(f"GPUGUARD_DIR={place}/claims")), f"something runs on in {place}"
         remove(place)
-
-
-def claims_of(who: str) -> list[dict[str, Any]]:
-    """The claims that `who --json` printed."""
-    return [claim for device in json.loads(who)["devices"] for claim in device["claims"]]
 
 
 class Brokered(SharedMachine):
@@ -75,14 +72,8 @@ class Brokered(SharedMachine):
         node.chmod(0o777)
         for file in node.iterdir():
             file.chmod(0o666)
-        self.environment = {
-            "PATH": "/usr/bin:/bin",
-            "LANG": "C.UTF-8",
-            "HOME": "/nonexistent",
-            "PYTHONPATH": str(site),
-            "GPUGUARD_BACKEND": f"simulated:{node}",
-            "GPUGUARD_DIR": str(place / "claims"),
-        }
+        self.environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent", "PYTHONPATH": str(site)}
+        self.environment |= {"GPUGUARD_BACKEND": f"simulated:{node}", "GPUGUARD_DIR": f"{place}/claims"}
         self.daemon: subprocess.Popen[Any] | None = None
 
     def begin(self) -> None:
@@ -104,26 +95,55 @@ class Brokered(SharedMachine):
         os.makedirs(self.place / "daemon", exist_ok=True)
         (self.place / "daemon").chmod(0o777)
         environment = {name: value for name, value in self.environment.items() if name != "PYTHONPATH"} | log
-        # A daemon of root's takes no PYTHONPATH from anybody; the working directory has the package as well.
+        # A daemon of root's takes no PYTHONPATH; the working directory has the package as well.
         with (self.place / "said").open("a") as said:
             self.daemon = subprocess.Popen(
                 words, env=environment, stdin=subprocess.DEVNULL, stderr=said,
                 start_new_session=True, **identity(user), cwd=self.environment["PYTHONPATH"],
             )  # fmt: skip
-        socket = self.directory.path + ("/daemon" if self.kind == "keeper" else "") + "/daemon.sock"
-        assert eventually(lambda: os.path.exists(socket) and (not ready or self._answers())), (
-            self.place / "said"
-        ).read_text()
+        socket = Path(self.directory.path, "daemon" if self.kind == "keeper" else "", "daemon.sock")
+        assert eventually(lambda: socket.exists() and (not ready or self._answers())), self.said()
+
+    def said(self) -> str:
+        """What the daemon has said on its standard error."""
+        return (self.place / "said").read_text()
 
     def _answers(self) -> bool:
-        from daemons import ask
-
-        from gpuguard.errors import GpuguardError
-
         try:
             return "held" in ask(self.directory, {"do": "claims"})
         except GpuguardError:
             return False
+
+    def claims(self, user: pwd.struct_passwd | None, *options: str) -> list[dict[str, Any]]:
+        """The claims that `who --json` shows a user."""
+        shown = json.loads(self(user, "who", "--json", *options).stdout)
+        return [claim for device in shown["devices"] for claim in device["claims"]]
+
+    def asks(self, user: pwd.struct_passwd, *devices: str, **message: Any) -> dict[str, Any]:
+        """The reply to a program of *user* that asks for these devices, and how many descriptors came with it."""
+        reply: dict[str, Any] = json.loads(self.python(user, CLAIM, json.dumps({"devices": devices, **message})))
+        return reply
+
+    def has_ticket(self) -> bool:
+        """Whether a request waits in the queue."""
+        return any(name.startswith("ticket.") for name in os.listdir(self.directory.records))
+
+    @contextlib.contextmanager
+    def waits(self, user: pwd.struct_passwd | None, *options: str) -> Iterator[None]:
+        """A request of *user* waits in the queue meanwhile."""
+        with self.start(user, "run", "--wait", "60s", *options, "--", "true") as waiting:
+            try:
+                assert eventually(self.has_ticket)
+                yield
+            finally:
+                waiting.kill()
+
+    @contextlib.contextmanager
+    def running(self, user: pwd.struct_passwd | None, code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+        """A program that has printed its first line."""
+        with self.program(user, code, *words) as program:
+            assert program.stdout and program.stdout.readline()
+            yield program
 
     def kill_daemon(self, signum: int = signal.SIGKILL) -> None:
         assert self.daemon

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from brokered import CLAIM, KEEPER, KINDS, Brokered, a_machine, claims_of
+from brokered import KEEPER, KINDS, Brokered, a_machine
 from builders import a_device
 from guarded import Listing
 from nodes import eventually
@@ -23,6 +22,7 @@ from gpuguard.enforcement import actions, identity
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.model import Finding, Subject, Verdict
 
+pytestmark = pytest.mark.root
 LOOK = ("--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
 
 
@@ -32,7 +32,6 @@ def machine(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
         yield made
 
 
-@pytest.mark.root
 def test_the_unfinished_file_of_a_killed_daemon_is_gone_when_the_next_one_answers(broker):
     broker.kill_daemon()
     unfinished = Path(broker.directory.lock_path(f"{broker.uuids[0]}.0123456789abcdef.new"))
@@ -43,8 +42,7 @@ def test_the_unfinished_file_of_a_killed_daemon_is_gone_when_the_next_one_answer
     assert broker(ALICE, "run", "--no-wait", "-n", "4", "--", "true").returncode == 0
 
 
-@pytest.mark.root
-def test_what_another_user_left_who_was_killed_while_he_changed_the_node_is_in_nobody_s_way(site):
+def test_what_a_killed_command_of_another_user_left_of_the_node_is_in_no_way(site):
     with a_machine(site, "everybody") as machine:
         left = machine.place / "node" / "node.json.new"
         left.write_text("half")
@@ -54,7 +52,6 @@ def test_what_another_user_left_who_was_killed_while_he_changed_the_node_is_in_n
         assert (done.returncode, left.exists()) == (0, False), done.stderr
 
 
-@pytest.mark.root
 def test_a_job_gets_a_device_and_gives_it_back(machine):
     done = machine(ALICE, "run", "--no-wait", *LOOK)
 
@@ -62,18 +59,16 @@ def test_a_job_gets_a_device_and_gives_it_back(machine):
     assert machine.locked() == []
 
 
-@pytest.mark.root
 def test_two_users_get_different_devices_and_see_each_other(machine):
-    with machine.job(ALICE, "-n", "2", "--note", "hers") as (_, hers), machine.job(BOB, "-n", "2") as (_, his):
+    with machine.job(ALICE, "-n", "2", "--note", "hers") as (_, alices), machine.job(BOB, "-n", "2") as (_, bobs):
         refused = machine(BOB, "run", "--no-wait", "true")
-        claims = claims_of(machine(BOB, "who", "--fresh", "--json").stdout)
+        claims = machine.claims(BOB, "--fresh")
 
-        assert sorted(f"{hers},{his}".split(",")) == ["0", "1", "2", "3"] and machine.locked() == [0, 1, 2, 3]
+        assert sorted(f"{alices},{bobs}".split(",")) == ["0", "1", "2", "3"] and machine.locked() == [0, 1, 2, 3]
     assert (refused.returncode, refused.stderr.count(f"claimed by {ALICE.pw_name}, ")) == (75, 2)
     assert {(claim["user"], claim["note"]) for claim in claims} == {(ALICE.pw_name, "hers"), (BOB.pw_name, None)}
 
 
-@pytest.mark.root
 def test_the_claim_outlives_the_wrapper_and_ends_with_the_job(machine):
     with machine.job(ALICE, command=("sh", "-c", "echo $$; exec sleep 100")) as (wrapper, job):
         wrapper.kill()
@@ -86,7 +81,6 @@ def test_the_claim_outlives_the_wrapper_and_ends_with_the_job(machine):
 GRAB = "import gpuguard\nclaim = gpuguard.grab_gpus(2)\nprint(len(claim), sorted(device.index for device in claim))\n"
 
 
-@pytest.mark.root
 def test_grab_gpus_gives_the_devices_of_a_process(machine):
     with machine.job(BOB, "--gpus", "0"):
         assert machine.python(ALICE, GRAB) == "2 [2, 3]\n"
@@ -96,7 +90,6 @@ def test_grab_gpus_gives_the_devices_of_a_process(machine):
 NESTED = "gpuguard run --no-wait -- sh -c 'echo $CUDA_VISIBLE_DEVICES; gpuguard run --no-wait -n 2 -- true; echo $?'"
 
 
-@pytest.mark.root
 def test_commands_inside_a_claim_divide_it(machine):
     inner = NESTED.replace("gpuguard", f"{machine.python_path} -m gpuguard")
     done = machine(ALICE, "run", "--no-wait", "-n", "2", "--", "sh", "-c", inner)
@@ -104,27 +97,25 @@ def test_commands_inside_a_claim_divide_it(machine):
     assert done.stdout in ("3\n125\n", "2\n125\n"), done.stderr
 
 
-@pytest.mark.root
-def test_whoever_waits_starts_when_the_device_is_free(machine):
+def test_a_request_that_waits_starts_when_the_device_is_free(machine):
     with machine.job(ALICE, "-n", "4") as (wrapper, _):
         waiting = machine.start(BOB, "run", "--wait", "30s", *LOOK)
-        assert eventually(lambda: any(name.startswith("ticket.") for name in os.listdir(machine.directory.records)))
+        assert eventually(machine.has_ticket)
         os.killpg(wrapper.pid, 15)
         said, errors = waiting.communicate(timeout=30)
 
     assert (waiting.returncode, said) == (0, "3\n"), errors
 
 
-@pytest.mark.root
 def test_without_a_daemon_claims_fail_and_those_that_live_stay(broker):
     with broker.job(ALICE, "-n", "2"):
         broker.kill_daemon()
         failed = broker(BOB, "run", "true")
-        seen = claims_of(broker(BOB, "who", "--json").stdout)
+        seen = broker.claims(BOB)
         asked = [broker(BOB, command) for command in ("select", "explain")]  # they said that it would start at once
 
-        assert [(one.returncode, one.stdout) for one in asked] == [(1, "")] * 2
-        assert all("nothing can be claimed until it runs" in one.stderr for one in asked)
+        assert [(done.returncode, done.stdout) for done in asked] == [(1, "")] * 2
+        assert all("nothing can be claimed until it runs" in done.stderr for done in asked)
         assert failed.returncode == 125 and "nothing can be claimed until it runs" in failed.stderr
         assert broker.locked() == [2, 3] and {claim["user"] for claim in seen} == {ALICE.pw_name}
         broker.start_daemon()
@@ -132,11 +123,10 @@ def test_without_a_daemon_claims_fail_and_those_that_live_stay(broker):
         assert broker(BOB, "run", "--no-wait", "-n", "2", "true").returncode == 0
 
 
-@pytest.mark.root
-def test_whoever_waits_goes_on_waiting_while_the_daemon_is_started_again(broker):
+def test_a_request_goes_on_waiting_while_the_daemon_is_started_again(broker):
     with broker.job(ALICE, "-n", "4") as (wrapper, _):
         waiting = broker.start(BOB, "run", "--wait", "60s", *LOOK)
-        assert eventually(lambda: any(name.startswith("ticket.") for name in os.listdir(broker.directory.records)))
+        assert eventually(broker.has_ticket)
         broker.kill_daemon()
         os.killpg(wrapper.pid, 15)
         wrapper.wait()
@@ -146,31 +136,28 @@ def test_whoever_waits_goes_on_waiting_while_the_daemon_is_started_again(broker)
     assert (waiting.returncode, said) == (0, "3\n"), errors
 
 
-@pytest.mark.root
 def test_a_denied_user_gets_nothing(broker):
     assert broker(None, "deny", BOB.pw_name, "--for", "1h").returncode == 0
-    said = json.loads(broker.python(BOB, CLAIM, broker.uuids[0]))
+    said = broker.asks(BOB, broker.uuids[0])
 
     assert "denied" in said["refused"][broker.uuids[0]]
     assert broker.locked() == []
 
 
-@pytest.mark.root
 def test_back_to_everybody_and_to_the_daemon_again_keeps_the_claims(own):
     with own.job(ALICE, "-n", "1"):
         own.setup("--no-broker")
         own.kill_daemon()
-        with own.job(BOB, "-n", "3") as (_, his):
+        with own.job(BOB, "-n", "3") as (_, devices):
             own.setup("--broker")
             own.start_daemon()
-            assert (sorted(his), own.locked()) == (sorted("0,1,2"), [0, 1, 2, 3])
+            assert (sorted(devices), own.locked()) == (sorted("0,1,2"), [0, 1, 2, 3])
             assert own(BOB, "run", "--no-wait", "true").returncode == 75
         assert eventually(lambda: own.locked() == [3])
         done = own(BOB, "run", "--no-wait", "-n", "3", "true")
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.root
 def test_setting_up_again_keeps_the_mode_and_whose_it_is(own):
     assert own(None, "setup", "--dir", own.directory.path).returncode == 0
 
@@ -178,8 +165,7 @@ def test_setting_up_again_keeps_the_mode_and_whose_it_is(own):
     assert own(BOB, "run", "--no-wait", "true").returncode == 0
 
 
-@pytest.mark.root
-def test_doctor_says_who_gives_the_locks_and_when_nobody_does(own):
+def test_doctor_says_who_gives_the_locks_and_when_no_daemon_does(own):
     well = own(BOB, "doctor")
     own.kill_daemon()
     ill = own(BOB, "doctor")
@@ -188,7 +174,6 @@ def test_doctor_says_who_gives_the_locks_and_when_nobody_does(own):
     assert ill.returncode == 1 and "gives none: no daemon answers" in ill.stdout
 
 
-@pytest.mark.root
 def test_a_daemon_that_was_started_before_says_so(site):
     with a_machine(site, "everybody") as machine:
         machine.start_daemon(ready=False)
@@ -198,7 +183,6 @@ def test_a_daemon_that_was_started_before_says_so(site):
         assert said.returncode == 125 and "it was started before" in said.stderr
 
 
-@pytest.mark.root
 def test_a_daemon_that_cannot_make_files_anew_gives_nothing_and_says_so(own):
     own.kill_daemon()
     os.chown(own.directory.locks, 0, 0)
@@ -206,7 +190,7 @@ def test_a_daemon_that_cannot_make_files_anew_gives_nothing_and_says_so(own):
     said = own(BOB, "run", "--no-wait", "true")
 
     assert said.returncode == 125 and "cannot be made anew: Permission denied" in said.stderr
-    assert "cannot be written, so no locks can be given" in (own.place / "said").read_text()
+    assert "cannot be written, so no locks can be given" in own.said()
     assert own.locked() == []
 
 
@@ -222,12 +206,10 @@ time.sleep(60)
 @contextmanager
 def a_running_job(machine, user) -> Iterator[int]:
     """The pid of a process of *user* that uses device 0 without a claim."""
-    with machine.program(user, USES, machine.environment["GPUGUARD_BACKEND"].partition(":")[2]) as job:
-        assert job.stdout and job.stdout.readline()
+    with machine.running(user, USES, machine.environment["GPUGUARD_BACKEND"].partition(":")[2]) as job:
         yield job.pid
 
 
-@pytest.mark.root
 def test_a_running_job_is_adopted_and_its_claim_ends_with_it(machine):
     with a_running_job(machine, ALICE) as pid:
         done = machine(ALICE, "adopt", str(pid))
@@ -262,13 +244,11 @@ def broker_of_two(request: pytest.FixtureRequest, site: Path) -> Iterator[Broker
         yield machine
 
 
-@pytest.mark.root
 @pytest.mark.parametrize("code", [HOARD, RECORDED, UNREAD], ids=["locks again", "with a record", "unread"])
 def test_a_claim_that_is_released_by_a_policy_is_over_whatever_its_owner_does(broker_of_two, monkeypatch, code):
     monkeypatch.setattr(identity, "uid_min", lambda: 1)  # the users of these tests are the system's
     machine = Listing(a_device(0, uuid=broker_of_two.uuids[0]))
-    with broker_of_two.program(BOB, code, broker_of_two.uuids[0]) as hostile, broker_of_two.job(ALICE, "--gpus", "1"):
-        assert hostile.stdout and hostile.stdout.readline()
+    with broker_of_two.running(BOB, code, broker_of_two.uuids[0]) as hostile, broker_of_two.job(ALICE, "--gpus", "1"):
         assert eventually(lambda: broker_of_two.locked() == [0, 1])
         [claim] = probe(broker_of_two.directory, broker_of_two.uuids[:1])
         context = ActionContext(
@@ -287,7 +267,6 @@ def test_a_claim_that_is_released_by_a_policy_is_over_whatever_its_owner_does(br
         assert broker_of_two(ALICE, "run", "--no-wait", "--gpus", "0", "true").returncode == 0
 
 
-@pytest.mark.root
 def test_a_lock_file_that_is_replaced_by_a_link_has_root_write_into_nothing_else(tmp_path, monkeypatch):
     """By the user of the daemon, say, who may write there from the first setup on."""
     for folder in (tmp_path.parent, tmp_path.parent.parent):

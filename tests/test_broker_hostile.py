@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokered import CLAIM, Brokered, claims_of
+from brokered import Brokered
 from nodes import SECONDS, a_user, eventually
 from users import ALICE, BOB
 
@@ -107,7 +107,7 @@ for outer in sys.argv[2:]:
 """
 
 
-def test_nobody_gets_into_the_claim_of_somebody_else(broker):
+def test_no_user_gets_into_the_claim_of_another(broker):
     with broker.job(ALICE, "--gpus", "0"):
         [record] = [name for name in os.listdir(broker.directory.records) if name.startswith("claim.")]
         name = record.split(".")[2]
@@ -127,10 +127,9 @@ fcntl.flock(file, fcntl.LOCK_EX)
 print("forged", flush=True)
 time.sleep(60)
 """
-    with broker.job(ALICE, "--gpus", "0"), broker.program(BOB, forge, *broker.uuids) as forger:
-        assert forger.stdout and forger.stdout.readline()
+    with broker.job(ALICE, "--gpus", "0"), broker.running(BOB, forge, *broker.uuids):
         for user in (None, ALICE, BOB):
-            claims = claims_of(broker(user, "who", "--fresh", "--json").stdout)
+            claims = broker.claims(user, "--fresh")
             assert [claim["user"] for claim in claims] == [ALICE.pw_name]
 
 
@@ -146,8 +145,7 @@ for line in sys.stdin:
 
 def test_a_descriptor_that_was_kept_is_worth_nothing(broker):
     path = broker.directory.lock_path(broker.uuids[0])
-    with broker.program(BOB, KEPT, broker.uuids[0]) as hostile:
-        assert hostile.stdin and hostile.stdout and hostile.stdout.readline()
+    with broker.running(BOB, KEPT, broker.uuids[0]) as hostile:
         before = os.stat(path).st_ino
         assert broker.locked() == [0]
         say(hostile, "unlock")
@@ -162,8 +160,7 @@ def test_a_descriptor_that_was_kept_is_worth_nothing(broker):
 
 
 def test_nobody_is_told_that_a_device_is_free_while_it_can_be_taken_back(broker):
-    with broker.program(BOB, KEPT, broker.uuids[0]) as hostile:
-        assert hostile.stdin and hostile.stdout and hostile.stdout.readline()
+    with broker.running(BOB, KEPT, broker.uuids[0]) as hostile:
         for _ in range(10):  # before the daemon looks by itself, and after
             say(hostile, "unlock")
             seen = broker.python(ALICE, "print(exchange(directory, {'do': 'claims'})[0]['held'])")
@@ -187,11 +184,10 @@ sys.stdin.readline()
 """
 
 
-def test_what_lies_unread_in_a_socket_is_the_claim_of_whoever_asked_and_ends_with_him(broker):
-    with broker.program(BOB, UNREAD, broker.uuids[0]) as hostile:
-        assert hostile.stdout and hostile.stdout.readline()
+def test_what_lies_unread_in_a_socket_is_the_claim_of_the_process_that_asked_and_ends_with_it(broker):
+    with broker.running(BOB, UNREAD, broker.uuids[0]):
         assert eventually(lambda: broker.locked() == [0])
-        [claim] = claims_of(broker(ALICE, "who", "--fresh", "--json").stdout)
+        [claim] = broker.claims(ALICE, "--fresh")
         assert claim["user"] == BOB.pw_name
     assert eventually(lambda: broker.locked() == [])
 
@@ -199,7 +195,7 @@ def test_what_lies_unread_in_a_socket_is_the_claim_of_whoever_asked_and_ends_wit
 LEAVES = UNREAD.replace("sys.stdin.readline()", "connection.close()")
 
 
-def test_whoever_goes_before_the_answer_leaves_nothing_locked(broker):
+def test_a_process_that_goes_before_the_reply_leaves_nothing_locked(broker):
     for _ in range(8):
         assert broker.python(BOB, LEAVES, *broker.uuids) == "asked\n"
     assert eventually(lambda: broker.locked() == [])
@@ -223,29 +219,33 @@ while time.monotonic() < until:
 """
 
 
-def test_a_flood_with_descriptors_in_it_keeps_nobody_out_and_leaves_nothing_open(broker):
+def test_a_flood_with_descriptors_in_it_keeps_no_other_out_and_leaves_nothing_open(broker):
     assert broker.daemon
     here = f"/proc/{broker.daemon.pid}/fd"
     assert broker(ALICE, "run", "--no-wait", "true").returncode == 0
     before = len(os.listdir(here))
-    with broker.program(BOB, FLOOD, *broker.uuids[:2]) as hostile:
-        assert hostile.stdout and hostile.stdout.readline()
+    with broker.running(BOB, FLOOD, *broker.uuids[:2]) as hostile:
         for _ in range(3):
             assert broker(ALICE, "run", "--no-wait", "--gpus", "3", "true").returncode == 0
         hostile.wait()
     assert eventually(lambda: len(os.listdir(here)) <= before and broker.locked() == [])
 
 
-def test_nobody_passes_the_line_by_asking_the_daemon_himself(broker):
-    with broker.job(ALICE, "--gpus", "3", "--time-limit", "1h"):
-        waiting = broker.start(ALICE, "run", "-n", "4", "--wait", "60s", "--time-limit", "1h", "--", "true")
-        assert eventually(lambda: any(name.startswith("ticket.") for name in os.listdir(broker.directory.records)))
-        [ticket] = [name.split(".")[2] for name in os.listdir(broker.directory.records) if name.startswith("ticket.")]
-        long = json.loads(broker.python(BOB, CLAIM, broker.uuids[0]))
-        stolen = broker.python(BOB, INSIDE.replace('"inside": outer', '"ticket": outer'), broker.uuids[0], ticket)
-        short = json.loads(broker.python(BOB, CLAIM.replace("{}}", '{}, "time_limit_seconds": 600}'), broker.uuids[0]))
-        waiting.kill()
-        waiting.communicate()
+@pytest.fixture
+def alice_waits(broker) -> Iterator[None]:
+    """She has one device, and a request for all in the queue."""
+    with (
+        broker.job(ALICE, "--gpus", "3", "--time-limit", "1h"),
+        broker.waits(ALICE, "-n", "4", "--time-limit", "1h"),
+    ):
+        yield
+
+
+def test_no_user_passes_the_queue_by_asking_the_daemon_directly(broker, alice_waits):
+    [ticket] = [name.split(".")[2] for name in os.listdir(broker.directory.records) if name.startswith("ticket.")]
+    long = broker.asks(BOB, broker.uuids[0])
+    stolen = broker.python(BOB, INSIDE.replace('"inside": outer', '"ticket": outer'), broker.uuids[0], ticket)
+    short = broker.asks(BOB, broker.uuids[0], time_limit_seconds=600)
 
     assert "it is not your turn: held back" in long["refused"][broker.uuids[0]]
     assert (stolen, short.get("descriptors")) == ("refused\n", 1)
@@ -262,17 +262,12 @@ for attempt in (os.unlink, lambda path: os.utime(path, (1.0, 1.0)), lambda path:
 """
 
 
-def test_nobody_can_forget_that_he_was_served_while_others_wait(broker):
-    asked = CLAIM.replace("{}}", '{}, "time_limit_seconds": 600}')
-    assert json.loads(broker.python(BOB, asked, broker.uuids[0]))["descriptors"] == 1
-    before = tickets.last_served(broker.directory, BOB.pw_uid)  # nobody waited
-    with broker.job(ALICE, "--gpus", "3", "--time-limit", "1h"):
-        waiting = broker.start(ALICE, "run", "-n", "4", "--wait", "60s", "--time-limit", "1h", "--", "true")
-        assert eventually(lambda: any(name.startswith("ticket.") for name in os.listdir(broker.directory.records)))
-        assert json.loads(broker.python(BOB, asked, broker.uuids[0]))["descriptors"] == 1
-        said = broker.python(BOB, FORGETS)
-        waiting.kill()
-        waiting.communicate()
+def test_no_user_can_forget_being_served_while_others_wait(broker, request):
+    assert broker.asks(BOB, broker.uuids[0], time_limit_seconds=600)["descriptors"] == 1
+    before = tickets.last_served(broker.directory, BOB.pw_uid)  # no other request waited
+    request.getfixturevalue("alice_waits")
+    assert broker.asks(BOB, broker.uuids[0], time_limit_seconds=600)["descriptors"] == 1
+    said = broker.python(BOB, FORGETS)
 
     lately = tickets.last_served(broker.directory, BOB.pw_uid)
     assert (before, said) == (None, "") and lately and time.time() - lately < 60.0
@@ -288,13 +283,9 @@ for device in (wanted, free):
 """
 
 
-def test_whose_turn_it_is_on_one_device_does_not_get_another_one_that_somebody_waits_for(broker):
-    with broker.job(ALICE, "--gpus", "3", "--time-limit", "1h"):
-        waiting = broker.start(ALICE, "run", "--gpus", "2,3", "-n", "2", "--wait", "60s", "--", "true")
-        assert eventually(lambda: any(name.startswith("ticket.") for name in os.listdir(broker.directory.records)))
+def test_a_user_who_may_start_on_one_device_does_not_get_another_one_that_is_waited_for(broker):
+    with broker.job(ALICE, "--gpus", "3", "--time-limit", "1h"), broker.waits(ALICE, "--gpus", "2,3", "-n", "2"):
         said = broker.python(BOB, ELSEWHERE, broker.uuids[0], broker.uuids[2])
-        waiting.kill()
-        waiting.communicate()
 
     assert said.split() == ["0", "1"]
 
@@ -302,8 +293,7 @@ def test_whose_turn_it_is_on_one_device_does_not_get_another_one_that_somebody_w
 def test_processes_of_others_cannot_be_overlooked_on_request(broker):
     node = broker.environment["GPUGUARD_BACKEND"].partition(":")[2]
     with a_user(node, "0", 2**30):
-        claim = CLAIM.replace('"conditions": {}', '"conditions": {"mine_as_free": [0], "tolerance": 2**50}')
-        said = json.loads(broker.python(BOB, claim, broker.uuids[0]))
+        said = broker.asks(BOB, broker.uuids[0], conditions={"mine_as_free": [0], "tolerance": 2**50})
 
     assert said["descriptors"] == 0 and "refused" in said
 
@@ -320,8 +310,7 @@ time.sleep(60)
 
 def test_a_lock_inside_a_claim_that_was_kept_does_not_hinder_the_next_owner(broker):
     inner = f"{broker.python_path} -m gpuguard run --no-wait -- true"
-    with broker.program(BOB, NESTED, broker.uuids[3]) as hostile:
-        assert hostile.stdout and hostile.stdout.readline() == "kept\n"
+    with broker.running(BOB, NESTED, broker.uuids[3]):
         done = broker(ALICE, "run", "--no-wait", "--gpus", "3", "--", "sh", "-c", inner)
 
     assert done.returncode == 0, done.stderr
@@ -350,9 +339,9 @@ def test_no_lock_is_given_beside_a_share_or_inside_of_what_is_inside(broker):
     assert not [name for name in names if name.endswith((".nested.nested", "slot0.nested"))]
 
 
-def test_what_is_reserved_for_somebody_else_is_not_given(broker):
+def test_what_is_reserved_for_another_user_is_not_given(broker):
     reserved = broker(None, "reserve", "-n", "4", "--for", "1h", "--user", ALICE.pw_name)
-    refused = json.loads(broker.python(BOB, CLAIM, broker.uuids[0]))
+    refused = broker.asks(BOB, broker.uuids[0])
     hers = broker(ALICE, "run", "--no-wait", "-n", "4", "true")
 
     assert reserved.returncode == 0, reserved.stderr
@@ -374,10 +363,6 @@ while True:  # it hears that it may start, and does not
 """
 
 
-def waits(hostile: Any) -> bool:
-    return bool(hostile.stdout.readline())
-
-
 def events_of_the_queue(broker: Brokered) -> list[tuple[str, str | None]]:
     log = broker.place / "daemon" / "events.jsonl"
     events = [json.loads(line) for line in log.read_text().splitlines()]
@@ -385,9 +370,7 @@ def events_of_the_queue(broker: Brokered) -> list[tuple[str, str | None]]:
 
 
 def test_any_number_of_requests_that_never_claim_keep_one_device_from_others_and_only_for_some_seconds(broker):
-    with broker.program(BOB, TICKETS, *"1111111") as hostile:
-        assert waits(hostile)
-
+    with broker.running(BOB, TICKETS, *"1111111"):
         assert broker(ALICE, "run", "--no-wait", "-n", "3", "--", "true").returncode == 0
         assert broker(ALICE, "run", "--wait", "60s", "-n", "4", "--", "true").returncode == 0
         assert broker.daemon and broker.daemon.poll() is None
@@ -396,42 +379,36 @@ def test_any_number_of_requests_that_never_claim_keep_one_device_from_others_and
 def test_one_request_that_wants_all_and_claims_nothing_goes_to_the_end_and_the_second_one_costs_the_user_an_hour(
     broker,
 ):
-    with broker.program(BOB, TICKETS, "4") as hostile:
-        assert waits(hostile)
+    with broker.running(BOB, TICKETS, "4"):
         assert broker(ALICE, "run", "--wait", "60s", "--", "true").returncode == 0
         assert events_of_the_queue(broker) == [("request set back", BOB.pw_name)]
         assert broker(ALICE, "run", "--no-wait", "-n", "4", "--", "true").returncode == 0
 
-    with broker.program(BOB, TICKETS, "4") as hostile:
-        assert waits(hostile)
+    with broker.running(BOB, TICKETS, "4"):
         assert eventually(lambda: len(events_of_the_queue(broker)) == 2, 60.0)
         assert events_of_the_queue(broker)[1] == ("user set back", BOB.pw_name)
-    with broker.program(BOB, TICKETS, "4") as hostile:
-        assert waits(hostile)
+    with broker.running(BOB, TICKETS, "4"):
         assert broker(ALICE, "run", "--no-wait", "-n", "4", "--", "true").returncode == 0
 
 
-def test_why_nobody_can_be_set_back_is_an_event_of_its_own(broker):
+def test_why_no_request_can_be_set_back_is_an_event_of_its_own(broker):
     (Path(daemon_files(broker.directory).path) / "set-back.json").mkdir()
-    with broker.program(BOB, TICKETS, "4") as hostile:
-        assert waits(hostile)
+    with broker.running(BOB, TICKETS, "4"):
         assert eventually(lambda: events_of_the_queue(broker) == [("not tended", None)], 60.0)
 
 
-def test_requests_of_one_user_that_claim_start_one_after_the_other_and_nobody_is_set_back(broker):
+def test_requests_of_one_user_that_claim_start_one_after_the_other_and_none_is_set_back(broker):
     with broker.job(ALICE, "-n", "4") as (holder, _):
         waiting = [broker.start(BOB, "run", "--", "true") for _ in range(3)]
         waiting.append(broker.start(ALICE, "run", "-n", "2", "--", "true"))
         assert eventually(lambda: len(read_tickets(broker.directory)[0]) == 4, 60.0)
         os.killpg(holder.pid, signal.SIGKILL)
 
-        for each in waiting:
-            each.communicate(timeout=SECONDS)
-        assert [each.returncode for each in waiting] == [0] * 4
+        assert [process.wait(SECONDS) for process in waiting] == [0] * 4
     assert events_of_the_queue(broker) == []
 
 
-def test_nobody_but_the_daemon_sets_anybody_back(broker):
+def test_no_user_can_set_another_back(broker):
     forge = "open(f'{directory.path}/set-back.json', 'w')"
     with pytest.raises(AssertionError, match="Permission denied"):
         broker.python(BOB, forge)

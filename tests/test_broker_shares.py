@@ -1,4 +1,4 @@
-"""Shares and MIG instances where the daemon gives the locks: what excludes what, and who lies about it in vain."""
+"""Shares and MIG instances where the daemon gives the locks: what excludes what, and which lies are in vain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from brokered import KEEPER, Brokered, a_machine, claims_of
+from brokered import KEEPER, Brokered, a_machine
 from nodes import eventually
 from users import ALICE, BOB
 
@@ -44,10 +44,10 @@ def tried(machine: Brokered, user, *options: str) -> str:
     return done.stderr if done.returncode else ""
 
 
-def test_two_users_share_a_device_and_everybody_sees_it(broker):
+def test_two_users_share_a_device_and_all_see_it(broker):
     with broker.job(ALICE, *share("20GiB", "--note", "hers")), broker.job(BOB, *share("30GiB")):
         for user in (None, ALICE, BOB):
-            claims = claims_of(broker(user, "who", "--fresh", "--json").stdout)
+            claims = broker.claims(user, "--fresh")
             found = {(claim["user"], claim["note"], claim["memory_bytes"]) for claim in claims}
             assert found == {(ALICE.pw_name, "hers", 20 * 2**30), (BOB.pw_name, None, 30 * 2**30)}
         explained = broker(BOB, "explain", *share("60GiB"))
@@ -58,7 +58,7 @@ def test_two_users_share_a_device_and_everybody_sees_it(broker):
 def test_a_share_and_a_whole_device_exclude_each_other(broker):
     with broker.job(ALICE, *share("10GiB")):
         assert "shared by" in tried(broker, BOB, "--gpus", "0")
-        assert "shared by" in tried(broker, None, "--gpus", "0"), "root takes the locks himself"
+        assert "shared by" in tried(broker, None, "--gpus", "0"), "root takes the locks directly"
     with broker.job(ALICE, "--gpus", "0"):
         assert "claimed by" in tried(broker, BOB, *share("10GiB"))
     with broker.job(None, "--gpus", "0"):
@@ -81,9 +81,9 @@ def test_commands_inside_a_share_run(own):
 
 
 @pytest.mark.parametrize("outlived", [False, True], ids=["asked", "from outside"])
-def test_a_share_is_released_while_its_job_lives_on_and_somebody_else_has_the_device(broker, outlived):
+def test_a_share_is_released_while_its_job_lives_on_and_another_user_has_the_device(broker, outlived):
     with broker.job(ALICE, *share("50GiB"), command=("sh", "-c", "echo $$; exec sleep 100")) as (wrapper, job):
-        [claim] = claims_of(broker(ALICE, "who", "--fresh", "--json").stdout)
+        [claim] = broker.claims(ALICE, "--fresh")
         if outlived:
             wrapper.kill()
             wrapper.wait()
@@ -117,8 +117,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("lie", [1, 79 * 2**30])
 def test_what_a_record_says_of_a_share_changes_nothing(own, lie):
-    with own.job(ALICE, *share("40GiB", "--slots", "3")), own.program(ALICE, FORGE, str(lie)) as forger:
-        assert forger.stdout and forger.stdout.readline()
+    with own.job(ALICE, *share("40GiB", "--slots", "3")), own.running(ALICE, FORGE, str(lie)):
         assert "(40.0GiB)" in tried(own, BOB, *share("50GiB")), "more is promised than there is"
         assert "(40.0GiB)" in tried(own, None, *share("50GiB"))
         assert tried(own, BOB, *share("30GiB")) == ""
@@ -170,7 +169,7 @@ def test_a_share_from_before_the_daemon_keeps_everybody_away(site):
 def test_shares_live_on_without_the_daemon_and_it_knows_them_again(own):
     with own.job(ALICE, *share("50GiB")):
         own.kill_daemon()
-        [claim] = claims_of(own(BOB, "who", "--json").stdout)
+        [claim] = own.claims(BOB)
         assert (claim["user"], claim["memory_bytes"]) == (ALICE.pw_name, 50 * 2**30)
         own.start_daemon()
         assert tried(own, BOB, *share("50GiB")) and not tried(own, BOB, *share("20GiB"))
@@ -199,14 +198,13 @@ def test_instances_go_to_different_users_and_are_shared(divided):
 
 def test_a_divided_gpu_is_not_given_while_a_part_of_it_is(divided):
     whole, instances = uuids_of(divided)
-    with divided.program(ALICE, ASK, instances[0]) as hers:
-        assert hers.stdout and json.loads(hers.stdout.readline())["claim"]
-        with divided.program(BOB, ASK, whole) as his:
-            assert his.stdout and whole in json.loads(his.stdout.readline())["refused"]
+    with divided.program(ALICE, ASK, instances[0]) as holder:
+        assert holder.stdout and json.loads(holder.stdout.readline())["claim"]
+        assert whole in divided.asks(BOB, whole)["refused"]
 
 
 def given(machine: Brokered, name: str, *, shown: bool = True, memory: int | None = None) -> tuple[list[int], object]:
-    """What give_all says, and the locked descriptors if it gave any; as the daemon would, which must not run."""
+    """What lock_all says, and the locked descriptors if it gave any; as the daemon would, which must not run."""
     snapshot = open_backend(machine.environment["GPUGUARD_BACKEND"]).sample({HEALTH})
     if not shown:
         snapshot = replace(snapshot, devices=tuple(one for one in snapshot.devices if not one.parent_uuid))
@@ -235,7 +233,7 @@ def test_a_gpu_and_its_instances_exclude_each_other_also_when_the_driver_shows_t
                 assert refused == {}
 
 
-def test_a_share_that_came_behind_the_look_at_the_line_is_counted(own):
+def test_a_share_that_came_behind_the_look_at_the_queue_is_counted(own):
     own.kill_daemon()
     backend, quicker = open_backend(own.environment["GPUGUARD_BACKEND"]), list[int]()
 
@@ -263,7 +261,7 @@ def test_a_lock_file_that_root_makes_is_the_daemons_alone(own):
 
 
 def test_a_share_is_looked_at_behind_its_lock(own):
-    """So whoever takes the device himself at that moment, as root does, and it never overlook each other."""
+    """So root, who takes the device directly at that moment, and it never overlook each other."""
     own.kill_daemon()
     lock = lock_device(own.directory, own.uuids[0], fcntl.LOCK_EX)
     assert lock

@@ -1,4 +1,4 @@
-"""A user to whom root has given 65536 more uids (rootless containers) is no crowd: of what each has a share of, one."""
+"""A user to whom root has given 65536 more uids (rootless containers) has the share of one user, not of a crowd."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from gpuguard.enforcement.limits import BURST_LINES, AuditQuota
 from gpuguard.model import Snapshot
 from gpuguard.queue import tickets
 from gpuguard.queue.backfill import planned_for
-from gpuguard.queue.priority import QueueRules, ReservationKeys, order
+from gpuguard.queue.priority import QueueRules, ReservationKeys, Ticket, order
 from gpuguard.queue.reservations import ReservationStatus, judge, what_if
 from gpuguard.queue.state import QueueFacts, queue_state, usage_of_owners
 from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content
@@ -47,7 +47,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "subuid"
 
 
-def test_all_uids_that_one_user_was_given_are_one_party():
+def test_all_uids_that_one_user_was_given_are_one_user():
     uids = (0, 1001, FIRST, FIRST + 65535, FIRST + 65536, MORE, MORE + 9, MORE + 10, 200_000, 4_000_000_000)
     same = {FIRST: FIRST, FIRST + 65535: FIRST, MORE: FIRST, MORE + 9: FIRST, 200_000: 200_000}
 
@@ -62,7 +62,7 @@ def test_what_root_gives_later_is_known_at_once(given):
 
 
 @pytest.mark.parametrize("content", [None, "", "\n\n", b"\xff:1:1\n"])
-def test_without_such_a_file_everybody_is_himself(given, content):
+def test_without_such_a_file_each_uid_is_a_user(given, content):
     given.unlink()
     if content is not None:
         given.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -70,7 +70,7 @@ def test_without_such_a_file_everybody_is_himself(given, content):
     assert parties([7, FIRST]) == {7: 7, FIRST: FIRST}
 
 
-def test_the_file_is_read_for_nobody_but_such_uids(monkeypatch):
+def test_the_file_is_read_for_such_uids_alone(monkeypatch):
     monkeypatch.setattr(users, "_given", lambda: pytest.fail("it was read"))
 
     assert parties([0, 1000, 60000]) == {0: 0, 1000: 1000, 60000: 60000}
@@ -98,74 +98,70 @@ def as_uid(uid: int) -> Iterator[None]:
         os.seteuid(0)
 
 
-def by(uids: list[int], make: Callable[[int], object]) -> None:
-    for uid in uids:
-        with as_uid(uid):
-            make(uid)
+CROWD = [FIRST + number for number in range(20)]
 
 
 @pytest.mark.root
-def test_records_of_all_uids_of_one_user_hide_nobody_elses(directory, monkeypatch):
+def test_records_of_all_uids_of_one_user_hide_no_other_users(directory, monkeypatch):
     monkeypatch.setattr(records, "MOST_OF_ONE", 3)
     held = []
-
-    def record(uid: int) -> None:
-        path = records.record_path(directory, uid, f"c{uid}")
-        held.append(os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
-        fcntl.flock(held[-1], fcntl.LOCK_EX)
-
-    by([FIRST + number for number in range(20)] + [ALICE.pw_uid], record)
-    found = [one.uid for one in records.read_records(directory)]
+    for uid in (*CROWD, ALICE.pw_uid):
+        with as_uid(uid):
+            held.append(os.open(records.record_path(directory, uid, f"c{uid}"), os.O_RDWR | os.O_CREAT, 0o644))
+            fcntl.flock(held[-1], fcntl.LOCK_EX)
+    uids = [record.uid for record in records.read_records(directory)]
     for descriptor in held:
         os.close(descriptor)
 
-    assert len(found) == 4
-    assert ALICE.pw_uid in found
+    assert len(uids) == 4
+    assert ALICE.pw_uid in uids
+
+
+@pytest.fixture
+def tickets_of(directory) -> Iterator[Callable[..., None]]:
+    """Makes a ticket of each uid."""
+    with ExitStack() as stack:
+
+        def make(*uids: int) -> None:
+            for uid in uids:
+                with as_uid(uid):
+                    stack.callback(OwnTicket(directory, ticket_content(a_ticket())).leave)
+
+        yield make
+
+
+def queued(directory: LockDirectory, usage: dict[int, float] | None = None, mine: Ticket | None = None) -> list[int]:
+    """The uids of the tickets in the order of the queue."""
+    state = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), QueueFacts(usage=usage), QueueRules(), mine)
+    return [position.ticket.uid for position in state.positions]
 
 
 @pytest.mark.root
-def test_a_user_with_many_uids_stands_in_line_as_one(directory, monkeypatch):
+def test_a_user_with_many_uids_waits_in_the_queue_as_one(directory, tickets_of, monkeypatch):
     monkeypatch.setattr(tickets, "MOST_OF_ONE", 5)
-    held: list[OwnTicket] = []
-
-    def wait(uid: int) -> None:
-        held.append(OwnTicket(directory, ticket_content(a_ticket())))
-
-    by([FIRST + number for number in range(20)] + [ALICE.pw_uid], wait)
+    tickets_of(*CROWD, ALICE.pw_uid)
     found, ignored = read_tickets(directory)
-    line = order(found, {}, QueueRules(), found[0].since + 60.0)
-    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), QueueFacts(), QueueRules()).positions
-    for one in held:
-        one.leave()
 
-    # One of the first two places, though 20 came before her; the clock of a file system has steps of 4 ms.
-    assert ALICE.pw_uid in [one.uid for one in line][:2]
-    assert ALICE.pw_uid in [place.ticket.uid for place in places][:2]
+    # One of the first two positions, though 20 came before her; the clock of a file system has steps of 4 ms.
+    assert ALICE.pw_uid in [ticket.uid for ticket in order(found, {}, QueueRules(), found[0].since + 60.0)][:2]
+    assert ALICE.pw_uid in queued(directory)[:2]
     assert len(found) == 6
-    assert [(one.uid, one.id) for one in ignored] == [(FIRST, "15 more")]
+    assert [(file.uid, file.id) for file in ignored] == [(FIRST, "15 more")]
 
 
 @pytest.mark.root
-def test_who_only_asks_where_he_would_stand_stands_as_one_too(directory):
-    held: list[OwnTicket] = []
-    by([ALICE.pw_uid], lambda uid: held.append(OwnTicket(directory, ticket_content(a_ticket()))))
-    facts, mine = QueueFacts(usage={FIRST + 2: 1e6}), a_ticket(FIRST + 1, since=time.time() - 1.0)
-    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, QueueRules(), mine).positions
-    held[0].leave()
+def test_a_user_who_only_asks_for_a_position_counts_as_one_too(directory, tickets_of):
+    tickets_of(ALICE.pw_uid)
+    mine = a_ticket(FIRST + 1, since=time.time() - 1.0)
 
-    assert [place.ticket.uid for place in places] == [ALICE.pw_uid, FIRST + 1]
+    assert queued(directory, {FIRST + 2: 1e6}, mine) == [ALICE.pw_uid, FIRST + 1]
 
 
 @pytest.mark.root
-def test_what_one_of_his_uids_has_had_puts_the_others_behind_her(directory):
-    held: list[OwnTicket] = []
-    by([FIRST + 1, ALICE.pw_uid], lambda uid: held.append(OwnTicket(directory, ticket_content(a_ticket()))))
-    facts = QueueFacts(usage={FIRST + 2: 1e6})
-    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, QueueRules()).positions
-    for one in held:
-        one.leave()
+def test_what_one_uid_of_a_user_has_had_puts_the_others_behind(directory, tickets_of):
+    tickets_of(FIRST + 1, ALICE.pw_uid)
 
-    assert [place.ticket.uid for place in places] == [ALICE.pw_uid, FIRST + 1]
+    assert queued(directory, {FIRST + 2: 1e6}) == [ALICE.pw_uid, FIRST + 1]
 
 
 def test_what_was_had_by_one_of_the_uids_counts_for_the_others():
@@ -175,13 +171,11 @@ def test_what_was_had_by_one_of_the_uids_counts_for_the_others():
 def test_all_uids_of_one_user_reserve_as_much_as_one():
     keys = ReservationKeys(devices=2)
     crowd = [a_reservation(FIRST + number, gpus=2, made=NOW - 9 + number) for number in range(4)]
-    counts = [one.why_not == "" for one in judge([*crowd, a_reservation(1001, gpus=2)], UUIDS, (), {}, keys, NOW)]
+    statuses = judge([*crowd, a_reservation(1001, gpus=2)], UUIDS, (), {}, keys, NOW)
+    refused = what_if(a_reservation(FIRST + 9, gpus=1), a_reserved(ReservationStatus(crowd[0])), UUIDS)
 
-    assert counts == [True, False, False, False, True]
-    wish = a_reservation(FIRST + 9, gpus=1)
-    assert what_if(wish, a_reserved(ReservationStatus(crowd[0])), UUIDS).startswith(
-        "users may reserve 2 GPUs at a time here"
-    )
+    assert [status.counts for status in statuses] == [True, False, False, False, True]
+    assert refused.startswith("users may reserve 2 GPUs at a time here")
 
 
 def test_one_user_is_planned_and_lifted_as_one():
@@ -190,8 +184,7 @@ def test_one_user_is_planned_and_lifted_as_one():
 
     assert planned_for([*crowd, *others])[-1] == others[0]
     assert len(planned_for([*crowd, *others])) < 300
-    line = order([*crowd, *others], {}, QueueRules(bound=10.0), 1e6)
-    assert line[:2] == [crowd[0], others[0]]
+    assert order([*crowd, *others], {}, QueueRules(bound=10.0), 1e6)[:2] == [crowd[0], others[0]]
 
 
 def test_a_user_with_many_uids_writes_as_many_lines_as_others():

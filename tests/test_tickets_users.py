@@ -1,4 +1,4 @@
-"""Tickets and reservations of two users: nobody can hurt, wake without end, or pretend to be another one."""
+"""Tickets and reservations of two users: none can hurt, wake without end, or pretend to be another one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,15 @@ from users import ALICE, BOB
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.queue import reservations, tickets
 from gpuguard.queue.state import is_responsive
-from gpuguard.queue.tickets import OwnTicket, read_tickets, record_start, ticket_content, unread_since, wake
+from gpuguard.queue.tickets import (
+    IgnoredFile,
+    OwnTicket,
+    read_tickets,
+    record_start,
+    ticket_content,
+    unread_since,
+    wake,
+)
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
 
@@ -57,17 +66,28 @@ def as_user(user: pwd.struct_passwd, what: Callable[[], object], *, stays: bool 
     return child
 
 
+@contextmanager
+def waiting(user: pwd.struct_passwd, directory: LockDirectory, number: int = 1) -> Iterator[int]:
+    """pid of a process of *user* with so many tickets."""
+    kept: list[OwnTicket] = []
+    child = as_user(
+        user, lambda: kept.extend(OwnTicket(directory, ticket_content(a_ticket())) for _ in range(number)), stays=True
+    )
+    try:
+        yield child
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
 @pytest.fixture
 def alice(directory: LockDirectory) -> Iterator[int]:
-    """pid of a process of alice that waits in line."""
-    kept: list[OwnTicket] = []
-    child = as_user(ALICE, lambda: kept.append(OwnTicket(directory, ticket_content(a_ticket()))), stays=True)
-    yield child
-    os.kill(child, 9)
-    os.waitpid(child, 0)
+    """pid of a process of alice that waits in the queue."""
+    with waiting(ALICE, directory) as child:
+        yield child
 
 
-def test_everybody_sees_whose_a_ticket_is(directory: LockDirectory, alice: int) -> None:
+def test_all_see_whose_a_ticket_is(directory: LockDirectory, alice: int) -> None:
     def look() -> None:
         ((ticket,), ignored) = read_tickets(directory)
         assert (ticket.uid, ticket.user, ignored) == (ALICE.pw_uid, ALICE.pw_name, [])
@@ -75,7 +95,7 @@ def test_everybody_sees_whose_a_ticket_is(directory: LockDirectory, alice: int) 
     as_user(BOB, look)
 
 
-def test_a_stranger_can_ring_but_neither_listen_nor_remove(directory: LockDirectory, alice: int) -> None:
+def test_a_stranger_can_wake_but_neither_listen_nor_remove(directory: LockDirectory, alice: int) -> None:
     def tries() -> None:
         (ticket,) = read_tickets(directory)[0]
         wake(directory, [ticket], b".")
@@ -94,39 +114,31 @@ def test_a_ticket_in_the_name_of_a_stranger_does_not_count(directory: LockDirect
         own = OwnTicket(directory, ticket_content(a_ticket()))
         os.rename(own._ticket, own._ticket.replace(f".{BOB.pw_uid}.", f".{ALICE.pw_uid}."))
         found, ignored = read_tickets(directory)
-        assert (found, [(one.uid, one.reason) for one in ignored]) == (
-            [],
-            [(BOB.pw_uid, "its name is not that of its owner")],
-        )
+        reasons = [(file.uid, file.reason) for file in ignored]
+        assert (found, reasons) == ([], [(BOB.pw_uid, "its name is not that of its owner")])
 
     as_user(BOB, forge)
 
 
-def test_a_stranger_with_the_number_of_somebody_elses_ticket_does_not_stand_in_his_place(directory, alice):
+def test_a_stranger_with_the_number_of_another_users_ticket_does_not_have_its_position(directory, alice):
     (hers,) = read_tickets(directory)[0]
 
     def copy() -> None:
         own = OwnTicket(directory, ticket_content(a_ticket()))
         os.rename(own._ticket, f"{directory.records}/ticket.{BOB.pw_uid}.{hers.id.rpartition('.')[2]}.json")
         found, _ = read_tickets(directory)
-        assert len(found) == len({one.id for one in found}) == 2
+        assert len(found) == len({ticket.id for ticket in found}) == 2
 
     as_user(BOB, copy)
 
 
 def test_any_number_of_tickets_of_one_user_costs_the_others_a_bounded_time(directory, alice, monkeypatch):
     monkeypatch.setattr(tickets, "MOST_OF_ONE", 3)
-    kept: list[OwnTicket] = []
-    child = as_user(
-        BOB, lambda: kept.extend(OwnTicket(directory, ticket_content(a_ticket())) for _ in range(7)), stays=True
-    )
-    found, ignored = read_tickets(directory)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
+    with waiting(BOB, directory, 7):
+        found, ignored = read_tickets(directory)
 
-    assert sorted(one.uid for one in found) == sorted([ALICE.pw_uid, *[BOB.pw_uid] * 3])
-    reason = f"{BOB.pw_name} has 3 before them"
-    assert [(one.uid, one.id, one.reason) for one in ignored] == [(BOB.pw_uid, "4 more", reason)]
+    assert Counter(ticket.uid for ticket in found) == {ALICE.pw_uid: 1, BOB.pw_uid: 3}
+    assert ignored == [IgnoredFile(BOB.pw_uid, "4 more", f"{BOB.pw_name} has 3 before them")]
 
 
 def test_any_number_of_reservations_of_one_user_costs_the_others_a_bounded_time(directory, monkeypatch):
@@ -137,16 +149,16 @@ def test_any_number_of_reservations_of_one_user_costs_the_others_a_bounded_time(
         reservations.write_reservation(directory, a_reservation(ALICE.pw_uid))
     found, ignored, _ = reservations.read_reservations(directory, now)
 
-    assert Counter(one.maker for one in found) == {0: 5, BOB.pw_uid: 3}, "root may have any number"
-    assert [(one.uid, one.id) for one in ignored] == [(BOB.pw_uid, "4 more")]
+    assert Counter(reservation.maker for reservation in found) == {0: 5, BOB.pw_uid: 3}, "root may have any number"
+    assert [(file.uid, file.id) for file in ignored] == [(BOB.pw_uid, "4 more")]
 
 
-def test_a_dead_ticket_that_a_stranger_keeps_locked_is_waited_for_by_nobody(directory, alice):
+def test_a_dead_ticket_that_a_stranger_keeps_locked_is_not_waited_for(directory, alice):
     (ticket,) = read_tickets(directory)[0]
     assert is_responsive(directory, ticket)
     (name,) = (name for name in os.listdir(directory.records) if name.endswith(".json"))
     os.kill(alice, 9)
-    # Whoever opened the file before can lock it now: the kernel does not mind whose it is.
+    # A process that opened the file before can lock it now: the kernel does not mind whose it is.
     ghost = os.open(f"{directory.records}/{name}", os.O_RDONLY)
     while True:
         try:
@@ -157,11 +169,11 @@ def test_a_dead_ticket_that_a_stranger_keeps_locked_is_waited_for_by_nobody(dire
     found, _ = read_tickets(directory)
     os.close(ghost)
 
-    assert [one.id for one in found] == [ticket.id]
+    assert [other.id for other in found] == [ticket.id]
     assert not is_responsive(directory, ticket)
 
 
-def test_a_mark_of_having_been_served_that_somebody_else_made_does_not_count(directory, alice):
+def test_a_mark_of_having_been_served_that_another_user_made_does_not_count(directory, alice):
     as_user(BOB, lambda: Path(f"{directory.records}/{directory.prefix}served.{ALICE.pw_uid}").touch())
     assert read_tickets(directory)[0][0].served is None
     os.unlink(f"{directory.records}/{directory.prefix}served.{ALICE.pw_uid}")
