@@ -5,9 +5,13 @@ hosts = Hosts(tmp_path); hosts.say("a", an_answer()); hosts.say("slow", waits=Tr
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import select
+import struct
 import subprocess
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -76,10 +80,6 @@ class OnATerminal:
     """The command on a terminal of 120 columns, and a function that reads on until something holds of its text."""
 
     def __init__(self, hosts: Hosts, *words: str) -> None:
-        import fcntl
-        import struct
-        import termios
-
         self._ours, theirs = os.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         self._process = hosts.gpuguard.start(
@@ -98,8 +98,6 @@ class OnATerminal:
         os.close(self._ours)
 
     def _until(self, is_true: Callable[[str], bool]) -> str:
-        import select
-
         ends = time.monotonic() + 60
         while not is_true(self._text):
             assert time.monotonic() < ends, self._text

@@ -1,4 +1,4 @@
-"""Adopting on a machine that two users share: each his own jobs, and root the jobs of each for him."""
+"""Adopting on a machine that two users share: each user their own jobs, and root the jobs of each for that user."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from nodes import GIB, Gpuguard, until
 from test_pid_reuse import NAMESPACE, has_a_namespace
-from users import ALICE, BOB, Machine, a_shared_machine
+from users import ALICE, BOB, a_shared_machine
 
 from gpuguard.claims.records import read_records
 
@@ -22,17 +20,17 @@ pytestmark = pytest.mark.root
 
 
 @pytest.fixture
-def machine(site: Path) -> Iterator[Machine]:
+def machine(site):
     with a_shared_machine(site, "admin") as made:
         yield made
 
 
 @pytest.fixture
-def sleepers(machine: Machine) -> Iterator[Any]:
+def sleepers(machine):
     """Starts processes of users on devices."""
     started = []
 
-    def start(user: Any, *devices: int) -> int:
+    def start(user, *devices):
         who = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
         started.append(subprocess.Popen(["sleep", "100"], cwd="/", **who))
         for device in devices:
@@ -47,29 +45,29 @@ def sleepers(machine: Machine) -> Iterator[Any]:
 
 
 def test_nobody_adopts_the_job_of_another_user_or_a_device_on_which_a_stranger_computes(machine, sleepers):
-    hers, his = sleepers(ALICE, 2, 3), sleepers(BOB, 3)
-    stranger, neighbour = (machine(ALICE, "adopt", str(pid)) for pid in (his, hers))
-    of_two = machine(None, "adopt", str(hers), str(his))
+    of_alice, of_bob = sleepers(ALICE, 2, 3), sleepers(BOB, 3)
+    stranger, neighbour = (machine(ALICE, "adopt", str(pid)) for pid in (of_bob, of_alice))
+    of_two = machine(None, "adopt", str(of_alice), str(of_bob))
 
     assert [done.returncode for done in (stranger, neighbour, of_two)] == [1, 1, 2]
-    assert f"process {his} belongs to {BOB.pw_name}: only its owner or root" in stranger.stderr
-    assert f"{BOB.pw_name} computes on GPU 3 too (pid {his})" in neighbour.stderr
+    assert f"process {of_bob} belongs to {BOB.pw_name}: only its owner or root" in stranger.stderr
+    assert f"{BOB.pw_name} computes on GPU 3 too (pid {of_bob})" in neighbour.stderr
     assert machine.locked() == []
 
 
 def test_an_adopted_device_is_kept_from_the_other_user_until_the_job_ends(machine, sleepers):
-    hers = sleepers(ALICE, *range(8))
-    assert machine(ALICE, "adopt", str(hers), "--note", "mine").returncode == 0
+    job = sleepers(ALICE, *range(8))
+    assert machine(ALICE, "adopt", str(job), "--note", "mine").returncode == 0
 
     refused = machine(BOB, "run", "--no-wait", "--", "true")
     assert (refused.returncode, refused.stderr.count(f"claimed by {ALICE.pw_name}, ")) == (75, 8)
-    os.kill(hers, signal.SIGKILL)
+    os.kill(job, signal.SIGKILL)
     until(lambda: machine.locked() == [])
 
 
 def test_what_root_adopts_belongs_to_the_owner_of_the_job(machine, sleepers):
-    hers = sleepers(ALICE, 5)
-    said = json.loads(machine(None, "adopt", str(hers), "--json").stdout)
+    job = sleepers(ALICE, 5)
+    said = json.loads(machine(None, "adopt", str(job), "--json").stdout)
     [record] = read_records(machine.directory)
 
     assert (record.uid, record.user, record.id) == (ALICE.pw_uid, ALICE.pw_name, said["claim"])
@@ -77,10 +75,10 @@ def test_what_root_adopts_belongs_to_the_owner_of_the_job(machine, sleepers):
     assert owners == [str(ALICE.pw_uid)] * 4
 
 
-def test_whoever_is_denied_adopts_nothing(machine, sleepers):
-    hers = sleepers(ALICE, 1)
+def test_a_user_who_is_denied_adopts_nothing(machine, sleepers):
+    job = sleepers(ALICE, 1)
     assert machine(None, "deny", ALICE.pw_name, "--for", "1h").returncode == 0
-    done = machine(ALICE, "adopt", str(hers))
+    done = machine(ALICE, "adopt", str(job))
 
     assert (done.returncode, machine.locked()) == (1, [])
     assert "GPU 1 cannot be claimed" in done.stderr

@@ -5,7 +5,6 @@ The convention for blocks is in pages.py.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import re
 from pathlib import Path
@@ -14,8 +13,9 @@ import picture
 import pytest
 from pages import RUNNABLE, SILENT, Block, a_place, anchors, blocks, documents, faults, links, matches
 from sources import ROOT
+from test_help import parsers
 
-from gpuguard.cli import COMMANDS, build_parser
+from gpuguard.cli import COMMANDS
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in documents()}
 ALL_BLOCKS = [block for name, text in PAGES.items() for block in blocks(text, name)]
@@ -51,18 +51,13 @@ def test_links_inside_the_project_lead_somewhere(name):
 
 
 def dead_links(text: str, folder: Path) -> list[str]:
-    dead = []
-    for target in links(text):
+    def leads_somewhere(target: str) -> bool:
         path, _, anchor = target.partition("#")
-        if re.match(r"[a-z]+:", target):
-            continue
-        page = folder / path
-        found = page.exists() if path else True
-        if anchor and found:
-            found = anchor in anchors(page.read_text(encoding="utf-8") if path else text)
-        if not found:
-            dead.append(target)
-    return dead
+        if path and not (folder / path).exists():
+            return False
+        return not anchor or anchor in anchors((folder / path).read_text(encoding="utf-8") if path else text)
+
+    return [target for target in links(text) if not re.match(r"[a-z]+:", target) and not leads_somewhere(target)]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -86,13 +81,7 @@ def code_of(text: str) -> str:
 @functools.cache
 def options_of(command: str) -> set[str]:
     """All long options of a command and of its sub-commands."""
-    found, todo = {"--help"}, [build_parser(command)]
-    while todo:
-        for action in todo.pop()._actions:
-            found.update(action.option_strings)
-            if isinstance(action, argparse._SubParsersAction):
-                todo.extend(action.choices.values())
-    return found
+    return {flag for parser in parsers(command).values() for action in parser.actions for flag in action.option_strings}
 
 
 def test_every_command_is_named_in_the_readme_which_has_examples():

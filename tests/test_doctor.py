@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from builders import a_device, a_mig_instance, a_process, a_snapshot
@@ -12,7 +11,7 @@ from builders import a_device, a_mig_instance, a_process, a_snapshot
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.room import Room, RoomUsage
 from gpuguard.cli import run_command_line
-from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
+from gpuguard.errors import DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.sanitize import display_width
 from gpuguard.views.doctor import CHECKS, FAULT, OK, WARNING, DoctorFacts, checks, to_text, worst
 
@@ -39,7 +38,7 @@ def found(name, **facts):
     return {check.name: check for check in checks(replace(HEALTHY, **facts))}[name]
 
 
-def without_driver(error: BackendError, **facts: Any) -> dict[str, Any]:
+def without_driver(error, **facts):
     return {"error": error, "snapshot": None, "library_error": "cannot open", **facts}
 
 
@@ -64,10 +63,6 @@ def test_what_a_backend_does_not_need_is_not_asked_for(backend, absent):
     assert ":" not in backend or worst(checks(facts)) == OK
 
 
-def test_without_the_library_the_program_is_named():
-    assert "--backend smi" in (found("library", library_error="cannot open", device_nodes=("nvidia0",)).advice or "")
-
-
 ROOM = Room("/run/gpuguard/claims", True, 64 * 2**20, 63 * 2**20, 16384, 16372, (RoomUsage(0, 11, 2**20),))
 FILLED = replace(ROOM, files_free=2000, taken=(RoomUsage(2**22 + 7, 14000, 2 * 2**20), RoomUsage(0, 11, 2**20)))
 NO_GPU = without_driver(DriverNotFound("none"), device_nodes=(), kernel_version=None)
@@ -77,6 +72,7 @@ DIAGNOSES = [
     ("driver", {**NO_GPU, "container": "docker"}, FAULT, "container sees no GPU", "--gpus all"),
     ("driver", without_driver(DriverUnresponsive("the driver hangs")), FAULT, "the driver hangs", "dmesg"),
     ("library", without_driver(DriverNotFound("none")), FAULT, "cannot open", "Install"),
+    ("library", {"library_error": "cannot open", "device_nodes": ("nvidia0",)}, FAULT, "", "--backend smi"),
     ("library", {**NO_GPU, "glibc": False, "container": "docker"}, FAULT, "needs glibc", "Debian"),
     ("driver", {**NO_GPU, "glibc": False, "container": "docker"}, FAULT, "no NVIDIA driver", "gpuguard sim start"),
     ("versions", without_driver(DriverMismatch("x", "560.1", "550.2")), FAULT,
@@ -138,9 +134,8 @@ def test_every_check_is_shown_to_find_something():
 
 
 def test_unknown_is_no_fault():
-    nothing: dict[str, Any] = dict.fromkeys(
-        ("kernel_version", "file_system", "first_pid_namespace", "hidepid", "protected_regular", "protected_hardlinks")
-    )
+    names = "kernel_version file_system first_pid_namespace hidepid protected_regular protected_hardlinks"
+    nothing = dict.fromkeys(names.split())
     snapshot = a_snapshot(a_device(persistence_mode=None, problems=None), driver_version=None)
 
     assert worst(checks(replace(HEALTHY, snapshot=snapshot, **nothing))) == OK
@@ -168,7 +163,7 @@ def test_the_command_is_content_with_a_simulated_node(here, capsys):
     assert capsys.readouterr().out.startswith("SIMULATED node on ")
 
 
-def test_the_command_reads_the_file_of_the_waiting_line(here, capsys, monkeypatch, tmp_path):
+def test_the_command_reads_the_file_of_the_queue(here, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("GPUGUARD_LINE", str(tmp_path / "line.yaml"))
     (tmp_path / "line.yaml").write_text("half_life: 7d\nbond: 24h\n")
 

@@ -10,7 +10,6 @@ import re
 import shutil
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from builders import a_device, a_mig_instance, a_process, a_snapshot
@@ -29,14 +28,28 @@ from gpuguard.views import fleet as view
 from gpuguard.views import who
 from gpuguard.views.text import json_text
 
+QUEUES = ("waiting", "places")
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    return Hosts(tmp_path)
+
 
 def paint(text: str, _: str) -> str:
     return text
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> Hosts:
-    return Hosts(tmp_path)
+def everything(replies: list[HostReply], *, width: int | None) -> list[str]:
+    """All lines that any view makes of these replies."""
+    hosts, known = [reply.host for reply in replies], {}
+    lines = [*view.total_lines(replies, width), *view.end_lines(replies, width, paint)]
+    for reply in replies:
+        known[reply.host] = view.after(view.KnownHost(), reply, 1.0)
+        lines += [*view.host_lines(reply, width, paint), *view.queue_lines(reply, width, paint)]
+        room = view.room(view.chosen(reply), "index", ",")
+        lines.append(view.room_line(reply, room, hosts, width, paint))
+    return lines + view.page(hosts, known, 2.0, width=width, paint=paint)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +84,7 @@ def test_the_reason_of_a_refusal_is_one_line():
 
 @pytest.mark.parametrize(
     ("name", "row"),
-    [
-        ("devices", b'{"index": 0, "uuid": "x"}'),
-        ("waiting", b'{"user": "a", "num_gpus": 1}'),
-        ("places", b'{"user": "a", "num_gpus": 1}'),
-    ],
+    [("devices", b'{"index": 0, "uuid": "x"}'), *((name, b'{"user": "a", "num_gpus": 1}') for name in QUEUES)],
 )
 def test_a_list_without_end_costs_no_more_than_a_long_one(name, row):
     # What a view does with each row took 13 s for the 2.8 million of 8 MiB, and all other hosts were late.
@@ -120,13 +129,7 @@ def test_of_a_hostile_host_nothing_reaches_the_terminal_but_plain_text():
     facts |= {"places": [{"user": HOSTILE, "num_gpus": 1, "why": HOSTILE}], "host": HOSTILE}
     answer = reply_with("a", 0.1, facts)
     broken = reply_of(Reply("b", 0.1, 4, b"", HOSTILE.encode()))
-    known = {"a": view.after(view.KnownHost(), answer, 1.0), "b": view.after(view.KnownHost(), broken, 1.0)}
-    lines = [
-        *view.host_lines(answer, None, paint), *view.queue_lines(answer, 80, paint),
-        *view.total_lines([answer, broken], None), *view.end_lines([answer, broken], None, paint),
-        view.room_line(broken, None, ["a", "b"], None, paint),
-        *view.page(["a", "b"], known, 2.0, width=120, paint=paint),
-    ]  # fmt: skip
+    lines = everything([answer, broken], width=None) + everything([answer, broken], width=80)
 
     assert [line for line in lines if not line.isprintable()] == []
     assert any("\\x1b]0;owned" in line for line in lines)
@@ -146,13 +149,7 @@ def test_an_answer_with_a_field_of_another_type_is_refused_or_shown(wrong):
         except ValueError as error:
             assert len(str(error)) < 200
             continue
-        lines = [
-            *view.host_lines(answer, 80, paint), *view.queue_lines(answer, None, paint),
-            *view.total_lines([answer], 80),
-            view.room_line(answer, view.room(view.chosen(answer), "index", ","), ["a"], 80, paint),
-            *view.page(["a"], {"a": view.after(view.KnownHost(), answer, 0.0)}, 1.0, width=80, paint=paint),
-        ]  # fmt: skip
-        assert max(map(len, lines)) < 5000
+        assert max(map(len, everything([answer], width=None) + everything([answer], width=80))) < 5000
         json_text(view.to_json([answer], 1.0))
 
 
@@ -291,7 +288,7 @@ def test_top_keeps_what_it_knew_of_a_host_that_falls_silent():
 
 
 def test_the_document_describes_the_fields_that_are_printed():
-    page = (Path(__file__).parent.parent / "docs" / "json.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
     content = view.to_json([reply_with("a", 0.1, {"schema": 1}), HostReply("b", 0.1, error="x")], 10.0)
 
     assert documented("hosts", page) == {"hosts": set(content), "hosts.hosts[]": set(content["hosts"][0])}

@@ -9,7 +9,6 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,15 +29,6 @@ def gpuguard(tmp_path: Path, fleet: Fleet) -> Gpuguard:
     return Gpuguard(tmp_path, None, GPUGUARD_SSH=fleet.ssh)
 
 
-@contextmanager
-def _started(gpuguard: Gpuguard, *words: str) -> Iterator[None]:
-    with gpuguard.start(*words) as process:
-        try:
-            yield
-        finally:
-            process.terminate()
-
-
 def ssh(fleet: Fleet, host: str, command: str) -> subprocess.CompletedProcess[str]:
     words = [*fleet.ssh.split(), host, *([command] if command else [])]
     return subprocess.run(words, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False)
@@ -54,16 +44,14 @@ def test_of_fifty_hosts_five_dead_ones_are_named_and_the_others_right_within_one
     done = gpuguard("who", "--json", "--timeout", f"{timeout}s", "--hosts", ",".join(hosts))
     took = time.monotonic() - began
     content = json.loads(done.stdout)
-    found = {one["host"]: one for one in content["hosts"]}
+    found = {host["host"]: host for host in content["hosts"]}
 
     assert done.returncode == 1
     assert (content["asked"], content["answered"], list(found)) == (50, 45, hosts)
-    seen = {host: [each["uuid"] for each in one["answer"]["devices"]] for host, one in found.items() if one["answer"]}
-    assert seen == {
-        host: [device.uuid for device in simulated.open(fleet.node(host)).sample({"model"}).devices]
-        for host in fleet.hosts
-    }
-    assert {host for host, one in found.items() if one["error"]} == set(DEAD)
+    assert {host for host in found if found[host]["error"]} == set(DEAD)
+    for host in fleet.hosts:
+        there = simulated.open(fleet.node(host)).sample({"model"}).devices
+        assert [device["uuid"] for device in found[host]["answer"]["devices"]] == [device.uuid for device in there]
     assert took < timeout + 5  # the interpreter, and room for a machine that stalls
     for host, word in {"refused": "Connection refused", "nowhere": "Could not resolve", "stranger": "denied"}.items():
         assert word in found[host]["error"]
@@ -85,20 +73,20 @@ def test_what_a_host_shows_is_what_happens_there(fleet, gpuguard):
     assert "2 hosts, 3 GPUs: 2 free, 1 used without a claim" in screen
 
 
-def test_the_line_of_a_host_is_shown(fleet, gpuguard):
-    there = Gpuguard(
-        fleet.place,
-        None,
-        GPUGUARD_DIR=f"{fleet.place}/claims-sim00",
-        GPUGUARD_BACKEND=f"simulated:{fleet.node('sim00')}",
-    )
-    with ExitStack() as stack:
-        stack.enter_context(_started(there, "run", "--", "sleep", "60"))
+def test_the_queue_of_a_host_is_shown(fleet, gpuguard):
+    node = {"GPUGUARD_DIR": f"{fleet.place}/claims-sim00", "GPUGUARD_BACKEND": f"simulated:{fleet.node('sim00')}"}
+    there = Gpuguard(fleet.place, None, **node)
+
+    def asked() -> str:
+        return gpuguard("queue", "--hosts", "sim00,sim01", "--timeout", "50s").stdout
+
+    with there.start("run", "--", "sleep", "60") as holder:
         assert eventually(lambda: there("select").returncode == 1, 60)
-        with _started(there, "run", "--", "true"):
-            asked = lambda: gpuguard("queue", "--hosts", "sim00,sim01", "--timeout", "50s").stdout  # noqa: E731
+        with there.start("run", "--", "true") as waiter:
             assert eventually(lambda: "sim00: 1 in line" in asked(), 60)
             assert "Nobody waits on 1 host." in asked()
+            waiter.terminate()
+        holder.terminate()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 from gpuguard.cli import COMMANDS, build_parser, overview, run_command_line
+from gpuguard.cli.options import Parser
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 
@@ -23,13 +24,12 @@ This page is written by `python tests/test_help.py --write`; a test compares it 
 """
 
 
-def parsers(command: str) -> dict[str, argparse.ArgumentParser]:
+def parsers(command: str) -> dict[str, Parser]:
     """The parser of *command* and those of its sub-commands, by what one types."""
-    found: dict[str, argparse.ArgumentParser] = {f"gpuguard {command}": build_parser(command)}
-    for action in found[f"gpuguard {command}"]._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            found.update({f"gpuguard {command} {name}": parser for name, parser in action.choices.items()})
-    return found
+    whole = build_parser(command)
+    parts = [action.choices for action in whole.actions if isinstance(action, argparse._SubParsersAction)]
+    below = {f"gpuguard {command} {name}": parser for choices in parts for name, parser in choices.items()}
+    return {f"gpuguard {command}": whole, **below}
 
 
 ALL_PARSERS = [pytest.param(parser, id=name) for command in COMMANDS for name, parser in parsers(command).items()]
@@ -60,22 +60,19 @@ def test_the_page_on_the_command_line_is_what_help_prints():
 
 @pytest.mark.parametrize("parser", ALL_PARSERS)
 def test_help_says_what_a_command_is_for_and_what_each_option_does(parser):
-    options = [action for action in parser._actions if not isinstance(action, argparse._SubParsersAction)]
+    options = [action for action in parser.actions if not isinstance(action, argparse._SubParsersAction)]
 
     assert parser.description
     assert [action.dest for action in options if not action.help] == []
 
 
 @pytest.mark.parametrize("parser", ALL_PARSERS)
-def test_help_fits_on_a_terminal_of_120_columns(parser):
-    with mock.patch.dict(os.environ, {"COLUMNS": "120"}):
-        assert max(map(len, parser.format_help().splitlines())) <= 120
-
-
-def test_help_has_no_colours_wherever_it_is_written(monkeypatch):
+def test_help_fits_on_a_terminal_of_120_columns_and_has_no_colours_wherever_it_is_written(parser, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal: since Python 3.14 argparse has some
 
-    assert [name for command in COMMANDS for name, one in parsers(command).items() if "\x1b" in one.format_help()] == []
+    assert max(map(len, parser.format_help().splitlines())) <= 120
+    assert "\x1b" not in parser.format_help()
 
 
 def test_help_of_a_command_is_the_help_of_that_command(capsys):
@@ -85,7 +82,7 @@ def test_help_of_a_command_is_the_help_of_that_command(capsys):
     assert shown[: len(shown) // 2] == shown[len(shown) // 2 :] and shown.startswith("usage: gpuguard sim set ")
 
 
-def test_whoever_asks_for_help_runs_nothing(capsys, tmp_path):
+def test_a_question_for_help_runs_nothing(capsys, tmp_path):
     assert run_command_line(["help", "run", "--backend", "simulated", "touch", str(tmp_path / "ran")]) == 0
 
     assert capsys.readouterr().out.startswith("usage: gpuguard run ")

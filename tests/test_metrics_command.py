@@ -10,11 +10,12 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 from builders import a_device, a_snapshot
-from daemons import DaemonUnderTest, a_daemon
+from daemons import a_daemon
 from exporters import fetch
 from fake_nvml import FakeNvml
 from nodes import GIB, Gpuguard, a_user, eventually, until
@@ -74,50 +75,50 @@ def test_the_file_for_node_exporter_is_whole_and_for_everybody(gpuguard, textfil
     assert the_one(read((textfile / "gpuguard.prom").read_text()), "gpuguard_devices") == 2
 
 
-def test_a_planted_link_is_replaced_and_not_written_through(gpuguard, textfile, tmp_path):
+def test_a_planted_link_is_replaced_and_a_directory_in_the_way_keeps_no_page_from_it(gpuguard, textfile, tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (textfile / "gpuguard.prom").symlink_to(victim)
+    (textfile / "gpuguard.prom.0123456789abcdef.new").mkdir()
 
     assert gpuguard("metrics", "--textfile", str(textfile)).returncode == 0
-    assert victim.read_text() == "mine" and not (textfile / "gpuguard.prom").is_symlink()
+    assert victim.read_text() == "mine"
+    assert (textfile / "gpuguard.prom").is_file() and not (textfile / "gpuguard.prom").is_symlink()
 
 
-def test_what_somebody_left_in_the_directory_keeps_no_page_from_it(gpuguard, textfile):
-    (textfile / "gpuguard.prom.0123456789abcdef.new").mkdir(parents=True)
-
-    assert gpuguard("metrics", "--textfile", str(textfile)).returncode == 0
-    assert (textfile / "gpuguard.prom").exists()
+@contextmanager
+def running(process):
+    """A command that goes on until the block has ended; what it says then is in the list that comes back."""
+    said = []
+    try:
+        yield said
+    finally:
+        process.terminate()
+        said.append(process.communicate(timeout=20)[1])
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_the_file_goes_when_nobody_writes_it_any_more(gpuguard, textfile, signum):
     process = gpuguard.start("metrics", "--textfile", str(textfile), "--every", "1s")
-    try:
+    with running(process) as said:
         assert eventually((textfile / "gpuguard.prom").exists)
         process.send_signal(signum)
         assert process.wait(20) == 0
-    finally:
-        process.kill()
-        _, said = process.communicate()
 
-    assert (os.listdir(textfile), said) == ([], "")
+    assert (os.listdir(textfile), said) == ([], [""])
 
 
 def test_a_disk_without_room_is_said_once_and_may_pass(gpuguard, textfile, tmp_path):
     process = gpuguard.start("metrics", "--textfile", str(textfile), "--every", "1s")
-    try:
+    with running(process) as said:
         assert eventually((textfile / "gpuguard.prom").exists)
         textfile.rename(tmp_path / "away")
-        assert process.stderr and "cannot be written" in process.stderr.readline()
+        assert "cannot be written" in process.stderr.readline()
         (tmp_path / "away").rename(textfile)
         (textfile / "gpuguard.prom").unlink()
         assert eventually((textfile / "gpuguard.prom").exists)
-    finally:
-        process.terminate()
-        _, said = process.communicate(timeout=20)
 
-    assert said == ""
+    assert said == [""]
 
 
 NO_FILES_ONCE = """
@@ -135,14 +136,10 @@ main(sys.argv[1:])
 
 def test_a_machine_without_files_at_the_start_is_said_and_may_pass(gpuguard, tmp_path):
     words = [sys.executable, "-c", NO_FILES_ONCE, "metrics", "--textfile", str(tmp_path), "--every", "1s"]
-    process = subprocess.Popen(words, env=gpuguard.environment, stderr=subprocess.PIPE, text=True)
-    try:
-        there = eventually(lambda: "gpuguard_driver_up 1" in content(tmp_path / "gpuguard.prom"))
-    finally:
-        process.terminate()
-        _, said = process.communicate(timeout=20)
+    with running(subprocess.Popen(words, env=gpuguard.environment, stderr=subprocess.PIPE, text=True)) as said:
+        assert eventually(lambda: "gpuguard_driver_up 1" in content(tmp_path / "gpuguard.prom"))
 
-    assert (there, said.count("\n"), "see `ulimit -n`" in said) == (True, 1, True)
+    assert (said[0].count("\n"), "see `ulimit -n`" in said[0]) == (1, True)
 
 
 def test_a_driver_that_goes_away_while_we_serve_takes_its_numbers_along(gpuguard, tmp_path):
@@ -177,12 +174,9 @@ def _asks_again(fake: FakeNvml, target: str, times: int) -> int:
 
 def test_it_is_ready_for_others_only_on_purpose(gpuguard):
     process = gpuguard.start("metrics", "--serve", "0.0.0.0:0", "--expose", "gpu7.lab")
-    try:
+    with running(process):
         port = int(process.stderr.readline().rpartition(":")[2].partition("/")[0])
         assert [_status(port, host) for host in ("gpu7.lab", "evil.example")] == [200, 421]
-    finally:
-        process.terminate()
-        process.communicate(timeout=20)
 
 
 def _status(port: int, host: str) -> int:
@@ -192,28 +186,21 @@ def _status(port: int, host: str) -> int:
 
 
 def test_a_reader_that_goes_away_is_no_trouble(gpuguard):
-    with gpuguard.start("metrics", stdout=subprocess.PIPE) as process:
-        assert process.stdout and process.stdout.readline()
+    with gpuguard.start("metrics") as process:
+        assert process.stdout.readline()
         process.stdout.close()
         process.wait(20)
-        assert process.stderr and "Traceback" not in process.stderr.read()
+        assert "Traceback" not in process.stderr.read()
 
 
-POLICY = """
-version: 1
-policies:
-  - name: big
-    for: 0s
-    when: {memory: {above: 1GiB}}
-    steps: [log]
-"""
+POLICY = "{version: 1, policies: [{name: big, for: 0s, when: {memory: {above: 1GiB}}, steps: [log]}]}"
 
 
-def target_of(daemon: DaemonUnderTest) -> str:
-    return str(until(lambda: re.search(r"serving http://([\d.:]+)/metrics", daemon.said()), "it serves")[1])
+def target_of(daemon):
+    return until(lambda: re.search(r"serving http://([\d.:]+)/metrics", daemon.said()), "it serves")[1]
 
 
-def page_of(daemon: DaemonUnderTest, query: str = ""):
+def page_of(daemon, query=""):
     return read(fetch(f"http://{target_of(daemon)}/metrics{query}"))
 
 
@@ -248,8 +235,8 @@ def test_silent_connections_do_not_hold_up_the_guard(tmp_path):
         with a_user(daemon.node, "0", 10 * GIB):
             daemon.until("log")
         assert daemon.end() == 0
-        for each in silent:
-            each.close()
+        for connection in silent:
+            connection.close()
 
 
 def test_without_the_option_nothing_listens_and_no_clocks_are_read(tmp_path):

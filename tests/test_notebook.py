@@ -6,9 +6,8 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from nodes import Gpuguard, eventually, start
@@ -24,7 +23,7 @@ VISIBLE = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
 
 
 @pytest.fixture
-def gpuguard(tmp_path: Path) -> Gpuguard:
+def gpuguard(tmp_path):
     """The command line on the node of the notebook."""
     start(str(tmp_path / "node"), "4xH100-80GB")
     gpuguard = Gpuguard(tmp_path, None)
@@ -61,7 +60,7 @@ def test_a_kernel_has_its_devices_for_itself_until_it_gives_them_back(tmp_path, 
 
 def test_a_claim_dies_with_its_kernel_however_that_dies(tmp_path, gpuguard):
     with a_notebook(tmp_path) as notebook:
-        pid = notebook.kernel()
+        pid = int(notebook("import os; print(os.getpid())").text)
         assert notebook("%gpus 4").ok
         assert gpuguard("select").returncode == 1
         os.kill(pid, signal.SIGKILL)
@@ -100,7 +99,7 @@ def test_what_cannot_be_had_fails_the_cell_in_a_sentence_and_says_what_to_do(tmp
         assert "--min-free SIZE" in notebook("%gpus --help").text
 
 
-def test_a_claim_that_somebody_released_is_known_to_be_gone(tmp_path, gpuguard):
+def test_a_claim_that_was_released_from_outside_is_known_to_be_gone(tmp_path, gpuguard):
     with a_notebook(tmp_path) as notebook:
         notebook("%gpus 2")
         claim = notebook("import os; print(os.environ['GPUGUARD_CLAIM'])")
@@ -119,8 +118,7 @@ def test_what_python_returns_shows_itself(tmp_path, gpuguard):
             assert "<table>" in notebook(code).html, code
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """What a cell has shown."""
 
     ok: bool
@@ -146,12 +144,8 @@ class Notebook:
             ok = False
         shown = [output.get("data", {}) for output in cell.outputs]
         said = [output.get("text", "") + output.get("evalue", "") for output in cell.outputs]
-        text = "\n".join([*said, *(one.get("text/plain", "") for one in shown)])
-        return Done(ok, text, "".join(one.get("text/html", "") for one in shown))
-
-    def kernel(self) -> int:
-        """Its pid."""
-        return int(self("import os; print(os.getpid())").text)
+        text = "\n".join([*said, *(output.get("text/plain", "") for output in shown)])
+        return Done(ok, text, "".join(output.get("text/html", "") for output in shown))
 
 
 @contextmanager
@@ -159,12 +153,9 @@ def a_notebook(place: Path, **variables: str) -> Iterator[Notebook]:
     """A notebook on the simulated node of *place*, with our extension loaded; its kernel ends with the block."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
-    own = {
-        "GPUGUARD_BACKEND": "simulated",
-        "GPUGUARD_SIM_DIR": str(place / "node"),
-        "IPYTHONDIR": str(place / "ipython"),
-    }
-    environment = {**os.environ, **own, "PYTHONPATH": str(ROOT), "JUPYTER_RUNTIME_DIR": str(place / "run"), **variables}
+    node = {"GPUGUARD_BACKEND": "simulated", "GPUGUARD_SIM_DIR": str(place / "node"), "PYTHONPATH": str(ROOT)}
+    jupyter = {"IPYTHONDIR": str(place / "ipython"), "JUPYTER_RUNTIME_DIR": str(place / "run")}
+    environment = os.environ | node | jupyter | variables
     client = nbclient.NotebookClient(nbformat.v4.new_notebook(), timeout=120, kernel_name="python3")
     with client.setup_kernel(env=environment, cwd=str(place)):
         notebook = Notebook(client)

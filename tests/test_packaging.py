@@ -25,6 +25,7 @@ from sources import ROOT
 import gpuguard
 from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.cli import COMMANDS, build_parser
+from gpuguard.cli.completion import SHELLS
 from gpuguard.policies.files.loader import load_policies
 
 DEBIAN = ROOT / "packaging" / "deb"
@@ -40,25 +41,19 @@ needs_dpkg = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def builds(tmp_path_factory):
     """Two wheels of these sources: at another place, with other times, under another umask."""
     wheels = []
     for name, umask in (("one", 0o022), ("another", 0o077)):
         place = tmp_path_factory.mktemp(name)
-        copied = place / name / "sources"
-        copy_sources(copied)
-        wheels.append(built(copied, place, "wheel", umask))
+        sources = place / name / "sources"
+        sources.mkdir(parents=True)
+        for part in SOURCES:  # what a wheel is made of, and no cache that lies beside it
+            copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copyfile
+            more = {"ignore": shutil.ignore_patterns("__pycache__")} if (ROOT / part).is_dir() else {}
+            copy(ROOT / part, sources / part, **more)
+        wheels.append(built(sources, place, "wheel", umask))
     return wheels
-
-
-def copy_sources(target: Path) -> None:
-    """What a wheel is made of, and no cache that lies beside it; every file is new."""
-    for name in SOURCES:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copyfile(ROOT / name, target / name)
 
 
 def built(sources: Path, place: Path, target: str, umask: int = 0o022) -> Path:
@@ -88,12 +83,7 @@ def test_the_wheel_has_what_the_commands_read_and_pages_and_completions_and_noth
     shared = {name.partition(".data/data/")[2] for name in names if ".data/data/" in name}
 
     assert {f"share/man/man1/gpuguard-{name}.1" for name in COMMANDS} < shared
-    assert {
-        "share/bash-completion/completions/gpuguard",
-        "share/zsh/site-functions/_gpuguard",
-        "share/fish/vendor_completions.d/gpuguard.fish",
-        "share/man/man1/gpuguard.1",
-    } < shared
+    assert {"share/man/man1/gpuguard.1", *(f"share/{paths[0]}" for paths in SHELLS.values())} < shared
 
 
 @needs_hatchling
@@ -124,12 +114,10 @@ def requirements() -> dict[str, str]:
 
 
 def test_the_package_asks_for_what_gpuguard_needs():
-    control = (DEBIAN / "control").read_text()
-    needed = requirements()
+    control, needed = (DEBIAN / "control").read_text(), requirements()
 
-    assert f"python3-filelock (>= {needed['filelock']})" in control
-    assert f"python3-psutil (>= {needed['psutil']})" in control
-    assert f"python3-yaml (>= {needed['pyyaml']})" in control
+    for package, name in {"filelock": "filelock", "psutil": "psutil", "yaml": "pyyaml"}.items():
+        assert f"python3-{package} (>= {needed[name]})" in control
     assert "Provides: python3-pynvml (= @PYNVML@)" in control  # which stands for nvidia-ml-py
 
 
@@ -144,13 +132,12 @@ def test_the_recipe_for_conda_asks_for_what_gpuguard_needs():
 
 
 def manifest(kind: str) -> dict[str, Any]:
-    found: list[dict[str, Any]] = list(yaml.safe_load_all((CONTAINER / "daemonset.yaml").read_text()))
-    (one,) = (document for document in found if document["kind"] == kind)
-    return one
+    documents = yaml.safe_load_all((CONTAINER / "daemonset.yaml").read_text())
+    return next(document for document in documents if document["kind"] == kind)
 
 
 def containers() -> list[dict[str, Any]]:
-    pod: dict[str, Any] = manifest("DaemonSet")["spec"]["template"]["spec"]
+    pod = manifest("DaemonSet")["spec"]["template"]["spec"]
     return [*pod["initContainers"], *pod["containers"]]
 
 
@@ -161,7 +148,7 @@ def test_the_policy_of_the_manifest_has_no_fault_and_does_nothing_to_anybody(tmp
     assert policies and not [policy.name for policy in policies if policy.enforce]
 
 
-@pytest.mark.parametrize("container", containers(), ids=lambda one: str(one["name"]))
+@pytest.mark.parametrize("container", containers(), ids=lambda container: str(container["name"]))
 def test_a_container_of_the_manifest_runs_a_command_and_may_signal_and_see_others_and_nothing_else(container):
     command, *options = container["args"]
     rights = container["securityContext"]
@@ -176,7 +163,12 @@ def test_a_container_of_the_manifest_runs_a_command_and_may_signal_and_see_other
 def test_the_guard_of_a_node_sees_its_claims_and_its_pids():
     pod = manifest("DaemonSet")["spec"]["template"]["spec"]
     (node,) = (volume["hostPath"]["path"] for volume in pod["volumes"] if volume["name"] == "claims")
-    seen = {mount["mountPath"] for one in containers() for mount in one["volumeMounts"] if mount["name"] == "claims"}
+    seen = {
+        mount["mountPath"]
+        for container in containers()
+        for mount in container["volumeMounts"]
+        if mount["name"] == "claims"
+    }
 
     assert pod["hostPID"] is True
     assert {node} == seen == {ADMIN_DIRECTORY}
@@ -214,7 +206,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for name in ("one", "another"):
         place = tmp_path_factory.mktemp(name)
         words = [sys.executable, str(ROOT / "scripts" / "build-deb"), "--out", str(place)]
-        # As of one commit, even if somebody commits between the two.
+        # As of one commit, even if a commit comes between the two.
         environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
         done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
         if "No matching distribution" in done.stderr:

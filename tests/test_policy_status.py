@@ -22,21 +22,16 @@ LADDER = a_policy("warn", "terminate", Step("kill", KILL_AFTER), cooldown=1000)
 def steps(watch: Watch) -> list[tuple[str | None, str | None, float | None]]:
     """(last step, next one, when) of everything that stands."""
     return [
-        (one.last, one.next, one.due and one.due - START) for one in policy_status(watch.policies, watch.memory, {})
+        (row.last, row.next, row.due and row.due - START) for row in policy_status(watch.policies, watch.memory, {})
     ]
 
 
-def test_before_the_first_step_it_is_known_when_that_comes():
+def test_before_each_step_it_is_known_when_that_comes():
     watch = Watch(LADDER)
     watch.until(10)
-
     assert steps(watch) == [(None, "warn", 30.0)]
 
-
-def test_after_a_step_comes_the_next_one_in_its_time():
-    watch = Watch(LADDER)
-    watch.until(40)
-
+    watch.until(40, begin=20)
     assert steps(watch) == [("warn", "terminate", 90.0)]
     watch.until(90, begin=50)
     assert steps(watch) == [("terminate", "kill", 90.0 + KILL_AFTER)]
@@ -54,7 +49,7 @@ def test_what_was_promised_happens():
 
 
 def test_after_the_last_step_it_is_told_that_all_begins_anew_when_the_cooldown_is_over():
-    """A user whose process still did what a policy forbids was told that none had anything against him."""
+    """A user whose process still did what a policy forbids was told that none had anything against them."""
     watch = Watch(LADDER)
     watch.until(120)
     assert steps(watch) == [("kill", "warn", 120.0 + 1000 + 30)]
@@ -103,7 +98,7 @@ def test_of_a_policy_whose_judgement_failed_nothing_stands(clock):
 
 
 def test_what_stands_is_told_although_the_last_look_has_failed():
-    """The end of the cooldown was forgotten by then, and who asked what stood against him got a fault for an answer."""
+    """The end of the cooldown was forgotten by then, and the question what stands got a fault for an answer."""
     watch = Watch(a_policy(Step("warn", after=7), cooldown=5))
     watch.until(40)
 
@@ -141,9 +136,8 @@ def test_a_step_that_a_check_has_put_off_is_told_as_the_next_one_and_until_when(
     for _ in range(5):
         guard.step()
 
-    assert [(one.last, one.next, one.due and one.due - START) for one in guard.status()] == [
-        ("warn", "terminate", 605.0)
-    ]
+    [row] = guard.status()
+    assert (row.last, row.next, row.due - START) == ("warn", "terminate", 605.0)
 
 
 def test_a_policy_without_steps_promises_nothing():
@@ -169,7 +163,7 @@ def test_the_oldest_stands_first_and_nobody_who_is_well_behaved():
     watch.until(20, a_device(processes=(a_process(1), a_process(2))), begin=20)
     found = policy_status(watch.policies, watch.memory, {})
 
-    assert [(one.policy, one.subject.pid, one.since - START) for one in found] == [
+    assert [(row.policy, row.subject.pid, row.since - START) for row in found] == [
         ("p", 1, 0.0), ("calm", 1, 0.0), ("p", 2, 20.0), ("calm", 2, 20.0),
     ]  # fmt: skip
     assert policy_status((calm,), Watch().memory, {}) == ()
@@ -226,16 +220,12 @@ def test_what_is_older_than_the_window_is_forgotten():
     assert [clock for clock, _ in series] == [10_130, 10_140, 10_150, 10_160, 10_170, 10_180, 10_190]
 
 
-def test_unknown_is_no_sample():
+def test_unknown_is_no_sample_of_a_device_or_of_a_process():
     samples = [busy(0, a_device(utilization=5.0)), busy(10, a_device(utilization=None))]
-
     assert past_of(Looks((("utilization", 60),)), *samples) == {(DEVICE, "utilization"): [(10_000, 5)]}
 
-
-def test_unknown_memory_of_a_process_is_no_sample():
-    devices = [a_device(processes=(a_process(memory_used=memory),)) for memory in (GIB, None)]
-    past = past_of(Looks((("memory_used", 60),)), busy(0, devices[0]), busy(10, devices[1]))
-
+    samples = [busy(i * 10, a_device(processes=(a_process(memory_used=used),))) for i, used in enumerate((GIB, None))]
+    past = past_of(Looks((("memory_used", 60),)), *samples)
     assert past[key_of(process_subject(a_device(), a_process())), "memory_used"] == [(10_000, GIB)]
 
 

@@ -1,4 +1,4 @@
-"""The files of marks: whole whenever a writer dies, and nothing where somebody else could have written them."""
+"""The files of restrictions: whole whenever a writer dies, and nothing where somebody else could have written them."""
 
 from __future__ import annotations
 
@@ -26,21 +26,15 @@ root = pytest.mark.root
 NOW = 1_800_000_000.0
 
 
-def mark(directory: LockDirectory, kind: str, name: str, **fields: object) -> None:
-    change(directory, kind, lambda found: found.update({name: replace_mark(name, **fields)}))
+def restrict(directory, kind, name, **fields):
+    """Write a restriction of *name*."""
+    restriction = Restriction(name, **{"since": time.time(), "reason": "a good reason", **fields})
+    change(directory, kind, lambda restrictions: restrictions.update({name: restriction}))
 
 
-def replace_mark(name: str, **fields: object) -> Restriction:
-    return Restriction(name, **{"since": time.time(), "reason": "a good reason", **fields})  # type: ignore[arg-type]
-
-
-def file_of(directory: LockDirectory, kind: str) -> Path:
-    return Path(directory.path) / f"{kind}.json"
-
-
-def test_marks_come_back_as_they_were_written(directory):
+def test_restrictions_come_back_as_they_were_written(directory):
     written = Restriction("1001", NOW, NOW + 60, 'x"\u4f60\n', "the policy p", "bob")
-    mark(directory, DENIED, "7", until=None)
+    restrict(directory, DENIED, "7", until=None)
     change(directory, DENIED, lambda found: found.update({"1001": replace(written, until=time.time() + 60)}))
 
     found = read_restrictions(directory, DENIED, time.time())
@@ -49,9 +43,9 @@ def test_marks_come_back_as_they_were_written(directory):
     assert found["7"].until is None
 
 
-def test_without_a_descriptor_left_no_mark_is_overlooked_and_none_is_lost(directory, monkeypatch):
-    mark(directory, QUARANTINED, "GPU-1")
-    really, file = os.open, str(file_of(directory, QUARANTINED))
+def test_without_a_descriptor_left_no_restriction_is_overlooked_and_none_is_lost(directory, monkeypatch):
+    restrict(directory, QUARANTINED, "GPU-1")
+    really, file = os.open, str(Path(directory.path, "quarantined.json"))
 
     def full(path: str, *words: Any) -> int:
         if path == file:
@@ -63,19 +57,19 @@ def test_without_a_descriptor_left_no_mark_is_overlooked_and_none_is_lost(direct
         with pytest.raises(OSError, match="Too many open files in system"):
             read_restrictions(directory, QUARANTINED, NOW)
         with pytest.raises(LockDirectoryError, match="Too many open files in system"):
-            mark(directory, QUARANTINED, "GPU-2")
+            restrict(directory, QUARANTINED, "GPU-2")
 
     assert read_restrictions(directory, QUARANTINED, NOW).keys() == {"GPU-1"}
 
 
 @pytest.mark.parametrize("step", [-7200.0, 7200.0])
-def test_who_sets_the_clock_makes_no_mark_shorter_or_longer(directory, monkeypatch, step):
+def test_setting_the_clock_makes_no_restriction_shorter_or_longer(directory, monkeypatch, step):
     now, real = time.time(), time.time
-    mark(directory, KEPT, "1001", since=now, until=now + 3600)
-    mark(directory, DENIED, "1002", since=now)
+    restrict(directory, KEPT, "1001", since=now, until=now + 3600)
+    restrict(directory, DENIED, "1002", since=now)
 
     monkeypatch.setattr(time, "time", lambda: real() + step)
-    mark(directory, KEPT, "1003", until=time.time() + 60)  # the file is written anew
+    restrict(directory, KEPT, "1003", until=time.time() + 60)  # the file is written anew
     until = read_restrictions(directory, KEPT, time.time())["1001"].until
 
     assert until and 3590 < until - time.time() <= 3600
@@ -83,7 +77,7 @@ def test_who_sets_the_clock_makes_no_mark_shorter_or_longer(directory, monkeypat
 
 
 def test_of_another_boot_only_the_time_of_day_is_known(directory, monkeypatch):
-    mark(directory, KEPT, "1001", until=NOW)
+    restrict(directory, KEPT, "1001", until=NOW)
 
     monkeypatch.setattr(restrictions, "boot_id", lambda: "another")
     monkeypatch.setattr(restrictions, "_booted", lambda: 0.0)
@@ -91,101 +85,85 @@ def test_of_another_boot_only_the_time_of_day_is_known(directory, monkeypatch):
     assert read_restrictions(directory, KEPT, NOW - 1)["1001"].until == NOW
 
 
-def test_a_mark_ends_by_itself(directory):
-    mark(directory, QUARANTINED, "GPU-1", until=NOW)
+def test_a_restriction_ends_by_itself(directory):
+    restrict(directory, QUARANTINED, "GPU-1", until=NOW)
 
     assert read_restrictions(directory, QUARANTINED, NOW - 1).keys() == {"GPU-1"}
     assert read_restrictions(directory, QUARANTINED, NOW) == {}
 
 
-def test_without_marks_there_is_no_file(directory):
-    mark(directory, QUARANTINED, "GPU-1")
-    change(directory, QUARANTINED, dict.clear)
-
-    assert not file_of(directory, QUARANTINED).exists()
-
-
-def test_everybody_can_read_the_file_whatever_the_umask(directory):
-    before = os.umask(0o077)
+def test_everybody_can_read_the_file_whatever_the_umask_and_without_restrictions_there_is_none(directory):
+    file, before = Path(directory.path, "quarantined.json"), os.umask(0o077)
     try:
-        mark(directory, QUARANTINED, "GPU-1")
+        restrict(directory, QUARANTINED, "GPU-1")
     finally:
         os.umask(before)
 
-    assert file_of(directory, QUARANTINED).stat().st_mode & 0o777 == 0o644
+    assert file.stat().st_mode & 0o777 == 0o644
+    change(directory, QUARANTINED, dict.clear)
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"{",
-        b"[" * 100_000,
-        b"null",
-        b'{"marks": 1}',
-        b'{"marks": [1]}',
-        b'{"marks": [{"name": "GPU-1"}]}',
-        b"\xff\xfe",
-        b'{"marks": [{"name": "GPU-1", "since_unix_seconds": "x"}]}',
+        b"", b"{", b"[" * 100_000, b"null", b"\xff\xfe", b'{"marks": 1}', b'{"marks": [1]}',
+        b'{"marks": [{"name": "GPU-1"}]}', b'{"marks": [{"name": "GPU-1", "since_unix_seconds": "x"}]}',
     ],
-)
+)  # fmt: skip
 def test_a_damaged_file_stops_nobody(directory, content):
-    file_of(directory, QUARANTINED).write_bytes(content)
+    Path(directory.path, "quarantined.json").write_bytes(content)
 
     assert read_restrictions(directory, QUARANTINED, NOW) == {}
 
 
-def forged(directory: LockDirectory, how: str) -> None:
-    path = file_of(directory, QUARANTINED)
-    mark(directory, QUARANTINED, "GPU-1")
+def forged(path: Path, how: str) -> None:
     if how == "link":
         path.rename(path.with_name("elsewhere"))
         path.symlink_to(path.with_name("elsewhere"))
-    elif how == "fifo":
-        path.unlink()
-        os.mkfifo(path, 0o644)
-    elif how == "directory":
-        path.unlink()
-        path.mkdir()
     elif how == "writable":
         path.chmod(0o646)
     elif how == "foreign":
         os.chown(path, SOMEBODY, SOMEBODY)
+    else:
+        path.unlink()
+        {"fifo": os.mkfifo, "directory": os.mkdir}[how](path, 0o644)
 
 
 @pytest.mark.parametrize("how", ["link", "fifo", "directory", "writable", pytest.param("foreign", marks=root)])
 def test_a_forged_file_counts_for_nothing(directory, how):
-    forged(directory, how)
+    restrict(directory, QUARANTINED, "GPU-1")
+    forged(Path(directory.path, "quarantined.json"), how)
 
     assert read_restrictions(directory, QUARANTINED, time.time()) == {}
 
 
-def test_where_anybody_may_make_files_there_are_no_marks(tmp_path):
+def test_where_anybody_may_make_files_there_are_no_restrictions(tmp_path):
     flat = LockDirectory(str(tmp_path), str(tmp_path), str(tmp_path), prefix="gpuguard.")
-    mark(lock_directory(str(tmp_path / "own")), QUARANTINED, "GPU-1")
+    restrict(lock_directory(str(tmp_path / "own")), QUARANTINED, "GPU-1")
     shutil.copy(tmp_path / "own" / "quarantined.json", tmp_path)
 
     assert read_restrictions(flat, QUARANTINED, time.time()) == {}
     with pytest.raises(LockDirectoryError, match="sudo gpuguard setup"):
-        mark(flat, QUARANTINED, "GPU-1")
+        restrict(flat, QUARANTINED, "GPU-1")
 
 
 WRITER = """
 import sys, time
 from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.restrictions import Restriction as Mark, change
+from gpuguard.claims.restrictions import Restriction, change
 directory = lock_directory(sys.argv[1])
 print("ready", flush=True)
 while True:
     for number in range(1, 100):
-        mark = Mark(f"GPU-{number}", time.time(), None, "x" * 200)
-        change(directory, "quarantined", lambda marks: marks.update({mark.name: mark}))
+        restriction = Restriction(f"GPU-{number}", time.time(), None, "x" * 200)
+        change(directory, "quarantined", lambda others: others.update({restriction.name: restriction}))
 """
 
 
-def test_a_writer_that_is_killed_at_any_moment_leaves_whole_marks(directory):
+def test_a_writer_that_is_killed_at_any_moment_leaves_whole_restrictions(directory):
     dice = luck(1)
-    mark(directory, QUARANTINED, "GPU-0")
+    restrict(directory, QUARANTINED, "GPU-0")
     for _ in range(12):
         with subprocess.Popen([sys.executable, "-c", WRITER, directory.path], stdout=subprocess.PIPE) as writer:
             assert writer.stdout and writer.stdout.readline()
@@ -196,7 +174,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_whole_marks(directory):
             writer.send_signal(signal.SIGKILL)
 
         before = read_restrictions(directory, QUARANTINED, time.time())
-        mark(directory, QUARANTINED, "GPU-last")  # and the next writer is not held up
+        restrict(directory, QUARANTINED, "GPU-last")  # and the next writer is not held up
 
         assert all(seen) and "GPU-0" in before
         assert read_restrictions(directory, QUARANTINED, time.time()).keys() == before.keys() | {"GPU-last"}
@@ -212,20 +190,20 @@ def test_two_writers_lose_nothing(directory):
 
 
 def test_a_writer_that_gets_one_of_two_locks_alone_keeps_neither(directory):
-    """With a full disk under the daemon's files a daemon of root's kept the first, and nobody changed a mark again."""
+    """With a full disk under the daemon's files a daemon of root's kept the first, and no restriction changed again."""
     os.mkdir(f"{directory.path}/daemon", 0o755)
     os.mkdir(f"{directory.path}/daemon/marks.lock")
     before = os.listdir("/proc/self/fd")
     with pytest.raises(LockDirectoryError, match="Is a directory"):
-        mark(directory, DENIED, "1001")
+        restrict(directory, DENIED, "1001")
 
     assert os.listdir("/proc/self/fd") == before
     os.rmdir(f"{directory.path}/daemon/marks.lock")
-    mark(directory, DENIED, "1001")
+    restrict(directory, DENIED, "1001")
     assert read_restrictions(directory, DENIED, time.time()).keys() == {"1001"}
 
 
-def test_a_longer_mark_is_not_shortened_by_a_policy():
+def test_a_longer_restriction_is_not_shortened_by_a_policy():
     longer = Restriction("1", NOW, NOW + 100)
     found = {"1": longer}
     restrictions.extend(found, Restriction("1", NOW, NOW + 50))

@@ -130,7 +130,7 @@ def test_set_sets_everything_else_too(a_node, capsys):
     words = "set --device 1 --utilization 50% --memory 3GiB --latency 1ms --compute-mode prohibited --release-delay 3s"
     assert main(["sim", *words.split()]) == 0
     device: Any = simulated.open().sample({MEMORY, UTILIZATION, HEALTH, POWER, PROCESSES}).devices[1]
-    latencies = [each["latency_seconds"] for each in shown(capsys)["devices"]]
+    latencies = [device["latency_seconds"] for device in shown(capsys)["devices"]]
 
     assert (device.utilization, device.compute_mode, device.processes) == (50.0, "prohibited", ())
     assert device.memory_used > 3 * 2**30
@@ -141,10 +141,8 @@ def test_set_sets_everything_else_too(a_node, capsys):
 def test_faults_come_on_top_of_each_other_and_go_together(a_node, capsys):
     assert main(["sim", "fault", "--device", "1,2", "unlisted"]) == 0
     assert main(["sim", "fault", "--device", "1", "na:power_draw", "hang"]) == 0
-    assert [device["faults"] for device in shown(capsys)["devices"][1:3]] == [
-        ["unlisted", "hang", "na:power_draw"],
-        ["unlisted"],
-    ]
+    broken, other = (device["faults"] for device in shown(capsys)["devices"][1:3])
+    assert (broken, other) == (["unlisted", "hang", "na:power_draw"], ["unlisted"])
 
     assert main(["sim", "fault", "--device", "all", "none"]) == 0
     assert [device["faults"] for device in shown(capsys)["devices"]] == [[]] * 4

@@ -118,10 +118,8 @@ def test_the_profile_snippet_does_nothing_where_the_program_is_gone(site, tmp_pa
     ("words", "says"), [((), "usage"), (("/tmp/a b",), "take apart"), (("{site}",), "there already")]
 )
 def test_an_installation_that_would_do_harm_is_refused(words, says, site):
-    script = ROOT / "scripts/install-site"
-    done = subprocess.run(
-        [script, *(word.format(site=site) for word in words)], capture_output=True, text=True, check=False
-    )
+    command = [ROOT / "scripts/install-site", *(word.format(site=site) for word in words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert done.returncode in (1, 2) and says in done.stderr
     assert (site / f"{VERSION}/bin/gpuguard").exists()

@@ -36,13 +36,12 @@ class Programs:
         for name in ("scontrol", "scancel"):
             self.say(name)
 
-    def say(self, name: str, text: str = "", status: int = 0, fault: str = "") -> None:
+    def say(self, name: str, text: str = "", status: int = 0, fault: str = "", requeue: int = 0) -> None:
         path = self.place / name
-        (self.place / f"{name}.says").write_text(text)
-        (self.place / f"{name}.complains").write_text(fault)
         path.write_text(
-            f'#!/bin/sh\necho "{name} $*" >> {self.place}/called\ncat {path}.says\ncat {path}.complains >&2\n'
-            f'case "$*" in requeue*) exit $(cat {self.place}/requeue 2>/dev/null || echo 0);; esac\nexit {status}\n'
+            f'#!/bin/sh\necho "{name} $*" >> {self.place}/called\n'
+            f"printf %s {shlex.quote(text)}\nprintf %s {shlex.quote(fault)} >&2\n"
+            f'case "$*" in requeue*) exit {requeue};; esac\nexit {status}\n'
         )
         path.chmod(0o755)
 
@@ -61,9 +60,6 @@ def test_a_prolog_is_told_whose_the_job_is_and_which_devices_it_has():
     environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_UID": "1001", "SLURM_JOB_GPUS": "1,3", "SLURM_JOB_RESTART_COUNT": "2"}
     assert allocation(environ) == Allocation("12", 1001, ("1", "3"), 2)
     assert allocation(environ).claim == "slurm12"
-
-
-def test_a_prolog_that_somebody_types_says_who_calls_it():
     with pytest.raises(InvalidRequest, match="slurmd calls this"):
         allocation({})
 
@@ -72,9 +68,6 @@ def test_slurms_numbers_are_those_of_the_device_files():
     swapped = (a_device(0, minor_number=1), a_device(1, minor_number=0))
     assert [device.index for device in devices_of(("0",), swapped)] == [1]
     assert [device.index for device in devices_of(("2", "0"), FOUR)] == [2, 0]
-
-
-def test_a_number_that_the_driver_does_not_have_is_no_other_device():
     with pytest.raises(ClaimError, match=r"Slurm's GPU 7 is none of the driver's"):
         devices_of(("7",), FOUR)
 
@@ -89,12 +82,8 @@ def test_a_divided_gpu_is_not_given_away_as_a_whole():
 @pytest.mark.parametrize(
     ("claim", "job"),
     [
-        ("slurm12", "12"),
-        ("slurm12.5f0e", "12"),
-        ("slurm12-5f0e", "12"),
-        ("5f0e", None),
-        ("slurm", None),
-        ("slurm12x", None),
+        *((claim, "12") for claim in ("slurm12", "slurm12.5f0e", "slurm12-5f0e")),
+        *((claim, None) for claim in ("5f0e", "slurm", "slurm12x")),
     ],
 )
 def test_the_job_stands_in_the_id_of_its_claim(claim, job):
@@ -123,7 +112,7 @@ def test_a_process_belongs_to_the_job_of_its_slurmstepd():
 
 @pytest.mark.root
 @pytest.mark.parametrize("program", ["of their own", "that is root's for as long as it runs"])
-def test_who_only_calls_themselves_slurmstepd_is_none(tmp_path, program):
+def test_a_process_that_only_calls_itself_slurmstepd_is_none(tmp_path, program):
     sleep = str(tmp_path / "sleep") if "root" in program else "/usr/bin/sleep"
     if "root" in program:
         set_user_id_program(tmp_path)
@@ -138,6 +127,7 @@ def test_who_only_calls_themselves_slurmstepd_is_none(tmp_path, program):
 
 
 GIVEN = Allocation("12", 1001, ("0",), 1)
+SHOW = "scontrol show job -o 12"
 
 
 @pytest.mark.parametrize(
@@ -167,19 +157,21 @@ def test_no_word_of_its_owners_says_whether_a_job_is_over(programs, state, writt
     assert slurm.is_over(GIVEN) is over
 
 
-def test_nobody_knows_whether_a_job_is_over_when_slurm_does_not_answer(programs):
+def test_where_slurm_does_not_answer_nothing_is_known_and_nothing_cancelled(programs):
     programs.say("scontrol", status=1)
     assert slurm.is_over(GIVEN) is None
+    assert "by hand" in (slurm.cancel("12") or "")
+    assert set(programs.called()) == {SHOW}
 
 
 def test_a_job_is_put_back_with_the_reason_and_cancelled_where_that_cannot_be(programs):
     assert slurm.put_back(GIVEN, "GPU 3: claimed by bob") == "requeued"
     assert programs.called() == [
-        "scontrol show job -o 12",
+        SHOW,
         "scontrol update JobId=12 AdminComment=gpuguard: GPU 3: claimed by bob",
         "scontrol requeue 12",
     ]
-    (programs.place / "requeue").write_text("1")
+    programs.say("scontrol", requeue=1)
     assert slurm.put_back(GIVEN, "GPU 3: claimed by bob") == "cancelled"
     assert programs.called()[-2:] == ["scontrol notify 12 gpuguard: GPU 3: claimed by bob", "scancel 12"]
 
@@ -193,9 +185,6 @@ def in_job(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Scene:
     """An offender of job 12."""
     monkeypatch.setattr(slurm, "job_of", lambda pids: "12")
     return scene
-
-
-SHOW = "scontrol show job -o 12"
 
 
 @pytest.mark.parametrize(
@@ -217,11 +206,7 @@ DENIED = "scancel: error: Kill job error on job id 12: Access/permission denied"
 
 @pytest.mark.parametrize(
     ("fault", "why"),
-    [
-        ("", "it ends with 1"),
-        (f"{DENIED}\nmore of it\n", DENIED),
-        ("\x1b[2Jnothing\n", r"\x1b[2Jnothing"),
-    ],
+    [("", "it ends with 1"), (f"{DENIED}\nmore of it\n", DENIED), ("\x1b[2Jnothing\n", r"\x1b[2Jnothing")],
 )
 def test_a_job_that_slurm_does_not_cancel_is_no_success_and_says_why(programs, in_job, fault, why):
     programs.say("scancel", status=1, fault=fault)
@@ -231,13 +216,6 @@ def test_a_job_that_slurm_does_not_cancel_is_no_success_and_says_why(programs, i
     assert (outcome.word, outcome.why) == ("failed", f"scancel fails ({why}): try `scancel 12` by hand")
     assert [event.outcome for event in in_job.events] == ["about to", "failed"]
     assert (in_job.events[-1].message or "").endswith(outcome.why)
-
-
-def test_where_slurm_does_not_say_which_task_is_meant_nothing_is_cancelled(programs):
-    programs.say("scontrol", status=1)
-
-    assert "by hand" in (slurm.cancel("12") or "")
-    assert programs.called() == ["scontrol show job -o 12"]
 
 
 @pytest.mark.parametrize(
@@ -257,12 +235,11 @@ def test_cancel_means_a_running_job_of_the_same_user_only(programs, in_job, uid,
     assert "scancel 12" not in programs.called()
 
 
-def test_who_belongs_to_no_job_is_not_cancelled_but_left_alone(programs, scene):
+def test_a_process_of_no_job_is_left_alone(programs, scene):
     outcome = scene.act("cancel")
 
     assert (outcome.word, outcome.why) == ("refused", "it belongs to no Slurm job")
-    assert scene.lives()
-    assert programs.called() == []
+    assert scene.lives() and programs.called() == []
 
 
 def test_setup_prints_the_devices_as_slurm_counts_them():
@@ -276,22 +253,22 @@ def test_setup_prints_the_devices_as_slurm_counts_them():
     assert "ConstrainDevices=yes" in text
 
 
-def submitted(*words: str) -> list[str]:
-    args = build_parser("submit").parse_args(["--via", "slurm", *words])
-    args.command = args.command[1:]
-    return command_line(args)
+def submitted(*words: str, via: str = "slurm") -> tuple[list[str], list[str]]:
+    """The words for the engine, and those behind `gpuguard run` in them."""
+    args = build_parser("submit").parse_args(["--via", via, *words])
+    args.command = command_of(args)
+    engine = command_line(args) if via == "slurm" else [submit.entrypoint(args, "python3", brings=True)]
+    inner = shlex.split(engine[-1].removeprefix("--wrap=exec "))
+    return engine, inner[inner.index("run") + 1 :] if "run" in inner else []
 
 
 def test_submit_hands_the_options_on_to_gpuguard_run_and_gives_slurm_a_later_limit():
-    words = submitted(
-        "-n", "2", "--min-free", "20GiB", "--time-limit", "4h", "--with", "-p a100", "--", "python", "a b"
-    )
+    told = ["--num-gpus", "2", "--min-free", "20GiB", "--time-limit", "4h", "--", "python", "a b"]
+    words, inner = submitted("--with", "-p a100", *told)
+
     assert words[0] == "sbatch"
     assert {"--gres=gpu:2", "--time=244", "-p", "a100", "--job-name=python"} <= set(words)
-    inner = shlex.split(words[-1].removeprefix("--wrap=exec "))
-    assert inner[inner.index("run") :] == [
-        "run", "--num-gpus", "2", "--min-free", "20GiB", "--time-limit", "4h", "--", "python", "a b"
-    ]  # fmt: skip
+    assert inner == told
 
 
 def test_words_for_the_engine_that_cannot_be_split_are_refused():
@@ -300,9 +277,8 @@ def test_words_for_the_engine_that_cannot_be_split_are_refused():
 
 
 def test_submit_with_attach_is_srun():
-    words = submitted("--attach", "--no-wait", "--", "true")
-    assert words[0] == "srun"
-    assert "--immediate=1" in words
+    words, _ = submitted("--attach", "--no-wait", "--", "true")
+    assert words[0] == "srun" and "--immediate=1" in words
     assert words[-2:] == ["--", "true"]
 
 
@@ -329,14 +305,11 @@ def test_the_queue_shows_slurms_jobs_with_gpus_and_why_they_wait(programs):
         "squeue", squeue(WAITS, RUNS, {"JobArrayID": "14", "UserName": "eve", "State": "RUNNING", "Name": "cpu"})
     )
     found = slurm.jobs()
-    assert not isinstance(found, str)
     waits, runs = found
     assert (waits.job, waits.gpus, waits.reason, waits.start) == ("13_[1-4]", 2, "Priority", None)
     assert (runs.user, runs.gpus, runs.nodes, runs.reason) == ("alice", 1, "n1", None)
     text = "\n".join(views.slurm_text(found, (runs.start or 0) + 60))
-    assert "Slurm: 1 jobs with GPUs, 1 waiting" in text
-    assert "waits: Priority" in text
-    assert "running on n1" in text
+    assert all(words in text for words in ("Slurm: 1 jobs with GPUs, 1 waiting", "waits: Priority", "running on n1"))
     assert "\x1b" not in text
 
 
@@ -393,7 +366,7 @@ class Controller:
 
 @pytest.fixture
 def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
-    """A task of an array that bears its number, two more of it, and somebody else's array."""
+    """A task of an array that bears its number, two more of it, and an array of another user."""
     jobs = [Job(12, 12, 2), Job(13, 12, 0), Job(14, 12, 1), Job(77, 77, 2, OTHER), Job(78, 77, 1, OTHER), Job(20)]
     made = Controller(jobs)
     monkeypatch.setattr(slurm, "run_slurm", made.ask)
@@ -442,7 +415,7 @@ def test_whatever_a_user_calls_their_jobs_no_other_is_ended_or_put_back(controll
     assert not any(word.startswith("-") for words in controller.called for word in words if word != "-o")
 
 
-def test_a_job_whose_number_somebody_else_got_meanwhile_is_not_cancelled(controller, monkeypatch):
+def test_a_job_whose_number_another_user_got_meanwhile_is_not_cancelled(controller, monkeypatch):
     """Between the checks and the action the process ends, and a process of another job has its pid."""
     with a_scene() as scene:
         jobs = iter(("20", "77"))
@@ -468,8 +441,7 @@ def test_no_name_of_a_job_makes_another_one(monkeypatch):
     rows += [RUNS | {"UserName": "zoë", "Name": "字" * 100}, RUNS | {"StartTime": "0001-01-01T00:00:00"}]
     monkeypatch.setattr(slurm, "run_slurm", lambda *words, seconds: SlurmReply(0, squeue(*rows), ""))
     found = slurm.jobs()
-    assert not isinstance(found, str)
-    assert [(one.job, one.user, one.gpus, one.nodes) for one in found] == [
+    assert [(job.job, job.user, job.gpus, job.nodes) for job in found] == [
         ("12", row["UserName"], 1, "n1") for row in rows
     ]
     assert all(line.isprintable() for line in views.slurm_text(found, 0.0))
@@ -512,16 +484,8 @@ def test_what_people_type_behind_scancel_is_a_number(tmp_path, said, job):
 )
 @pytest.mark.parametrize("via", ["slurm", "ray"])
 def test_what_submit_is_told_run_is_told(via, text):
-    words = ["--via", via, f"--note={text}", f"--model={text}", "--min-free", "1GiB", f"--name={text}", "--", "c", text]
-    args = build_parser("submit").parse_args(words)
-    args.command = command_of(args)
-    if via == "slurm":
-        *_, wrapped = command_line(args)
-        inner = shlex.split(wrapped.removeprefix("--wrap=exec "))
-        told = inner[inner.index("run") + 1 :]
-    else:
-        inner = shlex.split(submit.entrypoint(args, "python3", brings=True))
-        told = inner[inner.index("run") + 1 :]
+    words = [f"--note={text}", f"--model={text}", "--min-free", "1GiB", f"--name={text}", "--", "c", text]
+    _, told = submitted(*words, via=via)
     run = build_parser("run").parse_args(told)
 
     assert (run.note, run.model, run.min_free, command_of(run)) == (text, [text], "1GiB", ["c", text])

@@ -6,10 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+<<<<<<< ours
 from collections.abc import Iterator
+=======
+>>>>>>> theirs
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from builders import GIB, a_device, a_mig_instance, a_snapshot
@@ -17,7 +21,10 @@ from fake_nvml import FakeNvml
 from nodes import a_user, change, eventually
 from nvml_child import answer_of
 
+<<<<<<< ours
 from gpuguard.backends import open_backend
+=======
+>>>>>>> theirs
 from gpuguard.claims.directory import lock_directory
 from gpuguard.cli.top import visible_devices
 from gpuguard.enforcement.identity import Protected
@@ -43,7 +50,7 @@ answer = answer, before
 
 
 @pytest.fixture
-def jobs() -> Iterator[list[int]]:
+def jobs():
     with ExitStack() as stack:
         children = [stack.enter_context(subprocess.Popen(["sleep", "600"])) for _ in range(40)]
         yield [child.pid for child in children]
@@ -96,10 +103,8 @@ def test_a_turn_changes_what_it_has_read_and_nothing_else():
 
 @pytest.mark.parametrize("turn", [True, False])
 def test_of_a_device_that_is_lost_nothing_but_its_name_is_kept(turn):
-    before, now = (
-        a_snapshot(a_device(0)),
-        a_snapshot(replace(a_device(0), **dict.fromkeys(_SILENT), problems=("lost",))),
-    )
+    before = a_snapshot(a_device(0))
+    now = a_snapshot(replace(a_device(0), **dict.fromkeys(_SILENT), problems=("lost",)))
     seen = top_feed.refreshed(before, now) if turn else top_feed.merged(before, now, top_feed.EVERY_TIME | {POWER})
     (device,) = seen.devices
 
@@ -108,29 +113,30 @@ def test_of_a_device_that_is_lost_nothing_but_its_name_is_kept(turn):
 
 
 def test_what_was_not_read_this_time_is_as_it_was():
-    before = a_snapshot(
-        a_device(0, temperature=50.0, power_draw=300.0), gaps=(Gap(a_device(0).uuid, "fan_speed", "no"),)
-    )
-    now = a_snapshot(
-        a_device(0, name=None, temperature=None, power_draw=400.0, problems=None, memory_used=GIB), driver_version=None
-    )
-    read = top_feed.EVERY_TIME | {POWER}
-    merged = top_feed.merged(before, now, read)
-    (device,) = merged.devices
+    gaps = (Gap(a_device(0).uuid, "fan_speed", "no"),)
+    before = a_snapshot(a_device(0, temperature=50.0, power_draw=300.0, power_limit=350.0), gaps=gaps)
+    kept, new = {"name": None, "temperature": None, "problems": None}, {"power_draw": 400.0, "memory_used": GIB}
+    # Power is read this time, and its limit is unknown: that is not taken from before.
+    now = a_snapshot(a_device(0, power_limit=None, **kept, **new), driver_version=None)
+    merged = top_feed.merged(before, now, top_feed.EVERY_TIME | {POWER})
 
-    assert (device.name, device.temperature, device.power_draw, device.problems) == (
-        "NVIDIA H100 80GB HBM3", 50.0, 400.0, (),
-    )  # fmt: skip
-    assert (device.memory_used, merged.driver_version, len(merged.gaps)) == (GIB, "550.54.15", 1)
+    assert merged.devices == (replace(before.devices[0], power_limit=None, **new),)
+    assert (merged.driver_version, len(merged.gaps)) == ("550.54.15", 1)
 
 
-def test_a_value_that_could_not_be_read_this_time_is_not_taken_from_before():
-    now = a_snapshot(a_device(0, power_draw=None))
-    merged = top_feed.merged(a_snapshot(a_device(0, power_draw=300.0)), now, top_feed.EVERY_TIME | {POWER})
+<<<<<<< ours
+=======
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUGUARD_SIM_DIR", str(tmp_path / "node"))
+    monkeypatch.setenv("GPUGUARD_BACKEND", "simulated")
+    monkeypatch.delenv("GPUGUARD_DIR", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    start(str(tmp_path / "node"))
+    return str(tmp_path / "node")
 
-    assert merged.devices[0].power_draw is None
 
-
+>>>>>>> theirs
 def a_feed(backend):
     feed = SceneFeed("simulated", lambda: backend, lambda: lock_directory(None, backend="simulated"), lambda: None)
     feed.tree = True
@@ -154,32 +160,21 @@ def test_a_scene_has_processes_with_what_they_do_beside_the_gpu_and_their_ancest
 
 
 def test_after_a_fault_of_the_driver_everything_is_read_anew():
-    class Driver:
-        simulated, name = True, "simulated"
-        trouble = None
+    asked = []
 
-        def __init__(self):
-            self.asked = []
+    def sample(fields, devices=None):
+        asked.append(fields == WHO_FIELDS)
+        if len(asked) == 3:
+            raise DriverUnresponsive("hangs")
+        return a_snapshot()
 
-        def sample(self, fields, devices=None):
-            self.asked.append(frozenset(fields))
-            if self.trouble:
-                raise self.trouble
-            return a_snapshot()
-
-        def close(self):
-            pass
-
-    driver = Driver()
-    feed = a_feed(driver)
+    feed = a_feed(SimpleNamespace(name="simulated", simulated=True, sample=sample))
     feed.sample(), feed.sample()
-    driver.trouble = DriverUnresponsive("hangs")
     with pytest.raises(DriverUnresponsive):
         feed.sample()
-    driver.trouble = None
     feed.sample()
 
-    assert [fields == WHO_FIELDS for fields in driver.asked] == [True, False, False, True]
+    assert asked == [True, False, False, True]
 
 
 def test_thresholds_and_protection_come_from_the_sites_policies(tmp_path):
@@ -219,8 +214,16 @@ def test_into_a_pipe_it_prints_once(command):
 
 @pytest.mark.parametrize(
     ("value", "shown"),
+<<<<<<< ours
     [(None, [0, 1, 2, 3]), ("2,0", [0, 2]), ("", []), ("1,9,2", [1]), ("GPU-00000003", [3])],
 )
+=======
+    [
+        (None, [0, 1, 2, 3]), ("2,0", [0, 2]), ("", []), ("-1", []), ("1,9,2", [1]), ("GPU-00000003", [3]),
+        ("GPU-", []), ("1,1", []),
+    ],
+)  # fmt: skip
+>>>>>>> theirs
 def test_cuda_visible_devices_means_what_cuda_takes_it_for(value, shown):
     snapshot = a_snapshot(*[a_device(index) for index in range(4)])
     environ = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
@@ -235,8 +238,19 @@ def test_only_visible_shows_these_alone_and_none_is_said(command, monkeypatch):
     assert [line.split()[0] for line in lines] == ["2"]
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+<<<<<<< ours
     status, _, error = command("top", "--once", "-o")
     assert status == 2 and "no GPU is visible" in error
+=======
+    assert run_command_line(["top", "--once", "-o"]) == 2
+    assert "no GPU is visible" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--every", "1ms"], ["--every", "1"], ["--device", "9"], ["--backend", "nothing"]])
+def test_what_cannot_be_is_said(place, words, capsys):
+    assert run_command_line(["top", "--once", *words]) == 2
+    assert capsys.readouterr().err.startswith("gpuguard: ")
+>>>>>>> theirs
 
 
 def test_a_recording_is_shown_without_a_look_at_this_machine(node, tmp_path, command):

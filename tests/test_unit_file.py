@@ -36,16 +36,10 @@ def settings() -> list[tuple[str, str]]:
 
 
 @needs_systemd
-def test_the_service_is_hardened():
-    assert exposure(UNIT) <= EXPOSURE_AT_MOST
+def test_the_service_is_hardened_and_one_that_is_not_would_be_noticed(tmp_path):
+    (tmp_path / "bare.service").write_text("[Service]\nExecStart=/bin/true\n")
 
-
-@needs_systemd
-def test_a_service_that_is_not_hardened_would_be_noticed(tmp_path):
-    bare = tmp_path / "bare.service"
-    bare.write_text("[Service]\nExecStart=/bin/true\n")
-
-    assert exposure(bare) > EXPOSURE_AT_MOST
+    assert exposure(UNIT) <= EXPOSURE_AT_MOST < exposure(tmp_path / "bare.service")
 
 
 @needs_systemd
@@ -55,19 +49,14 @@ def test_systemd_understands_every_line():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_its_user_may_signal_and_see_others_and_nothing_else():
+def test_its_user_may_signal_and_see_others_and_write_what_is_the_daemons_and_nothing_else():
     found = dict(settings())
 
     assert (found["User"], found["Group"]) == ("gpuguard", "gpuguard")
     assert found["CapabilityBoundingSet"] == found["AmbientCapabilities"] == "CAP_KILL CAP_SYS_PTRACE"
     assert found["NoNewPrivileges"] == "yes"
-
-
-def test_its_user_cannot_write_among_the_lock_files():
-    writable = [value for name, value in settings() if name == "ReadWritePaths"]
-
-    assert writable == ["/run/gpuguard/daemon"]
-    assert dict(settings())["ProtectSystem"] == "strict"
+    assert [value for name, value in settings() if name == "ReadWritePaths"] == ["/run/gpuguard/daemon"]
+    assert found["ProtectSystem"] == "strict"
 
 
 def test_the_calls_that_reach_into_other_processes_are_filtered():
@@ -85,13 +74,14 @@ def test_packages_make_what_setup_makes():
     assert {line for line in made ^ packed if not line.startswith("#")} == set()
 
 
-def test_nobody_elses_code_is_run():
+def test_its_command_lines_are_ours_and_do_nothing_to_anybody_until_an_admin_says_so():
     commands = [value for name, value in settings() if name in ("ExecStart", "ExecStartPre")]
+    guard = "/usr/bin/python3 -I -m gpuguard daemon --policy /etc/gpuguard/policy.yaml"
 
-    assert commands == [
-        "-+/usr/bin/python3 -I -m gpuguard setup --lock-files",
-        "/usr/bin/python3 -I -m gpuguard daemon --policy /etc/gpuguard/policy.yaml",
-    ]
+    assert commands == ["-+/usr/bin/python3 -I -m gpuguard setup --lock-files", guard]
+    assert build_parser("setup").parse_args(["--lock-files"]).lock_files
+    options = build_parser("daemon").parse_args(guard.split(" daemon ")[1].split())
+    assert options.policy == "/etc/gpuguard/policy.yaml" and not options.enforce
 
 
 def test_the_locks_of_running_jobs_survive_the_end_of_the_service():
@@ -103,15 +93,10 @@ def test_what_gpus_were_used_for_is_kept_where_it_is_looked_for():
     assert "StateDirectoryMode" not in dict(settings())  # 0755: everybody may read it
 
 
-def test_it_does_nothing_to_anybody_until_an_admin_says_so():
-    assert "--enforce" not in dict(settings())["ExecStart"]
-
-
-def test_its_command_line_is_one_that_the_command_understands():
-    words = dict(settings())["ExecStart"].split(" daemon ")[1].split()
-
-    assert build_parser("daemon").parse_args(words).policy == "/etc/gpuguard/policy.yaml"
-    assert build_parser("setup").parse_args(dict(settings())["ExecStartPre"].split(" setup ")[1].split()).lock_files
+def with_capabilities(test):
+    """Marks a test that needs root, and setpriv."""
+    needs_setpriv = pytest.mark.skipif(not shutil.which("setpriv"), reason="NOT TESTED: needs setpriv")
+    return pytest.mark.root(needs_setpriv(test))
 
 
 # Prints what the code says in a process that was started with the capabilities of the service.
@@ -130,8 +115,7 @@ def started_with(names: tuple[str, ...], code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.root
-@pytest.mark.skipif(not shutil.which("setpriv"), reason="NOT TESTED: needs setpriv")
+@with_capabilities
 def test_what_was_given_is_there_and_nothing_else():
     code = "print(c.has(c.KILL), c.has(c.PTRACE), c.has(c.DAC_READ_SEARCH), c.is_powerful())"
 
@@ -140,25 +124,22 @@ def test_what_was_given_is_there_and_nothing_else():
     assert started_with(("kill", "sys_ptrace"), code) == "True True False True\n"
 
 
-@pytest.mark.root
-@pytest.mark.skipif(not shutil.which("setpriv"), reason="NOT TESTED: needs setpriv")
-def test_an_ordinary_user_may_signal_his_own_processes_and_with_cap_kill_all():
+@with_capabilities
+def test_an_ordinary_user_may_signal_their_own_processes_and_with_cap_kill_all():
     code = f"print([c.may_signal((uid, uid, uid, uid)) for uid in ({SOMEBODY}, 0, 1000)], c.may_signal(()))"
 
     assert started_with((), code) == "[True, False, False] False\n"
     assert started_with(("kill",), code) == "[True, True, True] True\n"
 
 
-@pytest.mark.root
-@pytest.mark.skipif(not shutil.which("setpriv"), reason="NOT TESTED: needs setpriv")
+@with_capabilities
 def test_a_process_that_only_acts_as_us_is_not_ours_to_signal():
     code = f"print(c.may_signal((1, {SOMEBODY}, 1, {SOMEBODY})), c.may_signal((1, 1, {SOMEBODY}, 1)))"
 
     assert started_with((), code) == "False True\n"
 
 
-@pytest.mark.root
-@pytest.mark.skipif(not shutil.which("setpriv"), reason="NOT TESTED: needs setpriv")
+@with_capabilities
 @pytest.mark.parametrize(
     ("before", "left"),
     [("", 0x80020), ("c.keep_to_ourselves()", 0), ("c.keep_to_ourselves(); c.lend_for_reading()", 0x80000)],
@@ -170,14 +151,12 @@ def test_a_program_that_it_runs_gets_what_is_lent_and_nothing_else(before, left)
     assert (int(effective, 16), still) == (left, "True")
 
 
-@pytest.mark.root
-@pytest.mark.skipif(not shutil.which("setpriv"), reason="NOT TESTED: needs setpriv")
-def test_who_has_nothing_lends_nothing():
+@with_capabilities
+def test_a_process_without_capabilities_lends_none():
     assert started_with((), "print(c.lend_for_reading())") == "False\n"
 
 
-@pytest.mark.root
-@pytest.mark.skipif(not shutil.which("setpriv"), reason="NOT TESTED: needs setpriv")
+@with_capabilities
 def test_nothing_is_assumed_where_the_kernel_does_not_say(monkeypatch):
     monkeypatch.setattr("builtins.open", lambda *_, **__: (_ for _ in ()).throw(OSError(2, "no /proc")))
 

@@ -29,7 +29,6 @@ from gpuguard.views.policy import sentences
 from gpuguard.views.policy_language import SECTIONS, describe, json_schema, language_json
 from gpuguard.views.text import json_text, put
 
-SCHEMA = 1
 _JSON = ("--json", None, "one object for programs")
 MOST = 50  # faults that are shown at a time: nobody reads more
 
@@ -69,7 +68,7 @@ def _check(args: argparse.Namespace) -> int:
     bad = bool(file.faults) or (args.strict and bool(file.warnings or here))
     if args.json:
         content = {
-            "schema": SCHEMA,
+            "schema": 1,
             "path": args.file,
             "ok": not file.faults,
             "policies": [policy.name for policy in file.policies],

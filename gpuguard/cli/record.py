@@ -17,6 +17,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import closing
 
 from gpuguard.backends import Backend, is_recorded
 from gpuguard.backends.replay import RecordingWriter
@@ -48,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     every, lasting = quantity("--every", args.every, parse_duration), quantity("--for", args.lasting, parse_duration)
-    most = quantity("--max-size", args.max_size, parse_bytes)
+    most = args.max_size = quantity("--max-size", args.max_size, parse_bytes)
     if every is None or every < SHORTEST_SECONDS:
         raise InvalidRequest("--every needs at least 100ms between two samples.")
     if most is not None and most < SMALLEST_BYTES:
@@ -60,18 +61,15 @@ def main(args: argparse.Namespace) -> int:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
-    backend = backend_of(args)
-    try:
+    with closing(backend_of(args)) as backend:
         _record(args, backend, every, lasting, stop)
-    finally:
-        backend.close()
     return 0
 
 
 def _record(
     args: argparse.Namespace, backend: Backend, every: float, lasting: float | None, stop: threading.Event
 ) -> None:
-    most = quantity("--max-size", args.max_size, parse_bytes)
+    most = args.max_size
     try:
         directory = directory_of(args)
     except ClaimError as error:

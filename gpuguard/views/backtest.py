@@ -36,17 +36,10 @@ def backtest_lines(result: Backtest, recording: Recording, policies: Sequence[st
             "all durations start anew after them, as with a daemon that slept (--longest-gap changes that)."
         )
     if each and result.acts:
-        rows = [
-            (
-                clock_text(act.time, recording),
-                act.policy,
-                act.action,
-                neutralise(", ".join(act.jobs) or f"device {act.device}"),
-                neutralise(act.user or ""),
-                neutralise(act.why),
-            )
-            for act in result.acts
-        ]
+        rows = []
+        for act in result.acts:
+            texts = (", ".join(act.jobs) or f"device {act.device}", act.user or "", act.why)
+            rows.append((clock_text(act.time, recording), act.policy, act.action, *map(neutralise, texts)))
         yield ""
         yield from table(rows, ("AT", "POLICY", "ACTION", "JOB", "USER", "WHY"))
     yield ""

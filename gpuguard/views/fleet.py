@@ -19,22 +19,13 @@ from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply, HostUser
 from gpuguard.sanitize import neutral_command
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import sparkline
-from gpuguard.views.text import Paint, shorten, table
+from gpuguard.views.text import Paint, picked, shorten, table
 from gpuguard.views.who import LABELS, TOTALS, device_cells, state_colour, total_cells
 
 SHOWN_ROWS = 256  # of one host: a machine has 8 devices, or 56 instances
 _CLAIMS = 8  # of a device
 _USERS = 6  # of a host, in `top`
 _UUID = re.compile(r"[A-Za-z0-9-]{1,80}")
-_ORDER = (
-    device_state.FREE,
-    device_state.CLAIMED,
-    device_state.IDLE,
-    device_state.IN_USE,
-    device_state.UNCLAIMED_USE,
-    device_state.UNHEALTHY,
-    device_state.UNKNOWN,
-)
 
 
 @dataclass(frozen=True)
@@ -65,12 +56,9 @@ def sums(answer: HostAnswer) -> FleetSums:
 
 def in_words(counted: Iterable[FleetSums]) -> str:
     """``"8 GPUs: 3 free, 5 in use; 2 wait"``, of all of *counted* together."""
-    states: Counter[str] = Counter()
-    waiting = 0
-    for host in counted:
-        states += host.states
-        waiting += host.waiting
-    parts = [f"{states[state]} {LABELS[state][0]}" for state in _ORDER if states[state]]
+    hosts = list(counted)
+    states, waiting = sum((host.states for host in hosts), Counter()), sum(host.waiting for host in hosts)
+    parts = [f"{states[state]} {LABELS[state][0]}" for state in LABELS if states[state]]
     words = format_count(states.total(), "GPU") + (f": {', '.join(parts)}" if parts else "")
     return words + (f"; {waiting} wait{'s' * (waiting == 1)}" if waiting else "")
 
@@ -127,16 +115,10 @@ def queue_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
     answer = reply.answer
     if answer is None or not answer.places:
         return []  # of most hosts: the end says how many
-    cells = [
-        [
-            str(ticket.number),
-            _name(ticket.user),
-            str(ticket.num_gpus),
-            format_duration(round(ticket.waited_seconds)),
-            shorten(ticket.why, 200),
-        ]
-        for ticket in answer.places[:SHOWN_ROWS]
-    ]
+    cells = []
+    for ticket in answer.places[:SHOWN_ROWS]:
+        waited, why = format_duration(round(ticket.waited_seconds)), shorten(ticket.why, 200)
+        cells.append([str(ticket.number), _name(ticket.user), str(ticket.num_gpus), waited, why])
     heads = ["#", "USER", "GPUS", "WAITED", "STARTS"]
     body = table(cells, heads, align="><>>", width=None if width is None else width - 2)
     title = f"{_simulated(answer)}{reply.host}: {len(answer.places)} in line"
@@ -218,13 +200,7 @@ def to_json(replies: Sequence[HostReply], timeout: float) -> dict[str, Any]:
         "answered": sum(reply.error is None for reply in replies),
         "timeout_seconds": timeout,
         "hosts": [
-            {
-                "host": reply.host,
-                "seconds": round(reply.seconds, 3),
-                "error": reply.error,
-                "refusal": reply.refusal,
-                "answer": reply.facts,
-            }
+            {**picked(reply, "host", "error", "refusal"), "seconds": round(reply.seconds, 3), "answer": reply.facts}
             for reply in replies
         ],
     }
@@ -260,9 +236,8 @@ def page(
 ) -> list[str]:
     """Lines: the fleet in sums, then each host; *now* is monotonic, *fleet* has those of which anything is known."""
     silent = sum(known.error is not None for known in fleet.values())
-    title = (
-        f"{format_count(len(hosts), 'host')}, {in_words(known.counted for known in fleet.values() if known.counted)}"
-    )
+    counted = in_words(known.counted for known in fleet.values() if known.counted)
+    title = f"{format_count(len(hosts), 'host')}, {counted}"
     title += f"; {silent} do{'es' * (silent == 1)} not answer" if silent else ""
     names = max(map(len, hosts))
     rows = [_known_row(host.ljust(names), fleet.get(host), now, ascii_only) for host in hosts]
