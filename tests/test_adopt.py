@@ -78,7 +78,7 @@ class Node:
         locked = locked_devices(self.directory, self.uuids)
         return [index for index, uuid in enumerate(self.uuids) if uuid in locked]
 
-    def adopt(self, *words: object) -> dict[str, Any]:
+    def adopt(self, *words: object) -> Any:
         """What `gpuguard adopt --json` says."""
         return self.gpuguard.json("adopt", *map(str, words))
 

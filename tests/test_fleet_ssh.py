@@ -78,7 +78,7 @@ def test_the_queue_of_a_host_is_shown(fleet, gpuguard):
     there = Gpuguard(fleet.place, None, **node)
 
     def asked() -> str:
-        return gpuguard("queue", "--hosts", "sim00,sim01", "--timeout", "50s").stdout
+        return str(gpuguard("queue", "--hosts", "sim00,sim01", "--timeout", "50s").stdout)
 
     with there.start("run", "--", "sleep", "60") as holder:
         assert eventually(lambda: there("select").returncode == 1, 60)

@@ -304,7 +304,7 @@ def test_the_queue_shows_slurms_jobs_with_gpus_and_why_they_wait(programs):
     programs.say(
         "squeue", squeue(WAITS, RUNS, {"JobArrayID": "14", "UserName": "eve", "State": "RUNNING", "Name": "cpu"})
     )
-    found = slurm.jobs()
+    found: Any = slurm.jobs()
     waits, runs = found
     assert (waits.job, waits.gpus, waits.reason, waits.start) == ("13_[1-4]", 2, "Priority", None)
     assert (runs.user, runs.gpus, runs.nodes, runs.reason) == ("alice", 1, "n1", None)
