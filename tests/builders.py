@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpuguard.model import ClaimRecord, Device, Event, Finding, GpuProcess, Snapshot, Subject
-from gpuguard.policies import Rule
-from gpuguard.policies.view import RuleView, Sample, device_subject, key_of, process_subject
+from gpuguard.policies.view import Rule, RuleView, Sample, device_subject, key_of, process_subject
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus
 

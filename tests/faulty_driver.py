@@ -30,7 +30,6 @@ from gpuguard import users
 from gpuguard.backends import client, nvml, nvml_calls, nvml_fields, spawn
 from gpuguard.enforcement import actions, identity, limits, signals
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
-from gpuguard.policies import Rule
 from gpuguard.policies.expression import ExpressionRule, parse_expression
 from gpuguard.policies.idle import AgeRule, IdleRule
 from gpuguard.policies.policy import Policy, Scope, Step
@@ -46,7 +45,7 @@ from gpuguard.policies.thresholds import (
 )
 from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule
 from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
-from gpuguard.policies.view import RuleView, ValueSeries, key_of, process_subject
+from gpuguard.policies.view import Rule, RuleView, ValueSeries, key_of, process_subject
 from gpuguard.units import parse_memory_amount, parse_power_amount, parse_rate
 from gpuguard.watchdog import Watchdog
 

@@ -21,14 +21,13 @@ from worlds import CLOCK, a_bad_day, examples, shown
 from gpuguard import policies
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, GpuProcess
-from gpuguard.policies import Rule
 from gpuguard.policies.expression import NAMES, NAMES_OF_HOST, ExpressionRule, NameSource, parse_expression
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Exemption, Policy, Scope, Step
 from gpuguard.policies.rules import RULES, needs_of
 from gpuguard.policies.thresholds import ProcessesRule
 from gpuguard.policies.usage import OutsideSchedulerRule
-from gpuguard.policies.view import HostUse, RuleView, device_subject, key_of, process_subject
+from gpuguard.policies.view import HostUse, Rule, RuleView, device_subject, key_of, process_subject
 from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_percent, parse_rate, parse_watts
 from gpuguard.watchdog import Watchdog
 

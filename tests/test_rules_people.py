@@ -11,11 +11,10 @@ from ladders import a_policy
 from gpuguard.device_state import claim_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, Gap, ProcessStat
-from gpuguard.policies import Rule
 from gpuguard.policies.idle import AgeRule
 from gpuguard.policies.quota import QuotaRule, windows_of
 from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
-from gpuguard.policies.view import RuleView, device_subject, key_of
+from gpuguard.policies.view import Rule, RuleView, device_subject, key_of
 
 HOUR = 3600.0
 ALICE, BOB = {"uid": 1001, "user": "alice"}, {"uid": 1002, "user": "bob"}

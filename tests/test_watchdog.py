@@ -24,13 +24,13 @@ from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Finding
 from gpuguard.notify.templates import message_for
-from gpuguard.policies import Rule, expression
+from gpuguard.policies import expression
 from gpuguard.policies.expression import ExpressionRule
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.rules import RULES, needs_of
 from gpuguard.policies.thresholds import HealthRule, MemoryRule
-from gpuguard.policies.view import RuleView, device_subject
+from gpuguard.policies.view import Rule, RuleView, device_subject
 from gpuguard.request import Request
 from gpuguard.units import parse_memory_amount
 from gpuguard.watchdog import Watchdog, pace

@@ -14,10 +14,9 @@ from textwrap import dedent
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 
 from gpuguard.model import Device
-from gpuguard.policies import Rule
 from gpuguard.policies.files.decoder import Decoder
 from gpuguard.policies.files.source import YamlSource
-from gpuguard.policies.view import HostUse, RuleView, device_subject, judged_processes, key_of, process_subject
+from gpuguard.policies.view import HostUse, Rule, RuleView, device_subject, judged_processes, key_of, process_subject
 
 CLOCK = 1_000_000.0  # seconds since boot: old enough for every rule about age
 PAST, INTERVAL = 6 * 3600, 30

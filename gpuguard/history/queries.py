@@ -14,14 +14,11 @@ file and an empty journal after each write.  A reader looks at both before and a
 from __future__ import annotations
 
 import os
-import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import quote
 
 from gpuguard.claims.directory import ADMIN_DIRECTORY, LockDirectory, daemon_files
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -417,6 +414,7 @@ def _query(
 ) -> tuple[_Answer] | sqlite3.Error | int | None:
     """The answer, or an error, or a version that is not ours; None: there is nothing yet."""
     import sqlite3  # takes over 10 ms to load, and is not needed where there is no store
+    from urllib.parse import quote
 
     try:
         connection = sqlite3.connect(f"file:{quote(path)}{options}", uri=True)
@@ -434,6 +432,9 @@ def _query(
 def _query_copy(
     path: str, question: Callable[[Usage], _Answer], now: float
 ) -> tuple[_Answer] | sqlite3.Error | int | None:
+    import shutil  # both bring much that a waiting job does not need
+    import tempfile
+
     try:
         with tempfile.TemporaryDirectory(prefix="gpuguard-") as directory:
             copy = os.path.join(directory, FILE)

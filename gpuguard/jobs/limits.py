@@ -37,7 +37,7 @@ from gpuguard.policies.view import judged_processes
 from gpuguard.units import Amount, format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from gpuguard.policies import Rule
+    from gpuguard.policies.view import Rule
 
 MEMORY_LIMITS = ("memory", "memory-limit")  # the share of a device, and what ends a job
 _HERE = "this is a pid namespace of its own (a container), where the driver's pids name no process"

@@ -5,18 +5,3 @@ parser of a key), its docstring is its help, and check() says for whom its condi
 innocent: a value of None satisfies no condition.  A rule knows nothing of time windows, exemptions and steps: see
 engine.
 """
-
-from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Protocol
-
-from gpuguard.model import Finding
-from gpuguard.policies.view import RuleView
-
-
-class Rule(Protocol):
-    """One condition."""
-
-    def check(self, view: RuleView) -> Iterable[Finding]:
-        """Whom it holds for now, judged by *view* alone."""

@@ -15,8 +15,7 @@ from typing import Annotated, Literal, NamedTuple
 from gpuguard.eligibility import is_model
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Subject, Verdict
-from gpuguard.policies import Rule
-from gpuguard.policies.view import SampleIndex, interactive_use, reach_of
+from gpuguard.policies.view import Rule, SampleIndex, interactive_use, reach_of
 from gpuguard.units import format_duration
 
 # What actions take away, each set within the next; what they do stands in enforcement.actions.

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpuguard.model import WHO_FIELDS
-from gpuguard.policies import Rule
 from gpuguard.policies.expression import ExpressionRule
 from gpuguard.policies.idle import AgeRule, IdleRule
 from gpuguard.policies.policy import Policy
@@ -21,6 +20,7 @@ from gpuguard.policies.thresholds import (
 )
 from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule
 from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
+from gpuguard.policies.view import Rule
 
 RULES: dict[str, type[Rule]] = {
     "memory": MemoryRule,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
+from typing import Protocol
 
 from gpuguard.device_state import Processes, claim_of, claims_on, computes, started_by, usable_devices
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Snapshot, Subject
@@ -375,3 +376,10 @@ def covers(series: Sequence[Sample], first: int, now: float, seconds: float) -> 
     step = -(-(len(series) - first) // PROBES)
     clocks = [now - seconds, *(series[place][0] for place in range(first, len(series), step)), series[-1][0], now]
     return max(later - earlier for earlier, later in pairwise(clocks)) <= LARGEST_HOLE * seconds
+
+
+class Rule(Protocol):
+    """One condition."""
+
+    def check(self, view: RuleView) -> Iterable[Finding]:
+        """Whom it holds for now, judged by *view* alone."""

@@ -16,10 +16,10 @@ from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.errors import InvalidRequest
 from gpuguard.notify.targets import TARGETS
 from gpuguard.notify.templates import Template
-from gpuguard.policies import Rule
 from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, TaggedValue
 from gpuguard.policies.policy import Exemption, Scope
 from gpuguard.policies.rules import RULES
+from gpuguard.policies.view import Rule
 from gpuguard.units import parse_duration, parse_percent
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
