@@ -51,28 +51,30 @@ def ended(result):
     return [(one.job, one.time) for one in result.endings]
 
 
-def test_a_pod_is_ended_at_the_first_sample_half_an_hour_after_the_first_idle_one(tmp_path):
-    path = a_recording(tmp_path, ("a", "0 x 40", 2000), ("b", "50 x 5, 0 x 40", 2000))
+@pytest.mark.parametrize(
+    ("course", "mib", "times"),
+    [
+        ("0 x 40", 1025, [1800.0]),
+        ("50 x 5, 0 x 40", 2000, [2100.0]),  # half an hour after the first idle sample
+        ("0 x 30, 1 x 1, 0 x 30", 2000, []),  # a sample that is not idle starts the time again
+        ("0 x 40", 1024, []),  # it holds no more than a gibibyte
+        (" x 100", 2000, []),  # nobody knows
+        ("0 x 200", 2000, [1800.0]),  # once
+    ],
+)
+def test_a_pod_is_ended_at_the_first_sample_half_an_hour_after_the_first_idle_one(tmp_path, course, mib, times):
+    result = replayed(a_recording(tmp_path, ("a", course, mib)), an_idle_policy())
 
-    assert ended(replayed(path, an_idle_policy())) == [("a", 1800.0), ("b", 2100.0)]
+    assert ([act.time for act in result.acts], ended(result)) == (times, [("a", time) for time in times])
 
 
-def test_any_sample_that_is_not_idle_starts_the_time_again(tmp_path):
-    path = a_recording(tmp_path, ("a", "0 x 30, 1 x 1, 0 x 30", 2000))
+@pytest.mark.parametrize(("longest_gap", "time", "holes"), [(None, (24 + 30) * 60.0, 1), (300, 1800.0, 0)])
+def test_durations_start_anew_after_a_hole_that_is_not_to_be_looked_over(tmp_path, longest_gap, time, holes):
+    path = a_recording(tmp_path, ("a", "0 x 20, - x 4, 0 x 40", 2000))
 
-    assert replayed(path, an_idle_policy()).endings == ()
+    result = replayed(path, an_idle_policy(), longest_gap=longest_gap)
 
-
-def test_a_pod_that_holds_no_more_than_a_gibibyte_is_not_idle(tmp_path):
-    path = a_recording(tmp_path, ("a", "0 x 40", 1024), ("b", "0 x 40", 1025))
-
-    assert ended(replayed(path, an_idle_policy())) == [("b", 1800.0)]
-
-
-def test_unknown_utilization_ends_nobody(tmp_path):
-    path = a_recording(tmp_path, ("a", " x 100", 2000))
-
-    assert replayed(path, an_idle_policy()).endings == ()
+    assert (ended(result), result.holes) == ([("a", time)], holes)
 
 
 def test_regret_is_the_time_in_which_an_ended_job_worked_later(tmp_path):
@@ -99,33 +101,11 @@ def test_a_job_that_two_policies_end_is_ended_by_the_first(tmp_path):
     assert (len(result.acts), len(result.endings)) == (2, 1)
 
 
-def test_a_job_is_ended_once(tmp_path):
-    path = a_recording(tmp_path, ("a", "0 x 200", 2000))
-
-    assert len(replayed(path, an_idle_policy()).acts) == 1
-
-
 def test_a_ladder_takes_its_steps_at_their_times(tmp_path):
     path = a_recording(tmp_path, ("a", "0 x 200", 2000))
     result = replayed(path, an_idle_policy(steps="[warn, {after: 30m, do: warn}, {after: 15m, do: terminate}]"))
 
     assert [(act.action, act.time) for act in result.acts] == [("warn", 1800), ("warn", 3600), ("terminate", 4500)]
-
-
-def test_durations_start_anew_after_a_hole_as_they_do_in_the_daemon(tmp_path):
-    path = a_recording(tmp_path, ("a", "0 x 20, - x 4, 0 x 40", 2000))
-
-    result = replayed(path, an_idle_policy())
-
-    assert (ended(result), result.holes) == ([("a", (24 + 30) * 60.0)], 1)
-
-
-def test_a_hole_that_one_wants_to_look_over_is_none(tmp_path):
-    path = a_recording(tmp_path, ("a", "0 x 20, - x 4, 0 x 40", 2000))
-
-    result = replayed(path, an_idle_policy(), longest_gap=300)
-
-    assert (ended(result), result.holes) == ([("a", 1800.0)], 0)
 
 
 def test_the_breaker_counts_the_jobs_of_one_machine_together(tmp_path):

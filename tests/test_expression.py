@@ -14,7 +14,7 @@ from sources import ROOT
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Gap
-from gpuguard.policies.expression import LONGEST, NAMES, ExpressionRule, NameSource, parse_expression
+from gpuguard.policies.expression import EXAMPLES, LONGEST, NAMES, ExpressionRule, NameSource, parse_expression
 from gpuguard.policies.view import HostUse, RuleView
 
 BOB = a_process(
@@ -81,12 +81,10 @@ def test_what_is_true_of_bob(text):
     "text",
     [
         "memory_used > 50GiB",
-        "user == 'alice'",
         "user in ('alice',)",
         "executable like '/usr/*'",
         "memory_used > 30GiB and utilization > 5%",
         "not (memory_used > 30GiB)",
-        "claimed",
         "run_time < 1h",
         "user == 'Bob'",
         "user like 'b'",
@@ -108,16 +106,6 @@ def test_claims_groups_and_the_host_have_names():
     assert holds("cpu > 200% and host_memory < 2GiB and network < 1MB/s", **view)
 
 
-AMOUNTS = {
-    "memory size": "1GiB",
-    "percentage": "1%",
-    "duration": "1h",
-    "temperature": "1C",
-    "power": "1W",
-    "rate": "1MB/s",
-}
-
-
 def conditions_about(name: str) -> list[str]:
     """Every kind of condition about *name*, in pairs of a condition and its opposite."""
     kind = NAMES[name].type
@@ -128,7 +116,7 @@ def conditions_about(name: str) -> list[str]:
     if kind == "text":
         tests = ["== 'x'", "!= 'x'", "in ('x',)", "not in ('x',)", "like 'x'", "not like 'x'"]
         return [f"{name} {test}" for test in tests] + [f"not {name} {test}" for test in tests]
-    amount = AMOUNTS.get(kind, "1")
+    amount = EXAMPLES.get(kind, "1")
     tests = [f"{sign} {amount}" for sign in ("<", "<=", ">", ">=", "==", "!=")]
     return [f"{form} {test}" for test in tests for form in (name, f"not {name}", f"0 * {name}", f"{name} - {name}")]
 
@@ -163,17 +151,17 @@ def test_a_value_that_is_no_number_is_unknown(number):
     assert not holds("not device_memory_total > 1GiB", device=strange)
 
 
-@pytest.mark.parametrize("text", ["memory_used / 0 > 1GiB", "memory_used / (memory_used - memory_used) < 5"])
-def test_a_division_by_zero_is_unknown(text):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "memory_used / 0 > 1GiB",
+        "memory_used / (memory_used - memory_used) < 5",
+        f"memory_used{' * 999999999999999' * 50} > 1GiB",
+    ],
+)
+def test_a_division_by_zero_and_what_grows_beyond_every_number_are_unknown(text):
     assert not holds(text)
     assert not holds(f"not ({text})")
-
-
-def test_what_grows_beyond_every_number_is_unknown():
-    huge = "memory_used" + " * 999999999999999" * 50
-
-    assert not holds(f"{huge} > 1GiB")
-    assert not holds(f"not {huge} > 1GiB")
 
 
 def test_a_finding_says_what_was_seen_and_what_is_allowed():
@@ -204,19 +192,6 @@ def test_without_a_name_about_processes_it_is_about_the_device():
 
     [finding] = rule.check(RuleView(a_snapshot(A_DEVICE, a_device(1))))
     assert (finding.subject.kind, finding.processes) == ("device", ())
-
-
-@pytest.mark.parametrize(
-    "device",
-    [
-        a_device(processes=(BOB,), processes_plausible=False),
-        a_device(processes=(a_process(uid=None, memory_used=40 * GIB),)),
-        a_device(processes=(a_process(start_time=None, memory_used=40 * GIB),)),
-        a_device(processes=(a_process(kind="graphics", memory_used=40 * GIB),)),
-    ],
-)
-def test_who_may_not_be_judged_is_not_judged(device):
-    assert list(ExpressionRule(parse_expression("memory_used > 30GiB")).check(RuleView(a_snapshot(device)))) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -441,10 +416,6 @@ def test_an_attack_is_refused_when_it_is_read_and_at_once(text):
     assert time.process_time() - start < 0.1
 
 
-def test_there_are_at_least_sixty_attacks():
-    assert len(set(ATTACKS)) >= 60
-
-
 def test_the_longest_expressions_are_judged_in_no_time():
     conditions = [
         "executable like '" + "*a" * 480 + "b'",
@@ -463,43 +434,9 @@ def test_the_longest_expressions_are_judged_in_no_time():
 
 
 WORDS = [
-    *NAMES,
-    "and",
-    "or",
-    "not",
-    "in",
-    "like",
-    "(",
-    ")",
-    "[",
-    "]",
-    ",",
-    "+",
-    "-",
-    "*",
-    "/",
-    "<",
-    ">",
-    "==",
-    "!=",
-    "<=",
-]
-WORDS += [
-    "30GiB",
-    "5%",
-    "2h",
-    "85C",
-    "300W",
-    "1MB/s",
-    "3",
-    "0",
-    "'x'",
-    "'*'",
-    "999999999999999",
-    "lambda",
-    "__class__",
-    ".",
-]
+    *NAMES, "and", "or", "not", "in", "like", "(", ")", "[", "]", ",", "+", "-", "*", "/", "<", ">", "==", "!=", "<=",
+    "30GiB", "5%", "2h", "85C", "300W", "1MB/s", "3", "0", "'x'", "'*'", "9" * 15, ".", "lambda", "__class__",
+]  # fmt: skip
 
 
 @settings(max_examples=500, deadline=None)
@@ -511,7 +448,5 @@ def test_whatever_is_written_is_refused_or_can_be_judged(text):
         return
 
     assert condition.holds(NameSource(RuleView(a_snapshot(A_DEVICE)), A_DEVICE, BOB)) in (True, False)
-    assert condition.holds(NameSource(RuleView(a_snapshot()), a_device(memory_used=None, processes=None))) in (
-        True,
-        False,
-    )
+    blank = a_device(memory_used=None, processes=None)
+    assert condition.holds(NameSource(RuleView(a_snapshot()), blank)) in (True, False)

@@ -131,10 +131,6 @@ def test_what_strangers_wrote_is_text_and_nothing_more_in_every_field(hostile):
         assert f"why={hostile}" in lines, "not filled in a second time"
 
 
-def test_what_cannot_be_seen_in_a_template_is_written_out_too():
-    assert message_for(a_verdict(), a_node(), "en", {"en": Template("a\x1b[2J", "b\u202e")}).subject == r"a\x1b[2J"
-
-
 @given(st.text(st.characters(), max_size=60))
 def test_no_text_at_all_breaks_a_subject(text):
     verdict = a_verdict(a_process(user=text, command=(text,)), why=text)

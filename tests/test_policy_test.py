@@ -11,7 +11,7 @@ from gpuguard.backtest.recordings import people
 from gpuguard.backtest.unit_tests import accounts, read_tests, run_tests, series_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.policies.files.loader import load_policies
-from gpuguard.units import parse_celsius, parse_percent
+from gpuguard.units import parse_percent
 
 POLICY = """
 version: 1
@@ -42,12 +42,6 @@ def a_test(**keys):
 BOTH = "[{at: 1h, policy: idle, action: warn, user: alice, device: 0}, {at: 90m, action: terminate}]"
 
 
-def test_steps_that_come_as_expected_pass(tmp_path):
-    trial = run_tests(write(tmp_path, a_test(expect=BOTH)))
-
-    assert [outcome.passed for outcome in trial.outcomes] == [True]
-
-
 def test_a_step_that_does_not_come_is_missing(tmp_path):
     outcome = run_tests(write(tmp_path, a_test(expect=BOTH, devices='[{utilization: "0% x70, 50%"}]'))).outcomes[0]
 
@@ -75,29 +69,24 @@ def test_a_step_that_nobody_expected_fails_the_test(tmp_path, keys):
     assert not outcome.passed
 
 
-def test_who_was_terminated_is_gone(tmp_path):
-    outcome = run_tests(write(tmp_path, a_test(expect=BOTH, **{"for": "12h"}))).outcomes[0]
-
-    assert outcome.passed
+FULL = {"processes": "[{user: alice, memory: 40GiB}]", "of": "[full]", "expect": "[{at: 5m, action: log}]"}
 
 
-def test_only_the_named_policies_are_judged(tmp_path):
-    full = a_test(processes="[{user: alice, memory: 40GiB}]", of="[full]", expect="[{at: 5m, action: log}]")
+@pytest.mark.parametrize(
+    ("keys", "policy"),
+    [
+        ({"expect": BOTH}, ""),
+        ({"expect": BOTH, "for": "12h"}, ""),
+        ({**FULL, "for": "7m"}, ""),
+        ({"processes": "[{user: alice, ends: 70m}]", "expect": "[{at: 1h, action: warn}]"}, ""),
+        ({"processes": "[{user: alice, is: container}]", "expect_none": "true"}, "    except: {kinds: [container]}"),
+    ],
+    ids=["as expected", "after terminate it is gone", "other policies", "it ends", "a container is spared"],
+)
+def test_steps_that_come_as_expected_pass(tmp_path, keys, policy):
+    path = write(tmp_path, a_test(**keys), POLICY.replace("for: 1h", f"for: 1h\n{policy}"))
 
-    assert run_tests(write(tmp_path, full.replace("3h", "7m"))).outcomes[0].passed
-
-
-def test_a_process_that_ends_is_gone(tmp_path):
-    early = a_test(processes="[{user: alice, ends: 70m}]", expect="[{at: 1h, action: warn}]")
-
-    assert run_tests(write(tmp_path, early)).outcomes[0].passed
-
-
-def test_a_container_is_one(tmp_path):
-    spared = a_test(processes="[{user: alice, is: container}]", of="[idle]", expect_none="true")
-    policy = POLICY.replace("for: 1h", "for: 1h\n    except: {kinds: [container]}")
-
-    assert run_tests(write(tmp_path, spared, policy)).outcomes[0].passed
+    assert [outcome.passed for outcome in run_tests(path).outcomes] == [True]
 
 
 def test_time_that_was_used_before_counts_against_a_quota(tmp_path):
@@ -105,13 +94,10 @@ def test_time_that_was_used_before_counts_against_a_quota(tmp_path):
 version: 1
 policies: [{name: hours, when: {quota: {gpu_hours: 100h, within: 7d}}, for: 5m, steps: [warn]}]
 """
-    over = a_test(gpu_hours="{alice: 101h}", expect="[{at: 5m, action: warn, user: alice}]")
+    over = a_test(gpu_hours="{alice: 101h}", expect="[{at: 5m, action: warn, user: alice}]").replace("3h", "7m")
     under = a_test(gpu_hours="{alice: 99h}", expect_none="true")
 
-    assert [each.passed for each in run_tests(write(tmp_path, over.replace("3h", "7m") + under, policy)).outcomes] == [
-        True,
-        True,
-    ]
+    assert [test.passed for test in run_tests(write(tmp_path, over + under, policy)).outcomes] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -125,10 +111,6 @@ policies: [{name: hours, when: {quota: {gpu_hours: 100h, within: 7d}}, for: 5m, 
 )
 def test_series_are_written_shortly(text, values):
     assert series_of(parse_percent)(text).values == values
-
-
-def test_the_last_value_of_a_series_stays():
-    assert series_of(parse_celsius)("40C, 95C").at(99) == 95.0
 
 
 @pytest.mark.parametrize("text", ["0", "0% x0", "x3", "0% x99999", "0%..  x3", ""])
@@ -188,10 +170,6 @@ def test_faults_of_either_file_are_not_failures_of_tests(tmp_path, gpuguard, tes
     assert gpuguard("policy", "test", write(tmp_path, tests, policy)).returncode == 2
 
 
-def test_a_file_that_is_not_there_is_a_fault(tmp_path, gpuguard):
-    assert gpuguard("policy", "test", str(tmp_path / "none.yaml")).returncode == 2
-
-
 def test_the_command_speaks_to_programs(tmp_path, gpuguard):
     path = write(tmp_path, a_test(expect="[{at: 2h, action: warn}]"))
     found = json.loads(gpuguard("policy", "test", path, "--json").stdout)
@@ -204,6 +182,7 @@ def test_the_command_speaks_to_programs(tmp_path, gpuguard):
 FOLDER = ROOT / "examples" / "policies"
 POLICIES = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.endswith("_test"))
 NAMES = [path.stem for path in POLICIES]
+assert {"lab", "class", "team", "slurm"} <= set(NAMES)
 
 
 def loaded(path):
@@ -214,37 +193,27 @@ def trial_of(path):
     return run_tests(str(path.with_name(f"{path.stem}_test.yaml")))
 
 
-def test_there_are_examples():
-    assert {"lab", "class", "team", "slurm"} <= set(NAMES)
+every_example = pytest.mark.parametrize("path", POLICIES, ids=NAMES)
 
 
-@pytest.mark.parametrize("path", POLICIES, ids=NAMES)
-def test_an_example_has_no_faults_and_gives_no_warning(path):
+@every_example
+def test_an_example_has_no_faults_gives_no_warning_and_harms_nobody_until_it_is_switched_on(path):
     file = loaded(path)
 
     assert [fault.lines(path.name) for fault in (*file.faults, *file.warnings)] == []
+    assert not any(policy.enforce for policy in file.policies)
 
 
-@pytest.mark.parametrize("path", POLICIES, ids=NAMES)
-def test_an_example_passes_its_own_tests(path):
+@every_example
+def test_an_example_passes_its_own_tests_in_which_each_of_its_policies_acts(path):
     trial = trial_of(path)
 
     assert trial.faults == ()
     assert [(outcome.name, outcome.missing, outcome.surplus) for outcome in trial.outcomes if not outcome.passed] == []
-
-
-@pytest.mark.parametrize("path", POLICIES, ids=NAMES)
-def test_every_policy_of_an_example_is_seen_to_act(path):
-    acted = {got.policy for outcome in trial_of(path).outcomes for got in outcome.got}
-
+    acted = {got.policy for outcome in trial.outcomes for got in outcome.got}
     assert {policy.name for policy in loaded(path).policies} - acted == set()
 
 
-@pytest.mark.parametrize("path", POLICIES, ids=NAMES)
+@every_example
 def test_the_readme_tells_of_each_example(path):
     assert f"({path.name})" in (FOLDER / "README.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("path", POLICIES, ids=NAMES)
-def test_an_example_harms_nobody_until_somebody_switches_it_on(path):
-    assert not any(policy.enforce for policy in loaded(path).policies)

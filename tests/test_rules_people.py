@@ -9,7 +9,6 @@ from builders import GIB, MIB, TOTAL, a_claim_record, a_device, a_mig_instance, 
 from ladders import a_policy
 
 from gpuguard.device_state import claim_of
-from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, Gap, ProcessStat
 from gpuguard.policies.idle import AgeRule
 from gpuguard.policies.quota import QuotaRule, windows_of
@@ -44,21 +43,21 @@ def test_use_of_a_device_that_nobody_has_claimed_is_found():
     assert finding.why == "uses 10.0GiB of a device that nobody has claimed"
 
 
-def test_use_of_a_claimed_device_is_not_unclaimed_whoever_claimed_it():
-    assert found(UnclaimedRule(), used_by(a_process(**BOB)), claims=[a_claim_record(**ALICE)]) == []
+@pytest.mark.parametrize(
+    ("view", "unclaimed"),
+    [
+        ({"claims": [a_claim_record(**ALICE)]}, []),  # of another user: that is a trespass
+        ({"claims": [a_claim_record(alive=False)]}, [4711]),
+        ({"gaps": [Gap(None, "claims", "no permission")]}, []),
+        ({"gaps": [Gap(None, "topology", "no permission")]}, [4711]),
+    ],
+)
+def test_use_is_unclaimed_where_no_claim_lives_and_the_claims_are_known(view, unclaimed):
+    assert pids(found(UnclaimedRule(), used_by(a_process(**BOB)), **view)) == unclaimed
 
 
 def test_where_there_is_no_claim_a_process_belongs_to_none():
     assert [claim_of(a_process(**who), (), {}) for who in ({"uid": 0}, BOB)] == [None, None]
-
-
-def test_a_claim_that_is_over_claims_nothing():
-    assert pids(found(UnclaimedRule(), used_by(a_process()), claims=[a_claim_record(alive=False)])) == [4711]
-
-
-def test_without_the_claims_nothing_is_unclaimed():
-    assert found(UnclaimedRule(), used_by(a_process()), gaps=[Gap(None, "claims", "no permission")]) == []
-    assert found(UnclaimedRule(), used_by(a_process()), gaps=[Gap(None, "topology", "no permission")])
 
 
 def test_little_memory_is_spared_and_unknown_memory_too():
@@ -91,20 +90,17 @@ def test_another_user_on_a_claimed_device_is_a_trespasser_and_the_owner_is_not()
     assert finding.why == "uses 10.0GiB of a device that alice has claimed"
 
 
-def test_nobody_trespasses_on_a_device_that_is_not_claimed():
-    assert found(TrespassRule(), used_by(a_process(**BOB)), claims=[a_claim_record("GPU-elsewhere")]) == []
-
-
-def test_who_shares_a_device_by_a_claim_is_at_home():
-    claims = [a_claim_record(id="a", **ALICE), a_claim_record(id="b", **BOB)]
-
-    assert found(TrespassRule(), used_by(a_process(2, **ALICE), a_process(3, **BOB)), claims=claims) == []
-
-
-def test_who_holds_the_lock_is_at_home_whoever_he_is():
-    claim = a_claim_record(holders=(3,), **ALICE)
-
-    assert pids(found(TrespassRule(), used_by(a_process(3, **BOB), a_process(4, **BOB)), claims=[claim])) == [4]
+@pytest.mark.parametrize(
+    ("claims", "trespassers"),
+    [
+        ([a_claim_record("GPU-elsewhere")], []),
+        ([a_claim_record(id="a", **ALICE), a_claim_record(id="b", **BOB)], []),  # they share the device
+        ([a_claim_record(**ALICE), a_claim_record(id="?", uid=-1, user="?")], []),  # a lock without a record
+        ([a_claim_record(holders=(3,), **ALICE)], [4]),  # 3 holds the lock, whatever user it has
+    ],
+)
+def test_a_process_under_a_claim_of_the_device_is_no_trespasser(claims, trespassers):
+    assert pids(found(TrespassRule(), used_by(a_process(3, **BOB), a_process(4, **BOB)), claims=claims)) == trespassers
 
 
 def test_a_descendant_of_the_holder_is_at_home():
@@ -129,28 +125,26 @@ def test_the_user_inside_a_container_is_judged_only_when_that_is_asked_for():
     assert pids(found(TrespassRule(containers=True), device, claims=[a_claim_record()])) == [3]
 
 
-def test_a_lock_without_a_record_may_be_anybodys():
-    claims = [a_claim_record(**ALICE), a_claim_record(id="?", uid=-1, user="?")]
-
-    assert found(TrespassRule(), used_by(a_process(**BOB)), claims=claims) == []
+UUID = a_uuid(0)
 
 
-def test_who_was_not_given_the_device_is_found_and_only_where_there_is_a_scheduler():
-    device = used_by(a_process(2, **ALICE), a_process(3, **BOB))
+@pytest.mark.parametrize(
+    ("scheduled", "rule", "outside"),
+    [
+        ({UUID: frozenset({1001})}, OutsideSchedulerRule(), [3]),
+        ({UUID: frozenset()}, OutsideSchedulerRule(), [2, 3]),
+        ({UUID: frozenset()}, OutsideSchedulerRule(containers=False), [2]),
+        ({}, OutsideSchedulerRule(), []),  # it says nothing of the device
+        (None, OutsideSchedulerRule(), []),  # there is none
+    ],
+)
+def test_a_process_is_outside_the_scheduler_where_the_device_was_not_given_to_its_user(scheduled, rule, outside):
+    device = used_by(a_process(2, **ALICE), a_process(3, container="c0ffee", **BOB))
 
-    assert pids(found(OutsideSchedulerRule(), device, scheduled={device.uuid: frozenset({1001})})) == [3]
-    assert found(OutsideSchedulerRule(), device, scheduled=None) == []
-
-
-def test_a_device_that_was_given_to_nobody_is_used_by_nobody():
-    device = used_by(a_process())
-
-    [finding] = found(OutsideSchedulerRule(), device, scheduled={device.uuid: frozenset()})
-    assert finding.why == "uses 10.0GiB of a device that the scheduler has given to nobody"
-
-
-def test_of_a_device_that_the_scheduler_does_not_mention_nothing_is_known():
-    assert found(OutsideSchedulerRule(), used_by(a_process()), scheduled={}) == []
+    findings = found(rule, device, scheduled=scheduled)
+    assert pids(findings) == outside
+    if len(outside) == 2:
+        assert findings[0].why == "uses 10.0GiB of a device that the scheduler has given to nobody"
 
 
 def test_an_instance_is_given_with_its_device():
@@ -158,12 +152,6 @@ def test_an_instance_is_given_with_its_device():
     instance = a_mig_instance(parent, processes=(a_process(2, **ALICE), a_process(3, **BOB)))
 
     assert pids(found(OutsideSchedulerRule(), parent, instance, scheduled={parent.uuid: frozenset({1001})})) == [3]
-
-
-def test_containers_can_be_spared_by_the_scheduler_rule():
-    device = used_by(a_process(3, container="c0ffee", **BOB))
-
-    assert found(OutsideSchedulerRule(containers=False), device, scheduled={device.uuid: frozenset()}) == []
 
 
 GROUPS = {1001: frozenset({"staff"}), 1002: frozenset({"students", "alumni"})}
@@ -199,11 +187,6 @@ def test_the_reason_names_user_and_group():
         "bob is in the group alumni, which is denied, and uses 10.0GiB",
         "bob is not among those who are allowed and uses 10.0GiB",
     ]
-
-
-def test_a_rule_that_names_nobody_is_refused():
-    with pytest.raises(InvalidRequest, match="nobody is named"):
-        UsersRule()
 
 
 def test_a_process_that_runs_for_too_long_is_found():
@@ -261,19 +244,6 @@ def test_a_claim_of_nobody_known_on_nothing_or_of_unknown_age_is_not_called_unus
     assert found(AgeRule(claim_without_process_above=HOUR), device, claims=[claim], past=a_past(device, *EMPTY)) == []
 
 
-def test_a_claim_with_one_working_device_is_used():
-    devices = [a_device(0), used_by(a_process(), index=1)]
-    past = a_past(devices[0], *EMPTY) | a_past(devices[1], *EMPTY)
-
-    claims = [a_claim("x", *devices, age=7100)]
-    assert found(AgeRule(claim_without_process_above=HOUR), *devices, claims=claims, past=past) == []
-
-
-def test_a_rule_without_an_age_is_refused():
-    with pytest.raises(InvalidRequest, match="write run_time_above"):
-        AgeRule()
-
-
 def runs(executable: str | None, *arguments: str) -> Device:
     return used_by(a_process(executable=executable, command=("python", *arguments)))
 
@@ -312,12 +282,6 @@ def test_a_users_text_is_no_pattern_and_may_be_endless():
     assert found(CommandRule(executables=("/a/b",)), runs("/a/*")) == []
 
 
-@pytest.mark.parametrize("keys", [{}, {"arguments": ("*x*",)}, {"executables": ("xmrig",)}, {"executables": ("*/x",)}])
-def test_a_program_without_a_path_is_refused(keys):
-    with pytest.raises(InvalidRequest, match=r"no program is named|from / on"):
-        CommandRule(**keys)
-
-
 def subjects(findings: list[Finding]) -> list[object]:
     return sorted((finding.subject.claim or finding.subject.pid for finding in findings), key=str)
 
@@ -345,11 +309,11 @@ def test_an_action_means_the_processes_of_the_claim_in_excess_and_no_others():
     assert pids(found(QuotaRule(claims=1), *devices, claims=claims)) == [3]
 
 
-@pytest.mark.parametrize("his", [0, 1])
-def test_whoever_copies_the_id_of_a_claim_has_none_of_its_processes_accused(his):
+@pytest.mark.parametrize("own_devices", [0, 1])
+def test_a_user_who_copies_the_id_of_a_claim_has_none_of_its_processes_accused(own_devices):
     devices = [used_by(a_process(2, **ALICE), index=0), a_device(1)]
     hers = a_claim("c0ffee", devices[0], age=9000)
-    copied = [a_claim("c0ffee", *devices[1:][:his], age=100, **BOB), a_claim("b", age=200, **BOB)]
+    copied = [a_claim("c0ffee", *devices[1:][:own_devices], age=100, **BOB), a_claim("b", age=200, **BOB)]
 
     accused = found(QuotaRule(claims=1), *devices, claims=[hers, *copied])
     assert [(finding.subject.user, finding.processes) for finding in accused] == [("bob", ())]
@@ -370,7 +334,7 @@ def test_a_claim_whose_age_nobody_knows_is_the_oldest():
     assert subjects(found(QuotaRule(claims=1), *devices, claims=claims)) == ["y"]
 
 
-def test_each_user_has_a_quota_of_his_own():
+def test_each_user_has_a_quota_of_their_own():
     devices = [used_by(a_process(2, **ALICE), index=0), used_by(a_process(3, **BOB), index=1)]
 
     assert found(QuotaRule(devices=1), *devices) == []
@@ -406,10 +370,6 @@ def test_a_share_of_the_memory_is_a_share_of_all_devices():
     )
     assert found(QuotaRule(memory=25.0), *devices, a_device(2, memory_total=None, memory_used=0)) == []
     assert TOTAL == 80 * GIB
-
-
-def test_unknown_memory_counts_as_none():
-    assert found(QuotaRule(memory=0.0), used_by(a_process(memory_used=None))) == []
 
 
 def test_gpu_hours_in_a_window_put_the_newest_in_excess():
@@ -450,11 +410,3 @@ def test_a_process_on_two_devices_has_two_devices_but_is_one():
     assert finding.processes == (process,)
     [finding] = found(QuotaRule(devices=1), *devices, claims=[a_claim("x", *devices, age=9000)])
     assert (finding.subject.claim, finding.processes) == ("x", (process,))
-
-
-@pytest.mark.parametrize(
-    "keys", [{}, {"gpu_hours": 1.0}, {"within": 1.0, "devices": 1}, {"devices": -1}, {"shared_by": ("lab",)}]
-)
-def test_a_quota_that_makes_no_sense_is_refused(keys):
-    with pytest.raises(InvalidRequest):
-        QuotaRule(**keys)

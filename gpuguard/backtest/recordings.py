@@ -191,22 +191,18 @@ def _distances(rows: Iterable[RecordedRow]) -> list[float]:
     return [later - earlier for seen in times.values() for earlier, later in pairwise(seen) if later > earlier]
 
 
-class Numbering:
-    """Names -> the numbers that a machine would give them, each its own, in the order in which they are asked for."""
+Numbering = Callable[[str], int]  # names -> numbers, each its own
 
-    def __init__(self, first: int, known: Mapping[str, int] | None = None) -> None:
-        """Count from *first*; *known* names have their numbers already."""
-        self._first = first
-        self._numbers = dict(known or {})
 
-    def __call__(self, name: str) -> int:
-        """The number of *name*."""
-        return self._numbers.setdefault(name, self._first + len(self._numbers))
+def _numbering(first: int, known: Mapping[str, int] | None = None) -> Numbering:
+    """Counts from *first*, in the order in which names are asked for; *known* ones have their numbers already."""
+    numbers = dict(known or {})
+    return lambda name: numbers.setdefault(name, first + len(numbers))
 
 
 def people(known: Mapping[str, int] | None = None) -> Numbering:
     """User name -> uid, for users who need not exist on this machine; those of *known* have theirs."""
-    return Numbering(_UIDS_FROM, {"root": 0, **(known or {})})
+    return _numbering(_UIDS_FROM, {"root": 0, **(known or {})})
 
 
 @dataclass(frozen=True)
@@ -234,7 +230,7 @@ def samples_of(recording: Recording, uid_of: Numbering) -> Iterator[tuple[str, I
 def _table_samples(
     host: str, rows: list[RecordedRow], recording: Recording, uid_of: Numbering
 ) -> Iterator[RecordedSample]:
-    pid_of, index_of = Numbering(_FIRST_PID), Numbering(0)
+    pid_of, index_of = _numbering(_FIRST_PID), _numbering(0)
     begun: dict[str, float] = {}
     grouped = "groups" in recording.columns
     for now in _together(rows, recording.interval / 2):

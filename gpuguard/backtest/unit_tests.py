@@ -21,8 +21,8 @@ from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot, Verdict
 from gpuguard.policies.files.decoder import Accounts, Decoder
-from gpuguard.policies.files.loader import load_policies
-from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, in_order, read_file
+from gpuguard.policies.files.loader import PolicyFile, content_of, load_policies
+from gpuguard.policies.files.source import Fault, YamlSource, in_order
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.view import HostUse, RuleView
 from gpuguard.units import (
@@ -49,10 +49,6 @@ class TestSeries:
     """A value per sample; the last one stays.  None = unknown."""
 
     values: tuple[float | None, ...]
-
-    def at(self, place: int) -> float | None:
-        """Of the sample with this number, from 0."""
-        return self.values[min(place, len(self.values) - 1)]
 
 
 def series_of(parse: Callable[[str], float]) -> Callable[[str], TestSeries]:
@@ -248,9 +244,9 @@ class File:
     tests: tuple[Test, ...]
 
 
-def read_tests(text: str) -> tuple[File | None, tuple[Fault, ...]]:
-    """The tests that *text* describes, or None and its faults."""
-    source = YamlSource(text)
+def read_tests(content: bytes | str) -> tuple[File | None, tuple[Fault, ...]]:
+    """The tests that *content* describes, or None and its faults."""
+    source = YamlSource(content)
     file = Decoder(source, {}).root(File)
     return (None if source.faults else file), in_order(source.faults)
 
@@ -315,7 +311,7 @@ def _process(place: int, keys: ProcessKeys, sample: int, uid_of: Numbering) -> G
         start_time=_CLOCK + keys.begins - keys.age,
         uid=_uid_in(uid_of, keys.user),
         user=keys.user,
-        utilization=keys.utilization.at(sample) if keys.utilization else None,
+        utilization=_at(keys.utilization, sample),
         command=keys.command,
         executable=keys.executable,
         container="c0ffee" if keys.is_ == "container" else None,
@@ -324,9 +320,9 @@ def _process(place: int, keys: ProcessKeys, sample: int, uid_of: Numbering) -> G
 
 def _host_use(keys: ProcessKeys, sample: int) -> HostUse:
     return HostUse(
-        cpu=keys.cpu.at(sample) if keys.cpu else None,
+        cpu=_at(keys.cpu, sample),
         memory=_whole(keys.host_memory, sample),
-        network=keys.network.at(sample) if keys.network else None,
+        network=_at(keys.network, sample),
         terminal="/dev/pts/0" if keys.is_ == "interactive" else "",
     )
 
@@ -358,16 +354,21 @@ def _device(
         memory_used=used,
         memory_free=None if used is None else max(0, total - used),
         processes=here,
-        utilization=keys.utilization.at(sample) if keys.utilization else None,
+        utilization=_at(keys.utilization, sample),
         problems=keys.problems,
-        temperature=keys.temperature.at(sample) if keys.temperature else None,
-        power_draw=keys.power.at(sample) if keys.power else None,
+        temperature=_at(keys.temperature, sample),
+        power_draw=_at(keys.power, sample),
         power_limit=keys.power_limit,
     )
 
 
+def _at(series: TestSeries | None, sample: int) -> float | None:
+    """The value of the sample with this number, from 0."""
+    return series.values[min(sample, len(series.values) - 1)] if series else None
+
+
 def _whole(series: TestSeries | None, sample: int) -> int | None:
-    value = series.at(sample) if series else None
+    value = _at(series, sample)
     return None if value is None else int(value)
 
 
@@ -417,15 +418,8 @@ class Trial:
 
 def run_tests(path: str) -> Trial:
     """Run all tests of a file; never raises for what stands in it: see its faults."""
-    try:
-        text = read_file(path, LARGEST, only_root=False).decode()
-    except OSError as error:
-        return Trial(path, faults=((path, Fault(0, 0, f"the file cannot be read: {error.strerror or error}.")),))
-    except UnicodeDecodeError as error:
-        return Trial(path, faults=((path, Fault(0, 0, f"the file is not UTF-8: {error.reason}.")),))
-    except InvalidRequest as error:
-        return Trial(path, faults=((path, Fault(0, 0, *str(error).split("\n", 1))),))
-    file, faults = read_tests(text)
+    content = content_of(path, trusted_owner=False)
+    file, faults = (None, content.faults) if isinstance(content, PolicyFile) else read_tests(content)
     if file is None:
         return Trial(path, faults=tuple((path, fault) for fault in faults))
     uid_of = people()
@@ -435,17 +429,14 @@ def run_tests(path: str) -> Trial:
         return Trial(path, where, faults=tuple((where, fault) for fault in policies.faults))
     known = {policy.name for policy in policies.policies}
     unknown = [
-        Fault(
-            0,
-            0,
-            f"test {test.name!r}: {file.policies} has no policy {name!r}.",
-            f"Its policies: {', '.join(sorted(known))}.",
-        )
+        (test.name, name)
         for test in file.tests
         for name in sorted({*test.of, *(step.policy for step in test.expect if step.policy is not None)} - known)
     ]
     if unknown:
-        return Trial(path, where, faults=tuple((path, fault) for fault in unknown))
+        hint = f"Its policies: {', '.join(sorted(known))}."
+        texts = (f"test {test!r}: {file.policies} has no policy {name!r}." for test, name in unknown)
+        return Trial(path, where, faults=tuple((path, Fault(0, 0, text, hint)) for text in texts))
     outcomes = []
     for test in file.tests:
         judged = [policy for policy in policies.policies if not test.of or policy.name in test.of]

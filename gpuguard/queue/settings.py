@@ -13,13 +13,12 @@ Without the file, or with faults in it, the values above hold (and no names).  O
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from gpuguard.errors import InvalidRequest, shortage
-from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Broken, Decoder
-from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, read_file
+from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Decoder
+from gpuguard.policies.files.source import Fault, YamlSource, read_file
 from gpuguard.queue.priority import PRIORITIES, QueueRules, ReservationKeys
 from gpuguard.units import parse_duration, parse_percent
 
@@ -74,7 +73,7 @@ def read_queue_settings(path: str | None = None) -> QueueSettings:
         return QueueSettings(path=path)
     try:
         # Root may not have chosen what the variable names, and faults are shown with the words that stand there.
-        content = read_file(path, LARGEST, only_root=path == PATH, only_public=os.geteuid() == 0 and path != PATH)
+        content = read_file(path, only_root=path == PATH, only_public=os.geteuid() == 0 and path != PATH)
     except FileNotFoundError:
         return QueueSettings(path=path)
     except OSError as error:
@@ -90,16 +89,8 @@ def read_queue_settings(path: str | None = None) -> QueueSettings:
 
 def parse(content: bytes, accounts: Accounts) -> tuple[QueueRules, ReservationKeys, tuple[Fault, ...]]:
     """What *content* says; with faults, what holds without it."""
-    try:
-        source = YamlSource(content.decode("utf-8"))
-    except UnicodeDecodeError:
-        return QueueRules(), ReservationKeys(), (Fault(0, 0, "this is not UTF-8.", "Save the file as UTF-8."),)
-    root = source.tree()
-    decoder = Decoder(source, {USER: accounts.user, GROUP: accounts.group})
-    if root is not None:
-        with suppress(Broken):
-            decoder.value(root, QueueKeys)
-    keys: QueueKeys | None = decoder.values.get(())
+    source = YamlSource(content)
+    keys = Decoder(source, {USER: accounts.user, GROUP: accounts.group}).root(QueueKeys)
     if keys is None or source.faults:
         return QueueRules(), ReservationKeys(), tuple(source.faults)
     priority = keys.priority

@@ -18,7 +18,7 @@ from gpuguard.daemon.client import PolicyStatusReply, StatusReply
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.preflight import INTERACTIVE_SECONDS
-from gpuguard.policies.files.decoder import keys_of, name_of
+from gpuguard.policies.files.decoder import key_of, keys_of
 from gpuguard.policies.files.keys import DAYS
 from gpuguard.policies.files.loader import PolicyFile
 from gpuguard.policies.policy import DISRUPTIVE, Policy, Scope, Step
@@ -148,12 +148,9 @@ def written(noun: Any) -> Iterator[tuple[str, str]]:
     """(key, value as one writes it) of what is not at its default, and of what has no default."""
     kind: Any = type(noun)
     hints, _ = keys_of(kind)
-    defaults = {field.name: field.default for field in fields(noun)}
-    for key, hint in hints.items():
-        name = name_of(kind, key)
-        value = getattr(noun, name)
-        if value != defaults[name]:
-            yield key, _text_of(value, hint)
+    for field in fields(noun):
+        if (value := getattr(noun, field.name)) != field.default:
+            yield key_of(field), _text_of(value, hints[key_of(field)])
 
 
 def _text_of(value: Any, hint: Any) -> str:

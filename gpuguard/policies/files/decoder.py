@@ -30,7 +30,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from queue import Empty, SimpleQueue
@@ -169,7 +169,8 @@ class Decoder:
         if missing or strange:
             raise Broken
         try:
-            return noun(**{name_of(noun, key): value for key, value in values.items()})
+            names = {key_of(field): field.name for field in fields(noun)}
+            return noun(**{names[key]: value for key, value in values.items()})
         except ValueError as error:
             return self._broken(node, *_sentences(error, path))
 
@@ -273,14 +274,14 @@ class Decoder:
 def keys_of(noun: Any) -> tuple[dict[str, Any], frozenset[str]]:
     """The hint of each key of a dataclass, and the keys that have a default."""
     hints = typing.get_type_hints(noun, include_extras=True)
-    own = {field.name.rstrip("_"): field for field in fields(noun) if field.init}
+    own = {key_of(field): field for field in fields(noun) if field.init}
     required = {key for key, field in own.items() if field.default is field.default_factory is MISSING}
     return {key: hints[field.name] for key, field in own.items()}, frozenset(own.keys() - required)
 
 
-def name_of(noun: type, key: str) -> str:
-    """The field of a key: ``for_`` of ``for``, because that is a word of Python."""
-    return next(field.name for field in fields(noun) if field.name.rstrip("_") == key)
+def key_of(field: Field[Any]) -> str:
+    """The key of a field: ``for`` of ``for_``, because that is a word of Python."""
+    return field.name.rstrip("_")
 
 
 def unknown(word: str, known: Iterable[str], what: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from gpuguard.notify.templates import Template
 from gpuguard.policies.files.checks import check
 from gpuguard.policies.files.decoder import DATE, GROUP, USER, Accounts, Decoder, TaggedValue
 from gpuguard.policies.files.keys import DAYS, FileKeys, PolicyKeys, parse_until
-from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, in_order, read_file
+from gpuguard.policies.files.source import Fault, YamlSource, in_order, read_file
 from gpuguard.policies.policy import Policy, Step
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def content_of(path: str, *, trusted_owner: bool | None = None) -> bytes | Polic
     """The text of a policy file, or why it cannot be had; *trusted_owner* as for load_policies()."""
     only_root = capabilities.is_powerful() if trusted_owner is None else trusted_owner
     try:
-        return read_file(path, LARGEST, only_root=only_root)
+        return read_file(path, only_root=only_root)
     except OSError as error:
         return faulty(path, f"the file cannot be read: {error.strerror or error}.")
     except InvalidRequest as error:
@@ -107,16 +107,7 @@ def parse(content: bytes | str, path: str = "policy", *, accounts: Accounts | No
     """The policies that *content* describes, or its faults; *path* only names it."""
     content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     fingerprint = sha256(content).hexdigest()
-    if len(content) > LARGEST:
-        fault = Fault(0, 0, f"the text is larger than {LARGEST // 1024} KiB.", "Split it, or delete what is not used.")
-        return PolicyFile(path, faults=(fault,), fingerprint=fingerprint)
-    try:
-        source = YamlSource(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        before = content[: error.start]
-        line, column = before.count(b"\n") + 1, len(before[before.rfind(b"\n") + 1 :].decode("utf-8")) + 1
-        fault = Fault(line, column, f"byte 0x{content[error.start]:02x} is not UTF-8.", "Save the file as UTF-8.")
-        return PolicyFile(path, faults=(fault,), fingerprint=fingerprint)
+    source = YamlSource(content)
     accounts = accounts or Accounts()
     decoder = Decoder(source, {USER: accounts.user, GROUP: accounts.group, DATE: parse_until})
     keys = decoder.root(FileKeys)

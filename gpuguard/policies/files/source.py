@@ -59,15 +59,14 @@ _WAY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO must not hang the daemon
 
 
-def read_file(path: str, largest: int, *, only_root: bool, only_public: bool = False) -> bytes:
-    """The content of a regular file of at most *largest* bytes.
+def read_file(path: str, *, only_root: bool, only_public: bool = False) -> bytes:
+    """The content of a regular file of at most LARGEST bytes.
 
     Where it must be root's, each directory on the way is opened by itself, without following links, and checked through
     its descriptor, so that nothing can be exchanged between the check and the reading.
 
     Args:
         path: of the file.
-        largest: bytes.
         only_root: it and every directory above it must be root's, with no write permission for others.
         only_public: everybody may read it, so that what is said about it tells nothing new.
 
@@ -86,9 +85,9 @@ def read_file(path: str, largest: int, *, only_root: bool, only_public: bool = F
             _must_be_roots(found, path)
         if only_public and not found.st_mode & stat.S_IROTH:
             raise InvalidRequest("not everybody may read this file.\nRun: chmod o+r, if nothing secret is in it.")
-        content = file.read(largest + 1)
-    if len(content) > largest:
-        raise InvalidRequest(f"the file is larger than {largest // 1024} KiB.\nSplit it, or delete what is not used.")
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise InvalidRequest(f"the file is larger than {LARGEST // 1024} KiB.\nSplit it, or delete what is not used.")
     return content
 
 
@@ -117,15 +116,13 @@ def _open_without_link(name: str, flags: int, directory: int, path: str) -> int:
 
 def _must_be_roots(found: os.stat_result, path: str) -> None:
     if found.st_uid != 0:
-        raise InvalidRequest(
-            f"{path} belongs to uid {found.st_uid}, who could change what root does.\nRun: chown root: {path}"
-        )
+        why = f"belongs to uid {found.st_uid}, who could change what root does.\nRun: chown root: {path}"
+        raise InvalidRequest(f"{path} {why}")
     # In a sticky directory (/tmp) others can add names, but not take away or replace what is root's.
     sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
     if found.st_mode & 0o022 and not sticky:
-        raise InvalidRequest(
-            f"{path} can be written by others, who could change what root does.\nRun: chmod go-w {path}"
-        )
+        why = f"can be written by others, who could change what root does.\nRun: chmod go-w {path}"
+        raise InvalidRequest(f"{path} {why}")
 
 
 _LONGEST = 300  # characters of a fault, which may repeat a value of any length
@@ -150,11 +147,26 @@ class YamlNode:
 class YamlSource:
     """The text of one file, its tree, and the faults that were found in it so far."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text.removeprefix("\ufeff")
-        self.rows = self.text.split("\n")
+    def __init__(self, content: bytes | str) -> None:
         self.faults: list[Fault] = []
         self.warnings: list[Fault] = []
+        text = content if isinstance(content, str) else self._decoded(content)
+        self.text = text.removeprefix("\ufeff")
+        self.rows = self.text.split("\n")
+
+    def _decoded(self, content: bytes) -> str:
+        if len(content) > LARGEST:
+            text, hint = f"the text is larger than {LARGEST // 1024} KiB.", "Split it, or delete what is not used."
+            self.faults.append(Fault(0, 0, text, hint))
+            return ""
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            before = content[: error.start]
+            line, column = before.count(b"\n") + 1, len(before[before.rfind(b"\n") + 1 :].decode()) + 1
+            text = f"byte 0x{content[error.start]:02x} is not UTF-8."
+            self.faults.append(Fault(line, column, text, "Save the file as UTF-8."))
+            return ""
 
     def fault(self, place: YamlNode | tuple[int, int], text: str, hint: str = "") -> None:
         """Note that something is wrong at *place*."""
@@ -172,7 +184,7 @@ class YamlSource:
 
     def tree(self) -> YamlNode | None:
         """The root of the file; None when there is none, and then a fault says why."""
-        if not self._visible():
+        if self.faults or not self._visible():
             return None
         import yaml  # not above: man pages are made of the commands where no package is installed
 
@@ -213,11 +225,8 @@ class YamlSource:
                 continue
             for column, character in enumerate(row, 1):
                 if unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") and character != "\t":
-                    self.fault(
-                        (number, column),
-                        f"an invisible character, U+{ord(character):04X}: what is read is not what is seen.",
-                        "Delete it.",
-                    )
+                    text = f"an invisible character, U+{ord(character):04X}: what is read is not what is seen."
+                    self.fault((number, column), text, "Delete it.")
                     good = False
         return good
 
