@@ -104,9 +104,9 @@ def test_the_mode_of_a_policy_overrides_the_files(of_file, of_policy, enforced):
     assert policy(top=of_file, more=of_policy).enforce is enforced
 
 
-@pytest.mark.parametrize(("when", "join"), [("all", "all"), ("any", "any")])
-def test_several_rules_are_joined(when, join):
-    found = policy(when=f"{{{when}: [{{idle: {{below: 5%}}}}, {{memory: {{above: 40GiB}}}}]}}")
+@pytest.mark.parametrize("join", ["all", "any"])
+def test_several_rules_are_joined(join):
+    found = policy(when=f"{{{join}: [{{idle: {{below: 5%}}}}, {{memory: {{above: 40GiB}}}}]}}")
 
     assert (found.join, [type(rule) for rule in found.rules]) == (join, [IdleRule, MemoryRule])
 
@@ -232,9 +232,8 @@ def test_a_uid_in_digits_needs_no_directory_service():
     def ask(name):
         raise AssertionError(name)
 
-    assert parse(document(more="only: {users: [1234]}"), accounts=Accounts(ask, ask)).policies[
-        0
-    ].only.users == frozenset({1234})
+    [found] = parse(document(more="only: {users: [1234]}"), accounts=Accounts(ask, ask)).policies
+    assert found.only.users == frozenset({1234})
 
 
 def test_the_accounts_of_this_machine_are_asked():
@@ -285,31 +284,21 @@ def of_root(tmp_path_factory):
     shutil.rmtree(place)
 
 
-def spoil(path, how):
-    """Make it a file that somebody else could have written."""
-    folder = os.path.dirname(path)
-    if how == "its owner":
-        os.chown(path, 12345, -1)
-    elif how == "its group":
-        os.chmod(path, 0o664)
-    elif how == "everybody":
-        os.chmod(path, 0o646)
-    elif how == "the owner of its directory":
-        os.chown(folder, 12345, -1)
-    elif how == "the group of its directory":
-        os.chmod(folder, 0o775)
-    elif how == "a link":
-        os.rename(path, path + ".real")
-        os.symlink(path + ".real", path)
-    elif how == "a link above":
-        os.rename(folder, folder + ".real")
-        os.symlink(folder + ".real", folder)
+def turn_into_a_link(path):
+    os.rename(path, path + ".real")
+    os.symlink(path + ".real", path)
 
 
-WAYS = [
-    "its owner", "its group", "everybody", "the owner of its directory", "the group of its directory",
-    "a link", "a link above",
-]  # fmt: skip
+# How another user than root could have written the file or turned the way to it.
+WAYS = {
+    "its owner": lambda path: os.chown(path, 12345, -1),
+    "its group": lambda path: os.chmod(path, 0o664),
+    "everybody": lambda path: os.chmod(path, 0o646),
+    "the owner of its directory": lambda path: os.chown(os.path.dirname(path), 12345, -1),
+    "the group of its directory": lambda path: os.chmod(os.path.dirname(path), 0o775),
+    "a link": turn_into_a_link,
+    "a link above": lambda path: turn_into_a_link(os.path.dirname(path)),
+}
 
 
 @pytest.mark.root
@@ -322,8 +311,8 @@ def test_a_file_that_only_root_can_change_is_trusted(of_root, mode):
 
 @pytest.mark.root
 @pytest.mark.parametrize("how", WAYS)
-def test_a_file_that_somebody_else_can_change_is_refused(of_root, how):
-    spoil(of_root, how)
+def test_a_file_that_another_user_can_change_is_refused(of_root, how):
+    WAYS[how](of_root)
 
     [fault] = loaded(of_root, trusted_owner=True).faults
     assert fault.hint

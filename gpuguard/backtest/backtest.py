@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import tee
 
-from gpuguard.backtest.recordings import Numbering, RecordedRow, RecordedSample, Recording, samples_of
+from gpuguard.backtest.recordings import Numbering, RecordedRow, Recording, views_of
 from gpuguard.model import Snapshot, Verdict
 from gpuguard.policies.engine import evaluate
 from gpuguard.policies.escalation import EngineMemory
@@ -96,12 +95,9 @@ def backtest(
     gap = LARGEST_DISTANCE * recording.interval if longest_gap is None else longest_gap
     acts: list[Act] = []
     notes: dict[str, int] = {}
-    for _, samples in samples_of(recording, uid_of):
-        samples, same = tee(samples)
-        views = (sample.view for sample in same)
-        judged = rehearse(views, policies, interval=gap / LARGEST_DISTANCE, zone=zone)
-        for sample, (view, judgement) in zip(samples, judged, strict=True):
-            acts += [_act(verdict, sample, view) for verdict in judgement.verdicts]
+    for views in views_of(recording, uid_of):
+        for view, judgement in rehearse(views, policies, interval=gap / LARGEST_DISTANCE, zone=zone):
+            acts += [_act(verdict, view, recording) for verdict in judgement.verdicts]
             for note in judgement.notes:
                 notes[note.kind] = notes.get(note.kind, 0) + 1
     acts.sort(key=lambda act: act.time)
@@ -120,19 +116,18 @@ def backtest(
     return Backtest(tuple(acts), tuple(endings.values()), held, gap, recording.holes(gap), notes)
 
 
-def _act(verdict: Verdict, sample: RecordedSample, view: RuleView) -> Act:
-    finding = verdict.finding
-    hit = (sample.jobs[each.pid, each.start_time] for each in finding.processes if each.start_time is not None)
+def _act(verdict: Verdict, view: RuleView, recording: Recording) -> Act:
+    finding, time = verdict.finding, view.snapshot.taken_at
     users = sorted({process.user for process in finding.processes if process.user})
     return Act(
-        sample.time,
-        sample.host,
+        time,
+        view.snapshot.host,
         verdict.policy,
         verdict.action,
-        tuple(dict.fromkeys(hit)),
+        tuple(dict.fromkeys(map(recording.job_of, finding.processes))),
         finding.subject.user or ", ".join(users) or None,
         (finding.subject.device or "").removeprefix("GPU-") or None,
-        sample.time - (view.clock - verdict.since),
+        time - (view.clock - verdict.since),
         finding.why,
     )
 

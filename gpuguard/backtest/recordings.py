@@ -74,13 +74,15 @@ class Recording:
         columns: what the file tells: time, job, utilization, ...
         people: user name -> uid, where it tells that too.
         replayed: the samples of each host, where rows are not all that was recorded.
+        job_of: the job that a process of a sample is.
     """
 
     rows: tuple[RecordedRow, ...]
     interval: float
     columns: frozenset[str]
     people: Mapping[str, int] = field(default_factory=dict)
-    replayed: Callable[[], Iterator[tuple[str, Iterator[RecordedSample]]]] | None = None
+    replayed: Callable[[], Iterator[Iterator[RuleView]]] | None = None
+    job_of: Callable[[GpuProcess], str] = lambda process: (process.command or ("",))[0]
 
     @property
     def start(self) -> float:
@@ -205,18 +207,8 @@ def people(known: Mapping[str, int] | None = None) -> Numbering:
     return _numbering(_UIDS_FROM, {"root": 0, **(known or {})})
 
 
-@dataclass(frozen=True)
-class RecordedSample:
-    """One sample of one machine, and which job each process is."""
-
-    host: str
-    time: float
-    view: RuleView
-    jobs: Mapping[ProcessIdentity, str]
-
-
-def samples_of(recording: Recording, uid_of: Numbering) -> Iterator[tuple[str, Iterator[RecordedSample]]]:
-    """Each machine with its samples as views; *uid_of* says who is who."""
+def views_of(recording: Recording, uid_of: Numbering) -> Iterator[Iterator[RuleView]]:
+    """The samples of each machine, the oldest first; *uid_of* says who is who."""
     if recording.replayed:
         yield from recording.replayed()
         return
@@ -224,19 +216,16 @@ def samples_of(recording: Recording, uid_of: Numbering) -> Iterator[tuple[str, I
     for row in recording.rows:
         of_host.setdefault(row.host, []).append(row)
     for host, rows in of_host.items():
-        yield host, _table_samples(host, rows, recording, uid_of)
+        yield _views_of_table(host, rows, recording, uid_of)
 
 
-def _table_samples(
-    host: str, rows: list[RecordedRow], recording: Recording, uid_of: Numbering
-) -> Iterator[RecordedSample]:
+def _views_of_table(host: str, rows: list[RecordedRow], recording: Recording, uid_of: Numbering) -> Iterator[RuleView]:
     pid_of, index_of = _numbering(_FIRST_PID), _numbering(0)
     begun: dict[str, float] = {}
     grouped = "groups" in recording.columns
     for now in _together(rows, recording.interval / 2):
         at = now[0].time
         clock = at + _CLOCK - recording.start
-        jobs: dict[ProcessIdentity, str] = {}
         host_uses: dict[ProcessIdentity, HostUse] = {}
         devices = []
         for name, there in groupby(sorted(now, key=lambda row: row.device), key=lambda row: row.device):
@@ -245,7 +234,6 @@ def _table_samples(
             for row in here:
                 if row.job:
                     identity = pid_of(row.job), begun.setdefault(row.job, clock)
-                    jobs[identity] = row.job
                     host_uses[identity] = HostUse(terminal="/dev/pts/0" if row.kind == "interactive" else "")
                     processes.append(_process(row, identity, uid_of))
             devices.append(_device(index_of(name), name, here, tuple(processes)))
@@ -253,7 +241,7 @@ def _table_samples(
         gap = Gap(None, "claims", "the recording does not tell who had claimed what")
         snapshot = Snapshot(host, "recording", at, clock, tuple(devices), (gap,))
         groups = {uid_of(row.user): frozenset(row.groups.split()) for row in now} if grouped else {}
-        yield RecordedSample(host, at, RuleView(snapshot, host=host_uses, groups=groups), jobs)
+        yield RuleView(snapshot, host=host_uses, groups=groups)
 
 
 def _together(rows: list[RecordedRow], slack: float) -> Iterator[list[RecordedRow]]:
@@ -330,21 +318,12 @@ def _read_recorded(path: str) -> Recording:
     if not rows:  # an idle machine: a row of nobody, so that it has a beginning and an end
         rows = [RecordedRow(time, "", "", "", "") for time in (times[0], times[-1])]
 
-    def replayed() -> Iterator[tuple[str, Iterator[RecordedSample]]]:
+    def replayed() -> Iterator[Iterator[RuleView]]:
         for host in dict.fromkeys(view.snapshot.host for view in views(path)):
-            yield host, (_recorded_sample(view) for view in views(path) if view.snapshot.host == host)
+            yield (view for view in views(path) if view.snapshot.host == host)
 
     columns = frozenset(column for column, _ in COLUMNS.values())
-    return Recording(tuple(rows), median(distances), columns, uids, replayed)
-
-
-def _recorded_sample(view: RuleView) -> RecordedSample:
-    jobs: dict[ProcessIdentity, str] = {}
-    for device in view.snapshot.devices:
-        for process in device.processes or ():
-            if process.start_time is not None:
-                jobs[process.pid, process.start_time] = _job_name(process)
-    return RecordedSample(view.snapshot.host, view.snapshot.taken_at, view, jobs)
+    return Recording(tuple(rows), median(distances), columns, uids, replayed, _job_name)
 
 
 def _job_name(process: GpuProcess) -> str:

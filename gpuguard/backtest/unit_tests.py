@@ -20,7 +20,8 @@ from gpuguard.backtest.recordings import Numbering, people
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot, Verdict
-from gpuguard.policies.files.decoder import Accounts, Decoder
+from gpuguard.policies.files.decoder import Accounts, Decoder, parse_whole
+from gpuguard.policies.files.keys import parse_interval
 from gpuguard.policies.files.loader import PolicyFile, content_of, load_policies
 from gpuguard.policies.files.source import Fault, YamlSource, in_order
 from gpuguard.policies.policy import Policy
@@ -74,24 +75,12 @@ def series_of(parse: Callable[[str], float]) -> Callable[[str], TestSeries]:
     return read
 
 
-def parse_network(text: str) -> float:
-    """Bytes per second of ``"5MB/s"``."""
-    return parse_rate(text).per_second
-
-
 def parse_words(text: str) -> tuple[str, ...]:
     """The words of a command line."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise InvalidRequest(f"{text!r} is no command line: {error}.") from None
-
-
-def parse_place(text: str) -> int:
-    """The index of a device."""
-    if not re.fullmatch(r"0|[1-9][0-9]{0,2}", text):
-        raise InvalidRequest(f"{text!r} is no index of a device: write 0 for the first one.")
-    return int(text)
 
 
 def parse_start(text: str) -> float:
@@ -102,14 +91,6 @@ def parse_start(text: str) -> float:
         raise InvalidRequest(f"{text!r} is no time: write it like '2026-11-20T09:00'.") from None
 
 
-def parse_every(text: str) -> float:
-    """Seconds, 1 s to 1 h."""
-    seconds = parse_duration(text)
-    if not 1 <= seconds <= 3600:
-        raise InvalidRequest(f"{text!r} is out of range: write 1s to 1h.")
-    return seconds
-
-
 def parse_action(text: str) -> str:
     """The name of an action."""
     if text not in ACTION_KEYS:
@@ -117,7 +98,7 @@ def parse_action(text: str) -> str:
     return text
 
 
-Place = Annotated[int, parse_place]
+Place = Annotated[int, parse_whole]
 _Percent = Annotated[TestSeries | None, series_of(parse_percent)]
 _Bytes = Annotated[TestSeries | None, series_of(parse_bytes)]
 
@@ -147,7 +128,7 @@ class ProcessKeys:
     utilization: _Percent = None
     cpu: Annotated[TestSeries | None, series_of(parse_cores)] = None
     host_memory: _Bytes = None
-    network: Annotated[TestSeries | None, series_of(parse_network)] = None
+    network: Annotated[TestSeries | None, series_of(lambda text: parse_rate(text).per_second)] = None
     kind: Literal["compute", "graphics", "compute+graphics", "mps"] = "compute"
     is_: Literal["interactive", "batch", "container"] = "batch"
     command: Annotated[tuple[str, ...], parse_words] = ("python", "train.py")
@@ -204,7 +185,7 @@ class Test:
     expect: tuple[Expected, ...] = ()
     expect_none: bool = False
     of: tuple[str, ...] = ()
-    every: Annotated[float, parse_every] = 60.0
+    every: Annotated[float, parse_interval] = 60.0
     for_: Annotated[float, parse_duration] | None = None
     starts: Annotated[float, parse_start] = field(default_factory=lambda: parse_start(_START))
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

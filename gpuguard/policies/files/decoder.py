@@ -355,7 +355,8 @@ def _one_of(text: str, choices: tuple[Any, ...]) -> str:
     return text
 
 
-def _whole(text: str) -> int:
+def parse_whole(text: str) -> int:
+    """A whole number in plain digits."""
     if not _WHOLE.fullmatch(text):
         raise ValueError(f"{text!r} is not a whole number: write plain digits, like 3.")
     return int(text)
@@ -367,7 +368,7 @@ def _boolean(text: str) -> bool:
     return _BOOLEANS[text]
 
 
-_SCALARS: dict[Any, Reader] = {str: str, int: _whole, bool: _boolean}
+_SCALARS: dict[Any, Reader] = {str: str, int: parse_whole, bool: _boolean}
 
 
 def _sentences(error: ValueError, path: Path) -> tuple[str, str]:
