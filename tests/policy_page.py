@@ -10,7 +10,7 @@ from sources import ROOT
 
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.notify.targets import TARGETS
-from gpuguard.policies.files.decoder import implied, keys_of
+from gpuguard.policies.files.decoder import keys_of
 from gpuguard.policies.rules import RULES
 from gpuguard.views.policy import first_sentence
 from gpuguard.views.policy_language import value_of
@@ -25,8 +25,7 @@ def table(nouns: Mapping[str, type]) -> str:
     for name, noun in nouns.items():
         hints, optional = keys_of(noun)
         keys = ", ".join(
-            f"`{key}`{'' if key in optional else ' (needed)'}: {value_of(implied(hint, key))[0]}"
-            for key, hint in hints.items()
+            f"`{key}`{'' if key in optional else ' (needed)'}: {value_of(hint)[0]}" for key, hint in hints.items()
         )
         rows.append(f"| `{name}` | {first_sentence(noun)} | {keys} |")
     return "\n".join(rows) + "\n"

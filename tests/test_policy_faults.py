@@ -193,7 +193,7 @@ WHEN = {
     "no age is given": ("{age: «{}}",),
     "no condition is given": ("{health: «{}}",),
     "no program is named": ("{command: «{}}",),
-    "is no path": ("{command: «{executables: [python]}}",),
+    "is no path": ("{command: {executables: [«python]}}",),
     "must be a list": ("{all: «{idle: {below: 5%}}}",),
     "the list is empty": ("{all: «[]}",),
     "": ("{expression: {expr: «'__import__(\"os\")'}}", "{expression: {expr: «'memory_used >'}}"),

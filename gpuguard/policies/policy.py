@@ -51,6 +51,13 @@ class Step:
     options: Options = ()
 
 
+def parse_path(text: str) -> str:
+    """A whole path, or a glob of one."""
+    if not text.startswith("/"):
+        raise InvalidRequest(f"{text!r} is no path: write it in full from / on, like '/usr/bin/{text}'.")
+    return text
+
+
 _DEVICE = re.compile(r"0|[1-9]\d{0,2}|(?:0|[1-9]\d{0,2})\.\d{1,2}|(?:GPU|MIG)-[0-9a-fA-F][0-9a-fA-F-]*")
 
 
@@ -157,16 +164,22 @@ class Policy:
         times = (self.hold, self.start_grace, self.cooldown, *(step.after for step in self.steps))
         if not all(0 <= seconds < float("inf") for seconds in times):
             raise InvalidRequest(f"policy {self.name} has a duration that is negative or endless.")
-        since_terminate: float | None = None
-        for step in self.steps:
-            since_terminate = None if since_terminate is None else since_terminate + step.after
-            if step.action == "kill" and (since_terminate is None or since_terminate < KILL_AFTER):
-                raise InvalidRequest(
-                    f"policy {self.name} kills without warning: "
-                    f"put a `terminate` at least {KILL_AFTER:.0f}s before the `kill`."
-                )
-            if step.action == "terminate":
-                since_terminate = 0.0
+        if any(early_kills((step.action, step.after) for step in self.steps)):
+            raise InvalidRequest(
+                f"policy {self.name} kills without warning: "
+                f"put a `terminate` at least {KILL_AFTER:.0f}s before the `kill`."
+            )
+
+
+def early_kills(steps: Iterable[tuple[str, float]]) -> Iterator[tuple[int, float | None]]:
+    """(number, seconds since a terminate) of each kill among *steps*, (action, after), that comes too early."""
+    since_terminate: float | None = None
+    for number, (action, after) in enumerate(steps):
+        since_terminate = None if since_terminate is None else since_terminate + after
+        if action == "kill" and (since_terminate is None or since_terminate < KILL_AFTER):
+            yield number, since_terminate
+        if action == "terminate":
+            since_terminate = 0.0
 
 
 def why_inapplicable(step: Step, finding: Finding) -> str | None:

@@ -13,6 +13,7 @@ from typing import Annotated
 from gpuguard.device_state import claim_of, claims_on, claims_readable, usable_devices, user_label
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding
+from gpuguard.policies.policy import parse_path
 from gpuguard.policies.view import RuleView, computing, computing_processes, process_subject
 from gpuguard.units import format_bytes, parse_bytes
 
@@ -134,16 +135,13 @@ class CommandRule:
         when: {command: {executables: ["/usr/bin/python3*", "/home/*/bin/python3*"], arguments: ["* ipykernel*"]}}
     """
 
-    executables: tuple[str, ...] = ()
-    executables_other_than: tuple[str, ...] = ()
+    executables: tuple[Annotated[str, parse_path], ...] = ()
+    executables_other_than: tuple[Annotated[str, parse_path], ...] = ()
     arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not (self.executables or self.executables_other_than):
             raise InvalidRequest("no program is named: write executables or executables_other_than.")
-        for glob in (*self.executables, *self.executables_other_than):
-            if not glob.startswith("/"):
-                raise InvalidRequest(f"{glob!r} is no path: write it in full from / on, like '/usr/bin/{glob}'.")
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""

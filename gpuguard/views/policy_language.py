@@ -16,7 +16,7 @@ from typing import Any
 
 from gpuguard.enforcement.actions import ACTION_KEYS, parse_checkpoint_signal, parse_niceness
 from gpuguard.notify.targets import TARGETS
-from gpuguard.policies.files.decoder import DATE, GROUP, USER, Tagged, TaggedChoice, implied, keys_of, text_key
+from gpuguard.policies.files.decoder import DATE, GROUP, USER, Tagged, TaggedChoice, keys_of, text_key
 from gpuguard.policies.files.keys import (
     BreakerKeys,
     FileKeys,
@@ -116,7 +116,7 @@ def language_json() -> Schema:
 def _keys_json(noun: type) -> list[Schema]:
     hints, optional = keys_of(noun)
     texts = key_texts(noun)
-    written = {key: value_of(implied(hint, key))[0] for key, hint in hints.items()}
+    written = {key: value_of(hint)[0] for key, hint in hints.items()}
     return [
         {"key": key, "written": text, "required": key not in optional, "help": texts.get(key, "")}
         for key, text in written.items()
@@ -152,9 +152,9 @@ def json_schema() -> Schema:
 def _object(noun: type, more: Mapping[str, Schema] | None = None) -> Schema:
     hints, optional = keys_of(noun)
     texts = key_texts(noun)
-    properties = {
-        key: _described(value_of(implied(hint, key))[1], texts.get(key, "")) for key, hint in hints.items()
-    } | dict(more or {})
+    properties = {key: _described(value_of(hint)[1], texts.get(key, "")) for key, hint in hints.items()} | dict(
+        more or {}
+    )
     required = [key for key in hints if key not in optional]
     schema: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
     return schema | ({"required": required} if required else {})

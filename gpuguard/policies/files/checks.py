@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 from gpuguard.policies.files.decoder import Decoder, Path, unknown
 from gpuguard.policies.files.keys import IntervalKeys, PolicyKeys
-from gpuguard.policies.policy import DAY, HARMFUL, KILL_AFTER, ON_PROCESSES, Exemption, Scope
+from gpuguard.policies.policy import DAY, HARMFUL, KILL_AFTER, ON_PROCESSES, Exemption, Scope, early_kills
 from gpuguard.units import Amount, format_duration
 
 WHOM = ("users", "groups", "devices", "models", "kinds")
@@ -69,24 +70,19 @@ class _PolicyChecks:
 
     def check_steps(self, mode: str) -> None:
         steps = self.policy.steps
-        since_terminate: float | None = None
-        for number, step in enumerate(steps):
-            place = ("steps", number)
-            if since_terminate is not None:
-                since_terminate += step.common.after
-            if step.name == "kill" and since_terminate is None:
+        for number, seconds in early_kills((step.name, step.common.after) for step in steps):
+            if seconds is None:
                 hint = f"Put `- terminate` at least {KILL_AFTER:.0f}s before it."
-                self._fault(place, "kill without a terminate before it.", hint)
-            elif step.name == "kill" and since_terminate is not None and since_terminate < KILL_AFTER:
-                text = f"kill {format_duration(since_terminate)} after the terminate: a job needs time to end."
-                self._fault(place, text, f"Write {{after: {KILL_AFTER:.0f}s, do: kill}} or longer.")
-            if step.name == "terminate":
-                since_terminate = 0.0
-            previous = steps[number - 1] if number else None
-            if previous and previous.name == "kill":
-                self._warn(place, "after a kill nobody is left for this step.")
-            elif previous and (step.name, step.own) == (previous.name, previous.own) and not step.common.after:
-                self._warn(place, f"{step.name} twice at the same moment.", "Give the second one an `after`.")
+                self._fault(("steps", number), "kill without a terminate before it.", hint)
+            else:
+                text = f"kill {format_duration(seconds)} after the terminate: a job needs time to end."
+                self._fault(("steps", number), text, f"Write {{after: {KILL_AFTER:.0f}s, do: kill}} or longer.")
+        for number, (previous, step) in enumerate(pairwise(steps), 1):
+            if previous.name == "kill":
+                self._warn(("steps", number), "after a kill nobody is left for this step.")
+            elif (step.name, step.own) == (previous.name, previous.own) and not step.common.after:
+                text = f"{step.name} twice at the same moment."
+                self._warn(("steps", number), text, "Give the second one an `after`.")
         harmful = next((number for number, step in enumerate(steps) if step.name in HARMFUL), None)
         if mode == "enforce" and harmful is not None and MESSAGES.isdisjoint(step.name for step in steps[:harmful]):
             text = f"{steps[harmful].name} without a warning."
@@ -144,23 +140,19 @@ class _PolicyChecks:
     def check_times(self, longest: float | None) -> None:
         policy = self.policy
         if longest is not None and policy.for_ < longest:
-            self._warn(
-                ("for",) if (*self.path, "for") in self.nodes else ("name",),
-                f"for: {format_duration(policy.for_)} is shorter than the {format_duration(longest)} between two "
-                "samples: one reading decides.",
-                "Write a longer `for`, or a shorter interval.",
-            )
+            place = ("for",) if (*self.path, "for") in self.nodes else ("name",)
+            times = format_duration(policy.for_), format_duration(longest)
+            text = "for: {} is shorter than the {} between two samples: one reading decides.".format(*times)
+            self._warn(place, text, "Write a longer `for`, or a shorter interval.")
         if policy.hours is not None and policy.hours != (0, DAY):
             # Outside of its hours the condition does not hold, and the escalation ends.
             room, elapsed = (policy.hours[1] - policy.hours[0]) % DAY or DAY, policy.for_
             for number, step in enumerate(policy.steps):
                 elapsed += step.common.after
                 if elapsed > room:
-                    self._warn(
-                        ("steps", number),
-                        f"{step.name} is never reached: it comes {format_duration(elapsed)} after the condition began, "
-                        f"and the hours are over after {format_duration(room)}.",
-                    )
+                    when = f"it comes {format_duration(elapsed)} after the condition began"
+                    over = f"the hours are over after {format_duration(room)}"
+                    self._warn(("steps", number), f"{step.name} is never reached: {when}, and {over}.")
                     break
         if policy.claimed_above is not None and policy.claimed_above >= 100:
             self._warn(("claimed_above",), "never: not more than 100% can be claimed.")

@@ -4,12 +4,10 @@ A field is a key (``for_`` is the key ``for``), a field without default is a dut
 
     Annotated[float, parse_duration]    one scalar, read by that function; its ValueError is the fault
     Annotated[int, "user"]              one scalar, read by the function of that name in *readers*
-    Annotated[tuple, Choice(TABLE)]     {name: value} with a hint for each name of the table
-    Annotated[Tag, Tagged("do", ...)]   NAME, or {do: NAME, common keys, keys of the name's dataclass}
+    Annotated[tuple, TaggedChoice(...)] {name: value} with a hint for each name of the table
+    Annotated[TaggedValue, Tagged(...)] NAME, or {do: NAME, common keys, keys of the name's dataclass}
     str int bool Literal                one scalar; whole numbers without unit, as plain digits
     tuple[X, ...] frozenset[X]          a list, not empty
-    tuple[int, ...]                     users: each is read by the reader "user"
-    tuple[str, ...] of a key ..groups   groups: each is read by the reader "group"
     Mapping[str, X]                     names of one's own
     a dataclass                         a mapping with its fields; InvalidRequest in __post_init__ is a fault, too;
                                         one text alone, in a Choice, is its first field if that is a str
@@ -135,8 +133,8 @@ class Decoder:
                 self._broken(node, f"{_name(path)}must be a list, not a {_KINDS[node.kind]}.", f"Write {example}.")
             if not node.items:
                 self._broken(node, f"{_name(path)}the list is empty.", "Name at least one, or delete the key.")
-            item_hint = typing.get_args(implied(hint, _name(path)))[0]
-            return origin(self._all({place: (item, item_hint) for place, item in enumerate(node.items)}, path).values())
+            items = {number: (item, arguments[0]) for number, item in enumerate(node.items)}
+            return origin(self._all(items, path).values())
         if origin is collections.abc.Mapping:
             return self._mapping(node, arguments, path)
         if is_dataclass(hint):
@@ -335,18 +333,6 @@ def text_key(hint: Any) -> str | None:
     first, kind = next(iter(keys_of(hint)[0].items()), ("", None))
     alternatives = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
     return first if str in alternatives else None
-
-
-def implied(hint: Any, key: str) -> Any:
-    """*hint*, where a list of users or of groups says so."""
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) not in (tuple, frozenset) or not arguments:
-        return hint
-    if arguments[0] is int:
-        return tuple[typing.Annotated[int, USER], ...]
-    if arguments[0] is str and key.rstrip(": ").endswith("groups"):
-        return tuple[typing.Annotated[str, GROUP], ...]
-    return hint
 
 
 def _one_of(text: str, choices: tuple[Any, ...]) -> str:

@@ -17,7 +17,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.notify.targets import TARGETS
 from gpuguard.notify.templates import Template
 from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, TaggedValue
-from gpuguard.policies.policy import Exemption, Scope
+from gpuguard.policies.policy import Exemption, Scope, parse_path
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import Rule
 from gpuguard.units import parse_duration, parse_percent
@@ -47,13 +47,6 @@ def parse_hours(text: str) -> tuple[float, float]:
     if begin == end:
         raise InvalidRequest(f"{text!r} begins when it ends: leave hours out to mean always.")
     return float(begin), float(end)
-
-
-def parse_path(text: str) -> str:
-    """A whole path, or a glob of one."""
-    if not text.startswith("/"):
-        raise InvalidRequest(f"{text!r} is no path: write it in full from / on, like '/usr/bin/{text}'.")
-    return text
 
 
 def parse_until(text: str) -> float:
