@@ -49,7 +49,7 @@ def state(pid: int) -> str:
 
 
 def set_user_id_program(place: Path) -> str:
-    """A program that is root in effect, whoever runs it, as `su` and `passwd` are: it sleeps."""
+    """A program that is root in effect for any user who runs it, as `su` and `passwd` are: it sleeps."""
     for folder in (place, *place.parents):
         folder.chmod(0o755)  # pytest's own let nobody else in
         if folder.name.startswith("pytest-of-"):
@@ -156,7 +156,7 @@ def a_child(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process of *uid*, somebody's by default; ended at the end."""
     user = somebody() if uid is None else uid
-    ours = user in (None, os.getuid() or None)  # whoever is not root cannot even ask to be themselves
+    ours = user in (None, os.getuid() or None)  # a user who is not root may not even ask to be themselves
     identity: dict[str, Any] = {} if ours else {"user": user, "group": user or 0, "extra_groups": []}
     with subprocess.Popen(command or SLEEP, start_new_session=session, cwd="/", **identity, **more) as child:
         try:

@@ -1,4 +1,4 @@
-"""Random schedules of faults: whoever is hit was seen, without a hole, as long as the policy says."""
+"""Random schedules of faults: what is hit was seen, without a hole, as long as the policy says."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_the_longest_files_come_first_and_the_tests_of_a_file_stay_in_order() ->
     assert [item.place for item in items] == [3, 1, 4, 0, 2, 5]
 
 
-def test_who_wants_a_machine_for_himself_waits_for_whoever_has_it(tmp_path: Path) -> None:
+def test_a_test_that_needs_the_machine_alone_waits_until_it_has_it(tmp_path: Path) -> None:
     (tmp_path / "test_asks.py").write_text(ASKS)
     words = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider", str(tmp_path)]
     with a_turn():

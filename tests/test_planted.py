@@ -99,8 +99,8 @@ def test_nobody_learns_the_name_of_a_file_before_it_is_there(directory, monkeypa
 
 
 @pytest.mark.root
-def test_nobody_keeps_another_user_from_being_seen_to_come_to_his_reservation(directory):
-    """The file by which he says so had a name that everybody knows: whoever made it first had him counted as absent."""
+def test_nobody_keeps_another_user_from_being_seen_to_come_to_a_reservation(directory):
+    """The file that says so had a name that everybody knows: made by another user first, it counted them as absent."""
     made = reservations.write_reservation(directory, Reservation("", 0, 0, "", 1, 1.0, 2.0**33, ("GPU-a",)))
     planted = f"{directory.records}/arrived.0.{made.key}"
     Path(planted).touch()
@@ -113,7 +113,7 @@ def test_nobody_keeps_another_user_from_being_seen_to_come_to_his_reservation(di
 
 
 @pytest.mark.parametrize("kind", ["claim", "ticket", "reserve", "arrived"])
-def test_who_lets_nobody_open_a_file_of_his_by_a_lease_ends_no_look_of_others(directory, kind):
+def test_a_user_whose_lease_lets_nobody_open_a_file_ends_no_look_of_others(directory, kind):
     former = signal.signal(signal.SIGIO, lambda *_: None)  # by it the kernel asks for the lease back
     leased = a_locked_file(Path(f"{directory.records}/{kind}.{os.geteuid()}.abc.json"))
     fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)

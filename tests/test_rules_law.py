@@ -351,7 +351,7 @@ def test_the_names_of_the_host_are_those_that_look_at_it() -> None:
 
 
 def test_nobody_else_judges_by_the_host() -> None:
-    """Whoever begins to must say so: what Needs do not name is not read, and is unknown to every rule."""
+    """A rule that begins to must say so: what Needs do not name is not read, and is unknown to every rule."""
     place = Path(policies.__file__).parent
     looking = {path.name for path in place.glob("*.py") if "view.host" in path.read_text()}
 

@@ -312,10 +312,10 @@ def test_an_action_means_the_processes_of_the_claim_in_excess_and_no_others():
 @pytest.mark.parametrize("own_devices", [0, 1])
 def test_a_user_who_copies_the_id_of_a_claim_has_none_of_its_processes_accused(own_devices):
     devices = [used_by(a_process(2, **ALICE), index=0), a_device(1)]
-    hers = a_claim("c0ffee", devices[0], age=9000)
+    original = a_claim("c0ffee", devices[0], age=9000)
     copied = [a_claim("c0ffee", *devices[1:][:own_devices], age=100, **BOB), a_claim("b", age=200, **BOB)]
 
-    accused = found(QuotaRule(claims=1), *devices, claims=[hers, *copied])
+    accused = found(QuotaRule(claims=1), *devices, claims=[original, *copied])
     assert [(finding.subject.user, finding.processes) for finding in accused] == [("bob", ())]
 
 

@@ -96,7 +96,7 @@ def test_a_terminal_of_somebody_else_is_not_written_to():
 
 @pytest.mark.terminal
 @pytest.mark.parametrize("other", [{"start_time": 1.0}, {"uid": 4711}])
-def test_whoever_is_not_the_one_that_was_judged_gets_no_warning(other):
+def test_a_process_that_was_not_judged_gets_no_warning(other):
     with at_a_terminal() as (scene, _, _):
         scene.subject = replace(scene.subject, **other)
 

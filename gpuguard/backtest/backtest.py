@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from gpuguard.backtest.recordings import Numbering, RecordedRow, Recording, views_of
 from gpuguard.model import Snapshot, Verdict
 from gpuguard.policies.engine import evaluate
-from gpuguard.policies.escalation import EngineMemory
+from gpuguard.policies.escalation import EngineMemory, victims_of
 from gpuguard.policies.policy import ENDING, Judgement, Policy
 from gpuguard.policies.view import LARGEST_DISTANCE, ProcessIdentity, RuleView
 
@@ -162,8 +162,7 @@ def rehearse(
         judgement = evaluate(left, policies, memory, interval=interval, zone=zone)
         for verdict in judgement.verdicts:
             if verdict.action in ENDING:
-                hit = verdict.finding.processes
-                gone.update((each.pid, each.start_time) for each in hit if each.start_time is not None)
+                gone |= victims_of(verdict.finding)
             if verdict.action == "release":
                 released.add((verdict.finding.subject.uid, verdict.finding.subject.claim))
         yield left, judgement
@@ -172,10 +171,10 @@ def rehearse(
 def _without(snapshot: Snapshot, gone: set[ProcessIdentity], released: set[tuple[int | None, str | None]]) -> Snapshot:
     devices = []
     for device in snapshot.devices:
-        ended = [each for each in device.processes or () if (each.pid, each.start_time) in gone]
-        if ended:
-            left = tuple(each for each in device.processes or () if (each.pid, each.start_time) not in gone)
-            freed = sum(process.memory_used or 0 for process in ended)
+        processes = device.processes or ()
+        left = tuple(process for process in processes if (process.pid, process.start_time) not in gone)
+        if len(left) < len(processes):
+            freed = sum(process.memory_used or 0 for process in processes if process not in left)
             memory = None if device.memory_used is None else max(0, device.memory_used - freed)
             utilization = device.utilization if left else 0.0
             device = replace(device, processes=left, memory_used=memory, utilization=utilization)

@@ -48,18 +48,18 @@ class Mask:
         self._numbers: dict[str, dict[Any, int]] = {}
         self._masks: dict[str, Callable[[Any], Any]] = {
             "host": lambda value: self._name("host", value),
-            "devices": lambda value: [self._noun("device", one) for one in value],
-            "gaps": lambda value: [self._gap(one) for one in value],
-            "topology": lambda value: [[self._uuid(one), self._uuid(other), how] for one, other, how in value],
-            "claims": lambda value: [self._noun("claim", one) for one in value],
+            "devices": lambda value: [self._noun("device", device) for device in value],
+            "gaps": lambda value: list(map(self._gap, value)),
+            "topology": lambda value: [[self._uuid(left), self._uuid(right), how] for left, right, how in value],
+            "claims": lambda value: [self._noun("claim", claim) for claim in value],
             # Joined by source.py for views, with names of users: no part of a recording.
             "quarantined": lambda value: [],
             "reserved": lambda value: [],
             "uuid": self._uuid,
             "parent_uuid": self._uuid,
             "pci_bus_id": self._bus_id,
-            "processes": lambda value: value and [self._noun("process", one) for one in value],
-            "problems": lambda value: [one if _HARMLESS.fullmatch(one) else "masked problem" for one in value],
+            "processes": lambda value: value and [self._noun("process", process) for process in value],
+            "problems": lambda value: [text if _HARMLESS.fullmatch(text) else "masked problem" for text in value],
             "nvlink_links": lambda value: [[link, self._bus_id(end)] for link, end in value],
             "uid": self._uid,
             "user": lambda value: value if value == "root" else self._name("user", value),
@@ -70,7 +70,7 @@ class Mask:
             "conda_environment": lambda value: self._name("environment", value),
             "id": lambda value: f"{self._number('claim', value):08x}",
             "note": lambda value: self._name("note", value),
-            "slots": lambda value: [self._name("slot", one) for one in value],
+            "slots": lambda value: [self._name("slot", slot) for slot in value],
             "terminal": lambda value: value and self._name("/dev/pts/masked", value),
         }
 
@@ -92,7 +92,7 @@ class Mask:
             if name in KEPT[kind] or value is None:
                 masked[name] = value
             elif kind == "claim" and name == "devices":
-                masked[name] = [self._uuid(one) for one in value]
+                masked[name] = list(map(self._uuid, value))
             elif name in MASKED[kind]:
                 masked[name] = self._masks[name](value)
         return masked

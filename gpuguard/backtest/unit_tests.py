@@ -67,7 +67,7 @@ def series_of(parse: Callable[[str], float]) -> Callable[[str], TestSeries]:
             else:
                 begin = parse(first.strip())
                 end = parse(last.strip()) if ramp else begin
-                values += [begin + (end - begin) * place / max(1, count - 1) for place in range(count)]
+                values += [begin + (end - begin) * step / max(1, count - 1) for step in range(count)]
             if len(values) > _MOST:
                 raise InvalidRequest(f"{len(values)} samples: at most {_MOST} are looked at.")
         return TestSeries(tuple(values))
@@ -195,9 +195,9 @@ class Test:
         if bool(self.expect) == self.expect_none:
             raise InvalidRequest("exactly one of expect and `expect_none: true` is needed.")
         holders: tuple[ProcessKeys | ClaimKeys, ...] = (*self.processes, *self.claims)
-        for place in (place for holder in holders for place in holder.devices):
-            if place >= len(self.devices):
-                raise InvalidRequest(f"there is no device {place}: the test has {len(self.devices)}.")
+        last = max((index for holder in holders for index in holder.devices), default=0)
+        if last >= len(self.devices):
+            raise InvalidRequest(f"there is no device {last}: the test has {len(self.devices)}.")
         if self.samples > _MOST:
             raise InvalidRequest(f"{self.samples} samples: at most {_MOST}, write a longer `every`.")
 
@@ -208,8 +208,8 @@ class Test:
             return int(self.for_ // self.every) + 1
         nouns = (*self.devices, *self.processes)
         series = (value for noun in nouns for value in vars(noun).values() if isinstance(value, TestSeries))
-        last = max((each.at for each in self.expect), default=0.0)
-        return max(int(last // self.every) + 2, *(len(each.values) for each in series))
+        last = max((step.at for step in self.expect), default=0.0)
+        return max(int(last // self.every) + 2, *(len(values.values) for values in series))
 
 
 @dataclass(frozen=True)
@@ -237,60 +237,60 @@ def accounts(uid_of: Numbering) -> Accounts:
     return Accounts(user_number=uid_of, group_number=lambda name: 1)
 
 
-def _uid_in(uid_of: Numbering, user: str) -> int:
-    """The uid of a name, or the uid itself in digits."""
-    return int(user) if user.isdecimal() else uid_of(user)
+def _uuid_of(index: int) -> str:
+    return f"GPU-{index:08x}-0000-4000-8000-{index:012x}"
 
 
-def _uuid_of(place: int) -> str:
-    return f"GPU-{place:08x}-0000-4000-8000-{place:012x}"
-
-
-def views(test: Test, policies: Sequence[Policy], uid_of: Numbering) -> Iterator[RuleView]:
+def views(test: Test, policies: Sequence[Policy], number_of: Numbering) -> Iterator[RuleView]:
     """The samples of *test*, in the order of time."""
+
+    def uid_of(user: str) -> int:
+        return int(user) if user.isdecimal() else number_of(user)
+
     windows = {rule.within for policy in policies for rule in policy.rules if getattr(rule, "within", None)}  # type: ignore[attr-defined]
-    groups = {_uid_in(uid_of, user): frozenset(names) for user, names in test.groups.items()}
     holders: tuple[ProcessKeys | ClaimKeys, ...] = (*test.processes, *test.claims)
-    known = {_uid_in(uid_of, each.user): frozenset[str]() for each in holders}
-    spent = {_uid_in(uid_of, user): dict.fromkeys(windows, used) for user, used in test.gpu_hours.items()}
+    groups = {uid_of(holder.user): frozenset[str]() for holder in holders}
+    groups |= {uid_of(user): frozenset(names) for user, names in test.groups.items()}
+    spent = {uid_of(user): dict.fromkeys(windows, used) for user, used in test.gpu_hours.items()}
     given = {
-        _uuid_of(place): frozenset(_uid_in(uid_of, user) for user in device.scheduled)
-        for place, device in enumerate(test.devices)
+        _uuid_of(index): frozenset(map(uid_of, device.scheduled))
+        for index, device in enumerate(test.devices)
         if device.scheduled is not None
     }
     for sample in range(test.samples):
         elapsed = sample * test.every
-        processes = [
-            (place, each, _process(place, each, sample, uid_of))
-            for place, each in enumerate(test.processes)
-            if _lives(each, elapsed)
+        running = [
+            (keys, _process(number, keys, sample, uid_of))
+            for number, keys in enumerate(test.processes)
+            if _lives(keys, elapsed)
         ]
+        claims = (
+            _claim(number, keys, test, uid_of) for number, keys in enumerate(test.claims) if _lives(keys, elapsed)
+        )
         snapshot = Snapshot(
             "rehearsal",
             "rehearsal",
             test.starts + elapsed,
             _CLOCK + elapsed,
-            tuple(_device(place, each, sample, processes) for place, each in enumerate(test.devices)),
+            tuple(_device(index, keys, sample, running) for index, keys in enumerate(test.devices)),
             simulated=True,
-            claims=tuple(
-                _claim(place, each, test, uid_of) for place, each in enumerate(test.claims) if _lives(each, elapsed)
-            ),
+            claims=tuple(claims),
         )
-        host = {(one.pid, one.start_time or 0.0): _host_use(each, sample) for _, each, one in processes}
-        yield RuleView(snapshot, host=host, groups={**known, **groups}, scheduled=given or None, gpu_seconds=spent)
+        host = {(process.pid, process.start_time or 0.0): _host_use(keys, sample) for keys, process in running}
+        yield RuleView(snapshot, host=host, groups=groups, scheduled=given or None, gpu_seconds=spent)
 
 
-def _lives(each: ProcessKeys | ClaimKeys, elapsed: float) -> bool:
-    return each.begins <= elapsed and (each.ends is None or elapsed < each.ends)
+def _lives(keys: ProcessKeys | ClaimKeys, elapsed: float) -> bool:
+    return keys.begins <= elapsed and (keys.ends is None or elapsed < keys.ends)
 
 
-def _process(place: int, keys: ProcessKeys, sample: int, uid_of: Numbering) -> GpuProcess:
+def _process(number: int, keys: ProcessKeys, sample: int, uid_of: Numbering) -> GpuProcess:
     return GpuProcess(
-        pid=_PID + place,
+        pid=_PID + number,
         memory_used=_whole(keys.memory, sample),
         kind=keys.kind,
         start_time=_CLOCK + keys.begins - keys.age,
-        uid=_uid_in(uid_of, keys.user),
+        uid=uid_of(keys.user),
         user=keys.user,
         utilization=_at(keys.utilization, sample),
         command=keys.command,
@@ -308,12 +308,12 @@ def _host_use(keys: ProcessKeys, sample: int) -> HostUse:
     )
 
 
-def _claim(place: int, keys: ClaimKeys, test: Test, uid_of: Numbering) -> ClaimRecord:
+def _claim(number: int, keys: ClaimKeys, test: Test, uid_of: Numbering) -> ClaimRecord:
     """It lives as long as the first process of its user there, if there is one."""
-    own = [each.user == keys.user and bool(set(each.devices) & set(keys.devices)) for each in test.processes]
+    own = [other.user == keys.user and not set(other.devices).isdisjoint(keys.devices) for other in test.processes]
     return ClaimRecord(
-        id=f"claim{place}",
-        uid=_uid_in(uid_of, keys.user),
+        id=f"claim{number}",
+        uid=uid_of(keys.user),
         user=keys.user,
         devices=tuple(map(_uuid_of, keys.devices)),
         pid=_PID + own.index(True) if any(own) else None,
@@ -321,15 +321,14 @@ def _claim(place: int, keys: ClaimKeys, test: Test, uid_of: Numbering) -> ClaimR
     )
 
 
-def _device(
-    place: int, keys: DeviceKeys, sample: int, processes: Sequence[tuple[int, ProcessKeys, GpuProcess]]
-) -> Device:
-    here = tuple(one for _, each, one in processes if place in each.devices)
-    used = sum(one.memory_used or 0 for one in here) if keys.memory_used is None else _whole(keys.memory_used, sample)
+def _device(index: int, keys: DeviceKeys, sample: int, running: Sequence[tuple[ProcessKeys, GpuProcess]]) -> Device:
+    here = tuple(process for its_keys, process in running if index in its_keys.devices)
+    of_processes = sum(process.memory_used or 0 for process in here)
+    used = of_processes if keys.memory_used is None else _whole(keys.memory_used, sample)
     total = int(keys.memory_total)
     return Device(
-        index=place,
-        uuid=_uuid_of(place),
+        index=index,
+        uuid=_uuid_of(index),
         name=keys.model,
         memory_total=total,
         memory_used=used,

@@ -152,7 +152,7 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
                 continue
             # A rehearsed step has no effect to wait for, but it must delay what a real one would delay; and it must
             # not delay the steps of policies that are enforced.  Hence two sets of effects.
-            victims, claim = _victims(step.finding), step.finding.subject.claim
+            victims, claim = victims_of(step.finding), step.finding.subject.claim
             for uuid in step.state.reach:
                 below = _memory_without(index.devices[uuid], victims)
                 effect = Effect(step.policy.name, step.identity, clock, victims, claim, below)
@@ -214,7 +214,7 @@ def _hit_by(due: Iterable[DueStep]) -> tuple[set[int], set[ProcessIdentity]]:
     """The users and the processes that these steps would hit."""
     users, processes = set[int | None](), set[ProcessIdentity]()
     for step in due:
-        processes |= _victims(step.finding)
+        processes |= victims_of(step.finding)
         users |= {step.finding.subject.uid, *(process.uid for process in step.finding.processes)}
     return {uid for uid in users if uid is not None}, processes
 
@@ -256,7 +256,8 @@ def _memory_without(device: Device, victims: frozenset[ProcessIdentity]) -> floa
     return left
 
 
-def _victims(finding: Finding) -> frozenset[ProcessIdentity]:
+def victims_of(finding: Finding) -> frozenset[ProcessIdentity]:
+    """The processes that a step on *finding* hits."""
     known = ((process.pid, process.start_time) for process in finding.processes)
     return frozenset((pid, start_time) for pid, start_time in known if start_time is not None)
 
