@@ -75,6 +75,11 @@ def series_of(parse: Callable[[str], float]) -> Callable[[str], TestSeries]:
     return read
 
 
+def parse_network(text: str) -> float:
+    """Bytes per second of ``"5MB/s"``."""
+    return parse_rate(text).per_second
+
+
 def parse_words(text: str) -> tuple[str, ...]:
     """The words of a command line."""
     try:
@@ -128,7 +133,7 @@ class ProcessKeys:
     utilization: _Percent = None
     cpu: Annotated[TestSeries | None, series_of(parse_cores)] = None
     host_memory: _Bytes = None
-    network: Annotated[TestSeries | None, series_of(lambda text: parse_rate(text).per_second)] = None
+    network: Annotated[TestSeries | None, series_of(parse_network)] = None
     kind: Literal["compute", "graphics", "compute+graphics", "mps"] = "compute"
     is_: Literal["interactive", "batch", "container"] = "batch"
     command: Annotated[tuple[str, ...], parse_words] = ("python", "train.py")
