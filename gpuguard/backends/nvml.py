@@ -369,11 +369,7 @@ class Prefetch(Reading):
 
 
 def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
-    """The instances of a device in MIG mode, each with its gaps.  Raises DeviceLost.
-
-    What belongs to the whole board (temperature, bus, NUMA node) is taken over from the parent.  Utilization of an
-    instance is not told by the driver, and stays unknown.
-    """
+    """The instances of a device in MIG mode, each with its gaps.  Raises DeviceLost."""
     count = parent.call_kept("fact", "nvmlDeviceGetMaxMigDeviceCount")
     if count.code:
         parent.gap("mig instances", count.reason)

@@ -121,11 +121,7 @@ def process_list(nvml: Any, function: str) -> Callable[[Any], list[tuple[int, in
 
 
 def start() -> Any:
-    """Load the driver library and initialise it; returns the binding.
-
-    Raises:
-        DriverNotFound, DriverMismatch, DriverPermission, BackendError: with the cause and what to do.
-    """
+    """Load the driver library and initialise it; returns the binding.  Raises BackendError: the cause, what to do."""
     try:
         import pynvml as nvml  # may be missing, and only the process that reads the devices needs it
     except ImportError:

@@ -54,8 +54,7 @@ class RecordingWriter:
             most: bytes after which it becomes PATH.1, in the place of an older one, and a new file begins; None: never.
             append: go on behind what a former recorder has written.
 
-        Raises:
-            InvalidRequest: it is there already, or cannot be written.
+        Raises InvalidRequest where it is there already, or cannot be written.
         """
         self.path, self._head, self._most = path, {"gpuguard_recording": VERSION, **head}, most
         self._begin(append)
@@ -104,11 +103,7 @@ class RecordingWriter:
 
 
 def read_samples(path: str) -> Iterator[dict[str, Any]]:
-    """The samples of a recording, the oldest first, up to where it was cut off.
-
-    Raises:
-        BackendError: it cannot be read, is no recording, or of a version that is not known here.
-    """
+    """The samples of a recording, the oldest first, up to where it was cut off.  Raises BackendError."""
     before: Any = None
     for number, line in enumerate(_lines(path)):
         try:
@@ -209,12 +204,7 @@ def unpack(packed: object) -> Snapshot:
 
 
 def open(spec: str = "") -> Replay:
-    """The recording that *spec* names, FILE or FILE?speed=60&at=10m.
-
-    Raises:
-        InvalidRequest: an option cannot be understood.
-        BackendError: the file cannot be read, or has no sample.
-    """
+    """The recording that *spec* names, FILE or FILE?speed=60&at=10m.  Raises InvalidRequest or BackendError."""
     path, _, options = spec.partition("?")
     if not path:
         raise InvalidRequest("say which recording is meant, as in --backend replay:node7.rec.")
@@ -225,7 +215,13 @@ def open(spec: str = "") -> Replay:
             raise InvalidRequest(f"a replay has no option {name!r}: replay:FILE?speed=60&at=10m.")
         chosen[name] = value
     at = float("inf") if chosen["at"] == "end" else parse_duration(chosen["at"])
-    return Replay(path, _speed(chosen["speed"]), at)
+    try:
+        speed = float(chosen["speed"])
+    except ValueError:
+        speed = 0.0
+    if not 0.001 <= speed <= 1e6:
+        raise InvalidRequest(f"speed={chosen['speed']!r:.20}: write how many times faster, as in speed=60.")
+    return Replay(path, speed, at)
 
 
 class Replay:
@@ -262,16 +258,6 @@ class Replay:
     def close(self) -> None:
         """Let go of the file."""
         self._samples = iter(())
-
-
-def _speed(text: str) -> float:
-    try:
-        speed = float(text)
-    except ValueError:
-        speed = 0.0
-    if not 0.001 <= speed <= 1e6:
-        raise InvalidRequest(f"speed={text!r:.20}: write how many times faster, as in speed=60.")
-    return speed
 
 
 def _clock(sample: dict[str, Any]) -> float:

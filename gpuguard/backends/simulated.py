@@ -60,11 +60,9 @@ def open(spec: str = "") -> Simulated:
 def directory(spec: str = "") -> str:
     """The absolute path of the directory of a node; it exists afterwards.
 
-    Args:
-        spec: a directory; empty: $GPUGUARD_SIM_DIR, else gpuguard-sim in $XDG_RUNTIME_DIR, else /tmp/gpuguard-sim-UID.
+    It is *spec*, else $GPUGUARD_SIM_DIR, gpuguard-sim in $XDG_RUNTIME_DIR, or /tmp/gpuguard-sim-UID.
 
-    Raises:
-        BackendError: it cannot be made, or it was not named and belongs to, or is open to, another user.
+    Raises BackendError where it cannot be made, or was not named and belongs to, or is open to, another user.
     """
     named = spec or os.environ.get("GPUGUARD_SIM_DIR", "")
     path = os.path.abspath(named) if named else _default_directory()
@@ -197,11 +195,7 @@ class Simulated:
 
 
 def current(place: str) -> SimulatedNode:
-    """The node in *place* without its dead processes.
-
-    Raises:
-        BackendError: there is none, or its file is damaged.
-    """
+    """The node in *place* without its dead processes.  Raises BackendError where there is none, or it is damaged."""
     node = simulated_node.load(place)
     if node is None:
         raise BackendError(f"no simulated node is in {place}: `gpuguard sim start {DEFAULT_SPEC}` starts one.")

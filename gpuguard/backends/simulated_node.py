@@ -85,9 +85,7 @@ def parse_spec(spec: str) -> tuple[SpecPart, ...]:
     """The devices of *spec*, in index order: "8xH100-80GB", "2xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb".
 
     A model that is not in MODELS needs a memory: "4xFoo-24GB".  As on the box it comes in, GB means GiB here.
-
-    Raises:
-        InvalidRequest: it cannot be understood, or no such device can exist; says what can.
+    Raises InvalidRequest, which says what can be written.
     """
     parts = [part for group in spec.strip().split("+") for part in _group(group.strip(), spec)]
     if len(parts) > DEVICES_AT_MOST:
@@ -259,11 +257,7 @@ def new_node(spec: str, place: str, clock: float) -> SimulatedNode:
 
 
 def find(node: SimulatedNode, names: str) -> tuple[str, ...]:
-    """The uuids that *names* means: indices, uuids or their beginnings, comma-separated, or ``"all"``.
-
-    Raises:
-        InvalidRequest: one of them is not there, or means several.
-    """
+    """The uuids that *names* means: "all", or indices, uuids or their beginnings, with commas.  Raises InvalidRequest."""
     if names.strip() == "all":
         return tuple(device.uuid for device in node.devices)
     found = []
@@ -386,11 +380,7 @@ _LONGEST = 86400.0  # seconds of a device's answer
 
 
 def load(directory: str) -> SimulatedNode | None:
-    """The node in *directory*; None if there is none.
-
-    Raises:
-        BackendError: the file cannot be read, or is not whole.
-    """
+    """The node in *directory*; None if there is none.  Raises BackendError."""
     path = os.path.join(directory, STATE)
     try:
         return _decoded(loads(read_file(path, MAX_BYTES)))
@@ -417,11 +407,7 @@ def create(directory: str, make: Callable[[], SimulatedNode], *, replace: bool =
 
 
 def update(directory: str, change: Callable[[SimulatedNode], SimulatedNode]) -> SimulatedNode:
-    """Change the node while no other process does; returns what it is now.
-
-    Raises:
-        BackendError: there is no node, or it cannot be written.
-    """
+    """Change the node while no other process does; returns what it is now.  Raises BackendError."""
     with _locked(directory):
         node = load(directory)
         if node is None:

@@ -46,9 +46,7 @@ def parse(document: bytes) -> Element:
 
     A document may come from anywhere (a saved file), so nothing in it is looked up elsewhere: no entities, no DTD of
     its own, no more than MAX_BYTES, MAX_ELEMENTS and MAX_DEPTH.
-
-    Raises:
-        BackendError: it is not XML, not nvidia-smi's, or built to hurt its reader.
+    Raises BackendError for what is not XML, not nvidia-smi's, or built to hurt its reader.
     """
     if len(document) > MAX_BYTES:
         _refuse(f"it is larger than {MAX_BYTES // 2**20} MiB")
@@ -381,12 +379,9 @@ _OTHER_KIND = "compute+graphics"
 
 
 def read_processes(reading: SmiReading, listed: Element | None, instance: tuple[str, str] | None = None) -> None:
-    """processes and processes_plausible; PROCESS_DETAILS adds whose they are.
+    """processes and processes_plausible, of those *listed* on the device; PROCESS_DETAILS adds whose they are.
 
-    Args:
-        reading: of a device or an instance.
-        listed: <processes> of the device.
-        instance: the ids of the GPU instance and the compute instance whose processes are meant; None: the device's.
+    *instance* is the ids of the GPU instance and the compute instance whose processes are meant; None: the device's.
     """
     if {model.PROCESSES, model.IDLE_PROCESSES}.isdisjoint(reading.fields):
         return
@@ -638,11 +633,7 @@ def _named_instances(parent: str, progress: Callable[[int | None], object]) -> d
 
 
 def _output(options: list[str], progress: Callable[[int | None], object]) -> bytes:
-    """What `nvidia-smi OPTIONS` prints; *progress* is called while it runs.
-
-    Raises:
-        BackendError: there is no such program, it fails, or it does not end in time.
-    """
+    """What `nvidia-smi OPTIONS` prints; *progress* is called while it runs.  Raises BackendError."""
     ended: list[subprocess.CompletedProcess[bytes] | Exception] = []
 
     def work() -> None:
