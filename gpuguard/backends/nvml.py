@@ -312,7 +312,8 @@ def _device(reading: Reading) -> Device:
 def _lost(opened: KnownDevice, fields: Collection[str]) -> tuple[Device, list[Gap]]:
     """A device that was lost before or while it was read: nothing that was just read counts."""
     reason = "the device is lost"
-    device = Device(opened.index, opened.uuid, name=opened.constants.get("name"), problems=("lost",))
+    name = opened.facts.get(("nvmlDeviceGetName",), CallResult()).value
+    device = Device(opened.index, opened.uuid, name=name, problems=("lost",))
     return device, [Gap(opened.uuid, group, reason) for group in sorted(set(fields) - {model.BRIEF})]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,15 +55,13 @@ NEEDS_GLIBC = (
 )
 
 
+@dataclass(slots=True)
 class CallResult:
     """What a call gave: a value, or a code and why."""
 
-    __slots__ = ("code", "reason", "value")
-
-    def __init__(self, value: Any = None, code: int = 0, reason: str = "") -> None:
-        self.value = value
-        self.code = code
-        self.reason = reason
+    value: Any = None
+    code: int = 0
+    reason: str = ""
 
 
 def call(nvml: Any, function: str, *arguments: Any, tries: Mapping[int, int] = _TRIES) -> CallResult:
@@ -187,7 +186,6 @@ class KnownDevice:
         self.handle = handle
         self.uuid = uuid
         self.facts: Answers = {}
-        self.constants: dict[str, Any] = {}  # fields of the device that never change
         self.settings: Answers = {}
         self.recent: Answers = {}
         self.ahead: Answers = {}  # of other threads: see nvml.Ahead
@@ -245,18 +243,17 @@ class Reading:
             refusals[key] = answer
         return answer
 
-    def set_field(self, name: str, answer: CallResult, convert: Callable[[Any], Any] | None = None) -> bool:
+    def set_field(self, name: str, answer: CallResult, convert: Callable[[Any], Any] | None = None) -> None:
         """Set a field of the device, or leave a gap."""
         if answer.code:
             self.gap(name, answer.reason)
-            return False
+            return
         value = convert(answer.value) if convert else answer.value
         bounds = PLAUSIBLE.get(name)
         if value is None or (bounds and not bounds[0] <= value <= bounds[1]):
             self.gap(name, f"implausible value {answer.value!r:.40}")
-            return False
-        self.values[name] = value
-        return True
+        else:
+            self.values[name] = value
 
     def gap(self, name: str, reason: str) -> None:
         """Say why a field is unknown."""

@@ -164,11 +164,8 @@ ROWS: dict[str, tuple[FieldRow, ...]] = {
 
 def read_rows(reading: Reading, group: str) -> None:
     """Read the fields of *group* that are one call each."""
-    values, constants = reading.values, reading.device.constants
     for row in ROWS[group]:
-        if row.field in constants:
-            values[row.field] = constants[row.field]
-        elif row.brief or model.BRIEF not in reading.fields:
+        if row.brief or model.BRIEF not in reading.fields:
             read_row(reading, row)
 
 
@@ -178,8 +175,7 @@ def read_row(reading: Reading, row: FieldRow) -> None:
         answer = reading.call_kept(row.keep, function, *row.arguments)
         if answer.code != FUNCTION_NOT_FOUND:
             break
-    if reading.set_field(row.field, answer, row.convert) and row.keep == "fact":
-        reading.device.constants[row.field] = reading.values[row.field]
+    reading.set_field(row.field, answer, row.convert)
 
 
 def memory_of(reading: Reading) -> CallResult:

@@ -257,7 +257,7 @@ def new_node(spec: str, place: str, clock: float) -> SimulatedNode:
 
 
 def find(node: SimulatedNode, names: str) -> tuple[str, ...]:
-    """The uuids that *names* means: "all", or indices, uuids or their beginnings, with commas.  Raises InvalidRequest."""
+    """The uuids that *names* means: "all", or indices, uuids or beginnings of some.  Raises InvalidRequest."""
     if names.strip() == "all":
         return tuple(device.uuid for device in node.devices)
     found = []
