@@ -75,16 +75,17 @@ def once(text: bytes) -> Callable[[socket.socket], None]:
     return talk
 
 
-def test_a_mail_server_whose_greeting_has_no_last_line_fills_no_memory():
-    with a_peer(without_end(ENDLESS["smtp"])) as port:
-        target = Email("ops@example.org", server="127.0.0.1", port=port, security="none")
-        assert attempt(target, a_message()) == (False, "it answers without end")
-
-
-def test_a_mail_server_that_answers_a_byte_at_a_time_has_its_time_and_no_more():
-    with a_peer(slowly(b"220-x\r\n")) as port:
-        target = Email("ops@example.org", server="127.0.0.1", port=port, security="none", timeout=0.3)
-        assert attempt(target, a_message()) == (False, "no answer in time")
+@pytest.mark.parametrize(
+    ("talk", "timeout", "why"),
+    [
+        (without_end(ENDLESS["smtp"]), 10.0, "it answers without end"),  # the greeting has no last line
+        (slowly(b"220-x\r\n"), 0.3, "no answer in time"),
+    ],
+)
+def test_a_mail_server_that_talks_without_end_fills_no_memory_and_has_its_time_and_no_more(talk, timeout, why):
+    with a_peer(talk) as port:
+        target = Email("ops@example.org", server="127.0.0.1", port=port, security="none", timeout=timeout)
+        assert attempt(target, a_message()) == (False, why)
 
 
 def test_each_answer_of_a_mail_server_has_its_time(monkeypatch):

@@ -456,10 +456,7 @@ def test_memory_of_a_process_that_the_driver_does_not_tell_is_unknown(fake: Fake
     assert device.processes_plausible
 
 
-PIDS_OF_NOBODY = [0, 1, -1, 4294967295, 2**31 - 1]
-
-
-@pytest.mark.parametrize("pid", PIDS_OF_NOBODY)
+@pytest.mark.parametrize("pid", [0, 1, -1, 4294967295, 2**31 - 1])
 def test_an_impossible_pid_makes_the_whole_list_implausible(fake: FakeNvml, pid: int) -> None:
     fake.add_process(0, os.getpid(), GIB)
     fake.add_process(0, pid, GIB, stays=1)
@@ -471,17 +468,11 @@ def test_an_impossible_pid_makes_the_whole_list_implausible(fake: FakeNvml, pid:
     assert snapshot.devices[1].processes_plausible
 
 
-@pytest.mark.parametrize("stride", [16, 32])
-def test_rows_of_another_version_are_not_believed(fake: FakeNvml, stride: int) -> None:
+@pytest.mark.parametrize(("stride", "memory"), [(16, GIB), (32, GIB), (24, 30 * GIB)])
+def test_rows_of_another_version_and_more_memory_than_is_used_are_not_believed(fake, stride, memory):
     fake.devices[0].process_stride = stride
-    for pid in (os.getpid(), os.getppid(), 1):
-        fake.add_process(0, pid, GIB)
-
-    assert not sampled(fake, "{MEMORY, PROCESSES}").devices[0].processes_plausible
-
-
-def test_processes_with_more_memory_than_is_used_are_not_believed(fake: FakeNvml) -> None:
-    fake.add_process(0, os.getpid(), 60 * GIB, counted=0)
+    for pid in (os.getpid(), os.getppid()):
+        fake.add_process(0, pid, memory, counted=0)
 
     assert not sampled(fake, "{MEMORY, PROCESSES}").devices[0].processes_plausible
 

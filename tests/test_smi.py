@@ -85,10 +85,6 @@ def test_memory_is_known_as_a_whole_or_not_at_all(tmp_path, part, word):
     assert {"memory_total", "memory_used", "memory_free"} <= {gap.field for gap in snapshot.gaps}
 
 
-def test_more_memory_in_use_than_there_is_is_not_believed(tmp_path):
-    assert read(tmp_path, odd={"fb_memory_usage/used": "90000 MiB"}).devices[0].memory_used is None
-
-
 def test_processes_have_their_kind_and_who_is_of_none_is_innocent(tmp_path):
     rows = [a_process(10 + place, kind=kind, memory_used=MIB) for place, kind in
             enumerate(("compute", "graphics", "compute+graphics", "mps"))]  # fmt: skip
@@ -110,9 +106,16 @@ def test_a_list_with_a_pid_that_is_none_is_not_believed(tmp_path, pid):
     assert "processes" in {gap.field for gap in snapshot.gaps}
 
 
-def test_a_device_without_a_list_of_processes_is_not_one_without_processes(tmp_path):
-    assert read(tmp_path, odd={"processes": "N/A"}).devices[0].processes is None
-    assert read(tmp_path, odd={"processes": None}).devices[0].processes is None
+@pytest.mark.parametrize(
+    ("place", "word", "field"),
+    [
+        ("processes", "N/A", "processes"),
+        ("processes", None, "processes"),
+        ("fb_memory_usage/used", "90000 MiB", "memory_used"),  # more than there is
+    ],
+)
+def test_what_is_not_told_or_cannot_be_is_unknown(tmp_path, place, word, field):
+    assert getattr(read(tmp_path, odd={place: word}).devices[0], field) is None
 
 
 def test_the_processes_of_a_saved_file_are_nobodys(tmp_path):
@@ -120,7 +123,7 @@ def test_the_processes_of_a_saved_file_are_nobodys(tmp_path):
     (process,) = snapshot.devices[0].processes or ()
 
     assert (process.start_time, process.uid, process.user) == (None, None, None)
-    assert snapshot.recorded
+    assert snapshot.recorded and time.localtime(snapshot.taken_at)[:6] == (2023, 8, 4, 11, 44, 30)
     assert "processes (identity)" in {gap.field for gap in snapshot.gaps}
 
 
@@ -148,10 +151,6 @@ def test_instances_without_a_name_of_their_own_get_the_one_that_cuda_knows(tmp_p
     assert (whole.mig_mode, whole.utilization, instance.parent_uuid) == (True, None, parent.uuid)
     assert instance.uuid == f"MIG-{parent.uuid}/1/0"
     assert [process.pid for process in instance.processes or ()] == [4711]
-
-
-def test_the_time_of_a_saved_file_is_that_in_it(tmp_path):
-    assert time.localtime(read(tmp_path).taken_at)[:6] == (2023, 8, 4, 11, 44, 30)
 
 
 def test_sections_may_be_missing(tmp_path):
@@ -250,7 +249,7 @@ def program(tmp_path, monkeypatch):
     return tmp_path / "bin"
 
 
-def test_a_program_that_fails_is_told_in_its_own_words(program):
+def test_a_program_that_fails_is_told_in_its_own_words_and_one_that_is_missing_in_ours(program):
     a_program(program, a_snapshot())
     script = program / "nvidia-smi"
     said = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
@@ -259,9 +258,7 @@ def test_a_program_that_fails_is_told_in_its_own_words(program):
         with pytest.raises(BackendError) as caught:
             backends.open_backend("smi").sample(WHO_FIELDS)
         assert type(caught.value) is kind and text[:10] in str(caught.value)
-
-
-def test_without_the_program_it_says_so(program):
+    script.unlink()
     with pytest.raises(DriverNotFound, match="no program nvidia-smi"):
         backends.open_backend("smi")
 
