@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 import termios
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 from builders import GIB, a_claim_record, a_device, a_process
 from claimholders import Holder, a_holder
 from guarded import SOMEBODY, Guard, Listing
+from nodes import remove
 
 from gpuguard import procfs
 from gpuguard.claims import release as releasing
@@ -23,14 +25,14 @@ from gpuguard.clusters import slurm
 from gpuguard.enforcement import actions, signals
 from gpuguard.enforcement.limits import ActionLimits, PastAction
 from gpuguard.enforcement.preflight import ActionContext
-from gpuguard.errors import ClaimError
-from gpuguard.model import Finding, Snapshot, Subject, Verdict
+from gpuguard.errors import ClaimError, DriverUnresponsive
+from gpuguard.model import ClaimRecord, Finding, Snapshot, Subject, Verdict
 
 pytestmark = pytest.mark.root
 
 
 class Claimed(Guard):
-    """Two idle devices, claimed by somebody, and a guard that enforces."""
+    """Three idle devices, of which claims can be made, and a guard that enforces."""
 
     def __init__(self, directory: LockDirectory) -> None:
         super().__init__(Listing(a_device(0), a_device(1), a_device(2)), directory=directory)
@@ -39,22 +41,18 @@ class Claimed(Guard):
         for uuid in self.uuids:
             os.close(open_lock(directory, uuid))
 
-    def verdict(self, holder: Holder, **fields: Any) -> Verdict:
+    def act(
+        self, holder: Holder | ClaimRecord, action: str = "release", snapshot: Snapshot | None = None, **fields: Any
+    ) -> actions.ActionOutcome:
+        """What became of it; *fields* of the guard's context, else of the verdict."""
+        snapshot = snapshot or self.machine.sample((), None)
+        own = ActionContext.__dataclass_fields__.keys() - {"enforce"}
+        context = ActionContext(**{**self.facts, **{key: fields.pop(key) for key in own & fields.keys()}})
+        self.facts["limits"] = context.limits
         subject = fields.pop("subject", Subject("claim", uid=holder.uid, claim=holder.id, user="alice"))
         finding = Finding("age", subject, "held for 3h without a process", fields.pop("processes", ()))
-        return Verdict("idle-claims", finding, "release", 0, 0.0, **{"enforce": True, **fields})
-
-    def act(self, holder: Holder, **fields: Any) -> actions.ActionOutcome:
-        """What became of it."""
-        snapshot: Snapshot = fields.pop("snapshot", None) or self.machine.sample((), None)
-        facts = {
-            key: fields.pop(key)
-            for key in list(fields)
-            if key in ActionContext.__dataclass_fields__ and key != "enforce"
-        }
-        context = ActionContext(**{**self.facts, **facts})
-        self.facts["limits"] = context.limits
-        (outcome,) = actions.act(self.verdict(holder, **fields), snapshot, context)
+        verdict = Verdict("idle-claims", finding, action, 0, 0.0, **{"enforce": True, **fields})
+        (outcome,) = actions.act(verdict, snapshot, context)
         return outcome
 
     def locked(self) -> int:
@@ -62,8 +60,11 @@ class Claimed(Guard):
 
 
 @pytest.fixture
-def claimed(open_place: Path) -> Claimed:
-    return Claimed(lock_directory(f"{open_place}/claims"))
+def claimed() -> Iterator[Claimed]:
+    place = tempfile.mkdtemp(prefix="gpuguard-release-")  # pytest's own tmp_path lets nobody else in
+    os.chmod(place, 0o755)
+    yield Claimed(lock_directory(f"{place}/claims"))
+    remove(place)
 
 
 @pytest.fixture
@@ -73,41 +74,43 @@ def holder(claimed: Claimed) -> Iterator[Holder]:
 
 
 def test_the_devices_are_free_at_once_the_line_was_written_before_and_the_program_lives_on(claimed, holder):
-    locked_when_written = []
-    claimed.facts["append"] = lambda event: not locked_when_written.append((event.outcome, claimed.locked()))
+    written = []
+    claimed.facts["append"] = lambda event: not written.append((event, claimed.locked()))
     outcome = claimed.act(holder)
 
     assert (outcome.word, claimed.locked(), holder.lives()) == (actions.DONE, 0, True)
-    assert locked_when_written == [("about to", 2)]
-    assert holder.does("claim.reassert()").startswith(
-        "ClaimLost: the claim 1dea1234 was released by the policy idle-claims"
-    )
-    assert claimed.locked() == 0
-
-
-def test_the_line_says_whose_claim_it_was_and_by_which_policy(claimed, holder):
-    claimed.act(holder)
-
-    [event] = claimed.events
-    assert (event.kind, event.outcome, event.user, event.claim) == ("release", "about to", "alice", holder.id)
+    [(event, locked)] = written
+    assert (event.kind, event.outcome, event.user, event.claim, locked) == (
+        "release", "about to", "alice", holder.id, 2,
+    )  # fmt: skip
     assert dict(event.facts)["policy"] == "idle-claims" and dict(event.facts)["uid"] == SOMEBODY
+    reassert = holder.does("claim.reassert()")
+    assert reassert.startswith("ClaimLost: the claim 1dea1234 was released by the policy idle-claims")
+    assert claimed.locked() == 0
+    [done] = claimed.facts["limits"].past  # it counts for the limits of the guard
+    assert (done.action, done.process[0], set(done.devices), done.live, done.uid) == (
+        "release", holder.pid, set(claimed.uuids[:2]), True, SOMEBODY,
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize(("daemon", "policy"), [(False, True), (True, False)])
-def test_a_dry_run_takes_the_same_path_and_leaves_the_claim(claimed, holder, daemon, policy):
-    claimed.facts["enforce"] = daemon
-    outcome = claimed.act(holder, enforce=policy)
+@pytest.mark.parametrize(
+    ("facts", "enforce", "word", "lines"),
+    [
+        ({"enforce": False}, True, actions.DRY_RUN, ["dry run"]),
+        ({}, False, actions.DRY_RUN, ["dry run"]),
+        ({"append": lambda event: False}, True, actions.UNRECORDED, []),
+    ],
+    ids=["the daemon rehearses", "the policy rehearses", "no line"],
+)
+def test_a_dry_run_takes_the_same_path_and_leaves_the_claim_as_does_a_log_that_takes_no_line(
+    claimed, holder, facts, enforce, word, lines
+):
+    claimed.facts |= facts
+    outcome = claimed.act(holder, enforce=enforce)
 
-    assert (outcome.word, claimed.locked()) == (actions.DRY_RUN, 2)
+    assert (outcome.word, claimed.locked()) == (word, 2)
     assert holder.does("claim.reassert()") == "None"
-    assert [event.outcome for event in claimed.events] == ["dry run"]
-
-
-def test_no_line_no_release(claimed, holder):
-    outcome = claimed.act(holder, append=lambda event: False)
-
-    assert (outcome.word, claimed.locked()) == (actions.UNRECORDED, 2)
-    assert holder.does("claim.reassert()") == "None"
+    assert [event.outcome for event in claimed.events] == lines
 
 
 def older_answer(c: Claimed, *_: object) -> dict[str, Any]:
@@ -184,8 +187,7 @@ def test_whatever_is_not_exactly_as_it_was_judged_is_left_alone(claimed, holder,
 
 
 def test_an_idle_claim_of_no_slurm_job_is_not_cancelled(claimed, holder):
-    verdict = replace(claimed.verdict(holder), action="cancel")
-    [outcome] = actions.act(verdict, claimed.machine.sample((), None), ActionContext(**claimed.facts))
+    outcome = claimed.act(holder, "cancel")
 
     assert (outcome.word, outcome.why, claimed.locked()) == (actions.REFUSED, "it belongs to no Slurm job", 2)
 
@@ -193,26 +195,23 @@ def test_an_idle_claim_of_no_slurm_job_is_not_cancelled(claimed, holder):
 def test_a_driver_that_does_not_answer_the_second_question_protects(claimed, holder):
     snapshot = claimed.machine.sample((), None)
 
-    def silent(*_: object) -> Snapshot:
-        from gpuguard.errors import DriverUnresponsive
-
+    def silent() -> None:
         raise DriverUnresponsive("it hangs")
 
-    claimed.machine.sample = silent  # type: ignore[method-assign]
+    claimed.machine.before_sample = silent
     outcome = claimed.act(holder, snapshot=snapshot)
 
     assert (outcome.word, claimed.locked()) == (actions.REFUSED, 2) and "it hangs" in outcome.why
 
 
-def test_the_warning_before_it_goes_to_the_terminal_of_whoever_holds_the_claim(claimed):
+def test_the_warning_before_it_goes_to_the_terminal_of_the_holder(claimed):
     ours, theirs = os.openpty()
     os.fchown(theirs, SOMEBODY, -1)
     os.fchmod(theirs, 0o600)  # mesg n: the last notice before something is taken away is written all the same
     own = {"preexec_fn": lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)}
     with a_holder(claimed.directory, claimed.uuids[0], uid=SOMEBODY, **own) as one:
         snapshot = replace(claimed.machine.sample((), None), claims=probe(claimed.directory, claimed.uuids))
-        verdict = replace(claimed.verdict(one), action="warn", next_action="release", next_after=600.0)
-        [outcome] = actions.act(verdict, snapshot, ActionContext(**claimed.facts))
+        outcome = claimed.act(one, "warn", snapshot, next_action="release", next_after=600.0)
         said = os.read(ours, 4096).decode()
 
     assert outcome.word == actions.DONE and "held for 3h without a process" in said
@@ -234,10 +233,7 @@ def test_a_claim_that_only_the_daemon_knows_is_over_when_nothing_is_locked(claim
     """Where a broker hands the locks out, a claim need not have a record."""
     claim = a_claim_record(*claimed.uuids[:2], id="1dea1234", uid=SOMEBODY)
     snapshot = replace(claimed.snapshot, claims=(claim,))
-    subject = Subject("claim", uid=SOMEBODY, claim=claim.id, user="alice")
-    verdict = Verdict("idle-claims", Finding("age", subject, "held for 3h", ()), "release", 0, 0.0, enforce=True)
-    directory = replace(claimed.directory, keeper=os.geteuid())
-    [outcome] = actions.act(verdict, snapshot, ActionContext(**{**claimed.facts, "directory": directory}))
+    outcome = claimed.act(claim, snapshot=snapshot, directory=replace(claimed.directory, keeper=os.geteuid()))
 
     assert (outcome.word, outcome.why) == (actions.REFUSED, "it has ended")
 
@@ -250,13 +246,12 @@ def test_claims_of_the_system_are_never_taken(claimed):
 
 
 def test_the_rate_of_the_guard_holds_for_releases_and_the_step_is_tried_again(claimed, holder):
-    outcome = claimed.act(holder, enforce=False)
-    ledger, now = claimed.facts["limits"], claimed.snapshot.clock
+    claimed.facts["limits"], now = ActionLimits(), claimed.snapshot.clock
     for pid in (2, 3, 4):
-        ledger.record(PastAction(now, "terminate", (pid, 1.0), (), True))
+        claimed.facts["limits"].record(PastAction(now, "terminate", (pid, 1.0), (), True))
     limited = claimed.act(holder)
 
-    assert (outcome.word, limited.word, claimed.locked()) == (actions.DRY_RUN, actions.REFUSED, 2)
+    assert (limited.word, claimed.locked()) == (actions.REFUSED, 2)
     assert limited.wait is not None and limited.wait > 0
 
 
@@ -274,41 +269,30 @@ def test_a_record_that_lies_about_what_its_claim_holds_keeps_nothing(claimed, li
         assert one.does("claim.reassert()").startswith("ClaimLost: the claim 1dea1234 was released by the policy")
 
 
-def test_what_was_released_counts_for_the_limits_of_the_guard(claimed, holder):
-    claimed.act(holder)
-
-    [done] = claimed.facts["limits"].past
-    assert (done.action, done.process[0], set(done.devices), done.live) == (
-        "release", holder.pid, set(claimed.uuids[:2]), True,
-    )  # fmt: skip
-    assert done.uid == SOMEBODY
-
-
 def test_whose_share_of_the_hour_is_used_up_has_their_job_of_slurm_live(claimed, holder, monkeypatch):
     monkeypatch.setattr(slurm, "against_cancelling", lambda job, uid: None)
     monkeypatch.setattr(slurm, "cancel", lambda job: pytest.fail("it was cancelled"))
     claimed.facts["limits"], now = ActionLimits(), claimed.snapshot.clock
     for pid in range(2, 7):
         claimed.facts["limits"].record(PastAction(now - 600, "terminate", (pid, 1.0), (), True, uid=SOMEBODY))
-    verdict = replace(claimed.verdict(holder), action="cancel")
-    [outcome] = actions.act(verdict, claimed.machine.sample((), None), ActionContext(**claimed.facts))
+    outcome = claimed.act(holder, "cancel")
 
     assert outcome.word == actions.REFUSED and "are for other users: of this one 5 were ended" in outcome.why
 
 
-def test_a_claim_that_cannot_be_let_go_is_a_failure(claimed, holder, monkeypatch):
+def test_a_claim_that_cannot_be_released_is_a_failure(claimed, holder, monkeypatch):
     def fail(*of: object) -> None:
-        raise ClaimError("no room for the letter")
+        raise ClaimError("no room for the request")
 
     monkeypatch.setattr(releasing, "release_locks", fail)
 
     assert claimed.act(holder).word == actions.FAILED
     assert [event.outcome for event in claimed.events] == ["about to", "failed"]
-    assert "no room for the letter" in claimed.events[-1].message
+    assert "no room for the request" in claimed.events[-1].message
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_whoever_waits_for_the_signal_that_their_claim_has_changed_gets_it(claimed, holder, monkeypatch, listens):
+def test_a_supervisor_is_sent_the_signal_that_its_claim_has_changed(claimed, holder, monkeypatch, listens):
     sent: list[int] = []
     monkeypatch.setattr(signals, "forward", lambda pidfd, signum: sent.append(signum) or "sent")
     monkeypatch.setattr(releasing, "is_supervisor", lambda pid: listens and pid == holder.pid)
@@ -330,7 +314,6 @@ def test_cancel_ends_the_job_of_an_idle_claim_and_nothing_else(claimed, monkeypa
     monkeypatch.setattr(slurm, "against_cancelling", lambda job, uid: None)
     monkeypatch.setattr(slurm, "cancel", lambda job: cancelled.append(job) or answer)
     with a_holder(claimed.directory, claimed.uuids[0], uid=SOMEBODY, name=name) as one:
-        verdict = replace(claimed.verdict(one), action="cancel")
-        [outcome] = actions.act(verdict, claimed.machine.sample((), None), ActionContext(**claimed.facts))
+        outcome = claimed.act(one, "cancel")
 
         assert (outcome.word, cancelled, claimed.locked()) == (word, asked, 1)

@@ -18,7 +18,7 @@ from gpuguard.claims import claim as hold
 from gpuguard.claims import directory as lockfiles
 from gpuguard.claims.claim import lock_device
 from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, lock_directory, open_lock, try_flock
-from gpuguard.claims.records import _held_locks, locked_slots
+from gpuguard.claims.records import locked_devices, locked_slots, probe_in_gate
 from gpuguard.errors import LockDirectoryError
 from gpuguard.files import file_system
 
@@ -203,7 +203,7 @@ def test_a_lock_file_that_cannot_be_opened_for_lack_of_descriptors_was_planted_b
         return really(*words)
 
     monkeypatch.setattr(lockfiles.os, "open", full)
-    for look in (open_lock, lambda directory, name: _held_locks(directory, [name])):
+    for look in (open_lock, lambda directory, name: probe_in_gate(directory, [name])):
         opened = 0
         with pytest.raises(OSError, match="Too many open files"):
             look(directory, "GPU-1")
@@ -214,7 +214,7 @@ def test_a_lock_file_that_cannot_be_opened_for_lack_of_descriptors_was_planted_b
     [
         lambda directory: Gate(directory).__enter__(),
         lambda directory: lock_device(directory, "GPU-1", fcntl.LOCK_EX),
-        lambda directory: _held_locks(directory, ["GPU-1"]),
+        lambda directory: probe_in_gate(directory, ["GPU-1"]),
         lambda directory: locked_slots(directory, "GPU-1"),
     ],
     ids=["gate", "lock", "look", "slots"],
@@ -247,7 +247,7 @@ def test_an_interrupt_while_a_lock_is_taken_leaves_none(directory, monkeypatch):
         lock_device(directory, UUID, fcntl.LOCK_EX)
 
     assert os.listdir("/proc/self/fd") == before
-    assert not _held_locks(directory, [UUID])
+    assert not locked_devices(directory, [UUID])
 
 
 def test_the_descriptor_is_not_inherited_by_accident(directory: LockDirectory) -> None:

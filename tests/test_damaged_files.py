@@ -43,7 +43,7 @@ WHO, QUEUE, RESERVE = ("who", "--json"), ("queue", "--json"), ("reserve",)
 RUN = ("run", "--no-wait", "--", *JOB)
 # Who reads that kind of file at all; a long run has them all.
 READERS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "record": (WHO, QUEUE, RUN), "letter": (WHO, RUN), "ticket": (WHO, QUEUE, RUN),
+    "record": (WHO, QUEUE, RUN), "request": (WHO, RUN), "ticket": (WHO, QUEUE, RUN),
     "reserve": (WHO, ("explain",), RUN, RESERVE),
 }  # fmt: skip
 COMMANDS: tuple[tuple[str, ...], ...] = (
@@ -137,7 +137,7 @@ def in_records(scene: Scene, batch: Batch) -> Iterator[None]:
 
 @contextmanager
 def behind_records(scene: Scene, batch: Batch) -> Iterator[None]:
-    """Each as a letter behind a record."""
+    """Each as a request behind a record."""
     sizes = []
     for claim, (_, encoded) in zip(scene.claims, batch, strict=False):
         descriptor = claim.pass_fds[-1]
@@ -156,9 +156,8 @@ def _write(descriptor: int, content: bytes) -> None:
 
 
 @contextmanager
-def as_files(scene: Scene, batch: Batch, kind: str) -> Iterator[None]:
+def as_files(directory: LockDirectory, batch: Batch, kind: str) -> Iterator[None]:
     """Each a file of its own, locked; a ticket with its bell."""
-    directory = scene.directory
     with ExitStack() as stack:
         for number, (_, encoded) in enumerate(batch):
             path = f"{directory.records}/{directory.prefix}{kind}.{ME}.{number:08x}.json"
@@ -177,9 +176,9 @@ def as_files(scene: Scene, batch: Batch, kind: str) -> Iterator[None]:
 
 
 PLANTED: dict[str, Any] = {
-    "record": in_records, "letter": behind_records,
-    "ticket": lambda scene, batch: as_files(scene, batch, "ticket"),
-    "reserve": lambda scene, batch: as_files(scene, batch, "reserve"),
+    "record": in_records, "request": behind_records,
+    "ticket": lambda scene, batch: as_files(scene.directory, batch, "ticket"),
+    "reserve": lambda scene, batch: as_files(scene.directory, batch, "reserve"),
 }  # fmt: skip
 
 
@@ -210,7 +209,7 @@ def test_a_record_stops_nobody_and_frees_no_device(scene, share):
         scene.free()
 
 
-def test_a_letter_stops_nobody(scene):
+def test_a_release_request_stops_nobody(scene):
     scene.claim()
     try:
         descriptor = scene.claims[0].pass_fds[-1]
@@ -219,7 +218,7 @@ def test_a_letter_stops_nobody(scene):
         content = json.loads(os.pread(descriptor, 8192, size))
         os.ftruncate(descriptor, size)
         for batch in batches(content, CLAIMED):
-            check(scene, "letter", batch, only_free_ones(scene))
+            check(scene, "request", batch, only_free_ones(scene))
     finally:
         scene.free()
 
@@ -267,14 +266,20 @@ def test_a_reservation_stops_nobody_and_hides_no_other(scene):
             path.unlink()
 
 
+def believing_any_number(place: Path) -> str:
+    """The path of a module that is loaded first, and has any value pass for a number."""
+    (place / "planted").mkdir()
+    code = "import gpuguard.jsonio as j\nj._number = lambda value, *kinds: value\n"
+    (place / "planted" / "sitecustomize.py").write_text(code)
+    return str(place / "planted")
+
+
 def test_a_ticket_that_stops_everybody_is_found_and_named(scene, monkeypatch):
     """A fault is planted: what a ticket says is a number is believed."""
-    place = Path(scene.gpuguard.environment["GPUGUARD_DIR"]).parent / "planted"
-    place.mkdir()
-    (place / "sitecustomize.py").write_text("import gpuguard.jsonio as j\nj._number = lambda value, *_: value\n")
-    monkeypatch.setitem(scene.gpuguard.environment, "PYTHONPATH", str(place))
+    place = Path(scene.gpuguard.environment["GPUGUARD_DIR"]).parent
+    monkeypatch.setitem(scene.gpuguard.environment, "PYTHONPATH", believing_any_number(place))
     content = tickets.ticket_content(Ticket("x", ME, "", 0.0, (Request(num_gpus=2),)))
-    wrong = [one for one in mutants(content, brief=True) if one[0].startswith("requests.0.num_gpus =")]
+    wrong = [mutant for mutant in mutants(content, brief=True) if mutant[0].startswith("requests.0.num_gpus =")]
 
     with pytest.raises(AssertionError, match=r"gpuguard [^\[]*: \[\('requests.0.num_gpus = "):
         check(scene, "ticket", wrong)
@@ -304,13 +309,6 @@ KINDS: dict[str, tuple[Any, int]] = {
 }  # fmt: skip
 
 
-class Place:
-    """Where the files go."""
-
-    def __init__(self, daemon: DaemonUnderTest) -> None:
-        self.directory: LockDirectory = lock_directory(str(daemon.place / "claims"))
-
-
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonUnderTest]:
     with a_daemon(tmp_path, POLICY) as one:
@@ -332,27 +330,23 @@ def troubled(daemon: DaemonUnderTest) -> bool:
 
 
 def test_a_daemon_looks_and_answers_on(daemon):
-    place, uuid = Place(daemon), daemon.uuid(0).encode()
+    directory, uuid = lock_directory(str(daemon.place / "claims")), daemon.uuid(0).encode()
     every = {kind: list(batches(document, most)) for kind, (document, most) in KINDS.items()}
     for number in range(max(map(len, every.values()))):
         with ExitStack() as stack:
             planted = {kind: of_kind[number] for kind, of_kind in every.items() if number < len(of_kind)}
             for kind, batch in planted.items():
                 meant = [(where, encoded.replace(UUID.encode(), uuid)) for where, encoded in batch]
-                stack.enter_context(as_files(place, meant, kind))  # type: ignore[arg-type]
+                stack.enter_context(as_files(directory, meant, kind))
             ends = {kind: (batch[0][0], batch[-1][0]) for kind, batch in planted.items()}
             assert goes_on(daemon), f"{ends}: {daemon.said()}"
-            assert ask(place.directory, {"do": "status"})
+            assert ask(directory, {"do": "status"})
 
 
 def test_a_daemon_that_believes_any_type_is_found(tmp_path):
     """A fault is planted: what a record says is a time is believed."""
-    planted = tmp_path / "planted"
-    planted.mkdir()
-    code = "import gpuguard.jsonio as j\nj._number = lambda value, *kinds: value\n"
-    (planted / "sitecustomize.py").write_text(code)
     with (
-        a_daemon(tmp_path, POLICY, environment={"PYTHONPATH": str(planted)}) as daemon,
+        a_daemon(tmp_path, POLICY, environment={"PYTHONPATH": believing_any_number(tmp_path)}) as daemon,
         pytest.raises(AssertionError, match="a fault inside gpuguard: TypeError"),
     ):
         test_a_daemon_looks_and_answers_on(daemon)

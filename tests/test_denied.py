@@ -27,14 +27,14 @@ from gpuguard.request import Request
 root = pytest.mark.root
 
 
-def mark(directory: LockDirectory, kind: str, name: str, **fields: object) -> None:
+def restrict(directory: LockDirectory, kind: str, name: str, **fields: object) -> None:
     facts = {"since": time.time(), "reason": "a good reason", **fields}
     change(directory, kind, lambda found: found.update({name: Restriction(name, **facts)}))  # type: ignore[arg-type]
 
 
 def test_a_quarantined_device_is_never_claimed_and_refused_with_its_reason(directory):
     devices = Devices(a_device(0), a_device(1))
-    mark(directory, QUARANTINED, devices.devices[1].uuid)
+    restrict(directory, QUARANTINED, devices.devices[1].uuid)
 
     _, choice = preview(devices, Request(num_gpus=1), directory)
 
@@ -49,7 +49,7 @@ def test_a_quarantined_device_is_never_claimed_and_refused_with_its_reason(direc
 def test_a_quarantined_gpu_takes_its_instances_along(directory):
     parent = a_device(0, mig_mode=True)
     child = a_device(0, uuid="MIG-1", parent_uuid=parent.uuid, gpu_instance_id=1)
-    mark(directory, QUARANTINED, parent.uuid)
+    restrict(directory, QUARANTINED, parent.uuid)
 
     _, choice = preview(Devices(parent, child), Request(num_gpus=1), directory)
 
@@ -57,7 +57,7 @@ def test_a_quarantined_gpu_takes_its_instances_along(directory):
 
 
 def test_a_denied_user_gets_no_new_claim_and_is_told_until_when(directory):
-    mark(directory, DENIED, str(os.geteuid()), user="carol", until=time.time() + 3600)
+    restrict(directory, DENIED, str(os.geteuid()), user="carol", until=time.time() + 3600)
 
     with pytest.raises(NotEnoughGpus, match=r"new claims of carol are denied by the administrator until .*: a good"):
         acquire(Devices(a_device(0)), Request(), directory, environ={})
@@ -65,13 +65,13 @@ def test_a_denied_user_gets_no_new_claim_and_is_told_until_when(directory):
 
 def test_a_denied_user_may_divide_the_claim_that_they_have(directory):
     with acquire(Devices(a_device(0)), Request(), directory, environ={}) as claim:
-        mark(directory, DENIED, str(os.geteuid()))
+        restrict(directory, DENIED, str(os.geteuid()))
 
         acquire(Devices(a_device(0)), Request(), directory, environ={"GPUGUARD_CLAIM": claim.id}).release()
 
 
-def test_who_waits_gets_the_device_when_the_denial_is_over(directory):
-    mark(directory, DENIED, str(os.geteuid()), until=time.time() + 1.0)
+def test_a_waiting_user_gets_the_device_when_the_denial_is_over(directory):
+    restrict(directory, DENIED, str(os.geteuid()), until=time.time() + 1.0)
 
     begun = time.monotonic()
     acquire(Devices(a_device(0)), Request(), directory, wait=20.0, environ={}).release()
@@ -111,29 +111,21 @@ class Acting:
 BOBS = Subject("user", None, uid=SOMEBODY, user="bob")
 
 
-def test_a_policy_denies_a_user_after_it_was_written_down(directory):
-    guard = Acting(directory)
-
-    assert guard.act(a_verdict("deny", BOBS, **{"for": 60.0})) == "done"
-
-    [found] = read_restrictions(directory, DENIED, time.time()).values()
-    assert (found.name, found.user, found.by) == (str(SOMEBODY), "bob", "the policy greedy")
-    assert found.until is not None and found.until - found.since == 60.0
-    assert guard.events == [("about to", [])]
-
-
 @pytest.mark.parametrize("action", ["deny", "quarantine"])
 @pytest.mark.parametrize(
     ("enforce", "writes", "word"), [(False, True, "dry run"), (True, False, "not recorded"), (True, True, "done")]
 )
-def test_only_what_is_meant_in_earnest_and_written_down_is_done(directory, action, enforce, writes, word):
+def test_only_what_is_enforced_and_was_written_down_before_is_done(directory, action, enforce, writes, word):
     guard = Acting(directory, writes=writes)
     subject = replace(BOBS, device=guard.machine.devices[0].uuid)
 
-    assert guard.act(a_verdict(action, subject, enforce)) == word
+    assert guard.act(a_verdict(action, subject, enforce, **{"for": 60.0})) == word
 
-    kind = DENIED if action == "deny" else QUARANTINED
-    assert len(read_restrictions(directory, kind, time.time())) == (word == "done")
+    found = read_restrictions(directory, DENIED if action == "deny" else QUARANTINED, time.time()).values()
+    about = (str(SOMEBODY), "bob") if action == "deny" else (subject.device, None)
+    facts = [(one.name, one.user, one.by, one.until - one.since) for one in found]
+    assert facts == [(*about, "the policy greedy", 60.0)] * (word == "done")
+    assert guard.events == [("dry run" if word == "dry run" else "about to", [])]
 
 
 @pytest.mark.parametrize(
@@ -226,10 +218,7 @@ def test_a_device_is_quarantined_and_put_back_by_command(tmp_path):
     assert seen[1]["reason"] == f"quarantined by {who}: XID 79"
     assert ended == [0, 1]
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [(event["kind"], event["outcome"]) for event in events] == [
-        ("quarantine", "quarantined"),
-        ("quarantine", "ended"),
-    ]
+    assert [event["outcome"] for event in events if event["kind"] == "quarantine"] == ["quarantined", "ended"]
 
 
 def test_a_whole_uuid_is_quarantined_without_asking_the_driver(tmp_path):

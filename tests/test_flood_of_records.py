@@ -1,4 +1,4 @@
-"""A user who opens or writes as much as he can: a look at the claims stays short, and hides nobody else's."""
+"""A user who opens or writes as much as possible: a look at the claims stays short, and hides nobody else's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from nodes import eventually
-from users import ALICE, BOB, Machine, a_shared_machine
+from users import ALICE, BOB, HOG, Machine, a_shared_machine
 
 from gpuguard.claims import holders, records
 
@@ -21,16 +21,8 @@ pytestmark = pytest.mark.root
 
 @pytest.fixture
 def machine(site: Path) -> Iterator[Machine]:
-    with a_shared_machine(site, "admin") as machine:
-        yield machine
-
-
-HOG = """
-import fcntl, os, sys, time
-fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
-print("ready", flush=True)
-time.sleep(100)
-"""
+    with a_shared_machine(site, "admin") as made:
+        yield made
 
 
 def test_any_number_of_descriptors_of_one_user_hides_nobody_elses_lock_and_costs_a_bounded_time(machine, monkeypatch):
@@ -117,10 +109,10 @@ def flooded(site: Path) -> Iterator[Flooded]:
         try:
             yield flooded
         finally:
-            for each in flooded.asked:
-                each.terminate()
-            for each in flooded.asked:
-                each.wait()
+            for process in flooded.asked:
+                process.terminate()
+            for process in flooded.asked:
+                process.wait()
             os.close(flooded.turns)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from driven import driven
 from fake_nvml import GIB, FakeNvml
-from guarded import SOMEBODY, Scene, a_child, a_scene, somebody
+from guarded import SOMEBODY, Scene, a_child, somebody
 
 from gpuguard.enforcement import identity
 from gpuguard.enforcement.identity import Protected
@@ -227,30 +227,23 @@ def test_a_program_of_somebody_who_put_it_there_themselves_is_known_too(tmp_path
     assert identity.runs_one_of(facts, (str(program),))
 
 
-def protected_user(scene: Scene) -> None:
-    assert scene.process.uid is not None
-    scene.context(protected=frozenset({scene.process.uid}))
-
-
-def protected_program(scene: Scene) -> None:
-    scene.context(protected_executables=("/*",))
-
-
-@pytest.mark.parametrize("protect", [protected_user, protected_program])
+@pytest.mark.parametrize("protected", ["user", "program"])
 @pytest.mark.parametrize("action", ["checkpoint", "terminate", "kill", "pause", "resume", "renice"])
-def test_no_action_reaches_whoever_is_protected(action: str, protect: Any) -> None:
-    with a_scene() as scene:
-        protect(scene)
-        said = scene.act(action)
+def test_no_action_reaches_what_is_protected(scene: Scene, action: str, protected: str) -> None:
+    uids = frozenset({scene.process.uid} if protected == "user" else ())
+    scene.context(protected=uids, protected_executables=("/*",) if protected == "program" else ())
+    outcome = scene.act(action)
 
-        assert said.word == "refused"
-        assert "protected" in {each.text.rpartition(" ")[2] for each in said.failed}
+    assert outcome.word == "refused"
+    assert "protected" in {check.text.rpartition(" ")[2] for check in outcome.failed}
+
+
+ACCOUNTS = Accounts({"alice": 1001}.__getitem__, {"lab": 30001}.__getitem__)
 
 
 def test_names_are_resolved_when_the_file_is_read() -> None:
-    accounts = Accounts({"alice": 1001}.__getitem__, {"lab": 30001}.__getitem__)
     text = "version: 1\nprotect: {users: [alice, 1002], groups: [lab], executables: [/opt/*]}\n"
-    file = parse(text + "policies: [{name: a, when: {unclaimed: {}}, steps: [log]}]", accounts=accounts)
+    file = parse(text + "policies: [{name: a, when: {unclaimed: {}}, steps: [log]}]", accounts=ACCOUNTS)
 
     assert file.faults == ()
     assert file.protected == Protected(frozenset({1001, 1002}), frozenset({"lab"}), ("/opt/*",))
@@ -267,9 +260,8 @@ def test_names_are_resolved_when_the_file_is_read() -> None:
     ],
 )
 def test_a_protection_that_protects_nobody_is_a_fault(protect: str, fault: str) -> None:
-    accounts = Accounts({"alice": 1001}.__getitem__, {"lab": 30001}.__getitem__)
     text = f"version: 1\nprotect: {protect}\npolicies: [{{name: a, when: {{unclaimed: {{}}}}, steps: [log]}}]"
-    file = parse(text, accounts=accounts)
+    file = parse(text, accounts=ACCOUNTS)
 
-    assert [each.text for each in file.faults if fault in each.text], file.faults
+    assert [found.text for found in file.faults if fault in found.text], file.faults
     assert file.policies == ()

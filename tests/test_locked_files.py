@@ -1,4 +1,4 @@
-"""What others have locked is learned by a process apart; one whose files never answer hides himself alone."""
+"""What others have locked is learned by a process apart; a user whose files never answer is hidden alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from nodes import eventually
 from gpuguard import deadline
 from gpuguard.backends import spawn
 from gpuguard.claims import holders
-from gpuguard.claims import holders as fdlocks
 from gpuguard.claims.holders import as_written, inode_of
 
 UNKNOWN = 20002  # another user
@@ -83,12 +82,12 @@ libc.epoll_wait(waits.fileno(), ctypes.c_void_p(page), 10, -1)
 @pytest.fixture(autouse=True)
 def _no_reader_before_or_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("SLACK_SECONDS", "SLACK_AGAIN"):
-        monkeypatch.setattr(fdlocks, name, 20.0)  # no reader of these tests is too slow by accident
+        monkeypatch.setattr(holders, name, 20.0)  # no reader of these tests is too slow by accident
     monkeypatch.setattr(deadline, "_spent", {})
-    fdlocks._close()
+    holders._close()
     yield
-    fdlocks._close()
-    assert eventually(lambda: fdlocks._reap() or not (fdlocks._ended or fdlocks._hanging))
+    holders._close()
+    assert eventually(lambda: holders._reap() or not (holders._ended or holders._hanging))
 
 
 @pytest.fixture
@@ -100,15 +99,15 @@ def locked(tmp_path: Path) -> Iterator[int]:
 
 
 def silent(monkeypatch: pytest.MonkeyPatch, reader: str = SILENT) -> None:
-    monkeypatch.setattr(fdlocks, "SLACK_SECONDS", 0.0)
-    monkeypatch.setattr(fdlocks, "SLACK_AGAIN", 0.0)
+    monkeypatch.setattr(holders, "SLACK_SECONDS", 0.0)
+    monkeypatch.setattr(holders, "SLACK_AGAIN", 0.0)
     monkeypatch.setattr(spawn, "interpreter", lambda code, word: [sys.executable, "-c", reader, *sys.path])
 
 
 def test_what_a_process_has_locked_is_what_the_kernel_says(locked):
     inode = as_written(locked)
 
-    assert inode in fdlocks.locked_files(os.getpid(), os.getuid(), 5).values()
+    assert inode in holders.locked_files(os.getpid(), os.getuid(), 5).values()
     assert holders.locked_by(os.getpid(), os.getuid(), 5)[locked] == inode
 
 
@@ -131,79 +130,78 @@ def test_where_it_can_be_seen_what_is_no_file_nobody_asks_it_what_is_locked(monk
 
 def test_one_reader_looks_again_and_again(locked):
     for _ in range(3):
-        assert fdlocks.locked_files(os.getpid(), os.getuid(), 5)
-    assert len(fdlocks._reader) == 1
-    assert fdlocks._ended == []
+        assert holders.locked_files(os.getpid(), os.getuid(), 5)
+    assert len(holders._reader) == 1
+    assert holders._ended == []
 
 
-def test_of_whom_a_look_does_not_come_back_nothing_more_is_asked_until_it_does(monkeypatch, locked):
+def test_of_a_user_of_whom_a_look_does_not_come_back_nothing_more_is_asked_until_it_does(monkeypatch, locked):
     with monkeypatch.context() as patch:
         silent(patch, READY)
-        assert fdlocks.locked_files(os.getpid(), UNKNOWN, 0.01) == {}
-    readers = list(fdlocks._hanging.values())
-    monkeypatch.setattr(fdlocks, "_reap", lambda: None)
+        assert holders.locked_files(os.getpid(), UNKNOWN, 0.01) == {}
+    readers = list(holders._hanging.values())
+    monkeypatch.setattr(holders, "_reap", lambda: None)
 
-    assert fdlocks.hangs(UNKNOWN)
-    assert fdlocks.locked_files(os.getpid(), UNKNOWN, 5) == {}
-    assert fdlocks.locked_files(os.getpid(), os.getuid(), 5), "others are looked at meanwhile, by another reader"
+    assert holders.hangs(UNKNOWN)
+    assert holders.locked_files(os.getpid(), UNKNOWN, 5) == {}
+    assert holders.locked_files(os.getpid(), os.getuid(), 5), "others are looked at meanwhile, by another reader"
     monkeypatch.undo()
-    assert eventually(lambda: not fdlocks.hangs(UNKNOWN)), f"{readers} ended: nobody asks any more"
+    assert eventually(lambda: not holders.hangs(UNKNOWN)), f"{readers} ended: nobody asks any more"
 
 
 def test_a_reader_that_begins_late_is_waited_for(monkeypatch, locked):
     """On a loaded machine it began so late that nobody knew what an honest user had locked."""
-    with monkeypatch.context() as patch:
-        silent(patch, BUSY)
-        assert fdlocks.locked_files(os.getpid(), UNKNOWN, 0.01)
-        assert not fdlocks.hangs(UNKNOWN)
+    silent(monkeypatch, BUSY)
+
+    assert holders.locked_files(os.getpid(), UNKNOWN, 0.01)
+    assert not holders.hangs(UNKNOWN)
 
 
 def test_a_reader_that_never_begins_is_nobodys_fault(monkeypatch, locked):
-    with monkeypatch.context() as patch:
-        silent(patch)
-        patch.setattr(fdlocks, "START_SECONDS", 0.01)
-        assert fdlocks.locked_files(os.getpid(), UNKNOWN, 0.01) == {}
-        assert len(fdlocks._ended) == 1, "it is reaped later"
-        assert not fdlocks.hangs(UNKNOWN)
+    silent(monkeypatch)
+    monkeypatch.setattr(holders, "START_SECONDS", 0.01)
+
+    assert holders.locked_files(os.getpid(), UNKNOWN, 0.01) == {}
+    assert len(holders._ended) == 1, "it is reaped later"
+    assert not holders.hangs(UNKNOWN)
 
 
 def test_while_many_hang_nobody_without_a_name_is_asked(monkeypatch, locked):
     """One user can have 65536 such uids, each of which would take another reader."""
     with monkeypatch.context() as patch:
         for name, value in (("MOST_HANGING", 1), ("_hanging", {4711: 1}), ("_reap", lambda: None)):
-            patch.setattr(fdlocks, name, value)
+            patch.setattr(holders, name, value)
 
-        assert fdlocks.locked_files(os.getpid(), UNKNOWN, 5) == {}
-        assert fdlocks.locked_files(os.getpid(), os.getuid(), 5)
+        assert holders.locked_files(os.getpid(), UNKNOWN, 5) == {}
+        assert holders.locked_files(os.getpid(), os.getuid(), 5)
 
 
-def test_who_answers_each_look_just_in_time_gets_no_more_time_than_who_never_does(monkeypatch, locked):
+def test_a_user_who_answers_each_look_just_in_time_gets_no_more_time_than_one_who_never_does(monkeypatch, locked):
     now = [0.0]
-    monkeypatch.setattr(fdlocks, "monotonic", lambda: now[0])
-    monkeypatch.setattr(fdlocks, "MOST_OWED", 0.1)
-    with monkeypatch.context() as patch:
-        silent(patch, SLOW)
-        looks = [fdlocks.locked_files(os.getpid(), UNKNOWN, 5) for _ in range(20)]
+    monkeypatch.setattr(holders, "monotonic", lambda: now[0])
+    monkeypatch.setattr(holders, "MOST_OWED", 0.1)
+    silent(monkeypatch, SLOW)
+    looks = [holders.locked_files(os.getpid(), UNKNOWN, 5) for _ in range(20)]
 
-        assert 0 < sum(map(bool, looks)) <= 2
-        assert fdlocks.hangs(UNKNOWN)
-        assert fdlocks.locked_files(os.getpid(), os.getuid(), 5), "nobody else is hidden"
-        now[0] += 20 / deadline.SHARE
-        assert fdlocks.locked_files(os.getpid(), UNKNOWN, 5), "once it is paid off"
+    assert 0 < sum(map(bool, looks)) <= 2
+    assert holders.hangs(UNKNOWN)
+    assert holders.locked_files(os.getpid(), os.getuid(), 5), "nobody else is hidden"
+    now[0] += 20 / deadline.SHARE
+    assert holders.locked_files(os.getpid(), UNKNOWN, 5), "once it is paid off"
 
 
 def test_looks_that_take_next_to_nothing_are_never_too_many(locked):
-    assert all(fdlocks.locked_files(os.getpid(), UNKNOWN, 5) for _ in range(200))
+    assert all(holders.locked_files(os.getpid(), UNKNOWN, 5) for _ in range(200))
 
 
 def test_a_reader_that_has_ended_is_replaced(locked):
-    fdlocks.locked_files(os.getpid(), os.getuid(), 5)
-    _, process, ask, _ = fdlocks._reader[0]
+    holders.locked_files(os.getpid(), os.getuid(), 5)
+    _, process, ask, _ = holders._reader[0]
     spawn.send(ask, ())  # what ends it
 
     assert eventually(lambda: os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT) is not None)
-    fdlocks.locked_files(os.getpid(), os.getuid(), 5)
-    assert fdlocks.locked_files(os.getpid(), os.getuid(), 5)
+    holders.locked_files(os.getpid(), os.getuid(), 5)
+    assert holders.locked_files(os.getpid(), os.getuid(), 5)
 
 
 def test_where_no_process_can_be_started_nothing_is_known(monkeypatch, locked):
@@ -213,11 +211,11 @@ def test_where_no_process_can_be_started_nothing_is_known(monkeypatch, locked):
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(subprocess, "Popen", refuse)
 
-    assert fdlocks.locked_files(os.getpid(), os.getuid(), 5) == {}
+    assert holders.locked_files(os.getpid(), os.getuid(), 5) == {}
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_who_may_not_see_where_descriptors_lead_asks_the_reader_alone(monkeypatch, locked):
+def test_a_guard_that_may_not_see_where_descriptors_lead_asks_the_reader_alone(monkeypatch, locked):
     really, place = os.listdir, os.readlink(f"/proc/self/fd/{locked}")
 
     def listdir(path: str) -> list[str]:
@@ -232,8 +230,8 @@ def test_who_may_not_see_where_descriptors_lead_asks_the_reader_alone(monkeypatc
 
 
 @pytest.mark.root
-def test_a_user_whose_epoll_hands_over_an_event_to_his_own_file_system_hides_himself_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(fdlocks, "SLACK_SECONDS", 0.2)
+def test_a_user_whose_epoll_hands_over_an_event_to_a_file_system_of_their_own_is_hidden_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(holders, "SLACK_SECONDS", 0.2)
     place = tmp_path / "place"
     place.write_bytes(b"x" * 4096)
     words = [sys.executable, "-c", ATTACK, str(place)]
@@ -244,15 +242,15 @@ def test_a_user_whose_epoll_hands_over_an_event_to_his_own_file_system_hides_him
             if attack.stdout.readline() != "ready\n":
                 pytest.skip("NOT TESTED: needs /dev/fuse and a mount namespace of its own")
             assert eventually(lambda: _state(attack.pid) in "SD")
-            assert eventually(lambda: fdlocks.locked_files(attack.pid, UNKNOWN, 0.1) == {} and fdlocks.hangs(UNKNOWN))
-            [reader] = fdlocks._hanging.values()
+            assert eventually(lambda: holders.locked_files(attack.pid, UNKNOWN, 0.1) == {} and holders.hangs(UNKNOWN))
+            [reader] = holders._hanging.values()
 
             assert _state(reader.pid) == "D"
             with a_child(*SLEEP) as other:
                 assert holders.locked_by(other.pid, os.getuid(), 5) == {}
         finally:
             os.killpg(attack.pid, signal.SIGKILL)  # its server, too: it does not end before that
-    assert eventually(lambda: not fdlocks.hangs(UNKNOWN))
+    assert eventually(lambda: not holders.hangs(UNKNOWN))
 
 
 def _state(pid: int) -> str:

@@ -95,21 +95,6 @@ def test_a_device_for_one_process_cannot_be_shared():
     assert said.startswith("in exclusive-process mode")
 
 
-def test_of_several_records_for_one_slot_the_greatest_counts():
-    sharing = sharing_on(DEVICE, [a_share(10), a_share(1, user="liar")])
-
-    assert [record.memory for record in sharing.claims] == [10 * GIB]
-    assert sharing.count == 1
-
-
-@pytest.mark.parametrize("gib", [None, 0, -1, 81])
-def test_a_share_that_cannot_be_true_makes_the_device_one_that_nobody_can_join(gib):
-    sharing = sharing_on(DEVICE, [a_share(10), a_share(gib, 1)])
-
-    assert (len(sharing.claims), sharing.unknown) == (1, 1)
-    assert "whose record cannot be read" in reasons(DEVICE, sharing)[0]
-
-
 def test_a_share_of_another_device_is_none_of_this_one():
     other = a_share(10, device=a_device(1))
 

@@ -3,7 +3,7 @@
 with a_shared_machine(site, kind) as machine: ...   kind: "admin", a directory made by `gpuguard setup`, or "sticky",
                                                     flat files; site: a fixture, or a_site()
 done = machine(ALICE, "select", "-n", "2")  gpuguard as that user;  with machine.job(ALICE, "-n", "2") as devices: ...
-machine.python(BOB, code, *words)           a program of his
+machine.python(BOB, code, *words)           a program of theirs
 """
 
 from __future__ import annotations
@@ -39,6 +39,13 @@ from gpuguard.claims import directory as lockfiles
 lockfiles.ADMIN_DIRECTORY, lockfiles.FALLBACK_DIRECTORIES = sys.argv[1], (sys.argv[2],)
 from gpuguard.cli import main
 sys.exit(main(sys.argv[3:]))
+"""
+# A program that keeps the lock of a file.
+HOG = """
+import fcntl, os, sys, time
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
+print("ready", flush=True)
+time.sleep(100)
 """
 HOLD = ("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"; exec sleep 100')
 

@@ -170,13 +170,7 @@ def hidden_claim_text(paths: Iterable[str]) -> str:
 
 
 def _possible_hiders(path: str) -> dict[int, int]:
-    """The processes that may keep the lock at *path* out of sight, as far as this user may see them.
-
-    They map the file, or have a socket with descriptors in it that no process has received.
-
-    Returns:
-        pid -> uid
-    """
+    """Processes, pid -> uid, that map the file at *path*, or have a socket with descriptors that none has received."""
     inode, hiders = status_in_place(path).st_ino, dict[int, int]()
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:

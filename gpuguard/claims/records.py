@@ -310,13 +310,13 @@ def locked_devices(directory: LockDirectory, uuids: Iterable[str]) -> set[str]:
     them: its lock is held shared.
     """
     with Gate(directory):
-        return set(_held_locks(directory, uuids).values())
+        return set(_held_and_granted(directory, uuids)[0].values())
 
 
 def locks_held(directory: LockDirectory, uuids: Iterable[str]) -> frozenset[str]:
     """The names of all locks that are held on these devices, of whole ones and of shares."""
     with Gate(directory):
-        return frozenset(_held_locks(directory, uuids))
+        return frozenset(_held_and_granted(directory, uuids)[0])
 
 
 def probe(
@@ -482,24 +482,9 @@ def _may_hold(record: ClaimRecord, holders: Mapping[int, int], grant: Grant | No
 def _held_and_granted(
     directory: LockDirectory, uuids: Iterable[str]
 ) -> tuple[dict[str, str], Mapping[str, Grant | None]]:
-    """The locks that are held, as _held_locks(), and to whom the daemon gave them, where it does."""
-    if directory.keeper is None:
-        return _held_locks(directory, uuids), {}
-    if not directory.closed:
-        locked = _held_locks(directory, uuids)
-        return locked, grants.grant_of(directory, locked)
-    wanted, granted = set(uuids), grants.granted(directory)
-    if granted is None:  # no daemon: nobody can claim now, and those who do say so themselves
-        pairs = [(record, uuid) for record in read_records(directory) for uuid in record.devices if uuid in wanted]
-        return {name: uuid for record, uuid in pairs for name in record.slots or (uuid,) if uuid in name}, {}
-    names = [(name, name if name in wanted else name.rpartition(".slot")[0]) for name in granted]
-    return {name: uuid for name, uuid in names if uuid in wanted}, granted
-
-
-def _held_locks(directory: LockDirectory, uuids: Iterable[str]) -> dict[str, str]:
-    """The locks that are held, name -> uuid: that of a device where one has it alone, else its locked slots."""
+    """The locks that are held, name -> uuid, and to whom the daemon gave them, where it does."""
     if directory.closed:
-        return _held_and_granted(directory, uuids)[0]
+        return _held_by_word_of_the_daemon(directory, set(uuids))
     locked = {}
     for uuid in uuids:
         if not exists_in_place(directory.lock_path(uuid)):
@@ -511,7 +496,7 @@ def _held_locks(directory: LockDirectory, uuids: Iterable[str]) -> dict[str, str
             continue
         try:
             if not try_flock(descriptor, fcntl.LOCK_SH):
-                locked[uuid] = uuid
+                locked[uuid] = uuid  # one claim has it alone
             elif slots := locked_slots(directory, uuid):
                 locked.update(dict.fromkeys(slots, uuid))
             elif (
@@ -523,7 +508,18 @@ def _held_locks(directory: LockDirectory, uuids: Iterable[str]) -> dict[str, str
                 locked[uuid] = uuid
         finally:
             os.close(descriptor)
-    return locked
+    return locked, {} if directory.keeper is None else grants.grant_of(directory, locked)
+
+
+def _held_by_word_of_the_daemon(
+    directory: LockDirectory, uuids: set[str]
+) -> tuple[dict[str, str], Mapping[str, Grant | None]]:
+    granted = grants.granted(directory)
+    if granted is None:  # no daemon: nobody can claim now, and those who do say so themselves
+        pairs = [(record, uuid) for record in read_records(directory) for uuid in record.devices if uuid in uuids]
+        return {name: uuid for record, uuid in pairs for name in record.slots or (uuid,) if uuid in name}, {}
+    names = [(name, name if name in uuids else name.rpartition(".slot")[0]) for name in granted]
+    return {name: uuid for name, uuid in names if uuid in uuids}, granted
 
 
 def _is_locked(directory: LockDirectory, name: str) -> bool:

@@ -14,6 +14,7 @@ whether a process computes under it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import signal
@@ -158,10 +159,7 @@ def is_supervisor(pid: int) -> bool:
 
 
 def _descriptors_of(path: str, uid: int) -> tuple[int, ...] | None:
-    """The numbers under which the processes of a living claim have its locks open, as its record says; None: it ended.
-
-    () where the record says nothing that could be such numbers.
-    """
+    """By which descriptors a living claim has its locks open, as its record says, if it does; None: it has ended."""
     try:
         descriptor = open_in_place(path)
     except OSError:
@@ -256,7 +254,7 @@ def _locked_inodes(directory: LockDirectory, claim: ClaimRecord) -> set[str]:
 def _holders(claim: ClaimRecord, inodes: set[str]) -> Iterator[tuple[int, dict[int, str]]]:
     """The processes of its owner that have one of *inodes* locked: pid, and by which descriptor; first its supervisor.
 
-    In effect they may be root: a program with the set-user-ID bit keeps what its user has open.
+    In effect they may be root: a set-user-ID program keeps what its user has open.
     """
     until, own = time.monotonic() + SEARCH_SECONDS, os.getpid()  # we have what we borrowed
     pids = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {own}
@@ -276,11 +274,7 @@ def _lend(claim: ClaimRecord, pid: int, pidfd: int, number: int, is_wanted: Call
     """A copy of a descriptor of another process if it is open and the right one.
 
     Checked in a thread: a file of FUSE may be anything's but a lock's, and even closing our copy of it waits for as
-    long as its owner likes.
-
-    Raises:
-        NotPermitted: the kernel does not allow it.
-        ClaimError: a file of that user's cannot be closed.
+    long as its owner likes; that is a ClaimError.
     """
     outcomes: list[int | NotPermitted | None] = []
     deciding, late = threading.Lock(), threading.Event()
@@ -326,17 +320,10 @@ def _is_lock(directory: LockDirectory, descriptor: int) -> bool:
 
 
 def _getfd(pidfd: int, number: int) -> int:
-    """A copy of a descriptor of another process: the same open file.
-
-    Raises:
-        NotPermitted: the kernel does not allow it.
-        OSError: it has no such descriptor, or has ended.
-    """
+    """A copy of a descriptor of another process, the same open file; an OSError: it has no such one, or has ended."""
     descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, number, 0))
     if descriptor >= 0:
         return descriptor  # close-on-exec: the kernel makes it so
-    code = ctypes.get_errno()
-    error = OSError(code, os.strerror(code))
-    if isinstance(error, PermissionError):
+    if (code := ctypes.get_errno()) in (errno.EPERM, errno.EACCES):
         raise NotPermitted("the kernel does not let you look into the processes of this claim.")
-    raise error
+    raise OSError(code, os.strerror(code))

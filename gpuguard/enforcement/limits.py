@@ -321,15 +321,6 @@ SECONDS_PER_LINE = 10.0  # one: 3 MB a day
 REPORT_SECONDS = 60.0  # between two lines that say how many were left out
 
 
-@dataclass
-class _LeftOut:
-    """What was not written about one user."""
-
-    since: float  # unix time
-    clock: float
-    counts: Counter[str] = field(default_factory=Counter)
-
-
 class AuditQuota:
     """How many lines of the audit log each user has had; clocks are in seconds and never go back.
 
@@ -341,7 +332,7 @@ class AuditQuota:
 
     def __init__(self) -> None:
         self._spent: dict[str | None, float] = {}  # user -> clock at which nothing counts against them any more
-        self._left_out: dict[str | None, _LeftOut] = {}
+        self._left_out: dict[str | None, tuple[float, Counter[str]]] = {}  # user -> since which clock, and what
         self._announced: tuple[object, ...] | None = None
 
     def admits(self, event: Event, clock: float) -> bool:
@@ -356,8 +347,8 @@ class AuditQuota:
         user = event.user if event.user and not event.user.isdecimal() else None
         spent = max(clock, self._spent.get(user, clock)) + SECONDS_PER_LINE
         if spent - clock > BURST_LINES * SECONDS_PER_LINE:
-            left_out = self._left_out.setdefault(user, _LeftOut(event.time, clock))
-            left_out.counts[event.outcome if event.kind == "note" else event.kind] += 1
+            _, counts = self._left_out.setdefault(user, (clock, Counter()))
+            counts[event.outcome if event.kind == "note" else event.kind] += 1
             return False
         self._spent[user] = spent
         return True
@@ -365,13 +356,12 @@ class AuditQuota:
     def left_out(self, clock: float) -> Iterator[Event]:
         """For each user about whom lines were left out a line that says so, once a minute."""
         self._spent = {user: spent for user, spent in self._spent.items() if spent > clock}
-        for user, left_out in tuple(self._left_out.items()):
-            if clock - left_out.clock < REPORT_SECONDS:
+        for user, (since, counts) in tuple(self._left_out.items()):
+            if clock - since < REPORT_SECONDS:
                 continue
             del self._left_out[user]
-            number = sum(left_out.counts.values())
-            kinds = ", ".join(f"{kind} {count}" for kind, count in left_out.counts.most_common())
-            whom, seconds = "the same user" if user else "users without a name", time.time() - left_out.since
-            text = f"{number} lines about {whom} within {seconds:.0f}s"
+            number, whom = sum(counts.values()), "the same user" if user else "users without a name"
+            kinds = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
+            text = f"{number} lines about {whom} within {clock - since:.0f}s"
             text += f", more than one in {SECONDS_PER_LINE:.0f}s: {kinds}"
             yield Event(time.time(), "note", "left out", user, message=text, facts=(("lines", number),))

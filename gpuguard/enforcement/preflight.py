@@ -143,8 +143,8 @@ class Preflight:
     @cached_property
     def action(self) -> PastAction:
         """What is about to be done, for the limits and for the audit log."""
-        snapshot = self.fresh or self.snapshot
-        devices = [device for device in snapshot.devices if device.uuid in self.devices] if self.process else ()
+        devices = (self.fresh or self.snapshot).devices if self.process else ()
+        used = [(device.uuid, device.memory_used) for device in devices if device.uuid in self.devices]
         return PastAction(
             clock=self.clock,
             action=self.verdict.action,
@@ -152,9 +152,7 @@ class Preflight:
             devices=self.devices,
             live=self.live,
             signature=identity.signature(self.facts, self._claim_of_process()),
-            memory_used=tuple(
-                (device.uuid, device.memory_used) for device in devices if device.memory_used is not None
-            ),
+            memory_used=tuple((uuid, memory) for uuid, memory in used if memory is not None),
             memory=self.process.memory_used if self.process else None,
             policy=self.verdict.policy if self.process else "",
             uid=self.uid,
