@@ -1,35 +1,69 @@
-"""60 processes fight for 8 devices and are killed at random: nobody ever holds what somebody else holds.
+"""Processes fight for devices, or shares of them, and are killed at random: nothing is held or promised twice.
 
-The long form is `python benchmarks/contention.py --seconds 60`, with 200.
+The long forms are `python benchmarks/contention.py --seconds 60`, with 200 of them, and `benchmarks/sharing.py`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import contention
+import pytest
+import sharing
 from chances import IN_CAMPAIGNS
-from contention import fight
+
+SHARE = 30 * contention.GIB  # of 80: two of them fit
 
 
 def test_no_overlap_and_no_stale_lock_under_random_sigkill(tmp_path: Path) -> None:
-    rounds = []
-    while len(rounds) < 8 and not (rounds and all(happened(rounds))):
-        (tmp_path / str(len(rounds))).mkdir()
-        rounds.append(fight(tmp_path / str(len(rounds)), seconds=5, processes=60, seed=len(rounds)))
+    enough = {"holds": 500, "kills": 50}
+    rounds = fought(lambda place, seed: contention.fight(place, seconds=5, processes=60, seed=seed), tmp_path, enough)
 
     assert [(outcome.overlaps, outcome.stale) for outcome in rounds] == [(0, 0)] * len(rounds)
-    assert happened(rounds) == (True, True)
 
 
-def happened(rounds):
-    """Whether there was enough to see, which takes a busy machine more than one round: holds, kills."""
-    return sum(outcome.holds for outcome in rounds) > 500, sum(outcome.kills for outcome in rounds) > 50
+def test_no_promise_is_broken_and_no_lock_stays_under_random_sigkill(tmp_path: Path) -> None:
+    enough = {"kills": 30, "shares": 100, "alone": 10}
+    rounds = fought(lambda place, seed: sharing.fight(place, seconds=5, seed=seed), tmp_path, enough)
+
+    assert [(outcome.broken, outcome.stale) for outcome in rounds] == [(0, 0)] * len(rounds)
 
 
-def test_the_checker_sees_locks_that_are_broken_as_stale(tmp_path: Path) -> None:
-    assert fight(tmp_path, seconds=2, processes=60, variant="break-stale").overlaps > 0
+def fought(fight, place: Path, enough: dict[str, int]) -> list:
+    """The outcomes of as many rounds as it takes until enough happened: on a busy machine more than one, 8 at most."""
+    rounds: list = []
+    while not all(sum(getattr(outcome, name) for outcome in rounds) > least for name, least in enough.items()):
+        assert len(rounds) < 8, f"too little happened: {rounds}"
+        (place / str(len(rounds))).mkdir()
+        rounds.append(fight(place / str(len(rounds)), len(rounds)))
+    return rounds
 
 
-@IN_CAMPAIGNS
-def test_the_checker_sees_locks_that_exclude_nobody(tmp_path: Path) -> None:
-    assert fight(tmp_path, seconds=2, processes=60, variant="no-exclusion").overlaps > 0
+@pytest.mark.parametrize("variant", ["break-stale", pytest.param("no-exclusion", marks=IN_CAMPAIGNS)])
+def test_the_checker_sees_locks_that_are_broken_as_stale_or_exclude_nobody(tmp_path: Path, variant: str) -> None:
+    assert contention.fight(tmp_path, seconds=2, processes=60, variant=variant).overlaps > 0
+
+
+@pytest.mark.parametrize("variant", ["no-exclusion", pytest.param("no-look", marks=IN_CAMPAIGNS)])
+def test_the_checker_sees_promises_that_are_broken(tmp_path: Path, variant: str) -> None:
+    assert sharing.fight(tmp_path, seconds=2, processes=40, variant=variant).broken > 0
+
+
+def test_of_starters_at_one_moment_exactly_those_that_fit_get_their_share(tmp_path: Path) -> None:
+    assert sharing.race(tmp_path, starters=10, rounds=20, memory=SHARE) == [2] * 20
+
+
+@pytest.mark.parametrize("variant", ["none", "no-first-look"])
+def test_without_the_gate_never_more_than_fit_get_their_share(tmp_path: Path, variant: str) -> None:
+    won = sharing.race(tmp_path, starters=10, rounds=20, memory=SHARE, gate=False, variant=variant)
+
+    assert max(won) <= 2
+    assert sum(won) > 10  # going back for each other is not for ever
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["no-exclusion", pytest.param("no-look", marks=IN_CAMPAIGNS), pytest.param("late-record", marks=IN_CAMPAIGNS)],
+)
+def test_the_race_shows_a_fault_that_is_planted(tmp_path: Path, variant: str) -> None:
+    assert max(sharing.race(tmp_path, starters=10, rounds=5, memory=SHARE, gate=False, variant=variant)) > 2

@@ -114,11 +114,9 @@ def held_by_no_process(directory: LockDirectory, names: Iterable[str]) -> set[st
     """Those of the locks *names* that are held although certainly no process has them open.
 
     A lock lives as long as its open file.  That may lie where no list of descriptors shows it: in a message that no
-    process receives (SCM_RIGHTS, unix(7)), in a mapping, in an io_uring.
-
-    Returns:
-        Nothing where the files of a single process cannot be read to their end.  A lock that one process hands on to
-        another is not among them: two scans must miss it, and the kernel must still list it between them.
+    process receives (SCM_RIGHTS, unix(7)), in a mapping, in an io_uring.  None is named where the files of a single
+    process cannot be read to their end, nor one that a process hands on to another: two scans must miss it, and the
+    kernel must still list it between them.
     """
     inodes = {inode: name for name in names if (inode := inode_of(directory.lock_path(name)))}
     if not inodes or not in_first_pid_namespace():
@@ -300,14 +298,10 @@ _ended: list[subprocess.Popen[bytes]] = []  # readers to reap
 def locked_files(pid: int | str, uid: int, seconds: float, *, whole: bool = False) -> dict[int, str]:
     """Descriptor -> "major:minor:inode" of what a process has locked, by the reader process; {} also where unknown.
 
-    Args:
-        pid: of the process, or "PID/task/TID".
-        uid: for which it acts: of no other user anything is unknown when the reader does not come back.
-        seconds: it may take; then it is what was read until then.
-        whole: raise where that is not all of it.
+    *pid* may be "PID/task/TID".  Of no other user than *uid* anything is unknown when the reader does not come back.
 
     Raises:
-        TimeoutError: with *whole* only.
+        TimeoutError: with *whole*, when not all could be read in these *seconds*.
     """
     answer = _read_by_reader(pid, uid, seconds)
     if whole and (answer is None or not answer[2]):

@@ -46,30 +46,29 @@ class Room:
         """The part that is used, of files or of bytes: whichever is scarcer; 1.0: no record can be written."""
         if (self.files and not self.files_free) or self.size_free < _PAGE:
             return 1.0
-        return max(_part(self.files - self.files_free, self.files), _part(self.size - self.size_free, self.size))
+        return self.part(self.files - self.files_free, self.size - self.size_free)
 
     @property
     def who(self) -> RoomUsage | None:
         """The user with most of it, where it is scarce and that is at least half of what is used."""
         most = next(iter(self.taken), None)
-        return most if most and self.used >= SCARCE and self._of(most) >= self.used / 2 else None
+        return most if most and self.used >= SCARCE and self.part(most.files, most.size) >= self.used / 2 else None
 
     def in_words(self) -> str:
         """``"bin has 16,000 of 16,384 files and 61MiB of 64MiB there"``."""
         if most := self.who:
-            return (
-                f"{user_name(most.uid)} has {most.files:,} of {self.files:,} files and {self._sizes(most.size)} there"
-            )
-        files, size = self.files - self.files_free, self.size - self.size_free
-        text = f"{files:,} of {self.files:,} files and {self._sizes(size)} are taken"
+            return f"{user_name(most.uid)} has {self._amounts(most.files, most.size)} there"
+        size = self.size - self.size_free
+        text = f"{self._amounts(self.files - self.files_free, size)} are taken"
         lost = size - sum(usage.size for usage in self.taken)
         return f"{text}, {format_bytes(lost)} by files without a name" if lost > self.size / 2 else text
 
-    def _sizes(self, size: int) -> str:
-        return f"{format_bytes(size)} of {format_bytes(self.size)}"
+    def _amounts(self, files: int, size: int) -> str:
+        return f"{files:,} of {self.files:,} files and {format_bytes(size)} of {format_bytes(self.size)}"
 
-    def _of(self, taken: RoomUsage) -> float:
-        return max(_part(taken.files, self.files), _part(taken.size, self.size))
+    def part(self, files: int, size: int) -> float:
+        """What they are of all that there is, of whichever is scarcer."""
+        return max(files / self.files if self.files else 0.0, size / self.size if self.size else 0.0)
 
 
 def room_for_records(directory: LockDirectory) -> Room:
@@ -83,7 +82,7 @@ def room_for_records(directory: LockDirectory) -> Room:
     own = os.lstat(path).st_dev != os.lstat(os.path.dirname(path)).st_dev
     size, free = status.f_blocks * status.f_frsize, status.f_bfree * status.f_frsize
     room = Room(path, own, size, free, status.f_files, status.f_ffree, tuple(_biggest_users(path)))
-    taken = sorted(room.taken, key=lambda usage: (-room._of(usage), usage.uid))
+    taken = sorted(room.taken, key=lambda usage: (-room.part(usage.files, usage.size), usage.uid))
     return replace(room, taken=tuple(taken))
 
 
@@ -97,10 +96,6 @@ def why_full(directory: LockDirectory, error: OSError) -> str:
     except OSError:
         return text
     return f"{text}: {room.in_words()}" if room.own else text
-
-
-def _part(some: int, whole: int) -> float:
-    return some / whole if whole else 0.0
 
 
 def _biggest_users(path: str) -> list[RoomUsage]:

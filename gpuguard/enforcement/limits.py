@@ -107,11 +107,9 @@ class ActionLimits:
         return before != why
 
     def failed(self, action: PastAction, effect_seen: Callable[[PastAction], bool]) -> Iterator[FailedCheck]:
-        """Every limit that *action*, which is about to be done, would break.
+        """Every limit that *action*, which is about to be done, would break; dry runs and real actions do not mix.
 
-        Args:
-            action: what it would be; dry runs and real actions do not mix.
-            effect_seen: whether an action on one of the devices has done what it was meant to do.
+        *effect_seen* says whether an action on one of the devices has done what it was meant to do.
         """
         lately = [past for past in self.past if past.live == action.live and 0 <= action.clock - past.clock < HOUR]
         disruptive = [past for past in lately if past.action in DISRUPTIVE]
@@ -247,11 +245,7 @@ def recover_actions(path: str, clock: float, now: float) -> RecoveredActions:
 
     Where that cannot be read, or a line of it means nothing, there may have been one: no crash can lose an action, and
     a guard that is restarted each minute signals no more often.
-
-    Args:
-        path: of the log; one that does not exist has none.
-        clock: CLOCK_BOOTTIME now.
-        now: unix time now.
+    *clock* and *now* are CLOCK_BOOTTIME and unix time now.
     """
     actions: list[PastAction] = []
     damaged, boot = 0, boot_id()

@@ -20,10 +20,6 @@ NOT_PERMITTED = "not permitted"
 def forward(pidfd: int, signum: int) -> str:
     """Send *signum* to the process behind *pidfd*; never raises for what that process did meanwhile.
 
-    Args:
-        pidfd: from os.pidfd_open.
-        signum: the signal.
-
     Returns:
         "sent", "gone" (it has ended), or "not permitted" (it changed its user, as sudo does).
     """
