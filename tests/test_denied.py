@@ -123,7 +123,7 @@ def test_only_what_is_enforced_and_was_written_down_before_is_done(directory, ac
 
     found = read_restrictions(directory, DENIED if action == "deny" else QUARANTINED, time.time()).values()
     about = (str(SOMEBODY), "bob") if action == "deny" else (subject.device, None)
-    facts = [(one.name, one.user, one.by, one.until - one.since) for one in found]
+    facts = [(one.name, one.user, one.by, (one.until or 0.0) - one.since) for one in found]
     assert facts == [(*about, "the policy greedy", 60.0)] * (word == "done")
     assert guard.events == [("dry run" if word == "dry run" else "about to", [])]
 
