@@ -374,24 +374,16 @@ def _with_utilization(reading: Reading, rows: list[GpuProcess]) -> list[GpuProce
     samples: dict[int, list[int]] = {}
     for sample in answer.value or ():
         device.utilization_seen = max(device.utilization_seen, sample.timeStamp)
-        sound = samples.setdefault(sample.pid, [])
-        if 0 <= sample.smUtil <= 100:
-            sound.append(sample.smUtil)
-    before, device.utilizations = device.utilizations, {}
-    if not samples and not before:
-        return rows
-    found = []
-    for row in rows:
-        read_at, percent = before.get((row.pid, row.start_time), (float("-inf"), 0.0))
-        if row.pid in samples:  # a new sample that cannot be true makes it unknown
-            read_at, percent = now, sum(samples[row.pid]) / max(1, len(samples[row.pid]))
-        if samples.get(row.pid) == [] or now - read_at > KEPT_SECONDS:
-            found.append(row)
-            continue
-        if row.start_time is not None:
-            device.utilizations[row.pid, row.start_time] = read_at, percent
-        found.append(replace(row, utilization=percent))
-    return found
+        samples.setdefault(sample.pid, []).extend([sample.smUtil] if 0 <= sample.smUtil <= 100 else [])
+    means: dict[tuple[int, float | None], tuple[float, float]] = {}
+    for key in ((row.pid, row.start_time) for row in rows):
+        sound, kept = samples.get(key[0]), device.utilizations.get(key)
+        if sound:
+            means[key] = now, sum(sound) / len(sound)
+        elif sound is None and kept and now - kept[0] <= KEPT_SECONDS:  # []: a sample that cannot be true
+            means[key] = kept
+    device.utilizations = {key: mean for key, mean in means.items() if key[1] is not None}
+    return [replace(row, utilization=means.get((row.pid, row.start_time), (0.0, None))[1]) for row in rows]
 
 
 def read_utilization(reading: Reading) -> None:

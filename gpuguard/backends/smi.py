@@ -20,6 +20,7 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
+from email.utils import parsedate
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
@@ -439,7 +440,6 @@ _Read = tuple[Device, list[Gap]]
 PROGRAM_SECONDS = 20.0  # without persistence mode each device is woken up first: 1 to 2 s each
 _ALIVE_SECONDS = 0.4  # how often we say that the program still runs: see client.DEVICE_SECONDS
 _NO_PROGRAM = "there is no program nvidia-smi in the PATH: install the driver, or choose another --backend."
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 
 def open(spec: str = "") -> Smi:
@@ -676,11 +676,8 @@ def _output(options: list[str], progress: Callable[[int | None], object]) -> byt
 
 def _time_of(text: str) -> float | None:
     """``"Fri Aug  4 11:44:30 2023"``, in the time zone of this machine, as unix time; whatever language is set here."""
-    match = re.fullmatch(r"\w{3} (\w{3}) +(\d{1,2}) (\d\d):(\d\d):(\d\d) (\d{4})", text, re.ASCII)
-    if not match or match[1] not in _MONTHS:
-        return None
-    day, hour, minute, second, year = map(int, match.groups()[1:])
     try:
-        return time.mktime((year, _MONTHS.index(match[1]) + 1, day, hour, minute, second, 0, 0, -1))
-    except (OverflowError, ValueError):
+        parsed = parsedate(text)
+        return time.mktime((*parsed[:8], -1)) if parsed else None
+    except (OverflowError, ValueError, TypeError, IndexError):
         return None
