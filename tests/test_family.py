@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_nvml import FakeNvml
@@ -135,28 +136,18 @@ def test_what_was_started_later_is_found_when_somebody_ends(job, of, silent):
     assert both.wait(silent) and set(both.members) == {job.pid, second}
 
 
-def test_an_orphan_in_the_group_of_a_member_belongs_to_it(job, of, silent):
-    alone = of(job.pid)
-    orphan = job.child()
+@pytest.mark.parametrize(
+    ("tree", "where", "belongs"),
+    [(True, "", True), (True, "away", False), (False, "", False)],
+    ids=["in the group of a member", "in a session of its own that nobody saw", "without --tree"],
+)
+def test_an_orphan_belongs_to_the_group_of_a_member_alone(job, of, silent, tree, where, belongs):
+    alone = of(job.pid, tree=tree)
+    orphan = job.child(where)
     job.end()
 
-    assert alone.wait(silent) and set(alone.members) == {orphan}
-
-
-def test_an_orphan_in_a_session_of_its_own_that_nobody_saw_is_missed(job, of, silent):
-    alone = of(job.pid)
-    job.child("away")
-    job.end()
-
-    assert not alone.wait(silent)
-
-
-def test_without_tree_nobody_else_belongs_to_it(job, of, silent):
-    alone = of(job.pid, tree=False)
-    job.child()
-    job.end()
-
-    assert not alone.wait(silent)
+    assert alone.wait(silent) == belongs
+    assert set(alone.members) == ({orphan} if belongs else set())
 
 
 def test_a_neighbour_in_the_same_session_does_not_belong_to_it(job, of):
@@ -165,7 +156,7 @@ def test_a_neighbour_in_the_same_session_does_not_belong_to_it(job, of):
         neighbour.kill()
 
 
-def test_nobody_waits_for_himself(of):
+def test_no_process_waits_for_itself(of):
     with pytest.raises(GpuguardError):
         of(os.getpid())
     assert os.getpid() not in of(os.getppid()).members
@@ -220,7 +211,13 @@ def filters() -> str:
     return ""
 
 
-needs_filter = pytest.mark.skipif(bool(filters()), reason=filters() or "can be had")
+UNTESTED = filters()
+
+
+def filtered(test: Any) -> Any:
+    """A test of root's that needs a device filter, while no other makes one."""
+    test = pytest.mark.skipif(bool(UNTESTED), reason=UNTESTED or "can be had")(test)
+    return pytest.mark.usefixtures("alone")(pytest.mark.root(test))
 
 
 @pytest.mark.usefixtures("alone")
@@ -256,11 +253,9 @@ def groups() -> list[str]:
     return [name for name in os.listdir(isolation.own_cgroup()) if name.startswith(isolation.PREFIX)]
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.root
-@needs_filter
+@filtered
 @pytest.mark.parametrize("manner", [[], ["--exec"]], ids=["watched", "exec"])
-def test_root_can_open_only_what_he_claimed(root, nodes, manner):
+def test_root_can_open_only_what_is_claimed(root, nodes, manner):
     done = root("run", "--gpus", "1,3", "--isolate", *manner, "--", sys.executable, "-c", OPEN, *nodes, "/dev/null")
 
     assert done.stdout.split()[1::2] == ["EPERM", "ENXIO", "EPERM", "ENXIO", "opened"], done.stderr
@@ -268,9 +263,7 @@ def test_root_can_open_only_what_he_claimed(root, nodes, manner):
     assert groups() == []
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.root
-@needs_filter
+@filtered
 def test_root_cannot_make_the_nodes_of_others(root: Gpuguard, tmp_path: Path) -> None:
     def made(minor: int) -> int:
         node = str(tmp_path / f"made{minor}")
@@ -279,9 +272,7 @@ def test_root_cannot_make_the_nodes_of_others(root: Gpuguard, tmp_path: Path) ->
     assert (made(0) != 0, made(1)) == (True, 0)
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.root
-@needs_filter
+@filtered
 def test_the_cgroup_goes_with_the_job(root):
     during = root("run", "--isolate", "--", "sh", "-c", "grep ^0:: /proc/self/cgroup")
 
@@ -289,9 +280,7 @@ def test_the_cgroup_goes_with_the_job(root):
     assert groups() == []
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.root
-@needs_filter
+@filtered
 def test_a_killed_wrapper_leaves_the_filter_on_and_the_next_job_clears_up(root, nodes):
     code = f"import time\nprint('ready', flush=True)\ninput()\n{OPEN}"
     words = ("run", "--gpus", "1", "--isolate", "--", sys.executable, "-c", code, *nodes)
@@ -310,9 +299,7 @@ def test_a_killed_wrapper_leaves_the_filter_on_and_the_next_job_clears_up(root, 
     until(lambda: not root("run", "--gpus", "0", "--isolate", "--", "true").returncode and groups() == [])
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.root
-@needs_filter
+@filtered
 def test_a_cgroup_whose_maker_lives_is_not_swept():
     parent = isolation.own_cgroup()
     _, close = isolation.prepare_cgroup({}, f"test-{os.getpid()}")

@@ -46,7 +46,12 @@ def spaces() -> str:
     return f"NOT TESTED: {done.stderr}" if done.returncode else ""
 
 
-needs_namespace = pytest.mark.skipif(bool(spaces()), reason=spaces() or "can be had")
+def isolated(test: Any) -> Any:
+    """A test of root's that needs a user's namespace."""
+    return pytest.mark.root(pytest.mark.skipif(bool(UNTESTED), reason=UNTESTED or "can be had")(test))
+
+
+UNTESTED = spaces()
 
 
 def test_a_job_has_the_nodes_of_its_devices_and_those_that_all_share():
@@ -152,10 +157,9 @@ def python(machine: Isolated, code: str, *words: str) -> list[str]:
     return [machine.machine.python_path, "-c", code, *words]
 
 
-@pytest.mark.root
-@needs_namespace
+@isolated
 @pytest.mark.parametrize("manner", [[], ["--exec"]], ids=["watched", "exec"])
-def test_a_user_sees_only_the_nodes_that_he_claimed(alice, manner):
+def test_a_user_sees_only_the_claimed_nodes(alice, manner):
     paths = [*ALL, "/dev/renamed", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/null"]
     done = alice("run", "--gpus", "1,3", "--isolate", *manner, "--", *python(alice, OPEN, *paths))
 
@@ -165,8 +169,7 @@ def test_a_user_sees_only_the_nodes_that_he_claimed(alice, manner):
     }, done.stderr  # fmt: skip
 
 
-@pytest.mark.root
-@needs_namespace
+@isolated
 def test_without_the_option_all_nodes_are_there(alice):
     done = alice("run", "--gpus", "1", "--", *python(alice, OPEN, *ALL))
 
@@ -187,8 +190,7 @@ tried("the namespace of another process", "nsenter", f"--mount=/proc/{outside}/n
 """
 
 
-@pytest.mark.root
-@needs_namespace
+@isolated
 def test_the_other_nodes_can_neither_be_made_nor_reached_by_a_detour(alice):
     with subprocess.Popen([*alice.prefix, "sleep", "60"]) as outside:
         done = alice("run", "--gpus", "1", "--isolate", "--", *python(alice, ESCAPES, str(outside.pid)))
@@ -205,8 +207,7 @@ print(*(line.split()[1] for line in open("/proc/self/status") if line.startswith
 """
 
 
-@pytest.mark.root
-@needs_namespace
+@isolated
 def test_the_job_is_a_child_of_gpuguard_in_the_same_directory_without_rights_of_its_own(alice):
     words = ("run", "--gpus", "2,3", "--isolate", "--", *python(alice, SELF))
     with alice.start(*words, under=("env", "-C", "/usr/share")) as wrapper:
@@ -218,8 +219,7 @@ def test_the_job_is_a_child_of_gpuguard_in_the_same_directory_without_rights_of_
     assert rights.split() == ["0" * 16, "1"]
 
 
-@pytest.mark.root
-@needs_namespace
+@isolated
 def test_gpuguard_inside_an_isolated_job_divides_its_claim(alice):
     inner = alice.machine.words("run", "--no-wait", "--isolate", "--", *python(alice, OPEN, *ALL))
     done = alice("run", "--gpus", "1,3", "--isolate", "--visible", "uuid", "--", *inner)
@@ -230,8 +230,7 @@ def test_gpuguard_inside_an_isolated_job_divides_its_claim(alice):
     assert whole.stdout in ("1\n", "3\n"), whole.stderr
 
 
-@pytest.mark.root
-@needs_namespace
+@isolated
 def test_what_is_denied_and_quarantined_outside_is_so_inside_an_isolated_job(alice):
     machine, go = alice.machine, alice.machine.place / "go"
     claim = shlex.join(machine.words("run", "--no-wait", "--", "true"))
@@ -249,8 +248,7 @@ def test_what_is_denied_and_quarantined_outside_is_so_inside_an_isolated_job(ali
     assert f"device 1: new claims of {ALICE.pw_name} are denied by the administrator" in said, said
 
 
-@pytest.mark.root
-@needs_namespace
+@isolated
 def test_a_directory_of_another_user_is_not_trusted_inside_either(alice):
     other = alice.machine.place / "other"
     other.mkdir()
@@ -261,23 +259,21 @@ def test_a_directory_of_another_user_is_not_trusted_inside_either(alice):
     assert (done.returncode, "who could replace the lock files" in done.stderr) == (125, True)
 
 
-@pytest.mark.root
-@needs_namespace
-@pytest.mark.parametrize(("code", "status"), [("exit 7", 7), ("kill -KILL $$", 137), ("kill -TERM $$", 143)])
-def test_exit_codes_pass_through(alice, code, status):
-    assert alice("run", "--isolate", "--", "sh", "-c", code).returncode == status
+@isolated
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["sh", "-c", "exit 7"], 7),
+        (["sh", "-c", "kill -KILL $$"], 137),
+        (["sh", "-c", "kill -TERM $$"], 143),
+        (["no-such-program"], 127),
+    ],
+)
+def test_exit_codes_pass_through(alice, words, status):
+    assert alice("run", "--isolate", "--", *words).returncode == status
 
 
-@pytest.mark.root
-@needs_namespace
-def test_a_program_that_does_not_exist_is_not_found(alice):
-    done = alice("run", "--isolate", "--", "no-such-program")
-
-    assert (done.returncode, "command not found" in done.stderr) == (127, True)
-
-
-@pytest.mark.root
-@needs_namespace
+@isolated
 def test_a_node_that_is_not_made_yet_is_named_with_what_makes_it(alice):
     subprocess.run([*alice.prefix[:2], "rm", "/dev/nvidia-uvm"], check=True)
 
@@ -287,8 +283,7 @@ def test_a_node_that_is_not_made_yet_is_named_with_what_makes_it(alice):
     assert "nvidia-modprobe" in done.stderr and alice.machine.locked() == []
 
 
-@pytest.mark.root
-@needs_namespace
+@isolated
 def test_signals_reach_the_job_itself(alice):
     trap = "trap 'echo got; exit 3' TERM; echo ready; while :; do sleep 0.05; done"
     with alice.start("run", "--isolate", "--", "sh", "-c", trap) as wrapper:
@@ -300,8 +295,7 @@ def test_signals_reach_the_job_itself(alice):
         assert wrapper.stdout.read() == "got\n"
 
 
-@pytest.mark.root
-@needs_namespace
+@isolated
 def test_an_isolated_job_keeps_its_claim_when_its_wrapper_is_killed(alice):
     for _ in range(10):
         with alice.start("run", "--gpus", "2", "--isolate", "--", "sh", "-c", "echo $$; exec sleep 60") as wrapper:
@@ -316,9 +310,8 @@ def test_an_isolated_job_keeps_its_claim_when_its_wrapper_is_killed(alice):
             until(lambda: alice.machine.locked() == [])
 
 
-@pytest.mark.root
+@isolated
 @pytest.mark.terminal
-@needs_namespace
 def test_an_isolated_job_obeys_the_terminal(alice, monkeypatch):
     for name, value in alice.environment.items():
         monkeypatch.setenv(name, value)

@@ -60,7 +60,7 @@ class Terminal:
     def __init__(self, *shell: str) -> None:
         self.pid, self.master = pty.fork()
         if self.pid == 0:
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which whoever runs the tests under nohup has ignored
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
             os.execvpe(shell[0], list(shell), {**os.environ, "PS1": PROMPT, "ENV": "", "HISTFILE": ""})
         self.shown = ""
 
@@ -76,6 +76,17 @@ class Terminal:
             self.shown += os.read(self.master, 65536).decode(errors="replace")
         self.shown = self.shown[found.end() :]
         return found
+
+    def begin(self, command: str) -> None:
+        """Type a command line, and wait until its program says that it has started."""
+        self.type(f"{command}\n")
+        self.expect("<started>")
+
+    def stop(self) -> None:
+        """Stop the job, and wait for the prompt."""
+        self.type("\x1a")
+        self.expect("(?i)stopped")
+        self.expect(PROMPT)
 
     def status(self) -> int:
         """$? of the last command, once its prompt is there."""
@@ -152,8 +163,7 @@ def counting(wrapped: Wrapped, name: str, enough: int, *, bare: bool) -> str:
 @pytest.mark.parametrize("bare", [True, False], ids=["bare", "wrapped"])
 @pytest.mark.parametrize(("key", "name"), [("\x03", "INT"), ("\x1c", "QUIT"), ("\x1a", "TSTP")])
 def test_a_key_reaches_the_job_exactly_once(terminal, wrapped, key, name, bare):
-    terminal.type(counting(wrapped, name, 1, bare=bare) + "\n")
-    terminal.expect("<started>")
+    terminal.begin(counting(wrapped, name, 1, bare=bare))
     terminal.type(key)
 
     assert terminal.expect(r"<total (\d+)>")[1] == "1"
@@ -161,8 +171,7 @@ def test_a_key_reaches_the_job_exactly_once(terminal, wrapped, key, name, bare):
 
 
 def test_the_second_interrupt_reaches_the_job_as_the_first_one_did(terminal, wrapped):
-    terminal.type(counting(wrapped, "INT", 2, bare=False) + "\n")
-    terminal.expect("<started>")
+    terminal.begin(counting(wrapped, "INT", 2, bare=False))
     terminal.type("\x03")
     terminal.expect("<seen 1>")
     terminal.type("\x03")
@@ -187,8 +196,7 @@ def test_a_key_that_ends_the_job_gives_the_shells_status(terminal, wrapped, key,
 def test_an_interrupt_stops_the_script_around_the_job(terminal, wrapped, tmp_path, interpreter):
     script = tmp_path / "script"
     script.write_text(f"{line(wrapped, 'sh', '-c', SLEEP)}\necho '<went' 'on>'\n")
-    terminal.type(f"{interpreter} {script}\n")
-    terminal.expect("<started>\r")
+    terminal.begin(f"{interpreter} {script}")
     terminal.type("\x03")
     terminal.expect(PROMPT)
     terminal.type("echo '<next>'\n")
@@ -200,11 +208,8 @@ def test_an_interrupt_stops_the_script_around_the_job(terminal, wrapped, tmp_pat
 
 @both_shells
 def test_a_stopped_job_gives_the_prompt_back_keeps_its_claim_and_goes_on_with_fg(terminal, wrapped, tmp_path):
-    terminal.type(waiting(wrapped, 5) + "\n")
-    terminal.expect("<started>")
-    terminal.type("\x1a")
-    terminal.expect("(?i)stopped")
-    terminal.expect(PROMPT)
+    terminal.begin(waiting(wrapped, 5))
+    terminal.stop()
 
     assert state(pids(wrapped)[1]) == "T"
     assert wrapped.is_claimed()
@@ -216,12 +221,9 @@ def test_a_stopped_job_gives_the_prompt_back_keeps_its_claim_and_goes_on_with_fg
 
 
 def test_a_job_can_be_stopped_again_and_again(terminal, wrapped, tmp_path):
-    terminal.type(waiting(wrapped, 6) + "\n")
-    terminal.expect("<started>")
+    terminal.begin(waiting(wrapped, 6))
     for _ in range(5):
-        terminal.type("\x1a")
-        terminal.expect("Stopped")
-        terminal.expect(PROMPT)
+        terminal.stop()
         terminal.type("fg\n")
         terminal.expect("/job")
         until(lambda: [state(pid) for pid in pids(wrapped)] == ["S", "S"])
@@ -231,11 +233,8 @@ def test_a_job_can_be_stopped_again_and_again(terminal, wrapped, tmp_path):
 
 
 def test_a_stopped_job_goes_on_in_the_background(terminal, wrapped, tmp_path):
-    terminal.type(waiting(wrapped, 7) + "\n")
-    terminal.expect("<started>")
-    terminal.type("\x1a")
-    terminal.expect("Stopped")
-    terminal.expect(PROMPT)
+    terminal.begin(waiting(wrapped, 7))
+    terminal.stop()
     (tmp_path / "end").touch()
     terminal.type("bg; wait %1\n")
     terminal.expect("wait %1")
@@ -244,8 +243,7 @@ def test_a_stopped_job_goes_on_in_the_background(terminal, wrapped, tmp_path):
 
 
 def test_continuing_us_alone_continues_the_job(terminal, wrapped, tmp_path):
-    terminal.type(waiting(wrapped) + "\n")
-    terminal.expect("<started>")
+    terminal.begin(waiting(wrapped))
     terminal.type("\x1a")
     terminal.expect("Stopped")
     wrapper, job = pids(wrapped)
@@ -256,9 +254,8 @@ def test_continuing_us_alone_continues_the_job(terminal, wrapped, tmp_path):
     (tmp_path / "end").touch()
 
 
-def test_a_job_that_somebody_pauses_by_its_pid_does_not_stop_us_for_good(terminal, wrapped, tmp_path):
-    terminal.type(waiting(wrapped) + "\n")
-    terminal.expect("<started>")
+def test_a_job_that_is_paused_by_its_pid_does_not_stop_us_for_good(terminal, wrapped, tmp_path):
+    terminal.begin(waiting(wrapped))
     _, job = pids(wrapped)
     os.kill(job, signal.SIGSTOP)
     until(lambda: state(job) == "T")
@@ -300,9 +297,7 @@ def test_a_shell_as_a_job_has_its_own_job_control(terminal, wrapped):
     terminal.expect(r"[0-9a-f]{8} <inside>")
     terminal.type("sleep 60\n")
     until(lambda: states_of(terminal, "sleep") == ["S"])
-    terminal.type("\x1a")
-    terminal.expect("Stopped")
-    terminal.expect(PROMPT)
+    terminal.stop()
     terminal.type("fg\n")
     until(lambda: states_of(terminal, "sleep") == ["S"])
     terminal.type("\x03")
