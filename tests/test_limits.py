@@ -65,43 +65,51 @@ def test_only_what_the_limits_look_at_is_sampled():
     assert limits(idle=600.0).fields == always | {model.UTILIZATION}
 
 
-def test_three_samples_in_a_row_above_the_memory_limit_reach_it():
-    assert judge(limits("30GiB"), MUCH, MUCH, MUCH) == [False, False, True]
+HOT, IDLE = using(GIB, temperature=86.0), using(GIB, utilization=5.0)
+BOTH = {"devices": (a_uuid(0), a_uuid(1))}
+TWICE = a_device(0, processes=(a_process(4711, memory_used=20 * GIB), a_process(4712, memory_used=20 * GIB)))
+APART = (using(20 * GIB), a_device(1, processes=(a_process(4712, memory_used=20 * GIB),)))
+REUSED = a_device(0, processes=(a_process(4711, memory_used=40 * GIB, start_time=1000.5),))
 
 
-def test_a_sample_below_the_memory_limit_starts_the_count_again():
-    assert judge(limits("30GiB"), MUCH, MUCH, LITTLE, MUCH, MUCH, MUCH) == [False] * 5 + [True]
-
-
-def test_two_samples_far_apart_are_not_three():
-    assert judge(limits("30GiB"), MUCH, MUCH, every=7.0) == [False, False]
-
-
-def test_the_memory_limit_may_be_a_share_of_the_device():
-    assert judge(limits("50%"), *[using(41 * GIB)] * 3)[-1]
-    assert not judge(limits("50%"), *[using(39 * GIB)] * 3)[-1]
-
-
-def test_the_processes_of_a_job_count_together_on_each_device():
-    two = a_device(0, processes=(a_process(4711, memory_used=20 * GIB), a_process(4712, memory_used=20 * GIB)))
-    apart = (using(20 * GIB), a_device(1, processes=(a_process(4712, memory_used=20 * GIB),)))
-
-    assert judge(limits("30GiB"), two, two, two)[-1]
-    assert not judge(limits("30GiB", devices=(a_uuid(0), a_uuid(1))), apart, apart, apart)[-1]
-
-
-@pytest.mark.parametrize("uid", [ALICE, BOB, 0])
-def test_the_memory_of_a_stranger_never_counts_whoever_he_is(uid):
+def beside_a_stranger(uid: int) -> Device:
     stranger = a_process(99, memory_used=40 * GIB, uid=uid)
-    device = a_device(0, memory_used=70 * GIB, processes=(a_process(4711, memory_used=25 * GIB), stranger))
-
-    assert judge(limits("30GiB"), *[device] * 5) == [False] * 5
+    return a_device(0, memory_used=70 * GIB, processes=(a_process(4711, memory_used=25 * GIB), stranger))
 
 
-def test_a_reused_pid_is_no_process_of_the_job():
-    device = a_device(0, processes=(a_process(4711, memory_used=40 * GIB, start_time=1000.5),))
+SEEN: dict[str, tuple[dict[str, Any], list[Any], list[bool]]] = {
+    "three samples in a row": ({"memory": "30GiB"}, [MUCH] * 3, [False, False, True]),
+    "one below": ({"memory": "30GiB"}, [MUCH, MUCH, LITTLE, MUCH, MUCH, MUCH], [False] * 5 + [True]),
+    "a share of the device": ({"memory": "50%"}, [using(41 * GIB)] * 3, [False, False, True]),
+    "less than that share": ({"memory": "50%"}, [using(39 * GIB)] * 3, [False] * 3),
+    "two processes on one device": ({"memory": "30GiB"}, [TWICE] * 3, [False, False, True]),
+    "two processes on two devices": ({"memory": "30GiB", **BOTH}, [APART] * 3, [False] * 3),
+    "a reused pid": ({"memory": "30GiB"}, [REUSED] * 5, [False] * 5),
+    **{
+        f"a stranger, uid {uid}": ({"memory": "30GiB"}, [beside_a_stranger(uid)] * 5, [False] * 5)
+        for uid in (ALICE, BOB, 0)
+    },
+    "heat of others": ({"temperature": 85.0}, [a_device(0, temperature=99.0, processes=(a_process(99),))] * 20, []),
+    "rest": ({"idle": 10.0}, [IDLE] * 5, [False] * 4 + [True]),
+    "a busy sample": ({"idle": 10.0}, [*[IDLE] * 4, using(GIB, utilization=6.0), *[IDLE] * 4], []),
+    "one of two devices is used": ({"idle": 10.0, **BOTH}, [(IDLE, a_device(1, utilization=90.0))] * 9, []),
+    "both rest": ({"idle": 10.0, **BOTH}, [(IDLE, a_device(1))] * 5, [False] * 4 + [True]),
+    "a device that the job never came to": ({"idle": 10.0}, [a_device(0)] * 5, [False] * 4 + [True]),
+}
 
-    assert judge(limits("30GiB"), *[device] * 5) == [False] * 5
+
+@pytest.mark.parametrize(("facts", "samples", "reached"), SEEN.values(), ids=SEEN)
+def test_a_limit_is_reached_by_the_job_alone_and_in_its_time(facts, samples, reached):
+    assert judge(limits(**facts), *samples) == (reached or [False] * len(samples))
+
+
+def test_two_samples_far_apart_are_not_three_and_a_pause_starts_the_time_again():
+    judged = limits("30GiB")
+    clocks = (10_000, 10_002.5, 10_100, 10_102.5, 10_105)
+    reached = [judged.judge(a_snapshot(MUCH, clock=clock), FAMILY, 2.5).reached is not None for clock in clocks]
+
+    assert reached == [False] * 4 + [True]
+    assert judge(limits("30GiB"), MUCH, MUCH, every=7.0) == [False, False]
 
 
 def test_the_reason_names_the_option_the_device_and_both_numbers():
@@ -123,41 +131,10 @@ def test_a_job_with_many_processes_has_a_limit_too():
     assert reached[-1] and len(reached[-1].pids) == 20
 
 
-HOT = using(GIB, temperature=86.0)
-
-
 def test_a_device_that_stays_hot_reaches_the_temperature_limit_after_its_time():
     reached = judge(limits(temperature=85.0), *[HOT] * 20)
 
     assert reached.index(True) * 2.5 == TEMPERATURE_SECONDS
-
-
-def test_a_hot_device_without_a_process_of_the_job_is_not_its_fault():
-    hot = a_device(0, temperature=99.0, processes=(a_process(99),))
-
-    assert not any(judge(limits(temperature=85.0), *[hot] * 20))
-
-
-IDLE = using(GIB, utilization=5.0)
-
-
-def test_a_job_whose_devices_rest_for_the_given_time_reaches_the_idle_limit():
-    assert judge(limits(idle=10.0), *[IDLE] * 5) == [False] * 4 + [True]
-
-
-def test_one_busy_sample_starts_the_idle_time_again():
-    assert not any(judge(limits(idle=10.0), *[IDLE] * 4, using(GIB, utilization=6.0), *[IDLE] * 4))
-
-
-def test_a_job_that_uses_one_of_its_two_devices_is_not_idle():
-    both = {"devices": (a_uuid(0), a_uuid(1))}
-
-    assert not any(judge(limits(idle=10.0, **both), *[(IDLE, a_device(1, utilization=90.0))] * 9))
-    assert judge(limits(idle=10.0, **both), *[(IDLE, a_device(1))] * 5)[-1]
-
-
-def test_a_job_that_never_comes_to_its_device_is_idle():
-    assert judge(limits(idle=10.0), *[a_device(0)] * 5)[-1]
 
 
 UNKNOWN = {
@@ -183,14 +160,6 @@ def test_what_is_not_known_for_one_sample_starts_the_time_again(device):
     assert not any(judge(limits(idle=25.0), *[everything] * 9, device, *[everything] * 9))
 
 
-def test_a_pause_starts_the_time_again():
-    judged = limits("30GiB")
-    clocks = (10_000, 10_002.5, 10_100, 10_102.5, 10_105)
-    reached = [judged.judge(a_snapshot(MUCH, clock=clock), FAMILY, 2.5).reached is not None for clock in clocks]
-
-    assert reached == [False] * 4 + [True]
-
-
 def test_a_limit_that_cannot_be_judged_is_said_once():
     judged = limits(idle=10.0)
     said = [
@@ -214,7 +183,7 @@ def strangers(process: Any, **facts: Any) -> tuple[str, ...]:
     return limits("30GiB", **facts).judge(a_snapshot(a_device(0, processes=(process,))), FAMILY, 2.5).strangers
 
 
-def test_the_owner_is_told_once_of_a_stranger_who_computes_on_his_device():
+def test_the_owner_is_told_once_of_a_stranger_on_the_device():
     judged = limits("30GiB")
     device = a_device(0, processes=(a_process(99, uid=BOB, user="bob"),))
     told = [judged.judge(a_snapshot(device, clock=10_000 + n), FAMILY, 1.0).strangers for n in range(3)]
@@ -231,9 +200,9 @@ def test_the_owner_is_told_once_of_a_stranger_who_computes_on_his_device():
         a_process(99, uid=BOB, kind="graphics"),
         a_process(98, uid=BOB),
     ],
-    ids=["of the job", "of the owner", "of nobody known", "a desktop", "there before"],
+    ids=["of the job", "of the owner", "of an unknown owner", "a desktop", "there before"],
 )
-def test_the_owner_is_not_told_of_anybody_else(process):
+def test_the_owner_is_told_of_no_other_process(process):
     assert strangers(process, present={98}) == ()
 
 
@@ -242,13 +211,7 @@ def sharer(**facts: Any) -> JobLimits:
     return JobLimits((share_policy(10 * GIB),), claim, **facts)
 
 
-def test_neighbours_on_a_shared_device_are_no_strangers():
-    device = a_device(0, processes=(a_process(99, uid=BOB, user="bob"),))
-
-    assert sharer().judge(a_snapshot(device), FAMILY, 2.5).strangers == ()
-
-
-def test_who_uses_more_than_his_share_is_told_once_until_he_uses_less():
+def test_a_job_over_its_share_is_told_once_until_it_uses_less():
     judged, gib = sharer(), (12, 12, 12, 12, 9, 12, 12, 12)
     samples = [a_snapshot(using(n * GIB), clock=10_000 + 2.5 * at) for at, n in enumerate(gib)]
     told = [judged.judge(sample, FAMILY, 2.5) for sample in samples]
@@ -259,12 +222,12 @@ def test_who_uses_more_than_his_share_is_told_once_until_he_uses_less():
     assert [one.used for one in told[3:5]] == [12 * GIB, 9 * GIB]
 
 
-def test_the_use_of_neighbours_is_not_held_against_the_share():
+def test_neighbours_on_a_shared_device_are_no_strangers_and_their_use_is_not_held_against_the_share():
     device = a_device(0, processes=(a_process(99, uid=BOB, memory_used=60 * GIB), a_process(4711, memory_used=GIB)))
     judged = sharer()
     told = [judged.judge(a_snapshot(device, clock=10_000 + 2.5 * at), FAMILY, 2.5) for at in range(4)]
 
-    assert [one.over for one in told] == [()] * 4
+    assert [(finding.over, finding.strangers) for finding in told] == [((), ())] * 4
 
 
 @pytest.mark.parametrize("facts", [("0GiB", None, None), ("0%", None, None), (None, 0.0, None), (None, None, 0.0)])
@@ -315,9 +278,24 @@ def unnamed(memory: int | None, **fields: Any) -> Device:
     return a_device(0, **{"processes": rows, "processes_plausible": False, "memory_used": memory, **fields})
 
 
-def test_the_memory_of_a_device_that_is_claimed_alone_is_the_jobs_above_what_was_there_before():
-    assert reached_alone(*[unnamed(33 * GIB)] * 3, memory="30GiB") == [False, False, True]
-    assert reached_alone(*[unnamed(31 * GIB)] * 3, memory="30GiB") == [False] * 3
+LISTED = a_device(0, processes=(a_process(99, memory_used=40 * GIB),), memory_used=42 * GIB)
+UNLISTED = a_device(0, processes=(), memory_used=33 * GIB)
+SEEN_ALONE: dict[str, tuple[list[Device], dict[str, Any], list[bool]]] = {
+    "more than before": ([unnamed(33 * GIB)] * 3, {}, [False, False, True]),
+    "no more than before": ([unnamed(31 * GIB)] * 3, {}, []),
+    "others may use the device": ([unnamed(70 * GIB)] * 9, {"before": {}}, []),
+    "unknown memory": ([unnamed(None)] * 9, {}, []),
+    "what is left after the command": (
+        [unnamed(70 * GIB, temperature=90.0)] * 20, {"memory": "1GiB", "temperature": 50.0, "pid": None}, [],
+    ),
+    "a driver that has listed a process": ([LISTED, *[UNLISTED] * 9], {"known": True}, []),
+    "what no list explains, with others": ([UNLISTED] * 9, {"known": True, "before": {}}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("samples", "facts", "reached"), SEEN_ALONE.values(), ids=SEEN_ALONE)
+def test_the_memory_of_a_device_is_the_jobs_where_it_is_claimed_alone(samples, facts, reached):
+    assert reached_alone(*samples, **{"memory": "30GiB", **facts}) == (reached or [False] * len(samples))
 
 
 @pytest.mark.parametrize(
@@ -327,10 +305,6 @@ def test_whatever_the_driver_lists_there_it_does_not_matter(rows):
     device = unnamed(33 * GIB, processes=rows, processes_plausible=True)
 
     assert reached_alone(device, device, device, memory="30GiB")[-1]
-
-
-def test_where_others_may_use_the_device_its_memory_is_nobodys():
-    assert not any(reached_alone(*[unnamed(70 * GIB)] * 9, memory="30GiB", before={}))
 
 
 def test_the_memory_before_the_job_is_that_of_devices_that_nobody_used():
@@ -351,16 +325,6 @@ def test_heat_and_rest_are_those_of_the_device(before):
     assert reached_alone(*[hot] * 13, temperature=85.0, before=before)[-1]
     assert reached_alone(*[resting] * 5, idle=10.0, before=before)[-1]
     assert not any(reached_alone(*[unnamed(GIB, temperature=80.0, utilization=90.0)] * 20, temperature=85.0, idle=10.0))
-
-
-def test_unknown_memory_ends_nobody():
-    assert not any(reached_alone(*[unnamed(None)] * 9, memory="30GiB"))
-
-
-def test_after_the_command_has_ended_its_device_is_not_judged_by_what_is_left_in_it():
-    assert not any(
-        reached_alone(*[unnamed(70 * GIB, temperature=90.0)] * 20, memory="1GiB", temperature=50.0, pid=None)
-    )
 
 
 def test_nobody_is_called_a_stranger_by_a_pid_that_means_somebody_else():
@@ -412,9 +376,6 @@ def test_of_a_share_too_it_is_said_once_that_it_cannot_be_kept():
     ]
 
 
-UNLISTED = a_device(0, processes=(), memory_used=33 * GIB)
-
-
 @pytest.mark.parametrize("rows", [(), None], ids=["an empty list", "no list"])
 def test_a_driver_that_lists_no_process_is_found_out_and_told_once(rows):
     device = a_device(0, processes=rows, memory_used=33 * GIB)
@@ -424,21 +385,11 @@ def test_a_driver_that_lists_no_process_is_found_out_and_told_once(rows):
     assert texts(*[device] * 4, memory="30GiB", known=True).count(text) == 1
 
 
-def test_a_driver_that_has_listed_somebody_can_list():
-    listed = a_device(0, processes=(a_process(99, memory_used=40 * GIB),), memory_used=42 * GIB)
-
-    assert not any(reached_alone(listed, *[UNLISTED] * 9, memory="30GiB", known=True))
-
-
 def test_an_empty_device_has_an_empty_list():
     empty = a_device(0, processes=(), memory_used=2 * GIB, temperature=90.0)
 
     assert texts(*[empty] * 9, temperature=85.0, known=True) == []
     assert not any(reached_alone(*[empty] * 20, temperature=85.0, known=True))
-
-
-def test_without_a_device_to_itself_a_job_is_not_judged_by_what_no_list_explains():
-    assert not any(reached_alone(*[UNLISTED] * 9, memory="30GiB", known=True, before={}))
 
 
 FAST = """
