@@ -17,7 +17,6 @@ from gpuguard import model
 from gpuguard.errors import InvalidRequest
 from gpuguard.jobs.limits import (
     TEMPERATURE_SECONDS,
-    AssumedProcess,
     JobLimits,
     LimitFinding,
     policies_of,
@@ -26,6 +25,8 @@ from gpuguard.jobs.limits import (
 )
 from gpuguard.model import ClaimRecord, Device
 from gpuguard.policies.engine import evaluate
+from gpuguard.policies.policy import Policy
+from gpuguard.policies.thresholds import HealthRule
 from gpuguard.units import parse_memory_amount
 
 ALICE, BOB = 1001, 1002
@@ -256,7 +257,7 @@ def judged_alone(
     memory = parse_memory_amount(limits.pop("memory")) if "memory" in limits else None
     policies = policies_of(memory, limits.pop("temperature", None), limits.pop("idle", None))
     claim = ClaimRecord("c1", 1001, "alice", (a_uuid(0),))
-    job = JobLimits(policies, claim, assumed=AssumedProcess(ALONE if before is None else before, known))
+    job = JobLimits(policies, claim, before=ALONE if before is None else before, pids_known=known)
     pid = limits.pop("pid", JOB)
     return [
         job.judge(a_snapshot(sample, clock=10_000 + 2.5 * number), FAMILY, 2.5, pid=pid)
@@ -334,7 +335,10 @@ def test_nobody_is_called_a_stranger_by_a_pid_that_means_somebody_else():
 
 
 def caveats(*limits: str, before: dict[str, int] | None = None, known: bool = False) -> list[str]:
-    return list(AssumedProcess(ALONE if before is None else before, known).caveats(limits, [a_device(0)]))
+    policies = [Policy(limit, (HealthRule(problems=("lost",)),)) for limit in limits]
+    claim = ClaimRecord("c1", ALICE, "alice", (a_uuid(0),))
+    job = JobLimits(policies, claim, before=ALONE if before is None else before, pids_known=known)
+    return list(job.caveats([a_device(0)]))
 
 
 def test_where_pids_are_ours_nothing_is_said():
@@ -363,7 +367,7 @@ def test_of_a_share_too_it_is_said_once_that_it_cannot_be_kept():
     claim = ClaimRecord("c1", 1001, "alice", (a_uuid(0),), memory=10 * GIB)
 
     def said(known: bool, rows: Any) -> list[str]:
-        job = JobLimits((share_policy(10 * GIB),), claim, assumed=AssumedProcess({}, known))
+        job = JobLimits((share_policy(10 * GIB),), claim, pids_known=known)
         samples = [
             a_snapshot(unnamed(GIB, processes=rows, processes_plausible=True), clock=10_000 + n) for n in range(5)
         ]

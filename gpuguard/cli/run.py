@@ -216,7 +216,7 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
 
 def _limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, backend: Backend) -> JobLimits:
     """What run() judges the job by, after a notice about what it cannot judge here."""
-    from gpuguard.jobs.limits import AssumedProcess, JobLimits, share_policy, used_before  # for jobs with limits alone
+    from gpuguard.jobs.limits import JobLimits, share_policy, used_before  # for jobs with limits alone
 
     if claim.memory is not None:
         policies = (*policies, share_policy(claim.memory))
@@ -226,10 +226,10 @@ def _limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, ba
     is_nested = "." in claim.id  # then the outer job uses the devices too
     alone = not (is_nested or request.share or request.max_processes or request.mine_as_free)
     pids_known = backend.simulated or in_first_pid_namespace() is not False
-    assumed = AssumedProcess(used_before(claim) if alone else {}, pids_known)
-    for text in assumed.caveats([policy.name for policy in policies], claim):
+    limits = JobLimits(policies, record, present, used_before(claim) if alone else {}, pids_known)
+    for text in limits.caveats(claim):
         print_notice(text)
-    return JobLimits(policies, record, present, assumed)
+    return limits
 
 
 def _preload_for_job(claim: Claim, command: Sequence[str] | None) -> None:

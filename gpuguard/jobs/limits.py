@@ -50,59 +50,6 @@ def used_before(devices: Sequence[Device]) -> dict[str, int]:
     }
 
 
-@dataclass
-class AssumedProcess:
-    """What is known of the devices of a job besides their processes."""
-
-    before: Mapping[str, int] = field(default_factory=dict)  # uuid -> bytes, of devices that are the job's alone
-    pids_known: bool = True  # whether the driver's pids are those of this pid namespace
-    _listed: set[str] = field(default_factory=set)  # devices on which the driver has listed a process
-    _unlisted: set[str] = field(default_factory=set)  # devices that did not show who uses them in the last sample
-
-    def needed(self, devices: Sequence[Device]) -> frozenset[str]:
-        """The uuids of those of *devices*, one sample of the job's, that do not show which processes are the job's."""
-        if not self.pids_known:
-            return frozenset(device.uuid for device in devices)
-        self._listed.update(device.uuid for device in devices if device.processes)
-        unlisted = {device.uuid for device in devices if self._is_used_unseen(device)}
-        lasting, self._unlisted = unlisted & self._unlisted, unlisted
-        return frozenset(lasting)
-
-    def _is_used_unseen(self, device: Device) -> bool:
-        before = self.before.get(device.uuid)
-        if before is None or device.uuid in self._listed:
-            return False  # where processes are listed at all, a list that is missing is a gap
-        if device.processes is None:
-            return True
-        return device.memory_used is not None and device.memory_used - before > IDLE_TOLERANCE
-
-    def put_on(self, device: Device, process: tuple[int, float] | None, claim: ClaimRecord) -> Device:
-        """*device* with the one process (pid, start time) that stands for the job; None: the job has ended."""
-        rows: tuple[GpuProcess, ...] = ()
-        if process is not None:
-            before, used = self.before.get(device.uuid), device.memory_used
-            own = None if before is None or used is None else max(0, used - before)
-            rows = (GpuProcess(process[0], own, start_time=process[1], uid=claim.uid, user=claim.user),)
-        return replace(device, processes=rows, processes_plausible=True)
-
-    def caveats(self, limits: Sequence[str], devices: Sequence[Device]) -> Iterator[str]:
-        """What the owner of a job with these *limits* ("memory-limit") on *devices* should know before it starts."""
-        if self.pids_known:
-            return
-        open_to_others = [str(device.index) for device in devices if device.uuid not in self.before]
-        all_open = len(open_to_others) == len(devices)
-        kept = [f"--{limit}" for limit in limits if limit not in MEMORY_LIMITS or not all_open]
-        unkept = [f"--{limit}" for limit in limits if limit in MEMORY_LIMITS and open_to_others]
-        if kept:
-            are = "are" if len(kept) > 1 else "is"
-            yield f"{_HERE}: {', '.join(kept)} {are} judged by the whole GPU, with all that others do there."
-        if unkept:
-            yield (
-                f"{', '.join(unkept)} cannot be kept on GPU {','.join(open_to_others)}: {_HERE}, and others may use "
-                "that GPU too.  Claim it for this job alone, or start the container with its host's pids (--pid=host)."
-            )
-
-
 TEMPERATURE_SECONDS = 30.0  # a device passes its limit for a moment whenever the load changes
 IDLE_BELOW = 5.0  # percent
 
@@ -183,11 +130,13 @@ class JobLimits:
     policies: Sequence[Policy]  # of policies_of()
     claim: ClaimRecord  # of the job, with its devices
     present: Collection[int] = ()  # pids on the devices before the job: their owners need no warning
-    # By which the job is judged where the driver does not tell which processes are its own.
-    assumed: AssumedProcess = field(default_factory=AssumedProcess)
+    before: Mapping[str, int] = field(default_factory=dict)  # uuid -> bytes, of devices that are the job's alone
+    pids_known: bool = True  # whether the driver's pids are those of this pid namespace
     _memory: EngineMemory = field(default_factory=EngineMemory)
     _reported: set[object] = field(default_factory=set)
     _unknown: set[tuple[str, str]] = field(default_factory=set)  # (limit, uuid) in the last sample
+    _listed: set[str] = field(default_factory=set)  # devices on which the driver has listed a process
+    _unlisted: set[str] = field(default_factory=set)  # devices that did not show who uses them in the last sample
 
     def __post_init__(self) -> None:
         everywhere = len(self.claim.devices)  # a job that uses one of its two devices is not idle
@@ -195,9 +144,27 @@ class JobLimits:
             replace(policy, devices_at_least=everywhere) if policy.name == "idle-limit" else policy
             for policy in self.policies
         ]
-        if not self.assumed.pids_known:  # reported before the start: see AssumedProcess.caveats
-            unkept = set(self.claim.devices) - self.assumed.before.keys()
+        if not self.pids_known:  # reported before the start: see caveats()
+            unkept = set(self.claim.devices) - self.before.keys()
             self._reported |= {(limit, uuid) for limit in MEMORY_LIMITS for uuid in unkept}
+
+    def caveats(self, devices: Sequence[Device]) -> Iterator[str]:
+        """What the owner of the job should know before it starts on *devices*."""
+        if self.pids_known:
+            return
+        limits = [policy.name for policy in self.policies]
+        open_to_others = [str(device.index) for device in devices if device.uuid not in self.before]
+        all_open = len(open_to_others) == len(devices)
+        kept = [f"--{limit}" for limit in limits if limit not in MEMORY_LIMITS or not all_open]
+        unkept = [f"--{limit}" for limit in limits if limit in MEMORY_LIMITS and open_to_others]
+        if kept:
+            are = "are" if len(kept) > 1 else "is"
+            yield f"{_HERE}: {', '.join(kept)} {are} judged by the whole GPU, with all that others do there."
+        if unkept:
+            yield (
+                f"{', '.join(unkept)} cannot be kept on GPU {','.join(open_to_others)}: {_HERE}, and others may use "
+                "that GPU too.  Claim it for this job alone, or start the container with its host's pids (--pid=host)."
+            )
 
     @property
     def fields(self) -> frozenset[str]:
@@ -263,22 +230,41 @@ class JobLimits:
     ) -> tuple[Snapshot, list[str]]:
         """*own* with one process for the job where it is unknown which are its own, and what the owner should know."""
         started = family.get(pid) if pid is not None else None
-        process = None if pid is None or started is None else (pid, started)
-        if process is None and self.assumed.pids_known:
+        if started is None and self.pids_known:
             return own, []
-        claimed = [device for device in snapshot.devices if device.uuid in self.claim.devices]
-        needed = self.assumed.needed(claimed)
-        devices = [
-            self.assumed.put_on(device, process, self.claim) if device.uuid in needed else device
-            for device in own.devices
-        ]
-        texts = []
-        for device in devices:
-            if device.uuid in needed and self.assumed.pids_known and device.uuid not in self._reported:
-                self._reported.add(device.uuid)
-                what = f"the driver lists no processes on GPU {device.index}"
-                texts.append(f"{what}: the limits of the job are judged by the whole GPU.")
+        needed = self._without_names([device for device in snapshot.devices if device.uuid in self.claim.devices])
+        devices, texts = [], []
+        for device in own.devices:
+            if device.uuid in needed:
+                before, used = self.before.get(device.uuid), device.memory_used
+                rows: tuple[GpuProcess, ...] = ()
+                if pid is not None and started is not None:  # else the job has ended
+                    memory = None if before is None or used is None else max(0, used - before)
+                    rows = (GpuProcess(pid, memory, start_time=started, uid=self.claim.uid, user=self.claim.user),)
+                device = replace(device, processes=rows, processes_plausible=True)
+                if self.pids_known and device.uuid not in self._reported:
+                    self._reported.add(device.uuid)
+                    what = f"the driver lists no processes on GPU {device.index}"
+                    texts.append(f"{what}: the limits of the job are judged by the whole GPU.")
+            devices.append(device)
         return replace(own, devices=tuple(devices)), texts
+
+    def _without_names(self, devices: Sequence[Device]) -> Collection[str]:
+        """The uuids of those of *devices* that do not show which processes are the job's, in two samples in a row."""
+        if not self.pids_known:
+            return {device.uuid for device in devices}
+        self._listed.update(device.uuid for device in devices if device.processes)
+        unlisted = {device.uuid for device in devices if self._is_used_unseen(device)}
+        lasting, self._unlisted = unlisted & self._unlisted, unlisted
+        return lasting
+
+    def _is_used_unseen(self, device: Device) -> bool:
+        before = self.before.get(device.uuid)
+        if before is None or device.uuid in self._listed:
+            return False  # where processes are listed at all, a list that is missing is a gap
+        if device.processes is None:
+            return True
+        return device.memory_used is not None and device.memory_used - before > IDLE_TOLERANCE
 
     def _reached(self, verdict: Verdict) -> ReachedLimit:
         why = verdict.finding.why
@@ -293,7 +279,7 @@ class JobLimits:
     def _strangers(self, snapshot: Snapshot, family: Mapping[int, float]) -> list[str]:
         """Processes of others that came to a device of the job; those without a known owner are left alone."""
         texts: list[str] = []
-        if not self.assumed.pids_known or self.claim.memory is not None:  # neighbours are no strangers
+        if not self.pids_known or self.claim.memory is not None:  # neighbours are no strangers
             return texts
         for device in snapshot.devices:
             for process in judged_processes(device) if device.uuid in self.claim.devices else ():
