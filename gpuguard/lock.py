@@ -253,7 +253,10 @@ class Allocator:
         while True:
             try:
                 if self._queued is None and self.outer is None and (error or has_queue(self.directory)):
-                    self._join_queue()
+                    from gpuguard.queue.waiter import WaitingRequest  # over 10 ms, and most jobs find free devices
+
+                    self._queued = WaitingRequest(self.backend, self.directory, self.job)
+                    _waiting.append(self._queued)
                 requests, snapshot = self._sample_all(list_processes=bool(self._queued))
                 answer = self._queued.check(snapshot, requests) if self._queued else None
                 taken = self._restricted(snapshot) | (answer.kept if answer else {})
@@ -410,13 +413,6 @@ class Allocator:
         if not request.share or self.outer or not claims:
             return {}
         return sharing_of(snapshot, claims)
-
-    def _join_queue(self) -> None:
-        # The queue takes over 10 ms to load, and most jobs find free devices.
-        from gpuguard.queue.waiter import WaitingRequest
-
-        self._queued = WaitingRequest(self.backend, self.directory, self.job)
-        _waiting.append(self._queued)
 
     def _leave_queue(self) -> None:
         if self._queued is not None:

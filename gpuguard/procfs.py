@@ -20,7 +20,7 @@ from gpuguard.model import GpuProcess, ProcessStat, Snapshot
 from gpuguard.users import user_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from typing import Any
 
 LONGEST = 2**18  # bytes that are read of an environment; what stands behind is cut off
@@ -160,11 +160,6 @@ def start_time(pid: int) -> float | None:
     return stat.start_time if stat else None
 
 
-def is_process(pid: int, started: float | None) -> bool:
-    """Whether *pid* is now the very process that started then; False also where that cannot be read."""
-    return started is not None and start_time(pid) == started
-
-
 def uid_of(pid: int) -> int | None:
     """The real uid of a process; None: gone or hidden."""
     # Not the owner of /proc/PID: that is root for every process that may not be dumped.
@@ -295,29 +290,17 @@ def process_facts(
         if pid in seen or pid <= 0:
             continue
         stat = read[pid] if pid in read else stat_of(pid)
-        seen[pid] = stat and _process_stat(pid, stat, closely=pid in owners)
+        uid, inner = _inner_pid(pid) if stat and pid in owners else (None, None)
+        seen[pid] = stat and ProcessStat(stat.parent, stat.state, stat.start_time, inner_pid=inner, uid=uid)
         if stat and ancestors:
             todo.append(stat.parent)
     gone = {pid for pid, process in seen.items() if process is None}
     uncertain = {pid for pid in gone if not in_first_pid_namespace() or alive(pid)}
     claimed = {(record.uid, record.pid) for record in snapshot.claims if record.pid in gone - uncertain}
     if claimed:
-        uncertain.update(pid for uid, pid in claimed & set(_inner_pids()) if pid)
+        everywhere = {_inner_pid(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
+        uncertain.update(pid for _, pid in claimed & everywhere if pid)
     return {pid: process for pid, process in seen.items() if pid not in uncertain}
-
-
-def _process_stat(pid: int, stat: Stat, *, closely: bool) -> ProcessStat:
-    uid, inner = _inner_pid(pid) if closely else (None, None)
-    return ProcessStat(stat.parent, stat.state, stat.start_time, inner_pid=inner, uid=uid)
-
-
-def _inner_pids() -> Iterator[tuple[int | None, int]]:
-    """(uid, pid in its own namespace) of every process of the machine that lives in another namespace than ours."""
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            uid, inner = _inner_pid(int(name))
-            if inner is not None:
-                yield uid, inner
 
 
 def _inner_pid(pid: int) -> tuple[int | None, int | None]:

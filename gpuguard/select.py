@@ -74,9 +74,14 @@ def choose(
     tiers = {device.uuid: _tier(device, terms, nodes) for device in eligible}
     eligible.sort(key=lambda device: (tiers[device.uuid], _tie(device)))
     usable = _usable(eligible, request)
-    chosen: list[Device] = []
-    if len(usable) >= request.num_gpus:
-        chosen = _best_set(usable, tiers, min(request.most, len(usable)), snapshot)
+    wanted = min(request.most, len(usable)) if len(usable) >= request.num_gpus else 0
+    chosen = usable[:wanted]
+    if wanted > 1:
+        # The best tiers whole, and of the last one needed those that are best connected with them and each other.
+        last = tiers[usable[wanted - 1].uuid]
+        fixed = [device for device in usable if tiers[device.uuid] < last]
+        pool = [device for device in usable if tiers[device.uuid] == last]
+        chosen = best_connected(fixed, pool, wanted - len(fixed), snapshot.topology or ())
     return Choice(
         tuple(sorted(chosen, key=_place)),
         tuple(eligible),
@@ -231,20 +236,6 @@ def _place(device: Device) -> tuple[int, int, int, int, str]:
         device.compute_instance_id or 0,
         device.uuid,
     )
-
-
-def _best_set(
-    eligible: Sequence[Device], tiers: Mapping[str, tuple[float, ...]], wanted: int, snapshot: Snapshot
-) -> list[Device]:
-    """The best tiers whole, and of the last one needed those that are best connected with them and each other."""
-    last = tiers[eligible[wanted - 1].uuid]
-    fixed = [device for device in eligible if tiers[device.uuid] < last]
-    pool = [device for device in eligible if tiers[device.uuid] == last]
-    need = wanted - len(fixed)
-    if wanted == 1 or need == len(pool):
-        return list(eligible[:wanted])
-
-    return best_connected(fixed, pool, need, snapshot.topology or ())
 
 
 def _never(request: Request, could: Choice) -> str:

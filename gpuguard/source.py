@@ -25,7 +25,7 @@ from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import read_file, write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.model import WHO_FIELDS, ClaimRecord, Gap, Snapshot
-from gpuguard.procfs import in_first_pid_namespace, is_process, start_time
+from gpuguard.procfs import in_first_pid_namespace, start_time
 from gpuguard.users import user_name
 
 FindDirectory = Callable[[], "LockDirectory | None"]
@@ -264,7 +264,7 @@ def _runs(process: Any) -> bool:
     """Whether that [pid, start time] visibly runs; /proc/locks would tell too, and takes longer."""
     if type(process) is not list or len(process) != 2 or type(process[0]) is not int:
         return False
-    return is_process(process[0], process[1])
+    return process[1] is not None and start_time(process[0]) == process[1]
 
 
 def _processes_are_hidden() -> bool:

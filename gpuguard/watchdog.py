@@ -277,13 +277,15 @@ class Watchdog:
             key = verdict.policy, identity_of(verdict.finding.subject)
             self._pending.setdefault(key, []).append((named[verdict.policy], verdict))
         snapshot, limits = self._view.snapshot, self._context.limits
+        users = [process.uid for device in snapshot.devices for process in device.processes or ()]
+        uids = frozenset({uid for uid in users if uid is not None} | {claim.uid for claim in snapshot.claims})
         context = replace(
             self._context,
             notifier=self.notifier,
             language=self.language,
             templates=self.templates,
             interval=max(self.interval[1], self.pause),
-            protected=protected.uids_of(_uids(snapshot), self._view.groups),
+            protected=protected.uids_of(uids, self._view.groups),
             protected_executables=protected.executables,
             alarm=self._needs.targets,
         )
@@ -378,11 +380,6 @@ def pace(before: Snapshot | None, now: Snapshot, pause: float, interval: tuple[f
     """Seconds until the next sample: at once when something rises, later and later while nothing does."""
     shortest, longest = interval
     return shortest if before is None or _rises(before, now) else min(longest, max(pause, shortest) * SLOWER)
-
-
-def _uids(snapshot: Snapshot) -> frozenset[int]:
-    uids = {process.uid for device in snapshot.devices for process in device.processes or () if process.uid is not None}
-    return frozenset(uids | {claim.uid for claim in snapshot.claims})
 
 
 def _rises(before: Snapshot, now: Snapshot) -> bool:

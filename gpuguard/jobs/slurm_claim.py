@@ -111,11 +111,6 @@ class JobSteps:
                 self.pidfds[pidfd] = pid
                 self.contained |= step == "extern"
 
-    def forget(self, pidfd: int) -> None:
-        """Close the pidfd of one that has ended."""
-        del self.pidfds[pidfd]
-        os.close(pidfd)
-
 
 def hold(claim: Claim, given: Allocation, woken: int) -> str:
     """Keep *claim* until it is released from outside or the job is over: what ended it, in words.
@@ -132,7 +127,8 @@ def hold(claim: Claim, given: Allocation, woken: int) -> str:
             poll.register(descriptor, select.POLLIN)
         for descriptor, _ in poll.poll(None if steps.pidfds and steps.contained else POLL_SECONDS * 1000):
             if descriptor != woken:
-                steps.forget(descriptor)
+                del steps.pidfds[descriptor]
+                os.close(descriptor)
             elif ended := _woken(claim, woken):
                 return ended
         steps.refresh()
