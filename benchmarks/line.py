@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from job_start import amount
+
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import read_records
 from gpuguard.queue.tickets import read_tickets
@@ -89,6 +91,7 @@ class Outcome:
     idle_cpu: float = 0.0  # of one waiter, percent
     idle_looks: int = 0  # driver calls while nothing changed
     idle_seconds: float = 0.0
+    idle_memory: float = 0.0  # of one waiter, MiB (Pss)
 
     def __str__(self) -> str:
         gaps = sorted(self.gaps) or [0.0]
@@ -97,7 +100,8 @@ class Outcome:
             f"{self.passed} passed beyond the bound\n"
             f"end to next start: median {statistics.median(gaps) * 1e3:.0f} ms, p90 "
             f"{gaps[len(gaps) * 9 // 10] * 1e3:.0f} ms of {len(gaps)}\n"
-            f"idle for {self.idle_seconds:.0f} s: {self.idle_cpu:.3f} % CPU per waiter, {self.idle_looks} driver calls"
+            f"idle for {self.idle_seconds:.0f} s: {self.idle_cpu:.3f} % CPU and {self.idle_memory:.1f} MiB (Pss) "
+            f"per waiter, {self.idle_looks} driver calls"
         )
 
 
@@ -183,6 +187,7 @@ def _measure_idle(hall: Hall, processes: dict[int, subprocess.Popen[bytes]], sec
     time.sleep(seconds)
     outcome.idle_cpu = (sum(map(_cpu, processes)) - before) / seconds / len(processes) * 100
     outcome.idle_looks, outcome.idle_seconds = hall.looks() - looks, seconds
+    outcome.idle_memory = sum(amount(f"/proc/{pid}/smaps_rollup", "Pss") for pid in processes) / len(processes)
 
 
 def _cpu(pid: int) -> float:
