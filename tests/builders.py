@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from gpuguard.model import ClaimRecord, Device, Event, Finding, GpuProcess, Snapshot, Subject
+from gpuguard import model
+from gpuguard.model import ClaimRecord, Device, Event, Finding, Gap, GpuProcess, Snapshot, Subject
 from gpuguard.policies.view import Rule, RuleView, Sample, device_subject, key_of, process_subject
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus
@@ -162,6 +163,22 @@ class Machine:
 
     def change(self, index: int, **fields: object) -> None:
         self.devices[index] = replace(self.devices[index], **fields)  # type: ignore[arg-type]
+
+
+class Reticent(Machine):
+    """A machine that tells what it is asked for and no more, as drivers do."""
+
+    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        snapshot = super().sample(fields, devices)
+        silent = [device.uuid for device in snapshot.devices if device.processes is None and model.PROCESSES in fields]
+        told = tuple(self._told(device, fields) for device in snapshot.devices)
+        return replace(snapshot, devices=told, gaps=tuple(Gap(uuid, "processes", "not told") for uuid in silent))
+
+    def _told(self, device: Device, fields: Collection[str]) -> Device:
+        idle = device.memory_used is None or device.memory_used < model.BUSY_MEMORY
+        if model.PROCESSES not in fields and not (model.IDLE_PROCESSES in fields and idle):
+            device = replace(device, processes=None, processes_plausible=True)
+        return device if model.HEALTH in fields else replace(device, problems=None, compute_mode=None)
 
 
 class Scripted:

@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GIB, MIB, Machine, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
+from builders import (
+    GIB,
+    MIB,
+    Reticent,
+    a_claim_record,
+    a_device,
+    a_mig_instance,
+    a_process,
+    a_snapshot,
+    a_uuid,
+)
 from claiming import acquire, preview
 from fake_nvml import FakeNvml
 from nodes import Gpuguard
@@ -40,10 +50,6 @@ from gpuguard.errors import NotEnoughGpus
 from gpuguard.metrics.facts import MetricFacts
 from gpuguard.metrics.families import metric_families
 from gpuguard.model import (
-    BUSY_MEMORY,
-    HEALTH,
-    IDLE_PROCESSES,
-    PROCESSES,
     ClaimRecord,
     Device,
     Gap,
@@ -293,21 +299,6 @@ def test_a_second_copy_of_a_decision_is_found(monkeypatch, name, copy):
         check(range(MACHINES))
 
 
-class ADriver(Machine):
-    """Tells of a device only what is asked for, as a driver does."""
-
-    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        snapshot = super().sample(fields, devices)
-        return replace(snapshot, devices=tuple(self._told(device, fields) for device in snapshot.devices))
-
-    def _told(self, device: Device, fields: Collection[str]) -> Device:
-        used = device.memory_used
-        listed = IDLE_PROCESSES in fields and (used is None or used < BUSY_MEMORY)
-        if PROCESSES not in fields and not listed:
-            device = replace(device, processes=None)
-        return device if HEALTH in fields else replace(device, problems=None, compute_mode=None)
-
-
 def unclaimed_machines() -> Iterator[tuple[int, Snapshot]]:
     for seed in range(STARTS):
         snapshot, _ = a_random_machine(seed)
@@ -321,7 +312,7 @@ def test_a_start_takes_what_is_free_though_it_reads_less_of_the_driver(tmp_path:
     directory = lock_directory(str(tmp_path))
     for seed, snapshot in unclaimed_machines():
         free = {use.device.uuid for use in uses(snapshot) if use.state == FREE}
-        driver = ADriver(*snapshot.devices)
+        driver = Reticent(*snapshot.devices)
         for number in (1, len(free)):
             _, choice = preview(driver, Request(num_gpus=max(1, number)), directory, {})
             assert {device.uuid for device in choice.devices} <= free, seed

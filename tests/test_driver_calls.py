@@ -7,13 +7,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import GIB, MIB, Machine, a_device, a_process, a_snapshot
+from builders import GIB, MIB, Reticent, a_device, a_process, a_snapshot
 from claiming import acquire, preview
 from fake_nvml import FakeNvml
 from hypothesis import example, given, settings
@@ -25,7 +25,7 @@ from gpuguard.backends.nvml_calls import NOT_SUPPORTED
 from gpuguard.backends.nvml_fields import MPS_SERVER
 from gpuguard.claims.directory import lock_directory
 from gpuguard.errors import NotEnoughGpus
-from gpuguard.model import HEALTH, IDLE_PROCESSES, PROCESSES, Device, Gap, Snapshot
+from gpuguard.model import Gap
 from gpuguard.request import Request
 from gpuguard.select import choose
 
@@ -303,21 +303,6 @@ AN_IDLE_ONE: dict[str, object] = {
     "problems": (), "temperature": None, "numa_node": 0,
 }  # fmt: skip
 UNHEALTHY_NEIGHBOUR = AN_IDLE_ONE | {"problems": ("row remap pending",)}
-
-
-class Reticent(Machine):
-    """A machine that tells what it is asked for and no more, as drivers do."""
-
-    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        full = super().sample(fields, devices)
-        told = [self._told(device, fields) for device in full.devices]
-        silent = [each.uuid for each in full.devices if each.processes is None and PROCESSES in fields]
-        return replace(full, devices=tuple(told), gaps=tuple(Gap(uuid, "processes", "not told") for uuid in silent))
-
-    def _told(self, device: Device, fields: Collection[str]) -> Device:
-        if PROCESSES not in fields and IDLE_PROCESSES not in fields:
-            device = replace(device, processes=None, processes_plausible=True)
-        return device if HEALTH in fields else replace(device, problems=None)
 
 
 @settings(max_examples=100, deadline=None)
