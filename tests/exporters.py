@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -23,6 +22,7 @@ from typing import Any
 
 import pytest
 from nodes import eventually
+from proc import free_port
 
 _PACKAGES = {
     "promtool": "prometheus",
@@ -51,12 +51,6 @@ def fetched(url: str) -> str | None:
         return fetch(url)
     except (urllib.error.URLError, ConnectionError):
         return None
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 @contextmanager

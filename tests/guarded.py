@@ -43,11 +43,6 @@ def python() -> str:
     return interpreter() if os.geteuid() == 0 else sys.executable
 
 
-def state(pid: int) -> str:
-    """R, S, T, D, Z ..."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-
-
 def set_user_id_program(place: Path) -> str:
     """A program that is root in effect for any user who runs it, as `su` and `passwd` are: it sleeps."""
     for folder in (place, *place.parents):

@@ -1,10 +1,30 @@
-"""What /proc says of processes.  Not ps: a bare machine has none."""
+"""What /proc says of processes, and a free port.  Not ps: a bare machine has none."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from pathlib import Path
+
+
+def state(pid: int) -> str:
+    """R, S, T, D, Z ...; "" where there is no such process."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    return ""
+
+
+def runs(pid: int) -> bool:
+    """Whether it is there and more than a zombie that waits for its parent."""
+    return state(pid) not in ("", "Z", "X")
+
+
+def free_port() -> int:
+    """A port of loopback that nobody uses now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def children_of(pid: int | str) -> dict[int, str]:

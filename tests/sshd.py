@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from exporters import free_port
 from nodes import eventually, start
+from proc import free_port
 
 from gpuguard.claims.directory import lock_directory
 

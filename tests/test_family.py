@@ -15,6 +15,7 @@ import pytest
 from fake_nvml import FakeNvml
 from nodes import Gpuguard, until
 from nodes_of_devices import OPEN
+from proc import runs
 
 from gpuguard import procfs
 from gpuguard.errors import GpuguardError
@@ -95,11 +96,6 @@ def of() -> Iterator[Callable[..., ProcessFamily]]:
         each.close()
 
 
-def is_running(pid: int) -> bool:
-    stat = procfs.read_stat(pid)
-    return stat is not None and stat.lives
-
-
 def kill(pid: int) -> None:
     """End a process that is nobody's child here, and wait until it has."""
     try:
@@ -108,7 +104,7 @@ def kill(pid: int) -> None:
     except ProcessLookupError:
         return
     os.close(pidfd)
-    until(lambda: not is_running(pid))
+    until(lambda: not runs(pid))
 
 
 def test_a_process_and_what_it_has_started_belong_together(job, of):
@@ -164,7 +160,7 @@ def test_no_process_waits_for_itself(of):
 
 def test_a_process_that_has_ended_but_was_not_buried_is_none(job, of):
     job.process.kill()
-    until(lambda: not is_running(job.pid))
+    until(lambda: not runs(job.pid))
 
     with pytest.raises(GpuguardError, match="has ended"):
         of(job.pid)

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 from builders import GIB, a_process, a_uuid
-from guarded import SLEEP, SOMEBODY, Scene, a_child, a_scene, python, somebody, started, state
+from guarded import SLEEP, SOMEBODY, Scene, a_child, a_scene, python, somebody, started
 from nodes import until
+from proc import state
 
 from gpuguard import procfs
 from gpuguard.claims.directory import lock_directory

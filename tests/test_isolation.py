@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nodes import SECONDS, Gpuguard, until
 from nodes_of_devices import OPEN, can_have_private_dev, private_dev
-from test_job_control import COUNT, Terminal, state
+from proc import state
+from test_job_control import COUNT, Terminal
 from users import ALICE, BOB, Machine
 
 from gpuguard.errors import GpuguardError

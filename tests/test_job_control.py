@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from nodes import until
+from proc import state
 from wrapped import Wrapped, content
 
 pytestmark = pytest.mark.terminal
@@ -115,10 +116,6 @@ def sessions(leader: int) -> list[int]:
                 if os.getsid(int(entry.name)) == leader:
                     found.append(int(entry.name))
     return found
-
-
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
 
 
 def states_of(terminal: Terminal, name: str) -> list[str]:

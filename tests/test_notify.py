@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from builders import a_device, a_process, a_snapshot
@@ -26,6 +25,7 @@ from endpoints import (
     by_smtp,
 )
 from nodes import until
+from proc import runs
 from sources import ROOT
 
 from gpuguard.errors import InvalidRequest
@@ -315,14 +315,7 @@ def test_a_hook_that_hangs_is_ended_with_all_that_it_has_started(tmp_path):
         hook = Hook(("/bin/sh", "-c", f"sleep 60 & echo $! >{told}; wait"), timeout=0.5)
         assert attempt(hook, a_message()) == (False, "/bin/sh was not done in time")
 
-    until(lambda: has_ended(int(told.read_text())))
-
-
-def has_ended(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes() == b""  # of who is not waited for
-    except FileNotFoundError:
-        return True
+    until(lambda: not runs(int(told.read_text())))
 
 
 @pytest.mark.root

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 from endpoints import WebServer, a_web_server
-from exporters import a_node_exporter, a_prometheus, an_influxdb, fetch, free_port, program
+from exporters import a_node_exporter, a_prometheus, an_influxdb, fetch, program
 from nodes import GIB, Gpuguard, a_user, change, eventually, start
+from proc import free_port
 from sources import ROOT
 from test_metrics import FULL, facts_about
 

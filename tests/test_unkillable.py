@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from driven import IMPATIENT, DrivenDaemon, driven
 from fake_nvml import GIB, FakeNvml
-from guarded import a_child, state
+from guarded import a_child
 from nodes import eventually
+from proc import state
 
 pytestmark = pytest.mark.root  # mounts
 

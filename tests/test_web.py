@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 from nodes import Gpuguard, until
-from web_pages import a_page, a_port, answers, ask
+from proc import free_port
+from web_pages import a_page, answers, ask
 
 from gpuguard import device_state
 from gpuguard.daemon.client import SO_PASSRIGHTS
@@ -139,7 +140,7 @@ def test_with_a_token_only_who_knows_it_sees_anything(gpuguard, tmp_path):
 @pytest.mark.root
 def test_roots_page_wants_a_token_on_loopback_too_and_tells_root_alone_which(gpuguard):
     """Every user of the machine reaches 127.0.0.1, and root's page shows root's audit log."""
-    port = a_port()
+    port = free_port()
     told = []
     for _ in range(2):
         with gpuguard.start("web", "--listen", f"127.0.0.1:{port}") as server:

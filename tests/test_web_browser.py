@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 from nodes import Gpuguard, until
-from web_pages import a_busy_node, a_page, a_port, a_server, ask
+from proc import free_port
+from web_pages import a_busy_node, a_page, a_server, ask
 
 for needed in ("starlette", "uvicorn", "playwright"):
     pytest.importorskip(needed, reason=f"NOT TESTED in a browser: needs {needed}")
@@ -177,7 +178,7 @@ def test_nothing_reaches_beyond_the_window(tmp_path, browser, viewport):
 
 
 def test_it_comes_back_when_the_server_does(tmp_path, browser):
-    gpuguard, port = a_node(tmp_path), a_port()
+    gpuguard, port = a_node(tmp_path), free_port()
     with a_server(gpuguard, port=port) as (_, server), a_tab(browser, port) as tab:
         tab.locator("#status", has_text="live").wait_for()
         server.terminate()

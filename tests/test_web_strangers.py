@@ -14,7 +14,8 @@ import psutil
 import pytest
 from chances import luck
 from nodes import Gpuguard, until
-from web_pages import a_port, a_server, ask
+from proc import free_port
+from web_pages import a_server, ask
 
 pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
 pytest.importorskip("uvicorn", reason="NOT TESTED: needs the extra web")
@@ -46,7 +47,7 @@ def _gpuguard(tmp_path: Path) -> Gpuguard:
 
 @pytest.fixture(name="server")
 def _server(gpuguard: Gpuguard) -> Iterator[tuple[int, psutil.Process]]:
-    with a_server(gpuguard, port=a_port()) as (port, process):
+    with a_server(gpuguard, port=free_port()) as (port, process):
         ask(port, "/api/now")
         yield port, psutil.Process(process.pid)
         assert process.poll() is None, "it crashed"
@@ -149,7 +150,7 @@ def test_a_viewer_that_never_reads_is_hung_up_on(tmp_path):
     assert gpuguard("sim", "start", "64xH100-80GB").returncode == 0
     code = "import gpuguard.web.server as it; it.STALLED_SECONDS = 1; from gpuguard.cli import main; main()"
     gpuguard.words = lambda *words: [sys.executable, "-c", code, *words]  # type: ignore[method-assign]
-    with a_server(gpuguard, port=a_port()) as (port, process), socket.socket() as viewer:
+    with a_server(gpuguard, port=free_port()) as (port, process), socket.socket() as viewer:
         viewer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         viewer.connect(("127.0.0.1", port))
         until(lambda: connected(process.pid, viewer))

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 from nodes import beginning_with, change, eventually, start
+from proc import runs
 
 from gpuguard import __main__ as program
 from gpuguard import cli
@@ -46,14 +47,6 @@ def backend(node: str) -> Iterator[WorkerBackend]:
 
 def sim(*words: str) -> None:
     subprocess.run([*SIM, *words], check=True, capture_output=True)
-
-
-def runs(pid: int) -> bool:
-    """Whether it is there and more than a zombie that waits for init."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] not in "ZX"
-    except OSError:
-        return False
 
 
 def problems(source: WorkerBackend) -> dict[int, tuple[str, ...] | None]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from nodes import Gpuguard, until
+from proc import free_port
 
 PATIENCE = 30.0  # seconds: far beyond any answer, even on a busy machine
 JOBS = (  # (user-facing note, how many devices, memory, utilization) of the jobs of a_busy_node
@@ -24,17 +25,10 @@ JOBS = (  # (user-facing note, how many devices, memory, utilization) of the job
 )
 
 
-def a_port() -> int:
-    """A port of loopback that nobody uses now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @contextmanager
 def a_server(gpuguard: Gpuguard, *words: str, port: int = 0) -> Iterator[tuple[int, subprocess.Popen[str]]]:
     """The page on a port of loopback (0: a free one), and its process; without a token unless *words* name one."""
-    port = port or a_port()
+    port = port or free_port()
     words = words if "--token-file" in words else ("--no-token", *words)
     with gpuguard.start("web", "--listen", f"127.0.0.1:{port}", *words) as server:
         try:
