@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import RELEASED, ReleaseRequest, read_record
 from gpuguard.claims.release import LockHandle, lock_handle, release_locks
@@ -71,14 +73,33 @@ def a_holder(
     """A process of *uid* that claims *uuids*; killed at the end."""
     owner = os.geteuid() if uid is None else uid
     words = [sys.executable, "-c", HOLD, directory.path, str(0 if owner == os.geteuid() else owner), name, *uuids]
+    with a_ready_child(words, **more) as child:
+        yield Holder(directory, child, name, owner)
+
+
+@contextlib.contextmanager
+def a_ready_child(words: Sequence[str], **more: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that has said that it is ready; killed at the end."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
     with subprocess.Popen(words, text=True, **pipes, **more) as child:
         assert child.stdout
         try:
             assert child.stdout.readline() == "ready\n"
-            yield Holder(directory, child, name, owner)
+            yield child
         finally:
             child.kill()
+
+
+def see_locks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a guard with CAP_SYS_PTRACE sees others: that opens /proc/PID/fdinfo and not /proc/PID/fd."""
+    really = os.listdir
+
+    def listdir(path: str) -> list[str]:
+        if path.startswith("/proc/") and path.endswith("/fd"):
+            raise PermissionError(13, "Permission denied")
+        return really(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
 
 
 @contextlib.contextmanager

@@ -13,11 +13,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from builders import GIB
-from claimholders import a_record
+from claimholders import a_ready_child, a_record, see_locks_alone
 from daemons import SOMEBODY, a_daemon, somebodys
 from nodes import eventually
 
@@ -52,15 +51,8 @@ WAYS = {"another kind of lock": [], "a file of his own at that path": ["unshare"
 @contextmanager
 def a_pretender(way: str, path: str, uid: int = MALLORY) -> Iterator[int]:
     """A process of *uid*'s that does as if it held the lock at *path*."""
-    words = [*WAYS[way], sys.executable, "-c", PRETEND, way, path, str(uid)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(words, text=True, **pipes) as child:
-        assert child.stdin and child.stdout
-        assert child.stdout.readline() == "ready\n"
-        try:
-            yield child.pid
-        finally:
-            child.stdin.close()
+    with a_ready_child([*WAYS[way], sys.executable, "-c", PRETEND, way, path, str(uid)]) as child:
+        yield child.pid
 
 
 @pytest.mark.root
@@ -96,18 +88,13 @@ def seen(directory: LockDirectory) -> dict[str, dict[int, int]]:
     return holders_of(directory, {"GPU-a"}, lambda uid: True)
 
 
-def refused() -> list[str]:
-    raise PermissionError(13, "Permission denied")
-
-
 @pytest.mark.root
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shown", ["all files", "locks alone"])
 def test_a_pretender_is_no_holder(directory, way, shown, monkeypatch):
     """Also where the guard may not look at what a file is, but only at what is locked."""
     if shown == "locks alone":
-        really = os.listdir
-        monkeypatch.setattr(os, "listdir", lambda path: refused() if path.endswith("/fd") else really(path))
+        see_locks_alone(monkeypatch)
     with a_pretender(way, directory.lock_path("GPU-a")):
         assert seen(directory) == {}
         with a_pretender("another kind of lock", directory.lock_path("GPU-a"), SOMEBODY):
@@ -180,14 +167,14 @@ def test_a_lock_is_what_the_kernel_says_in_front(told, inode, monkeypatch):
 # Of two file systems a file of the same number each; somebody has locked that of the second one.
 TWINS = """
 import fcntl, os, subprocess, sys
-from gpuguard import source as state
-from gpuguard.claims.directory import lock_directory
+from gpuguard import source
+from gpuguard.claims.directory import daemon_files, lock_directory
 for name in ("a", "b"):
     os.mkdir(name)
     subprocess.run(["mount", "-t", "tmpfs", "none", name], check=True)
 directory = lock_directory(os.path.abspath("a/claims"))
-os.close(state.lock_daemon(directory))
-number = os.stat(state._path(directory, "daemon.lock")).st_ino
+os.close(source.lock_daemon(directory))
+number = os.stat(daemon_files(directory).file("daemon.lock")).st_ino
 for each in range(1000):
     twin = os.open(f"b/{each}", os.O_RDWR | os.O_CREAT)
     if os.fstat(twin).st_ino >= number:
@@ -206,7 +193,7 @@ os.read(ready[0], 1)
 if sys.argv[1] == "by one who has ended":
     os.wait()
 told = [os.fstat(twin).st_ino == number, b":%d " % number in open("/proc/locks", "rb").read()]
-print(*told, state.daemon_lives(directory), (held := state.lock_daemon(directory)) and state.daemon_lives(directory))
+print(*told, source.daemon_lives(directory), (held := source.lock_daemon(directory)) and source.daemon_lives(directory))
 """
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
+from claimholders import a_ready_child, see_locks_alone
 from daemons import SOMEBODY, a_daemon, somebodys
 from nodes import eventually
 
@@ -46,13 +47,8 @@ time.sleep(600)
 def a_hider(path: str, node: str = "") -> Iterator[subprocess.Popen[str]]:
     """A process of uid 20001 that keeps the lock at *path*, and has no descriptor of it; it may compute on a node."""
     words = [sys.executable, "-c", HIDE, path, str(SOMEBODY), node]
-    with subprocess.Popen(words, text=True, stdout=subprocess.PIPE) as child:
-        assert child.stdout
-        try:
-            assert child.stdout.readline() == "ready\n"
-            yield child
-        finally:
-            child.kill()
+    with a_ready_child(words) as child:
+        yield child
 
 
 @pytest.fixture
@@ -136,15 +132,7 @@ def test_nor_one_that_nobody_can_tell_about(directory: LockDirectory, monkeypatc
 
 @pytest.mark.root
 def test_also_a_guard_that_may_not_see_what_files_are_finds_it(directory, monkeypatch):
-    """The service has CAP_SYS_PTRACE, which opens /proc/PID/fdinfo and not /proc/PID/fd."""
-    really = os.listdir
-
-    def refused(path: str) -> list[str]:
-        if path.endswith("/fd"):
-            raise PermissionError(13, "Permission denied")
-        return really(path)
-
-    monkeypatch.setattr(os, "listdir", refused)
+    see_locks_alone(monkeypatch)
     with a_hider(directory.lock_path("GPU-a")):
         assert holders.held_by_no_process(directory, ["GPU-a"]) == {"GPU-a"}
     with open(directory.lock_path("GPU-a")) as lock:

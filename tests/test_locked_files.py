@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from claimholders import see_locks_alone
 from guarded import SLEEP, a_child
 from nodes import eventually
 
@@ -216,14 +217,8 @@ def test_where_no_process_can_be_started_nothing_is_known(monkeypatch, locked):
 
 
 def test_a_guard_that_may_not_see_where_descriptors_lead_asks_the_reader_alone(monkeypatch, locked):
-    really, place = os.listdir, os.readlink(f"/proc/self/fd/{locked}")
-
-    def listdir(path: str) -> list[str]:
-        if path.startswith("/proc/") and path.endswith("/fd"):
-            raise PermissionError
-        return really(path)
-
-    monkeypatch.setattr(os, "listdir", listdir)
+    place = os.readlink(f"/proc/self/fd/{locked}")
+    see_locks_alone(monkeypatch)
     monkeypatch.setattr(holders, "locked_inode", lambda *_: pytest.fail("a text was read that may never come back"))
 
     assert inode_of(place) in holders.locked_by(os.getpid(), os.getuid(), 5, paths={place}).values()

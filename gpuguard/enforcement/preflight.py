@@ -171,10 +171,9 @@ def targets(verdict: Verdict, snapshot: Snapshot) -> tuple[ProcessTarget, ...]:
     """The processes that an action of *verdict* would mean, each once."""
     subject, named = verdict.finding.subject, list[str]()
     wanted = [(row.pid, row.start_time, row.uid, row.user) for row in verdict.finding.processes]
-    if subject.kind == "process":
+    if subject.kind == "process" and subject.pid is not None:
+        wanted = [(subject.pid, subject.start_time, subject.uid, subject.user)]
         named = [subject.device] if subject.device else []
-        if subject.pid is not None:
-            wanted = [(subject.pid, subject.start_time, subject.uid, subject.user)]
     found = []
     for pid, started, uid, user in dict.fromkeys(wanted):
         rows = {
