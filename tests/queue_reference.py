@@ -1,7 +1,7 @@
-"""What line, claims, shares, MIG and reservations together must do, in the fewest words: the model of test_queue_model.
+"""What queue, claims, shares, MIG and reservations together must do, in the fewest words: the model of test_queue_model.
 
-Reads nothing and locks nothing.  It knows who *may* start, exactly; who *must* it knows wherever nobody waits whose
-start is known, because a plan might put others off for him (see test_backfill and test_overtaking).
+Reads nothing and locks nothing.  It knows which request *may* start, exactly; which *must* it knows where none waits
+whose start is known, because a plan might put others off for that (see test_backfill and test_overtaking).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NEVER = float("inf")
 
 @dataclass
 class Job:
-    """A request of a user, who runs it (on devices), or waits."""
+    """A request of a user, which runs (on devices) or waits."""
 
     user: int
     request: Request
@@ -49,7 +49,7 @@ class Kept:
 
 @dataclass
 class Model:
-    """Who holds what, and what is kept for whom."""
+    """Which job holds what, and what is kept for whom."""
 
     devices: tuple[Device, ...]
     could: dict[Request, frozenset[str]]  # uuids that an empty machine has for it
@@ -71,66 +71,62 @@ class Model:
             return not here
         shares = [*here, request]
         room = (device.memory_total or 0) - (device.memory_used or 0)
-        return sum(each.memory or 0 for each in shares) <= room and len(shares) <= min(each.slots for each in shares)
+        return sum(share.memory or 0 for share in shares) <= room and len(shares) <= min(
+            share.slots for share in shares
+        )
 
     def kept_at(self, when: float, user: int, liked: Collection[str], before: Collection[str]) -> set[str]:
-        """The devices that are kept for others: as many as possible, and he loses as few of *liked* as can be.
+        """The devices that are kept for others: as many as possible, and as few of *liked* as can be.
 
-        First those that were kept *before*, then those that somebody with a reservation holds, then those whose jobs
-        have ended by then.
+        First those that were kept *before*, then those that a user with a reservation holds, then those whose jobs have
+        ended by then.
         """
-        slots = [
-            one
-            for one in self.kept.values()
-            if one.user != user and one.begins <= when < one.ends
-            for _ in range(one.count)
-        ]
-        begun_for = {one.user for one in self.kept.values()}
+        active = [kept for kept in self.kept.values() if kept.user != user and kept.begins <= when < kept.ends]
+        slots = [kept for kept in active for _ in range(kept.count)]
+        reserving = {kept.user for kept in self.kept.values()}
 
-        def will_do(uuid: str, one: Kept) -> bool:
-            return self.has(one.user, uuid) or all(job.ends <= when for job in self.on(uuid))
+        def will_do(uuid: str, kept: Kept) -> bool:
+            return self.has(kept.user, uuid) or all(job.ends <= when for job in self.on(uuid))
 
         def together(uuids: Collection[str]) -> bool:
             return any(all(map(will_do, uuids, some)) for some in permutations(slots, len(uuids)))
 
-        found: set[str] = set()
-        for uuid in sorted(
-            self.reservable,
-            key=lambda each: (
-                each not in before,
-                not any(self.has(guest, each) for guest in begun_for),
-                not self.on(each),
-                each in liked,
-            ),
-        ):
-            if together([*found, uuid]):
-                found.add(uuid)
-        return found
+        def rank(uuid: str) -> tuple[bool, ...]:
+            is_held = any(self.has(user, uuid) for user in reserving)
+            return uuid not in before, not is_held, not self.on(uuid), uuid in liked
+
+        kept: set[str] = set()
+        for uuid in sorted(self.reservable, key=rank):
+            if together([*kept, uuid]):
+                kept.add(uuid)
+        return kept
 
     def kept_for_others(self, job: Job, liked: Collection[str]) -> set[str]:
         """The same at any moment of a job that starts now."""
         until = self.now + (HORIZON_SECONDS if job.limit is None else job.limit)
-        borders = {when for one in self.kept.values() if one.user != job.user for when in (one.begins, one.ends)}
+        others = [kept for kept in self.kept.values() if kept.user != job.user]
+        borders = {when for other in others for when in (other.begins, other.ends)}
         moments = {self.now, *borders, *(other.ends for other in self.jobs.values())}
-        kept: set[str] = set()
-        found: set[str] = set()
+        kept, at_once = set[str](), set[str]()
         for when in sorted(when for when in moments if self.now <= when < until):
-            found = self.kept_at(when, job.user, liked, () if when in borders else found)
-            kept |= found
+            at_once = self.kept_at(when, job.user, liked, () if when in borders else at_once)
+            kept |= at_once
         return kept
 
     def fits(self, job: Job) -> bool:
         """Whether devices can be had for it now."""
-        opened = {each.uuid for each in self.devices if self.may_have(each, job.request)} & self.could[job.request]
+        opened = {device.uuid for device in self.devices if self.may_have(device, job.request)} & self.could[
+            job.request
+        ]
         return self.enough(job, opened - self.kept_for_others(job, opened))
 
     def enough(self, job: Job, uuids: Collection[str]) -> bool:
         """Of one kind, whole GPUs or MIG instances."""
-        parts = sum(bool(each.parent_uuid) for each in self.devices if each.uuid in uuids)
+        parts = sum(bool(device.parent_uuid) for device in self.devices if device.uuid in uuids)
         return max(parts, len(uuids) - parts) >= job.request.num_gpus
 
     def known(self, job: Job) -> bool:
-        """Whether there is a moment at which it surely fits, if nobody else starts."""
+        """Whether there is a moment at which it surely fits, if no other starts."""
         later = Model(self.devices, self.could, self.reservable, NEVER)
         later.jobs = {name: other for name, other in self.jobs.items() if other.limit is None}
         return later.fits(job)
@@ -143,52 +139,49 @@ class Model:
         assert not self.kept_for_others(job, job.devices).intersection(job.devices), (
             "it was given what is kept for others"
         )
-        job.comes_to = [self.kept[each] for each in self.came(job.user)] * (
-            not set(self.reservable).isdisjoint(job.devices)
-        )
+        come_to = [self.kept[name] for name in self.came(job.user)]
+        job.comes_to = [] if set(self.reservable).isdisjoint(job.devices) else come_to
         self.jobs[name] = job
 
     def permitted(self, new: Kept) -> bool:
         """Whether a reservation counts: the quota of users, and room on an empty machine."""
-        own = sum(one.count for one in self.kept.values() if one.maker == new.maker)
-        near = [one for one in self.kept.values() if one.begins < new.ends and new.begins < one.ends]
-        crowd = max(
-            sum(one.count for one in [*near, new] if one.begins <= when < one.ends)
-            for when in (new.begins, *(max(one.begins, new.begins) for one in near))
-        )
+        own = sum(kept.count for kept in self.kept.values() if kept.maker == new.maker)
+        near = [kept for kept in self.kept.values() if kept.begins < new.ends and new.begins < kept.ends]
+        moments = [new.begins, *(max(kept.begins, new.begins) for kept in near)]
+        crowd = max(sum(kept.count for kept in [*near, new] if kept.begins <= when < kept.ends) for when in moments)
         return crowd <= len(self.reservable) and (new.maker == 0 or own + new.count <= KEYS.devices)
 
     def came(self, user: int) -> list[str]:
-        """A user asks for devices; returns what is reserved for him."""
-        own = [name for name, one in self.kept.items() if one.user == user]
+        """A user asks for devices; returns what is reserved for that user."""
+        own = [name for name, kept in self.kept.items() if kept.user == user]
         for name in own:
             self.kept[name].came = self.now
         return own
 
     def end(self, name: str) -> None:
-        """A job is over; whoever had reserved where it ran, and for whom it was kept when it began, may come again."""
+        """A job is over; users who had reserved where it ran, for whom it was kept when it began, may come again."""
         job = self.jobs.pop(name)
-        for one in self.kept.values():
-            if one in job.comes_to:
-                one.came = self.now
+        for kept in self.kept.values():
+            if kept in job.comes_to:
+                kept.came = self.now
         self.settle()
 
-    def present(self, one: Kept) -> bool:
-        return any(self.has(one.user, uuid) for uuid in self.reservable)
+    def present(self, kept: Kept) -> bool:
+        return any(self.has(kept.user, uuid) for uuid in self.reservable)
 
-    def deadline(self, one: Kept) -> float:
-        return max(one.begins, one.came) + KEYS.no_show
+    def deadline(self, kept: Kept) -> float:
+        return max(kept.begins, kept.came) + KEYS.no_show
 
     def settle(self) -> None:
         """What is over by now is over for ever."""
         self.kept = {
-            name: one
-            for name, one in self.kept.items()
-            if self.now < one.ends and (self.now < self.deadline(one) or self.present(one))
+            name: kept
+            for name, kept in self.kept.items()
+            if self.now < kept.ends and (self.now < self.deadline(kept) or self.present(kept))
         }
 
     def moments(self) -> Iterator[float]:
         """When something happens by itself."""
         yield from (job.ends for job in self.jobs.values())
-        for one in self.kept.values():
-            yield from (one.begins, one.ends, *([] if self.present(one) else [self.deadline(one)]))
+        for kept in self.kept.values():
+            yield from (kept.begins, kept.ends, *([] if self.present(kept) else [self.deadline(kept)]))

@@ -29,22 +29,11 @@ def test_without_any_variable_there_is_no_limit():
 @pytest.mark.parametrize(
     ("value", "allowed"),
     [
-        ("3", [3]),
-        ("2,0", [2, 0]),
-        (" 1 , 2 ", [1, 2]),
-        (a_uuid(1), [1]),
-        ("GPU-00000002", [2]),
-        ("gpu-00000002", [2]),
+        *(("3", [3]), ("2,0", [2, 0]), (" 1 , 2 ", [1, 2])),
+        *((a_uuid(1), [1]), ("GPU-00000002", [2]), ("gpu-00000002", [2])),
         ("GPU-0000000", []),  # the beginning of all four
-        ("", []),
-        ("-1", []),
-        ("NoDevFiles", []),
-        ("0,-1,2", [0]),
-        ("1,9,2", [1]),
-        ("1,,2", [1]),
-        ("2,2", []),
-        ("all", []),
-        ("9" * 5000, []),
+        *((text, []) for text in ("", "-1", "NoDevFiles", "2,2", "all", "9" * 5000)),
+        *(("0,-1,2", [0]), ("1,9,2", [1]), ("1,,2", [1])),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -52,9 +41,16 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(value, allowed):
     assert indices({"CUDA_VISIBLE_DEVICES": value}) == allowed
 
 
-def test_the_reason_names_the_variable_and_what_it_allows():
-    assert outer_devices({"CUDA_VISIBLE_DEVICES": "3"}, DEVICES).reason == "CUDA_VISIBLE_DEVICES=3 allows only device 3"
-    assert outer_devices({"CUDA_VISIBLE_DEVICES": ""}, DEVICES).reason == "CUDA_VISIBLE_DEVICES= allows no device"
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "3"}, "CUDA_VISIBLE_DEVICES=3 allows only device 3"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES= allows no device"),
+        ({"SLURM_JOB_ID": "7"}, "Slurm job 7 was given no GPU (ask Slurm for one: --gres=gpu:1)"),
+    ],
+)
+def test_the_reason_names_what_restricts_and_what_it_allows(environ, reason):
+    assert outer_devices(environ, DEVICES).reason == reason
 
 
 @pytest.mark.parametrize(
@@ -127,12 +123,6 @@ CONSTRAINED = {
 )
 def test_number_0_of_a_constrained_job_is_its_first_device(environ, count, allowed):
     assert indices({**CONSTRAINED, **environ}, DEVICES[:count]) == allowed
-
-
-def test_a_slurm_job_without_gpus_hears_how_to_get_one():
-    outer = outer_devices({"SLURM_JOB_ID": "7"}, DEVICES)
-
-    assert outer.reason == "Slurm job 7 was given no GPU (ask Slurm for one: --gres=gpu:1)"
 
 
 @pytest.mark.parametrize(

@@ -60,12 +60,12 @@ def test_a_process_outside_the_scheduler_is_found_live(live):
     assert "has given to other users" in (live(a_job("gpu:1(IDX:0)", uid=BOB))[0].message or "")
 
 
-def test_whoever_has_the_device_from_slurm_is_left_alone(live):
+def test_a_user_who_has_the_device_from_slurm_is_left_alone(live):
     assert live(a_job("gpu:1(IDX:0)", uid=os.getuid())) == []
     assert live(a_job(None, uid=os.getuid())) == []
 
 
-def test_without_a_scheduler_nobody_is_outside_it(live):
+def test_without_a_scheduler_no_process_is_outside_it(live):
     assert live(scheduler=False) == []
 
 

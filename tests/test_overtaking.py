@@ -1,4 +1,4 @@
-"""How long somebody can be passed in line, on recorded orders of whole days in simulated time.
+"""For how long a request can be passed in the queue, on recorded orders of whole days in simulated time.
 
 The long form, with a trace of 92 days, is `python benchmarks/replay.py TRACE.csv`.
 """
@@ -34,7 +34,7 @@ def days(draw: st.DrawFn) -> list[Job]:
 
 
 class Recorded(Line):
-    """A line that remembers who was promised what, and who started when."""
+    """A queue that remembers which job was promised what, and which started when."""
 
     def __init__(self, knows: str, rules: QueueRules) -> None:
         super().__init__(knows, rules)
@@ -67,8 +67,8 @@ CROSSED = of_one_user(
 @settings(max_examples=150, deadline=None)
 @example(CROSSED, False)
 @given(days(), st.booleans())
-def test_every_job_starts_by_its_promise_while_nobody_gets_in_front_of_it(jobs: list[Job], fair: bool) -> None:
-    """In order of arrival, and in a fair line of one user, whoever comes later stands behind."""
+def test_every_job_starts_by_its_promise_while_none_gets_in_front_of_it(jobs: list[Job], fair: bool) -> None:
+    """In order of arrival, and in a fair queue of one user, what comes later is behind."""
     if fair:
         jobs = [Job(job.number, 0, job.submitted, job.num_gpus, job.duration) for job in jobs]
     line = Recorded("limits", QueueRules(fair_share=fair))
@@ -82,8 +82,8 @@ def test_every_job_starts_by_its_promise_while_nobody_gets_in_front_of_it(jobs: 
 
 @settings(max_examples=100, deadline=None)
 @given(days(), st.sampled_from(["", "history"]))
-def test_where_nothing_is_known_nobody_passes_once_the_bound_is_over(jobs: list[Job], knows: str) -> None:
-    """A user's first request that waits beyond the bound is passed by nobody later who is not overdue himself."""
+def test_where_nothing_is_known_no_job_passes_once_the_bound_is_over(jobs: list[Job], knows: str) -> None:
+    """A user's first request that waits beyond the bound is passed by no later one that is not overdue itself."""
     bound = 100.0
     line = Recorded(knows, QueueRules(fair_share=False, bound=bound))
     replay(jobs, DEVICES, line.starts, line.ended)
@@ -96,12 +96,12 @@ def test_where_nothing_is_known_nobody_passes_once_the_bound_is_over(jobs: list[
         began = line.began[job.number]
         served = [line.began[other.number] for other in jobs[: job.number] if other.user == job.user]
         first_since = max([job.submitted + bound, due(job), *served])
-        passing = [each for each in jobs[job.number + 1 :] if first_since < line.began[each.number] < began]
+        passing = [later for later in jobs[job.number + 1 :] if first_since < line.began[later.number] < began]
         assert all(due(other) < line.began[other.number] for other in passing)
 
 
 def test_a_fault_in_the_plan_breaks_promises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The property above can fail: when everybody may be put off for ever, somebody is."""
+    """The property above can fail: when each job may be put off for ever, one is."""
     monkeypatch.setattr("gpuguard.queue.backfill._Planner._held_back_by", lambda *_: None)
     jobs = [Job(0, 0, 0.0, 7, 100.0), Job(1, 1, 1.0, 8, 10.0), *(Job(n, 2, float(n), 1, 99.0) for n in range(2, 12))]
     line = Recorded("limits", QueueRules(fair_share=False))
@@ -110,9 +110,9 @@ def test_a_fault_in_the_plan_breaks_promises(monkeypatch: pytest.MonkeyPatch) ->
     assert line.began[1] > (line.promises[1] or 0.0) + 1.0
 
 
-def test_a_flood_of_500_requests_costs_another_user_at_most_a_fifth_of_his_wait() -> None:
+def test_a_flood_of_500_requests_costs_another_user_at_most_a_fifth_of_the_wait() -> None:
     """Against one competitor who has one job running at any time, and asks for the next one when that has ended."""
-    # He comes at every part of an hour equally often: by chance alone 60 instants differ by a fourth in their median.
+    # One comes at each part of an hour equally often: by chance alone 60 instants differ by a fourth in their median.
     first, golden = luck(1).random(), 0.6180339887
     mine = [(HOUR * (8 * number + 6 * ((first + golden * number) % 1)), HOUR / 60, 0) for number in range(60)]
     steady = [(HOUR * 1.02 * number, HOUR, 1) for number in range(480)]
@@ -134,7 +134,7 @@ def bout(place: Path, variant: str = "", **changes: float) -> Outcome:
     return torture(place, waiters=24, devices=4, kills=4, bound=0.3, variant=variant, **changes)  # type: ignore[arg-type]
 
 
-def test_everybody_who_lives_is_served_and_nobody_is_passed_beyond_the_bound(tmp_path: Path) -> None:
+def test_each_process_that_lives_is_served_and_none_is_passed_beyond_the_bound(tmp_path: Path) -> None:
     outcome = bout(tmp_path)
 
     assert (outcome.overlaps, outcome.lost, outcome.passed) == (0, 0, 0)
@@ -145,7 +145,7 @@ def test_the_oracle_sees_locks_that_exclude_nobody(tmp_path: Path) -> None:
     assert bout(tmp_path, "no-exclusion").overlaps > 0
 
 
-def test_the_oracle_sees_that_nobody_is_told_of_his_turn(tmp_path: Path) -> None:
+def test_the_oracle_sees_that_no_process_is_woken(tmp_path: Path) -> None:
     assert bout(tmp_path, "no-ring", patience=8.0).lost > 0
 
 

@@ -1,8 +1,8 @@
-"""Line, claims, shares, MIG and reservations together against a model of a hundred lines, step by step at random.
+"""Queue, claims, shares, MIG and reservations together against a model of a hundred lines, step by step at random.
 
 The claims are real locks in a directory of this process; the machine is in memory, users and clock are pretended.
-The line is in order of arrival, so that one rule is left: whoever fits starts, the oldest first, unless others are put
-off for whom a start is planned.
+The queue is in order of arrival, so that one rule is left: what fits starts, the oldest first, unless others are put
+off for which a start is planned.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NOW = 1_800_000_000.0
 DIVIDED = a_device(3, mig_mode=True)
 WHOLE, PARTS = [a_device(number) for number in range(3)], [a_mig_instance(DIVIDED, n, utilization=0.0) for n in (0, 1)]
 DEVICES = (*WHOLE, DIVIDED, *PARTS)
-UUIDS = [each.uuid for each in DEVICES]
+UUIDS = [device.uuid for device in DEVICES]
 MIG = "3g.40gb"
 REQUESTS = [
     Request(),
@@ -62,18 +62,16 @@ REQUESTS = [
     Request(share=True, memory=5 * GIB, slots=2),
     Request(share=True, memory=15 * GIB, mig=MIG),
 ]
-COULD = {
-    each: frozenset(found.uuid for found in choose(Machine(*DEVICES).sample(()), each, {}).eligible)
-    for each in REQUESTS
-}
+CHOICES = {request: choose(Machine(*DEVICES).sample(()), request, {}) for request in REQUESTS}
+COULD = {request: frozenset(device.uuid for device in choice.eligible) for request, choice in CHOICES.items()}
 RULES = QueueRules(fair_share=False, bound=float("inf"))
 USERS = (1001, 1002)
-ANYBODY = st.sampled_from(USERS)
-JOBS = st.builds(Job, ANYBODY, st.sampled_from(REQUESTS), st.sampled_from([None, None, 0.5 * HOUR, 2 * HOUR, 9 * HOUR]))
+EITHER = st.sampled_from(USERS)
+JOBS = st.builds(Job, EITHER, st.sampled_from(REQUESTS), st.sampled_from([None, None, 0.5 * HOUR, 2 * HOUR, 9 * HOUR]))
 
 
-class LineMachine(RuleBasedStateMachine):
-    """Rules are what people do."""
+class QueueMachine(RuleBasedStateMachine):
+    """Rules are what users do."""
 
     steps = 0
 
@@ -95,7 +93,7 @@ class LineMachine(RuleBasedStateMachine):
 
     @initialize(divided=st.booleans())
     def reservations_are_of_one_kind(self, divided: bool) -> None:
-        self.model = Model(DEVICES, COULD, tuple(each.uuid for each in (PARTS if divided else WHOLE)), NOW)
+        self.model = Model(DEVICES, COULD, tuple(device.uuid for device in (PARTS if divided else WHOLE)), NOW)
 
     def teardown(self) -> None:
         with self.place, closing(self.world):
@@ -106,7 +104,7 @@ class LineMachine(RuleBasedStateMachine):
                 held.leave()
 
     @rule(job=JOBS)
-    def somebody_joins(self, job: Job) -> None:
+    def a_request_joins(self, job: Job) -> None:
         self.world.user = job.user
         if len(self.waiting) < 12:
             ticket = a_ticket(requests=[job.request], time_limit=job.limit)
@@ -114,10 +112,10 @@ class LineMachine(RuleBasedStateMachine):
         self.serve()
 
     @rule(job=JOBS)
-    def somebody_tries_without_waiting(self, job: Job) -> None:
+    def a_request_does_not_wait(self, job: Job) -> None:
         self.world.user = job.user
         self.model.came(job.user)
-        fits, must = self.model.fits(job), self.nobody_is_put_off()
+        fits, must = self.model.fits(job), self.none_is_put_off()
         try:
             claim = acquire(self.machine, job.request, self.directory, time_limit=job.limit)
         except NotEnoughGpus as error:
@@ -125,7 +123,7 @@ class LineMachine(RuleBasedStateMachine):
         else:
             assert fits
             self.taken(claim, job)
-        self.serve()  # he had a ticket if anybody waits, and when that goes the line looks again
+        self.serve()  # it had a ticket if another waits, and when that goes the queue is planned anew
 
     @precondition(lambda self: self.claims)
     @rule(data=st.data())
@@ -135,18 +133,18 @@ class LineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
-    def somebody_gives_up(self, data: st.DataObject) -> None:
+    def a_request_gives_up(self, data: st.DataObject) -> None:
         self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))[0].leave()
         self.serve()
 
     @rule(
-        user=ANYBODY,
+        user=EITHER,
         root=st.booleans(),
         count=st.integers(1, 3),
         begins=st.sampled_from([0.0, 0.0, 0.5 * HOUR, 3 * HOUR, 25 * HOUR]),
         lasts=st.sampled_from([HOUR, 4 * HOUR]),
     )
-    def somebody_reserves(self, user: int, root: bool, count: int, begins: float, lasts: float) -> None:
+    def a_user_reserves(self, user: int, root: bool, count: int, begins: float, lasts: float) -> None:
         self.world.user = maker = 0 if root else user
         begins += self.model.now
         kept = Kept(maker, user, count, begins, begins + lasts, self.model.now)
@@ -160,7 +158,7 @@ class LineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.kept)
     @rule(data=st.data(), user=st.sampled_from([0, *USERS]))
-    def somebody_cancels(self, data: st.DataObject, user: int) -> None:
+    def a_user_cancels(self, data: st.DataObject, user: int) -> None:
         key = data.draw(st.sampled_from(sorted(self.model.kept)))
         self.world.user = user
         try:
@@ -184,37 +182,36 @@ class LineMachine(RuleBasedStateMachine):
             self.serve()
 
     def serve(self) -> None:
-        """Everybody whose turn it is claims, as the line would wake them."""
+        """All that may start claim, as the leader would wake them."""
         while True:
             snapshot = self.machine.sample(())
-            line = read_queue(self.directory, snapshot, rules=RULES)
-            meant = [place for place in line.positions if place.now]
+            queue = read_queue(self.directory, snapshot, rules=RULES)
+            meant = [position for position in queue.positions if position.now]
             fitting = [held.id for held, job in self.waiting if self.model.fits(job)]
             assert fitting or not meant, (meant, self.model)
-            assert meant or not fitting or not self.nobody_is_put_off(), (fitting, self.model)
+            assert meant or not fitting or not self.none_is_put_off(), (fitting, self.model)
             if not meant:
                 return
-            for place in meant:
-                held, job = next(each for each in self.waiting if each[0].id == place.ticket.id)
+            for position in meant:
+                held, job = next((held, job) for held, job in self.waiting if held.id == position.ticket.id)
                 fits = self.model.fits(job)
-                kept = kept_for_others(line, held.id)
+                kept = kept_for_others(queue, held.id)
                 self.world.user = job.user
-                claim = Allocator(self.machine, self.directory, [job.request]).lock_best(
-                    job.request, snapshot, dict(kept), with_record=False
-                )
+                allocator = Allocator(self.machine, self.directory, [job.request])
+                claim = allocator.lock_best(job.request, snapshot, dict(kept), with_record=False)
                 assert claim or not fits or job.request.share or kept
                 if claim:
-                    record_arrival(self.directory, line.facts.reservations)
-                    devices = {each.uuid for each in claim}
-                    here = [one for one in line.facts.reservations if not devices.isdisjoint(one.devices)]
+                    record_arrival(self.directory, queue.facts.reservations)
+                    devices = {device.uuid for device in claim}
+                    here = [kept for kept in queue.facts.reservations if not devices.isdisjoint(kept.devices)]
                     claim.arrival_files = record_arrival(self.directory, here)
                     claim.write_record(self.directory, JobDetails(time_limit=job.limit))
                     self.waiting.remove((held, job))
                     held.leave()
                     self.taken(claim, job)
 
-    def nobody_is_put_off(self) -> bool:
-        """Whether all who wait and do not fit have no planned start that somebody could put off."""
+    def none_is_put_off(self) -> bool:
+        """Whether all that wait and do not fit have no planned start that could be put off."""
         return not any(self.model.known(job) for _, job in self.waiting if not self.model.fits(job))
 
     def taken(self, claim: Claim, job: Job) -> None:
@@ -230,7 +227,7 @@ class LineMachine(RuleBasedStateMachine):
         return reservation_calendar(self.directory, UUIDS, probe(self.directory, UUIDS), self.world.clock)
 
     @invariant()
-    def everybody_sees_who_holds_what(self) -> None:
+    def all_see_who_holds_what(self) -> None:
         type(self).steps += 1
         seen = {record.id: (record.uid, set(record.devices)) for record in probe(self.directory, UUIDS)}
         assert seen == {name: (job.user, set(job.devices)) for name, job in self.model.jobs.items()}
@@ -238,19 +235,19 @@ class LineMachine(RuleBasedStateMachine):
         assert locks_held(self.directory, UUIDS).intersection(UUIDS) == alone
 
     @invariant()
-    def everybody_sees_what_is_kept_for_whom(self) -> None:
+    def all_see_what_is_kept_for_whom(self) -> None:
         seen = self.seen()
         has = {
-            name: {uuid for uuid in self.model.reservable if self.model.has(one.user, uuid)}
-            for name, one in self.model.kept.items()
+            name: {uuid for uuid in self.model.reservable if self.model.has(kept.user, uuid)}
+            for name, kept in self.model.kept.items()
         }
-        assert {one.reservation.key: set(one.held) for one in seen.statuses if one.counts} == has
+        assert {status.reservation.key: set(status.held) for status in seen.statuses if status.counts} == has
         assert not seen.ignored
 
     @invariant()
-    def nobody_waits_who_would_fit(self) -> None:
+    def no_request_waits_that_would_fit(self) -> None:
         fitting = [job for _, job in self.waiting if self.model.fits(job)]
-        assert not fitting or not self.nobody_is_put_off()
+        assert not fitting or not self.none_is_put_off()
 
 
 CALM: dict[str, Any] = {
@@ -262,18 +259,18 @@ CALM: dict[str, Any] = {
 }
 
 
-def test_line_claims_shares_mig_and_reservations_do_what_the_model_does() -> None:
-    LineMachine.steps, examples = 0, often(240)
-    test = LineMachine.TestCase
+def test_queue_claims_shares_mig_and_reservations_do_what_the_model_does() -> None:
+    QueueMachine.steps, examples = 0, often(240)
+    test = QueueMachine.TestCase
     test.settings = settings(max_examples=examples, stateful_step_count=60, **CALM)
     test().runTest()
 
-    assert LineMachine.steps >= 40 * examples
+    assert QueueMachine.steps >= 40 * examples
 
 
 PLANTED = {
     "gpuguard.claims.claim.try_flock": lambda *_: True,
-    "gpuguard.queue.backfill._Planner._held_back_by": lambda *_: "somebody",
+    "gpuguard.queue.backfill._Planner._held_back_by": lambda *_: "another",
     "gpuguard.eligibility.memory_left": lambda *_: 2**60,
     "gpuguard.queue.calendar.calendar": lambda *_: {},
     "gpuguard.queue.reservations._beyond": lambda *_: "",
@@ -285,10 +282,12 @@ PLANTED = {
 SLOW = "gpuguard.queue.reservations._arrivals"  # a fault that many examples do not show
 
 
-@pytest.mark.parametrize("where", [pytest.param(one, marks=IN_CAMPAIGNS) if one == SLOW else one for one in PLANTED])
+@pytest.mark.parametrize(
+    "where", [pytest.param(name, marks=IN_CAMPAIGNS) if name == SLOW else name for name in PLANTED]
+)
 def test_the_model_sees_a_fault_that_is_planted(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(where, PLANTED[where])
-    test = type("Faulty", (LineMachine,), {}).TestCase  # type: ignore[attr-defined]
+    test = type("Faulty", (QueueMachine,), {}).TestCase  # type: ignore[attr-defined]
     test.settings = settings(max_examples=1000, stateful_step_count=50, derandomize=True, **CALM)
 
     with pytest.raises((AssertionError, OSError)):

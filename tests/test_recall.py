@@ -15,7 +15,7 @@ import pytest
 from daemons import a_daemon
 from driven import driven
 from fake_nvml import GIB, FakeNvml
-from guarded import Scene, a_child, a_scene
+from guarded import a_child, a_scene
 
 from gpuguard.claims.restrictions import boot_id
 from gpuguard.clusters import slurm
@@ -33,13 +33,8 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "events.jsonl"
 
 
-def past(log: Path, **more: float) -> RecoveredActions:
-    return recover_actions(str(log), **{"clock": boot_clock(), "now": time.time(), **more})
-
-
-def restarted(scene: Scene, log: Path) -> None:
-    """The scene's guard begins anew, with what the log says."""
-    scene.context(limits=ActionLimits(list(past(log).actions)), append=audit_log.append)
+def past(log: Path) -> RecoveredActions:
+    return recover_actions(str(log), clock=boot_clock(), now=time.time())
 
 
 def test_an_action_comes_back_from_its_line_as_it_was(log: Path) -> None:
@@ -66,7 +61,7 @@ def test_the_limit_on_signals_holds_for_a_guard_that_crashes_after_each(log: Pat
     words = []
     for _ in range(limits.SIGNALS_PER_MINUTE + 2):
         with a_scene() as scene:
-            restarted(scene, log)
+            scene.context(limits=ActionLimits(list(past(log).actions)), append=audit_log.append)
             words.append(scene.act("renice").word)
 
     assert words == ["sent"] * limits.SIGNALS_PER_MINUTE + ["refused"] * 2
@@ -110,9 +105,8 @@ def test_no_log_means_no_actions(log: Path) -> None:
 def test_only_the_last_hour_counts_and_the_rotated_file_belongs_to_it(log: Path) -> None:
     long_ago: dict[str, Any] = {"time_unix_seconds": time.time() - limits.HOUR - 60}
     long_ago["facts"] = {"clock_seconds": boot_clock() - limits.HOUR - 60}
-    write(
-        log.with_name("events.jsonl.1"), a_line(**long_ago, pid=1), "garbage of long ago", a_line(**long_ago), a_line()
-    )
+    rotated = log.with_name("events.jsonl.1")
+    write(rotated, a_line(**long_ago, pid=1), "garbage of long ago", a_line(**long_ago), a_line())
     other = {"schema": 1, "time_unix_seconds": time.time(), "kind": "daemon", "outcome": "started"}
     write(log, other, a_line(pid=4712))
 
@@ -168,7 +162,7 @@ def test_a_damaged_line_counts_as_an_action_of_just_now(log: Path, damaged: str)
 
 
 @pytest.mark.parametrize("kind", ["directory", "fifo", "device"])
-def test_nobody_is_hit_while_it_cannot_be_known_who_was(log: Path, kind: str) -> None:
+def test_no_process_is_hit_while_it_cannot_be_known_which_was(log: Path, kind: str) -> None:
     make = {"directory": os.mkdir, "fifo": os.mkfifo, "device": lambda path: os.symlink("/dev/null", path)}
     make[kind](log)
     found = past(log)
@@ -178,7 +172,7 @@ def test_nobody_is_hit_while_it_cannot_be_known_who_was(log: Path, kind: str) ->
         scene.context(limits=ActionLimits(list(found.actions)))
         said = scene.act()
         assert said.word == "refused"
-        assert {each.check for each in said.failed} == {"rate", "victims"}
+        assert {failure.check for failure in said.failed} == {"rate", "victims"}
         assert said.wait == pytest.approx(limits.HOUR, abs=5)
         assert scene.lives()
 
@@ -204,6 +198,6 @@ def test_every_action_that_is_counted_has_its_action_in_its_line(log: Path, monk
 def test_a_daemon_says_what_it_cannot_know(tmp_path: Path, log: Path) -> None:
     write(log, '{"kind": "something else"}')
     with a_daemon(tmp_path) as daemon:
-        (event,) = [each for each in daemon.events("daemon") if each["outcome"] == "past unknown"]
+        (event,) = [event for event in daemon.events("daemon") if event["outcome"] == "past unknown"]
 
     assert "damaged lines in the audit log: 1" in event["message"]
