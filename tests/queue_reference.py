@@ -1,4 +1,4 @@
-"""What queue, claims, shares, MIG and reservations together must do, in the fewest words: the model of test_queue_model.
+"""What queue, claims, shares, MIG and reservations together must do, in few words: the model of test_queue_model.
 
 Reads nothing and locks nothing.  It knows which request *may* start, exactly; which *must* it knows where none waits
 whose start is known, because a plan might put others off for that (see test_backfill and test_overtaking).
