@@ -86,13 +86,6 @@ CGROUPS = "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nCgroupAutomo
 PROLOG = "slurm prolog --wait 0s"
 
 
-def needed() -> None:
-    """Skip the test where there is no Slurm, and say how to have it."""
-    absent = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
-    if absent:
-        pytest.skip(f"needs Slurm ({', '.join(absent)} missing): {HINT}")
-
-
 @contextlib.contextmanager
 def a_cluster(*, gpus: int = 4, prolog: str = PROLOG, constrained: bool = False) -> Iterator[Cluster]:
     """A cluster whose node has *gpus* devices.
@@ -100,7 +93,8 @@ def a_cluster(*, gpus: int = 4, prolog: str = PROLOG, constrained: bool = False)
     *prolog* are the words of gpuguard that its prolog runs, "" for none; *constrained*: by cgroups (version 1), so that
     a job can open its own devices only.
     """
-    needed()
+    if absent := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
+        pytest.skip(f"needs Slurm ({', '.join(absent)} missing): {HINT}")
     place = Path(tempfile.mkdtemp(prefix="gg-slurm-", dir="/tmp"))  # short: a socket lies in it
     try:
         place.chmod(0o755)
@@ -145,6 +139,7 @@ class Cluster:
         self._script("task-prolog", "slurm task-prolog" if prolog else "")
         self.environment = {"PATH": PATH, "SLURM_CONF": str(place / "slurm.conf"), "LC_ALL": "C.UTF-8"}
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self.run = " ".join(machine.words("run", "--quiet", "--no-wait"))  # the beginning of a command in a script
 
     def _script(self, name: str, words: str) -> None:
         lines = ["#!/bin/sh", f"export PATH={PATH}"]
@@ -162,7 +157,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         try:
-            files = [f"--{each}-file={self.place}/munge.{each}" for each in ("key", "pid", "log", "seed")]
+            files = [f"--{kind}-file={self.place}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
             self.start("munged", "-F", *files, f"--socket={self.place}/munge.socket", "--num-threads=4", "--force")
             self.wait_for((self.place / "munge.socket").exists)
             self.start("slurmctld", "-D", "-i")
@@ -177,8 +172,8 @@ class Cluster:
         self.stop("slurmctld", signal.SIGKILL)  # it would wait for the node
         self.stop("munged")
         for kind in ("devices", "freezer") if self.constrained else ():
-            for found in os.walk(f"/sys/fs/cgroup/{kind}/slurm_{self.host}", topdown=False):
-                self.wait_for(functools.partial(removed, found[0]))
+            for cgroup, *_ in os.walk(f"/sys/fs/cgroup/{kind}/slurm_{self.host}", topdown=False):
+                self.wait_for(functools.partial(removed, cgroup))
 
     def start(self, name: str, *words: str) -> None:
         """Start one of Slurm's daemons."""
@@ -201,28 +196,28 @@ class Cluster:
         process = self.daemons.pop(name, None)
         if process:
             process.send_signal(signum)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
 
     def power_off(self) -> None:
-        """End all processes of the node at once, and slurmd first: nobody is asked, nothing is cleaned up."""
+        """End all processes of the node at once, and slurmd first: nothing is cleaned up."""
         self.stop("slurmd", signal.SIGKILL)
         self.wait_for(lambda: not self.kill_node())
 
     def kill_node(self, *names: str) -> list[int]:
         """SIGKILL to what slurmd has started (to programs of these names alone), by pidfd; their pids."""
-        found = []
+        killed = []
         for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
             with contextlib.suppress(OSError):
                 pidfd = os.pidfd_open(pid)
-                if self.is_of_node(pid) and (not names or self.title(pid).startswith(names)):
+                title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if self.is_of_node(pid) and (not names or title.startswith(names)):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                    found.append(pid)
+                    killed.append(pid)
                 os.close(pidfd)
-        return found
+        return killed
 
     def is_of_node(self, pid: int) -> bool:
         """Whether slurmd has started it, or its steps, jobs or prologs have."""
@@ -232,18 +227,14 @@ class Cluster:
             if state in b"ZX" or program in ("slurmctld", "munged"):
                 return False
             if program == "slurmstepd":  # its title lies over its environment
-                opened = [os.readlink(f"/proc/{pid}/fd/{each}") for each in os.listdir(f"/proc/{pid}/fd")]
-                return any(each.startswith(f"{self.place}/") for each in opened)
+                opened = [os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
+                return any(path.startswith(f"{self.place}/") for path in opened)
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            return f"SLURM_CONF={self.place}/slurm.conf".encode() in variables and any(
-                each.startswith((b"SLURMD_NODENAME=", b"SLURM_SCRIPT_CONTEXT=", MARK.encode())) for each in variables
-            )
+            starts = b"SLURMD_NODENAME=", b"SLURM_SCRIPT_CONTEXT=", MARK.encode()
+            is_ours = f"SLURM_CONF={self.place}/slurm.conf".encode() in variables
+            return is_ours and any(variable.startswith(starts) for variable in variables)
         except OSError:
             return False
-
-    def title(self, pid: int) -> str:
-        """The command line of a process."""
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
     def slurm(self, *words: str, user: pwd.struct_passwd | None = None) -> str:
         """What one of Slurm's commands prints."""
@@ -265,10 +256,8 @@ class Cluster:
 
     def jobs(self) -> dict[str, tuple[str, str]]:
         """Number -> (state, reason) of all that Slurm remembers."""
-        rows = [
-            line.split("|") for line in self.slurm("squeue", "-h", "-a", "-t", "all", "-o", "%i|%T|%r").splitlines()
-        ]
-        return {number: (state, reason) for number, state, reason in rows}
+        lines = self.slurm("squeue", "-h", "-a", "-t", "all", "-o", "%i|%T|%r").splitlines()
+        return {number: (state, reason) for number, state, reason in (line.split("|") for line in lines)}
 
     def output(self, job: str) -> str:
         """What a job has printed."""
@@ -289,9 +278,8 @@ class Cluster:
     def tell(self) -> str:
         """The last lines of the logs, for a test that fails."""
         logs = [*self.place.glob("*.log"), *(self.place / "out").glob("*.log")]
-        return "\n".join(
-            f"== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-25:]) for log in logs
-        )
+        ends = {log.name: log.read_text(errors="replace").splitlines()[-25:] for log in logs}
+        return "\n".join("\n".join([f"== {name}", *lines]) for name, lines in ends.items())
 
 
 def removed(path: str) -> bool:
@@ -302,12 +290,12 @@ def removed(path: str) -> bool:
 
 
 def free_ports(number: int) -> list[int]:
-    """TCP ports that nobody uses now."""
+    """TCP ports that are free now."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+        listeners = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for listener in listeners:
+            listener.bind(("127.0.0.1", 0))
+        return [int(listener.getsockname()[1]) for listener in listeners]
 
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("alone")]
@@ -326,7 +314,7 @@ echo "on $CUDA_VISIBLE_DEVICES" | tee -a "$WITNESS/done"
 
 
 class Witness:
-    """Sees who meets whom on a device, and knows nothing of claims: a directory is made by whoever is on a device."""
+    """Sees which jobs meet on a device, and knows nothing of claims: a job that is on a device makes a directory."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.place = cluster.place / "out" / "witness"
@@ -348,8 +336,8 @@ class Witness:
 
 @pytest.fixture(scope="module")
 def one_for_all() -> Iterator[Cluster]:
-    with a_cluster(gpus=DEVICES) as found:
-        yield found
+    with a_cluster(gpus=DEVICES) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -363,8 +351,8 @@ def cluster(one_for_all: Cluster) -> Iterator[Cluster]:
 
 def events(cluster: Cluster, kind: str, claim: str | None = None) -> list[dict[str, object]]:
     texts = [path.read_text() for path in (cluster.events, cluster.tasks_events) if path.exists()]
-    found = [json.loads(line) for text in texts for line in text.rpartition("\n")[0].splitlines()]
-    return [each for each in found if each["kind"] == kind and claim in (None, each["claim"])]
+    events = [json.loads(line) for text in texts for line in text.rpartition("\n")[0].splitlines()]
+    return [event for event in events if event["kind"] == kind and claim in (None, event["claim"])]
 
 
 def is_over(cluster: Cluster, job: str) -> bool:
@@ -386,13 +374,12 @@ def test_20_jobs_of_two_users_and_4_people_who_use_devices_by_hand_never_meet(cl
     ]
     for person in people:
         person.start()
-    cluster.wait_for(lambda: len(cluster.claims()) == OUTSIDERS)  # so that there is somebody to meet
-    run = " ".join(cluster.machine.words("run", "--quiet", "--no-wait"))
+    cluster.wait_for(lambda: len(cluster.claims()) == OUTSIDERS)  # so that there is a job to meet
     jobs = []
     for number in range(JOBS):
         command = f"{witness.program} 0.2"
         many = 1 + (number % 5 == 4)
-        script = f"exec {run} -n {many} -- {command}" if number % 2 else f"exec {command}"
+        script = f"exec {cluster.run} -n {many} -- {command}" if number % 2 else f"exec {command}"
         jobs.append(cluster.submit((ALICE, BOB)[number % 2], f"--gres=gpu:{many}", script=script))
 
     cluster.wait_for(lambda: len(events(cluster, "slurm")) >= OUTSIDERS)
@@ -402,8 +389,8 @@ def test_20_jobs_of_two_users_and_4_people_who_use_devices_by_hand_never_meet(cl
     for person in people:
         person.join()
 
-    found = cluster.jobs()
-    assert [found[job][0] for job in jobs] == ["COMPLETED"] * JOBS, cluster.tell()
+    states = cluster.jobs()
+    assert [states[job][0] for job in jobs] == ["COMPLETED"] * JOBS, cluster.tell()
     assert failed == []
     assert witness.met() == []
     assert witness.done() == JOBS + 2 * OUTSIDERS
@@ -415,14 +402,14 @@ def test_20_jobs_of_two_users_and_4_people_who_use_devices_by_hand_never_meet(cl
 
 
 def explained(cluster: Cluster, jobs: list[str]) -> int:
-    """How often jobs were put back; each time somebody has written down why, and the job says it."""
+    """How often jobs were put back; each time an event says why, and the job says it."""
     total = 0
     for job in jobs:
         shown = cluster.slurm("scontrol", "show", "job", "-o", job)
         restarts = int(shown.partition("Restarts=")[2].split()[0])
         why = events(cluster, "slurm", f"slurm{job}")
-        assert [each["outcome"] for each in why] == ["requeued"] * restarts
-        told = [str(each["message"]) for each in why]
+        assert [event["outcome"] for event in why] == ["requeued"] * restarts
+        told = [str(event["message"]) for event in why]
         # The second: slurmd ran no prolog for a job that was put back, and the task prolog has seen that.
         assert all("claimed by" in text or "not claimed for it" in text for text in told)
         assert not told or any(f"AdminComment=gpuguard: {text}" in shown for text in told)
@@ -431,11 +418,10 @@ def explained(cluster: Cluster, jobs: list[str]) -> int:
 
 
 def test_a_job_runs_inside_its_claim_and_sees_no_other_device(cluster):
-    run = " ".join(cluster.machine.words("run", "--quiet", "--no-wait"))
     script = f"""
         echo outer $GPUGUARD_CLAIM $CUDA_VISIBLE_DEVICES
-        {run} -n 1 -- sh -c 'echo inner $GPUGUARD_CLAIM $CUDA_VISIBLE_DEVICES'
-        {run} -n 3 -- true; echo too many $?
+        {cluster.run} -n 1 -- sh -c 'echo inner $GPUGUARD_CLAIM $CUDA_VISIBLE_DEVICES'
+        {cluster.run} -n 3 -- true; echo too many $?
     """
     job = cluster.submit(ALICE, "--gres=gpu:2", script=script)
     cluster.wait_for(lambda: is_over(cluster, job))
@@ -453,8 +439,7 @@ def test_a_job_runs_inside_its_claim_and_sees_no_other_device(cluster):
 def test_a_constrained_job_counts_from_0_and_claims_what_it_really_has():
     with a_cluster(constrained=True) as cluster:
         first = running(cluster, ALICE)
-        run = " ".join(cluster.machine.words("run", "--quiet", "--no-wait"))
-        script = f"echo $CUDA_VISIBLE_DEVICES; {run} -n 2 -- sh -c 'echo $GPUGUARD_GPUS'"
+        script = f"echo $CUDA_VISIBLE_DEVICES; {cluster.run} -n 2 -- sh -c 'echo $GPUGUARD_GPUS'"
         job = cluster.submit(BOB, "--gres=gpu:2", script=script)
         cluster.wait_for(lambda: is_over(cluster, job))
         cluster.slurm("scancel", first)
@@ -464,8 +449,7 @@ def test_a_constrained_job_counts_from_0_and_claims_what_it_really_has():
 
 
 def test_a_job_without_gpus_gets_none_by_gpuguard_either(cluster):
-    run = " ".join(cluster.machine.words("run", "--quiet", "--no-wait"))
-    job = cluster.submit(BOB, script=f"{run} -- true; echo status $?")
+    job = cluster.submit(BOB, script=f"{cluster.run} -- true; echo status $?")
     cluster.wait_for(lambda: is_over(cluster, job))
 
     assert "status 125" in cluster.output(job)
@@ -481,13 +465,13 @@ def running(cluster: Cluster, user: Any, *options: str) -> str:
 
 def holder_of(cluster: Cluster, job: str) -> int:
     """The process that holds the claim of a job, once it has seen a slurmstepd."""
-    [record] = [each for each in cluster.machine.records() if f"slurm{job}" in each.name]
+    [record] = [path for path in cluster.machine.records() if f"slurm{job}" in path.name]
     pid = int(json.loads(record.read_text().splitlines()[0])["pid"])
     files = Path(f"/proc/{pid}/fd")
 
     def follows() -> bool:
         with suppress(FileNotFoundError):  # one was closed meanwhile
-            return any("pidfd" in os.readlink(each) for each in files.iterdir())
+            return any("pidfd" in os.readlink(file) for file in files.iterdir())
         return False
 
     cluster.wait_for(follows)
@@ -500,7 +484,7 @@ def test_the_claim_of_a_job_belongs_to_its_owner_and_ends_with_scancel(cluster):
     cluster.slurm("scancel", job, user=BOB)
 
     cluster.wait_for(lambda: cluster.claims() == {})
-    cluster.wait_for(lambda: cluster.machine.locked() == [])  # who ended it may have forked something a moment before
+    cluster.wait_for(lambda: cluster.machine.locked() == [])  # it may have forked something a moment before
     cluster.wait_for(lambda: events(cluster, "release", f"slurm{job}"))  # it is written when the lock is gone
 
 
@@ -509,14 +493,14 @@ def test_a_policy_cancels_the_job_of_a_process_and_no_other(cluster, monkeypatch
     [batch] = [pid for pid, (_, step) in slurm.steps(job).items() if step == "batch"]
     cluster.wait_for(lambda: psutil.Process(batch).children())
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
-    monkeypatch.setattr(identity, "uid_min", lambda: 1)  # the users here are the system's, whom nothing is done to
+    monkeypatch.setattr(identity, "uid_min", lambda: 1)  # the users here are the system's, which nothing is done to
     scene = Scene(psutil.Process(batch).children()[0].pid, ALICE.pw_uid)
 
     assert scene.act("cancel", enforce=False).word == "dry run"
     assert scene.act("cancel").word == "sent", scene.events
     cluster.wait_for(lambda: list(cluster.claims()) == [f"slurm{other}"])
     cluster.wait_for(lambda: is_over(cluster, job))  # COMPLETING while the epilog, which gives the device back, runs
-    assert [cluster.jobs()[each][0] for each in (job, other)] == ["CANCELLED", "RUNNING"]
+    assert [cluster.jobs()[number][0] for number in (job, other)] == ["CANCELLED", "RUNNING"]
 
 
 def test_of_an_array_one_task_is_cancelled_and_the_others_run_on(cluster, monkeypatch):
@@ -570,7 +554,7 @@ def test_slurm_tells_the_guard_to_whom_it_has_given_which_device(cluster):
     jobs = slurm_node.jobs_on(ask("show", "job", "-a", "-d", "-o"), cluster.host)
 
     assert node and node.gpus == DEVICES and node.in_service
-    assert [(each.uids, each.gpus) for each in jobs if each.gpus] == [(frozenset((ALICE.pw_uid,)), frozenset((0,)))]
+    assert [(job.uids, job.gpus) for job in jobs if job.gpus] == [(frozenset((ALICE.pw_uid,)), frozenset((0,)))]
 
 
 def test_srun_is_told_why_its_job_cannot_start_here(cluster):
@@ -603,7 +587,7 @@ def test_the_claims_of_a_node_end_with_it(cluster):
     cluster.start_node()
 
 
-def test_a_claim_ends_when_the_steps_of_its_job_are_killed_and_nobody_calls_the_epilog(cluster):
+def test_a_claim_ends_when_the_steps_of_its_job_are_killed_and_no_epilog_runs(cluster):
     job = running(cluster, ALICE)
     holder_of(cluster, job)
     cluster.stop("slurmd", signal.SIGKILL)
