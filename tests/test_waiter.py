@@ -1,4 +1,4 @@
-"""Waiting in line, with real processes on a simulated node."""
+"""Waiting in the queue, with real processes on a simulated node."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ def calmly(room: Room) -> int:
             return before
 
 
-def wrapper(holder: Waiter) -> None:
-    holder.signal(signal.SIGTERM)
+ENDS = {"SIGKILL of wrapper and job": Waiter.kill, "SIGTERM": lambda holder: holder.signal(signal.SIGTERM)}
 
 
-@pytest.mark.parametrize("end", [Waiter.kill, wrapper], ids=["SIGKILL of wrapper and job", "SIGTERM"])
-def test_whoever_waits_starts_when_the_claim_before_him_ends(room: Room, end: Callable[[Waiter], None]) -> None:
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_a_request_starts_when_the_claim_before_it_ends(room: Room, end: Callable[[Waiter], None]) -> None:
     with room.job() as holder, room.wait() as waiter:
         looked = calmly(room)
         assert not waiter.runs
@@ -52,7 +51,7 @@ def test_whoever_waits_starts_when_the_claim_before_him_ends(room: Room, end: Ca
         assert room.looks() - looked <= 6
 
 
-def test_whoever_waits_starts_when_the_job_of_a_killed_wrapper_ends(room: Room) -> None:
+def test_a_request_starts_when_the_job_of_a_killed_wrapper_ends(room: Room) -> None:
     with room.job(command=("sleep", "600")) as holder, room.wait() as waiter:
         holder.signal(signal.SIGKILL)
         holder.process.wait()
@@ -63,7 +62,7 @@ def test_whoever_waits_starts_when_the_job_of_a_killed_wrapper_ends(room: Room) 
         assert eventually(lambda: waiter.runs, LONG)
 
 
-def test_whoever_waits_outlives_a_list_of_processes_with_a_pid_that_none_can_have(room: Room) -> None:
+def test_a_request_outlives_a_list_of_processes_with_a_pid_that_none_can_have(room: Room) -> None:
     with room.stranger() as stranger, room.wait() as waiter:
         looked = calmly(room)
         room.suffer(0, "implausible")
@@ -76,7 +75,7 @@ def test_whoever_waits_outlives_a_list_of_processes_with_a_pid_that_none_can_hav
         assert eventually(lambda: waiter.runs, LONG)
 
 
-def test_whoever_waits_starts_when_a_process_without_a_claim_ends(room: Room) -> None:
+def test_a_request_starts_when_a_process_without_a_claim_ends(room: Room) -> None:
     with room.stranger() as stranger, room.wait() as waiter:
         looked = calmly(room)
         stranger.kill()
@@ -87,7 +86,7 @@ def test_whoever_waits_starts_when_a_process_without_a_claim_ends(room: Room) ->
 
 
 @pytest.mark.parametrize("how", ["its time is over", "root ends it"])
-def test_whoever_waits_starts_when_the_quarantine_of_the_device_is_over(room: Room, how: str) -> None:
+def test_a_request_starts_when_the_quarantine_of_the_device_is_over(room: Room, how: str) -> None:
     assert room.gpuguard("quarantine", "0", *(["--for", "5s"] if how == "its time is over" else [])).returncode == 0
     with room.wait() as waiter:
         assert not waiter.runs
@@ -97,7 +96,7 @@ def test_whoever_waits_starts_when_the_quarantine_of_the_device_is_over(room: Ro
         assert eventually(lambda: waiter.runs, LONG)
 
 
-def test_whoever_waits_for_a_device_that_does_not_work_starts_when_its_work_is_done(tmp_path: Path) -> None:
+def test_a_request_for_an_idle_device_starts_when_its_work_is_done(tmp_path: Path) -> None:
     room = Room(tmp_path, times="OWN_CHECK_SECONDS=300 HEALTH_SECONDS=300 SAMPLE_SECONDS=0.5")
     change(f"{tmp_path}/node", 0, utilization=WorkPattern(90.0, 90.0))
     with room.wait("--max-util", "10%") as waiter:
@@ -108,12 +107,12 @@ def test_whoever_waits_for_a_device_that_does_not_work_starts_when_its_work_is_d
         assert eventually(lambda: waiter.runs, LONG)
 
 
-def test_nothing_is_asked_and_nothing_but_a_sign_of_life_is_done_while_nothing_changes(tmp_path: Path) -> None:
+def test_nothing_is_read_and_nothing_but_a_sign_of_life_is_given_while_nothing_changes(tmp_path: Path) -> None:
     room = Room(tmp_path)
     with room.job(), room.wait() as one, room.wait() as two:
-        looked, before, began = calmly(room), [_switches(each.pid) for each in (one, two)], time.monotonic()
+        looked, before, began = calmly(room), [_switches(waiter.pid) for waiter in (one, two)], time.monotonic()
         time.sleep(3.0)
-        woken = [_switches(each.pid) - earlier for each, earlier in zip((one, two), before, strict=True)]
+        woken = [_switches(waiter.pid) - earlier for waiter, earlier in zip((one, two), before, strict=True)]
 
         assert room.looks() == looked
         assert max(woken) <= 3 * (time.monotonic() - began) / WATCH_SECONDS
@@ -144,7 +143,7 @@ def test_when_the_leader_ends_another_one_leads(room: Room, number: int) -> None
         assert eventually(lambda: follower.runs, LONG)
 
 
-def test_when_the_leader_has_started_his_job_another_one_leads(room: Room) -> None:
+def test_when_the_leader_has_started_its_job_another_one_leads(room: Room) -> None:
     with room.job() as holder, room.wait() as leader, room.wait() as follower:
         holder.kill()
         assert eventually(lambda: leader.runs and follower.leads, LONG)
@@ -199,7 +198,7 @@ def test_a_program_that_only_holds_the_lock_of_the_queue_is_passed(room: Room) -
             assert room.leader == os.getpid()
 
 
-def test_where_a_program_holds_the_lock_of_the_deputy_too_the_others_look_for_themselves(tmp_path: Path) -> None:
+def test_where_a_program_holds_the_lock_of_the_deputy_too_the_others_sample_by_themselves(tmp_path: Path) -> None:
     room = Room(tmp_path, times="OWN_CHECK_SECONDS=1 HEALTH_SECONDS=300")
     Path(room.directory.lock_path("queue")).touch(0o444)
     with room.job() as holder, contextlib.ExitStack() as stack:
@@ -239,7 +238,7 @@ def test_a_leader_that_goes_on_before_another_one_leads_leads_on(room: Room) -> 
         assert eventually(lambda: leader.runs, LONG)
 
 
-def test_whoever_is_stopped_is_passed_over_and_keeps_his_place(room: Room) -> None:
+def test_a_process_that_is_stopped_is_passed_over_and_keeps_its_position(room: Room) -> None:
     with room.job() as holder, room.wait() as leader, room.wait() as first, room.wait() as second:
         leader.kill()
         assert eventually(lambda: room.leader in (first.pid, second.pid), LONG)
@@ -255,8 +254,8 @@ def test_whoever_is_stopped_is_passed_over_and_keeps_his_place(room: Room) -> No
         assert eventually(lambda: stopped.runs, LONG)
 
 
-def test_whoever_goes_on_after_a_stop_is_served_although_nothing_else_happens(tmp_path: Path) -> None:
-    """Two devices are free, and the leader, who wants three, cannot use them."""
+def test_a_process_that_goes_on_after_a_stop_is_served_although_nothing_else_happens(tmp_path: Path) -> None:
+    """Two devices are free, and the leader, which wants three, cannot use them."""
     room = Room(tmp_path, devices=3)
     with room.job(), room.job("-n", "2") as holder, room.wait("-n", "3") as leader, room.wait("-n", "2") as stopped:
         assert leader.leads
@@ -281,7 +280,7 @@ def test_a_request_that_became_impossible_while_waiting_is_refused(tmp_path: Pat
             assert "2 GPUs" in said
 
 
-def test_who_will_not_wait_hears_that_others_wait(room: Room) -> None:
+def test_a_command_that_does_not_wait_says_that_others_wait(room: Room) -> None:
     with room.job(), room.wait():
         done = room.gpuguard("run", "--no-wait", "--", "true")
 
@@ -289,7 +288,7 @@ def test_who_will_not_wait_hears_that_others_wait(room: Room) -> None:
         assert "number 2 of 2 in line" in done.stderr
 
 
-def test_whoever_arrives_does_not_take_a_device_that_is_kept_for_a_planned_start(tmp_path: Path) -> None:
+def test_a_new_request_does_not_take_a_device_that_is_kept_for_a_planned_start(tmp_path: Path) -> None:
     room = Room(tmp_path, devices=2)
     with room.job("--time-limit", "1h"), room.wait("-n", "2", "--time-limit", "1h"):
         assert room.gpuguard("run", "--no-wait", "--time-limit", "2h", "--", "true").returncode == 75
@@ -304,7 +303,7 @@ def test_where_no_start_is_planned_a_small_job_may_go_first(tmp_path: Path) -> N
         assert room.gpuguard("run", "--no-wait", "--", "true").returncode == 0
 
 
-def test_without_inotify_one_looks_now_and_then(tmp_path: Path) -> None:
+def test_without_inotify_the_locks_are_checked_now_and_then(tmp_path: Path) -> None:
     room = Room(tmp_path, times="POLL_SECONDS=0.2 OWN_CHECK_SECONDS=300", NO_INOTIFY="1")
     with room.job() as holder, room.wait() as waiter:
         looked = calmly(room)
@@ -316,23 +315,25 @@ def test_without_inotify_one_looks_now_and_then(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_ticket_that_somebody_removed_is_made_again_and_served(tmp_path: Path, count: int) -> None:
+def test_a_ticket_that_was_removed_is_made_again_and_served(tmp_path: Path, count: int) -> None:
     room = Room(tmp_path, times="OWN_CHECK_SECONDS=0.5")
     with room.job() as holder, contextlib.ExitStack() as stack:
         waiting = [stack.enter_context(room.wait()) for _ in range(count)]
         for name in os.listdir(room.directory.records):
             if name.startswith(("ticket.", "bell.")):
                 os.unlink(f"{room.directory.records}/{name}")
-        names = lambda: [each.partition(".")[0] for each in sorted(os.listdir(room.directory.records))]  # noqa: E731
-        assert eventually(lambda: names() == ["bell"] * count + ["claim"] + ["ticket"] * count, LONG)
+        kinds = ["bell"] * count + ["claim"] + ["ticket"] * count
+        files = lambda: sorted(os.listdir(room.directory.records))  # noqa: E731
+        assert eventually(lambda: [name.partition(".")[0] for name in files()] == kinds, LONG)
         holder.kill()
 
-        assert eventually(lambda: any(one.runs for one in waiting), LONG)
+        assert eventually(lambda: any(waiter.runs for waiter in waiting), LONG)
 
 
-def test_whoever_rings_on_and_on_costs_little(room: Room) -> None:
+def test_a_process_that_wakes_on_and_on_costs_little(room: Room) -> None:
     with room.job(), room.wait() as one, room.wait():
-        (waker,) = (each for each in Path(room.directory.records).glob("bell.*") if _is_of(each, one.pid, room))
+        (ticket,) = (ticket for ticket in read_tickets(room.directory)[0] if ticket.pid == one.pid)
+        (waker,) = Path(room.directory.records).glob(f"bell.{ticket.id}")
         looked, until = calmly(room), time.monotonic() + 4.0
         descriptor = os.open(waker, os.O_WRONLY | os.O_NONBLOCK)
         while time.monotonic() < until:
@@ -341,8 +342,4 @@ def test_whoever_rings_on_and_on_costs_little(room: Room) -> None:
             time.sleep(0.001)
         os.close(descriptor)
 
-        assert room.looks() - looked < 80  # 20 at once, then one in two seconds; each is up to three looks
-
-
-def _is_of(waker: Path, pid: int, room: Room) -> bool:
-    return any(ticket.pid == pid and waker.name.endswith(ticket.id) for ticket in read_tickets(room.directory)[0])
+        assert room.looks() - looked < 80  # 20 at once, then one in two seconds; each is up to three samples

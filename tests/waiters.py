@@ -1,4 +1,4 @@
-"""People who wait in line on a simulated node, each a process of his own.
+"""Requests that wait in the queue on a simulated node, each a process.
 
 from waiters import Room
 room = Room(tmp_path, devices=1); with room.job() as holder, room.wait("-n", "1") as waiter: ...
@@ -26,7 +26,7 @@ IMPATIENT = """
 import os, sys
 from gpuguard.queue import leader as leading, waiter as waiting, state
 from gpuguard.backends import client
-for name, seconds in [each.split("=") for each in os.environ["WAITERS"].split()]:
+for name, seconds in (word.split("=") for word in os.environ["WAITERS"].split()):
     module = next(module for module in (waiting, leading, state) if hasattr(module, name))
     setattr(module, name, float(seconds))
     if hasattr(leading, name) and hasattr(waiting, name):
@@ -48,39 +48,39 @@ STEADY = "OWN_CHECK_SECONDS=300 HEALTH_SECONDS=300"
 
 
 class Waiter:
-    """`gpuguard run` in line, or with its job."""
+    """`gpuguard run` in the queue, or with its job."""
 
     def __init__(self, room: Room, process: subprocess.Popen[str]) -> None:
         self.room, self.process, self.pid = room, process, process.pid
 
     @property
     def waits(self) -> bool:
-        """Whether he stands in line."""
+        """Whether it has a ticket."""
         return any(ticket.pid == self.pid for ticket in read_tickets(self.room.directory)[0])
 
     @property
     def runs(self) -> bool:
-        """Whether he has a claim."""
+        """Whether it has a claim."""
         return any(record.pid == self.pid for record in read_records(self.room.directory))
 
     @property
     def leads(self) -> bool:
-        """Whether he leads the line."""
+        """Whether it leads the queue."""
         return self.room.leader == self.pid
 
     def signal(self, number: int) -> None:
-        """Only to him, not to his job."""
+        """Only to it, not to its job."""
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Him and his job."""
+        """It and its job."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.communicate()
 
 
 class Room:
-    """A node with so many devices, and everybody who waits for one."""
+    """A node with so many devices, and all requests that wait for one."""
 
     def __init__(self, place: Path, devices: int = 1, times: str = STEADY, **variables: str) -> None:
         self.place, self.samples = place, place / "samples"
@@ -101,7 +101,7 @@ class Room:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=os.setpgrp,  # of this session still: the kernel lets SIGTSTP stop nobody whom no shell continues
+            preexec_fn=os.setpgrp,  # of this session still: the kernel lets SIGTSTP stop no process that no shell continues
         )
         waiter = Waiter(self, process)
         try:
@@ -119,14 +119,14 @@ class Room:
 
     @contextlib.contextmanager
     def wait(self, *words: str, **more: object) -> Iterator[Waiter]:
-        """Somebody who stands in line, with a leader."""
+        """A request in the queue, which has a leader."""
         with self.run(*words, **more) as waiter:  # type: ignore[arg-type]
             assert eventually(lambda: waiter.waits and self.leader is not None, 30.0), waiter.process.poll()
             yield waiter
 
     @property
     def leader(self) -> int | None:
-        """pid of whoever holds the lock of the line."""
+        """pid of the process that holds the lock of the queue."""
         path = self.directory.lock_path("queue")
         if not os.path.exists(path):
             return None
@@ -146,5 +146,5 @@ class Room:
         return a_user(str(self.place / "node"), str(device), 10 * 2**30)
 
     def suffer(self, device: int, *faults: str) -> None:
-        """The device is lost, or whatever else can befall it; well again without one."""
+        """The device has these faults from now on, or none."""
         change(str(self.place / "node"), device, faults=faults)
