@@ -101,7 +101,7 @@ class Room:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=os.setpgrp,  # of this session still: the kernel lets SIGTSTP stop no process that no shell continues
+            preexec_fn=os.setpgrp,  # of this session still: or SIGTSTP would not stop it, as no shell could continue it
         )
         waiter = Waiter(self, process)
         try:
