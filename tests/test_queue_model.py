@@ -241,7 +241,9 @@ class QueueMachine(RuleBasedStateMachine):
             name: {uuid for uuid in self.model.reservable if self.model.has(kept.user, uuid)}
             for name, kept in self.model.kept.items()
         }
-        assert {status.reservation.key: set(status.held) for status in seen.statuses if status.counts} == has
+        assert {
+            status.reservation.key: set(status.reservation.held) for status in seen.statuses if status.counts
+        } == has
         assert not seen.ignored
 
     @invariant()

@@ -124,7 +124,7 @@ def test_a_user_who_has_a_claim_keeps_it_until_its_end():
     reservation = a_reservation(begins=0.0, hours=9, made=NOW - HOUR)
     (here,) = statuses(reservation, now=NOW + 8 * HOUR, claims=(a_claim(since=NOW - HOUR),))
 
-    assert (here.over, here.held, here.no_show_at) == (False, ("d0",), None)
+    assert (here.over, here.reservation.held, here.no_show_at) == (False, ("d0",), None)
     for claim, over in ((a_claim(2), True), (a_claim(1, "elsewhere"), True), (a_claim(since=None), False)):
         assert is_over(reservation, now=NOW + 8 * HOUR, claims=(claim,)) is over
     assert not statuses(reservation, now=NOW + 9 * HOUR, claims=(a_claim(),))

@@ -45,11 +45,6 @@ BY_DAEMON = "by the daemon"
 JOB_ENDED = "its job was ended"
 
 
-def own_claims(directory: LockDirectory, uid: int) -> list[ClaimRecord]:
-    """The living claims of *uid*, oldest first; for root those of all users."""
-    return [claim for claim in read_records(directory) if uid in (0, claim.uid)]
-
-
 def releasable_claim(directory: LockDirectory, beginning: str, uid: int) -> ClaimRecord:
     """The one claim whose id begins like that, or that is "USER.ID", and which *uid* may release.
 

@@ -34,14 +34,7 @@ from gpuguard.model import HEALTH, MEMORY, PROCESSES, ClaimRecord, Snapshot
 from gpuguard.queue.calendar import Reservation, can_be_met
 from gpuguard.queue.priority import ReservationKeys
 from gpuguard.queue.settings import read_queue_settings
-from gpuguard.queue.tickets import (
-    LAST_TIME,
-    IgnoredFile,
-    checked_number,
-    read_document,
-    read_documents,
-    touch,
-)
+from gpuguard.queue.tickets import LAST_TIME, IgnoredFile, checked_number, read_document, read_documents, touch
 from gpuguard.units import format_duration, local_time
 from gpuguard.users import parties, user_name
 
@@ -59,9 +52,8 @@ Arrivals = Mapping[tuple[int, str], float]  # (uid, key of a reservation) -> whe
 class ReservationStatus:
     """Whether a reservation counts."""
 
-    reservation: Reservation  # as made
+    reservation: Reservation
     why_not: str = ""  # why it does not count; "" when it does
-    held: tuple[str, ...] = ()  # uuids of its devices that are in claims of its user now
     no_show_at: float | None = None  # unix time at which it is over without a claim; None: its user has one
     over: bool = False  # whether it is over before its end, because its user came too late
 
@@ -82,19 +74,15 @@ class ReservationCalendar:
     @property
     def reservations(self) -> tuple[Reservation, ...]:
         """Those that count."""
-        return tuple(replace(status.reservation, held=status.held) for status in self.statuses if status.counts)
+        return tuple(status.reservation for status in self.statuses if status.counts)
 
     @property
     def changes_at(self) -> float:
         """Unix time at which the next of them begins or is over by itself."""
-        times = [
-            when
-            for status in self.statuses
-            if status.counts
-            for when in (status.reservation.begins, status.reservation.ends, status.no_show_at)
-            if when is not None and when > self.now
-        ]
-        return min(times, default=math.inf)
+        counting = [status for status in self.statuses if status.counts]
+        ends = [status.no_show_at for status in counting if status.no_show_at is not None]
+        times = [when for kept in self.reservations for when in (kept.begins, kept.ends)] + ends
+        return min([when for when in times if when > self.now], default=math.inf)
 
 
 @dataclass(frozen=True)
@@ -157,19 +145,20 @@ def judge(
             for claim in claims
             if claim.uid == reservation.uid and not set(claim.devices).isdisjoint(reservation.devices)
         ]
-        held = tuple(uuid for uuid in reservation.devices if any(uuid in claim.devices for claim in own))
+        claimed = {uuid for claim in own for uuid in claim.devices}
+        reservation = replace(reservation, held=tuple(uuid for uuid in reservation.devices if uuid in claimed))
         arrival = arrivals.get((reservation.uid, reservation.key), 0.0)
         deadline = max(reservation.begins, reservation.made, arrival) + keys.no_show
         # A claim that came later does not bring back what others were promised meanwhile.
         present = any(claim.since is None or claim.since < deadline for claim in own)
         if now >= deadline and not present:
-            statuses.append(ReservationStatus(reservation, held=held, no_show_at=deadline, over=True))
+            statuses.append(ReservationStatus(reservation, no_show_at=deadline, over=True))
             continue
         why_not = _why_not(reservation, counted, uuids, keys)
         if not why_not:
             counted.append(reservation)
         no_show_at = None if present and now >= reservation.begins else deadline
-        statuses.append(ReservationStatus(reservation, why_not, held, no_show_at))
+        statuses.append(ReservationStatus(reservation, why_not, no_show_at))
     return statuses
 
 

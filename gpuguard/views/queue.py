@@ -93,7 +93,7 @@ def state(status: ReservationStatus, now: float) -> str:
         return f"begins in {format_duration(round(reservation.begins - now))}"
     if status.no_show_at is not None:
         return f"over at {clock_text(status.no_show_at, now)} unless {reservation.user} comes"
-    return f"{min(reservation.num_gpus, len(status.held))} of {reservation.num_gpus} used"
+    return f"{min(reservation.num_gpus, len(reservation.held))} of {reservation.num_gpus} used"
 
 
 def reservations_json(reserved: ReservationCalendar) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def reservation_json(status: ReservationStatus, now: float) -> dict[str, Any]:
     return {
         **picked(reservation, "id", "user", "uid", "made", "num_gpus", "begins", "ends", "devices", "note"),
         "made_by_uid": reservation.maker,
-        "used": min(reservation.num_gpus, len(status.held)),
+        "used": min(reservation.num_gpus, len(reservation.held)),
         "counts": status.counts,
         "over_at": status.no_show_at,
         "state": state(status, now),
