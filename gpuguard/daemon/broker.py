@@ -20,6 +20,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -164,15 +165,12 @@ class Broker:
     def _grant(self, uid: int, names: list[str], request: Request, snapshot: Snapshot) -> Reply:
         grant = Grant(uid, os.urandom(4).hex(), request.memory, request.most_sharers)
         descriptors = list[int]()
-        try:
+        with ExitStack() as stack:
+            stack.callback(close_all, descriptors)
             locks, refused = lock_all(self._directory, snapshot, names, grant, descriptors)
-            refused = refused or self._verify(names, request, snapshot, locks)
-        except BaseException:
-            close_all(descriptors)
-            raise
-        if refused:
-            close_all(descriptors)
-            return _refusal(refused)
+            if refused := refused or self._verify(names, request, snapshot, locks):
+                return _refusal(refused)
+            stack.pop_all()
         return DescriptorReply(asdict(GrantReply(grant.claim, locks)), tuple(descriptors))
 
     def _sample(self, ticket: Ticket) -> Snapshot:
@@ -221,34 +219,28 @@ class Broker:
         choice = choose(now, request, {}, sharing)
         if {device.uuid for device in choice.devices} == set(names):
             return {}
-        refused = {
-            refusal.device.uuid: "; ".join(reason.text for reason in refusal.reasons) for refusal in choice.refused
-        }
-        return {name: refused[name] for name in names if name in refused} or dict.fromkeys(
-            names, "they cannot be had together"
-        )
+        reasons = {refusal.device.uuid: refusal.reasons for refusal in choice.refused if refusal.device.uuid in names}
+        refused = {name: "; ".join(reason.text for reason in reasons[name]) for name in reasons}
+        return refused or dict.fromkeys(names, "they cannot be had together")
 
     def _claim_inside(self, uid: int, names: list[str], outer: str) -> Reply:
         """Locks inside a claim, for its owner alone: they exclude its other commands and no other claims."""
         grant, descriptors = Grant(uid, f"{outer}.{os.urandom(4).hex()}"), list[int]()
-        try:
-            with Gate(self._directory):
-                held = grant_of(self._directory, names)
-                for name in names:
-                    owned = held.get(name)
-                    # Who has a share, or a lock inside a claim, does not own the device.
-                    whole = owned is not None and owned.memory is None and "." not in owned.claim
-                    if not (owned and whole and (owned.uid, owned.claim) == (uid, outer)):
-                        raise GpuguardError("these devices are not yours by that claim.")
-                for name in names:
-                    descriptor = give(self._directory, f"{name}.nested", grant)
-                    if descriptor is None:
-                        close_all(descriptors)
-                        return _refusal({name: f"used by another command inside the claim {outer}"})
-                    descriptors.append(descriptor)
-        except BaseException:
-            close_all(descriptors)
-            raise
+        with ExitStack() as stack, Gate(self._directory):
+            stack.callback(close_all, descriptors)
+            held = grant_of(self._directory, names)
+            for name in names:
+                owned = held.get(name)
+                # A user with a share, or a lock inside a claim, does not own the device.
+                whole = owned is not None and owned.memory is None and "." not in owned.claim
+                if not (owned and whole and (owned.uid, owned.claim) == (uid, outer)):
+                    raise GpuguardError("these devices are not yours by that claim.")
+            for name in names:
+                descriptor = give(self._directory, f"{name}.nested", grant)
+                if descriptor is None:
+                    return _refusal({name: f"used by another command inside the claim {outer}"})
+                descriptors.append(descriptor)
+            stack.pop_all()
         reply = GrantReply(grant.claim, tuple(f"{name}.nested" for name in names))
         return DescriptorReply(asdict(reply), tuple(descriptors))
 
@@ -352,12 +344,8 @@ def sharing_beside(
             for record in records
         ]
         sharing = sharing_of(here, claims)
-        if all(
-            sharing[device.uuid].belongs(process.pid)
-            for device in devices
-            if device.uuid in sharing
-            for process in device.processes or ()
-        ):
+        shared = [device for device in devices if device.uuid in sharing]
+        if all(sharing[device.uuid].belongs(process.pid) for device in shared for process in device.processes or ()):
             break
     return sharing
 

@@ -11,6 +11,7 @@ import os
 import stat
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -138,22 +139,19 @@ def _checked_locks(
     Raises:
         ClaimError: one is not; then all are closed.
     """
-    try:
-        reply = decoded(content, GrantReply)
-        paths = [directory.lock_path(name) for name in reply.locks]
-        fault = _fault_of_reply(reply, devices, len(descriptors), shared=shared)
-        for descriptor, path in zip(descriptors, paths, strict=False):
-            fault = fault or _fault_of_lock(directory, descriptor, path)
+    with ExitStack() as stack:
+        stack.callback(close_all, descriptors)  # also where no file is left to check them with
+        try:
+            reply = decoded(content, GrantReply)
+            paths = [directory.lock_path(name) for name in reply.locks]
+            fault = _fault_of_reply(reply, devices, len(descriptors), shared=shared)
+            for descriptor, path in zip(descriptors, paths, strict=False):
+                fault = fault or _fault_of_lock(directory, descriptor, path)
+        except GpuguardError as error:
+            fault = str(error)
         if fault:
-            raise GpuguardError(fault)
-    except GpuguardError as error:
-        close_all(descriptors)
-        raise ClaimError(
-            f"what the daemon gave is no claim: {error}.  Nothing is claimed; ask an administrator."
-        ) from None
-    except BaseException:  # also where no file is left to check them with
-        close_all(descriptors)
-        raise
+            raise ClaimError(f"what the daemon gave is no claim: {fault}.  Nothing is claimed; ask an administrator.")
+        stack.pop_all()
     locks = zip(descriptors, paths, strict=True)
     return reply.claim, tuple(lock_of(descriptor, path, fcntl.LOCK_EX) for descriptor, path in locks)
 

@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -199,7 +199,8 @@ def close_all(descriptors: tuple[int, ...] | list[int]) -> None:
 def _receive(connection: socket.socket) -> tuple[bytes, tuple[int, ...]]:
     """One line and the descriptors that came with it."""
     line, descriptors = b"", list[int]()
-    try:
+    with ExitStack() as stack:
+        stack.callback(close_all, descriptors)
         while not line.endswith(b"\n") and len(line) <= MAX_REPLY_BYTES:
             # Close-on-exec from the start: another thread may start a program at any moment.
             more, received, _, _ = socket.recv_fds(connection, 65536, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
@@ -207,9 +208,7 @@ def _receive(connection: socket.socket) -> tuple[bytes, tuple[int, ...]]:
             if not more:
                 break
             line += more
-    except BaseException:
-        close_all(descriptors)
-        raise
+        stack.pop_all()
     return line, tuple(descriptors)
 
 

@@ -212,18 +212,16 @@ class Daemon:
 
     def status(self) -> str:
         """In one line, for `systemctl status`."""
-        number = len(self.watchdog.policies)
-        if not number:
-            what = "observing only: " + ("the policy file has faults" if self._faulty else "no policy file was named")
-        else:
-            what = f"{format_count(number, 'policy', 'policies')}, "
+        if number := len(self.watchdog.policies):
             switches = self._settings.enforce, any(policy.enforce for policy in self.watchdog.policies)
-            what += "enforcing" if all(switches) else "dry run"
+            what = f"{format_count(number, 'policy', 'policies')}, {'enforcing' if all(switches) else 'dry run'}"
             if any(switches) and not all(switches):
                 what += f": {'no policy has mode: enforce' if switches[0] else '--enforce is missing'}"
-            what += "" if not self._lacking else ", but not against other users"
+            what += ", but not against other users" if self._lacking else ""
             if self._faulty:
                 what += "; the changed policy file has faults, the last good one is in force"
+        else:
+            what = "observing only: " + ("the policy file has faults" if self._faulty else "no policy file was named")
         return what + (f"; driver unresponsive: {self.watchdog.problem}" if self.watchdog.problem else "")
 
     def _remember(self) -> None:
