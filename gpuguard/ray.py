@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
 from gpuguard import api
-from gpuguard.clusters import ray as engine
 from gpuguard.errors import InvalidRequest
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 __all__ = ["guarded"]
+
+HOW_TO_INSTALL = "pip install 'gpuguard[ray]' where Ray runs, and here"
 
 
 @overload
@@ -89,9 +90,18 @@ def _guarded_class(thing: type, options: dict[str, Any]) -> type:
 
 @contextmanager
 def _held(options: dict[str, Any]) -> Iterator[None]:
-    """A claim on the devices that Ray gave."""
-    devices = engine.given()
-    if engine.is_part() and not options.get("share"):
+    """A claim on the devices that Ray gave to the task or actor that this process works for."""
+    try:
+        import ray
+    except ImportError as error:
+        raise InvalidRequest(f"Ray is not installed here ({error}): {HOW_TO_INSTALL}.") from None
+    context = ray.get_runtime_context() if ray.is_initialized() else None
+    if context is None or context.worker.mode != ray.WORKER_MODE:
+        raise InvalidRequest("this is no task or actor of Ray: call it with .remote().")
+    devices = tuple(map(str, context.get_accelerator_ids().get("GPU", ())))  # as CUDA_VISIBLE_DEVICES names them
+    if not devices:
+        raise InvalidRequest("Ray gave this no GPU: write @ray.remote(num_gpus=1) above @gpuguard.ray.guarded.")
+    if 0 < float(context.get_assigned_resources().get("GPU", 0)) < 1 and not options.get("share"):
         raise InvalidRequest(
             "Ray gave only a part of a GPU: write @gpuguard.ray.guarded(share=True, memory=10 * 2**30) to share it."
         )

@@ -28,9 +28,9 @@ from pathlib import Path
 from gpuguard.cli.options import add_choice_options, add_repeatable, request_of
 from gpuguard.cli.run import add_limit_options, command_of, durations_of, limits_of
 from gpuguard.cli.terminal import print_notice
-from gpuguard.clusters.ray import HOW_TO_INSTALL
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.jsonio import loads
+from gpuguard.ray import HOW_TO_INSTALL
 from gpuguard.sanitize import neutralise
 from gpuguard.views.text import put
 

@@ -1,4 +1,4 @@
-"""What an outer scheduler or a container has decided already, and what Slurm and Ray tell of their jobs.
+"""What an outer scheduler or a container has decided already, and what Slurm tells of its jobs.
 
-Start reading in visible_devices.  Claims nothing: see jobs.slurm_claim and ray.
+Start reading in visible_devices.  Claims nothing: see jobs.slurm_claim, and gpuguard.ray for Ray.
 """
