@@ -404,7 +404,9 @@ def test_requests_of_one_user_that_claim_start_one_after_the_other_and_none_is_s
         assert eventually(lambda: len(read_tickets(broker.directory)[0]) == 4, 60.0)
         os.killpg(holder.pid, signal.SIGKILL)
 
-        assert [process.wait(SECONDS) for process in waiting] == [0] * 4
+        for process in waiting:
+            process.communicate(timeout=SECONDS)
+        assert [process.returncode for process in waiting] == [0] * 4
     assert events_of_the_queue(broker) == []
 
 
