@@ -362,6 +362,8 @@ def beside(*reservations: Reservation, fits: dict[Request, Fit], free: str = "d0
         ({"user": 9}, 2, 100.0, True),
         ({}, 1, 100.0, True),
         ({}, 2, plans.HORIZON_SECONDS + 1.0, True),
+        ({}, 2, plans.HORIZON_SECONDS - 1.0, False),
+        ({"expected": 2 * plans.HORIZON_SECONDS}, 2, plans.HORIZON_SECONDS + HOUR, False),
     ],
 )
 def test_a_reservation_keeps_its_devices_from_jobs_that_may_last_until_then(ticket, gpus, begins, starts) -> None:
@@ -438,13 +440,6 @@ def test_no_job_takes_a_device_for_which_a_reservation_would_move_to_that_of_ano
     fits = {both: a_fit("d1 d2", free="d1"), other: a_fit("d0")}
 
     assert bool(started(planned(queue, beside(a_reservation(1, 100.0), fits=fits, ends={"d2": 95.0})))) is starts
-
-
-def test_a_user_of_no_more_than_an_own_reservation_passes_all_others() -> None:
-    queue = [a_ticket(1, 2), a_ticket(9, 1)]
-
-    assert started(planned(queue, a_machine(queue, 2))) == [queue[0].id]
-    assert started(planned(queue, a_machine(queue, 2, reservations=(a_reservation(1, 0.0, "d0"),)))) == [queue[1].id]
 
 
 def test_of_two_that_are_held_back_for_each_other_the_first_in_the_queue_starts() -> None:

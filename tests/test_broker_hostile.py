@@ -376,9 +376,7 @@ def test_any_number_of_requests_that_never_claim_keep_one_device_from_others_and
         assert broker.daemon and broker.daemon.poll() is None
 
 
-def test_one_request_that_wants_all_and_claims_nothing_goes_to_the_end_and_the_second_one_costs_the_user_an_hour(
-    broker,
-):
+def test_a_request_for_all_that_claims_nothing_goes_to_the_end_and_the_second_one_costs_an_hour(broker):
     with broker.running(BOB, TICKETS, "4"):
         assert broker(ALICE, "run", "--wait", "60s", "--", "true").returncode == 0
         assert events_of_the_queue(broker) == [("request set back", BOB.pw_name)]

@@ -193,13 +193,6 @@ def test_a_request_that_must_leave_devices_alone_knows_which_and_for_which_reser
     assert not planned([a_ticket(1, 3, time_limit=HOUR)], [a_reservation(2)])[0].kept
 
 
-def test_a_request_for_another_device_than_the_reserved_one_starts() -> None:
-    only = {Request(devices=(uuid,)): a_fit(uuid) for uuid in NAMES[:2]}
-    queue = [a_ticket(1, requests=[request]) for request in only]
-
-    assert [position.now for position in planned(queue, [a_reservation(1, 1, 2, "d0")], only)] == [False, True]
-
-
 def test_a_start_is_promised_with_the_reservations_in_mind() -> None:
     first, second = a_ticket(1, 4, time_limit=HOUR), a_ticket(2, 2, time_limit=HOUR)
 
@@ -291,11 +284,3 @@ def test_the_property_can_fail(fault: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(plans, fault, wrong[fault])
 
     assert broken([(3, 2, 1, NAMES)], [(1, 2, 3, True, NAMES), (1, 2, 3, False, NAMES)])
-
-
-def test_a_job_of_unknown_length_may_start_a_day_before() -> None:
-    day = 24.0
-
-    assert planned([a_ticket(1, 4)], [a_reservation(1, day, day + 1)])[0].now
-    assert not planned([a_ticket(1, 4)], [a_reservation(1, day - 0.1, day + 1)])[0].now
-    assert not planned([a_ticket(1, 4, expected=2 * day * HOUR)], [a_reservation(1, day + 1, day + 2)])[0].now

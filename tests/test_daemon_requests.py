@@ -311,9 +311,7 @@ GIVEN = {"claim": "3f0c9e21", "locks": [DEVICE.uuid]}
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_locks_that_cannot_be_looked_at_for_want_of_a_descriptor_are_given_back_and_the_daemon_is_not_blamed(
-    tmp_path, left, monkeypatch
-):
+def test_locks_that_cannot_be_checked_for_want_of_a_descriptor_are_given_back(tmp_path, left, monkeypatch):
     directory = lock_directory(str(tmp_path))
     given, other = open_lock(directory, DEVICE.uuid), open_lock(directory, DEVICE.uuid)
     assert try_flock(given)

@@ -205,9 +205,7 @@ def test_where_no_request_waits_there_is_no_position_in_the_queue(gpuguard, job)
     assert json.loads(gpuguard("explain", "--json")[1])["line"] is None
 
 
-def test_a_free_device_is_not_for_a_request_that_would_delay_another_and_explain_leaves_no_ticket(
-    gpuguard, job, waits, tmp_path
-):
+def test_explain_says_that_a_request_would_delay_another_and_leaves_no_ticket(gpuguard, job, waits, tmp_path):
     waiting, me = waits(), user_name(os.geteuid())
     text, answer = gpuguard("explain"), gpuguard("explain", "--json")
 
