@@ -172,7 +172,7 @@ class Cluster:
         self.stop("slurmctld", signal.SIGKILL)  # it would wait for the node
         self.stop("munged")
         for kind in ("devices", "freezer") if self.constrained else ():
-            for cgroup, _, _ in os.walk(f"/sys/fs/cgroup/{kind}/slurm_{self.host}", topdown=False):
+            for cgroup, _folders, _files in os.walk(f"/sys/fs/cgroup/{kind}/slurm_{self.host}", topdown=False):
                 self.wait_for(functools.partial(removed, cgroup))
 
     def start(self, name: str, *words: str) -> None:
