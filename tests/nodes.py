@@ -7,14 +7,18 @@ with a_user(place, "0", 10 * GIB) as child: ...
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import select
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +107,33 @@ def remove(place: Path | str) -> None:
 
 # Far beyond any answer, even on a busy machine: whatever takes so long hangs.
 SECONDS = 60
+
+
+@contextmanager
+def on_terminal(
+    words: Sequence[str], environment: Mapping[str, str], *, columns: int = 80, **options: Any
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[..., str]]]:
+    """A command on a terminal, and a function that gives what it shows: once that is as asked, or all in the end."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    streams: dict[str, Any] = {"stdin": theirs, "stdout": theirs, "stderr": theirs, **options}
+    shown = bytearray()
+
+    def shown_until(holds: Callable[[str], object] = lambda text: False) -> str:
+        ends = time.monotonic() + SECONDS
+        with suppress(OSError):  # how Linux says that nobody has the terminal open any more
+            while not holds(shown.decode(errors="replace")):
+                assert time.monotonic() < ends, shown
+                if select.select([ours], [], [], 0.1)[0]:
+                    shown.extend(os.read(ours, 65536))
+        assert b"Traceback" not in shown
+        return shown.decode()
+
+    with subprocess.Popen(words, env=environment, **streams) as process:
+        os.close(theirs)
+        yield process, shown_until
+        process.kill()
+    os.close(ours)
 
 
 class Gpuguard:

@@ -1,25 +1,27 @@
-"""The screen of `gpuguard who` in the README: ``python tests/picture.py --write`` takes it, a test keeps it true.
+"""The screens of `gpuguard who` in the README and of `gpuguard top` in docs/top.md.
 
-A simulated node on which one job trains, one has claimed a device and does nothing, and one has no claim.
+``python tests/picture.py --write`` takes them, tests keep them true.  They show a simulated node on which one job
+trains, one has claimed a device and does nothing, and one has no claim.
 """
 
 from __future__ import annotations
 
 import getpass
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from nodes import on_terminal
 from pages import a_place, environment
 from sources import ROOT
 
-README = ROOT / "README.md"
-_PLACE = re.compile(r"(<!-- picture: who -->\n```text\n)(.*?)(^```\n)", re.M | re.S)
+PAGES = {"who": ROOT / "README.md", "top": ROOT / "docs" / "top.md"}
 _JOBS = (
     ["gpuguard", "run", "-n", "2", "--note", "ablation 3", "--", "python", "examples/train.py", "--memory", "62GiB"],
     ["gpuguard", "run", "--note", "notebook", "--", "sleep", "60"],
@@ -28,37 +30,35 @@ _JOBS = (
 _EXPECTED = {"in_use": 2, "claimed": 1, "unclaimed_use": 1, "free": 4}
 
 
-def written() -> str:
-    """The picture as it stands in the README."""
-    found = _PLACE.search(README.read_text(encoding="utf-8"))
-    assert found, "the README has no picture"
+def _on_page(kind: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- picture: {kind} -->\n```text\n)(.*?)(^```\n)", re.M | re.S)
+
+
+def written(kind: str) -> str:
+    """The picture as it stands on its page."""
+    found = _on_page(kind).search(PAGES[kind].read_text(encoding="utf-8"))
+    assert found, f"{PAGES[kind]} has no picture"
     return found[2]
 
 
-def taken(where: Path, age: float = 0.0, show: Callable[[Path], str] | None = None) -> str:
-    """The picture as it is now, with jobs running in the directory *where*, the last one for *age* seconds.
-
-    *show* takes it, and makes it anonymous; `gpuguard who` without it.
-    """
+def taken(kind: str, where: Path, age: float = 0.0) -> str:
+    """The picture as it is now, with jobs running in the directory *where*, the last one for *age* seconds."""
     started: list[subprocess.Popen[bytes]] = []
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with a_place(where):
         try:
             for count, job in enumerate(_JOBS, start=1):
                 # One after the other: who comes first gets the better devices.
-                started.append(
-                    subprocess.Popen(
-                        job, cwd=where, env=environment(where), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-                    )
-                )
+                started.append(subprocess.Popen(job, cwd=where, env=environment(where), **quiet))
                 _await(where, count)
             time.sleep(age)
-            screen = show(where) if show else _who(where)
+            screen = _who(where) if kind == "who" else _top(where)
         finally:
             for child in started:
                 child.terminate()
             for child in started:
                 child.wait()
-    return screen if show else anonymous(screen)
+    return anonymous(screen)
 
 
 def _await(where: Path, jobs: int) -> None:
@@ -78,27 +78,43 @@ def _who(where: Path, *options: str) -> str:
     return subprocess.run(command, cwd=where, env=environment(where), check=True, capture_output=True, text=True).stdout
 
 
+def _top(where: Path) -> str:
+    """What a terminal gets, without colours."""
+    variables = {**environment(where), "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
+    with on_terminal(["gpuguard", "top", "--once"], variables, columns=100, cwd=where) as (_, shown_until):
+        return shown_until().replace("\r\n", "\n")
+
+
 def anonymous(screen: str) -> str:
-    """*screen* with a name that says nothing about who took the picture, as wide as the own one if possible."""
-    user, host = getpass.getuser(), screen.split(":", 1)[0].split()[-1]
-    screen = re.sub(rf"\b{re.escape(user)}\b *", lambda found: "alice".ljust(len(found[0])), screen)
-    return re.sub(rf"\b{re.escape(host)}\b", "node1", screen)
+    """*screen* with a name and a host that say nothing about who took the picture."""
+    user = getpass.getuser()
+
+    def named(found: re.Match[str]) -> str:
+        return "alice" + " " * max(1, len(found[1]) + len(user) - len("alice"))
+
+    screen = re.sub(rf"\b{re.escape(user)}\b( +)", named, screen)
+    return re.sub(rf"\b{re.escape(os.uname().nodename)}\b", "node1", screen)
 
 
-def comparable(screen: str) -> str:
+def comparable(kind: str, screen: str) -> str:
     """*screen* without what differs from one time to the next: numbers, claim ids, the width of columns."""
+    if kind == "top":  # its bars, notes and commands, which are cut
+        screen = re.sub(r"[█▉▊▋▌▍▎▏░]+", "BAR", screen)
+        screen = re.sub(r'"[^"\n]*…', "NOTE", screen)
+        screen = re.sub(r"(python|bash|sleep)\S* .*", "COMMAND", screen)
     screen = re.sub(r"\b[0-9a-f]{8}\b", "ID", screen)
     screen = re.sub(r"\b(\d+(ms|[dhms]))+\b", "TIME", screen)
     return re.sub(r"[ \t]+", " ", re.sub(r"\d+(\.\d+)?", "0", screen)).strip()
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as where:
-        picture = taken(Path(where), age=3.0)
-    print(picture)
-    if "--write" in sys.argv:
-        page = README.read_text(encoding="utf-8")
-        README.write_text(_PLACE.sub(lambda found: found[1] + picture + found[3], page, count=1), encoding="utf-8")
+    for kind, path in PAGES.items():
+        with tempfile.TemporaryDirectory() as where:
+            screen = taken(kind, Path(where), age=4.0)
+        print(screen)
+        if "--write" in sys.argv:
+            page = path.read_text(encoding="utf-8")
+            path.write_text(_on_page(kind).sub(rf"\g<1>{screen}\g<3>", page, count=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from builders import GIB, a_device, a_mig_instance
-from nodes import Gpuguard, until
+from nodes import Gpuguard, on_terminal, until
 from proc import children_of
 
 from gpuguard.cli.run import summary_line
@@ -34,18 +33,8 @@ def claims(gpuguard: Gpuguard) -> list[dict[str, object]]:
 
 def at_terminal(gpuguard: Gpuguard, *words: str) -> str:
     """What a run shows on a terminal."""
-    master, terminal = pty.openpty()
-    shown = b""
-    with gpuguard.start(*words, stdout=terminal, stderr=terminal):
-        os.close(terminal)
-        try:
-            while piece := os.read(master, 65536):
-                shown += piece
-        except OSError:  # how Linux says that nobody has the terminal open any more
-            pass
-    os.close(master)
-    assert b"Traceback" not in shown
-    return shown.decode()
+    with on_terminal(gpuguard.words(*words), gpuguard.environment) as (_, shown_until):
+        return shown_until()
 
 
 @pytest.mark.parametrize("dashes", [(), ("--",)])

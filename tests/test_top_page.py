@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import picture
 import pytest
-import top_picture
 from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,16 +15,22 @@ from top_scenes import a_scene, colours, page_of, texts
 
 from gpuguard.model import Gap
 from gpuguard.policies.view import HostUse
+from gpuguard.queue.priority import Ticket
+from gpuguard.request import Request
 from gpuguard.sanitize import display_width
 from gpuguard.top.page import title
 from gpuguard.top.processes import moved, rows_of
-from gpuguard.top.scene import KEPT, MODES, SORTS, Ancestor, History, ScreenView, Thresholds, TopRequest
+from gpuguard.top.scene import KEPT, MODES, SORTS, Ancestor, History, ScreenView, Thresholds
 
 HOT = {"temperature_slowdown": 90.0}
 
 
 def eight(**fields):
     return [a_device(index, **fields) for index in range(8)]
+
+
+def a_ticket(user, since, num_gpus, note):
+    return Ticket("t", 1001, user, since, (Request(num_gpus),), note=note)
 
 
 def row_with(lines, text):
@@ -233,7 +239,8 @@ def test_the_cursor_stays_within_the_processes():
 
 
 def test_who_has_what_and_who_waits_are_said():
-    waiting = [TopRequest(f"user{n}", n, 1_700_000_000.0 - 60 * n, "starts in about 2h", "big") for n in range(1, 6)]
+    tickets = [a_ticket(f"user{n}", 1_700_000_000.0 - 60 * n, n, "big") for n in range(1, 6)]
+    waiting = [(ticket, "starts in about 2h") for ticket in tickets]
     shown = texts(page_of(a_scene(a_device(processes=TWO), waiting=tuple(waiting)), width=100))
 
     assert any(line.startswith("USERS alice 1 GPU 1.0GiB  bob 1 GPU 3.0GiB") for line in shown)
@@ -271,7 +278,7 @@ def test_whatever_strangers_write_each_line_has_its_width_and_moves_no_cursor(
     process = a_process(10, user=user, command=tuple(words), container=name, start_time=9_000.0)
     device = a_device(0, name=name, processes=(process,), problems=(note,) if note else ())
     ancestors = {10: Ancestor(5, user, tuple(words)), 5: Ancestor(1, note, None)}
-    waiting = (TopRequest(user, 1, 0.0, note, name),)
+    waiting = ((a_ticket(user, 0.0, 1, name), note),)
     scene = a_scene(device, claims=[a_claim_record(device, user=user, note=note)], ancestors=ancestors, waiting=waiting)
     lines = [
         title(scene, ScreenView(text=note), width),
@@ -311,13 +318,13 @@ def test_the_history_is_bounded_and_forgets_devices_that_are_gone():
 
 @pytest.mark.terminal
 def test_the_picture_is_what_top_shows(tmp_path: Path) -> None:
-    now = top_picture.comparable(top_picture.taken(tmp_path))
+    now = picture.comparable("top", picture.taken("top", tmp_path))
 
-    assert now == top_picture.comparable(top_picture.written()), "run: python tests/top_picture.py --write"
+    assert now == picture.comparable("top", picture.written("top")), "run: python tests/picture.py --write"
 
 
 def test_what_is_compared_still_has_the_states_and_the_columns() -> None:
-    kept = top_picture.comparable(top_picture.written())
+    kept = picture.comparable("top", picture.written("top"))
 
     assert {"free", "used without a claim", "claimed, no process yet", "no claim"} <= set(
         re.findall(r"free|used without a claim|claimed, no process yet|no claim", kept)

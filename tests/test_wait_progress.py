@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import re
-import struct
-import termios
 import time
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from nodes import Gpuguard, start, until
+from nodes import Gpuguard, on_terminal, start, until
 
 from gpuguard.cli import terminal as progress
 from gpuguard.cli.run import WaitProgress
@@ -134,29 +129,6 @@ def job(gpuguard):
         job.terminate()
 
 
-@contextmanager
-def at_terminal(gpuguard, columns, *words):
-    """A command on a terminal; yields (the process, a function that reads what was shown so far)."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    os.set_blocking(master, False)
-    shown = bytearray()
-
-    def read():
-        try:
-            while piece := os.read(master, 65536):
-                shown.extend(piece)
-        except OSError:  # nothing yet, or nobody has it open any more
-            pass
-        return shown.decode()
-
-    with gpuguard.start(*words, stdin=slave, stdout=slave, stderr=slave) as process:
-        os.close(slave)
-        yield process, read
-        process.kill()
-    os.close(master)
-
-
 def undated(text):
     """What was said, as if it had been said at once."""
     return re.sub(r"about 1h59m\b", "about 2h", re.sub(r"waiting for \d+s\b", "waiting for 0s", text))
@@ -165,13 +137,11 @@ def undated(text):
 @pytest.mark.terminal
 @pytest.mark.parametrize("columns", [30, 80, 200])
 def test_a_waiting_run_keeps_to_one_line_and_leaves_none(gpuguard, job, columns):
-    with at_terminal(gpuguard, columns, "run", "-n", "2", "--", "echo", "it runs") as (process, read):
-        until(lambda: read().count("\r\x1b[K") >= 3)
-        before = read()
+    words = gpuguard.words("run", "-n", "2", "--", "echo", "it runs")
+    with on_terminal(words, gpuguard.environment, columns=columns) as (_, shown_until):
+        before = shown_until(lambda text: text.count("\r\x1b[K") >= 3)
         job.terminate()
-        until(lambda: "it runs" in read())
-        process.wait(timeout=30)
-        shown = read()
+        shown = shown_until()
 
     lines = before.split("\r\x1b[K")[1:]
     assert "\n" not in before and all(display_width(line + "^C") < columns for line in lines)
@@ -183,12 +153,12 @@ def test_a_waiting_run_keeps_to_one_line_and_leaves_none(gpuguard, job, columns)
 
 @pytest.mark.terminal
 def test_ctrl_c_leaves_an_empty_line(gpuguard, job):
-    with at_terminal(gpuguard, 80, "run", "--", "true") as (process, read):
-        until(lambda: "waiting for" in read())
+    with on_terminal(gpuguard.words("run", "--", "true"), gpuguard.environment) as (process, shown_until):
+        shown_until(lambda text: "waiting for" in text)
         process.send_signal(2)
 
         assert process.wait(timeout=30) == -2
-        assert read().endswith("\r\x1b[K")
+        assert shown_until().endswith("\r\x1b[K")
 
 
 def test_a_log_of_a_waiting_run_names_every_device_once(gpuguard, job, tmp_path):

@@ -52,13 +52,10 @@ def main(args: argparse.Namespace) -> int:
 
     def read(usage: Usage) -> tuple[list[history.DeviceHistory], Watch]:
         devices = _chosen(usage.known(), args.device)
-        return [
-            history.DeviceHistory(device, usage.series(device.uuid, metric.stored, begin, end)) for device in devices
-        ], usage.watched(begin, end)
+        courses = [(device, usage.series(device.uuid, metric.stored, begin, end)) for device in devices]
+        return [course for course in courses if args.device or course[1]], usage.watched(begin, end)
 
     courses, watch = query_store(store_path(directory_of(args)), read, now)
-    if not args.device:
-        courses = [course for course in courses if course.points]
     if args.json:
         put_json(history.to_json(metric, courses, watch), indent=None)
         return 0

@@ -251,6 +251,12 @@ def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Seque
     )
 
 
+_AMOUNTS: Mapping[str, Callable[[str], Any]] = {  # fields of a request that are given by an option of that name
+    "min_free": parse_bytes, "min_total": parse_bytes, "memory": parse_bytes, "max_util": parse_percent,
+    "max_memory_util": parse_percent, "max_temperature": parse_celsius,
+}  # fmt: skip
+
+
 def request_of(args: argparse.Namespace) -> Request:
     """The request that the parsed options make; one that the command does not have counts as not given.
 
@@ -266,15 +272,13 @@ def request_of(args: argparse.Namespace) -> Request:
         raise InvalidRequest(f"{', '.join(sorted(both))} stands in --gpus and in --exclude: decide for one.")
     slots = whole_number("--slots", given("slots"))
     tolerance = quantity("--tolerance", given("tolerance"), parse_bytes)
+    amounts: dict[str, Any] = {
+        field: quantity(f"--{field.replace('_', '-')}", given(field), parse) for field, parse in _AMOUNTS.items()
+    }
     return Request(
         num_gpus=number if number is not None else len(devices or "1"),
         devices=devices,
-        min_free=quantity("--min-free", given("min_free"), parse_bytes),
-        min_total=quantity("--min-total", given("min_total"), parse_bytes),
-        max_util=quantity("--max-util", given("max_util"), parse_percent),
-        max_memory_util=quantity("--max-memory-util", given("max_memory_util"), parse_percent),
         max_processes=whole_number("--max-processes", given("max_processes")),
-        max_temperature=quantity("--max-temperature", given("max_temperature"), parse_celsius),
         models=tuple(args.model),
         exclude=exclude,
         prefer=selectors("--prefer", given("prefer")) or (),
@@ -282,9 +286,9 @@ def request_of(args: argparse.Namespace) -> Request:
         mine_as_free=frozenset((os.getuid(),)) if given("mine_as_free") else frozenset(),
         tolerance=IDLE_TOLERANCE if tolerance is None else tolerance,
         share=given("share", False),
-        memory=quantity("--memory", given("memory"), parse_bytes),
         slots=SLOTS if slots is None else slots,
         mig=args.mig,
+        **amounts,
     )
 
 

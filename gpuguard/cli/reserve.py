@@ -17,6 +17,7 @@ import os
 import re
 import time
 from contextlib import closing
+from datetime import datetime, timedelta
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import probe
@@ -25,11 +26,11 @@ from gpuguard.cli import terminal
 from gpuguard.cli.options import (
     add_repeatable,
     add_source_options,
-    backend_of,
     directory_of,
     log_event,
     quantity,
     request_of,
+    sampled,
     snapshot_source,
 )
 from gpuguard.errors import GpuguardError, ImpossibleRequest, InvalidRequest
@@ -108,8 +109,7 @@ def _make(args: argparse.Namespace) -> int:
     if os.geteuid() not in (0, uid):
         raise InvalidRequest("only root can reserve for others: leave --user out, or ask an administrator.")
     request, directory = request_of(args), directory_of(args, make=True)
-    with closing(backend_of(args)) as backend:
-        snapshot = backend.sample({MEMORY, PROCESSES, MODEL, HEALTH})
+    snapshot = sampled(args, {MEMORY, PROCESSES, MODEL, HEALTH})
     devices = _devices(directory, snapshot, request, begins)
     now = time.time()
     wanted = Reservation("", os.geteuid(), uid, user_name(uid), request.num_gpus, begins, ends, devices, now, args.note)
@@ -159,27 +159,22 @@ def parse_when(text: str, now: float) -> float:
     if words == "now":
         return now
     if words.startswith("in "):
-        try:
-            return now + parse_duration(words[3:])
-        except InvalidRequest as fault:
-            raise InvalidRequest(f"--from: {fault}") from None
+        return now + (quantity("--from", words[3:], parse_duration) or 0.0)
     match = _MOMENT.fullmatch(words.replace("t", " ") if words[:1].isdecimal() else words)
     if not match:
         raise InvalidRequest(f"--from: {text[:40]!r} is no time: {_FORMS}.")
-    year, month, day, tomorrow, *clock = match.groups()
-    hour, minute = map(int, clock)
-    today = time.localtime(now)
-    dated = (int(year), int(month), int(day)) if year else (today.tm_year, today.tm_mon, today.tm_mday + bool(tomorrow))
-    if hour > 23 or minute > 59 or (year and not (1 <= dated[1] <= 12 and 1 <= dated[2] <= 31)):
-        raise InvalidRequest(f"--from: there is no {text[:40]!r}: {_FORMS}.")
-    when = time.mktime((*dated, hour, minute, 0, 0, 0, -1))
-    if year and time.localtime(when)[:3] != dated:
-        raise InvalidRequest(f"--from: there is no {text[:40]!r}: that month has fewer days.")
-    if year and when < now - 60:
-        raise InvalidRequest(f"--from {text[:40]} is in the past: {_FORMS}.")
-    if when < now - 60 and not tomorrow:
-        when = time.mktime((today.tm_year, today.tm_mon, today.tm_mday + 1, hour, minute, 0, 0, 0, -1))
-    return when
+    year, month, day, tomorrow, hour, minute = match.groups()
+    date = datetime.fromtimestamp(now).replace(second=0, microsecond=0) + timedelta(days=bool(tomorrow))
+    try:
+        date = date.replace(int(year), int(month), int(day)) if year else date
+        when = date.replace(hour=int(hour), minute=int(minute))
+    except ValueError:  # as 25:00, or the 30th of February
+        raise InvalidRequest(f"--from: there is no {text[:40]!r}: {_FORMS}.") from None
+    if when.timestamp() < now - 60:
+        if year:
+            raise InvalidRequest(f"--from {text[:40]} is in the past: {_FORMS}.")
+        when += timedelta(days=1)
+    return when.timestamp()
 
 
 def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, when: float) -> tuple[str, ...]:

@@ -25,7 +25,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpuguard.cli.options import add_choice_options, add_repeatable, request_of
+from gpuguard.cli import EXIT_NOT_NOW, EXIT_RUN_FAILED, EXIT_TIMEOUT
+from gpuguard.cli.options import JSON, add_choice_options, add_repeatable, add_table, request_of
 from gpuguard.cli.run import add_limit_options, command_of, durations_of, limits_of
 from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -63,12 +64,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--print", action="store_true", help="show what would be submitted, and submit nothing")
     more = "more words for the engine, as in '--partition=a100 --qos=night' (repeatable)"
     add_repeatable(group, ("--with", "WORDS", more), dest="engine_words")
-    waiting = group.add_mutually_exclusive_group()
-    waiting.add_argument(
-        "--wait", metavar="DURATION", help="with --attach: wait for a start at most so long, as in 30m"
+    add_table(
+        group.add_mutually_exclusive_group(),
+        ("--wait", "DURATION", "with --attach: wait for a start at most so long, as in 30m"),
+        ("--no-wait", None, "with --attach: exit 75 when it cannot start now"),
     )
-    waiting.add_argument("--no-wait", action="store_true", help="with --attach: exit 75 when it cannot start now")
-    group.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_table(group, JSON)
     add_choice_options(parser)
     job = parser.add_argument_group("the job")
     job.add_argument("--name", metavar="NAME", help="of the job, as the engine lists it (default: that of the command)")
@@ -109,6 +110,11 @@ def check(args: argparse.Namespace) -> None:
     limits_of(args, time_limit)
 
 
+def _queued(args: argparse.Namespace, job: str, text: str) -> int:
+    put([json.dumps({"schema": 1, "via": args.via, "job": job}) if args.json else text])
+    return 0
+
+
 def python_words(module: str, python: str = sys.executable) -> list[str]:
     """The words that run *module* of gpuguard by *python*, whatever lies in the directory where they are used."""
     return [python, "-c", RUN_MODULE, module]
@@ -139,10 +145,7 @@ RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token its token.  `gpuguard submit --print ..
 
 
 def submit_to_ray(args: argparse.Namespace) -> int:
-    """Submit the command of *args*; with --attach stay until it has ended.
-
-    Returns:
-        0; with --attach the exit code of `ray job submit`: 1 when the command failed.
+    """Submit the command of *args*; the exit code of `ray job submit` with --attach: 1 when the command failed.
 
     Raises:
         GpuguardError: Ray is not here, or refuses.
@@ -185,11 +188,7 @@ def submit_to_ray(args: argparse.Namespace) -> int:
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         raise GpuguardError(f"Ray refuses: {lines[-1] if lines else f'exit code {done.returncode}'}\n{_RAY_ADVICE}")
-    if args.json:
-        put([json.dumps({"schema": 1, "via": "ray", "job": name})])
-    else:
-        put([f"Ray job {name} is queued: `ray job logs {name}` shows its output, {end}."])
-    return 0
+    return _queued(args, name, f"Ray job {name} is queued: `ray job logs {name}` shows its output, {end}.")
 
 
 def engine_words(texts: list[str]) -> argparse.Namespace:
@@ -285,17 +284,12 @@ def ray_words(job: dict[str, object], more: argparse.Namespace, *further: str) -
 # behind that of the job, so that it ends as its options say.
 
 LATER_SECONDS = 90.0  # after the last signal of gpuguard's own escalation
-# With these srun ends where the job did not start, so that the codes are those of `gpuguard run`.
-NOT_NOW, TIMED_OUT, FAILED = "75", "124", "125"
 
 _SLURM_ADVICE = "Does `sinfo` answer here?  `gpuguard submit --print ...` shows what was asked of Slurm."
 
 
 def submit_to_slurm(args: argparse.Namespace) -> int:
-    """Submit the command of *args*.
-
-    Returns:
-        0 when it is queued; does not come back with --attach, where srun takes the place of this process.
+    """Submit the command of *args*; does not come back with --attach, where srun takes the place of this process.
 
     Raises:
         GpuguardError: Slurm is not here, or refuses.
@@ -309,8 +303,9 @@ def submit_to_slurm(args: argparse.Namespace) -> int:
             f"there is no {words[0]} here: install Slurm's commands (apt install slurm-client), or log in where they "
             "are.  `gpuguard run` needs no Slurm."
         )
-    environment = {"SLURM_EXIT_ERROR": FAILED, "SLURM_EXIT_IMMEDIATE": NOT_NOW if args.no_wait else TIMED_OUT}
-    environment = {**os.environ, **environment}
+    # With these srun ends where the job did not start, so that the codes are those of `gpuguard run`.
+    own = {"SLURM_EXIT_ERROR": EXIT_RUN_FAILED, "SLURM_EXIT_IMMEDIATE": EXIT_NOT_NOW if args.no_wait else EXIT_TIMEOUT}
+    environment = {**os.environ, **{name: str(code) for name, code in own.items()}}
     if args.attach:
         sys.stdout.flush()
         os.execvpe(words[0], words, environment)
@@ -330,13 +325,9 @@ def submit_to_slurm(args: argparse.Namespace) -> int:
     if found is None:
         raise GpuguardError("sbatch does not say a number, so the job may be queued or not: `squeue --me` shows it.")
     job = found[1]
-    if args.json:
-        put([json.dumps({"schema": 1, "via": "slurm", "job": job})])
-        return 0
-    put([f"Slurm job {job} is queued: `gpuguard queue` shows it, `scancel {job}` ends it."])
-    if said := done.stderr.strip():
-        put(map(neutralise, said.splitlines()), sys.stderr)
-    return 0
+    if not args.json:
+        put(map(neutralise, done.stderr.strip().splitlines()), sys.stderr)
+    return _queued(args, job, f"Slurm job {job} is queued: `gpuguard queue` shows it, `scancel {job}` ends it.")
 
 
 def command_line(args: argparse.Namespace) -> list[str]:

@@ -106,8 +106,7 @@ def _lines(args: argparse.Namespace, source: SnapshotSource) -> list[str]:
 
 def _reserved(args: argparse.Namespace, snapshot: Snapshot) -> ReservationCalendar | None:
     """The reservations of now and later."""
-    directory = _directory_with(args, "reserve.")
-    if directory is None:
+    if (directory := _directory_with(args, "reserve.")) is None:
         return None
     from gpuguard.queue.reservations import reservation_calendar
 
@@ -122,8 +121,7 @@ def _reserved(args: argparse.Namespace, snapshot: Snapshot) -> ReservationCalend
 
 def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> list[Ticket]:
     """The requests that wait, as `gpuguard queue` ranks them."""
-    directory = _directory_with(args, "ticket.")
-    if directory is None:
+    if (directory := _directory_with(args, "ticket.")) is None:
         return []
     from gpuguard.queue.state import read_queue
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -55,17 +56,15 @@ class Board(ScrollView, can_focus=False):
 
     def show(self, lines: list[ScreenLine], width: int) -> None:
         """Draw those of *lines* that are new: most of a page is as it was a second ago."""
-        size, before = Size(width, len(lines)), self.lines
-        self.lines = lines
+        size, before, self.lines = Size(width, len(lines)), self.lines, lines
         if size != self.virtual_size:
             self.virtual_size = size
             self.refresh()
             return
-        top, height = self.scroll_offset.y, self.size.height
-        shown = slice(top, top + height)
-        changed = [y for y, (old, new) in enumerate(zip(before[shown], lines[shown], strict=True)) if old != new]
-        if changed:
-            self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
+        shown = slice(self.scroll_offset.y, self.scroll_offset.y + self.size.height)
+        rows = enumerate(zip(before[shown], lines[shown], strict=True))
+        if changed := [Region(0, y, self.size.width, 1) for y, (old, new) in rows if old != new]:
+            self.refresh(*changed)
 
     def render_line(self, y: int) -> Strip:
         """One row of the screen."""
@@ -251,14 +250,14 @@ class Top(App[None]):
         Binding("end", "move(100000)", "last"),
         Binding("left", "sideways(-20)", "left"),
         Binding("right", "sideways(20)", "right"),
-        Binding("s", "sort(1)", "sort"),
-        Binding("S", "sort(-1)", "sort"),
+        Binding("s", "turn('sort', 1)", "sort"),
+        Binding("S", "turn('sort', -1)", "sort"),
         Binding("r", "flip('reverse')", "reverse"),
         Binding("t", "flip('tree')", "tree"),
         Binding("a", "flip('ascii_only')", "ascii"),
         Binding("c", "flip('compute_only')", "compute only"),
         Binding("u", "mine", "mine"),
-        Binding("m", "mode", "mode"),
+        Binding("m", "turn('mode', 1)", "mode"),
         Binding("l", "light", "light"),
         Binding("f", "fresh", "fresh"),
         Binding("ctrl+p", "hold", "hold"),
@@ -366,8 +365,7 @@ class Top(App[None]):
         line = title(self.scene, self.view, width, self.silent)
         self._write("#title", rich_text(line, self._colours()))
         late = self.silent > max(SILENT * self._every, SILENT)
-        words = self._problem or ("the driver does not answer" if late else "")
-        if words:
+        if words := self._problem or ("the driver does not answer" if late else ""):
             words = f" {words} -- what you see is {self.silent:.0f}s old"
         elif self._held:
             held = max(0.0, time.time() - self.scene.snapshot.taken_at)
@@ -391,9 +389,8 @@ class Top(App[None]):
         self.push_screen(TextScreen("gpuguard top", lambda width: HELP))
 
     def action_filter(self) -> None:
-        self.push_screen(
-            FilterScreen(self.view.text), lambda text: self._change(text=self.view.text if text is None else text)
-        )
+        former = self.view.text
+        self.push_screen(FilterScreen(former), lambda text: self._change(text=former if text is None else text))
 
     def action_move(self, by: int) -> None:
         shown = [line.process for line in self.query_one(Board).lines if line.process]
@@ -409,17 +406,15 @@ class Top(App[None]):
         self._sideways = min(2000, max(0, self._sideways + by))
         self.draw()
 
-    def action_sort(self, by: int) -> None:
-        self._change(sort=SORTS[(SORTS.index(self.view.sort) + by) % len(SORTS)])
+    def action_turn(self, name: str, by: int) -> None:
+        values = {"sort": SORTS, "mode": MODES}[name]
+        self._change(**{name: values[(values.index(getattr(self.view, name)) + by) % len(values)]})
 
     def action_flip(self, name: str) -> None:
         self._change(**{name: not getattr(self.view, name)})
 
     def action_mine(self) -> None:
         self._change(users=frozenset() if self.view.users else frozenset({user_name(os.getuid())}))
-
-    def action_mode(self) -> None:
-        self._change(mode=MODES[(MODES.index(self.view.mode) + 1) % len(MODES)])
 
     def action_light(self) -> None:
         self._light = not self._light
@@ -438,10 +433,8 @@ class Top(App[None]):
 
     def action_over_time(self) -> None:
         if row := self._chosen():
-            heading, ascii_only = processes.heading(row), self.view.ascii_only
-            self.push_screen(
-                TextScreen(heading, lambda width: processes.over_time(self.history, row, width, ascii_only=ascii_only))
-            )
+            draw = partial(processes.over_time, self.history, row, ascii_only=self.view.ascii_only)
+            self.push_screen(TextScreen(processes.heading(row), draw))
 
     def action_environment(self) -> None:
         if row := self._chosen():
@@ -449,8 +442,7 @@ class Top(App[None]):
             self.push_screen(TextScreen(processes.heading(row), lambda width: shown, lambda width: hidden))
 
     def action_signal(self) -> None:
-        row = self._chosen()
-        if row is None or row.identity is None:
+        if (row := self._chosen()) is None or row.identity is None:
             return
         if self.scene.snapshot.recorded:
             self._notify_user("this is a recording: no process of it can be signalled")

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
@@ -43,10 +44,11 @@ from gpuguard.policies.files.loader import load_policies
 from gpuguard.policies.thresholds import MemoryRule, PowerRule, TemperatureRule
 from gpuguard.procfs import process_facts, read_memory
 from gpuguard.queue.explain import start_text
+from gpuguard.queue.priority import Ticket
 from gpuguard.queue.state import read_queue
 from gpuguard.queue.tickets import read_tickets
 from gpuguard.source import SnapshotSource
-from gpuguard.top.scene import Ancestor, Identity, Scene, Thresholds, TopRequest
+from gpuguard.top.scene import Ancestor, Identity, Scene, Thresholds
 from gpuguard.users import user_name
 
 SAMPLING_THREAD = "gpuguard-samples"  # in which the screen uses a feed
@@ -142,9 +144,8 @@ class SceneFeed:
         self._before: Snapshot | None = None  # of the driver
         self._samples = 0
         self._host = HostUses()
-        self._queue: tuple[float, tuple[TopRequest, ...]] = (float("-inf"), ())
+        self._queue: tuple[float, tuple[tuple[Ticket, str], ...]] = (float("-inf"), ())
         self._limits = ActionLimits()
-        self._ancestors: dict[Identity, Ancestor] = {}
         self._thresholds, self._protected = site_rules(POLICY_FILE)
 
     def sample(self) -> Scene:
@@ -157,7 +158,7 @@ class SceneFeed:
         host = self._host.sample(replace(snapshot, clock=time.clock_gettime(time.CLOCK_BOOTTIME)))
         if not 0 <= snapshot.clock - self._queue[0] < QUEUE_SECONDS:
             self._queue = snapshot.clock, self._planned(snapshot)
-        above, load = self._above(stats) if self.tree else {}, os.getloadavg()[0]
+        above, load = _above(stats) if self.tree else {}, os.getloadavg()[0]
         return Scene(snapshot, uses(snapshot, stats), host, self._queue[1], above, age, load, self._thresholds)
 
     def send(self, action: str, process: Identity, devices: tuple[str, ...]) -> ActionOutcome:
@@ -179,7 +180,7 @@ class SceneFeed:
         self._before = now
         return now
 
-    def _planned(self, snapshot: Snapshot) -> tuple[TopRequest, ...]:
+    def _planned(self, snapshot: Snapshot) -> tuple[tuple[Ticket, str], ...]:
         """Who waits, in order, and when each is expected to start."""
         try:
             directory = self._find_directory()
@@ -188,31 +189,24 @@ class SceneFeed:
             queue = read_queue(directory, snapshot)
         except (GpuguardError, OSError):
             return ()  # the claims are missing too, and that is said
-        tickets = [(position.ticket, start_text(position, queue)) for position in queue.positions]
-        return tuple(TopRequest(own.user, own.num_gpus, own.since, when, own.note) for own, when in tickets)
-
-    def _above(self, stats: Mapping[int, ProcessStat | None]) -> dict[int, Ancestor]:
-        """Every process that was looked up, with its command; read once per process."""
-        ancestors: dict[int, Ancestor] = {}
-        kept: dict[Identity, Ancestor] = {}
-        for pid, stat in stats.items():
-            if stat is None or stat.start_time is None:
-                continue
-            identity = (pid, stat.start_time)
-            known = self._ancestors.get(identity) or _ancestor(pid)
-            kept[identity] = ancestors[pid] = Ancestor(stat.parent, known.user, known.command)
-        self._ancestors = kept
-        return ancestors
+        return tuple((position.ticket, start_text(position, queue)) for position in queue.positions)
 
 
-def _ancestor(pid: int) -> Ancestor:
+def _above(stats: Mapping[int, ProcessStat | None]) -> dict[int, Ancestor]:
+    """Every process that was looked up."""
+    known = {pid: stat for pid, stat in stats.items() if stat and stat.start_time is not None}
+    return {pid: Ancestor(stat.parent, *_user_and_command(pid, stat.start_time)) for pid, stat in known.items()}
+
+
+@lru_cache(maxsize=10_000)
+def _user_and_command(pid: int, _: float | None) -> tuple[str | None, tuple[str, ...] | None]:
+    """Of a process with that start time, read once."""
     words = (read_memory(pid, "cmdline") or b"").rstrip(b"\0")
     command = tuple(word.decode("utf-8", "surrogateescape") for word in words.split(b"\0")) if words else None
     try:
-        user = user_name(os.stat(f"/proc/{pid}").st_uid)
+        return user_name(os.stat(f"/proc/{pid}").st_uid), command
     except OSError:
-        user = None
-    return Ancestor(0, user, command)
+        return None, command
 
 
 def site_rules(path: str) -> tuple[Thresholds, Protected]:

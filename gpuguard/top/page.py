@@ -105,13 +105,13 @@ def _users(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
 
 def _waiting(scene: Scene, width: int) -> list[ScreenLine]:
     lines = []
-    for number, request in enumerate(scene.waiting[:_WAITING]):
-        since = format_duration(round(max(0.0, scene.snapshot.taken_at - request.since)))
-        note = f' "{neutralise(request.note)}"' if request.note else ""
+    for number, (ticket, start) in enumerate(scene.waiting[:_WAITING]):
+        since = format_duration(round(max(0.0, scene.snapshot.taken_at - ticket.since)))
+        note = f' "{neutralise(ticket.note)}"' if ticket.note else ""
         label = f"WAITS {number + 1}. " if not number else f"      {number + 1}. "
-        parts: list[Part] = [(label, "dim"), (neutralise(request.user), "bold")]
-        gpus = format_count(request.num_gpus, "GPU")
-        parts.append((f" {gpus} for {since}{note}: {neutralise(request.when)}", ""))
+        parts: list[Part] = [(label, "dim"), (neutralise(ticket.user), "bold")]
+        gpus = format_count(ticket.num_gpus, "GPU")
+        parts.append((f" {gpus} for {since}{note}: {neutralise(start)}", ""))
         lines.append(_line(parts, width))
     if (more := len(scene.waiting) - _WAITING) > 0:
         lines.append(_line([(f"      and {more} more in the queue: gpuguard queue", "dim")], width))

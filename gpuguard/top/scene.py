@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from gpuguard.device_state import DeviceUse
 from gpuguard.model import GpuProcess, Snapshot
 from gpuguard.policies.view import HostUse
+from gpuguard.queue.priority import Ticket
 from gpuguard.views.charts import Part
 
 Identity = tuple[int, float]  # pid, start time
@@ -28,17 +29,6 @@ class Ancestor:
     parent: int
     user: str | None
     command: tuple[str, ...] | None
-
-
-@dataclass(frozen=True)
-class TopRequest:
-    """A request in the queue."""
-
-    user: str
-    num_gpus: int
-    since: float  # unix time
-    when: str  # in words: "starts in about 2h"
-    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,7 @@ class Scene:
     snapshot: Snapshot  # of the machine, with its claims
     uses: tuple[DeviceUse, ...]  # its devices with their claims and processes
     host: Mapping[Identity, HostUse] = field(default_factory=dict)  # what processes do beside the GPU
-    waiting: tuple[TopRequest, ...] = ()  # the queue, the first one first
+    waiting: tuple[tuple[Ticket, str], ...] = ()  # the queue in its order, with "starts in about 2h"
     # Pid -> a process above one that computes; filled for the tree alone.
     ancestors: Mapping[int, Ancestor] = field(default_factory=dict)
     age: float | None = None  # seconds since the daemon looked; None: the driver was asked

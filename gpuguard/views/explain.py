@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpuguard.device_state import device_title
-from gpuguard.eligibility import UNSHARED, Sharing, shared_by, slots_left
+from gpuguard.eligibility import UNSHARED, Reason, Sharing, shared_by, slots_left
 from gpuguard.errors import ImpossibleRequest
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS, Request, spelled
@@ -74,8 +74,8 @@ def _device_json(device: Device, request: Request, choice: Choice) -> dict[str, 
         **picked(device, "index", "uuid", "name", "memory_free_bytes", "memory_total_bytes"),
         "eligible": not reasons,
         "rank": None if reasons else choice.eligible.index(device) + 1,
-        "reasons": [text for text, _ in reasons],
-        "permanent": any(permanent for _, permanent in reasons),
+        "reasons": [reason.text for reason in reasons],
+        "permanent": any(reason.permanent for reason in reasons),
         "shared_by": [record.user for record in sharing.claims],
         "share_left_bytes": share_left(device, sharing) if request.share else None,
         "slots_left": slots_left(sharing, request.slots) if request.share else None,
@@ -87,7 +87,7 @@ def _sharing(device: Device, choice: Choice) -> Sharing:
 
 
 def _rows(device: Device, choice: Choice) -> list[list[str]]:
-    reasons = [neutralise(text) for text, _ in _reasons(device, choice)]
+    reasons = [neutralise(reason.text) for reason in _reasons(device, choice)]
     if reasons:
         return [[device_title(device), "REFUSED", reasons[0]], *(["", "", more] for more in reasons[1:])]
     facts = [f"choice {choice.eligible.index(device) + 1}"]
@@ -124,6 +124,5 @@ def _all(choice: Choice) -> list[Device]:
     return sorted(devices, key=position)
 
 
-def _reasons(device: Device, choice: Choice) -> list[tuple[str, bool]]:
-    refusal = next((refusal for refusal in choice.refused if refusal.device.uuid == device.uuid), None)
-    return [(reason.text, reason.permanent) for reason in refusal.reasons] if refusal else []
+def _reasons(device: Device, choice: Choice) -> tuple[Reason, ...]:
+    return next((refusal.reasons for refusal in choice.refused if refusal.device.uuid == device.uuid), ())

@@ -10,7 +10,7 @@ import csv
 import io
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,7 @@ METRICS = {
 }
 
 
-@dataclass(frozen=True)
-class DeviceHistory:
-    """What one device did."""
-
-    device: KnownValue
-    points: Sequence[Point]
+DeviceHistory = tuple[KnownValue, Sequence[Point]]  # what one device did
 
 
 def to_text(
@@ -77,18 +72,18 @@ def to_text(
         *remarks(watch, columns),
     ]
     unit = "C" if ascii_only and metric.unit == "°C" else metric.unit
-    for course in courses:
-        device = course.device  # one that has no index any more, and a MIG instance, is known by its uuid
+    for device, points in courses:
+        # One that has no index any more, and a MIG instance, is known by its uuid.
         label = device.uuid if device.index is None else f"GPU {device.index}"
-        name = "  ".join(map(neutralise, filter(None, (label, device.name, _summary(course, metric, unit)))))
+        name = "  ".join(map(neutralise, filter(None, (label, device.name, _summary(points, metric, unit)))))
         lines += ["", shorten(name, columns)]
-        known = [point.mean * metric.factor * metric.shown for point in course.points if point.mean is not None]
+        known = [point.mean * metric.factor * metric.shown for point in points if point.mean is not None]
         if not known:
             continue
         lowest = min(metric.lowest, 10.0 * math.floor(min(known) / 10.0))
         scale = scale_of(known, unit, lowest=lowest, highest=metric.highest)
         room = columns - 3 - max(len(f"{scale.highest:.3g} {unit}"), len(f"{scale.lowest:.3g}"))
-        drawn = bucketed(course.points, watch.begin, watch.end, room if ascii_only else room * 2)
+        drawn = bucketed(points, watch.begin, watch.end, room if ascii_only else room * 2)
         values = [None if value is None else value * metric.factor * metric.shown for value in drawn]
         lines += plot(values, scale, watch.begin, watch.end, rows, ascii_only=ascii_only)
     return lines
@@ -125,13 +120,13 @@ def format_span(begin: float, end: float) -> str:
     return f"{local_time(begin)} to {local_time(end)}"
 
 
-def _summary(course: DeviceHistory, metric: Metric, unit: str) -> str:
-    known = sum(point.known for point in course.points if point.mean is not None)
+def _summary(points: Sequence[Point], metric: Metric, unit: str) -> str:
+    known = sum(point.known for point in points if point.mean is not None)
     if not known:
         return "nothing is known of it in this time"
     factor = metric.factor * metric.shown
-    mean = sum((point.mean or 0.0) * point.known for point in course.points if point.mean is not None) / known * factor
-    peaks = [point.highest for point in course.points if point.highest is not None]
+    mean = sum((point.mean or 0.0) * point.known for point in points if point.mean is not None) / known * factor
+    peaks = [point.highest for point in points if point.highest is not None]
     return f"mean {mean:.3g} {unit}" + (f", highest {max(peaks) * factor:.3g} {unit}" if peaks else "")
 
 
@@ -143,11 +138,11 @@ def to_json(metric: Metric, courses: Sequence[DeviceHistory], watch: Watch) -> d
         **period_json(watch),
         "devices": [
             {
-                **picked(course.device, "uuid", "index", "name"),
-                "parent_uuid": course.device.parent,
-                "points": [_point(metric, point) for point in course.points],
+                **picked(device, "uuid", "index", "name"),
+                "parent_uuid": device.parent,
+                "points": [_point(metric, point) for point in points],
             }
-            for course in courses
+            for device, points in courses
         ],
     }
 
@@ -178,12 +173,10 @@ def to_csv(metric: Metric, courses: Sequence[DeviceHistory]) -> list[str]:
     """A line of names, and one for each slot of each device; what is unknown is empty."""
     names = ("time_unix_seconds", "time", "uuid", "index", "known_seconds", metric.field, f"{metric.field}_highest")
     rows = []
-    for course in courses:
-        for point in course.points:
-            facts: Mapping[str, Any] = _point(metric, point)
-            local = local_time(point.time, "%Y-%m-%dT%H:%M:%S%z")
-            device = course.device.uuid, course.device.index
-            rows.append((int(point.time), local, *device, *(facts[name] for name in names[4:])))
+    for device, points in courses:
+        for point in points:
+            facts, local = _point(metric, point), local_time(point.time, "%Y-%m-%dT%H:%M:%S%z")
+            rows.append((int(point.time), local, device.uuid, device.index, *(facts[name] for name in names[4:])))
     return csv_lines(names, rows)
 
 

@@ -32,21 +32,13 @@ class QuerySubject:
 
 @dataclass(frozen=True)
 class Field:
-    """One field.
+    """One field."""
 
-    Args:
-        text: what it is, for --help-query.
-        value: of a subject, in *unit*; None: not known.
-        group: of the model, which has to be read for it; None: it always comes along.
-        unit: as in the header, "MiB"; "" for none.
-        digits: after the point.
-    """
-
-    text: str
-    value: Callable[[QuerySubject], Value]
-    group: str | None = None
-    unit: str = ""
-    digits: int = 0
+    text: str  # what it is, for --help-query
+    value: Callable[[QuerySubject], Value]  # in *unit*; None: not known
+    group: str | None = None  # of the model, which has to be read for it; None: it always comes along
+    unit: str = ""  # as in the header, "MiB"
+    digits: int = 0  # after the point
 
     def written(self, value: Value, *, units: bool) -> str:
         """As nvidia-smi writes it."""
@@ -56,18 +48,26 @@ class Field:
         return f"{text} {self.unit}" if units and self.unit else text
 
 
-def _device(name: str, convert: Callable[[Any], Value] = lambda value: value) -> Callable[[QuerySubject], Value]:
-    """A field of the device, as *convert* makes it; unknown stays unknown."""
+def _attribute(of: str, name: str, convert: Callable[[Any], Value]) -> Callable[[QuerySubject], Value]:
+    """A field of the subject's device or process, as *convert* makes it; unknown stays unknown."""
 
-    def value(of: QuerySubject) -> Value:
-        found = getattr(of.device, name)
+    def value(subject: QuerySubject) -> Value:
+        found = getattr(getattr(subject, of), name, None)
         return None if found is None else convert(found)
 
     return value
 
 
-def _mebibytes(name: str) -> Callable[[QuerySubject], Value]:
-    return _device(name, lambda amount: int(amount) >> 20)
+def _device(name: str, convert: Callable[[Any], Value] = lambda value: value) -> Callable[[QuerySubject], Value]:
+    return _attribute("device", name, convert)
+
+
+def _process(name: str, convert: Callable[[Any], Value] = lambda value: value) -> Callable[[QuerySubject], Value]:
+    return _attribute("process", name, convert)
+
+
+def _in_mebibytes(amount: int) -> Value:
+    return amount >> 20
 
 
 def _switch(name: str) -> Callable[[QuerySubject], Value]:
@@ -98,9 +98,7 @@ GPU_FIELDS: Mapping[str, Field] = {
     "timestamp": Field("when it was asked, YYYY/MM/DD HH:MM:SS.msec", _timestamp),
     "hostname": Field("of the machine", lambda of: of.snapshot.host),
     "driver_version": Field("of the display driver", lambda of: of.snapshot.driver_version, model.MODEL),
-    "count": Field(
-        "number of GPUs in the machine", lambda of: sum(device.parent_uuid is None for device in of.snapshot.devices)
-    ),
+    "count": Field("number of GPUs in the machine", lambda of: sum(not gpu.parent_uuid for gpu in of.snapshot.devices)),
     "index": Field("from 0; can change at each boot", _device("index")),
     "name": Field("official name of the product", _device("name"), model.MODEL),
     "uuid": Field("never changes", _device("uuid")),
@@ -117,14 +115,12 @@ GPU_FIELDS: Mapping[str, Field] = {
         f"clocks_event_reasons.{name}": Field("why the clocks are not higher", _reason(name), model.CLOCKS)
         for name in _REASONS
     },
-    "memory.total": Field("installed", _mebibytes("memory_total"), model.MEMORY, "MiB"),
-    "memory.reserved": Field("by driver and firmware", _mebibytes("memory_reserved"), model.MEMORY, "MiB"),
-    "memory.used": Field("by contexts", _mebibytes("memory_used"), model.MEMORY, "MiB"),
-    "memory.free": Field("free", _mebibytes("memory_free"), model.MEMORY, "MiB"),
+    "memory.total": Field("installed", _device("memory_total", _in_mebibytes), model.MEMORY, "MiB"),
+    "memory.reserved": Field("by driver and firmware", _device("memory_reserved", _in_mebibytes), model.MEMORY, "MiB"),
+    "memory.used": Field("by contexts", _device("memory_used", _in_mebibytes), model.MEMORY, "MiB"),
+    "memory.free": Field("free", _device("memory_free", _in_mebibytes), model.MEMORY, "MiB"),
     "compute_mode": Field(
-        "Default, Exclusive_Process or Prohibited",
-        _device("compute_mode", _COMPUTE_MODES.get),
-        model.HEALTH,
+        "Default, Exclusive_Process or Prohibited", _device("compute_mode", _COMPUTE_MODES.get), model.HEALTH
     ),
     "utilization.gpu": Field("time in which a kernel ran", _device("utilization", float), model.UTILIZATION, "%"),
     "utilization.memory": Field(
@@ -148,11 +144,6 @@ GPU_FIELDS: Mapping[str, Field] = {
 }
 
 
-def _memory_of_process(of: QuerySubject) -> Value:
-    used = of.process.memory_used if of.process else None
-    return None if used is None else used >> 20
-
-
 def _process_name(of: QuerySubject) -> Value:
     process = of.process
     return (process.command[0] if process.command else process.executable) if process else None
@@ -163,12 +154,11 @@ APP_FIELDS: Mapping[str, Field] = {
     "gpu_name": GPU_FIELDS["name"],
     "gpu_bus_id": GPU_FIELDS["pci.bus_id"],
     "gpu_uuid": Field("of the GPU; of the whole GPU where it is divided", _device("uuid")),
-    "pid": Field("of the process", lambda of: of.process.pid if of.process else None),
+    "pid": Field("of the process", _process("pid")),
     "process_name": Field("of its program", _process_name, model.PROCESS_DETAILS),
-    "used_gpu_memory": Field("that it uses on the GPU", _memory_of_process, None, "MiB"),
-    "user": Field("whose it is (nvidia-smi does not have it)", lambda of: of.process.user if of.process else None,
-                  model.PROCESS_DETAILS),
-}  # fmt: skip
+    "used_gpu_memory": Field("that it uses on the GPU", _process("memory_used", _in_mebibytes), None, "MiB"),
+    "user": Field("whose it is (nvidia-smi does not have it)", _process("user"), model.PROCESS_DETAILS),
+}
 
 # Other spellings that nvidia-smi takes; the header shows the first.
 GPU_ALIASES: Mapping[str, str] = {
@@ -215,9 +205,8 @@ def query_of(names: str, *, apps: bool) -> Query:
         if name not in known:
             near = difflib.get_close_matches(word.lower(), [*known, *aliases], n=2, cutoff=0.55)
             hint = f"did you mean {' or '.join(near)}?" if near else "there is nothing like it here."
-            raise InvalidRequest(
-                f"gpuguard reads no field {word!r}: {hint}\n`gpuguard query --help-query` lists all fields."
-            )
+            lists = "`gpuguard query --help-query` lists all fields."
+            raise InvalidRequest(f"gpuguard reads no field {word!r}: {hint}\n{lists}")
         fields[name] = known[name]
     return Query(fields, apps)
 
