@@ -21,10 +21,6 @@ PYTHON = [sys.executable, "-c"]
 BESIDE = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
 
 
-def said_by(script: str) -> str:
-    return subprocess.run([*PYTHON, BESIDE + script], check=True, capture_output=True, text=True, timeout=60).stdout
-
-
 def test_a_row_is_written_between_the_markers_and_the_rest_of_the_page_stays(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text("# Before\n\n<!-- benchmarks/run writes from here -->\nold\n<!-- to here -->\n\n## After\n")
@@ -40,64 +36,69 @@ def test_a_row_is_written_between_the_markers_and_the_rest_of_the_page_stays(tmp
     assert "`--quick`" in text and "load" in text
 
 
-def test_the_page_names_each_cell_in_which_another_program_is_before_gpuguard() -> None:
-    table = "| | 8 x 0 us, ms | MiB |\\n| --- | --- | --- |\\n| `ours` | 30 | 9 |\\n| `own too` | 10 (3.00) | 9 |\\n"
-    script = (
-        f"from section import places\ntable = '{table}| `theirs` | 60 (0.50) | 8 (1.12) |'\n"
-        "print(places({'who: Who uses what': table}, {'theirs'}))\n"
-    )
+SCRIPTS = {  # what it shows: (a script beside the benchmarks, what it prints)
+    "the page names each cell in which another program is before gpuguard": (
+        """
+from section import places
+table = "| | 8 x 0 us, ms | MiB |\\n| --- | --- | --- |\\n| `ours` | 30 | 9 |\\n| `own too` | 10 (3.00) | 9 |\\n"
+print(places({'who: Who uses what': table + '| `theirs` | 60 (0.50) | 8 (1.12) |'}, {'theirs'}))
+""",
+        "Of 2 such cells, gpuguard is not before the other program in 1:\n\n- who, `theirs`: MiB (1.12)\n",
+    ),
+    "a program that fails is named with its error": (
+        """
+from measuring import in_turns, node
+from peers import Program
+broken = Program('broken', (sys.executable, '-c', 'raise SystemExit("no such thing")'))
+calls = Program('calls', (sys.executable, '-c', 'import pynvml; pynvml.nvmlInit()'))
+with node(2) as on:
+    found = in_turns((broken, calls), on, None, 1)
+print(found['broken'].error, len(found['broken'].wall))
+print(sum(found['calls'].calls.values()), found['calls'].resident > 5, found['calls'].cpu[0] > 0)
+""",
+        "exit 1: no such thing 0\n1 True True\n",
+    ),
+    "who asks nvidia-smi asks the driver": (
+        """
+import subprocess
+from measuring import node
+with node(2) as on:
+    on.fake.reset_calls()
+    subprocess.run(['nvidia-smi', '--query-gpu=index,memory.total'], env=on.environment, check=True)
+    listed = ['nvidia-smi', '--query-compute-apps=gpu_uuid,pid,used_gpu_memory']
+    rows = subprocess.run(listed, env=on.environment, check=True, capture_output=True, text=True).stdout
+    calls = on.fake.calls()
+print(rows.count(', 1024\\n'), calls['nvmlDeviceGetComputeRunningProcesses_v3'], calls['nvmlInit_v2'])
+""",
+        "0, 81559\n1, 81559\n10 2 2\n",
+    ),
+    "the CPU time of what a monitor has started, and of what has ended, is the monitor's": (
+        """
+import os, subprocess
+from metrics import cpu_ms
+before = cpu_ms([os.getpid()])
+busy = 'import time\\nwhile time.process_time() < 0.3: pass'
+subprocess.run([sys.executable, '-c', busy], check=True)
+print(cpu_ms([os.getpid()]) - before > 250, cpu_ms([2**22]))
+""",
+        "True 0.0\n",
+    ),
+    "growth is fitted": (
+        """
+from measuring import node
+from scaling import exponent
+print(round(exponent({1: 2, 10: 20, 100: 200}), 3), round(exponent({1: 1, 10: 100}), 3))
+""",
+        "1.0 2.0\n",
+    ),
+}
 
-    behind = "Of 2 such cells, gpuguard is not before the other program in 1:\n\n- who, `theirs`: MiB (1.12)\n"
-    assert said_by(script) == behind
 
+@pytest.mark.parametrize(("script", "output"), SCRIPTS.values(), ids=SCRIPTS)
+def test_a_part_of_the_benchmarks_does_what_it_should(script: str, output: str) -> None:
+    done = subprocess.run([*PYTHON, BESIDE + script], check=True, capture_output=True, text=True, timeout=60)
 
-def test_a_program_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
-    script = (
-        "from measuring import in_turns, node\nfrom peers import Program\nimport sys\n"
-        "broken = Program('broken', (sys.executable, '-c', 'raise SystemExit(\"no such thing\")'))\n"
-        "calls = Program('calls', (sys.executable, '-c', 'import pynvml; pynvml.nvmlInit()'))\n"
-        "with node(2) as on:\n    found = in_turns((broken, calls), on, None, 1)\n"
-        "print(found['broken'].error, len(found['broken'].wall))\n"
-        "print(sum(found['calls'].calls.values()), found['calls'].resident > 5, found['calls'].cpu[0] > 0)\n"
-    )
-
-    assert said_by(script) == "exit 1: no such thing 0\n1 True True\n"
-
-
-def test_who_asks_nvidia_smi_asks_the_driver() -> None:
-    script = (
-        "import subprocess\nfrom measuring import node\n"
-        "with node(2) as on:\n"
-        "    on.fake.reset_calls()\n"
-        "    subprocess.run(['nvidia-smi', '--query-gpu=index,memory.total'], env=on.environment, check=True)\n"
-        "    listed = ['nvidia-smi', '--query-compute-apps=gpu_uuid,pid,used_gpu_memory']\n"
-        "    rows = subprocess.run(listed, env=on.environment, check=True, capture_output=True, text=True).stdout\n"
-        "    calls = on.fake.calls()\n"
-        "print(rows.count(', 1024\\n'), calls['nvmlDeviceGetComputeRunningProcesses_v3'], calls['nvmlInit_v2'])\n"
-    )
-
-    assert said_by(script) == "0, 81559\n1, 81559\n10 2 2\n"
-
-
-def test_the_cpu_of_what_a_monitor_has_started_and_what_has_ended_is_the_monitors() -> None:
-    script = (
-        "import os, subprocess\nfrom metrics import cpu_ms\n"
-        "before = cpu_ms([os.getpid()])\n"
-        "busy = 'import time\\nwhile time.process_time() < 0.3: pass'\n"
-        "subprocess.run([sys.executable, '-c', busy], check=True)\n"
-        "print(cpu_ms([os.getpid()]) - before > 250, cpu_ms([2**22]))\n"
-    )
-
-    assert said_by(script) == "True 0.0\n"
-
-
-def test_growth_is_fitted() -> None:
-    script = (
-        "from measuring import node\nfrom scaling import exponent\n"
-        "print(round(exponent({1: 2, 10: 20, 100: 200}), 3), round(exponent({1: 1, 10: 100}), 3))\n"
-    )
-
-    assert said_by(script) == "1.0 2.0\n"
+    assert done.stdout == output
 
 
 def test_a_fleet_that_is_told_to_end_leaves_no_prometheus_behind(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ BUSY = a_device(2, processes=(a_process(pid=812, user="bob"),), memory_used=10 *
 def machine(monkeypatch):
     """Four devices; a process of bob's is on device 2."""
     machine = Machine(a_device(0), a_device(1), BUSY, a_device(3))
-    monkeypatch.setattr("gpuguard.cli.select.backend_of", lambda args: machine)
+    monkeypatch.setattr("gpuguard.cli.options.backend_of", lambda args: machine)
     return machine
 
 
@@ -75,7 +75,7 @@ def test_no_driver_is_exit_code_4(select, monkeypatch):
     def no_driver(args):
         raise DriverNotFound("there is no libnvidia-ml.so.1")
 
-    monkeypatch.setattr("gpuguard.cli.select.backend_of", no_driver)
+    monkeypatch.setattr("gpuguard.cli.options.backend_of", no_driver)
 
     assert select() == (4, "", "gpuguard: there is no libnvidia-ml.so.1\n")
 

@@ -49,25 +49,27 @@ def main(args: argparse.Namespace) -> int:
     if "" in args.device:
         raise InvalidRequest("--device is empty: name a uuid or its beginning.")
     logs = [_Log(path, named=bool(args.file)) for path in args.file or _paths()]
-    lines, torn = decoded(line for log in logs for line in log.lines())
-    shown = events.in_order(lines, wanted)
-    if args.json and not args.follow:
-        put_json(events.to_json(shown, torn))
-    else:
-        _print_lines(shown, as_json=args.json)
-        if not (shown or args.follow):
-            if not args.file:  # of another machine, perhaps
-                check_users(args.user)
-            by_uuid = ": it names devices by uuid, not by index" if any(map(str.isdecimal, args.device)) else ""
-            readable = " or ".join(log.path for log in logs if log.is_readable)
-            print(f"gpuguard: no such events in {readable}{by_uuid}.", file=sys.stderr)
-    _warn_of_torn_lines(torn)
-    while args.follow:
-        time.sleep(_POLL_SECONDS)
-        lines, torn = decoded(line for log in logs for line in log.new_lines())
-        _print_lines(events.in_order(lines, wanted), as_json=args.json)
+    while True:
+        lines, torn = decoded(line for log in logs for line in log.lines())
+        shown = events.in_order(lines, wanted)
+        if args.json and not args.follow:
+            put_json(events.to_json(shown, torn))
+        else:
+            put([json_text(line, indent=None) if args.json else events.to_text(line) for line in shown])
         _warn_of_torn_lines(torn)
-    return 0
+        if not args.follow:
+            if not (shown or args.json):
+                _report_no_events(args, logs)
+            return 0
+        time.sleep(_POLL_SECONDS)
+
+
+def _report_no_events(args: argparse.Namespace, logs: list[_Log]) -> None:
+    if not args.file:  # of another machine, perhaps
+        check_users(args.user)
+    by_uuid = ": it names devices by uuid, not by index" if any(map(str.isdecimal, args.device)) else ""
+    readable = " or ".join(log.path for log in logs if log.is_readable)
+    print(f"gpuguard: no such events in {readable}{by_uuid}.", file=sys.stderr)
 
 
 def read_events() -> list[Line]:
@@ -82,16 +84,14 @@ class _Log:
 
     def __init__(self, path: str, *, named: bool) -> None:
         self.path, self._named = path, named
-        self._follower = LogFollower(path)
+        self._follower, self._has_begun = LogFollower(path), False
         self.is_readable = True
 
     def lines(self) -> list[bytes]:
-        """Those that are there already."""
-        return [*self._read(self._follower.older, named=False), *self.new_lines()]
-
-    def new_lines(self) -> list[bytes]:
-        """Those that came since."""
-        return self._read(self._follower.newer, self._named)
+        """Those that came since the last call, at first all."""
+        older = [] if self._has_begun else self._read(self._follower.older, named=False)
+        self._has_begun = True
+        return [*older, *self._read(self._follower.newer, self._named)]
 
     def _read(self, read: Callable[[], list[bytes]], named: bool) -> list[bytes]:
         try:
@@ -107,11 +107,6 @@ class _Log:
 
 def _paths() -> list[str]:
     return list(dict.fromkeys((events_path(), MACHINE_EVENTS)))
-
-
-def _print_lines(lines: list[Line], *, as_json: bool) -> None:
-    put([json_text(line, indent=None) if as_json else events.to_text(line) for line in lines])
-    sys.stdout.flush()
 
 
 def _warn_of_torn_lines(torn: int) -> None:

@@ -22,17 +22,7 @@ from datetime import datetime, timedelta
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import probe
 from gpuguard.claims.restrictions import QUARANTINED, quarantine_text, read_restrictions
-from gpuguard.cli import terminal
-from gpuguard.cli.options import (
-    add_repeatable,
-    add_source_options,
-    directory_of,
-    log_event,
-    quantity,
-    request_of,
-    sampled,
-    snapshot_source,
-)
+from gpuguard.cli import options, terminal
 from gpuguard.errors import GpuguardError, ImpossibleRequest, InvalidRequest
 from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESSES, Event, Snapshot
 from gpuguard.policies.files.decoder import Accounts
@@ -64,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-n", "--num-gpus", metavar="N", help="how many (default: 1)")
     group.add_argument("--gpus", metavar="LIST", help="only of these: indices, uuids or beginnings of uuids, as in 0,3")
     group.add_argument("--exclude", metavar="LIST", help="not these")
-    add_repeatable(group, ("--model", "GLOB", "the name fits, as in H100"))
+    options.add_repeatable(group, ("--model", "GLOB", "the name fits, as in H100"))
     group.add_argument("--min-total", metavar="SIZE", help="each has at least so much memory in all")
     group.add_argument("--mig", metavar="PROFILE", help="MIG instances of this profile, as in 3g.40gb")
     group = parser.add_argument_group("when, and for whom")
@@ -75,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--note", metavar="TEXT", help="what it is for; everybody can read it")
     parser.add_argument("--cancel", metavar="ID", help="end a reservation of yours (root: anybody's)")
     parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
-    add_source_options(parser)
+    options.add_source_options(parser)
     parser.set_defaults(fresh=False)
 
 
@@ -85,9 +75,9 @@ def main(args: argparse.Namespace) -> int:
         return _make(args)
     if args.cancel is not None and wanted:
         raise InvalidRequest("--cancel ends a reservation: leave out what makes one.")
-    with closing(snapshot_source(args)) as source:
+    with closing(options.snapshot_source(args)) as source:
         snapshot, _ = source.sample()
-    directory = directory_of(args)
+    directory = options.directory_of(args)
     calendar = _calendar(directory, snapshot)
     if args.cancel is not None:
         return _cancel(args, directory, calendar)
@@ -108,8 +98,8 @@ def _make(args: argparse.Namespace) -> int:
     uid = os.geteuid() if args.user is None else Accounts().user(args.user)
     if os.geteuid() not in (0, uid):
         raise InvalidRequest("only root can reserve for others: leave --user out, or ask an administrator.")
-    request, directory = request_of(args), directory_of(args, make=True)
-    snapshot = sampled(args, {MEMORY, PROCESSES, MODEL, HEALTH})
+    request, directory = options.request_of(args), options.directory_of(args, make=True)
+    snapshot = options.sampled(args, {MEMORY, PROCESSES, MODEL, HEALTH})
     devices = _devices(directory, snapshot, request, begins)
     now = time.time()
     wanted = Reservation("", os.geteuid(), uid, user_name(uid), request.num_gpus, begins, ends, devices, now, args.note)
@@ -136,7 +126,7 @@ def _make(args: argparse.Namespace) -> int:
 def _times(args: argparse.Namespace) -> tuple[float, float]:
     """Begin and end in unix time."""
     now = time.time()
-    seconds = quantity("--for", args.for_, parse_duration)
+    seconds = options.quantity("--for", args.for_, parse_duration)
     if seconds is None:
         raise InvalidRequest("say for how long: --for 3h.")
     begins = parse_when(args.from_ or "now", now)
@@ -159,7 +149,7 @@ def parse_when(text: str, now: float) -> float:
     if words == "now":
         return now
     if words.startswith("in "):
-        return now + (quantity("--from", words[3:], parse_duration) or 0.0)
+        return now + (options.quantity("--from", words[3:], parse_duration) or 0.0)
     match = _MOMENT.fullmatch(words.replace("t", " ") if words[:1].isdecimal() else words)
     if not match:
         raise InvalidRequest(f"--from: {text[:40]!r} is no time: {_FORMS}.")
@@ -233,4 +223,5 @@ def _cancel(args: argparse.Namespace, directory: LockDirectory, calendar: Reserv
 def _log(args: argparse.Namespace, outcome: str, reservation: Reservation) -> None:
     times = ("begins_unix_seconds", reservation.begins), ("ends_unix_seconds", reservation.ends)
     facts = ("num_gpus", reservation.num_gpus), *times, ("by_uid", os.getuid())
-    log_event(args, Event(time.time(), "reserve", outcome, reservation.user, message=reservation.note, facts=facts))
+    event = Event(time.time(), "reserve", outcome, reservation.user, message=reservation.note, facts=facts)
+    options.log_event(args, event)

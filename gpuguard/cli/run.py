@@ -24,16 +24,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.claims.claim import JobDetails
 from gpuguard.claims.records import probe
-from gpuguard.cli.options import (
-    add_choice_options,
-    add_repeatable,
-    add_source_options,
-    add_table,
-    backend_of,
-    directory_of,
-    quantity,
-    request_of,
-)
+from gpuguard.cli import options
 from gpuguard.cli.terminal import is_terminal, print_notice, rewrites, write
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -45,7 +36,14 @@ from gpuguard.model import ClaimRecord
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
 from gpuguard.run import GRACE_SECONDS, LEFT, JobEnd, JobSettings, exec_command, run
-from gpuguard.units import format_bytes, format_count, format_duration, parse_celsius, parse_duration
+from gpuguard.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    parse_celsius,
+    parse_duration,
+    parse_memory_amount,
+)
 from gpuguard.users import user_name
 
 if TYPE_CHECKING:
@@ -73,7 +71,7 @@ WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "gpuguard run [options] [--] CMD [ARG ...]"
-    add_choice_options(parser)
+    options.add_choice_options(parser)
     add_queue_options(parser)
     group = parser.add_argument_group("the job")
     group.add_argument("--note", metavar="TEXT", help="what the claim is for; everybody can read it in `gpuguard who`")
@@ -87,7 +85,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--exec", action="store_true", help="become the command instead of watching over it: no summary")
     group.add_argument("--quiet", action="store_true", help="say only what goes wrong")
     add_limit_options(parser)
-    add_source_options(parser)
+    options.add_source_options(parser)
     parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="what to run, with its arguments")
 
 
@@ -103,7 +101,7 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
         "to the command first, as in USR1, so that it can save its state: a --grace before the time limit, and at "
         "any other limit at once; SIGTERM follows a --grace later"
     )
-    add_table(
+    options.add_table(
         group,
         ("--time-limit", "DURATION", "it has run for so long, as in 4h; exit 124"),
         ("--memory-limit", "SIZE", memory),
@@ -118,15 +116,15 @@ def main(args: argparse.Namespace) -> int:
     wait, time_limit, grace = durations_of(args)  # first: --wait may have taken the command for its value
     command = command_of(args)
     policies, checkpoint = limits_of(args, time_limit)
-    requests = (request_of(args), *alternatives_of(args))
+    requests = (options.request_of(args), *alternatives_of(args))
     # gpuguard inside the job is to mean the same machine and the same claims, wherever it is called.
     if args.backend != (os.environ.get("GPUGUARD_BACKEND") or "nvml"):
         kind, colon, path = args.backend.partition(":")
         os.environ["GPUGUARD_BACKEND"] = kind + colon + (os.path.abspath(path) if path else "")
     if args.dir:
         os.environ["GPUGUARD_DIR"] = os.path.abspath(args.dir)
-    directory = directory_of(args, make=True)
-    backend = backend_of(args)
+    directory = options.directory_of(args, make=True)
+    backend = options.backend_of(args)
     if not args.exec:
         become_subreaper()
     chatty = not args.quiet and is_terminal()
@@ -141,7 +139,7 @@ def main(args: argparse.Namespace) -> int:
     # Not in a `with`: if something goes wrong from here on while the job runs, the job keeps the claim.
     isolation = _isolate(claim, backend, directory, args.visible) if args.isolate else None
     if chatty:
-        print_notice(f"{gpus(claim)}{' (SIMULATED)' if backend.simulated else ''} · claim {claim.id}")
+        print_notice(f"{gpus(claim)}{' (SIMULATED)' * backend.simulated} · claim {claim.id}")
     if args.exec:
         status, message = exec_command(command, claim, backend, visible=args.visible, isolation=isolation)
         print_notice(message)
@@ -179,8 +177,8 @@ def _isolate(claim: Claim, backend: Backend, directory: LockDirectory, visible: 
 def durations_of(args: argparse.Namespace) -> tuple[float | None, float | None, float]:
     """Seconds to wait for devices (None: for ever), that the job may take (None: no limit), and of grace after that."""
     wait = wait_of(args)
-    time_limit = quantity("--time-limit", args.time_limit, parse_duration)
-    grace = quantity("--grace", args.grace, parse_duration)
+    time_limit = options.quantity("--time-limit", args.time_limit, parse_duration)
+    grace = options.quantity("--grace", args.grace, parse_duration)
     if time_limit == 0:
         raise InvalidRequest("--time-limit 0s leaves the job no time: leave the option out for no limit.")
     if args.exec and time_limit is not None:
@@ -195,18 +193,17 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
     if (args.memory_limit, args.temperature_limit, args.idle_limit) != (None, None, None):
         # The rules of the guard take over 10 ms to load.
         from gpuguard.jobs.limits import policies_of
-        from gpuguard.units import parse_memory_amount
 
         if args.memory_limit == "share" and not args.share:
             raise InvalidRequest("--memory-limit share is for a job that shares its GPUs: add --share --memory SIZE.")
         text = args.memory if args.memory_limit == "share" else args.memory_limit
-        memory = quantity("--memory-limit", text, parse_memory_amount)
-        temperature = quantity("--temperature-limit", args.temperature_limit, parse_celsius)
-        policies = policies_of(memory, temperature, quantity("--idle-limit", args.idle_limit, parse_duration))
+        memory = options.quantity("--memory-limit", text, parse_memory_amount)
+        temperature = options.quantity("--temperature-limit", args.temperature_limit, parse_celsius)
+        policies = policies_of(memory, temperature, options.quantity("--idle-limit", args.idle_limit, parse_duration))
     if args.checkpoint_signal is not None:
         from gpuguard.enforcement.actions import parse_checkpoint_signal
 
-        checkpoint = quantity("--checkpoint-signal", args.checkpoint_signal, parse_checkpoint_signal)
+        checkpoint = options.quantity("--checkpoint-signal", args.checkpoint_signal, parse_checkpoint_signal)
         if not policies and time_limit is None:
             raise InvalidRequest("--checkpoint-signal is sent when a limit is reached: add one, as in --time-limit 4h.")
     if args.exec and policies:
@@ -297,7 +294,7 @@ def add_queue_options(parser: argparse.ArgumentParser) -> None:
     waiting.add_argument("--wait", metavar="DURATION", nargs="?", const=_FOR_EVER, help=longest)
     waiting.add_argument("--no-wait", action="store_true", help="exit 75 when there are not enough GPUs now")
     other = "what will do as well, instead of all options above, as in --or '-n 1 --min-free 40GiB' (repeatable)"
-    add_repeatable(group, ("--or", "OPTIONS", other), dest="alternatives")
+    options.add_repeatable(group, ("--or", "OPTIONS", other), dest="alternatives")
     group.add_argument("--after", metavar="CLAIM|PID", help="not before that claim or process has ended")
     group.add_argument(
         "--priority",
@@ -312,7 +309,7 @@ def wait_of(args: argparse.Namespace) -> float | None:
     if args.no_wait:
         return 0.0
     try:
-        return None if args.wait == _FOR_EVER else quantity("--wait", args.wait, parse_duration)
+        return None if args.wait == _FOR_EVER else options.quantity("--wait", args.wait, parse_duration)
     except InvalidRequest as fault:
         raise InvalidRequest(f"{fault}\nWithout a duration, write `--` behind it: `--wait -- CMD`.") from None
 
@@ -326,14 +323,14 @@ def alternatives_of(args: argparse.Namespace) -> list[Request]:
     if len(args.alternatives) > MOST_ALTERNATIVES:
         raise InvalidRequest(f"--or can be given {MOST_ALTERNATIVES} times: leave out what you like least.")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    add_choice_options(parser)
+    options.add_choice_options(parser)
     requests = []
     for text in args.alternatives:
         try:
             parsed, unknown = parser.parse_known_args(shlex.split(text))
             if unknown or not text.strip():
                 raise InvalidRequest(f"{unknown[0] if unknown else 'nothing'} is no option that says which GPUs")
-            requests.append(request_of(parsed))
+            requests.append(options.request_of(parsed))
         except (argparse.ArgumentError, ValueError) as fault:
             reason = str(fault).removeprefix("argument ").rstrip(".")
             raise InvalidRequest(f"--or {text!r}: {reason}.\nWrite options that say which GPUs: --or '-n 1'.") from None

@@ -18,17 +18,7 @@ from dataclasses import replace
 
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.cli.options import (
-    add_choice_options,
-    add_fleet_options,
-    add_source_options,
-    backend_of,
-    directory_of,
-    has_hosts,
-    request_of,
-    selectors,
-    whole_number,
-)
+from gpuguard.cli import options
 from gpuguard.clusters.visible_devices import names_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.lock import Allocator
@@ -46,7 +36,7 @@ _NVISEL = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_choice_options(parser, also=_NVISEL)
+    options.add_choice_options(parser, also=_NVISEL)
     group = parser.add_argument_group("how many, as nvisel has it")
     group.add_argument("-c", "--min-count", metavar="N", help="at least so many")
     group.add_argument("-C", "--max-count", metavar="N", help="as many as there are, but at most so many")
@@ -72,18 +62,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-0", "--null", dest="sep", action="store_const", const="\0", help="a NUL behind each, for xargs -0"
     )
     output.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
-    add_fleet_options(parser)
-    add_source_options(parser)
+    options.add_fleet_options(parser)
+    options.add_source_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     request = _request(args)
-    if has_hosts(args):
+    if options.has_hosts(args):
         from gpuguard.cli import fleet  # ssh, for those who ask for other hosts
 
         return fleet.select(args)
-    with closing(backend_of(args)) as backend:
-        devices = _chosen(backend, request, directory_of(args))
+    with closing(options.backend_of(args)) as backend:
+        devices = _chosen(backend, request, options.directory_of(args))
         if args.json:
             # The choice does not need the names, so they were not read.
             devices = backend.sample({MODEL}, [device.uuid for device in devices]).devices
@@ -107,8 +97,8 @@ def _chosen(backend: Backend, request: Request, directory: LockDirectory) -> tup
 
 
 def _request(args: argparse.Namespace) -> Request:
-    request = request_of(args)
-    least, most = whole_number("-c", args.min_count), whole_number("-C", args.max_count)
+    request = options.request_of(args)
+    least, most = options.whole_number("-c", args.min_count), options.whole_number("-C", args.max_count)
     if args.num_gpus is not None and (least is not None or most is not None):
         raise InvalidRequest("-n says exactly how many: leave it out with -c (at least) or -C (at most).")
     if args.inherit and args.gpus:
@@ -116,5 +106,5 @@ def _request(args: argparse.Namespace) -> Request:
     if least is not None or most is not None:
         request = replace(request, num_gpus=1 if least is None else least, max_gpus=most)
     if args.inherit:
-        request = replace(request, devices=selectors("-i", args.inherit))
+        request = replace(request, devices=options.selectors("-i", args.inherit))
     return replace(request, strategy="first") if args.no_sort else request

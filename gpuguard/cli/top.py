@@ -22,19 +22,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gpuguard import device_state
-from gpuguard.cli import terminal
-from gpuguard.cli.options import (
-    FRESH,
-    add_fleet_options,
-    add_source_options,
-    add_table,
-    backend_of,
-    check_users,
-    choose_log,
-    directory_of,
-    has_hosts,
-    quantity,
-)
+from gpuguard.cli import options, terminal
 from gpuguard.cli.who import add_filter_options, chosen_devices
 from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -52,43 +40,48 @@ _UNBOUNDED = 10_000  # columns of a pipe: nothing is shortened there
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_filter_options(parser)
-    add_table(
+    options.add_table(
         parser,
         ("-o --only-visible", None, "only the GPUs of $CUDA_VISIBLE_DEVICES"),
         ("--compute-only", None, "no desktop processes"),
         ("--filter", "TEXT", "only processes with these words; user:NAME, gpu:0"),
     )
     parser.add_argument("--sort", choices=SORTS, default="gpu", help="order of the processes (default: gpu)")
-    add_table(parser, ("--tree", None, "processes below their parents"))
+    options.add_table(parser, ("--tree", None, "processes below their parents"))
     parser.add_argument("--mode", choices=MODES, default="auto", help="lines per GPU: 3, 1, or as they fit")
-    add_table(
+    options.add_table(
         parser,
         ("--every", "D", "between two samples (default: 1s, with --hosts 10s)"),
         ("--once", None, "print it and exit"),
         ("--plain", None, "without textual: drawn again and again, no keys"),
         ("--ascii", None, "no characters beyond ASCII in bars and trees"),
         ("--light", None, "for a light terminal"),
-        FRESH,
+        options.FRESH,
     )
-    add_fleet_options(parser)
-    add_source_options(parser)
+    options.add_fleet_options(parser)
+    options.add_source_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    if has_hosts(args):
+    if options.has_hosts(args):
         from gpuguard.cli import fleet  # ssh, for those who ask for other hosts
 
         return fleet.top(args)
-    every = quantity("--every", args.every or "1s", parse_duration)
+    every = options.quantity("--every", args.every or "1s", parse_duration)
     if every is None or every < 0.1:
         raise InvalidRequest("--every needs at least 100ms between two samples.")
-    feed = SceneFeed(args.backend, lambda: backend_of(args), lambda: directory_of(args), lambda: choose_log(args))
+    feed = SceneFeed(
+        args.backend,
+        lambda: options.backend_of(args),
+        lambda: options.directory_of(args),
+        lambda: options.choose_log(args),
+    )
     feed.source.fresh, feed.tree = args.fresh, args.tree
     try:
         scene = feed.sample()  # a fault of the first sample ends the command; later ones are shown and may pass
         view = _view(args, scene.snapshot)
         if not (device_state.chosen(scene.uses, view.users, view.devices) or scene.snapshot.recorded):
-            check_users(args.user)
+            options.check_users(args.user)
         if args.once or not sys.stdout.isatty():
             time.sleep(_APART)
             second, history = feed.sample(), History()

@@ -20,18 +20,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard import device_state
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.cli import terminal
-from gpuguard.cli.options import (
-    add_fleet_options,
-    add_repeatable,
-    add_source_options,
-    check_users,
-    directory_of,
-    has_hosts,
-    quantity,
-    selectors,
-    snapshot_source,
-)
+from gpuguard.cli import options, terminal
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.model import TEXT_FIELDS, WHO_FIELDS, Snapshot
 from gpuguard.procfs import process_facts
@@ -49,7 +38,7 @@ if TYPE_CHECKING:
 
 def add_filter_options(parser: argparse.ArgumentParser) -> None:
     """--user and --device: what is shown of the machine."""
-    add_repeatable(
+    options.add_repeatable(
         parser,
         ("--user", "NAME", "only this user's (repeatable)"),
         ("--device", "D", "only these: an index, a uuid or its beginning, 0,GPU-ab"),
@@ -67,19 +56,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one object for programs; with --watch one line per look")
     parser.add_argument("--fresh", action="store_true", help="ask the driver, even if the daemon did so just now")
-    add_fleet_options(parser)
-    add_source_options(parser)
+    options.add_fleet_options(parser)
+    options.add_source_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    if has_hosts(args):
+    if options.has_hosts(args):
         from gpuguard.cli import fleet  # ssh, for those who ask for other hosts
 
         return fleet.who(args)
-    every = None if args.watch is None else quantity("--watch", args.watch, parse_duration)
+    every = None if args.watch is None else options.quantity("--watch", args.watch, parse_duration)
     if every is not None and every < 0.1:
         raise InvalidRequest("--watch needs at least 100ms between two looks.")
-    with closing(snapshot_source(args, WHO_FIELDS if args.json else TEXT_FIELDS)) as source:
+    with closing(options.snapshot_source(args, WHO_FIELDS if args.json else TEXT_FIELDS)) as source:
         if every is None:
             put(_lines(args, source))
         else:
@@ -96,7 +85,7 @@ def _lines(args: argparse.Namespace, source: SnapshotSource) -> list[str]:
         content = who.to_json(snapshot, shown, waiting, reserved=reserved, age=age)
         return [json_text(content, indent=2 if args.watch is None else None)]
     if not (shown or waiting or snapshot.recorded):
-        check_users(args.user)
+        options.check_users(args.user)
     width = terminal.width()
     return who.to_text(snapshot, shown, waiting, reserved=reserved, width=width, paint=style(), age=age)
 
@@ -135,7 +124,7 @@ def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> list[Ticket]:
 def _directory_with(args: argparse.Namespace, kind: str) -> LockDirectory | None:
     """The directory of the claims, if it has a file of that kind."""
     try:
-        directory = directory_of(args)
+        directory = options.directory_of(args)
         there = any(name.startswith(directory.prefix + kind) for name in directory.names())
     except (ClaimError, OSError):
         return None
@@ -149,7 +138,7 @@ def chosen_devices(snapshot: Snapshot, words: Sequence[str]) -> frozenset[str]:
         InvalidRequest: a word names no device, or several.
     """
     labels = {device.label: device.uuid for device in snapshot.devices if device.parent_uuid}
-    named = [part for text in words for part in selectors("--device", text) or ()]
+    named = [part for text in words for part in options.selectors("--device", text) or ()]
     chosen = set(resolve([labels.get(name, name) for name in named], snapshot.devices, "--device"))
     return frozenset(device.uuid for device in snapshot.devices if chosen & {device.uuid, device.parent_uuid})
 

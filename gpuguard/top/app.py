@@ -83,14 +83,6 @@ def rich_style(names: str, colours: dict[str, str] | None) -> Style:
     return Style(color=colour, bold="bold" in words, dim=not colours and "dim" in words, reverse="reverse" in words)
 
 
-def rich_text(line: ScreenLine, colours: dict[str, str] | None) -> Text:
-    """*line* as rich has it."""
-    text = Text(no_wrap=True)
-    for words, style in line.parts:
-        text.append(words, rich_style(style, colours))
-    return text
-
-
 def plain_text(words: str, width: int) -> Text:
     """*words*, made neutral, in exactly *width* columns."""
     return Text(fitted([(neutralise(words), "")], width)[0][0], no_wrap=True)
@@ -362,8 +354,9 @@ class Top(App[None]):
         if not self._is_up:
             return
         width = max(20, self.size.width)
-        line = title(self.scene, self.view, width, self.silent)
-        self._write("#title", rich_text(line, self._colours()))
+        parts, colours = title(self.scene, self.view, width, self.silent).parts, self._colours()
+        styled = [(words, rich_style(style, colours)) for words, style in parts]
+        self._write("#title", Text.assemble(*styled, no_wrap=True))
         late = self.silent > max(SILENT * self._every, SILENT)
         if words := self._problem or ("the driver does not answer" if late else ""):
             words = f" {words} -- what you see is {self.silent:.0f}s old"

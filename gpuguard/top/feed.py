@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
+from gpuguard import model
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.device_state import uses
@@ -26,20 +27,7 @@ from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.errors import GpuguardError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses
-from gpuguard.model import (
-    HEALTH,
-    MEMORY,
-    MODEL,
-    POWER,
-    PROCESS_DETAILS,
-    PROCESSES,
-    THERMAL,
-    UTILIZATION,
-    WHO_FIELDS,
-    Device,
-    ProcessStat,
-    Snapshot,
-)
+from gpuguard.model import Device, ProcessStat, Snapshot
 from gpuguard.policies.files.loader import load_policies
 from gpuguard.policies.thresholds import MemoryRule, PowerRule, TemperatureRule
 from gpuguard.procfs import process_facts, read_memory
@@ -52,23 +40,23 @@ from gpuguard.top.scene import Ancestor, Identity, Scene, Thresholds
 from gpuguard.users import user_name
 
 SAMPLING_THREAD = "gpuguard-samples"  # in which the screen uses a feed
-EVERY_TIME = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION})
-IN_TURNS = frozenset({POWER, THERMAL, HEALTH})
+EVERY_TIME = frozenset({model.MEMORY, model.PROCESSES, model.PROCESS_DETAILS, model.UTILIZATION})
+IN_TURNS = frozenset({model.POWER, model.THERMAL, model.HEALTH})
 TURNS = 4
 FIELDS = {  # group: the fields of a device that come with it
-    POWER: ("power_draw", "power_limit", "total_energy"),
-    THERMAL: ("temperature", "temperature_slowdown", "temperature_shutdown", "fan_speed"),
-    HEALTH: ("problems", "compute_mode", "mig_mode"),
-    MODEL: ("name", "pci_bus_id", "minor_number", "numa_node", "cpu_affinity"),
+    model.POWER: ("power_draw", "power_limit", "total_energy"),
+    model.THERMAL: ("temperature", "temperature_slowdown", "temperature_shutdown", "fan_speed"),
+    model.HEALTH: ("problems", "compute_mode", "mig_mode"),
+    model.MODEL: ("name", "pci_bus_id", "minor_number", "numa_node", "cpu_affinity"),
 }
 
 
 def groups(before: Snapshot | None) -> frozenset[str]:
     """What to read of all devices, after *before*."""
     if before is None:
-        return WHO_FIELDS
-    # Only HEALTH finds the instances of a divided device, and without them their processes would be gone.
-    return EVERY_TIME | ({HEALTH} if any(device.mig_mode for device in before.devices) else set())
+        return model.WHO_FIELDS
+    # Only model.HEALTH finds the instances of a divided device, and without them their processes would be gone.
+    return EVERY_TIME | ({model.HEALTH} if any(device.mig_mode for device in before.devices) else set())
 
 
 def due_devices(number: int, now: Snapshot) -> list[str]:

@@ -34,7 +34,7 @@ class ProcessRow:
     devices: tuple[str, ...]  # labels
     uuids: tuple[str, ...]
     now: Moment
-    seconds: float | None  # since its start
+    seconds: int | None  # since its start
     claim: str | None
     stopped: bool
     kind: str
@@ -68,7 +68,7 @@ def _row(scene: Scene, places: Sequence[tuple[DeviceUse, ProcessUse]]) -> Proces
         devices=tuple(use.device.label for use, _ in places),
         uuids=tuple(use.device.uuid for use, _ in places),
         now=moment_of([running.process for _, running in places], host),
-        seconds=None if start is None else max(0.0, scene.snapshot.clock - start),
+        seconds=None if start is None else int(max(0.0, scene.snapshot.clock - start)),
         claim=first.claim,
         stopped=bool(first.stopped),
         kind=neutralise(process.kind),
@@ -150,7 +150,7 @@ _COLUMNS = (
     _Column("sm", "SM%", 4, ">", lambda row: _known(row.now.sm, format_rounded(row.now.sm, ""))),
     _Column("cpu", "CPU%", 5, ">", lambda row: _known(row.now.cpu, format_rounded(row.now.cpu, ""))),
     _Column("host", "HOST", 8, ">", lambda row: _known(row.now.host, format_bytes(row.now.host)), _ROOMY),
-    _Column("time", "TIME", 6, ">", lambda row: _known(row.seconds, _time(row.seconds))),
+    _Column("time", "TIME", 6, ">", lambda row: _known(row.seconds, format_duration(row.seconds))),
     _Column("", "CLAIM", 8, "<", _claim, _ROOMY),
     _Column("", "C", 1, "<", _mark, range(_ROOMY.start)),
     _Column("", "KIND", 9, "<", _kind, range(140, _ROOMY.stop)),
@@ -161,10 +161,6 @@ def _devices(row: ProcessRow) -> str:
     if len(row.devices) > 1 and all(label.isdigit() for label in row.devices):
         return ranges(map(int, row.devices))
     return ",".join(row.devices)
-
-
-def _time(seconds: float | None) -> str:
-    return "n/a" if seconds is None else format_duration(round(seconds)) if seconds >= 1 else "0s"
 
 
 def process_lines(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
@@ -275,7 +271,7 @@ def heading(row: ProcessRow) -> str:
 def description(row: ProcessRow) -> list[str]:
     """Which process it is, for the user who is about to signal it."""
     memory = format_bytes(row.now.memory)
-    since = "an unknown time" if row.seconds is None else format_duration(round(row.seconds))
+    since = "an unknown time" if row.seconds is None else format_duration(row.seconds)
     claim = f"claim {neutralise(row.claim)}" if row.claim else "no claim"
     return [
         f"  pid {row.pid} of {neutralise(row.user or 'unknown')}",

@@ -17,7 +17,7 @@ from gpuguard.queue.settings import QueueSettings
 from gpuguard.queue.state import QueueState
 from gpuguard.request import spelled
 from gpuguard.sanitize import display_width, neutral_command, neutralise
-from gpuguard.units import format_duration, local_time
+from gpuguard.units import format_count, format_duration, local_time
 from gpuguard.views.text import Paint, picked, shorten, table
 
 
@@ -60,26 +60,19 @@ def slurm_json(jobs: Sequence[Queued] | str) -> list[dict[str, Any]] | None:
 
 def reservations_text(reserved: ReservationCalendar, *, width: int | None = None) -> list[str]:
     """A table, and the files that do not count below it; nothing where there are none."""
-    rows = [_reservation_row(status, reserved.now) for status in reserved.statuses]
+    rows = []
+    for status in reserved.statuses:
+        reservation, now = status.reservation, reserved.now
+        times = clock_text(reservation.begins, now), clock_text(reservation.ends, now)
+        note = f'"{neutralise(reservation.note)}"  ' if reservation.note else ""
+        cells = neutralise(reservation.user), str(reservation.num_gpus), *times, neutralise(reservation.id)
+        rows.append([*cells, note + neutralise(state(status, now))])
     heads = ["RESERVED FOR", "GPUS", "FROM", "UNTIL", "ID", "NOW"]
     lines = table(rows, heads, align="<>", width=width) if rows else []
     for ignored in reserved.ignored:
         owner = "somebody" if ignored.uid < 0 else f"uid {ignored.uid}"
         lines.append(shorten(neutralise(f"not counted: reservation {ignored.id} of {owner}: {ignored.reason}"), width))
     return lines
-
-
-def _reservation_row(status: ReservationStatus, now: float) -> list[str]:
-    reservation = status.reservation
-    note = f'"{neutralise(reservation.note)}"' if reservation.note else ""
-    return [
-        neutralise(reservation.user),
-        str(reservation.num_gpus),
-        clock_text(reservation.begins, now),
-        clock_text(reservation.ends, now),
-        neutralise(reservation.id),
-        "  ".join(filter(None, [note, neutralise(state(status, now))])),
-    ]
 
 
 def state(status: ReservationStatus, now: float) -> str:
@@ -122,10 +115,9 @@ def to_text(
     queue: QueueState, site: QueueSettings, *, width: int | None = None, paint: Paint = lambda text, _: text
 ) -> list[str]:
     """The screen: a row per request, when it starts and why not earlier below it; then what does not count."""
-    simulated = "SIMULATED node " * queue.snapshot.simulated
-    count = len(queue.positions)
-    how = "fair share" if site.rules.fair_share else "order of arrival"
-    title = f"{simulated}{neutralise(queue.snapshot.host)}: {count or 'no'} request{'s' * (count != 1)} in line ({how})"
+    host = "SIMULATED node " * queue.snapshot.simulated + neutralise(queue.snapshot.host)
+    count = format_count(len(queue.positions), "request") if queue.positions else "no requests"
+    title = f"{host}: {count} in line ({'fair share' if site.rules.fair_share else 'order of arrival'})"
     lines = [paint(shorten(title, width), "bold")]
     rows = [_row(position, queue) for position in queue.positions]
     body = table(rows, ["#", "USER", "GPUS", "WAITED", "COMMAND"], align="><>>", width=width) if rows else []

@@ -7,10 +7,11 @@ history.report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
+from itertools import groupby
 from typing import Any
 
 from gpuguard.history.queries import DeviceTotal, Point, Watch
@@ -330,7 +331,10 @@ def to_html(report: Report, claims: Claims | None, host: str, now: float) -> str
     title = f"GPU time on {_text(host)}, {format_span(watch.begin, watch.end)}"
     body = [f"<h1>{title}</h1>", f'<p class="faint">Times are {_text(zone(watch.end))}.</p>']
     if claims is not None:
-        body += _claims_html(*claims)
+        rows, unfinished = claims
+        body += ["<h2>By claim</h2>", "<p>From the audit logs that the author of this page may read.</p>"]
+        body += [f"<p>{unfinished} more began in this time and have no end in the log.</p>"] if unfinished else []
+        body.append(_table_html(CLAIM_COLUMNS, rows) if rows else "<p>No claim ended in this time.</p>")
     else:
         body += [f'<p class="remark">{_text(line)}</p>' for line in remarks(watch, None)]
     if claims is None and report.rows:
@@ -392,14 +396,6 @@ def _bar_svg(row: UsageRow, most: float) -> str:
     return f'<svg class="bar" viewBox="0 0 204 {BAR_HEIGHT}" role="img">{"".join(drawn)}</svg>'
 
 
-def _claims_html(claims: Sequence[ClaimRow], unfinished: int) -> Iterable[str]:
-    yield "<h2>By claim</h2>"
-    yield "<p>From the audit logs that the author of this page may read.</p>"
-    if unfinished:
-        yield f"<p>{unfinished} more began in this time and have no end in the log.</p>"
-    yield _table_html(CLAIM_COLUMNS, claims) if claims else "<p>No claim ended in this time.</p>"
-
-
 def _courses(report: Report) -> list[str]:
     drawn = [
         f"<h3>{_text(device_label(device))}</h3>" + _course(course, report.watch)
@@ -428,11 +424,14 @@ def _course(course: Mapping[str, Sequence[Point]], watch: Watch) -> str:
         if value
     ]
     drawn += [f'<line class="axis" x1="{left}" x2="{right}" y1="{y(at):.1f}" y2="{y(at):.1f}"/>' for at in (0, 50, 100)]
-    for stretch in _known_stretches(busy):
-        points = " ".join(f"{left + (number + 0.5) * step:.1f},{y(value):.1f}" for number, value in stretch)
-        if len(stretch) == 1:
-            x, at = left + stretch[0][0] * step, y(stretch[0][1])
-            points = f"{x:.1f},{at:.1f} {x + step:.1f},{at:.1f}"
+    for is_known, stretch in groupby(enumerate(busy), lambda item: item[1] is not None):
+        if not is_known:
+            continue
+        corners = [(left + (number + 0.5) * step, y(value or 0.0)) for number, value in stretch]
+        if len(corners) == 1:
+            (x, height), *_ = corners
+            corners = [(x - step / 2, height), (x + step / 2, height)]
+        points = " ".join(f"{x:.1f},{height:.1f}" for x, height in corners)
         drawn.append(f'<polyline class="course" points="{points}"/>')
     drawn += [f'<text x="0" y="{y(at) + 4:.1f}">{at} %</text>' for at in (0, 100)]
     for moment, text in round_marks(watch.begin, watch.end, 8):
@@ -440,14 +439,3 @@ def _course(course: Mapping[str, Sequence[Point]], watch: Watch) -> str:
         anchor = "start" if x < left + 30 else "end" if x > right - 30 else "middle"
         drawn.append(f'<text x="{x:.1f}" y="{CHART_HEIGHT - 3}" text-anchor="{anchor}">{escape(text)}</text>')
     return f'<svg viewBox="0 0 {WIDTH} {CHART_HEIGHT}" role="img">{"".join(drawn)}</svg>'
-
-
-def _known_stretches(values: Sequence[float | None]) -> list[list[tuple[int, float]]]:
-    """The stretches in which every value is known."""
-    stretches: list[list[tuple[int, float]]] = [[]]
-    for number, value in enumerate(values):
-        if value is not None:
-            stretches[-1].append((number, value))
-        elif stretches[-1]:
-            stretches.append([])
-    return [stretch for stretch in stretches if stretch]
