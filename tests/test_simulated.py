@@ -19,7 +19,7 @@ from nodes import GIB, a_user, change, eventually, one, start
 
 from gpuguard.backends import simulated, simulated_node
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
-from gpuguard.model import ALL_FIELDS, HEALTH, MEMORY, MODEL, PROCESSES, TOPOLOGY, VERIFY_FIELDS, Device
+from gpuguard.model import ALL_FIELDS, HEALTH, MEMORY, MODEL, PROCESSES, TOPOLOGY, Device
 
 
 @pytest.fixture
@@ -301,24 +301,6 @@ def test_a_field_that_the_driver_does_not_tell_is_unknown_and_a_gap(place, name)
     assert told == [(snapshot.devices[1].uuid, name)]
 
 
-def test_a_driver_without_a_process_list_leaves_the_processes_unknown(place):
-    backend = start(place)
-    change(place, 0, faults=("unlisted",))
-    snapshot = backend.sample(VERIFY_FIELDS)
-
-    assert snapshot.devices[0].processes is None
-    assert [gap.field for gap in snapshot.gaps] == ["processes"]
-
-
-def test_an_implausible_process_list_is_marked_as_such(place):
-    backend = start(place)
-    change(place, 0, faults=("implausible",))
-    device = one(backend)
-
-    assert not device.processes_plausible
-    assert 4294967295 in {process.pid for process in device.processes or ()}
-
-
 def test_processes_that_grow_together_stop_at_what_the_device_has(place):
     backend = start(place, "T4")
     with a_user(place, "0", 9 * GIB):
@@ -338,31 +320,6 @@ def test_a_slow_driver_takes_its_time_for_each_device(place):
     backend.sample({MEMORY})
 
     assert time.monotonic() - begin >= 0.1
-
-
-def test_a_hanging_device_hangs_until_it_is_mended_and_is_left_alone_when_told_so(place):
-    backend = start(place)
-    change(place, 1, faults=("hang",))
-    samples = []
-    reader = threading.Thread(target=lambda: samples.append(backend.sample({MEMORY})), daemon=True)
-    reader.start()
-    reader.join(0.2)
-    assert samples == []
-
-    mender = threading.Timer(10, lambda: change(place, 1, faults=()))  # else a fault here would hang the tests
-    mender.start()
-    patient = simulated.open(place)
-    patient.skip = {1}
-    begin = time.monotonic()
-    snapshot = patient.sample({MEMORY})
-    mender.cancel()
-    assert time.monotonic() - begin < 10
-    assert snapshot.devices[1].problems == ("unresponsive",)
-    assert [gap.device for gap in snapshot.gaps] == [snapshot.devices[1].uuid]
-
-    change(place, 1, faults=())
-    reader.join(10)
-    assert len(samples) == 1
 
 
 def test_a_default_node_is_made_on_first_use(place):
