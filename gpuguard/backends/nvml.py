@@ -29,10 +29,7 @@ from gpuguard.backends.nvml_calls import (
     call,
     start,
 )
-from gpuguard.backends.nvml_fields import (
-    FIRST_READERS,
-    READERS,
-)
+from gpuguard.backends.nvml_fields import FIRST_READERS, READERS
 from gpuguard.backends.plausibility import OF_THE_BOARD, is_uuid
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import Device, Gap, Snapshot

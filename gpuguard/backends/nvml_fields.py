@@ -47,11 +47,7 @@ MPS_SERVER = b"nvidia-cuda-mps-server"
 SMALLEST_CONTEXT = 2 * 2**20  # bytes: the page that a driver gives memory in
 _LISTS = {"compute": "Compute", "graphics": "Graphics", "mps": "MPSCompute"}
 # A client of the MPS server is listed as a compute process, too.
-_KINDS = {
-    ("compute",): "compute",
-    ("graphics",): "graphics",
-    ("compute", "graphics"): "compute+graphics",
-}
+_KINDS = {("compute",): "compute", ("graphics",): "graphics", ("compute", "graphics"): "compute+graphics"}
 
 
 @dataclass(frozen=True)
