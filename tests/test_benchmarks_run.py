@@ -180,8 +180,7 @@ def test_a_guard_that_looks_hundreds_of_times_does_not_grow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "found"),
-    [("memory", "it has grown"), ("descriptors", "descriptors, and has"), ("sampler", "samplers")],
+    ("variant", "found"), [("memory", "it has grown"), ("descriptors", "descriptors, and has"), ("sampler", "samplers")]
 )
 def test_a_guard_that_keeps_something_of_each_look_or_starts_its_sampler_again_is_found(variant, found):
     done = soaked(6, "--variant", variant)

@@ -234,10 +234,7 @@ def test_a_flood_with_descriptors_in_it_keeps_no_other_out_and_leaves_nothing_op
 @pytest.fixture
 def alice_waits(broker):
     """She has one device, and a request for all in the queue."""
-    with (
-        broker.job(ALICE, "--gpus", "3", "--time-limit", "1h"),
-        broker.waits(ALICE, "-n", "4", "--time-limit", "1h"),
-    ):
+    with broker.job(ALICE, "--gpus", "3", "--time-limit", "1h"), broker.waits(ALICE, "-n", "4", "--time-limit", "1h"):
         yield
 
 

@@ -14,17 +14,7 @@ from fake_nvml import FakeNvml
 from nodes import Gpuguard, eventually, start
 from shells import Shell, needed
 
-from gpuguard.cli.completion import (
-    DIRECTORY,
-    FILE,
-    JOB,
-    SHELLS,
-    VALUES,
-    completions,
-    kind_of,
-    values_of,
-    whole_parser,
-)
+from gpuguard.cli.completion import DIRECTORY, FILE, JOB, SHELLS, VALUES, completions, kind_of, values_of, whole_parser
 
 # What is typed, and the words of the command line then; ^ is TAB.
 TYPED = {

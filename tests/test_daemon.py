@@ -64,10 +64,7 @@ def test_both_switches_end_the_offender_and_no_bystander(tmp_path):
 )
 def test_one_switch_is_not_enough_and_the_other_is_named(tmp_path, mode, options, said):
     policy = HOGS.format(mode=mode, steps="terminate")
-    with (
-        a_daemon(tmp_path, policy, *options, named=True) as daemon,
-        somebodys(daemon.node, "0", 40 * GIB) as offender,
-    ):
+    with a_daemon(tmp_path, policy, *options, named=True) as daemon, somebodys(daemon.node, "0", 40 * GIB) as offender:
         event = daemon.until("terminate")[0]
 
         assert offender.poll() is None
@@ -77,10 +74,7 @@ def test_one_switch_is_not_enough_and_the_other_is_named(tmp_path, mode, options
 
 @pytest.mark.root
 def test_a_process_of_root_is_never_hit(tmp_path):
-    with (
-        a_daemon(tmp_path, TERMINATE, "--enforce", named=True) as daemon,
-        a_user(daemon.node, "0", 40 * GIB) as child,
-    ):
+    with a_daemon(tmp_path, TERMINATE, "--enforce", named=True) as daemon, a_user(daemon.node, "0", 40 * GIB) as child:
         event = daemon.until("terminate")[0]
 
         assert child.poll() is None

@@ -326,10 +326,7 @@ def of_letters(place: Path, encoded: bytes) -> None:
 # name -> what is written, by whom else than a test, and who reads it
 READERS: dict[str, tuple[Callable[[Path], Any], Reader]] = {
     "record": (lambda place: RECORD, of_records),
-    "letter": (
-        lambda place: vars(records.ReleaseRequest(records.YIELD, "root", "why", NOW)),
-        of_letters,
-    ),
+    "letter": (lambda place: vars(records.ReleaseRequest(records.YIELD, "root", "why", NOW)), of_letters),
     "ticket": (a_ticket, of_tickets),
     "reservation": (lambda place: RESERVATION, of_reservations),
     "state": (a_state, of_state),
@@ -380,8 +377,7 @@ def no_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "where"),
-    [("state", "snapshot"), ("sample", "all"), ("node", "devices"), ("record", ""), ("ticket", "")],
+    ("name", "where"), [("state", "snapshot"), ("sample", "all"), ("node", "devices"), ("record", ""), ("ticket", "")]
 )
 def test_a_reader_that_believes_any_type_is_found(tmp_path, monkeypatch, name, where):
     no_check(monkeypatch)

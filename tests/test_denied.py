@@ -184,10 +184,7 @@ policies:
 @root
 @pytest.mark.parametrize(("options", "done"), [(["--enforce"], True), ([], False)])
 def test_a_daemon_denies_and_quarantines_by_policy(tmp_path, options, done):
-    with (
-        a_daemon(tmp_path, POLICY, *options, named=True) as daemon,
-        somebodys(daemon.node, "0", 40 * GIB) as offender,
-    ):
+    with a_daemon(tmp_path, POLICY, *options, named=True) as daemon, somebodys(daemon.node, "0", 40 * GIB) as offender:
         [event] = daemon.until("quarantine")
         if done:  # what it is about to do is in the log before it is done
             assert eventually(lambda: json.loads(daemon.gpuguard("quarantine", "--json").stdout)["quarantined"])

@@ -17,17 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import (
-    GIB,
-    MIB,
-    Reticent,
-    a_claim_record,
-    a_device,
-    a_mig_instance,
-    a_process,
-    a_snapshot,
-    a_uuid,
-)
+from builders import GIB, MIB, Reticent, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 from claiming import acquire, preview
 from fake_nvml import FakeNvml
 from nodes import Gpuguard
@@ -49,13 +39,7 @@ from gpuguard.device_state import (
 from gpuguard.errors import NotEnoughGpus
 from gpuguard.metrics.facts import MetricFacts
 from gpuguard.metrics.families import metric_families
-from gpuguard.model import (
-    ClaimRecord,
-    Device,
-    Gap,
-    ProcessStat,
-    Snapshot,
-)
+from gpuguard.model import ClaimRecord, Device, Gap, ProcessStat, Snapshot
 from gpuguard.policies.usage import UnclaimedRule
 from gpuguard.policies.view import RuleView
 from gpuguard.request import Request

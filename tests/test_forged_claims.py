@@ -240,10 +240,7 @@ def test_the_name_of_a_cgroup_is_one_name(end: str, monkeypatch: pytest.MonkeyPa
         "/proc/self/mountinfo": f"24 22 0:22 / /home/u/{end}x rw - fuse x rw\n"
         "25 22 0:23 / /sys/fs/cgroup rw - cgroup2 c rw\n",
     }
-    monkeypatch.setattr(
-        "builtins.open",
-        lambda path, **how: io.TextIOWrapper(io.BytesIO(files[path].encode()), **how),
-    )
+    monkeypatch.setattr("builtins.open", lambda path, **how: io.TextIOWrapper(io.BytesIO(files[path].encode()), **how))
     monkeypatch.setattr(os, "access", lambda path, how: True)
 
     assert isolation.own_cgroup() == f"/sys/fs/cgroup/mine{end}0::/another"

@@ -49,10 +49,7 @@ def test_what_the_engine_says_of_actions_it_says_of_those_that_there_are():
 
 
 def test_bystanders_on_the_same_device_in_the_same_session_and_of_the_same_name_live():
-    with (
-        a_child("sh", "-c", "sleep 600 & sleep 600 & wait") as shell,
-        a_child(*SLEEP) as beside,
-    ):
+    with a_child("sh", "-c", "sleep 600 & sleep 600 & wait") as shell, a_child(*SLEEP) as beside:
         until(lambda: len(children(shell.pid)) == 2)
         offender, sibling = children(shell.pid)
         scene = Scene(offender, somebody() or os.getuid())

@@ -62,8 +62,7 @@ SAMPLE_PERIOD = -700_000  # microseconds: a driver tells each of its samples onc
 
 
 @pytest.mark.parametrize(
-    "rule",
-    ["{utilization: {above: 80%, per: process}}", '{expression: {expr: "process_utilization > 80%"}}'],
+    "rule", ["{utilization: {above: 80%, per: process}}", '{expression: {expr: "process_utilization > 80%"}}']
 )
 def test_whoever_keeps_the_multiprocessors_too_busy_is_ended_once(tmp_path: Path, rule: str) -> None:
     policy = f"policies: [{{name: busy, for: 1s, when: {rule}, steps: [terminate]}}]"

@@ -21,10 +21,7 @@ from wrapped import Wrapped, content
 
 pytestmark = pytest.mark.terminal
 
-SHELLS = {
-    "bash": ("bash", "--norc", "--noprofile", "--noediting", "-i"),
-    "sh": ("sh", "-i"),
-}
+SHELLS = {"bash": ("bash", "--norc", "--noprofile", "--noediting", "-i"), "sh": ("sh", "-i")}
 PROMPT = "ready> "
 # Counts the signal that it is named, says so, and ends when it has seen as many as it is told.
 COUNT = """

@@ -15,14 +15,7 @@ from test_pid_reuse import NAMESPACE, has_a_namespace
 
 from gpuguard import model
 from gpuguard.errors import InvalidRequest
-from gpuguard.jobs.limits import (
-    TEMPERATURE_SECONDS,
-    JobLimits,
-    LimitFinding,
-    policies_of,
-    share_policy,
-    used_before,
-)
+from gpuguard.jobs.limits import TEMPERATURE_SECONDS, JobLimits, LimitFinding, policies_of, share_policy, used_before
 from gpuguard.model import ClaimRecord, Device
 from gpuguard.policies.engine import evaluate
 from gpuguard.policies.policy import Policy

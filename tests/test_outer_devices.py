@@ -126,8 +126,7 @@ def test_number_0_of_a_constrained_job_is_its_first_device(environ, count, allow
 
 
 @pytest.mark.parametrize(
-    ("value", "allowed"),
-    [("void", []), ("none", []), ("", []), ("all", None), ("5", None), (a_uuid(9), None)],
+    ("value", "allowed"), [("void", []), ("none", []), ("", []), ("all", None), ("5", None), (a_uuid(9), None)]
 )
 def test_a_container_says_only_whether_there_is_any_gpu(value, allowed):
     assert indices({"NVIDIA_VISIBLE_DEVICES": value}) == allowed

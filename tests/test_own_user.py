@@ -20,10 +20,7 @@ from daemons import SOMEBODY, DaemonUnderTest, somebodys
 from nodes import GIB, eventually
 from users import a_site, interpreter
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(not shutil.which("setpriv"), reason="NOT TESTED: needs setpriv"),
-]
+pytestmark = [pytest.mark.root, pytest.mark.skipif(not shutil.which("setpriv"), reason="NOT TESTED: needs setpriv")]
 GUARD = SOMEBODY + 2
 GIVEN = ("kill", "sys_ptrace")
 PASSWD = f"somebody:x:{SOMEBODY}:{SOMEBODY}::/:/bin/false\nguard:x:{GUARD}:{GUARD}::/:/bin/false\n"

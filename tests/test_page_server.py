@@ -17,14 +17,7 @@ from nodes import eventually
 
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.metrics import server
-from gpuguard.metrics.server import (
-    MAX_CONNECTIONS,
-    MAX_REQUEST_BYTES,
-    Page,
-    PageServer,
-    host_names,
-    listening_address,
-)
+from gpuguard.metrics.server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, Page, PageServer, host_names, listening_address
 
 FUZZED = 2400
 GOOD = b"GET /metrics HTTP/1.1\r\nHost: localhost:9835\r\nAccept: */*\r\n\r\n"

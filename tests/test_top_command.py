@@ -193,8 +193,7 @@ def test_into_a_pipe_it_prints_once(command):
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"),
-    [(None, [0, 1, 2, 3]), ("2,0", [0, 2]), ("", []), ("1,9,2", [1]), ("GPU-00000003", [3])],
+    ("value", "shown"), [(None, [0, 1, 2, 3]), ("2,0", [0, 2]), ("", []), ("1,9,2", [1]), ("GPU-00000003", [3])]
 )
 def test_cuda_visible_devices_means_what_cuda_takes_it_for(value, shown):
     snapshot = a_snapshot(*[a_device(index) for index in range(4)])

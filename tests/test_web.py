@@ -19,15 +19,7 @@ from web_pages import a_page, answers, ask
 from gpuguard import device_state
 from gpuguard.daemon.client import SO_PASSRIGHTS
 from gpuguard.views import who
-from gpuguard.web.feed import (
-    MAX_CLAIMS,
-    MAX_COMMAND,
-    MAX_NAMELESS,
-    MAX_POSITIONS,
-    MAX_PROCESSES,
-    MAX_ROWS,
-    bounded,
-)
+from gpuguard.web.feed import MAX_CLAIMS, MAX_COMMAND, MAX_NAMELESS, MAX_POSITIONS, MAX_PROCESSES, MAX_ROWS, bounded
 
 pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
 pytest.importorskip("uvicorn", reason="NOT TESTED: needs the extra web")

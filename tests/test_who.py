@@ -69,11 +69,7 @@ STATES = [
     ("free", a_device(processes=(a_process(kind="graphics"),), processes_plausible=False), ()),
     ("claimed", a_device(), (a_claim_record(uid=-1, hidden=True),)),
     ("unclaimed_use", a_device(processes=(ALICE,), **BUSY), (a_claim_record(uid=-1, hidden=True),)),
-    (
-        "unclaimed_use",
-        a_device(processes=(a_process(kind="compute+graphics"),), compute_mode="exclusive_process"),
-        (),
-    ),
+    ("unclaimed_use", a_device(processes=(a_process(kind="compute+graphics"),), compute_mode="exclusive_process"), ()),
 ]
 
 

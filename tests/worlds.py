@@ -20,10 +20,7 @@ from gpuguard.policies.view import HostUse, Rule, RuleView, device_subject, judg
 
 CLOCK = 1_000_000.0  # seconds since boot: old enough for every rule about age
 PAST, INTERVAL = 6 * 3600, 30
-READERS = {
-    "user": {"root": 0, "nobody": 65534, "alice": 1001, "bob": 1002}.__getitem__,
-    "group": str,
-}
+READERS = {"user": {"root": 0, "nobody": 65534, "alice": 1001, "bob": 1002}.__getitem__, "group": str}
 
 
 def examples(rule: type[Rule]) -> list[str]:

@@ -98,11 +98,7 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidRequest("--token-file is about --influx.")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     machine = MachineFacts(
-        args.backend,
-        lambda: backend_of(args),
-        lambda: directory_of(args),
-        fresh=args.fresh,
-        clocks=bool(args.compat),
+        args.backend, lambda: backend_of(args), lambda: directory_of(args), fresh=args.fresh, clocks=bool(args.compat)
     )
     try:
         if args.serve:

@@ -238,7 +238,7 @@ _WHERE: dict[str, Options] = {
     "--backend": {
         "metavar": "B",
         "help": "simulated or simulated:DIRECTORY (default: $GPUGUARD_SIM_DIR, else a directory of this user)",
-    },
+    }
 }
 _START: dict[str, Options] = {
     "spec": {"metavar": "SPEC", "help": "'8xH100-80GB', '4xRTX4090', '1xA100-40GB:mig=3g.20gb,3g.20gb', joined by +"},

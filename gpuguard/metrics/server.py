@@ -128,10 +128,7 @@ class PageServer(ThreadingHTTPServer):
     request_queue_size = 512  # a client that does not fit waits a second until its kernel tries again
 
     def __init__(
-        self,
-        address: tuple[IPv4Address | IPv6Address, int],
-        hosts: frozenset[str],
-        seconds: float = SECONDS,
+        self, address: tuple[IPv4Address | IPv6Address, int], hosts: frozenset[str], seconds: float = SECONDS
     ) -> None:
         self.pages: Pages = lambda path, query: Page("nothing is served yet\n", status=503)
         self.hosts, self.seconds = hosts, seconds

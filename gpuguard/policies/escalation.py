@@ -286,9 +286,7 @@ class PolicyStatus:
 
 
 def policy_status(
-    policies: Sequence[Policy],
-    memory: EngineMemory,
-    put_off: Mapping[tuple[str, SubjectIdentity], tuple[int, float]],
+    policies: Sequence[Policy], memory: EngineMemory, put_off: Mapping[tuple[str, SubjectIdentity], tuple[int, float]]
 ) -> tuple[PolicyStatus, ...]:
     """Every condition that holds, the oldest first.
 
