@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
@@ -16,7 +17,7 @@ from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 from gpuguard.history import store
 from gpuguard.history.queries import query_store
 from gpuguard.history.schema import SLOTS, WIDTH, Slot, rates_of, rows
-from gpuguard.model import Snapshot
+from gpuguard.model import Device, Snapshot
 
 ALICE = 1001
 FIRST = 169_999_920  # a slot that begins a quarter of an hour
@@ -51,9 +52,9 @@ def a_busy_snapshot(
     devices, claims = [], []
     for index in range(DEVICES):
         device = a_device(index)
-        users = [20000 + each for each in chance.sample(range(USERS), chance.choice(per_device))]
+        users = [20000 + user for user in chance.sample(range(USERS), chance.choice(per_device))]
         claims += [a_claim_record(device, id=f"{index}-{uid}", uid=uid) for uid in users]
-        workers = tuple(a_process(100 * index + place + 2, uid=uid) for place, uid in enumerate(users))
+        workers = tuple(a_process(100 * index + pid, uid=uid) for pid, uid in enumerate(users, 2))
         devices.append(
             a_device(
                 index,
@@ -68,30 +69,41 @@ def a_busy_snapshot(
     return a_snapshot(*devices, claims=tuple(claims), taken_at=taken_at, clock=taken_at)
 
 
+def written(path: str, slots: Mapping[int, Slot], devices: Iterable[Device] = (), *, check: bool = False) -> None:
+    """Write these slots as a daemon that lives only for that."""
+    with closing(store.opened(path, check=check)) as connection:
+        store.write(connection, slots, devices)
+        store.move_journal(connection)
+
+
 def fill(path: str, numbers: Iterable[int], together: int = 1, uid: int = ALICE) -> None:
     """Write these slots, so many in a transaction."""
-    connection = store.opened(path, check=False)
     waiting = list(numbers)
-    while waiting:
-        batch, waiting = waiting[:together], waiting[together:]
-        store.write(connection, {number: a_slot(uid=uid) for number in batch}, a_sample(0.0).devices)
-        store.move_journal(connection)
-    connection.close()
+    with closing(store.opened(path, check=False)) as connection:
+        while waiting:
+            batch, waiting = waiting[:together], waiting[together:]
+            store.write(connection, {number: a_slot(uid=uid) for number in batch}, a_sample(0.0).devices)
+            store.move_journal(connection)
+
+
+def set_version(path: str, version: int) -> None:
+    """Make it a store of another version of gpuguard."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA user_version = {version}")
 
 
 def held(path: str, now: float) -> dict[int, tuple[int, float, float]]:
     """width -> (slots, seconds seen, seconds claimed): of all resolutions, in one look."""
 
     def ask(usage: Any) -> dict[int, tuple[int, float, float]]:
-        found = {}
+        sums = {}
+        read = usage._connection.execute  # the store has no public way to choose a resolution
         for width in SLOTS:
-            # The store has no public way to choose a resolution.
-            look = usage._connection.execute
             devices, users = (f"FROM ({rows(kind, width)})" for kind in ("devices", "users"))
-            slots, seen = look(f"SELECT COUNT(DISTINCT slot), SUM(seen_ms) / 1000.0 {devices}", ALL).fetchone()
-            (claimed,) = look(f"SELECT SUM(claimed_ms) / 1000.0 {users}", ALL).fetchone()
-            found[width] = slots, seen or 0.0, claimed or 0.0
-        return found
+            slots, seen = read(f"SELECT COUNT(DISTINCT slot), SUM(seen_ms) / 1000.0 {devices}", ALL).fetchone()
+            (claimed,) = read(f"SELECT SUM(claimed_ms) / 1000.0 {users}", ALL).fetchone()
+            sums[width] = slots, seen or 0.0, claimed or 0.0
+        return sums
 
     return query_store(path, ask, now)
 

@@ -16,8 +16,7 @@ from nodes import Gpuguard, eventually
 from sources import module_name, modules
 from test_who import DOCUMENT, documented, printed
 
-from gpuguard.cli import events as command
-from gpuguard.cli import run_command_line, web
+from gpuguard.cli import events, web
 from gpuguard.history import audit_log
 from gpuguard.model import Event
 
@@ -48,7 +47,7 @@ def test_an_event_becomes_one_line_whose_names_carry_units_for_its_owner_alone(l
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-def test_who_has_no_home_has_no_log_and_no_directory_called_tilde_where_he_works(tmp_path, monkeypatch):
+def test_a_user_without_a_home_has_no_log_and_no_directory_called_tilde(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPUGUARD_EVENTS", "~/.local/state/gpuguard/events.jsonl")
 
@@ -65,20 +64,16 @@ def test_hostile_text_stays_on_its_line(log, text):
     assert lines(log)[0]["message"] == text
 
 
-def test_the_places_are_tried_in_their_order(monkeypatch, tmp_path):
+def test_the_places_are_tried_in_their_order(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     for name in ("GPUGUARD_EVENTS", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    home = audit_log.events_path()
-    monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    state = audit_log.events_path()
-    monkeypatch.setenv("GPUGUARD_EVENTS", "/elsewhere")
+    places = [audit_log.events_path()]
+    for name, value in (("XDG_STATE_HOME", "/state"), ("GPUGUARD_EVENTS", "/elsewhere")):
+        monkeypatch.setenv(name, value)
+        places.append(audit_log.events_path())
 
-    assert [home, state, audit_log.events_path()] == [
-        "/home/ada/.local/state/gpuguard/events.jsonl",
-        "/state/gpuguard/events.jsonl",
-        "/elsewhere",
-    ]
+    assert places == ["/home/ada/.local/state/gpuguard/events.jsonl", "/state/gpuguard/events.jsonl", "/elsewhere"]
 
 
 def test_missing_folders_are_made_for_the_owner_alone(monkeypatch, tmp_path):
@@ -89,24 +84,13 @@ def test_missing_folders_are_made_for_the_owner_alone(monkeypatch, tmp_path):
     assert (tmp_path / "new/gpuguard").stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("place", ["/proc/nowhere/events", "/proc/self/mem/x", "/"])
-def test_a_place_that_cannot_be_written_is_a_false_and_no_error(monkeypatch, place):
-    monkeypatch.setenv("GPUGUARD_EVENTS", place)
+@pytest.mark.parametrize("place", ["/proc/nowhere/events", "/proc/self/mem/x", "/", "/dev/full", "fifo"])
+def test_a_place_that_cannot_be_written_is_a_false_and_no_error_and_hangs_no_job(monkeypatch, tmp_path, place):
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.setenv("GPUGUARD_EVENTS", str(tmp_path / place))
 
     assert audit_log.append(AN_EVENT) is False
-
-
-def test_a_full_disk_is_a_false_and_no_error(monkeypatch):
-    monkeypatch.setenv("GPUGUARD_EVENTS", "/dev/full")
-
-    assert audit_log.append(AN_EVENT) is False
-    assert audit_log.complaint() == "/dev/full: No space left on device"
-
-
-def test_a_fifo_in_that_place_hangs_nobody(log):
-    os.mkfifo(log)
-
-    assert audit_log.append(AN_EVENT) is False
+    assert place != "/dev/full" or audit_log.complaint() == "/dev/full: No space left on device"
 
 
 def appended_at_once(event: Event, times: int, writers: int) -> None:
@@ -159,32 +143,37 @@ def test_a_log_that_cannot_be_set_aside_says_so_once_and_goes_on_until_it_is_fou
     assert len(lines(older)) == sum(written) + 2
 
 
-@pytest.mark.root
-def test_a_log_that_root_begins_is_the_daemons(tmp_path, monkeypatch):
-    own = tmp_path / "gpuguard"
+@pytest.fixture
+def users_log(tmp_path, monkeypatch):
+    """The log of root in a directory of another user."""
+    own = tmp_path / "home"
     own.mkdir()
     os.chown(own, 20003, 20003)
     monkeypatch.setenv("GPUGUARD_EVENTS", str(own / "events.jsonl"))
-    monkeypatch.setattr(audit_log, "MACHINE_EVENTS", str(own / "events.jsonl"))
+    return own / "events.jsonl"
+
+
+@pytest.mark.root
+def test_a_log_that_root_begins_is_the_daemons(users_log, monkeypatch):
+    monkeypatch.setattr(audit_log, "MACHINE_EVENTS", str(users_log))
 
     assert audit_log.append(AN_EVENT) and audit_log.append(AN_EVENT)
-    seen = (own / "events.jsonl").stat()
-    assert (seen.st_uid, seen.st_mode & 0o777, len(lines(own / "events.jsonl"))) == (20003, 0o600, 2)
+    seen = users_log.stat()
+    assert (seen.st_uid, seen.st_mode & 0o777, len(lines(users_log))) == (20003, 0o600, 2)
 
 
 @pytest.mark.root
 @pytest.mark.parametrize("plant", [os.symlink, os.link])
 @pytest.mark.parametrize("daemons", [False, True])
-def test_no_user_makes_root_write_elsewhere_from_a_directory_of_his(tmp_path, monkeypatch, plant, daemons):
+def test_no_user_makes_root_write_elsewhere_from_a_directory_of_their_own(
+    users_log, tmp_path, monkeypatch, plant, daemons
+):
     """Where $GPUGUARD_EVENTS of root names it, or it is of the daemon: no setting of the kernel helps there."""
-    own, victim = tmp_path / "home", tmp_path / "victim"
-    own.mkdir()
-    os.chown(own, 20003, 20003)
+    victim = tmp_path / "victim"
     victim.write_text("root's")
-    plant(victim, own / "events.jsonl")
-    monkeypatch.setenv("GPUGUARD_EVENTS", str(own / "events.jsonl"))
+    plant(victim, users_log)
     if daemons:
-        monkeypatch.setattr(audit_log, "MACHINE_EVENTS", str(own / "events.jsonl"))
+        monkeypatch.setattr(audit_log, "MACHINE_EVENTS", str(users_log))
 
     assert not audit_log.append(AN_EVENT)
     assert (victim.read_text(), victim.stat().st_uid) == ("root's", 0)
@@ -192,10 +181,9 @@ def test_no_user_makes_root_write_elsewhere_from_a_directory_of_his(tmp_path, mo
     assert told or daemons or plant is not os.symlink
 
 
-def test_a_link_of_ones_own_is_followed(tmp_path, monkeypatch):
+def test_a_link_of_ones_own_is_followed(log, tmp_path):
     (tmp_path / "elsewhere").touch()
-    (tmp_path / "events.jsonl").symlink_to(tmp_path / "elsewhere")
-    monkeypatch.setenv("GPUGUARD_EVENTS", str(tmp_path / "events.jsonl"))
+    log.symlink_to(tmp_path / "elsewhere")
 
     assert audit_log.append(AN_EVENT)
     assert len(lines(tmp_path / "elsewhere")) == 1
@@ -209,40 +197,42 @@ def event(outcome="sent", ago=10.0, **fields):
 
 
 @pytest.fixture
-def events_log(log: Path, monkeypatch) -> Path:
-    monkeypatch.setattr(command, "MACHINE_EVENTS", str(log.with_name("machine.jsonl")))
-    return log
+def machine_log(log: Path, monkeypatch) -> Path:
+    path = log.with_name("machine.jsonl")
+    monkeypatch.setattr(events, "MACHINE_EVENTS", str(path))
+    return path
 
 
 @pytest.fixture
-def shown(events_log, capsys):
+def shown(machine_log, command):
     """The outcomes that `gpuguard events --json OPTIONS` prints."""
 
-    def look(*options):
-        assert run_command_line(["events", "--json", *options]) == 0
-        return [one["outcome"] for one in json.loads(capsys.readouterr().out)["events"]]
+    def outcomes(*options):
+        status, text, _ = command("events", "--json", *options)
+        assert status == 0
+        return [event["outcome"] for event in json.loads(text)["events"]]
 
-    return look
+    return outcomes
 
 
-def test_events_of_both_logs_and_of_a_rotated_one_come_in_order_of_time(shown, events_log, monkeypatch):
+def test_events_of_both_logs_and_of_a_rotated_one_come_in_order_of_time(shown, log, machine_log, monkeypatch):
     audit_log.append(event("first", ago=3))
-    events_log.rename(f"{events_log}.1")
+    log.rename(f"{log}.1")
     audit_log.append(event("third", ago=1))
-    monkeypatch.setenv("GPUGUARD_EVENTS", command.MACHINE_EVENTS)
-    audit_log.append(event("second", ago=2))
-    monkeypatch.setenv("GPUGUARD_EVENTS", str(events_log))
+    with monkeypatch.context() as as_root:
+        as_root.setenv("GPUGUARD_EVENTS", str(machine_log))
+        audit_log.append(event("second", ago=2))
 
     assert shown() == ["first", "second", "third"]
 
 
-def test_whose_job_it_was_the_uid_says_and_not_the_environment_of_the_job(shown, events_log):
-    facts, nobody_here = (("uid", 1),), (("uid", 4_242_424),)
-    audit_log.append(event("somebody else's name", user="root", facts=facts))
+def test_whose_job_it_was_the_uid_says_and_not_the_environment_of_the_job(shown):
+    facts, unknown_here = (("uid", 1),), (("uid", 4_242_424),)
+    audit_log.append(event("another user's name", user="root", facts=facts))
     audit_log.append(event("no name", facts=facts))
-    audit_log.append(event("of another machine", user="ada", facts=nobody_here))
+    audit_log.append(event("of another machine", user="ada", facts=unknown_here))
 
-    assert shown("--user", pwd.getpwuid(1).pw_name) == ["somebody else's name", "no name"]
+    assert shown("--user", pwd.getpwuid(1).pw_name) == ["another user's name", "no name"]
     assert shown("--user", "ada") == ["of another machine"]
 
 
@@ -267,103 +257,87 @@ def test_filters(shown, options, left):
     assert sorted(shown(*options)) == left
 
 
-def test_torn_lines_are_left_out_and_counted(events_log, capsys):
+def test_torn_lines_are_left_out_and_counted(log, machine_log, command):
     audit_log.append(event("whole"))
-    with events_log.open("ab") as file:
+    with log.open("ab") as file:
         file.write(b'{"schema": 1, "time_unix\n\xff\xfe\n[1]\n' + b"[" * 4000 + b'\n{"schema": 1}\n')
-    run_command_line(["events"])
-    out, err = capsys.readouterr()
+    _, out, err = command("events")
 
-    assert len(out.splitlines()) == 1
-    assert "5 lines" in err
+    assert (out.count("\n"), "5 lines" in err) == (1, True)
 
 
-def test_what_users_wrote_cannot_reach_the_terminal(events_log, capsys):
+def test_what_users_wrote_cannot_reach_the_terminal(machine_log, command):
     audit_log.append(event("sent", user="eve\x1b[2J", message="line\nforged \u202e", facts=(("policy", "x\x07"),)))
-    run_command_line(["events"])
-    out = capsys.readouterr().out
+    _, out, _ = command("events")
 
-    assert len(out.splitlines()) == 1
-    assert out.strip("\n").isprintable()
+    assert out.count("\n") == 1 and out.strip("\n").isprintable()
     assert "eve\\x1b[2J" in out
 
 
-def test_facts_are_in_words_for_people_and_exact_for_programs(events_log, capsys):
+def test_facts_are_in_words_for_people_and_exact_for_programs(machine_log, command):
     facts = {"wall_time_seconds": 7380.25, "peak_memory_bytes": 10738466816, "energy_joules": 979.0249999999999}
     audit_log.append(event(facts=tuple({**facts, "until_unix_seconds": NOW, "mean_utilization_percent": 90.0}.items())))
-    run_command_line(["events"])
     now = time.strftime("%m-%d %H:%M:%S", time.localtime(NOW))
     words = f"wall_time=2h3m, peak_memory=10.0GiB, energy_joules=979.025, until={now}, mean_utilization=90%"
 
-    assert f"({words})" in capsys.readouterr().out
-    run_command_line(["events", "--json"])
-    assert json.loads(capsys.readouterr().out)["events"][0]["facts"].items() >= facts.items()
-
-
-def test_without_any_event_it_is_said_where_none_is(events_log, capsys):
-    assert run_command_line(["events"]) == 0
-    out, err = capsys.readouterr()
-    assert (out, err) == ("", f"gpuguard: no such events in {events_log} or {command.MACHINE_EVENTS}.\n")
+    assert f"({words})" in command("events")[1]
+    assert json.loads(command("events", "--json")[1])["events"][0]["facts"].items() >= facts.items()
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "said"),
+    ("options", "status", "said"),
     [
+        ([], 0, "gpuguard: no such events in {log} or {machine_log}.\n"),
         (["--user", "no-body"], 2, "there is no user 'no-body'"),
         (["--device", "3"], 0, "devices by uuid, not by index"),
         (["--file", "/nonexistent"], 1, "cannot be read"),
     ],
 )
-def test_what_no_event_can_be_about_is_said(events_log, capsys, words, status, said):
-    assert run_command_line(["events", *words]) == status
-    assert said in capsys.readouterr().err
+def test_where_no_event_is_and_what_none_can_be_about_is_said(log, machine_log, command, options, status, said):
+    code, out, err = command("events", *options)
+
+    assert (code, out) == (status, "")
+    assert said.format(log=log, machine_log=machine_log) in err
 
 
-def test_a_log_that_may_not_be_read_is_named_once_and_as_it_is_called(events_log, monkeypatch, capsys):
+def test_a_log_that_may_not_be_read_is_named_once_and_as_it_is_called(log, machine_log, monkeypatch, command):
     """It was named with .1 behind it, a file that need not exist."""
     real = os.open
 
     def refusing(path, *rest, **more):
-        if str(path).startswith(command.MACHINE_EVENTS):
+        if str(path).startswith(str(machine_log)):
             raise PermissionError(13, "Permission denied")
         return real(path, *rest, **more)
 
     monkeypatch.setattr(os, "open", refusing)
-    assert run_command_line(["events"]) == 0
-    said = f"gpuguard: {command.MACHINE_EVENTS} is not readable for you: its events are left out.\n"
-    said += f"gpuguard: no such events in {events_log}.\n"
+    said = f"gpuguard: {machine_log} is not readable for you: its events are left out.\n"
 
-    assert capsys.readouterr() == ("", said)
+    assert command("events") == (0, "", f"{said}gpuguard: no such events in {log}.\n")
 
 
-def test_following_shows_what_comes_through_a_rotation_too(events_log, tmp_path):
-    gpuguard = Gpuguard(tmp_path, None)
+def test_following_shows_what_comes_through_a_rotation_too(log, machine_log, tmp_path):
     audit_log.append(event("before"))
-    follower = gpuguard.start("events", "--follow", "--json", "--file", str(events_log))
-    lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.extend(iter(follower.stdout.readline, "")), daemon=True)
-    reader.start()
-    try:
-        assert eventually(lambda: len(lines) == 1, 20)
-        audit_log.append(event("during"))
-        assert eventually(lambda: len(lines) == 2)
-        os.rename(events_log, f"{events_log}.1")
-        audit_log.append(event("after"))
-        assert eventually(lambda: len(lines) == 3)
-    finally:
-        follower.terminate()
-        follower.communicate()
+    shown: list[str] = []
+    with Gpuguard(tmp_path, None).start("events", "--follow", "--json", "--file", str(log)) as follower:
+        reader = threading.Thread(target=lambda: shown.extend(iter(follower.stdout.readline, "")), daemon=True)
+        reader.start()
+        try:
+            assert eventually(lambda: len(shown) == 1, 20)
+            audit_log.append(event("during"))
+            assert eventually(lambda: len(shown) == 2)
+            log.rename(f"{log}.1")
+            audit_log.append(event("after"))
+            assert eventually(lambda: len(shown) == 3)
+        finally:
+            follower.terminate()
+            reader.join()
 
-    assert [json.loads(line)["outcome"] for line in lines] == ["before", "during", "after"]
+    assert [json.loads(line)["outcome"] for line in shown] == ["before", "during", "after"]
 
 
-def test_the_document_describes_exactly_what_is_printed(events_log, capsys):
-    audit_log.append(
-        event("sent", user="u", devices=("GPU-1",), pid=1, claim="c", message="m", facts=(("policy", "p"),))
-    )
-    run_command_line(["events", "--json"])
-    content = json.loads(capsys.readouterr().out)
-    found = printed("events", content)
+def test_the_document_describes_exactly_what_is_printed(machine_log, command):
+    audit_log.append(event(user="u", devices=("GPU-1",), pid=1, claim="c", message="m", facts=(("policy", "p"),)))
+    found = printed("events", json.loads(command("events", "--json")[1]))
     del found["events.events[].facts"]
 
     assert documented("events", DOCUMENT.read_text(encoding="utf-8")) == found
@@ -401,9 +375,7 @@ def test_a_fifo_in_the_place_of_the_log_is_refused_and_hangs_nobody(log):
 def test_the_page_shows_events_from_before_a_rotation(rotated, monkeypatch):
     monkeypatch.setattr(web, "MACHINE_EVENTS", "/nonexistent")
 
-    assert [event["text"].rpartition("  ")[2] for event in web.newest_events()] == [
-        "event 0", "event 1", "event 2", "event 3",
-    ]  # fmt: skip
+    assert [event["text"].rpartition("  ")[2] for event in web.newest_events()] == [f"event {n}" for n in range(4)]
 
 
 def readers_of_events(sources: Mapping[str, str]) -> set[str]:
@@ -411,7 +383,7 @@ def readers_of_events(sources: Mapping[str, str]) -> set[str]:
     return {name for name, source in sources.items() if re.search(r"""["'}]\.1["']""", source)}
 
 
-def test_nobody_else_reads_the_log():
+def test_no_other_module_reads_the_log():
     sources = {module_name(path): path.read_text() for path in modules()}
 
     assert readers_of_events(sources) == {"gpuguard.history.audit_log", "gpuguard.backends.replay"}  # of its own

@@ -16,14 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from chances import luck
 from nodes import eventually
-from stores import ALICE, FIRST, a_sample, at, fill, held
+from stores import ALICE, FIRST, a_sample, at, fill, held, set_version
 
 from gpuguard.history import recorder as recorder_module
 from gpuguard.history import store
 from gpuguard.history.queries import query_store
 from gpuguard.history.recorder import Recorder
-from gpuguard.history.schema import SLOTS
+from gpuguard.history.schema import NOBODY_KNOWS, SLOTS
 
 LONGEST = 30.0
 HOUR = 3600.0
@@ -95,7 +96,7 @@ def test_spent_tells_what_is_written_and_what_waits_to_be(path):
     assert recorder.spent() == {}
 
 
-def test_whoever_samples_does_not_wait_for_a_disk_that_hangs_and_nothing_is_lost(path, monkeypatch):
+def test_the_sampling_thread_does_not_wait_for_a_disk_that_hangs_and_nothing_is_lost(path, monkeypatch):
     real, disk, reached = store.write, threading.Event(), threading.Event()
 
     def hangs(*about):
@@ -166,46 +167,56 @@ def test_a_disk_that_stays_full_takes_two_hours_of_memory_and_no_more(path, monk
     assert len(said) == 2
 
 
-@pytest.mark.parametrize("content", [b"not a database" * 1000, b"SQLite format 3\0" + bytes(5000)])
-def test_a_damaged_store_is_renamed_and_a_new_one_begun(path, content):
+DAMAGES = {
+    "short": lambda whole: whole[:30_000],
+    "torn": lambda whole: whole[:20_000] + bytes(12_288) + whole[32_288:],
+    "noise": lambda whole: whole[:8_192] + luck(3).randbytes(20_000) + whole[28_192:],
+    "text": lambda whole: b"not a database" * 500,
+    "head alone": lambda whole: b"SQLite format 3\0" + bytes(5000),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_store_is_renamed_and_a_new_one_begun(path, damage):
     said = Told()
-    os.makedirs(os.path.dirname(path))
+    fill(path, range(FIRST, FIRST + 400), together=100)
+    content = damage(Path(path).read_bytes())
     Path(path).write_bytes(content)
     with a_recorder(path, said) as recorder:
-        feed(recorder, 0, 10)
+        feed(recorder, 400, 410)
 
-    (aside,) = (each for each in os.listdir(os.path.dirname(path)) if "damaged" in each)
-    assert (Path(path).parent / aside).read_bytes() == content
-    assert len(said) == 1
-    assert aside in said[0]
-    assert "a new one is begun" in said[0]
-    assert claimed(path, 10) == 90
+    assert set_aside(path, "damaged") == content
+    (told,) = said
+    assert "is damaged (" in told and "a new one is begun" in told
+    assert claimed(path, 410) == 90
+
+
+def set_aside(path: str, why: str) -> bytes:
+    """What is in the one file that was renamed."""
+    (aside,) = Path(path).parent.glob(f"*.{why}-*")
+    return aside.read_bytes()
 
 
 def test_a_store_of_an_earlier_version_is_set_aside_whole_and_a_new_one_begun(path):
     fill(path, range(FIRST, FIRST + 10))
-    with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 1")
-    connection.close()
+    set_version(path, 1)
     before, said = Path(path).read_bytes(), Told()
     with a_recorder(path, said) as recorder:
         feed(recorder, 100, 110)
 
-    (aside,) = (each for each in os.listdir(os.path.dirname(path)) if ".old-" in each)
-    assert (Path(path).parent / aside).read_bytes() == before
-    assert len(said) == 1
-    assert "is of an earlier gpuguard (version 1 of its tables" in said[0]
-    assert "damaged" not in said[0]
+    assert set_aside(path, "old") == before
+    (told,) = said
+    assert "is of an earlier gpuguard (version 1 of its tables" in told and "damaged" not in told
     assert claimed(path, 110) == 90
 
 
-def test_who_waits_is_written_down_and_when_nobody_can_tell_that_too(path):
+def test_time_in_the_queue_is_written_down_and_that_of_which_nothing_is_known_too(path):
     with a_recorder(path) as recorder:
         for number, wanted in enumerate(({}, {ALICE: 4}, {ALICE: 2, 7: 1}, None)):
             recorder.record(a_sample(at(number)), LONGEST, wanted)
 
     found = query_store(path, lambda usage: usage.waiting(at(0), at(4)), at(4))
-    assert [(one.uid, one.waiting, one.wanted) for one in found] == [(ALICE, 20, 60), (7, 10, 10), (None, 10, 0)]
+    assert list(found.items()) == [(ALICE, (20, 60)), (7, (10, 10)), (NOBODY_KNOWS, (10, 0))]
 
 
 def test_a_store_that_is_damaged_again_and_again_is_not_renamed_for_ever(path, monkeypatch):
@@ -221,7 +232,7 @@ def test_a_store_that_is_damaged_again_and_again_is_not_renamed_for_ever(path, m
         feed(recorder, 0, 30)
         assert recorder.spent() == {}
 
-    assert len([each for each in os.listdir(os.path.dirname(path)) if "damaged" in each]) == 2
+    assert len([name for name in os.listdir(os.path.dirname(path)) if "damaged" in name]) == 2
     assert "nothing is recorded any more" in said[-1]
     assert len(said) <= 3
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
-from stores import FIRST, at
+from stores import FIRST, at, written
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard.history import store
@@ -46,23 +46,19 @@ def a_machine(clock: float, *, energy: float | None = 300.0) -> Snapshot:
         a_device(3, processes=None, utilization=50.0, total_energy=None),
     )
     claims = tuple(
-        a_claim_record(devices[place], id=str(uid), uid=uid) for place, uid in ((0, ALICE), (1, BOB), (3, DAVE))
+        a_claim_record(devices[index], id=str(uid), uid=uid) for index, uid in ((0, ALICE), (1, BOB), (3, DAVE))
     )
     return a_snapshot(*devices, claims=claims, clock=clock, taken_at=clock)
 
 
-def recorded(path: str, numbers: range, **waiting: Any) -> None:
+def recorded(path: str, numbers: range, waiting: Mapping[int, tuple[float, float]] | None = None) -> None:
     """These slots of that machine."""
-    connection = store.opened(path, check=False)
     rates = rates_of(a_machine(0.0), a_machine(10.0))
-    rates.waiting = waiting.get("waiting", {})
-    slots = {}
-    for number in numbers:
-        slots[FIRST + number] = slot = Slot()
+    rates.waiting = dict(waiting or {})
+    slots = {FIRST + number: Slot() for number in numbers}
+    for slot in slots.values():
         slot.add(rates, 10.0)
-    store.write(connection, slots, a_machine(0.0).devices)
-    store.move_journal(connection)
-    connection.close()
+    written(path, slots, a_machine(0.0).devices)
 
 
 @pytest.fixture
@@ -111,7 +107,7 @@ def test_energy_that_nobody_measured_is_unknown_and_not_zero(hour):
     assert "n/a" in shown(reported(hour))
 
 
-def test_who_is_in_several_groups_counts_in_each_and_who_is_in_none_is_not_lost(hour):
+def test_a_user_in_several_groups_counts_in_each_and_one_in_none_is_not_lost(hour):
     rows = {row.name: (row.claimed, row.unclaimed) for row in reported(hour, "group").rows}
 
     assert rows == {"lab": (7200, 0), "staff": (3600, 0), "(in no group)": (3600, 3600)}
@@ -123,7 +119,7 @@ def test_by_device_each_device_has_a_row_also_one_that_nobody_used(hour):
     ]  # fmt: skip
 
 
-def test_who_wastes_most_comes_first_and_who_wastes_nothing_is_not_named(hour):
+def test_the_largest_waste_comes_first_and_users_without_any_are_not_named(hour):
     assert [row.uid for row in reported(hour).wasters] == [BOB, CAROL]
 
 
@@ -294,9 +290,14 @@ def test_a_claim_has_what_the_log_says_of_its_end_and_of_its_begin():
 
     assert [row.id for row in ended_claims(LOG, 0.0, 3000.0)[0]] == ["old", "odd"]  # those that ended then
     assert [row.id for row in rows] == ["a", "odd"]
-    assert (rows[0].gpu_seconds, rows[0].energy, rows[0].peak_memory, rows[0].exit_status) == (7200, 3.6e6, None, 0)
+    assert (rows[0].gpu_seconds, rows[0].energy_joules, rows[0].peak_memory_bytes, rows[0].exit_status) == (
+        7200,
+        3.6e6,
+        None,
+        0,
+    )
     assert rows[0].command == "python <b>train.py"
-    assert (rows[1].user, rows[1].seconds, rows[1].gpu_seconds) == ("1002", None, None)
+    assert (rows[1].user, rows[1].wall_time_seconds, rows[1].gpu_seconds) == ("1002", None, None)
     assert unfinished == 1
 
 

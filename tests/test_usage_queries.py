@@ -18,23 +18,14 @@ from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_proce
 from daemons import SOMEBODY, DaemonUnderTest, a_daemon
 from nodes import eventually
 from queues import a_ticket
-from stores import ALICE, FIRST, a_busy_snapshot, at, fill
+from stores import ALICE, FIRST, a_busy_snapshot, at, fill, written
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.daemon.service import NEVER_FIRES
 from gpuguard.history import queries, store
-from gpuguard.history.queries import Point, query_store
-from gpuguard.history.schema import (
-    DEVICE_COLUMNS,
-    USER_COLUMNS,
-    WIDTH,
-    Slot,
-    UsageSums,
-    holdings,
-    rates_of,
-    rows,
-)
-from gpuguard.model import Gap, Snapshot
+from gpuguard.history.queries import DeviceTotal, Point, query_store
+from gpuguard.history.schema import DEVICE_COLUMNS, WIDTH, Slot, UsageSums, holdings, rates_of, rows
+from gpuguard.model import Device, Gap, Snapshot
 from gpuguard.queue.tickets import OwnTicket, ticket_content
 
 BOB = 1002
@@ -52,7 +43,7 @@ def test_a_value_that_is_kept_in_coarse_units_is_exact_enough(path):
     assert device.memory_used is not None
 
     def series(metric: str) -> list[Point]:
-        return query_store(path, lambda each: each.series(device.uuid, metric, at(0), at(90)), at(90 * 200))
+        return query_store(path, lambda usage: usage.series(device.uuid, metric, at(0), at(90)), at(90 * 200))
 
     for metric, value in (("memory_used_mib", device.memory_used / 2**20), ("power_draw_watts", device.power_draw)):
         (point,) = series(metric)
@@ -63,22 +54,19 @@ def test_a_value_that_is_kept_in_coarse_units_is_exact_enough(path):
 
 def fill_with(path: str, before: Snapshot, now: Snapshot, slots: int = 1, **fields: Any) -> None:
     """So many slots of what is between these two samples."""
-    connection = store.opened(path, check=False)
     rates = rates_of(before, now)
     vars(rates).update(fields)
-    for number in range(slots):
-        slot = Slot()
+    filled = {FIRST + number: Slot() for number in range(slots)}
+    for slot in filled.values():
         slot.add(rates, 10.0)
-        store.write(connection, {FIRST + number: slot}, now.devices)
-    store.move_journal(connection)
-    connection.close()
+    written(path, filled, now.devices)
 
 
 def test_what_nobody_watched_is_not_watched(path):
     store.opened(path, check=True).close()
-    empty = query_store(path, lambda each: each.watched(at(0), at(90)), at(90))
+    empty = query_store(path, lambda usage: usage.watched(at(0), at(90)), at(90))
     fill(path, [*range(FIRST, FIRST + 30), *range(FIRST + 60, FIRST + 90)])
-    watch = query_store(path, lambda each: each.watched(at(-90), at(90)), at(90))
+    watch = query_store(path, lambda usage: usage.watched(at(-90), at(90)), at(90))
 
     assert (empty.seen, empty.store_begins) == (0, None)
     assert (watch.seen, watch.store_begins) == (600, at(0))
@@ -104,19 +92,19 @@ def with_energy(*uids: int, joules: float | None = 3000.0) -> tuple[Snapshot, Sn
         ((), 3000.0, {}),
     ],
 )
-def test_energy_is_divided_among_those_who_had_the_device(path, uids, joules, expected):
+def test_energy_is_divided_among_the_users_of_the_device(path, uids, joules, expected):
     fill_with(path, *with_energy(*uids, joules=joules))
 
-    assert query_store(path, lambda each: each.energy(at(0), at(1)), at(1)) == expected
+    assert query_store(path, lambda usage: usage.energy(at(0), at(1)), at(1)) == expected
 
 
-def test_who_has_a_device_for_half_a_slot_gets_half_of_its_energy(path):
+def test_a_user_of_a_device_for_half_a_slot_gets_half_of_its_energy(path):
     fill_with(path, *with_energy(ALICE), slots=45)
     fill_with(path, *with_energy(), slots=90)
     now = at(90 * 200)  # by now only quarters of an hour are left
 
-    found = query_store(path, lambda each: each.energy(at(0), at(90)), now)
-    (device,) = query_store(path, lambda each: each.devices(at(0), at(90)), now)
+    found = query_store(path, lambda usage: usage.energy(at(0), at(90)), now)
+    (device,) = query_store(path, lambda usage: usage.devices(at(0), at(90)), now)
     assert (device.energy, device.seen) == (135 * 3000, 1350)
     assert found[ALICE] == pytest.approx(135 * 3000 * 450 / 1350)
 
@@ -133,24 +121,20 @@ def test_a_question_about_some_days_does_not_look_through_400(path, query):
 
 
 def test_a_device_is_known_by_the_index_that_it_had_last(path):
-    def indexes() -> dict[str, int | None]:
-        return {one.device: one.index for one in query_store(path, lambda each: each.devices(at(0), at(9)), at(9))}
-
     first, second = a_device(0), a_device(1)
+    seen = []
     for number, devices in enumerate(((first, second), (replace(first, index=1), replace(second, index=0)), (second,))):
-        connection = store.opened(path, check=False)
         slot = Slot()
         slot.add(rates_of(*(a_snapshot(first, second, clock=clock, taken_at=clock) for clock in (0.0, 10.0))), 10.0)
-        store.write(connection, {FIRST + number: slot}, devices)
-        connection.close()
-        assert (
-            indexes()
-            == [
-                {first.uuid: 0, second.uuid: 1},
-                {first.uuid: 1, second.uuid: 0},
-                {first.uuid: None, second.uuid: 1},
-            ][number]
-        )
+        written(path, {FIRST + number: slot}, devices)
+        known = query_store(path, lambda usage: usage.known(), at(9))
+        seen.append({device.uuid: device.index for device in known})
+
+    assert seen == [
+        {first.uuid: 0, second.uuid: 1},
+        {first.uuid: 1, second.uuid: 0},
+        {first.uuid: None, second.uuid: 1},
+    ]
 
 
 def test_numbers_of_what_no_row_tells_any_more_are_given_again(path, monkeypatch):
@@ -161,9 +145,9 @@ def test_numbers_of_what_no_row_tells_any_more_are_given_again(path, monkeypatch
     monkeypatch.setattr(store, "SLOTS", small)
     for number in range(12):
         fill(path, [FIRST + 90 * number], uid=2000 + number)
-    newest = query_store(path, lambda each: each.totals("user", at(90 * 10), at(90 * 12)), at(90 * 12))
+    newest = query_store(path, lambda usage: usage.totals("uid", at(90 * 10), at(90 * 12)), at(90 * 12))
 
-    assert {(one.uid, one.claimed) for one in newest} == {(2010, 10), (2011, 10)}
+    assert {uid: times["claimed"] for uid, times in newest.items()} == {2010: 10, 2011: 10}
 
 
 QUOTA = """
@@ -173,7 +157,7 @@ interval: {shortest: 200ms, longest: 200ms}
 policies:
   - {name: hours, for: 0s, when: {quota: {gpu_hours: LIMIT, within: 1h}}, steps: [log]}
 """
-# Claims a device as root, and becomes somebody: what is claimed is his then.
+# Claims a device as root, and becomes another user, to whom the claim then belongs.
 CLAIM = """
 import ctypes, glob, os, sys, time
 import gpuguard
@@ -189,7 +173,7 @@ time.sleep(600)
 
 @contextmanager
 def a_claim(daemon: DaemonUnderTest) -> Iterator[None]:
-    """Somebody's claim on a device."""
+    """A claim of the user SOMEBODY on a device."""
     words = [sys.executable, "-c", CLAIM, str(daemon.place), str(SOMEBODY)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=daemon.gpuguard.environment) as child:
         assert child.stdout
@@ -201,7 +185,7 @@ def a_claim(daemon: DaemonUnderTest) -> Iterator[None]:
 
 
 def claimed(daemon: DaemonUnderTest) -> float:
-    """What the store has of him."""
+    """GPU-seconds that the store has of SOMEBODY."""
     found = query_store(f"{daemon.place}/claims/usage.db", lambda usage: usage.gpu_seconds({3600.0}))
     return found.get(SOMEBODY, {}).get(3600.0, 0.0)
 
@@ -231,41 +215,38 @@ def test_what_was_used_before_a_restart_counts(tmp_path):
     assert NEVER_FIRES not in once.stderr + daemon.said()
 
 
-def test_what_was_used_is_known_to_everybody_after_a_clean_end(tmp_path):
+def test_what_was_used_is_known_to_all_users_also_after_a_clean_end(tmp_path):
+    def seen() -> list[DeviceTotal]:
+        return query_store(f"{tmp_path}/claims/usage.db", lambda usage: usage.devices(0.0, usage.now + 1))
+
+    def watched(since: float) -> bool:
+        return bool(daemon.state()["snapshot"]["clock"] > since)
+
     with a_daemon(tmp_path) as daemon:
-        daemon.state()
-        assert eventually(lambda: daemon.state()["snapshot"]["clock"] > 0)
-        uuid = daemon.uuid(0)
-        devices = []
-
-        def seen() -> bool:
-            devices[:] = query_store(f"{tmp_path}/claims/usage.db", lambda usage: usage.devices(0.0, usage.now + 1))
-            return bool(devices)
-
+        assert eventually(lambda: watched(0.0))
         assert eventually(seen, 30.0), "10 s slots are written when they are complete"
-        assert devices[0].device == uuid
-        before, looked = devices[0].seen, daemon.state()["snapshot"]["clock"]
-        assert eventually(lambda: daemon.state()["snapshot"]["clock"] > looked + 1)
+        (before, *_), looked = seen(), daemon.state()["snapshot"]["clock"]
+        assert before.device.uuid == daemon.uuid(0)
+        assert eventually(lambda: watched(looked + 1))
         daemon.end()
 
-    assert seen()
-    assert devices[0].seen > before
+    assert seen()[0].seen > before.seen
 
 
-def test_who_waits_in_line_is_known_to_everybody(tmp_path):
+def test_time_in_the_queue_is_known_to_all_users(tmp_path):
     with a_daemon(tmp_path) as daemon:
         assert eventually(lambda: daemon.state()["snapshot"]["clock"] > 0)
         ticket = OwnTicket(lock_directory(f"{tmp_path}/claims"), ticket_content(a_ticket(gpus=3)))
         try:
-            assert eventually(lambda: daemon.state()["snapshot"]["clock"] > time.clock_gettime(time.CLOCK_BOOTTIME) - 1)
             time.sleep(2.5)  # some intervals, of which the time is what is counted
         finally:
             ticket.leave()
         daemon.end()
     found = query_store(f"{tmp_path}/claims/usage.db", lambda usage: usage.waiting(0.0, usage.now + 900))
 
-    assert [one.uid for one in found] == [os.geteuid()]
-    assert found[0].wanted >= found[0].waiting > 0
+    ((uid, (waiting, wanted)),) = found.items()
+    assert uid == os.geteuid()
+    assert wanted >= waiting > 0
 
 
 @pytest.mark.parametrize("once", [False, True])
@@ -304,7 +285,7 @@ def summed(*devices, begin=1000.0, seconds=10.0, energy=None, longest=LONGEST, *
     sums = UsageSums()
     former = a_snapshot(*devices, clock=500.0, taken_at=begin, **fields)
     if energy:
-        former = replace(former, devices=tuple(replace(each, total_energy=energy) for each in former.devices))
+        former = replace(former, devices=tuple(replace(device, total_energy=energy) for device in former.devices))
     sums.add(former, longest)
     sums.add(a_snapshot(*devices, clock=500.0 + seconds, taken_at=begin + seconds, **fields), longest)
     return sums.slots
@@ -314,38 +295,23 @@ def of_device(slot: Slot, uuid=None) -> dict[str, float | None]:
     return dict(zip(DEVICE_COLUMNS, slot.devices[uuid or a_uuid(0)], strict=True))
 
 
-def of_user(slot: Slot, uid=ALICE, uuid=None) -> dict[str, float]:
-    return dict(zip(USER_COLUMNS, slot.users[uid, uuid or a_uuid(0)], strict=True))
-
-
-def used(*devices, **fields):
-    (slot,) = summed(*devices, **fields).values()
-    return {key: tuple(value / 1000 for value in times) for key, times in slot.users.items()}
-
-
 def test_ten_seconds_of_a_device():
     device = a_device(utilization=50.0, memory_used=8 * GIB, temperature=60.0, power_draw=300.0, total_energy=3000.0)
     (slot,) = summed(device, energy=500.0).values()
 
-    assert of_device(slot) == {
-        "seen_ms": 10_000,
-        "utilization_percent_sum": 500,
-        "utilization_percent_max": 50,
-        "utilization_percent_unknown_ms": 0,
-        "memory_used_mib_sum": 8 * GIB / MIB * 10,
-        "memory_used_mib_max": 8 * GIB / MIB,
-        "memory_used_mib_unknown_ms": 0,
-        "temperature_celsius_sum": 600,
-        "temperature_celsius_max": 60,
-        "temperature_celsius_unknown_ms": 0,
-        "power_draw_watts_sum": 3000,
-        "power_draw_watts_max": 300,
-        "power_draw_watts_unknown_ms": 0,
-        "energy_joules": 2500,
-        "energy_unknown_ms": 0,
-        "claimed_ms": 0,
-        "claimed_unknown_ms": 0,
+    means = {
+        "utilization_percent": 50,
+        "memory_used_mib": 8 * GIB / MIB,
+        "temperature_celsius": 60,
+        "power_draw_watts": 300,
     }
+    gauges = {
+        f"{name}_{part}": value
+        for name, mean in means.items()
+        for part, value in (("sum", 10 * mean), ("max", mean), ("unknown_ms", 0))
+    }
+    rest = {"seen_ms": 10_000, "energy_joules": 2500, "energy_unknown_ms": 0, "claimed_ms": 0, "claimed_unknown_ms": 0}
+    assert of_device(slot) == gauges | rest
 
 
 def test_what_is_unknown_is_counted_as_unknown_time_and_never_as_zero():
@@ -372,40 +338,61 @@ def test_claims_that_cannot_be_read_are_unknown_and_nobodys():
     assert (of_device(slot)["claimed_ms"], of_device(slot)["claimed_unknown_ms"], slot.users) == (0, 10_000, {})
 
 
-def test_claimed_and_used_claimed_and_idle_used_without_a_claim():
-    works = a_device(0, processes=(a_process(2), a_process(3, uid=BOB)), utilization=90.0)
-    idles = a_device(1, processes=(a_process(4),), utilization=0.0)
-    empty = a_device(2, utilization=0.0)
-
-    assert used(works, idles, empty, claims=(a_claim_record(works, idles, empty),)) == {
-        (ALICE, works.uuid): (10, 10, 0, 0),
-        (ALICE, idles.uuid): (10, 0, 10, 0),
-        (ALICE, empty.uuid): (10, 0, 10, 0),
-        (BOB, works.uuid): (0, 0, 0, 10),
-    }
+def a_busy(index: int, uid: int = ALICE, **fields: Any) -> Device:
+    """A device on which a process of *uid* computes."""
+    return a_device(index, **{"processes": (a_process(index + 2, uid=uid),), "utilization": 90.0, **fields})
 
 
-def test_two_claims_of_a_user_on_a_device_count_once():
-    device = a_device()
+PARENT = a_device(0, mig_mode=True, utilization=None)
+INSTANCE = a_mig_instance(PARENT, 0, processes=(a_process(),))
+WORKS, IDLES, EMPTY = (
+    a_busy(0, processes=(a_process(2), a_process(3, uid=BOB))),
+    a_busy(1, utilization=0.0),
+    a_device(2),
+)
+UNTOLD = (
+    a_busy(0, processes=None),
+    a_busy(1, utilization=None),
+    a_busy(2, processes=(), memory_used=40 * GIB),
+    a_busy(3, BOB, processes_plausible=False),
+)
+IN_A_CONTAINER = a_device(processes=(a_process(uid=0, user="root"),), utilization=90.0)
+USES = {  # what it shows: devices, claims, and by uid and device the seconds claimed, used, idle, used without a claim
+    "a claim that works, two that idle, use without a claim": (
+        (WORKS, IDLES, EMPTY),
+        (a_claim_record(WORKS, IDLES, EMPTY),),
+        {
+            (ALICE, WORKS.uuid): (10, 10, 0, 0),
+            (ALICE, IDLES.uuid): (10, 0, 10, 0),
+            (ALICE, EMPTY.uuid): (10, 0, 10, 0),
+            (BOB, WORKS.uuid): (0, 0, 0, 10),
+        },
+    ),
+    "two claims of a user on a device count once": (
+        (EMPTY,), (a_claim_record(EMPTY, id="a"), a_claim_record(EMPTY, id="b")), {(ALICE, EMPTY.uuid): (10, 0, 10, 0)},
+    ),
+    "whether it is used may be unknown": (
+        UNTOLD, (a_claim_record(*UNTOLD),), {(ALICE, device.uuid): (10, 0, 0, 0) for device in UNTOLD},
+    ),
+    "a desktop uses nothing": ((a_device(processes=(a_process(kind="graphics"),)),), (), {}),
+    "a claim on the whole covers its instances": (
+        (PARENT, INSTANCE), (a_claim_record(PARENT),), {(ALICE, PARENT.uuid): (10, 0, 0, 0)},
+    ),
+    "a process on an instance is found there only": (
+        (replace(PARENT, processes=(a_process(),)), INSTANCE), (), {(ALICE, INSTANCE.uuid): (0, 0, 0, 10)},
+    ),
+    "a container's process belongs to the only claim": (
+        (IN_A_CONTAINER,), (a_claim_record(IN_A_CONTAINER),), {(ALICE, IN_A_CONTAINER.uuid): (10, 10, 0, 0)},
+    ),
+    "and without one to its user": ((IN_A_CONTAINER,), (), {(0, IN_A_CONTAINER.uuid): (0, 0, 0, 10)}),
+}  # fmt: skip
 
-    assert used(device, claims=(a_claim_record(device, id="a"), a_claim_record(device, id="b")))[
-        ALICE, device.uuid
-    ] == (10, 0, 10, 0)
 
+@pytest.mark.parametrize(("devices", "claims", "expected"), USES.values(), ids=USES)
+def test_time_is_claimed_used_idle_or_used_without_a_claim(devices, claims, expected):
+    (slot,) = summed(*devices, claims=claims).values()
 
-def test_whether_a_claim_is_used_may_be_unknown():
-    untold = a_device(0, processes=None, utilization=90.0)
-    vague = a_device(1, processes=(a_process(2),), utilization=None)
-    hidden = a_device(2, processes=(), utilization=90.0, memory_used=40 * GIB)
-    odd = a_device(3, processes=(a_process(3, uid=BOB),), processes_plausible=False, utilization=90.0)
-    found = used(untold, vague, hidden, odd, claims=(a_claim_record(untold, vague, hidden, odd),))
-
-    assert set(found) == {(ALICE, device.uuid) for device in (untold, vague, hidden, odd)}
-    assert set(found.values()) == {(10, 0, 0, 0)}
-
-
-def test_a_desktop_uses_nothing():
-    assert used(a_device(processes=(a_process(kind="graphics"),))) == {}
+    assert {key: tuple(value / 1000 for value in times) for key, times in slot.users.items()} == expected
 
 
 def test_a_lock_without_a_record_claims_the_device_for_nobody():
@@ -426,36 +413,14 @@ def test_an_instance_is_a_device_and_a_claim_on_the_whole_is_one_claim():
     assert of_device(slot, second.uuid)["utilization_percent_unknown_ms"] == 10_000
 
 
-def test_who_claimed_the_whole_uses_its_instances_with_a_claim():
-    parent = a_device(0, mig_mode=True, utilization=None)
-    instance = a_mig_instance(parent, 0, processes=(a_process(),))
-
-    assert used(parent, instance, claims=(a_claim_record(parent),)) == {(ALICE, parent.uuid): (10, 0, 0, 0)}
-
-
-def test_a_container_s_process_belongs_to_the_only_claim():
-    device = a_device(processes=(a_process(uid=0, user="root"),), utilization=90.0)
-
-    assert used(device, claims=(a_claim_record(device),)) == {(ALICE, device.uuid): (10, 10, 0, 0)}
-    assert used(device) == {(0, device.uuid): (0, 0, 0, 10)}
-
-
-def test_a_process_on_an_instance_without_a_claim_is_found_there_only():
-    parent = a_device(0, mig_mode=True, processes=(a_process(),))
-    instance = a_mig_instance(parent, 0, processes=(a_process(),))
-
-    assert used(parent, instance) == {(ALICE, instance.uuid): (0, 0, 0, 10)}
-
-
 def test_an_interval_is_divided_among_the_slots_that_it_touches():
     slots = summed(a_device(), begin=1003.0, seconds=20.0)
 
-    assert {slot: of_device(one)["seen_ms"] for slot, one in slots.items()} == {100: 7000, 101: 10_000, 102: 3000}
+    assert {number: of_device(slot)["seen_ms"] for number, slot in slots.items()} == {100: 7000, 101: 10_000, 102: 3000}
 
 
-def test_a_gap_of_too_many_seconds_is_unknown():
-    assert summed(a_device(), seconds=30.5) == {}
-    assert summed(a_device(), seconds=0.0) == {}
+def test_a_gap_of_too_many_seconds_and_a_clock_that_stands_still_are_unknown():
+    assert (summed(a_device(), seconds=30.5), summed(a_device(), seconds=0.0)) == ({}, {})
 
 
 def test_a_clock_that_is_set_back_counts_nothing_twice():

@@ -20,7 +20,7 @@ from datetime import datetime
 from gpuguard.cli import terminal
 from gpuguard.cli.options import add_source_options, directory_of, quantity, selectors
 from gpuguard.errors import InvalidRequest
-from gpuguard.history.queries import KnownValue, Usage, Watch, query_store, store_path
+from gpuguard.history.queries import SeenDevice, Usage, Watch, query_store, store_path
 from gpuguard.units import parse_duration
 from gpuguard.views import history
 from gpuguard.views.text import put, put_json, style
@@ -80,13 +80,13 @@ def writes_braille() -> bool:
     return True
 
 
-def _chosen(known: Sequence[KnownValue], words: Sequence[str]) -> list[KnownValue]:
+def _chosen(known: Sequence[SeenDevice], words: Sequence[str]) -> list[SeenDevice]:
     """The devices that ``["0,3", "GPU-ab"]`` means, all without words."""
     named = [part for text in words for part in selectors("--device", text) or ()]
     return [_named(known, word) for word in named] if named else list(known)
 
 
-def _named(known: Sequence[KnownValue], word: str) -> KnownValue:
+def _named(known: Sequence[SeenDevice], word: str) -> SeenDevice:
     meant = [device for device in known if word == str(device.index) or device.uuid == word]
     meant = meant or [device for device in known if len(word) > 4 and device.uuid.startswith(word)]
     if len(meant) == 1:

@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
     except GpuguardError:
         if claims is None:
             raise
-        report = Report("claim", Watch(begin, end, 0.0, None, 0), (), (), (), None, 0.0)  # claims are in the log
+        report = Report("claim", Watch(begin, end, 0.0, None, 0), (), (), (), 0.0)  # claims are in the log
     if args.html:
         _write(args.html, view.to_html(report, claims, socket.gethostname(), now))
     elif args.json:

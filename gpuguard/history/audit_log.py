@@ -13,7 +13,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, BinaryIO
 
 from gpuguard.jsonio import loads
@@ -33,12 +33,17 @@ Line = Mapping[str, Any]  # an event as it is decoded
 def append(event: Event) -> bool:
     """Write *event* behind the others; False when it could not be written down."""
     global _reason
-    path = events_path()
     try:
-        descriptor = _open(path)
+        _append(event)
     except OSError as error:
         _reason = error.strerror or str(error)
         return False
+    return True
+
+
+def _append(event: Event) -> None:
+    path = events_path()
+    descriptor = _open(path)
     try:
         if os.fstat(descriptor).st_size >= MAX_BYTES:
             _rotate(path, descriptor)
@@ -47,12 +52,9 @@ def append(event: Event) -> bool:
         written = os.write(descriptor, line)
         if written < len(line):  # the disk is full: end the torn line, so that the next one can be read
             os.write(descriptor, b"\n")
-            _reason = os.strerror(errno.ENOSPC)
         _try_to_rotate(path, descriptor, event)
-        return written == len(line)
-    except OSError as error:
-        _reason = error.strerror or str(error)
-        return False
+        if written < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(descriptor)
 
@@ -113,13 +115,9 @@ def _create(path: str, flags: int) -> int:
 
 
 def _encoded(event: Event) -> bytes:
-    # `time` is the one field of an Event whose name does not say its unit.
-    facts = {"time_unix_seconds": event.time} | {name: value for name, value in vars(event).items() if name != "time"}
-    known = {name: value for name, value in facts.items() if value not in (None, ())}
-    if event.facts:
-        known["facts"] = {name: value for name, value in event.facts if value is not None}
+    known = {name: value for name, value in line_of(event).items() if value not in (None, [], {})}
     # A lone surrogate (a file name that is no UTF-8) is written as \udcXX by json's ASCII output.
-    return json.dumps({"schema": 1} | known, separators=(", ", ": ")).encode("ascii") + b"\n"
+    return json.dumps(known, separators=(", ", ": ")).encode("ascii") + b"\n"
 
 
 def _try_to_rotate(path: str, descriptor: int, event: Event) -> None:
@@ -163,9 +161,8 @@ def read_log(path: str, most: int | None = None) -> Iterator[bytes]:
         OSError: it cannot be read, or is no ordinary file.
     """
     with ExitStack() as stack:
-        files = [
-            stack.enter_context(file) for name in (f"{path}.1", path) if (file := _open_for_reading(name)) is not None
-        ]
+        opened = (_open_for_reading(name) for name in (f"{path}.1", path))
+        files = [stack.enter_context(file) for file in opened if file is not None]
         sizes = [os.fstat(file.fileno()).st_size for file in files]
         skipped = 0 if most is None else max(0, sum(sizes) - most)
         for file, size in zip(files, sizes, strict=True):
@@ -178,11 +175,7 @@ def read_log(path: str, most: int | None = None) -> Iterator[bytes]:
 
 
 class LogFollower:
-    """Reads a log that other processes write and rotate meanwhile.
-
-    Args:
-        path: of the log.
-    """
+    """Reads the log at *path*, which other processes write and rotate meanwhile."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -191,16 +184,13 @@ class LogFollower:
     def older(self) -> list[bytes]:
         """The lines of the rotated file.  Raises OSError: as read_log()."""
         file = _open_for_reading(f"{self.path}.1")
-        if file is None:
-            return []
-        with file:
-            return list(file)
+        with file or nullcontext(()) as lines:
+            return list(lines)
 
     def newer(self) -> list[bytes]:
         """The whole lines that came since, at first all; one that is being written is left for the next time.
 
-        Raises:
-            OSError: as read_log(), and where there is no log.
+        Raises OSError: as read_log(), and where there is no log.
         """
         file = _open_for_reading(self.path)
         if file is None:
@@ -249,7 +239,8 @@ def decoded(lines: Iterable[bytes]) -> tuple[list[Line], int]:
 def line_of(event: Event) -> Line:
     """*event* as a line of the log is decoded."""
     return {
-        "time_unix_seconds": event.time,
+        "schema": 1,
+        "time_unix_seconds": event.time,  # the one field whose name does not say its unit
         **{name: value for name, value in vars(event).items() if name != "time"},
         "devices": list(event.devices),
         "facts": {name: value for name, value in event.facts if value is not None},

@@ -1,6 +1,6 @@
 """Queries to the usage store: totals, series and windows, each over a time and from the finest slots kept.
 
-    query_store(store_path(directory), lambda usage: usage.totals("user", begin, end))
+    query_store(store_path(directory), lambda usage: usage.totals("uid", begin, end))
 
 What nobody watched is in no answer, and no answer takes it for zero: watched() tells how much was seen.  Only slots
 that begin in the time that was asked for count.  A store that holds what gpuguard does not write is damaged: each row
@@ -17,12 +17,13 @@ import os
 import stat
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from gpuguard.claims.directory import ADMIN_DIRECTORY, LockDirectory, daemon_files
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.history.schema import COARSEST, GAUGES, NOBODY_KNOWS, SLOTS, USER_COLUMNS, VERSION, holdings, key, rows
+from gpuguard.history.schema import COARSEST, GAUGES, SLOTS, USER_COLUMNS, VERSION, holdings, key, rows
 from gpuguard.jsonio import LARGEST
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _Answer = TypeVar("_Answer")
 
 SHARES = 64  # of a half-life: usage is that exact in time, which is wrong by 0.5 % at most
 HALF_LIVES = 10  # after which a thousandth is left
+TIMES = ("claimed", "used", "idle", "unknown", "unclaimed")  # of a user or a device, in GPU-seconds
 # What series() tells: how it is computed from the columns (value x seconds, highest, milliseconds without it).
 METRICS = {
     **{gauge: (f"{gauge}_sum", f"{gauge}_max", f"{gauge}_unknown_ms") for gauge in GAUGES},
@@ -56,7 +58,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class KnownValue:
+class SeenDevice:
     """A device that was seen once."""
 
     uuid: str
@@ -64,32 +66,10 @@ class KnownValue:
     parent: str | None  # of a MIG instance
     index: int | None  # that it had last; None: another device has it now, or it is a MIG instance
 
-
-@dataclass(frozen=True)
-class Total:
-    """What was claimed and used, in GPU-seconds.  Which of uid, device and group are set is as was asked."""
-
-    claimed: float
-    used: float
-    idle: float  # claimed, and nothing worked there
-    unclaimed: float  # used without a claim
-    uid: int | None = None
-    device: str | None = None
-    group: str | None = None
-
     @property
-    def unknown(self) -> float:
-        """Claimed, and nobody can tell whether it was used."""
-        return max(0.0, self.claimed - self.used - self.idle)
-
-
-@dataclass(frozen=True)
-class Waited:
-    """How long one user waited in the queue, in seconds of the time that was asked for."""
-
-    uid: int | None  # None: the time in which the queue could not be read
-    waiting: float  # with at least one request
-    wanted: float  # GPU-seconds: times the GPUs that all of the requests asked for
+    def label(self) -> str:
+        """``"GPU 3"``; the uuid of one without an index."""
+        return self.uuid if self.index is None else f"GPU {self.index}"
 
 
 @dataclass(frozen=True)
@@ -107,10 +87,7 @@ class Watch:
 class DeviceTotal:
     """What one device did, in seconds of the time that was asked for.  Time that is not in `seen` was not watched."""
 
-    device: str
-    name: str | None
-    parent: str | None  # of a MIG instance
-    index: int | None  # that it had last; None: another device has it now, or it is a MIG instance
+    device: SeenDevice
     seen: float
     claimed: float
     claimed_unknown: float
@@ -146,10 +123,10 @@ class Usage:
             results[uid] = results.get(uid, 0.0) + had / 1000 * 0.5 ** (age / half_life)
         return results
 
-    def known(self) -> list[KnownValue]:
+    def known(self) -> list[SeenDevice]:
         """All devices that were ever seen, by their index, then in the order in which they were first seen."""
         results = self._execute("SELECT uuid, name, parent, place FROM devices ORDER BY place IS NULL, place, id")
-        return [KnownValue(*row) for row in results]
+        return [SeenDevice(*row) for row in results]
 
     def watched(self, begin: float, end: float) -> Watch:
         """How much of the time between two unix times was seen."""
@@ -162,14 +139,16 @@ class Usage:
         whole = min(_next(begin, width) * width, end), min(_next(end, width) * width, max(end, self.now))
         return Watch(*whole, (seen or 0) / 1000, None if oldest is None else float(oldest * COARSEST), width)
 
-    def waiting(self, begin: float, end: float) -> list[Waited]:
-        """Which users waited for how long between two unix times; the one that wanted most comes first."""
+    def waiting(self, begin: float, end: float) -> dict[int, tuple[float, float]]:
+        """How long each user waited in the queue between two unix times; the one that wanted most comes first.
+
+        Returns:
+            uid -> seconds with at least one request, and GPU-seconds: times the GPUs that all of them asked for.
+            NOBODY_KNOWS stands for the time in which the queue could not be read.
+        """
         columns = "uid, SUM(waiting_ms), SUM(wanted_gpu_seconds)"
-        results = [
-            Waited(None if uid == NOBODY_KNOWS else uid, waiting / 1000, float(wanted))
-            for uid, waiting, wanted in self._rows("waiting", columns, begin, end, "GROUP BY uid")
-        ]
-        return sorted(results, key=lambda row: (-row.wanted, -row.waiting, row.uid or 0))
+        results = self._rows("waiting", columns, begin, end, "GROUP BY uid ORDER BY 3 DESC, 2 DESC, 1")
+        return {uid: (waiting / 1000, float(wanted)) for uid, waiting, wanted in results}
 
     def energy(self, begin: float, end: float) -> dict[int, float | None]:
         """Joules that each user's devices took while the user had them: uid -> joules; None: nobody measured them.
@@ -189,14 +168,7 @@ class Usage:
     def series(self, device: str, metric: str, begin: float, end: float) -> list[Point]:
         """The values of one device (uuid) between two unix times, oldest first; none where nobody watched.
 
-        Args:
-            device: its uuid.
-            metric: one of METRICS.
-            begin: from when on; how far back it is decides how wide the slots are.
-            end: until when.
-
-        Raises:
-            InvalidRequest: there is no such metric.
+        How far back *begin* is decides how wide the slots are.  Raises InvalidRequest: *metric* is none of METRICS.
         """
         if metric not in METRICS:
             raise InvalidRequest(f"there is no metric {metric!r}.  There are {', '.join(METRICS)}.")
@@ -210,29 +182,20 @@ class Usage:
             results.append(Point(slot * width, width, known / 1000, mean, most))
         return results
 
-    def totals(
-        self, by: str, begin: float, end: float, groups: Mapping[int, Collection[str]] | None = None
-    ) -> list[Total]:
-        """What was claimed and used between two unix times; what claimed most comes first.
+    def totals(self, by: Literal["uid", "device"], begin: float, end: float) -> dict[Any, dict[str, Any]]:
+        """What each user had, or was had of each device, between two unix times; what claimed most comes first.
 
-        Args:
-            by: "user", "device", "user and device", or "group": the members of each together.
-            begin: from when on.
-            end: until when.
-            groups: uid -> names of the user's groups, for "group".  A user who has none is in none.
+        uid or uuid -> each of TIMES -> GPU-seconds.
         """
+        names = dict(self._execute("SELECT id, uuid FROM devices")) if by == "device" else {}
         sums = ", ".join(f"SUM({column})" for column in USER_COLUMNS)
-        keys = {"device": "device", "user and device": "uid, device"}.get(by, "uid")
-        names = dict(self._execute("SELECT id, uuid FROM devices"))
-        results = []
-        rows = self._rows("users", f"{keys}, {sums}", begin, end, f"GROUP BY {keys}")
-        for *whose, claimed, used, idle, unclaimed in rows:
-            known = dict(zip(keys.split(", "), whose, strict=True))
-            total = Total(claimed / 1000, used / 1000, idle / 1000, unclaimed / 1000, known.get("uid"))
-            results.append(replace(total, device=names.get(known.get("device"))))
-        if by == "group":
-            results = _by_group(results, groups or {})
-        return sorted(results, key=lambda row: (-row.claimed, -row.unclaimed, row.uid or 0, row.device or ""))
+        order = f"GROUP BY {by} ORDER BY 2 DESC, 5 DESC, 1"
+        results = {}
+        for subject, *sums_ms in self._rows("users", f"{by}, {sums}", begin, end, order):
+            claimed, used, idle, unclaimed = (milliseconds / 1000 for milliseconds in sums_ms)
+            times = claimed, used, idle, max(0.0, claimed - used - idle), unclaimed
+            results[names.get(subject, subject)] = dict(zip(TIMES, times, strict=True))
+        return results
 
     def devices(self, begin: float, end: float) -> list[DeviceTotal]:
         """What each device did between two unix times, in the order in which they were first seen."""
@@ -243,15 +206,14 @@ class Usage:
         sums = ", ".join(f"SUM({column})" for column in columns)
         rows = {number: row for number, *row in self._rows("devices", f"device, {sums}", begin, end, "GROUP BY device")}
         results = []
-        known = self._execute("SELECT id, uuid, name, parent, place FROM devices ORDER BY id")
-        for number, uuid, name, parent, index in known:
+        for number, *known in self._execute("SELECT id, uuid, name, parent, place FROM devices ORDER BY id"):
             if number not in rows:
                 continue
             seen, claimed, unknown, total, untold, joules, unmeasured = rows[number]
             mean = total * 1000 / (seen - untold) if seen > untold else None
             energy = float(joules) if seen > unmeasured else None
             times = seen / 1000, claimed / 1000, unknown / 1000
-            results.append(DeviceTotal(uuid, name, parent, index, *times, mean, energy, unmeasured / 1000))
+            results.append(DeviceTotal(SeenDevice(*known), *times, mean, energy, unmeasured / 1000))
         return results
 
     def width(self, begin: float) -> int:
@@ -295,21 +257,6 @@ def _next(moment: float, width: int) -> int:
     return -int(-moment // width)
 
 
-def _by_group(totals: Collection[Total], groups: Mapping[int, Collection[str]]) -> list[Total]:
-    results: dict[str, Total] = {}
-    for total in totals:
-        for group in groups.get(total.uid or 0, ()):
-            former = results.get(group) or Total(0.0, 0.0, 0.0, 0.0, group=group)
-            results[group] = replace(
-                former,
-                claimed=former.claimed + total.claimed,
-                used=former.used + total.used,
-                idle=former.idle + total.idle,
-                unclaimed=former.unclaimed + total.unclaimed,
-            )
-    return list(results.values())
-
-
 MACHINE_STATE = "/var/lib/gpuguard"  # of the daemon of root
 FILE, JOURNAL = "usage.db", "-wal"
 READ_TRIES, READ_PAUSE = 8, 0.05  # the daemon's write takes 1 to 20 ms
@@ -345,42 +292,26 @@ def query_store(path: str, question: Callable[[Usage], _Answer], now: float | No
     now = time.time() if now is None else now
     former = None
     for _ in range(READ_TRIES):
-        view = _open_view(path)
-        reply: tuple[_Answer] | sqlite3.Error | int | None = None
-        if not view.journal:
-            reply = _query(path, "?mode=ro&immutable=1", question, now)
-        elif view == former:
+        versions, reply = _versions(path), None
+        if versions[1] is None:  # no journal: whole
+            reply = _query(path, question, now)
+        elif versions == former:
             # The daemon was killed while it wrote: its journal belongs to the file, and only a copy may be put right.
             reply = _query_copy(path, question, now)
-        if reply is not None and _open_view(path) == view:
-            break
-        former = view
+        if reply is not None and _versions(path) == versions:  # what is read while a daemon writes may look damaged
+            if isinstance(reply, GpuguardError):
+                raise reply
+            return reply[0]
+        former = versions
         time.sleep(READ_PAUSE)
-    else:
-        raise GpuguardError(
-            f"{path} is being written all the time, or nothing is in it.  Try again in a minute; if it stays so, start "
-            "the daemon anew, which says what is wrong with it."
-        )
-    if isinstance(reply, int):
-        aside = "  The daemon sets it aside at its next start, and begins a new one." if reply < VERSION else ""
-        raise GpuguardError(f"{path} is of another version of gpuguard ({reply}, this one knows {VERSION}).{aside}")
-    if not isinstance(reply, tuple):
-        raise GpuguardError(
-            f"{path} cannot be read: {reply}.  If it is damaged, the daemon sets it aside at its next start; what it "
-            "leaves in its place then, move away while no daemon runs: it makes a new one."
-        ) from reply
-    return reply[0]
+    raise GpuguardError(
+        f"{path} is being written all the time, or nothing is in it.  Try again in a minute; if it stays so, start the "
+        "daemon anew, which says what is wrong with it."
+    )
 
 
-@dataclass(frozen=True)
-class _StoreView:
-    """What the files looked like: while it stays the same nobody has written."""
-
-    file: tuple[int, ...]
-    journal: tuple[int, ...] | None  # None: there is none, or it is empty
-
-
-def _open_view(path: str) -> _StoreView:
+def _versions(path: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """What the file and its journal (None: it is empty) look like: while that stays the same nobody has written."""
     try:
         file = os.lstat(path)
     except FileNotFoundError:
@@ -401,8 +332,8 @@ def _open_view(path: str) -> _StoreView:
     try:
         journal = os.lstat(path + JOURNAL)
     except OSError:
-        return _StoreView(_version_of(file), None)
-    return _StoreView(_version_of(file), _version_of(journal) if journal.st_size else None)
+        return _version_of(file), None
+    return _version_of(file), _version_of(journal) if journal.st_size else None
 
 
 def _version_of(status: os.stat_result) -> tuple[int, ...]:
@@ -410,28 +341,31 @@ def _version_of(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _query(
-    path: str, options: str, question: Callable[[Usage], _Answer], now: float
-) -> tuple[_Answer] | sqlite3.Error | int | None:
-    """The answer, or an error, or a version that is not ours; None: there is nothing yet."""
+    path: str, question: Callable[[Usage], _Answer], now: float, copy: str | None = None
+) -> tuple[_Answer] | GpuguardError | None:
+    """The answer of the store at *path*, or of a copy of it, or what is wrong with it; None: there is nothing yet."""
     import sqlite3  # takes over 10 ms to load, and is not needed where there is no store
     from urllib.parse import quote
 
+    uri = f"file:{quote(copy or path)}{'' if copy else '?mode=ro&immutable=1'}"
     try:
-        connection = sqlite3.connect(f"file:{quote(path)}{options}", uri=True)
-        try:
+        with closing(sqlite3.connect(uri, uri=True)) as connection:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version == 0:
                 return None  # a daemon is just making it: the tables come with their version
-            return (question(Usage(connection, now)),) if version == VERSION else version
-        finally:
-            connection.close()
+            if version == VERSION:
+                return (question(Usage(connection, now)),)
+            aside = "  The daemon sets it aside at its next start, and begins a new one." if version < VERSION else ""
+            other = f"{path} is of another version of gpuguard ({version}, this one knows {VERSION}).{aside}"
+            return GpuguardError(other)
     except sqlite3.Error as error:
-        return error
+        return GpuguardError(
+            f"{path} cannot be read: {error}.  If it is damaged, the daemon sets it aside at its next start; what it "
+            "leaves in its place then, move away while no daemon runs: it makes a new one."
+        )
 
 
-def _query_copy(
-    path: str, question: Callable[[Usage], _Answer], now: float
-) -> tuple[_Answer] | sqlite3.Error | int | None:
+def _query_copy(path: str, question: Callable[[Usage], _Answer], now: float) -> tuple[_Answer] | GpuguardError | None:
     import shutil  # both bring much that a waiting job does not need
     import tempfile
 
@@ -440,7 +374,7 @@ def _query_copy(
             copy = os.path.join(directory, FILE)
             for end in ("", JOURNAL):
                 shutil.copyfile(path + end, copy + end)
-            return _query(copy, "", question, now)
+            return _query(path, question, now, copy)
     except FileNotFoundError:
         return None  # a daemon has just put it right
     except OSError as error:

@@ -29,12 +29,7 @@ Say = Callable[[str], object]
 
 
 class Recorder:
-    """The one writer of a usage store.
-
-    Args:
-        path: of the store; its directory is made if it does not exist.
-        say: told in words what an admin should read, once.
-    """
+    """The one writer of the usage store at *path*, who calls *say* with what an admin should read, once."""
 
     def __init__(self, path: str, say: Say) -> None:
         self.path = path
@@ -61,13 +56,7 @@ class Recorder:
         self._thread.start()
 
     def record(self, snapshot: Snapshot, longest: float, wanted: Wanted | None = None) -> None:
-        """Take note of *snapshot*, without waiting for anything but the sums; from one thread.
-
-        Args:
-            snapshot: what there is now.
-            longest: of more than so many seconds before it nothing is known.
-            wanted: uid -> GPUs that the user waits for now; None: nobody can tell.
-        """
+        """Take note of *snapshot*, without waiting for anything but the sums; from one thread.  See UsageSums.add()."""
         with self._adding:
             self._sums.add(snapshot, longest, wanted)
             slots = self._sums.slots
@@ -79,11 +68,7 @@ class Recorder:
         return self._spent
 
     def why_unknown(self, seconds: float) -> str | None:
-        """Why spent() cannot tell; None when it can, or when nothing is recorded at all.
-
-        Args:
-            seconds: to wait for the store to be opened.
-        """
+        """Why spent() cannot tell, after *seconds* for opening the store; None: it can, or nothing is recorded."""
         if not self._thread.is_alive():
             return None
         self._tried.wait(seconds)

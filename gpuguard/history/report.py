@@ -7,15 +7,17 @@ Does not read either: see queries and audit_log.  Does not write: see views.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpuguard.history.audit_log import Line, devices_of, facts_of
-from gpuguard.history.queries import DeviceTotal, Point, Total, Usage, Waited, Watch
+from gpuguard.history.queries import TIMES, DeviceTotal, Point, Usage, Watch
+from gpuguard.history.schema import NOBODY_KNOWS
+from gpuguard.jsonio import sound_fields
 
 BY = ("user", "group", "device", "claim")
-TIMES = ("claimed", "used", "idle", "unknown", "unclaimed")  # of a UsageRow, in GPU-seconds
+_SUMMED = (*TIMES, "energy", "waiting", "wanted")  # of the members of a group
 WASTERS = 5
 
 
@@ -35,11 +37,6 @@ class UsageRow:
     waiting: float | None = 0.0  # seconds with a request in the queue; None: not known
     wanted: float | None = 0.0  # GPU-seconds asked for while waiting
 
-    @property
-    def wasted(self) -> float:
-        """What others could not have, or did not know of."""
-        return self.idle + self.unclaimed
-
 
 @dataclass(frozen=True)
 class Report:
@@ -47,23 +44,17 @@ class Report:
 
     by: str
     watch: Watch
-    users: tuple[UsageRow, ...]
-    devices: tuple[DeviceTotal, ...]
-    device_rows: tuple[UsageRow, ...]
-    groups: tuple[UsageRow, ...] | None  # None: not asked for
+    rows: Sequence[UsageRow]  # by user, device or group, as was asked; none by claim
+    users: Sequence[UsageRow]
+    devices: Sequence[DeviceTotal]
     queue_unknown: float  # seconds in which the queue could not be read
-    courses: Mapping[str, Mapping[str, tuple[Point, ...]]] = field(default_factory=dict)  # uuid -> metric -> points
+    courses: Mapping[str, Mapping[str, Sequence[Point]]] = field(default_factory=dict)  # uuid -> metric -> points
 
     @property
-    def rows(self) -> tuple[UsageRow, ...]:
-        """By user, device or group, as was asked; none by claim."""
-        return {"user": self.users, "device": self.device_rows, "group": self.groups or ()}.get(self.by, ())
-
-    @property
-    def wasters(self) -> tuple[UsageRow, ...]:
-        """Users whose GPUs did the least for the most time."""
-        users = sorted(self.users, key=lambda row: -row.wasted)
-        return tuple(row for row in users[:WASTERS] if row.wasted > 0)
+    def wasters(self) -> list[UsageRow]:
+        """Users whose GPUs did the least for the most time: what others could not have, or did not know of."""
+        users = sorted(self.users, key=lambda row: -(row.idle + row.unclaimed))
+        return [row for row in users[:WASTERS] if row.idle + row.unclaimed > 0]
 
 
 def usage_report(
@@ -75,79 +66,53 @@ def usage_report(
     groups_of: Callable[[int], Collection[str]],
     metrics: Iterable[str] = (),
 ) -> Report:
-    """The report on a time.
+    """The report on the time between two unix times.
 
     Args:
         usage: the store.
         by: one of BY.
-        begin: unix time.
-        end: unix time.
         name_of: uid -> the user's name.
-        groups_of: uid -> names of the user's groups; asked for "group" alone.
+        groups_of: uid -> names of the user's groups; called for "group" alone.
         metrics: of the store, whose course over the time is wanted for each device.
     """
-    watch = usage.watched(begin, end)
-    waited = usage.waiting(begin, end)
-    users = _users(usage.totals("user", begin, end), usage.energy(begin, end), waited, watch, name_of)
-    devices = usage.devices(begin, end)
-    by_device = {total.device: total for total in usage.totals("device", begin, end)}
-    rows = []
-    for device in devices:
-        times = _times(by_device.get(device.device) or Total(0.0, 0.0, 0.0, 0.0))
-        unknown: dict[str, Any] = {"waiting": None, "wanted": None}
-        rows.append(UsageRow(device_label(device), None, device.device, energy=device.energy, **unknown, **times))
-    return Report(
-        by,
-        watch,
-        tuple(users),
-        tuple(devices),
-        tuple(rows),
-        tuple(_groups(users, groups_of)) if by == "group" else None,
-        _queue_unknown(waited),
-        {
-            device.device: {name: tuple(usage.series(device.device, name, begin, end)) for name in metrics}
-            for device in devices
-        }
+    watch, waited, devices = usage.watched(begin, end), usage.waiting(begin, end), usage.devices(begin, end)
+    queue_unknown, _ = waited.pop(NOBODY_KNOWS, (0.0, 0.0))
+    users = _users(usage, begin, end, waited, name_of)
+    # Where the queue could never be read, it is not known of any user that they did not wait.
+    if queue_unknown >= watch.seen * 0.99:
+        users = [replace(row, waiting=row.waiting or None, wanted=row.wanted or None) for row in users]
+    rows: list[UsageRow] = []
+    if by == "user":
+        rows = users
+    elif by == "group":
+        rows = _groups(users, groups_of)
+    elif by == "device":
+        times = usage.totals("device", begin, end)
+        for total in devices:
+            label, uuid = total.device.label, total.device.uuid
+            own = times.get(uuid, {})
+            rows.append(UsageRow(label, device=uuid, energy=total.energy, waiting=None, wanted=None, **own))
+    courses = {
+        total.device.uuid: {name: usage.series(total.device.uuid, name, begin, end) for name in metrics}
+        for total in devices
         if metrics
-        else {},
-    )
-
-
-def device_label(device: DeviceTotal) -> str:
-    """``"GPU 3"``; one that has no index any more, and a MIG instance, is known by its uuid."""
-    return device.device if device.index is None else f"GPU {device.index}"
-
-
-def _queue_unknown(waited: Iterable[Waited]) -> float:
-    return sum(wait.waiting for wait in waited if wait.uid is None)
+    }
+    return Report(by, watch, rows, users, devices, queue_unknown, courses)
 
 
 def _users(
-    totals: Iterable[Total],
-    energy: Mapping[int, float | None],
-    waited: Collection[Waited],
-    watch: Watch,
-    name_of: Callable[[int], str],
+    usage: Usage, begin: float, end: float, waited: Mapping[int, tuple[float, float]], name_of: Callable[[int], str]
 ) -> list[UsageRow]:
-    # Where the queue could never be read, it is not known of any user that they did not wait.
-    is_known = _queue_unknown(waited) < watch.seen * 0.99
-    rows: dict[int, UsageRow] = {}
-    for total in totals:
-        if total.uid is not None:
-            row = UsageRow(name_of(total.uid), total.uid, energy=energy.get(total.uid))
-            rows[total.uid] = replace(row, **_times(total))
-    for wait in waited:
-        if wait.uid is not None:
-            # A user who only waited had no device that could take energy.
-            row = rows.get(wait.uid) or UsageRow(name_of(wait.uid), wait.uid, energy=0.0)
-            rows[wait.uid] = replace(row, waiting=wait.waiting, wanted=wait.wanted)
-    if not is_known:
-        return [replace(row, waiting=row.waiting or None, wanted=row.wanted or None) for row in rows.values()]
+    energy = usage.energy(begin, end)
+    rows = {
+        uid: UsageRow(name_of(uid), uid, energy=energy.get(uid), **times)
+        for uid, times in usage.totals("uid", begin, end).items()
+    }
+    for uid, (waiting, wanted) in waited.items():
+        # A user who only waited had no device that could take energy.
+        row = rows.get(uid) or UsageRow(name_of(uid), uid, energy=0.0)
+        rows[uid] = replace(row, waiting=waiting, wanted=wanted)
     return list(rows.values())
-
-
-def _times(total: Total) -> dict[str, Any]:
-    return {name: getattr(total, name) for name in TIMES}
 
 
 def _groups(users: Iterable[UsageRow], groups_of: Callable[[int], Collection[str]]) -> list[UsageRow]:
@@ -157,37 +122,36 @@ def _groups(users: Iterable[UsageRow], groups_of: Callable[[int], Collection[str
         assert row.uid is not None
         for name in groups_of(row.uid) or ("(in no group)",):
             members.setdefault(name, []).append(row)
-    return sorted((_summed(name, rows) for name, rows in members.items()), key=lambda row: -row.claimed)
-
-
-def _summed(name: str, rows: Collection[UsageRow]) -> UsageRow:
-    def total(field_name: str) -> float | None:
-        values = [value for row in rows if (value := getattr(row, field_name)) is not None]
-        return sum(values) if values else None
-
-    times: dict[str, Any] = {part: sum(getattr(row, part) for row in rows) for part in TIMES}
-    return UsageRow(name, energy=total("energy"), waiting=total("waiting"), wanted=total("wanted"), **times)
+    groups = []
+    for name, rows in members.items():
+        known = {part: [value for row in rows if (value := getattr(row, part)) is not None] for part in _SUMMED}
+        sums: dict[str, Any] = {part: sum(values) if values else None for part, values in known.items()}
+        groups.append(UsageRow(name, **sums))
+    return sorted(groups, key=lambda row: -row.claimed)
 
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """A claim that has ended."""
+    """A claim that has ended; the last fields are facts of its event, under their names there."""
 
     id: str
-    user: str | None
-    devices: tuple[str, ...]  # uuids
-    ended: float  # unix time
-    seconds: float | None
-    utilization: float | None  # percent, mean over the job and its devices
-    energy: float | None  # joules
-    peak_memory: int | None  # bytes, of the job
-    exit_status: int | None
-    command: str | None
+    user: str | None = None
+    devices: tuple[str, ...] = ()  # uuids
+    ended: float = 0.0  # unix time
+    command: str | None = None
+    wall_time_seconds: float | None = None
+    mean_utilization_percent: float | None = None  # over the job and its devices
+    energy_joules: float | None = None
+    peak_memory_bytes: int | None = None  # of the job
+    exit_status: int | None = None
 
     @property
     def gpu_seconds(self) -> float | None:
         """Its time, times its devices."""
-        return None if self.seconds is None else self.seconds * len(self.devices)
+        return None if self.wall_time_seconds is None else self.wall_time_seconds * len(self.devices)
+
+
+CLAIM_FACTS = ("wall_time_seconds", "mean_utilization_percent", "energy_joules", "peak_memory_bytes", "exit_status")
 
 
 def ended_claims(
@@ -195,13 +159,8 @@ def ended_claims(
 ) -> tuple[list[ClaimRow], int]:
     """The claims that ended between two unix times, the largest first, and how many began there without an end.
 
-    A claim counts in the time in which it ended, and whole.
-
-    Args:
-        lines: of the audit log.
-        begin: unix time.
-        end: unix time.
-        name_of: uid -> the user's name, for jobs without one in their environment.
+    A claim counts in the time in which it ended, and whole.  *lines* are of the audit log; *name_of* names users by uid
+    where a job had no name in its environment.
     """
     commands: dict[str, str] = {}
     begun: set[str] = set()
@@ -218,32 +177,11 @@ def ended_claims(
         elif line.get("kind") == "release" and "wall_time_seconds" in facts_of(line):
             ended.add(claim)
             if begin <= when < end:
-                rows[claim] = _claim_row(claim, line, when, commands.get(claim), name_of)
+                user, uid = line.get("user"), facts_of(line).get("uid")
+                if not isinstance(user, str):
+                    user = name_of(uid) if type(uid) is int else None
+                known = sound_fields(ClaimRow, facts_of(line), CLAIM_FACTS)
+                command = commands.get(claim) or None
+                rows[claim] = ClaimRow(claim, user, tuple(devices_of(line)), when, command, **known)
     largest = sorted(rows.values(), key=lambda row: -(row.gpu_seconds or 0.0))
     return largest, len(begun - ended)
-
-
-def _claim_row(claim: str, line: Line, when: float, command: str | None, name_of: Callable[[int], str]) -> ClaimRow:
-    facts = facts_of(line)
-    uid = _number(facts, "uid")
-    peak, status = (_number(facts, name) for name in ("peak_memory_bytes", "exit_status"))
-    user = line.get("user")
-    return ClaimRow(
-        claim,
-        user if isinstance(user, str) else None if uid is None else name_of(int(uid)),
-        tuple(devices_of(line)),
-        when,
-        _number(facts, "wall_time_seconds"),
-        _number(facts, "mean_utilization_percent"),
-        _number(facts, "energy_joules"),
-        None if peak is None else int(peak),
-        None if status is None else int(status),
-        command or None,
-    )
-
-
-def _number(facts: Mapping[str, Any], name: str) -> float | None:
-    value = facts.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**63:
-        return None
-    return float(value)

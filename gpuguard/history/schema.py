@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from gpuguard.device_state import (
     claim_of,
@@ -28,6 +29,7 @@ from gpuguard.device_state import (
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
 
 Row = tuple[float | None, ...]
+Times = tuple[float, ...]
 Wanted = Mapping[int, int]  # uid -> GPUs that the user waits for
 
 WIDTH = 10  # seconds
@@ -61,19 +63,20 @@ class Slot:
 
     def __init__(self) -> None:
         self.devices: dict[str, Row] = {}
-        self.users: dict[tuple[int, str], tuple[float, ...]] = {}
-        self.waiting: dict[int, tuple[float, ...]] = {}
+        self.users: dict[tuple[int, str], Times] = {}
+        self.waiting: dict[int, Times] = {}
 
     def add(self, rates: Slot, seconds: float) -> None:
         """Add so many seconds of what *rates* says of one second."""
         for uuid, new in rates.devices.items():
-            old = self.devices.get(uuid, _NOTHING)
-            columns = zip(_HIGHEST, old, new, strict=True)
+            columns = zip(_HIGHEST, self.devices.get(uuid, _NOTHING), new, strict=True)
             self.devices[uuid] = tuple([_sum(*column, seconds) for column in columns])
-        for key, user in rates.users.items():
-            self.users[key] = _sums(self.users.get(key), user, seconds)
-        for uid, waiting in rates.waiting.items():
-            self.waiting[uid] = _sums(self.waiting.get(uid), waiting, seconds)
+        several: list[tuple[dict[Any, Times], dict[Any, Times]]]
+        several = [(self.users, rates.users), (self.waiting, rates.waiting)]
+        for sums, more in several:
+            for key, times in more.items():
+                former = sums.get(key) or (0.0,) * len(times)
+                sums[key] = tuple([old + seconds * value for old, value in zip(former, times, strict=True)])
 
 
 class UsageSums:
@@ -87,10 +90,7 @@ class UsageSums:
     def add(self, snapshot: Snapshot, longest: float, wanted: Wanted | None = None) -> None:
         """Add the time since the snapshot before; of more than *longest* seconds nothing is known.
 
-        Args:
-            snapshot: what there is now.
-            longest: seconds.
-            wanted: uid -> GPUs that the user waits for now; None: nobody can tell.
+        *wanted*: uid -> GPUs that the user waits for now; None: nobody can tell.
         """
         before, self.now = self.now, snapshot
         self._current = math.floor(snapshot.taken_at / WIDTH)
@@ -181,12 +181,6 @@ def _works(device: Device, listed: list[GpuProcess] | None, *, divided: bool) ->
     return None if listed is None or device.utilization is None or divided else True
 
 
-def _sums(former: tuple[float, ...] | None, rate: tuple[float, ...], seconds: float) -> tuple[float, ...]:
-    if former is None:
-        return tuple([seconds * new for new in rate])
-    return tuple([old + seconds * new for old, new in zip(former, rate, strict=True)])
-
-
 def _sum(highest: bool, old: float | None, new: float | None, seconds: float) -> float | None:
     if not highest:
         return (old or 0.0) + (new or 0.0) * seconds
@@ -268,10 +262,8 @@ def holdings(width: int) -> str:
 
 
 def _table(kind: str, width: int) -> str:
-    columns = ", ".join(
-        f"{name} INTEGER" if name.endswith("_max") else f"{name} INTEGER NOT NULL"
-        for name, _ in map(stored, COLUMNS[kind])
-    )
+    names = [name for name, _ in map(stored, COLUMNS[kind])]
+    columns = ", ".join(f"{name} INTEGER{'' if name.endswith('_max') else ' NOT NULL'}" for name in names)
     # By rowid: rows that are added at the end fill their pages to 96 %, WITHOUT ROWID to 84 %.
     return f"CREATE TABLE {kind}_{width}s (key INTEGER PRIMARY KEY, {columns})"
 
@@ -279,12 +271,8 @@ def _table(kind: str, width: int) -> str:
 def _insert(kind: str, width: int) -> str:
     names = [name for name, _ in map(stored, COLUMNS[kind])]
     # MAX() of several values is NULL when one of them is.
-    sums = ", ".join(
-        f"{name} = MAX(COALESCE({name}, excluded.{name}), COALESCE(excluded.{name}, {name}))"
-        if name.endswith("_max")
-        else f"{name} = {name} + excluded.{name}"
-        for name in names
-    )
+    highest = "{0} = MAX(COALESCE({0}, excluded.{0}), COALESCE(excluded.{0}, {0}))"
+    sums = ", ".join((highest if name.endswith("_max") else "{0} = {0} + excluded.{0}").format(name) for name in names)
     return f"INSERT INTO {kind}_{width}s VALUES (?{', ?' * len(names)}) ON CONFLICT (key) DO UPDATE SET {sums}"
 
 

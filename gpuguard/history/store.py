@@ -66,7 +66,7 @@ def opened(path: str, *, check: bool) -> sqlite3.Connection:
 
     Args:
         path: in a directory where only we can write.
-        check: whether the whole file is looked through, which takes 0.1 s for 40 MB.
+        check: whether the whole file is looked through.
 
     Raises:
         sqlite3.DatabaseError: itself, none of its subclasses: the file is damaged.
@@ -93,8 +93,7 @@ def opened(path: str, *, check: bool) -> sqlite3.Connection:
 def lock(path: str) -> int:
     """Become the one writer of the store, until the returned descriptor is closed.
 
-    Raises:
-        GpuguardError: another process is.
+    Raises GpuguardError: another process is.
     """
     _make_directory(os.path.dirname(path))
     # Not for others, who could keep the daemon away with it.  filelock makes the file open to all before its version

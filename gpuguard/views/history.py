@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpuguard.history.queries import KnownValue, Point, Watch
+from gpuguard.history.queries import Point, SeenDevice, Watch
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_duration, local_time
 from gpuguard.views.charts import bucketed, plot, scale_of
@@ -46,7 +46,7 @@ METRICS = {
 }
 
 
-DeviceHistory = tuple[KnownValue, Sequence[Point]]  # what one device did
+DeviceHistory = tuple[SeenDevice, Sequence[Point]]  # what one device did
 
 
 def to_text(
@@ -73,9 +73,7 @@ def to_text(
     ]
     unit = "C" if ascii_only and metric.unit == "°C" else metric.unit
     for device, points in courses:
-        # One that has no index any more, and a MIG instance, is known by its uuid.
-        label = device.uuid if device.index is None else f"GPU {device.index}"
-        name = "  ".join(map(neutralise, filter(None, (label, device.name, _summary(points, metric, unit)))))
+        name = "  ".join(map(neutralise, filter(None, (device.label, device.name, _summary(points, metric, unit)))))
         lines += ["", shorten(name, columns)]
         known = [point.mean * metric.factor * metric.shown for point in points if point.mean is not None]
         if not known:

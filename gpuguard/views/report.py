@@ -14,8 +14,8 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from gpuguard.history.queries import DeviceTotal, Point, Watch
-from gpuguard.history.report import TIMES, ClaimRow, Report, UsageRow, device_label
+from gpuguard.history.queries import TIMES, DeviceTotal, Point, Watch
+from gpuguard.history.report import ClaimRow, Report, UsageRow
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.units import format_bytes, format_duration, format_rounded, local_time
 from gpuguard.views.charts import bucketed, round_marks, stacked
@@ -64,24 +64,24 @@ def usage_columns(report: Report) -> list[Column]:
 
 
 DEVICE_COLUMNS = (  # of DeviceTotal, in hours that they were watched
-    Column("Device", device_label, is_text=True),
-    Column("Watched", lambda device: hours(device.seen)),
-    Column("Claimed", lambda device: hours(_claimed(device))),
-    Column("Free", lambda device: hours(_free(device))),
-    Column("Utilization", lambda device: format_rounded(device.utilization, " %")),
-    Column("kWh", lambda device: kilowatt_hours(device.energy)),
-    Column("Model", lambda device: device.name or "", is_text=True),
+    Column("Device", lambda total: total.device.label, is_text=True),
+    Column("Watched", lambda total: hours(total.seen)),
+    Column("Claimed", lambda total: hours(_claimed(total))),
+    Column("Free", lambda total: hours(_free(total))),
+    Column("Utilization", lambda total: format_rounded(total.utilization, " %")),
+    Column("kWh", lambda total: kilowatt_hours(total.energy)),
+    Column("Model", lambda total: total.device.name or "", is_text=True),
 )
 CLAIM_COLUMNS = (  # of ClaimRow
     Column("Claim", lambda claim: claim.id, is_text=True),
     Column("User", lambda claim: claim.user or "n/a", is_text=True),
     Column("Ended", lambda claim: local_time(claim.ended, "%m-%d %H:%M"), is_text=True),
-    Column("Took", lambda claim: format_duration(claim.seconds)),
+    Column("Took", lambda claim: format_duration(claim.wall_time_seconds)),
     Column("GPUs", lambda claim: str(len(claim.devices))),
     Column("GPU-hours", lambda claim: hours(claim.gpu_seconds)),
-    Column("Utilization", lambda claim: format_rounded(claim.utilization, " %")),
-    Column("kWh", lambda claim: kilowatt_hours(claim.energy)),
-    Column("Peak", lambda claim: format_bytes(claim.peak_memory)),
+    Column("Utilization", lambda claim: format_rounded(claim.mean_utilization_percent, " %")),
+    Column("kWh", lambda claim: kilowatt_hours(claim.energy_joules)),
+    Column("Peak", lambda claim: format_bytes(claim.peak_memory_bytes)),
     Column("Exit", lambda claim: "n/a" if claim.exit_status is None else str(claim.exit_status)),
     Column("Command", lambda claim: claim.command or "n/a", is_text=True),
 )
@@ -115,13 +115,13 @@ def _hours_of(part: str, row: UsageRow) -> str:
     return hours(getattr(row, part))
 
 
-def _claimed(device: DeviceTotal) -> float | None:
-    return device.claimed if device.claimed_unknown < device.seen else None
+def _claimed(total: DeviceTotal) -> float | None:
+    return total.claimed if total.claimed_unknown < total.seen else None
 
 
-def _free(device: DeviceTotal) -> float | None:
-    claimed = _claimed(device)
-    return None if claimed is None else max(0.0, device.seen - claimed - device.claimed_unknown)
+def _free(total: DeviceTotal) -> float | None:
+    claimed = _claimed(total)
+    return None if claimed is None else max(0.0, total.seen - claimed - total.claimed_unknown)
 
 
 def _has(rows: Sequence[UsageRow], part: str) -> bool:
@@ -266,31 +266,28 @@ def _usage_json(row: UsageRow) -> dict[str, Any]:
     }
 
 
-def _device_json(device: DeviceTotal) -> dict[str, Any]:
+def _device_json(total: DeviceTotal) -> dict[str, Any]:
     return {
-        "uuid": device.device,
-        **picked(device, "index", "name", "claimed_unknown_seconds", "utilization_percent"),
-        **picked(device, "energy_joules", "energy_unknown_seconds"),
-        "parent_uuid": device.parent,
-        "watched_seconds": device.seen,
-        "claimed_seconds": _claimed(device),
+        **picked(total.device, "uuid", "index", "name"),
+        "parent_uuid": total.device.parent,
+        "watched_seconds": total.seen,
+        "claimed_seconds": _claimed(total),
+        **picked(total, "claimed_unknown_seconds", "utilization_percent", "energy_joules", "energy_unknown_seconds"),
     }
 
 
 def _claim_json(claim: ClaimRow) -> dict[str, Any]:
     return {
-        **picked(claim, "id", "user", "devices", "ended"),
-        "wall_time_seconds": claim.seconds,
-        **picked(claim, "gpu_seconds", "utilization_percent", "energy_joules", "peak_memory_bytes"),
-        **picked(claim, "exit_status", "command"),
+        **picked(claim, "id", "user", "devices", "ended", "wall_time_seconds", "gpu_seconds"),
+        "utilization_percent": claim.mean_utilization_percent,
+        **picked(claim, "energy_joules", "peak_memory_bytes", "exit_status", "command"),
     }
 
 
 def to_csv(report: Report, claims: Claims | None) -> list[str]:
     """A line of names, and one for each user, group, device or claim; what is unknown is empty."""
     if claims is not None:
-        no_claim = ClaimRow("", None, (), 0.0, None, None, None, None, None, None)
-        names, rows = list(_claim_json(no_claim)), [_claim_json(row) for row in claims[0]]
+        names, rows = list(_claim_json(ClaimRow(""))), [_claim_json(row) for row in claims[0]]
         rows = [{**row, "devices": " ".join(row["devices"])} for row in rows]
     else:
         names, rows = list(_usage_json(UsageRow(""))), [_usage_json(row) for row in report.rows]
@@ -398,9 +395,9 @@ def _bar_svg(row: UsageRow, most: float) -> str:
 
 def _courses(report: Report) -> list[str]:
     drawn = [
-        f"<h3>{_text(device_label(device))}</h3>" + _course(course, report.watch)
-        for device in report.devices
-        if (course := report.courses.get(device.device))
+        f"<h3>{_text(total.device.label)}</h3>" + _course(course, report.watch)
+        for total in report.devices
+        if (course := report.courses.get(total.device.uuid))
     ]
     if not drawn:
         return []
