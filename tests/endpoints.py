@@ -1,6 +1,6 @@
 """A mail server and a web server on loopback, which keep what they got.
 
-with a_mail_server() as server:        server.port, server.letters, server.passwords
+with a_mail_server() as server:        server.port, server.letters, server.logins
 with a_web_server(status=503) as web:  web.url, web.requests
 """
 

@@ -44,31 +44,22 @@ def test_a_mail_arrives_as_it_was_written(language):
     assert letter.raw.isascii()
 
 
-def test_a_mail_is_encrypted_and_logged_in(tmp_path):
+@pytest.mark.parametrize(
+    ("offers_tls", "is_trusted"),
+    [(True, True), (True, False), (False, False)],
+    ids=["trusted", "a certificate that is not trusted", "no starttls"],
+)
+def test_a_mail_goes_out_encrypted_and_logged_in_or_not_at_all(tmp_path, offers_tls, is_trusted):
     certificate, context = a_certificate(tmp_path)
-    with a_mail_server(context=context, password=PASSWORD) as server:
-        target = by_smtp(server, security="starttls", ca_file=str(certificate), user="u", password=a_secret(tmp_path))
-        assert attempt(target, a_message()) == (True, "")
-
-    assert server.letters[0].encrypted
-    assert server.logins == [f"\0u\0{PASSWORD}".encode()]
-
-
-def test_a_certificate_that_nobody_vouches_for_is_refused_before_the_password_goes_out(tmp_path):
-    _, context = a_certificate(tmp_path)
-    with a_mail_server(context=context, password=PASSWORD) as server:
-        target = by_smtp(server, security="starttls", user="u", password=a_secret(tmp_path))
+    with a_mail_server(context=context if offers_tls else None, password=PASSWORD) as server:
+        trust = {"ca_file": str(certificate)} if is_trusted else {}
+        target = by_smtp(server, security="starttls", user="u", password=a_secret(tmp_path), **trust)
         went_out, why = attempt(target, a_message())
 
-    assert (went_out, "certificate" in why, server.logins) == (False, True, [])
-
-
-def test_without_starttls_nothing_goes_out_in_clear_text(tmp_path):
-    with a_mail_server(password=PASSWORD) as server:
-        target = by_smtp(server, security="starttls", user="u", password=a_secret(tmp_path))
-        assert not attempt(target, a_message())[0]
-
-    assert (server.letters, server.logins) == ([], [])
+    assert went_out == is_trusted
+    assert [letter.encrypted for letter in server.letters] == [True] * is_trusted
+    assert server.logins == [f"\0u\0{PASSWORD}".encode()] * is_trusted
+    assert "certificate" in why or is_trusted or not offers_tls
 
 
 @pytest.mark.parametrize(
@@ -113,28 +104,24 @@ def test_a_user_without_a_mailbox_is_not_written_to_again(answer, went_out):
         assert attempt(by_smtp(server), a_message())[0] is False, "an admin's own address may be put right"
 
 
-def test_sendmail_gets_the_letter_and_the_addresses_as_words(tmp_path):
-    program = a_script(tmp_path / "sendmail", f'printf "%s\\n" "$@" >{tmp_path}/words; cat >{tmp_path}/letter')
-    target = Email(("ops@example.org", "root"), from_="gpu@example.org", sendmail=program)
-
-    assert attempt(target, a_message()) == (True, "")
-    assert (tmp_path / "words").read_text().split() == ["-i", "-f", "gpu@example.org", "--", "ops@example.org", "root"]
-    assert "Subject: [gpuguard]" in (tmp_path / "letter").read_text()
-
-
 @pytest.mark.parametrize(
     ("to", "code", "told"),
     [
-        ("$user", os.EX_NOUSER, (None, f"ends with status {os.EX_NOUSER}")),
+        (("ops@example.org", "root"), 0, (True, "")),
+        ("$user", os.EX_NOUSER, (None, f"ends with status {os.EX_NOUSER}")),  # it is not tried again
         ("root", os.EX_NOUSER, (False, f"ends with status {os.EX_NOUSER}")),
         ("root", 75, (False, "ends with status 75")),
     ],
 )
-def test_a_sendmail_that_fails_is_told_and_one_that_knows_no_such_user_is_not_asked_again(tmp_path, to, code, told):
-    program = a_script(tmp_path / "sendmail", f"cat >/dev/null; exit {code}")
+def test_sendmail_gets_the_letter_and_the_addresses_as_words_and_may_fail(tmp_path, to, code, told):
+    script = f'printf "%s\\n" "$@" >{tmp_path}/words; cat >{tmp_path}/letter; exit {code}'
+    target = Email(to, from_="gpu@example.org", sendmail=a_script(tmp_path / "sendmail", script))
+    went_out, why = attempt(target, a_message())
 
-    went_out, why = attempt(Email(to, sendmail=program), a_message())
-    assert (went_out, why.removeprefix(f"{program} ")) == told
+    assert (went_out, why.removeprefix(f"{target.sendmail} ")) == told
+    addresses = [address.replace("$user", "alice") for address in target.addresses]
+    assert (tmp_path / "words").read_text().split() == ["-i", "-f", "gpu@example.org", "--", *addresses]
+    assert "Subject: [gpuguard]" in (tmp_path / "letter").read_text()
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
@@ -155,24 +142,45 @@ def test_no_text_of_a_user_becomes_a_header_a_recipient_or_a_second_letter(hosti
     assert letter.content["Subject"].strip() == message.subject.replace("=?", "= ?"), "and no encoded word is decoded"
 
 
-@pytest.mark.parametrize(
-    ("fields", "complaint"),
-    [
-        ({"to": "not an address"}, "not an address"),
-        ({"to": "-oQ/tmp@example.org"}, "not an address"),
-        ({"to": "a@b.org\nBcc: eve@b.org"}, "not an address"),
-        ({"to": "a@b.org,eve@b.org"}, "not an address"),
-        ({"to": "root", "from_": "x\ny"}, "not an address"),
-        ({"to": "root", "user": "u", "server": "mx"}, "password"),
-        ({"to": "root", "user": "u", "password": Secret(env="P")}, "needs a server"),
-        ({"to": "root", "user": "u", "password": Secret(env="P"), "server": "mx", "security": "none"}, "clear text"),
-        ({"to": "root", "sendmail": "sendmail"}, "starts with /"),
-        ({"to": "root", "server": "mx", "port": 70000}, "not a port"),
+LOGIN = {"to": "root", "user": "u", "password": Secret(env="P")}
+NO_TARGETS = [
+    *[
+        (Email, {"to": to}, "not an address")
+        for to in ("not an address", "-oQ/tmp@example.org", "a@b.org\nBcc: eve@b.org", "a@b.org,eve@b.org")
     ],
-)
-def test_a_mail_target_that_cannot_work_is_a_fault_when_it_is_made(fields, complaint):
+    (Email, {"to": "root", "from_": "x\ny"}, "not an address"),
+    (Email, {"to": "root", "user": "u", "server": "mx"}, "password"),
+    (Email, LOGIN, "needs a server"),
+    (Email, LOGIN | {"server": "mx", "security": "none"}, "clear text"),
+    (Email, {"to": "root", "sendmail": "sendmail"}, "starts with /"),
+    (Email, {"to": "root", "server": "mx", "port": 70000}, "not a port"),
+    *[
+        (Webhook, {"url": url}, "^url: ")
+        for url in (
+            "http://example.org/x",
+            "ftp://example.org/x",
+            "file:///etc/passwd",
+            "https://",
+            "https://a:b@example.org/",
+            "https://example.org/a b",
+            "https://example.org/\r\nX: y",
+            "https://例子.org/",
+            "https://[::1/",
+            "https://example.org:99999/",
+            "example.org",
+            "http://127.0.0.1.example.org/",
+            "http://localhost@example.org/",
+        )
+    ],
+    *[(Hook, {"command": command}, "^command: ") for command in ((), ("tell",), ("./tell",), ("/bin/echo", "a\0b"))],
+    *[(Secret, places, "secret") for places in ({}, {"file": "/a", "env": "B"}, {"file": "relative"})],
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "complaint"), NO_TARGETS)
+def test_a_target_that_cannot_work_or_is_not_safe_is_a_fault_when_it_is_made(kind, fields, complaint):
     with pytest.raises(InvalidRequest, match=complaint):
-        Email(**fields)
+        kind(**fields)
 
 
 def test_a_webhook_gets_a_json_object(tmp_path):
@@ -191,16 +199,11 @@ def test_a_webhook_gets_a_json_object(tmp_path):
 
 def test_an_address_that_is_a_secret_is_read_from_its_file_and_never_shown(tmp_path):
     with a_web_server(status=403) as web:
-        secret = a_secret(tmp_path, web.url + "/" + PASSWORD)
-        went_out, why = attempt(Webhook(secret), a_message())
+        assert attempt(Webhook(a_secret(tmp_path, web.url)), a_message()) == (False, "the web server answers 403")
+        assert web.requests
+    os.unlink(tmp_path / "secret")
 
-    assert web.requests
-    assert (went_out, why) == (False, "the web server answers 403")
-    secret = Secret(file=secret.file)
-    os.chmod(secret.file, 0o600)
-    with open(secret.file, "w") as file:
-        file.write(f"http://example.org/{PASSWORD}")
-    assert PASSWORD not in attempt(Webhook(secret), a_message())[1]
+    assert PASSWORD not in attempt(Webhook(a_secret(tmp_path, f"http://example.org/{PASSWORD}")), a_message())[1]
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
@@ -245,43 +248,14 @@ def test_a_message_to_this_machine_does_not_take_the_way_over_a_proxy(monkeypatc
     assert proxy.requests == []
 
 
-def test_an_endpoint_that_is_not_there_or_does_not_answer_is_told_in_words():
+def test_an_endpoint_that_is_not_there_does_not_answer_or_talks_nonsense_is_told_in_words():
     with a_web_server() as web:
         gone = web.url
-    with a_web_server(hold=threading.Event()) as slow:
+    with a_web_server(hold=threading.Event()) as slow, a_mail_server() as mail:  # which does not speak HTTP
         assert attempt(Webhook(slow.url, timeout=0.1), a_message()) == (False, "no answer in time")
-    assert attempt(Webhook(gone), a_message()) == (False, "Connection refused")
-
-
-def test_garbage_instead_of_an_answer_is_told_in_words():
-    with a_mail_server() as mail:  # a mail server does not speak HTTP
         went_out, why = attempt(Webhook(f"http://127.0.0.1:{mail.port}/"), a_message())
-
-    assert not went_out
-    assert "makes no sense" in why
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://example.org/x",
-        "ftp://example.org/x",
-        "file:///etc/passwd",
-        "https://",
-        "https://a:b@example.org/",
-        "https://example.org/a b",
-        "https://example.org/\r\nX: y",
-        "https://例子.org/",
-        "https://[::1/",
-        "https://example.org:99999/",
-        "example.org",
-        "http://127.0.0.1.example.org/",
-        "http://localhost@example.org/",
-    ],
-)
-def test_an_address_that_is_not_safe_is_a_fault_when_it_is_made(url):
-    with pytest.raises(InvalidRequest):
-        Webhook(url)
+    assert (went_out, "makes no sense" in why) == (False, True)
+    assert attempt(Webhook(gone), a_message()) == (False, "Connection refused")
 
 
 def test_http_is_taken_to_this_machine_and_where_the_admin_insists():
@@ -290,14 +264,19 @@ def test_http_is_taken_to_this_machine_and_where_the_admin_insists():
     assert Webhook("http://example.org/x", insecure=True)
 
 
-@pytest.mark.parametrize("mode", [0o440, 0o404, 0o644, 0o620])
-def test_a_secret_that_others_can_read_or_write_is_not_used(mode, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "mode", "fault"),
+    [
+        *[(PASSWORD, mode, "open to others") for mode in (0o440, 0o404, 0o644, 0o620)],
+        ("a\r\nX-Evil: 1", 0o400, "more than one line"),
+    ],
+)
+def test_a_secret_that_others_can_read_or_write_or_that_could_add_a_header_is_not_used(tmp_path, text, mode, fault):
     with a_web_server() as web:
-        went_out, why = attempt(Webhook(web.url, token=a_secret(tmp_path, mode=mode)), a_message())
+        went_out, why = attempt(Webhook(web.url, token=a_secret(tmp_path, text, mode)), a_message())
 
-    assert not went_out
-    assert "open to others" in why
-    assert web.requests == []
+    assert (went_out, web.requests) == (False, [])
+    assert fault in why
 
 
 @pytest.mark.root
@@ -321,30 +300,15 @@ def test_a_secret_behind_a_link_or_a_fifo_is_not_used_and_does_not_hang(tmp_path
         assert f"the secret {tmp_path}/{name}" in why
 
 
-def test_a_secret_of_several_lines_cannot_add_a_header(tmp_path):
-    with a_web_server() as web:
-        went_out, why = attempt(Webhook(web.url, token=a_secret(tmp_path, "a\r\nX-Evil: 1")), a_message())
-
-    assert (went_out, web.requests) == (False, [])
-    assert "more than one line" in why
-
-
 def test_a_secret_can_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("HOOK_TOKEN", PASSWORD)
     with a_web_server() as web:
         assert attempt(Webhook(web.url, token=Secret(env="HOOK_TOKEN")), a_message())[0]
-    assert web.requests[0][0]["Authorization"] == f"Bearer {PASSWORD}"
+        monkeypatch.delenv("HOOK_TOKEN")
+        _, why = attempt(Webhook(web.url, token=Secret(env="HOOK_TOKEN")), a_message())
 
-    monkeypatch.delenv("HOOK_TOKEN")
-    assert (
-        "$HOOK_TOKEN is empty or missing" in attempt(Webhook(web.url, token=Secret(env="HOOK_TOKEN")), a_message())[1]
-    )
-
-
-@pytest.mark.parametrize("places", [{}, {"file": "/a", "env": "B"}, {"file": "relative"}])
-def test_a_secret_has_exactly_one_place(places):
-    with pytest.raises(InvalidRequest):
-        Secret(**places)
+    assert [headers["Authorization"] for headers, _ in web.requests] == [f"Bearer {PASSWORD}"]
+    assert "$HOOK_TOKEN is empty or missing" in why
 
 
 def test_no_secret_shows_in_any_output_representation_or_event(tmp_path, monkeypatch, capfd):
@@ -389,20 +353,18 @@ def test_problems_names_what_is_wrong_before_the_first_alarm(tmp_path):
         (0, 20003, 0o440, True),  # given to the group of the daemon's user, on purpose
         (0, 20004, 0o440, False),
         (20003, 20003, 0o400, True),
-        (20003, 20003, 0o440, False),  # his own: the group may be everybody's
+        (20003, 20003, 0o440, False),  # the user's own: the group may be everybody's
         (0, 20003, 0o460, False),
         (0, 20003, 0o444, False),
     ],
 )
 def test_root_can_give_a_secret_to_the_daemons_group(open_place, owner, group, mode, readable):
-    path = open_place / "secret"
-    path.write_text(PASSWORD)
-    os.chown(path, owner, group)
-    path.chmod(mode)
+    secret = a_secret(open_place, mode=mode)
+    os.chown(secret.file, owner, group)
     os.setresgid(-1, 20003, 0)
     os.setresuid(-1, 20003, 0)
     try:
-        found = list(problems({"x": Webhook("http://localhost:1/", token=Secret(file=str(path)))}))
+        found = list(problems({"x": Webhook("http://localhost:1/", token=secret)}))
     finally:
         os.setresuid(-1, 0, 0)
         os.setresgid(-1, 0, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import sys
 import threading
 import time
@@ -25,14 +24,15 @@ from endpoints import (
     by_smtp,
 )
 from nodes import until
+from pages import blocks
 from proc import runs
 from sources import ROOT
 
-from gpuguard.errors import InvalidRequest
 from gpuguard.model import Event
 from gpuguard.notify.sender import CAPACITY, DELIVER, STUCK, Sender, attempt, problems
 from gpuguard.notify.targets import TARGETS, Apprise, Email, Hook, Webhook
 from gpuguard.notify.templates import NAMES, Template, message_for
+from gpuguard.policies.files.loader import parse
 
 
 @contextmanager
@@ -53,7 +53,8 @@ def test_a_target_gets_its_message_in_its_own_language_from_the_admins_texts():
         ):
             assert sender.notify("ops", a_verdict(), a_snapshot(a_device(3))) == "queued"
             assert sender.notify("dev", a_verdict(), a_snapshot(a_device(3))) == "queued"
-            assert sender.flush(10)
+            assert sender.notify("nobody", a_verdict(), a_snapshot(a_device(3))) == "no such target"
+            assert sender.stop(10)
 
         assert sorted(json.loads(body)["subject"] for _, body in web.requests) == ["hello alice", "你好 alice"]
         assert [event.outcome for event in events] == ["sent", "sent"]
@@ -72,18 +73,13 @@ def test_what_users_write_calls_nobody_in_a_chat_and_is_no_link_there(call):
         with a_sender(targets, templates=templates) as (sender, _):
             for name in targets:
                 sender.notify(name, verdict, snapshot)
-            assert sender.flush(10)
+            assert sender.stop(10)
 
     told = json.loads(web.requests[0][1])
     assert call not in told["text"] + told["subject"]
     assert told["text"].startswith("<!here> ") and told["subject"].startswith("<!here> "), "the admin's own words"
     assert told["facts"]["why"] == call
     assert call in mail.letters[0].body
-
-
-def test_a_name_that_is_no_target_is_told_and_nothing_is_sent():
-    with a_sender({}) as (sender, _):
-        assert sender.notify("ops", a_verdict(), a_snapshot(a_device(3))) == "no such target"
 
 
 def test_a_slow_endpoint_blocks_neither_the_caller_nor_the_other_targets():
@@ -96,18 +92,17 @@ def test_a_slow_endpoint_blocks_neither_the_caller_nor_the_other_targets():
         for n in range(200):
             sender.send("slow", a_message(policy=f"p{n % 20}"))
         assert time.perf_counter() - started < 4.0
-        assert not sender.flush(0.05), "the slow one has not answered"
         sender.send("quick", a_message())
-        sender.flush(0.05)
         until(lambda: quick.requests)
+        assert not sender.stop(0.05), "the slow one has not answered"
         slow.hold.set()
 
 
 def test_a_dead_endpoint_is_an_event_and_the_message_goes_out_when_it_lives_again(monkeypatch):
     monkeypatch.setattr("gpuguard.notify.sender.FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("gpuguard.notify.sender.SETTLE", 0.0)
     with a_web_server(status=503) as web, a_sender({"ops": Webhook(web.url)}) as (sender, events):
         sender.send("ops", a_message())
-        assert not sender.flush(10)
         until(lambda: events)
         assert events[0].outcome == "failed"
         assert events[0].message == "the web server answers 503"
@@ -148,8 +143,8 @@ def test_at_the_end_everything_goes_out_in_one_message_per_recipient():
     assert "3 findings" in bodies["ops@example.org"]
 
 
-def test_whoever_cannot_be_written_to_keeps_no_message_from_anybody_else():
-    # Anybody can run as a uid without a name, as in a user namespace; and a name may have no mailbox.
+def test_a_user_who_cannot_be_written_to_keeps_no_message_from_others():
+    # Every user can run as a uid without a name, as in a user namespace; and a name may have no mailbox.
     with a_mail_server() as server, a_sender({"owner": by_smtp(server, "$user@example.org")}) as (sender, events):
         for user in (None, "nobody", "alice"):
             message = message_for(a_verdict(a_process(user=user)), a_snapshot(a_device(3)))
@@ -169,7 +164,7 @@ def test_after_the_end_nothing_is_taken_and_no_thread_is_left():
         assert sender.stop(10)
 
         assert sender.send("ops", a_message()) == "the sender has stopped"
-        until(lambda: not [one for one in threading.enumerate() if one.name.startswith("gpuguard-notify")])
+        until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("gpuguard-notify")])
         assert len(web.requests) == 1
 
 
@@ -185,7 +180,7 @@ def test_a_message_for_which_no_thread_can_be_started_is_told_and_goes_out_with_
             assert sender.send("ops", a_message()) == STUCK
         assert sender.send("ops", a_message()) == "queued"
 
-        assert sender.flush(10)
+        assert sender.stop(10)
         assert len(web.requests) == 1
 
 
@@ -198,15 +193,14 @@ def test_a_thread_that_something_unforeseen_has_ended_is_started_again(monkeypat
             raise ZeroDivisionError
 
     reported = []
+    monkeypatch.setattr("gpuguard.notify.sender.SETTLE", 0.0)
     monkeypatch.setattr(threading, "excepthook", reported.append)
     monkeypatch.setitem(DELIVER, Hook, deliver)
     with a_sender({"ops": Hook(("/bin/true",))}) as (sender, _):
         sender.send("ops", a_message())
-        sender.flush(5)
         until(lambda: reported)
         sender.send("ops", a_message())
-        assert sender.flush(5)
-        assert len(calls) == 2
+        until(lambda: len(calls) == 2)
 
 
 def test_each_kind_of_target_can_be_delivered_to_and_has_its_help():
@@ -217,13 +211,11 @@ def test_each_kind_of_target_can_be_delivered_to_and_has_its_help():
             assert f"    {field}:" in (kind.__doc__ or "")
 
 
+NOTIFICATIONS = (ROOT / "docs/notifications.md").read_text(encoding="utf-8")
+
+
 def test_the_file_in_the_page_about_notifications_is_one_that_can_be_used():
-    from pages import blocks
-
-    from gpuguard.policies.files.loader import parse
-
-    page = (ROOT / "docs/notifications.md").read_text(encoding="utf-8")
-    (block,) = (block for block in blocks(page, "page") if block.language == "yaml")
+    (block,) = (block for block in blocks(NOTIFICATIONS, "page") if block.language == "yaml")
     read = parse(block.text, "page")
 
     assert not read.faults
@@ -232,23 +224,20 @@ def test_the_file_in_the_page_about_notifications_is_one_that_can_be_used():
 
 
 def test_the_page_about_notifications_names_all_that_can_be_said():
-    page = (ROOT / "docs/notifications.md").read_text(encoding="utf-8")
-
-    assert [name for name in NAMES if f"`${name}`" not in page] == []
-    assert [name for name, _ in a_message().facts if f"`{name}`" not in page] == []
+    assert [name for name in NAMES if f"`${name}`" not in NOTIFICATIONS] == []
+    assert [name for name, _ in a_message().facts if f"`{name}`" not in NOTIFICATIONS] == []
 
 
-def test_a_hook_gets_the_message_by_environment_and_standard_input(tmp_path, monkeypatch):
+def test_a_hook_gets_the_message_by_environment_and_standard_input(open_place, monkeypatch):
     monkeypatch.setenv("SMTP_PASSWORD", PASSWORD)
-    out = tmp_path / "out"
-    out.mkdir(mode=0o777)
+    out = open_place / "out"
+    out.mkdir()
     out.chmod(0o777)
-    os.chmod(tmp_path, 0o755)
     program = a_script(
-        tmp_path / "hook",
+        open_place / "hook",
         f'env >{out}/env; cat >{out}/json; printf "%s\\n" "$@" >{out}/words; id -u >{out}/uid; id -G >{out}/groups',
     )
-    with _reachable(tmp_path), _in_groups_of_root():
+    with _in_groups_of_root():
         assert attempt(Hook((program, "--urgent", "$(id)")), a_message()) == (True, "")
 
     environment = dict(line.split("=", 1) for line in (out / "env").read_text().splitlines() if "=" in line)
@@ -263,40 +252,24 @@ def test_a_hook_gets_the_message_by_environment_and_standard_input(tmp_path, mon
 
 @contextmanager
 def _in_groups_of_root():
-    """As a daemon that an administrator started by hand; nothing changes for who is not root."""
+    """As a daemon that an administrator started by hand; nothing changes for a user who is not root."""
+    if os.geteuid() != 0:
+        yield
+        return
     former = os.getgroups()
-    if os.geteuid() == 0:
-        os.setgroups([0, 4])
+    os.setgroups([0, 4])
     try:
         yield
     finally:
-        if os.geteuid() == 0:
-            os.setgroups(former)
-
-
-@contextmanager
-def _reachable(path):
-    """Another user gets to *path*: pytest's own folders are closed to others."""
-    changed = []
-    for parent in path.parents:
-        mode = os.stat(parent).st_mode
-        if os.stat(parent).st_uid == os.geteuid() and not mode & stat.S_IXOTH:
-            os.chmod(parent, mode | stat.S_IXOTH)
-            changed.append((parent, mode))
-    try:
-        yield
-    finally:
-        for parent, mode in changed:
-            os.chmod(parent, mode)
+        os.setgroups(former)
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_no_text_of_a_user_is_run_or_becomes_a_word_of_a_hook(hostile, tmp_path):
     process = a_process(command=(hostile, f"; touch {tmp_path}/hit #", f"$(touch {tmp_path}/hit)"), user=hostile)
     message = message_for(a_verdict(process, why=hostile), a_snapshot(a_device(3)))
-    quiet = "/bin/true"
 
-    assert attempt(Hook((quiet,)), message) == (True, "")
+    assert attempt(Hook(("/bin/true",)), message) == (True, "")
     assert attempt(Email("root", sendmail=a_script(tmp_path / "s", "cat >/dev/null")), message) == (True, "")
     assert not (tmp_path / "hit").exists()
 
@@ -307,14 +280,13 @@ def test_a_hook_that_fails_hangs_or_is_missing_is_told():
     assert "cannot be run: No such file" in attempt(Hook(("/nonexistent",)), a_message())[1]
 
 
-def test_a_hook_that_hangs_is_ended_with_all_that_it_has_started(tmp_path):
-    told = tmp_path / "told"
+def test_a_hook_that_hangs_is_ended_with_all_that_it_has_started(open_place):
+    told = open_place / "told"
     told.touch()
     told.chmod(0o666)
-    with _reachable(told):
-        hook = Hook(("/bin/sh", "-c", f"sleep 60 & echo $! >{told}; wait"), timeout=0.5)
-        assert attempt(hook, a_message()) == (False, "/bin/sh was not done in time")
+    hook = Hook(("/bin/sh", "-c", f"sleep 60 & echo $! >{told}; wait"), timeout=0.5)
 
+    assert attempt(hook, a_message()) == (False, "/bin/sh was not done in time")
     until(lambda: not runs(int(told.read_text())))
 
 
@@ -323,12 +295,6 @@ def test_a_hook_of_a_user_that_is_not_there_is_not_run_as_root(tmp_path):
     went_out, why = attempt(Hook(("/bin/true",), user="no-such-user"), a_message())
 
     assert (went_out, why) == (False, "there is no user 'no-such-user' to run a hook as")
-
-
-@pytest.mark.parametrize("command", [(), ("tell",), ("./tell",), ("/bin/echo", "a\0b")])
-def test_a_hook_needs_a_whole_path(command):
-    with pytest.raises(InvalidRequest):
-        Hook(command)
 
 
 def test_other_services_are_reached_through_apprise(tmp_path, monkeypatch, capfd):
@@ -376,6 +342,6 @@ def test_without_apprise_one_is_told_how_to_install_it(tmp_path, monkeypatch):
 )
 def test_a_hook_whose_user_cannot_be_had_is_said_before_it_is_needed(monkeypatch, euid, user, problem):
     monkeypatch.setattr(os, "geteuid", lambda: euid)
-    found = list(problems({"x": Hook(("/bin/true",), user=user)}))
+    told = list(problems({"x": Hook(("/bin/true",), user=user)}))
 
-    assert [problem in each for each in found] == ([True] if problem else [])
+    assert [problem in text for text in told] == ([True] if problem else [])

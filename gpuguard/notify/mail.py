@@ -22,8 +22,7 @@ _PORTS = {"starttls": 587, "tls": 465, "none": 25}
 def deliver(target: Email, message: Message) -> str | None:
     """Send *message* now; returns which addresses the server refused, None when it took all.
 
-    Raises:
-        Undelivered: and why.
+    Raises Undelivered: and why.
     """
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip("-.") or "localhost"
     sender = target.from_ or f"gpuguard@{host}"

@@ -61,10 +61,6 @@ class Batch:
     failures: int = 0
     again: float = 0.0  # not to be tried before
 
-    def joined(self) -> Message:
-        """The one message."""
-        return joined(self.messages, self.count)
-
     def with_more(self, later: Batch | None) -> Batch:
         """This one and a later one."""
         if later is None:
@@ -191,14 +187,10 @@ def problems(targets: Mapping[str, Target]) -> Iterator[str]:
             yield f"{name}: {programs.INSTALL_APPRISE}"
 
 
-QUEUED = "queued"
 UNKNOWN = "no such target"
-FULL = "the queue is full"
-STOPPED = "the sender has stopped"
 STUCK = "no thread can be started now: it goes out with the next message"
 
 Report = Callable[[Event], object]
-Clock = Callable[[], float]
 
 
 class Sender:
@@ -208,47 +200,32 @@ class Sender:
         targets: by the names under which policies speak of them.
         report: gets an Event for each delivery, in another thread; history.append will do.
         templates: the texts by language.
-        clock: seconds, steady.
     """
 
     def __init__(
-        self,
-        targets: Mapping[str, Target],
-        report: Report,
-        *,
-        templates: Mapping[str, Template] = TEMPLATES,
-        clock: Clock = time.monotonic,
+        self, targets: Mapping[str, Target], report: Report, templates: Mapping[str, Template] = TEMPLATES
     ) -> None:
-        self._targets = dict(targets)
         self._templates = templates
-        self._lanes = {name: _Lane(name, target, report, clock) for name, target in targets.items()}
+        self._lanes = {name: _Lane(name, target, report) for name, target in targets.items()}
 
     def notify(self, name: str, verdict: Verdict, snapshot: Snapshot) -> str:
         """Send the target *name* a message about *verdict*, in its language; returns at once what became of that."""
-        if name not in self._targets:
+        if name not in self._lanes:
             return UNKNOWN
-        target = self._targets[name]
+        target = self._lanes[name].target
         # A mail is read as it is; all else may end in a chat program, by a webhook of its or by the admin's own script.
         chat = not isinstance(target, Email)
         return self.send(name, message_for(verdict, snapshot, target.language, self._templates, chat=chat))
 
     def send(self, name: str, message: Message) -> str:
         """Queue *message* for the target *name*; returns at once what became of that."""
-        lane = self._lanes.get(name)
-        return lane.put(message) if lane else UNKNOWN
-
-    def flush(self, seconds: float) -> bool:
-        """Send what waits now, one message per recipient; whether all of it has gone out within *seconds*."""
-        return self._hurry(seconds, last=False)
+        return self._lanes[name].put(message) if name in self._lanes else UNKNOWN
 
     def stop(self, seconds: float) -> bool:
-        """Flush, and take nothing more; what has not gone out after *seconds* may still, as long as we live."""
-        return self._hurry(seconds, last=True)
-
-    def _hurry(self, seconds: float, *, last: bool) -> bool:
+        """Take nothing more, and send what waits, one message per recipient; whether all went out within *seconds*."""
         end = time.monotonic() + seconds
         for lane in self._lanes.values():  # all of them start before the first is waited for
-            lane.hurry(last=last)
+            lane.close()
         settled = [lane.settled(max(0.0, end - time.monotonic())) for lane in self._lanes.values()]
         return all(settled)
 
@@ -256,37 +233,34 @@ class Sender:
 class _Lane:
     """One target: its queue, and the thread that empties it."""
 
-    def __init__(self, name: str, target: Target, report: Report, clock: Clock) -> None:
-        self.name = name
-        self.target = target
-        self.report = report
-        self.clock = clock
+    def __init__(self, name: str, target: Target, report: Report) -> None:
+        self.name, self.target, self.report = name, target, report
         self._pace = Pace(personal=getattr(target, "personal", False))
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._busy = self._hurried = self._closed = False
+        self._busy = self._closed = False
+        self._all_due = False  # at the end what waits goes out, whatever the pace
 
     def put(self, message: Message) -> str:
         with self._changed:
             if self._closed:
-                return STOPPED
-            if not self._pace.put(message, self.clock()):
-                return FULL
+                return "the sender has stopped"
+            if not self._pace.put(message, time.monotonic()):
+                return "the queue is full"
             started = self._start()
             self._changed.notify_all()
-        return QUEUED if started else STUCK
+        return "queued" if started else STUCK
 
-    def hurry(self, *, last: bool) -> None:
+    def close(self) -> None:
         with self._changed:
-            self._closed = self._closed or last
-            self._hurried = bool(self._pace.waiting)
-            if self._hurried:
+            self._closed, self._all_due = True, bool(self._pace.waiting)
+            if self._all_due:
                 self._start()
             self._changed.notify_all()
 
     def settled(self, seconds: float) -> bool:
         with self._changed:
-            done = self._changed.wait_for(lambda: not (self._busy or self._hurried), seconds)
+            done = self._changed.wait_for(lambda: not (self._busy or self._all_due), seconds)
             return done and not self._pace.waiting
 
     def _start(self) -> bool:
@@ -313,10 +287,10 @@ class _Lane:
         """What is to be delivered now, as soon as there is something; [] at the end."""
         with self._changed:
             while True:
-                if self._hurried:
-                    work, self._hurried = self._pace.pop_all(), False
+                if self._all_due:
+                    work, self._all_due = self._pace.pop_all(), False
                 else:
-                    due = None if self._closed else self._pace.pop_due(self.clock())
+                    due = None if self._closed else self._pace.pop_due(time.monotonic())
                     work = [due] if due else []
                 if work:
                     self._busy = True
@@ -326,7 +300,7 @@ class _Lane:
                 if self._closed:
                     self._rest()
                     return []
-                self._changed.wait(self._pace.wait(self.clock()))
+                self._changed.wait(self._pace.wait(time.monotonic()))
 
     def _rest(self) -> None:
         if self._thread is threading.current_thread():  # not when a successor has begun already
@@ -334,11 +308,11 @@ class _Lane:
             self._changed.notify_all()
 
     def _deliver(self, batch: Batch) -> None:
-        message = batch.joined()
+        message = joined(batch.messages, batch.count)
         went_out, remark = attempt(self.target, message)
         with self._changed:
             pace = self._pace
-            {True: pace.succeeded, False: pace.failed, None: pace.dropped}[went_out](batch, self.clock())
+            {True: pace.succeeded, False: pace.failed, None: pace.dropped}[went_out](batch, time.monotonic())
             pause, given_up = pace.pause, went_out is None or (self._closed and not went_out)
         outcome = "sent" if went_out else "given up" if given_up else "failed"
         facts = (

@@ -55,8 +55,7 @@ class Secret:
     def read(self) -> str:
         """The secret itself, without the end of its line.
 
-        Raises:
-            Undelivered: it is not there, or others could have read or written it.
+        Raises Undelivered: it is not there, or others could have read or written it.
         """
         name = self.file or f"${self.env}"
         try:

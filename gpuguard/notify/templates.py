@@ -85,7 +85,7 @@ How to stop it: $stop
             "memory": "Use less memory, or end the process.",
             "memory_growth": "Look for what keeps growing, or end the process.",
             "unclaimed": "Claim the device as it runs: `gpuguard adopt PID`.  Next time start it with `gpuguard run`.",
-            "trespass": "End the process: the device is claimed by somebody else.  `gpuguard select` names a free one.",
+            "trespass": "End the process: the device is claimed by another user.  `gpuguard select` names a free one.",
             "temperature": "Let the device cool down: end or reduce what runs on it.",
             "power": "Reduce what runs on the device.",
             "health": "Save your work and leave the device: an administrator has to look at it.",
@@ -222,9 +222,9 @@ def message_for(
 
     Args:
         verdict: what a policy found and wants done.
-        snapshot: that it was judged by: names the device and the host.
+        snapshot: that it was judged by.
         language: en or zh.
-        templates: by language, those of the admin; a language that is missing has its own texts.
+        templates: by language, those of the admin.
         chat: whether it may come to a chat program: then what strangers wrote mentions no one there, and is no link.
     """
     language = language if language in WORDS else ENGLISH
@@ -233,9 +233,8 @@ def message_for(
     values["processes"] = "\n".join(_processes(verdict.finding.processes, WORDS[language]))
     if chat:
         values |= {name: _CALL.sub(lambda m: _CALLED[m[0]], text) for name, text in values.items() if name not in _OURS}
-    subject = _filled(
-        template.subject or own.subject, {name: text.replace("\n", ", ") for name, text in values.items()}
-    )
+    subject_values = {name: text.replace("\n", ", ") for name, text in values.items()}
+    subject = _filled(template.subject or own.subject, subject_values)
     summary = [values[name] for name in ("device", "user", "why") if values[name]]
     return Message(
         subject=neutralise(" ".join(subject.split()).rstrip(" :："))[:LONGEST_SUBJECT],
@@ -248,15 +247,12 @@ def message_for(
     )
 
 
-def joined(messages: Sequence[Message], count: int | None = None) -> Message:
-    """One message for several: the first in full, the others in a line each.
+def joined(messages: Sequence[Message], count: int) -> Message:
+    """One message for several, the oldest first: that one in full, the others in a line each.
 
-    Args:
-        messages: at least one, the oldest first.
-        count: of findings in all, when not all of them were kept.
+    *count* is of findings in all, where not all of them were kept.
     """
     first, others = messages[0], messages[1 : MOST_LINES + 1]
-    count = sum(message.count for message in messages) if count is None else count
     if count <= 1:
         return first
     words = WORDS[first.language]
@@ -276,9 +272,7 @@ def joined(messages: Sequence[Message], count: int | None = None) -> Message:
 def _values(verdict: Verdict, snapshot: Snapshot, language: str) -> dict[str, str]:
     words, finding, subject = WORDS[language], verdict.finding, verdict.finding.subject
     device = snapshot.device(subject.device) if subject.device else None
-    name = subject.device or ""
-    if device:
-        name = f"GPU {device.index}" + (f" ({device.name})" if device.name else "")
+    name = f"GPU {device.index}" + (f" ({device.name})" if device.name else "") if device else subject.device or ""
     return {
         "host": snapshot.host,
         "policy": verdict.policy,
@@ -286,7 +280,6 @@ def _values(verdict: Verdict, snapshot: Snapshot, language: str) -> dict[str, st
         "why": finding.why,
         "device": name,
         "user": subject.user or ("" if subject.uid is None else f"uid {subject.uid}"),
-        "processes": "",
         "action": words.actions.get(verdict.action, verdict.action),
         "since": format_duration(max(0.0, snapshot.clock - verdict.since)),
         "time": local_time(snapshot.taken_at, "%Y-%m-%d %H:%M:%S %z"),
