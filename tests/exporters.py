@@ -9,6 +9,7 @@ with an_influxdb(tmp_path) as influx: influx.url, influx.query("SHOW MEASUREMENT
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import urllib.error
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import eventually
+from nodes import Gpuguard, eventually
 from proc import free_port
 
 _PACKAGES = {
@@ -46,7 +47,7 @@ def fetch(url: str, *, data: bytes | None = None) -> str:
 
 
 def fetched(url: str) -> str | None:
-    """The page, or None where nobody listens yet."""
+    """The page, or None where no server listens yet."""
     try:
         return fetch(url)
     except (urllib.error.URLError, ConnectionError):
@@ -67,6 +68,22 @@ def _running(words: list[str], place: Path, url: str) -> Iterator[None]:
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+@contextmanager
+def a_metrics_server(gpuguard: Gpuguard, *options: str) -> Iterator[str]:
+    """`gpuguard metrics --serve` at a port of its own: its address."""
+    with gpuguard.start("metrics", "--serve", "127.0.0.1:0", *options) as process:
+        try:
+            assert process.stderr
+            line = process.stderr.readline()
+            address = re.search(r"http://([\d.:]+)/metrics", line)
+            assert address, line + process.stderr.read()
+            yield address[1]
+            process.terminate()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
 
 
 @dataclass(frozen=True)
@@ -103,7 +120,7 @@ def a_prometheus(place: Path, target: str, compat: str = "") -> Iterator[Prometh
 
 @contextmanager
 def a_node_exporter(place: Path, directory: Path) -> Iterator[str]:
-    """One that tells nothing but the files of *directory*: the address of its page."""
+    """A node_exporter that tells nothing but the files of *directory*: the address of its page."""
     address = f"127.0.0.1:{free_port()}"
     words = [
         program("prometheus-node-exporter"), "--collector.disable-defaults", "--collector.textfile",
@@ -122,10 +139,10 @@ class Influx:
         base = self.url.partition("/write")[0]
         answer = json.loads(fetch(f"{base}/query?" + urllib.parse.urlencode({"db": "gpuguard", "q": text})))
         return [
-            {**dict(zip(one["columns"], row, strict=True)), **one.get("tags", {})}
+            {**dict(zip(series["columns"], row, strict=True)), **series.get("tags", {})}
             for result in answer["results"]
-            for one in result.get("series", [])
-            for row in one["values"]
+            for series in result.get("series", [])
+            for row in series["values"]
         ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import fields, replace
 
 import pytest
@@ -46,7 +47,7 @@ def facts_about(snapshot: Snapshot, **more) -> MetricFacts:
 
 
 def read(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """What somebody else's parser reads from a page, by name and labels."""
+    """What another program's parser reads from a page, by name and labels."""
     page: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -57,8 +58,12 @@ def read(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     return page
 
 
-def told(found: list[MetricFamily]) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+def told(found: Iterable[MetricFamily]) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     return read(to_prometheus(found))
+
+
+def page_about(*devices: Device, **fields) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    return told(metric_families(facts_about(a_snapshot(*devices, **fields))))
 
 
 def the_one(page, name, **labels_):
@@ -67,7 +72,7 @@ def the_one(page, name, **labels_):
 
 def test_a_device_is_told_in_base_units():
     device = a_device(memory_used=10 * GIB, **FULL)
-    page = told(metric_families(facts_about(a_snapshot(device))))
+    page = page_about(device)
     one = {"uuid": device.uuid}
 
     assert the_one(page, "gpuguard_device_memory_used_bytes", **one) == 10 * GIB
@@ -82,82 +87,75 @@ def test_a_device_is_told_in_base_units():
 @pytest.mark.parametrize("name", [field.name for field in fields(Device) if field.name not in ("index", "uuid")])
 def test_what_is_unknown_of_a_device_is_absent_and_nothing_else_is(name):
     known = a_device(**FULL)
-    whole = told(metric_families(facts_about(a_snapshot(known))))
-    less = told(metric_families(facts_about(a_snapshot(replace(known, **{name: None})))))
+    whole = page_about(known)
+    less = page_about(replace(known, **{name: None}))
     sources = [f"gpuguard_device_{row[0]}" for row in DEVICE_VALUES if row[3] == name]
 
-    assert all(each in whole and each not in less for each in sources)
-    assert all(0.0 not in less[each].values() or 0.0 in whole[each].values() for each in less)
+    assert all(name in whole and name not in less for name in sources)
+    assert all(0.0 not in less[name].values() or 0.0 in whole[name].values() for name in less)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_is_absent(value):
-    page = told(metric_families(facts_about(a_snapshot(a_device(temperature=value)))))
+    page = page_about(a_device(temperature=value))
 
     assert "gpuguard_device_temperature_celsius" not in page
 
 
 def test_a_device_is_in_one_state():
-    page = told(metric_families(facts_about(a_snapshot(a_device()))))
+    page = page_about(a_device())
 
     assert len(page["gpuguard_device_state"]) == len(STATES)
     assert sum(page["gpuguard_device_state"].values()) == 1
     assert the_one(page, "gpuguard_device_state", uuid=a_device().uuid, state="free") == 1
 
 
-def test_the_slurm_job_that_has_a_device_is_named():
-    device = a_device(0)
-    page = told(metric_families(facts_about(a_snapshot(device, claims=(a_claim_record(device, id="slurm12"),)))))
-
-    assert the_one(page, "gpuguard_device_slurm_job", user="alice", uuid=device.uuid, job="12") == 1
-
-
-def test_who_claims_and_leaves_idle_and_who_computes_without_a_claim():
+def test_users_who_claim_who_leave_idle_and_who_compute_without_a_claim_and_jobs_of_slurm():
     idle = a_device(0)
     stolen = a_device(1, processes=(a_process(9, user="bob", uid=1002),), utilization=90.0, memory_used=11 * GIB)
-    page = told(metric_families(facts_about(a_snapshot(idle, stolen, claims=(a_claim_record(idle),)))))
+    page = page_about(idle, stolen, claims=(a_claim_record(idle, id="slurm12"),))
 
     assert the_one(page, "gpuguard_user_claimed_devices", user="alice") == 1
     assert the_one(page, "gpuguard_user_idle_devices", user="alice") == 1
     assert the_one(page, "gpuguard_device_idle_claims", user="alice", uuid=idle.uuid) == 1
-    assert "gpuguard_device_slurm_job" not in page
+    assert the_one(page, "gpuguard_device_slurm_job", user="alice", uuid=idle.uuid, job="12") == 1
     assert page["gpuguard_user_unclaimed_devices"] == {(("user", "bob"),): 1}
     assert the_one(page, "gpuguard_user_memory_used_bytes", user="bob") == 10 * GIB
 
 
 def test_nothing_is_told_of_claims_that_cannot_be_read():
-    snapshot = a_snapshot(a_device(processes=(a_process(),)), gaps=(Gap(None, "claims", "no directory"),))
-    page = told(metric_families(facts_about(snapshot)))
+    page = page_about(a_device(processes=(a_process(),)), gaps=(Gap(None, "claims", "no directory"),))
 
     assert not {name for name in page if "claim" in name or "_user_" in name}
     assert the_one(page, "gpuguard_sample_gaps", field="claims") == 1
 
 
 def test_memory_of_which_a_part_is_unknown_is_unknown():
-    running = (a_process(8), a_process(9, memory_used=None))
-    page = told(metric_families(facts_about(a_snapshot(a_device(processes=running)))))
+    page = page_about(a_device(processes=(a_process(8), a_process(9, memory_used=None))))
 
     assert "gpuguard_user_memory_used_bytes" not in page
 
 
-def test_the_waiting_line():
-    page = told(metric_families(MetricFacts(1000.0, "1", waiting=(("alice", 400.0), ("bob", 900.0), ("alice", 950.0)))))
+@pytest.mark.parametrize(
+    ("waiting", "told_of"),
+    [
+        ((("alice", 400.0), ("bob", 900.0), ("alice", 950.0)), (3, 600, {"alice": 2, "bob": 1})),
+        ((), (0, None, {})),
+        (None, (None, None, {})),
+    ],
+    ids=["three", "nobody", "unreadable"],
+)
+def test_the_queue_is_told_and_one_that_cannot_be_read_is_no_number(waiting, told_of):
+    page = told(metric_families(MetricFacts(1000.0, "1", waiting=waiting)))
+    users = {dict(key)["user"]: value for key, value in page.get("gpuguard_user_waiting_requests", {}).items()}
+    requests, oldest = (page.get(f"gpuguard_waiting_{name}", {}).get(()) for name in ("requests", "oldest_seconds"))
 
-    assert the_one(page, "gpuguard_waiting_requests") == 3
-    assert the_one(page, "gpuguard_waiting_oldest_seconds") == 600
-    assert the_one(page, "gpuguard_user_waiting_requests", user="alice") == 2
-
-
-def test_nobody_waits_is_a_number_and_a_line_that_cannot_be_read_is_none():
-    nobody, unknown = (told(metric_families(MetricFacts(1000.0, "1", waiting=waiting))) for waiting in ((), None))
-
-    assert nobody["gpuguard_waiting_requests"] == {(): 0} and "gpuguard_waiting_oldest_seconds" not in nobody
-    assert "gpuguard_waiting_requests" not in unknown
+    assert (requests, oldest, users) == told_of
 
 
 def test_old_numbers_are_not_told_as_new_ones():
     facts = facts_about(a_snapshot(a_device(**FULL)), current=False, driver_up=False, uses=())
-    page = told(metric_families(facts) + dcgm(facts) + nvitop(facts))
+    page = told([*metric_families(facts), *dcgm(facts), *nvitop(facts)])
 
     assert {name for name in page if "device" in name} == {"gpuguard_device_info", "gpuguard_devices"}
     assert not {name for name in page if not name.startswith("gpuguard_")}
@@ -180,18 +178,18 @@ def test_no_label_is_a_pid():
 
 
 def test_so_many_users_make_no_more_series():
-    running = tuple(a_process(100 + place, user=f"user{place}", uid=2000 + place) for place in range(3 * MAX_USERS))
-    page = told(metric_families(facts_about(a_snapshot(a_device(processes=running)))))
+    running = tuple(a_process(100 + number, user=f"user{number}", uid=2000 + number) for number in range(3 * MAX_USERS))
+    page = page_about(a_device(processes=running))
 
     assert len(page["gpuguard_user_used_devices"]) == MAX_USERS + 1
     assert the_one(page, "gpuguard_user_used_devices", user="(others)") == 2 * MAX_USERS
 
 
-def test_uids_without_a_name_are_few_and_keep_nobody_off_the_page():
-    # Somebody in a user namespace has 65536 of them, and each may have more devices than alice.
-    crowd = [a_process(100 + place, user=str(100_000 + place), uid=100_000 + place) for place in range(3 * MAX_USERS)]
+def test_uids_without_a_name_are_few_and_keep_no_user_off_the_page():
+    # A user in a user namespace has 65536 of them, and each may have more devices than alice.
+    crowd = [a_process(pid, user=str(100_000 + pid), uid=100_000 + pid) for pid in range(100, 100 + 3 * MAX_USERS)]
     devices = a_device(0, processes=tuple(crowd)), a_device(1, processes=(a_process(99, user="alice"), *crowd))
-    page = told(metric_families(facts_about(a_snapshot(*devices))))
+    page = page_about(*devices)
 
     assert the_one(page, "gpuguard_user_used_devices", user="alice") == 1
     assert len(page["gpuguard_user_used_devices"]) == MAX_NAMELESS + 2
@@ -200,22 +198,22 @@ def test_uids_without_a_name_are_few_and_keep_nobody_off_the_page():
 def test_claims_that_call_themselves_jobs_of_slurm_make_few_series():
     device = a_device(0)
     ids = ["slurm" + "9" * 100, "slurm\u0661\u0662", *(f"slurm{number}" for number in range(1000, 1500))]
-    claims = tuple(a_claim_record(device, id=each) for each in ids)
-    page = told(metric_families(facts_about(a_snapshot(device, claims=claims))))
+    claims = tuple(a_claim_record(device, id=claim_id) for claim_id in ids)
+    page = page_about(device, claims=claims)
 
     assert len(page["gpuguard_device_slurm_job"]) == MAX_JOBS
-    assert {len(dict(each)["job"]) for each in page["gpuguard_device_slurm_job"]} == {4}
+    assert {len(dict(key)["job"]) for key in page["gpuguard_device_slurm_job"]} == {4}
 
 
 def test_names_that_look_alike_when_they_are_harmless_are_one():
     hostile = "a\x1b[31m", "a\\x1b[31m"
-    running = tuple(a_process(10 + place, user=name) for place, name in enumerate(hostile))
-    page = told(metric_families(facts_about(a_snapshot(a_device(processes=running)))))
+    running = tuple(a_process(pid, user=name) for pid, name in enumerate(hostile, 10))
+    page = page_about(a_device(processes=running))
 
     assert page["gpuguard_user_used_devices"] == {(("user", "a\\x1b[31m"),): 2}
 
 
-def test_a_nameless_process_is_nobodys():
+def test_a_process_without_a_name_is_of_no_user():
     assert user_labels([None, "eve"])(None) == "(unknown)"
     assert user_labels(["(unknown)"])("(unknown)") == "(unknown)"
 
@@ -249,7 +247,7 @@ def test_dcgm_names_have_the_units_of_dcgm():
     page = told(dcgm(facts_about(snapshot)))
     # The parser calls every counter ..._total, as its own library would have it.
     names = {name: name.removeprefix("DCGM_FI_DEV_").removesuffix("_total") for name in page}
-    values = {names[name]: next(iter(each.values())) for name, each in page.items()}
+    values = {names[name]: next(iter(series.values())) for name, series in page.items()}
 
     assert values["FB_USED"] == 3 * 1024 and values["SM_CLOCK"] == 1980 and values["GPU_UTIL"] == 50
     assert values["TOTAL_ENERGY_CONSUMPTION"] == 12500 and values["POWER_USAGE"] == 70 and values["GPU_TEMP"] == 35
@@ -284,7 +282,7 @@ def test_a_part_of_a_divided_device_bears_its_uuid_and_its_own_number():
 
 def test_nvitop_names_have_the_units_of_nvitop():
     page = told(nvitop(facts_about(a_snapshot(a_device(memory_used=3 * GIB, **FULL)))))
-    values = {name: next(iter(each.values())) for name, each in page.items()}
+    values = {name: next(iter(series.values())) for name, series in page.items()}
 
     assert values["gpu_memory_used_MiB"] == 3072 and values["gpu_clock_sm_MHz"] == 1980
     assert values["gpu_memory_percent_Percentage"] == 3.75
@@ -293,13 +291,13 @@ def test_nvitop_names_have_the_units_of_nvitop():
 
 @pytest.mark.parametrize("name", COMPAT)
 def test_before_the_first_sample_there_are_no_numbers(name):
-    assert COMPAT[name](MetricFacts(1.0, "1")) == []
+    assert list(COMPAT[name](MetricFacts(1.0, "1"))) == []
 
 
 def test_influx_has_one_line_per_subject():
     device = a_device(**FULL)
     lines = to_influx(metric_families(facts_about(a_snapshot(device))), "node1", 1_700_000_000.0)
-    (line,) = [each for each in lines if each.startswith(f"gpuguard_device,host=node1,uuid={device.uuid} ")]
+    (line,) = [text for text in lines if text.startswith(f"gpuguard_device,host=node1,uuid={device.uuid} ")]
 
     assert "temperature_celsius=35" in line and "energy_joules_total=12.5" in line
     assert line.endswith(" 1700000000000000000")

@@ -16,12 +16,11 @@ from types import SimpleNamespace
 import pytest
 from builders import a_device, a_snapshot
 from daemons import a_daemon
-from exporters import fetch
+from exporters import a_metrics_server, fetch
 from fake_nvml import FakeNvml
 from nodes import GIB, Gpuguard, a_user, eventually, until
 from queues import a_ticket
 from test_metrics import read, the_one
-from test_prometheus import a_server
 from wrapped import content
 
 from gpuguard.metrics import facts
@@ -45,7 +44,7 @@ def test_the_page_goes_to_standard_output_with_names_of_other_exporters_on_deman
     assert "DCGM_FI_DEV_SM_CLOCK{" in more.stdout and "gpu_temperature_C{" in more.stdout
 
 
-def test_who_claims_is_told(gpuguard):
+def test_claims_of_users_are_told(gpuguard):
     done = gpuguard("run", "--quiet", "-n", "1", "--", *gpuguard.words("metrics"))
 
     assert sum(read(done.stdout)["gpuguard_user_claimed_devices"].values()) == 1
@@ -59,7 +58,7 @@ def test_a_driver_that_cannot_be_reached_is_an_exit_code_and_a_number(gpuguard, 
     assert the_one(read(done.stdout), "gpuguard_driver_up") == 0
 
 
-def test_the_file_for_node_exporter_is_whole_and_for_everybody(gpuguard, textfile):
+def test_the_file_for_node_exporter_is_whole_and_readable_for_all(gpuguard, textfile):
     left = textfile / "gpuguard.prom.0123456789abcdef.new"
     left.write_text("of a writer that was killed")
     os.utime(left, (0, 0))
@@ -146,7 +145,7 @@ def test_a_driver_that_goes_away_while_we_serve_takes_its_numbers_along(gpuguard
     def page():
         return read(fetch(f"http://{target}/metrics"))
 
-    with a_server(gpuguard) as target:
+    with a_metrics_server(gpuguard) as target:
         assert "gpuguard_device_temperature_celsius" in page()
         (tmp_path / "node" / "node.json").rename(tmp_path / "away")
         assert eventually(lambda: the_one(page(), "gpuguard_driver_up") == 0)
@@ -158,7 +157,7 @@ def test_a_driver_that_goes_away_while_we_serve_takes_its_numbers_along(gpuguard
 
 
 def test_many_scrapes_at_once_ask_the_driver_once(tmp_path):
-    with FakeNvml(tmp_path, devices=8) as fake, a_server(Gpuguard(tmp_path, fake)) as target:
+    with FakeNvml(tmp_path, devices=8) as fake, a_metrics_server(Gpuguard(tmp_path, fake)) as target:
         fetch(f"http://{target}/metrics")
         assert eventually(lambda: not _asks_again(fake, target, 1))
 
@@ -275,7 +274,7 @@ def test_only_what_a_policy_did_is_counted_as_such(monkeypatch):
     assert counter.totals() == {"actions": {("p", "warn", "done"): 2}, "unrecorded": 2, "troubles": 1}
 
 
-def test_errors_of_memory_are_read_each_minute_and_only_while_somebody_asks(monkeypatch):
+def test_errors_of_memory_are_read_each_minute_and_only_while_scrapes_come(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(facts.time, "monotonic", lambda: now)
     rare, without = RareFields(), a_snapshot(a_device())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 from endpoints import WebServer, a_web_server
-from exporters import a_node_exporter, a_prometheus, an_influxdb, fetch, program
+from exporters import a_metrics_server, a_node_exporter, a_prometheus, an_influxdb, fetch, program
 from nodes import GIB, Gpuguard, a_user, change, eventually, start
 from proc import free_port
 from sources import ROOT
@@ -64,21 +64,19 @@ def names_told() -> set[str]:
     return {family.name for family in everything()}
 
 
-def test_the_linter_of_prometheus_has_nothing_to_say():
-    done = promtool("check", "metrics", text=to_prometheus(everything()))
-
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 @pytest.mark.parametrize(
-    "planted",
+    ("text", "is_sound"),
     [
-        "# TYPE gpuguard_x counter\ngpuguard_x 1\n",
-        "# HELP gpuguard_y_total Y.\n# TYPE gpuguard_y_total gauge\ngpuguard_y_total 1\n",
+        (None, True),
+        ("# TYPE gpuguard_x counter\ngpuguard_x 1\n", False),
+        ("# HELP gpuguard_y_total Y.\n# TYPE gpuguard_y_total gauge\ngpuguard_y_total 1\n", False),
     ],
+    ids=["ours", "a counter without _total", "a gauge with it"],
 )
-def test_the_linter_would_have_something_to_say(planted):
-    assert promtool("check", "metrics", text=planted).returncode != 0
+def test_the_linter_of_prometheus_has_nothing_to_say_of_ours_and_would_of_others(text, is_sound):
+    done = promtool("check", "metrics", text=text or to_prometheus(everything()))
+
+    assert (done.returncode == 0 and not done.stdout + done.stderr) == is_sound
 
 
 def test_prometheus_answers_with_our_numbers(tmp_path):
@@ -86,7 +84,11 @@ def test_prometheus_answers_with_our_numbers(tmp_path):
     start(place, "2xH100-80GB")
     change(place, 1, temperature=WorkPattern(81.0, 81.0))
     gpuguard = Gpuguard(tmp_path, None)
-    with a_user(place, "0", 10 * GIB), a_server(gpuguard) as target, a_prometheus(tmp_path, target) as prometheus:
+    with (
+        a_user(place, "0", 10 * GIB),
+        a_metrics_server(gpuguard) as target,
+        a_prometheus(tmp_path, target) as prometheus,
+    ):
         prometheus.until("gpuguard_device_temperature_celsius")
         page = fetch(f"http://{target}/metrics")
 
@@ -94,7 +96,7 @@ def test_prometheus_answers_with_our_numbers(tmp_path):
             told = sorted(
                 float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if re.match(rf"{name}[{{ ]", line)
             )
-            read = sorted(float(one["value"][1]) for one in prometheus.query(name))
+            read = sorted(float(row["value"][1]) for row in prometheus.query(name))
             assert told == read and told, name
         (hot,) = prometheus.query(
             "(gpuguard_device_temperature_celsius > 80) * on(uuid) group_left(index, name) gpuguard_device_info"
@@ -107,10 +109,10 @@ def test_prometheus_answers_with_our_numbers(tmp_path):
 
 def test_the_questions_of_nvidias_dashboard_are_answered(tmp_path):
     start(str(tmp_path / "node"), "2xH100-80GB")
-    with a_server(Gpuguard(tmp_path, None)) as target, a_prometheus(tmp_path, target, "dcgm") as prometheus:
+    with a_metrics_server(Gpuguard(tmp_path, None)) as target, a_prometheus(tmp_path, target, "dcgm") as prometheus:
         prometheus.until("DCGM_FI_DEV_FB_FREE offset 3s")
 
-        assert [each for each in NVIDIAS if not prometheus.query(each % SELECTOR)] == []
+        assert [asked for asked in NVIDIAS if not prometheus.query(asked % SELECTOR)] == []
         assert prometheus.query("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE") == []  # the checker can fail
 
 
@@ -162,33 +164,10 @@ def test_the_dashboard_asks_what_prometheus_understands_and_answers(tmp_path):
     asked = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     assert len(asked) >= 12
     start(str(tmp_path / "node"), "2xH100-80GB")
-    with a_server(Gpuguard(tmp_path, None)) as target, a_prometheus(tmp_path, target) as prometheus:
+    with a_metrics_server(Gpuguard(tmp_path, None)) as target, a_prometheus(tmp_path, target) as prometheus:
         prometheus.until("gpuguard_devices offset 3s")
-        for each in asked:
-            prometheus.query(each.replace("$instance", ".+").replace("$__rate_interval", "10s"))  # a fault raises
-
-
-class a_server:  # noqa: N801  read as a phrase
-    """`gpuguard metrics --serve` at a port of its own: its address."""
-
-    def __init__(self, gpuguard: Gpuguard, *options: str) -> None:
-        self._gpuguard, self._options = gpuguard, options
-
-    def __enter__(self) -> str:
-        self._process = self._gpuguard.start("metrics", "--serve", "127.0.0.1:0", *self._options)
-        assert self._process.stderr
-        line = self._process.stderr.readline()
-        found = re.search(r"http://([\d.:]+)/metrics", line)
-        assert found, line + self._process.stderr.read()
-        return found[1]
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        try:
-            assert self._process.wait(20) == 0
-        finally:
-            self._process.kill()
-            self._process.communicate()
+        for expression in asked:
+            prometheus.query(expression.replace("$instance", ".+").replace("$__rate_interval", "10s"))  # a fault raises
 
 
 HOSTILE = 'eve, x=1\\ "q" 张\n\\'
@@ -209,13 +188,13 @@ def test_influxdb_answers_with_our_numbers(tmp_path):
             to_influx(metric_families(facts_about(snapshot)), "node 1,x=\\", snapshot.taken_at)
         )
 
-        (one,) = influx.query("SELECT memory_used_bytes, temperature_celsius FROM gpuguard_device WHERE uuid != ''")[:1]
-        assert (one["memory_used_bytes"], one["temperature_celsius"]) == (10 * GIB, 35)
+        row, *_ = influx.query("SELECT memory_used_bytes, temperature_celsius FROM gpuguard_device WHERE uuid != ''")
+        assert (row["memory_used_bytes"], row["temperature_celsius"]) == (10 * GIB, 35)
         users = influx.query("SELECT claimed_devices FROM gpuguard_user GROUP BY *")
-        assert [(each["claimed_devices"], each["user"], each["host"]) for each in users] == [
+        assert [(row["claimed_devices"], row["user"], row["host"]) for row in users] == [
             (1, 'eve, x=1\\ "q" 张\\n/', "node 1,x=/")
         ]
-        names = {each["name"] for each in influx.query("SHOW MEASUREMENTS")}
+        names = {row["name"] for row in influx.query("SHOW MEASUREMENTS")}
         assert names == {"gpuguard", "gpuguard_device", "gpuguard_user"}
 
 
@@ -237,16 +216,21 @@ def test_influxdb_refuses_what_is_no_line(tmp_path):
         InfluxClient(influx.url).send(["gpuguard_device,host= x=1"])
 
 
-def test_what_cannot_be_sent_waits_and_goes_out_in_its_order():
-    with a_database(503) as (web, url):
+@pytest.mark.parametrize(
+    ("status", "message", "later"),
+    [(503, "answers 503", [b"a x=1\n", b"b x=1\n", b"c x=1\n"]), (400, "refuses", [b"c x=1\n"])],
+    ids=["busy", "refused"],
+)
+def test_what_cannot_be_sent_waits_in_its_order_and_what_is_refused_stops_nothing_behind_it(status, message, later):
+    with a_database(status) as (web, url):
         client = InfluxClient(url)
         for batch in ("a x=1", "b x=1"):
-            with pytest.raises(GpuguardError, match="answers 503"):
+            with pytest.raises(GpuguardError, match=message):
                 client.send([batch])
         web.status, web.requests = 204, []
         client.send(["c x=1"])
 
-    assert [body for _, body in web.requests] == [b"a x=1\n", b"b x=1\n", b"c x=1\n"]
+    assert [body for _, body in web.requests] == later
     assert client.waiting == 0
 
 
@@ -257,17 +241,6 @@ def test_what_waits_is_bounded():
             client.send([f"a x={number}"])
 
     assert client.waiting == MAX_BATCHES
-
-
-def test_what_is_refused_does_not_stop_what_comes_behind_it():
-    with a_database(400) as (web, url):
-        client = InfluxClient(url)
-        with pytest.raises(GpuguardError, match="refuses"):
-            client.send(["bad"])
-        web.status, web.requests = 204, []
-        client.send(["good x=1"])
-
-    assert [body for _, body in web.requests] == [b"good x=1\n"]
 
 
 def test_the_token_goes_along_and_not_to_where_an_answer_redirects():

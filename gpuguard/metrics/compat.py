@@ -5,10 +5,10 @@ Only what gpuguard reads: no profiling counters, no PCIe and NVLink throughput, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from gpuguard.metrics.facts import ERROR_FIELDS, MetricFacts
-from gpuguard.metrics.families import MetricFamily, MetricSums, number
+from gpuguard.metrics.families import Labels, MetricFamily, distinct, family, labels, number
 from gpuguard.model import Device, Snapshot
 
 _MIB = 2**-20
@@ -48,60 +48,58 @@ NVITOP: tuple[tuple[str, str, str, float], ...] = (
 )
 
 
-def dcgm(facts: MetricFacts) -> list[MetricFamily]:
+def dcgm(facts: MetricFacts) -> Iterator[MetricFamily]:
     """What dcgm-exporter would tell; the parts of a divided device bear its uuid, as there."""
-    if not facts.snapshot or not facts.current:
-        return []
-    snapshot, families = facts.snapshot, []
+    snapshot = facts.snapshot
+    if not snapshot or not facts.current:
+        return
     named = {device.uuid: _dcgm_labels(device, snapshot) for device in snapshot.devices}
     for name, kind, text, field, factor in DCGM:
-        sums = MetricSums(f"DCGM_FI_DEV_{name}", text, kind)
         devices = facts.errors or snapshot.devices if field in ERROR_FIELDS else snapshot.devices
-        for device in {device.uuid: device for device in devices}.values():
-            value = number(getattr(device, field), factor)
-            sums.add(int(value) if value is not None and name in _WHOLE else value, **named[device.uuid])
-        families.append(sums.family())
-    return [family for family in families if family.values]
+        values = {named[device.uuid]: number(getattr(device, field), factor) for device in distinct(devices)}
+        if name in _WHOLE:
+            values = {key: value and int(value) for key, value in values.items()}
+        yield family(f"DCGM_FI_DEV_{name}", text, values.items(), kind)
 
 
-def _dcgm_labels(device: Device, snapshot: Snapshot) -> dict[str, object]:
-    whole = snapshot.device(device.parent_uuid) if device.parent_uuid else device
-    of = whole or device
-    return {
-        "gpu": device.index,
-        "UUID": of.uuid,
-        "pci_bus_id": of.pci_bus_id,
-        "device": None if of.minor_number is None else f"nvidia{of.minor_number}",
-        "modelName": of.name,
-        "GPU_I_PROFILE": device.mig_profile if device.parent_uuid else None,
-        "GPU_I_ID": device.gpu_instance_id if device.parent_uuid else None,
+def _dcgm_labels(device: Device, snapshot: Snapshot) -> Labels:
+    whole = (snapshot.device(device.parent_uuid) if device.parent_uuid else None) or device
+    return labels(
+        gpu=device.index,
+        UUID=whole.uuid,
+        pci_bus_id=whole.pci_bus_id,
+        device=None if whole.minor_number is None else f"nvidia{whole.minor_number}",
+        modelName=whole.name,
+        GPU_I_PROFILE=device.mig_profile if device.parent_uuid else None,
+        GPU_I_ID=device.gpu_instance_id if device.parent_uuid else None,
         # Its releases differ in this label, and dashboards are written for either.
-        "Hostname": snapshot.host,
-        "hostname": snapshot.host,
-        "DCGM_FI_DRIVER_VERSION": snapshot.driver_version,
-    }
+        Hostname=snapshot.host,
+        hostname=snapshot.host,
+        DCGM_FI_DRIVER_VERSION=snapshot.driver_version,
+    )
 
 
-def nvitop(facts: MetricFacts) -> list[MetricFamily]:
+def nvitop(facts: MetricFacts) -> Iterator[MetricFamily]:
     """What nvitop-exporter would tell of the devices."""
-    if not facts.snapshot or not facts.current:
-        return []
     snapshot = facts.snapshot
-    all_sums = [MetricSums(name, text) for name, text, _, _ in NVITOP]
-    shares = MetricSums("gpu_memory_percent_Percentage", "GPU memory percent (%).")
-    for device in {device.uuid: device for device in snapshot.devices}.values():
+    if not snapshot or not facts.current:
+        return
+    host, devices = snapshot.host, {}
+    for device in distinct(snapshot.devices):
         index = device.label.replace(".", ":")
-        named = {"hostname": snapshot.host, "index": index, "devicename": device.name, "uuid": device.uuid}
-        for sums, (_, _, field, factor) in zip(all_sums, NVITOP, strict=True):
-            sums.add(getattr(device, field), factor, **named)
-        known = device.memory_used is not None and device.memory_total
-        shares.add(round(100 * (device.memory_used or 0) / (device.memory_total or 1), 3) if known else None, **named)
-    info = MetricSums("nvitop_info", "The machine, under the name that nvitop-exporter gives it.")
+        devices[labels(hostname=host, index=index, devicename=device.name, uuid=device.uuid)] = device
+    for name, text, field, factor in NVITOP:
+        yield family(name, text, [(key, number(getattr(device, field), factor)) for key, device in devices.items()])
+    shares = [
+        (key, None if device.memory_used is None else round(100 * device.memory_used / device.memory_total, 3))
+        for key, device in devices.items()
+        if device.memory_total
+    ]
+    yield family("gpu_memory_percent_Percentage", "GPU memory percent (%).", shares)
     count = sum(device.parent_uuid is None for device in snapshot.devices)
     versions = {"driver_version": snapshot.driver_version, "cuda_driver_version": snapshot.cuda_version}
-    info.add(1, hostname=snapshot.host, device_count=count, **versions)
-    families = [sums.family() for sums in (*all_sums, shares, info)]
-    return [family for family in families if family.values]
+    machine = labels(hostname=host, device_count=count, **versions)
+    yield family("nvitop_info", "The machine, under the name that nvitop-exporter gives it.", [(machine, 1)])
 
 
-COMPAT: dict[str, Callable[[MetricFacts], list[MetricFamily]]] = {"dcgm": dcgm, "nvitop": nvitop}
+COMPAT: dict[str, Callable[[MetricFacts], Iterator[MetricFamily]]] = {"dcgm": dcgm, "nvitop": nvitop}

@@ -28,9 +28,11 @@ def prometheus_text(facts: MetricFacts, compat: Collection[str] = ()) -> str:
 
 
 def to_prometheus(families: Iterable[MetricFamily]) -> str:
-    """*families* as Prometheus reads them."""
+    """*families* as Prometheus reads them, without those that have no value."""
     lines = []
     for family in families:
+        if not family.values:
+            continue
         lines += [f"# HELP {family.name} {_escaped(family.help)}", f"# TYPE {family.name} {family.kind}"]
         for labels, value in family.values.items():
             quoted = ",".join('{}="{}"'.format(name, _escaped(text).replace('"', '\\"')) for name, text in labels)
@@ -50,8 +52,7 @@ def _escaped(text: str) -> str:
 def write_textfile(directory: str, text: str) -> None:
     """Replace FILE in *directory*: readers see the old page or the new one, whole.
 
-    Raises:
-        GpuguardError: it cannot be written.
+    Raises GpuguardError: it cannot be written.
     """
     try:  # its unfinished name ends in .new: node_exporter reads *.prom alone
         write_file(os.path.join(directory, FILE), text.encode())

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -100,9 +101,8 @@ class MachineFacts:
     """The facts of a machine: a daemon's latest snapshot where that has all that is wanted, else the driver's.
 
     Args:
-        backend: name of the backend.
-        open_backend: opens it, when the driver is first needed.
-        directory: of the claims, looked up each time; raises ClaimError where there is none.
+        backend: name of the backend; *open_backend* opens it, when the driver is first needed.
+        directory: finds that of the claims, each time; raises ClaimError where there is none.
         fresh: whether the driver is read even while a daemon runs.
         clocks: whether a daemon's snapshot must have clocks, as other exporters' names need.
     """
@@ -118,7 +118,7 @@ class MachineFacts:
     ) -> None:
         self._source = SnapshotSource(backend, open_backend, directory, read=self._read_driver, suits=self._suits)
         self._source.fresh = fresh
-        self._directory_of, self._clocks = directory, clocks
+        self._find_directory, self._clocks = directory, clocks
         self._last: Snapshot | None = None
         self._rare = RareFields()
         self.trouble: BackendError | None = None  # of the last reading
@@ -130,21 +130,17 @@ class MachineFacts:
             self._last, _ = self._source.joined(reservations=False)
         except BackendError as error:
             self.trouble = error
-        snapshot, current = self._last, not self.trouble
+        snapshot, current, directory = self._last, not self.trouble, None
         facts = MetricFacts(time.time(), __version__, snapshot, current=current, driver_up=current)
         if snapshot and current:
             facts = replace(facts, uses=uses(snapshot, process_facts(snapshot)), errors=self._rare.errors(snapshot))
-        return _with_directory(facts, self._directory())
+        with suppress(ClaimError):
+            directory = self._find_directory()
+        return _with_directory(facts, directory)
 
     def close(self) -> None:
         """Close the driver."""
         self._source.close()
-
-    def _directory(self) -> LockDirectory | None:
-        try:
-            return self._directory_of()
-        except ClaimError:
-            return None
 
     def _suits(self, snapshot: Snapshot) -> bool:
         return not self._clocks or any(device.clock_sm is not None for device in snapshot.devices)
@@ -180,13 +176,7 @@ class EventCounter:
 
 
 class DaemonFacts:
-    """The facts of a daemon: its latest snapshot, and what it has counted; read() may be called in any thread.
-
-    Args:
-        daemon: it samples more while scrapes come.
-        directory: of the claims.
-        counter: of its Events.
-    """
+    """The facts of a daemon, which samples more while scrapes come; read() may be called in any thread."""
 
     def __init__(self, daemon: Daemon, directory: LockDirectory | None, counter: EventCounter) -> None:
         self._daemon, self._directory, self._counter = daemon, directory, counter

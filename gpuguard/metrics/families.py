@@ -103,129 +103,134 @@ def number(value: object, factor: float = 1) -> float | None:
     return result if math.isfinite(result) else None
 
 
-class MetricSums:
-    """A family in the making: values of the same labels are added up, and one that is unknown makes the sum unknown."""
-
-    def __init__(self, name: str, help_text: str, kind: str = "gauge") -> None:
-        self._name, self._help, self._kind = name, help_text, kind
-        self._values: dict[Labels, float | None] = {}
-
-    def add(self, value: object, factor: float = 1, /, **named: object) -> None:
-        """Count *value* times *factor* in, under these labels."""
-        key, amount = labels(**named), number(value, factor)
-        before = self._values.get(key, 0.0)
-        self._values[key] = None if amount is None or before is None else before + amount
-
-    def family(self) -> MetricFamily:
-        """The family, without what is unknown."""
-        known = {key: value for key, value in self._values.items() if value is not None}
-        return MetricFamily(self._name, self._kind, self._help, known)
+def family(name: str, help_text: str, rows: Iterable[tuple[Labels, object]], kind: str = "gauge") -> MetricFamily:
+    """Values of the same labels are added up; what is unknown, or a sum with it, is left out."""
+    sums: dict[Labels, float | None] = {}
+    for key, value in rows:
+        amount, before = number(value), sums.get(key, 0.0)
+        sums[key] = None if amount is None or before is None else before + amount
+    return MetricFamily(name, kind, help_text, {key: value for key, value in sums.items() if value is not None})
 
 
 def _single(name: str, help_text: str, value: object, kind: str = "gauge", **named: object) -> MetricFamily:
-    known = number(value)
-    return MetricFamily(name, kind, help_text, {} if known is None else {labels(**named): known})
+    return family(f"gpuguard_{name}", help_text, [(labels(**named), value)], kind)
 
 
-def _per_device(name: str, help_text: str, values: Iterable[tuple[Device, object]]) -> MetricFamily:
-    numbers = ((device.uuid, number(value)) for device, value in values)
-    known = {labels(uuid=uuid): value for uuid, value in numbers if value is not None}
-    return MetricFamily(f"gpuguard_device_{name}", "gauge", help_text, known)
+def _per_device(name: str, help_text: str, rows: Iterable[tuple[Device, object]], kind: str = "gauge") -> MetricFamily:
+    values = [(labels(uuid=device.uuid), value) for device, value in rows]
+    return family(f"gpuguard_device_{name}", help_text, values, kind)
+
+
+def _per_user(name: str, help_text: str, rows: Iterable[tuple[str, object]]) -> MetricFamily:
+    return family(f"gpuguard_user_{name}", help_text, [(labels(user=user), value) for user, value in rows])
+
+
+def distinct(devices: Iterable[Device]) -> list[Device]:
+    """*devices*, each uuid once: a page with two values of one name and labels is refused whole."""
+    return list({device.uuid: device for device in devices}.values())
 
 
 def _health(facts: MetricFacts) -> Iterator[MetricFamily]:
-    yield _single("gpuguard_build_info", "The version of gpuguard.", 1, version=facts.version)
-    yield _single("gpuguard_daemon_up", "1 when a daemon guards this machine.", facts.daemon_up)
-    yield _single("gpuguard_driver_up", "1 when the driver answered when it was asked last.", facts.driver_up)
-    yield _single("gpuguard_sample_interval_seconds", "Time between two samples of the daemon.", facts.interval)
+    yield _single("build_info", "The version of gpuguard.", 1, version=facts.version)
+    yield _single("daemon_up", "1 when a daemon guards this machine.", facts.daemon_up)
+    yield _single("driver_up", "1 when the driver answered when it was asked last.", facts.driver_up)
+    yield _single("sample_interval_seconds", "Time between two samples of the daemon.", facts.interval)
     text = "Times that sampling began to fail since the daemon started."
-    yield _single("gpuguard_sample_failures_total", text, facts.troubles, "counter")
+    yield _single("sample_failures_total", text, facts.troubles, "counter")
     text = "Lines of the audit log that could not be written since the daemon started."
-    yield _single("gpuguard_audit_failures_total", text, facts.unrecorded, "counter")
-    if facts.actions is not None:
-        did = MetricSums("gpuguard_policy_actions_total", "What policies did, since the daemon started.", "counter")
-        for rank, ((policy, action, outcome), count) in enumerate(sorted(facts.actions.items())):
-            did.add(count, policy=policy if rank < MAX_ACTIONS else OTHERS, action=action, outcome=outcome)
-        yield did.family()
+    yield _single("audit_failures_total", text, facts.unrecorded, "counter")
+    actions = [
+        (labels(policy=policy if rank < MAX_ACTIONS else OTHERS, action=action, outcome=outcome), count)
+        for rank, ((policy, action, outcome), count) in enumerate(sorted((facts.actions or {}).items()))
+    ]
+    text = "What policies did, since the daemon started."
+    yield family("gpuguard_policy_actions_total", text, actions, "counter")
     snapshot = facts.snapshot
     if not snapshot:
         return
     age = max(0.0, round(facts.now - snapshot.taken_at, 3))
-    yield _single("gpuguard_sample_age_seconds", "How old the last sample is.", age)
-    yield _single("gpuguard_sample_timestamp_seconds", "Unix time of the last sample.", snapshot.taken_at)
+    yield _single("sample_age_seconds", "How old the last sample is.", age)
+    yield _single("sample_timestamp_seconds", "Unix time of the last sample.", snapshot.taken_at)
     yield _single(
-        "gpuguard_driver_info", "Versions of the driver.", 1,
+        "driver_info", "Versions of the driver.", 1,
         driver=snapshot.driver_version, cuda=snapshot.cuda_version, nvml=snapshot.nvml_version,
         backend=snapshot.backend.partition(":")[0], simulated=str(snapshot.simulated).lower(),
     )  # fmt: skip
-    gaps = MetricSums("gpuguard_sample_gaps", "Devices of which a field could not be read, 1 for the machine.")
-    for gap in snapshot.gaps:
-        if gap.field not in ERROR_FIELDS:  # those are read so rarely that it would come and go
-            gaps.add(1, field=gap.field if gap.field in _GAPS else "other")
-    yield gaps.family()
+    gaps = [
+        (labels(field=gap.field if gap.field in _GAPS else "other"), 1)
+        for gap in snapshot.gaps
+        if gap.field not in ERROR_FIELDS  # those are read so rarely that it would come and go
+    ]
+    text = "Devices of which a field could not be read, 1 for the machine."
+    yield family("gpuguard_sample_gaps", text, gaps)
 
 
 def _waiting(facts: MetricFacts) -> Iterator[MetricFamily]:
     if facts.waiting is None:
         return
-    yield _single("gpuguard_waiting_requests", "Requests that wait for devices.", len(facts.waiting))
+    yield _single("waiting_requests", "Requests that wait for devices.", len(facts.waiting))
     oldest = max((facts.now - since for _, since in facts.waiting), default=None)
     waited = None if oldest is None else max(0.0, round(oldest, 3))
-    yield _single("gpuguard_waiting_oldest_seconds", "How long the oldest request has waited.", waited)
+    yield _single("waiting_oldest_seconds", "How long the oldest request has waited.", waited)
     name_of = user_labels(user for user, _ in facts.waiting)
-    requests = MetricSums("gpuguard_user_waiting_requests", "Requests of a user that wait.")
-    for user, _ in facts.waiting:
-        requests.add(1, user=name_of(user))
-    yield requests.family()
+    requests = [(name_of(user), 1) for user, _ in facts.waiting]
+    yield _per_user("waiting_requests", "Requests of a user that wait.", requests)
 
 
 def _identity(snapshot: Snapshot) -> Iterator[MetricFamily]:
-    info = MetricSums("gpuguard_device_info", "What a device is; join it by uuid.")
-    for device in {device.uuid: device for device in snapshot.devices}.values():
-        info.add(1, **{name: getattr(device, name) for name in _IDENTITY})
+    infos = [
+        (labels(**{name: getattr(device, name) for name in _IDENTITY}), 1) for device in distinct(snapshot.devices)
+    ]
+    yield family("gpuguard_device_info", "What a device is; join it by uuid.", infos)
     count = sum(device.parent_uuid is None for device in snapshot.devices)
-    yield info.family()
-    yield _single("gpuguard_devices", "Devices of this machine; parts of divided ones do not count.", count)
+    yield _single("devices", "Devices of this machine; parts of divided ones do not count.", count)
 
 
 def _device_values(facts: MetricFacts, snapshot: Snapshot) -> Iterator[MetricFamily]:
-    devices = {device.uuid: device for device in snapshot.devices}.values()
-    with_errors = {device.uuid: device for device in facts.errors or snapshot.devices}.values()
+    devices, with_errors = distinct(snapshot.devices), distinct(facts.errors or snapshot.devices)
     for name, kind, text, field, factor in DEVICE_VALUES:
-        sums = MetricSums(f"gpuguard_device_{name}", text, kind)
-        for device in with_errors if field in ERROR_FIELDS else devices:
-            sums.add(getattr(device, field), factor, uuid=device.uuid)
-        yield sums.family()
+        read = with_errors if field in ERROR_FIELDS else devices
+        yield _per_device(name, text, [(device, number(getattr(device, field), factor)) for device in read], kind)
     for name, text, column in (
         ("ecc_errors_total", "Errors of the memory since the driver was loaded.", 1),
         ("ecc_lifetime_errors_total", "Errors of the memory since the device was built.", 2),
     ):
-        sums = MetricSums(f"gpuguard_device_{name}", text, "counter")
-        for device in with_errors:
-            for row in ECC_FIELDS:
-                sums.add(getattr(device, row[column]), uuid=device.uuid, error=row[0])
-        yield sums.family()
+        values = [
+            (labels(uuid=device.uuid, error=row[0]), number(getattr(device, row[column])))
+            for device in with_errors
+            for row in ECC_FIELDS
+        ]
+        yield family(f"gpuguard_device_{name}", text, values, "counter")
 
 
 def _device_words(facts: MetricFacts) -> Iterator[MetricFamily]:
     """What is no number of the driver's: state, health, why it is slow, how many processes."""
-    on_devices = {use.device.uuid: use for use in facts.uses}.values()
-    states = MetricSums("gpuguard_device_state", "1 for the state that the device is in, 0 for the others.")
-    problems = MetricSums("gpuguard_device_problem", "1 for each thing that is wrong with the device.")
-    throttled = MetricSums("gpuguard_device_throttled", "1 for each reason for which the clocks are held down.")
-    for use in on_devices:
-        uuid = use.device.uuid
-        for state in device_state.STATES:
-            states.add(use.plain_state == state, uuid=uuid, state=state)
-        for problem in _known_words(use.device.problems, _PROBLEMS):
-            problems.add(1, uuid=uuid, problem=problem)
-        for reason in _known_words(use.device.throttle_reasons, _THROTTLES):
-            throttled.add(1, uuid=uuid, reason=reason)
-    yield states.family()
+    on_devices = list({use.device.uuid: use for use in facts.uses}.values())
+
+    states = [
+        (labels(uuid=use.device.uuid, state=state), use.plain_state == state)
+        for use in on_devices
+        for state in device_state.STATES
+    ]
+    yield family("gpuguard_device_state", "1 for the state that the device is in, 0 for the others.", states)
+    for name, text, field, label_name, known in (
+        ("problem", "1 for each thing that is wrong with the device.", "problems", "problem", _PROBLEMS),
+        (
+            "throttled",
+            "1 for each reason for which the clocks are held down.",
+            "throttle_reasons",
+            "reason",
+            _THROTTLES,
+        ),
+    ):
+        words = [
+            (labels(uuid=use.device.uuid, **{label_name: word}), 1)
+            for use in on_devices
+            for word in {word if word in known else "other" for word in getattr(use.device, field) or ()}
+        ]
+        yield family(f"gpuguard_device_{name}", text, words)
     healthy = [(use.device, None if use.device.problems is None else not use.device.problems) for use in on_devices]
     yield _per_device("healthy", "1 when nothing is wrong with the device.", healthy)
-    yield problems.family()
-    yield throttled.family()
     running = [
         (use.device, len(use.processes) if use.processes is not None and use.device.processes_plausible else None)
         for use in on_devices
@@ -236,46 +241,36 @@ def _device_words(facts: MetricFacts) -> Iterator[MetricFamily]:
         yield _per_device("quarantined", "1 when the device is out of service.", quarantined)
 
 
-def _known_words(words: tuple[str, ...] | None, known: frozenset[str]) -> set[str]:
-    """*words*, where those that are not *known* are one."""
-    return {word if word in known else "other" for word in words or ()}
-
-
 def _claims(facts: MetricFacts, snapshot: Snapshot) -> Iterator[MetricFamily]:
     if not claims_readable(snapshot):
         return
-    held = MetricSums("gpuguard_device_claims", "Claims of a user on a device.")
-    idle = MetricSums("gpuguard_device_idle_claims", "Those of them under which nothing works.")
-    jobs = MetricSums("gpuguard_device_slurm_job", "1 for the Slurm job that has the device.")
     totals = device_state.user_totals(facts.uses)
     name_of = user_labels(total.user for total in totals)
+    held, idle, jobs = [], [], []
     for use in facts.uses:
         named: set[str] = set()
         for claim in use.claims:
-            user = name_of(claim.user)
-            held.add(1, uuid=use.device.uuid, user=user)
-            idle.add(claim.idle, uuid=use.device.uuid, user=user)
+            whose = {"uuid": use.device.uuid, "user": name_of(claim.user)}
+            held.append((labels(**whose), 1))
+            idle.append((labels(**whose), claim.idle))
             job = job_of_claim(claim.record.id)
             if job and (job in named or len(named) < MAX_JOBS):
                 named.add(job)
-                jobs.add(1, uuid=use.device.uuid, user=user, job=job)
-    yield from (sums.family() for sums in (held, idle, jobs))
+                jobs.append((labels(**whose, job=job), 1))
+    yield family("gpuguard_device_claims", "Claims of a user on a device.", held)
+    yield family("gpuguard_device_idle_claims", "Those of them under which nothing works.", idle)
+    yield family("gpuguard_device_slurm_job", "1 for the Slurm job that has the device.", jobs)
     for name, text, field in _USER_VALUES:
-        sums = MetricSums(f"gpuguard_user_{name}", text)
-        for total in totals:
-            sums.add(getattr(total, field), user=name_of(total.user))
-        yield sums.family()
-    users = {
+        yield _per_user(name, text, [(name_of(total.user), getattr(total, field)) for total in totals])
+    unclaimed = {
         (name_of(running.process.user), use.device.uuid)
         for use in facts.uses
         if use.device.processes_plausible
         for running in use.processes or ()
         if running.claim is None and computes(running.process)
     }
-    unclaimed = MetricSums("gpuguard_user_unclaimed_devices", "Devices that a user computes on without a claim.")
-    for user, _ in sorted(users):
-        unclaimed.add(1, user=user)
-    yield unclaimed.family()
+    text = "Devices that a user computes on without a claim."
+    yield _per_user("unclaimed_devices", text, [(user, 1) for user, _ in sorted(unclaimed)])
 
 
 _USER_VALUES = (  # name behind gpuguard_user_, help, field of UserTotal

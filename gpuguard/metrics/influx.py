@@ -29,21 +29,14 @@ _MAX_READ = 8192  # bytes that are read before: no part of a token may stand at 
 
 
 def to_influx(families: Iterable[MetricFamily], host: str, time: float) -> list[str]:
-    """Lines of InfluxDB's protocol, one per subject.
-
-    Args:
-        families: under our own names.
-        host: a tag of each line.
-        time: unix time of the values.
-    """
+    """Lines of InfluxDB's protocol, one per subject, with *host* as a tag, of values at the unix time *time*."""
     points: dict[tuple[str, Labels], list[str]] = {}
     for family in families:
-        start = next((subject for subject in SUBJECTS if family.name.startswith(subject)), "")
-        measurement = start.rstrip("_") or "gpuguard"
+        start = next(subject for subject in SUBJECTS if family.name.startswith(subject))
         for labels, value in family.values.items():
             tags = tuple(sorted({**dict(labels), "host": host}.items()))
             field = f"{family.name.removeprefix(start)}={format_number(value)}"
-            points.setdefault((measurement, tags), []).append(field)
+            points.setdefault((start.rstrip("_"), tags), []).append(field)
     nanoseconds = round(time * 1000) * 10**6  # a float has no more than microseconds of today anyway
     return [
         f"{measurement}{''.join(f',{_tag(name)}={_tag(value)}' for name, value in tags if value)} "
@@ -74,6 +67,7 @@ class InfluxClient:
     def __init__(self, url: str, token: str | None = None, timeout: float = TIMEOUT_SECONDS) -> None:
         _check(url, token)
         self._url, self._token, self._timeout = url, token, timeout
+        self._server = urlsplit(url).netloc
         self._batches: deque[bytes] = deque(maxlen=MAX_BATCHES)
 
     @property
@@ -84,8 +78,7 @@ class InfluxClient:
     def send(self, lines: list[str]) -> None:
         """Send *lines* and what waits before them, each batch with its own POST.
 
-        Raises:
-            GpuguardError: they were refused and are lost, or could not be sent now and wait.
+        Raises GpuguardError: they were refused and are lost, or could not be sent now and wait.
         """
         if lines:
             self._batches.append("\n".join(lines).encode("utf-8", "backslashreplace") + b"\n")
@@ -93,7 +86,7 @@ class InfluxClient:
             refused = self._post(self._batches[0])
             self._batches.popleft()
             if refused:
-                raise GpuguardError(f"{self._server()} refuses what was sent: {refused}")
+                raise GpuguardError(f"{self._server} refuses what was sent: {refused}")
 
     def _post(self, body: bytes) -> str | None:
         """Send one batch; why it was refused for good.  Raises GpuguardError: it may be taken later."""
@@ -101,32 +94,22 @@ class InfluxClient:
         if self._token:
             headers["Authorization"] = f"Token {self._token}"
         try:
-            code, reason = self._answer(body, headers)
+            try:
+                post(self._url, body, headers, self._timeout).close()
+                return None
+            except urllib.error.HTTPError as error:
+                with error:
+                    code, text = error.code, error.read(_MAX_READ).decode("utf-8", "replace")
         except HTTPException as error:
-            raise GpuguardError(f"{self._server()} answers nonsense: {type(error).__name__}") from None
+            raise GpuguardError(f"{self._server} answers nonsense: {type(error).__name__}") from None
         except (OSError, ValueError) as error:
-            raise GpuguardError(f"{self._server()} cannot be reached: {getattr(error, 'reason', error)}") from None
-        if code is None:
-            return None
-        answer = f"{code} {' '.join(reason.split())}"
+            raise GpuguardError(f"{self._server} cannot be reached: {getattr(error, 'reason', error)}") from None
+        if self._token:
+            text = text.replace(self._token, "(the token)")  # some servers repeat what they were sent
+        answer = f"{code} {' '.join(text[:_MAX_ANSWER].split())}"
         if 400 <= code < 500 and code not in (408, 429):
             return answer
-        raise GpuguardError(f"{self._server()} answers {answer}")
-
-    def _answer(self, body: bytes, headers: dict[str, str]) -> tuple[int | None, str]:
-        """The code of a refusal, and what is said about it; None: it was taken."""
-        try:
-            post(self._url, body, headers, self._timeout).close()
-        except urllib.error.HTTPError as error:
-            with error:
-                text = error.read(_MAX_READ).decode("utf-8", "replace")
-            if self._token:
-                text = text.replace(self._token, "(the token)")  # some servers repeat what they were sent
-            return error.code, text[:_MAX_ANSWER]
-        return None, ""
-
-    def _server(self) -> str:
-        return urlsplit(self._url).netloc
+        raise GpuguardError(f"{self._server} answers {answer}")
 
 
 def _check(url: str, token: str | None) -> None:

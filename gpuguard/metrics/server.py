@@ -78,12 +78,7 @@ def pages(facts: Callable[[], MetricFacts], compat: Collection[str]) -> Pages:
 def listening_address(text: str, *, exposed: bool) -> tuple[IPv4Address | IPv6Address, int]:
     """Address and port of ``"127.0.0.1:9835"`` or ``"[::1]:9835"``; port 0 is any that is free.
 
-    Args:
-        text: what the user wrote.
-        exposed: whether it may be another address than one of this machine's own loopback.
-
-    Raises:
-        InvalidRequest: it is no address, or open to other machines.
+    Raises InvalidRequest: it is no address, or not one of this machine's own loopback and not *exposed* on purpose.
     """
     host, colon, port = text.rpartition(":")
     host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
@@ -127,24 +122,24 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 512  # a client that does not fit waits a second until its kernel tries again
 
+    pages: Pages
+
     def __init__(
         self, address: tuple[IPv4Address | IPv6Address, int], hosts: frozenset[str], seconds: float = SECONDS
     ) -> None:
-        self.pages: Pages = lambda path, query: Page("nothing is served yet\n", status=503)
         self.hosts, self.seconds = hosts, seconds
         self._ends: dict[socket.socket, float] = {}  # of each connection, monotonic; the oldest comes first
         self._ended = threading.Condition()
         self._thread: threading.Thread | None = None
         host, port = str(address[0]), address[1]
         self.address_family = socket.AF_INET if address[0].version == 4 else socket.AF_INET6
+        shown = f"[{host}]" if ":" in host else host
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
-            where = f"{f'[{host}]' if ':' in host else host}:{port}"
             reason = os.strerror(error.errno or 0)
-            raise InvalidRequest(f"{where} cannot be had: {reason}.  Name another port.") from error
-        port = self.server_address[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            raise InvalidRequest(f"{shown}:{port} cannot be had: {reason}.  Name another port.") from error
+        self.address = f"{shown}:{self.server_address[1]}"
 
     def server_bind(self) -> None:
         """Bind, without asking DNS how we are called, which may take long."""
@@ -266,8 +261,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(400, "that is no request of HTTP/1.1")
             return
         if len(hosts) != 1 or not self._is_ours(host_of(hosts[0].strip())):
-            advice = "where this is served on purpose, name it when exposing it"
-            self.send_error(421, f"that host name is not ours; {advice}")
+            self.send_error(
+                421, "that host name is not ours; where this is served on purpose, name it when exposing it"
+            )
             return
         self.server.expect(self.connection, float("inf"))
         page = self._page()
