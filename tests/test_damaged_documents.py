@@ -394,8 +394,8 @@ NONE: frozenset[str] = frozenset()
 
 def a_feed(place: Path, sample: Any) -> FrameFeed:
     """Of the page in the browser; somebody wants to see everything."""
-    source: Any = SimpleNamespace(joined=lambda: (sample(), None), throughput=sample)
-    feed = FrameFeed(source, lock_directory(str(place / "claims")), lambda: ())
+    source: Any = SimpleNamespace(joined=lambda: (sample(), None), sample=lambda: (sample(), None))
+    feed = FrameFeed(source, source, lock_directory(str(place / "claims")), lambda: ())
     feed.throughput_viewers = 1
     return feed
 

@@ -1,4 +1,4 @@
-"""Whoever asks `gpuguard web` for charts without end delays no look, fills no memory, and is told to wait."""
+"""Charts of the page: a client that asks for them without end delays no sample, fills no memory, and has to wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
 
 from gpuguard.history.queries import query_store
 from gpuguard.web import feed as feeds
-from gpuguard.web.feed import MAX_CHARTS, FrameFeed
+from gpuguard.web.feed import MAX_CHARTS, FrameFeed, series_of
 from gpuguard.web.server import application
 
 MANY = 100
@@ -49,76 +49,76 @@ async def asked(app, path):
 def _feed(monkeypatch):
     monkeypatch.setattr(feeds, "UNWATCHED_SECONDS", 0.01)
     monkeypatch.setattr(FrameFeed, "_frame_text", lambda _: b"{}")
-    return FrameFeed(None, None, lambda: [])
+    return FrameFeed(None, None, None, lambda: [])
 
 
-def drawn_when(feed, monkeypatch, go_on):
-    """How many charts are drawn at the same time, at most; each waits for *go_on*."""
-    at_once, most = [], []
+class Drawing:
+    """Charts whose drawing waits for *go_on*; how many were drawn at the same time, each time that one began."""
 
-    def drawn(metric, seconds):
-        at_once.append(seconds)
-        most.append(len(at_once))
-        go_on.wait(PATIENCE)
-        at_once.pop()
+    def __init__(self, feed, monkeypatch):
+        self.feed, self.go_on = feed, threading.Event()
+        self.together, self._now = [], 0
+        monkeypatch.setattr(feed, "_drawn", self._drawn)
+
+    def _drawn(self, metric, seconds):
+        self._now += 1
+        self.together.append(self._now)
+        self.go_on.wait(PATIENCE)
+        self._now -= 1
         return b"{}"
 
-    monkeypatch.setattr(feed, "_drawn", drawn)
-    return most
+    def statuses(self, queries, meanwhile):
+        """Of the answers to all of these at once; *meanwhile* ends by setting go_on."""
+
+        async def requested():
+            app = application(self.feed, frozenset({"localhost"}))
+            answers = [asyncio.create_task(asked(app, f"/api/chart?{query}")) for query in queries]
+            try:
+                await meanwhile()
+            finally:
+                self.go_on.set()
+            return await asyncio.gather(*answers)
+
+        return asyncio.run(requested())
 
 
-def test_a_hundred_charts_delay_no_look_and_are_drawn_one_by_one(feed, monkeypatch):
-    go_on = threading.Event()
-    most, app = drawn_when(feed, monkeypatch, go_on), application(feed, frozenset({"localhost"}))
+@pytest.fixture(name="drawing")
+def _drawing(feed, monkeypatch):
+    return Drawing(feed, monkeypatch)
 
-    async def everybody():
-        looking = asyncio.create_task(feed.run())
-        paths = [f"/api/chart?metric=power&seconds={seconds}" for seconds in range(1000, 1000 + MANY)]
-        asking = [asyncio.create_task(asked(app, path)) for path in paths]
-        try:
-            for _ in range(3):
-                await asyncio.wait_for(feed.next(feed.frame.number), PATIENCE)
-        finally:
-            go_on.set()
-        statuses = await asyncio.gather(*asking)
-        looking.cancel()
-        return statuses
 
-    statuses = asyncio.run(everybody())
+def test_a_hundred_charts_delay_no_sample_and_are_drawn_one_by_one(feed, drawing):
+    async def three_samples():
+        sampling = asyncio.create_task(feed.run())
+        for _ in range(3):
+            await asyncio.wait_for(feed.next(feed.frame.number), PATIENCE)
+        sampling.cancel()
+
+    statuses = drawing.statuses([f"metric=power&seconds={1000 + number}" for number in range(MANY)], three_samples)
+
     assert sorted(set(statuses)) == [200, 503]
     assert statuses.count(200) <= MAX_CHARTS
-    assert max(most) == 1
+    assert max(drawing.together) == 1
 
 
-def test_the_same_chart_is_drawn_once_for_all_who_ask(feed, monkeypatch):
-    go_on = threading.Event()
-    go_on.set()
-    most, app = drawn_when(feed, monkeypatch, go_on), application(feed, frozenset({"localhost"}))
-
-    async def everybody():
-        return await asyncio.gather(*(asked(app, "/api/chart?metric=power&seconds=600") for _ in range(MANY)))
-
-    assert set(asyncio.run(everybody())) == {200}
-    assert len(most) == 1
+def test_the_same_chart_is_drawn_once_for_all_viewers(drawing):
+    assert set(drawing.statuses(["metric=power&seconds=600"] * MANY, lambda: asyncio.sleep(0))) == {200}
+    assert drawing.together == [1]
 
 
-def test_the_end_waits_for_no_chart_but_the_one_that_is_drawn(feed, monkeypatch):
-    go_on = threading.Event()
-    most, app = drawn_when(feed, monkeypatch, go_on), application(feed, frozenset({"localhost"}))
-
-    async def everybody():
-        asking = [asyncio.create_task(asked(app, f"/api/chart?seconds={seconds}")) for seconds in range(600, 620)]
-        while not most:
+def test_the_end_waits_for_no_chart_but_the_one_that_is_drawn(feed, drawing):
+    async def closed():
+        while not drawing.together:
             await asyncio.sleep(0.01)
         feed.close()
-        go_on.set()
-        return await asyncio.gather(*asking)
 
-    assert sorted(set(asyncio.run(everybody()))) == [200, 503]
-    assert len(most) == 1
+    statuses = drawing.statuses([f"seconds={600 + number}" for number in range(20)], closed)
+
+    assert sorted(set(statuses)) == [200, 503]
+    assert drawing.together == [1]
 
 
-def test_a_look_that_fails_as_nobody_foresaw_is_said_and_the_next_one_goes_well(monkeypatch):
+def test_a_sample_that_fails_unforeseen_is_said_and_the_next_one_goes_well(monkeypatch):
     looks = []
 
     def seen(_):
@@ -129,7 +129,7 @@ def test_a_look_that_fails_as_nobody_foresaw_is_said_and_the_next_one_goes_well(
 
     monkeypatch.setattr(feeds, "UNWATCHED_SECONDS", 0.01)
     monkeypatch.setattr(FrameFeed, "_content", seen)
-    feed = FrameFeed(None, None, lambda: [])
+    feed = FrameFeed(None, None, None, lambda: [])
 
     async def two():
         looking = asyncio.create_task(feed.run())
@@ -148,14 +148,16 @@ def test_a_chart_of_the_store_has_the_means_of_what_was_seen(tmp_path, slots):
     fill(path, range(FIRST, FIRST + slots), together=1000)
     uuid, begin, now = a_device().uuid, at(0) - 1000, at(slots)
 
-    series = query_store(path, lambda store: feeds._series_of(store, [uuid, "GPU-never"], "utilization", begin), now)
+    series = query_store(path, lambda store: series_of(store, [uuid, "GPU-never"], "utilization", begin), now)
 
-    known = [value for value in series.values[uuid] if value is not None]
+    assert series
+    times, values = series
+    known = [value for value in values[uuid] if value is not None]
     assert known and set(known) == {50.0}
-    assert len(series.times) == len(series.values[uuid]) == len(series.values["GPU-never"])
-    assert None in series.values[uuid], "nobody watched before"
-    assert set(series.values["GPU-never"]) == {None}
-    assert query_store(path, lambda store: feeds._series_of(store, ["GPU-never"], "power", begin), now) is None
+    assert len(times) == len(values[uuid]) == len(values["GPU-never"])
+    assert None in values[uuid], "nobody watched before"
+    assert set(values["GPU-never"]) == {None}
+    assert query_store(path, lambda store: series_of(store, ["GPU-never"], "power", begin), now) is None
 
 
 UNITS = (PACKAGE / "web" / "page" / "units.js").read_text(encoding="utf-8")

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import psutil
 import pytest
@@ -35,14 +34,8 @@ HEADERS = (
     "Authorization: Bearer \xff", "Upgrade: websocket\r\nConnection: Upgrade", "Expect: 100-continue",
     "Range: bytes=0-1", "Y: " + "z" * 70000, "no colon",
 )  # fmt: skip
+STREAM = b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SECRETS = (b"root:x:", b"def application", b"hmac")
-
-
-@pytest.fixture(name="gpuguard")
-def _gpuguard(tmp_path: Path) -> Gpuguard:
-    gpuguard = Gpuguard(tmp_path, None)
-    assert gpuguard("sim", "start", "4xH100-80GB").returncode == 0
-    return gpuguard
 
 
 @pytest.fixture(name="server")
@@ -69,7 +62,7 @@ def requests(seed: int, count: int) -> Iterator[bytes]:
 
 
 def answer_to(port: int, request: bytes) -> bytes:
-    """What came within a moment, after which this stranger hangs up."""
+    """What came within a moment, after which this client hangs up."""
     with socket.create_connection(("127.0.0.1", port), 10) as asking:
         asking.settimeout(0.05)
         try:
@@ -99,18 +92,18 @@ def test_a_flood_of_viewers_is_refused_beyond_the_cap_and_forgotten_when_it_ends
     with ExitStack() as flood:
         viewers = [flood.enter_context(socket.create_connection(("127.0.0.1", port), 20)) for _ in range(240)]
         for viewer in viewers:
-            viewer.sendall(b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            viewer.sendall(STREAM)
         statuses = [viewer.recv(12)[9:] for viewer in viewers]
         assert (statuses.count(b"200"), statuses.count(b"503")) == (200, 40)
         assert ask(port, "/api/now")[0].status == 200
 
     until(lambda: process.num_fds() <= before + 1)
     with socket.create_connection(("127.0.0.1", port), 20) as viewer:
-        viewer.sendall(b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        viewer.sendall(STREAM)
         assert viewer.recv(12)[9:] == b"200"
 
 
-def test_however_many_say_nothing_who_asks_is_answered(server):
+def test_however_many_connections_are_silent_a_request_is_answered(server):
     port, process = server
     with ExitStack() as held:
         for _ in range(2):
@@ -123,23 +116,23 @@ def test_however_many_say_nothing_who_asks_is_answered(server):
 @pytest.mark.parametrize(
     "body", [b"Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n", b"Content-Length: 9999999\r\n\r\n"]
 )
-def test_who_asks_with_a_body_is_refused_and_hung_up_on(server, body):
+def test_a_request_with_a_body_is_refused_and_hung_up_on(server, body):
     port, _ = server
     with socket.create_connection(("127.0.0.1", port), 20) as asking:
-        asking.sendall(b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n" + body)
+        asking.sendall(STREAM.removesuffix(b"\r\n") + body)
         pieces = [asking.recv(65536) for _ in range(5)]  # a stream would go on
 
     assert pieces[0].startswith(b"HTTP/1.1 400")
     assert pieces[-1] == b"", "it hung up"
 
 
-def test_who_says_nothing_or_half_a_request_is_hung_up_on(server):
+def test_a_client_that_sends_nothing_or_half_a_request_is_hung_up_on(server):
     port, process = server
     before = process.num_fds()
     with ExitStack() as held:
         slow = [held.enter_context(socket.create_connection(("127.0.0.1", port), 30)) for _ in range(320)]
-        for place, one in enumerate(slow[:250]):
-            one.sendall((b"", b"GET / HTTP/1.1\r\nHo", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET")[place % 3])
+        for number, client in enumerate(slow[:250]):
+            client.sendall((b"", b"GET / HTTP/1.1\r\nHo", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET")[number % 3])
         until(lambda: process.num_fds() <= before + 1)  # although all of them stay
 
         assert ask(port, "/api/now")[0].status == 200
@@ -162,4 +155,5 @@ def test_a_viewer_that_never_reads_is_hung_up_on(tmp_path):
 
 def connected(pid: int, viewer: socket.socket) -> bool:
     own = viewer.getsockname()[1]
-    return any(one.raddr and one.raddr.port == own for one in psutil.Process(pid).net_connections("tcp"))
+    connections = psutil.Process(pid).net_connections("tcp")
+    return any(connection.raddr and connection.raddr.port == own for connection in connections)

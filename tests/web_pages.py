@@ -6,13 +6,13 @@ with a_page(gpuguard) as port: answer, text = ask(port, "/api/now")
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from nodes import Gpuguard, until
 from proc import free_port
@@ -48,12 +48,9 @@ def a_page(gpuguard: Gpuguard, *words: str, port: int = 0) -> Iterator[int]:
 
 
 def answers(port: int) -> bool:
-    """Whether somebody listens there."""
-    try:
-        socket.create_connection(("127.0.0.1", port), 1).close()
-    except OSError:
-        return False
-    return True
+    """Whether a server listens there."""
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0
 
 
 def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
@@ -69,7 +66,7 @@ def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[http
 
 @contextmanager
 def a_busy_node(gpuguard: Gpuguard) -> Iterator[None]:
-    """Jobs that hold and use devices of the simulated node, one user without a claim, and one who waits."""
+    """Jobs that hold and use devices of the simulated node, one process without a claim, and a request that waits."""
     gpuguard.environment["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     with ExitStack() as running:
 
@@ -80,20 +77,19 @@ def a_busy_node(gpuguard: Gpuguard) -> Iterator[None]:
             )
             running.callback(process.terminate)
 
-        def until_claimed(count: int) -> None:
-            until(lambda: _claimed(gpuguard) >= count)
-
         use = ["python", "-m", "gpuguard", "sim", "use"]
-        for place, (note, count, memory, utilization) in enumerate(JOBS):
+        for number, (note, count, memory, utilization) in enumerate(JOBS, start=1):
             begin("run", "-n", str(count), "--note", note, "--", *use, "--memory", memory, "--utilization", utilization)
-            until_claimed(sum(job[1] for job in JOBS[: place + 1]))
+            wanted = sum(job[1] for job in JOBS[:number])
+            until(partial(_claims, gpuguard, wanted))
         begin("sim", "use", "--device", "6", "--memory", "14GiB", "--utilization", "71%")
         begin("run", "-n", "4", "--note", "waits for the night", "--", "true")
-        until(lambda: json.loads(gpuguard("queue", "--json").stdout)["places"])
-        until(lambda: json.loads(gpuguard("who", "--json").stdout)["devices"][6]["processes"])
+        until(lambda: gpuguard.json("queue")["places"])
+        until(lambda: gpuguard.json("who")["devices"][6]["processes"])
         yield
 
 
-def _claimed(gpuguard: Gpuguard) -> int:
-    seen = json.loads(gpuguard("who", "--json").stdout)
-    return sum(1 for device in seen["devices"] if device["claims"] and device["processes"])
+def _claims(gpuguard: Gpuguard, least: int) -> bool:
+    """Whether so many devices have a claim and a process."""
+    devices = gpuguard.json("who")["devices"]
+    return sum(1 for device in devices if device["claims"] and device["processes"]) >= least

@@ -18,15 +18,15 @@ import os
 import secrets
 import signal
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
-from gpuguard.backends import Backend
 from gpuguard.cli.options import FRESH, add_source_options, add_table, backend_of, directory_of, snapshot_source
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, Line, decoded, events_path, read_log
 from gpuguard.metrics.server import LOCAL_NAMES
-from gpuguard.model import NVLINK_FLOW, PCIE, Snapshot
+from gpuguard.model import NVLINK_FLOW, PCIE
+from gpuguard.source import SnapshotSource
 from gpuguard.views import events
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -67,18 +67,17 @@ def main(args: argparse.Namespace) -> int:
             "`(umask 077; head -c 24 /dev/urandom | base64 > web-token)`, and put a proxy with TLS before it."
         )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    source = _Source(args)
-    try:
+    # What goes over PCIe and NVLink comes from a backend of its own: the other source may be the daemon.
+    traffic = SnapshotSource(
+        args.backend, lambda: backend_of(args), lambda: None, read=lambda backend: backend.sample({PCIE, NVLINK_FLOW})
+    )
+    with closing(snapshot_source(args)) as source, closing(traffic), suppress(KeyboardInterrupt):
         source.joined()  # a driver that cannot be reached is reported here, not in a browser
-        _serve(args, source, secrets.token_urlsafe() if is_roots_own else token)
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        source.close()
+        _serve(args, source, traffic, secrets.token_urlsafe() if is_roots_own else token)
     return 0
 
 
-def _serve(args: argparse.Namespace, source: _Source, token: str | None) -> None:
+def _serve(args: argparse.Namespace, source: SnapshotSource, traffic: SnapshotSource, token: str | None) -> None:
     try:  # the extra
         import uvicorn
 
@@ -90,7 +89,7 @@ def _serve(args: argparse.Namespace, source: _Source, token: str | None) -> None
     own = (host, f"[{host}]") if path is None else ()
     hosts = LOCAL_NAMES | {name.lower() for name in (*own, *args.host)}
     settings = uvicorn.Config(
-        application(FrameFeed(source, directory_of(args), newest_events), hosts, token),
+        application(FrameFeed(source, traffic, directory_of(args), newest_events), hosts, token),
         http=Connection,
         ws="none",
         loop="asyncio",
@@ -106,29 +105,6 @@ def _serve(args: argparse.Namespace, source: _Source, token: str | None) -> None
         shown = "..." if args.token_file else token
         print(f"gpuguard: {where}{f'?token={shown}' if token else ''}  (Ctrl-C ends it)", file=sys.stderr)
         uvicorn.Server(settings).run(sockets=[ours])
-
-
-class _Source:
-    """The machine, and what goes over PCIe and NVLink by a backend of its own: the other one may be the daemon."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args, self._source = args, snapshot_source(args)
-        self._throughput_backend: Backend | None = None
-
-    def joined(self) -> tuple[Snapshot, float | None]:
-        """The machine with its claims, and how old that is."""
-        return self._source.joined()
-
-    def throughput(self) -> Snapshot | None:
-        """The machine with what goes over PCIe and NVLink."""
-        self._throughput_backend = self._throughput_backend or backend_of(self._args)
-        return self._throughput_backend.sample({PCIE, NVLINK_FLOW})
-
-    def close(self) -> None:
-        """Close the driver."""
-        self._source.close()
-        if self._throughput_backend:
-            self._throughput_backend.close()
 
 
 def address_of(text: str) -> tuple[str, int, str | None]:

@@ -1,5 +1,5 @@
-"""The page in the browser: live devices, processes, claims, the waiting line, events and charts.  It only shows.
+"""The page in the browser: live devices, processes, claims, the queue, events and charts.  It only shows.
 
-feed looks at the machine, once for all who watch, and remembers; server answers; page/ is what the browser gets, with
+feed samples the machine, once for all viewers, and remembers; server answers; page/ is what the browser gets, with
 uPlot (MIT) beside our own script, so that nothing comes from anywhere else.
 """

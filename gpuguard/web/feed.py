@@ -17,22 +17,24 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
 from gpuguard import device_state
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.errors import GpuguardError
-from gpuguard.history.queries import Point, Usage, query_store, store_path
+from gpuguard.history.queries import Usage, query_store, store_path
 from gpuguard.model import Snapshot
 from gpuguard.procfs import process_facts
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.state import read_queue
 from gpuguard.sanitize import neutralise
-from gpuguard.views import queue, who
+from gpuguard.source import SnapshotSource
+from gpuguard.views import history, queue, who
+from gpuguard.views.charts import bucketed
 
 MAX_CLAIMS, MAX_PROCESSES, MAX_POSITIONS = 8, 64, 64  # of one user: on a device, on a device, in the queue
 MAX_ROWS = 512  # of all users
@@ -43,24 +45,17 @@ UNWATCHED_SECONDS = 10.0  # and without
 MAX_POINTS = 600  # of a chart: a screen has few more columns
 MAX_CHARTS = 32  # that are drawn between two samples, or wait to be: one of 400 days takes a second
 MAX_SECONDS = 400 * 86400.0
-METRICS = {  # metric -> the field of a device, its name in the usage store, and what to multiply by there
-    "utilization": ("utilization", "utilization_percent", 1.0),
-    "memory": ("memory_used", "memory_used_mib", 2.0**20),
-    "temperature": ("temperature", "temperature_celsius", 1.0),
-    "power": ("power_draw", "power_draw_watts", 1.0),
+METRICS = {  # as history.METRICS -> the field of a device
+    "utilization": "utilization",
+    "memory": "memory_used",
+    "temperature": "temperature",
+    "power": "power_draw",
 }
+TRAFFIC = {"received": "pcie_rx", "sent": "pcie_tx", "nvlink_received": "nvlink_rx", "nvlink_sent": "nvlink_tx"}
 _NAN = float("nan")
+# Unix times, and the values of one metric at them by uuid; None = unknown.
+ChartSeries = tuple[list[float], dict[str, list[float | None]]]
 RINGS = ((2.0, 600.0), (10.0, 43200.0))  # (seconds between two values, seconds that are kept)
-
-
-class FrameSource(Protocol):
-    """Where snapshots come from."""
-
-    def joined(self) -> tuple[Snapshot, float | None]:
-        """The machine with its claims, and how old that is."""
-
-    def throughput(self) -> Snapshot | None:
-        """The machine with what goes over PCIe and NVLink: some 20 ms per device in a real driver."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +78,20 @@ class FrameFeed:
     sample.
 
     Args:
-        source: of snapshots; it is used by one thread at a time.
+        source: of snapshots; like *traffic* it is used by one thread at a time.
+        traffic: of what goes over PCIe and NVLink: some 20 ms per device in a real driver.
         directory: of the claims.
         events: the newest lines of the audit log that may be shown, oldest first.
     """
 
     def __init__(
-        self, source: FrameSource, directory: LockDirectory, events: Callable[[], Sequence[Mapping[str, Any]]]
+        self,
+        source: SnapshotSource,
+        traffic: SnapshotSource,
+        directory: LockDirectory,
+        events: Callable[[], Sequence[Mapping[str, Any]]],
     ) -> None:
-        self._source, self._directory, self._events = source, directory, events
+        self._source, self._traffic, self._directory, self._events = source, traffic, directory, events
         self._rings = [NumberRing(step, keep) for step, keep in RINGS]
         self._host = HostRates()
         self._lock = threading.Lock()  # the rings are written and read by several threads
@@ -171,18 +171,12 @@ class FrameFeed:
         if not self.throughput_viewers:
             return None
         try:
-            snapshot = self._source.throughput()
+            snapshot, _ = self._traffic.sample()
         except GpuguardError:
             return None
-        devices = snapshot.devices if snapshot else ()
         return {
-            device.uuid: {
-                "received": device.pcie_rx,
-                "sent": device.pcie_tx,
-                "nvlink_received": device.nvlink_rx,
-                "nvlink_sent": device.nvlink_tx,
-            }
-            for device in devices
+            device.uuid: {name: getattr(device, field) for name, field in TRAFFIC.items()}
+            for device in snapshot.devices
         }
 
     async def chart(self, metric: str, seconds: float) -> bytes:
@@ -204,58 +198,36 @@ class FrameFeed:
 
     def _drawn(self, metric: str, seconds: float) -> bytes:
         begin = time.time() - seconds
-        series = self._stored(metric, begin) if seconds > RINGS[0][1] else None
+        series = None
+        if seconds > RINGS[0][1]:
+            with self._lock:
+                uuids = self._rings[0].uuids(metric)
+            with suppress(GpuguardError):
+                series = query_store(store_path(self._directory), lambda store: series_of(store, uuids, metric, begin))
         if series is None:
             with self._lock:
                 ring = next((ring for ring in self._rings if seconds <= ring.keep), self._rings[-1])
                 series = ring.series(metric, begin, MAX_POINTS)
-        return _encoded({"schema": 1, "metric": metric, "begin": begin, "times": series.times, "values": series.values})
-
-    def _stored(self, metric: str, begin: float) -> ChartSeries | None:
-        with self._lock:
-            uuids = self._rings[0].uuids(metric)
-        try:
-            return query_store(store_path(self._directory), lambda store: _series_of(store, uuids, metric, begin))
-        except GpuguardError:
-            return None
+        times, values = series
+        return _encoded({"schema": 1, "metric": metric, "begin": begin, "times": times, "values": values})
 
 
-def _series_of(store: Usage, uuids: Sequence[str], metric: str, begin: float) -> ChartSeries | None:
+def series_of(store: Usage, uuids: Sequence[str], metric: str, begin: float) -> ChartSeries | None:
     """What the store has, in at most MAX_POINTS steps; None when it has nothing of that time."""
-    _, name, factor = METRICS[metric]
-    width = max(store.width(begin), (store.now - begin) / MAX_POINTS)
-    values, is_known = {}, False
+    kept = history.METRICS[metric]
+    span = store.now - begin
+    steps = max(1, min(MAX_POINTS, int(span / store.width(begin))))
+    values: dict[str, list[float | None]] = {}
     for uuid in uuids:  # one after the other: each has 38,400 points
-        points = store.series(uuid, name, begin, store.now)
-        values[uuid], is_known = _means(points, begin, width, factor), is_known or bool(points)
-    if not is_known:
+        means = bucketed(store.series(uuid, kept.stored, begin, store.now), begin, store.now, steps)
+        values[uuid] = [None if mean is None else kept.factor * mean for mean in means]
+    if all(mean is None for means in values.values() for mean in means):
         return None
-    steps = range(int((store.now - begin) / width) + 1)
-    drawn = {uuid: [means.get(step) for step in steps] for uuid, means in values.items()}
-    return ChartSeries([begin + (step + 0.5) * width for step in steps], drawn)
-
-
-def _means(points: Sequence[Point], begin: float, width: float, factor: float) -> dict[int, float]:
-    """By the step in which they lie."""
-    sums: dict[int, tuple[float, int]] = {}
-    for point in points:
-        if point.mean is not None:
-            at = int((point.time - begin) / width)
-            total, count = sums.get(at, (0.0, 0))
-            sums[at] = total + factor * point.mean, count + 1
-    return {at: total / count for at, (total, count) in sums.items()}
+    return [begin + (step + 0.5) * span / steps for step in range(steps)], values
 
 
 def _encoded(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
-
-
-@dataclass(frozen=True)
-class ChartSeries:
-    """Values of one metric: times[i] is the unix time of values[uuid][i]; None = unknown."""
-
-    times: list[float]
-    values: dict[str, list[float | None]]
 
 
 class NumberRing:
@@ -279,7 +251,7 @@ class NumberRing:
         seen = {
             (device.uuid, metric): getattr(device, field)
             for device in snapshot.devices
-            for metric, (field, _, _) in METRICS.items()
+            for metric, field in METRICS.items()
         }
         for key in seen.keys() | self._values.keys():
             kept = self._values.setdefault(key, array("f", [_NAN]) * self._size)
@@ -294,14 +266,12 @@ class NumberRing:
         order = sorted((time, index) for index, time in enumerate(self._times) if time >= begin)
         width = -(-len(order) // most) or 1
         groups = [order[at : at + width] for at in range(0, len(order), width)]
-        return ChartSeries(
-            [group[-1][0] for group in groups],
-            {
-                uuid: [_mean([kept[index] for _, index in group]) for group in groups]
-                for (uuid, name), kept in self._values.items()
-                if name == metric
-            },
-        )
+        values = {
+            uuid: [_mean([kept[index] for _, index in group]) for group in groups]
+            for (uuid, name), kept in self._values.items()
+            if name == metric
+        }
+        return [group[-1][0] for group in groups], values
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -313,36 +283,33 @@ class HostRates:
     """What the machine does beside the GPUs, as rates since the reading before; the first one has no rates."""
 
     def __init__(self) -> None:
-        self._before: tuple[float, float, float, float, float] | None = None
+        self._before: tuple[float, dict[str, int | None]] | None = None
 
     def read(self) -> dict[str, float | int | None]:
         """CPU in percent, memory in bytes, disk and network in bytes per second; None = unknown."""
         memory = psutil.virtual_memory()
         disk, network = psutil.disk_io_counters(), psutil.net_io_counters()
-        now = (
-            time.monotonic(),
-            *((disk.read_bytes, disk.write_bytes) if disk else (float("nan"), float("nan"))),
-            *((network.bytes_recv, network.bytes_sent) if network else (float("nan"), float("nan"))),
-        )
-        before, self._before = self._before, now
-        rates = [_rate(before, now, index) for index in (1, 2, 3, 4)]
+        counters = {
+            "disk_read": disk.read_bytes if disk else None,
+            "disk_write": disk.write_bytes if disk else None,
+            "network_received": network.bytes_recv if network else None,
+            "network_sent": network.bytes_sent if network else None,
+        }
+        before, self._before = self._before, (time.monotonic(), counters)
+        seconds, former = (self._before[0] - before[0], before[1]) if before else (0.0, counters)
         return {
             "cpu_percent": psutil.cpu_percent() if before else None,
             "cpu_count": os.cpu_count(),
             "memory_used_bytes": memory.total - memory.available,
             "memory_total_bytes": memory.total,
-            "disk_read_bytes_per_second": rates[0],
-            "disk_write_bytes_per_second": rates[1],
-            "network_received_bytes_per_second": rates[2],
-            "network_sent_bytes_per_second": rates[3],
+            **{f"{name}_bytes_per_second": _rate(former[name], count, seconds) for name, count in counters.items()},
         }
 
 
-def _rate(before: tuple[float, ...] | None, now: tuple[float, ...], index: int) -> float | None:
-    if before is None or now[0] <= before[0]:
+def _rate(before: int | None, now: int | None, seconds: float) -> int | None:
+    if before is None or now is None or now < before or seconds <= 0:  # a counter that began anew tells nothing
         return None
-    rate = (now[index] - before[index]) / (now[0] - before[0])
-    return round(rate) if rate >= 0 else None  # NaN, or a counter that began anew
+    return round((now - before) / seconds)
 
 
 def bounded(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -381,18 +348,14 @@ def _some(rows: Sequence[Mapping[str, Any]], most: int, what: str, left_out: lis
 
 def _cut(value: Any) -> Any:
     """*value*, a text or a list of texts no longer than can be read."""
-    if isinstance(value, str):
-        return "".join(_short([value]))
-    if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
-        return list(_short(value))
-    return value
-
-
-def _short(words: Sequence[str]) -> Iterator[str]:
-    left = MAX_COMMAND
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        return value
+    kept, left = [], MAX_COMMAND
     for word in words:
         if len(word) >= left:
-            yield word[:left] + "..."
-            return
-        yield word
+            kept.append(word[:left] + "...")
+            break
+        kept.append(word)
         left -= len(word) + 1
+    return kept[0] if isinstance(value, str) else kept

@@ -64,13 +64,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None) -> RequestGuard:
-    """The page of *feed*.
-
-    Args:
-        feed: what it shows.
-        hosts: names, without a port, under which browsers may ask for it.
-        token: what they must know; None: nothing.
-    """
+    """The page of *feed*, for browsers that ask for one of *hosts* (without a port) and know the *token*, if any."""
 
     @asynccontextmanager
     async def sampling(_: Starlette) -> AsyncIterator[None]:
@@ -212,8 +206,7 @@ def _tokens_in_query(scope: Scope) -> list[str]:
 def listening(host: str, port: int, path: str | None) -> Iterator[socket.socket]:
     """A socket that listens on *host* and *port*, or at *path*, where only our user and group can connect.
 
-    Raises:
-        GpuguardError: another program listens there, or we may not.
+    Raises GpuguardError: another program listens there, or we may not.
     """
     where = path or f"{host}:{port}"
     try:

@@ -1,10 +1,9 @@
 "use strict";
-// The page writes text (textContent), never markup: whatever a user calls his job stays a name.
+// The page writes text (textContent), never markup: what a user calls a job stays a name.
 (() => {
   const byId = (id) => document.getElementById(id);
-  const METRICS = ["utilization", "memory", "temperature", "power"];
   const SPANS = { minute: 60, ten: 600, hour: 3600, half: 43200, week: 604800, year: 34560000 };
-  const SORTS = { index: null, memory: "memory_used_bytes", utilization: "utilization_percent", temperature: "temperature_celsius" };
+  const SORTS = ["index", "memory", "utilization", "temperature"];
   const COLOURS = ["#4493f8", "#3fb950", "#d29922", "#f85149", "#ab7df8", "#39c5cf", "#db61a2", "#9198a1"];
   const kept = (name, other) => { try { return localStorage.getItem(name) || other; } catch { return other; } };
   const keep = (name, value) => { try { localStorage.setItem(name, value); } catch { /* private window */ } };
@@ -25,9 +24,11 @@
     return node;
   }
   const size = (bytes) => UNITS.bytes(bytes) ?? word("unknown");
-  const rate = (bytes) => (bytes === null || bytes === undefined ? word("unknown") : `${size(bytes)}/s`);
+  const rate = (bytes) => UNITS.rate(bytes) ?? word("unknown");
   const time = (seconds) => UNITS.duration(seconds) ?? word("unknown");
-  const number = (value, unit) => (value === null || value === undefined ? word("unknown") : `${Math.round(value)}${unit}`);
+  const number = (value, unit) => UNITS.rounded(value, unit) ?? word("unknown");
+  const clock = (at, how) => UNITS.clock(at, language, how);
+  const day = (at) => UNITS.day(at, language);
 
   function meter(name, share, text, level) {
     const row = make("div", undefined, "meter"), bar = make("div"), fill = make("i", undefined, level);
@@ -84,7 +85,7 @@
     for (const [text, kind] of heads) head.append(make("th", text, kind));
     node.replaceChildren(head, ...rows.map((cells) => {
       const row = make("tr");
-      cells.forEach((text, place) => row.append(make("td", text, heads[place][1])));
+      cells.forEach((text, column) => row.append(make("td", text, heads[column][1])));
       return row;
     }));
   }
@@ -97,13 +98,13 @@
     document.title = `gpuguard ${seen.host}`;
     byId("title").textContent = `gpuguard · ${seen.host}${seen.simulated ? ` · ${word("simulated")}` : ""}`;
     status(seen.age_seconds === null ? word("live") : word("seen", time(Math.round(seen.age_seconds))), false);
-    const key = SORTS[sort], shown = key ? [...seen.devices].sort((one, other) => (other[key] ?? -1) - (one[key] ?? -1)) : seen.devices;
+    const key = METRICS[sort]?.field, shown = key ? [...seen.devices].sort((left, right) => (right[key] ?? -1) - (left[key] ?? -1)) : seen.devices;
     byId("cards").replaceChildren(...shown.map((device) => card(device, seen)));
     byId("line").hidden = !seen.line.length;
     table("line-table", [[word("place"), "number"], [word("user")], [word("gpus"), "number"], [word("waited"), "number"], [word("start")], [word("what")]],
-      seen.line.map((one) => [one.number, one.user, one.num_gpus, time(Math.round(one.waited_seconds)), when(one), [one.note, (one.command ?? []).join(" ")].filter(Boolean).join("  ")]));
+      seen.line.map((job) => [job.number, job.user, job.num_gpus, time(Math.round(job.waited_seconds)), when(job), [job.note, (job.command ?? []).join(" ")].filter(Boolean).join("  ")]));
     table("users-table", [[word("user")], [word("gpus"), "number"], [word("processes"), "number"], [word("used"), "number"], [word("claimed_count"), "number"], [word("idle_count"), "number"]],
-      seen.users.map((one) => [one.user ?? word("unknown"), one.devices, one.processes, size(one.memory_used_bytes), one.claimed, one.idle]));
+      seen.users.map((row) => [row.user ?? word("unknown"), row.devices, row.processes, size(row.memory_used_bytes), row.claimed, row.idle]));
     const use = seen.host_use;
     byId("host-use").textContent = [word("cpu", number(use.cpu_percent, "%"), use.cpu_count ?? word("unknown")),
       word("ram", size(use.memory_used_bytes), size(use.memory_total_bytes)),
@@ -115,9 +116,11 @@
     byId("gap-list").replaceChildren(...seen.unknown.slice(0, 40).map((text) => make("li", text)));
     if (first) draw(); else extend(seen);
   }
-  const clock = (at, seconds = true) => new Date(at * 1000).toLocaleTimeString(language, { hour: "2-digit", minute: "2-digit", second: seconds ? "2-digit" : undefined, hourCycle: "h23" });
-  const day = (at) => new Date(at * 1000).toLocaleDateString(language, { month: "short", day: "numeric" });
-  const when = (one) => (one.expected_start ? `${word("about", one.expected_start - Date.now() / 1000 > 72000 ? `${day(one.expected_start)} ` : "")}${clock(one.expected_start, false)} · ${one.why}` : one.why);
+  function when(job) {
+    if (!job.expected_start) return job.why;
+    const isFar = job.expected_start - Date.now() / 1000 > 72000;
+    return `${word("about", isFar ? `${day(job.expected_start)} ` : "")}${clock(job.expected_start, { seconds: false })} · ${job.why}`;
+  }
   function status(text, bad) {
     byId("status").textContent = text;
     byId("status").className = bad ? "bad" : "";
@@ -133,25 +136,23 @@
     };
   }
 
-  const change = (value) => (value === null || value === undefined ? null : metric === "memory" ? value / 2 ** 30 : value);
-  const unit = { utilization: "%", memory: " GiB", temperature: " °C", power: " W" };
-  const field = { utilization: "utilization_percent", memory: "memory_used_bytes", temperature: "temperature_celsius", power: "power_draw_watts" };
-  const colour = (place, count) => (count <= COLOURS.length ? COLOURS[place] : `hsl(${Math.round(360 * place / count)} 65% 55%)`);
+  const scaled = (value) => (UNITS.isUnknown(value) ? null : value / METRICS[metric].divisor);
+  const colour = (number, count) => (count <= COLOURS.length ? COLOURS[number] : `hsl(${Math.round(360 * number / count)} 65% 55%)`);
 
   // Asks for the whole chart; between two times the stream brings the new points (extend).
   async function draw() {
     const wanted = `${metric}|${span}`;
-    let found;
+    let chart;
     asked = Date.now();
     try {
       const answer = await fetch(`api/chart?metric=${metric}&seconds=${SPANS[span]}`);
       if (!answer.ok) return;
-      found = await answer.json();
+      chart = await answer.json();
     } catch { return; }
     if (wanted !== `${metric}|${span}`) return;
     const names = new Map((last?.devices ?? []).map((device) => [device.uuid, device.label]));
-    const uuids = Object.keys(found.values).sort((one, other) => (names.get(one) ?? "").localeCompare(names.get(other) ?? "", undefined, { numeric: true }));
-    const rows = [found.times, ...uuids.map((uuid) => found.values[uuid].map(change))];
+    const uuids = Object.keys(chart.values).sort((left, right) => (names.get(left) ?? "").localeCompare(names.get(right) ?? "", undefined, { numeric: true }));
+    const rows = [chart.times, ...uuids.map((uuid) => chart.values[uuid].map(scaled))];
     const look = [metric, span, theme, language, byId("chart").clientWidth, ...uuids.map((uuid) => names.get(uuid))].join("|");
     if (plot && drawn.look === look) { drawn.rows = rows; plot.setData(rows); return; }
     if (plot) plot.destroy();
@@ -162,20 +163,20 @@
     const style = getComputedStyle(document.documentElement), seconds = SPANS[span];
     const ink = style.getPropertyValue("--dim").trim(), rule = style.getPropertyValue("--rule").trim();
     const axis = { stroke: ink, grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1 } };
-    const ticks = (_, all) => all.map((at) => (seconds > 172800 ? day(at) : clock(at, seconds <= 600)));
+    const ticks = (_, all) => all.map((at) => (seconds > 172800 ? day(at) : clock(at, { seconds: seconds <= 600 })));
     return {
       width: Math.max(200, byId("chart").clientWidth - 18), height: 240,
       cursor: { drag: { x: false, y: false } },
       series: [{ label: word("time"), value: (_, at) => (at ? `${seconds > 40000 ? `${day(at)} ` : ""}${clock(at)}` : "–") },
-        ...uuids.map((uuid, place) => ({
-          label: `GPU ${names.get(uuid) ?? uuid.slice(0, 8)}`, stroke: colour(place, uuids.length), width: 1.5, spanGaps: false,
-          value: (_, value) => (value === null || value === undefined ? "–" : `${value.toFixed(metric === "memory" ? 1 : 0)}${unit[metric]}`),
+        ...uuids.map((uuid, number) => ({
+          label: `GPU ${names.get(uuid) ?? uuid.slice(0, 8)}`, stroke: colour(number, uuids.length), width: 1.5, spanGaps: false,
+          value: (_, value) => UNITS.rounded(value, METRICS[metric].unit, METRICS[metric].digits) ?? "–",
         }))],
       scales: {
         x: { range: () => [Date.now() / 1000 - seconds, Date.now() / 1000] },
         y: { range: (_, low, high) => (metric === "utilization" ? [0, 100] : [0, Math.max(1, (high ?? 1) * 1.05)]) },
       },
-      axes: [{ ...axis, values: ticks, space: 70 }, { ...axis, size: 64, values: (_, all) => all.map((tick) => `${tick}${unit[metric]}`) }],
+      axes: [{ ...axis, values: ticks, space: 70 }, { ...axis, size: 64, values: (_, all) => all.map((tick) => `${tick}${METRICS[metric].unit}`) }],
       legend: { live: true },
     };
   }
@@ -188,9 +189,9 @@
     }
     const [times] = drawn.rows, from = times.findIndex((at) => at >= seen.taken_at - seconds);
     if (times.length && seen.taken_at <= times[times.length - 1]) return;
-    const values = new Map(seen.devices.map((device) => [device.uuid, device[field[metric]]]));
+    const values = new Map(seen.devices.map((device) => [device.uuid, device[METRICS[metric].field]]));
     const rest = (row) => row.slice(Math.max(0, from));
-    drawn.rows = [[...rest(times), seen.taken_at], ...drawn.uuids.map((uuid, place) => [...rest(drawn.rows[place + 1]), change(values.get(uuid))])];
+    drawn.rows = [[...rest(times), seen.taken_at], ...drawn.uuids.map((uuid, row) => [...rest(drawn.rows[row + 1]), scaled(values.get(uuid))])];
     plot.setData(drawn.rows);
   }
 
@@ -211,8 +212,8 @@
     byId("theme").textContent = word(theme === "dark" ? "light" : "dark");
     byId("curious-label").textContent = word("curious");
     byId("chart-note").textContent = word("note");
-    choices("metrics", METRICS, metric, (key) => { metric = key; keep("metric", key); dress(); });
-    choices("sorts", Object.keys(SORTS), sort, (key) => { sort = key; keep("sort", key); dress(); });
+    choices("metrics", Object.keys(METRICS), metric, (key) => { metric = key; keep("metric", key); dress(); });
+    choices("sorts", SORTS, sort, (key) => { sort = key; keep("sort", key); dress(); });
     byId("sort").textContent = word("sort");
     byId("nothing").textContent = word("no_device");
     choices("spans", Object.keys(SPANS), span, (key) => { span = key; keep("span", key); dress(); });
@@ -225,9 +226,9 @@
   byId("curious").addEventListener("change", listen);
   addEventListener("resize", draw);
   addEventListener("visibilitychange", () => { if (!document.hidden) draw(); });
-  if (!(metric in unit)) metric = "utilization";
+  if (!(metric in METRICS)) metric = "utilization";
   if (!(span in SPANS)) span = "ten";
-  if (!(sort in SORTS)) sort = "index";
+  if (!SORTS.includes(sort)) sort = "index";
   dress();
   listen();
 })();

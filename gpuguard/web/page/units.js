@@ -1,15 +1,18 @@
 "use strict";
-// Numbers in words, as gpuguard/units.py writes them; null where there is none.
+// The one place of the page where numbers and times become text.  Sizes and durations as gpuguard/units.py writes them;
+// null where there is none.
 const UNITS = {
+  isUnknown: (value) => value === null || value === undefined,
   bytes(count) {
-    if (count === null || count === undefined) return null;
+    if (UNITS.isUnknown(count)) return null;
     const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let place = 0;
-    while (Math.abs(count) >= 1000 && place < units.length - 1) { count /= 1024; place += 1; }
-    return `${place > 2 ? count.toFixed(1) : Math.round(count)}${units[place]}`;
+    let step = 0;
+    while (Math.abs(count) >= 1000 && step < units.length - 1) { count /= 1024; step += 1; }
+    return `${step > 2 ? count.toFixed(1) : Math.round(count)}${units[step]}`;
   },
+  rate: (bytes) => (UNITS.isUnknown(bytes) ? null : `${UNITS.bytes(bytes)}/s`),
   duration(seconds) {
-    if (seconds === null || seconds === undefined) return null;
+    if (UNITS.isUnknown(seconds)) return null;
     if (seconds > 0 && seconds < 1) return `${Math.round(seconds * 1000)}ms`;
     let whole = Math.floor(Math.max(seconds, 0));
     const parts = [[86400, "d"], [3600, "h"], [60, "m"], [1, "s"]].map(([width, unit]) => {
@@ -18,4 +21,15 @@ const UNITS = {
     const first = parts.findIndex(([count]) => count > 0);
     return first < 0 ? "0s" : parts.slice(first, first + 2).filter(([count]) => count).map((part) => part.join("")).join("");
   },
+  rounded: (value, unit, digits = 0) => (UNITS.isUnknown(value) ? null : `${value.toFixed(digits)}${unit}`),
+  clock: (at, language, { seconds = true } = {}) => new Date(at * 1000).toLocaleTimeString(language,
+    { hour: "2-digit", minute: "2-digit", second: seconds ? "2-digit" : undefined, hourCycle: "h23" }),
+  day: (at, language) => new Date(at * 1000).toLocaleDateString(language, { month: "short", day: "numeric" }),
+};
+// What is drawn: the field of a device, and how a chart shows it.
+const METRICS = {
+  utilization: { field: "utilization_percent", unit: "%", divisor: 1, digits: 0 },
+  memory: { field: "memory_used_bytes", unit: " GiB", divisor: 2 ** 30, digits: 1 },
+  temperature: { field: "temperature_celsius", unit: " °C", divisor: 1, digits: 0 },
+  power: { field: "power_draw_watts", unit: " W", divisor: 1, digits: 0 },
 };
