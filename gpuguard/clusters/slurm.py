@@ -60,11 +60,7 @@ def job_of_claim(claim: str) -> str | None:
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation:
-    """What the environment of a prolog or an epilog says.
-
-    Raises:
-        InvalidRequest: it is none.
-    """
+    """What the environment of a prolog or an epilog says; InvalidRequest: it is none."""
     job, uid = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_JOB_UID", environ.get("SLURM_UID", ""))
     if not job.isdecimal() or not uid.isdecimal():
         raise InvalidRequest(
@@ -194,12 +190,9 @@ def contains() -> bool:
 
 
 def put_back(given: Allocation, reason: str) -> str | None:
-    """Have a job that must not start here put back into the queue, or ended where Slurm cannot do that (srun, salloc).
+    """Have a job that must not start here "requeued", or "cancelled" where Slurm cannot do that (srun, salloc).
 
-    The reason stands in its AdminComment then.
-
-    Returns:
-        "requeued" or "cancelled"; None when Slurm did neither.
+    The reason stands in its AdminComment then.  None when Slurm did neither.
     """
     job, _ = job_status(given.job)
     run_slurm("scontrol", "update", f"JobId={job}", f"AdminComment=gpuguard: {reason}"[:1000])

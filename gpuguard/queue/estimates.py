@@ -19,11 +19,9 @@ SCRIPTS = (".py", ".sh")
 
 
 def expected_seconds(command: Sequence[str], path: str | None = None) -> float | None:
-    """The median of the last jobs of this user that ran the same program (and script), or None.
+    """The median of the last jobs that ran the same program (and script), by the audit log, the user's own by default.
 
-    Args:
-        command: of the job that is to be started.
-        path: of the audit log; the user's own by default.
+    None where these are too few.
     """
     # The audit log has the words with a blank between them, and of very long lines the beginning.
     wanted = program(" ".join(command)[:1000].split(" "))

@@ -220,12 +220,7 @@ def read_reservations(directory: LockDirectory, now: float) -> tuple[list[Reserv
 
 
 def write_reservation(directory: LockDirectory, wanted: Reservation) -> Reservation:
-    """Make the file of a reservation, whole or not at all; returns it as it was made.
-
-    Raises:
-        InvalidRequest: it is too long.
-        LockDirectoryError: it cannot be written.
-    """
+    """Make the file of a reservation, whole or not at all; returns it as it was made."""
     fields = _ReservationContent(wanted.uid, wanted.num_gpus, wanted.begins, wanted.ends, wanted.devices)
     content = {"schema": 1, **asdict(fields), "note": wanted.note and wanted.note[:MOST_NOTE]}
     encoded = json.dumps(content).encode()
@@ -242,11 +237,7 @@ def write_reservation(directory: LockDirectory, wanted: Reservation) -> Reservat
 
 
 def remove_reservation(directory: LockDirectory, reservation: Reservation) -> None:
-    """End a reservation.
-
-    Raises:
-        LockDirectoryError: it is another user's.
-    """
+    """End a reservation; LockDirectoryError: it is another user's."""
     try:
         os.unlink(_path(directory, reservation.maker, reservation.id))
     except FileNotFoundError:

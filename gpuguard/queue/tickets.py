@@ -176,11 +176,7 @@ def as_json(request: Request) -> dict[str, Any]:
 
 
 def as_request(content: Mapping[str, Any]) -> Request:
-    """The request with these conditions.
-
-    Raises:
-        ValueError: there is something that is none; InvalidRequest is one.
-    """
+    """The request with these conditions; ValueError: there is something that is none; InvalidRequest is one."""
     if content.get("tolerance") == 2**63:  # as version 0.1 writes ANY_MEMORY, to a daemon that was upgraded
         content = {**content, "tolerance": ANY_MEMORY}
     request = decode(Request, content, exact=True)

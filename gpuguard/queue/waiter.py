@@ -246,21 +246,17 @@ class Waiter:
         self._leader_tickets: Sequence[Ticket] | None = None  # of the process that the deputy watches
         self._leader = ProcessWatch()  # whose end makes us try to lead
         self._wakes, self._woken_at = WAKES, time.monotonic()
-        self._queue, held = open_lock(directory, "queue"), None
-        self._deputy = -1
-        try:
+        with ExitStack() as stack:
+            self._queue = open_lock(directory, "queue")
+            stack.callback(os.close, self._queue)
             # The directory itself is the lock of the deputy: users cannot make a further lock file, and a machine that
             # was set up by an earlier version has none.
             self._deputy = os.open(directory.locks, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._held = held = OwnTicket(directory, ticket_content(ticket))
-            self.ticket = replace(ticket, id=held.id)
-        except BaseException:
-            if held:
-                held.leave()
-            if self._deputy >= 0:
-                os.close(self._deputy)
-            os.close(self._queue)
-            raise
+            stack.callback(os.close, self._deputy)
+            self._held = OwnTicket(directory, ticket_content(ticket))
+            stack.callback(self._held.leave)
+            self.ticket = replace(ticket, id=self._held.id)
+            stack.pop_all()
 
     def sleep(self, seconds: float | None, report: Callable[[], object], every: float | None = None) -> None:
         """Return when it is worth to try, and after *seconds*; *report* is called about every *every* seconds."""
@@ -470,7 +466,6 @@ def wait_until_over(
 
     Raises:
         InvalidRequest: there is no such claim or process, or it cannot end before this process does.
-        LockDirectoryError: no ticket can be written.
     """
     if not what:  # --after "$UNSET"
         raise InvalidRequest("--after is empty: name a claim or a process.")
