@@ -73,11 +73,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
 
 
 def devices_of(gpus: Sequence[str], devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices that Slurm means: its numbers are those of the files /dev/nvidiaN.
-
-    Raises:
-        ClaimError: one cannot be found.
-    """
+    """The devices that Slurm means by the numbers of files /dev/nvidiaN; ClaimError: one cannot be found."""
     whole = [device for device in devices if device.parent_uuid is None]
     by_file = all(device.minor_number is not None for device in whole)
     named = {str(device.minor_number if by_file else device.index): device for device in whole}

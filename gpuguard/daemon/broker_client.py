@@ -134,11 +134,7 @@ def _checked_locks(
     *,
     shared: bool,
 ) -> tuple[str, tuple[Lock, ...]]:
-    """The id of the claim and its locks, if each is the locked lock file of its device, or of a slot of it.
-
-    Raises:
-        ClaimError: one is not; then all are closed.
-    """
+    """The id of the claim and its locks; ClaimError, and all are closed: one is no locked file of its device."""
     with ExitStack() as stack:
         stack.callback(close_all, descriptors)  # also where no file is left to check them with
         try:

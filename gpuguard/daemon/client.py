@@ -115,11 +115,7 @@ def query_daemon(
 def exchange(
     directory: LockDirectory, request: Mapping[str, Any], seconds: float = REPLY_SECONDS
 ) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """The reply as it came, with its descriptors; they are the caller's, and close-on-exec.
-
-    Raises:
-        GpuguardError: as query_daemon().
-    """
+    """The reply as it came, with its descriptors, the caller's and close-on-exec; raises what query_daemon() does."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(seconds)
@@ -191,7 +187,7 @@ def short_path(directory: LockDirectory) -> Iterator[str]:
 
 
 def close_all(descriptors: tuple[int, ...] | list[int]) -> None:
-    """Close them."""
+    """Close descriptors that came with a reply, or do not go with one."""
     for descriptor in descriptors:
         os.close(descriptor)
 

@@ -102,11 +102,7 @@ class Exemptions:
         return asdict(EndedReply(len(ended)))
 
     def count_change(self, uid: int) -> None:
-        """Count a change that *uid* asks for; all users without a name count as one.
-
-        Raises:
-            GpuguardError: there were too many within a minute.
-        """
+        """Count a change by *uid*, all users without a name as one; GpuguardError: too many within a minute."""
         now = time.monotonic()
         recent = {
             user: [moment for moment in moments if now - moment < CHANGES_SECONDS]

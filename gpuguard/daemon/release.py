@@ -46,11 +46,7 @@ JOB_ENDED = "its job was ended"
 
 
 def releasable_claim(directory: LockDirectory, beginning: str, uid: int) -> ClaimRecord:
-    """The one claim whose id begins like that, or that is "USER.ID", and which *uid* may release.
-
-    Raises:
-        ClaimError: there is none, there are several, or it is another user's.
-    """
+    """The claim whose id begins like that, or that is "USER.ID"; ClaimError: none or several, or not of *uid*."""
     claims = read_records(directory)
     named = [claim for claim in claims if beginning and claim.id.startswith(beginning)]
     # Anybody can make a record with the id of another user's claim: then only its owner tells them apart.
@@ -68,11 +64,7 @@ def releasable_claim(directory: LockDirectory, beginning: str, uid: int) -> Clai
 
 
 def current_use(directory: LockDirectory, claim: ClaimRecord, backend: Backend) -> str | None:
-    """Which processes compute under *claim*, in words, or why that cannot be seen; None when none does.
-
-    Raises:
-        BackendError: the driver cannot be read.
-    """
+    """Which processes compute under *claim*, in words, or why that cannot be seen; None when none does."""
     fresh = backend.sample(WHO_FIELDS, list(claim.devices))
     current = claim_named(probe(directory, claim.devices), claim.uid, claim.id)
     return in_use(current or claim, fresh)
@@ -116,11 +108,7 @@ def release(directory: LockDirectory, claim: ClaimRecord, request: ReleaseReques
 def stop(
     directory: LockDirectory, claim: ClaimRecord, request: ReleaseRequest, *, report: Callable[[str], object]
 ) -> str:
-    """Have the job of *claim* ended by its `gpuguard run`, and wait for that.
-
-    Raises:
-        ClaimError: no gpuguard run supervises it, or it has ended before its job.
-    """
+    """Have the job of *claim* ended by its `gpuguard run`, and wait; ClaimError: none supervises it, or no more."""
     with SupervisorChannel(directory, claim) as supervisor:
         if supervisor is None:
             raise _unsupervised(directory, claim)

@@ -78,11 +78,7 @@ class DaemonSettings:
 
 
 def clean_environment(environ: MutableMapping[str, str], *, root: bool) -> None:
-    """Make *environ* one in which a daemon of root runs no other user's code.
-
-    Raises:
-        InvalidRequest: it was started with libraries of its caller's choice, which are loaded already.
-    """
+    """Make *environ* safe for a daemon of root; InvalidRequest: libraries of its caller's choice are loaded already."""
     if not root:
         return
     if dangerous := [name for name in _DANGEROUS if environ.get(name)]:

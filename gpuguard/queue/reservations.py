@@ -108,11 +108,7 @@ def reservation_calendar(
 
 
 def with_reserved_instances(backend: Backend, directory: LockDirectory, snapshot: Snapshot) -> Snapshot:
-    """*snapshot* with the MIG instances, which show only where health was read (39 calls), if some are reserved.
-
-    Raises:
-        BackendError: the driver does not answer.
-    """
+    """*snapshot* with the MIG instances, which show only where health was read (39 calls), if some are reserved."""
     if not _has_reservations(directory):
         return snapshot
     shown = {device.uuid for device in snapshot.devices}
