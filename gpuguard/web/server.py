@@ -34,15 +34,9 @@ from gpuguard.metrics.server import host_of
 from gpuguard.web.feed import FrameFeed, TooManyCharts
 
 PAGE = Path(__file__).parent / "page"
-FILES = {  # path -> (file, type)
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/words.js": ("words.js", "text/javascript; charset=utf-8"),
-    "/units.js": ("units.js", "text/javascript; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/uPlot.iife.min.js": ("uPlot.iife.min.js", "text/javascript; charset=utf-8"),
-    "/uPlot.min.css": ("uPlot.min.css", "text/css; charset=utf-8"),
-}
+_PARTS = ("page.js", "words.js", "units.js", "page.css", "uPlot.iife.min.js", "uPlot.min.css")
+FILES = {"/": "index.html", **{f"/{name}": name for name in _PARTS}}
+KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 HEADERS = (
     (b"content-security-policy", b"default-src 'none'; script-src 'self'; style-src 'self'; "
      b"connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
@@ -96,11 +90,12 @@ def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None
             return PlainTextResponse("too many watch already: try again in a minute\n", 503, {"retry-after": "60"})
         return Stream(feed, throughput="throughput" in request.query_params)
 
-    contents = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
+    contents = {path: (PAGE / name).read_bytes() for path, name in FILES.items()}
 
     async def file(request: Request) -> Response:
-        content, kind = contents[request.url.path]
-        return Response(content, headers={"content-type": kind})
+        path = request.url.path
+        kind = KINDS[Path(FILES[path]).suffix]
+        return Response(contents[path], headers={"content-type": f"{kind}; charset=utf-8"})
 
     routes = [Route("/api/now", now), Route("/api/chart", chart), Route("/api/stream", stream)]
     routes += [Route(path, file) for path in FILES]
