@@ -1,4 +1,4 @@
-"""A simulated machine of several users, where the daemon gives the locks or everybody takes his own, for tests as root.
+"""A simulated machine of several users, where the daemon gives the locks or each user takes them, for tests as root.
 
 machine = Brokered(place, site, "broker")    "everybody", "broker" with a daemon of root's, "keeper" with its own user
 done = machine(ALICE, "run", "--", "true"); with machine.job(BOB, "-n", "2") as (wrapper, devices): ...

@@ -144,7 +144,7 @@ def test_a_denied_user_gets_nothing(broker):
     assert broker.locked() == []
 
 
-def test_back_to_everybody_and_to_the_daemon_again_keeps_the_claims(own):
+def test_back_to_locks_of_all_users_and_to_the_daemon_again_keeps_the_claims(own):
     with own.job(ALICE, "-n", "1"):
         own.setup("--no-broker")
         own.kill_daemon()

@@ -110,7 +110,7 @@ with open(sys.argv[1], "a") as log:
         way = {"share": True, "memory": memory, "max_util": 100.0} if memory else {}
         try:
             claim = gpuguard.grab_gpus(1, devices=sys.argv[2:], wait=0, **way)
-        except gpuguard.GpuguardError:  # somebody was quicker
+        except gpuguard.GpuguardError:  # another one was quicker
             continue
         began = time.monotonic()
         time.sleep(chance.random() * 0.02)
@@ -119,7 +119,7 @@ with open(sys.argv[1], "a") as log:
 """
 
 
-def test_root_who_takes_locks_himself_and_the_daemon_never_overlook_each_other(site):
+def test_root_who_takes_locks_directly_and_the_daemon_never_overlook_each_other(site):
     with a_machine(site, "keeper") as machine, ExitStack() as stack:
         wanted = json.dumps([one for one in asks("shares", machine.uuids) if len(one[0]) == 1])
         logs = [machine.place / f"log{number}" for number in range(3)]
@@ -148,5 +148,5 @@ def most_at_once(claims: list[list[Any]], uuid: str) -> float:
     alone = [(began, ended) for wanted, memory, began, ended, _ in claims if uuid in wanted and memory is None]
     for began, ended in alone:
         others = [one for one in claims if uuid in one[0] and one[2] < ended and one[3] > began]
-        assert len(others) == 1, "a whole device was given while somebody had it, or a part of it"
+        assert len(others) == 1, "a whole device was given while another user had it, or a part of it"
     return max(accumulate(size for _, size in sorted(changes)), default=0)

@@ -149,7 +149,7 @@ def test_a_descriptor_that_was_kept_is_worth_nothing(broker):
         before = os.stat(path).st_ino
         assert broker.locked() == [0]
         say(hostile, "unlock")
-        assert eventually(lambda: os.stat(path).st_ino != before), "nobody noticed that it is free"
+        assert eventually(lambda: os.stat(path).st_ino != before), "it was not noticed that it is free"
         say(hostile, "lock")
 
         assert broker.locked() == []
@@ -159,7 +159,7 @@ def test_a_descriptor_that_was_kept_is_worth_nothing(broker):
             assert (hers, broker.locked()) == ("0", [0])
 
 
-def test_nobody_is_told_that_a_device_is_free_while_it_can_be_taken_back(broker):
+def test_no_device_is_shown_as_free_while_it_can_be_taken_back(broker):
     with broker.running(BOB, KEPT, broker.uuids[0]) as hostile:
         for _ in range(10):  # before the daemon looks by itself, and after
             say(hostile, "unlock")

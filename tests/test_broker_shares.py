@@ -151,7 +151,7 @@ def test_a_slot_that_was_kept_is_worth_nothing_and_one_held_shared_counts(own):
         assert own.locked() == [] and tried(own, ALICE, *share("70GiB")) == "" == tried(own, None, "--gpus", "0")
 
 
-def test_the_locks_are_not_everybodys_again_while_shares_hold_nothing_else(own):
+def test_the_locks_are_not_those_of_all_users_again_while_shares_hold_nothing_else(own):
     with own.job(ALICE, *share("1GiB")):
         refused = own(None, "setup", "--dir", own.directory.path, "--no-broker")
         assert refused.returncode != 0 and "shared by claims that the daemon gave" in refused.stderr
@@ -159,7 +159,7 @@ def test_the_locks_are_not_everybodys_again_while_shares_hold_nothing_else(own):
     assert eventually(lambda: own(None, "setup", "--dir", own.directory.path, "--no-broker").returncode == 0)
 
 
-def test_a_share_from_before_the_daemon_keeps_everybody_away(site):
+def test_a_share_from_before_the_daemon_keeps_all_others_away(site):
     with a_machine(site, "everybody") as machine, machine.job(ALICE, *share("1GiB")):
         machine.setup("--broker")
         machine.start_daemon()

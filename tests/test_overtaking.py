@@ -141,7 +141,7 @@ def test_each_process_that_lives_is_served_and_none_is_passed_beyond_the_bound(t
     assert outcome.served >= 20
 
 
-def test_the_oracle_sees_locks_that_exclude_nobody(tmp_path: Path) -> None:
+def test_the_oracle_sees_locks_that_exclude_no_job(tmp_path: Path) -> None:
     assert bout(tmp_path, "no-exclusion").overlaps > 0
 
 

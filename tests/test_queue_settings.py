@@ -157,7 +157,7 @@ def test_what_cannot_be_read_is_a_fault_and_never_an_error(tmp_path, make, what)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes files of root's and of others")
-def test_the_file_of_the_machine_counts_only_when_nobody_but_root_can_have_written_it(tmp_path, monkeypatch):
+def test_the_file_of_the_machine_counts_only_when_root_alone_can_have_written_it(tmp_path, monkeypatch):
     place = tmp_path / "gpuguard"
     place.mkdir(mode=0o755)
     path = place / "line.yaml"

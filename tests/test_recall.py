@@ -82,7 +82,7 @@ def test_a_daemon_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path
             daemon.start()
             after = daemon.until("terminate", len(before) + 2)[len(before) :]
 
-            # Three signals a minute are the most, whoever sent them.
+            # Three signals a minute are the most, however many daemons sent them.
             assert [event["outcome"] for event in after] == ["about to", "refused"]
             assert sum(child.poll() is None for child in children) == 1
 
@@ -115,7 +115,7 @@ def test_only_the_last_hour_counts_and_the_rotated_file_belongs_to_it(log: Path)
     assert found.problem is None
 
 
-def test_a_process_of_another_boot_is_nobody_here(log: Path) -> None:
+def test_a_process_of_another_boot_is_none_here(log: Path) -> None:
     write(log, a_line(kind="kill", facts={"boot": "another", "clock_seconds": 5.0}))
     (done,) = past(log).actions
 
