@@ -91,9 +91,8 @@ def pause_waiting() -> bool:
 
 def go_on_waiting() -> None:
     """After pause_waiting(): lead the queue again, unless another process does by now."""
-    for request in _waiting:
-        if request.waiter:
-            request.waiter.resume()
+    for waiter in [request.waiter for request in _waiting if request.waiter]:
+        waiter.resume()
 
 
 class Allocator:
