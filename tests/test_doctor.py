@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from builders import a_device, a_mig_instance, a_process, a_snapshot
 
-from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.room import Room, RoomUsage
-from gpuguard.cli import run_command_line
 from gpuguard.errors import DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.sanitize import display_width
 from gpuguard.views.doctor import CHECKS, FAULT, OK, WARNING, DoctorFacts, checks, to_text, worst
@@ -154,46 +153,43 @@ def test_the_screen_fits_and_no_word_of_advice_is_lost(width):
 
 
 @pytest.fixture
-def here(monkeypatch, tmp_path):
-    monkeypatch.setenv("GPUGUARD_SIM_DIR", str(tmp_path / "node"))
+def doctor(node, command):
+    return lambda *words: command("doctor", *words)
 
 
-def test_the_command_is_content_with_a_simulated_node(here, capsys):
-    assert run_command_line(["doctor", "--backend", "simulated"]) == 0
-    assert capsys.readouterr().out.startswith("SIMULATED node on ")
+def test_the_command_is_content_with_a_simulated_node(doctor):
+    status, said, _ = doctor()
+
+    assert status == 0 and said.startswith("SIMULATED node on ")
 
 
-def test_the_command_reads_the_file_of_the_queue(here, capsys, monkeypatch, tmp_path):
+def test_the_command_reads_the_file_of_the_queue(doctor, monkeypatch, tmp_path):
     monkeypatch.setenv("GPUGUARD_LINE", str(tmp_path / "line.yaml"))
     (tmp_path / "line.yaml").write_text("half_life: 7d\nbond: 24h\n")
+    status, said, _ = doctor()
 
-    assert run_command_line(["doctor", "--backend", "simulated"]) == 1
-    assert "line.yaml:2:1: " in capsys.readouterr().out
+    assert status == 1 and "line.yaml:2:1: " in said
 
 
 @pytest.mark.parametrize(
     ("place", "mode", "says"),
     [(".", 0o777, "writable for others"), ("daemon", 0o775, "mode 0775"), ("daemon", None, "is no directory")],
 )
-def test_a_directory_that_cannot_be_trusted_is_a_fault_with_exit_code_1(here, capsys, tmp_path, place, mode, says):
-    directory = lock_directory(str(tmp_path / "claims"))
-    path = tmp_path / "claims" / place
+def test_a_directory_that_cannot_be_trusted_is_a_fault_with_exit_code_1(doctor, directory, place, mode, says):
+    path = Path(directory.path, place)
     if mode is None:
         path.touch()
     else:
         path.mkdir(exist_ok=True)
         path.chmod(mode)
+    status, said, _ = doctor("--dir", directory.path)
 
-    assert run_command_line(["doctor", "--backend", "simulated", "--dir", directory.path]) == 1
-    assert says in capsys.readouterr().out
+    assert status == 1 and says in said
 
 
-def test_a_machine_without_a_driver_gives_exit_code_4_and_its_findings(here, capsys, monkeypatch):
-    def no_driver(args):
-        raise DriverNotFound("there is no libnvidia-ml.so.1")
+def test_a_machine_without_a_driver_gives_exit_code_4_and_its_findings(doctor, monkeypatch, tmp_path):
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    status, said, _ = doctor("--backend", "nvml", "--json")
 
-    monkeypatch.setattr("gpuguard.cli.options.backend_of", no_driver)
-
-    assert run_command_line(["doctor", "--backend", "nvml", "--json"]) == 4
-    driver = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}["driver"]
-    assert driver["status"] == FAULT
+    assert status == 4
+    assert {check["name"]: check["status"] for check in json.loads(said)["checks"]}["driver"] == FAULT
