@@ -5,15 +5,8 @@ hosts = Hosts(tmp_path); hosts.say("a", an_answer()); hosts.say("slow", waits=Tr
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import select
-import struct
 import subprocess
-import termios
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from builders import a_device, a_snapshot
@@ -36,6 +29,33 @@ while [ -e "$place/$host.waits" ] && [ ! -e "$place/$host.go" ]; do sleep 0.05; 
 [ -e "$place/$host.status" ] && exit "$(cat "$place/$host.status")"
 exit 0
 """
+# What a locked-down account refuses: command -> why.
+REFUSED = {
+    "": "no command, and there is no shell here",
+    **dict.fromkeys(
+        (
+            "rm -rf /", "sh", "gpuguard", "gpuguard run -- touch owned", "who; touch owned",
+            "scp -t /tmp", "internal-sftp", "gpuguard release 1", "gpuguard serve-ssh --ask who", "run -- reboot",
+            "gpuguard top", "gpuguard web", "x" * 5000, "/bin/sh -c 'gpuguard who'", "who 'open",
+        ),
+        "this key is for",
+    ),
+    "who $(touch owned)": "unrecognized arguments: $(touch owned)",
+    "who && touch owned": "unrecognized arguments: && touch owned",
+    "who extra": "unrecognized arguments: extra",
+    "select --json --no-such-option": "unrecognized arguments: --no-such-option",
+    "gpuguard who --backend replay:/etc/passwd": "--backend is not answered",
+    "gpuguard who --dir=/": "--dir is not answered",
+    "who --watch": "--watch is not answered",
+    "gpuguard who --hosts -oProxyCommand=touch": "--hosts: a value is missing",
+    "gpuguard queue --hosts localhost": "--hosts is not answered",
+    "queue --hosts-file=/etc/passwd": "--hosts-file is not answered",
+    "who --ssh reboot --hosts a": "is not answered",
+    "select -sX": "--sep is not answered",
+    "select -S -n 2 -O uuid": "--format is not answered",
+    "who --help": "--help is not answered",
+    "select -hn 2": "--help is not answered",
+}  # fmt: skip
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egpj\n\r<b>$(reboot)`id`"
 
 
@@ -74,36 +94,3 @@ def an_answer(*devices: object, **more: object) -> dict[str, object]:
     snapshot = a_snapshot(*(devices or (a_device(0, processes=()),)))
     content: dict[str, object] = json.loads(json_text(who.to_json(snapshot, uses(snapshot))))
     return {**content, **more}
-
-
-class OnATerminal:
-    """The command on a terminal of 120 columns, and a function that reads on until something holds of its text."""
-
-    def __init__(self, hosts: Hosts, *words: str) -> None:
-        self._ours, theirs = os.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-        self._process = hosts.gpuguard.start(
-            *words, "--ssh", hosts.ssh, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
-        )
-        os.close(theirs)
-        self._text = ""
-
-    def __enter__(self) -> tuple[subprocess.Popen[str], Callable[[Callable[[str], bool]], str]]:
-        return self._process, self._until
-
-    def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-        os.close(self._ours)
-
-    def _until(self, is_true: Callable[[str], bool]) -> str:
-        ends = time.monotonic() + 60
-        while not is_true(self._text):
-            assert time.monotonic() < ends, self._text
-            if select.select([self._ours], [], [], 0.1)[0]:
-                try:
-                    self._text += os.read(self._ours, 65536).decode("utf-8", "replace")
-                except OSError:
-                    assert is_true(self._text), self._text
-        return self._text

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,7 +124,7 @@ def test_set_moves_a_temperature_along_the_clock(a_node, sim):
 def test_set_sets_everything_else_too(a_node, sim, devices):
     words = "set --device 1 --utilization 50% --memory 3GiB --latency 1ms --compute-mode prohibited --release-delay 3s"
     assert sim(*words.split())[0] == 0
-    device = simulated.open().sample({MEMORY, UTILIZATION, HEALTH, POWER, PROCESSES}).devices[1]
+    device: Any = simulated.open().sample({MEMORY, UTILIZATION, HEALTH, POWER, PROCESSES}).devices[1]
 
     assert (device.utilization, device.compute_mode, device.processes) == (50.0, "prohibited", ())
     assert device.memory_used > 3 * 2**30 and device.power_draw > 200

@@ -100,15 +100,12 @@ def _script(shell: str) -> str:
         DIRECTORY: {**shtab.DIRECTORY, "fish": f"(__fish_complete_directories {_FISH_VALUE})"},
         JOB: {"bash": "_gpuguard_job_word", "zsh": "_normal", "fish": "(_gpuguard_job)"},
     }
-    bash_functions = ""
     for name in VALUES:
-        kinds[name] = {
-            "bash": f"_gpuguard_values_{name}",
-            "zsh": f" _gpuguard_values {name}",  # the space: with these words, and none of _arguments' own before them
-            "fish": f"(_gpuguard_values {name})",
-        }
-        # shtab's bash calls a function by its name, with the word alone.
-        bash_functions += f'\n_gpuguard_values_{name}() {{ _gpuguard_values {name} "$1"; }}'
+        # The space: with these words, and none of _arguments' own before them.
+        zsh, fish = f" _gpuguard_values {name}", f"(_gpuguard_values {name})"
+        kinds[name] = {"bash": f"_gpuguard_values_{name}", "zsh": zsh, "fish": fish}
+    # shtab's bash calls a function by its name, with the word alone.
+    by_name = [f'_gpuguard_values_{name}() {{ _gpuguard_values {name} "$1"; }}' for name in VALUES]
     parser, starters = whole_parser(), []
     for command, action in values_of(parser):
         kind = kind_of(action)
@@ -122,7 +119,7 @@ def _script(shell: str) -> str:
     added = Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8")
     if shell != "bash":
         return str(shtab.complete(parser, shell, preamble=added))
-    added = added.replace("@STARTERS@", " ".join(starters)) + bash_functions
+    added = "\n".join([added.replace("@STARTERS@", " ".join(starters)), *by_name])
     return f"{shtab.complete(parser, shell, preamble=added)}\ncomplete -F _gpuguard gpuguard\n"
 
 
@@ -275,7 +272,6 @@ def _reservations(_: str) -> Values:
 
 
 def _hosts(_: str) -> Values:
-    """Those that the user's ssh knows by name."""
     found: dict[str, str] = {}
     for name, begins in (("config", "host "), ("known_hosts", "")):
         with suppress(OSError), open(os.path.expanduser(f"~/.ssh/{name}"), encoding="utf-8", errors="replace") as lines:

@@ -55,7 +55,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
-    """Everything that the checks want to know, read now."""
     driver = _driver(args)
     snapshot = driver["snapshot"]
     outer = outer_devices(os.environ, snapshot.devices if snapshot else ())

@@ -42,11 +42,7 @@ def refuse(args: argparse.Namespace, usual: dict[str, object], why: str) -> None
 
 
 def query_of(args: argparse.Namespace, words: Sequence[str]) -> tuple[tuple[str, ...], FleetQuery]:
-    """The hosts, and how each is asked *words*.
-
-    Raises:
-        InvalidRequest: a name or a value cannot be used.
-    """
+    """The hosts, and how each is asked *words*."""
     there = "it is of this machine; GPUGUARD_BACKEND and GPUGUARD_DIR of the account over there decide"
     refuse(args, {"backend": os.environ.get("GPUGUARD_BACKEND") or "nvml"}, there)
     refuse(args, {"dir": os.environ.get("GPUGUARD_DIR") or None}, there)
@@ -70,13 +66,11 @@ def query_of(args: argparse.Namespace, words: Sequence[str]) -> tuple[tuple[str,
 
 
 def who(args: argparse.Namespace) -> int:
-    """`gpuguard who --hosts`."""
     refuse(args, {"watch": None}, "`gpuguard top --hosts` shows them again and again")
     return _shown(args, "who", view.host_lines)
 
 
 def queue(args: argparse.Namespace) -> int:
-    """`gpuguard queue --hosts`."""
     return _shown(args, "queue", view.queue_lines)
 
 
@@ -120,7 +114,6 @@ def select(args: argparse.Namespace) -> int:
 
 
 def top(args: argparse.Namespace) -> int:
-    """`gpuguard top --hosts`."""
     refuse(
         args,
         {"only_visible": False, "compute_only": False, "filter": None, "sort": "gpu", "tree": False, "mode": "auto"},

@@ -75,11 +75,7 @@ def add_expose_option(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def page_server(address: str, expose: str | None) -> PageServer:
-    """A server at *address*; see add_expose_option.
-
-    Raises:
-        InvalidRequest: it cannot be had.
-    """
+    """A server at *address*; see add_expose_option."""
     names = [name.strip() for name in (expose or "").split(",")]
     return PageServer(listening_address(address, exposed=expose is not None), host_names(names))
 
@@ -117,7 +113,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _output(args: argparse.Namespace) -> Output:
-    """What puts facts where they are wanted."""
     if args.influx == "-":
         return lambda facts: print("\n".join(_influx_lines(facts)), flush=True)
     if args.influx:
@@ -145,11 +140,7 @@ def _influx_lines(facts: MetricFacts) -> list[str]:
 
 
 def _put_all(machine: MachineFacts, output: Output, every: float | None) -> None:
-    """Put the facts out, once or again and again; then a fault may pass, and is reported once.
-
-    Raises:
-        BackendError: the driver cannot be reached, which the numbers say, too.
-    """
+    """Put the facts out, once or again and again; then a fault may pass, and is reported once."""
     reported = ""
     while True:
         began = time.monotonic()

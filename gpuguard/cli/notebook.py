@@ -63,11 +63,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def run_line(shell: Any, line: str) -> None:
-    """Do what stands behind %gpus.
-
-    Raises:
-        GpuguardError: it cannot be done, with what to do about it.
-    """
+    """Do what stands behind %gpus."""
     try:
         words = shlex.split(line)
     except ValueError as fault:
@@ -75,10 +71,8 @@ def run_line(shell: Any, line: str) -> None:
     if not words:
         _show_all(shell)
         return
-    parser = Parser(prog="%gpus", description=__doc__)
-    _add_options(parser)
     try:
-        args = parser.parse_args(words)
+        args = _parser().parse_args(words)
     except SystemExit:  # --help
         return
     if args.what == "release":
@@ -99,7 +93,8 @@ def run_line(shell: Any, line: str) -> None:
     _publish(shell, *_card(held))
 
 
-def _add_options(parser: Parser) -> None:
+def _parser() -> Parser:
+    parser = Parser(prog="%gpus", description=__doc__)
     parser.add_argument("what", metavar="N|release", nargs="?", help="how many GPUs (default: 1), or give them back")
     add_choice_options(parser)
     group = parser.add_argument_group("the claim")
@@ -114,6 +109,7 @@ def _add_options(parser: Parser) -> None:
     group.add_argument("--priority", choices=PRIORITY_NAMES, default="normal", help=priority)
     group.add_argument("--note", metavar="TEXT", help="what it is for (default: the name of the notebook)")
     add_source_options(parser)
+    return parser
 
 
 def _claimed(args: Any, words: tuple[str, ...]) -> NotebookClaim:
@@ -146,17 +142,13 @@ def _claimed(args: Any, words: tuple[str, ...]) -> NotebookClaim:
 
 
 def _current() -> NotebookClaim | None:
-    """What this kernel has.
-
-    Raises:
-        ClaimLost: it was given back meanwhile, by its owner, root or a policy.
-    """
+    """What this kernel has."""
     if not _held:
         return None
     try:
         _held[0].claim.reassert()
     except ClaimLost as lost:
-        _end_claim()
+        _held.pop().context.__exit__(None, None, None)
         raise ClaimLost(f"{lost}\nThis kernel has no GPUs now.  {_RESTART} and claim again.") from None
     return _held[0]
 
@@ -170,12 +162,8 @@ def _release() -> None:
             f"CUDA runs in this kernel and keeps memory on {_names(held.claim)} until it ends.  {_RESTART}: that gives "
             "the GPUs back."
         )
-    _end_claim()
-    print(f"{_names(held.claim)}: given back.")
-
-
-def _end_claim() -> None:
     _held.pop().context.__exit__(None, None, None)
+    print(f"{_names(held.claim)}: given back.")
 
 
 def _show_all(shell: Any) -> None:
@@ -192,7 +180,6 @@ def _publish(shell: Any, text: str, html: str) -> None:
 
 
 def _card(held: NotebookClaim) -> tuple[str, str]:
-    """What it has, as text and as HTML."""
     simulated = (held.source["backend"] or "").startswith("simulated")
     # Not read where nothing was asked about it, as for one device: then it is left out.
     models = ", ".join(dict.fromkeys(device.name for device in held.claim if device.name))

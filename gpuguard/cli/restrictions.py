@@ -65,7 +65,6 @@ root alone can write: it holds without a daemon, until the next boot.
 
 
 def add_for_and_reason(parser: argparse.ArgumentParser, for_: str, reason: str) -> None:
-    """--for and --reason, with their helps."""
     parser.add_argument("--for", dest="for_", metavar="DURATION", help=for_)
     parser.add_argument("--reason", metavar="TEXT", help=reason)
 
@@ -157,7 +156,6 @@ def seconds_of(args: argparse.Namespace) -> float | None:
 
 
 def reason_of(args: argparse.Namespace) -> str:
-    """The value of --reason."""
     reason: str = args.reason or ""
     if len(reason) > MAX_REASON:
         raise InvalidRequest(f"--reason has at most {MAX_REASON} characters.")
@@ -165,7 +163,6 @@ def reason_of(args: argparse.Namespace) -> str:
 
 
 def show(directory: LockDirectory, kind: str, *, as_json: bool) -> int:
-    """Print the restrictions of a kind."""
     if directory.owner is None:
         raise GpuguardError(
             "nothing is denied, quarantined or kept without a directory of root's: run `sudo gpuguard setup` once."

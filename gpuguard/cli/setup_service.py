@@ -76,7 +76,6 @@ def fault_of(*command: str) -> str | None:
 
 
 def systemctl(*words: str, advice: str = "") -> None:
-    """Run systemctl."""
     if reason := fault_of("systemctl", *words):
         raise LockDirectoryError(f"`systemctl {' '.join(words)}` failed: {reason}  {advice}".rstrip())
 
@@ -97,7 +96,6 @@ def content_of(path: str) -> bytes | None:
 
 
 def is_as_written(path: str) -> bool:
-    """Whether setup has written *path*, and it is unchanged."""
     content = content_of(path)
     if content is None:
         return False
@@ -121,7 +119,6 @@ def _sealed(content: bytes) -> bytes:
 
 
 def packaged(name: str) -> str:
-    """A file of packaging/."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     for folder in (f"{package}/packaging", f"{os.path.dirname(package)}/packaging"):
         try:
@@ -133,7 +130,6 @@ def packaged(name: str) -> str:
 
 
 def account_of(name: str) -> pwd.struct_passwd | None:
-    """The account of a user; None: there is none."""
     try:
         return pwd.getpwnam(name)
     except KeyError:
@@ -280,7 +276,6 @@ def open_to_others(*paths: str) -> str | None:
 
 
 def is_booted() -> bool:
-    """Whether systemd runs this machine now."""
     return os.path.isdir(BOOTED)
 
 
