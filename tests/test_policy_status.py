@@ -74,7 +74,7 @@ def test_what_stood_after_the_last_step_of_a_policy_that_was_changed_stands_nowh
     watch.policies = (a_policy("warn", cooldown=1000),)
     watch.sees(busy(140))
 
-    assert steps(watch) == [] and not watch.memory.finished
+    assert steps(watch) == []
 
 
 def test_who_goes_while_another_one_stays_after_the_last_step_is_left_out_alone():
@@ -82,7 +82,7 @@ def test_who_goes_while_another_one_stays_after_the_last_step_is_left_out_alone(
     watch = Watch(a_policy("warn", cooldown=1000))
     watch.until(40, both)
     watch.sees(busy(50, alone))
-    [left] = watch.memory.finished["p"].values()
+    [left] = watch.memory.states["p"].values()
 
     assert left.subject.pid == 7
 
@@ -91,10 +91,10 @@ def test_who_goes_while_another_one_stays_after_the_last_step_is_left_out_alone(
 def test_of_a_policy_whose_judgement_failed_nothing_stands(clock):
     watch = Watch(LADDER)
     watch.until(clock)
-    assert watch.memory.states["p"] or watch.memory.finished["p"]
+    assert watch.memory.states["p"]
     evaluate(busy(clock + 10), watch.policies, watch.memory, isolate=lambda policy, judge: None)
 
-    assert not watch.memory.states.get("p") and not watch.memory.finished.get("p")
+    assert not watch.memory.states.get("p")
 
 
 def test_what_stands_is_told_although_the_last_look_has_failed():

@@ -77,7 +77,7 @@ def evaluate(
     for policy in policies:
         judged = isolate(policy.name, partial(_judge, policy, index, memory))
         if judged is None:
-            memory.forget(policy.name)
+            memory.states.pop(policy.name, None)
         else:
             due += judged[0]
             notes += judged[1]
@@ -112,8 +112,8 @@ def _pin(policies: Sequence[Policy], memory: EngineMemory) -> list[Note]:
         if now.get(name) is before or now.get(name) == before:
             continue
         what = "was changed" if name in now else "is gone"
-        for state in memory.forget(name):
-            if state.done:
+        for state in memory.states.pop(name, {}).values():
+            if 0 < state.done < len(before.steps):
                 notes.append(Note("cancelled", f"the policy {what}, its steps are cancelled", name, state.subject))
     memory.policies = now
     return notes
@@ -158,15 +158,11 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
         current[identity_of(finding.subject)] = finding
 
     states = memory.states.setdefault(policy.name, {})
-    memory.found[policy.name] = frozenset(current)
     left_out = {note.subject for note in notes}  # of whom it is said already why nothing is found
     for identity in [identity for identity in states if identity not in current]:
         ended = states.pop(identity)
-        if left_out.isdisjoint((None, ended.subject)):
+        if left_out.isdisjoint((None, ended.subject)) and not _is_over(ended, policy):
             notes += _cancelled(policy, ended, index, memory)
-    if spent := memory.finished.pop(policy.name, None):
-        left = {key: state for key, state in spent.items() if key in current and (policy.name, key) in memory.cooling}
-        memory.finished.update({policy.name: left} if left else {})
 
     clock, due = index.view.clock, []
     for identity, finding in current.items():
@@ -174,7 +170,7 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
             notes.append(Note("cooldown", "the last step is not long ago", policy.name, finding.subject))
             continue
         state = states.get(identity)
-        if state is None:
+        if state is None or _is_over(state, policy):
             state = states[identity] = EscalationState(finding.subject, clock)
         state.samples += 1
         state.processes = finding.processes
@@ -189,6 +185,11 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
         else:
             due.append(due_step)
     return due, notes
+
+
+def _is_over(state: EscalationState, policy: Policy) -> bool:
+    """Whether the last step was taken."""
+    return 0 < state.done == len(policy.steps)
 
 
 def _victim(due: DueStep) -> object:

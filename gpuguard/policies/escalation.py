@@ -23,7 +23,10 @@ MEMORY_SLACK = 512 * 2**20  # bytes by which others may grow meanwhile
 
 @dataclass
 class EscalationState:
-    """A condition that holds for a subject, sample after sample, and how many steps that has led to."""
+    """A condition that holds for a subject, sample after sample, and how many steps that has led to.
+
+    It stays after the last step, until the condition or the cooldown ends.
+    """
 
     subject: Subject
     since: float  # clock
@@ -56,25 +59,14 @@ class EngineMemory:
     policies: dict[str, Policy] = field(default_factory=dict)
     states: dict[str, dict[SubjectIdentity, EscalationState]] = field(default_factory=dict)  # by policy
     cooling: dict[tuple[str, SubjectIdentity], float] = field(default_factory=dict)  # until which clock
-    # whose condition still holds after the last step: for people who ask, by policy
-    finished: dict[str, dict[SubjectIdentity, EscalationState]] = field(default_factory=dict)
     effects: dict[tuple[bool, str], Effect] = field(default_factory=dict)  # by (enforced, uuid)
     kept: dict[tuple[str, int | str], float] = field(default_factory=dict)  # until which clock
-    found: dict[str, frozenset[SubjectIdentity]] = field(default_factory=dict)  # in the last sample, by policy
     index: SampleIndex | None = None  # of the last sample
-
-    def forget(self, policy: str) -> Iterable[EscalationState]:
-        """Drop what was seen of one policy; the escalations that this ends."""
-        self.finished.pop(policy, None)
-        self.found.pop(policy, None)
-        return self.states.pop(policy, {}).values()
 
     def start_anew(self, clock: float) -> None:
         """Drop what was seen before a pause: nobody knows what happened in it."""
         self.past.clear()
         self.states.clear()
-        self.found.clear()
-        self.finished.clear()
         if self.rhythm.clock is not None and clock < self.rhythm.clock:
             # Another boot: times of the one before say nothing.  Marks stay, since they only protect.
             self.cooling.clear()
@@ -130,7 +122,6 @@ def advance(due: DueStep, memory: EngineMemory, clock: float, *, skipped: bool =
             state.done += 1
     state.stepped_at = clock
     if state.done == len(policy.steps):
-        memory.finished.setdefault(policy.name, {})[due.identity] = memory.states[policy.name].pop(due.identity)
         memory.cooling[policy.name, due.identity] = clock + policy.cooldown
 
 
@@ -299,7 +290,7 @@ def policy_status(
     found = []
     for policy in policies:
         name, steps = policy.name, policy.steps
-        for identity, state in (*memory.states.get(name, {}).items(), *memory.finished.get(name, {}).items()):
+        for identity, state in memory.states.get(name, {}).items():
             done, due = state.done, None
             if (name, identity) in put_off:
                 done, due = put_off[name, identity]
