@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 
 from gpuguard.model import Snapshot
-from gpuguard.policies.engine import evaluate
-from gpuguard.policies.escalation import EngineMemory
+from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.idle import AgeRule, IdleRule
 from gpuguard.policies.policy import Exemption, Policy, Step
 from gpuguard.policies.quota import QuotaRule

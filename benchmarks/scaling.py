@@ -24,8 +24,7 @@ from peers import Program, last_words, placed
 from rows import Extent
 from section import table
 
-from gpuguard.policies.engine import evaluate
-from gpuguard.policies.escalation import EngineMemory
+from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.view import RuleView
 from gpuguard.queue.backfill import Fit, Machine, plan
 from gpuguard.queue.priority import QueueRules, Ticket, order

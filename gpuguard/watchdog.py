@@ -30,7 +30,7 @@ from gpuguard.host import HostUses
 from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, ClaimRecord, Event, Finding, Snapshot, Subject, Verdict
 from gpuguard.notify.templates import ENGLISH, TEMPLATES
 from gpuguard.policies import engine
-from gpuguard.policies.escalation import EngineMemory, PolicyStatus, policy_status
+from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
 from gpuguard.policies.policy import Judgement, Note, Policy
 from gpuguard.policies.rules import needs_of
 from gpuguard.policies.view import RuleView, SubjectIdentity, identity_of

@@ -28,8 +28,8 @@ sys.exit(main(sys.argv[1:]))
 IMPATIENT = """
 from gpuguard.policies.files import checks as policychecks
 from gpuguard.enforcement import actions, limits
-from gpuguard.policies import escalation as ladder, policy
-policychecks.KILL_AFTER = policy.KILL_AFTER = ladder.KILL_AFTER = limits.KILL_AFTER = 1.0
+from gpuguard.policies import engine, policy
+policychecks.KILL_AFTER = policy.KILL_AFTER = engine.KILL_AFTER = limits.KILL_AFTER = 1.0
 actions.UNKILLABLE_SECONDS, limits.BETWEEN_ACTIONS = 2.0, 0.5
 """
 HEAD = "version: 1\nmode: enforce\ninterval: {shortest: 200ms, longest: 200ms}\n"

@@ -9,8 +9,7 @@ from typing import Any
 from builders import a_device, a_process, a_snapshot
 
 from gpuguard.model import Finding, Snapshot, Verdict
-from gpuguard.policies.engine import evaluate
-from gpuguard.policies.escalation import EngineMemory
+from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.policy import Judgement, Policy, Step
 from gpuguard.policies.view import RuleView, device_subject, judged_processes, process_subject
 

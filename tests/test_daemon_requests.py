@@ -28,7 +28,7 @@ from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.daemon.requests import ADMINISTRATION, RequestContext, handle
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Event, Subject
-from gpuguard.policies.escalation import PolicyStatus
+from gpuguard.policies.engine import PolicyStatus
 from gpuguard.request import Request
 
 root = pytest.mark.root

@@ -10,7 +10,7 @@ from ladders import Devices, Finds, Processes, Watch, a_policy, actions, busy, k
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Gap, Subject
-from gpuguard.policies.escalation import EscalationState, next_step
+from gpuguard.policies.engine import EscalationState, next_step
 from gpuguard.policies.policy import KILL_AFTER, Step
 
 NOBODY = a_device(processes=())

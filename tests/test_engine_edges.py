@@ -16,10 +16,9 @@ from worlds import CLOCK, a_bad_day, shown
 
 from gpuguard.backtest.backtest import rehearse
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Subject
-from gpuguard.policies import engine, escalation, view
+from gpuguard.policies import engine, view
 from gpuguard.policies import policy as policy_module
-from gpuguard.policies.engine import evaluate, still_holds
-from gpuguard.policies.escalation import EngineMemory
+from gpuguard.policies.engine import EngineMemory, evaluate, still_holds
 from gpuguard.policies.policy import ON_PROCESSES, Exemption, Policy, Step, why_inapplicable
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import HostUse, RuleView, computing_processes, process_subject
@@ -303,7 +302,7 @@ def nothing(*_, **__):
 
 FAULTS = {
     "a pause is overlooked": (
-        escalation.EngineMemory, "start_anew", nothing,
+        engine.EngineMemory, "start_anew", nothing,
         lambda: test_engine.test_a_pause_of_more_than_three_intervals_starts_all_durations_anew(3600),
     ),
     "a step is repeated": (
@@ -311,7 +310,7 @@ FAULTS = {
         test_engine.test_the_ladder_is_climbed_one_step_after_the_other_and_none_is_repeated,
     ),
     "one sample is enough": (
-        escalation, "FEWEST_SAMPLES", 1,
+        engine, "FEWEST_SAMPLES", 1,
         test_engine.test_a_spike_in_one_sample_never_fires,
     ),
     "a garbled list is believed": (
@@ -323,15 +322,15 @@ FAULTS = {
         lambda: test_engine.test_a_policy_that_was_changed_cancels_its_ladders({"enforce": True}),
     ),
     "the breaker is ignored": (
-        escalation, "_breaker", lambda due: (set(), []),
+        engine, "_breaker", lambda due: (set(), []),
         lambda: test_breaker.test_the_breaker_lets_nobody_be_hit_when_too_many_would_be("deny", test_breaker.crowd(4)),
     ),
     "the effect is not awaited": (
-        escalation, "EFFECT_SECONDS", 0.0,
+        engine, "EFFECT_SECONDS", 0.0,
         lambda: test_breaker.test_one_process_per_device_is_hit_until_its_effect_is_seen(True),
     ),
     "an effect is taken for seen": (
-        escalation, "_is_seen", lambda *_: True,
+        engine, "_is_seen", lambda *_: True,
         lambda: test_breaker.test_one_process_per_device_is_hit_until_its_effect_is_seen(False),
     ),
     "blindness does not count": (

@@ -10,8 +10,7 @@ from ladders import START, Watch, a_policy, busy
 
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.actions import ActionOutcome
-from gpuguard.policies.engine import evaluate
-from gpuguard.policies.escalation import policy_status
+from gpuguard.policies.engine import evaluate, policy_status
 from gpuguard.policies.policy import KILL_AFTER, Step
 from gpuguard.policies.view import MOST, RuleView, SampleRhythm, ValueSeries, device_subject, key_of, process_subject
 from gpuguard.watchdog import Watchdog

@@ -26,8 +26,7 @@ from gpuguard.backtest.recordings import pack, people, read_recording, unpack, v
 from gpuguard.backtest.unit_tests import accounts
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import ALL_FIELDS, WHO_FIELDS, Gap, ProcessStat
-from gpuguard.policies.engine import evaluate
-from gpuguard.policies.escalation import EngineMemory
+from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.files.loader import parse
 from gpuguard.policies.view import HostUse, RuleView
 from gpuguard.procfs import process_facts

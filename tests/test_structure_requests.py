@@ -34,7 +34,7 @@ from gpuguard.daemon.server import SocketServer
 from gpuguard.errors import GpuguardError
 from gpuguard.jsonio import loads
 from gpuguard.model import ALL_FIELDS, Subject
-from gpuguard.policies.escalation import PolicyStatus
+from gpuguard.policies.engine import PolicyStatus
 from gpuguard.policies.files.loader import PolicyFile
 from gpuguard.queue.tickets import as_json
 from gpuguard.request import Request

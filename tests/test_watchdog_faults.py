@@ -14,8 +14,7 @@ from test_watchdog import A_HOG, HOGS, outcomes, snapshots
 
 from gpuguard import watchdog
 from gpuguard.enforcement import actions
-from gpuguard.policies.engine import evaluate
-from gpuguard.policies.escalation import EngineMemory
+from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.watchdog import Watchdog
 

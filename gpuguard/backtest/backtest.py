@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from gpuguard.backtest.recordings import Numbering, RecordedRow, Recording, views_of
 from gpuguard.model import Snapshot, Verdict
-from gpuguard.policies.engine import evaluate
-from gpuguard.policies.escalation import EngineMemory, victims_of
+from gpuguard.policies.engine import EngineMemory, evaluate, victims_of
 from gpuguard.policies.policy import ENDING, Judgement, Policy
 from gpuguard.policies.view import LARGEST_DISTANCE, ProcessIdentity, RuleView
 

@@ -30,7 +30,7 @@ from gpuguard.enforcement import actions
 from gpuguard.enforcement.preflight import INTERVALS
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.model import Event, Snapshot, claim_named
-from gpuguard.policies.escalation import PolicyStatus
+from gpuguard.policies.engine import PolicyStatus
 from gpuguard.policies.files.loader import load_in_time
 from gpuguard.procfs import boot_clock, process_facts
 from gpuguard.request import resolve

@@ -29,7 +29,7 @@ from gpuguard.model import (
     Verdict,
 )
 from gpuguard.policies import engine
-from gpuguard.policies.escalation import EngineMemory as EngineMemory
+from gpuguard.policies.engine import EngineMemory as EngineMemory
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.thresholds import MemoryRule, TemperatureRule
