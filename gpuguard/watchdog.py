@@ -271,7 +271,7 @@ class Watchdog:
         self._pending = {
             (name, subject): due
             for (name, subject), due in self._pending.items()
-            if named.get(name) == due[0][0] and subject in self._memory.states.get(name, ())
+            if named.get(name) == due[0][0] and self._memory.holds(name, subject)
         }
         for verdict in verdicts:
             key = verdict.policy, identity_of(verdict.finding.subject)

@@ -42,15 +42,16 @@ def test_the_same_sample_twice_is_no_second_sample_and_costs_no_time():
     assert actions(watch.sees(busy(10))) == ["warn"]
 
 
-def test_a_list_that_is_not_plausible_ends_the_condition_with_a_note():
+@pytest.mark.parametrize(
+    "blind", [a_device(processes=(a_process(),), processes_plausible=False), a_device(1)], ids=["garbled", "missing"]
+)
+def test_a_device_that_cannot_be_seen_ends_the_condition_with_a_note(blind):
     watch = Watch(a_policy("warn", hold=30))
     watch.until(20)
-    blind = busy(30, a_device(processes=(a_process(),), processes_plausible=False))
 
-    judgement = watch.sees(blind)
+    judgement = watch.sees(busy(30, blind))
 
-    assert judgement.verdicts == ()
-    assert kinds(judgement) == {"gap"}
+    assert (judgement.verdicts, kinds(judgement)) == ((), {"gap"})
     assert watch.until(100, begin=40) == [(70, "warn")]
 
 
@@ -59,13 +60,6 @@ def test_nothing_is_known_of_a_device_whose_list_is_garbled():
     garbled = a_device(processes=(a_process(),), processes_plausible=False)
 
     assert Watch(a_policy("warn", rules=(rule,))).until(100, garbled) == []
-
-
-def test_a_missing_device_ends_the_condition_with_a_note():
-    watch = Watch(a_policy("warn", hold=30))
-    watch.until(20)
-
-    assert kinds(watch.sees(busy(30, a_device(1)))) == {"gap"}
 
 
 def test_a_value_that_could_not_be_read_ends_the_condition_with_a_note():
@@ -185,25 +179,20 @@ def test_a_verdict_carries_the_options_of_its_step_and_the_switch_of_its_policy(
     assert (verdict.options, verdict.enforce) == ((("signal", "USR1"),), True)
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [
-        (Step("kill"),),
-        (Step("warn"), Step("kill", 3600)),
-        (Step("terminate"), Step("kill", KILL_AFTER - 1)),
-        (Step("kill", 60), Step("terminate", 60)),
-        (Step("terminate"), Step("log", 10), Step("kill", 19)),
-        (Step("terminate"), Step("kill", 60), Step("terminate", 60), Step("kill", 29)),
-    ],
+TOO_EARLY = (
+    (Step("kill"),),
+    (Step("warn"), Step("kill", 3600)),
+    (Step("terminate"), Step("kill", KILL_AFTER - 1)),
+    (Step("kill", 60), Step("terminate", 60)),
+    (Step("terminate"), Step("log", 10), Step("kill", 19)),
+    (Step("terminate"), Step("kill", 60), Step("terminate", 60), Step("kill", 29)),
 )
-def test_a_kill_without_a_terminate_long_before_it_is_refused(steps):
-    with pytest.raises(InvalidRequest, match="kills without warning"):
-        a_policy(*steps)
 
 
 @pytest.mark.parametrize(
     ("contradiction", "said"),
     [
+        *(({"steps": steps}, "kills without warning") for steps in TOO_EARLY),
         ({"rules": ()}, "no rule"),
         ({"join": "some"}, "write all or any"),
         ({"hold": -1.0}, "negative or endless"),
@@ -212,7 +201,7 @@ def test_a_kill_without_a_terminate_long_before_it_is_refused(steps):
         ({"steps": (Step("warn", -1.0),)}, "negative or endless"),
     ],
 )
-def test_a_policy_that_contradicts_itself_is_refused(contradiction, said):
+def test_a_policy_that_contradicts_itself_or_kills_too_early_is_refused(contradiction, said):
     with pytest.raises(InvalidRequest, match=said):
         a_policy(**contradiction)
 

@@ -14,7 +14,6 @@ from faulty_driver import AGGRESSIVE, GUILTY, OTHER
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from gpuguard import watchdog
 from gpuguard.enforcement import actions, preflight
 from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.enforcement.preflight import ActionContext, Preflight, targets
@@ -302,7 +301,7 @@ def evaluated_without_pauses(*of: Any, _evaluate: Any = engine.evaluate, **more:
             lambda device: tuple(row for row in device.processes or () if row.uid and row.start_time),
         ),
         (engine.EngineMemory, "start_anew", lambda *_: None),
-        (watchdog.Watchdog, "_holds", lambda *_: True),
+        (engine.EngineMemory, "holds", lambda *_: True),
         (engine, "evaluate", evaluated_without_pauses),
     ],
     ids=[

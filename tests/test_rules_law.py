@@ -214,11 +214,6 @@ def test_a_desktop_is_not_accused(rule):
     assert hit(rule.check(with_processes(a_bad_day(), kind="graphics"))) == set()
 
 
-@every_rule
-def test_an_empty_machine_has_no_offender(rule):
-    assert list(rule.check(RuleView(replace(a_snapshot(), devices=())))) == []
-
-
 def test_the_machine_of_these_tests_shows_the_fault_of_a_rule_that_takes_unknown_for_zero():
     @dataclass(frozen=True)
     class Naive:

@@ -94,26 +94,29 @@ def test_a_process_that_also_runs_on_a_spared_device_is_spared():
     assert pids(judgement.verdicts) == {2}
 
 
+def meant_and_spared(scope: Exemption, device, **view) -> tuple[int, int]:
+    """How many it has in it as `only`, and how many it spares as `except`, of one."""
+    only, exempt = a_policy("warn", only=scope), a_policy("warn", exempt=(scope,))
+    return len(judged(only, device, **view).verdicts), 1 - len(judged(exempt, device, **view).verdicts)
+
+
 @pytest.mark.parametrize(
-    ("name", "meant", "spared"), [("NVIDIA A100-SXM4-80GB", 1, 1), ("Tesla T4", 0, 0), (None, 0, 1)]
+    ("name", "expected"), [("NVIDIA A100-SXM4-80GB", (1, 1)), ("Tesla T4", (0, 0)), (None, (0, 1))]
 )
-def test_an_unknown_model_is_never_in_the_scope_and_always_spared(name, meant, spared):
+def test_an_unknown_model_is_never_in_the_scope_and_always_spared(name, expected):
     device = a_device(name=name, processes=(a_process(),))
-    scope = Exemption(models=("A100*",))
 
-    assert len(judged(a_policy("warn", only=scope), device).verdicts) == meant
-    assert len(judged(a_policy("warn", exempt=(scope,)), device).verdicts) == 1 - spared
+    assert meant_and_spared(Exemption(models=("A100*",)), device) == expected
 
 
 @pytest.mark.parametrize(
-    ("groups", "meant", "spared"),
-    [({ALICE: frozenset({"students"})}, 1, 1), ({ALICE: frozenset({"staff"})}, 0, 0), ({}, 0, 1)],
+    ("groups", "expected"),
+    [({ALICE: frozenset({"students"})}, (1, 1)), ({ALICE: frozenset({"staff"})}, (0, 0)), ({}, (0, 1))],
 )
-def test_unknown_groups_are_never_in_the_scope_and_always_spared(groups, meant, spared):
-    device, scope = a_device(processes=(a_process(),)), Exemption(groups=frozenset({"students"}))
+def test_unknown_groups_are_never_in_the_scope_and_always_spared(groups, expected):
+    device = a_device(processes=(a_process(),))
 
-    assert len(judged(a_policy("warn", only=scope), device, groups=groups).verdicts) == meant
-    assert len(judged(a_policy("warn", exempt=(scope,)), device, groups=groups).verdicts) == 1 - spared
+    assert meant_and_spared(Exemption(groups=frozenset({"students"})), device, groups=groups) == expected
 
 
 @pytest.mark.parametrize(
@@ -131,11 +134,9 @@ def test_unknown_groups_are_never_in_the_scope_and_always_spared(groups, meant, 
     ],
 )
 def test_kinds_of_processes(facts, terminal, kind, meant, spared):
-    device, scope = a_device(processes=(a_process(4711, **facts),)), Exemption(kinds=frozenset({kind}))
-    host = {(4711, SINCE_BOOT): HostUse(terminal=terminal)}
+    device, host = a_device(processes=(a_process(4711, **facts),)), {(4711, SINCE_BOOT): HostUse(terminal=terminal)}
 
-    assert len(judged(a_policy("warn", only=scope), device, host=host).verdicts) == meant
-    assert len(judged(a_policy("warn", exempt=(scope,)), device, host=host).verdicts) == 1 - spared
+    assert meant_and_spared(Exemption(kinds=frozenset({kind})), device, host=host) == (meant, spared)
 
 
 @pytest.mark.parametrize("tracer", [0, 7])

@@ -92,6 +92,10 @@ class EngineMemory:
     kept: dict[tuple[str, int | str], float] = field(default_factory=dict)  # until which clock
     index: SampleIndex | None = None  # of the last sample
 
+    def holds(self, policy: str, subject: SubjectIdentity) -> bool:
+        """Whether the condition of *policy* was found for *subject* in the last sample."""
+        return subject in self.states.get(policy, ())
+
     def start_anew(self, clock: float) -> None:
         """Drop what was seen before a pause: nobody knows what happened in it."""
         self.past.clear()
