@@ -227,8 +227,9 @@ A_DEVICE = device_subject(a_device())
 A_PROCESS = process_subject(a_device(), a_process())
 
 
-def found(rule: Rule, *devices: Device, **view: object) -> list[Finding]:
-    return list(rule.check(RuleView(a_snapshot(*devices), **view)))
+def found(rule: Rule, *devices: Device, claims: Any = (), gaps: Any = (), **view: Any) -> list[Finding]:
+    """What *rule* finds on a machine of these."""
+    return list(rule.check(RuleView(a_snapshot(*devices, claims=tuple(claims), gaps=tuple(gaps)), **view)))
 
 
 def pids(findings: list[Finding]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from builders import GIB, MIB, TOTAL, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
+from builders import GIB, MIB, TOTAL, a_claim_record, a_device, a_mig_instance, a_process, a_uuid, found, pids
 from ladders import a_policy
 
 from gpuguard.device_state import claim_of
@@ -13,7 +13,7 @@ from gpuguard.model import Device, Finding, Gap, ProcessStat
 from gpuguard.policies.idle import AgeRule
 from gpuguard.policies.quota import QuotaRule, windows_of
 from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
-from gpuguard.policies.view import Rule, RuleView, device_subject, key_of
+from gpuguard.policies.view import device_subject, key_of
 
 HOUR = 3600.0
 ALICE, BOB = {"uid": 1001, "user": "alice"}, {"uid": 1002, "user": "bob"}
@@ -24,16 +24,8 @@ def used_by(*processes, index: int = 0, **fields) -> Device:
     return a_device(index, memory_used=50 * GIB, processes=processes, **fields)
 
 
-def found(rule: Rule, *devices: Device, claims=(), gaps=(), **view) -> list[Finding]:
-    return list(rule.check(RuleView(a_snapshot(*devices, claims=tuple(claims), gaps=tuple(gaps)), **view)))
-
-
 def a_claim(name: str, *devices: Device, age: float, **fields):
     return a_claim_record(*devices, id=name, since=NOW - age, **{**ALICE, **fields})
-
-
-def pids(findings: list[Finding]) -> list[int]:
-    return sorted(process.pid for finding in findings for process in finding.processes)
 
 
 def test_use_of_a_device_that_nobody_has_claimed_is_found():

@@ -203,7 +203,7 @@ def test_processes_are_meant_when_that_is_asked_for_but_only_those_that_may_be_j
     job, desktop, stranger = a_process(), a_process(2, kind="graphics"), a_process(3, uid=None)
     device = a_device(problems=("lost",), processes=(job, desktop, stranger))
 
-    [finding] = HealthRule(problems=("*",), with_processes=with_processes).check(RuleView(a_snapshot(device)))
+    [finding] = found(HealthRule(problems=("*",), with_processes=with_processes), device)
     assert (finding.subject, finding.processes) == (A_DEVICE, (job,) * with_processes)
 
 
@@ -242,23 +242,21 @@ def test_an_unclaimed_device_with_little_or_unknown_memory_is_free_not_idle(memo
 
 def test_a_claim_without_a_process_is_idle():
     device = a_device()
-    view = RuleView(a_snapshot(device, claims=(a_claim_record(device, id="c1"),)))
+    (finding,) = found(IdleRule(below=5.0), device, claims=[a_claim_record(device, id="c1")])
 
-    (finding,) = IdleRule(below=5.0).check(view)
     assert (finding.subject.claim, finding.subject.uid, finding.processes) == ("c1", 1001, ())
 
 
 def test_a_claim_at_work_through_a_process_is_found_by_the_process():
-    view = RuleView(a_snapshot(HELD, claims=(a_claim_record(HELD),)))
+    (finding,) = found(IdleRule(below=5.0), HELD, claims=[a_claim_record(HELD)])
 
-    assert [finding.subject for finding in IdleRule(below=5.0).check(view)] == [A_PROCESS]
+    assert finding.subject == A_PROCESS
 
 
 def test_a_claim_is_innocent_while_an_unknown_process_is_there():
     device = a_device(processes=(a_process(uid=None),))
-    view = RuleView(a_snapshot(device, claims=(a_claim_record(device),)))
 
-    assert list(IdleRule(below=5.0).check(view)) == []
+    assert found(IdleRule(below=5.0), device, claims=[a_claim_record(device)]) == []
 
 
 def test_held_memory_without_a_process_list_is_found_for_the_device_alone():
@@ -326,8 +324,7 @@ def test_a_newcomer_is_innocent_of_the_rest_before():
 @pytest.mark.parametrize(("held", "finds"), [(3700.0, True), (3500.0, False), (None, False)])
 def test_a_claim_is_judged_by_a_sliding_window_only_when_it_is_as_old(held, finds):
     device = a_device()
-    now = a_snapshot(device)
-    claim = a_claim_record(device, since=None if held is None else now.taken_at - held)
-    view = RuleView(replace(now, claims=(claim,)), **a_past(a_series(lambda t: 0.0, seconds=3600)))
+    claim = a_claim_record(device, since=None if held is None else a_snapshot().taken_at - held)
+    rest = a_past(a_series(lambda t: 0.0, seconds=3600))
 
-    assert bool(list(SLIDING.check(view))) is finds
+    assert bool(found(SLIDING, device, claims=[claim], **rest)) is finds

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, found, pids
+from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, found, pids
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, ProcessStat
 from gpuguard.policies.thresholds import MemoryRule, PowerRule, ProcessesRule, TemperatureRule, UtilizationRule
-from gpuguard.policies.view import RuleView, device_subject
+from gpuguard.policies.view import device_subject
 from gpuguard.units import parse_memory_amount, parse_power_amount, parse_rate
 
 ALICE, BOB = {"uid": 1001, "user": "alice"}, {"uid": 1002, "user": "bob"}
@@ -66,9 +66,9 @@ def test_the_memory_of_a_user_is_that_of_all_processes_of_theirs_on_one_device()
 
 def test_the_memory_of_a_claim_is_that_of_its_owners_processes():
     device = a_device(processes=(a_process(1, memory_used=30 * GIB), a_process(2, memory_used=30 * GIB, **BOB)))
-    view = RuleView(a_snapshot(device, claims=(a_claim_record(device, id="c1"),)))
+    rule = MemoryRule(parse_memory_amount("20GiB"), per="claim")
 
-    (finding,) = MemoryRule(parse_memory_amount("20GiB"), per="claim").check(view)
+    (finding,) = found(rule, device, claims=[a_claim_record(device, id="c1")])
     assert (finding.subject.claim, pids([finding])) == ("c1", [1])
 
 
@@ -86,9 +86,9 @@ ROOT, OF_BOB = {"uid": 0, "user": "root"}, {"id": "c2", **BOB}
 )
 def test_a_claim_is_blamed_only_for_processes_that_are_certainly_its_own(owner, claims, blamed):
     device = a_device(processes=(a_process(memory_used=30 * GIB, **owner),))
-    snapshot = a_snapshot(device, claims=tuple(a_claim_record(device, **claim) for claim in claims))
+    rule = MemoryRule(parse_memory_amount("20GiB"), per="claim")
 
-    findings = MemoryRule(parse_memory_amount("20GiB"), per="claim").check(RuleView(snapshot))
+    findings = found(rule, device, claims=[a_claim_record(device, **claim) for claim in claims])
     assert [finding.subject.claim for finding in findings] == blamed
 
 
@@ -103,7 +103,7 @@ def test_a_claim_is_held_to_the_share_that_it_asked_for():
     device = a_device(processes=(a_process(1, memory_used=12 * GIB), a_process(2, memory_used=12 * GIB, **BOB)))
     claims = (a_share(device, "c1", 10), a_share(device, "c2", 20, uid=1002, user="bob"))
 
-    (finding,) = OVER_SHARE.check(RuleView(a_snapshot(device, claims=claims)))
+    (finding,) = found(OVER_SHARE, device, claims=claims)
     assert (finding.subject.claim, pids([finding])) == ("c1", [1])
     assert finding.why == "uses 12.0GiB of device 0, its share of 10.0GiB is allowed"
 
@@ -111,8 +111,8 @@ def test_a_claim_is_held_to_the_share_that_it_asked_for():
 def test_a_claim_that_shares_nothing_has_no_share_to_exceed():
     device = a_device(processes=(a_process(memory_used=79 * GIB),))
 
-    assert list(OVER_SHARE.check(RuleView(a_snapshot(device, claims=(a_claim_record(device),))))) == []
-    assert list(OVER_SHARE.check(RuleView(a_snapshot(device, claims=(a_share(device, "c1", -1),))))) == []
+    assert found(OVER_SHARE, device, claims=(a_claim_record(device),)) == []
+    assert found(OVER_SHARE, device, claims=(a_share(device, "c1", -1),)) == []
 
 
 def test_of_two_shares_of_one_user_each_answers_for_what_was_started_below_it():
@@ -124,7 +124,7 @@ def test_of_two_shares_of_one_user_each_answers_for_what_was_started_below_it():
         11: ProcessStat(parent=0, state="S"),
     }
 
-    (finding,) = OVER_SHARE.check(RuleView(a_snapshot(device, claims=claims), seen=seen))
+    (finding,) = found(OVER_SHARE, device, claims=claims, seen=seen)
     assert (finding.subject.claim, pids([finding])) == ("c1", [21])
 
 
@@ -133,7 +133,7 @@ def test_where_the_holders_of_a_claim_can_be_seen_the_pid_in_its_record_says_not
 
     def blamed(**fields: object) -> list[int]:
         claims = (a_share(device, "c1", 10, pid=21, **fields), a_share(device, "c2", 10, pid=12))
-        return pids(OVER_SHARE.check(RuleView(a_snapshot(device, claims=claims))))
+        return pids(found(OVER_SHARE, device, claims=claims))
 
     assert (blamed(), blamed(holders=(99,))) == ([21], [])
 
