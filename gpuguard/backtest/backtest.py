@@ -21,22 +21,16 @@ HELD = 2**30  # bytes above which a device counts as held; below it is what a dr
 
 @dataclass(frozen=True)
 class Act:
-    """A step that would have been taken.
+    """A step that would have been taken."""
 
-    Args:
-        time: of the sample, seconds as in the recording.
-        jobs: whom it would have hit; () when it is about a device or a claim alone.
-        since: of the same kind as time: when the condition began to hold.
-    """
-
-    time: float
+    time: float  # of the sample, seconds as in the recording
     host: str
     policy: str
     action: str
-    jobs: tuple[str, ...]
+    jobs: tuple[str, ...]  # whom it would have hit; () when it is about a device or a claim alone
     user: str | None
     device: str | None
-    since: float
+    since: float  # of the same kind as time: when the condition began to hold
     why: str
 
 
@@ -55,23 +49,14 @@ class PredictedEnd:
 
 @dataclass(frozen=True)
 class Backtest:
-    """The result.
+    """The result."""
 
-    Args:
-        acts: in the order of time.
-        endings: likewise, each job once.
-        held: GPU-seconds for which all jobs together held devices.
-        longest_gap: seconds without a sample after which durations started anew.
-        holes: how often that was the case, at most.
-        notes: kind -> how often it was the reason not to act.
-    """
-
-    acts: tuple[Act, ...] = ()
-    endings: tuple[PredictedEnd, ...] = ()
-    held: float = 0.0
-    longest_gap: float = 0.0
-    holes: int = 0
-    notes: Mapping[str, int] = field(default_factory=dict)
+    acts: tuple[Act, ...] = ()  # in the order of time
+    endings: tuple[PredictedEnd, ...] = ()  # likewise, each job once
+    held: float = 0.0  # GPU-seconds for which all jobs together held devices
+    longest_gap: float = 0.0  # seconds without a sample after which durations started anew
+    holes: int = 0  # how often that was the case, at most
+    notes: Mapping[str, int] = field(default_factory=dict)  # kind -> how often it was the reason not to act
 
 
 def backtest(
@@ -82,14 +67,10 @@ def backtest(
     longest_gap: float | None = None,
     zone: float = 0.0,
 ) -> Backtest:
-    """Judge a whole recording, every machine with a memory of its own.
+    """Judge a whole recording, every machine with a memory of its own, by all *policies*, enforced or not.
 
-    Args:
-        recording: of any number of machines.
-        policies: all of them, whether they are enforced or not.
-        uid_of: who is who, the same for the policies.
-        longest_gap: seconds without a sample after which durations start anew; 3 intervals, as the daemon, if None.
-        zone: seconds east of UTC, for hours and days.
+    *uid_of* says who is who, as it did for the policies.  *longest_gap*: seconds without a sample after which durations
+    start anew; 3 intervals, as in the daemon, if None.  *zone*: seconds east of UTC.
     """
     gap = LARGEST_DISTANCE * recording.interval if longest_gap is None else longest_gap
     acts: list[Act] = []
@@ -142,16 +123,10 @@ def _is_held(row: RecordedRow) -> bool:
 def rehearse(
     views: Iterable[RuleView], policies: Sequence[Policy], *, interval: float, zone: float = 0.0
 ) -> Iterator[tuple[RuleView, Judgement]]:
-    """Judge one sample after the other; what is ended is missing from the next one.
+    """Each sample as it was judged, with what came out; what is ended is missing from the next one.
 
-    Args:
-        views: of one machine, with a clock that rises.
-        policies: with unique names.
-        interval: seconds between samples; after more than three of them without a sample durations start anew.
-        zone: seconds east of UTC, for hours and days.
-
-    Returns:
-        Each sample as it was judged, with what came out.
+    *views* are of one machine, with a clock that rises.  *interval* is in seconds; after more than three without a
+    sample durations start anew.  *zone*: seconds east of UTC.
     """
     memory = EngineMemory()
     gone: set[ProcessIdentity] = set()

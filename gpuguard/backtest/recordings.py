@@ -66,22 +66,15 @@ class RecordedRow:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a file says.
+    """What a file says."""
 
-    Args:
-        rows: in the order of time.
-        interval: seconds between two samples of the same job, the median.
-        columns: what the file tells: time, job, utilization, ...
-        people: user name -> uid, where it tells that too.
-        replayed: the samples of each host, where rows are not all that was recorded.
-        job_of: the job that a process of a sample is.
-    """
-
-    rows: tuple[RecordedRow, ...]
-    interval: float
-    columns: frozenset[str]
-    people: Mapping[str, int] = field(default_factory=dict)
+    rows: tuple[RecordedRow, ...]  # in the order of time
+    interval: float  # seconds between two samples of the same job, the median
+    columns: frozenset[str]  # what the file tells: time, job, utilization, ...
+    people: Mapping[str, int] = field(default_factory=dict)  # user name -> uid, where it tells that too
+    # the samples of each host, where rows are not all that was recorded
     replayed: Callable[[], Iterator[Iterator[RuleView]]] | None = None
+    # the job that a process of a sample is
     job_of: Callable[[GpuProcess], str] = lambda process: (process.command or ("",))[0]
 
     @property

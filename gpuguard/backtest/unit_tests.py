@@ -386,19 +386,12 @@ class TestOutcome:
 
 @dataclass(frozen=True)
 class Trial:
-    """A file of tests.
+    """A file of tests."""
 
-    Args:
-        path: of the tests.
-        policies: path of the policy file, "" when that is not known.
-        outcomes: of all tests; none when there is a fault.
-        faults: of either file, with the path of that file.
-    """
-
-    path: str
-    policies: str = ""
-    outcomes: tuple[TestOutcome, ...] = ()
-    faults: tuple[tuple[str, Fault], ...] = ()
+    path: str  # of the tests
+    policies: str = ""  # path of the policy file, "" when that is not known
+    outcomes: tuple[TestOutcome, ...] = ()  # of all tests; none when there is a fault
+    faults: tuple[tuple[str, Fault], ...] = ()  # of either file, with the path of that file
 
 
 def run_tests(path: str) -> Trial:

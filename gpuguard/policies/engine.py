@@ -573,25 +573,15 @@ def victims_of(finding: Finding) -> frozenset[ProcessIdentity]:
 
 @dataclass(frozen=True)
 class PolicyStatus:
-    """One condition that holds for a subject.
+    """One condition that holds for a subject."""
 
-    Args:
-        policy: its name.
-        subject: for whom.
-        since: clock since when.
-        last: the last step that was taken, None before the first.
-        next: the one that comes if nothing changes; after the last one the first, when its cooldown is over.
-        due: clock at which that is, if every sample until then finds the same.
-        enforce: the policy's own switch.
-    """
-
-    policy: str
+    policy: str  # name
     subject: Subject
-    since: float
-    last: str | None
-    next: str | None
-    due: float | None
-    enforce: bool
+    since: float  # clock
+    last: str | None  # the last step that was taken, None before the first
+    next: str | None  # the one that comes if nothing changes; after the last one the first, when its cooldown is over
+    due: float | None  # clock at which that is, if every sample until then finds the same
+    enforce: bool  # the policy's own switch
 
 
 def policy_status(
@@ -601,11 +591,8 @@ def policy_status(
 ) -> tuple[PolicyStatus, ...]:
     """Every condition that holds, the oldest first.
 
-    Args:
-        policies: that were judged by.
-        memory: of the engine.
-        put_off: (policy, identity) -> the place of a step whose time has come, and the clock until which a check has
-            put it off.
+    *put_off*: (policy, identity) -> the number of a step whose time has come, and the clock until which a check put it
+    off.
     """
     found = []
     for policy in policies:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from gpuguard.eligibility import is_model
 from gpuguard.errors import InvalidRequest
@@ -38,17 +38,12 @@ Options = tuple[tuple[str, float | int | str | bool | None], ...]
 
 @dataclass(frozen=True)
 class Step:
-    """One step of an escalation.
+    """One step of an escalation."""
 
-    Args:
-        action: name in the table of actions.
-        after: seconds since the step before was asked for; of the first step: since the condition has held for `hold`.
-        options: of the action: signal, to, message, ...
-    """
-
-    action: str
+    action: str  # name in the table of actions
+    # seconds since the step before was asked for; of the first step: since the condition has held for `hold`
     after: float = 0.0
-    options: Options = ()
+    options: Options = ()  # of the action: signal, to, message, ...
 
 
 def parse_path(text: str) -> str:
@@ -115,45 +110,28 @@ class Exemption(Scope):
 class Policy:
     """When these rules hold for so long, take these steps.
 
-    Args:
-        name: unique.
-        rules: conditions, at least one.
-        join: "all" or "any" of them must hold.
-        hold: seconds that the whole condition must hold, over consecutive valid samples.
-        start_grace: seconds for which a new process or claim is innocent.
-        only: whom it is about; None: everybody.
-        exempt: whom it spares; each with its own end.
-        devices_at_least: on so many devices of the same user the condition must hold at once.
-        hours: (begin, end) in seconds since local midnight; an end before the begin means the next morning.
-        days: 0 = Monday; with hours over midnight it is the day on which they begin.
-        claimed_above: percent of the devices that must be claimed, and more than that.
-        at_most_users: more due for a destructive step at once: nobody.
-        at_most_processes: likewise.
-        some_beyond: when more are due, as many as allowed are hit, the oldest breach first, instead of nobody.
-        cooldown: seconds after the last step in which the subject is left alone.
-        enforce: False: its verdicts are for the log only.
-        steps: the escalation.
-
     Raises:
         InvalidRequest: it contradicts itself; so does a kill without a terminate KILL_AFTER before it.
     """
 
-    name: str
-    rules: tuple[Rule, ...]
-    join: str = "all"
-    hold: float = 30.0
-    start_grace: float = 0.0
-    only: Scope | None = None
-    exempt: tuple[Exemption, ...] = ()
-    devices_at_least: int = 1
+    name: str  # unique
+    rules: tuple[Rule, ...]  # at least one
+    join: str = "all"  # "all" or "any" of them must hold
+    hold: float = 30.0  # seconds that the whole condition must hold, over consecutive valid samples
+    start_grace: float = 0.0  # seconds for which a new process or claim is innocent
+    only: Scope | None = None  # whom it is about; None: everybody
+    exempt: tuple[Exemption, ...] = ()  # whom it spares; each with its own end
+    devices_at_least: int = 1  # on so many devices of the same user the condition must hold at once
+    # (begin, end) in seconds since local midnight; an end before the begin means the next morning
     hours: tuple[float, float] | None = None
-    days: frozenset[int] | None = None
-    claimed_above: float | None = None
-    at_most_users: int = 3
-    at_most_processes: int = 5
+    days: frozenset[int] | None = None  # 0 = Monday; with hours over midnight it is the day on which they begin
+    claimed_above: float | None = None  # percent of the devices that must be claimed, and more than that
+    at_most_users: int = 3  # more due for a destructive step at once: nobody
+    at_most_processes: int = 5  # likewise
+    # when more are due, as many as allowed are hit, the oldest breach first, instead of nobody
     some_beyond: bool = False
-    cooldown: float = 0.0
-    enforce: bool = False
+    cooldown: float = 0.0  # seconds after the last step in which the subject is left alone
+    enforce: bool = False  # False: its verdicts are for the log only
     steps: tuple[Step, ...] = ()
 
     def __post_init__(self) -> None:
@@ -196,19 +174,12 @@ def why_inapplicable(step: Step, finding: Finding) -> str | None:
 
 @dataclass(frozen=True)
 class Note:
-    """What was not acted on, and why.
+    """What was not acted on, and why."""
 
-    Args:
-        kind: a key of NOTES.
-        text: a sentence without a full stop.
-        policy: its name; None when it is about the sampling as such.
-        subject: who is left alone; None when it is everybody.
-    """
-
-    kind: str
-    text: str
-    policy: str | None = None
-    subject: Subject | None = None
+    kind: str  # a key of NOTES
+    text: str  # a sentence without a full stop
+    policy: str | None = None  # its name; None when it is about the sampling as such
+    subject: Subject | None = None  # who is left alone; None when it is everybody
 
 
 NOTES: Mapping[str, str] = {
@@ -440,24 +411,16 @@ def _places(finding: Finding, index: SampleIndex) -> dict[int, set[str]]:
 _OF_TERMINAL = frozenset({"interactive", "batch"})  # of which of the two a process is, its terminal tells
 
 
-class PolicyTarget(NamedTuple):  # a dataclass takes three times as long to make, and these are made by the hundred
-    """What could be hit: a process, or a subject that has none.
+@dataclass(frozen=True)
+class PolicyTarget:
+    """What could be hit: a process, or a subject that has none."""
 
-    Args:
-        uids: of the process, or of the owners of the subject.
-        places: the devices where the condition holds.
-        reach: all devices that would be touched.
-        age: seconds; None when unknown.
-        process: None when it is no process.
-        claim: that it is accused with.
-    """
-
-    uids: frozenset[int]
-    places: tuple[str, ...]
-    reach: tuple[str, ...]
-    age: float | None
-    process: GpuProcess | None = None
-    claim: ClaimRecord | None = None
+    uids: frozenset[int]  # of the process, or of the owners of the subject
+    places: tuple[str, ...]  # the devices where the condition holds
+    reach: tuple[str, ...]  # all devices that would be touched
+    age: float | None  # seconds; None when unknown
+    process: GpuProcess | None = None  # None when it is no process
+    claim: ClaimRecord | None = None  # that it is accused with
 
 
 def target_of_process(process: GpuProcess, subject: Subject, index: SampleIndex) -> PolicyTarget:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 from gpuguard.device_state import claim_of, claims_on, usable_devices, user_label
 from gpuguard.errors import InvalidRequest
@@ -94,7 +94,8 @@ def windows_of(policies: Iterable[Policy]) -> frozenset[float]:
     return frozenset(rule.within for rule in rules if rule.gpu_hours is not None and rule.within is not None)
 
 
-class _Holding(NamedTuple):  # a dataclass takes three times as long to make, and these are made by the hundred
+@dataclass(frozen=True)
+class _Holding:
     """A claim, or a process without one."""
 
     subject: Subject
@@ -128,7 +129,8 @@ def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
             subject = process_subject(device, process)
             held = found.get(key) or _Holding(subject, process.start_time, frozenset())
             listed = any(process.pid == other.pid for other in held.processes)
-            found[key] = held._replace(
+            found[key] = replace(
+                held,
                 # The devices of a claim are those that it names: its job may use them as instances of one.
                 devices=held.devices if held.subject.kind == "claim" else held.devices | {device.uuid},
                 memory_used=held.memory_used + (process.memory_used or 0),

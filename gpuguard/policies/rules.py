@@ -45,23 +45,14 @@ RULES: dict[str, type[Rule]] = {
 
 @dataclass(frozen=True)
 class Needs:
-    """What some policies judge by.
-
-    Args:
-        policies: those.
-        fields: the groups of a sample.
-        host: what processes do beside the GPU: RuleView.host.
-        kinds: whether a person sits in front of a process, so that debuggers are looked for.
-        scheduler: to whom an outer scheduler has given the devices: RuleView.scheduled.
-        targets: names of the targets that any of them notifies.
-    """
+    """What some policies judge by."""
 
     policies: Sequence[Policy]
-    fields: frozenset[str]
-    host: bool
-    kinds: bool
-    scheduler: bool
-    targets: tuple[str, ...]
+    fields: frozenset[str]  # the groups of a sample
+    host: bool  # what processes do beside the GPU: RuleView.host
+    kinds: bool  # whether a person sits in front of a process, so that debuggers are looked for
+    scheduler: bool  # to whom an outer scheduler has given the devices: RuleView.scheduled
+    targets: tuple[str, ...]  # names of the targets that any of them notifies
 
 
 def needs_of(policies: Sequence[Policy]) -> Needs:

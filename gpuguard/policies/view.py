@@ -34,10 +34,7 @@ class HostUse:
 def interactive_use(command: str, terminal: object, traced: object) -> str | None:
     """In what way a person sits in front of a process, in words; None when none is known to.
 
-    Args:
-        command: its command line.
-        terminal: its controlling terminal; false when it has none.
-        traced: its debugger; false when it has none.
+    *terminal* is what controls it and *traced* what debugs it, false when nothing does.
     """
     if traced:
         return "being debugged"
@@ -48,24 +45,19 @@ def interactive_use(command: str, terminal: object, traced: object) -> str | Non
 
 @dataclass(frozen=True)
 class RuleView:
-    """Everything that a rule may judge by.
+    """Everything that a rule may judge by."""
 
-    Args:
-        snapshot: with its claims.
-        past: (subject key, field) -> samples, oldest first, without gaps filled in; only what rules asked for.
-        host: what processes do beside the GPU, by (pid, start_time).
-        groups: uid -> names of the user's groups.
-        scheduled: uuid -> uids to which an outer scheduler has given the device; None where there is no scheduler.
-        seen: the processes of devices and claims with their ancestors, as far as they were looked up in /proc.
-        gpu_seconds: uid -> (window in seconds -> GPU-seconds claimed in it), from the usage store; {} when unknown.
-    """
-
-    snapshot: Snapshot
+    snapshot: Snapshot  # with its claims
+    # (subject key, field) -> samples, oldest first, without gaps filled in; only what rules asked for
     past: Mapping[tuple[str, str], Sequence[Sample]] = field(default_factory=dict)
+    # what processes do beside the GPU, by (pid, start_time)
     host: Mapping[tuple[int, float], HostUse] = field(default_factory=dict)
-    groups: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    groups: Mapping[int, frozenset[str]] = field(default_factory=dict)  # uid -> names of the user's groups
+    # uuid -> uids to which an outer scheduler has given the device; None where there is no scheduler
     scheduled: Mapping[str, frozenset[int]] | None = None
+    # the processes of devices and claims with their ancestors, as far as they were looked up in /proc
     seen: Processes = field(default_factory=dict)
+    # uid -> (window in seconds -> GPU-seconds claimed in it), from the usage store; {} when unknown
     gpu_seconds: Mapping[int, Mapping[float, float]] = field(default_factory=dict)
 
     @property
@@ -177,25 +169,18 @@ class SampleIndex:
     """A view, laid out so that everything about a device, a process, a claim or a user is found at once.
 
     Only what may be judged is in it: plausible lists, processes whose identity is known, claims that live.
-
-    Args:
-        view: what was seen.
-        zone: seconds east of UTC.
-        devices: by uuid.
-        processes: by (pid, start_time): the devices on which it runs, and what the driver says of it there.
-        claims: living ones by uid and id; an id alone can be copied by another user.
-        claims_on: living ones by device.
-        territory: the devices where a user has a process or a claim, by uid.
-        gaps: field -> reason by device; under None what is missing of the whole machine.
     """
 
-    view: RuleView
-    zone: float
-    devices: Mapping[str, Device]
+    view: RuleView  # what was seen
+    zone: float  # seconds east of UTC
+    devices: Mapping[str, Device]  # by uuid
+    # by (pid, start_time): the devices on which it runs, and what the driver says of it there
     processes: Mapping[ProcessIdentity, Mapping[str, GpuProcess]]
+    # living ones by uid and id; an id alone can be copied by another user
     claims: Mapping[tuple[int, str], ClaimRecord]
-    claims_on: Mapping[str, tuple[ClaimRecord, ...]]
-    territory: Mapping[int, set[str]]
+    claims_on: Mapping[str, tuple[ClaimRecord, ...]]  # living ones by device
+    territory: Mapping[int, set[str]]  # the devices where a user has a process or a claim, by uid
+    # field -> reason by device; under None what is missing of the whole machine
     gaps: Mapping[str | None, Mapping[str, str]]
 
     def claim_of(self, subject: Subject) -> ClaimRecord | None:

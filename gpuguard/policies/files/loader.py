@@ -35,31 +35,18 @@ TOO_LONG = (
 
 @dataclass(frozen=True)
 class PolicyFile:
-    """What a file says.
+    """What a file says."""
 
-    Args:
-        path: as it was named.
-        policies: none when there is a fault.
-        notify: target name -> where its messages go.
-        messages: language -> texts of the admin's own.
-        interval: (shortest, longest) seconds between samples.
-        longest_keep: seconds for which users may ask to be left alone.
-        protected: who is never touched.
-        faults: what makes the file useless, in the order of the lines.
-        warnings: what is allowed, but hardly meant.
-        fingerprint: SHA-256 of the text.
-    """
-
-    path: str
-    policies: tuple[Policy, ...] = ()
-    notify: Mapping[str, Target] = field(default_factory=dict)
-    messages: Mapping[str, Template] = field(default_factory=dict)
-    interval: tuple[float, float] = (2.0, 10.0)
-    longest_keep: float = 86400.0
-    protected: Protected = field(default_factory=Protected)
-    faults: tuple[Fault, ...] = ()
-    warnings: tuple[Fault, ...] = ()
-    fingerprint: str = ""
+    path: str  # as it was named
+    policies: tuple[Policy, ...] = ()  # none when there is a fault
+    notify: Mapping[str, Target] = field(default_factory=dict)  # target name -> where its messages go
+    messages: Mapping[str, Template] = field(default_factory=dict)  # language -> texts of the admin's own
+    interval: tuple[float, float] = (2.0, 10.0)  # (shortest, longest) seconds between samples
+    longest_keep: float = 86400.0  # seconds for which users may ask to be left alone
+    protected: Protected = field(default_factory=Protected)  # who is never touched
+    faults: tuple[Fault, ...] = ()  # what makes the file useless, in the order of the lines
+    warnings: tuple[Fault, ...] = ()  # what is allowed, but hardly meant
+    fingerprint: str = ""  # SHA-256 of the text
 
 
 def load_policies(path: str, *, trusted_owner: bool | None = None, accounts: Accounts | None = None) -> PolicyFile:
