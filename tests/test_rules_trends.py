@@ -45,28 +45,30 @@ def test_steady_growth_is_found():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "course",
-    [
-        lambda t: 20 * GIB,
-        lambda t: 0.9 * GIB * t / 600,
-        *(lambda t, at=at: 60 * GIB if t > at else 0 for at in (20, 200, 300, 310, 500, 590)),
-        lambda t: -5 * GIB * t / 600,
-        lambda t: (20 + t % 50) * GIB,
-    ],
-    ids=["level", "slow", *["one jump"] * 6, "falling", "up and down"],
-)
+def a_jump(at: float) -> list:
+    return a_series(lambda t: 60 * GIB if t > at else 0)
+
+
+def up_and_down(period: float) -> list:
+    return a_series(lambda t: (20 + t % period) * GIB, every=1)
+
+
+NO_GROWTH = {
+    "level": a_series(lambda t: 20 * GIB),
+    "slow": a_series(lambda t: 0.9 * GIB * t / 600),
+    "falling": a_series(lambda t: -5 * GIB * t / 600),
+    "the window is not full": a_series(lambda t: 10 * GIB * t / 600, seconds=300),
+    **{f"one jump at {at}": a_jump(at) for at in (20, 200, 300, 310, 500, 590)},
+    **{f"up and down in {period} s": up_and_down(period) for period in (20, 24.7, 25, 25.3, 26, 50, 51, 90)},
+}
+
+
+@pytest.mark.parametrize("course", NO_GROWTH.values(), ids=NO_GROWTH)
 def test_what_is_no_steady_growth_is_not_found(course):
-    assert found(LEAK, HELD, **growing(course)) == []
-    assert found(ForecastRule(full_within=900.0, per="process"), HELD, **growing(course)) == []
+    past = a_past(course, "memory_used", A_PROCESS)
 
-
-@pytest.mark.parametrize("period", [20, 24.7, 25, 25.3, 26, 50, 51, 90])
-def test_memory_that_rises_and_falls_all_the_time_is_no_growth(period):
-    course = a_series(lambda t: (20 + t % period) * GIB, every=1)
-
-    assert found(LEAK, HELD, **a_past(course, "memory_used", A_PROCESS)) == []
-    assert found(ForecastRule(full_within=900.0, per="process"), HELD, **a_past(course, "memory_used", A_PROCESS)) == []
+    assert found(LEAK, HELD, **past) == []
+    assert found(ForecastRule(full_within=900.0, per="process"), HELD, **past) == []
 
 
 def test_growth_is_seen_through_wild_samples():
@@ -90,12 +92,6 @@ def test_what_has_not_been_seen_for_the_whole_time_has_no_trend():
 def test_what_does_not_change_grows_by_nothing():
     assert slopes_of(*[(clock, 7.0) for clock in range(0, 101, 10)]) == [0.0]
     assert slopes_of(*[(clock, 7.0 + (clock == 0)) for clock in range(0, 101, 10)]) == [0.0]  # not within the time
-
-
-def test_growth_is_not_told_before_the_window_is_full():
-    young = a_series(lambda t: 10 * GIB * t / 600, seconds=300)
-
-    assert found(LEAK, HELD, **a_past(young, "memory_used", A_PROCESS)) == []
 
 
 def test_the_forecast_says_when_memory_is_full_and_how_sure_it_is():
