@@ -9,6 +9,7 @@ from builders import GIB, MIB, TOTAL, a_claim_record, a_device, a_mig_instance, 
 from ladders import a_policy
 
 from gpuguard.device_state import claim_of
+from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, Gap, ProcessStat
 from gpuguard.policies.idle import AgeRule
 from gpuguard.policies.quota import QuotaRule, windows_of
@@ -240,38 +241,38 @@ def runs(executable: str | None, *arguments: str) -> Device:
     return used_by(a_process(executable=executable, command=("python", *arguments)))
 
 
-def test_a_program_is_the_file_that_runs_and_not_what_it_calls_itself():
-    rule = CommandRule(executables=("/home/*/xmrig*",))
-
-    assert found(rule, runs("/home/bob/xmrig-6.2"))
-    assert found(CommandRule(executables=("/home/bob/xmrig",)), runs("/home/bob/xmrig (deleted)"))
-    assert found(rule, runs("/usr/bin/python3", "/home/bob/xmrig")) == []
-    assert found(rule, runs(None, "/home/bob/xmrig")) == []
+MINER, LISTED = CommandRule(("/home/*/xmrig*",)), CommandRule(executables_other_than=("/usr/bin/*", "/opt/*"))
+NOTEBOOK = CommandRule(("/usr/bin/python3*",), arguments=("* ipykernel*", "*-m jupyter*"))
 
 
-def test_a_program_that_is_not_on_the_list_is_found():
-    rule = CommandRule(executables_other_than=("/usr/bin/*", "/opt/*"))
+@pytest.mark.parametrize(
+    ("rule", "device", "finds"),
+    [
+        (MINER, runs("/home/bob/xmrig-6.2"), True),
+        (CommandRule(("/home/bob/xmrig",)), runs("/home/bob/xmrig (deleted)"), True),
+        (MINER, runs("/usr/bin/python3", "/home/bob/xmrig"), False),  # the file that runs, not what it calls itself
+        (MINER, runs(None, "/home/bob/xmrig"), False),
+        (LISTED, runs("/usr/bin/python3"), False),
+        (LISTED, runs("/tmp/miner"), True),
+        (LISTED, runs(None), False),
+        (NOTEBOOK, runs("/usr/bin/python3.11", "-m", "ipykernel_launcher"), True),
+        (NOTEBOOK, runs("/usr/bin/python3.11", "train.py"), False),
+        (NOTEBOOK, runs("/usr/bin/perl", "-m", "ipykernel_launcher"), False),
+        (NOTEBOOK, used_by(a_process(executable="/usr/bin/python3", command=None)), False),
+        (CommandRule(("/a/?",)), runs("/a/*"), True),
+        (CommandRule(("/a/b",)), runs("/a/*"), False),  # the text of a user is no pattern
+    ],
+)
+def test_a_program_is_found_by_its_path_and_its_arguments(rule, device, finds):
+    whys = [finding.why for finding in found(rule, device)]
 
-    assert found(rule, runs("/usr/bin/python3")) == []
-    assert found(rule, runs("/tmp/miner"))[0].why == "runs /tmp/miner and uses 10.0GiB"
-    assert found(rule, runs(None)) == []
+    assert whys == [f"runs {device.processes[0].executable} and uses 10.0GiB"] * finds
 
 
-def test_arguments_narrow_the_programs_down():
-    rule = CommandRule(executables=("/usr/bin/python3*",), arguments=("* ipykernel*", "*-m jupyter*"))
-
-    assert found(rule, runs("/usr/bin/python3.11", "-m", "ipykernel_launcher"))
-    assert found(rule, runs("/usr/bin/python3.11", "train.py")) == []
-    assert found(rule, runs("/usr/bin/perl", "-m", "ipykernel_launcher")) == []
-    assert found(rule, used_by(a_process(executable="/usr/bin/python3", command=None))) == []
-
-
-def test_a_users_text_is_no_pattern_and_may_be_endless():
-    rule = CommandRule(executables=("/usr/bin/python3",), arguments=("*" + "a*" * 200 + "b",))
+def test_the_text_of_a_user_may_be_endless():
+    rule = CommandRule(("/usr/bin/python3",), arguments=("*" + "a*" * 200 + "b",))
 
     assert found(rule, runs("/usr/bin/python3", "a" * 2_000_000)) == []
-    assert found(CommandRule(executables=("/a/?",)), runs("/a/*"))
-    assert found(CommandRule(executables=("/a/b",)), runs("/a/*")) == []
 
 
 def subjects(findings: list[Finding]) -> list[object]:
@@ -362,6 +363,11 @@ def test_a_share_of_the_memory_is_a_share_of_all_devices():
     )
     assert found(QuotaRule(memory=25.0), *devices, a_device(2, memory_total=None, memory_used=0)) == []
     assert TOTAL == 80 * GIB
+
+
+def test_a_quota_below_nothing_is_refused():
+    with pytest.raises(InvalidRequest, match="below 0"):
+        QuotaRule(claims=-1)
 
 
 def test_gpu_hours_in_a_window_put_the_newest_in_excess():

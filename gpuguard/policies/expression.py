@@ -72,30 +72,30 @@ class Name:
 
 
 def _of_process(kind: str, meaning: str, get: Callable[[GpuProcess], Value]) -> Name:
-    return Name(kind, True, meaning, lambda place: None if place.process is None else get(place.process))
+    return Name(kind, True, meaning, lambda source: None if source.process is None else get(source.process))
 
 
 def _of_device(kind: str, meaning: str, get: Callable[[Device], Value]) -> Name:
-    return Name(kind, False, meaning, lambda place: get(place.device))
+    return Name(kind, False, meaning, lambda source: get(source.device))
 
 
-def _run_time(place: NameSource) -> Value:
-    started = place.process.start_time if place.process else None
-    return None if started is None else place.view.clock - started
+def _run_time(source: NameSource) -> Value:
+    started = source.process.start_time if source.process else None
+    return None if started is None else source.view.clock - started
 
 
-def _groups(place: NameSource) -> Value:
-    uid = place.process.uid if place.process else None
-    return None if uid is None else place.view.groups.get(uid)
+def _groups(source: NameSource) -> Value:
+    uid = source.process.uid if source.process else None
+    return None if uid is None else source.view.groups.get(uid)
 
 
-def _claimed(place: NameSource) -> Value:
-    return bool(claims_on(place.view.snapshot, place.device)) if claims_readable(place.view.snapshot) else None
+def _claimed(source: NameSource) -> Value:
+    return bool(claims_on(source.view.snapshot, source.device)) if claims_readable(source.view.snapshot) else None
 
 
-def _claimed_by(place: NameSource) -> Value:
-    records = claims_on(place.view.snapshot, place.device)
-    if not claims_readable(place.view.snapshot) or any(record.uid < 0 for record in records):
+def _claimed_by(source: NameSource) -> Value:
+    records = claims_on(source.view.snapshot, source.device)
+    if not claims_readable(source.view.snapshot) or any(record.uid < 0 for record in records):
         return None
     return frozenset(record.user for record in records)
 
@@ -119,9 +119,9 @@ NAMES: dict[str, Name] = {
     "executable": _of_process(TEXT, "path of the file that runs", lambda process: process.executable),
     "command": _of_process(TEXT, "the command line, which its user chooses", _command),
     "container": _of_process(TEXT, "id of the container, unknown outside", lambda process: process.container),
-    "cpu": Name(PERCENT, True, "of one core, by the process", lambda place: place.host.cpu),
-    "host_memory": Name(BYTES, True, "resident, beside the GPU", lambda place: place.host.memory),
-    "network": Name(RATE, True, "of the process, both ways", lambda place: place.host.network),
+    "cpu": Name(PERCENT, True, "of one core, by the process", lambda source: source.host.cpu),
+    "host_memory": Name(BYTES, True, "resident, beside the GPU", lambda source: source.host.memory),
+    "network": Name(RATE, True, "of the process, both ways", lambda source: source.host.network),
     "utilization": _of_device(PERCENT, "of the device", lambda device: device.utilization),
     "memory_utilization": _of_device(PERCENT, "of its memory's bandwidth", lambda device: device.memory_utilization),
     "device_memory_used": _of_device(BYTES, "by all processes", lambda device: device.memory_used),
@@ -184,23 +184,23 @@ def _words(expression: str) -> list[Token]:
     if len(expression) > LONGEST:
         raise _fault(LONGEST, f"an expression has at most {LONGEST} characters, this one {len(expression)}.")
     found: list[Token] = []
-    place = 0
-    while place < len(expression):
-        match = _WORD.match(expression, place)
+    position = 0
+    while position < len(expression):
+        match = _WORD.match(expression, position)
         if match is None:
-            advice = next((advice for start, advice in _ADVICE.items() if expression.startswith(start, place)), "")
+            advice = next((advice for start, advice in _ADVICE.items() if expression.startswith(start, position)), "")
             hint = f": {advice}" if advice else ""
-            raise _fault(place + 1, f"{expression[place]!r} has no meaning here{hint}.")
+            raise _fault(position + 1, f"{expression[position]!r} has no meaning here{hint}.")
         if match["number"]:
-            found.append(_number(match["number"], match["unit"], place + 1))
+            found.append(_number(match["number"], match["unit"], position + 1))
         elif match["text"]:
-            found.append(Token("text", match[0], place + 1, TEXT, match[0][1:-1]))
+            found.append(Token("text", match[0], position + 1, TEXT, match[0][1:-1]))
         elif match.lastgroup != "blank":
-            found.append(Token("name" if match["name"] else "sign", match[0], place + 1))
+            found.append(Token("name" if match["name"] else "sign", match[0], position + 1))
         if len(found) > MOST:
-            raise _fault(place + 1, f"an expression has at most {MOST} words.")
-        place = match.end()
-    return [*found, Token("end", "the end", place + 1)]
+            raise _fault(position + 1, f"an expression has at most {MOST} words.")
+        position = match.end()
+    return [*found, Token("end", "the end", position + 1)]
 
 
 def _number(digits: str, unit: str, column: int) -> Token:
@@ -247,8 +247,8 @@ def _compared(left: ExpressionPart, sign: Token, right: ExpressionPart) -> Expre
         raise _fault(sign.column, f"{name} is a {left.type}: write {way}.")
     compare = _COMPARISONS[sign.text]
 
-    def value(place: NameSource) -> Value:
-        first, second = left.value(place), right.value(place)
+    def value(source: NameSource) -> Value:
+        first, second = left.value(source), right.value(source)
         if left.type != TEXT:
             first, second = _known_number(first), _known_number(second)
         return None if first is None or second is None else compare(first, second)
@@ -273,8 +273,8 @@ def _calculated(left: ExpressionPart, sign: Token, right: ExpressionPart) -> Exp
             raise _fault(right.word.column, _mismatch(left, right))
         kind = NUMBER
 
-    def value(place: NameSource) -> Value:
-        first, second = _known_number(left.value(place)), _known_number(right.value(place))
+    def value(source: NameSource) -> Value:
+        first, second = _known_number(left.value(source)), _known_number(right.value(source))
         if first is None or second is None or (sign.text == "/" and second == 0):
             return None
         return _known_number(_ARITHMETIC[sign.text](first, second))
@@ -298,10 +298,10 @@ def _must_be_truth(part: ExpressionPart) -> None:
 def _join(keyword: str, values: list[Evaluate]) -> Evaluate:
     decisive = keyword == "or"  # one true decides an "or", one false an "and", whatever is unknown
 
-    def value(place: NameSource) -> Value:
+    def value(source: NameSource) -> Value:
         known: Value = not decisive
         for evaluate in values:
-            truth = evaluate(place)
+            truth = evaluate(source)
             if truth is decisive:
                 return decisive
             known = None if truth is None else known
@@ -311,7 +311,7 @@ def _join(keyword: str, values: list[Evaluate]) -> Evaluate:
 
 
 def _opposite(value: Evaluate) -> Evaluate:
-    return lambda place: None if (truth := value(place)) is None else not truth
+    return lambda source: None if (truth := value(source)) is None else not truth
 
 
 def _known_number(value: Value) -> float | None:
@@ -338,9 +338,9 @@ class Expression:
         """Whether it is about processes, rather than about devices."""
         return any(NAMES[name].of_process for name in self.names)
 
-    def holds(self, place: NameSource) -> bool:
-        """Whether it is true of *place*; False too when nobody can know."""
-        return self.evaluate(place) is True
+    def holds(self, source: NameSource) -> bool:
+        """Whether it is true of *source*; False too when nobody can know."""
+        return self.evaluate(source) is True
 
 
 def parse_expression(text: str) -> Expression:
@@ -364,20 +364,20 @@ class _Reader:
 
     def __init__(self, found: list[Token]) -> None:
         self.words = found
-        self.place = 0
+        self.position = 0
         self.depth = 0
         self.names: list[str] = []
 
     @property
     def next(self) -> Token:
-        return self.words[self.place]
+        return self.words[self.position]
 
     def take(self, *texts: str) -> Token | None:
         """The next word, if it is a sign or keyword of *texts*."""
         word = self.next
         if word.kind not in ("sign", "name") or word.text not in texts:
             return None
-        self.place += 1
+        self.position += 1
         return word
 
     def condition(self) -> ExpressionPart:
@@ -443,14 +443,14 @@ class _Reader:
                 raise _fault(self.next.column, f"a ) is missing for the ( in column {word.column}.")
             return part
         if word.kind in ("number", "text"):
-            self.place += 1
-            return ExpressionPart(word.type, word, lambda place: word.value)
+            self.position += 1
+            return ExpressionPart(word.type, word, lambda source: word.value)
         if word.kind != "name" or word.text in _KEYWORDS:
             raise _fault(word.column, f"a name, a number or a text is expected here, not {word.text!r}.")
         return self._name(word)
 
     def _name(self, word: Token) -> ExpressionPart:
-        self.place += 1
+        self.position += 1
         known = NAMES.get(word.text)
         if self.next.text == "(" and self.next.kind == "sign":
             raise _fault(self.next.column, f"{word.text!r} cannot be called: there are no functions.")
@@ -469,10 +469,10 @@ class _Reader:
             among: Evaluate = right.value
         else:
             several = self._list(left)
-            among = lambda place: several  # noqa: E731
+            among = lambda source: several  # noqa: E731
 
-        def value(place: NameSource) -> Value:
-            item, found = left.value(place), among(place)
+        def value(source: NameSource) -> Value:
+            item, found = left.value(source), among(source)
             return item in found if item is not None and isinstance(found, frozenset) else None
 
         return value
@@ -489,7 +489,7 @@ class _Reader:
             word = self.next
             if word.type != left.type or not isinstance(word.value, (float, str)):
                 raise _fault(word.column, f"{word.text!r} is no {left.type}, and the list is compared with one.")
-            self.place += 1
+            self.position += 1
             listed.add(word.value)
             if not self.take(",") and self.next.text != closing:
                 raise _fault(self.next.column, f"a , or {closing} is missing in the list.")
@@ -503,11 +503,11 @@ class _Reader:
             raise _fault(left.word.column, f"'like' is for texts, and this is a {left.type}.")
         if glob.kind != "text" or not isinstance(glob.value, str):
             raise _fault(glob.column, "after 'like' comes a text with * for anything, like '/opt/*'.")
-        self.place += 1
+        self.position += 1
         pattern = glob.value  # which the admin wrote; the text is its user's
 
-        def value(place: NameSource) -> Value:
-            text = left.value(place)
+        def value(source: NameSource) -> Value:
+            text = left.value(source)
             return fnmatchcase(text[:LONGEST_TEXT], pattern) if isinstance(text, str) else None
 
         return value
@@ -555,15 +555,15 @@ class ExpressionRule:
         """A finding per process and device, or per device."""
         for device in usable_devices(view.snapshot):
             if not self.expr.of_process:
-                if self.expr.holds(place := NameSource(view, device)):
-                    yield Finding("expression", device_subject(device), self._why(place))
+                if self.expr.holds(source := NameSource(view, device)):
+                    yield Finding("expression", device_subject(device), self._why(source))
                 continue
             for process in computing(device):
-                if self.expr.holds(place := NameSource(view, device, process)):
-                    yield Finding("expression", process_subject(device, process), self._why(place), (process,))
+                if self.expr.holds(source := NameSource(view, device, process)):
+                    yield Finding("expression", process_subject(device, process), self._why(source), (process,))
 
-    def _why(self, place: NameSource) -> str:
-        facts = [f"{name} is {_shown(NAMES[name].type, NAMES[name].value(place))}" for name in self.expr.names]
+    def _why(self, source: NameSource) -> str:
+        facts = [f"{name} is {_shown(NAMES[name].type, NAMES[name].value(source))}" for name in self.expr.names]
         return f"{', '.join(facts)}: true is {' '.join(self.expr.text.split())}"
 
 

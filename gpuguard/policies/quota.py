@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from gpuguard.device_state import claim_of, claims_on, usable_devices, user_label
@@ -64,7 +64,7 @@ class QuotaRule:
                     reasons.setdefault(place, []).append(f"{owner} {why}")
             for place, whys in reasons.items():
                 holding = held[place]
-                finding = Finding("quota", holding.subject, "; ".join(whys), holding.processes)
+                finding = Finding("quota", holding.subject, "; ".join(whys), tuple(holding.processes))
                 found.setdefault(id(holding), finding)
         yield from found.values()
 
@@ -94,15 +94,15 @@ def windows_of(policies: Iterable[Policy]) -> frozenset[float]:
     return frozenset(rule.within for rule in rules if rule.gpu_hours is not None and rule.within is not None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Holding:
     """A claim, or a process without one."""
 
     subject: Subject
     since: float  # on the clock of the snapshot
-    devices: frozenset[str]  # uuids
+    devices: set[str] = field(default_factory=set)  # uuids
     memory_used: int = 0  # bytes, as far as they are known
-    processes: tuple[GpuProcess, ...] = ()
+    processes: list[GpuProcess] = field(default_factory=list)
 
 
 def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
@@ -116,7 +116,7 @@ def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
         if claim.alive and claim.uid > 0:
             # Of unknown age: older than everything, and the last to be in excess.
             since = float("-inf") if claim.since is None else claim.since - boot
-            found[claim.uid, claim.id] = _Holding(claim_subject(claim), since, frozenset(claim.devices))
+            found[claim.uid, claim.id] = _Holding(claim_subject(claim), since, set(claim.devices))
     for device in usable_devices(view.snapshot):
         here = claims_on(view.snapshot, device)
         for process in computing(device):
@@ -126,16 +126,12 @@ def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
             under = claim_of(process, own, view.seen) if own else None
             # By its owner, too: an id alone could be copied, to have the processes of its claim counted as another's.
             key: object = (under.uid, under.id) if under else (process.pid, process.start_time)
-            subject = process_subject(device, process)
-            held = found.get(key) or _Holding(subject, process.start_time, frozenset())
-            listed = any(process.pid == other.pid for other in held.processes)
-            found[key] = replace(
-                held,
-                # The devices of a claim are those that it names: its job may use them as instances of one.
-                devices=held.devices if held.subject.kind == "claim" else held.devices | {device.uuid},
-                memory_used=held.memory_used + (process.memory_used or 0),
-                processes=held.processes if listed else (*held.processes, process),
-            )
+            held = found.setdefault(key, _Holding(process_subject(device, process), process.start_time))
+            if held.subject.kind == "process":  # a claim has the devices that it names, maybe as instances of one
+                held.devices.add(device.uuid)
+            held.memory_used += process.memory_used or 0
+            if all(process.pid != other.pid for other in held.processes):
+                held.processes.append(process)
     of_user: dict[int, list[_Holding]] = {}
     for holding in sorted(found.values(), key=lambda holding: (holding.since, key_of(holding.subject))):
         of_user.setdefault(holding.subject.uid or 0, []).append(holding)
