@@ -193,7 +193,6 @@ WHEN = {
     "there is no user 'mallory'": ("{users: {deny: [«mallory]}}",),
     "there is no group 'nobodies'": ("{users: {allow_groups: [«nobodies]}}",),
     "no limit is given": ("{quota: «{}}",),
-    "below 0 makes no sense": ("{quota: {devices: «-1}}",),
     "belong together": ("{quota: «{gpu_hours: 100h}}",),
     "there is no group 'noone'": ("{quota: {devices: 4, shared_by: [«noone]}}",),
     "no age is given": ("{age: «{}}",),

@@ -327,6 +327,11 @@ def test_a_claim_whose_age_nobody_knows_is_the_oldest():
     assert subjects(found(QuotaRule(claims=1), *devices, claims=claims)) == ["y"]
 
 
+def test_a_quota_below_0_is_refused():
+    with pytest.raises(InvalidRequest, match="below 0 makes no sense"):
+        QuotaRule(devices=-1)
+
+
 def test_each_user_has_a_quota_of_their_own():
     devices = [used_by(a_process(2, **ALICE), index=0), used_by(a_process(3, **BOB), index=1)]
 
