@@ -165,14 +165,6 @@ def test_stop_says_that_it_waits_and_does_not_wait_for_a_run_that_was_killed(sit
         os.kill(pid, signal.SIGKILL)
 
 
-def test_stop_says_what_to_do_where_no_run_supervises_the_job(site):
-    with a_holder(site.directory, site.uuids[0]) as holder:
-        done = site.gpuguard("release", holder.id, "--stop")
-
-        assert done.returncode == 1 and f"end {holder.pid} yourself" in done.stderr
-        assert site.free() == 3
-
-
 def test_a_job_whose_run_was_killed_gives_up_what_it_inherited(site):
     with site.job("-n", "2", command=("sh", "-c", "echo $$; exec sleep 100")) as run:
         assert run.stdout

@@ -27,7 +27,7 @@ pytest.importorskip("textual")
 
 from textual.widgets import Input, Static
 
-from gpuguard.top.app import Board, Sampled, Top
+from gpuguard.top.app import Board, Top
 
 ALICE = a_process(10, user="alice", start_time=9_000.0, command=("python", "a.py"), utilization=10.0)
 BOB = a_process(20, user="bob", uid=1002, start_time=9_900.0, memory_used=30 * GIB, utilization=90.0)
@@ -243,9 +243,9 @@ async def test_an_error_of_the_driver_is_shown_and_passes(stage):
 @on_screen()
 async def test_a_look_that_ends_while_the_screen_is_taken_down_is_not_shown(stage):
     await stage.app.screen_stack[0].query("#foot").remove()
-    stage.app.on_sampled(Sampled(a_scene(DEVICES[1])))
+    stage.app.sampled(a_scene(DEVICES[1]))
     await stage.app.screen_stack[0].query(Board).remove()
-    stage.app.on_sampled(Sampled(a_scene(DEVICES[0])))
+    stage.app.sampled(a_scene(DEVICES[0]))
 
     assert stage.app.scene.snapshot.devices == a_scene(DEVICES[0]).snapshot.devices
 

@@ -23,7 +23,6 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.geometry import Region, Size
-from textual.message import Message
 from textual.screen import ModalScreen
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
@@ -177,11 +176,8 @@ class SignalScreen(ModalScreen[str | None]):
         with Vertical(id="box", classes="small"):
             yield Static(Text("Signal this process?", style="bold"))
             yield Static(Text("\n".join(self._process)), id="process")
-            yield Static(id="question")
-
-    def on_mount(self) -> None:
-        rows = [f"  {key}  {BY_HAND[action]}" for key, action in self.KEYS.items()]
-        self.query_one("#question", Static).update(Text("\n".join(["", *rows, "", "  Esc  nothing"])))
+            rows = [f"  {key}  {BY_HAND[action]}" for key, action in self.KEYS.items()]
+            yield Static(Text("\n".join(["", *rows, "", "  Esc  nothing"])), id="question")
 
     def on_key(self, event: object) -> None:
         key = getattr(event, "key", "")
@@ -196,22 +192,6 @@ class SignalScreen(ModalScreen[str | None]):
 
 SILENT = 3.0  # intervals without an answer from which on the screen says so
 _FOOT = " ?:help /:filter s:sort t:tree u:mine m:mode Enter:past e:env x:signal q:quit"
-
-
-class Sampled(Message):
-    """The thread has a new scene."""
-
-    def __init__(self, scene: Scene) -> None:
-        super().__init__()
-        self.scene = scene
-
-
-class Notice(Message):
-    """The thread has a message for the user."""
-
-    def __init__(self, text: str, *, is_problem: bool = False) -> None:
-        super().__init__()
-        self.text, self.is_problem = text, is_problem
 
 
 class Top(App[None]):
@@ -295,9 +275,9 @@ class Top(App[None]):
         while not self._ends.is_set():
             due = time.monotonic() + self._every
             try:
-                self.post_message(Sampled(self._feed.sample()))
+                self.call_later(self.sampled, self._feed.sample())
             except GpuguardError as error:
-                self.post_message(Notice(" ".join(str(error).split()), is_problem=True))
+                self.call_later(self._show_problem, " ".join(str(error).split()))
             while (left := due - time.monotonic()) > 0 and not self._ends.is_set():
                 try:
                     job = self._jobs.get(timeout=left)
@@ -307,18 +287,15 @@ class Top(App[None]):
                     break
                 job()
 
-    def on_sampled(self, message: Sampled) -> None:
+    def sampled(self, scene: Scene) -> None:
         self._sampled_at, self._problem = time.monotonic(), ""
-        self.history.add(message.scene)
+        self.history.add(scene)
         if not self._held:
-            self.scene = message.scene
+            self.scene = scene
             self.draw()
 
-    def on_notice(self, message: Notice) -> None:
-        if message.is_problem:
-            self._problem = message.text
-        else:
-            self.notice = message.text
+    def _show_problem(self, text: str) -> None:
+        self._problem = text
         self._tick()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -453,10 +430,10 @@ class Top(App[None]):
         try:
             outcome = self._feed.send(action, process, devices)
         except GpuguardError as error:
-            self.post_message(Notice(f"nothing was done: {' '.join(str(error).split())}"))
+            self.call_later(self._notify_user, f"nothing was done: {' '.join(str(error).split())}")
             return
         words = f"{action} pid {process[0]}: {outcome.word}" + (f": {outcome.why}" if outcome.why else "")
-        self.post_message(Notice(words if outcome.word == SENT else f"not done: {words}"))
+        self.call_later(self._notify_user, words if outcome.word == SENT else f"not done: {words}")
 
     def _chosen(self) -> ProcessRow | None:
         rows = rows_of(self.scene, self.view)
