@@ -121,7 +121,7 @@ def grab_gpus(
             "CUDA_VISIBLE_DEVICES is set already: unset it, or leave env_set_ok out to stay inside it."
         )
     if num_gpus == 0:
-        _enter(nothing := Claim("none", (), ()))
+        _apply(nothing := Claim("none", (), ()))
         return nothing
     if gpu_select is not None:
         conditions["devices"] = gpu_select
@@ -145,12 +145,12 @@ def grab_gpus(
                 return again
             allocator = Allocator(driver, locks, ways, environ=environ, job=job, on_wait=on_wait)
             claim = _acquired(allocator, wait, strict)
-        _enter(claim)
+        _apply(claim)
         warn_of_workers(os.environ[CUDA_VARIABLE])
     except BaseException:
         if claim is not None:  # interrupted: the program would not know of it
             claim.release()
-            _leave(claim)
+            _restore(claim)
         raise
     return claim
 
@@ -162,7 +162,7 @@ def claim(num_gpus: int = 1, **options: Any) -> Iterator[Claim]:
         try:
             yield claimed
         finally:
-            _leave(claimed)
+            _restore(claimed)
 
 
 def select_devices(
@@ -266,7 +266,7 @@ def _acquired(allocator: Allocator, wait: float | None, strict: bool) -> Claim:
 # What os.environ says of the claims of this process.
 
 
-def _enter(claim: Claim) -> None:
+def _apply(claim: Claim) -> None:
     """Let os.environ name the devices of *claim*."""
     with _mutex:
         before = _written()
@@ -281,7 +281,7 @@ def _enter(claim: Claim) -> None:
         _write(claim.environment(), before or {})
 
 
-def _leave(claim: Claim) -> None:
+def _restore(claim: Claim) -> None:
     """Let os.environ name what it would name without *claim*; threads may leave in any order."""
     with _mutex:
         if all(made is not claim for _, made in _made):

@@ -144,10 +144,10 @@ class Allocator:
             try:
                 claim = self._wait_for_claim(may_wait=wait != 0)
             finally:
-                self._leave_queue()
+                self._withdraw()
             return claim
         except BaseException:  # Ctrl-C, and once more while it leaves: nobody would know of the claim or the ticket
-            self._leave_queue()
+            self._withdraw()
             if claim is not None:
                 claim.release()
             raise
@@ -413,12 +413,12 @@ class Allocator:
             return {}
         return sharing_of(snapshot, claims)
 
-    def _leave_queue(self) -> None:
+    def _withdraw(self) -> None:
         if self._queued is not None:
             if self._queued in _waiting:
                 _waiting.remove(self._queued)
             if self._queued.waiter:
-                self._queued.waiter.leave()
+                self._queued.waiter.withdraw()
             self._queued = None
 
     def _pause_after(self, fault: Exception, waits: bool, failures: list[float]) -> NotEnoughGpus:

@@ -83,9 +83,9 @@ def choose(
         pool = [device for device in usable if tiers[device.uuid] == last]
         chosen = best_connected(fixed, pool, wanted - len(fixed), snapshot.topology or ())
     return Choice(
-        tuple(sorted(chosen, key=_place)),
+        tuple(sorted(chosen, key=_index_order)),
         tuple(eligible),
-        tuple(sorted(refused, key=lambda refusal: _place(refusal.device))),
+        tuple(sorted(refused, key=lambda refusal: _index_order(refusal.device))),
         terms.sharing,
     )
 
@@ -113,7 +113,7 @@ def possible(choice: Choice) -> Choice:
         if (permanent := tuple(reason for reason in refusal.reasons if reason.permanent))
     }
     passing = [refusal.device for refusal in choice.refused if refusal.device.uuid not in lasting]
-    devices = tuple(sorted((*choice.eligible, *passing), key=_place))
+    devices = tuple(sorted((*choice.eligible, *passing), key=_index_order))
     return Choice(devices, devices, tuple(lasting.values()))
 
 
@@ -223,11 +223,11 @@ def _tie(device: Device) -> tuple[float, float, float, tuple[int, int, int, int,
         device.ecc_uncorrected_volatile,
     )
     hot = float("inf") if device.temperature is None else device.temperature // _TEMPERATURE_GRAIN
-    place = _place(device)
+    place = _index_order(device)
     return (sum(bool(mark) for mark in marks), float(None in marks), hot, (-place[0], *place[1:]))
 
 
-def _place(device: Device) -> tuple[int, int, int, int, str]:
+def _index_order(device: Device) -> tuple[int, int, int, int, str]:
     """Index order; the instances of a GPU come behind it in the order of the driver."""
     return (
         device.index,

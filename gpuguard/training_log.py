@@ -149,7 +149,7 @@ class Collector:
             thread.join()
         with self._sampling:
             if self._opened:
-                self._opened.leave()
+                self._opened.close_and_reap()
             self._opened = self._newest = None
 
     def __enter__(self) -> Collector:
@@ -204,12 +204,14 @@ class Collector:
                     self._sample_now()
             stop.wait(self._interval - (time.monotonic() - began) % self._interval)
 
-    def look(self) -> None:
-        """Look now, besides the looks of the thread; without effect while it is stopped."""
+    def sample(self) -> None:
+        """Read the devices now, besides what the thread reads; without effect while it is stopped."""
         if not self._is_forked():
             with self._sampling:
                 if self._thread is not None:
                     self._sample_now()
+
+    look = sample  # its name in 0.1
 
     def _is_stale(self) -> bool:
         return self._newest is None or time.monotonic() - self._newest > self._interval / 2

@@ -3,7 +3,7 @@
 getpwuid may ask LDAP or SSSD, and hang with it.  A name is only for people: after SECONDS the number has to do, and
 the service is not asked again in this process for a while.  A uid without a name is asked for again, too: a service
 that is away for a moment says that its users do not exist, and no policy ends a job of an unknown user.
-Does not say who may do what: a user is always the uid; see parties() for the uids of rootless containers.
+Does not say who may do what: a user is always the uid; see accountable_uids() for the uids of rootless containers.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _read_name(uid: int) -> None:
         _nameless[uid] = monotonic()
 
 
-def parties(uids: Iterable[int]) -> dict[int, int]:
+def accountable_uids(uids: Iterable[int]) -> dict[int, int]:
     """uid -> the uid that stands for it where each user is one: the first of all that root has given to the same user.
 
     Any other uid stands for itself; so a user with such uids is two, their own and those.  Asks no directory service.

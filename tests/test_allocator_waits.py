@@ -50,7 +50,7 @@ def queue(directory: LockDirectory) -> Iterator[Machine]:
     with acquire(machine, Request(), directory, time_limit=HOUR):
         first = OwnTicket(directory, ticket_content(Ticket("", 0, "", 0.0, (Request(num_gpus=2),), pid=os.getpid())))
         yield machine
-        first.leave()
+        first.withdraw()
 
 
 def test_a_free_device_is_left_to_a_request_before_that_starts_soon(directory: LockDirectory, queue: Machine) -> None:
@@ -89,7 +89,7 @@ def test_no_more_than_the_least_is_taken_while_others_wait(directory: LockDirect
         first = OwnTicket(directory, ticket_content(Ticket("", 0, "", 0.0, (Request(num_gpus=3),), pid=os.getpid())))
         with acquire(machine, Request(max_gpus=2), directory, time_limit=60) as claim:
             assert len(claim) == 1
-        first.leave()
+        first.withdraw()
         with acquire(machine, Request(max_gpus=2), directory, time_limit=60) as claim:
             assert len(claim) == 2
 
@@ -164,17 +164,17 @@ def test_of_two_ways_the_one_that_can_be_met_some_day_says_what_is_missing(direc
 def test_a_user_whose_request_waited_has_been_served(directory):
     machine = Machine(a_device(0))
     holder = acquire(machine, Request(), directory, environ={})
-    assert tickets.last_served(directory, os.geteuid()) is None
+    assert tickets.last_started(directory, os.geteuid()) is None
 
     acquire(machine, Request(), directory, wait=60, on_wait=lambda error: holder.release(), environ={}).release()
 
-    assert tickets.last_served(directory, os.geteuid()) is not None
+    assert tickets.last_started(directory, os.geteuid()) is not None
 
 
 def test_a_request_that_did_not_wait_counts_as_no_turn(directory):
     acquire(Machine(), Request(), directory, environ={}).release()
 
-    assert tickets.last_served(directory, os.geteuid()) is None
+    assert tickets.last_started(directory, os.geteuid()) is None
 
 
 def test_a_process_that_arrives_between_the_look_and_the_lock_is_seen(directory: LockDirectory) -> None:

@@ -67,11 +67,11 @@ def test_a_tag_counts_from_its_beginning_and_can_be_inside_another_one():
     with a_collector(*busy(0, 10, 20, 30, 40)) as numbers:
         assert eventually(lambda: numbers._newest is not None)
         with numbers.tag("train"):
-            numbers.look()
+            numbers.sample()
             with numbers.tag("step"):
-                numbers.look()
+                numbers.sample()
                 inner = numbers.collect()
-            numbers.look()
+            numbers.sample()
             outer = numbers.collect()
         whole = numbers.collect()
 
@@ -90,7 +90,7 @@ def test_clear_begins_the_innermost_tag_anew():
     with a_collector(*busy(0, 0, 100)) as numbers:
         look(numbers, 2)
         numbers.clear()
-        numbers.look()
+        numbers.sample()
 
         assert numbers.collect()["gpu:0/utilization (%)/mean"] == 100.0
 
@@ -132,7 +132,7 @@ def test_any_thread_may_collect_tag_and_clear():
         try:
             for _ in range(100):
                 with numbers.tag(name):
-                    numbers.look()
+                    numbers.sample()
                     numbers.collect()
                     numbers.clear()
         except Exception as error:  # noqa: BLE001  whatever it is fails the test
@@ -224,7 +224,7 @@ def test_a_driver_that_fails_costs_only_its_numbers():
         with a_collector(BackendError("it is gone"), *busy(7)) as numbers:
             assert eventually(lambda: numbers._newest is not None)
             before, trouble = numbers._tags[0].numbers(), numbers.trouble
-            numbers.look()
+            numbers.sample()
             after = numbers.collect()
 
     assert "host/memory_used (MiB)/last" in before and not [key for key in before if "gpu:" in key]

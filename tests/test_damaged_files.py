@@ -245,7 +245,7 @@ def test_a_ticket_stops_nobody_and_hides_no_other(scene):
         for batch in batches(content, MOST["ticket"]):
             check(scene, "ticket", batch, judge)
     finally:
-        sound.leave()
+        sound.withdraw()
 
 
 def test_a_reservation_stops_nobody_and_hides_no_other(scene):

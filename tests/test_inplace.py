@@ -45,7 +45,7 @@ records.MOST_OF_ONE = reservations.MOST_OF_ONE = 1
 directory = lock_directory(sys.argv[1])
 print([one.note for one in records.read_records(directory)])
 found, read = tickets.read_tickets(directory)[0], reservations.read_reservations(directory, 0.0)[0]
-print(found, read, tickets.last_served(directory, 1))
+print(found, read, tickets.last_started(directory, 1))
 tickets.record_start(directory, 1)
 print(room.room_for_records(directory).path, is_same_file(0, sys.argv[2]))
 asking._holders, asking.listens = lambda *_: (os.getpid(),), lambda pid: True
@@ -175,4 +175,4 @@ def test_who_can_open_nothing_more_has_lost_neither_his_claim_nor_his_place(tmp_
             exhausted.setattr(files.os, "open", full)
             claim.reassert()
             assert waits.counts
-        waits.leave()
+        waits.withdraw()

@@ -152,14 +152,14 @@ def test_an_interrupt_while_the_environment_is_written_leaves_it_as_it_was(node:
 
     def grabbed() -> Claim:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(api, "_enter", started(sys.getprofile(), api._enter))
+            patched.setattr(api, "_apply", started(sys.getprofile(), api._apply))
             sys.setprofile(None)
             return gpuguard.grab_gpus(1)
 
     def left() -> list[object]:
         return [each for each in (claimed(), visible(), os.environ.get("GPUGUARD_CLAIM")) if each]
 
-    assert first_leftover(grabbed, left, undo=lambda claim: claim.release() or api._leave(claim)) is None
+    assert first_leftover(grabbed, left, undo=lambda claim: claim.release() or api._restore(claim)) is None
 
 
 def started(interrupt: object, function: Callable[..., object]) -> Callable[..., object]:

@@ -262,6 +262,6 @@ def test_what_cannot_be_opened_now_is_not_taken_for_nothing(directory, monkeypat
             found = read()
         except OSError:
             found = known
-    held.leave()
+    held.withdraw()
 
     assert known and found == known

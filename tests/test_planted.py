@@ -91,7 +91,7 @@ def test_nobody_learns_the_name_of_a_file_before_it_is_there(directory, monkeypa
 
     monkeypatch.setattr(os, "rename", rename)
     Claim("c0ffee", (), ()).write_record(directory)
-    tickets.OwnTicket(directory, {"requests": [{}]}).leave()
+    tickets.OwnTicket(directory, {"requests": [{}]}).withdraw()
     reservations.write_reservation(directory, Reservation("", 0, os.geteuid(), "", 1, 1.0, 2.0, ("GPU-a",)))
 
     assert dict(before[:2]) == {"claim": [], "bell": []}

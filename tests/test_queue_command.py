@@ -176,7 +176,7 @@ def waits(directory):
 
     yield put
     for ticket in held:
-        ticket.leave()
+        ticket.withdraw()
 
 
 def test_who_waits_is_shown_with_the_reason(queue, waits, machine, directory):

@@ -190,7 +190,7 @@ def waits(tmp_path):
 
     yield put
     for ticket in held:
-        ticket.leave()
+        ticket.withdraw()
 
 
 @pytest.fixture

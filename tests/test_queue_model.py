@@ -101,7 +101,7 @@ class QueueMachine(RuleBasedStateMachine):
             for claim in self.claims.values():
                 claim.release()
             for held, _ in self.waiting:
-                held.leave()
+                held.withdraw()
 
     @rule(job=JOBS)
     def a_request_joins(self, job: Job) -> None:
@@ -134,7 +134,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def a_request_gives_up(self, data: st.DataObject) -> None:
-        self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))[0].leave()
+        self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))[0].withdraw()
         self.serve()
 
     @rule(
@@ -207,7 +207,7 @@ class QueueMachine(RuleBasedStateMachine):
                     claim.arrival_files = record_arrival(self.directory, here)
                     claim.write_record(self.directory, JobDetails(time_limit=job.limit))
                     self.waiting.remove((held, job))
-                    held.leave()
+                    held.withdraw()
                     self.taken(claim, job)
 
     def none_is_put_off(self) -> bool:

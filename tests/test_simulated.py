@@ -204,7 +204,7 @@ def test_energy_adds_up_power_over_time_also_across_ramps_and_ends():
         10 * power + 10 * (power + busy) / 2 + 10 * busy
     )
     assert simulated_node.total_energy(replace(idle, uses=(use,)), device, 10.0) == pytest.approx(5 * busy + 5 * power)
-    halfway = simulated_node.settled(replace(idle, uses=(use,)), 7.0, lambda use: True)
+    halfway = simulated_node.advanced(replace(idle, uses=(use,)), 7.0, lambda use: True)
     assert simulated_node.total_energy(halfway, halfway.devices[0], 10.0) == pytest.approx(5 * busy + 5 * power)
 
 

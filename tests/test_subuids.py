@@ -26,7 +26,7 @@ from gpuguard.queue.priority import QueueRules, ReservationKeys, Ticket, order
 from gpuguard.queue.reservations import ReservationStatus, judge, what_if
 from gpuguard.queue.state import QueueFacts, queue_state, usage_of_owners
 from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content
-from gpuguard.users import parties
+from gpuguard.users import accountable_uids
 
 FIRST, MORE = 100_000, 300_000
 GIVEN = f"""
@@ -51,14 +51,14 @@ def test_all_uids_that_one_user_was_given_are_one_user():
     uids = (0, 1001, FIRST, FIRST + 65535, FIRST + 65536, MORE, MORE + 9, MORE + 10, 200_000, 4_000_000_000)
     same = {FIRST: FIRST, FIRST + 65535: FIRST, MORE: FIRST, MORE + 9: FIRST, 200_000: 200_000}
 
-    assert parties(uids) == {uid: same.get(uid, uid) for uid in uids}
+    assert accountable_uids(uids) == {uid: same.get(uid, uid) for uid in uids}
 
 
 def test_what_root_gives_later_is_known_at_once(given):
-    assert parties([500_007]) == {500_007: 500_007}
+    assert accountable_uids([500_007]) == {500_007: 500_007}
     given.write_text("carol:500000:100\n")
 
-    assert parties([500_007, FIRST + 1]) == {500_007: 500_000, FIRST + 1: FIRST + 1}
+    assert accountable_uids([500_007, FIRST + 1]) == {500_007: 500_000, FIRST + 1: FIRST + 1}
 
 
 @pytest.mark.parametrize("content", [None, "", "\n\n", b"\xff:1:1\n"])
@@ -67,13 +67,13 @@ def test_without_such_a_file_each_uid_is_a_user(given, content):
     if content is not None:
         given.write_bytes(content if isinstance(content, bytes) else content.encode())
 
-    assert parties([7, FIRST]) == {7: 7, FIRST: FIRST}
+    assert accountable_uids([7, FIRST]) == {7: 7, FIRST: FIRST}
 
 
 def test_the_file_is_read_for_such_uids_alone(monkeypatch):
     monkeypatch.setattr(users, "_given", lambda: pytest.fail("it was read"))
 
-    assert parties([0, 1000, 60000]) == {0: 0, 1000: 1000, 60000: 60000}
+    assert accountable_uids([0, 1000, 60000]) == {0: 0, 1000: 1000, 60000: 60000}
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def tickets_of(directory) -> Iterator[Callable[..., None]]:
         def make(*uids: int) -> None:
             for uid in uids:
                 with as_uid(uid):
-                    stack.callback(OwnTicket(directory, ticket_content(a_ticket())).leave)
+                    stack.callback(OwnTicket(directory, ticket_content(a_ticket())).withdraw)
 
         yield make
 

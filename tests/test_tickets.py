@@ -53,7 +53,7 @@ ALTERNATIVES = (
 def held(directory: LockDirectory) -> Iterator[OwnTicket]:
     ticket = OwnTicket(directory, ticket_content(a_ticket(note="hello")))
     yield ticket
-    ticket.leave()
+    ticket.withdraw()
 
 
 def file_of(directory: LockDirectory, name: str = f"{ME}.aaaa", kind: str = "ticket") -> str:
@@ -102,7 +102,7 @@ def test_a_ticket_comes_back_as_it_was_written(directory: LockDirectory) -> None
     before = a_ticket(ME, owner_uid=ME, requests=ALTERNATIVES, priority=1, pid=os.getpid(), **times, **texts)
     held = OwnTicket(directory, ticket_content(before))
     ((after,), ignored) = read_tickets(directory)
-    held.leave()
+    held.withdraw()
 
     assert ignored == []
     assert abs(after.since - time.time()) < 60.0
@@ -111,8 +111,8 @@ def test_a_ticket_comes_back_as_it_was_written(directory: LockDirectory) -> None
 
 def test_a_process_that_leaves_leaves_nothing_behind(directory: LockDirectory, held: OwnTicket) -> None:
     assert has_queue(directory, ("ticket.",))
-    held.leave()
-    held.leave()
+    held.withdraw()
+    held.withdraw()
 
     assert os.listdir(directory.records) == []
     assert not has_queue(directory, ("ticket.",))
@@ -161,7 +161,7 @@ def test_no_ticket_can_have_arrived_in_the_past(directory: LockDirectory, held: 
     os.utime(file_of(directory, held.id), (1.0, 1.0))
 
     assert read_tickets(directory)[0][0].since >= ticket.since
-    held.leave()
+    held.withdraw()
     forged = read(directory, content(since=1.0, since_unix_seconds=1.0))
     assert isinstance(forged, Ticket) and forged.since >= ticket.since
 
@@ -332,7 +332,7 @@ def test_what_a_user_wants_is_the_sum_of_all_requests_within_what_there_can_be(d
     held = [OwnTicket(directory, ticket_content(a_ticket(gpus=number))) for number in gpus]
     of_users = wanted(waiting_tickets(directory))
     for ticket in held:
-        ticket.leave()
+        ticket.withdraw()
 
     assert (of_users, wanted(waiting_tickets(directory))) == ({ME: most}, {})
 

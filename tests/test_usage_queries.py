@@ -240,7 +240,7 @@ def test_time_in_the_queue_is_known_to_all_users(tmp_path):
         try:
             time.sleep(2.5)  # some intervals, of which the time is what is counted
         finally:
-            ticket.leave()
+            ticket.withdraw()
         daemon.end()
     found = query_store(f"{tmp_path}/claims/usage.db", lambda usage: usage.waiting(0.0, usage.now + 900))
 

@@ -94,7 +94,7 @@ class WorkerBackend:
             channel.close()
         spawn.reap()
 
-    def leave(self) -> None:
+    def close_and_reap(self) -> None:
         """The same within another program: its next os.wait() is for a child of its own, so ours is gone by then."""
         process = self._channel and self._channel.process
         self.close()
@@ -107,7 +107,7 @@ class WorkerBackend:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.leave()
+        self.close_and_reap()
 
     def _send_request(self, request: tuple[object, ...]) -> None:
         channel = self._channel = self._channel or self._started()

@@ -25,12 +25,12 @@ from gpuguard.backends.simulated_node import (
     SimulatedNode,
     Use,
     WorkPattern,
+    advanced,
     find,
     memory_reserved,
     memory_total,
     memory_used,
     new_node,
-    settled,
 )
 from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
@@ -118,7 +118,7 @@ def use(
     def register(node: SimulatedNode) -> SimulatedNode:
         nonlocal uuids
         uuids = _chosen(node, devices)
-        node, clock = settled_now(node), boot_clock()
+        node, clock = advanced_now(node), boot_clock()
         course = WorkPattern(memory, end, clock, seconds)
         until = None if lasting is None else clock + lasting
         node = replace(node, uses=tuple(use for use in node.uses if use.pid != pid or use.device not in uuids))
@@ -203,9 +203,9 @@ def current(place: str) -> SimulatedNode:
         return node
     try:
         # The moment of death is noted for later samples: memory that is released with a delay, energy.
-        return simulated_node.update(place, settled_now)
+        return simulated_node.update(place, advanced_now)
     except BackendError:
-        return settled_now(node)  # a node of another user, which we may only read
+        return advanced_now(node)  # a node of another user, which we may only read
 
 
 def _chosen(node: SimulatedNode, devices: str | Sequence[int | str] | None) -> tuple[str, ...]:
@@ -251,9 +251,9 @@ def _refusing(
     return [broken], [Gap(device.uuid, name, reason) for name in sorted(missing)]
 
 
-def settled_now(node: SimulatedNode) -> SimulatedNode:
+def advanced_now(node: SimulatedNode) -> SimulatedNode:
     """*node* without its dead processes and with its energy added up to now: what each change starts from."""
-    return settled(node, boot_clock(), _is_alive)
+    return advanced(node, boot_clock(), _is_alive)
 
 
 def _is_alive(use: Use) -> bool:

@@ -339,7 +339,7 @@ def total_energy(node: SimulatedNode, device: NodeDevice, clock: float) -> float
     return device.energy + spent
 
 
-def settled(node: SimulatedNode, clock: float, alive: Callable[[Use], bool]) -> SimulatedNode:
+def advanced(node: SimulatedNode, clock: float, alive: Callable[[Use], bool]) -> SimulatedNode:
     """*node* with its energy added up to *clock*, without dead processes, with what they leave behind for a while."""
     gone = [use for use in node.uses if not running(use, clock) or not alive(use)]
     ends = [clock if running(use, clock) else use.until or clock for use in gone]

@@ -46,7 +46,7 @@ class Grant:
         return record if self.memory is None else replace(record, memory=self.memory, most=self.most)
 
 
-def give(directory: LockDirectory, name: str, to: Grant) -> int | None:
+def lock_for(directory: LockDirectory, name: str, to: Grant) -> int | None:
     """A locked descriptor for *to*, which is all that holds the lock; None: it is locked.  The caller has the gate.
 
     Raises:

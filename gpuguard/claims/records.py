@@ -40,7 +40,7 @@ from gpuguard.jsonio import loads, sound_fields
 from gpuguard.model import ClaimRecord
 from gpuguard.request import SLOTS
 from gpuguard.units import local_time
-from gpuguard.users import parties, user_name
+from gpuguard.users import accountable_uids, user_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -161,7 +161,7 @@ def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tupl
         except OSError:
             continue  # it has just ended
         files.append((status.st_uid, status.st_ctime, name))
-    whose = parties({uid for uid, _, _ in files})
+    whose = accountable_uids({uid for uid, _, _ in files})
     of_user: dict[int, list[tuple[float, str]]] = {}
     for uid, since, name in files:
         of_user.setdefault(whose[uid], []).append((since, name))

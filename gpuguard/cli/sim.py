@@ -100,7 +100,7 @@ def _set(args: argparse.Namespace) -> int:
         raise InvalidRequest(f"say on which device: --device 0, or --device all ({', '.join(change)}).")
 
     def set_it(state: SimulatedNode) -> SimulatedNode:
-        state = simulated.settled_now(state)
+        state = simulated.advanced_now(state)
         if args.release_delay is not None:
             state = replace(state, release_delay=args.release_delay)
         return simulated_node.changed(state, simulated_node.find(state, args.device), change) if change else state

@@ -26,7 +26,7 @@ from typing import Any
 
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import Gate, LockDirectory, open_lock, try_flock
-from gpuguard.claims.grants import Grant, give, grant_of, names_of, replace_file
+from gpuguard.claims.grants import Grant, grant_of, lock_for, names_of, replace_file
 from gpuguard.claims.records import probe_in_gate, slot_names
 from gpuguard.claims.restrictions import SET_BACK, Restriction, change, read_restrictions, restrictions_against
 from gpuguard.claims.shares import sharing_of
@@ -236,7 +236,7 @@ class Broker:
                 if not (owned and whole and (owned.uid, owned.claim) == (uid, outer)):
                     raise GpuguardError("these devices are not yours by that claim.")
             for name in names:
-                descriptor = give(self._directory, f"{name}.nested", grant)
+                descriptor = lock_for(self._directory, f"{name}.nested", grant)
                 if descriptor is None:
                     return _refusal({name: f"used by another command inside the claim {outer}"})
                 descriptors.append(descriptor)
@@ -288,7 +288,7 @@ def lock_all(
         for name in names:
             grant = replace(to, parent=_parent(snapshot, name, None))
             for lock in slot_names(name) if to.memory else (name,):
-                descriptor = give(directory, lock, grant)
+                descriptor = lock_for(directory, lock, grant)
                 if descriptor is not None:
                     descriptors.append(descriptor)
                     locked.append(lock)

@@ -226,7 +226,7 @@ class Sender:
         end = time.monotonic() + seconds
         for lane in self._lanes.values():  # all of them start before the first is waited for
             lane.close()
-        settled = [lane.settled(max(0.0, end - time.monotonic())) for lane in self._lanes.values()]
+        settled = [lane.finish(max(0.0, end - time.monotonic())) for lane in self._lanes.values()]
         return all(settled)
 
 
@@ -258,7 +258,7 @@ class _Lane:
                 self._start()
             self._changed.notify_all()
 
-    def settled(self, seconds: float) -> bool:
+    def finish(self, seconds: float) -> bool:
         with self._changed:
             done = self._changed.wait_for(lambda: not (self._busy or self._all_due), seconds)
             return done and not self._pace.waiting

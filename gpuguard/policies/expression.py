@@ -547,7 +547,7 @@ class ExpressionRule:
     expr: Annotated[Expression, parse_expression]
 
     @property
-    def looks_at_host(self) -> bool:
+    def reads_host(self) -> bool:
         """Whether it judges by RuleView.host."""
         return not NAMES_OF_HOST.isdisjoint(self.expr.names)
 

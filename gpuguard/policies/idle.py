@@ -58,7 +58,7 @@ class IdleRule:
         return (("utilization", self.over),) if self.over is not None else ()
 
     @property
-    def looks_at_host(self) -> bool:
+    def reads_host(self) -> bool:
         """Whether it judges by View.host."""
         return self.cpu_below is not None or self.network_below is not None
 
@@ -66,7 +66,7 @@ class IdleRule:
         """Who holds a device that rests."""
         for device in usable_devices(view.snapshot):
             resting = self._resting(view, device)
-            if resting is not None and (not self.looks_at_host or self._host_rests(view, device)):
+            if resting is not None and (not self.reads_host or self._host_rests(view, device)):
                 for subject, seconds, processes in self._held(view, device):
                     if self.over is None or (seconds is not None and seconds >= self.over):
                         yield Finding("idle", subject, f"device {device.index} {resting}", processes)

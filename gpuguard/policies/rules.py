@@ -62,7 +62,7 @@ def needs_of(policies: Sequence[Policy]) -> Needs:
     return Needs(
         policies,
         fields=WHO_FIELDS.union(*(rule.further_fields for rule in rules if isinstance(rule, HealthRule))),
-        host=kinds or any(getattr(rule, "looks_at_host", False) for rule in rules),
+        host=kinds or any(getattr(rule, "reads_host", False) for rule in rules),
         kinds=kinds,
         scheduler=any(isinstance(rule, OutsideSchedulerRule) for rule in rules),
         targets=tuple(sorted(set(_targets(policies)))),

@@ -33,7 +33,7 @@ class Ticket:
     time_limit: float | None = None  # seconds, kept by gpuguard
     expected: float | None = None  # seconds, from what the user's jobs have taken before
     promise: float | None = None  # unix time, see backfill.promise
-    owner_uid: int | None = None  # the uid that its uid belongs to, see users.parties; None: its own
+    owner_uid: int | None = None  # the uid that its uid belongs to, see users.accountable_uids; None: its own
     served: float | None = None  # unix time at which a request of its user last got a claim
     set_back: bool = False  # at the end, because what was offered to it, or to its user, was not taken
     after: str | None = None  # it waits for that before it enters the queue

@@ -36,7 +36,7 @@ from gpuguard.queue.priority import ReservationKeys
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import LAST_TIME, IgnoredFile, checked_number, read_document, read_documents, touch
 from gpuguard.units import format_duration, local_time
-from gpuguard.users import parties, user_name
+from gpuguard.users import accountable_uids, user_name
 
 MAX_BYTES = 4096
 MOST_OF_ONE = 100  # of a user; a quota counts their devices, but only once all of them were read
@@ -173,7 +173,7 @@ def what_if(wanted: Reservation, known: ReservationCalendar, uuids: Collection[s
 
 def _why_not(wanted: Reservation, counted: Sequence[Reservation], uuids: Collection[str], keys: ReservationKeys) -> str:
     """Why it does not count beside those that do; "" when it does."""
-    owners = parties((wanted.maker, *(reservation.maker for reservation in counted)))
+    owners = accountable_uids((wanted.maker, *(reservation.maker for reservation in counted)))
     own = [reservation for reservation in counted if owners[reservation.maker] == owners[wanted.maker]]
     if wanted.maker and (why_not := _beyond(wanted, keys, sum(reservation.num_gpus for reservation in own))):
         return why_not

@@ -36,7 +36,7 @@ from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import IgnoredFile, read_tickets, unread_since
 from gpuguard.request import Request
 from gpuguard.select import choose, claimed_by, possible, usable_together
-from gpuguard.users import parties
+from gpuguard.users import accountable_uids
 
 UNRESPONSIVE_SECONDS = 15.0  # a ticket whose waker is not read for so long is passed over
 USAGE_SECONDS = 60.0  # the greatest age of what is known of the users' GPU time
@@ -133,7 +133,7 @@ def queue_state(
     """
     tickets, ignored = read_tickets(directory)
     if mine and all(ticket.id != mine.id for ticket in tickets):
-        tickets.append(replace(mine, owner_uid=parties([mine.uid])[mine.uid]))
+        tickets.append(replace(mine, owner_uid=accountable_uids([mine.uid])[mine.uid]))
     elif mine:
         tickets = [replace(ticket, requests=mine.requests) if ticket.id == mine.id else ticket for ticket in tickets]
     tickets = [
@@ -234,7 +234,7 @@ def ends_of(claims: Sequence[ClaimRecord]) -> dict[str, float]:
 def usage_of_owners(usage: Mapping[int, float]) -> dict[int, float]:
     """The use of all uids of a user together: with a new uid for each job a user would always have had nothing."""
     together: dict[int, float] = {}
-    for uid, owner in parties(usage).items():
+    for uid, owner in accountable_uids(usage).items():
         together[owner] = together.get(owner, 0.0) + usage[uid]
     return together
 

@@ -41,7 +41,7 @@ from gpuguard.files import (
 from gpuguard.jsonio import decode, loads, sound_fields
 from gpuguard.queue.priority import PRIORITIES, Ticket
 from gpuguard.request import ANY_MEMORY, Request
-from gpuguard.users import parties, user_name
+from gpuguard.users import accountable_uids, user_name
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class _TicketContent:
 
 
 class OwnTicket:
-    """A ticket of this process, until leave() or the end of the process; *content* is as of ticket_content().
+    """A ticket of this process, until withdraw() or the end of the process; *content* is as of ticket_content().
 
     Raises:
         OSError: it cannot be written; then nothing of it is left.
@@ -108,7 +108,7 @@ class OwnTicket:
             for path in unfinished:
                 with suppress(OSError):
                     os.unlink(path)
-            self.leave()
+            self.withdraw()
             raise
 
     @property
@@ -129,7 +129,7 @@ class OwnTicket:
         except BlockingIOError:
             return b""
 
-    def leave(self) -> None:
+    def withdraw(self) -> None:
         """Wait no longer.  Idempotent, also after it was interrupted."""
         descriptors = (self._descriptor, self.waker)
         for path, descriptor in zip((self._ticket, self._bell), descriptors, strict=True):
@@ -214,7 +214,7 @@ def touch(path: str, owner: int | None = None) -> bool:
     return False
 
 
-def last_served(directory: LockDirectory, uid: int) -> float | None:
+def last_started(directory: LockDirectory, uid: int) -> float | None:
     """When a request of *uid* last started, unix time; None: unknown."""
     paths: list[tuple[str, tuple[int, ...]]] = [(_path(directory, "served", str(uid)), (uid,))]
     if directory.keeper is not None:  # the user's own file could be removed or backdated
@@ -231,10 +231,10 @@ def last_served(directory: LockDirectory, uid: int) -> float | None:
 def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[IgnoredFile]]:
     """All tickets, in no order, and those that do not count; files of ended processes are removed where permitted."""
     tickets, ignored = read_documents(directory, "ticket", directory.names(), MOST_OF_ONE, _read_ticket)
-    owners = parties({ticket.uid for ticket in tickets})
+    owners = accountable_uids({ticket.uid for ticket in tickets})
     last: dict[int, float | None] = {}
     for uid, owner in owners.items():
-        last[owner] = max(filter(None, (last.get(owner), last_served(directory, uid))), default=None)
+        last[owner] = max(filter(None, (last.get(owner), last_started(directory, uid))), default=None)
     return [replace(ticket, owner_uid=(owner := owners[ticket.uid]), served=last[owner]) for ticket in tickets], ignored
 
 

@@ -229,7 +229,7 @@ class QueueAnswer:
 
 
 class Waiter:
-    """A process that waits in the queue with *ticket*, until leave(); *uuids* and *read* as for Leader.
+    """A process that waits in the queue with *ticket*, until withdraw(); *uuids* and *read* as for Leader.
 
     Raises:
         OSError: the ticket cannot be written.
@@ -254,7 +254,7 @@ class Waiter:
             self._deputy = os.open(directory.locks, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, self._deputy)
             self._held = OwnTicket(directory, ticket_content(ticket))
-            stack.callback(self._held.leave)
+            stack.callback(self._held.withdraw)
             self.ticket = replace(ticket, id=self._held.id)
             stack.pop_all()
 
@@ -264,7 +264,7 @@ class Waiter:
         own_check_at = time.monotonic() + OWN_CHECK_SECONDS
         must_sample = may_lead = True
         while until is None or time.monotonic() < until:
-            if may_lead and self._takes_the_lead():
+            if may_lead and self._becomes_leader():
                 must_sample = True
             if self._leads and must_sample:
                 self._held.send_heartbeat()
@@ -283,17 +283,17 @@ class Waiter:
             elif MAY_START in messages:
                 return
             has_ended = not ready.isdisjoint(self._leader.descriptors)
-            may_lead = not self._leads and (NEW_LEADER in messages or has_ended or self._must_lead())
+            may_lead = not self._leads and (NEW_LEADER in messages or has_ended or self._must_take_over())
             if time.monotonic() >= own_check_at:
                 own_check_at, may_lead = time.monotonic() + OWN_CHECK_SECONDS, not self._leads
                 if self._is_alone():
                     return
 
-    def leave(self) -> None:
+    def withdraw(self) -> None:
         """Wait no longer, and let another process lead.  Idempotent, also after it was interrupted."""
         if self._queue < 0:
             return
-        self._held.leave()
+        self._held.withdraw()
         self._leader.close()
         self.resign()
         locks, self._queue, self._deputy = (self._queue, self._deputy), -1, -1
@@ -306,14 +306,14 @@ class Waiter:
         if leads:
             with suppress(OSError, ClaimError):
                 leads.close()
-                self._give_up_the_locks()
+                self._release_locks()
                 self._find_heirs()
 
     def pause(self) -> None:
         """Let another process lead while this one is stopped, until resume(); from a signal handler, at any moment."""
         if self._queue >= 0:
             with suppress(OSError, ClaimError):
-                self._give_up_the_locks()
+                self._release_locks()
                 if self._leads:
                     self._find_heirs()
 
@@ -323,7 +323,7 @@ class Waiter:
             with suppress(ClaimError):
                 self._is_substitute = not try_flock(self._queue)
 
-    def _give_up_the_locks(self) -> None:
+    def _release_locks(self) -> None:
         self._is_substitute = False
         fcntl.flock(self._queue, fcntl.LOCK_UN)
         self._resign_as_deputy()
@@ -357,10 +357,10 @@ class Waiter:
                 return ready
             if self._leads:
                 self._held.send_heartbeat()
-            if self._ends_substitution() or (not self._leads and self._must_lead()):
+            if self._ends_substitution() or (not self._leads and self._must_take_over()):
                 return ready
 
-    def _must_lead(self) -> bool:
+    def _must_take_over(self) -> bool:
         """Whether the deputy has to lead: no process does, or one that does nothing for the others."""
         with suppress(OSError, ClaimError):
             self._is_deputy = try_flock(self._deputy)
@@ -411,7 +411,7 @@ class Waiter:
         if self._wakes < 0:
             time.sleep(WAKE_SECONDS if until is None else max(0.0, min(WAKE_SECONDS, until - now)))
 
-    def _takes_the_lead(self) -> bool:
+    def _becomes_leader(self) -> bool:
         if self._leads:
             return False
         for _ in range(2):  # the leader may end before its pid is known, and its end would go unnoticed
@@ -419,7 +419,7 @@ class Waiter:
                 break
             pid = flock_holder(self._queue)
             if not self._leader.watch([pid] if pid else []) and pid:
-                self._is_substitute = self._must_lead()
+                self._is_substitute = self._must_take_over()
                 if self._is_substitute:
                     break
                 return False
@@ -438,7 +438,7 @@ class Waiter:
         if not self._held.counts:  # the ticket was removed: a new position is better than none
             with suppress(OSError):
                 held = OwnTicket(self._directory, ticket_content(self.ticket))
-                self._held.leave()
+                self._held.withdraw()
                 self._held, self.ticket = held, replace(self.ticket, id=held.id)
             return True
         if self._leads:
@@ -504,7 +504,7 @@ def _wait_for_process(pid: int, directory: LockDirectory, ticket: Ticket, report
     after = f"waits until process {pid} has ended"
     with ExitStack() as stack:
         stack.callback(os.close, process)
-        stack.callback(_visible_ticket(directory, ticket, after).leave)
+        stack.callback(_visible_ticket(directory, ticket, after).withdraw)
         report(after)
         while not wait_for([process], _progress_seconds()):
             report(after)
@@ -521,7 +521,7 @@ def _wait_for_claim(
         with suppress(OSError):  # none left: then it is checked now and then
             watch = DirectoryWatch(directory.records)
             stack.callback(watch.close)
-        stack.callback(_visible_ticket(directory, ticket, after).leave)
+        stack.callback(_visible_ticket(directory, ticket, after).withdraw)
         while _lives(directory, claim):
             report(after)
             pause = _progress_seconds() if watch else min(POLL_SECONDS, _progress_seconds())

@@ -49,7 +49,7 @@ class Scale:
     highest: float
     unit: str
 
-    def place(self, value: float, rows: int) -> int:
+    def row_of(self, value: float, rows: int) -> int:
         """The row of *value* among so many, 0 at the top."""
         share = (value - self.lowest) / (self.highest - self.lowest)
         return min(rows - 1, max(0, rows - 1 - round(share * (rows - 1))))
@@ -116,7 +116,7 @@ def _in_ascii(values: Values, scale: Scale, rows: int) -> list[str]:
             cells[y][x] = "|"
         value = values[x]
         assert value is not None
-        cells[scale.place(value, rows)][x] = "*"
+        cells[scale.row_of(value, rows)][x] = "*"
     return ["".join(row) for row in cells]
 
 
@@ -127,7 +127,7 @@ def _strokes(values: Values, scale: Scale, rows: int) -> Iterable[tuple[int, int
         if value is None:
             former = None
             continue
-        y = scale.place(value, rows)
+        y = scale.row_of(value, rows)
         if former is None or former == y:
             yield x, y, y
         else:

@@ -251,7 +251,7 @@ def _daemon(facts: DoctorFacts) -> Finding | None:
     return FAULT, found, "Remove it, and run `sudo gpuguard setup` again."
 
 
-def _waiting_line(facts: DoctorFacts) -> Finding | None:
+def _queue(facts: DoctorFacts) -> Finding | None:
     if facts.line_path is None:
         return None
     if not facts.line_faults:
@@ -338,7 +338,7 @@ CHECKS: Mapping[str, Callable[[DoctorFacts], Finding | None]] = {
     "lock directory": _lock_directory,
     "room": _room,
     "daemon": _daemon,
-    "waiting line": _waiting_line,
+    "waiting line": _queue,
     "file system": _file_system,
     "pid namespace": _pid_namespace,
     "hidepid": _hidepid,
