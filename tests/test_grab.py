@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import warnings
 
 import pytest
@@ -16,7 +15,7 @@ from gpuguard import api
 from gpuguard.claims import claim as hold
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import probe
-from gpuguard.errors import CudaInitialized, ImpossibleRequest, InvalidRequest, NotEnoughGpus, WaitTimeout
+from gpuguard.errors import CudaInitialized, ImpossibleRequest, InvalidRequest, NotEnoughGpus
 from gpuguard.lock import Allocator
 from gpuguard.model import MEMORY
 
@@ -204,16 +203,6 @@ def test_the_warning_points_to_the_line_of_the_caller():
     assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_waiting_ends_when_a_device_is_given_back(node):
-    holder = gpuguard.grab_gpus(4)
-    timer = threading.Timer(0.5, holder.release)
-    timer.start()
-    claim = gpuguard.grab_gpus(2, wait=30)
-    timer.join()
-
-    assert len(claim) == 2
-
-
 def test_an_alternative_is_as_good_and_has_conditions_of_its_own():
     gpuguard.grab_gpus(3)
     claim = gpuguard.grab_gpus(2, alternatives=[{"num_gpus": 1, "min_free": 40 * GIB, "exclude": ["1"]}])
@@ -225,12 +214,6 @@ def test_an_alternative_is_as_good_and_has_conditions_of_its_own():
 
 def test_the_first_request_is_liked_best():
     assert len(gpuguard.grab_gpus(2, alternatives=[{"num_gpus": 3}])) == 2
-
-
-def test_as_many_alternatives_as_a_ticket_takes():
-    from gpuguard.queue.tickets import MOST_ALTERNATIVES
-
-    assert len(gpuguard.grab_gpus(1, alternatives=[{"num_gpus": 2}] * (MOST_ALTERNATIVES - 1))) == 1
 
 
 def test_who_waits_in_python_is_seen_and_hears_why(node):
@@ -251,15 +234,6 @@ def test_who_waits_in_python_is_seen_and_hears_why(node):
     assert [(way.num_gpus, way.models) for way in seen[0].requests] == [(2, ("H100*",)), (1, ("A100*", "H100*"))]
     assert (seen[0].priority, seen[0].pid) == (-1, os.getpid())
     assert told[0].startswith("wanted 2 GPUs: number 1 of 1 in line, ")
-
-
-def test_waiting_ends_with_the_time():
-    gpuguard.grab_gpus(4)
-    before = dict(os.environ)
-    with pytest.raises(WaitTimeout):
-        gpuguard.grab_gpus(1, wait=0.3)
-
-    assert dict(os.environ) == before
 
 
 def test_cuda_that_is_initialised_is_refused(monkeypatch, tmp_path):

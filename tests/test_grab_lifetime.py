@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,10 @@ def started(code: str, **variables: str) -> subprocess.Popen[str]:
     process: subprocess.Popen[str] = subprocess.Popen(words, env={**os.environ, **variables}, **pipes)  # type: ignore[call-overload]
     assert process.stdout.readline() == "ready\n"
     return process
+
+
+def run_file(path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=90, check=False)
 
 
 @pytest.mark.parametrize("end", ["ends", "is killed"])
@@ -226,12 +231,12 @@ def test_a_program_without_standard_streams_gets_its_devices(closed, large, tmp_
     assert (tmp_path / "said").read_text().endswith(" of 2, 3>")
 
 
-def test_who_waits_for_any_child_after_a_claim_finds_his_own():
+def test_a_program_that_waits_for_any_child_after_a_claim_finds_its_own():
     code = """
 import gpuguard, os, time
 gpuguard.grab_gpus(1)
 if (child := os.fork()) == 0:
-    time.sleep(0.2)  # longer than a sampler takes to end
+    time.sleep(0.2)  # longer than the worker takes to end
     os._exit(3)
 print(os.wait() == (child, 3 << 8))
 """
@@ -256,7 +261,7 @@ except gpuguard.ClaimLost:
 @pytest.mark.parametrize(
     "place", ["gpuguard.claims.claim._remove_dead_records", "gpuguard.backends.spawn.Channel.close"]
 )
-def test_who_interrupts_a_claim_that_is_just_being_made_leaves_no_device_claimed(place, monkeypatch):
+def test_an_interrupt_while_a_claim_is_being_made_leaves_no_device_claimed(place, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -289,8 +294,7 @@ if __name__ == "__main__":
     for worker in workers:
         worker.join()
 """)
-    words = [sys.executable, tmp_path / "train.py"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=90, check=False)
+    done = run_file(tmp_path / "train.py")
 
     assert done.stdout == "[([2, 3], 2), ([2, 3], 3)]\n", done.stderr
 
@@ -334,8 +338,7 @@ print(*found, sep="", end="")
 for each in ranks:
     each.communicate()
 """)
-    words = [sys.executable, tmp_path / "main.py"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=90, check=False)
+    done = run_file(tmp_path / "main.py")
 
     assert done.stdout.splitlines() == found, done.stderr
 
@@ -354,8 +357,7 @@ if __name__ == "__main__":
         worker.join()
         gpuguard.grab_gpus(1)  # where it warns
 """)
-    words = [sys.executable, tmp_path / "train.py"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=90, check=False)
+    done = run_file(tmp_path / "train.py")
 
     assert (done.returncode, ": RuntimeWarning: the fork server" in done.stderr) == (0, warned), done.stderr
     assert ("where it warns" in done.stderr) == warned

@@ -153,11 +153,6 @@ def test_a_planted_lock_file_takes_its_device_out_of_the_choice_and_is_named(dir
             acquire(machine, Request(), directory)
 
 
-def test_the_job_sees_uuids_on_request(directory: LockDirectory) -> None:
-    with acquire(Machine(), Request(devices=("2",)), directory) as claim:
-        assert claim.environment("uuid")["CUDA_VISIBLE_DEVICES"] == claim[0].uuid
-
-
 def divided() -> Machine:
     parent = a_device(0, mig_mode=True)
     return Machine(parent, a_mig_instance(parent, 0), a_mig_instance(parent, 1))
