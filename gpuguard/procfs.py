@@ -343,18 +343,16 @@ def described(process: GpuProcess, stat: Stat | None = None) -> GpuProcess:
         return identified(process)
     now = time.monotonic()
     known = _known_of((process.pid, stat.start_time, stat.name, stat.layout), now)
-    if stat.layout is None or now - known.command_read > COMMAND_SECONDS:
-        command, uid = read_memory(process.pid, "cmdline"), uid_of(process.pid)
-        if (command, uid) != (known.command, known.uid):
-            known.facts_read = float("-inf")
+    facts_due = now - known.facts_read > FACTS_SECONDS
+    if facts_due or stat.layout is None or now - known.command_read > COMMAND_SECONDS:
+        (command, environ), uid = _memory_of(process.pid), uid_of(process.pid)
+        if facts_due or (command, uid) != (known.command, known.uid):
+            facts = _facts_of(process.pid, command, environ)
+            if start_time(process.pid) != stat.start_time:
+                # The pid became another process meanwhile: what was read may be of the one or of the other.
+                return process
+            known.facts, known.facts_read = facts, now
         known.command, known.uid, known.command_read = command, uid, now
-    if now - known.facts_read > FACTS_SECONDS:
-        facts = _facts_of(process.pid)
-        if start_time(process.pid) != stat.start_time:
-            # The pid became another process meanwhile: what was read may be of the one or of the other.
-            known.command_read = float("-inf")
-            return process
-        known.facts, known.facts_read = facts, now
     user = None if known.uid is None else user_name(known.uid)
     return replace(process, start_time=stat.start_time, uid=known.uid, user=user, **known.facts)
 
@@ -369,13 +367,21 @@ def _known_of(identity: tuple[int, float, bytes, bytes | None], now: float) -> _
     return known
 
 
-def _facts_of(pid: int) -> dict[str, Any]:
+def _memory_of(pid: int) -> tuple[bytes | None, bytes | None]:
+    """The command line and the environment, in one read with a deadline: each of these takes two changes of threads."""
+    files = (("cmdline", LONGEST_COMMAND), ("environ", LONGEST))
+    read = in_time(pid, "memory", lambda: [read_proc(f"/proc/{pid}/{name}", limit) for name, limit in files])
+    command, environ = read or (None, None)
+    return command, environ
+
+
+def _facts_of(pid: int, command: bytes | None, environ: bytes | None) -> dict[str, Any]:
     # Not with psutil: what lies in the memory of the process, or on a server that does not answer, needs a deadline.
     return {
-        "command": _words(read_memory(pid, "cmdline", LONGEST_COMMAND) or b"") or None,
+        "command": _words(command or b"") or None,
         "executable": _link(pid, "exe"),
         "working_directory": _link(pid, "cwd"),
-        "conda_environment": environment_of(_variables(read_memory(pid, "environ", LONGEST) or b"")),
+        "conda_environment": environment_of(_variables(environ or b"")),
         "container": container_of(read_text(f"/proc/{pid}/cgroup") or ""),
     }
 
