@@ -53,13 +53,6 @@ def queue(directory: LockDirectory) -> Iterator[Machine]:
         first.withdraw()
 
 
-def test_a_free_device_is_left_to_a_request_before_that_starts_soon(directory: LockDirectory, queue: Machine) -> None:
-    with pytest.raises(WaitTimeout, match="it would delay"):
-        acquire(queue, Request(), directory, wait=0.5)
-
-    assert len(locked_devices(directory, [device.uuid for device in queue.devices])) == 1
-
-
 def test_a_request_that_is_called_too_early_takes_nothing_and_goes_on_waiting(directory, queue):
     leader, told = open_lock(directory, "queue"), []
     assert try_flock(leader)
@@ -76,11 +69,6 @@ def test_a_request_that_is_called_too_early_takes_nothing_and_goes_on_waiting(di
     os.close(leader)
     assert len(told) > 3
     assert len(locked_devices(directory, [device.uuid for device in queue.devices])) == 1
-
-
-def test_a_job_that_ends_before_the_other_starts_is_not_held_back(directory: LockDirectory, queue: Machine) -> None:
-    with acquire(queue, Request(), directory, time_limit=60) as short:
-        assert len(short) == 1
 
 
 def test_no_more_than_the_least_is_taken_while_others_wait(directory: LockDirectory) -> None:
@@ -113,8 +101,9 @@ def test_a_look_leaves_out_what_is_reserved_for_another_user(directory: LockDire
 def test_where_the_daemon_gives_the_locks_nothing_is_claimed_without_it(directory: LockDirectory) -> None:
     closed = replace(directory, closed=True, keeper=os.geteuid())
 
-    with pytest.raises(ClaimError, match="It alone gives the GPUs"):
-        acquire(two(), Request(), closed)
+    for ask in (acquire, preview):
+        with pytest.raises(ClaimError, match="It alone gives the GPUs"):
+            ask(two(), Request(), closed)
 
 
 def test_reasons_name_the_users_of_the_processes_in_the_way(directory: LockDirectory) -> None:

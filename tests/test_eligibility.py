@@ -12,7 +12,7 @@ from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_proce
 
 from gpuguard import model
 from gpuguard.device_state import device_title
-from gpuguard.eligibility import Sharing, glob_matches, is_model, used_by
+from gpuguard.eligibility import glob_matches, is_model, used_by
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Gap
 from gpuguard.queue.tickets import as_json, as_request
@@ -161,14 +161,6 @@ def test_a_shared_device_says_to_whoever_wants_it_alone_who_shares_it():
     ]
 
     assert reasons(a_device(), taken=claimed_by(claims, now=0)) == ["shared by alice (10.0GiB), bob"]
-
-
-def test_an_instance_of_a_gpu_that_is_shared_whole_is_refused():
-    gpu = a_device(mig_mode=True)
-    sharing = {gpu.uuid: Sharing((a_claim_record(gpu, memory=10 * GIB),))}
-    choice = choose(a_snapshot(gpu, a_mig_instance(gpu)), Request(), {}, sharing)
-
-    assert [reason.text for reason in choice.refused[-1].reasons] == ["its whole GPU is shared by alice (10.0GiB)"]
 
 
 def test_an_instance_is_called_by_its_gpu_its_number_and_its_profile():

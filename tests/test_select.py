@@ -211,12 +211,6 @@ def test_possible_counts_what_is_only_busy():
     assert [device.index for device in possible(choose(machine, Request(), {})).devices] == [0, 1]
 
 
-def test_a_request_is_spelled_as_the_options_that_make_it():
-    request = Request(2, devices=("0", "3"), min_free=20 * GIB, max_util=10.0, models=("A*",), strategy="pack")
-
-    assert spelled(request) == "-n 2 --gpus 0,3 --min-free 20.0GiB --max-util 10% --model 'A*' --strategy pack"
-
-
 def test_what_a_claim_around_it_adds_to_a_request_is_not_spelled():
     assert spelled(Request(2, tolerance=ANY_MEMORY, mine_as_free=frozenset({1000}))) == "-n 2"
     assert spelled(Request(tolerance=GIB, mine_as_free=frozenset({1000}))) == "-n 1 --tolerance 1.0GiB --mine-as-free"

@@ -110,18 +110,6 @@ def test_each_claim_that_shares_may_bound_how_many_do(most, left):
     assert slots_left(Sharing(shares), 8) == left
 
 
-def best(strategy: str, *sharings: Sharing, **fields: Any) -> int:
-    """The index of the device that a share is put on."""
-    machine = a_snapshot(*[a_device(index, memory_used=0, **fields) for index in range(len(sharings))])
-    on = {device.uuid: each for device, each in zip(machine.devices, sharings, strict=True)}
-    return choose(machine, Request(share=True, memory=10 * GIB, strategy=strategy), {}, on).devices[0].index
-
-
-@pytest.mark.parametrize(("strategy", "index"), [("pack", 2), ("spread", 1)])
-def test_packing_fills_the_fullest_shared_device_and_spreading_the_one_with_most_room(strategy, index):
-    assert best(strategy, UNSHARED, Sharing((a_share(10),)), Sharing((a_share(40),)), UNSHARED) == index
-
-
 ALONE = Request()
 
 

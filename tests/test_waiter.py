@@ -280,23 +280,6 @@ def test_a_request_that_became_impossible_while_waiting_is_refused(tmp_path: Pat
             assert "2 GPUs" in said
 
 
-def test_a_command_that_does_not_wait_says_that_others_wait(room: Room) -> None:
-    with room.job(), room.wait():
-        done = room.gpuguard("run", "--no-wait", "--", "true")
-
-        assert done.returncode == 75
-        assert "number 2 of 2 in line" in done.stderr
-
-
-def test_a_new_request_does_not_take_a_device_that_is_kept_for_a_planned_start(tmp_path: Path) -> None:
-    room = Room(tmp_path, devices=2)
-    with room.job("--time-limit", "1h"), room.wait("-n", "2", "--time-limit", "1h"):
-        assert room.gpuguard("run", "--no-wait", "--time-limit", "2h", "--", "true").returncode == 75
-        assert room.gpuguard("run", "--no-wait", "--", "true").returncode == 75
-
-        assert room.gpuguard("run", "--no-wait", "--time-limit", "10m", "--", "true").returncode == 0
-
-
 def test_where_no_start_is_planned_a_small_job_may_go_first(tmp_path: Path) -> None:
     room = Room(tmp_path, devices=2)
     with room.job(), room.wait("-n", "2"):
