@@ -1,4 +1,4 @@
-"""`gpuguard queue`: the screen and the JSON of the waiting line, and what does not count in it."""
+"""`gpuguard queue`, `explain` and `who`: why a request waits and when it starts, in words and in JSON."""
 
 from __future__ import annotations
 
@@ -6,35 +6,36 @@ import json
 import os
 import re
 import time
+from dataclasses import replace
 
 import pytest
 from builders import Machine, a_claim_record, a_device, a_process, a_reservation, a_reserved, a_snapshot, a_uuid
 from claiming import acquire
+from queues import a_ticket
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard.clusters.slurm import Queued
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.queue.backfill import QueuePosition
+from gpuguard.queue.calendar import Reservation
+from gpuguard.queue.explain import kept_for_others, position_text, start_text
 from gpuguard.queue.priority import QueueRules, Ticket
-from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus
+from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus, clock_text
 from gpuguard.queue.settings import QueueSettings, parse
 from gpuguard.queue.state import QueueFacts, QueueState
-from gpuguard.queue.tickets import IgnoredFile, OwnTicket, ticket_content
+from gpuguard.queue.tickets import IgnoredFile, OwnTicket, new_ticket, read_tickets, ticket_content
 from gpuguard.request import Request
 from gpuguard.sanitize import display_width
+from gpuguard.users import user_name
 from gpuguard.views.queue import to_json, to_text
 
 NOW = 1_700_000_000.0
 EVIL = "\x1b[2J\n\u202e\udcff李"
 
 
-def a_ticket(**fields):
-    facts = {"id": "t1", "uid": 1001, "user": "alice", "since": NOW - 65, "requests": (Request(num_gpus=2),)}
-    return Ticket(**facts | fields)
-
-
 def a_place(number=1, *, start=None, now=False, **ticket):
-    its = a_ticket(**ticket)
+    facts = {"id": "t1", "uid": 1001, "user": "alice", "since": NOW - 65, "requests": (Request(num_gpus=2),)}
+    its = Ticket(**facts | ticket)
     return QueuePosition(its, number, start, start, now, its.requests[0], (a_uuid(0),))
 
 
@@ -149,28 +150,36 @@ def test_the_numbers_are_those_of_the_ticket_and_of_the_plan():
 def machine(monkeypatch, tmp_path):
     """Two devices."""
     machine = Machine(a_device(0), a_device(1))
-    monkeypatch.setattr("gpuguard.cli.options.backend_of", lambda args: machine)
+    for command in ("explain", "options"):
+        monkeypatch.setattr(f"gpuguard.cli.{command}.backend_of", lambda args: machine)
     monkeypatch.setenv("GPUGUARD_LINE", str(tmp_path / "line.yaml"))
     return machine
 
 
 @pytest.fixture
-def queue(machine, directory, command):
-    def run(*words):
-        status, output, error = command("queue", "--dir", directory.path, *words)
-        assert (status, error) == (0, "")
-        return output
+def gpuguard(machine, directory, command):
+    """Run a command; returns (exit code, standard output)."""
+
+    def run(name, *words):
+        status, output, error = command(name, "--dir", directory.path, *words)
+        assert error == ""
+        return status, output
 
     return run
 
 
 @pytest.fixture
+def queue(gpuguard):
+    return lambda *words: gpuguard("queue", *words)[1]
+
+
+@pytest.fixture
 def waits(directory):
-    """Puts a ticket of this process into the line."""
+    """Puts a ticket of this process into the queue, for both devices unless the *requests* are others."""
     held = []
 
-    def put(**fields):
-        ticket = a_ticket(**{"pid": os.getpid()} | fields)
+    def put(requests=(), **fields):
+        ticket = new_ticket(requests or [Request(num_gpus=2)], **fields)
         held.append(OwnTicket(directory, ticket_content(ticket)))
         return held[-1]
 
@@ -179,11 +188,17 @@ def waits(directory):
         ticket.withdraw()
 
 
-def test_who_waits_is_shown_with_the_reason(queue, waits, machine, directory):
-    with acquire(machine, Request(), directory, time_limit=7200):
-        ticket = waits(requests=(Request(num_gpus=2),), command=("python", "x.py"), time_limit=60.0)
-        (place,) = json.loads(queue("--json"))["places"]
-        shown = queue()
+@pytest.fixture
+def job(machine, directory):
+    """A claim on one of the two devices, for two hours."""
+    with acquire(machine, Request(), directory, time_limit=7200) as claim:
+        yield claim
+
+
+def test_who_waits_is_shown_with_the_reason(queue, waits, job):
+    ticket = waits(command=("python", "x.py"), time_limit=60.0)
+    (place,) = json.loads(queue("--json"))["places"]
+    shown = queue()
 
     assert (place["id"], place["number"], place["pid"]) == (ticket.id, 1, os.getpid())
     assert re.search("starts in about (2h|1h59m), when device 1 is free: time limit of ", shown)
@@ -221,7 +236,7 @@ def test_the_rules_of_the_site_are_read_and_their_faults_told(queue, tmp_path):
 
 
 def test_a_strangers_process_keeps_a_request_waiting_and_is_named(queue, waits, machine):
-    waits(requests=(Request(num_gpus=2),))
+    waits()
     machine.change(0, processes=(a_process(user="bob"),), memory_used=2**34)
 
     assert "nobody knows when it starts: a device is in use without a claim" in queue()
@@ -235,3 +250,178 @@ def test_what_the_daemon_saw_is_used_instead_of_the_driver(queue, machine, monke
     assert asked and machine.asked == []
     assert not queue("--fresh").startswith("seen: ")
     assert machine.asked
+
+
+NOW = 1_700_000_000.0
+HOUR = 3600.0
+DEVICES = (a_device(0), a_device(1))
+FIRST, SECOND = (device.uuid for device in DEVICES)
+ONE = Request()
+
+
+def a_position(name="mine", number=1, start=None, request=ONE, devices=(FIRST,), **fields) -> QueuePosition:
+    more = {key: fields.pop(key) for key in ("after", "time_limit", "user", "requests") if key in fields}
+    ticket = replace(a_ticket(id=name), **more)
+    return QueuePosition(ticket, number, start, start, request=request, devices=devices, **fields)
+
+
+def a_queue(*positions: QueuePosition, **fields) -> QueueState:
+    return QueueState(positions, (), a_snapshot(*DEVICES), QueueFacts(**fields), NOW)
+
+
+def explained(position: QueuePosition, *before: QueuePosition, **fields) -> str:
+    return start_text(position, a_queue(*before, position, **fields))
+
+
+def test_what_needs_no_plan():
+    assert explained(a_position(after="job 7 to end")) == "not in line yet: job 7 to end"
+    assert explained(a_position(now=True)) == "starts now"
+    assert explained(a_position(request=None)) == "no devices for it as things are"
+    assert explained(a_position(devices=())) == "too far behind for a plan"
+    assert explained(a_position(start=NOW + 7200)) == "starts in about 2h"
+    assert explained(a_position(start=NOW - 5)) == "starts in about 0s"
+
+
+def test_a_request_that_is_not_queued_yet_has_no_number():
+    denied, queued = a_position("denied", after="its user may make no claim now"), a_position(number=2, now=True)
+    queue = a_queue(denied, queued)
+
+    assert position_text(denied, queue) == "not in line yet: its user may make no claim now"
+    assert position_text(queued, queue) == "number 2 of 2 in line, starts now"
+
+
+def test_what_others_may_claim_now_is_kept_for_them_but_a_share_not_from_shares():
+    share = Request(share=True, memory=2**30)
+    mine, other = a_position(), a_position("other", now=True, user="bob", devices=(SECOND,), request=share)
+
+    assert kept_for_others(a_queue(other, mine), "mine") == {SECOND: "about to be claimed by bob, who waited for it"}
+    assert kept_for_others(a_queue(other, a_position(request=share)), "mine") == {}
+
+
+def test_what_would_delay_a_request_before_it():
+    other = a_position("other", user="bob", requests=(Request(num_gpus=4),))
+
+    held_back = "held back: it would delay bob's request for 4, which came before"
+    assert explained(a_position(held_back_by="other"), other) == held_back
+    assert explained(a_position(held_back_by="gone")) == "held back: it would delay reservation gone"
+
+
+@pytest.mark.parametrize(
+    ("begins", "limit", "start", "text"),
+    [
+        (HOUR, None, None, "from {begins}; with a --time-limit that ends before, it could start now"),
+        (HOUR, 7200.0, None, "from {begins}"),
+        (0.0, None, None, "until {ends}"),
+        (-HOUR, None, 2 * HOUR, "until {ends}; starts in about 2h"),
+    ],
+)
+def test_what_would_delay_a_reservation(begins, limit, start, text):
+    reservation = Reservation("r", 0, 7, "eve", 1, NOW + begins, NOW + 2 * HOUR, (FIRST,))
+    another = Reservation("q", 0, 8, "zoe", 1, NOW, NOW + HOUR, (SECOND,))
+    position = a_position(held_back_by="0.r", time_limit=limit, start=None if start is None else NOW + start)
+    when = text.format(begins=clock_text(reservation.begins, NOW), ends=clock_text(reservation.ends, NOW))
+
+    held_back = f"held back: it would delay the reservation of eve {when}"
+    assert explained(position, reservations=(another, reservation)) == held_back
+
+
+@pytest.mark.parametrize(
+    ("claim", "text"),
+    [
+        ({"ends": NOW + HOUR}, "when device 1 is free: time limit of bob's job"),
+        ({"expected": NOW + HOUR}, "when device 1 is free: earlier jobs of bob's job"),
+        ({"ends": NOW + HOUR, "expected": NOW + 9 * HOUR}, "when device 1 is free: time limit of bob's job"),
+        ({"ends": NOW + HOUR + 0.9}, "when device 1 is free: time limit of bob's job"),
+        ({"ends": NOW + HOUR + 1}, ""),
+        ({"ends": NOW + 2 * HOUR}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_last_device_to_be_free_and_what_says_so(claim, text):
+    position = a_position(start=NOW + HOUR, devices=(FIRST, SECOND))
+    claims = (a_claim_record(SECOND, user="bob", since=None, **claim),)
+
+    assert explained(position, claims=claims) == f"starts in about 1h{', ' * bool(text)}{text}"
+
+
+def test_a_start_at_the_end_of_a_reservation_is_said_so():
+    reservation = Reservation("r", 0, 7, "eve", 1, NOW - HOUR, NOW + HOUR, (FIRST,))
+    after = f"after the reservation of eve until {clock_text(reservation.ends, NOW)}"
+
+    assert explained(a_position(start=NOW + HOUR), reservations=(reservation,)) == f"starts in about 1h, {after}"
+    assert explained(a_position(start=NOW + HOUR + 1), reservations=(reservation,)) == "starts in about 1h"
+
+
+def test_behind_a_request_it_starts_after_the_nearest_one_on_the_same_devices():
+    bob, zoe = a_position("bob", 1, user="bob"), a_position("zoe", 2, user="zoe")
+    elsewhere, later = a_position("eve", 3, user="eve", devices=(SECOND,)), a_position("max", 5, user="max")
+    mine = a_position(number=4, start=NOW + HOUR)
+
+    assert start_text(mine, a_queue(bob, zoe, elsewhere, mine, later)) == "starts in about 1h, after zoe's request"
+    assert explained(a_position(number=2, start=NOW + HOUR), bob) == "starts in about 1h, after bob's request"
+
+
+def test_where_the_start_is_unknown_the_reason_is_given():
+    unknown = "nobody knows when it starts: "
+    bob = a_position("bob", 1, user="bob")
+    both = a_position(number=1, devices=(FIRST, SECOND))
+    free = a_claim_record(FIRST, id="a", user="bob", since=None)
+    zoes = a_claim_record(SECOND, id="b", user="zoe", since=None)
+
+    assert explained(a_position(number=2), bob) == f"{unknown}bob's request before it has no time limit"
+    used = replace(a_queue(a_position()), snapshot=a_snapshot(a_device(0, processes=(a_process(),))))
+    assert start_text(a_position(), used) == f"{unknown}a device is in use without a claim"
+    # In quarantine, or too hot.
+    assert explained(a_position()) == f"{unknown}a device is not free, though nobody has claimed it"
+    assert explained(both, claims=(free,)) == f"{unknown}the job of bob has no time limit"
+    assert explained(both, claims=(zoes, free)) == f"{unknown}the jobs of bob and zoe have no time limit"
+    late = a_claim_record(FIRST, id="a", ends=NOW - 10)
+    expected = a_claim_record(SECOND, id="b", expected=NOW - 10)
+    assert explained(both, claims=(late, expected)) == f"{unknown}a job is over its time"
+    assert explained(both, claims=(late, zoes)) == f"{unknown}the job of zoe has no time limit"
+
+
+def test_where_no_request_waits_there_is_no_position_in_the_queue(gpuguard, job):
+    assert "in line" not in gpuguard("explain", "-n", "2")[1]
+    assert json.loads(gpuguard("explain", "--json")[1])["line"] is None
+
+
+def test_explain_says_that_a_request_would_delay_another_and_leaves_no_ticket(gpuguard, job, waits, directory):
+    waiting, me = waits(), user_name(os.geteuid())
+    text, answer = gpuguard("explain"), gpuguard("explain", "--json")
+
+    why = f"number 2 of 2 in line, held back: it would delay {me}'s request for 2, which came before"
+    assert (text[0], text[1].splitlines()[-1]) == (1, f"It would be {why}.")
+    assert (answer[0], json.loads(answer[1])["outcome"], json.loads(answer[1])["line"]) == (1, "wait", why)
+    assert "It would start at once" not in text[1]
+    assert [ticket.id for ticket in read_tickets(directory)[0]] == [waiting.id]
+
+
+def test_a_request_that_waits_for_a_process_is_no_obstacle(gpuguard, job, waits):
+    waits(after="waits until process 7 has ended")
+
+    assert gpuguard("explain")[0] == 0
+
+
+def test_who_shows_the_requests_that_wait_in_order_of_arrival(gpuguard, waits):
+    for number in (1, 2):
+        waits(requests=(Request(num_gpus=number),), note=f"\x1b[{number}m", command=("python", f"{number}.py"))
+    _, output = gpuguard("who")
+    waiting = json.loads(gpuguard("who", "--json")[1])["waiting"]
+
+    rows = output.splitlines()
+    at = next(number for number, row in enumerate(rows) if row.startswith("WAITING"))
+    assert [row.split("  ")[-2:] for row in rows[at + 1 : at + 3]] == [
+        [f'"\\x1b[{number}m"', f"python {number}.py"] for number in (1, 2)
+    ]
+    assert [(ticket["num_gpus"], ticket["pid"], ticket["note"]) for ticket in waiting] == [
+        (number, os.getpid(), f"\x1b[{number}m") for number in (1, 2)
+    ]
+
+
+def test_who_shows_those_of_one_user_on_demand(gpuguard, waits):
+    waits()
+    me = user_name(os.geteuid())
+
+    assert "\nWAITING" in gpuguard("who", "--user", me)[1]
+    assert "\nWAITING" not in gpuguard("who", "--user", "bin")[1]
