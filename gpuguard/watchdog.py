@@ -18,7 +18,7 @@ from typing import TypeVar
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.holders import hidden_claim_text
-from gpuguard.claims.records import FirstSeen, locked_devices, probe, read_records
+from gpuguard.claims.records import ClaimWatcher, FirstSeen
 from gpuguard.device_state import Processes, claims_readable
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.identity import Protected
@@ -43,7 +43,6 @@ INTERVAL = (2.0, 10.0)  # seconds, shortest and longest, between two samples
 RISING_MEMORY = 0.02  # of a device's memory, more than at the sample before: sample again soon
 RISING_CELSIUS = 3.0
 SLOWER = 1.5  # times longer after each sample in which nothing rose
-HOLDERS_SECONDS = 10.0
 RETRY_SECONDS = 60.0  # at most, between two tries to reach a driver that does not answer
 # The other notes say at every sample that nothing is to be done: they are for --once and for explanations.
 WORTH_A_LINE = frozenset(
@@ -99,11 +98,11 @@ class Watchdog:
         self.problem: str | None = None  # why there is no sample, in words
         self._backend, self._directory = backend, directory
         self._on_event, self._on_sample, self._append = on_event, on_sample, append
-        self._memory, self._host, self._first_seen, self._needs = EngineMemory(), HostUses(), FirstSeen(), needs_of(())
+        self._memory, self._host, self._needs = EngineMemory(), HostUses(), needs_of(())
+        self._claims, self._first_seen = ClaimWatcher(), FirstSeen()
         self._judging = threading.Lock()  # held while the memory changes, and ...
         self._judged_by: Sequence[Policy] = ()  # ... the policies that it is about
         self._view: RuleView | None = None
-        self._probed: tuple[float, object, tuple[ClaimRecord, ...]] = (0.0, None, ())
         self._hidden = set[str]()  # ids of claims whose lock no process has open
         self._pending: dict[PendingKey, list[tuple[Policy, Verdict]]] = {}
         self._deferred: dict[PendingKey, tuple[int, float]] = {}  # by a check: which step, and until which clock
@@ -220,26 +219,12 @@ class Watchdog:
         self.stop()
 
     def _with_claims(self, snapshot: Snapshot) -> Snapshot:
-        def read(directory: LockDirectory, uuids: Sequence[str], _: object) -> tuple[ClaimRecord, ...]:
-            return self._claims(directory, uuids, snapshot.clock)
-
-        joined = with_claims(snapshot, lambda: self._directory, read)
+        joined = with_claims(snapshot, lambda: self._directory, self._claims.probe)
         if not claims_readable(joined):
             return joined
+        if self._directory:
+            self._note_hidden(self._directory, joined.claims)
         return replace(joined, claims=self._first_seen.dated(joined.claims, snapshot.clock, snapshot.taken_at))
-
-    def _claims(self, directory: LockDirectory, uuids: Sequence[str], clock: float) -> tuple[ClaimRecord, ...]:
-        """Who claims what now.  Who holds a lock is read from every process of the machine, so it is kept a while."""
-        now = (
-            frozenset(locked_devices(directory, uuids)),
-            frozenset((record.uid, record.id) for record in read_records(directory)),
-        )
-        probed, before, claims = self._probed
-        if now != before or not 0 <= clock - probed < HOLDERS_SECONDS:
-            claims = probe(directory, uuids)
-            self._note_hidden(directory, claims)
-            self._probed = clock, now, claims
-        return claims
 
     def _note_hidden(self, directory: LockDirectory, claims: Iterable[ClaimRecord]) -> None:
         """Leave an Event for each claim whose lock no process has open, once as long as that lasts."""

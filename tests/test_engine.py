@@ -74,22 +74,15 @@ def test_a_value_that_could_not_be_read_ends_the_condition_with_a_note():
     assert watch.until(100, a_device(temperature=90.0), begin=40) == [(70, "warn")]
 
 
-def test_a_value_that_nobody_had_asked_for_until_now_is_no_gap():
+FANS = (Gap(a_uuid(0), "fan_speed", "not supported"),)
+
+
+@pytest.mark.parametrize("before", [(), FANS], ids=["asked for now", "never known"])
+def test_a_value_that_was_not_known_before_either_is_no_gap(before):
     watch = Watch(a_policy("warn", hold=30, rules=(Devices(80),)))
-    watch.until(20, a_device(temperature=90.0))
-    scraped = (Gap(a_uuid(0), "retired_pages", "not supported"),)
+    watch.until(20, a_device(temperature=90.0), gaps=before)
 
-    over = watch.sees(busy(30, a_device(temperature=60.0), gaps=scraped))
-
-    assert kinds(over) == set(), "the temperature has fallen, and that is all"
-
-
-def test_a_value_that_this_model_never_has_is_no_gap():
-    fans = (Gap(a_uuid(0), "fan_speed", "not supported"),)
-    watch = Watch(a_policy("warn", hold=10))
-    watch.until(20, gaps=fans)
-
-    assert kinds(watch.sees(busy(30, NOBODY, gaps=fans))) == set()
+    assert kinds(watch.sees(busy(30, a_device(temperature=60.0), gaps=FANS))) == set()
 
 
 @pytest.mark.parametrize("pause", [31, 3600, -5])
@@ -103,18 +96,13 @@ def test_a_pause_of_more_than_three_intervals_starts_all_durations_anew(pause):
     assert kinds(judgement) == {"resampling"}
 
 
-def test_a_pause_of_three_intervals_is_bridged():
-    watch = Watch(a_policy("warn", hold=30))
-    watch.until(20)
-
-    assert actions(watch.sees(busy(50))) == ["warn"]
-
-
-def test_the_interval_can_be_given():
+@pytest.mark.parametrize(("clock", "bridged"), [(30, True), (31, False)])
+def test_a_pause_of_three_intervals_is_bridged(clock, bridged):
     watch = Watch(a_policy("warn", hold=30), interval=10)
     watch.sees(busy(0))
+    judgement = watch.sees(busy(clock))
 
-    assert kinds(watch.sees(busy(31))) == {"resampling"}
+    assert (actions(judgement), kinds(judgement)) == ((["warn"], set()) if bridged else ([], {"resampling"}))
 
 
 def test_a_slower_rhythm_is_learnt_after_five_samples():
@@ -161,21 +149,14 @@ def test_after_the_last_step_comes_the_cooldown_and_then_the_start(in_between):
     assert watch.until(170, begin=60) == [(160, "warn")]
 
 
-def test_a_verdict_says_what_comes_next():
-    watch = Watch(a_policy(Step("warn", 10), Step("terminate", 600)))
+def test_a_verdict_carries_its_step_the_next_one_and_the_switch_of_its_policy():
+    steps = Step("checkpoint", 10, (("signal", "USR1"),)), Step("terminate", 600)
+    watch = Watch(a_policy(*steps, enforce=True))
     watch.until(30)
 
     (verdict,) = watch.sees(busy(40)).verdicts
 
     assert (verdict.step, verdict.next_action, verdict.next_after, verdict.since) == (0, "terminate", 600, 10_000)
-
-
-def test_a_verdict_carries_the_options_of_its_step_and_the_switch_of_its_policy():
-    watch = Watch(a_policy(Step("checkpoint", options=(("signal", "USR1"),)), enforce=True, hold=10))
-    watch.sees(busy(0))
-
-    (verdict,) = watch.sees(busy(10)).verdicts
-
     assert (verdict.options, verdict.enforce) == ((("signal", "USR1"),), True)
 
 
@@ -235,11 +216,6 @@ def test_a_reused_pid_starts_with_a_clean_slate():
 
     assert watch.sees(busy(90, another)).verdicts == ()
     assert watch.until(120, another, begin=100) == [(120, "warn")]
-
-
-def test_a_fresh_memory_starts_at_the_first_step():
-    assert Watch(a_policy("warn", "terminate")).until(80) == [(30, "warn")]
-    assert Watch(a_policy("warn", "terminate")).until(180, begin=90) == [(120, "warn"), (180, "terminate")]
 
 
 @pytest.mark.parametrize("change", [{"hold": 31.0}, {"enforce": True}, {"rules": (Processes(1),)}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,7 +10,7 @@ import test_breaker
 import test_engine
 import test_scope
 from builders import GIB, a_claim_record, a_device, a_process, a_uuid
-from ladders import START, Finds, Processes, Watch, a_policy, actions, busy, kinds, pids
+from ladders import Finds, Processes, Watch, a_policy, actions, busy, kinds, pids
 from worlds import CLOCK, a_bad_day, shown
 
 from gpuguard.backtest.backtest import rehearse
@@ -47,26 +46,6 @@ def test_samples_may_be_a_fraction_of_a_second_apart():
     watch = Watch(a_policy("warn", hold=0.5), interval=0.25)
 
     assert [actions(watch.sees(busy(clock))) for clock in (0, 0.25, 0.5)] == [[], [], ["warn"]]
-
-
-class Looking:
-    """A rule that needs the temperature of the last minute, and finds nothing."""
-
-    def needs(self) -> list[tuple[str, float]]:
-        return [("temperature", 60.0)]
-
-    def check(self, view: RuleView) -> Iterator[Finding]:
-        self.seen = [series[:] for series in view.past.values()]
-        return iter(())
-
-
-def test_a_rule_finds_what_it_needs_of_the_past():
-    rule = Looking()
-    watch = Watch(a_policy("warn", rules=(rule,)))
-    for clock in (0, 10):
-        watch.sees(busy(clock, a_device(temperature=40.0 + clock)))
-
-    assert rule.seen == [[(START, 40.0), (START + 10, 50.0)]]
 
 
 def test_each_step_names_the_one_behind_it_and_the_last_none():

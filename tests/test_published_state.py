@@ -12,7 +12,7 @@ from builders import a_claim_record, a_device, a_process, a_snapshot
 
 from gpuguard import source, watchdog
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.records import FirstSeen
+from gpuguard.claims.records import ClaimWatcher, FirstSeen
 from gpuguard.model import Gap, Snapshot
 
 
@@ -239,7 +239,7 @@ def test_a_clock_that_is_set_makes_no_claim_older_and_none_younger(set_by):
 def test_the_guard_judges_by_it(monkeypatch):
     """A policy with `claim_without_process_above` never fired for a user who renewed the record."""
     claims = iter([a_claim_record(GPU, since=NOW + clock) for clock in (0.0, 3600.0)])
-    monkeypatch.setattr(watchdog.Watchdog, "_claims", lambda self, directory, uuids, clock: (next(claims),))
+    monkeypatch.setattr(ClaimWatcher, "probe", lambda *_: (next(claims),))
     guard = watchdog.Watchdog(None, (), object())
     views = [guard._with_claims(replace(a_snapshot(GPU), clock=clock, taken_at=NOW + clock)) for clock in (0.0, 3600.0)]
 

@@ -19,6 +19,7 @@ from builders import (
     a_process,
     a_series,
     a_snapshot,
+    a_uuid,
     found,
 )
 
@@ -236,29 +237,20 @@ def test_an_unclaimed_device_with_little_or_unknown_memory_is_free_not_idle(memo
     assert found(IdleRule(below=5.0), replace(HELD, memory_used=memory)) == []
 
 
-def test_a_claim_without_a_process_is_idle():
-    device = a_device()
-    (finding,) = found(IdleRule(below=5.0), device, claims=[a_claim_record(device, id="c1")])
+@pytest.mark.parametrize(
+    ("device", "claimed", "subjects"),
+    [
+        (a_device(), True, [Subject("claim", a_uuid(0), uid=1001, claim="a1b2c3", user="alice")]),
+        (HELD, True, [A_PROCESS]),  # a claim that is used is found by its process
+        (a_device(processes=(a_process(uid=None),)), True, []),
+        (replace(HELD, processes=None), False, [A_DEVICE]),
+    ],
+    ids=["a claim without a process", "a claim with one", "an unknown process", "no list of processes"],
+)
+def test_what_is_idle_is_the_claim_the_process_or_the_device_alone(device, claimed, subjects):
+    claims = [a_claim_record(device)] if claimed else []
 
-    assert (finding.subject.claim, finding.subject.uid, finding.processes) == ("c1", 1001, ())
-
-
-def test_a_claim_at_work_through_a_process_is_found_by_the_process():
-    (finding,) = found(IdleRule(below=5.0), HELD, claims=[a_claim_record(HELD)])
-
-    assert finding.subject == A_PROCESS
-
-
-def test_a_claim_is_innocent_while_an_unknown_process_is_there():
-    device = a_device(processes=(a_process(uid=None),))
-
-    assert found(IdleRule(below=5.0), device, claims=[a_claim_record(device)]) == []
-
-
-def test_held_memory_without_a_process_list_is_found_for_the_device_alone():
-    (finding,) = found(IdleRule(below=5.0), replace(HELD, processes=None))
-
-    assert (finding.subject, finding.processes) == (A_DEVICE, ())
+    assert [finding.subject for finding in found(IdleRule(below=5.0), device, claims=claims)] == subjects
 
 
 @pytest.mark.parametrize(
@@ -296,31 +288,26 @@ def test_a_short_burst_does_not_help_in_a_sliding_window():
     assert "97% of the last 1h" in finding.why
 
 
-def test_work_in_a_fair_share_of_the_window_is_not_idle():
-    work = a_series(lambda t: 100.0 if t % 40 == 0 else 0.0, seconds=3600)
-
-    assert found(SLIDING, HELD, **a_past(work)) == []
+REST = a_series(lambda t: 0.0, seconds=3600)
 
 
-def test_a_sliding_window_that_is_not_covered_finds_nobody():
-    short = a_series(lambda t: 0.0, seconds=3000)
-    holed = [sample for sample in a_series(lambda t: 0.0, seconds=3600) if not 7000 < sample[0] < 7500]
-
-    assert found(SLIDING, HELD, **a_past(short)) == []
-    assert found(SLIDING, HELD, **a_past(holed)) == []
-
-
-def test_a_newcomer_is_innocent_of_the_rest_before():
-    rest = a_series(lambda t: 0.0, seconds=3600)
-    newcomer = replace(HELD, processes=(a_process(start_time=9000.0),))
-
-    assert found(SLIDING, newcomer, **a_past(rest)) == []
+@pytest.mark.parametrize(
+    ("device", "course"),
+    [
+        (HELD, a_series(lambda t: 100.0 if t % 40 == 0 else 0.0, seconds=3600)),
+        (HELD, REST[60:]),
+        (HELD, [sample for sample in REST if not 7000 < sample[0] < 7500]),
+        (replace(HELD, processes=(a_process(start_time=9000.0),)), REST),
+    ],
+    ids=["work in a fair share of it", "it is not covered", "it has a hole", "a process that is newer"],
+)
+def test_a_sliding_window_in_which_there_was_work_or_something_is_unknown_finds_nobody(device, course):
+    assert found(SLIDING, device, **a_past(course)) == []
 
 
 @pytest.mark.parametrize(("held", "finds"), [(3700.0, True), (3500.0, False), (None, False)])
 def test_a_claim_is_judged_by_a_sliding_window_only_when_it_is_as_old(held, finds):
     device = a_device()
     claim = a_claim_record(device, since=None if held is None else a_snapshot().taken_at - held)
-    rest = a_past(a_series(lambda t: 0.0, seconds=3600))
 
-    assert bool(found(SLIDING, device, claims=[claim], **rest)) is finds
+    assert bool(found(SLIDING, device, claims=[claim], **a_past(REST))) is finds

@@ -58,40 +58,32 @@ def test_a_finding_about_a_device_is_narrowed_to_those_in_the_scope():
     assert pids(judged(hot, BOTH).verdicts) == {1}
 
 
-def test_an_empty_set_matches_nobody():
-    assert judged(a_policy("warn", only=users()), BOTH).verdicts == ()
-    assert len(judged(a_policy("warn", exempt=(users(),)), BOTH).verdicts) == 2
+DEVICE_0, DEVICE_1 = a_device(0, processes=(a_process(1),)), a_device(1, processes=(a_process(2),))
+PARENT = a_device(0, mig_mode=True)
+INSTANCE = a_mig_instance(PARENT, processes=(a_process(1),))
+ALSO_ON_1 = a_device(1, processes=(a_process(1), a_process(2)))
 
 
-def test_all_keys_of_a_scope_must_match():
-    scope = Exemption(users=frozenset({ALICE}), devices=("1",))
-    devices = [a_device(0, processes=(a_process(1),)), a_device(1, processes=(a_process(2),))]
+@pytest.mark.parametrize(
+    ("scope", "devices", "meant", "left"),
+    [
+        (users(), [BOTH], set(), {1, 2}),
+        (Exemption(users=frozenset({ALICE}), devices=("1",)), [DEVICE_0, DEVICE_1], {2}, {1}),
+        *(
+            (Exemption(devices=(name,)), [DEVICE_0, DEVICE_1], {2}, {1})
+            for name in ("1", "GPU-00000001", "gpu-00000001-0000", a_uuid(1))
+        ),
+        (Exemption(devices=(PARENT.uuid,)), [PARENT, INSTANCE], {1}, set()),
+        (Exemption(devices=("0",)), [DEVICE_0, ALSO_ON_1], {1}, {2}),
+    ],
+    ids=["nobody", "all keys", "index", "beginning", "small letters", "uuid", "instances", "on a spared device, too"],
+)
+def test_whom_a_scope_means_as_only_and_leaves_as_except(scope, devices, meant, left):
+    found = [
+        pids(judged(a_policy("warn", **keys), *devices).verdicts) for keys in ({"only": scope}, {"exempt": (scope,)})
+    ]
 
-    assert pids(judged(a_policy("warn", only=scope), *devices).verdicts) == {2}
-    assert pids(judged(a_policy("warn", exempt=(scope,)), *devices).verdicts) == {1}
-
-
-@pytest.mark.parametrize("text", ["1", "GPU-00000001", "gpu-00000001-0000", a_uuid(1)])
-def test_a_device_is_named_by_its_index_or_the_beginning_of_its_uuid(text):
-    devices = [a_device(0, processes=(a_process(1),)), a_device(1, processes=(a_process(2),))]
-
-    assert pids(judged(a_policy("warn", only=Exemption(devices=(text,))), *devices).verdicts) == {2}
-
-
-def test_the_name_of_a_device_means_its_mig_instances_too():
-    parent = a_device(0, mig_mode=True)
-    instance = a_mig_instance(parent, processes=(a_process(1),))
-
-    assert pids(judged(a_policy("warn", only=Exemption(devices=(parent.uuid,))), parent, instance).verdicts) == {1}
-
-
-def test_a_process_that_also_runs_on_a_spared_device_is_spared():
-    wide = a_process(1)
-    devices = [a_device(0, processes=(wide,)), a_device(1, processes=(wide, a_process(2)))]
-
-    judgement = judged(a_policy("warn", exempt=(Exemption(devices=("0",)),)), *devices)
-
-    assert pids(judgement.verdicts) == {2}
+    assert found == [meant, left]
 
 
 def meant_and_spared(scope: Exemption, device, **view) -> tuple[int, int]:
@@ -101,21 +93,17 @@ def meant_and_spared(scope: Exemption, device, **view) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("NVIDIA A100-SXM4-80GB", (1, 1)), ("Tesla T4", (0, 0)), (None, (0, 1))]
+    ("name", "groups", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", {ALICE: frozenset({"students"})}, (1, 1)),
+        ("Tesla T4", {ALICE: frozenset({"staff"})}, (0, 0)),
+        (None, {}, (0, 1)),
+    ],
 )
-def test_an_unknown_model_is_never_in_the_scope_and_always_spared(name, expected):
+def test_an_unknown_model_or_group_is_never_in_the_scope_and_always_spared(name, groups, expected):
     device = a_device(name=name, processes=(a_process(),))
 
     assert meant_and_spared(Exemption(models=("A100*",)), device) == expected
-
-
-@pytest.mark.parametrize(
-    ("groups", "expected"),
-    [({ALICE: frozenset({"students"})}, (1, 1)), ({ALICE: frozenset({"staff"})}, (0, 0)), ({}, (0, 1))],
-)
-def test_unknown_groups_are_never_in_the_scope_and_always_spared(groups, expected):
-    device = a_device(processes=(a_process(),))
-
     assert meant_and_spared(Exemption(groups=frozenset({"students"})), device, groups=groups) == expected
 
 

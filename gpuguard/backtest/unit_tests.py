@@ -25,6 +25,7 @@ from gpuguard.policies.files.keys import parse_interval
 from gpuguard.policies.files.loader import PolicyFile, content_of, load_policies
 from gpuguard.policies.files.source import Fault, YamlSource, in_order
 from gpuguard.policies.policy import Policy
+from gpuguard.policies.quota import windows_of
 from gpuguard.policies.view import HostUse, RuleView
 from gpuguard.units import (
     parse_bytes,
@@ -252,11 +253,10 @@ def views(test: Test, policies: Sequence[Policy], number_of: Numbering) -> Itera
     def uid_of(user: str) -> int:
         return int(user) if user.isdecimal() else number_of(user)
 
-    windows = {rule.within for policy in policies for rule in policy.rules if getattr(rule, "within", None)}  # type: ignore[attr-defined]
     holders: tuple[ProcessKeys | ClaimKeys, ...] = (*test.processes, *test.claims)
     groups = {uid_of(holder.user): frozenset[str]() for holder in holders}
     groups |= {uid_of(user): frozenset(names) for user, names in test.groups.items()}
-    spent = {uid_of(user): dict.fromkeys(windows, used) for user, used in test.gpu_hours.items()}
+    spent = {uid_of(user): dict.fromkeys(windows_of(policies), used) for user, used in test.gpu_hours.items()}
     given = {
         _uuid_of(index): frozenset(map(uid_of, device.scheduled))
         for index, device in enumerate(test.devices)

@@ -341,10 +341,10 @@ def probe_in_gate(directory: LockDirectory, uuids: Iterable[str], *, holders: bo
 
 
 class ClaimWatcher:
-    """Probes the claims of a directory again and again, for callers that only show them.
+    """Probes the claims of a directory again and again, for callers that show them or look again before they act.
 
     Which locks are held is read each time; by which processes is found out anew every HOLDERS_SECONDS, because that
-    reads every process of the machine.  A caller that decides something uses probe().
+    reads every process of the machine.  A caller that claims or releases something uses probe().
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuguard.model import WHO_FIELDS
@@ -59,17 +59,12 @@ def needs_of(policies: Sequence[Policy]) -> Needs:
     """What *policies* want to know; () want what everybody is shown."""
     rules = [rule for policy in policies for rule in policy.rules]
     kinds = any(scope and scope.kinds for policy in policies for scope in (policy.only, *policy.exempt))
+    options = [dict(step.options) for policy in policies for step in policy.steps]
     return Needs(
         policies,
         fields=WHO_FIELDS.union(*(rule.further_fields for rule in rules if isinstance(rule, HealthRule))),
         host=kinds or any(getattr(rule, "reads_host", False) for rule in rules),
         kinds=kinds,
         scheduler=any(isinstance(rule, OutsideSchedulerRule) for rule in rules),
-        targets=tuple(sorted(set(_targets(policies)))),
+        targets=tuple(sorted({str(name) for given in options if (name := given.get("to") or given.get("hook"))})),
     )
-
-
-def _targets(policies: Iterable[Policy]) -> Iterable[str]:
-    for options in (dict(step.options) for policy in policies for step in policy.steps):
-        if name := options.get("to") or options.get("hook"):
-            yield str(name)
