@@ -13,7 +13,7 @@ import re
 import stat
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpuguard.errors import shortage
 
@@ -25,8 +25,8 @@ LEFTOVER_SECONDS = 60.0  # after which a file that its writer did not finish is 
 _HOLDING = os.O_PATH | os.O_CLOEXEC
 _CREATING = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
-_mounts: dict[str, bytes] = {}  # directory -> on which mount it was seen
-_devices: dict[tuple[bytes, int], int] = {}  # of a mount, and as stat() says -> as device_of()
+_mounts: dict[str, str] = {}  # directory -> on which mount it was seen
+_devices: dict[tuple[str, int], int] = {}  # of a mount, and as stat() says -> as device_of()
 
 
 class UntrustedFile(OSError):
@@ -214,11 +214,11 @@ def hold_in_place(path: str) -> int:
     return held
 
 
-def _mount_of(held: int) -> bytes:
+def _mount_of(held: int) -> str:
     """What the kernel calls the mount on which a held file lies."""
     fdinfo = os.open(f"/proc/self/fdinfo/{held}", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.read(fdinfo, 4096).partition(b"mnt_id:\t")[2].partition(b"\n")[0]
+        return os.read(fdinfo, 4096).partition(b"mnt_id:\t")[2].partition(b"\n")[0].decode()
     finally:
         os.close(fdinfo)
 
@@ -227,25 +227,43 @@ def device_of(descriptor: int) -> int:
     """The number by which /proc/locks names the device of an open file: with Btrfs and overlayfs not that of stat()."""
     own, mount = os.fstat(descriptor).st_dev, _mount_of(descriptor)
     if (mount, own) not in _devices:
-        with open("/proc/self/mountinfo", "rb") as lines:
-            devices = [line.split(b" ", 3)[2] for line in lines if line.startswith(mount + b" ")]
-        # What was borrowed of another mount namespace stands in none of these lines.
-        _devices[mount, own] = os.makedev(*map(int, devices[0].split(b":"))) if devices else own
+        devices = [seen.device for seen in mounts() if seen.number == mount]
+        # What was borrowed of another mount namespace is none of these.
+        _devices[mount, own] = os.makedev(*map(int, devices[0].split(":"))) if devices else own
     return _devices[mount, own]
 
 
+class Mount(NamedTuple):
+    """A line of proc_pid_mountinfo(5)."""
+
+    number: str
+    device: str  # "8:1"
+    root: str
+    point: str
+    kind: str  # "ext4", "tmpfs", "fuse.sshfs"
+    options: str  # of the file system
+
+
+def mounts(mountinfo: str = "/proc/self/mountinfo") -> list[Mount]:
+    """What is mounted here, in that order.  Raises OSError."""
+    found = []
+    # Of all that parts words and lines the kernel escapes the blank, the tab and the newline alone, and users choose
+    # where they mount (FUSE).
+    with open(mountinfo, encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
+        for line in lines:
+            before, _, after = line.rstrip("\n").partition(" - ")
+            number, _, device, *paths = before.split(" ")
+            root, point = (re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), path) for path in paths[:2])
+            kind, *_, options = after.split(" ")
+            found.append(Mount(number, device, root, point, kind, options))
+    return found
+
+
 def file_system(path: str, mountinfo: str = "/proc/self/mountinfo") -> str | None:
-    """The type of the file system that *path* lies on ("ext4", "tmpfs", "fuse.sshfs"); None if unknown."""
-    real, longest, kind = os.path.realpath(path), "", None
-    try:
-        # The kernel escapes the newline alone of all ends of lines, and users choose where they mount (FUSE).
-        with open(mountinfo, encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
-            for line in lines:
-                before, _, after = line.partition(" - ")
-                mount_point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split(" ")[4])
-                inside = real == mount_point or real.startswith(mount_point.rstrip("/") + "/")
-                if inside and len(mount_point) >= len(longest):
-                    longest, kind = mount_point, after.split(" ")[0]
-    except (OSError, IndexError):
-        return None
-    return kind
+    """The type of the file system that *path* lies on; None if unknown."""
+    real = os.path.realpath(path)
+    with suppress(OSError):
+        around = [mount for mount in mounts(mountinfo) if f"{real}/".startswith(f"{mount.point.rstrip('/')}/")]
+        # The last of those at the same place lies over the others.
+        return max(reversed(around), key=lambda mount: len(mount.point)).kind if around else None
+    return None

@@ -22,7 +22,7 @@ from gpuguard.claims.holders import inode_of
 from gpuguard.claims.records import ClaimWatcher, probe
 from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
-from gpuguard.files import read_file, write_file
+from gpuguard.files import mounts, read_file, write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.model import WHO_FIELDS, ClaimRecord, Gap, Snapshot
 from gpuguard.procfs import in_first_pid_namespace, start_time
@@ -269,21 +269,16 @@ def _runs(process: Any) -> bool:
 
 def _processes_are_hidden() -> bool:
     """Whether /proc is mounted so that users do not see each other's command lines."""
+    return hidepid() not in ("", "0", "off")
+
+
+def hidepid() -> str | None:
+    """The hidepid option of /proc; "" without one, None where it cannot be read."""
     try:
-        with open("/proc/self/mountinfo", "rb") as mounts:
-            return hidepid_in(mounts.read()) not in ("", "0", "off")
+        proc = [mount for mount in mounts() if mount.point == "/proc"]
     except OSError:
-        return True
-
-
-def hidepid_in(mounts: bytes) -> str:
-    """The hidepid option of /proc in a mountinfo; "" without one.
-
-    Users may mount at any path below their own (FUSE): of all that parts words and lines the kernel writes out
-    the blank, the tab and the newline alone.
-    """
-    proc = [words for words in (line.split(b" ") for line in mounts.split(b"\n")) if words[4:5] == [b"/proc"]]
-    options = proc[-1][-1].decode("ascii", "replace").split(",") if proc else []
+        return None
+    options = proc[-1].options.split(",") if proc else []
     return next((option.partition("=")[2] for option in options if option.startswith("hidepid=")), "")
 
 

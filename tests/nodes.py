@@ -63,7 +63,6 @@ def a_user(
 ) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", USE, place, devices, str(memory), str(utilization), *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=pass_fds) as child:
-        assert child.stdout
         try:
             assert child.stdout.readline() == "ready\n"
             yield child
@@ -168,6 +167,12 @@ class Gpuguard:
     def json(self, *words: str) -> Any:
         """What it prints with --json."""
         return json.loads(self(*words, "--json").stdout)
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """The audit log, or what is of one kind in it."""
+        path = Path(self.environment["GPUGUARD_EVENTS"])
+        lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+        return [event for event in map(json.loads, lines) if kind in (None, event["kind"])]
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
         """Start it."""

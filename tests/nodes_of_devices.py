@@ -58,7 +58,6 @@ def private_dev(
     paths = [str(dev / word) if isinstance(word, str) else str(word) for word in nodes]
     words = ["unshare", "-m", "sh", "-c", BUILD, "sh", str(dev), str(devices), *paths]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
-        assert keeper.stdin and keeper.stdout
         assert keeper.stdout.readline() == "ready\n"
         namespace = f"--mount=/proc/{keeper.pid}/ns/mnt"
         # One mount more, in the same namespace: the directory takes the place of /dev.

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
 import pytest
 from builders import GIB, MIB, a_device, a_process, a_snapshot
 from nodes import until
+from proc import runs
 from wrapped import Wrapped, content, end, first_line, python
 
 from gpuguard import procfs
@@ -36,14 +37,6 @@ print(leftover, flush=True)
 while not os.path.exists(f"{place}/go"):
     time.sleep(0.01)
 """
-
-
-@pytest.fixture
-def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has nothing to do with the job."""
-    with subprocess.Popen(["sleep", "60"]) as process:
-        yield process
-        process.kill()
 
 
 def start_leaving(wrapped: Wrapped, manner: str = "", **options: object) -> tuple[subprocess.Popen[str], int]:
@@ -70,7 +63,6 @@ def test_a_leftover_that_uses_the_device_keeps_the_claim_until_it_ends(wrapped, 
     wrapper, leftover = start_leaving(wrapped, manner)
     name = content(Path(f"/proc/{leftover}/comm")).strip()
     (wrapped.place / "go").touch()
-    assert wrapper.stderr
 
     assert wrapper.stderr.readline() == (
         f"gpuguard: the job ended, but pid {leftover} ({name}) still uses GPU 0: the claim stays until that ends.\n"
@@ -109,20 +101,26 @@ def test_a_driver_that_fails_does_not_take_the_claim_from_a_leftover_that_was_se
     end(wrapper)
 
 
-def test_a_stranger_on_the_device_does_not_keep_the_claim(wrapped, stranger):
-    wrapper = wrapped.start("sh", "-c", "echo ready; sleep 0.1")
-    first_line(wrapper)
-    wrapped.machine(processes=[stranger.pid], memory_used=GIB)
+def after_a_job(
+    wrapped: Wrapped, script: str = "echo ready; sleep 0.1", memory_used: int = 30 * GIB, **constants: float
+) -> tuple[subprocess.Popen[str], str]:
+    """A wrapper whose job ends on a device with so much in use, and what the job has said first."""
+    wrapper = wrapped.start("sh", "-c", script, constants=constants)
+    said = first_line(wrapper)
+    wrapped.machine(memory_used=memory_used)
+    return wrapper, said
+
+
+def test_a_stranger_on_the_device_does_not_keep_the_claim(wrapped, sleeper):
+    wrapper, _ = after_a_job(wrapped)
+    wrapped.machine(processes=[sleeper], memory_used=GIB)
     end(wrapper)
 
     assert wrapped.events()[-1]["outcome"] == "settled"
 
 
 def test_the_claim_stays_until_the_memory_has_settled(wrapped):
-    wrapper = wrapped.start("sh", "-c", "echo ready; sleep 0.1", constants={"QUIET_SECONDS": 0.1})
-    first_line(wrapper)
-    wrapped.machine(memory_used=30 * GIB)
-    assert wrapper.stderr
+    wrapper, _ = after_a_job(wrapped, QUIET_SECONDS=0.1)
 
     assert "waiting for the driver to free the memory of GPU 0" in wrapper.stderr.readline()
     assert wrapped.is_claimed()
@@ -132,9 +130,7 @@ def test_the_claim_stays_until_the_memory_has_settled(wrapped):
 
 
 def test_memory_that_never_settles_does_not_keep_the_claim_for_ever(wrapped):
-    wrapper = wrapped.start("sh", "-c", "echo ready; sleep 0.1", constants={"DRAIN_SECONDS": 0.2})
-    first_line(wrapper)
-    wrapped.machine(memory_used=30 * GIB)
+    wrapper, _ = after_a_job(wrapped, DRAIN_SECONDS=0.2)
     end(wrapper)
 
     assert wrapped.events()[-1]["outcome"] == "memory did not settle"
@@ -142,9 +138,8 @@ def test_memory_that_never_settles_does_not_keep_the_claim_for_ever(wrapped):
 
 
 def test_memory_of_a_process_that_is_dead_but_still_listed_is_waited_for(wrapped):
-    wrapper = wrapped.start("sh", "-c", "echo $$; sleep 0.1", constants={"QUIET_SECONDS": 0.1})
-    wrapped.machine(memory_used=GIB, processes=[int(first_line(wrapper))])
-    assert wrapper.stderr
+    wrapper, job = after_a_job(wrapped, "echo $$; sleep 0.1", QUIET_SECONDS=0.1)
+    wrapped.machine(memory_used=GIB, processes=[int(job)])
 
     assert "waiting for the driver to free the memory" in wrapper.stderr.readline()
     wrapped.machine()
@@ -152,10 +147,7 @@ def test_memory_of_a_process_that_is_dead_but_still_listed_is_waited_for(wrapped
 
 
 def test_a_signal_while_the_memory_settles_releases_at_once(wrapped):
-    wrapper = wrapped.start("sh", "-c", "echo ready; sleep 0.1; exit 9", constants={"QUIET_SECONDS": 0})
-    first_line(wrapper)
-    wrapped.machine(memory_used=30 * GIB)
-    assert wrapper.stderr
+    wrapper, _ = after_a_job(wrapped, "echo ready; sleep 0.1; exit 9", QUIET_SECONDS=0)
     wrapper.stderr.readline()
     os.kill(wrapper.pid, signal.SIGTERM)
     end(wrapper)
@@ -206,27 +198,24 @@ def asked_after_a_job(
     return driver.asked
 
 
-def test_where_nothing_of_a_job_is_left_no_list_of_processes_is_asked_for():
-    assert asked_after_a_job(300 * MIB) == [{MEMORY}]
+@pytest.mark.parametrize(
+    ("memory_used", "held", "asked"),
+    [
+        (300 * MIB, 4 * MIB, [{MEMORY}]),
+        (5 * GIB + 512 * MIB, 5 * GIB, [{MEMORY}]),  # what a device held before is no residue
+        (GIB, 4 * MIB, [{MEMORY}, {MEMORY, PROCESSES}]),
+        (None, 4 * MIB, [{MEMORY}, {MEMORY, PROCESSES}]),
+    ],
+)
+def test_only_memory_that_is_more_than_before_or_unknown_is_judged_with_the_processes(memory_used, held, asked):
+    assert asked_after_a_job(memory_used, held=held)[:2] == asked
 
 
-@pytest.mark.parametrize("memory_used", [GIB, None])
-def test_memory_that_is_more_than_before_or_unknown_is_judged_with_the_processes(memory_used):
-    assert asked_after_a_job(memory_used)[:2] == [{MEMORY}, {MEMORY, PROCESSES}]
-
-
-def test_what_a_device_held_before_a_job_is_no_residue_of_it(stranger):
-    others = {each for each in processes.children() or () if each[0] != stranger.pid}
-
-    assert asked_after_a_job(5 * GIB + 512 * MIB, held=5 * GIB) == [{MEMORY}]
-    assert asked_after_a_job(5 * GIB + 512 * MIB, others, held=5 * GIB) == [{MEMORY, PROCESSES}]
-
-
-def test_the_start_time_of_a_process_is_in_seconds_since_boot(stranger):
-    stat = procfs.read_stat(stranger.pid)
+def test_the_start_time_of_a_process_is_in_seconds_since_boot(sleeper):
+    stat = procfs.read_stat(sleeper)
 
     assert stat and stat.parent == os.getpid()
-    since_boot = psutil.Process(stranger.pid).create_time() - psutil.boot_time()
+    since_boot = psutil.Process(sleeper).create_time() - psutil.boot_time()
     assert stat.start_time == pytest.approx(since_boot, abs=2.0)
 
 
@@ -236,14 +225,14 @@ def test_beside_a_process_of_unknown_memory_nobody_knows_what_there_was_before()
     assert asked_after_a_job(4 * MIB, before=before) == [{MEMORY}, {MEMORY, PROCESSES}]
 
 
-def test_while_something_of_the_job_lives_the_processes_are_asked_for(stranger):
-    others = {each for each in processes.children() or () if each[0] != stranger.pid}
+def test_while_something_of_the_job_lives_the_processes_are_asked_for(sleeper):
+    others = {child for child in processes.children() or () if child[0] != sleeper}
 
     assert asked_after_a_job(4 * MIB, others) == [{MEMORY, PROCESSES}]
 
 
-def test_one_of_the_job_that_got_the_pid_of_a_child_from_before_it_is_of_the_job(stranger):
-    before = {(pid, start - 0.01 * (pid == stranger.pid)) for pid, start in processes.children() or ()}
+def test_one_of_the_job_that_got_the_pid_of_a_child_from_before_it_is_of_the_job(sleeper):
+    before = {(pid, start - 0.01 * (pid == sleeper)) for pid, start in processes.children() or ()}
 
     assert asked_after_a_job(4 * MIB, before) == [{MEMORY, PROCESSES}]
 
@@ -254,7 +243,7 @@ def test_where_the_kernel_does_not_tell_children_the_processes_are_asked_for(mon
     assert asked_after_a_job(4 * MIB) == [{MEMORY, PROCESSES}]
 
 
-def test_a_child_of_which_proc_tells_nothing_may_be_of_the_job(stranger, monkeypatch):
+def test_a_child_of_which_proc_tells_nothing_may_be_of_the_job(sleeper, monkeypatch):
     read = procfs.read_proc
     monkeypatch.setattr(procfs, "read_proc", lambda path: None if path.endswith("/stat") else read(path))
 
@@ -286,19 +275,20 @@ def test_children_are_those_of_every_thread_until_they_are_reaped():
     assert (processes.children() or set()) <= before
 
 
-def test_after_the_time_limit_the_job_gets_sigterm_and_the_exit_code_is_124(wrapped):
-    trap = "trap 'echo bye; exit 0' TERM; echo ready; while :; do sleep 0.02; done"
+def test_after_the_time_limit_the_job_gets_sigterm_which_the_audit_log_says_before_and_the_exit_code_is_124(
+    wrapped, tmp_path
+):
+    copy = tmp_path / "seen"
+    trap = f"trap 'cp {wrapped.place}/events {copy}; echo bye; exit 0' TERM; echo ready; while :; do sleep 0.02; done"
     status, out, err = wrapped.run("sh", "-c", trap, time_limit=0.3)
+    seen = json.loads(copy.read_text().splitlines()[-1])
 
     assert (status, out) == (124, "ready\nbye\n")
     assert "the time limit is over: SIGTERM to the job." in err
+    assert (seen["kind"], seen["outcome"]) == ("time limit", "SIGTERM")
 
 
-def test_a_job_that_ends_before_its_time_limit_keeps_its_own_status(wrapped):
-    assert wrapped.run("sh", "-c", "exit 3", time_limit=30)[0] == 3
-
-
-def test_after_the_grace_all_processes_of_the_job_are_killed_and_nobody_else(wrapped, tmp_path, stranger):
+def test_after_the_grace_all_processes_of_the_job_are_killed_and_nobody_else(wrapped, tmp_path, sleeper):
     pids = tmp_path / "pids"
     deaf = f"trap '' TERM; echo $$ >> {pids}; setsid sh -c 'echo $$ >> {pids}; trap \"\" TERM; sleep 60' & sleep 60"
     began = time.monotonic()
@@ -309,7 +299,7 @@ def test_after_the_grace_all_processes_of_the_job_are_killed_and_nobody_else(wra
     killed = content(pids).split()
     assert len(killed) == 2
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in killed))  # init may take a while to reap them
-    assert stranger.poll() is None
+    assert runs(sleeper)
 
 
 def test_the_grace_is_for_a_leftover_that_uses_the_device_too(wrapped):
@@ -328,15 +318,6 @@ def test_a_stopped_job_is_continued_so_that_the_time_limit_can_end_it(wrapped):
     end(wrapper)
 
     assert wrapper.returncode == 124
-
-
-def test_every_signal_of_the_time_limit_is_in_the_audit_log_before_it_is_sent(wrapped, tmp_path):
-    copy = tmp_path / "seen"
-    trap = f"trap 'cp {wrapped.place}/events {copy}; exit 0' TERM; echo ready; while :; do sleep 0.02; done"
-    wrapped.run("sh", "-c", trap, time_limit=0.3)
-
-    seen = [json.loads(line) for line in copy.read_text().splitlines()]
-    assert (seen[-1]["kind"], seen[-1]["outcome"]) == ("time limit", "SIGTERM")
 
 
 USR1 = int(signal.SIGUSR1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 
 import pytest
 from grabbing import a_node, claimed, indices, script, visible  # noqa: F401  (a fixture)
@@ -28,20 +27,15 @@ def test_one_device_by_default_and_cuda_sees_no_other():
     assert claimed() == [3]
 
 
-def test_the_positions_are_those_of_py3nvml():
-    """num_gpus, gpu_select, gpu_fraction, max_procs, env_set_ok, gpu_min_memory."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1,2"
-    claim = gpuguard.grab_gpus(1, [0, 1], 0.5, 0, True, 1000)
-
-    assert indices(claim) == [1]
-
-
-def test_the_keywords_are_those_of_py3nvml():
-    claim = gpuguard.grab_gpus(
+def test_the_positions_and_keywords_are_those_of_py3nvml():
+    two = gpuguard.grab_gpus(
         num_gpus=2, gpu_select=range(3), gpu_fraction=0.95, max_procs=-1, env_set_ok=False, gpu_min_memory=80_000
     )
+    assert len(two) == 2 and 3 not in indices(two)
 
-    assert len(claim) == 2 and 3 not in indices(claim)
+    two.release()
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1,2"
+    assert indices(gpuguard.grab_gpus(1, [0, 1], 0.5, 0, True, 1000)) == [1]
 
 
 def test_minus_one_takes_all_that_are_free(node):
@@ -101,13 +95,8 @@ def test_gpu_fraction_wants_that_part_of_the_memory_free(node):
     with a_user(node, "all", 40 * GIB):
         with pytest.raises(NotEnoughGpus, match=r"only 49\.\d% of its memory is free, less than 95\.0%"):
             gpuguard.grab_gpus(1, gpu_fraction=0.95, max_procs=1)
-        claim = gpuguard.grab_gpus(1, gpu_fraction=0.45, max_procs=1)
-
-    assert len(claim) == 1
-
-
-def test_an_idle_device_is_free_enough_for_the_default_of_py3nvml():
-    assert len(gpuguard.grab_gpus(4, gpu_fraction=0.95)) == 4
+        assert len(gpuguard.grab_gpus(1, gpu_fraction=0.45, max_procs=1)) == 1
+    assert len(gpuguard.grab_gpus(3, gpu_fraction=0.95)) == 3  # so much is free of an idle one
 
 
 def test_gpu_min_memory_is_in_mib():
@@ -136,25 +125,16 @@ def test_max_procs_lets_so_many_processes_of_others_be(node):
         assert len(gpuguard.grab_gpus(1, max_procs=1)) == 1
 
 
-def test_a_variable_that_is_set_limits_by_default_and_when_that_is_ok():
+def test_a_variable_that_is_set_limits_by_default_and_when_that_is_ok_and_is_refused_on_request():
     os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES is set already: unset it"):
+        gpuguard.grab_gpus(1, env_set_ok=False)
+    assert (visible(), claimed()) == ("0,1", [])
 
     assert indices(gpuguard.grab_gpus(1)) == [1]
     assert indices(gpuguard.grab_gpus(1, env_set_ok=True)) == [0]
     with pytest.raises(NotEnoughGpus):
         gpuguard.grab_gpus(1)
-
-
-def test_a_variable_that_is_set_is_refused_on_request():
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
-    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES is set already: unset it"):
-        gpuguard.grab_gpus(1, env_set_ok=False)
-
-    assert (visible(), claimed()) == ("0,1", [])
-
-
-def test_further_conditions_are_those_of_a_request():
-    assert indices(gpuguard.grab_gpus(2, exclude=("3",), prefer=("0",), min_free=20 * GIB, models=("H100",))) == [0, 1]
 
 
 def test_too_few_leave_the_environment_alone_and_nothing_claimed(node):
@@ -165,24 +145,21 @@ def test_too_few_leave_the_environment_alone_and_nothing_claimed(node):
     assert (visible(), claimed()) == (None, [])
 
 
-def test_not_strict_warns_and_takes_what_there_is(node):
-    with a_user(node, "0,1", 10 * GIB), pytest.warns(RuntimeWarning, match="wanted 3 GPUs, but only 2 are free now"):
-        claim = gpuguard.grab_gpus(3, strict=False)
-
-    assert (indices(claim), visible()) == ([2, 3], "2,3")
-
-
-def test_not_strict_takes_all_when_more_are_wanted_than_exist():
-    with pytest.warns(RuntimeWarning, match="only 4 exist"):
-        assert len(gpuguard.grab_gpus(9, strict=False)) == 4
-
-
-@pytest.mark.parametrize("number", [1, -1])
-def test_not_strict_goes_on_without_any_device_when_none_is_free(node, number):
-    with a_user(node, "all", 10 * GIB), pytest.warns(RuntimeWarning, match="Going on with what there is"):
+@pytest.mark.parametrize(
+    ("used", "number", "taken", "why"),
+    [
+        ("0,1", 3, [2, 3], "wanted 3 GPUs, but only 2 are free now"),
+        ("0", 9, [1, 2, 3], "only 4 exist"),
+        ("all", 1, [], "Going on with what there is"),
+        ("all", -1, [], "Going on with what there is"),
+    ],
+)
+def test_not_strict_takes_what_there_is_and_warns_at_the_line_of_the_caller(node, used, number, taken, why):
+    with a_user(node, used, 10 * GIB), pytest.warns(RuntimeWarning, match=why) as caught:
         claim = gpuguard.grab_gpus(number, strict=False)
 
-    assert (len(claim), visible(), claimed()) == (0, "", [])
+    assert (indices(claim), visible()) == (taken, ",".join(map(str, taken)))
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_not_strict_goes_on_without_any_device_where_there_is_no_driver(tmp_path):
@@ -195,25 +172,14 @@ def test_not_strict_goes_on_without_any_device_where_there_is_no_driver(tmp_path
     assert "RuntimeWarning" in done.stderr
 
 
-def test_the_warning_points_to_the_line_of_the_caller():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        gpuguard.grab_gpus(9, strict=False)
-
-    assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_an_alternative_is_as_good_and_has_conditions_of_its_own():
-    gpuguard.grab_gpus(3)
+def test_the_first_request_is_liked_best_and_an_alternative_has_conditions_of_its_own():
+    gpuguard.grab_gpus(2, alternatives=[{"num_gpus": 3}])
+    gpuguard.grab_gpus(1)
     claim = gpuguard.grab_gpus(2, alternatives=[{"num_gpus": 1, "min_free": 40 * GIB, "exclude": ["1"]}])
 
     assert indices(claim) == [0]
     with pytest.raises(NotEnoughGpus):
         gpuguard.grab_gpus(2, alternatives=[{"num_gpus": 1}])
-
-
-def test_the_first_request_is_liked_best():
-    assert len(gpuguard.grab_gpus(2, alternatives=[{"num_gpus": 3}])) == 2
 
 
 def test_who_waits_in_python_is_seen_and_hears_why(node):
@@ -249,9 +215,8 @@ def test_cuda_that_is_initialised_is_refused(monkeypatch, tmp_path):
 
 def test_select_devices_says_what_grab_gpus_would_take_and_claims_nothing():
     selected = gpuguard.select_devices(2, exclude=("3",))
-    nothing = claimed()
 
-    assert nothing == []
+    assert claimed() == []
     assert [device.uuid for device in selected] == [device.uuid for device in gpuguard.grab_gpus(2, exclude=("3",))]
 
 

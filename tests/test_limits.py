@@ -84,6 +84,7 @@ SEEN: dict[str, tuple[dict[str, Any], list[Any], list[bool]]] = {
         for uid in (ALICE, BOB, 0)
     },
     "heat of others": ({"temperature": 85.0}, [a_device(0, temperature=99.0, processes=(a_process(99),))] * 20, []),
+    "heat": ({"temperature": 85.0}, [HOT] * 13, [False] * int(TEMPERATURE_SECONDS / 2.5) + [True]),
     "rest": ({"idle": 10.0}, [IDLE] * 5, [False] * 4 + [True]),
     "a busy sample": ({"idle": 10.0}, [*[IDLE] * 4, using(GIB, utilization=6.0), *[IDLE] * 4], []),
     "one of two devices is used": ({"idle": 10.0, **BOTH}, [(IDLE, a_device(1, utilization=90.0))] * 9, []),
@@ -123,12 +124,6 @@ def test_a_job_with_many_processes_has_a_limit_too():
 
     reached = [judged.judge(a_snapshot(device, clock=10_000 + 2.5 * n), family, 2.5).reached for n in range(3)]
     assert reached[-1] and len(reached[-1].pids) == 20
-
-
-def test_a_device_that_stays_hot_reaches_the_temperature_limit_after_its_time():
-    reached = judge(limits(temperature=85.0), *[HOT] * 20)
-
-    assert reached.index(True) * 2.5 == TEMPERATURE_SECONDS
 
 
 UNKNOWN = {
@@ -173,10 +168,6 @@ def test_an_instance_is_judged_by_its_own_processes_and_not_by_those_beside_it()
     assert judge(limits("15GiB", devices=(mine.uuid,)), *[(parent, mine, other)] * 4)[2]
 
 
-def strangers(process: Any, **facts: Any) -> tuple[str, ...]:
-    return limits("30GiB", **facts).judge(a_snapshot(a_device(0, processes=(process,))), FAMILY, 2.5).strangers
-
-
 def test_the_owner_is_told_once_of_a_stranger_on_the_device():
     judged = limits("30GiB")
     device = a_device(0, processes=(a_process(99, uid=BOB, user="bob"),))
@@ -197,7 +188,9 @@ def test_the_owner_is_told_once_of_a_stranger_on_the_device():
     ids=["of the job", "of the owner", "of an unknown owner", "a desktop", "there before"],
 )
 def test_the_owner_is_told_of_no_other_process(process):
-    assert strangers(process, present={98}) == ()
+    sample = a_snapshot(a_device(0, processes=(process,)))
+
+    assert limits("30GiB", present={98}).judge(sample, FAMILY, 2.5).strangers == ()
 
 
 def sharer(**facts: Any) -> JobLimits:
@@ -231,7 +224,7 @@ def test_a_limit_of_nothing_is_refused(facts):
 
 
 def test_the_rules_of_the_guard_without_this_file_would_blame_the_job_for_the_stranger():
-    # So that the tests about strangers can fail: the same policy on the whole sample finds him.
+    # So that the tests about strangers can fail: the same policy on the whole sample finds them.
     policies, memory = policies_of(parse_memory_amount("30GiB"), None, None), limits("30GiB")._memory
     device = a_device(0, processes=(a_process(99, memory_used=40 * GIB, uid=BOB),))
     found = [evaluate(a_snapshot(device, clock=10_000 + n), policies, memory, interval=1.0).verdicts for n in range(3)]
@@ -244,26 +237,20 @@ ALONE = {a_uuid(0): 2 * GIB}
 
 
 def judged_alone(
-    *samples: Device, before: dict[str, int] | None = None, known: bool = False, **limits: Any
+    *samples: Device, before: dict[str, int] = ALONE, known: bool = False, pid: int | None = JOB, **amounts: Any
 ) -> list[LimitFinding]:
     """Sample by sample, of a job with a device to itself whose driver tells pids of another namespace."""
-    memory = parse_memory_amount(limits.pop("memory")) if "memory" in limits else None
-    policies = policies_of(memory, limits.pop("temperature", None), limits.pop("idle", None))
-    claim = ClaimRecord("c1", 1001, "alice", (a_uuid(0),))
-    job = JobLimits(policies, claim, before=ALONE if before is None else before, pids_known=known)
-    pid = limits.pop("pid", JOB)
-    return [
-        job.judge(a_snapshot(sample, clock=10_000 + 2.5 * number), FAMILY, 2.5, pid=pid)
-        for number, sample in enumerate(samples)
-    ]
+    job = limits(before=before, pids_known=known, **amounts)
+    clocks = (10_000 + 2.5 * number for number in range(len(samples)))
+    return [job.judge(a_snapshot(sample, clock=next(clocks)), FAMILY, 2.5, pid=pid) for sample in samples]
 
 
 def reached_alone(*samples: Device, **facts: Any) -> list[bool]:
-    return [one.reached is not None for one in judged_alone(*samples, **facts)]
+    return [finding.reached is not None for finding in judged_alone(*samples, **facts)]
 
 
 def texts(*samples: Device, **facts: Any) -> list[str]:
-    return [text for one in judged_alone(*samples, **facts) for text in (*one.blind, *one.strangers)]
+    return [text for finding in judged_alone(*samples, **facts) for text in (*finding.blind, *finding.strangers)]
 
 
 def unnamed(memory: int | None, **fields: Any) -> Device:
@@ -327,18 +314,14 @@ def test_nobody_is_called_a_stranger_by_a_pid_that_means_somebody_else():
     assert texts(device, device, memory="30GiB") == []
 
 
-def caveats(*limits: str, before: dict[str, int] | None = None, known: bool = False) -> list[str]:
+def caveats(*limits: str, before: dict[str, int] = ALONE, known: bool = False) -> list[str]:
     policies = [Policy(limit, (HealthRule(problems=("lost",)),)) for limit in limits]
-    claim = ClaimRecord("c1", ALICE, "alice", (a_uuid(0),))
-    job = JobLimits(policies, claim, before=ALONE if before is None else before, pids_known=known)
+    job = JobLimits(policies, ClaimRecord("c1", ALICE, "alice", (a_uuid(0),)), before=before, pids_known=known)
     return list(job.caveats([a_device(0)]))
 
 
-def test_where_pids_are_ours_nothing_is_said():
+def test_it_is_said_what_the_limits_are_judged_by_unless_pids_are_ours():
     assert caveats("memory-limit", known=True) == []
-
-
-def test_it_is_said_what_the_limits_are_judged_by():
     assert caveats("memory-limit", "idle-limit") == [
         "this is a pid namespace of its own (a container), where the driver's pids name no process: --memory-limit, "
         "--idle-limit are judged by the whole GPU, with all that others do there."
@@ -354,23 +337,16 @@ def test_it_is_said_what_cannot_be_kept_and_then_not_again():
 
 
 def test_of_a_share_too_it_is_said_once_that_it_cannot_be_kept():
-    assert caveats("memory-limit", "memory", before={})[0].startswith(
-        "--memory-limit, --memory cannot be kept on GPU 0:"
-    )
-    claim = ClaimRecord("c1", 1001, "alice", (a_uuid(0),), memory=10 * GIB)
+    [said] = caveats("memory-limit", "memory", before={})
+    assert said.startswith("--memory-limit, --memory cannot be kept on GPU 0:")
 
-    def said(known: bool, rows: Any) -> list[str]:
-        job = JobLimits((share_policy(10 * GIB),), claim, pids_known=known)
-        samples = [
-            a_snapshot(unnamed(GIB, processes=rows, processes_plausible=True), clock=10_000 + n) for n in range(5)
-        ]
+    def blind(known: bool) -> list[str]:
+        job, unknown = sharer(pids_known=known), using(None)
+        samples = [a_snapshot(unknown, clock=10_000 + n) for n in range(5)]
         return [text for sample in samples for text in job.judge(sample, FAMILY, 1.0, pid=JOB).blind]
 
-    unknown = (a_process(JOB, memory_used=None),)
-    assert said(False, unknown) == []
-    assert said(True, unknown) == [
-        "--memory cannot be kept on GPU 0 now: the driver does not tell what it is judged by."
-    ]
+    assert blind(known=False) == []
+    assert blind(known=True) == ["--memory cannot be kept on GPU 0 now: the driver does not tell what it is judged by."]
 
 
 @pytest.mark.parametrize("rows", [(), None], ids=["an empty list", "no list"])
@@ -416,22 +392,20 @@ def run_in_a_container(fake: FakeNvml, place: Path, *options: str) -> subprocess
 @pytest.mark.parametrize("lists", [True, False], ids=["the host's pids", "no processes"])
 def test_in_a_container_the_memory_limit_is_kept_by_the_memory_of_the_device(fake, tmp_path, lists):
     with run_in_a_container(fake, tmp_path, "--memory-limit", "30GiB") as wrapper:
-        assert wrapper.stdout and wrapper.stdout.readline() == "ready\n"
+        assert wrapper.stdout.readline() == "ready\n"
         if lists:
             fake.add_process(0, 4_000_000, 40 * GIB, stays=1)
         else:
             fake.fail("nvmlDeviceGetComputeRunningProcesses", NOT_SUPPORTED, device=0)
             fake.devices[0].memory_used = 40 * GIB
-        assert wrapper.stderr
         first, ended = wrapper.stderr.readline(), wrapper.stderr.readline()
         fake.clear_processes(0)
         fake.devices[0].memory_used = 0
         rest = wrapper.communicate(timeout=30)[1]
 
     assert "where the driver's pids name no process: --memory-limit is judged by the whole GPU" in first
-    assert (
-        ended == "gpuguard: the job uses 40.0GiB of device 0, 30GiB is allowed (--memory-limit): SIGTERM to the job.\n"
-    )
+    why = "the job uses 40.0GiB of device 0, 30GiB is allowed (--memory-limit)"
+    assert ended == f"gpuguard: {why}: SIGTERM to the job.\n"
     assert (wrapper.returncode, "SIGKILL" in rest) == (143, False)
 
 
@@ -439,7 +413,7 @@ def test_in_a_container_the_memory_limit_is_kept_by_the_memory_of_the_device(fak
 @pytest.mark.skipif(not has_a_namespace(), reason="NOT TESTED: needs a private pid namespace (not in a chroot)")
 def test_in_a_container_a_limit_that_cannot_be_kept_is_said_and_ends_nobody(fake, tmp_path):
     with run_in_a_container(fake, tmp_path, "--memory-limit", "30GiB", "--max-processes", "1") as wrapper:
-        assert wrapper.stdout and wrapper.stdout.readline() == "ready\n"
+        assert wrapper.stdout.readline() == "ready\n"
         fake.add_process(0, 4_000_000, 40 * GIB, stays=1)
         said = wrapper.stderr.readline() if wrapper.stderr else ""
         with pytest.raises(subprocess.TimeoutExpired):

@@ -131,19 +131,27 @@ A_PROC, ANOTHER = "22 27 0:21 / /proc rw - proc proc", "30 22 0:30 / /proc rw - 
         ("", False),
     ],
 )
-def test_the_last_mount_on_proc_says_whether_it_hides_processes(mounts, hidden):
-    assert (source.hidepid_in(mounts.encode()) not in ("", "0", "off")) is hidden
+def test_the_last_mount_on_proc_says_whether_it_hides_processes(mountinfo, mounts, hidden):
+    mountinfo.write_bytes(mounts.encode())
+
+    assert source._processes_are_hidden() is hidden
 
 
-def test_a_proc_that_hides_processes_from_now_on_is_noticed_at_once(monkeypatch, tmp_path):
+@pytest.fixture
+def mountinfo(monkeypatch, tmp_path):
+    """What is read as /proc/self/mountinfo."""
     mounts, real = tmp_path / "mountinfo", open
     monkeypatch.setattr("builtins.open", lambda path, *rest, **more: real(
         mounts if path == "/proc/self/mountinfo" else path, *rest, **more))  # fmt: skip
+    return mounts
+
+
+def test_a_proc_that_hides_processes_from_now_on_is_noticed_at_once(mountinfo):
     told = []
     for options in "rw", "rw", "rw,hidepid=2", "rw":
-        mounts.write_text(f"{A_PROC} {options}")
+        mountinfo.write_text(f"{A_PROC} {options}")
         told.append(source._processes_are_hidden())
-    mounts.unlink()
+    mountinfo.unlink()
 
     assert [*told, source._processes_are_hidden()] == [False, False, True, False, True]
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from builders import GIB, a_device, a_mig_instance
@@ -19,11 +17,6 @@ from gpuguard.cli.run import summary_line
 from gpuguard.run import JobEnd
 
 LOOK = ("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
-
-
-def events(gpuguard: Gpuguard) -> list[dict[str, object]]:
-    text = Path(gpuguard.environment["GPUGUARD_EVENTS"]).read_text()
-    return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
 
 def claims(gpuguard: Gpuguard) -> list[dict[str, object]]:
@@ -83,7 +76,7 @@ def test_the_note_and_the_command_are_for_everybody_to_see(gpuguard):
 def test_a_program_that_uses_its_device_is_in_the_numbers_of_the_event(gpuguard):
     gpuguard("run", "--", *gpuguard.words("sim", "use", "--memory", "10GiB", "--for", "1s"))
 
-    release = events(gpuguard)[-1]
+    release = gpuguard.events()[-1]
     assert (release["kind"], release["outcome"]) == ("release", "settled")
     assert 10 * GIB <= release["facts"]["peak_memory_bytes"] < 11 * GIB
     assert release["facts"]["energy_joules"] > 0

@@ -20,7 +20,6 @@ from users import ALICE, BOB, Machine, a_shared_machine
 FAST = """
 import sys
 from gpuguard import run
-from gpuguard.jobs import limits
 run.TICK_SECONDS, run.FIRST_SAMPLE_SECONDS = 0.2, 0.1
 from gpuguard.cli import main
 main(sys.argv[1:])
@@ -41,15 +40,8 @@ class Node:
         """A job with a *share* of so many GiB that *uses* some, once it does; killed at the end with what is its."""
         use = [sys.executable, "-m", "gpuguard", "sim", "use", "--memory", f"{uses}GiB", "--utilization", utilization]
         words = [sys.executable, "-c", FAST, "run", "--no-wait", "--share", "--memory", f"{share}GiB", *options, "--"]
-        wrapper = subprocess.Popen(
-            [*words, *use],
-            env=self.gpuguard.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert wrapper.stdout and wrapper.stderr
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+        wrapper = subprocess.Popen([*words, *use], env=self.gpuguard.environment, text=True, **pipes)
         try:
             line = wrapper.stdout.readline()
             assert "SIMULATED: pid" in line, wrapper.stderr.read()
@@ -61,11 +53,6 @@ class Node:
             wrapper.stdout.close()
             wrapper.stderr.close()
 
-    def events(self, kind: str) -> list[str]:
-        path = Path(self.gpuguard.environment["GPUGUARD_EVENTS"])
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [event["message"] for event in map(json.loads, lines) if event["kind"] == kind]
-
 
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
@@ -74,11 +61,13 @@ def node(tmp_path: Path) -> Node:
 
 def test_a_job_over_its_share_is_warned_once_and_lives_on_as_do_its_neighbours(node: Node) -> None:
     with node.job(10, 10) as neighbour, node.job(5, 6) as greedy:
-        until(lambda: node.events("share"))
+        until(lambda: node.gpuguard.events("share"))
         time.sleep(1.0)  # five more looks: nothing else to wait for shows that nothing follows
 
         why = "the job uses 6.0GiB of device 0, 5.0GiB is allowed (--memory): its neighbours can run out of memory."
-        assert node.events("share") == [f"{why}  --memory-limit ends such a job."]
+        assert [event["message"] for event in node.gpuguard.events("share")] == [
+            f"{why}  --memory-limit ends such a job."
+        ]
         assert (neighbour.poll(), greedy.poll()) == (None, None)
 
 
@@ -125,10 +114,8 @@ def test_who_explain_and_select_show_shares_and_what_is_left(node: Node) -> None
 
     assert re.search(r"in use, shared: 49\.\dGiB and 6 slots left", seen)
     assert seen.count("its share") == 2
-    assert (sorted(claim["memory_bytes"] for claim in device["claims"]), device["slots_left"]) == (
-        [10 * GIB, 20 * GIB],
-        6,
-    )
+    assert sorted(claim["memory_bytes"] for claim in device["claims"]) == [10 * GIB, 20 * GIB]
+    assert device["slots_left"] == 6
     assert 49 * GIB < device["share_left_bytes"] < 50 * GIB
     assert re.search(r"shared by \w+ \(\d0\.0GiB\) and \w+ \(\d0\.0GiB\): 49\.\dGiB and 6 slots left", explained)
     assert (facts["devices"][0]["slots_left"], len(facts["devices"][0]["shared_by"])) == (2, 2)
@@ -141,8 +128,7 @@ def test_the_summary_tells_what_the_job_used_and_not_what_its_neighbours_did(nod
         time.sleep(1.0)
         os.kill(second.pid, signal.SIGTERM)
         second.wait(20)
-    lines = Path(node.gpuguard.environment["GPUGUARD_EVENTS"]).read_text().splitlines()
-    facts = next(event for event in map(json.loads, lines) if event["kind"] == "release")["facts"]
+    facts = node.gpuguard.events("release")[0]["facts"]
 
     assert (facts["peak_memory_bytes"], facts.get("mean_utilization_percent")) == (3 * GIB, None)
 
@@ -165,13 +151,13 @@ SHARE = ("--share", "--memory", "30GiB")
 
 @pytest.mark.root
 def test_two_users_share_a_device_which_neither_gets_alone(machine: Machine) -> None:
-    with machine.job(ALICE, *SHARE), machine.job(BOB, *SHARE) as (_, his):
+    with machine.job(ALICE, *SHARE), machine.job(BOB, *SHARE) as (_, theirs):
         alone = machine(BOB, "run", "--no-wait", "--", "true")
         third = machine(ALICE, "run", "--no-wait", *SHARE, "--", "true")
         seen = json.loads(machine(BOB, "who", "--json").stdout)["devices"][0]
     afterwards = machine(BOB, "run", "--no-wait", "--", "true")
 
-    assert (his, alone.returncode, third.returncode, afterwards.returncode) == ("0", 75, 75, 0)
+    assert (theirs, alone.returncode, third.returncode, afterwards.returncode) == ("0", 75, 75, 0)
     assert "shared by " in alone.stderr
     assert re.search(r"only 1\d\.\dGiB left", third.stderr)
     assert {claim["user"] for claim in seen["claims"]} == {ALICE.pw_name, BOB.pw_name}

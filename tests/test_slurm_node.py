@@ -104,15 +104,9 @@ def test_the_node_of_another_machine_and_an_answer_about_none_are_nothing():
 @pytest.mark.parametrize(
     ("gres", "expected"),
     [
-        ("gpu:1(IDX:0)", {0}),
-        ("gpu:fake:2(IDX:1-2)", {1, 2}),
-        ("gpu:a100:3(IDX:0,2-3)", {0, 2, 3}),
-        ("gpu:1(IDX:1),gpu:1(IDX:3)", {1, 3}),
-        ("mps:a100:100(IDX:2)", {2}),
-        ("gpu:0(IDX:)", set()),
-        ("", set()),
-        ("(null)", set()),
-        ("license:3", set()),
+        *(("gpu:1(IDX:0)", {0}), ("gpu:fake:2(IDX:1-2)", {1, 2}), ("gpu:a100:3(IDX:0,2-3)", {0, 2, 3})),
+        *(("gpu:1(IDX:1),gpu:1(IDX:3)", {1, 3}), ("mps:a100:100(IDX:2)", {2})),
+        *((text, set()) for text in ("gpu:0(IDX:)", "", "(null)", "license:3")),
     ],
 )
 def test_a_job_has_the_gpus_that_its_details_name(gres, expected):
@@ -143,9 +137,8 @@ def test_what_a_job_has_on_other_nodes_is_not_here():
     assert jobs_on(a_job(nodes="n[2-9]"), "n1") == ()
 
 
-def test_no_job_at_all():
-    assert jobs_on("No jobs in the system", "n1") == ()
-    assert shown() == {0: set(), 1: set(), 2: set(), 3: set()}
+def test_where_no_job_runs_no_user_has_a_device():
+    assert shown("No jobs in the system") == {0: set(), 1: set(), 2: set(), 3: set()}
 
 
 @pytest.mark.parametrize(
@@ -277,8 +270,8 @@ def test_an_answer_that_took_long_is_not_asked_for_again_soon(monkeypatch):
 
 
 def test_a_machine_has_slurm_when_one_of_its_traces_is_there(tmp_path: Path):
-    assert not is_here(str(tmp_path))
     (tmp_path / "etc/slurm").mkdir(parents=True)
+    assert not is_here(str(tmp_path))
     (tmp_path / "etc/slurm/slurm.conf").touch()
     assert is_here(str(tmp_path))
 

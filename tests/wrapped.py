@@ -140,7 +140,6 @@ def python(script: str) -> tuple[str, ...]:
 
 
 def first_line(wrapper: subprocess.Popen[str]) -> str:
-    assert wrapper.stdout
     return wrapper.stdout.readline().strip()
 
 

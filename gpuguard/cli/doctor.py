@@ -28,7 +28,7 @@ from gpuguard.files import file_system
 from gpuguard.model import CLOCKS, WHO_FIELDS
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.settings import read_queue_settings
-from gpuguard.source import hidepid_in
+from gpuguard.source import hidepid
 from gpuguard.views import doctor
 from gpuguard.views.doctor import FAULT, DoctorFacts
 from gpuguard.views.text import json_text, put, style
@@ -59,7 +59,6 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
     snapshot = driver["snapshot"]
     outer = outer_devices(os.environ, snapshot.devices if snapshot else ())
     queue = read_queue_settings()
-    mounts = _read("/proc/self/mountinfo")
     return DoctorFacts(
         host=os.uname().nodename,
         backend=args.backend,
@@ -74,7 +73,7 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
         kernel_version=kernel_version(),
         device_nodes=tuple(sorted(name for name in os.listdir("/dev") if name.startswith("nvidia"))),
         first_pid_namespace=in_first_pid_namespace(),
-        hidepid=None if mounts is None else hidepid_in(mounts),
+        hidepid=hidepid(),
         container=_container(os.environ),
         protected_regular=_number("/proc/sys/fs/protected_regular"),
         protected_hardlinks=_number("/proc/sys/fs/protected_hardlinks"),

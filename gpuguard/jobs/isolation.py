@@ -27,6 +27,7 @@ from gpuguard.backends import CAPABILITY_MINORS
 from gpuguard.claims.directory import TRUSTED, LockDirectory, is_roots
 from gpuguard.clusters import visible_devices
 from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.files import mounts
 from gpuguard.model import HEALTH, MODEL, Device
 from gpuguard.procfs import read_text
 
@@ -414,16 +415,13 @@ def sweep(parent: str) -> None:
 
 def own_cgroup() -> str:
     """The directory of our own cgroup (version 2).  Raises GpuguardError: there is none that we can see and write."""
-    # What users name, cgroups and places of mounts, may hold any other end of a line.
+    # What users name may hold any other end of a line.
     with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         own = next((line[3:].rstrip("\n") for line in lines if line.startswith("0::")), None)
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
-        mounts = [line.split(" ") for line in lines if " - cgroup2 " in line]
-    for fields in mounts:
-        root, place = (re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), word) for word in fields[3:5])
-        below = root.rstrip("/")
-        if own is not None and (own == root or own.startswith(f"{below}/")):
-            path = (place + own[len(below) :]).rstrip("/")
+    for mount in mounts():
+        below = mount.root.rstrip("/")
+        if mount.kind == "cgroup2" and own is not None and (own == mount.root or own.startswith(f"{below}/")):
+            path = (mount.point + own[len(below) :]).rstrip("/")
             if os.access(path, os.W_OK):
                 return path
             raise _no_filter(f"{path} cannot be written to, as in a container")
