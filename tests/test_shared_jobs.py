@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nodes import GIB, Gpuguard, start, until
@@ -40,7 +41,7 @@ class Node:
         """A job with a *share* of so many GiB that *uses* some, once it does; killed at the end with what is its."""
         use = [sys.executable, "-m", "gpuguard", "sim", "use", "--memory", f"{uses}GiB", "--utilization", utilization]
         words = [sys.executable, "-c", FAST, "run", "--no-wait", "--share", "--memory", f"{share}GiB", *options, "--"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
         wrapper = subprocess.Popen([*words, *use], env=self.gpuguard.environment, text=True, **pipes)
         try:
             line = wrapper.stdout.readline()

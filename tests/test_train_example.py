@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nodes import start
@@ -34,7 +35,7 @@ def training(place: str, *words: str, **variables: str) -> Iterator[subprocess.P
     (nothing / "libcuda.so.1").touch()
     own = {"GPUGUARD_SIM_DIR": place, "PYTHONPATH": str(nothing), "LD_LIBRARY_PATH": str(nothing)}
     environment = {**os.environ, **own, "PYTHONDONTWRITEBYTECODE": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, TRAIN, *words], env=environment | variables, text=True, **pipes) as child:
         try:
             yield child
