@@ -269,8 +269,8 @@ def test_a_claim_is_seen_and_missed_at_the_next_sample(a_watchdog, place):
     guard = a_watchdog(backend, directory=directory, on_sample=lambda snapshot, _: seen.append(snapshot.claims))
     guard.step()
     with acquire(backend, Request(devices=("0",)), directory) as claim:
-        guard.step()
         looks(guard, 2)
+    guard.step()
 
     assert [[record.id for record in claims] for claims in seen] == [[], [claim.id], [claim.id], []]
 
