@@ -62,6 +62,15 @@ def machine(request: pytest.FixtureRequest, site: Path) -> Iterator[Machine]:
         yield machine
 
 
+@pytest.fixture
+def admin(site: Path) -> Iterator[Machine]:
+    """One whose directory root has made, by `gpuguard setup`."""
+    from users import a_shared_machine
+
+    with a_shared_machine(site, "admin") as machine:
+        yield machine
+
+
 @pytest.fixture(params=["broker", "keeper"])
 def broker(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
     """A machine whose daemon gives the locks, for tests as root."""

@@ -27,12 +27,6 @@ Done = CompletedProcess[str]
 
 
 @pytest.fixture
-def admin(site: Path) -> Iterator[Machine]:
-    with a_shared_machine(site, "admin") as made:
-        yield made
-
-
-@pytest.fixture
 def sticky(site: Path) -> Iterator[Machine]:
     with a_shared_machine(site, "sticky") as made:
         yield made
