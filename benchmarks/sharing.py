@@ -30,7 +30,7 @@ from contention import GIB, IdleMachine, _end, _state
 
 from gpuguard import lock
 from gpuguard.claims import claim as hold
-from gpuguard.claims import records, shares
+from gpuguard.claims import records
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import locked_devices
@@ -72,13 +72,13 @@ def without_gate() -> None:
 
 def no_first_look() -> None:
     """No fault: whoever sees nobody before he takes his locks must see the others behind them."""
-    shares.sharing_now = lambda *words: {}
+    lock.sharing_now = lambda *words: {}  # type: ignore
 
 
 def no_look() -> None:
     """Count the slots alone."""
     no_first_look()
-    shares._over_capacity = lambda *words: {}
+    hold._over_capacity = lambda *words: {}
 
 
 def no_exclusion() -> None:
@@ -99,7 +99,7 @@ def late_record() -> None:
 
     seen: list[Claim] = []
     Claim.write_record = nothing_first  # type: ignore
-    shares._over_capacity = _blind(shares._over_capacity)
+    hold._over_capacity = _blind(hold._over_capacity)
 
 
 def _blind(proper: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:

@@ -3,7 +3,7 @@
 The two-key rule: the device is not claimed, *and* it looks free (no compute process of others, hardly any memory in
 use, healthy).  Unknown never satisfies a condition.  Of a shared device, a share counts with what it was promised or
 what its user's processes hold, whichever is more; all other memory in use counts as strangers'.
-Does not rank (see select) and reads nothing (see claims.shares for who shares a device).
+Does not rank (see select) and reads nothing (see claims.claim for who shares a device).
 """
 
 from __future__ import annotations

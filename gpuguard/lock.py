@@ -14,11 +14,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpuguard.claims.claim import Claim, JobDetails, lock_device, lock_parts, unlock
+from gpuguard.claims.claim import Claim, JobDetails, join, lock_device, lock_parts, sharing_now, sharing_of, unlock
 from gpuguard.claims.directory import Gate
 from gpuguard.claims.records import locked_devices, probe, read_record
 from gpuguard.claims.restrictions import restrictions_against
-from gpuguard.claims.shares import join, sharing_now, sharing_of
 from gpuguard.clusters.visible_devices import outer_devices
 from gpuguard.errors import (
     BackendError,

@@ -14,12 +14,23 @@ from queues import HOUR, a_ticket
 
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.queue import settings as linefile
-from gpuguard.queue.priority import PRIORITIES, QueueRules, ReservationKeys, Ticket, due_at, order, overdue, permitted
-from gpuguard.queue.settings import PriorityKeys, QueueKeys, QueueSettings, parse, read_queue_settings
+from gpuguard.queue.priority import (
+    PRIORITIES,
+    PriorityKeys,
+    QueueRules,
+    ReservationKeys,
+    Ticket,
+    due_at,
+    order,
+    overdue,
+    permitted,
+)
+from gpuguard.queue.settings import QueueSettings, parse, read_queue_settings
 from gpuguard.request import Request
 
 NOW = 1_000_000.0
 DAY = 86400.0
+HIGH = {"priority": PriorityKeys("high")}
 
 
 def ids(tickets, usage=None, now=NOW, **rules):
@@ -27,7 +38,7 @@ def ids(tickets, usage=None, now=NOW, **rules):
 
 
 def test_where_the_site_says_nothing_it_goes_by_these_numbers():
-    assert QueueRules() == QueueRules(True, 7 * DAY, 0.25, 24 * HOUR, 0, {})
+    assert QueueRules() == QueueRules(True, 7 * DAY, 0.25, 24 * HOUR, PriorityKeys("normal"), ReservationKeys())
     assert ReservationKeys() == ReservationKeys(2, DAY, 14 * DAY, 30 * 60.0)
     assert PRIORITIES == {"low": -1, "normal": 0, "high": 1}  # these stand in tickets, of other versions too
 
@@ -43,9 +54,10 @@ def test_a_ticket_is_of_normal_priority_and_knows_nothing_unless_it_says_so():
     [
         ("high", {}, "normal"),
         ("low", {}, "low"),
-        ("high", {"highest": 1}, "high"),
-        ("high", {"highest_of": {1001: 1}}, "high"),
-        ("normal", {"highest": 1, "highest_of": {1001: -1}}, "low"),
+        ("high", HIGH, "high"),
+        ("high", {"priority": PriorityKeys(high=(1001,))}, "high"),
+        ("normal", {"priority": PriorityKeys("high", low=(1001,))}, "low"),
+        ("high", {"priority": PriorityKeys(high=(1001,), low=(1001,))}, "low"),
     ],
 )
 def test_a_priority_above_the_permitted_one_counts_as_the_permitted_one(asked, rules, real):
@@ -143,14 +155,14 @@ def test_a_higher_class_goes_first_and_in_it_the_same_order():
         for n in (2, 1)
     ]
 
-    assert ids(tickets, now=NOW + 10, highest=1) == ["high 1", "high 2", "normal 1", "normal 2", "low 1", "low 2"]
+    assert ids(tickets, now=NOW + 10, **HIGH) == ["high 1", "high 2", "normal 1", "normal 2", "low 1", "low 2"]
 
 
 def test_a_ticket_that_was_promised_an_earlier_start_is_first_in_its_class():
     late = a_ticket(1, id="late", since=NOW - 5, promise=NOW - 1)
 
     assert ids([a_ticket(2, id="a", since=NOW - 9), late], {1: 1e9}) == ["late", "a"]
-    assert ids([a_ticket(2, id="a", since=NOW - 9, priority=1), late], {1: 1e9}, highest=1) == ["a", "late"]
+    assert ids([a_ticket(2, id="a", since=NOW - 9, priority=1), late], {1: 1e9}, **HIGH) == ["a", "late"]
 
 
 TODAY = 30 * HOUR
@@ -169,7 +181,7 @@ usages = st.dictionaries(st.integers(1, 4), st.floats(0, 1e9))
 
 @given(st.lists(tickets, max_size=20), usages, st.booleans())
 def test_each_ticket_has_one_position_and_classes_do_not_mix(waiting, usage, fair):
-    queue = order(waiting, usage, QueueRules(fair_share=fair, highest=1), TODAY)
+    queue = order(waiting, usage, QueueRules(fair_share=fair, **HIGH), TODAY)
 
     assert sorted(ticket.id for ticket in queue) == sorted(ticket.id for ticket in waiting)
     priorities = [ticket.priority for ticket in queue]
@@ -221,26 +233,21 @@ def test_every_key_is_read_in_its_unit():
         half_life=2 * 86400.0,
         patience=0.1,
         bound=5400.0,
-        highest=-1,
-        highest_of={1001: 1, 4711: 1, 1002: -1},
+        priority=PriorityKeys("low", high=(1001, 4711), low=(1002,)),
+        reservations=ReservationKeys(devices=1, longest=7200.0, ahead=3 * 86400.0, no_show=300.0),
     )
-    assert file.reservations == ReservationKeys(devices=1, longest=7200.0, ahead=3 * 86400.0, no_show=300.0)
 
 
 def test_the_example_has_every_key():
     words = EVERYTHING.decode()
 
-    assert all(f"{key.name}:" in words for noun in (QueueKeys, PriorityKeys, ReservationKeys) for key in fields(noun))
+    assert all(f"{key.name}:" in words for noun in (QueueRules, PriorityKeys, ReservationKeys) for key in fields(noun))
 
 
 def test_what_is_not_written_is_as_without_the_file():
     assert read("fair_share: true") == QueueSettings()
     assert read("patience: 25%\nbound: 24h\nhalf_life: 7d\npriority: {everybody: normal}") == QueueSettings()
     assert [read(text).rules for text in ("", "\n# nothing\n", "---\n")] == [QueueRules()] * 3
-
-
-def test_a_user_who_is_named_twice_gets_the_lower_priority():
-    assert read("priority: {high: [alice], low: [alice]}").rules.highest_of == {1001: -1}
 
 
 FAULTS = [
@@ -274,14 +281,14 @@ FAULTS = [
 def test_a_fault_has_its_place_and_leaves_what_holds_without_the_file(text, place, what):
     file = read(f"{text}\n")
 
-    assert file.rules == QueueRules() and file.reservations == ReservationKeys()
+    assert file.rules == QueueRules()
     shown = ["\n".join(fault.lines("line.yaml")) for fault in file.faults]
     assert any(fault.startswith(f"line.yaml:{place}: ") and what in fault for fault in shown), shown
     assert all(line.isprintable() for fault in shown for line in fault.split("\n"))
 
 
 def test_a_name_in_quotes_is_a_name_and_no_is_a_name_too():
-    assert read('priority: {high: ["alice", no]}').rules.highest_of == {1001: 1, 1003: 1}
+    assert read('priority: {high: ["alice", no]}').rules.priority.high == (1001, 1003)
 
 
 def test_every_fault_is_told_at_once():

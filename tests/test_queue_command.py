@@ -406,6 +406,7 @@ def test_a_request_that_waits_for_a_process_is_no_obstacle(gpuguard, job, waits)
 def test_who_shows_the_requests_that_wait_in_order_of_arrival(gpuguard, waits):
     for number in (1, 2):
         waits(requests=(Request(num_gpus=number),), note=f"\x1b[{number}m", command=("python", f"{number}.py"))
+        time.sleep(0.02)  # files have their times in steps of some milliseconds
     _, output = gpuguard("who")
     waiting = json.loads(gpuguard("who", "--json")[1])["waiting"]
 

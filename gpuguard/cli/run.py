@@ -344,8 +344,7 @@ def priority_of(args: argparse.Namespace) -> int:
         return wanted
     from gpuguard.queue.settings import read_queue_settings  # 20 ms, for who wants more than others
 
-    rules = read_queue_settings().rules
-    highest = rules.highest_of.get(os.geteuid(), rules.highest)
+    highest = read_queue_settings().rules.highest(os.geteuid())
     if highest < wanted:
         print_notice(f"--priority {args.priority} is not yours at this site: {PRIORITY_NAMES[highest + 1]} it is.")
     return min(wanted, highest)

@@ -15,10 +15,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from gpuguard.claims.claim import Claim, Lock, lock_of
+from gpuguard.claims.claim import Claim, Lock, lock_of, sharing_now
 from gpuguard.claims.directory import LockDirectory, is_same_file
 from gpuguard.claims.records import slot_names
-from gpuguard.claims.shares import sharing_now
 from gpuguard.daemon.client import DaemonBusy, GrantReply, NoDaemonSocket, close_all, decoded, exchange
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.model import ClaimRecord, Device, Snapshot

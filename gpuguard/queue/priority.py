@@ -11,10 +11,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
+from gpuguard.errors import InvalidRequest
 from gpuguard.request import Request
-from gpuguard.units import parse_duration
+from gpuguard.units import parse_duration, parse_percent
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1}
 TYPICAL_SECONDS = 3600.0  # the length of a job without a time limit or an estimate, in fair share only
@@ -58,20 +59,21 @@ class Ticket:
 
 
 @dataclass(frozen=True)
-class QueueRules:
-    """The site's rules for the queue."""
+class PriorityKeys:
+    """The highest priority that users get; the uids of *high* get high, and those of *low* never more than low."""
 
-    fair_share: bool = True  # False: first come, first served, within a priority
-    half_life: float = 7 * 86400.0  # seconds after which used GPU time counts half
-    patience: float = 0.25  # share of the planned wait by which a start may be put off for shorter jobs
-    bound: float = 24 * 3600.0  # seconds after which no other request passes one for which no start can be planned
-    highest: int = 0  # the highest priority that any user gets, and that some uids get
-    highest_of: Mapping[int, int] = field(default_factory=dict)
+    everybody: Literal["low", "normal", "high"] = "normal"
+    high: tuple[Annotated[int, "user"], ...] = ()
+    low: tuple[Annotated[int, "user"], ...] = ()
+
+
+def _parse_share(text: str) -> float:
+    return parse_percent(text) / 100
 
 
 @dataclass(frozen=True)
 class ReservationKeys:
-    """What users may reserve for themselves; the fields are keys of line.yaml.
+    """What users may reserve for themselves.
 
     Args:
         devices: so many at a time, all their reservations together; 0: none.
@@ -84,6 +86,27 @@ class ReservationKeys:
     longest: Annotated[float, parse_duration] = 86400.0
     ahead: Annotated[float, parse_duration] = 14 * 86400.0
     no_show: Annotated[float, parse_duration] = 1800.0
+
+
+@dataclass(frozen=True)
+class QueueRules:
+    """The site's rules for the queue; the fields are the keys of line.yaml."""
+
+    fair_share: bool = True  # False: first come, first served, within a priority
+    half_life: Annotated[float, parse_duration] = 7 * 86400.0  # after which used GPU time counts half
+    patience: Annotated[float, _parse_share] = 0.25  # of the planned wait: shorter jobs may put a start off by that
+    bound: Annotated[float, parse_duration] = 24 * 3600.0  # then no request passes one whose start cannot be planned
+    priority: PriorityKeys = field(default_factory=PriorityKeys)
+    reservations: ReservationKeys = field(default_factory=ReservationKeys)
+
+    def __post_init__(self) -> None:
+        if self.half_life <= 0:
+            raise InvalidRequest("half_life must be more than 0: write fair_share: false to count nothing.")
+
+    def highest(self, uid: int) -> int:
+        """The highest priority that *uid* gets."""
+        keys = self.priority
+        return PRIORITIES["low" if uid in keys.low else "high" if uid in keys.high else keys.everybody]
 
 
 def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: QueueRules, now: float) -> list[Ticket]:
@@ -110,7 +133,7 @@ def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: QueueR
 
 def permitted(ticket: Ticket, rules: QueueRules) -> int:
     """The priority that it really has."""
-    return min(ticket.priority, rules.highest_of.get(ticket.uid, rules.highest))
+    return min(ticket.priority, rules.highest(ticket.uid))
 
 
 def overdue(tickets: Collection[Ticket], rules: QueueRules, now: float) -> frozenset[str]:

@@ -103,7 +103,7 @@ def reservation_calendar(
     if not _has_reservations(directory):
         return ReservationCalendar(now=now)
     reservations, ignored, arrivals = read_reservations(directory, now)
-    keys = read_queue_settings().reservations
+    keys = read_queue_settings().rules.reservations
     return ReservationCalendar(tuple(judge(reservations, uuids, claims, arrivals, keys, now)), tuple(ignored), now)
 
 
@@ -161,7 +161,7 @@ def judge(
 def what_if(wanted: Reservation, known: ReservationCalendar, uuids: Collection[str]) -> str:
     """Why a new reservation would not count; "" when it would.  Says when there would be room for it."""
     others = known.reservations
-    why_not = _why_not(wanted, others, uuids, read_queue_settings().reservations)
+    why_not = _why_not(wanted, others, uuids, read_queue_settings().rules.reservations)
     if why_not != _NO_ROOM:
         return why_not
     for begins in sorted(other.ends for other in others if other.ends > wanted.begins):

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
 
 from gpuguard.errors import InvalidRequest, shortage
 from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Decoder
 from gpuguard.policies.files.source import Fault, YamlSource, read_file
-from gpuguard.queue.priority import PRIORITIES, QueueRules, ReservationKeys
-from gpuguard.units import parse_duration, parse_percent
+from gpuguard.queue.priority import QueueRules
 
 PATH = "/etc/gpuguard/line.yaml"
 
@@ -29,41 +27,9 @@ PATH = "/etc/gpuguard/line.yaml"
 class QueueSettings:
     """What the file says; with faults, what holds without it."""
 
-    rules: QueueRules = field(default_factory=QueueRules)  # of the queue
-    reservations: ReservationKeys = field(default_factory=ReservationKeys)  # of users
+    rules: QueueRules = field(default_factory=QueueRules)
     faults: tuple[Fault, ...] = ()  # why the file does not count
     path: str = PATH  # of the file
-
-
-@dataclass(frozen=True)
-class PriorityKeys:
-    """The highest priority that users may ask for.
-
-    Args:
-        everybody: low, normal or high.
-        high: users that may ask for high.
-        low: users that never get more than low.
-    """
-
-    everybody: Literal["low", "normal", "high"] = "normal"
-    high: tuple[Annotated[int, USER], ...] = ()
-    low: tuple[Annotated[int, USER], ...] = ()
-
-
-@dataclass(frozen=True)
-class QueueKeys:
-    """All keys of the file."""
-
-    fair_share: bool = True
-    half_life: Annotated[float, parse_duration] = QueueRules.half_life
-    patience: Annotated[float, parse_percent] = 100 * QueueRules.patience
-    bound: Annotated[float, parse_duration] = QueueRules.bound
-    priority: PriorityKeys = field(default_factory=PriorityKeys)
-    reservations: ReservationKeys = field(default_factory=ReservationKeys)
-
-    def __post_init__(self) -> None:
-        if self.half_life <= 0:
-            raise InvalidRequest("half_life must be more than 0: write fair_share: false to count nothing.")
 
 
 def read_queue_settings(path: str | None = None) -> QueueSettings:
@@ -87,19 +53,8 @@ def read_queue_settings(path: str | None = None) -> QueueSettings:
     return QueueSettings(*parse(content, Accounts()), path)
 
 
-def parse(content: bytes, accounts: Accounts) -> tuple[QueueRules, ReservationKeys, tuple[Fault, ...]]:
+def parse(content: bytes, accounts: Accounts) -> tuple[QueueRules, tuple[Fault, ...]]:
     """What *content* says; with faults, what holds without it."""
     source = YamlSource(content)
-    keys = Decoder(source, {USER: accounts.user, GROUP: accounts.group}).root(QueueKeys)
-    if keys is None or source.faults:
-        return QueueRules(), ReservationKeys(), tuple(source.faults)
-    priority = keys.priority
-    rules = QueueRules(
-        fair_share=keys.fair_share,
-        half_life=keys.half_life,
-        patience=keys.patience / 100,
-        bound=keys.bound,
-        highest=PRIORITIES[priority.everybody],
-        highest_of=dict.fromkeys(priority.high, PRIORITIES["high"]) | dict.fromkeys(priority.low, PRIORITIES["low"]),
-    )
-    return rules, keys.reservations, ()
+    rules = Decoder(source, {USER: accounts.user, GROUP: accounts.group}).root(QueueRules)
+    return (QueueRules() if rules is None or source.faults else rules), tuple(source.faults)

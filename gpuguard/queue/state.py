@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from gpuguard.claims.claim import sharing_of
 from gpuguard.claims.directory import Gate, LockDirectory
 from gpuguard.claims.records import probe_in_gate
 from gpuguard.claims.restrictions import (
@@ -23,7 +24,6 @@ from gpuguard.claims.restrictions import (
     read_restrictions,
     restriction_files,
 )
-from gpuguard.claims.shares import sharing_of
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.queries import query_store, store_path
 from gpuguard.model import ClaimRecord, Device, Snapshot
