@@ -142,6 +142,56 @@ def test_a_lost_device_is_lost_and_the_name_of_a_process_makes_none_so(tmp_path)
     assert read(tmp_path, named).devices[0].problems == ()
 
 
+def test_a_lost_device_keeps_its_name_and_its_place(tmp_path):
+    (device,) = read(tmp_path, odd={"fan_speed": "GPU is lost"}).devices
+
+    assert (device.name, device.pci_bus_id) == (FULL.name, FULL.pci_bus_id)
+
+
+def test_the_power_limit_of_driver_610_is_read_where_it_stands(tmp_path):
+    moved = {"gpu_power_readings/current_power_limit": None}
+    write_smi(tmp_path / "smi.xml", a_snapshot(FULL), moved)
+    document = (tmp_path / "smi.xml").read_text(encoding="ascii")
+    ceiling = "<gpu_ceiling_power_limit><current_power_limit>250.00 W</current_power_limit></gpu_ceiling_power_limit>"
+    document = document.replace("</gpu_power_readings>", f"{ceiling}</gpu_power_readings>")
+    (tmp_path / "smi.xml").write_text(document, encoding="ascii")
+
+    assert backends.open_backend(f"smi:{tmp_path}/smi.xml").sample(ALL_FIELDS).devices[0].power_limit == 250.0
+
+
+def test_warnings_around_the_document_are_no_part_of_it(tmp_path):
+    warning = "WARNING: infoROM is corrupted at gpu 0000:01:00.0\n"
+    path = write_smi(tmp_path / "smi.xml", a_snapshot(FULL))
+    path.write_text(warning + path.read_text(encoding="ascii") + warning, encoding="ascii")
+
+    assert backends.open_backend(f"smi:{path}").sample(ALL_FIELDS).devices[0].uuid == FULL.uuid
+
+
+def test_a_pid_that_computes_and_draws_is_one_process(tmp_path):
+    twice = tuple(a_process(kind=kind, memory_used=used) for kind, used in (("compute", GIB), ("graphics", 2 * GIB)))
+    (device,) = read(tmp_path, a_device(processes=twice, memory_used=4 * GIB)).devices
+
+    assert device.processes_plausible
+    assert [(process.kind, process.memory_used) for process in device.processes or ()] == [
+        ("compute+graphics", 2 * GIB)
+    ]
+
+
+@pytest.mark.parametrize("word", ["0000:01:00.0", "00000000:01:00.0"])
+def test_a_bus_id_has_a_domain_of_eight_digits(tmp_path, word):
+    assert read(tmp_path, odd={"pci/pci_bus_id": word}).devices[0].pci_bus_id == "00000000:01:00.0"
+
+
+@pytest.mark.parametrize(("word", "problems"), [("True", 1), ("False", 0), ("N/A", 0)])
+def test_an_unhealthy_route_of_the_fabric_is_a_problem(tmp_path, word, problems):
+    path = write_smi(tmp_path / "smi.xml", a_snapshot(FULL))
+    health = f"<fabric><health><route_unhealthy>{word}</route_unhealthy></health></fabric></gpu>"
+    path.write_text(path.read_text(encoding="ascii").replace("</gpu>", health), encoding="ascii")
+
+    (device,) = backends.open_backend(f"smi:{path}").sample(ALL_FIELDS).devices
+    assert len(device.problems or ()) == problems
+
+
 def test_instances_without_a_name_of_their_own_get_the_one_that_cuda_knows(tmp_path):
     parent = a_device(mig_mode=True, utilization=None)
     inside = a_mig_instance(parent, processes=(a_process(memory_used=GIB),), memory_used=GIB)

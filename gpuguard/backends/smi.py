@@ -31,7 +31,7 @@ from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, Driv
 from gpuguard.model import PROCESS_DETAILS, Device, Gap, GpuProcess, Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
     from typing import Any, NoReturn
 
 # Sixteen devices with all their supported clocks, the longest part, are 2 MB, 40,000 elements and 7 levels.
@@ -51,6 +51,7 @@ def parse(document: bytes) -> Element:
     """
     if len(document) > MAX_BYTES:
         _refuse(f"it is larger than {MAX_BYTES // 2**20} MiB")
+    document = _without_warnings(document)
     tree = _BoundedTree()
     parser = expat.ParserCreate()
     parser.buffer_text = True
@@ -69,6 +70,16 @@ def parse(document: bytes) -> Element:
     if root.tag != "nvidia_smi_log":
         _refuse("it does not begin with <nvidia_smi_log>")
     return root
+
+
+def _without_warnings(document: bytes) -> bytes:
+    """The document without the lines that nvidia-smi prints before or after it: "WARNING: infoROM is corrupted ..."."""
+    lines = document.strip().split(b"\n")
+    while lines and lines[0].startswith(b"WARNING:"):
+        del lines[0]
+    while lines and lines[-1].startswith(b"WARNING:"):
+        del lines[-1]
+    return b"\n".join(lines).strip()
 
 
 class _BoundedTree:
@@ -167,8 +178,9 @@ _EXCUSES = ("not ", "requested functionality", "insufficient", "function not", "
 
 
 def _bus_id(text: str) -> str | None:
-    # Strictly, as a path in /sys is made of it.
-    return text if re.fullmatch(r"[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]", text, re.ASCII) else None
+    # Strictly, as a path in /sys is made of it.  Old drivers write the domain with four digits.
+    match = re.fullmatch(r"([0-9A-Fa-f]{4}){1,2}(:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])", text, re.ASCII)
+    return text.rjust(16, "0") if match else None
 
 
 def _pstate(text: str) -> int | None:
@@ -204,7 +216,8 @@ ROWS: dict[str, dict[str, tuple[Callable[[str], Any], tuple[str, ...]]]] = {
         ),
         "power_limit": (
             watts,
-            ("power_readings/enforced_power_limit", f"{_POWER}/current_power_limit", "power_readings/power_limit"),
+            ("power_readings/enforced_power_limit", f"{_POWER}/current_power_limit", "power_readings/power_limit",
+             f"{_POWER}/gpu_ceiling_power_limit/current_power_limit"),  # the last: driver 610
         ),
         "total_energy": (watts, ()),
     },
@@ -354,7 +367,7 @@ def read_health(reading: SmiReading) -> None:
     else:
         reading.gap("mig_mode", _reason(mode))
     for place, problem in _PROBLEMS.items():
-        if reading.word(place) == "Yes":
+        if reading.word(place) in ("Yes", "True"):
             reading.problem(problem)
     action = reading.word("gpu_recovery_action") or ""
     if not is_blank(action):
@@ -370,6 +383,7 @@ _PROBLEMS = {
     "remapped_rows/remapped_row_failure": "row remap failed",
     "retired_pages/pending_retirement": "page retirement pending",
     "retired_pages/pending_blacklist": "page retirement pending",
+    "fabric/health/route_unhealthy": "the NVLink fabric has an unhealthy route",
 }
 
 
@@ -399,6 +413,7 @@ def read_processes(reading: SmiReading, listed: Element | None, instance: tuple[
             reading.gap("processes", f"a pid is written {word_at(entry, 'pid')!r:.40}")
             return
         rows.append(process)
+    rows = _merged(rows)
     live, details = reading.live, PROCESS_DETAILS in reading.fields
     reason = implausibility(
         [(row.pid, row.memory_used) for row in rows],
@@ -433,6 +448,18 @@ def _process(reading: SmiReading, entry: Element) -> GpuProcess | None:
         reading.gap(f"process {pid} kind", kind or _reason(None))
     command = (name,) if name and not name.startswith("[") else None
     return GpuProcess(int(pid or 0), used, _KINDS.get(kind or "", _OTHER_KIND), command=command)
+
+
+def _merged(rows: Sequence[GpuProcess]) -> list[GpuProcess]:
+    """One process per pid, as the driver library lists one that computes and draws twice."""
+    found: dict[int, GpuProcess] = {}
+    for row in rows:
+        if other := found.get(row.pid):
+            kind = row.kind if row.kind == other.kind else _OTHER_KIND
+            memory = max((used for used in (row.memory_used, other.memory_used) if used is not None), default=None)
+            row = replace(other, kind=kind, memory_used=memory)
+        found[row.pid] = row
+    return list(found.values())
 
 
 _Read = tuple[Device, list[Gap]]
@@ -526,7 +553,8 @@ class Smi:
         uuid = told if told.startswith("GPU-") and is_uuid(told) else self._uuids.get(bus, f"unknown-{index}")
         self._uuids[bus] = uuid
         if _is_lost(element):
-            lost = Device(index, uuid, problems=("lost",))
+            name, bus_id = name_of(word_at(element, "product_name") or ""), _bus_id(bus)
+            lost = Device(index, uuid, name=name, pci_bus_id=bus_id, problems=("lost",))
             return [(lost, [Gap(uuid, group, "the device is lost") for group in sorted(fields)])]
         reading = SmiReading(element, uuid, fields, live=not self.path)
         for group in sorted(fields):
