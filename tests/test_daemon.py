@@ -19,7 +19,7 @@ from nodes import GIB, a_user, change, eventually
 from proc import children_of
 from sources import ROOT
 
-from gpuguard.daemon.service import clean_environment, notify_systemd
+from gpuguard.daemon.service import clean_environment
 from gpuguard.errors import InvalidRequest
 
 UNIT = ROOT / "packaging" / "gpuguard.service"
@@ -238,11 +238,6 @@ def test_systemd_is_told_how_it_is(tmp_path):
 
     told = told.replace(", but not against other users", "")  # what an ordinary user's daemon adds
     assert told.startswith("READY=1\nSTATUS=1 policy, dry run: --enforce is missing\nWATCHDOG=1\n")
-
-
-def test_no_manager_is_no_fault(tmp_path):
-    notify_systemd("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "nobody")})
-    notify_systemd("READY=1", {})
 
 
 def test_a_daemon_of_root_takes_no_library_no_path_and_no_module_from_its_caller():

@@ -98,11 +98,6 @@ def test_a_file_with_faults_is_shown_line_by_line(once, policy):
     assert "no policy has anything against" not in done.stderr, "nothing was judged"
 
 
-@pytest.mark.parametrize("path", ["absent.yaml", "."])
-def test_a_file_that_cannot_be_read_is_a_fault(once, tmp_path, path):
-    assert once(file=tmp_path / path).returncode == 1
-
-
 @pytest.mark.root
 def test_a_file_that_another_user_can_change_is_no_policy(once, policy):
     os.chown(policy, 20001, 20001)

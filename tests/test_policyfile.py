@@ -13,7 +13,6 @@ from gpuguard.policies.files.decoder import Accounts
 from gpuguard.policies.files.loader import load_policies, parse
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Exemption, Scope, Step
-from gpuguard.policies.thresholds import MemoryRule
 from gpuguard.policies.usage import UnclaimedRule, UsersRule
 
 EVERY_KEY = """\
@@ -50,8 +49,9 @@ def policy(**pieces):
     return good(document(**pieces)).policies[0]
 
 
-def test_every_key_reaches_the_policy():
-    [found] = good(EVERY_KEY).policies
+def test_every_key_and_step_reaches_the_policy_and_the_file():
+    file = good(EVERY_KEY)
+    [found] = file.policies
 
     assert found.rules == (IdleRule(below=5.0),)
     assert (found.hold, found.start_grace, found.cooldown) == (7200.0, 1800.0, 900.0)
@@ -62,11 +62,6 @@ def test_every_key_reaches_the_policy():
     assert (found.devices_at_least, found.claimed_above, found.enforce) == (2, 80.0, False)
     assert (found.hours, found.days) == ((79200.0, 27000.0), frozenset({0, 1}))
     assert (found.at_most_users, found.at_most_processes) == (1, 2)
-
-
-def test_every_step_reaches_the_ladder():
-    [found] = good(EVERY_KEY).policies
-
     assert found.steps == (
         Step("warn"),
         Step("notify", 1800.0, (("to", "ops"),)),
@@ -74,11 +69,6 @@ def test_every_step_reaches_the_ladder():
         Step("terminate", 3600.0),
         Step("kill", 60.0),
     )
-
-
-def test_the_file_has_targets_an_interval_and_texts():
-    file = good(EVERY_KEY)
-
     assert file.notify["ops"].to == "ops@example.org"
     assert file.interval == (1.0, 5.0)
     assert file.messages["en"].subject == "$host: $policy"
@@ -104,41 +94,46 @@ def test_the_mode_of_a_policy_overrides_the_files(of_file, of_policy, enforced):
     assert policy(top=of_file, more=of_policy).enforce is enforced
 
 
-@pytest.mark.parametrize("join", ["all", "any"])
-def test_several_rules_are_joined(join):
-    found = policy(when=f"{{{join}: [{{idle: {{below: 5%}}}}, {{memory: {{above: 40GiB}}}}]}}")
-
-    assert (found.join, [type(rule) for rule in found.rules]) == (join, [IdleRule, MemoryRule])
+BOTH_RULES = "[{idle: {below: 5%}}, {memory: {above: 40GiB}}]"
 
 
-def test_users_of_a_rule_are_uids():
-    assert policy(when="{users: {deny: [alice, 7], allow_groups: [staff]}}").rules == (
-        UsersRule(deny=(1000, 7), allow_groups=("staff",)),
-    )
+@pytest.mark.parametrize(
+    ("pieces", "field", "value"),
+    [
+        ({"when": f"{{all: {BOTH_RULES}}}"}, "join", "all"),
+        ({"when": f"{{any: {BOTH_RULES}}}"}, "join", "any"),
+        (
+            {"when": "{users: {deny: [alice, 7], allow_groups: [staff]}}"},
+            "rules",
+            (UsersRule(deny=(1000, 7), allow_groups=("staff",)),),
+        ),
+        ({"when": "{unclaimed: {}}"}, "rules", (UnclaimedRule(),)),
+        (
+            {"more": "except: [{users: [alice]}, {groups: [staff], until: 2026-12-24}]"},
+            "exempt",
+            (
+                Exemption(frozenset({1000})),
+                Exemption(groups=frozenset({"staff"}), until=time.mktime((2026, 12, 25, 0, 0, 0, 0, 0, -1))),
+            ),
+        ),
+        (  # for the reader of the file, not for the action
+            {
+                "when": "{temperature: {above: 95C, per: process}}",
+                "steps": "[warn, {do: terminate, even_if_innocent: true}]",
+            },
+            "steps",
+            (Step("warn"), Step("terminate")),
+        ),
+    ],
+    ids=["all", "any", "users are uids", "a rule without keys", "several exemptions", "even if innocent"],
+)
+def test_what_is_written_is_what_the_policy_has(pieces, field, value):
+    assert getattr(policy(**pieces), field) == value
 
 
 @pytest.mark.parametrize("name", ["no", "on", "'no'", '"on"'])
 def test_a_user_whose_name_yaml_takes_for_a_truth_is_a_user(name):
     assert policy(more=f"only: {{users: [{name}]}}").only.users in ({1002}, {1003})
-
-
-def test_a_rule_without_keys_is_written_with_braces():
-    assert policy(when="{unclaimed: {}}").rules == (UnclaimedRule(),)
-
-
-def test_several_exemptions_are_a_list():
-    found = policy(more="except: [{users: [alice]}, {groups: [staff], until: 2026-12-24}]")
-
-    assert [each.users for each in found.exempt] == [frozenset({1000}), None]
-    assert found.exempt[1].until == time.mktime((2026, 12, 25, 0, 0, 0, 0, 0, -1))
-
-
-def test_even_if_innocent_is_for_the_reader_of_the_file_not_for_the_action():
-    found = policy(
-        when="{temperature: {above: 95C, per: process}}", steps="[warn, {do: terminate, even_if_innocent: true}]"
-    )
-
-    assert found.steps[1] == Step("terminate")
 
 
 def test_another_text_has_another_fingerprint():
@@ -243,13 +238,6 @@ def test_the_accounts_of_this_machine_are_asked():
 
 def loaded(path, *, trusted_owner=False):
     return load_policies(str(path), trusted_owner=trusted_owner, accounts=accounts())
-
-
-def test_a_file_is_read(tmp_path):
-    path = tmp_path / "policy.yaml"
-    path.write_text(document())
-
-    assert loaded(path).policies == read(document()).policies
 
 
 @pytest.mark.parametrize("kind", ["absent", "directory", "fifo", "unreadable name", "huge"])

@@ -307,31 +307,35 @@ def test_a_user_who_copies_the_id_of_a_claim_has_none_of_its_processes_accused(o
     assert [(finding.subject.user, finding.processes) for finding in accused] == [("bob", ())]
 
 
-def test_processes_without_a_claim_count_too():
-    devices = [used_by(a_process(2 + index, start_time=1000.0 + index), index=index) for index in range(3)]
-
-    assert subjects(found(QuotaRule(devices=2), *devices)) == [4]
-    assert found(QuotaRule(devices=3), *devices) == []
-    assert found(QuotaRule(claims=0), *devices) == []
+EACH_ON_ONE = [used_by(a_process(2 + index, start_time=1000.0 + index), index=index) for index in range(3)]
+OF_TWO = [used_by(a_process(2, **ALICE), index=0), used_by(a_process(3, **BOB), index=1)]
+OF_ROOT = [used_by(a_process(uid=0, user="root"))]
+OF_UNKNOWN_AGE = a_claim_record(a_device(0), id="x", since=None, **ALICE)
 
 
-def test_a_claim_whose_age_nobody_knows_is_the_oldest():
-    devices = [a_device(index) for index in range(2)]
-    claims = [replace(a_claim("x", devices[0], age=1), since=None), a_claim("y", devices[1], age=9000)]
-
-    assert subjects(found(QuotaRule(claims=1), *devices, claims=claims)) == ["y"]
+@pytest.mark.parametrize(
+    ("rule", "devices", "claims", "excess"),
+    [
+        (QuotaRule(devices=2), EACH_ON_ONE, [], [4]),
+        (QuotaRule(devices=3), EACH_ON_ONE, [], []),
+        (QuotaRule(claims=0), EACH_ON_ONE, [], []),
+        (QuotaRule(claims=1), [a_device(0), a_device(1)], [OF_UNKNOWN_AGE, a_claim("y", a_device(1), age=9000)], ["y"]),
+        (QuotaRule(devices=1), OF_TWO, [], []),
+        (QuotaRule(devices=0), OF_TWO, [], [2, 3]),
+        (QuotaRule(devices=0), OF_ROOT, [a_claim_record(id="?", uid=-1, user="?")], []),
+    ],
+    ids=[
+        "processes without a claim", "as many as allowed", "none is a claim", "the oldest is of unknown age",
+        "each user has one", "each user has none", "root and a lock without a record",
+    ],
+)  # fmt: skip
+def test_what_is_in_excess(rule, devices, claims, excess):
+    assert subjects(found(rule, *devices, claims=claims)) == excess
 
 
 def test_a_quota_below_0_is_refused():
     with pytest.raises(InvalidRequest, match="below 0 makes no sense"):
         QuotaRule(devices=-1)
-
-
-def test_each_user_has_a_quota_of_their_own():
-    devices = [used_by(a_process(2, **ALICE), index=0), used_by(a_process(3, **BOB), index=1)]
-
-    assert found(QuotaRule(devices=1), *devices) == []
-    assert subjects(found(QuotaRule(devices=0), *devices)) == [2, 3]
 
 
 def test_a_group_shares_a_quota():
@@ -386,12 +390,6 @@ def test_gpu_time_is_asked_for_in_the_windows_in_which_a_quota_counts_it():
 
     assert windows_of(policies) == {7 * 24 * HOUR, 30 * 24 * HOUR}
     assert windows_of([a_policy()]) == set()
-
-
-def test_roots_processes_and_locks_without_a_record_are_nobodys():
-    claims = [a_claim_record(id="?", uid=-1, user="?")]
-
-    assert found(QuotaRule(devices=0), used_by(a_process(uid=0, user="root")), claims=claims) == []
 
 
 def test_a_process_on_two_devices_has_two_devices_but_is_one():

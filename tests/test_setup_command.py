@@ -415,16 +415,8 @@ def test_nothing_but_files_of_setup_is_removed_whatever_the_list_says(machine):
 
 
 @pytest.mark.root
-def test_lock_files_go_when_nobody_holds_one(set_up, place):
-    set_up()
-    setup_service.clear(str(place))
-
-    assert not place.exists()
-
-
-@pytest.mark.root
 @pytest.mark.parametrize("name", ["gate", "queue", "device", "record"])
-def test_lock_files_stay_while_anybody_holds_one(set_up, place, capsys, name):
+def test_lock_files_stay_while_anybody_holds_one_and_go_then(set_up, place, capsys, name):
     set_up()
     (place / "claims" / "0.record.json").write_text("{}")
     paths = {"device": next((place / "lock").glob("GPU-*")), "record": place / "claims" / "0.record.json"}
@@ -435,6 +427,8 @@ def test_lock_files_stay_while_anybody_holds_one(set_up, place, capsys, name):
 
     assert sorted(path.name for path in place.rglob("*")) == before
     assert "stays until the next boot" in capsys.readouterr().out
+    setup_service.clear(str(place))
+    assert not place.exists()
 
 
 @pytest.mark.root
