@@ -309,7 +309,6 @@ def test_a_user_who_copies_the_id_of_a_claim_has_none_of_its_processes_accused(o
 
 EACH_ON_ONE = [used_by(a_process(2 + index, start_time=1000.0 + index), index=index) for index in range(3)]
 OF_TWO = [used_by(a_process(2, **ALICE), index=0), used_by(a_process(3, **BOB), index=1)]
-OF_ROOT = [used_by(a_process(uid=0, user="root"))]
 OF_UNKNOWN_AGE = a_claim_record(a_device(0), id="x", since=None, **ALICE)
 
 
@@ -322,15 +321,20 @@ OF_UNKNOWN_AGE = a_claim_record(a_device(0), id="x", since=None, **ALICE)
         (QuotaRule(claims=1), [a_device(0), a_device(1)], [OF_UNKNOWN_AGE, a_claim("y", a_device(1), age=9000)], ["y"]),
         (QuotaRule(devices=1), OF_TWO, [], []),
         (QuotaRule(devices=0), OF_TWO, [], [2, 3]),
-        (QuotaRule(devices=0), OF_ROOT, [a_claim_record(id="?", uid=-1, user="?")], []),
     ],
     ids=[
         "processes without a claim", "as many as allowed", "none is a claim", "the oldest is of unknown age",
-        "each user has one", "each user has none", "root and a lock without a record",
+        "each user has one", "each user has none",
     ],
 )  # fmt: skip
 def test_what_is_in_excess(rule, devices, claims, excess):
     assert subjects(found(rule, *devices, claims=claims)) == excess
+
+
+def test_roots_processes_and_locks_without_a_record_are_nobodys():
+    claims = [a_claim_record(id="?", uid=-1, user="?")]
+
+    assert found(QuotaRule(devices=0), used_by(a_process(uid=0, user="root")), claims=claims) == []
 
 
 def test_a_quota_below_0_is_refused():
