@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +22,7 @@ from gpuguard.claims.records import MOST_OF_ONE, locked_devices, read_records, w
 from gpuguard.errors import ClaimError, ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.model import HEALTH, IDLE_PROCESSES, Snapshot
-from gpuguard.queue import reservations, tickets
-from gpuguard.queue.calendar import Reservation
+from gpuguard.queue import tickets
 from gpuguard.queue.leader import MAY_START
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content, wake
@@ -35,8 +33,7 @@ def indices(claim: Claim) -> list[int]:
     return [device.index for device in claim]
 
 
-def test_a_waiting_request_starts_when_the_device_is_released_and_does_not_ask_the_driver_meanwhile(directory):
-    machine = Machine(a_device(0))
+def test_a_waiting_request_starts_when_the_device_is_released_and_does_not_ask_the_driver_meanwhile(machine, directory):
     holder = acquire(machine, Request(), directory)
     asked: list[int] = []
 
@@ -54,9 +51,19 @@ def test_a_waiting_request_starts_when_the_device_is_released_and_does_not_ask_t
         assert asked[0] == asked[1]
 
 
-def test_release_is_idempotent_and_works_from_another_thread(directory: LockDirectory) -> None:
-    machine = Machine(a_device(0))
-    claim = acquire(machine, Request(), directory)
+@pytest.fixture
+def machine() -> Machine:
+    """One device."""
+    return Machine(a_device(0))
+
+
+@pytest.fixture
+def claim(machine: Machine, directory: LockDirectory) -> Iterator[Claim]:
+    with acquire(machine, Request(), directory) as claim:
+        yield claim
+
+
+def test_release_is_idempotent_and_works_from_another_thread(machine, directory, claim):
     threads = [threading.Thread(target=claim.release) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -66,9 +73,7 @@ def test_release_is_idempotent_and_works_from_another_thread(directory: LockDire
     acquire(machine, Request(), directory).release()
 
 
-def test_release_leaves_a_descriptor_alone_whose_number_means_another_file_now(directory: LockDirectory) -> None:
-    machine = Machine(a_device(0))
-    claim = acquire(machine, Request(), directory)
+def test_release_leaves_a_descriptor_alone_whose_number_means_another_file_now(claim):
     null = os.open("/dev/null", os.O_RDONLY)
     bystander = os.dup2(null, claim.pass_fds[0])
     os.close(null)
@@ -77,22 +82,18 @@ def test_release_leaves_a_descriptor_alone_whose_number_means_another_file_now(d
     os.close(bystander)
 
 
-def test_a_forked_child_that_releases_does_not_free_its_parents_claim(directory: LockDirectory) -> None:
-    machine = Machine(a_device(0))
-    with acquire(machine, Request(), directory) as claim:
-        child = os.fork()
-        if child == 0:
-            claim.release()
-            os._exit(0)
-        os.waitpid(child, 0)
+def test_a_forked_child_that_releases_does_not_free_its_parents_claim(machine, directory, claim):
+    child = os.fork()
+    if child == 0:
+        claim.release()
+        os._exit(0)
+    os.waitpid(child, 0)
 
-        with pytest.raises(NotEnoughGpus):
-            acquire(machine, Request(), directory)
+    with pytest.raises(NotEnoughGpus):
+        acquire(machine, Request(), directory)
 
 
-def test_release_frees_the_devices_although_a_leftover_of_the_job_has_the_descriptors(directory: LockDirectory) -> None:
-    machine = Machine(a_device(0))
-    claim = acquire(machine, Request(), directory)
+def test_release_frees_the_devices_although_a_leftover_of_the_job_has_the_descriptors(machine, directory, claim):
     leftover = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=claim.pass_fds)
     claim.release()
     try:
@@ -101,37 +102,30 @@ def test_release_frees_the_devices_although_a_leftover_of_the_job_has_the_descri
         leftover.communicate(b"\n")
 
 
-def test_reassert_takes_the_lock_again_when_the_job_unlocked_it(directory: LockDirectory) -> None:
-    machine = Machine(a_device(0))
-    with acquire(machine, Request(), directory) as claim:
-        code = "import fcntl, sys; fcntl.flock(int(sys.argv[1]), fcntl.LOCK_UN)"
-        number = claim.pass_fds[0]
-        subprocess.run([sys.executable, "-c", code, str(number)], pass_fds=claim.pass_fds, check=True)
-        unlocked = locked_devices(directory, [machine.devices[0].uuid])
+def test_reassert_takes_the_lock_again_when_the_job_unlocked_it(directory, claim):
+    code = "import fcntl, sys; fcntl.flock(int(sys.argv[1]), fcntl.LOCK_UN)"
+    words = [sys.executable, "-c", code, str(claim.pass_fds[0])]
+    subprocess.run(words, pass_fds=claim.pass_fds, check=True)
+    unlocked = locked_devices(directory, [claim[0].uuid])
+    claim.reassert()
+
+    assert (unlocked, locked_devices(directory, [claim[0].uuid])) == (set(), {claim[0].uuid})
+
+
+def test_reassert_reports_a_device_that_somebody_else_has_locked_meanwhile(directory, claim):
+    fcntl.flock(claim.pass_fds[0], fcntl.LOCK_UN)
+    thief = open_lock(directory, claim[0].uuid)
+    assert try_flock(thief)
+    with pytest.raises(ClaimLost, match="another process"):
         claim.reassert()
-
-        assert unlocked == set()
-        assert locked_devices(directory, [machine.devices[0].uuid])
+    os.close(thief)
 
 
-def test_reassert_reports_a_device_that_somebody_else_has_locked_meanwhile(directory: LockDirectory) -> None:
-    machine = Machine(a_device(0))
-    with acquire(machine, Request(), directory) as claim:
-        fcntl.flock(claim.pass_fds[0], fcntl.LOCK_UN)
-        thief = open_lock(directory, machine.devices[0].uuid)
-        assert try_flock(thief)
-        with pytest.raises(ClaimLost, match="another process"):
-            claim.reassert()
-        os.close(thief)
+def test_reassert_reports_a_lock_file_that_was_removed(directory, claim):
+    os.unlink(directory.lock_path(claim[0].uuid))
 
-
-def test_reassert_reports_a_lock_file_that_was_removed(directory: LockDirectory) -> None:
-    machine = Machine(a_device(0))
-    with acquire(machine, Request(), directory) as claim:
-        os.unlink(directory.lock_path(machine.devices[0].uuid))
-
-        with pytest.raises(ClaimLost, match="removed or replaced"):
-            claim.reassert()
+    with pytest.raises(ClaimLost, match="removed or replaced"):
+        claim.reassert()
 
 
 def test_a_planted_lock_file_takes_its_device_out_of_the_choice_and_is_named(directory: LockDirectory) -> None:
@@ -199,8 +193,7 @@ def test_a_gpu_and_its_instances_exclude_each_other(directory: LockDirectory, fi
         acquire(second, Request(), directory)
 
 
-def test_inside_a_claim_the_devices_are_free_although_the_job_uses_them_already(directory, monkeypatch):
-    machine = Machine(a_device(0))
+def test_inside_a_claim_the_devices_are_free_although_the_job_uses_them_already(machine, directory, monkeypatch):
     with acquire(machine, Request(), directory) as outer:
         monkeypatch.setenv("GPUGUARD_CLAIM", outer.id)
         machine.change(0, processes=(a_process(uid=os.geteuid()),), memory_used=10 * GIB, memory_free=70 * GIB)
@@ -208,8 +201,7 @@ def test_inside_a_claim_the_devices_are_free_although_the_job_uses_them_already(
             assert indices(inner) == [0]
 
 
-def test_the_name_of_a_claim_that_is_over_does_not_count(directory, monkeypatch):
-    machine = Machine(a_device(0))
+def test_the_name_of_a_claim_that_is_over_does_not_count(machine, directory, monkeypatch):
     over = acquire(machine, Request(), directory)
     over.release()
     monkeypatch.setenv("GPUGUARD_CLAIM", over.id)
@@ -312,22 +304,6 @@ def test_no_more_than_the_least_is_taken_while_others_wait(directory: LockDirect
             assert len(claim) == 2
 
 
-@pytest.mark.root  # nobody else can reserve for others
-def test_a_look_leaves_out_what_is_reserved_for_another_user(directory: LockDirectory) -> None:
-    machine, now = two(), time.time()
-    wanted = Reservation(
-        "", os.geteuid(), os.geteuid() + 1, "bob", 1, now - 1, now + HOUR, (machine.devices[1].uuid,), now
-    )
-    made = reservations.write_reservation(directory, wanted)
-    _, choice = preview(machine, Request(), directory)
-    assert [device.index for device in choice.devices] == [0]
-    assert "'s reservation until " in choice.refused[0].reasons[0].text
-
-    reservations.remove_reservation(directory, made)
-    _, choice = preview(machine, Request(), directory)
-    assert [device.index for device in choice.devices] == [1]
-
-
 def test_where_the_daemon_gives_the_locks_nothing_is_claimed_without_it(directory: LockDirectory) -> None:
     closed = replace(directory, closed=True, keeper=os.geteuid())
 
@@ -345,8 +321,7 @@ def test_reasons_name_the_users_of_the_processes_in_the_way(directory: LockDirec
     assert {group for fields, _ in machine.asked for group in fields} >= {"health", "model", "process_details"}
 
 
-def test_inside_a_claim_the_wait_is_over_when_its_time_is(directory):
-    machine = Machine(a_device(0))
+def test_inside_a_claim_the_wait_is_over_when_its_time_is(machine, directory):
     with acquire(machine, Request(), directory, environ={}) as outer:
         environ = {"GPUGUARD_CLAIM": outer.id}
         with (
@@ -370,8 +345,7 @@ def test_inside_a_claim_one_hears_what_is_missing_and_starts_when_a_sibling_ends
     assert len(told) == 1 and "used by another command inside the claim" in told[0]
 
 
-def test_of_two_ways_the_one_that_can_be_met_some_day_says_what_is_missing(directory):
-    machine = Machine(a_device(0))
+def test_of_two_ways_the_one_that_can_be_met_some_day_says_what_is_missing(machine, directory):
     with acquire(machine, Request(), directory, environ={}):
         for ways in ([Request(num_gpus=9), Request()], [Request(), Request(num_gpus=9)]):
             with pytest.raises(NotEnoughGpus, match="wanted 1 GPU") as caught:
@@ -380,8 +354,7 @@ def test_of_two_ways_the_one_that_can_be_met_some_day_says_what_is_missing(direc
             assert not isinstance(caught.value, ImpossibleRequest)
 
 
-def test_a_user_whose_request_waited_has_been_served(directory):
-    machine = Machine(a_device(0))
+def test_a_user_whose_request_waited_has_been_served(machine, directory):
     holder = acquire(machine, Request(), directory, environ={})
     assert tickets.last_started(directory, os.geteuid()) is None
 

@@ -42,40 +42,60 @@ def said(request, *devices):
     return str(error(a_snapshot(*devices), request))
 
 
-def test_the_device_with_most_free_memory_wins():
-    sharing = Request(max_processes=1)
-    busy = [a_device(i, processes=(BOB,), memory_used=used * GIB) for i, used in enumerate((60, 10, 30))]
-
-    assert in_order(*busy, request=sharing) == [1, 2, 0]
-
-
-def test_unknown_memory_comes_last_even_when_it_is_preferred():
-    devices = (a_device(0, memory_used=None, memory_free=None), a_device(1), a_device(2))
-
-    assert in_order(*devices, request=Request(prefer=("0",))) == [2, 1, 0]
+ANY = Request(max_processes=3, max_util=100.0)
+TOLERANCE = Request().tolerance
+SMALL = {"memory_free": GIB, "memory_total": None}
+CLEAN = {"retired_pages": 0, "remapped_rows": 0, "ecc_uncorrected_aggregate": 0, "ecc_uncorrected_volatile": 0}
 
 
-def test_unknown_utilization_comes_after_known():
-    assert in_order(a_device(0), a_device(1, utilization=None)) == [0, 1]
+def mib_free(*free):
+    return [{"processes": (BOB,), "memory_used": 70 * GIB, "memory_free": size * MIB} for size in free]
 
 
-def test_idle_devices_come_before_shared_ones_with_more_free_memory():
-    small = a_device(0, memory_total=24 * GIB)
-    shared = a_device(1, processes=(a_process(memory_used=GIB),), memory_used=GIB)
-
-    assert in_order(small, shared, request=Request(max_processes=1)) == [0, 1]
-
-
-def test_between_equals_the_cooler_and_then_the_higher_index_wins():
-    devices = (a_device(0), a_device(1), a_device(2, temperature=70.0), a_device(3, remapped_rows=1))
-
-    assert in_order(*devices) == [1, 0, 2, 3]
-
-
-def test_a_preference_decides_among_the_eligible():
-    devices = [a_device(i) for i in range(4)]
-
-    assert in_order(*devices, request=Request(prefer=("1", a_uuid(3), "0"))) == [1, 3, 0, 2]
+@pytest.mark.parametrize(
+    ("request_", "devices", "order"),
+    [
+        pytest.param(ANY, mib_free(20_000, 70_000, 50_000), [1, 2, 0], id="most free memory"),
+        pytest.param(ANY, mib_free(1024, 1023), [0, 1], id="free memory in steps of 512 MiB"),
+        pytest.param(ANY, mib_free(512, 511), [0, 1], id="free memory in steps of 512 MiB again"),
+        pytest.param(ANY, mib_free(1023, 512), [1, 0], id="as much free memory"),
+        pytest.param(
+            Request(prefer=("0",)), [{"memory_used": None, "memory_free": None}, {}, {}], [2, 1, 0], id="unknown memory"
+        ),
+        pytest.param(None, [{}, {"utilization": None}], [0, 1], id="unknown utilization"),
+        *(
+            pytest.param(None, [{"utilization": low}, {"utilization": high}], order, id=f"utilization {low} {high}")
+            for low, high, order in ((4.0, 5.0, [0, 1]), (0.0, 4.0, [1, 0]), (9.0, 10.0, [0, 1]))
+        ),
+        *(
+            pytest.param(None, [{"temperature": cool}, {"temperature": hot}], order, id=f"temperature {cool} {hot}")
+            for cool, hot, order in ((44.0, 45.0, [0, 1]), (40.0, 44.0, [1, 0]), (49.0, 50.0, [0, 1]))
+        ),
+        pytest.param(
+            ANY,
+            [{"memory_total": 24 * GIB}, {"processes": (BOB,), "memory_used": GIB}],
+            [0, 1],
+            id="idle first",
+        ),
+        pytest.param(
+            ANY,
+            [{"memory_used": TOLERANCE, **SMALL}, {"memory_used": TOLERANCE + 1, **SMALL}],
+            [0, 1],
+            id="what an idle device may hold",
+        ),
+        pytest.param(
+            ANY, [{"memory_used": 0}, {"memory_used": TOLERANCE, "memory_free": 10 * GIB}], [1, 0], id="empty and idle"
+        ),
+        pytest.param(
+            None, [{}, {}, {"temperature": 70.0}, {"remapped_rows": 1}], [1, 0, 2, 3], id="cooler, then the index"
+        ),
+        pytest.param(None, [CLEAN, {**CLEAN, "retired_pages": None}], [0, 1], id="unknown health marks"),
+        pytest.param(None, [CLEAN, {**CLEAN, "retired_pages": 1}], [0, 1], id="health marks"),
+        pytest.param(Request(prefer=("1", a_uuid(3), "0")), [{}] * 4, [1, 3, 0, 2], id="preference"),
+    ],
+)
+def test_the_best_device_comes_first(request_, devices, order):
+    assert in_order(*(a_device(i, **fields) for i, fields in enumerate(devices)), request=request_) == order
 
 
 def test_pack_takes_the_fullest_device_that_fits_and_spread_the_emptiest():
@@ -324,43 +344,6 @@ def test_a_request_for_another_profile_is_told_which_there_are():
 
     assert "the MIG profiles here: 3g.40gb (1), unknown (1)" in said(request, whole, divided, *instances)
     assert "no GPU here is divided into MIG instances" in said(request, whole)
-
-
-TOLERANCE = Request().tolerance
-ANY = Request(max_processes=3, max_util=100.0)
-
-
-@pytest.mark.parametrize(("more", "less", "order"), [(1024, 1023, [0, 1]), (512, 511, [0, 1]), (1023, 512, [1, 0])])
-def test_free_memory_counts_in_steps_of_512_mib(more, less, order):
-    busy = {"processes": (a_process(),), "memory_used": 70 * GIB}
-    devices = [a_device(i, memory_free=free * MIB, **busy) for i, free in enumerate((more, less))]
-
-    assert in_order(*devices, request=ANY) == order
-
-
-@pytest.mark.parametrize(("low", "high", "order"), [(4.0, 5.0, [0, 1]), (0.0, 4.0, [1, 0]), (9.0, 10.0, [0, 1])])
-def test_utilization_counts_in_steps_of_5_percent(low, high, order):
-    assert in_order(a_device(0, utilization=low), a_device(1, utilization=high)) == order
-
-
-@pytest.mark.parametrize(("cool", "hot", "order"), [(44.0, 45.0, [0, 1]), (40.0, 44.0, [1, 0]), (49.0, 50.0, [0, 1])])
-def test_temperature_counts_in_steps_of_5_degrees(cool, hot, order):
-    assert in_order(a_device(0, temperature=cool), a_device(1, temperature=hot)) == order
-
-
-def test_what_holds_as_much_as_an_idle_device_may_counts_as_empty_and_idle():
-    just, unknown = {"memory_used": TOLERANCE}, {"memory_free": GIB, "memory_total": None}
-    more = a_device(1, memory_used=TOLERANCE + 1, **unknown)
-
-    assert in_order(a_device(0, **just, **unknown), more, request=ANY) == [0, 1]
-    assert in_order(a_device(0, memory_used=0), a_device(1, **just, memory_free=10 * GIB), request=ANY) == [1, 0]
-
-
-def test_a_device_whose_health_marks_are_known_to_be_clean_comes_before_one_of_unknown_marks():
-    clean = {"retired_pages": 0, "remapped_rows": 0, "ecc_uncorrected_aggregate": 0, "ecc_uncorrected_volatile": 0}
-
-    assert in_order(a_device(0, **clean), a_device(1, **{**clean, "retired_pages": None})) == [0, 1]
-    assert in_order(a_device(0, **clean), a_device(1, **{**clean, "retired_pages": 1})) == [0, 1]
 
 
 def test_a_device_of_which_nobody_knows_the_processes_comes_after_one_without_any():

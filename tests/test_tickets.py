@@ -23,7 +23,6 @@ from queues import a_ticket
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.errors import InvalidRequest
-from gpuguard.lock import has_queue
 from gpuguard.queue import tickets
 from gpuguard.queue.priority import PRIORITIES, Ticket
 from gpuguard.queue.tickets import (
@@ -107,15 +106,6 @@ def test_a_ticket_comes_back_as_it_was_written(directory: LockDirectory) -> None
     assert ignored == []
     assert abs(after.since - time.time()) < 60.0
     assert replace(after, since=before.since) == replace(before, id=held.id, user=after.user)
-
-
-def test_a_process_that_leaves_leaves_nothing_behind(directory: LockDirectory, held: OwnTicket) -> None:
-    assert has_queue(directory, ("ticket.",))
-    held.withdraw()
-    held.withdraw()
-
-    assert os.listdir(directory.records) == []
-    assert not has_queue(directory, ("ticket.",))
 
 
 def test_the_ticket_of_a_process_that_died_is_none_and_is_removed(directory: LockDirectory) -> None:
