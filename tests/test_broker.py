@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from brokered import KEEPER, KINDS, Brokered, a_machine
+from brokered import KEEPER, Brokered, a_machine
 from builders import a_device
 from guarded import Listing
 from nodes import eventually
@@ -24,12 +23,6 @@ from gpuguard.model import Finding, Subject, Verdict
 
 pytestmark = pytest.mark.root
 LOOK = ("--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
-
-
-@pytest.fixture(params=KINDS)
-def machine(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
-    with a_machine(site, request.param) as made:
-        yield made
 
 
 def test_the_unfinished_file_of_a_killed_daemon_is_gone_when_the_next_one_answers(broker):
@@ -52,55 +45,55 @@ def test_what_a_killed_command_of_another_user_left_of_the_node_is_in_no_way(sit
         assert (done.returncode, left.exists()) == (0, False), done.stderr
 
 
-def test_a_job_gets_a_device_and_gives_it_back(machine):
-    done = machine(ALICE, "run", "--no-wait", *LOOK)
+def test_a_job_gets_a_device_and_gives_it_back(broker):
+    done = broker(ALICE, "run", "--no-wait", *LOOK)
 
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
-    assert machine.locked() == []
+    assert broker.locked() == []
 
 
-def test_two_users_get_different_devices_and_see_each_other(machine):
-    with machine.job(ALICE, "-n", "2", "--note", "hers") as (_, alices), machine.job(BOB, "-n", "2") as (_, bobs):
-        refused = machine(BOB, "run", "--no-wait", "true")
-        claims = machine.claims(BOB, "--fresh")
+def test_two_users_get_different_devices_and_see_each_other(broker):
+    with broker.job(ALICE, "-n", "2", "--note", "hers") as (_, alices), broker.job(BOB, "-n", "2") as (_, bobs):
+        refused = broker(BOB, "run", "--no-wait", "true")
+        claims = broker.claims(BOB, "--fresh")
 
-        assert sorted(f"{alices},{bobs}".split(",")) == ["0", "1", "2", "3"] and machine.locked() == [0, 1, 2, 3]
+        assert sorted(f"{alices},{bobs}".split(",")) == ["0", "1", "2", "3"] and broker.locked() == [0, 1, 2, 3]
     assert (refused.returncode, refused.stderr.count(f"claimed by {ALICE.pw_name}, ")) == (75, 2)
     assert {(claim["user"], claim["note"]) for claim in claims} == {(ALICE.pw_name, "hers"), (BOB.pw_name, None)}
 
 
-def test_the_claim_outlives_the_wrapper_and_ends_with_the_job(machine):
-    with machine.job(ALICE, command=("sh", "-c", "echo $$; exec sleep 100")) as (wrapper, job):
+def test_the_claim_outlives_the_wrapper_and_ends_with_the_job(broker):
+    with broker.job(ALICE, command=("sh", "-c", "echo $$; exec sleep 100")) as (wrapper, job):
         wrapper.kill()
         wrapper.wait()
-        assert machine.locked() == [3]
+        assert broker.locked() == [3]
         os.kill(int(job), 9)
-        assert eventually(lambda: machine.locked() == [])
+        assert eventually(lambda: broker.locked() == [])
 
 
 GRAB = "import gpuguard\nclaim = gpuguard.grab_gpus(2)\nprint(len(claim), sorted(device.index for device in claim))\n"
 
 
-def test_grab_gpus_gives_the_devices_of_a_process(machine):
-    with machine.job(BOB, "--gpus", "0"):
-        assert machine.python(ALICE, GRAB) == "2 [2, 3]\n"
-    assert eventually(lambda: machine.locked() == [])
+def test_grab_gpus_gives_the_devices_of_a_process(broker):
+    with broker.job(BOB, "--gpus", "0"):
+        assert broker.python(ALICE, GRAB) == "2 [2, 3]\n"
+    assert eventually(lambda: broker.locked() == [])
 
 
 NESTED = "gpuguard run --no-wait -- sh -c 'echo $CUDA_VISIBLE_DEVICES; gpuguard run --no-wait -n 2 -- true; echo $?'"
 
 
-def test_commands_inside_a_claim_divide_it(machine):
-    inner = NESTED.replace("gpuguard", f"{machine.python_path} -m gpuguard")
-    done = machine(ALICE, "run", "--no-wait", "-n", "2", "--", "sh", "-c", inner)
+def test_commands_inside_a_claim_divide_it(broker):
+    inner = NESTED.replace("gpuguard", f"{broker.python_path} -m gpuguard")
+    done = broker(ALICE, "run", "--no-wait", "-n", "2", "--", "sh", "-c", inner)
 
     assert done.stdout in ("3\n125\n", "2\n125\n"), done.stderr
 
 
-def test_a_request_that_waits_starts_when_the_device_is_free(machine):
-    with machine.job(ALICE, "-n", "4") as (wrapper, _):
-        waiting = machine.start(BOB, "run", "--wait", "30s", *LOOK)
-        assert eventually(machine.has_ticket)
+def test_a_request_that_waits_starts_when_the_device_is_free(broker):
+    with broker.job(ALICE, "-n", "4") as (wrapper, _):
+        waiting = broker.start(BOB, "run", "--wait", "30s", *LOOK)
+        assert eventually(broker.has_ticket)
         os.killpg(wrapper.pid, 15)
         said, errors = waiting.communicate(timeout=30)
 
@@ -203,21 +196,15 @@ time.sleep(60)
 """
 
 
-@contextmanager
-def a_running_job(machine, user) -> Iterator[int]:
-    """The pid of a process of *user* that uses device 0 without a claim."""
-    with machine.running(user, USES, machine.environment["GPUGUARD_BACKEND"].partition(":")[2]) as job:
-        yield job.pid
-
-
-def test_a_running_job_is_adopted_and_its_claim_ends_with_it(machine):
-    with a_running_job(machine, ALICE) as pid:
-        done = machine(ALICE, "adopt", str(pid))
+def test_a_running_job_is_adopted_and_its_claim_ends_with_it(broker):
+    node = broker.environment["GPUGUARD_BACKEND"].partition(":")[2]
+    with broker.running(ALICE, USES, node) as job:  # it uses device 0 without a claim
+        done = broker(ALICE, "adopt", str(job.pid))
         assert done.returncode == 0, done.stderr
-        assert machine.locked() == [0]
-        again = machine(ALICE, "adopt", str(pid))
+        assert broker.locked() == [0]
+        again = broker(ALICE, "adopt", str(job.pid))
         assert again.returncode == 1 and "is claimed already, by you" in again.stderr
-    assert eventually(lambda: machine.locked() == [])
+    assert eventually(lambda: broker.locked() == [])
 
 
 # Locks again whatever is unlocked, and has no record.

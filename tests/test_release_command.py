@@ -422,20 +422,17 @@ def test_a_file_that_does_not_answer_holds_up_one_thread_and_no_request(director
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_descriptor_that_is_closed_while_it_is_borrowed_is_no_fault(directory, monkeypatch):
-    def closed(*_: object) -> int:
-        raise OSError(errno.EBADF, "closed")
-
-    with a_holder(directory, GPUS[0]) as holder:
-        monkeypatch.setattr(releasing, "_getfd", closed)
-        with pytest.raises(ClaimError, match="just ending"), lock_handle(directory, holder.record()):
-            pass
+def closed(*_: object) -> int:
+    raise OSError(errno.EBADF, "closed")
 
 
-def test_nobody_is_searched_for_longer_than_it_is_worth(directory, monkeypatch):
-    with a_holder(directory, GPUS[0]) as holder:
-        monkeypatch.setattr(releasing, "SEARCH_SECONDS", -1.0)
-        with pytest.raises(ClaimError, match="Look again"), lock_handle(directory, holder.record()):
+@pytest.mark.parametrize(
+    ("name", "value", "said"), [("_getfd", closed, "just ending"), ("SEARCH_SECONDS", -1.0, "Look again")]
+)
+def test_a_claim_whose_files_are_closed_or_not_found_in_time_lends_none(directory, monkeypatch, name, value, said):
+    with a_holder(directory, GPUS[0]) as holder, pytest.raises(ClaimError, match=said):
+        monkeypatch.setattr(releasing, name, value)
+        with lock_handle(directory, holder.record()):
             pass
 
 

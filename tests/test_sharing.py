@@ -117,6 +117,13 @@ def wanting(gib: float, **fields: Any) -> Request:
     return Request(share=True, memory=int(gib * GIB), **fields)
 
 
+def refusal(machine: Machine, request: Request, directory: LockDirectory) -> str:
+    """Why it is not given."""
+    with pytest.raises(NotEnoughGpus) as caught:
+        acquire(machine, request, directory)
+    return str(caught.value)
+
+
 @pytest.fixture
 def machine() -> Machine:
     """One idle device."""
@@ -151,8 +158,7 @@ def test_a_share_excludes_an_exclusive_claim_which_is_told_who_shares(machine, d
 
 def test_the_kernel_bounds_how_many_share_a_device(machine, directory):
     held = [acquire(machine, wanting(1), directory) for _ in range(8)]
-    with pytest.raises(NotEnoughGpus, match="shared by 8 already"):
-        acquire(machine, wanting(1), directory)
+    assert "shared by 8 already" in refusal(machine, wanting(1), directory)
     for claim in held:
         claim.release()
 
@@ -160,16 +166,15 @@ def test_the_kernel_bounds_how_many_share_a_device(machine, directory):
 def test_a_strangers_process_makes_a_device_busy_for_a_share_too(directory):
     machine = Machine(a_device(0, processes=(a_process(uid=4242, user="mallory"),), memory_used=10 * GIB))
 
-    with pytest.raises(NotEnoughGpus, match="used by mallory"):
-        acquire(machine, wanting(10), directory)
+    assert "used by mallory" in refusal(machine, wanting(10), directory)
 
 
 def test_the_processes_of_the_shares_do_not_make_it_busy(machine, directory):
     with acquire(machine, wanting(30), directory):
         machine.change(0, processes=(a_process(os.getpid(), uid=os.getuid()),), memory_used=10 * GIB)
         acquire(machine, wanting(40), directory).release()
-        with pytest.raises(NotEnoughGpus, match=r"only 50\.0GiB left"):  # promised counts, not what is used of it
-            acquire(machine, wanting(60), directory)
+        # What is promised counts, not what is used of it.
+        assert "only 50.0GiB left" in refusal(machine, wanting(60), directory)
 
 
 def test_roots_process_without_an_ancestor_in_a_share_is_a_strangers(machine, directory):
@@ -182,12 +187,10 @@ def test_roots_process_without_an_ancestor_in_a_share_is_a_strangers(machine, di
 def test_a_device_that_works_too_hard_is_not_shared_unless_that_is_asked_for(machine, directory):
     with acquire(machine, wanting(10), directory):
         machine.change(0, utilization=60.0)
-        with pytest.raises(NotEnoughGpus, match="utilization is 60%, too much to share it"):
-            acquire(machine, wanting(10), directory)
+        assert "utilization is 60%, too much to share it" in refusal(machine, wanting(10), directory)
         acquire(machine, wanting(10, max_util=70.0), directory).release()
         machine.change(0, utilization=None)
-        with pytest.raises(NotEnoughGpus, match="utilization is unknown"):
-            acquire(machine, wanting(10), directory)
+        assert "utilization is unknown" in refusal(machine, wanting(10), directory)
         acquire(machine, wanting(10, max_util=100.0), directory).release()
 
 
@@ -203,8 +206,7 @@ def test_the_least_busy_device_is_shared_first_and_then_one_that_is_shared_alrea
 def test_a_slot_without_a_record_is_a_share_of_unknown_size_until_it_ends(machine, directory):
     slot = open_lock(directory, f"{machine.devices[0].uuid}.slot0")
     assert try_flock(slot)
-    with pytest.raises(NotEnoughGpus, match="record cannot be read"):
-        acquire(machine, wanting(1), directory)
+    assert "record cannot be read" in refusal(machine, wanting(1), directory)
     os.close(slot)
 
     acquire(machine, wanting(1), directory).release()
@@ -214,16 +216,14 @@ def test_a_slot_without_a_record_is_a_share_of_unknown_size_until_it_ends(machin
 def test_a_record_that_cannot_be_true_makes_its_device_unshareable(machine, directory, memory):
     a_record(directory, f"{machine.devices[0].uuid}.slot0", memory=memory)
 
-    with pytest.raises(NotEnoughGpus, match="record cannot be read"):
-        acquire(machine, wanting(1), directory)
+    assert "record cannot be read" in refusal(machine, wanting(1), directory)
 
 
 def test_a_small_lie_about_the_slot_of_another_user_changes_nothing(machine, directory):
     with acquire(machine, wanting(70), directory) as claim:
         slot = f"{claim[0].uuid}.slot0"
         write_record(directory, {"id": "lie", "devices": [claim[0].uuid], "slots": [slot], "memory": 1})
-        with pytest.raises(NotEnoughGpus, match=r"only 10\.0GiB left"):
-            acquire(machine, wanting(20), directory)
+        assert "only 10.0GiB left" in refusal(machine, wanting(20), directory)
 
 
 def test_a_record_without_a_locked_slot_promises_nothing(machine, directory):
@@ -262,8 +262,7 @@ def test_a_share_that_loses_the_race_goes_back_and_leaves_nothing(machine, direc
         proper(self, *words, **more)
 
     monkeypatch.setattr(Claim, "write_record", overtaken)
-    with pytest.raises(NotEnoughGpus, match=r"only 10\.0GiB left"):
-        acquire(machine, wanting(20), directory)
+    assert "only 10.0GiB left" in refusal(machine, wanting(20), directory)
 
     assert [record.id for record in probe(directory, [machine.devices[0].uuid])] == ["forged"]
 
