@@ -184,8 +184,3 @@ def test_nobody_reads_json_past_the_one_place(path):
 )
 def test_who_reads_past_it_is_found(code):
     assert readers(ast.parse(code)) == [1]
-
-
-def test_a_deep_text_raises_what_every_broken_text_does():
-    with pytest.raises(ValueError, match=r"^it is nested too deeply$"):
-        loads(b"[" * 200_000)

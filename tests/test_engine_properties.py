@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace as replace_policy
 from typing import Any
 
 from builders import GIB, a_device, a_process
@@ -123,21 +122,6 @@ def test_every_verdict_stands_on_a_condition_that_held_all_the_time(samples):
                     (one.pid, one.start_time) == (whom.pid, whom.start_time) and one.memory_used
                     for one in seen.processes or ()
                 )
-
-
-@laws
-@given(histories())
-def test_a_dry_run_says_the_same(samples):
-    enforced = [replace_policy(policy, enforce=True) for policy in POLICIES]
-
-    dry = [[replace_verdict(one) for one in each.verdicts] for each in story(samples, *POLICIES)]
-    live = [[replace_verdict(one) for one in each.verdicts] for each in story(samples, *enforced)]
-
-    assert dry == live
-
-
-def replace_verdict(verdict: Any) -> Any:
-    return type(verdict)(**{**vars(verdict), "enforce": None})
 
 
 @laws

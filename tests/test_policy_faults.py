@@ -277,10 +277,11 @@ def test_bytes_that_are_not_utf_8_are_refused_at_their_place():
     assert "0xe9 is not UTF-8" in fault.text
 
 
-def test_more_than_64_kib_are_refused():
-    [fault] = read(document() + "#" * 65536).faults
+@pytest.mark.parametrize(("content", "why"), [(document() + "#" * 65536, "64 KiB"), ("[" * 60000, "16 levels")])
+def test_what_is_too_long_or_too_deep_is_one_fault(content, why):
+    [fault] = read(content).faults
 
-    assert "64 KiB" in fault.text
+    assert why in fault.text
 
 
 def test_a_fault_shows_the_line_with_a_caret_and_what_was_meant():
@@ -299,7 +300,3 @@ def test_the_caret_stands_under_the_place_behind_wide_characters():
 
     _, line, caret, *_ = fault.lines("p")
     assert len(caret) - 1 == line.index("alcie") + 2  # two characters of two columns
-
-
-def test_a_long_nest_of_brackets_is_refused_at_once():
-    assert len(read("[" * 60000).faults) == 1

@@ -103,14 +103,6 @@ def test_what_was_seen_comes_back(tmp_path):
     assert os.stat(path).st_mode & 0o777 == 0o600
 
 
-def test_a_sample_is_in_the_file_as_soon_as_it_is_written(tmp_path):
-    tape = RecordingWriter(str(tmp_path / "a.rec"), {})
-    for second in range(3):
-        tape.write(pack(a_view(second)))
-        assert len(list(read_samples(str(tmp_path / "a.rec")))) == second + 1
-    tape.close()
-
-
 def test_devices_and_processes_that_come_and_go_come_back(tmp_path):
     seen = []
     for second in range(40):

@@ -182,38 +182,30 @@ def test_on_a_hot_device_the_processes_of_its_instances_are_meant():
     assert pids(found(TemperatureRule(85.0, per="process"), parent, instance)) == [7]
 
 
+POWER, HALF = a_device(power_draw=345.0, power_limit=350.0), a_device(utilization=50.0)
+THREE = a_device(processes=tuple(a_process(pid) for pid in (1, 2, 3)))
+UNCOUNTED = a_device(processes=(a_process(1), a_process(2, kind="graphics"), a_process(3, uid=None)))
+
+
 @pytest.mark.parametrize(
-    ("limit", "finds"), [("300W", True), ("95%", True), ("345W", False), ("350W", False), ("100%", False)]
+    ("rule", "device", "finds"),
+    [
+        *((PowerRule(parse_power_amount(limit)), POWER, True) for limit in ("300W", "95%")),
+        *((PowerRule(parse_power_amount(limit)), POWER, False) for limit in ("345W", "350W", "100%")),
+        *((UtilizationRule(above=percent), HALF, percent < 50.0) for percent in (49.0, 50.0)),
+        *((UtilizationRule(below=percent), HALF, percent > 50.0) for percent in (50.0, 51.0)),
+        *((ProcessesRule(above=number), THREE, number < 3) for number in (2, 3)),
+        (ProcessesRule(above=1), UNCOUNTED, False),  # a desktop, and a process of nobody knows whom
+    ],
 )
-def test_power_is_limited_in_watts_or_in_percent_of_the_power_limit(limit, finds):
-    device = a_device(power_draw=345.0, power_limit=350.0)
-
-    assert bool(found(PowerRule(parse_power_amount(limit)), device)) is finds
-
-
-def test_utilization_has_an_upper_or_a_lower_limit():
-    device = a_device(utilization=50.0)
-
-    assert [bool(found(UtilizationRule(above=percent), device)) for percent in (49.0, 50.0)] == [True, False]
-    assert [bool(found(UtilizationRule(below=percent), device)) for percent in (50.0, 51.0)] == [False, True]
+def test_power_utilization_and_the_number_of_processes_have_a_limit_that_may_be_reached(rule, device, finds):
+    assert bool(found(rule, device)) is finds
 
 
 def test_utilization_of_a_process_is_its_own():
     device = a_device(utilization=99.0, processes=(a_process(1, utilization=96.0), a_process(2, utilization=3.0)))
 
     assert pids(found(UtilizationRule(above=95.0, per="process"), device)) == [1]
-
-
-def test_too_many_processes_on_a_device_are_found():
-    three = tuple(a_process(pid) for pid in (1, 2, 3))
-
-    assert [bool(found(ProcessesRule(above=n), a_device(processes=three))) for n in (2, 3)] == [True, False]
-
-
-def test_desktops_and_unknown_processes_are_not_counted():
-    processes = (a_process(1), a_process(2, kind="graphics"), a_process(3, uid=None))
-
-    assert found(ProcessesRule(above=1), a_device(processes=processes)) == []
 
 
 def test_processes_of_one_user_are_counted_for_that_user_alone():
