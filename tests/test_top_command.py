@@ -23,6 +23,7 @@ from gpuguard.cli.top import visible_devices
 from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.model import HEALTH, POWER, WHO_FIELDS, Gap
+from gpuguard.source import write_state
 from gpuguard.top import feed as top_feed
 from gpuguard.top.feed import SceneFeed, site_rules
 from gpuguard.top.scene import Thresholds
@@ -137,6 +138,18 @@ def test_a_scene_has_processes_with_what_they_do_beside_the_gpu_and_their_ancest
         assert scene.ancestors[os.getpid()].command[0].endswith(("python", "python3", Path(sys.executable).name))
         change(node, 1, faults=("lost",))
         assert "lost" in (feed.sample().uses[1].device.problems or ())
+
+
+@pytest.mark.parametrize(("every", "asks_the_driver"), [(1.0, True), (10.0, False), (None, False)])
+def test_a_daemon_that_samples_more_rarely_than_the_screen_is_drawn_is_passed_over(node, every, asks_the_driver):
+    seen = open_backend("simulated").sample(WHO_FIELDS)
+    write_state(lock_directory(None, backend="simulated"), replace(seen, clock=seen.clock - 5.0), 10.0)
+    feed = a_feed(open_backend("simulated"))
+    feed.every = every
+
+    assert (feed.sample().age is None) == asks_the_driver
+    feed.source.fresh = False  # the key f: the daemon all the same
+    assert feed.sample().age is not None
 
 
 def test_after_a_fault_of_the_driver_everything_is_read_anew():

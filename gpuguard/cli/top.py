@@ -7,7 +7,8 @@ gpuguard top --once              print it and exit
 gpuguard top --backend simulated:DIR
 
 The screen needs textual: pip install 'gpuguard[tui]'.  Without it a plain view is drawn again and again, as by --plain.
-While `gpuguard daemon` runs, its last sample is shown; --fresh, or the key f, asks the driver all the same.
+While `gpuguard daemon` runs and samples as often, its samples are shown; --fresh, or the key f, asks the driver all the
+same.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ def main(args: argparse.Namespace) -> int:
             second, history = feed.sample(), History()
             history.add(second)
             put(_lines(second, history, replace(view, past=False), *terminal.size()))
-        elif args.plain or not _can_draw():
+            return 0
+        feed.every = every
+        if args.plain or not _can_draw():
             _plain(feed, view, scene, every)
         else:
             from gpuguard.top.app import Top  # textual is an extra

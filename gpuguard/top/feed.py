@@ -1,4 +1,4 @@
-"""Where `gpuguard top` gets its scenes from: what the daemon saw while that is fresh, else the driver.
+"""Where `gpuguard top` gets its scenes from: what the daemon saw while that is new enough, else the driver.
 
 The driver is asked in a process of its own.  Every call here may take seconds, when a driver hangs: the screen makes
 them in a thread.  Draws nothing.
@@ -106,6 +106,7 @@ def _fails(device: Device) -> bool:
 
 
 POLICY_FILE = "/etc/gpuguard/policy.yaml"
+LATE_SECONDS = 0.5  # a daemon that samples as often as the screen is drawn may be late by so much
 QUEUE_SECONDS = 5.0  # a plan of the queue costs more than a sample, and changes slowly
 
 
@@ -117,6 +118,10 @@ class SceneFeed:
         open_backend: opens it, when the driver is needed for the first time.
         find_directory: finds the directory of the claims.
         choose_log: decides in which audit log a signal is written, before the first one.
+
+    Attributes:
+        every: seconds between two scenes; once the daemon's sample is older, the driver is asked.
+            None: the daemon's is good enough.
     """
 
     def __init__(
@@ -127,6 +132,7 @@ class SceneFeed:
         choose_log: Callable[[], object],
     ) -> None:
         self.tree = False  # whether a scene has the processes above those that compute
+        self.every: float | None = None
         self.source = SnapshotSource(backend, open_backend, find_directory, read=self._read_driver)
         self._find_directory, self._choose_log = find_directory, choose_log
         self._before: Snapshot | None = None  # of the driver
@@ -139,6 +145,9 @@ class SceneFeed:
     def sample(self) -> Scene:
         """The machine now.  Raises GpuguardError when neither the daemon nor the driver tells."""
         snapshot, age = self.source.joined()
+        if age and self.every and age > self.every + LATE_SECONDS:
+            self.source.fresh, self.every = True, None  # once: the user may still choose the daemon's
+            snapshot, age = self.source.joined()
         if snapshot.recorded:
             return Scene(snapshot, uses(snapshot), thresholds=self._thresholds)
         stats = process_facts(snapshot)
