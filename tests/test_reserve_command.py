@@ -7,24 +7,17 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from nodes import Gpuguard, until
 from test_who import DOCUMENT, documented, printed
-from users import ALICE, BOB, DEVICES, Machine, a_shared_machine
+from users import ALICE, BOB, DEVICES, Machine
 
 pytestmark = pytest.mark.root
 
 LOOK = ("--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
-
-
-@pytest.fixture(params=["admin"])
-def machine(request: pytest.FixtureRequest, site: Path) -> Iterator[Machine]:
-    with a_shared_machine(site, request.param) as made:
-        yield made
 
 
 def reserve(machine: Machine, user: Any, *words: str, **options: Any) -> dict[str, Any]:
@@ -40,7 +33,6 @@ def listed(machine: Machine, user: Any = BOB) -> list[dict[str, Any]]:
     return list(json.loads(machine(user, "reserve", "--json").stdout)["reservations"])
 
 
-@pytest.mark.parametrize("machine", ["admin", "sticky"], indirect=True)
 def test_what_is_reserved_is_kept_from_others_and_given_to_its_user(machine):
     reserve(machine, ALICE, "-n", "2", "--for", "1h", "--note", "course")
     many, few = machine(BOB, "run", "--no-wait", "-n", "7", *LOOK), machine(BOB, "run", "--no-wait", "-n", "6", *LOOK)
@@ -53,8 +45,8 @@ def test_what_is_reserved_is_kept_from_others_and_given_to_its_user(machine):
         assert [one["state"] for one in listed(machine)] == ["2 of 2 used"]
 
 
-def test_every_way_to_devices_honours_it_and_says_why(machine):
-    reserve(machine, None, "-n", "3", "--from", "in 1h", "--for", "1h", "--user", ALICE.pw_name)
+def test_every_way_to_devices_honours_it_and_says_why(admin):
+    reserve(admin, None, "-n", "3", "--from", "in 1h", "--for", "1h", "--user", ALICE.pw_name)
     grab = """
 import gpuguard
 try:
@@ -64,37 +56,37 @@ except gpuguard.NotEnoughGpus as error:
 """
 
     for done in (
-        machine(BOB, "select", "-n", "6"),
-        machine(BOB, "explain", "-n", "6"),
-        machine(BOB, "wait", "-n", "6", "--no-wait"),
+        admin(BOB, "select", "-n", "6"),
+        admin(BOB, "explain", "-n", "6"),
+        admin(BOB, "wait", "-n", "6", "--no-wait"),
     ):
         assert done.returncode != 0
         assert f"kept for {ALICE.pw_name}'s reservation from " in done.stdout + done.stderr
-    assert f"kept for {ALICE.pw_name}'s reservation from " in machine.python(BOB, grab)
-    assert len(machine(BOB, "select", "-n", "5").stdout.split(",")) == 5
-    assert len(machine(BOB, "select", "-C", "8").stdout.split(",")) == 5
-    assert machine(BOB, "run", "--no-wait", "-n", "8", "--time-limit", "30m", "--", "true").returncode == 0
-    assert machine(BOB, "run", "--no-wait", "-n", "8", "--time-limit", "2h", "--", "true").returncode == 75
-    assert machine(ALICE, "run", "--no-wait", "-n", "8", "--", "true").returncode == 0
+    assert f"kept for {ALICE.pw_name}'s reservation from " in admin.python(BOB, grab)
+    assert len(admin(BOB, "select", "-n", "5").stdout.split(",")) == 5
+    assert len(admin(BOB, "select", "-C", "8").stdout.split(",")) == 5
+    assert admin(BOB, "run", "--no-wait", "-n", "8", "--time-limit", "30m", "--", "true").returncode == 0
+    assert admin(BOB, "run", "--no-wait", "-n", "8", "--time-limit", "2h", "--", "true").returncode == 75
+    assert admin(ALICE, "run", "--no-wait", "-n", "8", "--", "true").returncode == 0
 
 
-def test_who_and_queue_show_it_and_json_is_documented(machine):
-    made = reserve(machine, ALICE, "-n", "1", "--from", "in 2h", "--for", "1h", "--note", "\x1b[31mcourse")
-    content = json.loads(machine(BOB, "reserve", "--json").stdout)
+def test_who_and_queue_show_it_and_json_is_documented(admin):
+    made = reserve(admin, ALICE, "-n", "1", "--from", "in 2h", "--for", "1h", "--note", "\x1b[31mcourse")
+    content = json.loads(admin(BOB, "reserve", "--json").stdout)
 
     assert documented("reserve", DOCUMENT.read_text(encoding="utf-8")) == printed("reserve", content)
     for command in ("who", "queue", "reserve"):
-        shown = machine(BOB, command).stdout
+        shown = admin(BOB, command).stdout
         assert made["id"] in shown and "begins in " in shown and "\x1b" not in shown
     for command in ("who", "queue"):
-        (found,) = json.loads(machine(BOB, command, "--json").stdout)["reservations"]
+        (found,) = json.loads(admin(BOB, command, "--json").stdout)["reservations"]
         assert (found["id"], found["user"], found["counts"]) == (made["id"], ALICE.pw_name, True)
 
 
-def test_users_stay_inside_the_quota_of_the_site(machine):
-    reserve(machine, ALICE, "-n", "2", "--for", "1h")
+def test_users_stay_inside_the_quota_of_the_site(admin):
+    reserve(admin, ALICE, "-n", "2", "--for", "1h")
     refused = [
-        machine(ALICE, "reserve", *words)
+        admin(ALICE, "reserve", *words)
         for words in (
             ("-n", "1", "--for", "1h"), ("-n", "1", "--for", "2d"), ("--for", "1h", "--user", BOB.pw_name),
             ("-n", "9", "--for", "1h"), ("--for", "1s"), ("--from", "2020-01-01T00:00", "--for", "1h"), ("-n", "2"),
@@ -103,21 +95,21 @@ def test_users_stay_inside_the_quota_of_the_site(machine):
 
     assert [done.returncode for done in refused] == [1, 1, 2, 1, 2, 2, 2]
     assert all(done.stderr.startswith("gpuguard: ") and not done.stdout for done in refused)
-    assert len(listed(machine)) == 1
-    rules = machine.place / "line.yaml"
+    assert len(listed(admin)) == 1
+    rules = admin.place / "line.yaml"
     rules.write_text("reservations: {devices: 0}")
-    (only,) = json.loads(machine(BOB, "reserve", "--json", environment={"GPUGUARD_LINE": str(rules)}).stdout)[
+    (only,) = json.loads(admin(BOB, "reserve", "--json", environment={"GPUGUARD_LINE": str(rules)}).stdout)[
         "reservations"
     ]
     assert not only["counts"] and "no GPUs" in only["state"]
 
 
-def test_a_forged_reservation_keeps_nothing_from_anybody(machine):
-    made = reserve(machine, ALICE, "-n", "2", "--for", "1h")
-    path = next(Path(machine.directory.records).glob(f"*reserve.*.{made['id']}.json"))
+def test_a_forged_reservation_keeps_nothing_from_anybody(admin):
+    made = reserve(admin, ALICE, "-n", "2", "--for", "1h")
+    path = next(Path(admin.directory.records).glob(f"*reserve.*.{made['id']}.json"))
     content = json.loads(path.read_text())
     forge = "import os, sys\nos.umask(0o022)\nopen(sys.argv[1], 'w').write(sys.argv[2])\n"
-    records = f"{machine.directory.records}/reserve"
+    records = f"{admin.directory.records}/reserve"
     for name, change in (
         (f"{BOB.pw_uid}.big", {"uid": BOB.pw_uid, "num_gpus": 6}),
         (f"{BOB.pw_uid}.other", {"uid": ALICE.pw_uid}),
@@ -125,36 +117,36 @@ def test_a_forged_reservation_keeps_nothing_from_anybody(machine):
         ("0.root", {"uid": 0, "num_gpus": 6}),
         (f"{ALICE.pw_uid}.hers", {"uid": ALICE.pw_uid}),
     ):
-        machine.python(BOB, forge, f"{records}.{name}.json", json.dumps({**content, **change}))
-    seen = machine(ALICE, "queue").stdout
+        admin.python(BOB, forge, f"{records}.{name}.json", json.dumps({**content, **change}))
+    seen = admin(ALICE, "queue").stdout
 
-    assert [one["counts"] for one in listed(machine)] == [True, False]
+    assert [one["counts"] for one in listed(admin)] == [True, False]
     assert seen.count("not counted: reservation ") == 4 and "users may reserve 2 GPUs" in seen
-    assert machine(None, "run", "--no-wait", "-n", "6", "--", "true").returncode == 0
+    assert admin(None, "run", "--no-wait", "-n", "6", "--", "true").returncode == 0
 
 
-def test_its_maker_or_root_cancels_it_and_nobody_else(machine):
-    own = reserve(machine, ALICE, "--for", "1h")["id"]
-    roots = reserve(machine, None, "--for", "1h", "--user", ALICE.pw_name)["id"]
+def test_its_maker_or_root_cancels_it_and_nobody_else(admin):
+    own = reserve(admin, ALICE, "--for", "1h")["id"]
+    roots = reserve(admin, None, "--for", "1h", "--user", ALICE.pw_name)["id"]
 
-    assert machine(BOB, "reserve", "--cancel", own).returncode == 1
-    refused = machine(ALICE, "reserve", "--cancel", roots)
+    assert admin(BOB, "reserve", "--cancel", own).returncode == 1
+    refused = admin(ALICE, "reserve", "--cancel", roots)
     assert (refused.returncode, "only root can cancel it" in refused.stderr) == (1, True)
-    assert machine(ALICE, "reserve", "--cancel", own).returncode == 0
-    assert machine(None, "reserve", "--cancel", roots).returncode == 0
-    assert "there is no reservation" in machine(ALICE, "reserve", "--cancel", own).stderr
-    assert listed(machine) == []
+    assert admin(ALICE, "reserve", "--cancel", own).returncode == 0
+    assert admin(None, "reserve", "--cancel", roots).returncode == 0
+    assert "there is no reservation" in admin(ALICE, "reserve", "--cancel", own).stderr
+    assert listed(admin) == []
 
 
-def test_its_user_goes_before_who_waits_longer_and_the_end_wakes_them(machine):
-    roots = reserve(machine, None, "-n", "8", "--for", "1h", "--user", ALICE.pw_name)["id"]
+def test_its_user_goes_before_who_waits_longer_and_the_end_wakes_them(admin):
+    roots = reserve(admin, None, "-n", "8", "--for", "1h", "--user", ALICE.pw_name)["id"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    waiter = subprocess.Popen(machine.words("run", "--quiet", "-n", "8", *LOOK), **pipes, **machine._as(BOB))
+    waiter = subprocess.Popen(admin.words("run", "--quiet", "-n", "8", *LOOK), **pipes, **admin._as(BOB))
     try:
-        until(lambda: list(Path(machine.directory.records).glob("*ticket.*.json")))
-        assert machine(ALICE, "run", "--no-wait", "-n", "8", "--", "true").returncode == 0
+        until(lambda: list(Path(admin.directory.records).glob("*ticket.*.json")))
+        assert admin(ALICE, "run", "--no-wait", "-n", "8", "--", "true").returncode == 0
         assert waiter.poll() is None
-        machine(None, "reserve", "--cancel", roots)
+        admin(None, "reserve", "--cancel", roots)
         began = time.monotonic()
         output, errors = waiter.communicate(timeout=20)
         assert (output.count(","), waiter.returncode) == (7, 0), errors
@@ -164,41 +156,41 @@ def test_its_user_goes_before_who_waits_longer_and_the_end_wakes_them(machine):
         waiter.communicate()
 
 
-def test_a_missed_reservation_is_over_and_one_whose_user_comes_is_not(machine):
-    rules = machine.place / "line.yaml"
+def test_a_missed_reservation_is_over_and_one_whose_user_comes_is_not(admin):
+    rules = admin.place / "line.yaml"
     rules.write_text("reservations: {no_show: 2s}")
     rules.chmod(0o644)
-    machine.environment["GPUGUARD_LINE"] = str(rules)
-    reserve(machine, None, "-n", "7", "--for", "1h", "--user", ALICE.pw_name)
-    done = machine(BOB, "run", "--quiet", "--wait", "20s", "-n", "8", "--", "true")
+    admin.environment["GPUGUARD_LINE"] = str(rules)
+    reserve(admin, None, "-n", "7", "--for", "1h", "--user", ALICE.pw_name)
+    done = admin(BOB, "run", "--quiet", "--wait", "20s", "-n", "8", "--", "true")
 
     assert done.returncode == 0, done.stderr
-    assert ["over: " in one["state"] for one in listed(machine)] == [True]
-    reserve(machine, None, "-n", "7", "--for", "1h", "--user", ALICE.pw_name)
-    with machine.job(ALICE):
+    assert ["over: " in one["state"] for one in listed(admin)] == [True]
+    reserve(admin, None, "-n", "7", "--for", "1h", "--user", ALICE.pw_name)
+    with admin.job(ALICE):
         time.sleep(2.1)  # the time that nobody may pass
-        assert [one["counts"] for one in listed(machine)] == [False, True]
-        assert machine(BOB, "run", "--no-wait", "-n", "2", "--", "true").returncode == 75
+        assert [one["counts"] for one in listed(admin)] == [False, True]
+        assert admin(BOB, "run", "--no-wait", "-n", "2", "--", "true").returncode == 75
 
 
-def test_two_who_reserve_at_once_never_both_get_what_only_one_can(machine):
+def test_two_who_reserve_at_once_never_both_get_what_only_one_can(admin):
     words = ("reserve", "-n", "5", "--for", "1h", "--user")
-    both = [machine.start(None, *words, user.pw_name) for user in (ALICE, BOB)]  # type: ignore[arg-type]
+    both = [admin.start(None, *words, user.pw_name) for user in (ALICE, BOB)]  # type: ignore[arg-type]
 
     # Each may see the other and go back, which the newer one alone does unless both files have the same time.
     assert [process.wait(60) for process in both].count(0) <= 1
-    assert [one["counts"] for one in listed(machine)].count(True) <= 1
+    assert [one["counts"] for one in listed(admin)].count(True) <= 1
 
 
-def test_a_command_that_is_killed_at_any_moment_leaves_a_whole_reservation_or_none(machine):
+def test_a_command_that_is_killed_at_any_moment_leaves_a_whole_reservation_or_none(admin):
     rng = random.Random(5)
     killed, longest = 0, 0.2
     for turn in range(24):
         words: tuple[str, ...] = ("reserve", "-n", "1", "--for", "1h")
-        before = listed(machine)
+        before = listed(admin)
         if before and turn % 2:
             words = ("reserve", "--cancel", before[0]["id"])
-        process = machine.start(ALICE, *words)
+        process = admin.start(ALICE, *words)
         try:
             process.wait(rng.uniform(0.0, longest))
             longest *= 0.7  # some instants lie before its end and some behind it
@@ -207,27 +199,27 @@ def test_a_command_that_is_killed_at_any_moment_leaves_a_whole_reservation_or_no
             longest *= 1.4
         process.kill()
         process.wait()
-        after = json.loads(machine(BOB, "queue", "--json").stdout)
+        after = json.loads(admin(BOB, "queue", "--json").stdout)
         assert after["not_counted"] == []
         assert len(after["reservations"]) <= 2 and all(one["counts"] for one in after["reservations"])
         free = DEVICES - len(after["reservations"])
         if turn % 8 == 0:
-            assert machine(BOB, "run", "--no-wait", "-n", str(free), "--", "true").returncode == 0
+            assert admin(BOB, "run", "--no-wait", "-n", str(free), "--", "true").returncode == 0
     assert killed > 5
 
 
 @pytest.mark.parametrize("victim", ["wrapper", "job"])
-def test_a_job_inside_its_reservation_that_is_killed_leaves_the_reservation(machine, victim):
-    reserve(machine, ALICE, "-n", "2", "--for", "1h")
-    with machine.job(ALICE, "-n", "2") as (wrapper, _):
+def test_a_job_inside_its_reservation_that_is_killed_leaves_the_reservation(admin, victim):
+    reserve(admin, ALICE, "-n", "2", "--for", "1h")
+    with admin.job(ALICE, "-n", "2") as (wrapper, _):
         job = int(Path(f"/proc/{wrapper.pid}/task/{wrapper.pid}/children").read_text().split()[-1])
         os.kill(wrapper.pid if victim == "wrapper" else job, 9)
         wrapper.wait(20)
         if victim == "wrapper":
             os.kill(job, 9)
 
-    assert [one["counts"] for one in listed(machine)] == [True]
-    assert machine(BOB, "run", "--no-wait", "-n", "7", "--", "true").returncode == 75
+    assert [one["counts"] for one in listed(admin)] == [True]
+    assert admin(BOB, "run", "--no-wait", "-n", "7", "--", "true").returncode == 75
 
 
 @pytest.mark.parametrize("options", [("--mig", "3g.40gb"), (), ("--share", "--memory", "5GiB")])
