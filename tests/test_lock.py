@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,8 @@ from gpuguard.claims.records import MOST_OF_ONE, locked_devices, read_records, w
 from gpuguard.errors import ClaimError, ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.model import HEALTH, IDLE_PROCESSES, Snapshot
-from gpuguard.queue import tickets
+from gpuguard.queue import reservations, tickets
+from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.leader import MAY_START
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content, wake
@@ -302,6 +304,17 @@ def test_no_more_than_the_least_is_taken_while_others_wait(directory: LockDirect
         first.withdraw()
         with acquire(machine, Request(max_gpus=2), directory, time_limit=60) as claim:
             assert len(claim) == 2
+
+
+@pytest.mark.root  # nobody else can reserve for others
+def test_a_look_leaves_out_what_is_reserved_for_another_user(directory: LockDirectory) -> None:
+    machine, now, me = two(), time.time(), os.geteuid()
+    wanted = Reservation("", me, me + 1, "bob", 1, now - 1, now + HOUR, (machine.devices[1].uuid,), now)
+    reservations.write_reservation(directory, wanted)
+    _, choice = preview(machine, Request(), directory)
+
+    assert [device.index for device in choice.devices] == [0]
+    assert "'s reservation until " in choice.refused[0].reasons[0].text
 
 
 def test_where_the_daemon_gives_the_locks_nothing_is_claimed_without_it(directory: LockDirectory) -> None:
