@@ -138,9 +138,6 @@ def test_what_users_wrote_cannot_reach_the_journal_as_it_is(once, tmp_path):
     assert all(line.startswith("gpuguard: ") for line in done.stderr.splitlines())
 
 
-# A daemon on a machine that has no process, no descriptor or no room on a disk left for a moment.
-
-
 def failing(error):
     """A function that raises it."""
 

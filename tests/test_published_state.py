@@ -195,9 +195,6 @@ def test_records_of_any_number_and_length_do_not_hide_the_state(directory, alive
     assert len(shown.claims) == 1
 
 
-# A claim is no younger than it is known, whatever its record says.
-
-
 GPU, OTHER = a_device(0), a_device(1)
 NOW = 1_000_000.0  # unix time at a clock of 0
 
