@@ -18,8 +18,8 @@ LONGEST = (
     "test_guard_faults", "test_ray_head", "test_queue_model", "test_policy_mutations", "test_guard_schedules",
     "test_contention", "test_dry_equals_live", "test_broker", "test_fleet_ssh",
     "test_packaging", "test_two_users", "test_faulty_drivers", "test_broker_shares", "test_broker_hostile",
-    "test_mig_profiles", "test_daemon", "test_overtaking", "test_reserve_command",
-    "test_web", "test_slurm_cluster", "test_docs", "test_wrapper_death", "test_run",
+    "test_mig_profiles", "test_daemon", "test_overtaking", "test_reserve_command", "test_release_command",
+    "test_forged_claims", "test_web", "test_slurm_cluster", "test_docs", "test_wrapper_death", "test_run",
     "test_campaigns", "test_worker", "test_adopt", "test_web_browser",
 )  # fmt: skip
 

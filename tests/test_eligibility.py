@@ -153,7 +153,7 @@ def test_a_claimed_device_is_refused_before_its_memory_shows_up():
     assert reasons(a_device(), taken=taken) == ["claimed by bob, 2h ago: python train.py"]
 
 
-def test_a_shared_device_says_to_whoever_wants_it_alone_who_shares_it():
+def test_a_shared_device_says_who_shares_it():
     slot = f"{a_uuid(0)}.slot1"
     claims = [
         a_claim_record(slots=(slot,), memory=10 * GIB),

@@ -114,7 +114,7 @@ def test_reassert_takes_the_lock_again_when_the_job_unlocked_it(directory, claim
     assert (unlocked, locked_devices(directory, [claim[0].uuid])) == (set(), {claim[0].uuid})
 
 
-def test_reassert_reports_a_device_that_somebody_else_has_locked_meanwhile(directory, claim):
+def test_reassert_reports_a_device_that_another_process_has_locked_meanwhile(directory, claim):
     fcntl.flock(claim.pass_fds[0], fcntl.LOCK_UN)
     thief = open_lock(directory, claim[0].uuid)
     assert try_flock(thief)
@@ -238,7 +238,7 @@ def test_a_record_that_cannot_be_written_does_not_cost_the_claim(directory, monk
         assert locked_devices(directory, [claim[0].uuid])
 
 
-def test_many_dead_records_of_a_user_are_removed_by_his_next_claim(directory: LockDirectory) -> None:
+def test_many_dead_records_of_a_user_are_removed_by_their_next_claim(directory: LockDirectory) -> None:
     for number in range(MOST_OF_ONE + 10):
         os.close(write_record(directory, {"id": f"dead{number}", "devices": []})[1])
 
@@ -376,7 +376,7 @@ def test_a_user_whose_request_waited_has_been_served(machine, directory):
     assert tickets.last_started(directory, os.geteuid()) is not None
 
 
-def test_a_request_that_did_not_wait_counts_as_no_turn(directory):
+def test_a_request_that_did_not_wait_counts_as_no_start(directory):
     acquire(Machine(), Request(), directory, environ={}).release()
 
     assert tickets.last_started(directory, os.geteuid()) is None

@@ -80,7 +80,7 @@ def test_how_long_to_wait():
     ]  # fmt: skip
 
 
-def test_the_names_of_priorities_are_those_of_the_line():
+def test_the_names_of_priorities_are_those_of_the_queue():
     assert {name: number - 1 for number, name in enumerate(PRIORITY_NAMES)} == PRIORITIES
 
 

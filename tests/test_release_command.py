@@ -153,7 +153,7 @@ def test_a_job_that_computes_is_left_alone_and_the_answer_says_who_it_is(site):
 
 
 @pytest.mark.parametrize("trap", ["", "trap '' TERM;"])
-def test_stop_ends_the_job_by_its_own_ladder_first(site, trap):
+def test_stop_ends_the_job_by_its_own_steps_first(site, trap):
     job = ("sh", "-c", f"{trap} echo ready; while :; do sleep 0.1; done")
     with site.job("-n", "2", "--time-limit", "1h", "--grace", "1s", command=job) as run:
         assert run.stdout and run.stdout.readline() == "ready\n"
@@ -242,7 +242,7 @@ def test_without_an_id_own_claims_are_shown(site):
     assert site.gpuguard("release", "--stop").returncode == 2
 
 
-def test_a_wish_that_a_run_does_not_answer_is_carried_out_from_here(site):
+def test_a_request_that_a_run_does_not_answer_is_carried_out_from_here(site):
     with site.job("-n", "2", command=("sh", "-c", "sleep 100")) as run:
         os.kill(run.pid, signal.SIGSTOP)
         try:

@@ -372,7 +372,7 @@ def shared(index, count, used=0.0, **fields):
         ((1, 1), "pack", [1, 0]),
     ],
 )
-def test_a_share_goes_where_somebody_shares_already_and_packed_where_the_least_is_left(counts, strategy, order):
+def test_a_share_goes_where_others_share_already_and_packed_where_the_least_is_left(counts, strategy, order):
     devices, sharing = zip(*(shared(index, count) for index, count in enumerate(counts)), strict=True)
     request = Request(share=True, memory=5 * GIB, strategy=strategy)
 
