@@ -252,10 +252,7 @@ def _use(device: Device, snapshot: Snapshot, stats: Processes, quarantined: Mapp
 def _usage(
     device: Device, locked: bool, owned: bool, processes: tuple[ProcessUse, ...] | None
 ) -> tuple[str, str | None]:
-    """The state of a healthy device, and why.
-
-    A claim is on it (*locked*), and counts as one where a process has its lock open (*owned*).
-    """
+    """The state of a healthy device that a claim is on (*locked*), whose lock a process has open (*owned*); and why."""
     listed, working = occupants(device), IDLE if is_idle(device) else IN_USE
     if listed and device.processes_plausible:
         belongs = any(use.claim is not None and use.process in listed for use in processes or ())

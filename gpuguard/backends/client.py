@@ -189,10 +189,7 @@ def _unresponsive(reason: str) -> errors.DriverUnresponsive:
 
 
 def _overdue(channel: spawn.Channel, seconds: float) -> spawn.Mark | None:
-    """The mark of what takes longer than *seconds*; None as soon as the worker answers, or has ended.
-
-    The time in which it only waits for a CPU does not count.
-    """
+    """What takes longer than *seconds*, without waiting for a CPU; None as soon as the worker answers, or has ended."""
     poll = select.poll()
     poll.register(channel.replies, select.POLLIN)
     late: spawn.Mark | None = None
@@ -211,11 +208,7 @@ def _overdue(channel: spawn.Channel, seconds: float) -> spawn.Mark | None:
 
 
 def _in_time(channel: spawn.Channel, seconds: float) -> None:
-    """Wait for more of a reply: what a library has printed is there at once, and may be all that ever comes.
-
-    Raises:
-        _Stuck: it takes longer than *seconds*.
-    """
+    # Of a reply: what a library has printed is there at once, and may be all that ever comes.
     if late := _overdue(channel, seconds):
         raise _Stuck(late[0], f"a driver call did not come back ({_where(late[0])})")
 

@@ -97,7 +97,7 @@ class Nvml:
             for known in self._devices.values():
                 known.recent.clear()
         seek = None if devices is None else frozenset(devices)
-        if any(map(_is_mig, seek or ())):
+        if any(uuid.startswith("MIG-") for uuid in seek or ()):
             fields = {*fields, model.HEALTH}  # which is what finds instances
         for device, missing in self._read_all(fields, seek):
             found.append(device)
@@ -183,7 +183,8 @@ class Nvml:
             return [_lost(opened, fields)]
         finally:
             opened.ahead.clear()
-        return [(_device(reading), reading.gaps), *parts]
+        problems = tuple(reading.problems) if model.HEALTH in fields or reading.problems else None
+        return [(Device(index, opened.uuid, problems=problems, **reading.values), reading.gaps), *parts]
 
     def _own(self, instances: list[_Read], reading: Reading) -> list[_Read]:
         """Those of *instances* that no other device has, too: by its uuid one of them would be claimed for both."""
@@ -216,7 +217,8 @@ class Nvml:
 
     def _may_be(self, opened: KnownDevice, seek: Set[str]) -> bool:
         """Whether the device is one of *seek*, or may have an instance that is: which has been seen nowhere yet."""
-        return not seek.isdisjoint({opened.uuid, *opened.instances}) or any(map(_is_mig, self._unknown(seek)))
+        known = not seek.isdisjoint({opened.uuid, *opened.instances})
+        return known or any(uuid.startswith("MIG-") for uuid in self._unknown(seek))
 
     def _unknown(self, seek: Set[str]) -> Set[str]:
         return seek - {uuid for opened in self._devices.values() for uuid in (opened.uuid, *opened.instances)}
@@ -294,16 +296,6 @@ def _by_nvlink(one: Device, other: Device, buses: Mapping[str, str | None]) -> b
         return True
     devices = set(buses.values())
     return bool(ends - devices) and bool(other_ends - devices)
-
-
-def _is_mig(uuid: str) -> bool:
-    return uuid.startswith("MIG-")
-
-
-def _device(reading: Reading) -> Device:
-    complete = model.HEALTH in reading.fields
-    problems = tuple(reading.problems) if complete or reading.problems else None
-    return Device(reading.device.index, reading.device.uuid, problems=problems, **reading.values)
 
 
 def _lost(opened: KnownDevice, fields: Collection[str]) -> tuple[Device, list[Gap]]:

@@ -51,7 +51,9 @@ def main(args: argparse.Namespace) -> int:
     metric = history.METRICS[args.metric]
 
     def read(usage: Usage) -> tuple[list[history.DeviceHistory], Watch]:
-        devices = _chosen(usage.known(), args.device)
+        known = usage.known()
+        words = [part for text in args.device for part in selectors("--device", text) or ()]
+        devices = [_named(known, word) for word in words] or known
         courses = [(device, usage.series(device.uuid, metric.stored, begin, end)) for device in devices]
         return [course for course in courses if args.device or course[1]], usage.watched(begin, end)
 
@@ -78,12 +80,6 @@ def writes_braille() -> bool:
     except (UnicodeError, LookupError):
         return False
     return True
-
-
-def _chosen(known: Sequence[SeenDevice], words: Sequence[str]) -> list[SeenDevice]:
-    """The devices that ``["0,3", "GPU-ab"]`` means, all without words."""
-    named = [part for text in words for part in selectors("--device", text) or ()]
-    return [_named(known, word) for word in named] if named else list(known)
 
 
 def _named(known: Sequence[SeenDevice], word: str) -> SeenDevice:

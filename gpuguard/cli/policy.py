@@ -27,7 +27,7 @@ from gpuguard.units import format_count, parse_duration
 from gpuguard.views.backtest import backtest_json, backtest_lines, trial_json, trial_lines
 from gpuguard.views.policy import sentences
 from gpuguard.views.policy_language import SECTIONS, describe, json_schema, language_json
-from gpuguard.views.text import json_text, put
+from gpuguard.views.text import put, put_json
 
 _JSON = ("--json", None, "one object for programs")
 MOST = 50  # faults that are shown at a time: nobody reads more
@@ -45,7 +45,7 @@ def _backtest(args: argparse.Namespace) -> int:
     result = backtest(recording, file.policies, uid_of, longest_gap=longest_gap, zone=zone)
     names = [policy.name for policy in file.policies]
     if args.json:
-        put([json_text(backtest_json(result, recording, args.on, names))], sys.stdout)
+        put_json(backtest_json(result, recording, args.on, names))
     else:
         put(backtest_lines(result, recording, names, each=args.each), sys.stdout)
     return 0
@@ -54,7 +54,7 @@ def _backtest(args: argparse.Namespace) -> int:
 def _test(args: argparse.Namespace) -> int:
     trials = [run_tests(path) for path in args.file]
     if args.json:
-        put([json_text({"schema": 1, "files": [trial_json(trial) for trial in trials]})], sys.stdout)
+        put_json({"schema": 1, "files": [trial_json(trial) for trial in trials]})
     else:
         put((line for trial in trials for line in trial_lines(trial)), sys.stdout)
     if any(trial.faults for trial in trials):
@@ -76,7 +76,7 @@ def _check(args: argparse.Namespace) -> int:
             "warnings": [vars(fault) for fault in file.warnings],
             "notify_problems": here,
         }
-        put([json_text(content)], sys.stdout)
+        put_json(content)
         return int(bad)
     path = neutralise(args.file)
     lines = [line for fault in file.faults[:MOST] for line in fault.lines(path)]
@@ -106,7 +106,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 def _rules(args: argparse.Namespace) -> int:
     if args.json:
-        put([json_text(language_json())], sys.stdout)
+        put_json(language_json())
         return 0
     known = [name for nouns in SECTIONS.values() for name in nouns]
     for name in args.name:
@@ -116,8 +116,8 @@ def _rules(args: argparse.Namespace) -> int:
     return 0
 
 
-def _schema(args: argparse.Namespace) -> int:
-    put([json_text(json_schema())], sys.stdout)
+def _schema(_: argparse.Namespace) -> int:
+    put_json(json_schema())
     return 0
 
 

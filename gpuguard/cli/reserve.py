@@ -168,11 +168,7 @@ def parse_when(text: str, now: float) -> float:
 
 
 def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, when: float) -> tuple[str, ...]:
-    """The uuids of all that will do, whoever uses them now.
-
-    Raises:
-        ImpossibleRequest: there are too few on this machine.
-    """
+    """The uuids of all that will do, in use or not.  Raises ImpossibleRequest: there are too few on this machine."""
     choice = choose(snapshot, request, {})
     error = not_enough(snapshot, request, choice)
     if len(choice.devices) < request.num_gpus and isinstance(error, ImpossibleRequest):

@@ -143,8 +143,7 @@ def _user_rows(
 ) -> Iterator[tuple[tuple[int, str], tuple[float, ...]]]:
     """Per second of each user of *device*.  A claim counts once, on the device that it names, and whole.
 
-    How much of a shared device it takes is only its own word.  A process under none of the claims *around* has
-    none; None: the device is divided, and its instances tell.
+    A process under none of the claims *around* has none; None: the device is divided, and its instances tell.
     """
     instances = [other for other in snapshot.devices if other.parent_uuid == device.uuid] if around is None else []
     here = [record for record in snapshot.claims if record.alive and device.uuid in record.devices]

@@ -130,14 +130,6 @@ def _claim(row: ProcessRow) -> Part:
     return ("", "") if row.kind == "graphics" else ("no claim", "red")
 
 
-def _mark(row: ProcessRow) -> Part:
-    return ("" if row.claim or row.kind == "graphics" else "!", "bold red")
-
-
-def _kind(row: ProcessRow) -> Part:
-    return row.kind.replace("compute+graphics", "C+G"), "dim"
-
-
 def _known(value: object, text: str) -> Part:
     return text, "dim" if value is None else ""
 
@@ -152,8 +144,10 @@ _COLUMNS = (
     _Column("host", "HOST", 8, ">", lambda row: _known(row.now.host, format_bytes(row.now.host)), _ROOMY),
     _Column("time", "TIME", 6, ">", lambda row: _known(row.seconds, format_duration(row.seconds))),
     _Column("", "CLAIM", 8, "<", _claim, _ROOMY),
-    _Column("", "C", 1, "<", _mark, range(_ROOMY.start)),
-    _Column("", "KIND", 9, "<", _kind, range(140, _ROOMY.stop)),
+    _Column("", "C", 1, "<", lambda row: ("!" if _claim(row)[1] else "", "bold red"), range(_ROOMY.start)),
+    _Column(
+        "", "KIND", 9, "<", lambda row: (row.kind.replace("compute+graphics", "C+G"), "dim"), range(140, _ROOMY.stop)
+    ),
 )
 
 

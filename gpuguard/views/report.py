@@ -193,13 +193,7 @@ def _table_lines(
 ) -> list[str]:
     """A table, or where that is too wide several, each with the first column: half a number is a wrong one.
 
-    Text in the last column is shortened instead.
-
-    Args:
-        columns: of the table.
-        rows: of which they show something.
-        width: columns of the terminal; None: it goes elsewhere.
-        longest: columns of what stands in the first one; None: any number.
+    Text in the last column is shortened instead, and that in the first one where it is *longest*.
     """
     headers = [column.header if column.header == "kWh" else column.header.upper() for column in columns]
     cells = [[neutralise(column.cell(row)) for column in columns] for row in rows]
