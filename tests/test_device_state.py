@@ -26,8 +26,6 @@ from gpuguard.claims.directory import lock_directory
 from gpuguard.device_state import (
     DIVIDED,
     FREE,
-    IDLE,
-    IN_USE,
     DeviceUse,
     chosen,
     claims_on,
@@ -329,14 +327,6 @@ def test_claims_that_cannot_be_read_are_one_gap_and_accuse_nobody():
     assert [gap.field for gap in joined.gaps] == ["claims"]
     assert re.search("ulimit -n", joined.gaps[0].reason)
     assert [use.state for use in uses(joined)] == ["unknown"]
-
-
-def test_work_is_idle_below_one_percent_everywhere():
-    claims = (a_claim_record(),)
-    busy = {"processes": (a_process(),), "memory_used": 10 * GIB}
-
-    states = [uses(a_snapshot(a_device(utilization=value, **busy), claims=claims))[0].state for value in (0.9, 1.0)]
-    assert states == [IDLE, IN_USE]
 
 
 PYTHON = """

@@ -539,19 +539,6 @@ def test_an_unknown_driver_error_in_a_vital_call_is_a_problem_unless_it_passes(f
     assert (device.problems, bool(device.memory_used)) == (problems, not problems)
 
 
-def test_a_device_that_is_lost_while_it_is_known_keeps_its_name(fake: FakeNvml) -> None:
-    before, after = answer_of(
-        fake,
-        "backend = nvml.open(); before = backend.sample(WHO_FIELDS); fake.lose(2)\n"
-        "answer = before, backend.sample(WHO_FIELDS)",
-    )
-
-    lost = after.devices[2]
-    assert (lost.uuid, lost.name, lost.problems) == (before.devices[2].uuid, before.devices[2].name, ("lost",))
-    assert (lost.memory_used, lost.processes, lost.temperature) == (None, None, None)
-    assert after.devices[3].memory_used == before.devices[3].memory_used
-
-
 @pytest.mark.parametrize("driver", [470, 418])
 def test_an_old_driver_is_read_as_far_as_it_goes(tmp_path: Path, driver: int) -> None:
     with FakeNvml(tmp_path, devices=2, driver=driver) as fake:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import re
 import socket
 import stat
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
@@ -55,20 +59,21 @@ def test_what_it_shows_is_what_who_and_queue_know(gpuguard):
     assert seen["throughput"] is None  # no viewer wants to know
 
 
-def test_a_stream_sends_the_machine_again_and_again(gpuguard):
-    with a_page(gpuguard) as port:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        connection.request("GET", "/api/stream?throughput=1")
+@contextmanager
+def a_stream(port: int, query: str = "") -> Iterator[Iterator[dict[str, Any]]]:
+    """What a viewer is sent; as long as there is one, the machine is sampled often."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+        connection.request("GET", f"/api/stream{query}")
         lines = connection.getresponse()
-        frames = []
-        while len(frames) < 3:
-            line = lines.readline()
-            if line.startswith(b"data: "):
-                frames.append(json.loads(line[6:]))
-        connection.close()
+        yield (json.loads(line[6:]) for line in iter(lines.readline, b"") if line.startswith(b"data: "))
 
-    assert frames[0]["taken_at"] < frames[1]["taken_at"] < frames[2]["taken_at"]
-    assert frames[2]["throughput"] is not None
+
+def test_a_stream_sends_the_machine_again_and_again(gpuguard):
+    with a_page(gpuguard) as port, a_stream(port, "?throughput=1") as frames:
+        first, second, third = itertools.islice(frames, 3)
+
+    assert first["taken_at"] < second["taken_at"] < third["taken_at"]
+    assert third["throughput"] is not None
 
 
 def test_a_chart_has_one_line_per_device(gpuguard):
@@ -223,12 +228,12 @@ def test_a_file_that_is_no_socket_is_left_alone(gpuguard, tmp_path):
 
 
 def test_a_driver_that_fails_is_said_on_the_page_and_the_page_lives_on(gpuguard):
-    with a_page(gpuguard) as port:
-        assert "error" not in json.loads(ask(port, "/api/now")[1])
+    with a_page(gpuguard) as port, a_stream(port) as frames:
+        assert "error" not in next(frames)
         gpuguard("sim", "stop")
-        until(lambda: "error" in json.loads(ask(port, "/api/now")[1]))
+        assert any("error" in frame for frame in frames)
         gpuguard("sim", "start", "4xH100-80GB")
-        until(lambda: len(json.loads(ask(port, "/api/now")[1]).get("devices", ())) == 4)
+        assert any(len(frame.get("devices", ())) == 4 for frame in frames)
 
 
 WORDS = ("python", *("x" * 100 for _ in range(40)))

@@ -21,7 +21,7 @@ from builders import (
 )
 
 from gpuguard import device_state
-from gpuguard.device_state import chosen, user_totals, uses
+from gpuguard.device_state import user_totals, uses
 from gpuguard.model import Gap, ProcessStat
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.reservations import ReservationStatus
@@ -53,6 +53,7 @@ STATES = [
     ("in_use", a_device(processes=(ALICE,), **BUSY), (a_claim_record(),)),
     ("in_use", a_device(processes=(), **BUSY), (a_claim_record(),)),
     ("in_use", a_device(processes=(ALICE,), utilization=None), (a_claim_record(),)),
+    ("in_use", a_device(processes=(ALICE,), memory_used=10 * GIB, utilization=1.0), (a_claim_record(),)),
     ("idle", a_device(processes=(ALICE,), memory_used=10 * GIB, utilization=0.9), (a_claim_record(),)),
     ("unclaimed_use", a_device(processes=(ALICE,), **BUSY), ()),
     ("unclaimed_use", a_device(processes=(), **BUSY), ()),
@@ -179,17 +180,6 @@ def test_a_sum_with_an_unknown_part_is_unknown():
     found = uses(a_snapshot(a_device(processes=(a_process(), a_process(pid=4712, memory_used=None)), **BUSY)))
 
     assert user_totals(found)[0].memory_used is None
-
-
-def test_a_filter_shows_what_is_the_users_and_judges_by_everything():
-    found = uses(a_snapshot(a_device(processes=(ALICE, BOB), **BUSY), a_device(), claims=(a_claim_record(),)))
-
-    only = chosen(found, frozenset(["bob"]), frozenset())
-    assert [(use.device.index, use.state, len(use.claims), len(use.processes or ())) for use in only] == [
-        (0, "in_use", 0, 1)
-    ]
-    assert chosen(found, frozenset(), frozenset([a_uuid(1)])) == found[1:]
-    assert chosen(found, frozenset(["nobody"]), frozenset()) == ()
 
 
 def a_hostile_snapshot():
