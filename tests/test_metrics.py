@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuguard.device_state import STATES, uses
+from gpuguard.device_state import uses
 from gpuguard.metrics.compat import COMPAT, DCGM, NVITOP, dcgm, nvitop
 from gpuguard.metrics.exposition import format_number, to_prometheus
 from gpuguard.metrics.facts import MetricFacts
@@ -102,14 +102,6 @@ def test_what_is_no_number_is_absent(value):
     assert "gpuguard_device_temperature_celsius" not in page
 
 
-def test_a_device_is_in_one_state():
-    page = page_about(a_device())
-
-    assert len(page["gpuguard_device_state"]) == len(STATES)
-    assert sum(page["gpuguard_device_state"].values()) == 1
-    assert the_one(page, "gpuguard_device_state", uuid=a_device().uuid, state="free") == 1
-
-
 def test_users_who_claim_who_leave_idle_and_who_compute_without_a_claim_and_jobs_of_slurm():
     idle = a_device(0)
     stolen = a_device(1, processes=(a_process(9, user="bob", uid=1002),), utilization=90.0, memory_used=11 * GIB)
@@ -160,13 +152,6 @@ def test_old_numbers_are_not_told_as_new_ones():
     assert {name for name in page if "device" in name} == {"gpuguard_device_info", "gpuguard_devices"}
     assert not {name for name in page if not name.startswith("gpuguard_")}
     assert the_one(page, "gpuguard_driver_up") == 0
-
-
-def test_what_policies_did_is_counted():
-    page = told(metric_families(MetricFacts(1.0, "1", actions={("idle", "warn", "done"): 3}, unrecorded=2, troubles=1)))
-
-    assert the_one(page, "gpuguard_policy_actions_total", policy="idle", action="warn", outcome="done") == 3
-    assert the_one(page, "gpuguard_audit_failures_total") == 2
 
 
 def test_no_label_is_a_pid():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 from endpoints import WebServer, a_web_server
-from exporters import a_metrics_server, a_node_exporter, a_prometheus, an_influxdb, fetch, program
+from exporters import Prometheus, a_metrics_server, a_node_exporter, a_prometheus, an_influxdb, fetch, program
 from nodes import GIB, Gpuguard, a_user, change, eventually, start
 from proc import free_port
 from sources import ROOT
@@ -79,41 +79,42 @@ def test_the_linter_of_prometheus_has_nothing_to_say_of_ours_and_would_of_others
     assert (done.returncode == 0 and not done.stdout + done.stderr) == is_sound
 
 
-def test_prometheus_answers_with_our_numbers(tmp_path):
-    place = str(tmp_path / "node")
-    start(place, "2xH100-80GB")
-    change(place, 1, temperature=WorkPattern(81.0, 81.0))
-    gpuguard = Gpuguard(tmp_path, None)
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory) -> Iterator[tuple[Prometheus, str]]:
+    """A Prometheus that scrapes a used and a hot device, under the names of DCGM, too; and the page."""
+    place = tmp_path_factory.mktemp("scraped")
+    node = str(place / "node")
+    start(node, "2xH100-80GB")
+    change(node, 1, temperature=WorkPattern(81.0, 81.0))
     with (
-        a_user(place, "0", 10 * GIB),
-        a_metrics_server(gpuguard) as target,
-        a_prometheus(tmp_path, target) as prometheus,
+        a_user(node, "0", 10 * GIB),
+        a_metrics_server(Gpuguard(place, None)) as target,
+        a_prometheus(place, target, "dcgm") as prometheus,
     ):
-        prometheus.until("gpuguard_device_temperature_celsius")
-        page = fetch(f"http://{target}/metrics")
-
-        for name in ("gpuguard_device_temperature_celsius", "gpuguard_device_memory_used_bytes", "gpuguard_devices"):
-            told = sorted(
-                float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if re.match(rf"{name}[{{ ]", line)
-            )
-            read = sorted(float(row["value"][1]) for row in prometheus.query(name))
-            assert told == read and told, name
-        (hot,) = prometheus.query(
-            "(gpuguard_device_temperature_celsius > 80) * on(uuid) group_left(index, name) gpuguard_device_info"
-        )
-        assert hot["metric"]["index"] == "1"
-        assert prometheus.query("scrape_samples_scraped")[0]["value"][1] == str(
-            len([line for line in page.splitlines() if not line.startswith("#")])
-        )
-
-
-def test_the_questions_of_nvidias_dashboard_are_answered(tmp_path):
-    start(str(tmp_path / "node"), "2xH100-80GB")
-    with a_metrics_server(Gpuguard(tmp_path, None)) as target, a_prometheus(tmp_path, target, "dcgm") as prometheus:
         prometheus.until("DCGM_FI_DEV_FB_FREE offset 3s")
+        yield prometheus, fetch(f"http://{target}/metrics?compat=dcgm")
 
-        assert [asked for asked in NVIDIAS if not prometheus.query(asked % SELECTOR)] == []
-        assert prometheus.query("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE") == []  # the checker can fail
+
+def test_prometheus_answers_with_our_numbers(scraped):
+    prometheus, page = scraped
+    samples = [line for line in page.splitlines() if not line.startswith("#")]
+
+    for name in ("gpuguard_device_temperature_celsius", "gpuguard_device_memory_used_bytes", "gpuguard_devices"):
+        told = sorted(float(line.rsplit(" ", 1)[1]) for line in samples if re.match(rf"{name}[{{ ]", line))
+        read = sorted(float(row["value"][1]) for row in prometheus.query(name))
+        assert told == read and told, name
+    (hot,) = prometheus.query(
+        "(gpuguard_device_temperature_celsius > 80) * on(uuid) group_left(index, name) gpuguard_device_info"
+    )
+    assert hot["metric"]["index"] == "1"
+    assert prometheus.query("scrape_samples_scraped")[0]["value"][1] == str(len(samples))
+
+
+def test_the_questions_of_nvidias_dashboard_are_answered(scraped):
+    prometheus, _ = scraped
+
+    assert [asked for asked in NVIDIAS if not prometheus.query(asked % SELECTOR)] == []
+    assert prometheus.query("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE") == []  # the checker can fail
 
 
 def test_node_exporter_reads_the_file(tmp_path):
@@ -159,15 +160,13 @@ def test_what_is_asked_is_told(path: Path):
     assert asked - names_told() == set()
 
 
-def test_the_dashboard_asks_what_prometheus_understands_and_answers(tmp_path):
+def test_the_dashboard_asks_what_prometheus_understands_and_answers(scraped):
     panels = json.loads(DASHBOARD.read_text())["panels"]
     asked = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+
     assert len(asked) >= 12
-    start(str(tmp_path / "node"), "2xH100-80GB")
-    with a_metrics_server(Gpuguard(tmp_path, None)) as target, a_prometheus(tmp_path, target) as prometheus:
-        prometheus.until("gpuguard_devices offset 3s")
-        for expression in asked:
-            prometheus.query(expression.replace("$instance", ".+").replace("$__rate_interval", "10s"))  # a fault raises
+    for expression in asked:
+        scraped[0].query(expression.replace("$instance", ".+").replace("$__rate_interval", "10s"))  # a fault raises
 
 
 HOSTILE = 'eve, x=1\\ "q" 张\n\\'

@@ -101,14 +101,6 @@ def test_use_with_a_command_becomes_that_command(a_node, devices):
     assert child.returncode == 0
 
 
-def test_use_takes_what_cuda_visible_devices_names(a_node, devices, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    with using("--memory", "1GiB") as child:
-        assert child.stdout.readline()
-        assert [bool(device["processes"]) for device in devices()] == [False, False, True, False]
-        child.terminate()
-
-
 def test_set_moves_a_temperature_along_the_clock(a_node, sim):
     assert sim("set", "--device", "3", "--temperature", "40C..95C", "--over", "100ms")[0] == 0
     backend = simulated.open()

@@ -191,18 +191,13 @@ def test_thresholds_and_protection_come_from_the_sites_policies(tmp_path):
 def test_once_prints_all_and_ends(node, command):
     with a_user(node, "1", 10 * GIB, 50.0) as child:
         status, said, _ = command("top", "--once")
+        _, into_a_pipe, _ = command("top", "--ascii", "--every", "10s")
 
     assert status == 0
     assert said.startswith("SIMULATED ")
     assert f" {child.pid} " in said and "used without a claim" in said
     assert "\x1b" not in said and "…" not in said
-
-
-@pytest.mark.usefixtures("node")
-def test_into_a_pipe_it_prints_once(command):
-    _, said, _ = command("top", "--ascii", "--every", "10s")
-
-    assert said.isascii() and said.count("SIMULATED") == 1
+    assert into_a_pipe.isascii() and into_a_pipe.count("SIMULATED") == 1
 
 
 @pytest.mark.parametrize(

@@ -291,13 +291,6 @@ def test_whatever_strangers_write_each_line_has_its_width_and_moves_no_cursor(
     assert all(text.isprintable() for line in lines for text, _ in line.parts)
 
 
-def test_wide_characters_take_two_columns():
-    device = a_device(processes=(a_process(command=("python", "实验.py")),), memory_used=11 * GIB)
-    lines = page_of(a_scene(device, claims=[a_claim_record(device, note="大模型训练")]), mode="compact")
-
-    assert {display_width("".join(text for text, _ in line.parts)) for line in lines} == {80}
-
-
 def test_ascii_mode_has_no_other_characters():
     device = a_device(processes=TWO, memory_used=11 * GIB, utilization=50.0)
     for mode in MODES:
