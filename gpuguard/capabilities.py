@@ -52,14 +52,13 @@ def lacking() -> tuple[str, ...]:
     """What a guard lacks to act on others, in words; () when nothing."""
     uid = os.geteuid()
     name = user_name(uid)
-    advice = "Start it as root, or by systemd: see `gpuguard setup --print-unit`."
     if not has(KILL):
         text = f"this is {name} without CAP_KILL: it can signal {name}'s own processes, and nothing is done to others."
-        return (f"{text}  {advice}",)
-    if uid != 0 and not has(PTRACE):
+    elif uid != 0 and not has(PTRACE):
         text = f"this is {name} without CAP_SYS_PTRACE: it cannot see what others run, and nothing is done to them."
-        return (f"{text}  {advice}",)
-    return ()
+    else:
+        return ()
+    return (f"{text}  Start it as root, or by systemd: see `gpuguard setup --print-unit`.",)
 
 
 def keep_to_ourselves() -> None:

@@ -91,11 +91,8 @@ class HostUses:
 
         *stats* are of its processes, where they were read just now; *debuggers* costs a further read of each process.
         """
-        known = {
-            (process.pid, process.start_time): process
-            for process in _processes(snapshot)
-            if process.start_time is not None
-        }
+        identities = {(process.pid, process.start_time) for process in _processes(snapshot)}
+        known = [(pid, started) for pid, started in identities if started is not None]
         stats = {pid: procfs.stat_of(pid) for pid, _ in known} if stats is None else stats
         cpu, network, uses = self._cpu, self._network, {}
         self._cpu, self._network = {}, {}

@@ -140,7 +140,7 @@ def exec_command(
     Returns only when it cannot be started: exit code and message.
     """
     backend.close()
-    _log("claim", "handed over", claim, " ".join(command)[:1000])
+    log_claim("claim", "handed over", claim, " ".join(command)[:1000])
     enter = isolation.enter if isolation else None
     code = execute(command, _environment(claim, visible, isolation), claim.pass_fds, enter=enter)
     if isolation:
@@ -184,7 +184,7 @@ class JobSupervisor:
         self.pidfd = patiently(os.pidfd_open, self.pid)
         # Fetched like the others; a handler is what other processes can see.
         signal.signal(signals.CHECK_CLAIM, lambda *_: None)
-        _log("claim", "started", claim, " ".join(command)[:1000])
+        log_claim("claim", "started", claim, " ".join(command)[:1000])
 
     def supervise(self) -> None:
         """Stay until the job has ended."""
@@ -262,7 +262,7 @@ class JobSupervisor:
             if str(lost) not in self.reported:
                 self.reported.add(str(lost))
                 self.notify(f"CLAIM LOST: {lost}  The job goes on, but another job may use its device now.")
-                _log("claim lost", "job goes on", self.claim, str(lost))
+                log_claim("claim lost", "job goes on", self.claim, str(lost))
         if time.monotonic() >= self.sample_at:
             self.sample(self.meter.add)
 
@@ -298,7 +298,7 @@ class JobSupervisor:
         for kind, texts in (("stranger", finding.strangers), ("", finding.blind), ("share", finding.over)):
             for text in texts:
                 if kind:
-                    _log(kind, "owner warned", self.claim, text)
+                    log_claim(kind, "owner warned", self.claim, text)
                 self.notify(text)
         if finding.reached and (self.status is None or finding.reached.pids):
             self.escalation.begin(time.monotonic(), "limit", finding.reached.why, finding.reached.limit)
@@ -310,7 +310,7 @@ class JobSupervisor:
             return
         self.limited |= step.kind == TIME_LIMIT and step.signum == signal.SIGTERM and self.status is None
         self.beyond |= step.limit is not None and self.status is None
-        _log(step.kind, step.name, self.claim, step.why, **({"limit": step.limit} if step.limit else {}))
+        log_claim(step.kind, step.name, self.claim, step.why, **({"limit": step.limit} if step.limit else {}))
         self.notify(step.words)
         if self.status is None and step.signum != signal.SIGKILL:
             signal_job(self.pid, self.pidfd, step.signum)
@@ -436,14 +436,15 @@ def next_sample_seconds(every: float, *, limited: bool) -> float:
     return min(2 * every or TICK_SECONDS, LIMITS_SECONDS_FAILING if limited else SAMPLE_SECONDS_FAILING)
 
 
-def _log(kind: str, outcome: str, claim: Claim, message: str | None = None, **facts: float | str | None) -> None:
+def log_claim(kind: str, outcome: str, claim: Claim, message: str | None = None, **facts: float | str | None) -> None:
+    """Write into the audit log what became of a claim of this process."""
     user, devices = os.environ.get("LOGNAME") or os.environ.get("USER"), tuple(device.uuid for device in claim)
     numbers = ("uid", os.getuid()), *facts.items()
     audit_log.append(Event(time.time(), kind, outcome, user, devices, os.getpid(), claim.id, message, numbers))
 
 
 def _log_end(claim: Claim, ended: JobEnd, message: str | None = None) -> None:
-    _log(
+    log_claim(
         "release",
         ended.outcome,
         claim,

@@ -17,21 +17,16 @@ from __future__ import annotations
 import argparse
 import os
 import pwd
-import signal
 import sys
-import time
-from contextlib import closing
+from contextlib import closing, suppress
 
 from gpuguard.claims.claim import Claim
 from gpuguard.cli.options import JSON, add_source_options, add_table, backend_of, directory_of
 from gpuguard.errors import ClaimLost, InvalidRequest
-from gpuguard.history import audit_log
-from gpuguard.jobs.adopt import ProcessFamily, adopt, detach, wake_pipe
-from gpuguard.model import Event
+from gpuguard.jobs.adopt import ENDING, ProcessFamily, adopt, detach, wake_pipe
 from gpuguard.procfs import uid_of
+from gpuguard.run import log_claim
 from gpuguard.views.text import json_text, put
-
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
     _become_owner(args.pids)
     if args.foreground:
         claim, family = _adopt(args)
-        woken, _ = wake_pipe(_ENDING)
+        woken, _ = wake_pipe(ENDING)
         _print(args, claim, family)
         return _hold(claim, family, woken, detached=False)
     ready, report_ready = os.pipe()
@@ -63,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
         return code if code >= 0 else 128 - code
     os.close(ready)
     claim, family = _adopt(args)
-    woken, wake = wake_pipe(_ENDING)  # before its pid is printed
+    woken, wake = wake_pipe(ENDING)  # before its pid is printed
     _print(args, claim, family)
     sys.stdout.flush()
     detach({*claim.pass_fds, *family.descriptors, report_ready, woken, wake})
@@ -86,11 +81,9 @@ def _become_owner(pids: list[int]) -> None:
     if len(owners) > 1:
         raise InvalidRequest("these processes belong to several users: adopt those of each by themselves.")
     [uid] = owners
-    try:
-        entry = pwd.getpwuid(uid)
-        name, group, home = entry.pw_name, entry.pw_gid, entry.pw_dir
-    except KeyError:
-        name, group, home = str(uid), uid, "/"
+    name, group, home = str(uid), uid, "/"
+    with suppress(KeyError):
+        name, _, _, group, _, home, _ = pwd.getpwuid(uid)
     os.setgroups([])
     os.setresgid(group, group, group)
     os.setresuid(uid, uid, uid)
@@ -101,7 +94,7 @@ def _become_owner(pids: list[int]) -> None:
 def _adopt(args: argparse.Namespace) -> tuple[Claim, ProcessFamily]:
     with closing(backend_of(args)) as backend:
         claim, family = adopt(backend, directory_of(args, make=True), args.pids, tree=args.tree, note=args.note)
-    _log("claim", "adopted", claim, f"adopted: pid {', '.join(map(str, family.members))}"[:1000])
+    log_claim("claim", "adopted", claim, f"adopted: pid {', '.join(map(str, family.members))}"[:1000])
     return claim, family
 
 
@@ -144,10 +137,4 @@ def _release(claim: Claim, outcome: str) -> None:
     except ClaimLost:
         outcome = "was not held any more"  # it was released from outside
     claim.release()
-    _log("release", outcome, claim)
-
-
-def _log(kind: str, outcome: str, claim: Claim, message: str | None = None) -> None:
-    user = os.environ.get("LOGNAME") or os.environ.get("USER")
-    devices, facts = tuple(device.uuid for device in claim), (("uid", os.getuid()),)
-    audit_log.append(Event(time.time(), kind, outcome, user, devices, os.getpid(), claim.id, message, facts))
+    log_claim("release", outcome, claim)

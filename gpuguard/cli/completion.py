@@ -191,11 +191,9 @@ def completions(kind: str, word: str) -> Iterator[str]:
 
 def _devices(word: str) -> Values:
     """By index; by uuid once the user has begun to write one."""
-    snapshot = _snapshot()
-    return [
-        (device.uuid if word[:1].isalpha() or "?" in device.label else device.label, _state(device, snapshot))
-        for device in snapshot.devices
-    ]
+    snapshot, by_uuid = _snapshot(), word[:1].isalpha()
+    named = ((device, device.uuid if by_uuid or "?" in device.label else device.label) for device in snapshot.devices)
+    return [(name, _state(device, snapshot)) for device, name in named]
 
 
 def _uuids(_: str) -> Values:
@@ -252,23 +250,16 @@ def _users(_: str) -> Values:
 
 def _claims(_: str) -> Values:
     """Own claims, for root everybody's."""
-    uid = os.geteuid()
-    return [
-        (claim.id, f"{claim.user} {claim.note or neutral_command(claim.command, brief=True)}")
-        for claim in read_records(directory_of(_source()))
-        if uid in (0, claim.uid)
-    ]
+    records = read_records(directory_of(_source()))
+    own = [claim for claim in records if os.geteuid() in (0, claim.uid)]
+    return [(claim.id, f"{claim.user} {claim.note or neutral_command(claim.command, brief=True)}") for claim in own]
 
 
 def _reservations(_: str) -> Values:
     """Own reservations, for root everybody's."""
-    uid = os.geteuid()
     reservations, _torn, _arrived = read_reservations(directory_of(_source()), time.time())
-    return [
-        (kept.id, f"{kept.user} {local_time(kept.begins, '%a %H:%M')} {kept.note or ''}")
-        for kept in reservations
-        if uid in (0, kept.uid, kept.maker)
-    ]
+    own = [kept for kept in reservations if os.geteuid() in (0, kept.uid, kept.maker)]
+    return [(kept.id, f"{kept.user} {local_time(kept.begins, '%a %H:%M')} {kept.note or ''}") for kept in own]
 
 
 def _hosts(_: str) -> Values:

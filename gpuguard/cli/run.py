@@ -137,22 +137,21 @@ def main(args: argparse.Namespace) -> int:
     if claim.warning:
         print_notice(claim.warning)
     # Not in a `with`: if something goes wrong from here on while the job runs, the job keeps the claim.
-    isolation = _isolate(claim, backend, directory, args.visible) if args.isolate else None
+    isolation: Isolation | None = None
+    if args.isolate:
+        try:
+            isolation = isolations.isolate(claim, backend, directory, visible=args.visible)
+        except GpuguardError:
+            claim.release()
+            raise
     if chatty:
         print_notice(f"{gpus(claim)}{' (SIMULATED)' * backend.simulated} · claim {claim.id}")
     if args.exec:
         status, message = exec_command(command, claim, backend, visible=args.visible, isolation=isolation)
         print_notice(message)
         return status
-    settings = JobSettings(
-        visible=args.visible,
-        time_limit=time_limit,
-        grace=grace,
-        checkpoint=checkpoint,
-        limits=_limits_for(policies, claim, requests[0], backend) if policies or args.share else None,
-        tolerance=requests[0].tolerance,
-        isolation=isolation,
-    )
+    limits = _limits_for(policies, claim, requests[0], backend) if policies or args.share else None
+    settings = JobSettings(args.visible, time_limit, grace, checkpoint, limits, requests[0].tolerance, isolation)
     later = partial(_preload_for_job, claim, None if time_limit else command)
     ended = run(command, claim, backend, settings, later=later, notify=print_notice)
     if chatty:
@@ -161,17 +160,6 @@ def main(args: argparse.Namespace) -> int:
     if ended.die_of is not None:
         signals.die_of(ended.die_of)
     return ended.status
-
-
-def _isolate(claim: Claim, backend: Backend, directory: LockDirectory, visible: str) -> Isolation:
-    """The isolation of the job; the claim is released when there can be none."""
-    from gpuguard.jobs.isolation import isolate  # for --isolate alone
-
-    try:
-        return isolate(claim, backend, directory, visible=visible)
-    except GpuguardError:
-        claim.release()
-        raise
 
 
 def durations_of(args: argparse.Namespace) -> tuple[float | None, float | None, float]:

@@ -24,7 +24,6 @@ from itertools import groupby
 
 from gpuguard.backends import DEVICE_NODE
 from gpuguard.claims.claim import Claim, JobDetails
-from gpuguard.claims.records import read_record
 from gpuguard.cli.options import (
     SubcommandRow,
     add_source_options,
@@ -82,12 +81,11 @@ def _setup(args: argparse.Namespace) -> int:
 def lines(host: str, devices: Sequence[Device], place: str, command: Sequence[str], wait: str | None) -> list[str]:
     """The text, in the order in which an admin needs it."""
     rows = sorted(devices, key=_minor)
-    kinds = [(kind, list(of_kind)) for kind, of_kind in groupby(rows, key=_kind)]
     names = [_kind(device) for device in rows]
     gres = ",".join(f"gpu:{kind}:{names.count(kind)}" for kind in dict.fromkeys(names))
     text = [
         f"# {place}/gres.conf",
-        *(f"NodeName={host} Name=gpu Type={kind} File={_files(of_kind)}" for kind, of_kind in kinds),
+        *(f"NodeName={host} Name=gpu Type={kind} File={_files(list(same))}" for kind, same in groupby(rows, key=_kind)),
         *(["# GPUs of several types: the rule outside_scheduler of gpuguard's daemon says nothing here"]
           if len(set(names)) > 1 else []),
         "",
@@ -181,7 +179,7 @@ def _hold(args: argparse.Namespace, given: Allocation, wait: float, tells: int) 
     """In a process of its own: claim, tell the prolog, and stay."""
     try:
         claim = _claimed(args, given, wait)
-        woken, wake = adopt.wake_pipe((*slurm_claim.ENDING, slurm_claim.WAKING))
+        woken, wake = adopt.wake_pipe((*adopt.ENDING, slurm_claim.WAKING))
         _log("claim", "slurm job", given, f"job {given.job} has GPUs {','.join(given.gpus)} of this node", claim)
         os.write(tells, b"!")
     except GpuguardError as error:
@@ -222,11 +220,12 @@ def _task_prolog(args: argparse.Namespace) -> int:
     job = os.environ.get("SLURM_JOB_ID", "")
     if not job.isdecimal() or not any(name in os.environ for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS")):
         return 0
-    claim = read_record(directory_of(args), os.geteuid(), slurm.claim_id(job))
+    given = Allocation(job, os.geteuid(), ())
+    claim = slurm_claim.claim_of_job(directory_of(args), given)
     if claim is None:
         # Another job may have them: no prolog ran, or its claim was taken away.
         reason = f"the GPUs of job {job} are not claimed for it, so nothing starts on them"
-        outcome, _ = _put_back(Allocation(job, os.geteuid(), ()), reason)
+        outcome, _ = _put_back(given, reason)
         print(f"print gpuguard: {reason} ({outcome}).")
         return 1
     print(f"export GPUGUARD_CLAIM={claim.id}\nexport GPUGUARD_GPUS={','.join(claim.devices)}")

@@ -42,12 +42,7 @@ class Allocation:
     @property
     def claim(self) -> str:
         """The id of its claim."""
-        return claim_id(self.job)
-
-
-def claim_id(job: str) -> str:
-    """``"slurm12"``: of the claim for the devices of job 12."""
-    return f"slurm{job}"
+        return f"slurm{self.job}"
 
 
 def job_of_claim(claim: str) -> str | None:
@@ -240,17 +235,10 @@ def _job(line: bytes) -> Queued | None:
     found = re.findall(r"gpu(?::[^:,()]+)*?(?::(\d+))?(?=,|\(|$)", wanted)
     if not found or not fields["JobArrayID"]:
         return None
-    return Queued(
-        fields["JobArrayID"],
-        fields["UserName"] or "",
-        fields["Name"] or "",
-        fields["State"] or "",
-        sum(int(number or 1) for number in found),
-        fields["Reason"],
-        _moment(fields["SubmitTime"]),
-        _moment(fields["StartTime"]),
-        fields["NodeList"],
-    )
+    user, name, state = (fields[column] or "" for column in ("UserName", "Name", "State"))
+    submitted, start = (_moment(fields[column]) for column in ("SubmitTime", "StartTime"))
+    gpus = sum(int(number or 1) for number in found)
+    return Queued(fields["JobArrayID"], user, name, state, gpus, fields["Reason"], submitted, start, fields["NodeList"])
 
 
 def _moment(text: str | None) -> float | None:

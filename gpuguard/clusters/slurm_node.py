@@ -198,9 +198,8 @@ def run_slurm(*words: str, seconds: float = SECONDS) -> SlurmReply | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return SlurmReply(
-        done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace").strip()
-    )
+    output, fault = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
+    return SlurmReply(done.returncode, output, fault.strip())
 
 
 def scontrol(*words: str) -> str | None:

@@ -24,9 +24,8 @@ from itertools import takewhile
 
 from gpuguard.model import Device
 
-CUDA_VARIABLE, ORDER_VARIABLE, CONTAINER_VARIABLE = (
-    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES",
-)  # fmt: skip
+CUDA_VARIABLE, ORDER_VARIABLE = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+CONTAINER_VARIABLE = "NVIDIA_VISIBLE_DEVICES"
 PCI_ORDER = "PCI_BUS_ID"
 SLURM_VARIABLES = (CUDA_VARIABLE, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 _MOST = 1024  # GPUs of a node
@@ -158,10 +157,8 @@ def slurm_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opin
     if variable == "GPU_DEVICE_ORDINAL" or len(given) >= len(gpus) > 0:
         return None
     uuids = tuple(gpus[number] for number in given if number in gpus)
-    return (
-        uuids,
-        f"{variable}={environ[variable]} of Slurm job {job} allows {len(uuids) or 'no'} of {len(gpus)} devices",
-    )
+    allowed = f"{len(uuids) or 'no'} of {len(gpus)} devices"
+    return uuids, f"{variable}={environ[variable]} of Slurm job {job} allows {allowed}"
 
 
 def _of_whole_machine(environ: Mapping[str, str], devices: Sequence[Device]) -> Mapping[str, str]:

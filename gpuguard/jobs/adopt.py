@@ -17,6 +17,7 @@ import select
 import signal
 import time
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.claim import Claim, JobDetails, lock_parts, unlock
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.claims.claim import Lock
 
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # end a process that holds a claim for others
 _FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, HEALTH})  # HEALTH shows MIG instances
 
 
@@ -143,10 +145,8 @@ def detach(keep: Collection[int]) -> None:
         os.dup2(nothing, number)
     for name in os.listdir("/proc/self/fd"):
         if (number := int(name)) > 2 and number not in keep:
-            try:
+            with suppress(OSError):  # the one of listdir itself
                 os.close(number)
-            except OSError:
-                continue  # the one of listdir itself
 
 
 def wake_pipe(signums: Iterable[int]) -> tuple[int, int]:

@@ -293,9 +293,7 @@ _ACCESS_TYPE, _MAJOR, _MINOR = 0, 4, 8
 
 _LOAD_WORD, _AND, _MOVE, _EXIT, _JUMP_EQUAL, _JUMP_NOT_EQUAL, _JUMP_ABOVE = 0x61, 0x57, 0xB7, 0x95, 0x15, 0x55, 0x25
 
-_SYSCALL_BPF = {
-    "x86_64": 321, "aarch64": 280, "riscv64": 280, "loongarch64": 280, "ppc64le": 361,
-}  # fmt: skip
+_SYSCALL_BPF = {"x86_64": 321, "aarch64": 280, "riscv64": 280, "loongarch64": 280, "ppc64le": 361}
 _PROG_LOAD, _PROG_ATTACH = 5, 8
 _PROG_TYPE_CGROUP_DEVICE, _ATTACH_CGROUP_DEVICE = 15, 6
 # Beside the programs of systemd (DeviceAllow=) and of outer jobs: an open must pass all of them.
@@ -406,7 +404,7 @@ def sweep(parent: str) -> None:
         try:
             directory = os.open(f"{parent}/{name}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
-            continue  # somebody was quicker
+            continue  # another job was quicker
         with suppress(OSError):  # its maker lives, or a process is left in it
             fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.rmdir(f"{parent}/{name}")

@@ -30,6 +30,7 @@ from gpuguard.clusters import slurm
 from gpuguard.clusters.slurm import Allocation
 from gpuguard.enforcement import actions, signals
 from gpuguard.errors import ClaimError, ClaimLost, NotEnoughGpus
+from gpuguard.jobs.adopt import ENDING
 from gpuguard.lock import Allocator, has_queue
 from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecord
 from gpuguard.queue.explain import reserved_for_others
@@ -42,7 +43,6 @@ UNSEEN_SECONDS = 60.0  # for the first one; then the controller is asked.  With 
 CONTROLLER_SECONDS = 60.0
 END_SECONDS = 10.0
 WAKING = signals.CHECK_CLAIM
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PR_SET_DUMPABLE = 4
 
 
