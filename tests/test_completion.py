@@ -102,11 +102,8 @@ def test_what_a_script_asks_for_can_be_answered():
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_without_the_extra_the_script_of_the_package_is_printed(shell, tmp_path):
-    assert run_without_shtab(shell, tmp_path) == (
-        1,
-        "",
-        "gpuguard: shtab, which writes completion scripts, is missing: pip install 'gpuguard[completion]'.\n",
-    )
+    missing = "shtab, which writes completion scripts, is missing: pip install 'gpuguard[completion]'."
+    assert run_without_shtab(shell, tmp_path) == (1, "", f"gpuguard: {missing}\n")
 
     for name in SHELLS[shell]:
         (tmp_path / "share" / name).parent.mkdir(parents=True)
@@ -118,13 +115,9 @@ def test_without_the_extra_the_script_of_the_package_is_printed(shell, tmp_path)
 def run_without_shtab(shell: str, prefix: Path) -> tuple[int, str, str]:
     """`gpuguard completion` of an environment below *prefix* that has no shtab."""
     (prefix / "shtab.py").write_text("raise ImportError")
-    program = (
-        f"import sys; sys.prefix = {str(prefix)!r}; from gpuguard.cli import main; main(['completion', {shell!r}])"
-    )
-    path = os.pathsep.join([str(prefix), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={"PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    code = f"import sys; sys.prefix = {str(prefix)!r}; from gpuguard.cli import main; main(['completion', {shell!r}])"
+    own = {"PYTHONPATH": os.pathsep.join([str(prefix), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -60,14 +60,11 @@ def test_zero_takes_none_and_cuda_sees_none():
     ("arguments", "message"),
     [
         ({"gpu_select": []}, "the list of devices is empty"),
-        ({"gpu_select": 7}, "names no device of this machine"),
-        ({"gpu_select": [7]}, "names no device of this machine"),
-        ({"gpu_select": -1}, "names no device of this machine"),
+        *(({"gpu_select": wrong}, "names no device of this machine") for wrong in (7, [7], -1)),
         ({"gpu_select": [1, 1]}, "names device 1 twice"),
         ({"num_gpus": -5}, "ask for at least 1"),
         ({"gpu_fraction": 1.5}, "1.5 is no fraction of the memory: ask for 0 to 1"),
-        ({"gpu_fraction": -0.1}, "is no fraction"),
-        ({"gpu_fraction": float("nan")}, "is no fraction"),
+        *(({"gpu_fraction": wrong}, "is no fraction") for wrong in (-0.1, float("nan"))),
         ({"backend": "nonesuch"}, "there is no backend 'nonesuch'"),
         ({"priority": "urgent"}, "there is no priority 'urgent': choose one of low, normal, high"),
         ({"alternatives": [{}] * 4}, "4 alternatives are too many: name at most 3"),
@@ -283,24 +280,17 @@ def test_an_empty_name_of_a_directory_is_none(monkeypatch):
     monkeypatch.setenv("GPUGUARD_DIR", "")
     gpuguard.grab_gpus(1)
 
-    assert len(claimed()) == len(
-        probe(lock_directory(backend="simulated"), [d.uuid for d in gpuguard.snapshot().devices])
-    )
+    uuids = [device.uuid for device in gpuguard.snapshot().devices]
+    assert len(claimed()) == len(probe(lock_directory(backend="simulated"), uuids))
 
 
 @pytest.mark.parametrize(
     ("condition", "taken"),
     [
         ({"models": "H100"}, [0]),
-        ({"exclude": "0"}, [1]),
-        ({"exclude": 0}, [1]),
-        ({"exclude": [0, 1]}, [2]),
-        ({"prefer": 2}, [2]),
-        ({"prefer": [3, 2]}, [3]),
-        ({"devices": "2"}, [2]),
-        ({"devices": 1}, [1]),
-        ({"devices": range(2, 4)}, [2]),
-        ({"devices": None}, [0]),
+        *(({"exclude": given}, [taken]) for given, taken in (("0", 1), (0, 1), ([0, 1], 2))),
+        *(({"prefer": given}, [taken]) for given, taken in ((2, 2), ([3, 2], 3))),
+        *(({"devices": given}, [taken]) for given, taken in (("2", 2), (1, 1), (range(2, 4), 2), (None, 0))),
     ],
 )
 def test_a_word_or_an_index_alone_is_a_list_of_one(condition, taken):
@@ -319,7 +309,6 @@ def test_the_name_of_one_device_is_not_read_letter_by_letter(node):
 def test_a_claim_that_was_given_back_says_so():
     claim = gpuguard.grab_gpus(2)
     assert repr(claim) == f"<Claim {claim.id} of 2, 3>"
-
     claim.release()
     assert repr(claim) == f"<Claim {claim.id} of 2, 3, released>"
 

@@ -150,27 +150,15 @@ def pids(wrapped: Wrapped) -> tuple[int, int]:
     return int(wrapper), int(job)
 
 
-def counting(wrapped: Wrapped, name: str, enough: int, *, bare: bool) -> str:
-    return line(wrapped, sys.executable, "-c", COUNT, name, str(enough), bare=bare)
-
-
 @pytest.mark.parametrize("bare", [True, False], ids=["bare", "wrapped"])
-@pytest.mark.parametrize(("key", "name"), [("\x03", "INT"), ("\x1c", "QUIT"), ("\x1a", "TSTP")])
-def test_a_key_reaches_the_job_exactly_once(terminal, wrapped, key, name, bare):
-    terminal.begin(counting(wrapped, name, 1, bare=bare))
-    terminal.type(key)
+@pytest.mark.parametrize(("key", "name", "times"), [("\x03", "INT", 2), ("\x1c", "QUIT", 1), ("\x1a", "TSTP", 1)])
+def test_a_key_reaches_the_job_exactly_once(terminal, wrapped, key, name, times, bare):
+    terminal.begin(line(wrapped, sys.executable, "-c", COUNT, name, str(times), bare=bare))
+    for number in range(times):
+        terminal.type(key)
+        terminal.expect(f"<seen {number + 1}>")
 
-    assert terminal.expect(r"<total (\d+)>")[1] == "1"
-    assert terminal.status() == 0
-
-
-def test_the_second_interrupt_reaches_the_job_as_the_first_one_did(terminal, wrapped):
-    terminal.begin(counting(wrapped, "INT", 2, bare=False))
-    terminal.type("\x03")
-    terminal.expect("<seen 1>")
-    terminal.type("\x03")
-
-    assert terminal.expect(r"<total (\d+)>")[1] == "2"
+    assert terminal.expect(r"<total (\d+)>")[1] == str(times)
     assert terminal.status() == 0
 
 
@@ -203,27 +191,17 @@ def test_an_interrupt_stops_the_script_around_the_job(terminal, wrapped, tmp_pat
 @both_shells
 def test_a_stopped_job_gives_the_prompt_back_keeps_its_claim_and_goes_on_with_fg(terminal, wrapped, tmp_path):
     terminal.begin(waiting(wrapped, 5))
-    terminal.stop()
-
-    assert state(pids(wrapped)[1]) == "T"
-    assert wrapped.is_claimed()
-    (tmp_path / "end").touch()
-    terminal.type("fg\n")
-    terminal.expect("/job")  # the shell names the job that it continues
-    assert terminal.status() == 5
-    assert not wrapped.is_claimed()
-
-
-def test_a_job_can_be_stopped_again_and_again(terminal, wrapped, tmp_path):
-    terminal.begin(waiting(wrapped, 6))
-    for _ in range(5):
+    for _ in range(4):
         terminal.stop()
+        assert state(pids(wrapped)[1]) == "T"
+        assert wrapped.is_claimed()
         terminal.type("fg\n")
-        terminal.expect("/job")
+        terminal.expect("/job")  # the shell names the job that it continues
         until(lambda: [state(pid) for pid in pids(wrapped)] == ["S", "S"])
 
     (tmp_path / "end").touch()
-    assert terminal.status() == 6
+    assert terminal.status() == 5
+    assert not wrapped.is_claimed()
 
 
 def test_a_stopped_job_goes_on_in_the_background(terminal, wrapped, tmp_path):

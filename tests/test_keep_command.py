@@ -65,18 +65,10 @@ def granting(directory: LockDirectory) -> Granting:
     return Granting(directory)
 
 
-def test_a_user_keeps_what_is_theirs(granting):
-    granting(1001, reason="a deadline")
-
-    [(key, until)] = granting.kept.items()
-    assert key == ("uid", 1001) and 50 < until - boot_clock() <= 60
-    [event] = granting.events
-    assert (event.kind, event.outcome, event.message, dict(event.facts)["uid"]) == ("keep", "kept", "a deadline", 1001)
-
-
 @pytest.mark.parametrize(
     ("uid", "request_", "key"),
     [
+        (1001, {}, ("uid", 1001)),
         (1001, {"device": "0"}, ("uid on device", f"1001 {DEVICE}")),
         (1001, {"uid": 1001}, ("uid", 1001)),
         (0, {"uid": 1001}, ("uid", 1001)),
@@ -84,10 +76,13 @@ def test_a_user_keeps_what_is_theirs(granting):
         (0, {"device": "0", "uid": 1001}, ("uid on device", f"1001 {DEVICE}")),
     ],
 )
-def test_what_is_kept_is_what_was_asked_for(granting, uid, request_, key):
-    granting(uid, **request_)
+def test_what_is_kept_is_what_was_asked_for_and_an_event_says_it(granting, uid, request_, key):
+    granting(uid, reason="a deadline", **request_)
 
-    assert list(granting.kept) == [key]
+    [(kept, until)] = granting.kept.items()
+    [event] = granting.events
+    assert kept == key and 50 < until - boot_clock() <= 60
+    assert (event.kind, event.outcome, event.message, dict(event.facts)["uid"]) == ("keep", "kept", "a deadline", uid)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +132,8 @@ def test_a_restarted_daemon_still_knows_whom_to_keep(directory, granting):
 
 
 def test_what_is_over_is_not_kept(directory):
-    change(
-        directory, KEPT, lambda restrictions: restrictions.update({"1001": Restriction("1001", 0.0, time.time() - 1)})
-    )
+    over = {"1001": Restriction("1001", 0.0, time.time() - 1)}
+    change(directory, KEPT, lambda restrictions: restrictions.update(over))
 
     assert Granting(directory).kept == {}
 
@@ -234,7 +228,7 @@ def test_two_users_keep_each_their_own(site):
 
     assert [done.returncode for done in (own, theirs, too_long, ended)] == [0, 1, 1, 1]
     assert "only root" in theirs.stderr and "1h is the longest" in too_long.stderr
-    assert [(each["name"], each["reason"]) for each in seen] == [(str(BOB.pw_uid), "mine")]
+    assert [(kept["name"], kept["reason"]) for kept in seen] == [(str(BOB.pw_uid), "mine")]
     assert list(marks) == [str(BOB.pw_uid)]
 
 

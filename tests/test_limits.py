@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import GIB, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 from fake_nvml import NOT_SUPPORTED, FakeNvml
+from nodes import Gpuguard
 from test_pid_reuse import NAMESPACE, has_a_namespace
 
 from gpuguard import model
@@ -365,26 +364,11 @@ def test_an_empty_device_has_an_empty_list():
     assert not any(reached_alone(*[empty] * 20, temperature=85.0, known=True))
 
 
-FAST = """
-import sys
-from gpuguard import run
-run.TICK_SECONDS = 0.2
-from gpuguard.cli import main
-main(sys.argv[1:])
-"""
-
-
-def run_in_a_container(fake: FakeNvml, place: Path, *options: str) -> subprocess.Popen[str]:
-    words = [*NAMESPACE, sys.executable, "-c", FAST, "run", "--gpus", "0", "--no-wait", *options, "--"]
-    (place / "claims").mkdir()
+def run_in_a_container(fake: FakeNvml, place: Path, *options: str) -> Any:
+    gpuguard, pipes = Gpuguard(place, fake, fast=True), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # What the job "uses" is what the test tells the driver of: that needs no code inside.
-    return subprocess.Popen(
-        [*words, "sh", "-c", "echo ready; exec sleep 60"],
-        env={**os.environ, **fake.environment(), "GPUGUARD_DIR": str(place / "claims")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = gpuguard.words("run", "--gpus", "0", "--no-wait", *options, "--", "sh", "-c", "echo ready; exec sleep 60")
+    return subprocess.Popen([*NAMESPACE, *words], env=gpuguard.environment, text=True, **pipes)
 
 
 @pytest.mark.root

@@ -99,7 +99,7 @@ def test_what_cannot_be_had_fails_the_cell_in_a_sentence_and_says_what_to_do(tmp
         assert "--min-free SIZE" in notebook("%gpus --help").text
 
 
-def test_a_claim_that_was_released_from_outside_is_known_to_be_gone(tmp_path, gpuguard):
+def test_a_claim_released_from_outside_is_known_to_be_gone_and_what_python_returns_shows_itself(tmp_path, gpuguard):
     with a_notebook(tmp_path) as notebook:
         notebook("%gpus 2")
         claim = notebook("import os; print(os.environ['GPUGUARD_CLAIM'])")
@@ -107,13 +107,9 @@ def test_a_claim_that_was_released_from_outside_is_known_to_be_gone(tmp_path, gp
 
         told = notebook("%gpus")
         assert not told.ok and "needed" in told.text and "This kernel has no GPUs now" in told.text
-        assert notebook("%gpus 4").ok
+        assert notebook("%gpus 3").ok
 
-
-def test_what_python_returns_shows_itself(tmp_path, gpuguard):
-    with a_notebook(tmp_path) as notebook:
         notebook("import gpuguard")
-
         for code in ("gpuguard.grab_gpus(1)", "gpuguard.who()", "gpuguard.who().claims[0]", "gpuguard.snapshot()"):
             assert "<table>" in notebook(code).html, code
 

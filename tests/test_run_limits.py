@@ -19,15 +19,6 @@ from gpuguard import procfs, run
 from gpuguard.backends import simulated, simulated_node
 from gpuguard.backends.simulated_node import Use, WorkPattern
 
-FAST = """
-import sys
-from gpuguard import run
-from gpuguard.jobs import limits
-run.TICK_SECONDS, limits.TEMPERATURE_SECONDS = 0.3, 0.6
-from gpuguard.cli import main
-main(sys.argv[1:])
-"""
-
 # From its first tick on nothing of gpuguard can be loaded any more: it is being installed anew.
 UPGRADED = """
 import sys
@@ -68,24 +59,16 @@ class Job:
     """Command lines on one node, whose device 0 they use."""
 
     def __init__(self, place: Path) -> None:
-        (place / "claims").mkdir()
         self.node = str(place / "node")
         start(self.node, "2xH100-80GB")
-        self.gpuguard = Gpuguard(place, None)
+        self.gpuguard = Gpuguard(place, None, fast=True)
 
     def uses(self, setup: str = "", at_first: int = GIB, at_last: int = 40 * GIB, utilization: float = 90.0) -> str:
         return USER.format(setup=setup, start=at_first, end=at_last, utilization=utilization, place=self.node)
 
     def start(self, *options: str, job: str) -> subprocess.Popen[str]:
         """`gpuguard run` with *options* on a Python script."""
-        command = [sys.executable, "-c", job]
-        return subprocess.Popen(
-            [sys.executable, "-c", FAST, "run", "--gpus", "0", "--no-wait", *options, "--", *command],
-            env=self.gpuguard.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return self.gpuguard.start("run", "--gpus", "0", "--no-wait", *options, "--", sys.executable, "-c", job)
 
     def __call__(self, *options: str, job: str) -> tuple[int, str, str]:
         """Exit status, stdout and stderr."""

@@ -12,37 +12,26 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from nodes import GIB, Gpuguard, start, until
 from users import ALICE, BOB, Machine, a_shared_machine
-
-FAST = """
-import sys
-from gpuguard import run
-run.TICK_SECONDS, run.FIRST_SAMPLE_SECONDS = 0.2, 0.1
-from gpuguard.cli import main
-main(sys.argv[1:])
-"""
 
 
 class Node:
     """One device, and jobs that use a part of it."""
 
     def __init__(self, place: Path) -> None:
-        (place / "claims").mkdir()
         self.place = str(place / "node")
         start(self.place, "1xH100-80GB")
-        self.gpuguard = Gpuguard(place, None)
+        self.gpuguard = Gpuguard(place, None, fast=True)
 
     @contextmanager
     def job(self, share: int, uses: int, *options: str, utilization: str = "10%") -> Iterator[subprocess.Popen[str]]:
         """A job with a *share* of so many GiB that *uses* some, once it does; killed at the end with what is its."""
         use = [sys.executable, "-m", "gpuguard", "sim", "use", "--memory", f"{uses}GiB", "--utilization", utilization]
-        words = [sys.executable, "-c", FAST, "run", "--no-wait", "--share", "--memory", f"{share}GiB", *options, "--"]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
-        wrapper = subprocess.Popen([*words, *use], env=self.gpuguard.environment, text=True, **pipes)
+        words = ("run", "--no-wait", "--share", "--memory", f"{share}GiB", *options, "--")
+        wrapper = self.gpuguard.start(*words, *use, start_new_session=True)
         try:
             line = wrapper.stdout.readline()
             assert "SIMULATED: pid" in line, wrapper.stderr.read()
