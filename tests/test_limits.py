@@ -365,7 +365,8 @@ def test_an_empty_device_has_an_empty_list():
 
 
 def run_in_a_container(fake: FakeNvml, place: Path, *options: str) -> Any:
-    gpuguard, pipes = Gpuguard(place, fake, fast=True), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    gpuguard = Gpuguard(place, fake, fast=True)
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # What the job "uses" is what the test tells the driver of: that needs no code inside.
     words = gpuguard.words("run", "--gpus", "0", "--no-wait", *options, "--", "sh", "-c", "echo ready; exec sleep 60")
     return subprocess.Popen([*NAMESPACE, *words], env=gpuguard.environment, text=True, **pipes)
