@@ -3,9 +3,10 @@
 The job inherits the claim's descriptors, so the claim outlives this process if it must.  From the start of the job on,
 only an orderly end releases the claim: an exception or a SIGKILL here leaves it to the job.  Signals are blocked and
 fetched with sigtimedwait, never handled: nothing can arrive between two lines.  The job stays in our process group, so
-the terminal serves it as if it ran alone: what the kernel sent (Ctrl-C, Ctrl-Z, hang-up) reached the job too and is not
-passed on; what was sent to this process with kill(2) is.  A kill(2) of the whole group looks the same to us, and so
-reaches the job twice.  Does not choose devices and does not print.
+the terminal serves it as if it ran alone: what the kernel sent (Ctrl-C, Ctrl-Z) reached the job too and is not passed
+on; what was sent to this process with kill(2) is, and a hang-up that only the leader of the session is told of.  A
+kill(2) of the whole group looks the same to us, and so reaches the job twice.  Does not choose devices and does not
+print.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ PASSED_ON = frozenset({
 FETCHED = PASSED_ON | {signal.SIGCHLD, signals.CHECK_CLAIM}
 ENDING = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
 SUSPENDING = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
+# When its terminal is gone, the kernel sends both to the leader of a session alone, and to its group once it has ended:
+# Linux drivers/tty/tty_jobctrl.c, tty_signal_session_leader().
+HANG_UP = frozenset({signal.SIGHUP, signal.SIGCONT})
 
 GRACE_SECONDS = 60.0  # between the signals that end a job
 
@@ -199,11 +203,12 @@ class JobSupervisor:
                 self.tick_if_possible()
 
     def receive(self, received: signal.struct_siginfo) -> None:
-        """Pass a signal on, unless it came from the kernel (si_code > 0), which sends to the whole group."""
+        """Pass a signal on, unless the kernel (si_code > 0) has sent it to the whole group."""
         self.interrupted |= received.si_signo == signal.SIGINT
         if received.si_signo == signals.CHECK_CLAIM:
             self.tick_at = time.monotonic()
-        if received.si_signo not in PASSED_ON or received.si_code > 0:
+        to_us_alone = received.si_code <= 0 or (received.si_signo in HANG_UP and os.getsid(0) == os.getpid())
+        if received.si_signo not in PASSED_ON or not to_us_alone:
             return
         if signals.forward(self.pidfd, received.si_signo) == signals.NOT_PERMITTED:
             name = signal.Signals(received.si_signo).name

@@ -8,10 +8,12 @@ import pty
 import re
 import select
 import shlex
+import shutil
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -286,4 +288,60 @@ def test_a_hang_up_ends_the_job_and_its_claim(terminal, wrapped, tmp_path):
     os.close(terminal.master)
 
     until(lambda: not Path(f"/proc/{content(tmp_path / 'pid').strip()}").exists())
+    until(lambda: not wrapped.is_claimed())
+
+
+# Where no shell stands before us: `ssh -t host gpuguard run ...`, `tmux new gpuguard run ...`, `exec gpuguard run ...`.
+
+
+@pytest.fixture
+def leading(wrapped: Wrapped) -> Iterator[Callable[..., Terminal]]:
+    """Starts a command as the leader of the session of its terminal; bare, or behind us."""
+    opened = []
+
+    def start(*command: str, bare: bool = False) -> Terminal:
+        opened.append(Terminal(line(wrapped, *command, bare=bare)))
+        return opened[-1]
+
+    yield start
+    for terminal in opened:
+        terminal.close()
+
+
+@pytest.mark.parametrize("bare", [True, False], ids=["bare", "wrapped"])
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
+def test_a_hang_up_ends_the_job_of_a_session_leader(leading, wrapped, tmp_path, stopped, bare):
+    terminal = leading("sh", "-c", f"echo $$ > {tmp_path}/pid; {SLEEP}", bare=bare)
+    terminal.expect("<started>\r")
+    job = int(content(tmp_path / "pid"))
+    if stopped:
+        os.kill(job, signal.SIGSTOP)
+    os.close(terminal.master)
+
+    until(lambda: not Path(f"/proc/{job}").exists() or state(job) == "Z")
+    until(lambda: not wrapped.is_claimed())
+
+
+@pytest.mark.parametrize("bare", [True, False], ids=["bare", "wrapped"])
+@pytest.mark.parametrize("name", ["INT", "HUP"])
+def test_a_signal_of_the_terminal_reaches_the_job_of_a_session_leader_once(leading, wrapped, tmp_path, name, bare):
+    seen = str(tmp_path / "seen")
+    count = COUNT.replace("os.write(1, b", f"os.write(os.open({seen!r}, os.O_CREAT | os.O_APPEND | os.O_WRONLY), b")
+    terminal = leading(sys.executable, "-c", count, name, "1", bare=bare)
+    until(lambda: "<started>" in content(tmp_path / "seen"))
+    terminal.type("\x03") if name == "INT" else os.close(terminal.master)
+
+    until(lambda: "<total 1>" in content(tmp_path / "seen"))
+    assert content(tmp_path / "seen") == "<started><seen 1><total 1>"
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+def test_a_job_in_a_window_of_tmux_ends_with_the_server(wrapped, tmp_path):
+    tmux = ("tmux", "-S", str(tmp_path / "tmux"), "-f", "/dev/null")
+    subprocess.run([*tmux, "new", "-d", waiting(wrapped)], check=True)
+    until(lambda: content(tmp_path / "pids"))
+    _, job = pids(wrapped)
+    subprocess.run([*tmux, "kill-server"], check=True)
+
+    until(lambda: not Path(f"/proc/{job}").exists())
     until(lambda: not wrapped.is_claimed())
