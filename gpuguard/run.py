@@ -23,6 +23,7 @@ from gpuguard.errors import BackendError, ClaimError, ClaimLost, shortage
 from gpuguard.history import audit_log
 from gpuguard.jobs.processes import (
     DRAIN_SECONDS,
+    INTERRUPTED,
     NEVER,
     SHARED_DRAIN_SECONDS,
     TIME_LIMIT,
@@ -61,6 +62,7 @@ LIMITS_SECONDS_FAILING = 10.0  # and so often where the limits of the job depend
 
 EXIT_TIMEOUT = 124
 LEFT = "left to its processes"  # the outcome of a claim that lives on
+RELEASED = "released"  # and of one that was released while the job's last processes lived
 
 PASSED_ON = frozenset({
     signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
@@ -87,6 +89,7 @@ class JobSettings:
     limits: JobLimits | None = None  # at which it is ended too
     tolerance: int = IDLE_TOLERANCE  # bytes above the state before the job that count as free after it
     isolation: Isolation | None = None  # where the job runs, None: here; is closed at the end
+    leftover: float | None = None  # seconds for which processes that it leaves keep the claim; None: the site's default
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,8 @@ class JobSupervisor:
         self.tick_at = self.began + FIRST_SAMPLE_SECONDS
         self.sample_at, self.sample_every = self.tick_at, 0.0 if self.limits else SAMPLE_SECONDS
         self.limited = self.beyond = False  # whether the time limit ended it; whether it was signalled for another one
-        self.others = children() or frozenset()
+        before = children()
+        self.others = frozenset(patiently(descendants).items()) if before is None else before
         self.program = command[0]
         environment = _environment(claim, settings.visible, settings.isolation)
         enter = settings.isolation.enter if settings.isolation else None
@@ -259,10 +263,8 @@ class JobSupervisor:
         if self.later:
             later, self.later = self.later, None
             later()
-        if request := self.claim.release_request():
-            answer_release_request(request, self.claim, self.backend, self.escalation, self.notify)
         try:
-            self.claim.reassert()
+            self.check_claim()
         except ClaimLost as lost:
             if str(lost) not in self.reported:
                 self.reported.add(str(lost))
@@ -270,6 +272,12 @@ class JobSupervisor:
                 log_claim("claim lost", "job goes on", self.claim, str(lost))
         if time.monotonic() >= self.sample_at:
             self.sample(self.meter.add)
+
+    def check_claim(self) -> None:
+        """Answer a request to release the claim, and hold it otherwise; ClaimLost: it is not ours any more."""
+        if request := self.claim.release_request():
+            answer_release_request(request, self.claim, self.backend, self.escalation, self.notify)
+        self.claim.reassert()
 
     def sample(self, count: Callable[[Snapshot], None]) -> None:
         """Read the claimed devices; a driver that fails costs the numbers, not the job."""
@@ -327,13 +335,18 @@ class JobSupervisor:
             signal_tree(step.signum)
 
     def pause(self, seconds: float) -> int | None:
-        """Wait for a child's end or a signal at most so long; a signal that asks this process to end, or None."""
+        """Wait for a child's end or a signal at most so long; a signal that asks this process to end, or None.
+
+        Raises ClaimLost: the claim was released meanwhile.
+        """
         due = min(self.escalation.due, self.tick_at if self.limits else NEVER)
         received = signal.sigtimedwait(FETCHED, max(0.0, min(seconds, due - time.monotonic())))
         self.reap()
         if self.limits and time.monotonic() >= self.tick_at:
             self.sample(self.meter.add_after)
             self.tick_at = max(self.sample_at, time.monotonic() + TICK_SECONDS)
+        if received and received.si_signo == signals.CHECK_CLAIM:
+            self.check_claim()
         self.end_if_due()
         if received and received.si_signo in SUSPENDING:
             signals.stop_self()
@@ -361,18 +374,40 @@ class JobSupervisor:
             tolerance=self.settings.tolerance,
             others=self.others,
             longest=DRAIN_SECONDS if self.claim.memory is None else SHARED_DRAIN_SECONDS,
+            leftover=self.leftover_seconds,
+            claim_id=self.claim.id,
         )
         try:
             outcome = patiently(drain.wait_until_free)
             self.claim.release()
+        except ClaimLost as lost:
+            self.notify(str(lost))
+            self.claim.release()
+            outcome = RELEASED
         except StillInUse as left:
-            # Without LOCK_UN: our descriptors close with this process, and theirs keep the claim.
-            self.notify(f"not waiting any longer: {left.users}, and the claim is its own now.")
-            outcome, die_of = LEFT, left.signum
+            die_of = left.signum
+            if any(self.claim.is_held_by(pid) for pid in left.pids):
+                # Without LOCK_UN: our descriptors close with this process, and theirs keep the claim.
+                self.notify(f"not waiting any longer: {left.words}, and the claim is theirs now.")
+                outcome = LEFT
+            else:
+                self.notify(f"not waiting any longer: {left.words}, but without the locks of the claim, which ends.")
+                outcome = INTERRUPTED
         meter = self.meter
         ended = JobEnd(status, die_of, wall_time, outcome, meter.peak_memory, meter.utilization(), meter.energy())
         _log_end(self.claim, ended, self.escalation.why)
         return ended
+
+    def leftover_seconds(self) -> float:
+        """For how long processes that the job has left and that use no device keep the claim."""
+        if self.settings.leftover is not None:
+            return self.settings.leftover
+        try:
+            from gpuguard.queue.settings import read_queue_settings  # 20 ms, for a job that leaves something
+
+            return read_queue_settings().rules.leftover
+        except (ImportError, OSError):  # it was upgraded meanwhile; or nothing can be opened now
+            return NEVER
 
     def final_status(self) -> tuple[int, int | None]:
         """Exit status, and the signal that this process should die of."""

@@ -68,6 +68,14 @@ def parse_duration(text: str) -> float:
     return sum(float(number) * _SECONDS[unit] for number, unit in re.findall(_DURATION_PART, stripped))
 
 
+def parse_leftover(text: str) -> float:
+    """Seconds for which processes of a job that has ended keep its claim: "keep", "release" or ``"10m"``."""
+    try:
+        return {"keep": float("inf"), "release": 0.0}[text] if text in ("keep", "release") else parse_duration(text)
+    except InvalidRequest:
+        raise InvalidRequest(f"{text!r} is none of keep, release, or a duration such as 10m.") from None
+
+
 def format_bytes(count: float | None) -> str:
     """``"20.0GiB"``; ``"n/a"`` when unknown."""
     if count is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -16,9 +18,11 @@ import pytest
 from builders import GIB, MIB, a_device, a_process, a_snapshot
 from nodes import until
 from proc import runs
-from wrapped import Wrapped, content, end, first_line, python
+from wrapped import FileBackend, Wrapped, a_directory, content, end, first_line, python
 
 from gpuguard import procfs
+from gpuguard.claims.records import YIELD, ReleaseRequest, read_records
+from gpuguard.daemon.release import BY_JOB, release
 from gpuguard.jobs import processes
 from gpuguard.jobs.processes import NEVER, TIME_LIMIT, Escalation, EscalationStep
 from gpuguard.model import MEMORY, PROCESSES, GpuProcess, Snapshot
@@ -48,13 +52,125 @@ def start_leaving(wrapped: Wrapped, manner: str = "", **options: object) -> tupl
     return wrapper, leftover
 
 
-def test_a_leftover_that_uses_no_device_does_not_keep_the_claim(wrapped):
+WORK = "import os, pathlib, sys, time; (at := pathlib.Path(sys.argv[1])).joinpath('pid').write_text(str(os.getpid()))"
+WORK += "\nwhile not at.joinpath('end').exists(): time.sleep(0.02)"
+FORK_TWICE = f"""
+import os, sys
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.closerange(3, 256)
+        os.execv(sys.executable, [sys.executable, "-c", {WORK!r}, sys.argv[1]])
+os._exit(0)
+"""
+ORPHAN = f"""
+import multiprocessing, os, sys
+def work():
+    exec({WORK!r})
+if __name__ == "__main__":
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    os._exit(0)
+"""
+LEAVING_WORK = {
+    "nohup in a shell": ("sh", "-c", 'nohup "$@" > /dev/null 2>&1 & exit 0', "sh", *python(WORK)),
+    "setsid": ("sh", "-c", 'setsid "$@" & exit 0', "sh", *python(WORK)),
+    "double fork without descriptors": python(FORK_TWICE),
+    "multiprocessing child of a parent that ends": python(ORPHAN),
+    "tmux": ("sh", "-c", 'at=$1; shift; exec tmux -S "$at/tmux" -f /dev/null new -d "$@"', "sh"),
+}
+
+
+@pytest.mark.parametrize("how", LEAVING_WORK)
+def test_a_claim_lasts_as_long_as_any_process_of_the_job(wrapped, tmp_path, how):
+    command = (*LEAVING_WORK[how], str(tmp_path))
+    if how == "tmux":
+        if shutil.which("tmux") is None:
+            pytest.skip("needs tmux")
+        command = (*command, *python(WORK), str(tmp_path))
+    wrapper = wrapped.start(*command, constants={"QUIET_SECONDS": 0.0, "USER_POLL_SECONDS": 0.1})
+    assert wrapper.stderr
+    told = wrapper.stderr.readline()
+
+    (claim,) = {event["claim"] for event in wrapped.events()}
+    assert re.fullmatch(
+        r"gpuguard: the job ended, but \d process(es)? of it still runs? \(pid .*\): the claim stays until they end\.  "
+        rf"`gpuguard release {claim}` releases it before\.\n",
+        told,
+    )
+    until(lambda: content(tmp_path / "pid"))
+    assert wrapped.is_claimed()
+    (tmp_path / "end").touch()
+    assert end(wrapper).startswith("ended: JobEnd(status=0,")
+    assert (wrapper.returncode, wrapped.is_claimed()) == (0, False)
+
+
+def test_a_claim_without_a_driver_lasts_as_long_as_any_process_of_the_job(wrapped):
     wrapper, leftover = start_leaving(wrapped)
+    wrapped.machine(fail=True)
+    (wrapped.place / "go").touch()
+    until(lambda: wrapped.samples > 3)
+
+    assert wrapped.is_claimed()
+    os.kill(leftover, signal.SIGKILL)
+    end(wrapper)
+    assert wrapped.events()[-1]["outcome"] == "driver unreachable"
+
+
+def test_with_leftover_release_a_process_that_uses_no_device_does_not_keep_the_claim(wrapped):
+    wrapper, leftover = start_leaving(wrapped, leftover=0.0)
     wrapped.machine()
     (wrapped.place / "go").touch()
     end(wrapper)
 
     assert (wrapper.returncode, wrapped.is_claimed()) == (0, False)
+    os.kill(leftover, signal.SIGKILL)
+
+
+def test_with_a_time_for_leftovers_the_claim_is_released_after_it(wrapped):
+    wrapper, leftover = start_leaving(wrapped, leftover=0.5)
+    wrapped.machine()
+    (wrapped.place / "go").touch()
+
+    assert "still runs (pid" in (told := end(wrapper)) and "for 500ms without a GPU: the claim is released." in told
+    assert (wrapper.returncode, wrapped.is_claimed()) == (0, False)
+    os.kill(leftover, signal.SIGKILL)
+
+
+def test_the_site_says_what_leftovers_do_to_a_claim_where_the_user_does_not(wrapped, tmp_path):
+    (tmp_path / "line.yaml").write_text("leftover: release\n")
+    wrapper, leftover = start_leaving(wrapped, env={**os.environ, "GPUGUARD_LINE": str(tmp_path / "line.yaml")})
+    wrapped.machine()
+    (wrapped.place / "go").touch()
+    end(wrapper)
+
+    assert (wrapper.returncode, wrapped.is_claimed()) == (0, False)
+    os.kill(leftover, signal.SIGKILL)
+
+
+def test_a_child_from_before_the_job_does_not_keep_the_claim(wrapped):
+    before = 'sleep 60 & echo $!; exec "$@"'
+    words = ["sh", "-c", before, "sh", *wrapped.words("true")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as wrapper:
+        sleeping = int(first_line(wrapper))
+        until(lambda: wrapped.place.joinpath("events").exists() and len(wrapped.events()) == 2)
+        os.kill(sleeping, signal.SIGKILL)
+
+    assert not wrapped.is_claimed()
+
+
+def test_a_claim_that_leftovers_keep_can_be_released(wrapped):
+    wrapper, leftover = start_leaving(wrapped)
+    wrapped.machine()
+    (wrapped.place / "go").touch()
+    until(lambda: wrapped.samples > 1)
+    (claim,) = read_records(a_directory(wrapped.claims))
+    request = ReleaseRequest(YIELD, "root", "idle", time.time())
+
+    assert release(a_directory(wrapped.claims), claim, request, FileBackend(wrapped.place)) == BY_JOB
+    assert f"the claim {claim.id} was released" in end(wrapper)
+    assert not wrapped.is_claimed()
+    assert wrapped.events()[-1]["outcome"] == "released"
     os.kill(leftover, signal.SIGKILL)
 
 
@@ -80,12 +196,23 @@ def test_a_signal_while_a_leftover_uses_the_device_leaves_the_claim_to_it(wrappe
     (wrapped.place / "go").touch()
     assert wrapper.stderr and "the job ended, but" in wrapper.stderr.readline()
     os.kill(wrapper.pid, signum)
-    end(wrapper)
 
+    assert "and the claim is theirs now." in end(wrapper)
     assert wrapper.returncode == -signum
     assert wrapped.is_claimed()
     os.kill(leftover, signal.SIGKILL)
     until(lambda: not wrapped.is_claimed())
+
+
+def test_a_signal_while_only_leftovers_without_the_locks_live_ends_the_claim_and_says_so(wrapped):
+    wrapper, leftover = start_leaving(wrapped, "without the claim")
+    (wrapped.place / "go").touch()
+    assert wrapper.stderr and "the job ended, but" in wrapper.stderr.readline()
+    os.kill(wrapper.pid, signal.SIGTERM)
+
+    assert "but without the locks of the claim, which ends." in end(wrapper)
+    assert not wrapped.is_claimed()
+    os.kill(leftover, signal.SIGKILL)
 
 
 def test_a_driver_that_fails_does_not_take_the_claim_from_a_leftover_that_was_seen(wrapped):
@@ -192,6 +319,7 @@ def asked_after_a_job(
         tolerance=512 * MIB,
         others=there if others is None else frozenset(others),
         longest=0.0,
+        leftover=lambda: 0.0,
     )
     outcome = drain.wait_until_free()
     assert outcome == ("settled" if not memory_used or memory_used <= held + 512 * MIB else "memory did not settle")

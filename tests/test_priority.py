@@ -213,6 +213,7 @@ patience: 10%
 bound: 90m
 priority: {everybody: low, high: [alice, 4711], low: [bob]}
 reservations: {devices: 1, longest: 2h, ahead: 3d, no_show: 5m}
+leftover: 10m
 """
 
 
@@ -235,6 +236,7 @@ def test_every_key_is_read_in_its_unit():
         bound=5400.0,
         priority=PriorityKeys("low", high=(1001, 4711), low=(1002,)),
         reservations=ReservationKeys(devices=1, longest=7200.0, ahead=3 * 86400.0, no_show=300.0),
+        leftover=600.0,
     )
 
 
@@ -255,6 +257,7 @@ FAULTS = [
     ("fair_share: yes", "1:13", "'yes'"),
     ("bound: 24", "1:8", "'24' has no unit"),
     ("bound: 1:30", "1:8", "'1:30'"),
+    ("leftover: for ever", "1:11", "'for ever' is none of keep, release, or a duration"),
     ("bound: -1h", "1:8", "'-1h'"),
     ("patience: 25", "1:11", "'25' has no unit"),
     ("patience: 0.25", "1:11", "'0.25' has no unit"),

@@ -74,6 +74,11 @@ def reap() -> None:
             _workers.pop(process, None)
 
 
+def worker_pids() -> frozenset[int]:
+    """The workers of this process that were not reaped yet."""
+    return frozenset(process.pid for process in tuple(_workers))
+
+
 def _end_all() -> None:
     """End what is left when the program ends, and reap what ends in time."""
     until = time.monotonic() + LEAVING_SECONDS

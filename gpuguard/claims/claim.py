@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import LockDirectory, is_same_file, open_lock, try_flock
+from gpuguard.claims.holders import as_written, locked_by
 from gpuguard.claims.records import (
     locked_slots,
     pending_request,
@@ -246,6 +247,14 @@ class Claim(Sequence[Device]):
         """Remove the record; the locks stay."""
         with self._mutex:
             self._release_record(ours=True)
+
+    def is_held_by(self, pid: int) -> bool:
+        """Whether another process of this user has the locks, too, and so keeps the claim."""
+        try:
+            held = locked_by(pid, os.getuid(), 1.0).values()
+        except OSError:  # it has ended
+            return False
+        return any(as_written(lock.descriptor) in held for lock in self.locks)
 
     def expect_end(self, when: float) -> None:
         """Let the record tell others when (unix time) the job should end, as far as that can be told."""

@@ -5,8 +5,8 @@ gpuguard run --min-free 20GiB --no-wait -- ...   one with 20 GiB free, or exit 7
 gpuguard run --time-limit 4h -- ...              SIGTERM after four hours, SIGKILL a --grace later, exit 124
 gpuguard run --time-limit 4h --checkpoint-signal USR1 --grace 5m -- ...   and SIGUSR1 five minutes before
 
-The command sees only its GPUs (CUDA_VISIBLE_DEVICES).  The claim lasts as long as the command or what it left on the
-GPUs, however gpuguard itself ends.  Exit codes: the command's own; 128+N when signal N ended it; 124 the wait or the
+The command sees only its GPUs (CUDA_VISIBLE_DEVICES).  The claim lasts as long as any process of the job (--leftover),
+however gpuguard itself ends.  Exit codes: the command's own; 128+N when signal N ended it; 124 the wait or the
 time limit ran out, or it ended with 0 at another limit; 125 gpuguard failed or the request can never be met; 126 not
 executable; 127 not found; 75 not now.
 """
@@ -42,6 +42,7 @@ from gpuguard.units import (
     format_duration,
     parse_celsius,
     parse_duration,
+    parse_leftover,
     parse_memory_amount,
 )
 from gpuguard.users import user_name
@@ -82,6 +83,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "with bubblewrap, for root with a device filter; refused where that cannot be had.  See docs/isolation.md"
     )
     group.add_argument("--isolate", action="store_true", help=isolate)
+    leftover = (
+        "processes of the job that outlive it without using a GPU keep the claim: keep (the default), release, or for "
+        "so long, as in 10m; those that use a GPU always keep it"
+    )
+    group.add_argument("--leftover", metavar="HOW", help=leftover)
     group.add_argument("--exec", action="store_true", help="become the command instead of watching over it: no summary")
     group.add_argument("--quiet", action="store_true", help="say only what goes wrong")
     add_limit_options(parser)
@@ -116,6 +122,9 @@ def main(args: argparse.Namespace) -> int:
     wait, time_limit, grace = durations_of(args)  # first: --wait may have taken the command for its value
     command = command_of(args)
     policies, checkpoint = limits_of(args, time_limit)
+    leftover = options.quantity("--leftover", args.leftover, parse_leftover)
+    if args.exec and leftover is not None:
+        raise InvalidRequest("--leftover needs a supervisor: drop --exec.")
     requests = (options.request_of(args), *alternatives_of(args))
     # gpuguard inside the job is to mean the same machine and the same claims, wherever it is called.
     if args.backend != (os.environ.get("GPUGUARD_BACKEND") or "nvml"):
@@ -151,7 +160,8 @@ def main(args: argparse.Namespace) -> int:
         print_notice(message)
         return status
     limits = _limits_for(policies, claim, requests[0], backend) if policies or args.share else None
-    settings = JobSettings(args.visible, time_limit, grace, checkpoint, limits, requests[0].tolerance, isolation)
+    numbers = time_limit, grace, checkpoint, limits, requests[0].tolerance
+    settings = JobSettings(args.visible, *numbers, isolation=isolation, leftover=leftover)
     later = partial(_preload_for_job, claim, None if time_limit else command)
     ended = run(command, claim, backend, settings, later=later, notify=print_notice)
     if chatty:

@@ -42,7 +42,7 @@ DEVICE_OPTIONS = ("gpus", "exclude", "prefer")  # name devices of one machine, a
 PASSED = (
     "num_gpus", "min_free", "min_total", "max_util", "max_memory_util", "max_processes", "max_temperature", "model",
     "mig", "tolerance", "share", "memory", "slots", "note", "visible", "isolate", "time_limit", "memory_limit",
-    "temperature_limit", "idle_limit", "checkpoint_signal", "grace",
+    "temperature_limit", "idle_limit", "checkpoint_signal", "grace", "leftover",
 )  # fmt: skip
 DEFAULTS = {"visible": "index"}
 

@@ -13,10 +13,12 @@ import errno
 import os
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuguard import procfs
+from gpuguard.backends import spawn
 from gpuguard.claims.records import ENDING, REFUSED, RELEASED, STOP, ReleaseRequest
 from gpuguard.claims.release import in_use
 from gpuguard.enforcement import signals
@@ -54,6 +56,7 @@ SHARED_DRAIN_SECONDS = 2.0
 QUIET_SECONDS = 2.0  # before that nobody wonders why the prompt does not come back
 POLL_SECONDS = (0.1, 1.0)  # first and longest pause while the memory is being freed
 TRIES = 100  # of a read that finds no file or memory, each after the first of these pauses
+MOST_NAMED = 5  # of the processes that a job leaves
 USER_POLL_SECONDS = 5.0  # between two samples while a process outlives the job; the end of an adopted one wakes us
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
@@ -63,6 +66,19 @@ _SELF = "gpuguard run"  # as the author of an answer
 def descendants() -> dict[int, float]:
     """Living processes below this one, with those it adopted: pid -> start time in seconds since boot."""
     return {pid: stat.start_time for pid, stat in procfs.descendants(os.getpid()).items()}
+
+
+def leftovers(others: Collection[Process]) -> dict[int, float]:
+    """The descendants() of a job that has ended: without *others*, workers of ours, and what either has started."""
+    excluded = set(spawn.worker_pids())
+    found: dict[int, float] = {}
+    for pid, stat in procfs.descendants(os.getpid()).items():  # parents before their children
+        if pid in excluded or stat.parent in excluded or (pid, stat.start_time) in others:
+            excluded.add(pid)
+        else:
+            found[pid] = stat.start_time
+    # One that forks and ends while /proc is read is not seen in its child; but what it leaves becomes a child of ours.
+    return found or {pid: start for pid, start in (children() or set()) - set(others) if pid not in excluded}
 
 
 def children() -> frozenset[Process] | None:
@@ -351,12 +367,11 @@ def _in_use(claim: Claim, backend: Backend) -> str | None:
 
 
 class StillInUse(Exception):
-    """*signum* cut the waiting short while processes of the job (*users*, in words) use a device: it is theirs."""
+    """*signum* cut the waiting short while *pids* of the job (*words*) live: the claim is theirs if they hold it."""
 
-    def __init__(self, signum: int, users: str) -> None:
-        super().__init__(users)
-        self.signum = signum
-        self.users = users
+    def __init__(self, signum: int, pids: Collection[int], words: str) -> None:
+        super().__init__(words)
+        self.signum, self.pids, self.words = signum, pids, words
 
 
 @dataclass(frozen=True)
@@ -371,34 +386,56 @@ class Drain:
     tolerance: int  # bytes above the state before the job that count as free
     others: frozenset[Process] = frozenset()  # children of this process from before the job
     longest: float = DRAIN_SECONDS  # to wait for memory that no process holds any more
+    # Seconds for which processes that use no device keep the claim; asked for when there are any.
+    leftover: Callable[[], float] = lambda: NEVER
+    claim_id: str = ""
 
     def wait_until_free(self) -> str:
-        """Wait until no process of the job uses the devices and their memory is back where it was: the outcome.
+        """Wait until no process of the job needs the devices and their memory is back where it was: the outcome.
 
-        Raises StillInUse: a signal came while processes of the job still use a device.
+        Raises StillInUse: a signal came while processes of the job still live.
         """
-        try:
+        snapshot = None
+        with suppress(BackendError):  # what lives is seen without a driver
             # A list of processes is the dearest that a driver can be asked for: not where no process of the job lives,
             # and the devices hold no more than before whatever is on it.
             living = children()
             if living is not None and living <= self.others and self._is_clear(self._sample((MEMORY,))):
                 return DRAINED
-            return self._wait_for_memory(self._wait_for_users(self._sample()))
+            snapshot = self._sample()
+        try:
+            snapshot = self._wait_for_processes(snapshot)
+            return self._wait_for_memory(snapshot) if snapshot else DRIVER_UNREACHABLE
         except BackendError:
             return DRIVER_UNREACHABLE
 
-    def _wait_for_users(self, snapshot: Snapshot) -> Snapshot:
+    def _wait_for_processes(self, snapshot: Snapshot | None) -> Snapshot | None:
+        """Wait for those that use a device, and as long as leftover() says for the others: the last snapshot."""
         known: set[int] = set()
-        while users := users_of(snapshot, self.devices):
-            if not users.keys() <= known:
-                self.notify(f"the job ended, but {_in_words(users)}: the claim stays until that ends.")
-                known |= users.keys()
-            if signum := self.pause(USER_POLL_SECONDS):
-                raise StillInUse(signum, _in_words(users))
-            try:
+        began = used = time.monotonic()
+        delay, notified, keep = POLL_SECONDS[0], False, -1.0  # until it is asked for
+        while living := leftovers(self.others):
+            now, users = time.monotonic(), users_of(snapshot, self.devices, living) if snapshot else {}
+            words = _in_words(users) if users else _named(living)
+            if users:
+                used = now
+                if not users.keys() <= known:
+                    self.notify(f"the job ended, but {words}: the claim stays until that ends.")
+                    known |= users.keys()
+            elif now - used >= (keep := self.leftover() if keep < 0 else keep):
+                if keep:
+                    self.notify(f"{words}, for {format_duration(keep)} without a GPU: the claim is released.")
+                return snapshot
+            elif not notified and now - began > QUIET_SECONDS:
+                notified = True
+                until = "until they end" if keep == NEVER else f"for {format_duration(keep)}, longer if they use a GPU"
+                command = f"`gpuguard release {self.claim_id}` releases it before."
+                self.notify(f"the job ended, but {words}: the claim stays {until}.  {command}")
+            if signum := self.pause(USER_POLL_SECONDS if users else delay):
+                raise StillInUse(signum, users or living, words)
+            delay = min(delay * 1.5, USER_POLL_SECONDS)
+            with suppress(BackendError):  # those that were seen to use a device are believed to use it while they live
                 snapshot = self._sample()
-            except BackendError:
-                continue  # those that were seen to use a device are believed to use it as long as they live
         return snapshot
 
     def _wait_for_memory(self, snapshot: Snapshot) -> str:
@@ -436,17 +473,23 @@ class Drain:
         return snapshot
 
 
-def users_of(snapshot: Snapshot, devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
-    """Descendants of this process that use *devices*: pid -> the indices of those.  An unknown list names none."""
+def users_of(snapshot: Snapshot, devices: Sequence[Device], family: Collection[int]) -> dict[int, tuple[int, ...]]:
+    """Those of the pids *family* that use *devices*: pid -> the indices of those.  An unknown list names none."""
     users: dict[int, tuple[int, ...]] = {}
     for device in devices:
         now = snapshot.device(device.uuid)
         for process in (now.processes if now else None) or ():
-            users[process.pid] = (*users.get(process.pid, ()), device.index)
-    if not users:
-        return {}
-    family = descendants()
-    return {pid: indices for pid, indices in users.items() if pid in family}
+            if process.pid in family:
+                users[process.pid] = (*users.get(process.pid, ()), device.index)
+    return users
+
+
+def _named(living: Collection[int]) -> str:
+    """``"2 processes of it still run (pid 4321 tmux, pid 4322 python)"``."""
+    names = [f"pid {pid} {_name(pid)}" for pid in sorted(living)]
+    more = f", and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    run = "process of it still runs" if len(names) == 1 else "processes of it still run"
+    return f"{len(names)} {run} ({', '.join(names[:MOST_NAMED])}{more})"
 
 
 def _residue(snapshot: Snapshot, before: Device) -> int:
@@ -470,6 +513,9 @@ def _in_words(users: dict[int, tuple[int, ...]]) -> str:
     """``"pid 4321 (tensorboard) still uses GPU 3"``, with a name that the process chose itself."""
     texts = []
     for pid, indices in users.items():
-        name = (procfs.read_proc(f"/proc/{pid}/comm") or b"?").decode(errors="replace").rstrip("\n")
-        texts.append(f"pid {pid} ({name}) still uses GPU {','.join(map(str, indices))}")
+        texts.append(f"pid {pid} ({_name(pid)}) still uses GPU {','.join(map(str, indices))}")
     return " and ".join(texts)
+
+
+def _name(pid: int) -> str:
+    return (procfs.read_proc(f"/proc/{pid}/comm") or b"?").decode(errors="replace").rstrip("\n")

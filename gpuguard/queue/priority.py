@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.request import Request
-from gpuguard.units import parse_duration, parse_percent
+from gpuguard.units import parse_duration, parse_leftover, parse_percent
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1}
 TYPICAL_SECONDS = 3600.0  # the length of a job without a time limit or an estimate, in fair share only
@@ -98,6 +98,7 @@ class QueueRules:
     bound: Annotated[float, parse_duration] = 24 * 3600.0  # then no request passes one whose start cannot be planned
     priority: PriorityKeys = field(default_factory=PriorityKeys)
     reservations: ReservationKeys = field(default_factory=ReservationKeys)
+    leftover: Annotated[float, parse_leftover] = float("inf")  # for which what a job leaves running keeps its claim
 
     def __post_init__(self) -> None:
         if self.half_life <= 0:

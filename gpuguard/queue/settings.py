@@ -1,4 +1,4 @@
-"""The site's settings of the queue and of reservations: /etc/gpuguard/line.yaml, read by every process that waits.
+"""The site's settings of the queue, of reservations and of what jobs leave running: /etc/gpuguard/line.yaml.
 
     fair_share: true        # false: first come, first served
     half_life: 7d           # after which used GPU time counts half
@@ -6,6 +6,7 @@
     bound: 24h              # after which no request passes one for which no start can be planned
     priority: {everybody: normal, high: [alice], low: [bob]}
     reservations: {devices: 2, longest: 24h, ahead: 14d, no_show: 30m}     # for users; root may do more
+    leftover: keep          # for how long what a job leaves running keeps its claim: keep, release or a duration
 
 Without the file, or with faults in it, the values above hold (and no names).  Only root can have written it.
 """
