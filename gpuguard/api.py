@@ -55,6 +55,7 @@ _NUMBERS = {
 
 _mutex = threading.Lock()  # guards the two below and what is written to os.environ
 _made: list[tuple[int, Claim]] = []  # the claims of this process, each with the pid that made it, the oldest first
+_tells_children = False  # whether forked children run _close_at_exec()
 _outside: dict[str, str | None] = {}  # what the variables of a claim were before the first of them
 
 
@@ -79,7 +80,9 @@ def grab_gpus(
     """Claim devices for this process, the best free ones first, and set CUDA_VISIBLE_DEVICES in os.environ.
 
     Call it before CUDA is initialised.  The claim lasts until release() or the end of the process and of its forked
-    workers; give a child that you start the claim's pass_fds to let it keep the devices beyond your own end.
+    workers, also where the process goes on as another program (os.execvp); give a child that you start the claim's
+    pass_fds to let it keep the devices beyond your own end.  What os.system() or a C library leaves running keeps them
+    without.
     A second call claims further devices, and os.environ names those of the last one.
 
     Args:
@@ -278,7 +281,26 @@ def _apply(claim: Claim) -> None:
         # Those that were released are forgotten: a server claims and releases for months.
         _made[:] = [(pid, made) for pid, made in _made if made.pass_fds or not made.devices]
         _made.append((os.getpid(), claim))
+        _keep_across_exec(claim)
         _write(claim.environment(), before or {})
+
+
+def _keep_across_exec(claim: Claim) -> None:
+    """Let this process keep *claim* as another program, but no child of it: subprocess closes what it is not given."""
+    global _tells_children
+    if not _tells_children:
+        os.register_at_fork(after_in_child=_close_at_exec)
+        _tells_children = True
+    for descriptor in claim.pass_fds:
+        os.set_inheritable(descriptor, True)
+
+
+def _close_at_exec() -> None:
+    """In a forked child: it has the claims of its parent until it ends, or becomes another program."""
+    for _, made in tuple(_made):
+        for descriptor in made.pass_fds:
+            with suppress(OSError):  # the program closed it
+                os.set_inheritable(descriptor, False)
 
 
 def _restore(claim: Claim) -> None:

@@ -90,6 +90,47 @@ os._exit(0)
     assert eventually(lambda: claimed() == [])
 
 
+SLEEPING = "import sys; print('ready', flush=True); sys.stdin.read()"
+BECOMES = "os.execvp(sys.executable, [sys.executable, '-c', code])"
+STARTS = {
+    "fork and exec": f"os._exit(0) if os.fork() else {BECOMES}",
+    "subprocess": "subprocess.Popen([sys.executable, '-c', code])",
+}
+
+
+def after(statement: str) -> subprocess.Popen[str]:
+    """What a program has become or left that has claimed two devices and then runs *statement*."""
+    code = f"import gpuguard, os, subprocess, sys; code = {SLEEPING!r}; gpuguard.grab_gpus(2)"
+    words = [sys.executable, "-c", f"{code}\n{statement}\nos._exit(0)"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    program: subprocess.Popen[str] = subprocess.Popen(words, **pipes)  # type: ignore[call-overload]
+    assert program.stdout.readline() == "ready\n"
+    return program
+
+
+def test_a_process_that_becomes_another_program_keeps_its_claim_and_ends_it():
+    with after(BECOMES) as trainer:
+        during = claimed()
+        trainer.communicate()
+
+    assert (during, claimed()) == ([2, 3], [])
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_program_that_is_started_does_not_keep_the_claim_beyond_the_end_of_its_parent(start):
+    with after(STARTS[start]) as parent:
+        parent.wait()
+        assert eventually(lambda: claimed() == [])
+        parent.communicate()
+
+
+def test_a_claim_inside_of_a_program_that_the_process_has_become_is_a_part_of_its_own():
+    inner = "import gpuguard; print(sorted(device.index for device in gpuguard.grab_gpus(1)))"
+    become = f"os.execv(sys.executable, [sys.executable, '-c', {inner!r}])"
+
+    assert script(f"import gpuguard, os, sys; gpuguard.grab_gpus(1); {become}").stdout == "[3]\n"
+
+
 def test_released_devices_are_free_and_can_be_grabbed_again_and_the_claims_take_no_memory():
     for _ in range(3):
         assert len(gpuguard.grab_gpus(4)) == 4
