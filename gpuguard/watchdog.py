@@ -28,7 +28,7 @@ from gpuguard.errors import BackendError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses
 from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, ClaimRecord, Event, Finding, Snapshot, Subject, Verdict
-from gpuguard.notify.templates import ENGLISH, TEMPLATES
+from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES
 from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
 from gpuguard.policies.policy import Judgement, Note, Policy
@@ -90,6 +90,7 @@ class Watchdog:
         self.policies, self.interval = tuple(policies), interval
         self.notifier, self.protected = notifier, Protected()  # who sends messages, and who is never touched
         self.language, self.templates = ENGLISH, TEMPLATES  # of what is written to terminals
+        self.longest_keep = LONGEST_KEEP  # seconds for which users may exempt what is theirs
         self.kept: Mapping[tuple[str, int | str], float] = {}  # exempted by `gpuguard keep`: until which CLOCK_BOOTTIME
         self.gpu_seconds: Callable[[], Mapping[int, Mapping[float, float]]] = dict  # of a RuleView, for each sample
         self.scheduled: Callable[[Snapshot], Mapping[str, frozenset[int]] | None] = lambda snapshot: None  # likewise
@@ -106,6 +107,7 @@ class Watchdog:
         self._hidden = set[str]()  # ids of claims whose lock no process has open
         self._pending: dict[PendingKey, list[tuple[Policy, Verdict]]] = {}
         self._deferred: dict[PendingKey, tuple[int, float]] = {}  # by a check: which step, and until which clock
+        self._refused: dict[PendingKey, tuple[int, str]] = {}  # by a check, for good: which step, and why
         self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
         self._quota, self._reported = AuditQuota(), dict[str, float]()  # when a policy was last reported to fail
         self._context = ActionContext(
@@ -155,7 +157,7 @@ class Watchdog:
     def status(self) -> tuple[PolicyStatus, ...]:
         """Every condition that holds since the last sample; from any thread."""
         with self._judging:
-            return policy_status(self._judged_by, self._memory, self._deferred)
+            return policy_status(self._judged_by, self._memory, self._deferred, self._refused)
 
     def processes(self, snapshot: Snapshot) -> Processes:
         """What /proc says of the processes of *snapshot*: read now, if the last step did not."""
@@ -269,6 +271,7 @@ class Watchdog:
             notifier=self.notifier,
             language=self.language,
             templates=self.templates,
+            longest_keep=self.longest_keep,
             interval=max(self.interval[1], self.pause),
             protected=protected.uids_of(uids, self._view.groups),
             protected_executables=protected.executables,
@@ -276,17 +279,20 @@ class Watchdog:
         )
         self._acting = context
         self._isolate("unkillable", partial(actions.give_up_unkillable, context, snapshot))
-        deferred = {}
+        deferred, refused = {}, {key: step for key, step in self._refused.items() if self._memory.holds(*key)}
         for key, due in sorted(self._pending.items(), key=lambda item: limits.priority(item[1][0][1])):
             while due:
                 outcomes = self._isolate(key[0], partial(actions.act, due[0][1], snapshot, context))
                 if waits := [outcome.wait for outcome in outcomes or () if outcome.wait is not None]:
                     deferred[key] = due[0][1].step, snapshot.clock + max(waits)
                     break  # a check asks for time: the same step is tried again after the next sample
+                refused.pop(key, None)
+                if outcomes and all(outcome.word == actions.REFUSED for outcome in outcomes):
+                    refused[key] = due[0][1].step, outcomes[0].why
                 due.pop(0)
             if not due:
                 del self._pending[key]
-        self._deferred = deferred
+        self._deferred, self._refused = deferred, refused
 
     def _still_true(self, verdict: Verdict, snapshot: Snapshot) -> bool:
         """Whether the condition behind *verdict* holds on what the driver says now, by the policies of now."""

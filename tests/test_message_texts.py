@@ -17,6 +17,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Subject, Verdict
 from gpuguard.notify.sender import FIRST_PAUSE, INTERVAL, LONGEST_PAUSE, MOST_PER_INTERVAL, SETTLE, Pace
 from gpuguard.notify.templates import LONGEST_SUBJECT, MOST_LINES, NAMES, WORDS, Template, Words, joined, message_for
+from gpuguard.units import local_time
 
 ALL_NAMES = "\n".join(f"{name}=${{{name}}}" for name in sorted(NAMES))
 
@@ -35,6 +36,32 @@ def test_a_message_says_what_which_rule_where_what_comes_next_and_how_to_stop_it
         assert said in message.body
     assert "idle-gpus" in message.subject
     assert "alice" in message.subject
+
+
+@pytest.mark.parametrize("language", WORDS)
+def test_a_warning_names_the_step_that_harms_and_its_time_of_day_whatever_comes_before_it(language):
+    harm = {"next_action": "notify", "next_after": 60.0, "harm_action": "terminate", "harm_after": 90.0}
+    message = message_for(a_verdict(action="warn", **harm), a_node(), language)
+
+    assert WORDS[language].actions["terminate"] in message.body
+    assert local_time(a_node().taken_at + 90.0, "%Y-%m-%d %H:%M:%S") in message.body
+    assert WORDS[language].actions["notify"] not in message.body
+    assert dict(message.facts)["harm_unix_seconds"] == a_node().taken_at + 90.0
+
+
+@pytest.mark.parametrize(("longest", "said"), [(86400.0, "--for 4h`"), (120.0, "--for 2m`"), (0.0, None)])
+def test_keep_is_recommended_for_as_long_as_the_site_allows(longest, said):
+    body = message_for(a_verdict(), a_node(), longest_keep=longest).body
+
+    assert (said in body) if said else ("keep" not in body)
+
+
+def test_the_owner_of_a_claim_without_a_process_is_told_to_release_it():
+    claim = Finding("idle", Subject("claim", a_device(3).uuid, uid=7, claim="c1ai"), "idle")
+
+    body = message_for(replace(a_verdict(), finding=claim), a_node()).body
+
+    assert "`gpuguard release c1ai`" in body and "rocess" not in body
 
 
 def test_what_is_unknown_is_left_out_instead_of_being_made_up():
@@ -61,7 +88,9 @@ def test_only_commands_that_exist_are_recommended():
     from gpuguard.cli import COMMANDS
 
     said = " ".join(
-        text for words in WORDS.values() for text in (*words.stop.values(), words.stop_otherwise, words.body)
+        text
+        for words in WORDS.values()
+        for text in (*words.stop.values(), words.stop_otherwise, words.stop_claim, words.keep, words.body)
     )
     named = {piece.split()[0].partition("`")[0] for piece in said.split("`gpuguard ")[1:]}
 

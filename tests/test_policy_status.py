@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import pytest
-from builders import GIB, a_device, a_process
-from ladders import START, Watch, a_policy, busy
+from builders import GIB, a_claim_record, a_device, a_process
+from ladders import START, Finds, Watch, a_policy, busy
 
+from gpuguard.daemon.client import StatusReply
+from gpuguard.daemon.requests import status_reply
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.actions import ActionOutcome
+from gpuguard.model import Finding
 from gpuguard.policies.engine import evaluate, policy_status
 from gpuguard.policies.policy import KILL_AFTER, Step
-from gpuguard.policies.view import MOST, RuleView, SampleRhythm, ValueSeries, device_subject, key_of, process_subject
+from gpuguard.policies.view import (
+    MOST,
+    RuleView,
+    SampleRhythm,
+    ValueSeries,
+    claim_subject,
+    device_subject,
+    key_of,
+    process_subject,
+)
+from gpuguard.views.policy import status_lines
 from gpuguard.watchdog import Watchdog
 
 LADDER = a_policy("warn", "terminate", Step("kill", KILL_AFTER), cooldown=1000)
@@ -34,6 +48,27 @@ def test_before_each_step_it_is_known_when_that_comes():
     assert steps(watch) == [("warn", "terminate", 90.0)]
     watch.until(90, begin=50)
     assert steps(watch) == [("terminate", "kill", 90.0 + KILL_AFTER)]
+
+
+def test_the_step_that_harms_is_known_from_the_beginning_and_when_it_comes():
+    watch = Watch(a_policy("warn", "notify", "terminate"))
+    [warning] = [verdict for clock in range(0, 40, 10) for verdict in watch.sees(busy(clock)).verdicts]
+    [row] = policy_status(watch.policies, watch.memory, {})
+
+    assert (warning.action, warning.next_action, warning.harm_action, warning.harm_after) == (
+        "warn", "notify", "terminate", 120.0,
+    )  # fmt: skip
+    assert (row.next, row.harm, row.harm_due) == ("notify", "terminate", START + 30 + 120)
+
+
+def test_a_step_that_means_nobody_is_no_harm_to_a_claim():
+    claim = a_claim_record()
+    rule = Finds(lambda view: [Finding("age", claim_subject(claim), "unused")])
+    watch = Watch(a_policy("warn", "terminate", "release", rules=(rule,)))
+    watch.until(30, claims=(claim,))
+    [row] = policy_status(watch.policies, watch.memory, {})
+
+    assert (row.next, row.harm, row.harm_due) == ("terminate", "release", START + 30 + 120)
 
 
 def test_what_was_promised_happens():
@@ -132,6 +167,21 @@ def test_a_step_that_a_check_has_put_off_is_told_as_the_next_one_and_until_when(
 
     [row] = guard.status()
     assert (row.last, row.next, row.due and row.due - START) == ("warn", "terminate", 605.0)
+
+
+def test_a_step_that_a_check_refused_for_good_was_not_taken_and_no_kill_follows_it(monkeypatch):
+    def act(verdict, snapshot, context):
+        return (ActionOutcome("done" if verdict.action == "warn" else "refused", "uid 7 is protected"),)
+
+    monkeypatch.setattr(actions, "act", act)
+    guard = Watchdog(Seen(), [a_policy(Step("warn"), Step("terminate"), Step("kill", KILL_AFTER), hold=0.0)])
+    for _ in range(5):
+        guard.step()
+
+    [row] = guard.status()
+    assert (row.last, row.refused, row.next, row.due) == ("terminate", "uid 7 is protected", "kill", None)
+    [text] = status_lines(StatusReply(True, (status_reply(row),), 0), time.time())
+    assert "terminate was refused (uid 7 is protected); kill waits for the step before it" in text
 
 
 def test_a_policy_without_steps_promises_nothing():

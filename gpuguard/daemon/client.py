@@ -70,6 +70,10 @@ class PolicyStatusReply:
     next: str | None
     next_unix_seconds: float | None
     enforce: bool
+    refused: str | None = None
+    harm: str | None = None
+    harm_unix_seconds: float | None = None
+    device_label: str | None = None
 
 
 @dataclass(frozen=True)

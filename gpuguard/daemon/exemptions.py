@@ -18,12 +18,12 @@ from gpuguard.daemon.client import EndedReply, ExemptionReply
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Device, Event
+from gpuguard.notify.templates import LONGEST_KEEP
 from gpuguard.procfs import boot_clock
 from gpuguard.request import resolve
 from gpuguard.units import format_duration
 from gpuguard.users import user_name
 
-MAX_SECONDS = 86400.0  # unless the policy file says otherwise
 MAX_SECONDS_OF_ROOT = 365 * 86400.0
 MAX_PER_USER = 16
 MAX_CHANGES, CHANGES_SECONDS = 10, 60.0  # of one user within so long: each is a line of the audit log
@@ -48,7 +48,7 @@ class Exemptions:
         devices: Callable[[], Sequence[Device]],
         report: Callable[[Event], object],
     ) -> None:
-        self.max_seconds = MAX_SECONDS
+        self.max_seconds = LONGEST_KEEP
         self._directory, self._use, self.devices, self._report = directory, use, devices, report
         self._changes: dict[int, list[float]] = {}  # of a uid, monotonic
         self._apply(read_restrictions(directory, KEPT, time.time()))

@@ -118,7 +118,7 @@ def _status(context: RequestContext, uid: int, request: Request) -> Reply:
     findings = [status for status in context.status() if wanted is None or status.subject.uid == wanted]
     rows, left = [], _STATUS_BYTES
     for status in findings:
-        row = status_reply(status)
+        row = status_reply(status, context.snapshot())
         left -= len(json.dumps(asdict(row))) + 2
         if left < 0:
             break
@@ -126,9 +126,10 @@ def _status(context: RequestContext, uid: int, request: Request) -> Reply:
     return asdict(StatusReply(context.enforcing, tuple(rows), len(findings) - len(rows)))
 
 
-def status_reply(status: PolicyStatus) -> PolicyStatusReply:
+def status_reply(status: PolicyStatus, snapshot: Snapshot | None = None) -> PolicyStatusReply:
     """One finding, as a reply to `status` has it."""
     subject, boot = status.subject, time.time() - boot_clock()  # unix time of the boot
+    device = snapshot.device(subject.device) if snapshot and subject.device else None
     return PolicyStatusReply(
         policy=status.policy,
         kind=subject.kind,
@@ -141,6 +142,10 @@ def status_reply(status: PolicyStatus) -> PolicyStatusReply:
         next=status.next,
         next_unix_seconds=None if status.due is None else round(status.due + boot, 1),
         enforce=status.enforce,
+        refused=status.refused[:MAX_REASON] if status.refused else None,
+        harm=status.harm,
+        harm_unix_seconds=None if status.harm_due is None else round(status.harm_due + boot, 1),
+        device_label=device.label if device else None,
     )
 
 

@@ -308,8 +308,10 @@ class Daemon:
     def _use(self, file: PolicyFile) -> None:
         former = self._sender
         templates = {**TEMPLATES, **file.messages}
-        self._sender = Sender(file.notify, self._record, templates=templates) if file.notify else None
-        self.watchdog.templates = templates
+        self._sender = None
+        if file.notify:
+            self._sender = Sender(file.notify, self._record, templates, file.longest_keep)
+        self.watchdog.templates, self.watchdog.longest_keep = templates, file.longest_keep
         self.watchdog.language = next(iter(file.messages)) if len(file.messages) == 1 else ENGLISH
         self._fingerprint = file.fingerprint
         self.watchdog.notifier = self._sender

@@ -226,7 +226,7 @@ def _warn(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Actio
     if not context.is_live(verdict):
         return _logged(verdict, context, DRY_RUN)
     language = str(dict(verdict.options).get("language") or context.language)
-    message = message_for(verdict, snapshot, language, context.templates)
+    message = message_for(verdict, snapshot, language, context.templates, longest_keep=context.longest_keep)
     last = verdict.next_action in DISRUPTIVE | {"release"}
     words = {write_to_terminal(terminal, uid, message.body, last=last) for terminal, uid in sorted(terminals)}
     if WRITTEN in words:

@@ -28,7 +28,7 @@ from gpuguard.enforcement.identity import ProcessFacts
 from gpuguard.enforcement.limits import ActionLimits, FailedCheck, PastAction
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.model import WHO_FIELDS, ClaimRecord, Event, GpuProcess, Snapshot, Verdict, claim_named
-from gpuguard.notify.templates import ENGLISH, TEMPLATES, Template
+from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
 from gpuguard.policies.policy import DISRUPTIVE
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, start_time
 from gpuguard.units import format_duration
@@ -67,6 +67,7 @@ class ActionContext:
     notifier: Notifier | None = None
     language: str = ENGLISH  # of what is written to terminals, where the step does not say
     templates: Mapping[str, Template] = field(default_factory=lambda: TEMPLATES)  # by language
+    longest_keep: float = LONGEST_KEEP  # seconds for which users may exempt what is theirs
     directory: LockDirectory | None = None  # of the claims, where it is written who is denied and what is quarantined
     limits: ActionLimits = field(default_factory=ActionLimits)
     alarm: tuple[str, ...] = ()  # targets of the notifier that are told what no policy has foreseen

@@ -30,7 +30,7 @@ from typing import Any
 from gpuguard.model import Event, Snapshot, Verdict
 from gpuguard.notify import mail, programs, webhook
 from gpuguard.notify.targets import Apprise, Email, Hook, Secret, Target, Undeliverable, Undelivered, Webhook
-from gpuguard.notify.templates import MOST_LINES, TEMPLATES, Message, Template, joined, message_for
+from gpuguard.notify.templates import LONGEST_KEEP, MOST_LINES, TEMPLATES, Message, Template, joined, message_for
 from gpuguard.sanitize import neutralise
 
 SETTLE = 1.0  # seconds
@@ -200,12 +200,17 @@ class Sender:
         targets: by the names under which policies speak of them.
         report: gets an Event for each delivery, in another thread; history.append will do.
         templates: the texts by language.
+        longest_keep: seconds for which users may exempt what is theirs.
     """
 
     def __init__(
-        self, targets: Mapping[str, Target], report: Report, templates: Mapping[str, Template] = TEMPLATES
+        self,
+        targets: Mapping[str, Target],
+        report: Report,
+        templates: Mapping[str, Template] = TEMPLATES,
+        longest_keep: float = LONGEST_KEEP,
     ) -> None:
-        self._templates = templates
+        self._templates, self._longest_keep = templates, longest_keep
         self._lanes = {name: _Lane(name, target, report) for name, target in targets.items()}
 
     def notify(self, name: str, verdict: Verdict, snapshot: Snapshot) -> str:
@@ -215,7 +220,9 @@ class Sender:
         target = self._lanes[name].target
         # A mail is read as it is; all else may end in a chat program, by a webhook of its or by the admin's own script.
         chat = not isinstance(target, Email)
-        return self.send(name, message_for(verdict, snapshot, target.language, self._templates, chat=chat))
+        keep = self._longest_keep
+        message = message_for(verdict, snapshot, target.language, self._templates, chat=chat, longest_keep=keep)
+        return self.send(name, message)
 
     def send(self, name: str, message: Message) -> str:
         """Queue *message* for the target *name*; returns at once what became of that."""

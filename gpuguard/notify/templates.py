@@ -32,12 +32,15 @@ class Words:
     body: str
     actions: Mapping[str, str]  # of ACTIONS, as they fit into "next"
     next: str
+    at: str
     after: str
     at_once: str
     nothing_next: str
     observing: str
     stop: Mapping[str, str]  # by rule
     stop_otherwise: str
+    stop_claim: str  # where no process is meant
+    keep: str  # behind how to stop an idle one
     more: str  # heads the lines of further findings
     left_out: str
     times: str  # before the subject of a joined message
@@ -75,13 +78,14 @@ How to stop it: $stop
             "run_hook": "a program of the administrator is run",
         },
         next="{when}, if nothing changes: {action}.",
+        at="At {time}",
         after="In {duration}",
         at_once="At once",
         nothing_next="Nothing: this was the last step.",
         observing="(This policy only observes: nothing of it is carried out.)",
         stop={
-            "idle": "Use the device again, or free it: end the process.  `gpuguard keep --for 4h` buys time.",
-            "utilization": "Use the device again, or free it: end the process.  `gpuguard keep --for 4h` buys time.",
+            "idle": "Use the device again, or free it: end the process.",
+            "utilization": "Use the device again, or free it: end the process.",
             "memory": "Use less memory, or end the process.",
             "memory_growth": "Look for what keeps growing, or end the process.",
             "unclaimed": "Claim the device as it runs: `gpuguard adopt PID`.  Next time start it with `gpuguard run`.",
@@ -91,6 +95,8 @@ How to stop it: $stop
             "health": "Save your work and leave the device: an administrator has to look at it.",
         },
         stop_otherwise="End the process and so free the device.",
+        stop_claim="Use the device, or release it: `gpuguard release {claim}`.",
+        keep="  `gpuguard keep --for {duration}` buys time.",
         more="{count} findings in all; after the one above:",
         left_out="and {count} more",
         times="({count}x)",
@@ -126,13 +132,14 @@ gpuguard，主机 $host，$time
             "run_hook": "运行管理员设定的程序",
         },
         next="如果情况没有变化，{when}将执行：{action}。",
+        at="{time} ",
         after="{duration} 后",
         at_once="随即",
         nothing_next="无，这是最后一步。",
         observing="（该策略仅作观察，不会真正执行。）",
         stop={
-            "idle": "请重新使用该设备，或结束进程以释放设备；如需保留，请运行 `gpuguard keep --for 4h`。",
-            "utilization": "请重新使用该设备，或结束进程以释放设备；如需保留，请运行 `gpuguard keep --for 4h`。",
+            "idle": "请重新使用该设备，或结束进程以释放设备。",
+            "utilization": "请重新使用该设备，或结束进程以释放设备。",
             "memory": "请减少显存用量，或结束进程。",
             "memory_growth": "请检查显存持续增长的原因，或结束进程。",
             "unclaimed": "请运行 `gpuguard adopt PID` 占用该设备，无需结束进程；下次请用 `gpuguard run` 启动。",
@@ -142,6 +149,8 @@ gpuguard，主机 $host，$time
             "health": "请保存工作并离开该设备：需要管理员检查。",
         },
         stop_otherwise="请结束进程以释放设备。",
+        stop_claim="请使用该设备，或释放占用：`gpuguard release {claim}`。",
+        keep="如需保留，请运行 `gpuguard keep --for {duration}`。",
         more="共 {count} 条；除上面一条外：",
         left_out="另有 {count} 条",
         times="（{count} 条）",
@@ -154,6 +163,7 @@ Fact = tuple[str, float | int | str | bool | None]
 NAMES = frozenset({
     "host", "policy", "rule", "why", "device", "user", "processes", "action", "since", "time", "next", "stop",
 })  # fmt: skip
+LONGEST_KEEP = 86400.0  # unless the policy file says otherwise
 LONGEST_VALUE = 300  # characters of one value: a command line can have 2 MiB
 LONGEST_SUBJECT = 200
 MOST_PROCESSES = 5
@@ -162,7 +172,7 @@ MOST_LINES = 20  # of further findings in one message
 # What a chat program makes a mention or a link of: <!channel>, <at user_id="all">, @everyone, [text](address).
 _CALL = re.compile(r"<(?=\S)|@|\](?=\()")
 _CALLED = {"<": "\u2039", "@": "@ ", "]": "] "}
-_OURS = frozenset({"action", "since", "time", "next", "stop"})  # no word of these is a stranger's
+_OURS = frozenset({"action", "since", "time", "next"})  # no word of these is a stranger's
 _NAME = re.compile(r"\$(?:(\$)|([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\}|)", re.ASCII)
 
 
@@ -217,6 +227,7 @@ def message_for(
     templates: Mapping[str, Template] = TEMPLATES,
     *,
     chat: bool = False,
+    longest_keep: float = LONGEST_KEEP,
 ) -> Message:
     """The message about *verdict* in *language*, or in English where there are no words in it.
 
@@ -226,10 +237,12 @@ def message_for(
         language: en or zh.
         templates: by language, those of the admin.
         chat: whether it may come to a chat program: then what strangers wrote mentions no one there, and is no link.
+        longest_keep: seconds for which a user may exempt what is theirs; 0: not at all.
     """
     language = language if language in WORDS else ENGLISH
     own, template = TEMPLATES[language], templates.get(language, TEMPLATES[language])
-    values = {name: neutralise(text)[:LONGEST_VALUE] for name, text in _values(verdict, snapshot, language).items()}
+    given = _values(verdict, snapshot, language) | {"stop": _stop(verdict, WORDS[language], longest_keep)}
+    values = {name: neutralise(text)[:LONGEST_VALUE] for name, text in given.items()}
     values["processes"] = "\n".join(_processes(verdict.finding.processes, WORDS[language]))
     if chat:
         values |= {name: _CALL.sub(lambda m: _CALLED[m[0]], text) for name, text in values.items() if name not in _OURS}
@@ -283,16 +296,34 @@ def _values(verdict: Verdict, snapshot: Snapshot, language: str) -> dict[str, st
         "action": words.actions.get(verdict.action, verdict.action),
         "since": format_duration(max(0.0, snapshot.clock - verdict.since)),
         "time": local_time(snapshot.taken_at, "%Y-%m-%d %H:%M:%S %z"),
-        "next": _next(verdict, words),
-        "stop": words.stop.get(finding.rule, words.stop_otherwise),
+        "next": _next(verdict, snapshot.taken_at, words),
     }
 
 
-def _next(verdict: Verdict, words: Words) -> str:
+def _stop(verdict: Verdict, words: Words, longest_keep: float) -> str:
+    finding = verdict.finding
+    text = words.stop.get(finding.rule, words.stop_otherwise)
+    if finding.subject.kind in ("claim", "user") and not finding.processes:
+        text = words.stop_claim.format(claim=finding.subject.claim or "ID")
+    if longest_keep and finding.rule in ("idle", "utilization", "age"):
+        text += words.keep.format(duration=format_duration(min(longest_keep, 4 * 3600)))
+    return text
+
+
+def _next(verdict: Verdict, now: float, words: Words) -> str:
+    """The next step that takes something away and when, as a time of day: a mail can be late; else the next step."""
     if verdict.next_action is None:
         return words.nothing_next
-    action = words.actions.get(verdict.next_action, verdict.next_action)
-    when = words.at_once if not verdict.next_after else words.after.format(duration=format_duration(verdict.next_after))
+    action, after = verdict.harm_action or verdict.next_action, verdict.next_after
+    if verdict.harm_action:
+        after = verdict.harm_after
+    if not after:
+        when = words.at_once
+    elif verdict.harm_action:
+        when = words.at.format(time=local_time(now + after, "%Y-%m-%d %H:%M:%S"))
+    else:
+        when = words.after.format(duration=format_duration(after))
+    action = words.actions.get(action, action)
     sentence = words.next.format(when=when, action=action)
     return sentence if verdict.enforce else f"{sentence} {words.observing}"
 
@@ -325,6 +356,8 @@ def _facts(verdict: Verdict, snapshot: Snapshot) -> tuple[Fact, ...]:
         "since_seconds": max(0.0, snapshot.clock - verdict.since),
         "next_action": verdict.next_action,
         "next_after_seconds": verdict.next_after,
+        "harm_action": verdict.harm_action,
+        "harm_unix_seconds": None if verdict.harm_after is None else snapshot.taken_at + verdict.harm_after,
         "device_uuid": subject.device,
         "device_index": device.index if device else None,
         "device_name": device.name if device else None,

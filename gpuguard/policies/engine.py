@@ -21,6 +21,7 @@ from gpuguard.model import Device, Finding, GpuProcess, Snapshot, Subject, Verdi
 from gpuguard.policies.policy import (
     COUNTED,
     DESTRUCTIVE,
+    HARMFUL,
     KILL_AFTER,
     Judgement,
     Note,
@@ -313,6 +314,7 @@ def _verdict(due: DueStep, further: int) -> Verdict:
     if further:
         finding = replace(finding, why=f"{finding.why} (and the like on {further} more devices)")
     after = policy.steps[number + 1] if number + 1 < len(policy.steps) else None
+    harm = _harm(policy, number + 1, finding)
     return Verdict(
         policy=policy.name,
         finding=finding,
@@ -323,7 +325,19 @@ def _verdict(due: DueStep, further: int) -> Verdict:
         options=due.step.options,
         next_action=after.action if after else None,
         next_after=after.after if after else None,
+        harm_action=harm[0] if harm else None,
+        harm_after=harm[1] if harm else None,
     )
+
+
+def _harm(policy: Policy, begin: int, finding: Finding) -> tuple[str, float] | None:
+    """The first step from number *begin* on that takes something away, and in how many seconds after the one before."""
+    seconds = 0.0
+    for step in policy.steps[begin:]:
+        seconds += step.after
+        if step.action in HARMFUL and why_inapplicable(step, finding) is None:
+            return step.action, seconds
+    return None
 
 
 NARROWEST_FIRST = ("process", "claim", "device", "user", "node")
@@ -582,17 +596,25 @@ class PolicyStatus:
     next: str | None  # the one that comes if nothing changes; after the last one the first, when its cooldown is over
     due: float | None  # clock at which that is, if every sample until then finds the same
     enforce: bool  # the policy's own switch
+    refused: str | None = None  # why a check refused the last step; None: it was taken
+    harm: str | None = None  # the next of the steps to come that takes something away from the user
+    harm_due: float | None = None  # clock at which that comes, if nothing changes
 
 
 def policy_status(
     policies: Sequence[Policy],
     memory: EngineMemory,
     put_off: Mapping[tuple[str, SubjectIdentity], tuple[int, float]],
+    refused: Mapping[tuple[str, SubjectIdentity], tuple[int, str]] | None = None,
 ) -> tuple[PolicyStatus, ...]:
     """Every condition that holds, the oldest first.
 
-    *put_off*: (policy, identity) -> the number of a step whose time has come, and the clock until which a check put it
-    off.
+    Args:
+        policies: all of them.
+        memory: of the samples so far.
+        put_off: (policy, identity) -> the number of a step whose time has come, and the clock until which a check put
+            it off.
+        refused: (policy, identity) -> the number of a step that a check has refused for good, and why.
     """
     found = []
     for policy in policies:
@@ -606,6 +628,26 @@ def policy_status(
             elif steps:
                 due = state.stepped_at + policy.cooldown + policy.hold + steps[0].after
             last = steps[done - 1].action if done else None
-            following = steps[done % len(steps)].action if steps else None
-            found.append(PolicyStatus(name, state.subject, state.since, last, following, due, policy.enforce))
+            number = done % len(steps) if steps else 0
+            following = steps[number].action if steps else None
+            step, why = (refused or {}).get((name, identity), (-1, None))
+            why = why if step == done - 1 else None
+            if why and last == "terminate" and following == "kill":
+                due = None  # what was not asked to end is not killed
+            harm = _harm(policy, number, Finding("", state.subject, "", state.processes))
+            at = due + harm[1] - steps[number].after if harm and due is not None else None
+            found.append(
+                PolicyStatus(
+                    name,
+                    state.subject,
+                    state.since,
+                    last,
+                    following,
+                    due,
+                    policy.enforce,
+                    refused=why,
+                    harm=harm[0] if harm else None,
+                    harm_due=at,
+                )
+            )
     return tuple(sorted(found, key=lambda status: status.since))

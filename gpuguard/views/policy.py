@@ -186,9 +186,10 @@ def status_lines(status: StatusReply, now: float, person: str = "you") -> list[s
 def _status_line(row: PolicyStatusReply, now: float, enforced: bool) -> str:
     what = {"process": f"pid {row.pid}", "claim": f"claim {row.claim}", "user": "all of it"}.get(row.kind, row.kind)
     user = f"{row.user}, " if row.user else ""
-    where = f" on {row.device}" if row.device else ""
+    where = f" on GPU {row.device_label}" if row.device_label else f" on {row.device}" if row.device else ""
     since = format_duration(max(0, round(now - row.since_unix_seconds)))
-    done = f", last step {row.last}" if row.last else ""
+    done = f", last step {row.last}" if row.last and not row.refused else ""
+    done = f", {row.last} was refused ({row.refused})" if row.refused else done
     if row.next is None:
         then = "no step is left"
     elif row.next_unix_seconds is None:
@@ -196,5 +197,9 @@ def _status_line(row: PolicyStatusReply, now: float, enforced: bool) -> str:
     else:
         left = round(row.next_unix_seconds - now)
         when = f"in {format_duration(left)}" if left > 0 else "with the next look"
-        then = f"{row.next} {when}, if nothing changes{'' if enforced else ' (a dry run: only written down)'}"
+        then = f"{row.next} {when}"
+        if row.harm and row.harm_unix_seconds is not None:
+            at = local_time(row.harm_unix_seconds, "%Y-%m-%d %H:%M:%S")
+            then += f", at {at}" if row.harm == row.next else f", {row.harm} at {at}"
+        then += f", if nothing changes{'' if enforced else ' (a dry run: only written down)'}"
     return f"{user}{what}{where}: {row.policy} for {since}{done}; {then}"
