@@ -17,9 +17,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpuguard.claims.directory import last_about
 from gpuguard.device_state import IDLE_TOLERANCE, mean_watts
 from gpuguard.enforcement import signals
-from gpuguard.errors import BackendError, ClaimError, ClaimLost, shortage
+from gpuguard.errors import BackendError, ClaimError, ClaimLost, GpuguardError, shortage
 from gpuguard.history import audit_log
 from gpuguard.jobs.processes import (
     DRAIN_SECONDS,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
     from gpuguard.backends import Backend
     from gpuguard.claims.claim import Claim
+    from gpuguard.claims.directory import LockDirectory
     from gpuguard.jobs.isolation import Isolation
     from gpuguard.jobs.limits import JobLimits
     from gpuguard.model import Device, Snapshot
@@ -75,6 +77,8 @@ SUSPENDING = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
 # Linux drivers/tty/tty_jobctrl.c, tty_signal_session_leader().
 HANG_UP = frozenset({signal.SIGHUP, signal.SIGCONT})
 
+ENDING_STEPS = frozenset({"terminate", "kill", "cancel"})  # of policies
+GUARD_SECONDS = 60.0  # after such a step within which an end of the job is its doing, whatever the exit code
 GRACE_SECONDS = 60.0  # between the signals that end a job
 
 
@@ -90,6 +94,7 @@ class JobSettings:
     tolerance: int = IDLE_TOLERANCE  # bytes above the state before the job that count as free after it
     isolation: Isolation | None = None  # where the job runs, None: here; is closed at the end
     leftover: float | None = None  # seconds for which processes that it leaves keep the claim; None: the site's default
+    directory: LockDirectory | None = None  # of the claims, whose daemon says what policies did to the job
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,8 @@ class JobSupervisor:
         before = children()
         self.others = frozenset(patiently(descendants).items()) if before is None else before
         self.program = command[0]
+        self.guard_seen = self.started_at = time.time()  # until when lines of the daemon were asked for
+        self.guard_lines: list[audit_log.Line] = []  # what the daemon did to this job
         environment = _environment(claim, settings.visible, settings.isolation)
         enter = settings.isolation.enter if settings.isolation else None
         self.pid, self.exec_report = start(command, environment, claim.pass_fds, FETCHED, enter)
@@ -263,6 +270,7 @@ class JobSupervisor:
         if self.later:
             later, self.later = self.later, None
             later()
+        self.report_guard()
         try:
             self.check_claim()
         except ClaimLost as lost:
@@ -278,6 +286,44 @@ class JobSupervisor:
         if request := self.claim.release_request():
             answer_release_request(request, self.claim, self.backend, self.escalation, self.notify)
         self.claim.reassert()
+
+    def report_guard(self) -> None:
+        """Tell the user what policies did to this job since the last call, but for the end of it: see finish()."""
+        directory = self.settings.directory
+        last = last_about(directory, os.geteuid()) if directory else None
+        if directory is None or last is None or last <= self.guard_seen:
+            return
+        try:
+            from gpuguard.daemon.client import own_events  # sockets: where a policy did something, not for each job
+            from gpuguard.notify.templates import deed_text
+
+            lines = own_events(directory, self.started_at)
+        except (ImportError, GpuguardError, OSError):  # it was upgraded meanwhile, or the daemon is busy
+            return  # it is asked again with the next tick
+        self.guard_seen = last
+        for line in [line for line in lines if line not in self.guard_lines and self.is_meant(line)]:
+            self.guard_lines.append(line)
+            text = deed_text(line)
+            on_terminal = line["kind"] == "warn" and line["outcome"] == "done"
+            if text and not on_terminal and not (self.status is not None and line["kind"] in ENDING_STEPS):
+                self.notify(text)
+
+    def is_meant(self, line: audit_log.Line) -> bool:
+        """Whether a line of the daemon about this user is about this job."""
+        if line["claim"]:
+            return str(line["claim"]).partition(".")[0] == self.claim.id.partition(".")[0]
+        if line["pid"]:
+            return line["pid"] in {self.pid, *descendants()}
+        return not line["devices"] or not {device.uuid for device in self.claim}.isdisjoint(line["devices"])
+
+    def ended_by(self) -> tuple[str, str] | None:
+        """The policy that ended the job, and why, in words."""
+        killed = self.status in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+        for line in reversed(self.guard_lines):
+            ending = line["kind"] in ENDING_STEPS and line["outcome"] == "about to"
+            if ending and (killed or time.time() - line["time_unix_seconds"] < GUARD_SECONDS):
+                return str(line["facts"].get("policy")), str(line["message"])
+        return None
 
     def sample(self, count: Callable[[Snapshot], None]) -> None:
         """Read the claimed devices; a driver that fails costs the numbers, not the job."""
@@ -364,6 +410,10 @@ class JobSupervisor:
             ended = JobEnd(status, None, wall_time, "could not be started")
             _log_end(self.claim, ended)
             return ended
+        self.report_guard()
+        ended_by = self.ended_by()
+        if ended_by:
+            self.notify("ended by policy {} ({})".format(*ended_by))
         status, die_of = self.final_status()
         drain = Drain(
             self.claim.devices,
@@ -395,7 +445,10 @@ class JobSupervisor:
                 outcome = INTERRUPTED
         meter = self.meter
         ended = JobEnd(status, die_of, wall_time, outcome, meter.peak_memory, meter.utilization(), meter.energy())
-        _log_end(self.claim, ended, self.escalation.why)
+        if ended_by:
+            _log_end(self.claim, ended, "ended by policy {} ({})".format(*ended_by), ended_by[0])
+        else:
+            _log_end(self.claim, ended, self.escalation.why)
         return ended
 
     def leftover_seconds(self) -> float:
@@ -483,12 +536,13 @@ def log_claim(kind: str, outcome: str, claim: Claim, message: str | None = None,
     audit_log.append(Event(time.time(), kind, outcome, user, devices, os.getpid(), claim.id, message, numbers))
 
 
-def _log_end(claim: Claim, ended: JobEnd, message: str | None = None) -> None:
+def _log_end(claim: Claim, ended: JobEnd, message: str | None = None, policy: str | None = None) -> None:
     log_claim(
         "release",
         ended.outcome,
         claim,
         message,
+        policy=policy,
         exit_status=ended.status,
         wall_time_seconds=round(ended.wall_time, 3),
         peak_memory_bytes=ended.peak_memory,

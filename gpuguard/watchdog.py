@@ -24,6 +24,7 @@ from gpuguard.enforcement import actions
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.limits import AuditQuota, PastAction
 from gpuguard.enforcement.preflight import ActionContext, Notifier
+from gpuguard.enforcement.signals import SENT
 from gpuguard.errors import BackendError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses
@@ -31,7 +32,7 @@ from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, ClaimRecord, Event, Finding,
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES
 from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
-from gpuguard.policies.policy import Judgement, Note, Policy
+from gpuguard.policies.policy import HARMFUL, Judgement, Note, Policy
 from gpuguard.policies.rules import needs_of
 from gpuguard.policies.view import RuleView, SubjectIdentity, identity_of
 from gpuguard.procfs import boot_clock, process_facts, stat_of
@@ -90,6 +91,7 @@ class Watchdog:
         self.policies, self.interval = tuple(policies), interval
         self.notifier, self.protected = notifier, Protected()  # who sends messages, and who is never touched
         self.language, self.templates = ENGLISH, TEMPLATES  # of what is written to terminals
+        self.personal: frozenset[str] = frozenset()  # names of targets that write to the user who is meant
         self.longest_keep = LONGEST_KEEP  # seconds for which users may exempt what is theirs
         self.kept: Mapping[tuple[str, int | str], float] = {}  # exempted by `gpuguard keep`: until which CLOCK_BOOTTIME
         self.gpu_seconds: Callable[[], Mapping[int, Mapping[float, float]]] = dict  # of a RuleView, for each sample
@@ -289,10 +291,31 @@ class Watchdog:
                 refused.pop(key, None)
                 if outcomes and all(outcome.word == actions.REFUSED for outcome in outcomes):
                     refused[key] = due[0][1].step, outcomes[0].why
+                self._write_to_owners(due[0][1], outcomes or (), context)
                 due.pop(0)
             if not due:
                 del self._pending[key]
         self._deferred, self._refused = deferred, refused
+
+    def _write_to_owners(
+        self, verdict: Verdict, outcomes: Iterable[actions.ActionOutcome], context: ActionContext
+    ) -> None:
+        """Let the personal targets of a policy tell the users what it did to them: a warning before is no answer."""
+        assert self._view is not None
+        done = {outcome.pid for outcome in outcomes if outcome.word in (SENT, actions.DONE)}
+        policy = next((policy for policy in self._judged_by if policy.name == verdict.policy), None)
+        if not done or verdict.action not in HARMFUL or policy is None or not context.is_live(verdict):
+            return
+        finding = verdict.finding
+        users = {(process.uid, process.user) for process in finding.processes if process.pid in done}
+        names = dict.fromkeys(dict(step.options).get("to") for step in policy.steps)
+        for name in [name for name in names if name in self.personal]:
+            for uid, user in users or {(finding.subject.uid, finding.subject.user)}:
+                own = tuple(process for process in finding.processes if process.uid == uid)
+                about = replace(finding, subject=replace(finding.subject, uid=uid, user=user), processes=own)
+                options = (("to", name), ("done", verdict.action))
+                message = replace(verdict, finding=about, action="notify", options=options)
+                self._isolate(verdict.policy, partial(actions.act, message, self._view.snapshot, context))
 
     def _still_true(self, verdict: Verdict, snapshot: Snapshot) -> bool:
         """Whether the condition behind *verdict* holds on what the driver says now, by the policies of now."""
@@ -321,7 +344,10 @@ class Watchdog:
         for note in notes:
             key = note.kind, note.policy, identity_of(note.subject) if note.subject else None
             if note.kind in WORTH_A_LINE and key not in self._noted | before:
-                subject, facts = note.subject or Subject("node"), (("policy", note.policy),)
+                subject = note.subject or Subject("node")
+                # What a breaker says is for the administrator alone: it names numbers of all users.
+                uid = None if note.kind == "breaker" else subject.uid
+                facts = (("policy", note.policy), ("uid", uid))
                 user, devices = subject.user, (subject.device,) if subject.device else ()
                 about = subject.pid, subject.claim, note.text, facts
                 self._record(Event(time.time(), "note", note.kind, user, devices, *about))

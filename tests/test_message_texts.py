@@ -8,7 +8,7 @@ from dataclasses import replace
 from string import Formatter
 
 import pytest
-from builders import a_device, a_process, a_snapshot
+from builders import a_claim_record, a_device, a_process, a_snapshot
 from endpoints import HOSTILE, a_message, a_verdict
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,6 +47,14 @@ def test_a_warning_names_the_step_that_harms_and_its_time_of_day_whatever_comes_
     assert local_time(a_node().taken_at + 90.0, "%Y-%m-%d %H:%M:%S") in message.body
     assert WORDS[language].actions["notify"] not in message.body
     assert dict(message.facts)["harm_unix_seconds"] == a_node().taken_at + 90.0
+
+
+def test_a_message_about_a_claim_names_its_devices():
+    claim = a_claim_record(a_device(3), a_device(5), id="c1ai", uid=7)
+    finding = Finding("quota", Subject("claim", uid=7, claim="c1ai"), "holds 2 devices")
+    snapshot = a_snapshot(a_device(3), a_device(5), claims=(claim,))
+
+    assert "GPU 3 (NVIDIA H100 80GB HBM3), GPU 5 (" in message_for(replace(a_verdict(), finding=finding), snapshot).body
 
 
 @pytest.mark.parametrize(("longest", "said"), [(86400.0, "--for 4h`"), (120.0, "--for 2m`"), (0.0, None)])
@@ -147,7 +155,8 @@ def test_a_template_that_cannot_be_filled_is_a_fault_when_it_is_made(text, compl
 def test_what_strangers_wrote_is_text_and_nothing_more_in_every_field(hostile):
     process = a_process(command=(hostile, hostile), user=hostile, container=hostile)
     device = a_device(3, name=hostile, processes=(process,))
-    verdict = a_verdict(process, why=hostile, policy=hostile, rule=hostile, action=hostile, next_action=hostile)
+    texts = {"why": hostile, "policy": hostile, "rule": hostile, "action": hostile, "next_action": hostile}
+    verdict = a_verdict(process, **texts, options=(("done", "terminate"),))
     snapshot = a_snapshot(device, host=hostile)
     templates = {"en": Template(ALL_NAMES.replace("\n", " "), ALL_NAMES)}
     message = message_for(verdict, snapshot, "en", templates)

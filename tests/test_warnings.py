@@ -186,3 +186,13 @@ def test_a_file_in_the_place_of_a_terminal_is_not_written_to(tmp_path):
 
     assert write_to_terminal(os.makedev(136, 3), os.getuid(), "hello", place=str(tmp_path)) == "no terminal"
     assert (tmp_path / "3").read_text() == ""
+
+
+@pytest.mark.terminal
+def test_a_process_without_a_supervisor_is_told_on_its_terminal_what_was_done_to_it_and_why():
+    with at_a_terminal() as (scene, ours, _):
+        scene.context(interactive_grace=0.0)
+
+        assert scene.act("terminate").word == "sent"
+        said = os.read(ours, 65536).decode()
+        assert f"gpuguard: policy a-policy asked pid {scene.pid} to end (SIGTERM): uses 41.0GiB" in said

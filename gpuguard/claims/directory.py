@@ -410,6 +410,20 @@ def daemon_files(directory: LockDirectory) -> DaemonFiles:
     return DaemonFiles(path, status.st_uid)
 
 
+def stamp_path(directory: LockDirectory, uid: int) -> str:
+    """An empty file of the daemon: its time is that of the last line of its log about that user."""
+    return daemon_files(directory).file(f"events.{uid}")
+
+
+def last_about(directory: LockDirectory, uid: int) -> float | None:
+    """When the daemon of *directory* last wrote down something about a user, unix time; None: unknown, or never."""
+    try:
+        status = status_in_place(stamp_path(directory, uid))
+    except OSError:
+        return None
+    return status.st_mtime if status.st_uid in daemon_files(directory).owners() else None
+
+
 def fault_of(directory: LockDirectory) -> str | None:
     """What is wrong with the daemon's own directory, in words, if there is one."""
     path = f"{directory.path}/{NAME}"

@@ -1,6 +1,7 @@
 """Show what happened: claims, releases, and everything that the guard did or would have done.
 
-Reads your own events and, where you may, those of the machine's daemon.
+Reads your own events and those of the machine's daemon: all of them where you may read its log, else what it did to
+your processes and claims.
 
 gpuguard events                          all that are kept, oldest first
 gpuguard events --since 2h --user alice  what concerned alice in the last two hours
@@ -11,13 +12,18 @@ gpuguard events --follow                 go on showing new ones, until Ctrl-C
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
 
-from gpuguard.cli.options import add_repeatable, check_users, quantity
+from gpuguard.claims.directory import LockDirectory, daemon_files, last_about, lock_directory
+from gpuguard.cli.options import add_repeatable, add_source_options, check_users, quantity
+from gpuguard.daemon import client
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, Line, LogFollower, decoded, events_path
+from gpuguard.procfs import boot_clock
+from gpuguard.source import read_state
 from gpuguard.units import format_count, parse_duration
 from gpuguard.views import events
 from gpuguard.views.text import json_text, put, put_json
@@ -36,6 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--since", metavar="DURATION", help="only of the last 2h, 30m, 7d")
     parser.add_argument("--follow", action="store_true", help="go on with new events, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="one object for programs; with --follow one line per event")
+    add_source_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -48,14 +55,17 @@ def main(args: argparse.Namespace) -> int:
     )
     if "" in args.device:
         raise InvalidRequest("--device is empty: name a uuid or its beginning.")
-    logs = [_Log(path, named=bool(args.file)) for path in args.file or _paths()]
+    labels = {} if args.json else _labels(args)
+    logs = [_Log(path, named=True) for path in args.file] or [_Log(path, named=False) for path in _paths()[:-1]]
+    if not args.file:
+        logs.append(_MachineLog(args))
     while True:
         lines, torn = decoded(line for log in logs for line in log.lines())
         shown = events.in_order(lines, wanted)
         if args.json and not args.follow:
             put_json(events.to_json(shown, torn))
         else:
-            put([json_text(line, indent=None) if args.json else events.to_text(line) for line in shown])
+            put([json_text(line, indent=None) if args.json else events.to_text(line, labels) for line in shown])
         _warn_of_torn_lines(torn)
         if not args.follow:
             if not (shown or args.json):
@@ -101,8 +111,64 @@ class _Log:
                 raise GpuguardError(f"{self.path} cannot be read: {error.strerror}.") from error
             if isinstance(error, PermissionError) and self.is_readable:
                 self.is_readable = False
-                print(f"gpuguard: {self.path} is not readable for you: its events are left out.", file=sys.stderr)
+                self._report_unreadable()
             return []
+
+    def _report_unreadable(self) -> None:
+        print(f"gpuguard: {self.path} is not readable for you: its events are left out.", file=sys.stderr)
+
+
+class _MachineLog(_Log):
+    """That of the daemon; of one that only the administrator may read it tells users what is about them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(MACHINE_EVENTS, named=False)
+        self._args, self._since, self._is_there = args, 0.0, os.path.exists(MACHINE_EVENTS)
+
+    def lines(self) -> list[bytes]:
+        """Those that came since the last call, at first all."""
+        lines, began = super().lines(), time.time()
+        if not (self.is_readable and self._is_there):
+            lines += [json_text(row, indent=None).encode() for row in self._rows()]
+            self._since = began
+        return lines
+
+    def _report_unreadable(self) -> None:
+        if not (directory := _directory(self._args)) or last_about(directory, os.geteuid()) is None:
+            super()._report_unreadable()
+
+    def _rows(self) -> list[Line]:
+        directory = _directory(self._args)
+        own = directory and daemon_files(directory).owner == os.geteuid()  # it writes into one's own log
+        return [] if own else own_events(self._args, self._since)
+
+
+def _labels(args: argparse.Namespace) -> dict[str, str]:
+    """The numbers of the devices by uuid, as the daemon last saw them: nobody waits for the driver here."""
+    directory, simulated = _directory(args), args.backend.startswith("simulated")
+    last = read_state(directory, boot_clock(), simulated=simulated) if directory else None
+    return {device.uuid: device.label for device in last.devices} if last else {}
+
+
+def _directory(args: argparse.Namespace) -> LockDirectory | None:
+    """That of the claims and of the daemon; None where there is none that can be trusted."""
+    try:
+        return lock_directory(args.dir, backend=args.backend, make=False)
+    except GpuguardError:
+        return None
+
+
+def own_events(args: argparse.Namespace, since: float) -> list[Line]:
+    """What the daemon did to this user after *since* (unix time); none where no daemon tells."""
+    try:
+        return list(client.own_events(directory, since)) if (directory := _directory(args)) else []
+    except GpuguardError:
+        return []
+
+
+def own_deeds(args: argparse.Namespace) -> list[str]:
+    """What policies did to this user within the hour, for people; [] for nothing."""
+    return events.deeds(own_events(args, time.time() - 3600))
 
 
 def _paths() -> list[str]:

@@ -13,6 +13,7 @@ import os
 from contextlib import closing
 
 from gpuguard.claims.directory import LockDirectory
+from gpuguard.cli.events import own_deeds
 from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, request_of
 from gpuguard.clusters.visible_devices import outer_devices
 from gpuguard.lock import Allocator, has_queue, outer_claim
@@ -41,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         put_json(view.to_json(snapshot, request, choice, limits, start))
     else:
-        put(view.to_text(snapshot, request, choice, limits, start, paint=style()))
+        put([*view.to_text(snapshot, request, choice, limits, start, paint=style()), *own_deeds(args)])
     return 0 if choice.devices and (start is None or start[0]) else 1
 
 

@@ -2,7 +2,7 @@
 
 gpuguard keep --for 4h --reason "a checkpoint is being written"
 gpuguard keep --for 4h --device 3    only what you have on that device
-gpuguard keep --status               what policies have against you now, and what comes next when
+gpuguard keep --status               what policies have against you now, what comes next when, and what they did
 gpuguard keep --list                 what everybody keeps
 gpuguard keep --end                  end what you keep
 sudo gpuguard keep --for 1d --user bob
@@ -21,6 +21,7 @@ import time
 from dataclasses import asdict
 
 from gpuguard.claims.restrictions import KEPT
+from gpuguard.cli.events import own_deeds, own_events
 from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of
 from gpuguard.cli.restrictions import add_for_and_reason, reason_of, seconds_of, show
 from gpuguard.daemon.client import EndedReply, ExemptionReply, StatusReply, query_daemon
@@ -29,7 +30,7 @@ from gpuguard.policies.files.decoder import Accounts
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_duration
 from gpuguard.views.policy import status_lines
-from gpuguard.views.text import json_text, put
+from gpuguard.views.text import json_text, put, put_json
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +57,10 @@ def main(args: argparse.Namespace) -> int:
     target: dict[str, object] = {} if args.user is None else {"uid": Accounts().user(args.user)}
     if args.status:
         status = query_daemon(directory, {"do": "status", **target}, StatusReply)
-        _put(args, status, *status_lines(status, time.time()))
+        if args.json:
+            put_json({"schema": 1, **asdict(status), "recent": own_events(args, time.time() - 3600)})
+        else:
+            _put(args, status, *status_lines(status, time.time()), *own_deeds(args))
         return 0
     seconds, reason = seconds_of(args), reason_of(args)
     if args.end == (seconds is not None):

@@ -161,7 +161,7 @@ def main(args: argparse.Namespace) -> int:
         return status
     limits = _limits_for(policies, claim, requests[0], backend) if policies or args.share else None
     numbers = time_limit, grace, checkpoint, limits, requests[0].tolerance
-    settings = JobSettings(args.visible, *numbers, isolation=isolation, leftover=leftover)
+    settings = JobSettings(args.visible, *numbers, isolation=isolation, leftover=leftover, directory=directory)
     later = partial(_preload_for_job, claim, None if time_limit else command)
     ended = run(command, claim, backend, settings, later=later, notify=print_notice)
     if chatty:

@@ -13,10 +13,10 @@ import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from gpuguard.claims.directory import LockDirectory, daemon_files
+from gpuguard.claims.directory import LockDirectory, daemon_files, last_about
 from gpuguard.errors import GpuguardError
 from gpuguard.jsonio import decode, loads
 
@@ -26,6 +26,7 @@ MAX_REPLY_BYTES = 2**17
 MAX_DESCRIPTORS = 64  # that come with one reply
 SO_PASSRIGHTS = 83  # of Linux 6.16, asm-generic: every machine that NVIDIA has drivers for
 REPLY_SECONDS = 10.0
+CLOCK_TICK = 0.02  # seconds by which the time of a file may be behind the clock
 _ADVICE = "An administrator starts one: see `gpuguard daemon --help`."
 
 _Reply = TypeVar("_Reply")
@@ -86,6 +87,28 @@ class StatusReply:
 
 
 @dataclass(frozen=True)
+class EventRow:
+    """A line of the daemon's log about the user who asks, without what is about others in it."""
+
+    time_unix_seconds: float
+    kind: str
+    outcome: str
+    facts: dict[str, float | str | None]
+    user: str | None = None
+    devices: tuple[str, ...] = ()
+    pid: int | None = None
+    claim: str | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True)
+class EventsReply:
+    """To `events`: the newest ones, the oldest of them first."""
+
+    events: tuple[EventRow, ...]
+
+
+@dataclass(frozen=True)
 class ReloadReply:
     """To `reload`."""
 
@@ -114,6 +137,26 @@ def query_daemon(
     content, descriptors = exchange(directory, request, seconds)
     close_all(descriptors)
     return decoded(content, kind)
+
+
+def own_events(directory: LockDirectory, since: float, seconds: float = 2.0) -> list[dict[str, Any]]:
+    """What the daemon of *directory* wrote down about this user after *since* (unix time), as lines of the audit log.
+
+    Asks only where there is something.  Raises GpuguardError: the daemon does not answer within *seconds*.
+    """
+    last = last_about(directory, os.geteuid())
+    if last is None or last < since - CLOCK_TICK:
+        return []
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            reply = query_daemon(directory, {"do": "events"}, EventsReply, seconds)
+        except DaemonBusy:  # all jobs of a user ask at once
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return [{"schema": 1, **asdict(row)} for row in reply.events if row.time_unix_seconds >= since]
 
 
 def exchange(

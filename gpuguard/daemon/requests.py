@@ -3,6 +3,7 @@
     keep, end                   every user, for own processes and claims: see exemptions
     release                     every user own claims, while nothing computes under them; the administrator any
     claim, claims               every user, where the daemon gives the locks: see broker
+    events                      what the log has about the user, the newest
     status                      the findings of policies about the user, and the next steps; the administrator: all
     reload, deny, quarantine    the administrator: root, or the user as whom the daemon runs
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,13 +24,15 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import RELEASED, ReleaseRequest
 from gpuguard.claims.release import computing_under, lock_handle
 from gpuguard.claims.restrictions import DENIED, MAX_REASON, QUARANTINED, Restriction, change
-from gpuguard.daemon.client import MAX_REQUEST_BYTES, PolicyStatusReply, ReloadReply, StatusReply
+from gpuguard.daemon.client import MAX_REQUEST_BYTES, EventRow, EventsReply, PolicyStatusReply, ReloadReply, StatusReply
 from gpuguard.daemon.exemptions import MAX_SECONDS_OF_ROOT, Exemptions
 from gpuguard.daemon.release import releasable_claim
 from gpuguard.daemon.server import Reply
-from gpuguard.enforcement import actions
+from gpuguard.enforcement import actions, identity
 from gpuguard.enforcement.preflight import INTERVALS
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
+from gpuguard.history.audit_log import decoded, events_path, facts_of, read_log, uids_of
+from gpuguard.jsonio import decode
 from gpuguard.model import Event, Snapshot, claim_named
 from gpuguard.policies.engine import PolicyStatus
 from gpuguard.policies.files.loader import load_in_time
@@ -39,6 +43,10 @@ from gpuguard.users import user_name
 if TYPE_CHECKING:
     from gpuguard.daemon.broker import Broker
 
+_EVENTS_BYTES = 2**15  # of a reply to `events`: it fits into the buffer of a socket
+_LOG_BYTES = 2**19  # of the log that are looked through for it: about 1,500 lines
+_MESSAGES = frozenset({"notify", "run_hook"})  # what they say of targets is the administrator's
+_NOT_FOR_THE_OWNER = frozenset({"uids", "signature", "clock_seconds", "boot"})
 _STATUS_BYTES = MAX_REQUEST_BYTES - 496  # of a reply to `status` for its rows: what does not fit is counted
 
 Request = Mapping[str, Any]
@@ -149,6 +157,31 @@ def status_reply(status: PolicyStatus, snapshot: Snapshot | None = None) -> Poli
     )
 
 
+def _events(context: RequestContext, uid: int, request: Request) -> Reply:
+    """What the log says about the user who asks, the newest lines that fit; nothing of others, and of messages."""
+    if uid == identity.overflow_uid():
+        raise GpuguardError("who you are is not known here: you are in a user namespace of your own.")
+    try:
+        written = read_log(events_path(), _LOG_BYTES)
+        about = deque((line for line in written if b'"uid": %d' % uid in line or b'"uids": "' in line), maxlen=500)
+    except OSError as error:
+        raise GpuguardError(f"the log of the daemon cannot be read: {error.strerror}.") from error
+    rows, left = list[EventRow](), _EVENTS_BYTES
+    for line in reversed(decoded(about)[0]):
+        if uid not in uids_of(line) or line.get("kind") in _MESSAGES:
+            continue
+        facts = {name: value for name, value in facts_of(line).items() if name not in _NOT_FOR_THE_OWNER}
+        try:
+            row = decode(EventRow, {**line, "facts": facts})
+        except ValueError:  # of another version
+            continue
+        left -= len(json.dumps(asdict(row))) + 2
+        if left < 0:
+            break
+        rows.append(row)
+    return asdict(EventsReply(tuple(reversed(rows))))
+
+
 def _reload(context: RequestContext, uid: int, request: Request) -> Reply:
     if context.policy is None:
         raise InvalidRequest("this daemon was started without a policy file.")
@@ -187,7 +220,7 @@ def _restrict(context: RequestContext, uid: int, request: Request, kind: str, na
 
     change(context.directory, kind, update)
     event, outcome = "deny" if kind == DENIED else "quarantine", "ended" if ends else kind
-    facts = (("until_unix_seconds", until), ("by_uid", uid))
+    facts = (("until_unix_seconds", until), ("by_uid", uid), *((("uid", int(name)),) if user else ()))
     devices, message = () if user else (name,), restriction.reason or None
     context.append(Event(now, event, outcome, user, devices, message=message, facts=facts))
     return {"until_unix_seconds": until, "ended": ended if ends else 0}
@@ -217,6 +250,7 @@ HANDLERS: Mapping[str, Callable[[RequestContext, int, Request], Reply]] = {
     "claim": lambda context, uid, request: _broker(context).claim(uid, request),
     "claims": lambda context, uid, request: _broker(context).claims(),
     "status": _status,
+    "events": _events,
     "reload": _reload,
     "deny": _deny,
     "quarantine": _quarantine,
@@ -231,6 +265,7 @@ FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "release": {"claim": _TEXT, "uid": _INTEGER, "reason": _TEXT},
     "claims": {},
     "status": {"uid": _INTEGER},
+    "events": {},
     "reload": {},
     "deny": {"uid": _INTEGER, "for_seconds": _NUMBER, "end": _BOOLEAN, "reason": _TEXT},
     "quarantine": {"device": _TEXT, "for_seconds": _NUMBER, "end": _BOOLEAN, "reason": _TEXT},

@@ -34,9 +34,9 @@ REQUEST_SECONDS = 2.0  # for a request to be complete
 MAX_CLOSING = 64  # threads that wait until what a client has sent is closed
 PAUSE_SECONDS = 0.005  # after each connection: a client that never stops connecting costs little
 
-# Requests that may read the driver, or all that a user has open: each kind has a thread of its own, which handles one
-# after the other.
-SLOW = frozenset({"claim", "release"})
+# Requests that may read the driver, the log, or all that a user has open: each kind has a thread of its own, which
+# handles one after the other.
+SLOW = frozenset({"claim", "events", "release"})
 
 
 @dataclass(frozen=True)

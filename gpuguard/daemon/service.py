@@ -20,7 +20,7 @@ from functools import partial
 from gpuguard import capabilities
 from gpuguard.backends import Backend
 from gpuguard.backends.client import open_worker
-from gpuguard.claims.directory import LockDirectory
+from gpuguard.claims.directory import LockDirectory, stamp_path
 from gpuguard.clusters.slurm_node import SlurmNode
 from gpuguard.daemon.broker import Broker
 from gpuguard.daemon.exemptions import Exemptions
@@ -33,13 +33,14 @@ from gpuguard.history.queries import query_store, store_path
 from gpuguard.history.recorder import Recorder
 from gpuguard.model import Event, Snapshot
 from gpuguard.notify.sender import Sender, problems
+from gpuguard.notify.targets import Email
 from gpuguard.notify.templates import ENGLISH, TEMPLATES
 from gpuguard.policies.files.loader import PolicyFile, load_in_time
 from gpuguard.policies.policy import Judgement
 from gpuguard.policies.quota import windows_of
 from gpuguard.procfs import boot_clock
 from gpuguard.queue.priority import Ticket
-from gpuguard.queue.tickets import waiting_tickets, wanted
+from gpuguard.queue.tickets import touch, waiting_tickets, wanted
 from gpuguard.source import lock_daemon, write_state
 from gpuguard.units import format_count
 from gpuguard.watchdog import INTERVAL, Watchdog
@@ -131,7 +132,7 @@ class Daemon:
             on_event=on_event,
             on_sample=self._publish,
             interval=settings.intervals(INTERVAL),
-            append=append,
+            append=self._write,
             share_host_pids=settings.share_host_pids,
         )
         self.watchdog.scheduled = self._slurm.given
@@ -312,6 +313,8 @@ class Daemon:
         if file.notify:
             self._sender = Sender(file.notify, self._record, templates, file.longest_keep)
         self.watchdog.templates, self.watchdog.longest_keep = templates, file.longest_keep
+        emails = {name: target for name, target in file.notify.items() if isinstance(target, Email)}
+        self.watchdog.personal = frozenset(name for name, target in emails.items() if target.personal)
         self.watchdog.language = next(iter(file.messages)) if len(file.messages) == 1 else ENGLISH
         self._fingerprint = file.fingerprint
         self.watchdog.notifier = self._sender
@@ -344,8 +347,17 @@ class Daemon:
         facts = (("path", file.path), ("sha256", file.fingerprint)) if file else ()
         self._record(Event(time.time(), kind, outcome, message=message, facts=facts))
 
+    def _write(self, event: Event) -> bool:
+        """Write *event* down, and let the users whom it is about know that there is something to read."""
+        if not self._append(event):
+            return False
+        if self._directory.owner is not None:
+            for uid in audit_log.uids_of(audit_log.line_of(event)):
+                touch(stamp_path(self._directory, uid))
+        return True
+
     def _record(self, event: Event) -> bool:
-        if not (written := self._append(event)):
+        if not (written := self._write(event)):
             why = f"{audit_log.complaint()}.  Mend that, or name another file by --events."
             self._report(f"the audit log cannot be written, so no process will be signalled: {why}")
         self._on_event(event)

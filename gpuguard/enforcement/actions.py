@@ -25,9 +25,10 @@ from gpuguard.enforcement.limits import HOUR, LIMITS, UNKILLABLE_SECONDS, Failed
 from gpuguard.enforcement.preflight import CHECKPOINT_SIGNALS, ActionContext, Preflight, ProcessTarget
 from gpuguard.enforcement.signals import GONE, NOT_PERMITTED, SENT
 from gpuguard.errors import ClaimError, InvalidRequest, LockDirectoryError
+from gpuguard.history.audit_log import line_of
 from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict, claim_named
-from gpuguard.notify.templates import message_for
-from gpuguard.policies.policy import DISRUPTIVE
+from gpuguard.notify.templates import deed_text, message_for
+from gpuguard.policies.policy import DISRUPTIVE, HARMFUL
 from gpuguard.procfs import boot_clock, start_time
 from gpuguard.sanitize import neutralise
 from gpuguard.units import parse_duration
@@ -400,7 +401,10 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
     if target.failed:
         return _refused(target)
     action = target.action
-    if not context.append(_event(verdict, ABOUT_TO if target.live else DRY_RUN, process, action=action)):
+    event = _event(verdict, ABOUT_TO if target.live else DRY_RUN, process, action=action)
+    claim = event.claim or target.claim_of_process or None
+    event = replace(event, claim=claim, devices=event.devices or target.devices)
+    if not context.append(event):
         return ActionOutcome(UNRECORDED, "nothing could be written down, so nothing was done", pid)
     context.limits.record(action)
     if process:
@@ -410,7 +414,18 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
     word, why = do(target)
     if word not in (SENT, DONE):
         context.append(_event(verdict, word, process, why))
+    elif process:
+        _tell_on_terminal(target, event)
     return ActionOutcome(word, why, pid)
+
+
+def _tell_on_terminal(target: Preflight, event: Event) -> None:
+    """Write on the terminal of the process what was done to it, where no `gpuguard run` says it."""
+    text, facts = deed_text(line_of(event)), target.facts
+    claim = claim_named(target.snapshot.claims, target.uid, event.claim)
+    supervisor = claim.pid if claim else None
+    if text and facts and facts.terminal and not (supervisor and release.is_supervisor(supervisor)):
+        write_to_terminal(facts.terminal, facts.uids[0], f"gpuguard: {text}", last=target.verdict.action in HARMFUL)
 
 
 def _refused(target: Preflight) -> ActionOutcome:
@@ -455,9 +470,13 @@ def _event(
         "rule": finding.rule,
         "step": verdict.step,
         "uid": process.uid if process else subject.uid,
+        "uids": None if process or subject.uid is not None else _uids_text(finding),
         "start_time_seconds": process.start_time if process else subject.start_time,
         "container": next((found.container for found in finding.processes if process and found.pid == pid), None),
     }
+    if verdict.action == "warn" and verdict.harm_after is not None:
+        harm_at = round(time.time() + verdict.harm_after, 1)
+        facts |= {"harm_action": verdict.harm_action, "harm_unix_seconds": harm_at}
     facts |= facts_of(action) if action else {}
     return Event(
         time.time(),
@@ -470,6 +489,11 @@ def _event(
         message=finding.why + (f": {why}" if why else ""),
         facts=tuple(facts.items()),
     )
+
+
+def _uids_text(finding: Finding) -> str | None:
+    """The users of its processes, where it is about no one in particular."""
+    return " ".join(sorted({str(process.uid) for process in finding.processes if process.uid is not None})) or None
 
 
 def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[ActionOutcome, ...]:

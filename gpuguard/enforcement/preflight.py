@@ -152,14 +152,15 @@ class Preflight:
             process=self.identity,
             devices=self.devices,
             live=self.live,
-            signature=identity.signature(self.facts, self._claim_of_process()),
+            signature=identity.signature(self.facts, self.claim_of_process),
             memory_used=tuple((uuid, memory) for uuid, memory in used if memory is not None),
             memory=self.process.memory_used if self.process else None,
             policy=self.verdict.policy if self.process else "",
             uid=self.uid,
         )
 
-    def _claim_of_process(self) -> str:
+    @cached_property
+    def claim_of_process(self) -> str:
         """The id of the claim that the process or an ancestor of it holds or made; "" without one."""
         if not self.process:
             return ""

@@ -253,6 +253,13 @@ def facts_of(line: Line) -> Mapping[str, Any]:
     return facts if isinstance(facts, Mapping) else {}
 
 
+def uids_of(line: Line) -> frozenset[int]:
+    """The users whom an event of the daemon is about."""
+    uid, others = facts_of(line).get("uid"), facts_of(line).get("uids")
+    uids = [uid, *map(int, filter(str.isdecimal, others.split() if isinstance(others, str) else ()))]
+    return frozenset(uid for uid in uids if type(uid) is int)
+
+
 def devices_of(line: Line) -> list[str]:
     """The uuids that an event is about."""
     devices = line.get("devices")

@@ -15,9 +15,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import GpuProcess, Snapshot, Verdict
+from gpuguard.model import GpuProcess, Snapshot, Verdict, claim_named
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.units import format_bytes, format_duration, local_time
 
@@ -52,6 +53,7 @@ WORDS: Mapping[str, Words] = {
         body="""\
 gpuguard on $host, $time
 
+What was done:  $done
 What was seen:  $why
 For how long:   $since
 Device:         $device
@@ -95,7 +97,7 @@ How to stop it: $stop
             "health": "Save your work and leave the device: an administrator has to look at it.",
         },
         stop_otherwise="End the process and so free the device.",
-        stop_claim="Use the device, or release it: `gpuguard release {claim}`.",
+        stop_claim="Release what you do not use: `gpuguard release {claim}`.",
         keep="  `gpuguard keep --for {duration}` buys time.",
         more="{count} findings in all; after the one above:",
         left_out="and {count} more",
@@ -106,6 +108,7 @@ How to stop it: $stop
         body="""\
 gpuguard，主机 $host，$time
 
+已执行：   $done
 发现情况： $why
 已持续：   $since
 设备：     $device
@@ -149,7 +152,7 @@ gpuguard，主机 $host，$time
             "health": "请保存工作并离开该设备：需要管理员检查。",
         },
         stop_otherwise="请结束进程以释放设备。",
-        stop_claim="请使用该设备，或释放占用：`gpuguard release {claim}`。",
+        stop_claim="请释放不再使用的占用：`gpuguard release {claim}`。",
         keep="如需保留，请运行 `gpuguard keep --for {duration}`。",
         more="共 {count} 条；除上面一条外：",
         left_out="另有 {count} 条",
@@ -157,11 +160,23 @@ gpuguard，主机 $host，$time
     ),
 }
 
+# What was done, as the owner of the process or claim reads it; in English, as all that commands print.
+_DEEDS: Mapping[str, str] = {
+    "checkpoint": "asked pid {pid} to save its state",
+    "terminate": "asked pid {pid} to end (SIGTERM)",
+    "kill": "killed pid {pid} (SIGKILL)",
+    "pause": "stopped pid {pid} (SIGSTOP)",
+    "resume": "let pid {pid} go on (SIGCONT)",
+    "renice": "gave pid {pid} a lower priority",
+    "cancel": "cancelled the Slurm job",
+    "release": "released the claim {claim}",
+    "deny": "denied new claims",
+}
 
 Fact = tuple[str, float | int | str | bool | None]
 
 NAMES = frozenset({
-    "host", "policy", "rule", "why", "device", "user", "processes", "action", "since", "time", "next", "stop",
+    "host", "policy", "rule", "why", "device", "user", "processes", "action", "since", "time", "next", "stop", "done",
 })  # fmt: skip
 LONGEST_KEEP = 86400.0  # unless the policy file says otherwise
 LONGEST_VALUE = 300  # characters of one value: a command line can have 2 MiB
@@ -172,7 +187,7 @@ MOST_LINES = 20  # of further findings in one message
 # What a chat program makes a mention or a link of: <!channel>, <at user_id="all">, @everyone, [text](address).
 _CALL = re.compile(r"<(?=\S)|@|\](?=\()")
 _CALLED = {"<": "\u2039", "@": "@ ", "]": "] "}
-_OURS = frozenset({"action", "since", "time", "next"})  # no word of these is a stranger's
+_OURS = frozenset({"action", "since", "time", "next", "done"})  # no word of these is a stranger's
 _NAME = re.compile(r"\$(?:(\$)|([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\}|)", re.ASCII)
 
 
@@ -260,6 +275,27 @@ def message_for(
     )
 
 
+def deed_text(line: Mapping[str, Any]) -> str | None:
+    """``"policy idle asked pid 7 to end (SIGTERM): idle for 20s"``: what the owner reads of a line of the audit log.
+
+    None: the line is about nothing that a policy did to a user, or said on no terminal.
+    """
+    facts, kind, message = line["facts"], line["kind"], line["message"] or ""
+    if not facts.get("policy"):
+        return None
+    if kind == "warn" and line["outcome"] in ("done", "failed"):
+        if line["outcome"] == "failed":
+            message = message.rpartition(": ")[0]  # behind it stands why no terminal shows it
+        harm, at = facts.get("harm_action"), facts.get("harm_unix_seconds")
+        if harm in WORDS[ENGLISH].actions and isinstance(at, float | int):
+            when = WORDS[ENGLISH].at.format(time=local_time(at, "%Y-%m-%d %H:%M:%S"))
+            message += f".  {WORDS[ENGLISH].next.format(when=when, action=WORDS[ENGLISH].actions[harm])}"
+        return neutralise(f"warning of policy {facts['policy']}: {message}")
+    if kind not in _DEEDS or line["outcome"] != "about to":
+        return None
+    return neutralise(f"policy {facts['policy']} {_DEEDS[kind].format(**line)}: {message}")
+
+
 def joined(messages: Sequence[Message], count: int) -> Message:
     """One message for several, the oldest first: that one in full, the others in a line each.
 
@@ -284,20 +320,26 @@ def joined(messages: Sequence[Message], count: int) -> Message:
 
 def _values(verdict: Verdict, snapshot: Snapshot, language: str) -> dict[str, str]:
     words, finding, subject = WORDS[language], verdict.finding, verdict.finding.subject
-    device = snapshot.device(subject.device) if subject.device else None
-    name = f"GPU {device.index}" + (f" ({device.name})" if device.name else "") if device else subject.device or ""
+    claim = claim_named(snapshot.claims, subject.uid, subject.claim)
+    uuids = (subject.device,) if subject.device else claim.devices if claim else ()
     return {
         "host": snapshot.host,
         "policy": verdict.policy,
         "rule": finding.rule,
         "why": finding.why,
-        "device": name,
+        "device": ", ".join(_device_name(uuid, snapshot) for uuid in uuids),
         "user": subject.user or ("" if subject.uid is None else f"uid {subject.uid}"),
         "action": words.actions.get(verdict.action, verdict.action),
         "since": format_duration(max(0.0, snapshot.clock - verdict.since)),
         "time": local_time(snapshot.taken_at, "%Y-%m-%d %H:%M:%S %z"),
+        "done": words.actions.get(str(dict(verdict.options).get("done")), ""),
         "next": _next(verdict, snapshot.taken_at, words),
     }
+
+
+def _device_name(uuid: str, snapshot: Snapshot) -> str:
+    device = snapshot.device(uuid)
+    return f"GPU {device.label}" + (f" ({device.name})" if device.name else "") if device else uuid
 
 
 def _stop(verdict: Verdict, words: Words, longest_keep: float) -> str:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuguard.history.audit_log import Line, devices_of, facts_of, is_number
+from gpuguard.notify.templates import deed_text
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_bytes, format_duration, local_time
 
+MOST_DEEDS = 5  # that `who` shows a user
 # By these the guard knows its actions again after a restart; people know them by user, pid and policy.
 _FOR_THE_GUARD = frozenset({"start_time_seconds", "signature", "clock_seconds", "boot"})
 
@@ -50,8 +52,11 @@ def to_json(events: Sequence[Line], torn: int) -> dict[str, Any]:
     return {"schema": 1, "events": [dict(line) for line in events], "unreadable_lines": torn}
 
 
-def to_text(line: Line) -> str:
-    """``"11-20 17:40:02  terminate  sent  alice  pid 4711  GPU-1f2e3d4c  uses 41.0GiB (hogs)"``."""
+def to_text(line: Line, labels: Mapping[str, str] | None = None) -> str:
+    """``"11-20 17:40:02  terminate  sent  alice  pid 4711  GPU 3 (GPU-1f2e3d4c)  uses 41.0GiB (hogs)"``.
+
+    *labels*: numbers of the devices by uuid, as far as they are known.
+    """
     pid, uuids = line.get("pid"), devices_of(line)
     facts = [_fact_text(name, value) for name, value in facts_of(line).items() if name not in _FOR_THE_GUARD]
     parts = [
@@ -60,12 +65,18 @@ def to_text(line: Line) -> str:
         str(line.get("outcome", "n/a")),
         str(line.get("user") or ""),
         f"pid {pid}" if pid is not None else "",
-        " ".join(uuid[:12] for uuid in uuids),
+        " ".join(f"GPU {labels[uuid]} ({uuid[:12]})" if labels and uuid in labels else uuid[:12] for uuid in uuids),
         f"claim {line['claim']}" if line.get("claim") else "",
         str(line.get("message") or ""),
         f"({', '.join(facts)})" if facts else "",
     ]
     return "  ".join(neutralise(part) for part in parts if part)
+
+
+def deeds(events: Iterable[Line]) -> list[str]:
+    """The newest lines on what policies did to a user, under a heading; [] for nothing."""
+    texts = [f"  {_moment(line['time_unix_seconds'])}  {text}" for line in events if (text := deed_text(line))]
+    return ["what policies did to you within the hour:", *texts[-MOST_DEEDS:]] if texts else []
 
 
 def _fact_text(name: str, value: object) -> str:
