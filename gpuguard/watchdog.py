@@ -21,7 +21,7 @@ from gpuguard.claims.holders import hidden_claim_text
 from gpuguard.claims.records import ClaimWatcher, FirstSeen
 from gpuguard.device_state import Processes, claims_readable
 from gpuguard.enforcement import actions
-from gpuguard.enforcement.identity import Protected
+from gpuguard.enforcement.identity import Protected, is_alive
 from gpuguard.enforcement.limits import AuditQuota, PastAction
 from gpuguard.enforcement.preflight import ActionContext, Notifier
 from gpuguard.enforcement.signals import SENT
@@ -32,11 +32,12 @@ from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, ClaimRecord, Event, Finding,
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES
 from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
-from gpuguard.policies.policy import HARMFUL, Judgement, Note, Policy
+from gpuguard.policies.policy import ENDING, HARMFUL, Judgement, Note, Policy
 from gpuguard.policies.rules import needs_of
 from gpuguard.policies.view import RuleView, SubjectIdentity, identity_of
 from gpuguard.procfs import boot_clock, process_facts, stat_of
 from gpuguard.source import with_claims
+from gpuguard.units import format_duration
 
 T = TypeVar("T")
 
@@ -348,12 +349,28 @@ class Watchdog:
                 # What a breaker says is for the administrator alone: it names numbers of all users.
                 uid = None if note.kind == "breaker" else subject.uid
                 facts = (("policy", note.policy), ("uid", uid))
+                text = self._ended_text(note) if note.kind == "cleared" else None
                 user, devices = subject.user, (subject.device,) if subject.device else ()
-                about = subject.pid, subject.claim, note.text, facts
+                about = subject.pid, subject.claim, text or note.text, facts
                 self._record(Event(time.time(), "note", note.kind, user, devices, *about))
                 if note.kind == "breaker" and note.subject:
                     self._alarm(note.text, note.subject, note.policy or "")
             self._noted.add(key)
+
+    def _ended_text(self, note: Note) -> str | None:
+        """``"ended by SIGTERM after 2s"``, where that is why a condition holds no more; None: it ended of itself."""
+        subject, clock = note.subject, boot_clock()
+        ending = [
+            past
+            for past in self._context.limits.past
+            if past.live and past.policy == note.policy and past.action in ENDING and subject is not None
+            and (past.process == (subject.pid, subject.start_time) if subject.pid else past.uid == subject.uid)
+        ]  # fmt: skip
+        if not ending or is_alive(ending[-1].process):
+            return None
+        last = ending[-1]
+        means = {"terminate": "SIGTERM", "kill": "SIGKILL"}.get(last.action, last.action)
+        return f"ended by {means} after {format_duration(max(0, round(clock - last.clock)))}"
 
     def _alarm(self, text: str, subject: Subject, name: str) -> None:
         """Notify all targets that a policy spares a user who alone has more than it may hit at once."""

@@ -106,6 +106,7 @@ def requests_to(counter: Counter) -> list[dict[str, Any]]:
         {"do": "release", "claim": answer["claim"], "uid": 0, "reason": "why"},
         {"do": "claims"},
         {"do": "status", "uid": 7},
+        {"do": "events"},
         {"do": "reload"},
         {"do": "deny", "uid": 7, "end": False, **reason},
         {"do": "quarantine", "device": counter.devices[1], "end": False, **reason},
