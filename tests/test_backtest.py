@@ -166,6 +166,21 @@ def test_rules_about_claims_find_nothing_where_the_claims_are_not_known(tmp_path
     assert replayed(path, text).acts == ()
 
 
+def test_the_command_names_the_rules_that_a_table_cannot_judge(tmp_path, gpuguard):
+    path, policy = a_recording(tmp_path, ("a", "0 x 40", 2000)), tmp_path / "p.yaml"
+    policy.write_text(
+        "version: 1\npolicies:\n"
+        "  - {name: thieves, when: {unclaimed: {}}, steps: [warn]}\n"
+        "  - {name: hot, when: {temperature: {above: 90C}}, steps: [log]}\n"
+        "  - {name: lazy, when: {idle: {below: 5%}}, for: 30m, steps: [warn]}\n"
+    )
+    text = gpuguard("policy", "backtest", str(policy), "--on", path).stdout
+    found = gpuguard.json("policy", "backtest", str(policy), "--on", path)
+
+    assert "thieves  unclaimed    it does not tell who had claimed what" in text
+    assert [row["policy"] for row in found["not_judged"]] == ["thieves", "hot"]
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

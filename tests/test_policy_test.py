@@ -148,6 +148,15 @@ def test_the_command_answers_yes(tmp_path, gpuguard):
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "ok      t")
 
 
+def test_a_policy_that_the_daemon_may_judge_otherwise_is_warned_of(tmp_path, gpuguard):
+    """A window of 20 s fired in the test, and never in the daemon, which looks every 10 s."""
+    policy = "version: 1\npolicies:\n  - {name: c, when: {age: {claim_without_process_above: 20s}}, steps: [log]}\n"
+    done = gpuguard("policy", "test", write(tmp_path, a_test(expect_none="true", **{"for": "10s"}), policy))
+
+    assert done.returncode == 0, done.stdout
+    assert "warning: " in done.stdout and "20s is shorter than 10 times the 10s between two samples" in done.stdout
+
+
 def test_a_failure_shows_what_was_expected_and_what_came_with_times(tmp_path, gpuguard):
     done = gpuguard("policy", "test", write(tmp_path, a_test(expect="[{at: 2h, action: warn, user: bob}]")))
 

@@ -147,6 +147,8 @@ WARNINGS = [
     (document(when="{utilization: {above: «100%}}", steps="[log]"), "can never fire"),
     (document(when="{utilization: {below: «0%}}", steps="[log]"), "nothing is below"),
     (document(more="for: «1s"), "one reading decides"),
+    (document(when="{age: {claim_without_process_above: «20s}}", steps="[log]"), "20s is shorter than 10 times"),
+    (document(when="{idle: {below: 5%, window: sliding, over: «90s}}"), "10 times the 10s between two samples"),
     (document(more="claimed_above: «100%"), "not more than 100%"),
     (document(more="only: {users: «[root]}"), "always protected"),
     (document(more="only: {groups: «[staff]}\nexcept: {groups: [staff, students]}"), "nobody is left"),

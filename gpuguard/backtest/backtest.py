@@ -14,8 +14,14 @@ from gpuguard.backtest.recordings import Numbering, RecordedRow, Recording, view
 from gpuguard.model import Snapshot, Verdict
 from gpuguard.policies.engine import EngineMemory, evaluate, victims_of
 from gpuguard.policies.policy import ENDING, Judgement, Policy
+from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import LARGEST_DISTANCE, ProcessIdentity, RuleView
 
+_UNTOLD = {
+    "outside_scheduler": "what a scheduler gave out",
+    "health": "faults of devices",
+    "forecast": "how much memory a device has",
+}
 HELD = 2**30  # bytes above which a device counts as held; below it is what a driver keeps for itself
 
 
@@ -57,6 +63,26 @@ class Backtest:
     longest_gap: float = 0.0  # seconds without a sample after which durations started anew
     holes: int = 0  # how often that was the case, at most
     notes: Mapping[str, int] = field(default_factory=dict)  # kind -> how often it was the reason not to act
+
+
+def blind_spots(recording: Recording, policies: Iterable[Policy]) -> list[tuple[str, str, str]]:
+    """(policy, rule, what the recording does not tell) for each rule that finds nothing in any table."""
+    if recording.replayed:
+        return []
+    found = []
+    names = {kind: name for name, kind in RULES.items()}
+    for policy in policies:
+        for rule in policy.rules:
+            name = names[type(rule)]
+            if name in ("unclaimed", "trespass", "quota") or getattr(rule, "claim_without_process_above", None):
+                found.append((policy.name, name, "who had claimed what"))
+            elif name in ("outside_scheduler", "health", "forecast"):
+                found.append((policy.name, name, _UNTOLD[name]))
+            elif getattr(rule, "reads_host", False):
+                found.append((policy.name, name, "what processes did on the CPU and the network"))
+            elif name in ("temperature", "power") and name not in recording.columns:
+                found.append((policy.name, name, f"the {name} of devices"))
+    return found
 
 
 def backtest(

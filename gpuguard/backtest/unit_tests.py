@@ -392,6 +392,7 @@ class Trial:
     policies: str = ""  # path of the policy file, "" when that is not known
     outcomes: tuple[TestOutcome, ...] = ()  # of all tests; none when there is a fault
     faults: tuple[tuple[str, Fault], ...] = ()  # of either file, with the path of that file
+    warnings: tuple[Fault, ...] = ()  # of the policy file: what the daemon may judge otherwise
 
 
 def run_tests(path: str) -> Trial:
@@ -425,7 +426,7 @@ def run_tests(path: str) -> Trial:
             for verdict in judgement.verdicts
         ]
         outcomes.append(_compare(test, steps))
-    return Trial(path, where, tuple(outcomes))
+    return Trial(path, where, tuple(outcomes), warnings=policies.warnings)
 
 
 def _step(verdict: Verdict, view: RuleView, at: float) -> Got:

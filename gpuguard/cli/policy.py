@@ -14,7 +14,7 @@ import argparse
 import sys
 import time
 
-from gpuguard.backtest.backtest import backtest
+from gpuguard.backtest.backtest import backtest, blind_spots
 from gpuguard.backtest.recordings import people, read_recording
 from gpuguard.backtest.unit_tests import accounts, run_tests
 from gpuguard.cli.options import SubcommandRow, add_table, quantity
@@ -43,11 +43,11 @@ def _backtest(args: argparse.Namespace) -> int:
         return 1
     zone = float(time.localtime(recording.start).tm_gmtoff) if recording.dated else 0.0
     result = backtest(recording, file.policies, uid_of, longest_gap=longest_gap, zone=zone)
-    names = [policy.name for policy in file.policies]
+    names, blind = [policy.name for policy in file.policies], blind_spots(recording, file.policies)
     if args.json:
-        put_json(backtest_json(result, recording, args.on, names))
+        put_json(backtest_json(result, recording, args.on, names, blind))
     else:
-        put(backtest_lines(result, recording, names, each=args.each), sys.stdout)
+        put(backtest_lines(result, recording, names, blind, each=args.each), sys.stdout)
     return 0
 
 

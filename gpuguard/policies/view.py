@@ -251,7 +251,8 @@ MOST = 2048
 
 LARGEST_DISTANCE = 3  # intervals between two samples: whatever happened in a longer pause was not seen
 REMEMBERED_DISTANCES = 9
-LARGEST_HOLE = 0.1  # of a window: where more is missing, nobody knows how the time was spent
+FEWEST_IN_WINDOW = 10  # samples: where a window has fewer, nobody knows how the time was spent
+LARGEST_HOLE = 1.02 / FEWEST_IN_WINDOW  # of a window: no sample comes on the dot
 PROBES = 64  # places of a series at which a hole is looked for
 
 

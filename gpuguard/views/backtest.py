@@ -5,7 +5,7 @@ Does not judge: see gpuguard.backtest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from gpuguard.backtest.backtest import Backtest, PredictedEnd
@@ -20,7 +20,12 @@ HOUR = 3600
 SPARED = frozenset({"unknown", "exempt", "grace", "devices", "hours", "load", "cooldown", "breaker", "waiting"})
 
 
-def backtest_lines(result: Backtest, recording: Recording, policies: Sequence[str], *, each: bool) -> Iterator[str]:
+BlindSpots = Sequence[tuple[str, str, str]]  # see backtest.blind_spots
+
+
+def backtest_lines(
+    result: Backtest, recording: Recording, policies: Sequence[str], blind: BlindSpots = (), *, each: bool
+) -> Iterator[str]:
     """The text: what was looked at, what each policy did, and what that was worth; each act when asked."""
     jobs = recording.jobs()
     span = recording.rows[-1].time - recording.start
@@ -43,7 +48,11 @@ def backtest_lines(result: Backtest, recording: Recording, policies: Sequence[st
         yield ""
         yield from table(rows, ("AT", "POLICY", "ACTION", "JOB", "USER", "WHY"))
     yield ""
-    yield from table(_summary(result, policies), ("POLICY", "ACTION", "TIMES", "JOBS", "USERS"), align="<<>>>")
+    yield from table(
+        _summary(result, policies, {policy for policy, *_ in blind}),
+        ("POLICY", "ACTION", "TIMES", "JOBS", "USERS"),
+        align="<<>>>",
+    )
     for policy in policies:
         ended = [end for end in result.endings if end.policy == policy]
         if ended:
@@ -54,12 +63,16 @@ def backtest_lines(result: Backtest, recording: Recording, policies: Sequence[st
         yield ""
         yield "Left alone although the rule was met, in samples:"
         yield from table([(f"  {kind}", *rest) for kind, *rest in reasons], align="<><")
+    if blind:
+        yield ""
+        yield "The recording cannot judge these rules, so that they found nothing:"
+        yield from table([(f"  {policy}", rule, f"it does not tell {what}") for policy, rule, what in blind])
     if "memory" not in recording.columns or "utilization" not in recording.columns:
         yield ""
         yield "The recording lacks memory or utilization: rules that need them found nothing."
 
 
-def _summary(result: Backtest, policies: Sequence[str]) -> list[tuple[str, ...]]:
+def _summary(result: Backtest, policies: Sequence[str], blind: Collection[str]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for policy in policies:
         acts = [act for act in result.acts if act.policy == policy]
@@ -69,7 +82,7 @@ def _summary(result: Backtest, policies: Sequence[str]) -> list[tuple[str, ...]]
             users = {act.user for act in done if act.user}
             rows.append((policy, action, str(len(done)), str(len(jobs)), str(len(users))))
         if not acts:
-            rows.append((policy, "nothing", "0", "0", "0"))
+            rows.append((policy, "cannot be judged" if policy in blind else "nothing", "0", "0", "0"))
     return rows
 
 
@@ -84,7 +97,9 @@ def _worth(policy: str, ended: Sequence[PredictedEnd], result: Backtest, jobs: i
     )
 
 
-def backtest_json(result: Backtest, recording: Recording, path: str, policies: Sequence[str]) -> dict[str, Any]:
+def backtest_json(
+    result: Backtest, recording: Recording, path: str, policies: Sequence[str], blind: BlindSpots = ()
+) -> dict[str, Any]:
     """One object for programs."""
     return {
         "schema": 1,
@@ -98,6 +113,7 @@ def backtest_json(result: Backtest, recording: Recording, path: str, policies: S
         "held_gpu_seconds": result.held,
         "not_acted_samples": dict(sorted(result.notes.items())),
         "policies": [_policy_json(name, result) for name in policies],
+        "not_judged": [{"policy": policy, "rule": rule, "does_not_tell": what} for policy, rule, what in blind],
         "acts": [
             {
                 "time_seconds": act.time,
@@ -145,6 +161,10 @@ def trial_lines(trial: Trial) -> Iterator[str]:
     if trial.faults:
         yield f"{path}: no test was run."
         return
+    for warning in trial.warnings:
+        first, *rest = warning.lines(neutralise(trial.policies))
+        yield f"warning: {first}"
+        yield from rest
     for outcome in trial.outcomes:
         yield f"{'ok    ' if outcome.passed else 'FAILED'}  {neutralise(outcome.name)}"
         if not outcome.passed:
@@ -175,6 +195,7 @@ def trial_json(trial: Trial) -> dict[str, Any]:
         **picked(trial, "path", "policies"),
         "ok": not trial.faults and all(outcome.passed for outcome in trial.outcomes),
         "faults": [{"path": path, **vars(fault)} for path, fault in trial.faults],
+        "warnings": [{"path": trial.policies, **vars(fault)} for fault in trial.warnings],
         "tests": [
             {
                 **picked(outcome, "name", "passed"),

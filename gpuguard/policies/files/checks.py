@@ -14,6 +14,7 @@ from typing import Any
 from gpuguard.policies.files.decoder import Decoder, Path, unknown
 from gpuguard.policies.files.keys import IntervalKeys, PolicyKeys
 from gpuguard.policies.policy import DAY, HARMFUL, KILL_AFTER, ON_PROCESSES, Exemption, Scope, early_kills
+from gpuguard.policies.view import FEWEST_IN_WINDOW
 from gpuguard.units import Amount, format_duration
 
 WHOM = ("users", "groups", "devices", "models", "kinds")
@@ -144,6 +145,8 @@ class _PolicyChecks:
             times = format_duration(policy.for_), format_duration(longest)
             text = "for: {} is shorter than the {} between two samples: one reading decides.".format(*times)
             self._warn(place, text, "Write a longer `for`, or a shorter interval.")
+        if longest is not None:
+            self._check_windows(longest)
         if policy.hours is not None and policy.hours != (0, DAY):
             # Outside of its hours the condition does not hold, and the escalation ends.
             room, elapsed = (policy.hours[1] - policy.hours[0]) % DAY or DAY, policy.for_
@@ -158,6 +161,19 @@ class _PolicyChecks:
             self._warn(("claimed_above",), "never: not more than 100% can be claimed.")
         if policy.days and len(set(policy.days)) != len(policy.days):
             self._fault(("days",), "a day is named twice.", "Name each day once.")
+
+    def _check_windows(self, longest: float) -> None:
+        """Warn of windows that hold too few samples to be judged by."""
+        for _, rule, path in _rules_of(self.policy):
+            window = max((seconds for _, seconds in getattr(rule, "needs", tuple)()), default=0.0)
+            if not 0 < window < FEWEST_IN_WINDOW * longest:
+                continue
+            keys = [key for key, value in vars(rule).items() if value == window]
+            key = next((key for key in keys if (*self.path, *path, key) in self.nodes), None)
+            least, shorter = map(format_duration, (FEWEST_IN_WINDOW * longest, window / FEWEST_IN_WINDOW))
+            between = f"{FEWEST_IN_WINDOW} times the {format_duration(longest)} between two samples"
+            text = f"{format_duration(window)} is shorter than {between}: it may never fire."
+            self._warn((*path, key) if key else path, text, f"Write {least}, or `interval: {{longest: {shorter}}}`.")
 
     def check_scopes(self) -> None:
         only, exempt = self.policy.only, list(_exempt(self.policy))
