@@ -396,7 +396,11 @@ class Watchdog:
     def _record(self, event: Event) -> bool:
         # What is left out of the log still goes to the callback: metrics count it.
         written = not self._quota.admits(event, boot_clock()) or self._append(event)
-        self._unpublished.append(event if written else replace(event, outcome=f"{event.outcome} (not recorded)"))
+        if not written:
+            # What is not written down is not done.
+            outcome = "not done" if event.outcome == actions.ABOUT_TO else event.outcome
+            event = replace(event, outcome=f"{outcome} (not recorded)")
+        self._unpublished.append(event)
         return written
 
     def _publish(self) -> None:

@@ -13,7 +13,7 @@ import time
 from functools import partial
 
 import pytest
-from daemons import SOMEBODY, a_daemon, somebodys
+from daemons import SOMEBODY, DaemonUnderTest, a_daemon, somebodys
 from endpoints import a_web_server
 from nodes import GIB, a_user, change, eventually
 from proc import children_of
@@ -94,8 +94,26 @@ def test_without_a_line_in_the_log_there_is_no_signal(tmp_path):
     finally:
         before.end()
 
+    assert "about to" not in before.said(), "what is not written down is not done"
     said = "the audit log cannot be written, so no process will be signalled: /dev/full: No space left on device.  Mend"
     assert said in before.said()
+
+
+def test_a_log_that_can_be_written_again_says_what_is_missing(tmp_path):
+    log = tmp_path / "full.jsonl"
+    log.symlink_to("/dev/full")
+    daemon = DaemonUnderTest(tmp_path)
+    daemon.policy.write_text(TERMINATE)
+    daemon.start("--interval", "200ms", environment={"GPUGUARD_EVENTS": str(log)})
+    try:
+        assert eventually(lambda: "started (not recorded)" in daemon.said() or "the audit log cannot" in daemon.said())
+        log.unlink()
+        daemon.policy.write_text(TERMINATE + "# again\n")
+        assert eventually(lambda: log.exists() and "writable again" in log.read_text()), daemon.said()
+    finally:
+        daemon.end()
+
+    assert re.search(r"\d events? of .* and later are missing", log.read_text())
 
 
 @pytest.mark.root

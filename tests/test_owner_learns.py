@@ -121,7 +121,7 @@ class GuardedMachine(Brokered):
             self.words(*words), capture_output=True, text=True, timeout=60, check=False, **self.of(user)
         )
         assert "Traceback" not in done.stderr, done.stderr
-        return done.stdout + done.stderr
+        return str(done.stdout + done.stderr)
 
     @contextlib.contextmanager
     def runs(self, user: User, *words: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:

@@ -25,6 +25,7 @@ from gpuguard.clusters.visible_devices import CONTAINER_VARIABLE, CUDA_VARIABLE,
 from gpuguard.daemon.client import exchange
 from gpuguard.errors import BackendError, ClaimError, GpuguardError
 from gpuguard.files import file_system
+from gpuguard.history.audit_log import MACHINE_EVENTS, events_path
 from gpuguard.model import CLOCKS, WHO_FIELDS
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.settings import read_queue_settings
@@ -35,6 +36,9 @@ from gpuguard.views.text import json_text, put, style
 
 PACKAGES = ("gpuguard", "nvidia-ml-py", "psutil")
 VARIABLES = (CUDA_VARIABLE, ORDER_VARIABLE, CONTAINER_VARIABLE, "SLURM_JOB_ID", "GPUGUARD_CLAIM")
+
+
+LINE_BYTES = 16384  # of the audit log, with room to spare
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +72,7 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
         line_path=queue.path if os.path.lexists(queue.path) else None,
         line_faults=tuple(" ".join(" ".join(fault.lines(queue.path)).split()) for fault in queue.faults),
         outer=None if outer.uuids is None else (len(outer.uuids), outer.reason),
+        full_log=_full_log(),
         library_error=_library_error(),
         glibc=has_glibc(),
         kernel_version=kernel_version(),
@@ -117,6 +122,16 @@ def _lock(args: argparse.Namespace) -> dict[str, Any]:
         "room": room,
         "daemon_fault": fault_of(directory),
     }
+
+
+def _full_log() -> str | None:
+    """The log of the machine, or the user's own, whose file system has no room for another line."""
+    for path in dict.fromkeys((MACHINE_EVENTS, events_path())):
+        with suppress(OSError):
+            room = os.statvfs(os.path.dirname(path) or ".")
+            if room.f_bavail * room.f_frsize < LINE_BYTES:
+                return path
+    return None
 
 
 def _library_error() -> str | None:

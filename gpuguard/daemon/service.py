@@ -42,7 +42,7 @@ from gpuguard.procfs import boot_clock
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.tickets import touch, waiting_tickets, wanted
 from gpuguard.source import lock_daemon, write_state
-from gpuguard.units import format_count
+from gpuguard.units import format_count, local_time
 from gpuguard.watchdog import INTERVAL, Watchdog
 
 EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
@@ -118,6 +118,7 @@ class Daemon:
         self._fingerprint: str | None = None  # of the policies in force
         self._faulty, self._read_at = False, 0.0
         self._published, self._published_at = True, 0.0
+        self._lost = 0, 0.0  # events that the log could not take, and when the first of them was
         self._trouble: str | None = None  # of the broker when it was last tended
         self.last = Snapshot("", backend.name, 0.0, 0.0, ())  # sample, and ...
         self.waiting: tuple[Ticket, ...] | None = None  # ... who waited then; None: the queue could not be read
@@ -350,7 +351,14 @@ class Daemon:
     def _write(self, event: Event) -> bool:
         """Write *event* down, and let the users whom it is about know that there is something to read."""
         if not self._append(event):
+            self._lost = self._lost[0] + 1, self._lost[1] or event.time
             return False
+        if self._lost[0]:
+            (number, since), self._lost = self._lost, (0, 0.0)
+            text = f"{format_count(number, 'event')} of {local_time(since, '%Y-%m-%d %H:%M:%S')} and later are missing"
+            again = Event(time.time(), "log", "writable again", message=text)
+            self._append(again)
+            self._on_event(again)
         if self._directory.owner is not None:
             for uid in audit_log.uids_of(audit_log.line_of(event)):
                 touch(stamp_path(self._directory, uid))

@@ -51,6 +51,7 @@ class DoctorFacts:
     line_path: str | None = None  # of the site's file for the waiting line, where there is one
     line_faults: tuple[str, ...] = ()  # in it
     file_system: str | None = None  # of lock_path
+    full_log: str | None = None  # an audit log for whose next line there is no room
     room: Room | None = None  # for what users write in lock_path
     first_pid_namespace: bool | None = None
     hidepid: str | None = None  # "" or "0": nothing is hidden
@@ -251,6 +252,14 @@ def _daemon(facts: DoctorFacts) -> Finding | None:
     return FAULT, found, "Remove it, and run `sudo gpuguard setup` again."
 
 
+def _audit_log(facts: DoctorFacts) -> Finding | None:
+    if facts.full_log is None:
+        return None
+    found = f"no room for the next line of {facts.full_log}: the file system is full"
+    advice = "The daemon signals nobody until there is room: see `df -h`.  Then `gpuguard events` says what is missing."
+    return FAULT, found, advice
+
+
 def _queue(facts: DoctorFacts) -> Finding | None:
     if facts.line_path is None:
         return None
@@ -338,6 +347,7 @@ CHECKS: Mapping[str, Callable[[DoctorFacts], Finding | None]] = {
     "lock directory": _lock_directory,
     "room": _room,
     "daemon": _daemon,
+    "audit log": _audit_log,
     "waiting line": _queue,
     "file system": _file_system,
     "pid namespace": _pid_namespace,
