@@ -128,6 +128,7 @@ def test_a_daemon_that_was_killed_starts_again_at_the_first_step(tmp_path, kille
         before = len(daemon.events())
         daemon.start("--interval", "200ms", "--enforce", named=True)
         offender.wait(20)
+        assert ["was killed" in event["message"] for event in daemon.events("daemon")[:2]] == [False, True]
         steps = [event["kind"] for event in daemon.events()[before:] if "policy" in event.get("facts", {})]
         daemon.end()
 

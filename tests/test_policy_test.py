@@ -157,6 +157,14 @@ def test_a_policy_that_the_daemon_may_judge_otherwise_is_warned_of(tmp_path, gpu
     assert "warning: " in done.stdout and "20s is shorter than 10 times the 10s between two samples" in done.stdout
 
 
+def test_the_sample_of_the_documentation_passes_with_the_example_that_it_names(tmp_path):
+    sample = (ROOT / "docs" / "rehearsal.md").read_text().partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "lab.yaml").write_text((ROOT / "examples" / "policies" / "lab.yaml").read_text())
+    (tmp_path / "lab_test.yaml").write_text(sample)
+
+    assert [outcome.passed for outcome in run_tests(str(tmp_path / "lab_test.yaml")).outcomes] == [True]
+
+
 def test_a_failure_shows_what_was_expected_and_what_came_with_times(tmp_path, gpuguard):
     done = gpuguard("policy", "test", write(tmp_path, a_test(expect="[{at: 2h, action: warn, user: bob}]")))
 

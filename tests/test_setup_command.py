@@ -372,6 +372,16 @@ def test_a_service_whose_unit_is_of_the_admins_own_goes_on(machine, capsys):
     assert "The service goes on" in capsys.readouterr().out
 
 
+def test_a_directory_of_ones_own_is_removed_by_its_name_and_nothing_else_is(tmp_path):
+    """It said "Nothing is installed", and left the directory."""
+    gpuguard, path = Gpuguard(tmp_path, None), tmp_path / "own"
+    gpuguard("setup", "--dir", str(path))
+    done, again = (gpuguard("setup", "--remove", "--dir", str(path)) for _ in range(2))
+
+    assert (done.returncode, done.stdout) == (0, f"{path} is removed: nobody had a claim.\n")
+    assert (again.returncode, again.stdout) == (1, f"{path} does not exist: nothing was removed.\n")
+
+
 def listed_by_0_1(machine: Machine, *paths: Path, **more: object) -> None:
     """gpuguard 0.1 kept a list of what it had installed."""
     files = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}

@@ -7,7 +7,7 @@ What users write there (records, tickets) lies on a small file system of its own
 
   sudo gpuguard setup              install /etc/tmpfiles.d/gpuguard.conf and make user and directories now
   sudo gpuguard setup --systemd    and the service that guards them: it only observes, by /etc/gpuguard/policy.yaml
-  sudo gpuguard setup --remove     take away what setup has installed, and nothing else
+  sudo gpuguard setup --remove     take away what setup has installed, and nothing else (--dir: that directory alone)
   gpuguard setup --print           only show the tmpfiles.d lines
   gpuguard setup --print-unit      show the unit of the daemon for systemd: see docs/daemon.md
   gpuguard setup --dir PATH        make such a directory somewhere else, without tmpfiles.d
@@ -85,7 +85,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     path = args.dir or ADMIN_DIRECTORY
     if args.remove:
-        return setup_service.remove(ADMIN_DIRECTORY)
+        return setup_service.remove_directory(args.dir) if args.dir else setup_service.remove(ADMIN_DIRECTORY)
     if args.print_unit:
         print(setup_service.unit_for(args.daemon_user or USER), end="")
         if doubt := setup_service.doubts_about(sys.executable):

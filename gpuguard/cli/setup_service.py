@@ -323,6 +323,15 @@ def remove(directory: str) -> int:
     return 0
 
 
+def remove_directory(path: str) -> int:
+    """Remove a directory of claims that --dir or GPUGUARD_DIR names, and nothing else; 1 where there is none."""
+    if not os.path.lexists(path):
+        print(f"{path} does not exist: nothing was removed.")
+        return 1
+    clear(path)
+    return 0
+
+
 def clear(path: str) -> None:
     """Remove the directory of the claims, if no process holds anything in it."""
     if not os.path.lexists(path):

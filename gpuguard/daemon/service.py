@@ -54,6 +54,7 @@ STOP_SECONDS = 0.6  # for a step that is under way when the daemon ends
 SEND_SECONDS = 0.2  # and for what is still to be sent
 OPEN_SECONDS = 2.0  # for the usage store, whose trouble is reported with the policies that need it
 PING_SECONDS = 10.0  # between two signs of life for systemd
+LOG_BYTES = 2**20  # of the log, in which the end of the daemon before is looked for
 BEAT_SECONDS = 180.0  # no step takes so long, even if every device hangs; then systemd starts us anew
 NEVER_FIRES = "a quota of gpu_hours does not fire while nobody knows what was used"
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
@@ -174,7 +175,8 @@ class Daemon:
             if self._settings.policy:
                 self._start()
             self._remember()
-            self._log("daemon", "started", self.status())
+            cut_off = "; the daemon before was killed, or the machine went down" if _was_cut_off() else ""
+            self._log("daemon", "started", self.status() + cut_off)
             self.watchdog.start()
             server = self.open_socket()
             notify_systemd("READY=1")
@@ -417,6 +419,16 @@ def signal_waiter(*numbers: signal.Signals) -> Iterator[Callable[[float], set[in
             signal.signal(number, handler)
         os.close(reader)
         os.close(writer)
+
+
+def _was_cut_off() -> bool:
+    """Whether the last daemon of this log was started and never said that it stopped."""
+    try:
+        lines = [line for line in audit_log.read_log(audit_log.events_path(), LOG_BYTES) if b'"kind": "daemon"' in line]
+    except OSError:
+        return False
+    outcomes = [line.get("outcome") for line in audit_log.decoded(lines)[0]]
+    return [outcome for outcome in outcomes if outcome in ("started", "stopped")][-1:] == ["started"]
 
 
 def _status_of(path: str) -> tuple[int, ...] | None:

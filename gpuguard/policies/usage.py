@@ -35,7 +35,7 @@ class UnclaimedRule:
         """A finding per process and device."""
         if not claims_readable(view.snapshot):
             return
-        limit = f", {format_bytes(self.min_memory)} are too much for that" if self.min_memory else ""
+        limit = f", and less than {format_bytes(self.min_memory)} would be allowed" if self.min_memory else ""
         for device in usable_devices(view.snapshot):
             if claims_on(view.snapshot, device):
                 continue

@@ -127,7 +127,11 @@ def step_text(step: Step) -> str:
     text = first_sentence(ACTION_KEYS[step.action])
     text = f"{step.action}: {text[:1].lower()}{text[1:]}"
     values: list[tuple[str, Any]] = list(step.options)
-    options = [f"{key}: {signal.Signals(value).name if key == 'signal' else value}" for key, value in values]
+    hints, _ = keys_of(ACTION_KEYS[step.action])
+    options = [
+        f"{key}: {signal.Signals(value).name if key == 'signal' else _text_of(value, hints.get(key))}"
+        for key, value in values
+    ]
     return f"{text}  ({', '.join(options)})" if options else text
 
 
