@@ -28,11 +28,13 @@ from pages import blocks
 from proc import runs
 from sources import ROOT
 
+from gpuguard.history.audit_log import line_of
 from gpuguard.model import Event
 from gpuguard.notify.sender import CAPACITY, DELIVER, STUCK, Sender, attempt, problems
 from gpuguard.notify.targets import TARGETS, Apprise, Email, Hook, Webhook
 from gpuguard.notify.templates import NAMES, Template, message_for
 from gpuguard.policies.files.loader import parse
+from gpuguard.views.events import EventFilter
 
 
 @contextmanager
@@ -115,6 +117,18 @@ def test_a_dead_endpoint_is_an_event_and_the_message_goes_out_when_it_lives_agai
 
         web.status = 200
         until(lambda: events[-1].outcome == "sent")
+
+
+def test_the_event_of_a_message_about_several_users_names_all_of_them_and_is_found_by_each():
+    with a_web_server() as web, a_sender({"ops": Webhook(web.url)}) as (sender, events):
+        for user in ("alice", "bob"):
+            sender.send("ops", a_message(process=a_process(user=user)))
+        until(lambda: events)
+    [event] = events
+
+    assert dict(event.facts)["users"] == "alice, bob" and dict(event.facts)["count"] == 2
+    shown = [line_of(event) in EventFilter(users=frozenset({user})) for user in ("alice", "bob", "carol")]
+    assert shown == [True, True, False]
 
 
 def test_a_full_queue_refuses_at_once_and_says_so():

@@ -322,12 +322,15 @@ class _Lane:
             {True: pace.succeeded, False: pace.failed, None: pace.dropped}[went_out](batch, time.monotonic())
             pause, given_up = pace.pause, went_out is None or (self._closed and not went_out)
         outcome = "sent" if went_out else "given up" if given_up else "failed"
+        users = sorted({part.user for part in batch.messages if part.user})
         facts = (
             ("target", self.name),
+            *((("users", ", ".join(users)),) if len(users) > 1 else ()),
             ("policy", message.key),
             ("count", message.count),
             ("retry_after_seconds", pause if pause and not given_up else None),
         )
-        devices = tuple(str(value) for name, value in message.facts if name == "device_uuid" and value)
+        named = [value for part in batch.messages for name, value in part.facts if name == "device_uuid" and value]
+        devices = tuple(str(uuid) for uuid in dict.fromkeys(named))
         about = message.user, devices, None, None, remark or None, facts
         self.report(Event(time.time(), "notify", outcome, *about))

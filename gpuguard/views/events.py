@@ -34,7 +34,8 @@ class EventFilter:
         if self.since is not None and line["time_unix_seconds"] < self.since:
             return False
         # In a tuple: of another writer they may be lists, which cannot be looked up in a set.
-        if self.users and line.get("user") not in tuple(self.users):
+        about = (line.get("user"), *str(facts_of(line).get("users") or "").split(", "))  # of a message about several
+        if self.users and not any(user in about for user in self.users):
             return False
         if self.policies and facts_of(line).get("policy") not in tuple(self.policies):
             return False
