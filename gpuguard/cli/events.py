@@ -166,11 +166,6 @@ def own_events(args: argparse.Namespace, since: float) -> list[Line]:
         return []
 
 
-def own_deeds(args: argparse.Namespace) -> list[str]:
-    """What policies did to this user within the hour, for people; [] for nothing."""
-    return events.deeds(own_events(args, time.time() - 3600))
-
-
 def _paths() -> list[str]:
     return list(dict.fromkeys((events_path(), MACHINE_EVENTS)))
 

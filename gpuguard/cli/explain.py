@@ -13,8 +13,7 @@ import os
 from contextlib import closing
 
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.cli.events import own_deeds
-from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, request_of
+from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, own_deeds, request_of
 from gpuguard.clusters.visible_devices import outer_devices
 from gpuguard.lock import Allocator, has_queue, outer_claim
 from gpuguard.model import Snapshot

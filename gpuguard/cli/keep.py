@@ -21,8 +21,8 @@ import time
 from dataclasses import asdict
 
 from gpuguard.claims.restrictions import KEPT
-from gpuguard.cli.events import own_deeds, own_events
-from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of
+from gpuguard.cli.events import own_events
+from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of, own_deeds
 from gpuguard.cli.restrictions import add_for_and_reason, reason_of, seconds_of, show
 from gpuguard.daemon.client import EndedReply, ExemptionReply, StatusReply, query_daemon
 from gpuguard.errors import GpuguardError, InvalidRequest

@@ -6,15 +6,16 @@ import argparse
 import os
 import re
 import sys
+import time
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuguard.backends import Backend
 from gpuguard.backends.client import open_worker
-from gpuguard.claims.directory import LockDirectory, lock_directory
+from gpuguard.claims.directory import LockDirectory, last_about, lock_directory
 from gpuguard.device_state import IDLE_TOLERANCE
-from gpuguard.errors import InvalidRequest
+from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
 from gpuguard.model import WHO_FIELDS, Event, Snapshot
 from gpuguard.request import SLOTS, STRATEGIES, Request
@@ -193,6 +194,20 @@ def directory_of(args: argparse.Namespace, *, make: bool = False) -> LockDirecto
         why = "no claim was ever made there" if os.path.lexists(args.dir) else "it does not exist yet"
         print(f"gpuguard: nothing is claimed in {args.dir} ({named_by}): {why}.", file=sys.stderr)
     return directory
+
+
+def own_deeds(args: argparse.Namespace) -> list[str]:
+    """What policies did to this user within the hour, for people; [] for nothing."""
+    try:
+        directory, since = lock_directory(args.dir, backend=args.backend, make=False), time.time() - 3600
+        if (last_about(directory, os.geteuid()) or 0.0) < since:
+            return []
+        from gpuguard.daemon.client import own_events  # 20 ms, for users to whom a policy did something
+        from gpuguard.views.events import deeds
+
+        return deeds(own_events(directory, since))
+    except GpuguardError:
+        return []
 
 
 def check_users(names: list[str]) -> None:

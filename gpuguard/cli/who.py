@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from gpuguard import device_state
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli import options, terminal
-from gpuguard.cli.events import own_deeds
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.model import TEXT_FIELDS, WHO_FIELDS, Snapshot
 from gpuguard.procfs import process_facts
@@ -89,7 +88,7 @@ def _lines(args: argparse.Namespace, source: SnapshotSource) -> list[str]:
         options.check_users(args.user)
     width = terminal.width()
     lines = who.to_text(snapshot, shown, waiting, reserved=reserved, width=width, paint=style(), age=age)
-    return [*lines, *([] if snapshot.recorded else own_deeds(args))]
+    return [*lines, *([] if snapshot.recorded else options.own_deeds(args))]
 
 
 # The queue and reservations bring the reader of the site's rules along: they are loaded only where there are any.
