@@ -36,7 +36,8 @@ WAITER = """
 import os, sys
 from dataclasses import replace
 from gpuguard.claims import claim as hold
-from gpuguard.queue import leader as leading, backfill as plan, waiter as waiting
+from gpuguard.queue import leader as leading, backfill as plan, priority, waiter as waiting
+priority.USUAL_WAITS = 0.0  # the bound stays as it is
 read = waiting.read_queue_settings
 def impatient():
     site = read()
@@ -47,7 +48,7 @@ PLANTED = {
     "": lambda: None,
     "no-exclusion": lambda: setattr(hold, "try_flock", lambda *words: True),
     "no-ring": lambda: (setattr(leading, "wake", none), setattr(waiting, "OWN_CHECK_SECONDS", 600.0)),
-    "any-fit": lambda: setattr(plan._Planner, "_held_back_by", none),
+    "any-fit": lambda: [setattr(plan._Planner, name, none) for name in ("_held_back_by", "_kept_free_for")],
 }
 PLANTED[os.environ["VARIANT"]]()
 with open(os.environ["PLACE"] + "/samples", "a") as notes:

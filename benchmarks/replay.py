@@ -11,15 +11,20 @@ from __future__ import annotations
 import argparse
 import csv
 import heapq
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan, promise
-from gpuguard.queue.priority import QueueRules, Ticket, order
+from gpuguard.queue.backfill import Fit, Machine, plan, promise, starting_now
+from gpuguard.queue.estimates import NEWEST, estimate, probable_end
+from gpuguard.queue.priority import TYPICAL_SECONDS, QueueRules, Ticket, bound_now, order
 from gpuguard.request import Request
+
+T = TypeVar("T")
 
 HOUR = 3600.0
 COLUMNS = ("t_submit_s", "gpus", "duration_s", "user")
@@ -115,54 +120,71 @@ def begun_first(server: Server) -> bool:
 
 
 class Line:
-    """Our line.  It knows of a job's length: "limits" everything, "history" what its user's jobs took, "" nothing."""
+    """Our queue.  It knows of a job's length: "limits" everything, "history" what its user's jobs took, "" nothing."""
 
     def __init__(self, knows: str, rules: QueueRules) -> None:
         self.knows, self.rules = knows, rules
         self.tickets: dict[int, Ticket] = {}
-        self.expected_ends: dict[float, float] = {}  # real end -> what the line thinks
+        self.running: dict[tuple[int, ...], tuple[Ticket, float]] = {}  # devices -> what started there, and when
         self.past: dict[int, list[float]] = {}
         self.usage: dict[int, float] = {}
         self.served: dict[int, float] = {}
         self.counted = 0.0
+        self.bound = rules.bound  # by which the last plan went
 
     def starts(self, server: Server) -> Sequence[Job]:
         """Who may start now."""
         for job in server.waiting:
             if job.number not in self.tickets:
                 self.tickets[job.number] = self.join(server, job)
-        places = [place for place in self.places(server) if place.now]
-        for place in places:
-            ticket = self.tickets.pop(int(place.ticket.id))
-            job = next(each for each in server.waiting if each.number == int(ticket.id))
+        if not self.tickets or not server.free:
+            return []
+        begun, left = [], iter(server.free)
+        jobs = {job.number: job for job in server.waiting}
+        for ticket in self.plan_with(starting_now, server):
+            job = jobs[int(ticket.id)]
+            del self.tickets[job.number]
             self.served[ticket.uid] = server.now
             self.use(server.now, ticket.uid, ticket.num_gpus * job.duration)
-            if ticket.lasts is not None:
-                self.expected_ends[server.now + job.duration] = server.now + ticket.lasts
-        return [job for job in server.waiting if job.number not in self.tickets]
+            self.running[tuple(itertools.islice(left, job.num_gpus))] = ticket, server.now
+            begun.append(job)
+        return begun
 
     def join(self, server: Server, job: Job) -> Ticket:
         """A ticket with its promise."""
         limit = job.duration if self.knows == "limits" else None
         past = self.past.get(job.user, []) if self.knows == "history" else []
-        expected = statistics.median(past) if len(past) >= 3 else None
         request = (Request(num_gpus=job.num_gpus),)
+        expected = estimate(past)
         ticket = Ticket(f"{job.number:06}", job.user, "", server.now, request, time_limit=limit, expected=expected)
+        if limit is None:  # no start is known
+            return ticket
         self.tickets[job.number] = ticket
-        place = next(each for each in self.places(server) if each.ticket.id == ticket.id)
+        place = next(each for each in self.plan_with(plan, server) if each.ticket.id == ticket.id)
         return replace(ticket, promise=promise(place, self.rules, server.now))
 
-    def places(self, server: Server) -> list[QueuePosition]:
-        """The plan."""
-        uuids = tuple(str(device) for device in range(server.devices))
-        opened = frozenset(str(device) for device in server.free)
-        ends = {
-            str(device): self.expected_ends[end] for device, end in server.ends.items() if end in self.expected_ends
+    def plan_with(self, planning: Callable[..., list[T]], server: Server) -> list[T]:
+        """What plan() or starting_now() says."""
+        free = server.free
+        self.running = {
+            devices: began for devices, began in self.running.items() if not set(free).intersection(devices)
         }
+        opened = frozenset(str(device) for device in free)
+        uuids = tuple(str(device) for device in range(server.devices))
+        limits, estimates, guesses = dict[str, float](), dict[str, float](), dict[str, float]()
+        for devices, (ticket, since) in self.running.items():
+            for uuid in map(str, devices):
+                if ticket.time_limit is not None:
+                    limits[uuid] = since + ticket.time_limit
+                if ticket.lasts is not None:
+                    estimates[uuid] = probable_end(since, ticket.lasts, server.now)
+                guesses[uuid] = probable_end(since, TYPICAL_SECONDS, server.now)
         tickets = [replace(each, served=self.served.get(each.uid)) for each in self.tickets.values()]
-        machine = Machine({request: Fit(uuids, opened) for each in tickets for request in each.requests}, ends)
-        line = order(tickets, self.usage, self.rules, server.now)
-        return plan(line, machine, self.usage, self.rules, server.now)
+        fits = {request: Fit(uuids, opened) for each in tickets for request in each.requests}
+        machine = Machine(fits, limits, estimates=limits | estimates, guesses=guesses)
+        rules = bound_now(self.rules, [since - ticket.since for ticket, since in self.running.values()])
+        self.bound = rules.bound
+        return planning(order(tickets, self.usage, rules, server.now), machine, self.usage, rules, server.now)
 
     def use(self, now: float, uid: int, gpu_seconds: float) -> None:
         """Count what a job will have used, as the daemon would by and by."""
@@ -173,7 +195,7 @@ class Line:
     def ended(self, job: Job) -> None:
         """Learn from it."""
         self.past.setdefault(job.user, []).append(job.duration)
-        self.past[job.user] = self.past[job.user][-20:]
+        self.past[job.user] = self.past[job.user][-NEWEST:]
 
 
 def read(path: str, devices: int) -> list[Job]:

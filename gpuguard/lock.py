@@ -215,7 +215,8 @@ class Allocator:
                 with Gate(self.directory):
                     claim = self._lock_and_verify(request, snapshot, taken, held)
             if claim is not None and with_record:
-                claim.write_record(self.directory, self.job)
+                waited = self._queued.waited if self._queued else None
+                claim.write_record(self.directory, replace(self.job, waited=waited))
                 if self._queued:
                     self._queued.started(claim)
             return claim

@@ -155,6 +155,7 @@ class ClaimRecord:
     holders: tuple[int, ...] = ()  # pids that really hold the lock, as far as this user may see them
     ends: float | None = None  # unix time of its time limit
     expected: float | None = None  # unix time at which it should end, by what its user's jobs have taken before
+    waited: float | None = None  # seconds in the queue, as it says
     memory: int | None = None  # bytes of each device, of a claim that shares them; None: they are its alone
     slots: tuple[str, ...] = ()  # of a claim that shares its devices, the slot locks that it says it holds
     most: int | None = None  # so many claims at most share a device with this one

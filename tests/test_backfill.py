@@ -121,6 +121,65 @@ def test_during_draining_a_job_with_a_limit_may_use_the_device_if_the_end_is_pla
     assert second_passes({"since": -30 * HOUR, "promise": -1.0}, second, ends={"d1": 50.0}) is passes
 
 
+@pytest.mark.parametrize(("waited", "first"), [(HOUR, "short"), (22 * HOUR, "long"), (25 * HOUR, "long")])
+def test_without_time_limits_the_shorter_one_goes_first_until_the_longer_one_has_waited_long(waited, first) -> None:
+    """By response ratio: the long one has 1.1, 3.2 and 3.5 times its length, the short one 3."""
+    queue = [
+        a_ticket(1, id="long", since=-waited, expected=10 * HOUR),
+        a_ticket(1, id="short", since=-2 * HOUR, expected=HOUR),
+    ]
+
+    assert started(planned(queue, a_machine(queue, 1))) == [first]
+
+
+def test_a_short_job_of_a_user_further_back_needs_a_higher_ratio() -> None:
+    first, second = a_ticket(1, id="first", since=-HOUR, expected=HOUR), a_ticket(2, id="second", since=-2 * HOUR)
+
+    def begins(expected: float, **rules: bool) -> list[str]:
+        queue = [first, replace(second, expected=expected)]
+        return started(planned(queue, a_machine(queue, 1), **rules))
+
+    assert begins(HOUR) == ["first"]  # 2 against 3 / 2
+    assert begins(HOUR / 2) == ["second"]  # against 5 / 2
+    assert begins(HOUR, fair_share=False) == ["second"]
+
+
+@pytest.mark.parametrize(
+    ("waited", "lasts", "passes"),
+    [
+        (23 * HOUR, 1000 * HOUR, True),
+        (25 * HOUR, 15.0 * HOUR, True),
+        (25 * HOUR, 15.5 * HOUR, False),
+        (49 * HOUR, 4.9 * HOUR, True),
+        (49 * HOUR, 5.1 * HOUR, False),
+        (25 * HOUR, None, False),
+    ],
+)
+def test_beyond_the_bound_passes_only_what_may_end_in_time_and_beyond_twice_that_what_probably_does(
+    waited, lasts, passes
+) -> None:
+    queue = [a_ticket(1, 2, since=-waited), a_ticket(1, since=-HOUR, expected=lasts)]
+    positions = planned(queue, a_machine(queue, 2, free=1, estimates={"d1": 5 * HOUR}))
+
+    assert (positions[1].now, positions[1].held_back_by) == (passes, None if passes else queue[0].id)
+
+
+def test_what_is_left_over_beside_a_request_beyond_the_bound_is_for_jobs_of_any_length() -> None:
+    queue = [a_ticket(1, 2, since=-25 * HOUR), a_ticket(1, expected=1000 * HOUR)]
+    ends = {"d1": 5 * HOUR, "d2": 5 * HOUR}
+
+    assert started(planned(queue, a_machine(queue, 3, free=1, estimates=ends))) == [queue[1].id]
+    assert started(planned(queue, a_machine(queue, 2, free=1, estimates=ends))) == []
+
+
+def test_an_estimate_says_when_a_request_starts_and_promises_nothing() -> None:
+    queue = [a_ticket(1, expected=HOUR), a_ticket(1, expected=HOUR)]
+    positions = planned(queue, a_machine(queue, 1, free=0, estimates={"d0": 2 * HOUR}))
+
+    assert [position.start for position in positions] == [2 * HOUR, 3 * HOUR]
+    assert [promise(position, QueueRules(), 0.0) for position in positions] == [None, None]
+
+
 def test_a_job_of_unknown_length_takes_a_device_that_the_first_does_not_need() -> None:
     queue = [a_ticket(1, 2), a_ticket(2, 1)]
 
@@ -285,14 +344,17 @@ def test_a_free_device_is_left_idle_only_where_its_use_would_put_off_another_req
 
 @settings(max_examples=400, deadline=None)
 @given(worlds())
-def test_the_first_in_the_queue_starts_if_it_fits_unless_it_can_wait_within_its_promise(world) -> None:
+def test_the_first_in_the_queue_starts_if_it_fits_unless_it_can_wait_or_nothing_is_known(world) -> None:
+    """It can wait within its promise; and where it has none, one that is no surer of its length may be shorter."""
     queue, machine, usage = world
     positions = plan(queue, machine, usage, QueueRules(bound=50.0), 0.0)
 
     if positions and positions[0].in_order == 0.0 and not positions[0].now:
-        first = positions[0]
-        assert first.ticket.promise is not None
-        assert any(position.now for position in positions)
+        first, begun = positions[0], [position.ticket for position in positions if position.now]
+        assert begun
+        if first.ticket.promise is None:
+            assert first.ticket.time_limit is None and any(ticket.time_limit is None for ticket in begun)
+            return
         assert (first.start if first.start is not None else math.inf) <= first.ticket.promise + 1e-3
 
 
@@ -407,7 +469,7 @@ def test_so_is_one_that_would_have_to_wait_like_many_shorter_jobs_too() -> None:
 @pytest.mark.parametrize(("limit", "starts"), [(1.0, True), (0.0, False)])
 def test_a_reservation_does_not_count_on_a_claim_that_should_have_ended(limit: float, starts: bool) -> None:
     queue = [a_ticket()]
-    machine = a_machine(queue, ["d0"], reservations=(a_reservation(1, 100.0),), limits={"d1": limit})
+    machine = a_machine(queue, ["d0"], reservations=(a_reservation(1, 100.0),), ends={"d1": limit})
 
     assert bool(started(planned(queue, machine))) is starts
 

@@ -220,7 +220,7 @@ class Server:
         )
         requests = {request: request.devices or NAMES for ticket in self.queue for request in ticket.requests}
         fits = {request: Fit(devices, free & set(devices)) for request, devices in requests.items()}
-        machine = Machine(fits, limits, reservations=reservations, free=free, limits=limits)
+        machine = Machine(fits, limits, reservations=reservations, free=free)
         positions = plan(order(self.queue, {}, QueueRules(), now), machine, {}, QueueRules(), now)
         for position in (position for position in positions if position.now):
             ticket = replace(position.ticket, since=now)

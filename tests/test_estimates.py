@@ -14,7 +14,7 @@ from gpuguard.cli.run import write_expected_end
 from gpuguard.history import audit_log
 from gpuguard.model import Event
 from gpuguard.queue import estimates
-from gpuguard.queue.estimates import expected_seconds, program
+from gpuguard.queue.estimates import expected_seconds, probable_end, program
 
 TRAIN = ("python", "train.py", "--lr", "3")
 
@@ -42,24 +42,28 @@ def ran(*lasted, command=TRAIN, name="c"):
         ends(f"{name}{number}", seconds)
 
 
-def test_the_median_of_the_jobs_of_the_same_program(log):
-    ran(10.0, 1000.0, 30.0)
+def test_the_mean_of_the_last_two_jobs_of_the_same_program_else_of_any(log):
+    ran(1000.0, 20.0, 40.0)
     ran(99.0, 99.0, 99.0, command=("python", "eval.py"), name="d")
 
     assert expected_seconds(("python", "train.py", "--lr", "5")) == 30.0
     assert expected_seconds(("/usr/bin/python", "/home/a/train.py")) == 30.0
-    assert expected_seconds(("python", "other.py")) is None
-    assert expected_seconds(("bash",)) is None
+    assert expected_seconds(("python", "other.py")) == 99.0
+    assert expected_seconds(("bash",)) == 99.0
 
 
-def test_a_few_tell_nothing_and_old_ones_are_forgotten(log):
+def test_one_job_that_has_ended_is_enough_and_one_that_runs_tells_nothing(log):
     assert expected_seconds(TRAIN) is None, "there is no log yet"
-    ran(10.0, 10.0)
     begins("open", *TRAIN)
     assert expected_seconds(TRAIN) is None
 
-    ran(*[10.0] * 30, *[50.0] * estimates.NEWEST, name="d")
-    assert expected_seconds(TRAIN) == 50.0
+    ran(10.0)
+    assert expected_seconds(TRAIN) == 10.0
+
+
+def test_a_job_that_runs_longer_than_estimated_takes_twice_as_long_or_twice_that():
+    assert [probable_end(100.0, 10.0, now) for now in (100.0, 109.0, 110.0, 125.0)] == [110.0, 110.0, 120.0, 140.0]
+    assert probable_end(100.0, 0.0, 100.5) == 101.0
 
 
 def test_jobs_that_run_at_the_same_time_are_kept_apart(log):
@@ -68,8 +72,8 @@ def test_jobs_that_run_at_the_same_time_are_kept_apart(log):
     for name, seconds in (("b", 5.0), ("d", 30.0), ("a", 10.0), ("c", 20.0)):
         ends(name, seconds)
 
-    assert expected_seconds(TRAIN) == 20.0
-    assert expected_seconds(("sleep", "7")) is None
+    assert expected_seconds(TRAIN) == 15.0
+    assert expected_seconds(("sleep", "5")) == 5.0
 
 
 LASTED = '{"kind": "release", "claim": "c2", "facts": {"wall_time_seconds": %s}}'
@@ -93,7 +97,7 @@ def test_a_torn_line_is_left_out(log, line):
         file.write(line + b"\n")
     ran(40.0, name="later")
 
-    assert expected_seconds(TRAIN) == 30.0  # of 10, 20, 30, 40
+    assert expected_seconds(TRAIN) == 35.0  # of 30, 40
 
 
 def test_the_log_that_was_turned_counts_too_also_for_a_job_that_began_before(log):
@@ -101,10 +105,10 @@ def test_the_log_that_was_turned_counts_too_also_for_a_job_that_began_before(log
     begins("long", *TRAIN)
     os.rename(log, f"{log}.1")
     ends("long", 30.0)
-    assert expected_seconds(TRAIN) == 20.0
+    assert expected_seconds(TRAIN) == 25.0
 
     ran(40.0, 50.0, name="later")
-    assert expected_seconds(TRAIN) == 30.0
+    assert expected_seconds(TRAIN) == 45.0
 
 
 def test_of_a_long_log_the_end_is_read(log, monkeypatch):
@@ -156,7 +160,7 @@ def test_what_is_compared_is_the_program_and_what_it_runs(command, name):
 def test_a_command_with_blanks_in_its_words_or_too_long_for_the_log_is_found_again(log, command):
     ran(1.0, 2.0, 3.0, command=command)
 
-    assert expected_seconds(command) == 2.0
+    assert expected_seconds(command) == 2.5
 
 
 def test_a_job_tells_when_it_should_end_once_that_is_known_also_when_its_supervisor_is_killed(log, tmp_path):
@@ -172,4 +176,4 @@ def test_a_job_tells_when_it_should_end_once_that_is_known_also_when_its_supervi
             os.close(descriptor)
         records = read_records(directory)
 
-    assert [(record.note, record.expected) for record in records] == [("note", 1020.0)]
+    assert [(record.note, record.expected) for record in records] == [("note", 1025.0)]

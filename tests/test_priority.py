@@ -20,6 +20,7 @@ from gpuguard.queue.priority import (
     QueueRules,
     ReservationKeys,
     Ticket,
+    bound_now,
     due_at,
     order,
     overdue,
@@ -77,6 +78,15 @@ def test_a_promise_that_ends_now_is_kept_yet_and_a_moment_later_it_is_not():
 def test_without_a_promise_patience_ends_with_the_bound_and_no_promise_is_in_the_past():
     assert due_at(a_ticket(since=NOW, promise=None), QueueRules(bound=60.0)) == NOW + 60
     assert due_at(a_ticket(since=NOW, promise=NOW - HOUR), QueueRules(bound=60.0)) == NOW
+
+
+def test_the_bound_follows_the_waits_of_the_jobs_that_run_and_is_never_below_that_of_the_site():
+    rules = QueueRules(bound=HOUR)
+
+    assert bound_now(rules, []).bound == bound_now(rules, [0.0, HOUR]).bound == HOUR
+    assert bound_now(rules, [HOUR, 3 * HOUR]).bound == 3 * HOUR
+    assert bound_now(rules, [HOUR, 1e12]).bound == 14 * DAY  # what a claim says of its wait could be forged
+    assert bound_now(QueueRules(bound=20 * DAY), [1e12]).bound == 20 * DAY
 
 
 def test_of_one_users_tickets_only_the_oldest_that_could_start_is_overdue():

@@ -60,6 +60,7 @@ def test_an_empty_line_says_so():
 def test_each_request_has_a_row_and_its_prospects_below_it():
     claim = a_claim_record(a_uuid(0), ends=NOW + 7200)
     promise = time.strftime("%H:%M", time.localtime(NOW + 9000))
+    bound = clock_text(NOW - 65 + QueueRules.bound, NOW)
 
     assert text(
         a_place(start=NOW + 7200, promise=NOW + 9000, note="sweep", command=("python", "a b.py")),
@@ -72,7 +73,8 @@ def test_each_request_has_a_row_and_its_prospects_below_it():
         "    starts in about 2h, when device 0 is free: time limit of alice's job; "
         f"at the latest {promise}, if time limits are kept",
         "2  李小明  1 or 4    1m5s  [high] n/a",
-        "    nobody knows when it starts: alice's request before it has no time limit",
+        "    nobody knows when it starts: alice's request before it has no time limit; "
+        f"shorter jobs may start first until {bound}",
     ]
     assert text(a_place(after="waits until process 4711 has ended"))[-1] == (
         "    not in line yet: waits until process 4711 has ended"
@@ -260,7 +262,7 @@ ONE = Request()
 
 
 def a_position(name="mine", number=1, start=None, request=ONE, devices=(FIRST,), **fields) -> QueuePosition:
-    more = {key: fields.pop(key) for key in ("after", "time_limit", "user", "requests") if key in fields}
+    more = {key: fields.pop(key) for key in ("after", "time_limit", "user", "requests", "since") if key in fields}
     ticket = replace(a_ticket(id=name), **more)
     return QueuePosition(ticket, number, start, start, request=request, devices=devices, **fields)
 
@@ -299,10 +301,12 @@ def test_what_others_may_claim_now_is_kept_for_them_but_a_share_not_from_shares(
 
 
 def test_what_would_delay_a_request_before_it():
-    other = a_position("other", user="bob", requests=(Request(num_gpus=4),))
+    other = a_position("other", user="bob", requests=(Request(num_gpus=4),), since=NOW - HOUR)
+    late = a_position("other", user="bob", requests=(Request(num_gpus=4),), since=NOW - 30 * HOUR)
 
     held_back = "held back: it would delay bob's request for 4, which came before"
     assert explained(a_position(held_back_by="other"), other) == held_back
+    assert explained(a_position(held_back_by="other"), late) == held_back.replace("came before", "has waited for 1d6h")
     assert explained(a_position(held_back_by="gone")) == "held back: it would delay reservation gone"
 
 
@@ -329,7 +333,7 @@ def test_what_would_delay_a_reservation(begins, limit, start, text):
     ("claim", "text"),
     [
         ({"ends": NOW + HOUR}, "when device 1 is free: time limit of bob's job"),
-        ({"expected": NOW + HOUR}, "when device 1 is free: earlier jobs of bob's job"),
+        ({"expected": NOW + HOUR}, "when device 1 is free, if bob's job takes as long as their earlier ones"),
         ({"ends": NOW + HOUR, "expected": NOW + 9 * HOUR}, "when device 1 is free: time limit of bob's job"),
         ({"ends": NOW + HOUR + 0.9}, "when device 1 is free: time limit of bob's job"),
         ({"ends": NOW + HOUR + 1}, ""),
@@ -391,8 +395,10 @@ def test_explain_says_that_a_request_would_delay_another_and_leaves_no_ticket(gp
     text, answer = gpuguard("explain"), gpuguard("explain", "--json")
 
     why = f"number 2 of 2 in line, held back: it would delay {me}'s request for 2, which came before"
-    assert (text[0], text[1].splitlines()[-1]) == (1, f"It would be {why}.")
-    assert (answer[0], json.loads(answer[1])["outcome"], json.loads(answer[1])["line"]) == (1, "wait", why)
+    until = "; shorter jobs may start first until "
+    assert (text[0], text[1].splitlines()[-1].partition(until)[0]) == (1, f"It would be {why}")
+    line = json.loads(answer[1])["line"]
+    assert (answer[0], json.loads(answer[1])["outcome"], line.partition(until)[0]) == (1, "wait", why)
     assert "It would start at once" not in text[1]
     assert [ticket.id for ticket in read_tickets(directory)[0]] == [waiting.id]
 

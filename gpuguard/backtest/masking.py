@@ -30,7 +30,10 @@ _FIELDS_OF = {
         "pid memory_used kind start_time utilization",
         "uid user command executable container working_directory conda_environment",
     ),
-    "claim": ("alive pid since holders ends expected memory most hidden", "id uid user devices note command slots"),
+    "claim": (
+        "alive pid since holders ends expected waited memory most hidden",
+        "id uid user devices note command slots",
+    ),
     "host": ("cpu memory network traced", "terminal"),
 }
 # noun -> (fields that stay, fields that are masked): together all that there are

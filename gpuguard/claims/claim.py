@@ -71,6 +71,7 @@ class JobDetails:
     time_limit: float | None = None  # seconds from the claim on after which the job ends
     expected: Callable[[], float | None] | None = None  # seconds that it takes otherwise; called to wait
     priority: int = 0  # in the queue, see queue.priority.PRIORITIES
+    waited: float | None = None  # seconds in the queue, which tell others how long requests wait
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,7 @@ class Claim(Sequence[Device]):
             "since": self.since,
             "ends": None if job.time_limit is None else round(time.time() + job.time_limit, 3),
             **({} if self.memory is None else shared),
+            **({} if job.waited is None else {"waited": round(job.waited, 3)}),
             "note": job.note,
             "command": list(job.command),
             "descriptors": [lock.descriptor for lock in self.locks],  # by which it can be released: see release

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 4096
 LARGEST = 2**50  # of a number in a record: a time, or the bytes of a device
 MOST_OF_ONE = 500  # records of one user that are read: claims beyond them have no details
-_FIELDS = ("devices", "pid", "since", "note", "command", "ends", "expected", "memory", "slots", "most")
+_FIELDS = ("devices", "pid", "since", "note", "command", "ends", "expected", "waited", "memory", "slots", "most")
 _EXPECTED = b', "expected": '  # the last value of a record, behind which there is room for a time
 _ROOM = b" " * 12
 

@@ -2,19 +2,20 @@
 
 Each request in the order of the queue is planned on the devices that will do and are free first: its *planned start*.
 A request that joins the queue is promised that start plus a quarter of the wait until then.  Shorter jobs may go first
-as long as all others still start as promised, and a user who had more GPU time cannot put off one who had less.  Where
-no start can be planned, because it is unknown when the jobs end, small requests pass a big one until it has waited for
-the bound of the site; from then on the devices that it could use stay empty until they suffice.  What is kept for a
+as long as all others start as promised, and a user who had more GPU time cannot put off one who had less.  Where no
+start can be planned, because jobs without a time limit run, it goes by estimates, which promise nothing: requests pass
+each other by response ratio until one has waited for the bound, see priority.bound_now; from then on a request passes
+that one only if it probably ends before the devices suffice, or on what is left over.  What is kept for a
 reservation goes to no other user, and to its user without waiting for others: see calendar.
 
-On 92 days of a full server (Philly, 356 jobs) this has a mean wait of 37 h and a longest one of 386 h, against 162 and
-463 in order of arrival: benchmarks/replay.py.
+On 92 days of a full server (Philly, 356 jobs) this has a mean wait of 79 h and a longest one of 377 h, with time limits
+37 and 386 h, against 162 and 472 in order of arrival: benchmarks/replay.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpuguard.queue.calendar import (
     HORIZON_SECONDS,
@@ -25,7 +26,7 @@ from gpuguard.queue.calendar import (
     StartingJob,
     clear_at,
 )
-from gpuguard.queue.priority import QueueRules, Ticket, due_at, overdue
+from gpuguard.queue.priority import TYPICAL_SECONDS, QueueRules, Ticket, due_at, overdue
 from gpuguard.request import Request
 
 UNKNOWN = float("inf")  # a time that will come some day
@@ -49,6 +50,10 @@ BusyDevices = dict[bool, dict[str, float]]
 MOST_PLANNED = 256  # tickets; those behind them get no planned start yet
 FIRST_OF_USER = 4  # tickets of each user that are planned in any case, so that no user can fill the plan
 MOST_TRIED = 64  # lengths that are tried one by one
+SHORTEST_SECONDS = 60.0  # no job counts as shorter in the order
+# An estimate says little of one job, and devices that stay empty cost all.  So a job passes a request that waits beyond
+# the bound where this part of its probable length fits, and after so many times the bound where all of it does.
+DOUBT, SURE = 1 / 3, 2.0
 
 
 @dataclass(frozen=True)
@@ -64,11 +69,12 @@ class Machine:
     """What a plan is made of."""
 
     fits: Mapping[Request, Fit]  # request -> its devices, for all requests of the queue
-    ends: Mapping[str, float] = field(default_factory=dict)  # uuid -> unix time at which its claim will end, if known
+    ends: Mapping[str, float] = field(default_factory=dict)  # uuid -> unix time at which its claim ends by time limit
+    estimates: Mapping[str, float] = field(default_factory=dict)  # the same, also by what earlier jobs have taken
+    guesses: Mapping[str, float] = field(default_factory=dict)  # the same for all claims
     relatives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # that cannot be used beside it
     reservations: tuple[Reservation, ...] = ()  # that are not over
     free: frozenset[str] = frozenset()  # those that are not in use, for the reservations
-    limits: Mapping[str, float] = field(default_factory=dict)  # as *ends*, by time limits alone
 
 
 @dataclass(frozen=True)
@@ -99,18 +105,18 @@ def plan(
 ) -> list[QueuePosition]:
     """The positions of *queue*, which is in order, see priority.order; likewise *usage* and *now*."""
     waiting = planned_for(queue)
-    late = overdue([ticket for ticket in queue if ticket.since + rules.bound < now], rules, now)
-    planner = _Planner(machine, usage, rules, now, late)
+    planner = _Planner(machine, usage, rules, now, late_ones(queue, rules, now))
     in_order = planner.schedule(waiting)
-    starting: dict[str, PlannedStart] = {}
-    while chosen := planner.next_to_start(waiting):
-        starting[chosen[0].id] = chosen[1]
-        waiting.remove(chosen[0])
+    starting = planner.start_all(waiting)
+    waiting = [ticket for ticket in waiting if ticket.id not in starting]
     later = planner.schedule(waiting) if starting else in_order
+    estimated = planner.estimated(waiting)
     positions = []
     for number, ticket in enumerate(queue, 1):
         starts_now = ticket.id in starting
         planned = starting.get(ticket.id) or later.get(ticket.id) or PlannedStart(UNKNOWN, ticket.requests[0])
+        if planned.start == UNKNOWN:
+            planned = estimated.get(ticket.id, planned)
         # A ticket that fits now is held back for another one: until when is unknown.
         held_back_by = None if starts_now else planner.held_back.get(ticket.id)
         positions.append(
@@ -127,6 +133,41 @@ def plan(
             )
         )
     return positions
+
+
+def starting_now(
+    queue: Sequence[Ticket], machine: Machine, usage: Mapping[int, float], rules: QueueRules, now: float
+) -> list[Ticket]:
+    """Those that plan() lets start now, without the rest of the plan."""
+    waiting = planned_for(queue)
+    starting = _Planner(machine, usage, rules, now, late_ones(queue, rules, now)).start_all(waiting)
+    return [ticket for ticket in waiting if ticket.id in starting]
+
+
+def late_ones(queue: Sequence[Ticket], rules: QueueRules, now: float) -> frozenset[str]:
+    """The ids of those of *queue* that have waited beyond the bound, of each user the oldest.
+
+    Not those that only missed their promise: it may rest on a time limit that a job exceeded a minute ago.
+    """
+    return overdue([ticket for ticket in queue if ticket.since + rules.bound < now], rules, now)
+
+
+def _without(waiting: Sequence[Ticket], started: Ticket) -> list[Ticket]:
+    """*waiting* without one that starts: without a time limit it takes the first place of its user in the queue."""
+    if started.time_limit is not None:
+        return [ticket for ticket in waiting if ticket is not started]
+
+    def is_alike(ticket: Ticket) -> bool:
+        return (ticket.owner, ticket.set_back, ticket.priority) == (started.owner, started.set_back, started.priority)
+
+    own = [ticket for ticket in waiting if is_alike(ticket) and ticket is not started]
+    places = [index for index, ticket in enumerate(waiting) if is_alike(ticket)]
+    moved = dict(zip(places[1:], own, strict=True))
+    return [moved.get(index, ticket) for index, ticket in enumerate(waiting) if index != places[0]]
+
+
+def _probable_seconds(ticket: Ticket) -> float:
+    return TYPICAL_SECONDS if ticket.lasts is None else ticket.lasts
 
 
 def planned_for(queue: Sequence[Ticket]) -> list[Ticket]:
@@ -160,12 +201,13 @@ class _Planner:
     def __init__(
         self, machine: Machine, usage: Mapping[int, float], rules: QueueRules, now: float, late: frozenset[str]
     ) -> None:
-        # Not those that only missed their promise: it may rest on an estimate that a job exceeded a minute ago.
         self.machine, self.usage, self.rules, self.now, self.late = machine, usage, rules, now, late
         self.busy: BusyDevices = {False: {}, True: {}}
+        self.starting: list[tuple[Ticket, PlannedStart]] = []
+        self.is_estimate = False  # whether it counts how long jobs took before, which binds no decision
         self.started: list[StartingJob] = []
         self.reserved = tuple(reservation.key for reservation in machine.reservations)
-        free_at = {uuid: end for uuid, end in machine.limits.items() if end > now} | dict.fromkeys(machine.free, now)
+        free_at = {uuid: end for uuid, end in machine.ends.items() if end > now} | dict.fromkeys(machine.free, now)
         self.calendars = Calendars(machine.reservations, DeviceAvailability(free_at, relatives=machine.relatives), now)
         self.calendar: Calendar = {}  # what is kept for reservations, as the schedule of the queue has it
         self.liked = max((fit.eligible for fit in machine.fits.values()), key=len, default=())
@@ -185,9 +227,32 @@ class _Planner:
             self.occupy(busy, ticket, planned)
         return schedule
 
+    def start_all(self, waiting: Sequence[Ticket]) -> dict[str, PlannedStart]:
+        """All that start now, by their ids."""
+        starting: dict[str, PlannedStart] = {}
+        left = list(waiting)
+        while chosen := self.next_to_start(left):
+            ticket, starting[chosen[0].id] = chosen
+            left = _without(left, ticket)
+        return starting
+
+    def estimated(self, waiting: Sequence[Ticket]) -> dict[str, PlannedStart]:
+        """The planned start of each ticket when all start in order and take as long as earlier jobs."""
+        machine = replace(self.machine, ends=self.machine.estimates)
+        planner = _Planner(machine, self.usage, self.rules, self.now, self.late)
+        planner.is_estimate, planner.started = True, self.started
+        for ticket, planned in self.starting:
+            planner.occupy(planner.busy, ticket, planned)
+        return planner.schedule(waiting)
+
+    def lasts(self, ticket: Ticket) -> float:
+        """Seconds that its job takes; UNKNOWN, where it has no time limit, unless this is an estimate."""
+        lasts = ticket.lasts if self.is_estimate else ticket.time_limit
+        return UNKNOWN if lasts is None else lasts
+
     def occupy(self, busy: BusyDevices, ticket: Ticket, planned: PlannedStart) -> None:
         """Its job runs on the devices from its planned start on."""
-        until = UNKNOWN if ticket.lasts is None else planned.start + ticket.lasts
+        until = planned.start + self.lasts(ticket)
         for uuid in planned.devices:
             for related in (uuid, *self.machine.relatives.get(uuid, ())):
                 for shared in (False,) if planned.request and planned.request.share else (False, True):
@@ -250,7 +315,7 @@ class _Planner:
         fits = self._fitting_now(waiting)
         if not fits:
             return None
-        base = self.schedule(waiting)
+        base = self.schedule(waiting) if self._is_any_start_known(waiting) else {}
         overdue_before, count = dict[str, int](), 0  # id -> how many overdue tickets are before it
         for ticket in waiting:
             overdue_before[ticket.id] = count
@@ -260,38 +325,65 @@ class _Planner:
             # Many are alike; and after so many, where a shorter one had to wait, a longer one has to.
             kinds = tuple(map(id, self.alternatives(ticket)))
             alike = (kinds, ticket.uid, ticket.priority, ticket.time_limit is None, overdue_before[ticket.id])
-            key = (*alike, ticket.lasts) if len(refused) < MOST_TRIED else alike
+            key = (*alike, ticket.time_limit) if len(refused) < MOST_TRIED else alike
             planned = self.earliest(ticket, self.busy)
-            held_back = refused.get(key) if planned.start <= self.now < base[ticket.id].start else None
+            is_late = base and base[ticket.id].start > self.now
+            held_back = refused.get(key) if planned.start <= self.now and is_late else None
             held_back = held_back or self._held_back_by(ticket, planned, waiting, base)
+            if held_back is None and (held_back := self._kept_free_for(ticket, planned, waiting, base)):
+                self.held_back[ticket.id] = held_back
+                continue
             if held_back is None:
                 return self._start(ticket, planned)
             refused[key] = refused[alike] = self.held_back[ticket.id] = held_back
         # Reservations move with a start, so two can be held back for each other: then the first of them in the queue
         # starts, if it would in order.  Otherwise it waits for an end after which they may both be in time.
+        base = base or self.schedule(waiting)
         for ticket in waiting:
             if base[ticket.id].start <= self.now and self._in_circle(ticket.id):
                 return self._start(ticket, self.earliest(ticket, self.busy))
         return None
 
+    def _is_any_start_known(self, waiting: Sequence[Ticket]) -> bool:
+        """Whether there are starts that follow from time limits or reservations, and could be put off."""
+        return bool(self.machine.ends or self.reserved) or any(
+            ticket.time_limit is not None or ticket.promise is not None for ticket in waiting
+        )
+
     def _fitting_now(self, waiting: Sequence[Ticket]) -> list[Ticket]:
-        """Those for which enough devices are free: in each class the shortest first, then those of unknown length."""
+        """Those for which enough devices are free, in the order in which they are tried.
+
+        In each class those with a time limit, the shortest first.  Then those without: first what has waited beyond the
+        bound, then by response ratio (Brinch Hansen 1971), the wait and the length that earlier jobs let expect by that
+        length, over the place of the user's first ticket in the queue.  So a short job goes first, a long one later on,
+        and one of a user who had much only where it has waited so much longer.
+        """
         fitting = set()
-        for alternative in filter(None, self._kinds.values()):
+        for alternative in {id(kind): kind for ticket in waiting for kind in self.alternatives(ticket)}.values():
             taken = self.busy[alternative.request.share]
             if sum(uuid not in taken for uuid in alternative.fit.open) >= alternative.request.num_gpus:
                 fitting.add(id(alternative))
         if not fitting:
             return []
+        places: dict[int, int] = {}  # owner -> place of their next ticket in the queue
+        for number, ticket in enumerate(waiting, 1):
+            places.setdefault(ticket.owner, number)
 
-        def rank(ticket: Ticket) -> tuple[bool, bool, int, float]:
-            lasts = UNKNOWN if ticket.lasts is None else ticket.lasts
-            return ticket.set_back, not self.calendars.begun_for(ticket.uid), -ticket.priority, lasts
+        def rank(ticket: Ticket) -> tuple[float, ...]:
+            alike = ticket.set_back, not self.calendars.begun_for(ticket.uid), -ticket.priority
+            if ticket.time_limit is not None:
+                return *alike, False, ticket.time_limit
+            waited, lasts = self.now - ticket.since, max(SHORTEST_SECONDS, _probable_seconds(ticket))
+            if ticket.id in self.late:
+                return *alike, True, False, ticket.since
+            place = places[ticket.owner] if self.rules.fair_share else 1
+            return *alike, True, True, -(waited + lasts) / lasts / place
 
         return sorted((one for one in waiting if not fitting.isdisjoint(map(id, self.alternatives(one)))), key=rank)
 
     def _start(self, ticket: Ticket, planned: PlannedStart) -> tuple[Ticket, PlannedStart]:
         self.occupy(self.busy, ticket, planned)
+        self.starting.append((ticket, planned))
         self.started.append(self._starting(ticket, planned))
         return ticket, planned
 
@@ -305,42 +397,90 @@ class _Planner:
     def _held_back_by(
         self, ticket: Ticket, planned: PlannedStart, waiting: Sequence[Ticket], base: Mapping[str, PlannedStart]
     ) -> str | None:
-        """The id of a ticket that its start would postpone further than allowed; None: it may start."""
+        """The id of a ticket that its start would postpone further than allowed; None: there is none.
+
+        *base*: the planned starts that follow from time limits, empty where there are none.
+        """
         if planned.start > self.now:
             mine = {uuid for alternative in self.alternatives(ticket) for uuid in alternative.fit.eligible}
             kept = self.kept_for_others(ticket, planned)
             blocking = [reservation for uuid, reservation in kept.items() if uuid in mine]
             return min(blocking, key=lambda reservation: reservation.begins).key if blocking else self.reserved[0]
-        if self.calendars.uses_own_reservations(ticket.uid, planned.devices, self.started):
+        if not base or self.calendars.uses_own_reservations(ticket.uid, planned.devices, self.started):
             return None
         busy, calendar = {shared: until.copy() for shared, until in self.busy.items()}, self.calendar
         self.occupy(busy, ticket, planned)
         if not calendar.keys().isdisjoint(planned.devices):  # others are kept instead
             calendar = self.calendars.after([*self.started, self._starting(ticket, planned)], self.liked)
-        is_behind = False  # whether the others in the loop are behind this one
         for other in waiting:
             if other is ticket:
-                is_behind = True
                 continue
             again = self.earliest(other, busy, calendar)
             self.occupy(busy, other, again)
             if again.start > self._limit(other, ticket, base[other.id].start) + 1e-3:
                 return other.id
-            if other.id in self.late and not is_behind:
-                # It has waited long enough: no device that it could use is taken, unless a time limit, which gpuguard
-                # keeps, frees that before its planned start.
-                is_in_time = base[other.id].start != UNKNOWN and ticket.time_limit is not None
-                fits = [self.machine.fits[request] for request in other.requests if request in self.machine.fits]
-                if not is_in_time and any(uuid in fit.eligible for uuid in planned.devices for fit in fits):
-                    return other.id
         return None
 
     def _limit(self, other: Ticket, passing: Ticket, planned: float) -> float:
         """Until when *other* can be put off by *passing*."""
         had_more = self.rules.fair_share and self.usage.get(passing.owner, 0.0) > self.usage.get(other.owner, 0.0)
-        if other.promise is None or had_more or passing.set_back or passing.priority < other.priority:
+        if had_more or passing.set_back or passing.priority < other.priority:
             return planned
+        if other.promise is None:
+            # Of two that fit now, and of which nothing is sure, the order in which they are tried decides.
+            is_open = planned <= self.now and passing.time_limit is None and other.time_limit is None
+            is_open = is_open and not self.calendars.begun_for(passing.uid)  # which puts it first for its devices alone
+            return UNKNOWN if is_open else planned
         return max(planned, due_at(other, self.rules))
+
+    def _kept_free_for(
+        self, ticket: Ticket, planned: PlannedStart, waiting: Sequence[Ticket], base: Mapping[str, PlannedStart]
+    ) -> str | None:
+        """The id of the oldest ticket before it that has waited beyond the bound, if this one would probably delay it.
+
+        That is EASY backfill by estimates (Tsafrir, Etsion and Feitelson 2007): what probably ends before the devices
+        suffice may pass, and what takes devices that are left over then.
+        """
+        if self.calendars.uses_own_reservations(ticket.uid, planned.devices, self.started):
+            return None
+        late: list[Ticket] = []
+        for other in waiting:
+            if other is ticket:
+                break
+            late += [other] if other.id in self.late else []
+        for other in sorted(late, key=lambda other: other.since):
+            if ticket.time_limit is not None and base[other.id].start != UNKNOWN:
+                continue  # which gpuguard keeps, so that one is not put off beyond its promise
+            for alternative in self.alternatives(other):
+                wanted = set(alternative.fit.eligible).intersection(planned.devices)
+                if wanted and self._delays(alternative, len(wanted), ticket, self.now - other.since):
+                    return other.id
+        return None
+
+    def _delays(self, alternative: _Alternative, taken: int, passing: Ticket, waited: float) -> bool:
+        """Whether *passing*, on so many of its devices, probably delays a request that has *waited* so long."""
+        busy = self._probably_busy()
+        known = {**self.machine.guesses, **self.machine.estimates, **busy}
+        fit, count = alternative.fit, alternative.request.num_gpus
+        ends = sorted(
+            self.now if uuid in fit.open and uuid not in busy else max(self.now, known.get(uuid, UNKNOWN))
+            for uuid in fit.eligible
+        )
+        suffice = ends[count - 1]
+        left_over = sum(end <= suffice for end in ends) - count
+        if suffice == UNKNOWN or passing.lasts is None:
+            return True
+        doubt = 1.0 if passing.time_limit is not None or waited > SURE * self.rules.bound else DOUBT
+        return taken > left_over and self.now + doubt * passing.lasts > suffice
+
+    def _probably_busy(self) -> dict[str, float]:
+        """uuid -> when it is probably free again, of the devices that this plan gives away."""
+        busy: dict[str, float] = {}
+        for ticket, planned in self.starting:
+            for uuid in planned.devices:
+                for related in (uuid, *self.machine.relatives.get(uuid, ())):
+                    busy[related] = max(busy.get(related, 0.0), self.now + _probable_seconds(ticket))
+        return busy
 
     def kept_for_others(self, ticket: Ticket, planned: PlannedStart) -> dict[str, Reservation]:
         """uuid -> the reservation for which this ticket must leave the device alone if it starts now."""

@@ -12,21 +12,21 @@ from gpuguard.history.audit_log import events_path, read_log
 from gpuguard.jsonio import loads
 
 TAIL_BYTES = 256 * 1024  # about 800 lines
-FEWEST = 3  # jobs of the same program; fewer tell nothing
-NEWEST = 20
+NEWEST = 2  # jobs: more of them tell less of the next one (Tsafrir, Etsion and Feitelson 2007)
 FIRST_WORDS = 16  # of a command line, among which the script is looked for: launchers have options of their own
 SCRIPTS = (".py", ".sh")
 
 
 def expected_seconds(command: Sequence[str], path: str | None = None) -> float | None:
-    """The median of the last jobs that ran the same program (and script), by the audit log, the user's own by default.
+    """How long the last jobs took that ran the same program (and script), else the last ones of any, by the audit log.
 
-    None where these are too few.
+    That is the user's own by default.  None where there are none.
     """
     # The audit log has the words with a blank between them, and of very long lines the beginning.
     wanted = program(" ".join(command)[:1000].split(" "))
     commands: dict[str, str] = {}
     lasted: list[float] = []
+    alike: list[float] = []
     try:
         lines = list(read_log(path or events_path(), TAIL_BYTES))
     except OSError:
@@ -37,13 +37,28 @@ def expected_seconds(command: Sequence[str], path: str | None = None) -> float |
             claim, kind = event.get("claim"), event["kind"]
             if kind == "claim" and event["outcome"] == "started":
                 commands[claim] = program(event["message"].split(" "))
-            elif kind == "release" and commands.pop(claim, None) == wanted:
+            elif kind == "release" and (name := commands.pop(claim, None)) is not None:
                 seconds = float(event["facts"]["wall_time_seconds"])
-                lasted += [seconds] if 0 <= seconds < float("inf") else []
+                if 0 <= seconds < float("inf"):
+                    lasted.append(seconds)
+                    alike += [seconds] if name == wanted else []
         except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError):
             continue  # torn, or of another program
-    lasted = sorted(lasted[-NEWEST:])
-    return lasted[len(lasted) // 2] if len(lasted) >= FEWEST else None
+    return estimate(alike or lasted)
+
+
+def estimate(lasted: Sequence[float]) -> float | None:
+    """How many seconds the next job will take, from those of the earlier ones, the newest last."""
+    newest = lasted[-NEWEST:]
+    return sum(newest) / len(newest) if newest else None
+
+
+def probable_end(since: float, seconds: float, now: float) -> float:
+    """When a job that runs *since* (unix time) ends, if it was to take so many *seconds*: doubled when exceeded."""
+    lasts = max(1.0, seconds)
+    while since + lasts <= now:
+        lasts *= 2
+    return since + lasts
 
 
 def program(command: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import QueueRules, Ticket
 from gpuguard.queue.reservations import ReservationCalendar, clock_text, with_reserved_instances
-from gpuguard.queue.state import QueueFacts, QueueState, kept_from, read_queue_facts
+from gpuguard.queue.state import QueueFacts, QueueState, expected_end, kept_from, read_queue_facts
 from gpuguard.queue.tickets import new_ticket
 from gpuguard.request import Request
 from gpuguard.units import format_duration
@@ -94,7 +94,10 @@ def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) ->
     """The ticket or the reservation that it would delay; of a reservation also when it starts instead, or could."""
     for other in queue.positions:
         if other.ticket.id == delayed:
-            return f"{other.ticket.user}'s request for {other.ticket.num_gpus}, which came before"
+            text = f"{other.ticket.user}'s request for {other.ticket.num_gpus}, which "
+            if other.ticket.since + queue.bound >= queue.now:
+                return f"{text}came before"
+            return f"{text}has waited for {format_duration(round(queue.now - other.ticket.since))}"
     reservation = next((reserved for reserved in queue.facts.reservations if reserved.key == delayed), None)
     if reservation is None:
         return f"reservation {delayed}"
@@ -104,6 +107,17 @@ def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) ->
     if reservation.begins > queue.now and position.ticket.time_limit is None:
         text += "; with a --time-limit that ends before, it could start now"
     return text
+
+
+def passing_text(position: QueuePosition, queue: QueueState) -> str | None:
+    """Until when shorter requests may start before this one; None where a start was promised, or it starts now."""
+    ticket = position.ticket
+    if position.now or ticket.after or ticket.promise is not None or position.request is None:
+        return None
+    until = ticket.since + queue.bound
+    if until > queue.now:
+        return f"shorter jobs may start first until {clock_text(until, queue.now)}"
+    return "only jobs that probably end before its devices are free start first"
 
 
 def _until(start: float, queue: QueueState) -> str:
@@ -119,11 +133,13 @@ def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str
         claim = _claim_on(uuid, queue)
         if claim is None:
             continue
-        end = claim.ends if claim.ends is not None else claim.expected
+        end = expected_end(claim, queue.now)
         if end is not None and abs(end - start) < 1.0:
-            how = "time limit" if claim.ends is not None else "earlier jobs"
             device = queue.snapshot.device(uuid)
-            return f"when device {device.index if device else uuid} is free: {how} of {claim.user}'s job"
+            freed = f"when device {device.index if device else uuid} is free"
+            if claim.ends is None:
+                return f"{freed}, if {claim.user}'s job takes as long as their earlier ones"
+            return f"{freed}: time limit of {claim.user}'s job"
     before = _on_the_same_devices(position, queue)
     return f"after {before.ticket.user}'s request" if before else ""
 

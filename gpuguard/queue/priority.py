@@ -18,7 +18,9 @@ from gpuguard.request import Request
 from gpuguard.units import parse_duration, parse_leftover, parse_percent
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1}
-TYPICAL_SECONDS = 3600.0  # the length of a job without a time limit or an estimate, in fair share only
+TYPICAL_SECONDS = 3600.0  # the length of a job without a time limit or an estimate, in fair share and in doubt
+USUAL_WAITS = 1.5  # times the usual wait, after which a request is passed only by what ends in time
+LONGEST_BOUND = 14 * 86400.0  # unless the site says more
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Ticket:
     requests: tuple[Request, ...]  # any of them will do, the first is liked best
     priority: int = 0
     time_limit: float | None = None  # seconds, kept by gpuguard
-    expected: float | None = None  # seconds, from what the user's jobs have taken before
+    expected: float | None = None  # seconds, estimated from what the user's jobs have taken before
     promise: float | None = None  # unix time, see backfill.promise
     owner_uid: int | None = None  # the uid that its uid belongs to, see users.accountable_uids; None: its own
     served: float | None = None  # unix time at which a request of its user last got a claim
@@ -130,6 +132,16 @@ def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: QueueR
         others = [ticket for ticket in members if ticket.id not in late]
         queue += _by_fair_share(others, usage) if rules.fair_share else others
     return queue
+
+
+def bound_now(rules: QueueRules, waits: Collection[float]) -> QueueRules:
+    """*rules* with the bound that fits the load: *waits* are those (seconds) of the jobs that run now.
+
+    Where all wait for days a day is nothing: every request would be beyond it, and all would start in order of arrival.
+    At most LONGEST_BOUND, because what a job says of its wait could be forged.
+    """
+    usual = sum(waits) / len(waits) if waits else 0.0
+    return replace(rules, bound=max(rules.bound, min(LONGEST_BOUND, USUAL_WAITS * usual)))
 
 
 def permitted(ticket: Ticket, rules: QueueRules) -> int:

@@ -3,7 +3,7 @@
     fair_share: true        # false: first come, first served
     half_life: 7d           # after which used GPU time counts half
     patience: 25%           # of the planned wait, by which shorter jobs may put a start off
-    bound: 24h              # after which no request passes one for which no start can be planned
+    bound: 24h              # at least, before a request without a planned start is passed only by what ends in time
     priority: {everybody: normal, high: [alice], low: [bob]}
     reservations: {devices: 2, longest: 24h, ahead: 14d, no_show: 30m}     # for users; root may do more
     leftover: keep          # for how long what a job leaves running keeps its claim: keep, release or a duration

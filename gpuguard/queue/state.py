@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -30,7 +30,8 @@ from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.procfs import stat_of
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan
 from gpuguard.queue.calendar import Reservation
-from gpuguard.queue.priority import QueueRules, Ticket, order
+from gpuguard.queue.estimates import probable_end
+from gpuguard.queue.priority import TYPICAL_SECONDS, QueueRules, Ticket, bound_now, order
 from gpuguard.queue.reservations import ReservationCalendar, reservation_calendar
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import IgnoredFile, read_tickets, unread_since
@@ -68,6 +69,7 @@ class QueueState:
     facts: QueueFacts
     now: float
     unresponsive: frozenset[str] = frozenset()
+    bound: float = QueueRules.bound  # seconds after which a request is passed only by what ends in time
 
     def of(self, ticket_id: str) -> QueuePosition:
         """The position of a ticket that it has."""
@@ -142,7 +144,8 @@ def queue_state(
     now, own = time.time(), mine and mine.id
     unresponsive: dict[str, str] = {}
     usage = usage_of_owners(used_by(facts.claims, now) if facts.usage is None else facts.usage)
-    machine = _machine(snapshot, facts, {request for ticket in tickets for request in ticket.requests})
+    machine = _machine(snapshot, facts, {request for ticket in tickets for request in ticket.requests}, now)
+    rules = bound_now(rules, [claim.waited or 0.0 for claim in facts.claims])
     denied = {ticket.id: "its user may make no claim now" for ticket in tickets if ticket.uid in facts.denied}
     tickets = _passed_over(tickets, denied)
     while True:
@@ -152,7 +155,8 @@ def queue_state(
             continue
         starting = [position.ticket for position in positions if position.now]
         if all(ticket.id == own or is_responsive(directory, ticket) for ticket in starting):
-            return QueueState(tuple(positions), tuple(ignored), snapshot, facts, now, frozenset(unresponsive))
+            waiting = tuple(positions), tuple(ignored)
+            return QueueState(*waiting, snapshot, facts, now, frozenset(unresponsive), rules.bound)
         # Where one does not respond, many may not: the script that started them all may have been stopped.
         for ticket in tickets:
             if ticket.id != own and not is_responsive(directory, ticket):
@@ -184,11 +188,12 @@ def kept_from(snapshot: Snapshot, facts: QueueFacts, ticket: Ticket) -> dict[str
     """uuid -> for which reservation it is kept, of the devices that *ticket* must leave alone in an empty queue."""
     if not facts.reservations:
         return {}
-    (position,) = plan([ticket], _machine(snapshot, facts, ticket.requests), {}, QueueRules(), time.time())
+    now = time.time()
+    (position,) = plan([ticket], _machine(snapshot, facts, ticket.requests, now), {}, QueueRules(), now)
     return dict(position.kept)
 
 
-def _machine(snapshot: Snapshot, facts: QueueFacts, requests: Collection[Request]) -> Machine:
+def _machine(snapshot: Snapshot, facts: QueueFacts, requests: Collection[Request], now: float) -> Machine:
     relatives: dict[str, list[str]] = {}
     for device in snapshot.devices:
         if device.parent_uuid:
@@ -196,11 +201,12 @@ def _machine(snapshot: Snapshot, facts: QueueFacts, requests: Collection[Request
             relatives.setdefault(device.parent_uuid, []).append(device.uuid)
     return Machine(
         {request: fit(snapshot, request, facts) for request in requests},
-        ends_of(facts.claims),
+        last_ends(facts.claims, lambda claim: claim.ends),
+        last_ends(facts.claims, lambda claim: expected_end(claim, now)),
+        last_ends(facts.claims, lambda claim: expected_end(claim, now) or _guessed_end(claim, now)),
         {uuid: tuple(uuids) for uuid, uuids in relatives.items()},
         facts.reservations,
         fit(snapshot, Request(), facts).open if facts.reservations else frozenset(),
-        ends_of([replace(claim, expected=None) for claim in facts.claims]),  # by time limits alone
     )
 
 
@@ -221,14 +227,26 @@ def fit(snapshot: Snapshot, request: Request, facts: QueueFacts) -> Fit:
     return Fit(uuids, frozenset(uuids) & opened)
 
 
-def ends_of(claims: Sequence[ClaimRecord]) -> dict[str, float]:
-    """uuid -> unix time at which the last claim on it should end; without those for which that is unknown."""
+def last_ends(claims: Sequence[ClaimRecord], end_of: Callable[[ClaimRecord], float | None]) -> dict[str, float]:
+    """uuid -> unix time at which the last claim on it ends; without those for which *end_of* one of them is unknown."""
     ends: dict[str, float] = {}
     for claim in claims:
-        end = next((when for when in (claim.ends, claim.expected) if when is not None), math.inf)
+        end = end_of(claim)
         for uuid in claim.devices:
-            ends[uuid] = max(end, ends.get(uuid, end))
+            ends[uuid] = max(math.inf if end is None else end, ends.get(uuid, 0.0))
     return {uuid: end for uuid, end in ends.items() if end < math.inf}
+
+
+def expected_end(claim: ClaimRecord, now: float) -> float | None:
+    """When a claim ends by its time limit, else by what earlier jobs of its user have taken; None: unknown."""
+    if claim.ends is not None or claim.expected is None:
+        return claim.ends
+    since = min(now, claim.expected) if claim.since is None else claim.since
+    return probable_end(since, claim.expected - since, now)
+
+
+def _guessed_end(claim: ClaimRecord, now: float) -> float:
+    return probable_end(now if claim.since is None else claim.since, TYPICAL_SECONDS, now)
 
 
 def usage_of_owners(usage: Mapping[int, float]) -> dict[int, float]:

@@ -97,6 +97,11 @@ class WaitingRequest:
         self._fields = frozenset({MEMORY, PROCESSES})  # that the requests of the queue need, if this process leads it
         self._reservations: tuple[Reservation, ...] = ()
 
+    @property
+    def waited(self) -> float | None:
+        """Seconds in the queue; None: it has no ticket."""
+        return time.time() - self.waiter.ticket.since if self.waiter else None
+
     def check(self, snapshot: Snapshot, requests: Sequence[Request]) -> QueueAnswer:
         """Whether it may start now, by its own sample; any of *requests* will do."""
         mine = self.waiter.ticket if self.waiter else self._ticket(requests)

@@ -10,7 +10,7 @@ from typing import Any
 
 from gpuguard.clusters.slurm import Queued
 from gpuguard.queue.backfill import QueuePosition
-from gpuguard.queue.explain import start_text
+from gpuguard.queue.explain import passing_text, start_text
 from gpuguard.queue.priority import PRIORITIES
 from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus, clock_text
 from gpuguard.queue.settings import QueueSettings
@@ -167,7 +167,8 @@ def _prospects(position: QueuePosition, queue: QueueState) -> str:
     if promise is not None and promise > queue.now and not position.now:
         form = "%H:%M" if promise - queue.now < 20 * 3600 else "%a %d %b %H:%M"
         text += f"; at the latest {local_time(promise, form)}, if time limits are kept"
-    return text
+    passing = passing_text(position, queue)
+    return f"{text}; {passing}" if passing else text
 
 
 def to_json(queue: QueueState, site: QueueSettings, jobs: Sequence[Queued] | str = ()) -> dict[str, Any]:
