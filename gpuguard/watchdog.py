@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from typing import TypeVar
 
 from gpuguard.backends import Backend
@@ -358,7 +359,7 @@ class Watchdog:
             self._noted.add(key)
 
     def _ended_text(self, note: Note) -> str | None:
-        """``"ended by SIGTERM after 2s"``, where that is why a condition holds no more; None: it ended of itself."""
+        """``"ended by SIGTERM within 2s"``, where that is why a condition holds no more; None: it ended of itself."""
         subject, clock = note.subject, boot_clock()
         ending = [
             past
@@ -370,7 +371,7 @@ class Watchdog:
             return None
         last = ending[-1]
         means = {"terminate": "SIGTERM", "kill": "SIGKILL"}.get(last.action, last.action)
-        return f"ended by {means} after {format_duration(max(0, round(clock - last.clock)))}"
+        return f"ended by {means} within {format_duration(max(1, ceil(clock - last.clock)))}"
 
     def _alarm(self, text: str, subject: Subject, name: str) -> None:
         """Notify all targets that a policy spares a user who alone has more than it may hit at once."""
