@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from users import ALICE, BOB, SharedMachine, interpreter
 
+from gpuguard import procfs
 from gpuguard.backends import simulated
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESSES, THERMAL, UTILIZATION
 
@@ -144,3 +147,96 @@ def test_a_mig_instance_cannot_be_broken_alone(sim, devices):
     status, _, complaint = sim("fault", "--device", devices()[0]["instances"][0]["uuid"], "lost")
 
     assert status == 2 and "the device that it belongs to" in complaint
+
+
+class SharedNode(SharedMachine):
+    """A node of 2 GPUs that root has started for all users."""
+
+    def __init__(self, place: Path, site: Path) -> None:
+        self.place, self.python_path = place, interpreter()
+        self.environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent", "PYTHONPATH": str(site)}
+        self.environment["GPUGUARD_BACKEND"] = f"simulated:{place}/node"
+        started = self(None, "sim", "start", "--shared", "2xRTX4090", umask=0o077)
+        assert f"export GPUGUARD_BACKEND=simulated:{place}/node" in started.stdout, started.stderr
+
+    def working(self, user, *options: str):
+        """A job of *user* that computes on what it has claimed."""
+        use = (*self.words("sim", "use", "--memory", "5GiB", "--utilization", "90%"), "--", "sh", "-c")
+        return self.job(user, *options, command=(*use, 'echo "$CUDA_VISIBLE_DEVICES"; exec sleep 100'))
+
+    def devices(self, user) -> list[dict[str, Any]]:
+        devices: list[dict[str, Any]] = json.loads(self(user, "who", "--json").stdout)["devices"]
+        return devices
+
+
+@pytest.fixture
+def shared(open_place: Path, site: Path) -> SharedNode:
+    return SharedNode(open_place, site)
+
+
+@pytest.mark.root
+def test_users_of_a_shared_node_see_use_and_claim_the_same_devices(shared):
+    with shared.working(ALICE) as (_, hers), shared.working(BOB) as (_, his):
+        seen = [shared.devices(user) for user in (ALICE, BOB, None)]
+        refused = shared(BOB, "run", "--no-wait", "--", "true")
+
+        assert {hers, his} == {"0", "1"}
+        assert refused.returncode == 75 and f"claimed by {ALICE.pw_name}" in refused.stderr
+        for devices in seen:
+            on = {process["user"]: device["index"] for device in devices for process in device["processes"]}
+            assert on == {ALICE.pw_name: int(hers), BOB.pw_name: int(his)}
+
+    assert [[device["processes"] for device in shared.devices(user)] for user in (ALICE, None)] == [[[], []]] * 2
+    assert os.listdir(shared.place / "node" / "uses") == []  # root's look has removed those of the dead
+
+
+@pytest.mark.root
+def test_only_root_steers_a_shared_node_and_only_root_makes_one(shared):
+    steered = shared(ALICE, "sim", "fault", "--device", "0", "lost")
+    own = shared(ALICE, "sim", "start", "--shared", "2xT4", "--backend", f"simulated:{shared.place}/hers")
+
+    assert (steered.returncode, own.returncode) == (4, 1)
+    assert "root steers it" in steered.stderr and "only root can share" in own.stderr
+    assert shared(None, "sim", "fault", "--device", "0", "lost").returncode == 0
+    assert shared.devices(BOB)[0]["problems"] == ["lost"]
+
+
+FORGED = """
+import json, os, sys
+use = {"device": sys.argv[1], "pid": int(sys.argv[2]), "start_time": float(sys.argv[3]), "utilization": 0.0,
+       "memory": {"start": 2**30, "end": 2**30}, "uid": int(sys.argv[4])}
+place = sys.argv[5]
+for number, content in enumerate([json.dumps(use), json.dumps({**use, "pid": os.getpid(), "memory": {"start": -1e12,
+                                  "end": -1e12}}), "{", "[" * 4000, json.dumps({**use, "kind": "x"})]):
+    with open(f"{place}/{number}.json", "w") as file:
+        file.write(content)
+os.symlink("/etc/passwd", f"{place}/link.json")
+os.mkfifo(f"{place}/pipe.json")
+"""
+
+
+@pytest.mark.root
+def test_no_user_can_put_the_process_of_another_on_a_device_of_a_shared_node(shared):
+    with shared.working(ALICE, "--gpus", "0"):
+        [process] = shared.devices(None)[0]["processes"]
+        free = shared.devices(None)[1]
+        facts = (str(process["pid"]), str(procfs.start_time(process["pid"])), str(ALICE.pw_uid))
+        shared.python(BOB, FORGED, free["uuid"], *facts, f"{shared.place}/node/uses")
+
+        for user in (ALICE, None):
+            first, second = shared.devices(user)
+            assert [seen["pid"] for seen in first["processes"]] == [process["pid"]]
+            assert second["processes"] == [] and second["memory_used_bytes"] == free["memory_used_bytes"]
+
+
+@pytest.mark.root
+def test_a_node_of_ones_own_takes_no_claims_in_the_directory_of_all_users(shared):
+    assert shared(None, "setup", "--dir", f"{shared.place}/claims").returncode == 0
+    own = {"GPUGUARD_BACKEND": f"simulated:{shared.place}/hers", "GPUGUARD_DIR": f"{shared.place}/claims"}
+    (shared.place / "hers").mkdir()
+    os.chown(shared.place / "hers", ALICE.pw_uid, ALICE.pw_gid)
+    refused = shared(ALICE, "run", "--", "true", environment=own)
+
+    assert refused.returncode == 125
+    assert "yours alone" in refused.stderr and "gpuguard sim start --shared" in refused.stderr
+    assert shared(ALICE, "run", "--", "true", environment=own | {"GPUGUARD_DIR": ""}).returncode == 0

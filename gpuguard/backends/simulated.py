@@ -127,7 +127,7 @@ def use(
         new = tuple(Use(uuid, pid, start or 0.0, course, utilization, kind, until) for uuid in uuids)
         return replace(node, uses=node.uses + new)
 
-    simulated_node.update(directory(spec), register)
+    simulated_node.update(directory(spec), register, uses_only=True)
     return uuids
 
 
@@ -205,7 +205,8 @@ def current(place: str) -> SimulatedNode:
         # The moment of death is noted for later samples: memory that is released with a delay, energy.
         return simulated_node.update(place, advanced_now)
     except BackendError:
-        return advanced_now(node)  # a node of another user, which we may only read
+        # A node that we may only read: nobody notes when the dead gave their memory back, so it is back now.
+        return advanced_now(replace(node, release_delay=0.0))
 
 
 def _chosen(node: SimulatedNode, devices: str | Sequence[int | str] | None) -> tuple[str, ...]:
@@ -257,6 +258,8 @@ def advanced_now(node: SimulatedNode) -> SimulatedNode:
 
 
 def _is_alive(use: Use) -> bool:
+    if use.uid is not None and procfs.uid_of(use.pid) not in (use.uid, None):
+        return False  # a user can say of their own processes alone that they are on a device: others could be ended
     stat = procfs.read_stat(use.pid)
     if stat is None:
         return procfs.alive(use.pid)  # gone, or hidden from this user (hidepid)

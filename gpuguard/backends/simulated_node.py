@@ -5,7 +5,8 @@ process of ours runs.  Memory and utilization follow the processes; temperature 
 
 The state is in one file, which several terminals share.  Readers need no lock, because the file is only ever replaced
 as a whole; writers take turns by an flock on a file beside it (not on the state itself: a lock on a file that gets
-replaced guards nothing).  The format is private to this module.  Does not look at processes: see simulated.
+replaced guards nothing).  Of a node that is shared only root changes that file: what each user's processes use stands
+in files of that user beside it.  The format is private to this module.  Does not look at processes: see simulated.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.files import read_file, write_file
+from gpuguard.files import open_regular, read_file, write_file
 from gpuguard.jsonio import decode, loads
 
 MiB = 2**20
@@ -147,6 +148,7 @@ def _check_profiles(model: Model, profiles: tuple[str, ...], group: str) -> None
         )
 
 
+KINDS = ("compute", "graphics", "compute+graphics", "mps")  # of processes
 IDLE_MEMORY = 2**20  # bytes: a driver shows 1 MiB on an unused device
 RESERVED_SHARE = 0.0068  # of the memory: 551 MiB of the 81559 MiB of an H100
 IDLE_TEMPERATURE = 31.0
@@ -212,6 +214,8 @@ class Use:
     utilization: float
     kind: str = "compute"
     until: float | None = None  # clock; None: as long as it lives
+    uid: int | None = None  # of the file of a shared node that says so; None: the node's own file does
+    file: str = ""  # its name
 
 
 @dataclass(frozen=True)
@@ -232,13 +236,14 @@ class SimulatedNode:
     uses: tuple[Use, ...] = ()
     releases: tuple[ScheduledRelease, ...] = ()
     release_delay: float = 0.0  # seconds
+    shared: bool = False  # whether all users see it and use it; root steers it
 
     def of(self, device: NodeDevice) -> set[str]:
         """The uuids under which *device* is used: its own and those of its instances."""
         return {device.uuid, *(instance.uuid for instance in device.instances)}
 
 
-def new_node(spec: str, place: str, clock: float) -> SimulatedNode:
+def new_node(spec: str, place: str, clock: float, *, shared: bool = False) -> SimulatedNode:
     """A node as *spec* says.  Its uuids follow from *place* (its directory) and the position, so they come back."""
     devices = tuple(
         NodeDevice(
@@ -253,7 +258,7 @@ def new_node(spec: str, place: str, clock: float) -> SimulatedNode:
         )
         for index, (model, profiles) in enumerate(parse_spec(spec))
     )
-    return SimulatedNode(spec.strip(), devices)
+    return SimulatedNode(spec.strip(), devices, shared=shared)
 
 
 def find(node: SimulatedNode, names: str) -> tuple[str, ...]:
@@ -373,7 +378,10 @@ def _uuid(kind: str, *facts: object) -> str:
 
 STATE = "node.json"
 LOCK = "node.lock"
+USES = "uses"  # where each user writes what their processes use of a shared node
 MAX_BYTES = 2**24
+_USE_BYTES = 2**12
+_USES_AT_MOST = 4096
 LOCK_SECONDS = 10.0  # a change takes a millisecond; only a stopped process can hold the lock for longer
 _SCHEMA = 1
 _LONGEST = 86400.0  # seconds of a device's answer
@@ -383,7 +391,8 @@ def load(directory: str) -> SimulatedNode | None:
     """The node in *directory*; None if there is none.  Raises BackendError."""
     path = os.path.join(directory, STATE)
     try:
-        return _decoded(loads(read_file(path, MAX_BYTES)))
+        node = _decoded(loads(read_file(path, MAX_BYTES)))
+        return replace(node, uses=_read_uses(directory)) if node.shared else node
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -406,16 +415,24 @@ def create(directory: str, make: Callable[[], SimulatedNode], *, replace: bool =
         return node, True
 
 
-def update(directory: str, change: Callable[[SimulatedNode], SimulatedNode]) -> SimulatedNode:
-    """Change the node while no other process does; returns what it is now.  Raises BackendError."""
+def update(
+    directory: str, change: Callable[[SimulatedNode], SimulatedNode], *, uses_only: bool = False
+) -> SimulatedNode:
+    """Change the node while no other process does; returns what it is now.  Raises BackendError.
+
+    Every user may change the uses of a shared node: with *uses_only* nothing else of it is written.
+    """
     with _locked(directory):
         node = load(directory)
         if node is None:
             raise BackendError(
                 f"there is no simulated node in {directory}: start one with `gpuguard sim start 8xH100-80GB`."
             )
-        node = change(node)
-        _save(directory, node)
+        before, node = node, change(node)
+        if not (node.shared and uses_only):
+            _save(directory, node)
+        if node.shared:
+            _save_uses(directory, before.uses, node.uses)
         return node
 
 
@@ -457,10 +474,40 @@ def _locked(directory: str) -> Iterator[None]:
 
 def _save(directory: str, node: SimulatedNode) -> None:
     path = os.path.join(directory, STATE)
+    kept = replace(node, uses=()) if node.shared else node
     try:
-        write_file(path, json.dumps({"schema": _SCHEMA, **asdict(node)}).encode(), mode=None)
+        content = json.dumps({"schema": _SCHEMA, **asdict(kept)}).encode()
+        write_file(path, content, mode=0o644 if node.shared else None)
     except OSError as error:
-        raise BackendError(f"the simulated node cannot be changed: {error}.") from None
+        why = "  It is shared: all users use it, and root steers it." if node.shared else ""
+        raise BackendError(f"the simulated node cannot be changed: {error}.{why}") from None
+
+
+def _read_uses(directory: str) -> tuple[Use, ...]:
+    place, uses = os.path.join(directory, USES), []
+    for name in sorted(os.listdir(place))[:_USES_AT_MOST]:
+        if not name.endswith(".json"):
+            continue
+        with suppress(OSError, ValueError):  # it has just gone, or is no file of ours: it counts for nothing
+            descriptor, status = open_regular(os.path.join(place, name))
+            with os.fdopen(descriptor, "rb") as file:
+                use = decode(Use, loads(file.read(_USE_BYTES)))
+            if min(use.pid, use.memory.start, use.memory.end, use.utilization) >= 0 and use.kind in KINDS:
+                uses.append(replace(use, uid=status.st_uid, file=name))
+    return tuple(uses)
+
+
+def _save_uses(directory: str, before: tuple[Use, ...], after: tuple[Use, ...]) -> None:
+    place = os.path.join(directory, USES)
+    for use in set(before) - set(after):
+        with suppress(OSError):  # of another user, who removes it
+            os.unlink(os.path.join(place, use.file))
+    try:
+        for use in set(after) - set(before):
+            # A name that no other user can have taken before.
+            write_file(os.path.join(place, f"{os.urandom(8).hex()}.json"), json.dumps(asdict(use)).encode())
+    except OSError as error:
+        raise BackendError(f"the use of the simulated node cannot be written down: {error}.") from None
 
 
 def _decoded(raw: dict[str, Any]) -> SimulatedNode:

@@ -100,11 +100,27 @@ def lock_directory(path: str | None = None, *, backend: str = "nvml", make: bool
     if is_recorded(backend):
         raise LockDirectoryError(f"{backend} is of another time or machine: nothing on it can be claimed or guarded.")
     if path is not None:
-        return _subdirectories(os.path.abspath(path), own=True, make=make)
+        path = os.path.abspath(path)
+        if backend.startswith("simulated"):
+            _check_seen_by_all(path, backend.partition(":")[2])
+        return _subdirectories(path, own=True, make=make)
     if os.path.lexists(ADMIN_DIRECTORY):
         # Present but unusable is an error: a silent fallback would let two users each have "their" directory.
         return _subdirectories(ADMIN_DIRECTORY, own=False)
     return _sticky_directory()
+
+
+def _check_seen_by_all(path: str, node: str) -> None:
+    """Refuse claims in a directory of other users on devices that none of them sees: all would wait for each other."""
+    from gpuguard.backends.simulated import directory  # a real machine does not need it
+
+    node, uid = directory(node), os.geteuid()
+    if os.lstat(node).st_uid == uid and os.path.lexists(path) and os.lstat(path).st_uid != uid:
+        raise LockDirectoryError(
+            f"{path} is for all users, and the simulated node in {node} is yours alone: others who claim there see "
+            "other devices.  Leave out --dir and GPUGUARD_DIR, or let root start a node for all: `gpuguard sim start "
+            "--shared`."
+        )
 
 
 def _subdirectories(path: str, *, own: bool, make: bool = True, check_file_system: bool = True) -> LockDirectory:

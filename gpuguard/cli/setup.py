@@ -103,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
 
     uuids = _uuids(args)
     if args.lock_files:
-        _make_lock_files(args.dir, uuids)
+        make_lock_files(lock_directory(args.dir), uuids)
         return 0
     is_brokered = _is_brokered(path)  # now; setting it up again changes nothing, unless it is asked for
     keeper = user_name(os.lstat(f"{path}/lock/gate").st_uid) if is_brokered else "root"
@@ -165,7 +165,7 @@ def make_directory(path: str, uuids: list[str]) -> None:
             if not os.path.lexists(folder):
                 os.mkdir(folder)
                 os.chmod(folder, mode)  # whatever the umask
-    _make_lock_files(path, uuids)
+    make_lock_files(lock_directory(path), uuids)
 
 
 def _make_daemon_directory(path: str, name: str) -> None:
@@ -206,8 +206,8 @@ def _lock_names(uuids: list[str]) -> list[str]:
     return ["gate", "queue", *uuids, *(f"{uuid}.nested" for uuid in uuids), *slots]
 
 
-def _make_lock_files(path: str | None, uuids: list[str]) -> None:
-    directory = lock_directory(path)
+def make_lock_files(directory: LockDirectory, uuids: list[str]) -> None:
+    """Make those of these devices that are not there yet."""
     for name in _lock_names(uuids):
         os.close(open_lock(directory, name))
 

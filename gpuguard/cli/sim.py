@@ -7,6 +7,10 @@ Several terminals see one node, in $GPUGUARD_SIM_DIR (default: a directory of th
   gpuguard sim set --device 3 --temperature 40C..95C --over 2m
   gpuguard sim fault --device 3 hang
   gpuguard who --backend simulated
+
+A node of yours is yours alone.  As root you can make one that all users of the machine see, use and claim on:
+
+  gpuguard sim start --shared 8xH100-80GB
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import argparse
 import difflib
 import os
 import shlex
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -23,10 +28,12 @@ from typing import Any
 
 from gpuguard.backends import simulated, simulated_node
 from gpuguard.backends.simulated_node import NodeDevice, SimulatedNode, WorkPattern, new_node
+from gpuguard.claims.directory import lock_directory
 from gpuguard.cli.options import SubcommandRow
+from gpuguard.cli.setup import make_lock_files
 from gpuguard.clusters.visible_devices import is_restricted
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.model import Device
+from gpuguard.model import HEALTH, Device
 from gpuguard.units import format_bytes, format_count, parse_bytes, parse_celsius, parse_duration, parse_percent
 from gpuguard.views.text import json_text, picked
 
@@ -37,6 +44,7 @@ FAULTS = {
     "unlisted": "the driver gives no process list",
     "implausible": "the driver gives a process list that cannot be true",
 }
+SHARED = "/run/gpuguard-sim"  # the directory of a node of all users that was not named
 Options = dict[str, Any]  # keyword arguments of add_argument
 
 
@@ -46,8 +54,16 @@ def _options(table: dict[str, Options], parser: argparse.ArgumentParser) -> None
 
 
 def _start(args: argparse.Namespace) -> int:
-    directory = _directory(args)
-    made = new_node(args.spec, directory, time.clock_gettime(time.CLOCK_BOOTTIME))
+    if args.shared and os.geteuid() != 0:
+        raise GpuguardError(
+            "only root can share a simulated node: others would trust neither devices nor locks in a directory of "
+            "yours.  Run it with sudo; without --shared the node is yours alone."
+        )
+    unnamed = args.shared and not _spec(args) and not os.environ.get("GPUGUARD_SIM_DIR")
+    directory = simulated.directory(SHARED) if unnamed else _directory(args)
+    made = new_node(args.spec, directory, time.clock_gettime(time.CLOCK_BOOTTIME), shared=args.shared)
+    if args.shared:
+        _check_reachable(directory)
     node, new = simulated_node.create(directory, lambda: made, replace=args.force)
     if not new:
         raise GpuguardError(
@@ -56,8 +72,32 @@ def _start(args: argparse.Namespace) -> int:
         )
     backend = "simulated" if directory == simulated.directory("") else shlex.quote(f"simulated:{directory}")
     print(f"SIMULATED node of {format_count(len(node.devices), 'device')} ({node.spec}) in {directory}")
+    if args.shared:
+        _share(directory)
+        print(f"It is for all users.  Each of them sees it after: export GPUGUARD_BACKEND={backend}")
     print(f"Try: gpuguard run --backend {backend} -n 1 -- gpuguard sim use --memory 10GiB --for 30s")
     return 0
+
+
+def _check_reachable(directory: str) -> None:
+    status = os.lstat(directory)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != 0:
+        raise GpuguardError(f"{directory} is not a directory of root's: name another one, as simulated:DIRECTORY.")
+    path = os.path.dirname(directory)
+    while path != "/":
+        if not os.stat(path).st_mode & 0o001:
+            raise GpuguardError(f"other users cannot enter {path}: name another directory, as simulated:DIRECTORY.")
+        path = os.path.dirname(path)
+
+
+def _share(directory: str) -> None:
+    """Open the node to all users: what they use they write into a sticky directory, and they lock root's files."""
+    uses = os.path.join(directory, simulated_node.USES)
+    os.makedirs(uses, exist_ok=True)
+    for path, mode in ((uses, 0o1777), (os.path.join(directory, simulated_node.LOCK), 0o644), (directory, 0o755)):
+        os.chmod(path, mode)  # whatever the umask
+    devices = simulated.Simulated(directory).sample({HEALTH}).devices
+    make_lock_files(lock_directory(backend=f"simulated:{directory}"), [device.uuid for device in devices])
 
 
 def _use(args: argparse.Namespace) -> int:
@@ -158,9 +198,10 @@ def _show(args: argparse.Namespace) -> int:
     rows = [_facts(state, device) for device in state.devices]
     if args.json:
         content = {"schema": 1, "simulated": True, "directory": directory, "spec": state.spec, "devices": rows}
+        content["shared"] = state.shared
         print(json_text(content, indent=None))
         return 0
-    print(f"SIMULATED node {state.spec} in {directory}")
+    print(f"SIMULATED node {state.spec} in {directory}{', for all users' if state.shared else ''}")
     for row in rows:
         used, total = (format_bytes(row[f"memory_{name}_bytes"]) for name in ("used", "total"))
         odd = [*row["faults"], *(f"MIG {instance['mig_profile']}" for instance in row["instances"])]
@@ -243,6 +284,7 @@ _WHERE: dict[str, Options] = {
 _START: dict[str, Options] = {
     "spec": {"metavar": "SPEC", "help": "'8xH100-80GB', '4xRTX4090', '1xA100-40GB:mig=3g.20gb,3g.20gb', joined by +"},
     "--force": {"action": "store_true", "help": "replace the node that is there"},
+    "--shared": {"action": "store_true", "help": f"for all users, as root (default place: {SHARED})"},
 }
 _USE: dict[str, Options] = {
     "--device": {"metavar": "D,..", "help": "indices, uuids or 'all' (default: what CUDA_VISIBLE_DEVICES names)"},
@@ -252,7 +294,7 @@ _USE: dict[str, Options] = {
     "--over": _quantity(parse_duration, "DURATION", "within this time, as in 1m", default=0.0),
     "--for": _quantity(parse_duration, "DURATION", "let go after this time", dest="lasting"),
     "--kind": {
-        "choices": ("compute", "graphics", "compute+graphics", "mps"),
+        "choices": simulated_node.KINDS,
         "default": "compute",
         "help": "what the driver calls the process (default: compute)",
     },
