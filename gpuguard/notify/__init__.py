@@ -12,4 +12,5 @@ dataclass (``from_`` is written ``from``).  A single text stands for the first f
       team:    {apprise: {url: {env: TEAM_CHAT}}}
 
 Terminals are written to by actions.  Start reading at sender; texts are made by templates.
+connections bounds time and bytes; what an answer of HTTP means (redirects) is in webhook.
 """
