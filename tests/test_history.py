@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
-from nodes import Gpuguard, eventually
+from nodes import Gpuguard, eventually, start
 from sources import module_name, modules
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard.cli import events, web
 from gpuguard.history import audit_log
-from gpuguard.model import Event
+from gpuguard.model import HEALTH, Event
 
 AN_EVENT = Event(time=1_700_000_000.5, kind="claim", outcome="started", devices=("GPU-1",), pid=7, claim="ab")
 
@@ -263,14 +263,14 @@ def test_torn_lines_are_left_out_and_counted(log, machine_log, command):
         file.write(b'{"schema": 1, "time_unix\n\xff\xfe\n[1]\n' + b"[" * 4000 + b'\n{"schema": 1}\n')
     _, out, err = command("events")
 
-    assert (out.count("\n"), "5 lines" in err) == (1, True)
+    assert (out.count("\n"), "5 lines" in err) == (2, True)  # the headers, and the one that can be read
 
 
 def test_what_users_wrote_cannot_reach_the_terminal(machine_log, command):
     audit_log.append(event("sent", user="eve\x1b[2J", message="line\nforged \u202e", facts=(("policy", "x\x07"),)))
     _, out, _ = command("events")
 
-    assert out.count("\n") == 1 and out.strip("\n").isprintable()
+    assert out.count("\n") == 2 and out.replace("\n", "").isprintable()
     assert "eve\\x1b[2J" in out
 
 
@@ -278,10 +278,21 @@ def test_facts_are_in_words_for_people_and_exact_for_programs(machine_log, comma
     facts = {"wall_time_seconds": 7380.25, "peak_memory_bytes": 10738466816, "energy_joules": 979.0249999999999}
     audit_log.append(event(facts=tuple({**facts, "until_unix_seconds": NOW, "mean_utilization_percent": 90.0}.items())))
     now = time.strftime("%m-%d %H:%M:%S", time.localtime(NOW))
-    words = f"wall_time=2h3m, peak_memory=10.0GiB, energy_joules=979.025, until={now}, mean_utilization=90%"
+    words = f"wall time 2h3m, peak memory 10.0GiB, energy 0.27Wh, until {now}, mean utilization 90%"
 
-    assert f"({words})" in command("events")[1]
+    assert command("events")[1].endswith(f"{words}\n")
     assert json.loads(command("events", "--json")[1])["events"][0]["facts"].items() >= facts.items()
+
+
+def test_events_are_a_table_that_names_gpus_by_number_without_a_daemon_too(log, tmp_path, monkeypatch, command):
+    node = start(str(tmp_path / "node"))
+    monkeypatch.setenv("GPUGUARD_BACKEND", f"simulated:{tmp_path}/node")
+    uuid = node.sample({HEALTH}).devices[3].uuid
+    audit_log.append(event("settled", kind="release", devices=(uuid,), user="ada", message="train"))
+    heads, row = command("events")[1].splitlines()
+
+    assert heads.split() == ["TIME", "EVENT", "GPU", "USER", "NOTE"]
+    assert row.split()[2:6] == ["release", "ended", "3", "ada"] and row[heads.index("NOTE") :].startswith("train")
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable
 
 from gpuguard.claims.directory import LockDirectory, daemon_files, last_about, lock_directory
-from gpuguard.cli.options import add_repeatable, add_source_options, check_users, quantity
+from gpuguard.cli.options import add_repeatable, add_source_options, check_users, quantity, sampled
 from gpuguard.daemon import client
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, Line, LogFollower, decoded, events_path
+from gpuguard.model import HEALTH
 from gpuguard.procfs import boot_clock
 from gpuguard.source import read_state
 from gpuguard.units import format_count, parse_duration
@@ -55,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     )
     if "" in args.device:
         raise InvalidRequest("--device is empty: name a uuid or its beginning.")
-    labels = {} if args.json else _labels(args)
+    labels: dict[str, str] | None = None
     logs = [_Log(path, named=True) for path in args.file] or [_Log(path, named=False) for path in _paths()[:-1]]
     if not args.file:
         logs.append(_MachineLog(args))
@@ -65,7 +66,11 @@ def main(args: argparse.Namespace) -> int:
         if args.json and not args.follow:
             put_json(events.to_json(shown, torn))
         else:
-            put([json_text(line, indent=None) if args.json else events.to_text(line, labels) for line in shown])
+            if args.json:
+                put([json_text(line, indent=None) for line in shown])
+            elif shown:
+                headers, labels = labels is None, _labels(args) if labels is None else labels
+                put(events.to_table(shown, labels, headers=headers))
         _warn_of_torn_lines(torn)
         if not args.follow:
             if not (shown or args.json):
@@ -144,10 +149,14 @@ class _MachineLog(_Log):
 
 
 def _labels(args: argparse.Namespace) -> dict[str, str]:
-    """The numbers of the devices by uuid, as the daemon last saw them: nobody waits for the driver here."""
+    """The numbers of the devices by uuid, as the daemon last saw them, else as the driver tells them."""
     directory, simulated = _directory(args), args.backend.startswith("simulated")
     last = read_state(directory, boot_clock(), simulated=simulated) if directory else None
-    return {device.uuid: device.label for device in last.devices} if last else {}
+    try:
+        last = last or sampled(args, {HEALTH})
+    except GpuguardError:  # of a machine without a driver the log can be read as well
+        return {}
+    return {device.uuid: device.label for device in last.devices}
 
 
 def _directory(args: argparse.Namespace) -> LockDirectory | None:

@@ -1,4 +1,4 @@
-"""Events of the audit log for people: which are wanted, and each of them as one line of text.
+"""Events of the audit log for people: which are wanted, each as a row of a table or, for a journal, as a line.
 
 What users wrote (notes, commands, names) is neutralised.  Does not read the log: see history.audit_log.
 """
@@ -13,10 +13,15 @@ from gpuguard.history.audit_log import Line, devices_of, facts_of, is_number
 from gpuguard.notify.templates import deed_text
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_bytes, format_duration, local_time
+from gpuguard.users import user_name
+from gpuguard.views.text import table
 
 MOST_DEEDS = 5  # that `who` shows a user
 # By these the guard knows its actions again after a restart; people know them by user, pid and policy.
 _FOR_THE_GUARD = frozenset({"start_time_seconds", "signature", "clock_seconds", "boot"})
+_HEADERS = ("TIME", "EVENT", "GPU", "USER", "NOTE")
+_LEAST = (14, 16, 5, 8, 0)  # columns, so that what comes later stands under what was there (--follow)
+_OUTCOMES = {"settled": "ended"}  # of the JSON, in words for people
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,36 @@ def to_text(line: Line, labels: Mapping[str, str] | None = None) -> str:
     return "  ".join(neutralise(part) for part in parts if part)
 
 
+def to_table(lines: Sequence[Line], labels: Mapping[str, str], *, headers: bool = True) -> list[str]:
+    """``11-20 17:40:02  terminate sent  3  alice  uses 41.0GiB; pid 4711, policy hogs`` and so on, under headers.
+
+    *labels*: numbers of the devices by uuid; of one without a number the beginning of its uuid is shown.
+    """
+    rows = [_row(line, labels) for line in lines]
+    padded = [[cell.ljust(least) for cell, least in zip(row, _LEAST, strict=True)] for row in (_HEADERS, *rows)]
+    return table(padded[0 if headers else 1 :]) if rows else []
+
+
+def _row(line: Line, labels: Mapping[str, str]) -> list[str]:
+    kind, outcome, facts = line.get("kind", "n/a"), line.get("outcome", "n/a"), facts_of(line)
+    by = facts.get("by_uid")
+    told = [f"pid {line['pid']}" if line.get("pid") is not None else ""]
+    told += [f"claim {line['claim']}" if line.get("claim") else ""]
+    told += [f"by {user_name(by)}" if isinstance(by, int) else ""]
+    for name, value in facts.items():
+        if name not in {*_FOR_THE_GUARD, "uid", "by_uid"}:
+            what, _, text = _fact_text(name, value).partition("=")
+            told.append(f"{what.replace('_', ' ')} {text}")
+    cells = [
+        _moment(line["time_unix_seconds"]),
+        f"{kind} {_OUTCOMES.get(str(outcome), outcome)}",
+        ",".join(labels.get(uuid, uuid[:12]) for uuid in devices_of(line)),
+        str(line.get("user") or ""),
+        "; ".join(filter(None, [str(line.get("message") or ""), ", ".join(filter(None, told))])),
+    ]
+    return [neutralise(cell) for cell in cells]
+
+
 def deeds(events: Iterable[Line]) -> list[str]:
     """The newest lines on what policies did to a user, under a heading; [] for nothing."""
     texts = [f"  {_moment(line['time_unix_seconds'])}  {text}" for line in events if (text := deed_text(line))]
@@ -98,4 +133,5 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {  # the first that fits
     "_seconds": format_duration,
     "_bytes": format_bytes,
     "_percent": "{:g}%".format,
+    "_joules": lambda joules: f"{joules / 3.6e6:.2g}kWh" if joules >= 36000 else f"{joules / 3600:.2g}Wh",
 }
