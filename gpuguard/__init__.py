@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gpuguard.backends import open_backend
     from gpuguard.claims.claim import Claim
     from gpuguard.errors import (
+        AlreadyClaimed,
         BackendError,
         ClaimError,
         ClaimLost,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AlreadyClaimed",
     "BackendError",
     "Claim",
     "ClaimError",

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import linecache
 import os
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuguard.backends import UVM_NODE, Backend
@@ -22,7 +23,16 @@ from gpuguard.backends.client import open_worker
 from gpuguard.claims.claim import SHARE_VARIABLES, Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.clusters.visible_devices import CUDA_VARIABLE, is_restricted
-from gpuguard.errors import BackendError, CudaInitialized, InvalidRequest, NotEnoughGpus
+from gpuguard.errors import (
+    AlreadyClaimed,
+    BackendError,
+    ClaimLost,
+    CudaInitialized,
+    GpuguardError,
+    ImpossibleRequest,
+    InvalidRequest,
+    NotEnoughGpus,
+)
 from gpuguard.lock import Allocator, outer_claim
 from gpuguard.model import ALL_FIELDS, BRIEF, HEALTH, IDLE_PROCESSES, MEMORY, MODEL, WHO_FIELDS, Device, Snapshot
 from gpuguard.procfs import own_children, read_memory
@@ -31,6 +41,7 @@ from gpuguard.queue.tickets import MOST_ALTERNATIVES
 from gpuguard.request import Request
 from gpuguard.select import not_enough
 from gpuguard.source import joined
+from gpuguard.units import local_time
 
 _ALL = -1
 _PLENTY = 1024  # more devices than a machine has
@@ -53,8 +64,25 @@ _NUMBERS = {
     "slots": "",
 }
 
+
+@dataclass(frozen=True)
+class OwnClaim:
+    """A claim that process *pid* made in this *line* of the program; *asked*: the request that returns it again."""
+
+    pid: int
+    claim: Claim
+    line: str
+    asked: object = None
+
+    def in_words(self) -> str:
+        """``"GPU 2, 3 since 2026-11-26 11:05, by train.py:12: claim = grab_gpus(2)"``."""
+        names = ", ".join(device.label for device in self.claim)
+        since = "" if self.claim.since is None else f" since {local_time(self.claim.since)}"
+        return f"GPU {names}{since}, by {self.line}"
+
+
 _mutex = threading.Lock()  # guards the two below and what is written to os.environ
-_made: list[tuple[int, Claim]] = []  # the claims of this process, each with the pid that made it, the oldest first
+_made: list[OwnClaim] = []  # of this process, and before a fork of its parent, the oldest first
 _tells_children = False  # whether forked children run _close_at_exec()
 _outside: dict[str, str | None] = {}  # what the variables of a claim were before the first of them
 
@@ -75,6 +103,7 @@ def grab_gpus(
     note: str | None = None,
     backend: str | None = None,
     directory: str | None = None,
+    further: bool = False,
     **conditions: Any,
 ) -> Claim:
     """Claim devices for this process, the best free ones first, and set CUDA_VISIBLE_DEVICES in os.environ.
@@ -83,7 +112,8 @@ def grab_gpus(
     workers, also where the process goes on as another program (os.execvp); give a child that you start the claim's
     pass_fds to let it keep the devices beyond your own end.  What os.system() or a C library leaves running keeps them
     without.
-    A second call claims further devices, and os.environ names those of the last one.
+    The same call again (a cell that runs once more, the next task of a worker) returns the claim that it made, while
+    that lasts.
 
     Args:
         num_gpus: how many devices; -1 all that are free (at least one), 0 none at all (CUDA sees no device).
@@ -101,6 +131,7 @@ def grab_gpus(
         note: for others, in `gpuguard who`.
         backend: see open_backend; default $GPUGUARD_BACKEND, else nvml.
         directory: of the claims; default $GPUGUARD_DIR, else the machine's.
+        further: claim devices beside those that this process has; os.environ names those of the last call.
         **conditions: further fields of Request: min_free (bytes), models, exclude, prefer, max_util (percent),
             share=True with memory (bytes) for a part of each device, mig ("3g.40gb") ...
 
@@ -109,59 +140,62 @@ def grab_gpus(
 
     Raises:
         NotEnoughGpus: fewer could be claimed.  Nothing stays claimed, and os.environ is unchanged.
+        AlreadyClaimed: this process has devices by another such call, and *further* is not set.
+        ClaimLost: the claim that it made was released from outside, and CUDA goes on using it.
         CudaInitialized: CUDA runs in this process already, so it would not see the change.
         InvalidRequest: the request makes no sense.
         BackendError: the driver cannot be reached.
     """
-    _refuse_texts({"num_gpus": num_gpus, "wait": wait, "max_procs": max_procs, "gpu_min_memory": gpu_min_memory})
-    if cuda_runs():
-        raise CudaInitialized(
-            "CUDA runs in this process already and will not see another CUDA_VISIBLE_DEVICES.  "
-            "Call grab_gpus() before the first use of CUDA, or start the program with `gpuguard run -- ...`."
-        )
-    if env_set_ok is False and is_restricted(_outer_environment()):
-        raise InvalidRequest(
-            "CUDA_VISIBLE_DEVICES is set already: unset it, or leave env_set_ok out to stay inside it."
-        )
-    if num_gpus == 0:
-        _apply(nothing := Claim("none", (), ()))
-        return nothing
-    if gpu_select is not None:
-        conditions["devices"] = gpu_select
-    if max_procs >= 0:
-        conditions["max_processes"] = max_procs
-    if gpu_min_memory is not None:
-        conditions["min_total"] = int(gpu_min_memory * 2**20)
-    conditions.setdefault("min_free_fraction", gpu_fraction)
-    least, most = (1, _PLENTY) if num_gpus == _ALL else (num_gpus, None)
-    ways = [_request(num_gpus=least, max_gpus=most, **conditions), *(_request(**way) for way in alternatives)]
-    if len(ways) > MOST_ALTERNATIVES:
-        raise InvalidRequest(f"{len(ways) - 1} alternatives are too many: name at most {MOST_ALTERNATIVES - 1}.")
-    if priority not in PRIORITIES:
-        raise InvalidRequest(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}.")
-    job = JobDetails(note, sys.orig_argv or sys.argv, priority=PRIORITIES[priority])
-    name, claim = _backend_name(backend), None
     try:
-        with open_worker(name) as driver:  # a process of its own: NVML must not hang in this one
-            locks, environ = _lock_directory(directory, name), _outer_environment()
-            if (again := claim_of_the_script(driver, locks, environ)) is not None:
-                return again
-            allocator = Allocator(driver, locks, ways, environ=environ, job=job, on_wait=on_wait)
-            claim = _acquired(allocator, wait, strict)
-        _apply(claim)
-        warn_of_workers(os.environ[CUDA_VARIABLE])
-    except BaseException:
-        if claim is not None:  # interrupted: the program would not know of it
-            claim.release()
-            _restore(claim)
-        raise
-    return claim
+        _refuse_texts({"num_gpus": num_gpus, "wait": wait, "max_procs": max_procs, "gpu_min_memory": gpu_min_memory})
+        if gpu_select is not None:
+            conditions["devices"] = gpu_select
+        if max_procs >= 0:
+            conditions["max_processes"] = max_procs
+        if gpu_min_memory is not None:
+            conditions["min_total"] = int(gpu_min_memory * 2**20)
+        conditions.setdefault("min_free_fraction", gpu_fraction)
+        ways, name = _ways(num_gpus, conditions, alternatives), _backend_name(backend)
+        environ, claim = _outer_environment(), None
+        asked = None if further else (ways, name, directory, environ.get(CUDA_VARIABLE))
+        if ways and asked and (again := _claimed_before(asked, strict)):
+            return again
+        _refuse_late(environ, env_set_ok)
+        if not ways:
+            nothing = Claim("none", (), ())
+            _apply(OwnClaim(os.getpid(), nothing, ""))
+            return nothing
+        if priority not in PRIORITIES:
+            raise InvalidRequest(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}.")
+        job = JobDetails(note, sys.orig_argv or sys.argv, priority=PRIORITIES[priority])
+        try:
+            with open_worker(name) as driver:  # a process of its own: NVML must not hang in this one
+                locks = _lock_directory(directory, name)
+                if (of_script := claim_of_the_script(driver, locks, environ)) is not None:
+                    return of_script
+                allocator = Allocator(driver, locks, ways, environ=environ, job=job, on_wait=on_wait)
+                claim = _acquired(allocator, wait, strict)
+            _apply(OwnClaim(os.getpid(), claim, _line_of_the_caller(), asked if claim else None))
+            warn_of_workers(os.environ[CUDA_VARIABLE])
+        except BaseException:
+            if claim is not None:  # interrupted: the program would not know of it
+                claim.release()
+                _restore(claim)
+            raise
+        return claim
+    except GpuguardError as error:
+        is_for_now = isinstance(error, NotEnoughGpus) and not isinstance(error, ImpossibleRequest)
+        if is_for_now and (own := _own_claims()):
+            has = "; ".join(made.in_words() for made in own)
+            error.args = (f"{error}\nThis process itself has {has}.", *error.args[1:])
+        # What there is to mend is the line of the caller, so the traceback ends there.
+        raise error.with_traceback(None) from None
 
 
 @contextmanager
 def claim(num_gpus: int = 1, **options: Any) -> Iterator[Claim]:
-    """grab_gpus() for a ``with`` block; releases the devices and restores os.environ at its end."""
-    with grab_gpus(num_gpus, **options) as claimed:
+    """grab_gpus() for a ``with`` block, beside what the process has; restores os.environ at its end."""
+    with grab_gpus(num_gpus, further=True, **options) as claimed:
         try:
             yield claimed
         finally:
@@ -222,6 +256,34 @@ def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot
     return joined(machine, lambda: place)
 
 
+def _ways(num_gpus: int, conditions: dict[str, Any], alternatives: Iterable[Mapping[str, Any]]) -> tuple[Request, ...]:
+    """The request and its alternatives; () for no device at all.
+
+    Raises:
+        InvalidRequest: they make no sense, or there are too many.
+    """
+    if num_gpus == 0:
+        return ()
+    least, most = (1, _PLENTY) if num_gpus == _ALL else (num_gpus, None)
+    ways = (_request(num_gpus=least, max_gpus=most, **conditions), *(_request(**way) for way in alternatives))
+    if len(ways) > MOST_ALTERNATIVES:
+        raise InvalidRequest(f"{len(ways) - 1} alternatives are too many: name at most {MOST_ALTERNATIVES - 1}.")
+    return ways
+
+
+def _refuse_late(environ: Mapping[str, str], env_set_ok: bool | None) -> None:
+    """Refuse what would come too late, or into an environment that is restricted where that is not wanted."""
+    if cuda_runs():
+        raise CudaInitialized(
+            "CUDA runs in this process already and will not see another CUDA_VISIBLE_DEVICES.  "
+            "Call grab_gpus() before the first use of CUDA, or start the program with `gpuguard run -- ...`."
+        )
+    if env_set_ok is False and is_restricted(environ):
+        raise InvalidRequest(
+            "CUDA_VISIBLE_DEVICES is set already: unset it, or leave env_set_ok out to stay inside it."
+        )
+
+
 def _request(**conditions: Any) -> Request:
     """A request of what people write: a list, a word alone, an index as a number.
 
@@ -269,20 +331,21 @@ def _acquired(allocator: Allocator, wait: float | None, strict: bool) -> Claim:
 # What os.environ says of the claims of this process.
 
 
-def _apply(claim: Claim) -> None:
-    """Let os.environ name the devices of *claim*."""
+def _apply(own: OwnClaim) -> None:
+    """Let os.environ name the devices of a claim."""
+    environment = own.claim.environment()
     with _mutex:
         before = _written()
         if before is None:
-            _outside.update({name: os.environ.get(name) for name in (*claim.environment(), *SHARE_VARIABLES)})
+            _outside.update({name: os.environ.get(name) for name in (*environment, *SHARE_VARIABLES)})
         else:  # what the program itself has set since then holds for its later claims, too
             now = {name: os.environ.get(name) for name in before}
             _outside.update({name: value for name, value in now.items() if value != before[name]})
         # Those that were released are forgotten: a server claims and releases for months.
-        _made[:] = [(pid, made) for pid, made in _made if made.pass_fds or not made.devices]
-        _made.append((os.getpid(), claim))
-        _keep_across_exec(claim)
-        _write(claim.environment(), before or {})
+        _made[:] = [made for made in _made if (made.claim.pass_fds or not made.claim.devices) and made is not own]
+        _made.append(own)
+        _keep_across_exec(own.claim)
+        _write(environment, before or {})
 
 
 def _keep_across_exec(claim: Claim) -> None:
@@ -297,8 +360,8 @@ def _keep_across_exec(claim: Claim) -> None:
 
 def _close_at_exec() -> None:
     """In a forked child: it has the claims of its parent until it ends, or becomes another program."""
-    for _, made in tuple(_made):
-        for descriptor in made.pass_fds:
+    for made in tuple(_made):
+        for descriptor in made.claim.pass_fds:
             with suppress(OSError):  # the program closed it
                 os.set_inheritable(descriptor, False)
 
@@ -306,10 +369,11 @@ def _close_at_exec() -> None:
 def _restore(claim: Claim) -> None:
     """Let os.environ name what it would name without *claim*; threads may leave in any order."""
     with _mutex:
-        if all(made is not claim for _, made in _made):
+        if all(made.claim is not claim for made in _made):
             return
-        _made[:] = [(pid, made) for pid, made in _made if made is not claim]
-        left = [made for pid, made in _made if pid == os.getpid() and (made.pass_fds or not made.devices)]
+        _made[:] = [made for made in _made if made.claim is not claim]
+        own = [made.claim for made in _made if made.pid == os.getpid()]
+        left = [made for made in own if made.pass_fds or not made.devices]
         _write(left[-1].environment() if left else {}, claim.environment())
 
 
@@ -325,7 +389,8 @@ def _write(environment: Mapping[str, str], before: Mapping[str, str]) -> None:
 def _written() -> dict[str, str] | None:
     """What this process has written to os.environ itself; None when the claim in there is not its own."""
     name = os.environ.get("GPUGUARD_CLAIM")
-    return next((made.environment() for pid, made in _made if (pid, made.id) == (os.getpid(), name)), None)
+    own = (made.claim for made in _made if made.pid == os.getpid())
+    return next((claim.environment() for claim in own if claim.id == name), None)
 
 
 def _outer_environment() -> dict[str, str]:
@@ -338,6 +403,54 @@ def _outer_environment() -> dict[str, str]:
         own = _written() or {}
         environ |= {name: _outside[name] for name, value in own.items() if environ.get(name) == value}
     return {name: value for name, value in environ.items() if value is not None}
+
+
+def _own_claims() -> list[OwnClaim]:
+    """What this very process has claimed and not released, the oldest first."""
+    with _mutex:
+        return [made for made in _made if made.pid == os.getpid() and made.claim.pass_fds]
+
+
+def _claimed_before(asked: object, strict: bool) -> Claim | None:
+    """The claim that an earlier call made for what is *asked* now; None: there is none.
+
+    Raises:
+        AlreadyClaimed: an earlier call asked for something else; not *strict*: that is warned of, and does.
+        ClaimLost: it was released from outside, and CUDA does not know.
+    """
+    before = next((made for made in _own_claims() if made.asked is not None), None)
+    if before is None:
+        return None
+    try:
+        before.claim.reassert()
+    except ClaimLost:
+        before.claim.release()
+        _restore(before.claim)
+        if cuda_runs():
+            raise
+        return None
+    if before.asked != asked:
+        text = (
+            f"this process has {before.in_words()}.\n"
+            "That was another request.  release() that claim first, or add further=True to have more beside it."
+        )
+        if strict:
+            raise AlreadyClaimed(text, before.claim)
+        warnings.warn(f"{text}\nGoing on with what there is.", RuntimeWarning, stacklevel=3)
+    _apply(before)
+    return before.claim
+
+
+def _line_of_the_caller() -> str:
+    """``"train.py:12: claim = gpuguard.grab_gpus(1)"``: where the program called us."""
+    frame = inspect.currentframe()
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in ("gpuguard", "contextlib"):
+        frame = frame.f_back
+    if frame is None:
+        return "a program without a source"
+    path, number = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(path, number, frame.f_globals).strip()
+    return f"{os.path.basename(path)}:{number}" + (f": {text}" if text else "")
 
 
 def _lock_directory(directory: str | None, backend: str, *, make: bool = True) -> LockDirectory:

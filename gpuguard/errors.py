@@ -13,6 +13,7 @@
     +-- ClaimError              claims cannot be made or kept
         +-- LockDirectoryError  the directory of the lock files cannot be trusted or used
         +-- ClaimLost           a device that this process held has another owner now
+        +-- AlreadyClaimed      this process has devices by another call, and would take further ones
         +-- CudaInitialized     CUDA runs in this process already: too late to choose its devices
 
 The message says what happened and what to do next; the facts behind it are attributes.
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gpuguard.claims.claim import Claim
     from gpuguard.eligibility import Refusal
 
 INSTALLED_ANEW = (
@@ -147,6 +149,18 @@ class LockDirectoryError(ClaimError):
 
 class ClaimLost(ClaimError):
     """A device that this process held has another owner now."""
+
+
+class AlreadyClaimed(ClaimError):
+    """This process has devices by another call of grab_gpus().
+
+    Args:
+        claim: of that call.
+    """
+
+    def __init__(self, message: str, claim: Claim | None = None) -> None:
+        super().__init__(message)
+        self.claim = claim
 
 
 class CudaInitialized(ClaimError):

@@ -36,8 +36,8 @@ def a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("GPUGUARD_SIM_DIR", place)
     monkeypatch.setattr(api, "_made", [])
     yield place
-    for _, claim in api._made:
-        claim.release()
+    for made in api._made:
+        made.claim.release()
 
 
 def indices(claim) -> list[int]:

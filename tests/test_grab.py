@@ -44,7 +44,7 @@ def test_minus_one_takes_all_that_are_free(node):
 
     assert indices(claim) == [0, 1, 3]
     with pytest.raises(NotEnoughGpus):
-        gpuguard.grab_gpus(-1, gpu_select=0)
+        gpuguard.grab_gpus(-1, gpu_select=0, further=True)
     claim.release()
     assert indices(gpuguard.grab_gpus(-1, gpu_select=[0, 2])) == [0, 2]
 
@@ -106,9 +106,9 @@ def test_gpu_min_memory_is_in_mib():
 def test_what_no_device_will_ever_do_is_refused_for_good_although_some_are_claimed():
     gpuguard.grab_gpus(2)
     with pytest.raises(ImpossibleRequest, match="none exists that can satisfy --model"):
-        gpuguard.grab_gpus(1, models=["A100*"])
+        gpuguard.grab_gpus(1, models=["A100*"], further=True)
     with pytest.raises(NotEnoughGpus) as passing:
-        gpuguard.grab_gpus(3)
+        gpuguard.grab_gpus(3, further=True)
 
     assert type(passing.value) is NotEnoughGpus
 
@@ -129,9 +129,9 @@ def test_a_variable_that_is_set_limits_by_default_and_when_that_is_ok_and_is_ref
     assert (visible(), claimed()) == ("0,1", [])
 
     assert indices(gpuguard.grab_gpus(1)) == [1]
-    assert indices(gpuguard.grab_gpus(1, env_set_ok=True)) == [0]
+    assert indices(gpuguard.grab_gpus(1, env_set_ok=True, further=True)) == [0]
     with pytest.raises(NotEnoughGpus):
-        gpuguard.grab_gpus(1)
+        gpuguard.grab_gpus(1, further=True)
 
 
 def test_too_few_leave_the_environment_alone_and_nothing_claimed(node):
@@ -171,12 +171,13 @@ def test_not_strict_goes_on_without_any_device_where_there_is_no_driver(tmp_path
 
 def test_the_first_request_is_liked_best_and_an_alternative_has_conditions_of_its_own():
     gpuguard.grab_gpus(2, alternatives=[{"num_gpus": 3}])
-    gpuguard.grab_gpus(1)
-    claim = gpuguard.grab_gpus(2, alternatives=[{"num_gpus": 1, "min_free": 40 * GIB, "exclude": ["1"]}])
+    gpuguard.grab_gpus(1, further=True)
+    one = {"num_gpus": 1, "min_free": 40 * GIB, "exclude": ["1"]}
+    claim = gpuguard.grab_gpus(2, alternatives=[one], further=True)
 
     assert indices(claim) == [0]
     with pytest.raises(NotEnoughGpus):
-        gpuguard.grab_gpus(2, alternatives=[{"num_gpus": 1}])
+        gpuguard.grab_gpus(2, alternatives=[{"num_gpus": 1}], further=True)
 
 
 def test_who_waits_in_python_is_seen_and_hears_why(node):
@@ -191,7 +192,8 @@ def test_who_waits_in_python_is_seen_and_hears_why(node):
         holder.release()
 
     ways = [{"num_gpus": 1, "models": ["A100*", "H100*"]}]
-    claim = gpuguard.grab_gpus(2, wait=30, models=["H100*"], alternatives=ways, priority="low", on_wait=on_wait)
+    more = {"further": True, "priority": "low", "on_wait": on_wait}
+    claim = gpuguard.grab_gpus(2, wait=30, models=["H100*"], alternatives=ways, **more)
 
     assert len(claim) == 2
     assert [(way.num_gpus, way.models) for way in seen[0].requests] == [(2, ("H100*",)), (1, ("A100*", "H100*"))]

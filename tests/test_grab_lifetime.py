@@ -6,6 +6,7 @@ import copy
 import multiprocessing
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from nodes import Gpuguard, eventually
 
 import gpuguard
 from gpuguard import api
-from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
+from gpuguard.errors import AlreadyClaimed, ImpossibleRequest, NotEnoughGpus
 
 
 def program(code: str) -> subprocess.Popen[str]:
@@ -148,20 +149,84 @@ def test_a_claim_has_no_copies_that_seem_to_hold_it_and_its_devices_have(copied)
         assert pickle.loads(pickle.dumps(claim.devices)) == claim.devices
 
 
-def test_a_second_call_gets_other_devices():
-    first, second = gpuguard.grab_gpus(2), gpuguard.grab_gpus(2)
+def test_the_same_call_again_returns_the_claim_that_the_process_has():
+    first = gpuguard.grab_gpus(1)
+    with gpuguard.claim(2):
+        within = visible()
+        again = gpuguard.grab_gpus(num_gpus=1, note="of no matter")
+
+    assert again is first
+    assert (claimed(), within, visible()) == ([3], "0,1", "3")
+
+
+def test_where_cuda_runs_by_now_the_same_call_still_returns_the_claim(monkeypatch, tmp_path):
+    first, device = gpuguard.grab_gpus(2), tmp_path / "nvidia-uvm"
+    device.touch()
+    monkeypatch.setattr(api, "CUDA_DEVICES", (str(device),))
+    with device.open():
+        assert gpuguard.grab_gpus(2) is first
+
+
+def test_another_request_says_what_the_process_has_already_by_which_line_and_how_to_get_more():
+    first = gpuguard.grab_gpus(1)
+    with pytest.raises(AlreadyClaimed) as caught:
+        gpuguard.grab_gpus(2)
+
+    assert caught.value.claim is first
+    assert re.search(
+        r"this process has GPU 3 since .*, by test_grab_lifetime.py:\d+: first = gpuguard", str(caught.value)
+    )
+    assert "release() that claim first, or add further=True" in str(caught.value)
+    with pytest.warns(RuntimeWarning, match="this process has GPU 3"):
+        assert gpuguard.grab_gpus(2, strict=False) is first
+    assert claimed() == [3]
+
+
+def test_further_devices_are_had_on_request_and_what_the_process_has_itself_is_said_when_they_are_too_few():
+    first, second = gpuguard.grab_gpus(2), gpuguard.grab_gpus(2, further=True)
 
     assert sorted(indices(first) + indices(second)) == [0, 1, 2, 3]
     assert visible() == ",".join(map(str, indices(second)))
+    with pytest.raises(NotEnoughGpus, match=r"This process itself has GPU 2, 3 since .*; GPU 0, 1 since "):
+        gpuguard.grab_gpus(2, further=True)
+
+
+def test_a_claim_that_was_released_from_outside_is_made_anew():
+    first = gpuguard.grab_gpus(1)
+    subprocess.run([sys.executable, "-m", "gpuguard", "release", first.id], capture_output=True, timeout=60, check=True)
+    again = gpuguard.grab_gpus(1)
+
+    assert (again is first, indices(again), claimed()) == (False, [3], [3])
+
+
+def test_a_worker_that_is_used_again_keeps_its_devices_and_two_workers_have_different_ones():
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        tasks = [pool.apply_async(grab_as_a_task) for _ in range(6)]
+        found = {task.get(timeout=60) for task in tasks}
+
+    assert len({pid for pid, _ in found}) == len(found) == len({device for _, device in found})
+
+
+def grab_as_a_task() -> tuple[int, int]:
+    return os.getpid(), gpuguard.grab_gpus(1, wait=None)[0].index
+
+
+def test_a_refusal_shows_the_line_of_the_program_and_no_more_than_one_of_gpuguard():
+    done = script("import gpuguard\ngpuguard.grab_gpus(9)\n")
+
+    assert done.stderr.count("File ") == 2 and 'File "<string>", line 2' in done.stderr
+    assert "another exception" not in done.stderr
 
 
 def test_a_bound_that_the_program_sets_after_its_first_claim_holds_for_all_later_ones():
     gpuguard.grab_gpus(1)
     os.environ["CUDA_VISIBLE_DEVICES"] = "1"
 
-    assert indices(gpuguard.grab_gpus(1)) == [1]
-    with pytest.raises(NotEnoughGpus, match="device 1: claimed by"):
+    with pytest.raises(AlreadyClaimed):
         gpuguard.grab_gpus(1)
+    assert indices(gpuguard.grab_gpus(1, further=True)) == [1]
+    with pytest.raises(NotEnoughGpus, match="device 1: claimed by"):
+        gpuguard.grab_gpus(1, further=True)
 
 
 def test_two_threads_at_once_get_different_devices_and_leave_the_environment_as_it_was():
@@ -201,7 +266,7 @@ def test_a_forked_worker_that_claims_takes_its_part_of_the_claim_of_its_parent()
 
 
 def test_inside_gpuguard_run_a_subset_of_its_devices_is_taken(tmp_path):
-    code = "import gpuguard as g; a, b = g.grab_gpus(1), g.grab_gpus(1); print(a[0].index, b[0].index)"
+    code = "import gpuguard as g; a, b = g.grab_gpus(1), g.grab_gpus(1, further=True); print(a[0].index, b[0].index)"
     done = Gpuguard(tmp_path, None)("run", "--gpus", "0,2", "--", sys.executable, "-c", code)
     too_many = Gpuguard(tmp_path, None)("run", "--gpus", "0,2", "--", sys.executable, "-c", TOO_MANY)
 
@@ -382,7 +447,7 @@ if __name__ == "__main__":
         worker = method.Process(target=os.getpid)
         worker.start()
         worker.join()
-        gpuguard.grab_gpus(1)  # where it warns
+        gpuguard.grab_gpus(1, further=True)  # where it warns
 """)
     done = run_file(tmp_path / "train.py")
 
