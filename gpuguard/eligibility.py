@@ -8,12 +8,12 @@ Does not rank (see select) and reads nothing (see claims.claim for who shares a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from gpuguard.device_state import hides_use, idle_limit, may_compute, occupants, unlisted_memory, user_label
-from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
+from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.request import SHARE_MAX_UTIL, Request, resolve
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_bytes, format_duration
@@ -145,7 +145,7 @@ def no_share_left(device: Device, terms: Terms) -> Iterator[Reason]:
     if room is not None and room < request.memory:
         yield Reason(f"has {format_bytes(room)} of memory even when it is empty", True, "--memory")
     elif left is None:
-        yield Reason(_unknown(device, "memory_used", "its memory in use", terms), False, "--memory")
+        yield _unknown(device, "memory_used", "its memory in use", terms)
     elif left < request.memory:
         among = f" beside {shared_by(sharing)}" if sharing.count else ""
         yield Reason(f"only {format_bytes(max(0, left))} left{among}", False, "--memory")
@@ -194,7 +194,7 @@ def _wrongly_divided(device: Device, terms: Terms) -> Iterator[Reason]:
     elif device.parent_uuid is None:
         yield Reason("not divided into MIG instances", True, "--mig")
     elif device.mig_profile is None:
-        yield Reason(_unknown(device, "mig_profile", "its profile", terms), True, "--mig")
+        yield _unknown(device, "mig_profile", "its profile", terms, "--mig", permanent=True)
     elif device.mig_profile.lower() != wanted.lower():
         yield Reason(f"its profile is {shown(device.mig_profile)}", True, "--mig")
 
@@ -202,7 +202,7 @@ def _wrongly_divided(device: Device, terms: Terms) -> Iterator[Reason]:
 def _wrong_model(device: Device, terms: Terms) -> Iterator[Reason]:
     globs = terms.request.models
     if globs and device.name is None:
-        yield Reason(_unknown(device, "name", "its model", terms), True, "--model")
+        yield _unknown(device, "name", "its model", terms, "--model", permanent=True)
     elif globs and not any(is_model(device.name or "", glob) for glob in globs):
         yield Reason(f"its model is {shown(device.name or '')}", True, "--model")
 
@@ -210,22 +210,22 @@ def _wrong_model(device: Device, terms: Terms) -> Iterator[Reason]:
 def _too_small(device: Device, terms: Terms) -> Iterator[Reason]:
     request, room, free, total = terms.request, capacity(device), device.memory_free, device.memory_total
     if request.min_total is not None and total is None:
-        yield Reason(_unknown(device, "memory_total", "its memory", terms), True, "--min-total")
+        yield _unknown(device, "memory_total", "its memory", terms, "--min-total", permanent=True)
     elif request.min_total is not None and (total or 0) < request.min_total:
         yield Reason(f"has {format_bytes(total)} of memory in all", True, "--min-total")
 
     if request.min_free is not None and room is not None and room < request.min_free:
         yield Reason(f"has {format_bytes(room)} of memory even when it is empty", True, "--min-free")
     elif request.min_free is not None and free is None:
-        yield Reason(_unknown(device, "memory_free", "its free memory", terms), False, "--min-free")
+        yield _unknown(device, "memory_free", "its free memory", terms, "--min-free")
     elif request.min_free is not None and (free or 0) < request.min_free:
         yield Reason(f"only {format_bytes(free)} free", False, "--min-free")
 
     fraction = request.min_free_fraction
     if fraction is not None and room is None:
-        yield Reason(_unknown(device, "memory_total", "its memory", terms))
+        yield _unknown(device, "memory_total", "its memory", terms)
     elif fraction is not None and free is None:
-        yield Reason(_unknown(device, "memory_free", "its free memory", terms))
+        yield _unknown(device, "memory_free", "its free memory", terms)
     elif fraction is not None and room is not None and free is not None and free < fraction * room:
         yield Reason(f"only {free / room:.1%} of its memory is free, less than {fraction:.1%}")
 
@@ -261,7 +261,8 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
         return
     if device.processes is None and (request.max_processes or request.mine_as_free or shared):
         option = "--max-processes" if request.max_processes else "--mine-as-free" if request.mine_as_free else "--share"
-        yield Reason(_unknown(device, "processes", "its list of processes", terms), False, option)
+        reason = _unknown(device, "processes", "its list of processes", terms, option)
+        yield replace(reason, permanent=reason.permanent and not shared)  # a share that ends leaves it alone
     elif len(others) > allowed:
         memory = "" if device.memory_used is None else f"{format_bytes(device.memory_used)} "
         limit = f" ({len(others)} processes)" if allowed else ""
@@ -269,7 +270,9 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
         yield Reason(f"{memory}used by {used_by(others, terms.snapshot.clock)}{limit}{whose}")
     elif not allowed and device.memory_used is None:
         if device.processes is None and not device.problems:
-            yield Reason("neither its processes nor its memory in use are known, so nothing says that it is free")
+            text = "neither its processes nor its memory in use are known, so nothing says that it is free"
+            fields = ("processes", "memory_used")
+            yield Reason(text, all((gap := _gap(device, field, terms)) and gap.is_lasting for field in fields))
     elif not allowed and hides_use(device, request.tolerance):
         rest, most = unlisted_memory(device, request.tolerance), idle_limit(device, request.tolerance)
         whose = "" if device.processes is None else ", by no process that is visible"
@@ -298,7 +301,8 @@ def _above_limit(device: Device, terms: Terms) -> Iterator[Reason]:
         if limit is None:
             continue
         if value is None:
-            yield Reason(_unknown(device, field, f"its {what}", terms), False, option)
+            reason = _unknown(device, field, f"its {what}", terms, option)
+            yield replace(reason, permanent=reason.permanent and not bound)
         elif value > limit:
             yield Reason(f"{what} is {value:.0f}{unit}{bound}", False, option)
 
@@ -362,10 +366,18 @@ def _is_one_of(letters: str, letter: str) -> bool:
     return found != other
 
 
-def _unknown(device: Device, field: str, what: str, terms: Terms) -> str:
-    gaps = (gap for gap in terms.snapshot.gaps if gap.device == device.uuid and field.startswith(gap.field))
-    why = next((f" ({shown(gap.reason)})" for gap in gaps), "")
-    return f"{what} is unknown{why}"
+def _unknown(
+    device: Device, field: str, what: str, terms: Terms, option: str = "", *, permanent: bool = False
+) -> Reason:
+    """The reason of a value that is not known; waiting does not change what the driver never tells."""
+    gap = _gap(device, field, terms)
+    why = f" ({shown(gap.reason)})" if gap else ""
+    return Reason(f"{what} is unknown{why}", permanent or (gap is not None and gap.is_lasting), option)
+
+
+def _gap(device: Device, field: str, terms: Terms) -> Gap | None:
+    """Why the driver did not tell a field of the device, or the group of fields to which it belongs."""
+    return next((gap for gap in terms.snapshot.gaps if gap.device == device.uuid and field.startswith(gap.field)), None)
 
 
 # What is left of a device that several claims share.

@@ -14,7 +14,17 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpuguard.claims.claim import Claim, JobDetails, join, lock_device, lock_parts, sharing_now, sharing_of, unlock
+from gpuguard.claims.claim import (
+    Claim,
+    JobDetails,
+    join,
+    lock_device,
+    lock_faults,
+    lock_parts,
+    sharing_now,
+    sharing_of,
+    unlock,
+)
 from gpuguard.claims.directory import Gate
 from gpuguard.claims.records import locked_devices, probe, read_record
 from gpuguard.claims.restrictions import restrictions_against
@@ -240,6 +250,7 @@ class Allocator:
             # Whether it can ever be met depends on their health, and the reason on who uses them.
             details = VERIFY_FIELDS | fields_needed(request) | {PROCESSES, PROCESS_DETAILS, HEALTH}
             snapshot = snapshot.updated(self.backend.sample(details, unclaimed))
+            request = self._lockable(request, snapshot)
         choice = choose(snapshot, request, taken, sharing)
         if not read_claimed and len(possible(choice).devices) < request.num_gpus:
             return self.why_not(request, snapshot, taken, read_claimed=True)
@@ -377,9 +388,29 @@ class Allocator:
             ]
         if within is not None:
             requests = [replace(request, within=within, within_reason=reason) for request in requests]
-            if not (needed := self._fields_of(requests)) <= fields:
-                snapshot = self.backend.sample(needed | fields)
+        requests = [self._lockable(request, snapshot) for request in requests]
+        if not (needed := self._fields_of(requests)) <= fields:
+            snapshot = self.backend.sample(needed | fields)
         return requests, snapshot
+
+    def _lockable(self, request: Request, snapshot: Snapshot) -> Request:
+        """*request* without the devices whose lock files this process can never use, however long it waits."""
+        faults = lock_faults(self.directory, snapshot.devices, request, self.outer)
+        if not faults:
+            return request
+        divided = {device.parent_uuid for device in snapshot.devices}
+        allowed = None if request.within is None else frozenset(request.within)
+        left = tuple(
+            device.uuid
+            for device in snapshot.devices
+            if device.uuid not in faults
+            and device.uuid not in divided  # it would let all of its instances in
+            and (allowed is None or allowed & {device.uuid, device.parent_uuid})
+        )
+        fault = next(iter(faults.values()))
+        fault = fault if len(faults) == 1 else f"{len(faults)} devices cannot be locked, the first one because {fault}"
+        reasons = dict.fromkeys([*request.within_reason.split("; "), *fault.split("; ")])  # each once
+        return replace(request, within=left, within_reason="; ".join(filter(None, reasons)))
 
     def _fields_of(self, requests: Sequence[Request]) -> frozenset[str]:
         return self._extra_fields.union(*(fields_needed(request) for request in requests))

@@ -130,6 +130,15 @@ class Device:
         return f"{self.index}.{'?' if self.gpu_instance_id is None else self.gpu_instance_id}"
 
 
+# The reasons of gaps that waiting does not fill, as the backends word them.
+_NEVER_TOLD = frozenset({
+    "not supported", "this driver does not have it", "deprecated in this driver",  # of NVML
+    "[not supported]", "n/a", "[n/a]", "nvidia-smi does not tell it",
+    "this model does not have it", "the simulated driver does not tell it",
+    "the simulated driver gives no process list",
+})  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Gap:
     """A field that could not be read, and why.  device is a uuid, or None for the whole machine."""
@@ -137,6 +146,11 @@ class Gap:
     device: str | None
     field: str
     reason: str
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether the driver will not tell it later either, as far as its reason says."""
+        return self.reason.lower() in _NEVER_TOLD
 
 
 @dataclass(frozen=True)

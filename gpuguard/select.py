@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _GRAIN = 512 * 2**20  # bytes of free memory that count as equal
 _UTILIZATION_GRAIN = 5  # percent
 _TEMPERATURE_GRAIN = 5  # Celsius
+_MOST_FACTS = 5  # about devices that cannot satisfy a request
 
 
 @dataclass(frozen=True)
@@ -253,6 +254,7 @@ def _never(request: Request, could: Choice) -> str:
         f"wanted {format_count(request.num_gpus, 'GPU')}, but {_there('exist', could.devices)}{condition}.",
         *(f"  {limit}" for limit in outer),
         *_explained(faults),
+        *_lacking(could),
         *_profiles(request, could),
         *_mixed(could.devices),
         *[f"{', or '.join(advice).capitalize()}."] * bool(advice),
@@ -264,6 +266,15 @@ def _never(request: Request, could: Choice) -> str:
 def _explained(refusals: Sequence[Refusal], most: int = 16) -> list[str]:
     lines = [f"  {refusal_text(refusal)}" for refusal in refusals[:most]]
     return lines + [f"  and {len(refusals) - most} more"] * (len(refusals) > most)
+
+
+def _lacking(could: Choice) -> list[str]:
+    """What the devices have instead of what is asked for: ``"  its model is NVIDIA L40S (4 devices)"``."""
+    own_words = ("", OUTER, "--gpus", "--exclude", "--mig")  # said elsewhere, or what was typed
+    reasons = (reason for refusal in could.refused for reason in refusal.reasons if reason.option not in own_words)
+    counts = Counter(reason.text for reason in reasons)
+    lines = [f"  {text} ({format_count(count, 'device')})" for text, count in counts.most_common(_MOST_FACTS)]
+    return lines + [f"  and {len(counts) - len(lines)} more"] * (len(counts) > len(lines))
 
 
 def _profiles(request: Request, could: Choice) -> list[str]:

@@ -183,10 +183,39 @@ def test_what_can_never_be_met_says_what_to_ask_for_instead():
     assert isinstance(fault, ImpossibleRequest)
     assert str(fault) == (
         "wanted 5 GPUs, but only 4 exist that can satisfy --model 'A100*'.\n"
+        "  its model is NVIDIA H100 80GB HBM3 (4 devices)\n"
         "Ask for 4, or drop --model.\n"
         "`gpuguard explain -n 5 --model 'A100*'` shows each device."
     )
     assert (fault.wanted, fault.available, len(fault.refused)) == (5, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "request_", "text"),
+    [
+        ("memory_free", Request(min_free=GIB), "its free memory is unknown (not supported)"),
+        ("memory_used", Request(share=True, memory=GIB), "its memory in use is unknown (not supported)"),
+        ("utilization", Request(max_util=10.0), "its utilization is unknown (not supported)"),
+        ("temperature", Request(max_temperature=70.0), "its temperature is unknown (not supported)"),
+    ],
+)
+def test_what_the_driver_never_tells_is_not_waited_for_and_what_failed_once_is(field, request_, text):
+    device = replace(a_device(), **{field: None})
+    gaps = [(Gap(device.uuid, field, why),) for why in ("not supported", "the driver timed out")]
+    never, later = (error(replace(a_snapshot(device), gaps=gap), request_) for gap in gaps)
+
+    assert isinstance(never, ImpossibleRequest) and text in str(never)
+    assert type(later) is NotEnoughGpus
+
+
+def test_a_share_that_cannot_be_had_beside_others_whose_load_is_never_told_is_waited_for():
+    device = a_device(utilization=None)
+    snapshot = replace(a_snapshot(device), gaps=(Gap(device.uuid, "utilization", "not supported"),))
+    claim = a_claim_record(device, memory=GIB, slots=(f"{device.uuid}.slot0",))
+    request = Request(share=True, memory=GIB)
+    sharing = {device.uuid: Sharing((claim,))}
+
+    assert type(not_enough(snapshot, request, choose(snapshot, request, {}, sharing))) is NotEnoughGpus
 
 
 def test_a_share_that_fits_nowhere_is_not_told_to_drop_its_size_which_it_needs():

@@ -48,6 +48,28 @@ def test_a_refused_user_is_told_whose_the_devices_are_and_for_what(machine):
     }
 
 
+@pytest.mark.parametrize("options", [("--share", "--memory", "10GiB"), ("--gpus", "3")], ids=["a share", "a device"])
+def test_where_root_made_the_directory_by_running_a_job_a_user_is_refused_for_good_with_what_to_do(admin, options):
+    """Only the lock files that root's job needed are there, and a user can make none."""
+    place = admin.place / "made-by-a-job"
+    own = {"environment": {"GPUGUARD_DIR": str(place)}}
+    command = {"run": ("--", "true"), "select": (), "explain": (), "wait": ()}
+    admin(None, "run", "--gpus", "0", "--share", "--memory", "10GiB", "--", "true", **own)
+    done = {name: admin(BOB, name, *options, *words, **own) for name, words in command.items()}
+    checked = admin(BOB, "doctor", **own)
+    told = {name: one.stdout + one.stderr for name, one in (*done.items(), ("doctor", checked))}
+
+    assert {name: one.returncode for name, one in done.items()} == {"run": 125, "select": 1, "explain": 1, "wait": 1}
+    assert "never start" in told["explain"] and checked.returncode == 1
+    for text in told.values():
+        flat = " ".join(text.split())
+        assert "does not exist and cannot be made (Permission denied)" in flat
+        assert f"Run `sudo gpuguard setup --dir {place}`" in flat
+
+    assert admin(None, "setup", "--dir", str(place)).returncode == 0
+    assert admin(BOB, "run", *options, "--", "true", **own).returncode == 0
+
+
 def test_a_umask_of_077_locks_nobody_out(machine):
     with machine.job(ALICE, "-n", str(DEVICES), umask=0o077):
         pass

@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpuguard.claims.directory import LockDirectory, is_same_file, open_lock, try_flock
+from gpuguard.claims.directory import LockDirectory, is_same_file, lock_fault, open_lock, try_flock
 from gpuguard.claims.holders import as_written, locked_by
 from gpuguard.claims.records import (
     locked_slots,
@@ -305,6 +305,21 @@ def share_environment(memory: int, devices: Sequence[Device], environ: Mapping[s
         smaller = before.replace(".", "", 1).isdecimal() and 0 < float(before) <= fraction
         variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = before if smaller else f"{int(fraction * 10000) / 10000:.4f}"
     return variables
+
+
+def lock_faults(
+    directory: LockDirectory, devices: Sequence[Device], request: Request, outer: ClaimRecord | None
+) -> dict[str, str]:
+    """uuid -> why this process can never claim the device for *request*: which of its lock files it cannot use."""
+    if outer and (outer.memory is not None or "." in outer.id):
+        return {}
+    faults = {}
+    for device in devices:
+        slots = slot_names(device.uuid)[: request.slots] if request.share else ()
+        names = [f"{device.uuid}.nested"] if outer else [*filter(None, (device.uuid, device.parent_uuid)), *slots]
+        if fault := next(filter(None, (lock_fault(directory, name) for name in names)), None):
+            faults[device.uuid] = fault
+    return faults
 
 
 def lock_parts(

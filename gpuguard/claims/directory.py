@@ -283,7 +283,8 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
         except FileExistsError:
             continue
         except OSError as error:
-            again = "Run `sudo gpuguard setup` again: it makes one lock file per device"
+            named = "" if directory.path == ADMIN_DIRECTORY else f" --dir {directory.path}"
+            again = f"Run `sudo gpuguard setup{named}`: it makes the lock files of all devices, for all users"
             advice = _IN_CONTAINERS if error.errno == errno.EROFS else again
             raise LockDirectoryError(
                 f"{path} does not exist and cannot be made ({error.strerror}).  {advice}."
@@ -294,6 +295,26 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
             os.fchown(descriptor, directory.keeper, -1)
         return descriptor
     raise LockDirectoryError(f"{path} is not readable.  Run `sudo gpuguard setup` again.")
+
+
+def lock_fault(directory: LockDirectory, name: str) -> str | None:
+    """Why this process can never lock the file *name*; None: it can, or can make the file.  Makes no file."""
+    if directory.closed or directory.is_missing():
+        return None
+    may_make = os.access(directory.locks, os.W_OK | os.X_OK, effective_ids=True)
+    if may_make and not os.path.lexists(directory.lock_path(name)):
+        return None
+    fault = None
+    for _ in range(2):  # what is just being replaced is well again at the second look
+        try:
+            os.close(open_lock(directory, name))
+        except LockDirectoryError as error:
+            fault = str(error)
+        except OSError:  # no further file can be opened now, which says nothing of this one
+            return None
+        else:
+            return None
+    return fault
 
 
 def _check_file(descriptor: int, path: str, owners: tuple[int | None, ...]) -> None:

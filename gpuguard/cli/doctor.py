@@ -10,13 +10,14 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
 from gpuguard.backends import kernel_version
 from gpuguard.backends.nvml_calls import has_glibc
+from gpuguard.claims.claim import lock_faults
 from gpuguard.claims.directory import fault_of, open_lock
 from gpuguard.claims.room import room_for_records
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
@@ -26,9 +27,10 @@ from gpuguard.daemon.client import exchange
 from gpuguard.errors import BackendError, ClaimError, GpuguardError
 from gpuguard.files import file_system
 from gpuguard.history.audit_log import MACHINE_EVENTS, events_path
-from gpuguard.model import CLOCKS, WHO_FIELDS
+from gpuguard.model import CLOCKS, WHO_FIELDS, Device
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.settings import read_queue_settings
+from gpuguard.request import Request
 from gpuguard.source import hidepid
 from gpuguard.views import doctor
 from gpuguard.views.doctor import FAULT, DoctorFacts
@@ -36,6 +38,7 @@ from gpuguard.views.text import json_text, put, style
 
 PACKAGES = ("gpuguard", "nvidia-ml-py", "psutil")
 VARIABLES = (CUDA_VARIABLE, ORDER_VARIABLE, CONTAINER_VARIABLE, "SLURM_JOB_ID", "GPUGUARD_CLAIM")
+_A_SHARE = Request(share=True, memory=1)  # which needs all lock files of a device
 
 
 LINE_BYTES = 16384  # of the audit log, with room to spare
@@ -68,7 +71,7 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
         backend=args.backend,
         uid=os.geteuid(),
         **driver,
-        **_lock(args),
+        **_lock(args, snapshot.devices if snapshot else ()),
         line_path=queue.path if os.path.lexists(queue.path) else None,
         line_faults=tuple(" ".join(" ".join(fault.lines(queue.path)).split()) for fault in queue.faults),
         outer=None if outer.uuids is None else (len(outer.uuids), outer.reason),
@@ -97,7 +100,7 @@ def _driver(args: argparse.Namespace) -> dict[str, Any]:
     return {"snapshot": snapshot, "answer_seconds": time.monotonic() - began}
 
 
-def _lock(args: argparse.Namespace) -> dict[str, Any]:
+def _lock(args: argparse.Namespace, devices: Sequence[Device]) -> dict[str, Any]:
     try:
         directory = directory_of(args)
         if not directory.closed and not directory.is_missing():
@@ -116,6 +119,7 @@ def _lock(args: argparse.Namespace) -> dict[str, Any]:
         "lock_path": directory.path,
         "lock_owner": directory.owner,
         "lock_missing": directory.is_missing(),
+        "lock_faults": tuple(lock_faults(directory, devices, _A_SHARE, None).values()),
         "file_system": file_system(directory.locks),
         "keeper": directory.keeper,
         "broker_error": broker_error,

@@ -45,6 +45,7 @@ class DoctorFacts:
     lock_owner: int | None = None  # None: anybody's files in a sticky directory
     lock_missing: bool = False
     lock_error: str | None = None
+    lock_faults: tuple[str, ...] = ()  # of each device whose lock files this user cannot use, what is wrong
     keeper: int | None = None  # whose the lock files are, where the daemon alone gives the locks
     broker_error: str | None = None  # why it gives none
     daemon_fault: str | None = None  # what is wrong with the daemon's directory in lock_path
@@ -173,7 +174,11 @@ def _processes(facts: DoctorFacts) -> Finding | None:
     devices = facts.snapshot.devices if facts.snapshot else ()
     if not devices:
         return None
-    if silent := [device for device in devices if device.processes is None and not device.problems]:
+    silent = [device for device in devices if device.processes is None and not device.problems]
+    if blind := [device for device in silent if device.memory_used is None]:
+        found = f"neither a process list nor the memory in use of GPU {_indices(blind)}: nothing says that it is free"
+        return FAULT, found, "No job gets such a GPU.  A newer driver may tell one of them."
+    if silent:
         found = f"no process list of GPU {_indices(silent)}"
         return WARNING, found, "gpuguard goes by memory in use instead: give it exact names with a newer driver."
     if odd := [device for device in devices if not device.processes_plausible]:
@@ -211,6 +216,9 @@ def _lock_directory(facts: DoctorFacts) -> Finding | None:
         return FAULT, found, "`sudo systemctl restart gpuguard`; or `sudo gpuguard setup --no-broker`."
     if facts.keeper is not None:
         return OK, f"{facts.lock_path}, root's; the daemon alone gives the locks, to all users", None
+    if facts.lock_faults:
+        found = f"{format_count(len(facts.lock_faults), 'GPU')} cannot be claimed by you: {facts.lock_faults[0]}"
+        return FAULT, found, None
     if facts.simulated:
         return OK, f"{facts.lock_path}, beside the simulated node", None
     if facts.lock_owner == 0:
