@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.device_state import hides_use, idle_limit, may_compute, occupants, unlisted_memory, user_label
 from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
-from gpuguard.request import SHARE_MAX_UTIL, Request, resolve
+from gpuguard.request import Request, resolve
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_bytes, format_duration
 
@@ -293,18 +293,12 @@ def _above_limit(device: Device, terms: Terms) -> Iterator[Reason]:
     request = terms.request
     for option, limit_name, field, what, unit in _LIMITS:
         limit, value = getattr(request, limit_name), getattr(device, field)
-        bound = ""
-        if option == "--max-util" and limit is None and terms.sharing_of(device).count:
-            limit, bound = SHARE_MAX_UTIL, ", too much to share it (--max-util)"  # what leaves two jobs their speed
-        elif option == "--max-util" and request.share and limit is not None and limit >= 100:
-            limit = None
-        if limit is None:
+        if limit is None or (option == "--max-util" and request.share and limit >= 100):
             continue
         if value is None:
-            reason = _unknown(device, field, f"its {what}", terms, option)
-            yield replace(reason, permanent=reason.permanent and not bound)
+            yield _unknown(device, field, f"its {what}", terms, option)
         elif value > limit:
-            yield Reason(f"{what} is {value:.0f}{unit}{bound}", False, option)
+            yield Reason(f"{what} is {value:.0f}{unit}, more than {limit:g}{unit} ({option})", False, option)
 
 
 _RULES: tuple[Callable[[Device, Terms], Iterator[Reason]], ...] = (

@@ -116,6 +116,7 @@ class NotEnoughGpus(GpuguardError):
         self.wanted = wanted
         self.available = available
         self.refused = tuple(refused)
+        self.brief = ""  # of a request in the queue: why it waits, for one line of a terminal
 
 
 class ImpossibleRequest(NotEnoughGpus):

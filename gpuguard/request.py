@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 ANY_MEMORY = 2**53  # bytes, as many as JSON can say: the tolerance inside a claim, whose own processes use its devices
-# Real pairs of jobs whose utilization adds up to at most 50 % run at 0.998 of their speed alone; above 90 % at 0.82,
-# the worst of them at 0.51 (Lucid).
-SHARE_MAX_UTIL = 50.0
 SLOTS = 8  # claims that can share one device: each holds one lock of as many, so the kernel bounds their number
 
 STRATEGIES = {

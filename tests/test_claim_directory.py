@@ -281,7 +281,7 @@ def test_a_missing_lock_file_in_roots_directory_says_to_run_setup_again(director
         raise PermissionError(13, "Permission denied") if flags & os.O_CREAT else FileNotFoundError(2, "No such file")
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(LockDirectoryError, match="Run `sudo gpuguard setup` again"):
+    with pytest.raises(LockDirectoryError, match=r"Run `sudo gpuguard setup --dir .*`: it makes the lock files"):
         open_lock(directory, UUID)
 
 

@@ -208,16 +208,6 @@ def test_what_the_driver_never_tells_is_not_waited_for_and_what_failed_once_is(f
     assert type(later) is NotEnoughGpus
 
 
-def test_a_share_that_cannot_be_had_beside_others_whose_load_is_never_told_is_waited_for():
-    device = a_device(utilization=None)
-    snapshot = replace(a_snapshot(device), gaps=(Gap(device.uuid, "utilization", "not supported"),))
-    claim = a_claim_record(device, memory=GIB, slots=(f"{device.uuid}.slot0",))
-    request = Request(share=True, memory=GIB)
-    sharing = {device.uuid: Sharing((claim,))}
-
-    assert type(not_enough(snapshot, request, choose(snapshot, request, {}, sharing))) is NotEnoughGpus
-
-
 def test_a_share_that_fits_nowhere_is_not_told_to_drop_its_size_which_it_needs():
     request = Request(share=True, memory=999 * GIB, models=("L4",))
 

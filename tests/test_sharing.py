@@ -184,14 +184,15 @@ def test_roots_process_without_an_ancestor_in_a_share_is_a_strangers(machine, di
             acquire(machine, wanting(10), directory)
 
 
-def test_a_device_that_works_too_hard_is_not_shared_unless_that_is_asked_for(machine, directory):
+def test_a_device_that_works_hard_is_shared_unless_the_job_sets_a_bound_which_is_named(machine, directory):
     with acquire(machine, wanting(10), directory):
-        machine.change(0, utilization=60.0)
-        assert "utilization is 60%, too much to share it" in refusal(machine, wanting(10), directory)
-        acquire(machine, wanting(10, max_util=70.0), directory).release()
+        machine.change(0, utilization=95.0)
+        acquire(machine, wanting(10), directory).release()
+        text = refusal(machine, wanting(10, max_util=50.0), directory)
+        assert "utilization is 95%, more than 50% (--max-util)" in text
         machine.change(0, utilization=None)
-        assert "utilization is unknown" in refusal(machine, wanting(10), directory)
-        acquire(machine, wanting(10, max_util=100.0), directory).release()
+        acquire(machine, wanting(10), directory).release()
+        assert "utilization is unknown" in refusal(machine, wanting(10, max_util=50.0), directory)
 
 
 def test_the_least_busy_device_is_shared_first_and_then_one_that_is_shared_already(directory):

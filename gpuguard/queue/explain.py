@@ -5,17 +5,23 @@ Does not decide any of it: see state and backfill.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
+from gpuguard.device_state import device_title
+from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Snapshot
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import QueueRules, Ticket
 from gpuguard.queue.reservations import ReservationCalendar, clock_text, with_reserved_instances
-from gpuguard.queue.state import QueueFacts, QueueState, expected_end, kept_from, read_queue_facts
+from gpuguard.queue.state import QueueFacts, QueueState, choose_for, expected_end, kept_from, read_queue_facts
 from gpuguard.queue.tickets import new_ticket
 from gpuguard.request import Request
 from gpuguard.units import format_duration
+
+_UNKNOWN_START = "nobody knows when it starts: "
 
 
 def reservation_text(reservation: Reservation, now: float) -> str:
@@ -64,6 +70,12 @@ def reserved_now(snapshot: Snapshot, reserved: ReservationCalendar) -> dict[str,
     return {uuid: reservation_text(reservation, reserved.now) for uuid, reservation in kept.items()}
 
 
+def brief_text(position: QueuePosition, queue: QueueState) -> str:
+    """The same for one line of a terminal, the reason first: ``"the job of bob has no time limit (2 of 3)"``."""
+    text = start_text(position, queue).removeprefix(_UNKNOWN_START)
+    return text if position.ticket.after else f"{text} ({position.number} of {len(queue.positions)} in line)"
+
+
 def position_text(position: QueuePosition, queue: QueueState) -> str:
     """``"number 2 of 3 in line, starts in about 2h"``; without a number for a request that is not queued yet."""
     text = start_text(position, queue)
@@ -84,10 +96,29 @@ def start_text(position: QueuePosition, queue: QueueState) -> str:
         return "no devices for it as things are"
     if not position.devices:
         return "too far behind for a plan"
+    if kept_out := _kept_out_text(position.request, position.devices, queue):
+        return f"{_UNKNOWN_START}{kept_out}"
     if position.start is None:
-        return f"nobody knows when it starts: {_unknown_end_text(position, queue)}"
+        return f"{_UNKNOWN_START}{_unknown_end_text(position, queue)}"
     why = _freed_text(position, position.start, queue)
     return f"starts in about {_until(position.start, queue)}{', ' + why if why else ''}"
+
+
+def _kept_out_text(request: Request, devices: Sequence[str], queue: QueueState) -> str | None:
+    """What keeps a share from the first of *devices* beside the claims there, whose ends the plan knows."""
+    if not request.share:
+        return None
+    try:
+        refused = choose_for(queue.snapshot, request, queue.facts).refused
+    except InvalidRequest:
+        return None
+    reasons = (
+        f"{device_title(refusal.device)}: {reason.text}"
+        for refusal in refused
+        for reason in refusal.reasons
+        if refusal.device.uuid in devices and reason.option not in ("", "--memory", "--slots")
+    )
+    return next(reasons, None)
 
 
 def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) -> str:

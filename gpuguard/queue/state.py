@@ -36,7 +36,7 @@ from gpuguard.queue.reservations import ReservationCalendar, reservation_calenda
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import IgnoredFile, read_tickets, unread_since
 from gpuguard.request import Request
-from gpuguard.select import choose, claimed_by, possible, usable_together
+from gpuguard.select import Choice, choose, claimed_by, possible, usable_together
 from gpuguard.users import accountable_uids
 
 UNRESPONSIVE_SECONDS = 15.0  # a ticket whose waker is not read for so long is passed over
@@ -210,12 +210,17 @@ def _machine(snapshot: Snapshot, facts: QueueFacts, requests: Collection[Request
     )
 
 
-def fit(snapshot: Snapshot, request: Request, facts: QueueFacts) -> Fit:
-    """The devices for one request, of any user."""
+def choose_for(snapshot: Snapshot, request: Request, facts: QueueFacts) -> Choice:
+    """The devices that will do for one request, of any user; InvalidRequest: see choose()."""
     alone = [claim for claim in facts.claims if not (request.share and claim.slots)]
     sharing = sharing_of(snapshot, facts.claims) if request.share else None
+    return choose(snapshot, request, claimed_by(alone, snapshot.taken_at) | dict(facts.quarantined), sharing)
+
+
+def fit(snapshot: Snapshot, request: Request, facts: QueueFacts) -> Fit:
+    """The devices for one request, of any user."""
     try:
-        choice = choose(snapshot, request, claimed_by(alone, snapshot.taken_at) | dict(facts.quarantined), sharing)
+        choice = choose_for(snapshot, request, facts)
     except InvalidRequest:  # it names a device that is not there any more
         return Fit((), frozenset())
     opened = {device.uuid for device in choice.eligible}

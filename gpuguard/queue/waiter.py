@@ -36,7 +36,7 @@ from gpuguard.errors import (
 from gpuguard.model import MEMORY, PROCESSES, VERIFY_FIELDS, ClaimRecord, Snapshot
 from gpuguard.queue.backfill import QueuePosition, promise
 from gpuguard.queue.calendar import Reservation
-from gpuguard.queue.explain import kept_for_others, position_text
+from gpuguard.queue.explain import brief_text, kept_for_others, position_text
 from gpuguard.queue.leader import (
     CHECK_SECONDS,
     MAY_START,
@@ -230,7 +230,9 @@ class QueueAnswer:
         text, ticket = position_text(self.position, self.queue), self.position.ticket
         if not ticket.id and not ticket.after:  # not queued, but could be
             text = f"not now; it would be {text}"
-        return waiting_error(ticket.num_gpus, text, error)
+        explained = waiting_error(ticket.num_gpus, text, error)
+        explained.brief = brief_text(self.position, self.queue)
+        return explained
 
 
 class Waiter:
