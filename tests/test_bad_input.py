@@ -85,7 +85,7 @@ RUN_DEVICES = [
         "--model A100 true",
         "none exists that can satisfy --model 'A100'.\n  its model is NVIDIA H100 80GB HBM3 (8 devices)\nDrop --model.",
     ),
-    ("--min-total 90GiB true", "--min-total 90.0GiB.\n  has 80.0GiB of memory in all (8 devices)\nDrop --min-total."),
+    ("--min-total 90GiB true", "--min-total 90.0GiB.\n  has 79.6GiB of memory in all (8 devices)\nDrop --min-total."),
     ("--exclude 0,1,2,3,4,5,6,7 true", "Drop --exclude."),
     ("--dir PLACE/file true", "/file is not a directory (a symbolic link is not followed).  Run `sudo gpuguard setup`"),
     ("--dir PLACE/file/x true", "cannot be made ready for claims: Not a directory.  Name another directory"),

@@ -310,7 +310,7 @@ def test_a_waiting_run_keeps_to_one_line_and_leaves_none(gpuguard, job, columns)
 
     lines = before.split("\r\x1b[K")[1:]
     assert "\n" not in before and all(display_width(line + "^C") < columns for line in lines)
-    reason = "gpuguard: waiting for 0s: number 1 of 1 in line, starts in about 2h, when device "
+    reason = "gpuguard: waiting for 0s: starts in about 2h, when device "
     whole = columns - 4 - len("1h59m10s") + len("2h0s")  # of a line that was cut before its times were made equal
     assert any(undated(line).startswith(reason[:whole].rstrip()) for line in lines)
     assert re.search(r"\r\x1b\[Kgpuguard: GPU 0,1 \(SIMULATED\) · claim \w+\r\nit runs\r\n", shown)
