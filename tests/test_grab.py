@@ -93,7 +93,7 @@ def test_gpu_fraction_wants_that_part_of_the_memory_free(node):
         with pytest.raises(NotEnoughGpus, match=r"only 49\.\d% of its memory is free, less than 95\.0%"):
             gpuguard.grab_gpus(1, gpu_fraction=0.95, max_procs=1)
         assert len(gpuguard.grab_gpus(1, gpu_fraction=0.45, max_procs=1)) == 1
-    assert len(gpuguard.grab_gpus(3, gpu_fraction=0.95)) == 3  # so much is free of an idle one
+    assert len(gpuguard.grab_gpus(3, gpu_fraction=0.95, further=True)) == 3  # so much is free of an idle one
 
 
 def test_gpu_min_memory_is_in_mib():

@@ -135,7 +135,7 @@ def test_a_claim_inside_of_a_program_that_the_process_has_become_is_a_part_of_it
 def test_released_devices_are_free_and_can_be_grabbed_again_and_the_claims_take_no_memory():
     for _ in range(3):
         assert len(gpuguard.grab_gpus(4)) == 4
-        api._made[-1][1].release()
+        api._made[-1].claim.release()
 
     assert (claimed(), len(api._made)) == ([], 1)
 
