@@ -14,12 +14,17 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from gpuguard import procfs
+from gpuguard.enforcement.identity import is_of_the_system
 from gpuguard.model import GpuProcess, Snapshot
-from gpuguard.policies.view import HostUse
+from gpuguard.policies.view import HostUse, MachineUse, UserUse
 from gpuguard.procfs import Stat
+from gpuguard.units import Amount
+from gpuguard.users import user_name
 
 GROUPS_SECONDS = 600.0  # after which a user's groups are asked for again
 NETWORK_SECONDS = 60.0  # after which a process in the host's network is asked again whether it has one of its own
+MACHINE_SECONDS = 5.0  # after which all processes of the machine are read again
+PAGES_SECONDS = 60.0  # within which the pages of a process are not counted again
 ANSWER_SECONDS = 1.0  # a directory service that needs longer is heard at the next sample
 
 _TERMINALS = 136  # major number of /dev/pts/0 to 255; up to 143 for those above (Linux, admin-guide/devices.txt)
@@ -80,6 +85,9 @@ class HostUses:
         self._cpu: dict[Identity, tuple[float, float]] = {}  # (clock, CPU seconds)
         self._network: dict[Identity, tuple[float, int]] = {}  # (clock, bytes)
         self._in_host: dict[Identity, float] = {}  # in the host's network when the clock was so
+        self._machine: tuple[float, MachineUse] | None = None  # clock
+        self._spent: dict[Identity, float] = {}  # CPU seconds, at that clock
+        self._pages: dict[Identity, tuple[float, int]] = {}  # (clock, bytes)
         self._groups: dict[int, frozenset[str]] = {}
         self._requested: dict[int, float] = {}  # clock
         self._in_progress: set[int] = set()
@@ -136,6 +144,58 @@ class HostUses:
         else:
             self._network[identity] = (clock, received)
         return received
+
+    def machine(self, limits: Iterable[Amount]) -> MachineUse:
+        """What each user takes of the machine; the memory only of those who may have more than one of *limits*."""
+        now = procfs.boot_clock()
+        if self._machine and now - self._machine[0] < MACHINE_SECONDS:
+            return self._machine[1]
+        try:
+            stats = procfs.processes()
+        except OSError:  # no descriptor is left
+            return MachineUse()
+        of_user: dict[int, dict[int, Stat]] = {}
+        for pid, stat in stats.items():
+            uid = procfs.uid_of(pid) if stat.lives else None
+            if uid is not None and not is_of_the_system(uid):
+                of_user.setdefault(uid, {})[pid] = stat
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        least = min((limit.of(memory) or 0.0 for limit in limits), default=None)
+        before, since = self._spent, self._machine[0] if self._machine else None
+        self._spent = {(pid, stat.start_time): stat.cpu_seconds for pid, stat in stats.items()}
+        self._pages = {identity: known for identity, known in self._pages.items() if identity in self._spent}
+        users = {}
+        for uid, own in of_user.items():
+            cpu = None
+            if since is not None and now > since:
+                used = 0.0
+                for pid, stat in own.items():
+                    # Of a process that is new, all; of one that was not seen before though it is older, nothing.
+                    begun = 0.0 if stat.start_time >= since else stat.cpu_seconds
+                    used += max(0.0, stat.cpu_seconds - before.get((pid, stat.start_time), begun))
+                cpu = 100 * used / (now - since)
+            may_exceed = least is not None and sum(stat.resident for stat in own.values()) > least
+            users[uid] = UserUse(user_name(uid), cpu, self._memory_of(own, now) if may_exceed else None)
+        use = MachineUse(memory, os.cpu_count(), users)
+        self._machine = now, use
+        return use
+
+    def _memory_of(self, own: Mapping[int, Stat], now: float) -> int | None:
+        """Bytes that processes of one user have in memory, as far as that can be read: never too much."""
+        known = []
+        for pid, stat in own.items():
+            identity = pid, stat.start_time
+            counted = self._pages.get(identity)
+            if counted is None or now - counted[0] > PAGES_SECONDS:
+                pages = procfs.own_memory(pid)
+                if pages is not None and procfs.start_time(pid) == stat.start_time:
+                    counted = self._pages[identity] = now, pages
+            if counted is not None:
+                known.append(min(counted[1], stat.resident))
+        # The pages of a large process may take too long to count, or not be shown to us: its own alone are so many.
+        largest = procfs.status_words(max(own, key=lambda pid: own[pid].resident), b"RssAnon")
+        alone = int(largest[0]) * 1024 if largest and largest[0].isdigit() else 0
+        return max(sum(known), alone) or None
 
     def groups(self, snapshot: Snapshot) -> dict[int, frozenset[str]]:
         """The groups of everybody in *snapshot*, as far as they were told in time."""

@@ -160,6 +160,16 @@ def start_time(pid: int) -> float | None:
     return stat.start_time if stat else None
 
 
+def own_memory(pid: int) -> int | None:
+    """Bytes that a process has in memory; of what it shares with others its part; without files that can be read again.
+
+    None: gone, hidden, or not read in time.  It takes time for each page: see deadline.
+    """
+    text = in_time(pid, "pages", lambda: read_proc(f"/proc/{pid}/smaps_rollup"), times=4) or b""
+    parts = re.findall(rb"^Pss_(?:Anon|Shmem): +(\d+) kB$", text, re.MULTILINE)
+    return sum(map(int, parts)) * 1024 if parts else None
+
+
 def uid_of(pid: int) -> int | None:
     """The real uid of a process; None: gone or hidden."""
     # Not the owner of /proc/PID: that is root for every process that may not be dumped.

@@ -155,6 +155,22 @@ def parse_memory_amount(text: str) -> Amount:
     return Amount(parse_bytes(text), text.strip())
 
 
+def parse_host_memory_amount(text: str) -> Amount:
+    """An amount of ``"200GiB"`` or of ``"50%"`` of the machine's memory."""
+    if text.strip().endswith("%"):
+        return Amount(parse_percent(text), text.strip(), relative=True)
+    return Amount(parse_bytes(text), text.strip())
+
+
+def parse_device_amount(text: str) -> int | Amount:
+    """A number of devices, as in ``"4"``, or ``"66%"`` of those of the machine."""
+    if text.strip().endswith("%"):
+        return Amount(parse_percent(text), text.strip(), relative=True)
+    if not re.fullmatch(r"0|[1-9][0-9]{0,5}", text):
+        raise InvalidRequest(f"{text!r} is not a whole number or a share: write plain digits, like 4, or 66%.")
+    return int(text)
+
+
 def parse_power_amount(text: str) -> Amount:
     """An amount of ``"300W"`` or of ``"95%"`` of the device's power limit."""
     if text.strip().endswith("%"):

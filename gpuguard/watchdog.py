@@ -35,10 +35,10 @@ from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
 from gpuguard.policies.policy import ENDING, HARMFUL, Judgement, Note, Policy
 from gpuguard.policies.rules import needs_of
-from gpuguard.policies.view import RuleView, SubjectIdentity, identity_of
+from gpuguard.policies.view import MachineUse, RuleView, SubjectIdentity, identity_of
 from gpuguard.procfs import boot_clock, process_facts, stat_of
 from gpuguard.source import with_claims
-from gpuguard.units import format_duration
+from gpuguard.units import format_duration, parse_host_memory_amount
 
 T = TypeVar("T")
 
@@ -248,6 +248,7 @@ class Watchdog:
         return RuleView(
             snapshot,
             host=host.sample(snapshot, stats, debuggers=needs.kinds) if needs.host else host.pause(),
+            machine=host.machine(needs.machine) if needs.machine is not None else MachineUse(),
             groups=host.groups(snapshot),
             scheduled=self.scheduled(snapshot) if needs.scheduler else None,
             seen=process_facts(snapshot, stats, ancestors=bool(snapshot.claims)),
@@ -441,6 +442,7 @@ def _zone(taken_at: float) -> float:
 
 
 RECORDED_FIELDS = WHO_FIELDS | {CLOCKS, ECC}  # what any rule can ask for
+RECORDED_LIMITS = (parse_host_memory_amount("10%"),)  # of the machine's memory: who has less is no case for a policy
 
 
 class ViewReader:
@@ -454,4 +456,5 @@ class ViewReader:
         snapshot = with_claims(self._backend.sample(RECORDED_FIELDS), lambda: self._directory)
         stats = {process.pid: stat_of(process.pid) for device in snapshot.devices for process in device.processes or ()}
         host, groups = self._hosts.sample(snapshot, stats, debuggers=True), self._hosts.groups(snapshot)
-        return RuleView(snapshot, host=host, groups=groups, seen=process_facts(snapshot, stats))
+        machine = self._hosts.machine(RECORDED_LIMITS)
+        return RuleView(snapshot, host=host, machine=machine, groups=groups, seen=process_facts(snapshot, stats))

@@ -37,6 +37,8 @@ from gpuguard.policies.quota import QuotaRule
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.thresholds import (
     HealthRule,
+    HostCpuRule,
+    HostMemoryRule,
     MemoryRule,
     PowerRule,
     ProcessesRule,
@@ -45,8 +47,8 @@ from gpuguard.policies.thresholds import (
 )
 from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule
 from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
-from gpuguard.policies.view import Rule, RuleView, ValueSeries, key_of, process_subject
-from gpuguard.units import parse_memory_amount, parse_power_amount, parse_rate
+from gpuguard.policies.view import MachineUse, Rule, RuleView, UserUse, ValueSeries, key_of, process_subject
+from gpuguard.units import parse_host_memory_amount, parse_memory_amount, parse_power_amount, parse_rate
 from gpuguard.watchdog import Watchdog
 
 OTHER = GUILTY + 1
@@ -79,8 +81,11 @@ AGGRESSIVE: dict[str, Rule] = {
     "health": HealthRule(problems=("row remap*",), with_processes=True),
     "command": CommandRule(executables=("/*",)),
     "outside_scheduler": OutsideSchedulerRule(),
+    "host_memory": HostMemoryRule(parse_host_memory_amount("0%")),
+    "host_cpu": HostCpuRule(0.0),
     "expression": ExpressionRule(parse_expression("memory_used > 20GiB and utilization < 5% and user == 'alice'")),
 }
+A_GREEDY_USER = MachineUse(100 * GIB, 10, {GUILTY: UserUse("alice", 900.0, 90 * GIB)})
 # These would find everybody, whatever they do.
 BY_PERSON = {"processes", "quota", "age", "command"}
 
@@ -171,7 +176,7 @@ def guards(world: World, driver: Driver) -> dict[str, Watchdog]:
 
 
 def surrounded(look_around: Callable[..., RuleView], world: World, rule: str) -> Callable[..., RuleView]:
-    """What does not come from the driver: claims, and a scheduler."""
+    """What does not come from the driver: claims, a scheduler, and who takes most of the machine."""
 
     def look(snapshot: Snapshot, *more: Any) -> RuleView:
         uuids = [world.fake.devices[index].uuid for index in range(3)]
@@ -179,7 +184,8 @@ def surrounded(look_around: Callable[..., RuleView], world: World, rule: str) ->
         claims = (a_claim_record(*taken, uid=OTHER, user="bob", pid=None),) if taken else ()
         gaps = tuple(gap for gap in snapshot.gaps if gap.field != "claims")
         view = look_around(replace(snapshot, claims=claims, gaps=gaps), *more)
-        return replace_fields(view, scheduled={uuid: frozenset({OTHER}) for uuid in uuids})
+        scheduled = {uuid: frozenset({OTHER}) for uuid in uuids}
+        return replace_fields(view, scheduled=scheduled, machine=A_GREEDY_USER)
 
     return look
 

@@ -34,7 +34,7 @@ from gpuguard.notify.templates import Template, message_for
 def test_a_mail_arrives_as_it_was_written(language):
     message = a_message(language)
     with a_mail_server() as server:
-        target = by_smtp(server, ("$user@example.org", "ops@example.org"), from_="gpu@example.org")
+        target = by_smtp(server, ("{user}@example.org", "ops@example.org"), from_="gpu@example.org")
         assert attempt(target, message) == (True, "")
 
     (letter,) = server.letters

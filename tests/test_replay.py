@@ -20,7 +20,7 @@ from gpuguard import model
 from gpuguard.backends.replay import RecordingWriter
 from gpuguard.backtest.masking import KEPT, MASKED, Mask
 from gpuguard.backtest.recordings import pack, views
-from gpuguard.policies.view import HostUse
+from gpuguard.policies.view import HostUse, UserUse
 from gpuguard.queue.priority import QueueRules
 
 DEVICES = 4
@@ -166,7 +166,7 @@ def test_a_masked_recording_still_tells_who_is_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("noun", "kind"),
     [("snapshot", model.Snapshot), ("device", model.Device), ("process", model.GpuProcess),
-     ("claim", model.ClaimRecord), ("host", HostUse)],
+     ("claim", model.ClaimRecord), ("host", HostUse), ("use", UserUse)],
 )  # fmt: skip
 def test_every_field_is_either_masked_or_known_to_be_harmless(noun, kind):
     names = {field.name for field in fields(kind)}

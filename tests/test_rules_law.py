@@ -206,7 +206,9 @@ def test_a_process_that_nobody_knows_is_not_accused(rule, field):
 def assert_nobody_is_accused(findings: Iterable[Finding]) -> None:
     findings = list(findings)
     assert hit(findings) == set()
-    assert {finding.subject.kind for finding in findings} <= {"device", "node", "claim"}
+    # What a user takes of the machine is no matter of the list of processes.
+    kinds = {finding.subject.kind for finding in findings if not finding.rule.startswith("host_")}
+    assert kinds <= {"device", "node", "claim"}
 
 
 @every_rule

@@ -14,6 +14,7 @@ from gpuguard.policies.idle import AgeRule
 from gpuguard.policies.quota import QuotaRule, windows_of
 from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
 from gpuguard.policies.view import device_subject, key_of
+from gpuguard.units import parse_device_amount
 
 HOUR = 3600.0
 ALICE, BOB = {"uid": 1001, "user": "alice"}, {"uid": 1002, "user": "bob"}
@@ -309,6 +310,10 @@ def test_a_user_who_copies_the_id_of_a_claim_has_none_of_its_processes_accused(o
 
 EACH_ON_ONE = [used_by(a_process(2 + index, start_time=1000.0 + index), index=index) for index in range(3)]
 OF_TWO = [used_by(a_process(2, **ALICE), index=0), used_by(a_process(3, **BOB), index=1)]
+OF_ALICE = [
+    a_claim("pair", a_device(0), a_device(1), age=9000),
+    a_claim("one", a_device(2), age=100),
+]
 OF_UNKNOWN_AGE = a_claim_record(a_device(0), id="x", since=None, **ALICE)
 
 
@@ -321,10 +326,16 @@ OF_UNKNOWN_AGE = a_claim_record(a_device(0), id="x", since=None, **ALICE)
         (QuotaRule(claims=1), [a_device(0), a_device(1)], [OF_UNKNOWN_AGE, a_claim("y", a_device(1), age=9000)], ["y"]),
         (QuotaRule(devices=1), OF_TWO, [], []),
         (QuotaRule(devices=0), OF_TWO, [], [2, 3]),
+        (QuotaRule(devices=parse_device_amount("67%")), EACH_ON_ONE, [], [4]),
+        (QuotaRule(devices=parse_device_amount("66%")), EACH_ON_ONE, [], [3, 4]),
+        (QuotaRule(devices=parse_device_amount("1%")), EACH_ON_ONE, [], [3, 4]),
+        (QuotaRule(devices=parse_device_amount("0%")), EACH_ON_ONE, [], [2, 3, 4]),
+        (QuotaRule(devices=1, per="claim"), [a_device(index) for index in range(3)], OF_ALICE, ["pair"]),
     ],
     ids=[
         "processes without a claim", "as many as allowed", "none is a claim", "the oldest is of unknown age",
-        "each user has one", "each user has none",
+        "each user has one", "each user has none", "a share: 2.01 of 3", "a share: 1.98 of 3", "a share has one",
+        "no share", "each claim by itself",
     ],
 )  # fmt: skip
 def test_what_is_in_excess(rule, devices, claims, excess):
@@ -340,6 +351,12 @@ def test_roots_processes_and_locks_without_a_record_are_nobodys():
 def test_a_quota_below_0_is_refused():
     with pytest.raises(InvalidRequest, match="below 0 makes no sense"):
         QuotaRule(devices=-1)
+
+
+@pytest.mark.parametrize("keys", [{"claims": 1}, {"gpu_hours": HOUR, "within": HOUR}, {"shared_by": ("lab",)}])
+def test_a_quota_of_each_claim_knows_devices_and_memory_only(keys):
+    with pytest.raises(InvalidRequest, match="per: claim knows devices and memory only"):
+        QuotaRule(**{"devices": 1, **keys}, per="claim")
 
 
 def test_a_group_shares_a_quota():

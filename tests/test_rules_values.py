@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, found, pids
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, ProcessStat
-from gpuguard.policies.thresholds import MemoryRule, PowerRule, ProcessesRule, TemperatureRule, UtilizationRule
-from gpuguard.policies.view import device_subject
-from gpuguard.units import parse_memory_amount, parse_power_amount, parse_rate
+from gpuguard.policies.thresholds import (
+    HostCpuRule,
+    HostMemoryRule,
+    MemoryRule,
+    PowerRule,
+    ProcessesRule,
+    TemperatureRule,
+    UtilizationRule,
+)
+from gpuguard.policies.view import MachineUse, UserUse, device_subject
+from gpuguard.units import parse_host_memory_amount, parse_memory_amount, parse_power_amount, parse_rate
 
 ALICE, BOB = {"uid": 1001, "user": "alice"}, {"uid": 1002, "user": "bob"}
 
@@ -212,3 +222,32 @@ def test_processes_of_one_user_are_counted_for_that_user_alone():
     processes = (a_process(1, **ALICE), a_process(2, **ALICE), a_process(3, **BOB))
 
     assert pids(found(ProcessesRule(above=1, per="user"), a_device(processes=processes))) == [1, 2]
+
+
+MACHINE = MachineUse(100 * GIB, 10, {1001: UserUse("alice", 510.0, 51 * GIB), 1002: UserUse("bob", 500.0, 50 * GIB)})
+UNKNOWN = MachineUse(100 * GIB, 10, {1001: UserUse("alice")})
+OF_ROOT = MachineUse(100 * GIB, 10, {0: UserUse("root", 900.0, 90 * GIB)})
+NO_TOTALS = replace(MACHINE, memory=None, cores=None)
+HALF_OF_MEMORY, HALF_OF_CORES = HostMemoryRule(parse_host_memory_amount("50%")), HostCpuRule(50.0)
+
+
+@pytest.mark.parametrize("rule", [HALF_OF_MEMORY, HALF_OF_CORES])
+@pytest.mark.parametrize(
+    ("machine", "users"),
+    [(MACHINE, ["alice"]), (UNKNOWN, []), (OF_ROOT, []), (NO_TOTALS, []), (MachineUse(), [])],
+    ids=["more than half", "unknown use", "root", "unknown machine", "nothing known"],
+)
+def test_a_user_who_takes_more_of_the_machine_than_allowed_is_found_with_their_processes_on_gpus(rule, machine, users):
+    devices = [a_device(index, processes=(a_process(7, **ALICE), a_process(8, **BOB))) for index in (0, 1)]
+
+    accused = found(rule, *devices, machine=machine)
+    assert [finding.subject.user for finding in accused] == users
+    assert pids(accused) == [7] * len(users)
+
+
+def test_what_a_user_takes_of_the_machine_is_said_with_what_is_allowed():
+    assert [found(rule, machine=MACHINE)[0].why for rule in (HALF_OF_MEMORY, HALF_OF_CORES)] == [
+        "uses 51.0GiB of the machine's memory, 50% of 100.0GiB is allowed",
+        "uses 5.1 of 10 cores, 50% of them is allowed",
+    ]
+    assert found(HostMemoryRule(parse_host_memory_amount("51GiB")), machine=MACHINE) == []

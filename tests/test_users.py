@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
+import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from builders import a_device, a_process, a_snapshot
+from builders import MIB, a_device, a_process, a_snapshot
+from nodes import until
+from users import interpreter
 
 from gpuguard import host as hostuse
 from gpuguard import users
 from gpuguard.host import GROUPS_SECONDS, HostUses
 from gpuguard.model import Snapshot
+from gpuguard.units import parse_host_memory_amount
 
 
 @pytest.fixture(autouse=True)
@@ -170,3 +176,38 @@ def test_while_no_thread_can_be_started_the_look_goes_on_and_groups_are_asked_fo
         assert host.groups(at(0, 0)) == {}
 
     assert "root" in host.groups(at(10, 0))[0]
+
+
+SHARING = """
+import os, sys
+held = bytearray(os.urandom(2**20)) * 256
+workers = [os.fork() for _ in range(3)]
+if not all(workers):
+    while held: pass
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
+def test_all_processes_of_a_user_count_and_what_they_share_counts_once(monkeypatch):
+    """A forked data loader shows all memory of its parent: a sum of what each shows is many times too much."""
+    monkeypatch.setattr(hostuse, "MACHINE_SECONDS", 0.0)
+    person, service, host, limit = 54321, pwd.getpwnam("daemon").pw_uid, HostUses(), parse_host_memory_amount("200MiB")
+    with contextlib.ExitStack() as ended:
+        for uid in (person, service):
+            job = subprocess.Popen(
+                [interpreter(), "-c", SHARING], user=uid, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                start_new_session=True,
+            )  # fmt: skip
+            ended.enter_context(job)
+            ended.callback(os.killpg, job.pid, signal.SIGKILL)
+            assert job.stdout and job.stdout.readline() == b"ready\n"
+
+        host.machine([limit])
+        until(lambda: (host.machine([limit]).users[person].cpu or 0.0) > 10)
+        use = host.machine([limit])
+        assert use.memory and use.cores
+        assert 256 * MIB < (use.users[person].memory or 0) < 400 * MIB
+        assert use.users.keys().isdisjoint({0, service})
+        assert HostUses().machine([parse_host_memory_amount("100%")]).users[person].memory is None

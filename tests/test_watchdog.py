@@ -28,10 +28,10 @@ from gpuguard.policies.expression import ExpressionRule
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.rules import RULES, needs_of
-from gpuguard.policies.thresholds import HealthRule, MemoryRule
+from gpuguard.policies.thresholds import HealthRule, HostMemoryRule, MemoryRule
 from gpuguard.policies.view import Rule, RuleView, device_subject
 from gpuguard.request import Request
-from gpuguard.units import parse_memory_amount
+from gpuguard.units import parse_host_memory_amount, parse_memory_amount
 from gpuguard.watchdog import Watchdog, pace
 
 HOGS = Policy(
@@ -291,7 +291,11 @@ def judged_by_and_not_read(kind: type[Rule], groups: dict[str, set[str]]) -> set
     """The fields of a device that a rule names, though they are in no group that is asked for when there is one."""
     identity = set.intersection(*groups.values())
     text = source_of(kind, set()) + (inspect.getsource(expression) if kind is ExpressionRule else "")
-    rule = HealthRule(throttle_reasons=("*",), retired_pages_above=0) if kind is HealthRule else object.__new__(kind)
+    whole: dict[type[Rule], Rule] = {
+        HealthRule: HealthRule(throttle_reasons=("*",), retired_pages_above=0),
+        HostMemoryRule: HostMemoryRule(parse_host_memory_amount("50%")),
+    }
+    rule = whole[kind] if kind in whole else object.__new__(kind)
     asked = needs_of([Policy("p", (rule,), steps=(Step("log"),))]).fields
     known = set().union(*(groups[group] for group in asked))
     named = set(re.findall(r"[a-z_]+", text)) & (set(vars(a_device())) - identity) & set().union(*groups.values())

@@ -16,7 +16,17 @@ from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 from gpuguard.model import Device
 from gpuguard.policies.files.decoder import Decoder
 from gpuguard.policies.files.source import YamlSource
-from gpuguard.policies.view import HostUse, Rule, RuleView, device_subject, judged_processes, key_of, process_subject
+from gpuguard.policies.view import (
+    HostUse,
+    MachineUse,
+    Rule,
+    RuleView,
+    UserUse,
+    device_subject,
+    judged_processes,
+    key_of,
+    process_subject,
+)
 
 CLOCK = 1_000_000.0  # seconds since boot: old enough for every rule about age
 PAST, INTERVAL = 6 * 3600, 30
@@ -78,6 +88,7 @@ def a_bad_day(clock: float = CLOCK) -> RuleView:
             for device in devices
             for process in device.processes or ()
         },
+        machine=MachineUse(100 * GIB, 10, {1001: UserUse("alice", 900.0, 90 * GIB)}),
         groups={1001: frozenset({"students"}), 1002: frozenset({"staff"})},
         scheduled={device.uuid: frozenset({1002}) for device in devices},
         gpu_seconds={uid: {days * 86400.0: 1e7 for days in (1, 7, 14, 28, 30)} for uid in (1001, 1002)},

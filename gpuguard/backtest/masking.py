@@ -35,6 +35,7 @@ _FIELDS_OF = {
         "id uid user devices note command slots",
     ),
     "host": ("cpu memory network traced", "terminal"),
+    "use": ("cpu memory", "user"),
 }
 # noun -> (fields that stay, fields that are masked): together all that there are
 KEPT: Mapping[str, frozenset[str]] = {noun: frozenset(kept.split()) for noun, (kept, _) in _FIELDS_OF.items()}
@@ -79,6 +80,12 @@ class Mask:
         return {
             "snapshot": self._noun("snapshot", sample["snapshot"]),
             "host": {identity: self._noun("host", use) for identity, use in sample["host"].items()},
+            "machine": sample["machine"]
+            | {
+                "users": {
+                    str(self._uid(int(uid))): self._noun("use", use) for uid, use in sample["machine"]["users"].items()
+                }
+            },
             "groups": {
                 str(self._uid(int(uid))): sorted(self._name("group", name) for name in names)
                 for uid, names in sample["groups"].items()

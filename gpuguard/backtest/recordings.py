@@ -25,7 +25,7 @@ from gpuguard.backends import replay
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.jsonio import decode
 from gpuguard.model import Device, Gap, GpuProcess, ProcessStat, Snapshot
-from gpuguard.policies.view import HostUse, ProcessIdentity, RuleView
+from gpuguard.policies.view import HostUse, MachineUse, ProcessIdentity, RuleView, UserUse
 
 # Name of a column -> what it says, and by how much its numbers are multiplied.  pod, t_s, util and mem_mib are the
 # names in the traces of alibaba/clusterdata.
@@ -334,6 +334,7 @@ def pack(view: RuleView) -> dict[str, Any]:
             f"{pid}@{start}": {name: value for name, value in vars(use).items() if value is not None}
             for (pid, start), use in view.host.items()
         },
+        "machine": vars(view.machine) | {"users": {str(uid): vars(use) for uid, use in view.machine.users.items()}},
         "groups": {str(uid): sorted(names) for uid, names in view.groups.items()},
         "seen": {
             str(pid): stat and [stat.parent, stat.state, stat.start_time, stat.inner_pid]
@@ -343,10 +344,18 @@ def pack(view: RuleView) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class _PackedMachine:
+    memory: int | None = None
+    cores: int | None = None
+    users: dict[str, UserUse] = field(default_factory=dict)  # by uid
+
+
+@dataclass(frozen=True)
 class _PackedPeople:
     """What a sample has beside its snapshot, as JSON has it."""
 
     host: dict[str, HostUse] = field(default_factory=dict)  # by pid@start_time
+    machine: _PackedMachine = field(default_factory=_PackedMachine)
     groups: dict[str, frozenset[str]] = field(default_factory=dict)
     seen: dict[str, tuple[int, str, float | None, int | None] | None] = field(default_factory=dict)
 
@@ -362,7 +371,9 @@ def unpack(sample: Mapping[str, Any]) -> RuleView:
             host[int(pid), float(start_time)] = use
         groups = {int(uid): names for uid, names in packed.groups.items()}
         seen = {int(pid): ProcessStat(*facts) if facts else None for pid, facts in packed.seen.items()}
-        return RuleView(snapshot, host=host, groups=groups, seen=seen)
+        users = {int(uid): use for uid, use in packed.machine.users.items()}
+        machine = MachineUse(packed.machine.memory, packed.machine.cores, users)
+        return RuleView(snapshot, host=host, machine=machine, groups=groups, seen=seen)
     except ValueError as error:
         raise BackendError(f"what this recording says of processes cannot be understood: {error!r:.100}.") from None
 

@@ -21,12 +21,12 @@ from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot, Verdict
 from gpuguard.policies.files.decoder import Accounts, Decoder, parse_whole
-from gpuguard.policies.files.keys import parse_interval
+from gpuguard.policies.files.keys import parse_count, parse_interval
 from gpuguard.policies.files.loader import PolicyFile, content_of, load_policies
 from gpuguard.policies.files.source import Fault, YamlSource, in_order
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.quota import windows_of
-from gpuguard.policies.view import HostUse, RuleView
+from gpuguard.policies.view import HostUse, MachineUse, RuleView, UserUse
 from gpuguard.units import (
     parse_bytes,
     parse_celsius,
@@ -145,6 +145,14 @@ class ProcessKeys:
 
 
 @dataclass(frozen=True)
+class UserKeys:
+    """What all processes of one user together take of the machine."""
+
+    cpu: Annotated[TestSeries | None, series_of(parse_cores)] = None
+    host_memory: _Bytes = None
+
+
+@dataclass(frozen=True)
 class ClaimKeys:
     """One claim of a user, from `begins` to `ends`; it is `age` old when it is first seen."""
 
@@ -176,6 +184,8 @@ class Test:
         every: between two samples.
         for: how long it goes on; by default as long as the longest series and the last expectation.
         starts: local time of the first sample.
+        cores, memory: of the machine.
+        users: user -> what all their processes take of the machine, cpu in percent of one core.
         groups: user -> names of groups.
         gpu_hours: user -> GPU time claimed before, in whatever window a quota asks for.
         expect: exactly these steps, in any order.
@@ -194,6 +204,9 @@ class Test:
     every: Annotated[float, parse_interval] = 60.0
     for_: Annotated[float, parse_duration] | None = None
     starts: Annotated[float, parse_start] = field(default_factory=lambda: parse_start(_START))
+    cores: Annotated[int, parse_count] = 64
+    memory: Annotated[float, parse_bytes] = 512 * 2**30
+    users: Mapping[str, UserKeys] = field(default_factory=dict)
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gpu_hours: Mapping[str, Annotated[float, parse_duration]] = field(default_factory=dict)
 
@@ -212,7 +225,7 @@ class Test:
         """How many there are."""
         if self.for_ is not None:
             return int(self.for_ // self.every) + 1
-        nouns = (*self.devices, *self.processes)
+        nouns = (*self.devices, *self.processes, *self.users.values())
         series = (value for noun in nouns for value in vars(noun).values() if isinstance(value, TestSeries))
         last = max((step.at for step in self.expect), default=0.0)
         return max(int(last // self.every) + 2, *(len(values.values) for values in series))
@@ -282,7 +295,13 @@ def views(test: Test, policies: Sequence[Policy], number_of: Numbering) -> Itera
             claims=tuple(claims),
         )
         host = {(process.pid, process.start_time or 0.0): _host_use(keys, sample) for keys, process in running}
-        yield RuleView(snapshot, host=host, groups=groups, scheduled=given or None, gpu_seconds=spent)
+        users = {
+            uid_of(user): UserUse(user, _at(keys.cpu, sample), _whole(keys.host_memory, sample))
+            for user, keys in test.users.items()
+        }
+        machine = MachineUse(int(test.memory), test.cores, users)
+        scheduled = given or None
+        yield RuleView(snapshot, host=host, machine=machine, groups=groups, scheduled=scheduled, gpu_seconds=spent)
 
 
 def _lives(keys: ProcessKeys | ClaimKeys, elapsed: float) -> bool:

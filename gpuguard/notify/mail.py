@@ -13,7 +13,7 @@ from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
 
 from gpuguard.notify.connections import ConnectionLimits, connect, limit_tls
-from gpuguard.notify.targets import NAME, USER, Email, Undeliverable, Undelivered
+from gpuguard.notify.targets import NAME, USERS, Email, Undeliverable, Undelivered
 from gpuguard.notify.templates import Message
 
 _PORTS = {"starttls": 587, "tls": 465, "none": 25}
@@ -28,7 +28,7 @@ def deliver(target: Email, message: Message) -> str | None:
     sender = target.from_ or f"gpuguard@{host}"
     # A user name can hold anything that a directory service lets in; what is no plain name gets no mail.
     name = message.user if message.user and re.fullmatch(NAME, message.user) else None
-    recipients = [address.replace(USER, name or "") for address in target.addresses if name or USER not in address]
+    recipients = [USERS.sub(name or "", address) for address in target.addresses if name or not USERS.search(address)]
     if not recipients:
         raise Undeliverable("there is no user to write to")
     mail = _mail_message(message, sender, recipients)

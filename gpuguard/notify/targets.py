@@ -19,7 +19,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.units import parse_duration
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-USER = "$user"  # in an address: the name of the user whom the message is about
+USERS = re.compile(r"\$user|\{user\}")  # in an address: the name of the user whom the message is about
 NAME = r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,63}"  # of a user who can be written to
 _ADDRESS = re.compile(rf"{NAME}(@[A-Za-z0-9][A-Za-z0-9.-]{{0,252}})?")
 _MAX_SECRET = 4096  # bytes
@@ -91,7 +91,7 @@ class Email:
     """Send an e-mail.
 
     Args:
-        to: addresses; $user stands for the name of the user whom the message is about.
+        to: addresses; {user} or $user stands for the name of the user whom the message is about.
         from_: the sender's address; gpuguard@HOST when it is not given.
         server: SMTP server; without one the sendmail program is used.
         port: 587 for starttls, 465 for tls and 25 for none, unless it is given.
@@ -118,7 +118,7 @@ class Email:
 
     def __post_init__(self) -> None:
         for address in self.addresses:
-            if not _ADDRESS.fullmatch(address.replace(USER, "user")):
+            if not _ADDRESS.fullmatch(USERS.sub("user", address)):
                 raise InvalidRequest(f"{address!r} is not an address: write it like ops@example.org.")
         if self.from_ and not _ADDRESS.fullmatch(self.from_):
             raise InvalidRequest(f"{self.from_!r} is not an address: write it like gpuguard@example.org.")
@@ -141,7 +141,7 @@ class Email:
     @property
     def personal(self) -> bool:
         """Whether the addresses depend on the user: then no user may get what is about another one."""
-        return any(USER in address for address in self.addresses)
+        return any(USERS.search(address) for address in self.addresses)
 
 
 @dataclass(frozen=True)

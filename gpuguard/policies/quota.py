@@ -4,53 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from math import ceil
+from typing import Annotated, Literal
 
 from gpuguard.device_state import claim_of, claims_on, usable_devices, user_label
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, GpuProcess, Subject
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.view import RuleView, claim_subject, computing, key_of, process_subject
-from gpuguard.units import format_bytes, parse_duration, parse_percent
+from gpuguard.units import Amount, format_bytes, parse_device_amount, parse_duration, parse_percent
 
 
 @dataclass(frozen=True)
 class QuotaRule:
     """A user has more than their share; the newest claims and processes are the ones in excess, never the oldest.
 
-    devices: so many, claimed or in use without a claim; a MIG instance counts as one.
+    devices: so many, or a share of the machine's (rounded down, but at least one), claimed or in use without a claim; a
+        MIG instance counts as one.
     claims: so many at a time.
     memory: share of the memory of all devices together.
     gpu_hours: GPU time claimed within `within`, like 100h; over it, only the newest claim or process is in excess.
     within: the time before now in which gpu_hours are counted, like 7d.
     shared_by: groups; the members of each have all this together.  Absent: every user has it.
+    per: user (all that a user has) or claim (each claim, or process without one, by itself; devices and memory only).
 
     Root's processes are nobody's.
 
         when: {quota: {devices: 4, gpu_hours: 100h, within: 7d}}
     """
 
-    devices: int | None = None
+    devices: Annotated[int | Amount | None, parse_device_amount] = None
     claims: int | None = None
     memory: Annotated[float | None, parse_percent] = None
     gpu_hours: Annotated[float | None, parse_duration] = None
     within: Annotated[float | None, parse_duration] = None
     shared_by: tuple[Annotated[str, "group"], ...] = ()
+    per: Literal["user", "claim"] = "user"
 
     def __post_init__(self) -> None:
         if self.devices is self.claims is self.memory is self.gpu_hours is None:
             raise InvalidRequest("no limit is given: write devices, claims, memory or gpu_hours.")
         if (self.gpu_hours is None) != (self.within is None):
             raise InvalidRequest("gpu_hours and within belong together: write both, like 100h within 7d.")
-        if any(limit is not None and limit < 0 for limit in (self.devices, self.claims)):
+        if any(isinstance(limit, int) and limit < 0 for limit in (self.devices, self.claims)):
             raise InvalidRequest("a limit below 0 makes no sense: write 0 for none at all.")
+        if self.per == "claim" and not (self.claims is self.gpu_hours is None and not self.shared_by):
+            raise InvalidRequest("per: claim knows devices and memory only: delete claims, gpu_hours and shared_by.")
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per claim, or process without one, that is in excess."""
         of_user = _holdings(view)
         # Name, uids and holdings of everybody who has the quota, the oldest holding first.
         accounts: list[tuple[str, Iterable[int], Sequence[_Holding]]] = []
-        if not self.shared_by:
+        if self.per == "claim":
+            accounts = [
+                (f"one {holding.subject.kind} of {user_label(holding.subject.user, uid)}", (uid,), (holding,))
+                for uid, held in of_user.items()
+                for holding in held
+            ]
+        elif not self.shared_by:
             accounts = [(user_label(held[0].subject.user, uid), (uid,), held) for uid, held in of_user.items()]
         for group in self.shared_by:
             members = [uid for uid, groups in view.groups.items() if group in groups]
@@ -70,8 +82,14 @@ class QuotaRule:
 
     def _excesses(self, view: RuleView, uids: Iterable[int], held: Sequence[_Holding]) -> Iterator[tuple[int, str]]:
         """(how many of the newest holdings, why) for each limit that is passed."""
-        if self.devices is not None and (count := _excess(held, _devices, self.devices)):
-            yield count, f"has {_devices(held):.0f} devices, {self.devices} are allowed"
+        if self.devices is not None:
+            limit, of_all = self.devices, ""
+            if isinstance(limit, Amount):
+                present = len(usable_devices(view.snapshot))
+                of_all = f" ({limit.text} of {present})"
+                limit = int(limit.of(present) or 0) or min(1, ceil(limit.value))
+            if count := _excess(held, _devices, limit):
+                yield count, f"has {_devices(held):.0f} devices, {limit}{of_all} are allowed"
         if self.claims is not None and (count := _excess(held, _claims, self.claims)):
             yield count, f"has {_claims(held):.0f} claims, {self.claims} are allowed"
         sizes = [device.memory_total for device in view.snapshot.devices if device.parent_uuid is None]

@@ -12,6 +12,8 @@ from gpuguard.policies.policy import Policy
 from gpuguard.policies.quota import QuotaRule
 from gpuguard.policies.thresholds import (
     HealthRule,
+    HostCpuRule,
+    HostMemoryRule,
     MemoryRule,
     PowerRule,
     ProcessesRule,
@@ -21,6 +23,7 @@ from gpuguard.policies.thresholds import (
 from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule
 from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
 from gpuguard.policies.view import Rule
+from gpuguard.units import Amount
 
 RULES: dict[str, type[Rule]] = {
     "memory": MemoryRule,
@@ -39,6 +42,8 @@ RULES: dict[str, type[Rule]] = {
     "health": HealthRule,
     "command": CommandRule,
     "outside_scheduler": OutsideSchedulerRule,
+    "host_memory": HostMemoryRule,
+    "host_cpu": HostCpuRule,
     "expression": ExpressionRule,
 }
 
@@ -50,6 +55,8 @@ class Needs:
     policies: Sequence[Policy]
     fields: frozenset[str]  # the groups of a sample
     host: bool  # what processes do beside the GPU: RuleView.host
+    # What each user takes of the machine, RuleView.machine: the limits of memory, () when only of its cores
+    machine: tuple[Amount, ...] | None
     kinds: bool  # whether a person sits in front of a process, so that debuggers are looked for
     scheduler: bool  # to whom an outer scheduler has given the devices: RuleView.scheduled
     targets: tuple[str, ...]  # names of the targets that any of them notifies
@@ -60,10 +67,12 @@ def needs_of(policies: Sequence[Policy]) -> Needs:
     rules = [rule for policy in policies for rule in policy.rules]
     kinds = any(scope and scope.kinds for policy in policies for scope in (policy.only, *policy.exempt))
     options = [dict(step.options) for policy in policies for step in policy.steps]
+    of_machine = [rule for rule in rules if isinstance(rule, HostMemoryRule | HostCpuRule)]
     return Needs(
         policies,
         fields=WHO_FIELDS.union(*(rule.further_fields for rule in rules if isinstance(rule, HealthRule))),
         host=kinds or any(getattr(rule, "reads_host", False) for rule in rules),
+        machine=tuple(rule.above for rule in of_machine if isinstance(rule, HostMemoryRule)) if of_machine else None,
         kinds=kinds,
         scheduler=any(isinstance(rule, OutsideSchedulerRule) for rule in rules),
         targets=tuple(sorted({str(name) for given in options if (name := given.get("to") or given.get("hook"))})),

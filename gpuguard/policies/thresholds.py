@@ -1,6 +1,6 @@
-"""Rules about the readings of a device, or about what one process, user or claim has there.
+"""Rules about the readings of a device, about what one process, user or claim has there, and about the host's own.
 
-``memory``, ``temperature``, ``power``, ``utilization``, ``processes`` and ``health``.
+``memory``, ``temperature``, ``power``, ``utilization``, ``processes``, ``health``, ``host_memory`` and ``host_cpu``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,24 @@ from typing import Annotated, Literal
 from gpuguard.device_state import claims_on, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import CLOCKS, ECC, Device, Finding, GpuProcess, Subject, claim_named
-from gpuguard.policies.view import RuleView, computing, device_subject, findings_where, uses_of
-from gpuguard.units import Amount, format_bytes, parse_celsius, parse_memory_amount, parse_percent, parse_power_amount
+from gpuguard.policies.view import (
+    RuleView,
+    UserUse,
+    computing,
+    computing_processes,
+    device_subject,
+    findings_where,
+    uses_of,
+)
+from gpuguard.units import (
+    Amount,
+    format_bytes,
+    parse_celsius,
+    parse_host_memory_amount,
+    parse_memory_amount,
+    parse_percent,
+    parse_power_amount,
+)
 
 
 def _findings_of_whole(rule: str, view: RuleView, per: str, why: Callable[[Device], str | None]) -> Iterator[Finding]:
@@ -241,3 +257,64 @@ class HealthRule:
 
 def _named(names: tuple[str, ...] | None, globs: tuple[str, ...]) -> str:
     return ", ".join(name for name in names or () if any(fnmatchcase(name, glob) for glob in globs))
+
+
+def _findings_of_users(rule: str, view: RuleView, why: Callable[[UserUse], str | None]) -> Iterator[Finding]:
+    """A finding for each user of whose use of the machine *why* says something; it means their processes on GPUs."""
+    for uid, use in sorted(view.machine.users.items()):
+        if uid > 0 and (text := why(use)):
+            own = {process.pid: process for _, process in computing_processes(view) if process.uid == uid}
+            yield Finding(rule, Subject("user", uid=uid, user=use.user), text, tuple(own.values()))
+
+
+@dataclass(frozen=True)
+class HostMemoryRule:
+    """All processes of one user together, also those beside the GPU, take more of the machine's memory than allowed.
+
+    above: bytes, or percent of the machine's memory.
+
+    What processes share counts once, files in the page cache count for nobody, and what cannot be read is not counted.
+    Root and accounts of the system are never found.  An action means those processes of the user that compute on a GPU.
+
+        when: {host_memory: {above: 50%}}
+    """
+
+    above: Annotated[Amount, parse_host_memory_amount]
+
+    def check(self, view: RuleView) -> Iterator[Finding]:
+        """Whose processes take too much."""
+
+        def why(use: UserUse) -> str | None:
+            limit = self.above.of(view.machine.memory)
+            if use.memory is None or limit is None or use.memory <= limit:
+                return None
+            whole = f" of {format_bytes(view.machine.memory)}" if self.above.relative else ""
+            return f"uses {format_bytes(use.memory)} of the machine's memory, {self.above.text}{whole} is allowed"
+
+        return _findings_of_users("host_memory", view, why)
+
+
+@dataclass(frozen=True)
+class HostCpuRule:
+    """All processes of one user together, also those beside the GPU, take more of the machine's cores than allowed.
+
+    above: percent of all cores.
+
+    Processes that ended between two samples are not counted.  Root and accounts of the system are never found.  An
+    action means those processes of the user that compute on a GPU.
+
+        when: {host_cpu: {above: 50%}}
+    """
+
+    above: Annotated[float, parse_percent]
+
+    def check(self, view: RuleView) -> Iterator[Finding]:
+        """Whose processes take too much."""
+
+        def why(use: UserUse) -> str | None:
+            cores = view.machine.cores
+            if use.cpu is None or not cores or use.cpu / cores <= self.above:
+                return None
+            return f"uses {use.cpu / 100:.3g} of {cores} cores, {self.above:g}% of them is allowed"
+
+        return _findings_of_users("host_cpu", view, why)

@@ -31,6 +31,24 @@ class HostUse:
     traced: bool | None = None  # by a debugger
 
 
+@dataclass(frozen=True)
+class UserUse:
+    """What all processes of a user together take of the machine, or more.  None = unknown."""
+
+    user: str  # the name
+    cpu: float | None = None  # percent of one core, since some seconds ago
+    memory: int | None = None  # bytes; unknown also where no rule asks for so little
+
+
+@dataclass(frozen=True)
+class MachineUse:
+    """The machine beside its GPUs.  None = unknown."""
+
+    memory: int | None = None  # bytes that there are
+    cores: int | None = None
+    users: Mapping[int, UserUse] = field(default_factory=dict)  # by uid; no accounts of the system
+
+
 def interactive_use(command: str, terminal: object, traced: object) -> str | None:
     """In what way a person sits in front of a process, in words; None when none is known to.
 
@@ -52,6 +70,7 @@ class RuleView:
     past: Mapping[tuple[str, str], Sequence[Sample]] = field(default_factory=dict)
     # what processes do beside the GPU, by (pid, start_time)
     host: Mapping[tuple[int, float], HostUse] = field(default_factory=dict)
+    machine: MachineUse = field(default_factory=MachineUse)
     groups: Mapping[int, frozenset[str]] = field(default_factory=dict)  # uid -> names of the user's groups
     # uuid -> uids to which an outer scheduler has given the device; None where there is no scheduler
     scheduled: Mapping[str, frozenset[int]] | None = None

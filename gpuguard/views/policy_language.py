@@ -33,7 +33,9 @@ from gpuguard.policies.rules import RULES
 from gpuguard.units import (
     parse_bytes,
     parse_celsius,
+    parse_device_amount,
     parse_duration,
+    parse_host_memory_amount,
     parse_memory_amount,
     parse_percent,
     parse_power_amount,
@@ -52,6 +54,7 @@ KINDS: Mapping[Any, tuple[str, str]] = {
     parse_interval: ("10s", _TIME),
     parse_celsius: ("85C", "[0-9.]+ ?°?C"),
     parse_memory_amount: ("40GiB, 90% or share", rf"([0-9.]+ ?%|share|{_BYTES})"),
+    parse_host_memory_amount: ("200GiB or 50%", rf"([0-9.]+ ?%|{_BYTES})"),
     parse_power_amount: ("300W or 95%", "[0-9.]+ ?(%|m?W|kW)"),
     parse_rate: ("1GiB/10m", rf"{_BYTES} ?/ ?[0-9.]*(ms|[smhdw]).*"),
     parse_hours: ("22:00-07:30", r"\d\d:\d\d ?- ?\d\d:\d\d"),
@@ -176,6 +179,9 @@ def value_of(hint: Any) -> tuple[str, Schema]:
         if note in KINDS:
             example, pattern = KINDS[note]
             return f"like {example}", {"type": "string", "pattern": f"^{pattern}$"}
+        if note is parse_device_amount:
+            share = {"type": "string", "pattern": r"^[0-9.]+ ?%$"}
+            return "like 4 or 66%", {"anyOf": [{"type": "integer", "minimum": 0}, share]}
         if note in _WHOLE:
             return "number", {"type": "integer", "minimum": 1}
         if note in (USER, GROUP) or callable(note):

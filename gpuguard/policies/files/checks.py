@@ -214,8 +214,8 @@ def _never(name: str, rule: Any) -> Iterator[tuple[str, str]]:
             yield key, "more than 100% is not possible"
         if isinstance(value, Amount) and value.promised and rule.per != "claim":
             yield key, "only a claim has a share (per: claim)"
-        if name == "utilization" and key == "above" and value is not None and value >= 100:
-            yield key, "no utilization is above 100%"
+        if name in ("utilization", "host_cpu") and key == "above" and value is not None and value >= 100:
+            yield key, "no utilization is above 100%" if name == "utilization" else "more than 100% is not possible"
         if key.endswith("below") and name != "idle" and isinstance(value, float) and value <= 0:
             yield key, "nothing is below 0%"
         if name == "temperature" and key == "above" and value >= HOTTEST:
