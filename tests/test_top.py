@@ -173,6 +173,13 @@ async def test_only_mine(stage):
     assert stage.pids() == [10, 30]
 
 
+@on_screen(a_scene(a_device(0, processes=(ALICE,))))
+async def test_only_mine_leaves_the_gpus_of_the_machine_where_nothing_is_mine(stage):
+    device = stage.lines()[0].split()[:3]
+    await stage.press("u")
+    assert stage.pids() == [] and stage.lines()[0].split()[:3] == device
+
+
 @on_screen()
 async def test_the_tree_and_the_driver_are_asked_of_the_feed(stage):
     await stage.press("t", "f")

@@ -6,6 +6,7 @@ Pure: the same scene, history and view give the same lines.  Draws on nothing: s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gpuguard.device_state import DeviceUse, user_totals
 from gpuguard.sanitize import neutralise
@@ -33,6 +34,8 @@ def page(scene: Scene, history: History, view: ScreenView, width: int, height: i
         height: rows of the screen, from which the mode "auto" chooses; the page may be longer.
     """
     uses = [use for use in scene.uses if _shown(use, view)]
+    if not uses:  # of users who have nothing here the processes are none, and the machine is what it is
+        uses = [use for use in scene.uses if _shown(use, replace(view, users=frozenset()))]
     mode, rest = mode_for(uses, view, height)
     kept, free = folded(uses) if rest else (uses, "")
     lines = device_lines(scene, history, view, kept, mode, width)
