@@ -66,7 +66,7 @@ def memory(environment: dict[str, str], options: list[str], is_there: Callable[[
         resident = amount(f"/proc/{wrapper.pid}/status", "VmRSS")
         proportional = sum(amount(f"/proc/{pid}/smaps_rollup", "Pss") for pid in family)
         wrapper.send_signal(signal.SIGTERM)
-    return f"{resident:6.1f} MiB resident; {proportional:.1f} MiB (Pss) with its sampler"
+    return f"{resident:6.1f} MiB resident; {proportional:.1f} MiB (Pss) with its worker"
 
 
 def children(pid: int) -> list[int]:

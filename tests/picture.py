@@ -1,4 +1,4 @@
-"""The screens of `gpuguard who` in the README and of `gpuguard top` in docs/top.md.
+"""The screens of `gpuguard who` in docs/guide.md and of `gpuguard top` in docs/top.md.
 
 ``python tests/picture.py --write`` takes them, tests keep them true.  They show a simulated node on which one job
 trains, one has claimed a device and does nothing, and one has no claim.
@@ -21,7 +21,7 @@ from nodes import on_terminal
 from pages import a_place, environment
 from sources import ROOT
 
-PAGES = {"who": ROOT / "README.md", "top": ROOT / "docs" / "top.md"}
+PAGES = {"who": ROOT / "docs" / "guide.md", "top": ROOT / "docs" / "top.md"}
 _JOBS = (
     ["gpuguard", "run", "-n", "2", "--note", "ablation 3", "--", "python", "examples/train.py", "--memory", "62GiB"],
     ["gpuguard", "run", "--note", "notebook", "--", "sleep", "60"],

@@ -34,7 +34,7 @@ def test_the_examples_of_a_page_do_what_they_show(name, tmp_path):
         assert [fault for block in examples for fault in faults(block, tmp_path)] == []
 
 
-def test_the_picture_in_the_readme_is_what_who_shows(tmp_path):
+def test_the_picture_in_the_guide_is_what_who_shows(tmp_path):
     now = picture.comparable("who", picture.taken("who", tmp_path))
 
     assert now == picture.comparable("who", picture.written("who")), "run: python tests/picture.py --write"
@@ -87,6 +87,38 @@ def options_of(command: str) -> set[str]:
 def test_every_command_is_named_in_the_readme_which_has_examples():
     assert "README.md" in RUNNING_PAGES
     assert [name for name in COMMANDS if f"gpuguard {name}" not in PAGES["README.md"]] == []
+
+
+def test_the_readme_is_short_and_its_figures_are_those_of_the_benchmarks():
+    readme, measured = PAGES["README.md"], PAGES["benchmarks/README.md"].splitlines()
+    racers = re.findall(r"(?m)^\| 16 \|.*$", readme)
+    waits = re.search(
+        r"mean wait of ([\d.]+) hours, instead of ([\d.]+) in order of arrival and ([\d.]+)", readme
+    ).groups()
+    rules = ("gpuguard, lengths known", "order of arrival", "whatever fits")
+
+    assert len(readme.splitlines()) <= 150
+    assert len(racers) == 5
+    assert [row for row in racers if not any(line.startswith(row) for line in measured)] == []
+    for rule, wait in zip(rules, waits, strict=True):
+        assert any(line.startswith(f"| {rule} | {wait} |") for line in measured), rule
+
+
+def test_the_chinese_readme_is_in_step():
+    english, chinese = PAGES["README.md"], PAGES["README.zh-CN.md"]
+
+    def outline(text: str) -> list[object]:
+        body = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+        return [
+            re.findall(r"(?m)^#+", body),
+            [(block.language, block.text, block.comment) for block in blocks(text, "")],
+            sorted(re.findall(r"\d+(?:\.\d+)+", body)),
+            [line.count("|") for line in body.splitlines() if line.startswith("|")],
+            sorted(set(re.findall(r"`([^`\n]+)`", body))),
+            sorted(set(links(text)) - {"README.md", "README.zh-CN.md"}),
+        ]
+
+    assert outline(chinese) == outline(english)
 
 
 def test_a_dead_link_is_found(tmp_path):

@@ -1,0 +1,123 @@
+"""The picture at the top of the README: .venv/bin/python scripts/readme_picture.py --write
+
+A recorded session: two jobs start at the same moment, first each on the GPU that nvidia-smi lists as the emptiest, then
+with gpuguard.  The programs, processes and claims are real; the node is simulated, so `nvidia-smi` is `gpuguard query`
+there.  Only the name of the user is replaced.  rich, which textual brings along, draws the SVG.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURE = ROOT / "docs" / "two-at-once.svg"
+COLUMNS = 108
+NAIVE = (
+    "CUDA_VISIBLE_DEVICES=$(nvidia-smi --query-gpu=memory.used,index --format=csv,noheader |\n"
+    "    sort -n | head -1 | cut -d' ' -f3) python {}.py --memory 30GiB"
+)
+GUARDED = "gpuguard run -- python {}.py --memory 30GiB"
+JOBS = ("alice", "bob")
+
+
+def main() -> None:
+    """Record both acts, and draw them."""
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(__doc__)
+    with tempfile.TemporaryDirectory() as where, open(os.devnull, "w") as nowhere:
+        place = Path(where)
+        tool = place / "nvidia-smi"
+        tool.write_text('#!/bin/sh\nexec gpuguard query "$@"\n')
+        tool.chmod(0o755)
+        for name in JOBS:
+            (place / f"{name}.py").write_text((ROOT / "examples" / "train.py").read_text())
+        console = Console(record=True, width=COLUMNS, file=nowhere)
+        console.print(
+            "# Two people start at the same moment, each on the GPU with the least memory in use", style="cyan"
+        )
+        act(console, place, NAIVE, [0, 2])
+        console.print("\n# The same with gpuguard", style="cyan")
+        act(console, place, GUARDED, [1, 1])
+        console.save_svg(str(PICTURE), title="two jobs, one moment")
+
+
+def act(console: Console, place: Path, command: str, expected: list[int]) -> None:
+    """Start *command* for both at once and show it in `gpuguard who`; *expected*: processes on the GPUs, sorted."""
+    shell(place, "gpuguard sim start 2xH100-80GB")
+    for name in JOBS:
+        console.print(Text.assemble((f"{name}$ ", "green"), (command.format(name), "bold")))
+    jobs = [
+        subprocess.Popen(
+            command.format(name),
+            shell=True,
+            cwd=place,
+            env=environment(place),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for name in JOBS
+    ]
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            devices = json.loads(shell(place, "gpuguard who --json"))["devices"]
+            seen = sorted(len(device["processes"]) for device in devices)
+            if seen == expected:
+                break
+            if time.monotonic() > deadline:
+                sys.exit(f"processes on each GPU: {seen}")
+            time.sleep(0.2)
+        time.sleep(3)  # a utilization is seen
+        console.print(Text.assemble(("\n$ ", "green"), ("gpuguard who", "bold")))
+        screen = shell(place, f"script -qec 'stty cols {COLUMNS}; gpuguard who' /dev/null").replace("\r\n", "\n")
+        console.print(Text.from_ansi(anonymous(screen).rstrip("\n")))
+    finally:
+        for job in jobs:
+            os.killpg(job.pid, signal.SIGTERM)
+        for job in jobs:
+            job.wait()
+        shell(place, "gpuguard sim stop")
+
+
+def anonymous(screen: str) -> str:
+    """*screen* with a user and a host that say nothing about the machine on which it was taken."""
+    user, width = getpass.getuser(), len("lab")
+    screen = re.sub(rf"\b{re.escape(user)}\b", lambda found: "lab".ljust(max(width, len(found[0]))), screen)
+    return re.sub(rf"\b{re.escape(os.uname().nodename)}\b", "node1", screen)
+
+
+def environment(place: Path) -> dict[str, str]:
+    """The variables of a shell that sees only the simulated node in *place*."""
+    return {
+        **os.environ,
+        "PATH": f"{place}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "GPUGUARD_BACKEND": "simulated",
+        "GPUGUARD_SIM_DIR": f"{place}/node",
+        "GPUGUARD_EVENTS": f"{place}/events.jsonl",
+        "TERM": "xterm-256color",
+    }
+
+
+def shell(place: Path, command: str) -> str:
+    """What *command* prints."""
+    done = subprocess.run(
+        command, shell=True, cwd=place, env=environment(place), check=True, stdout=subprocess.PIPE, text=True
+    )
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()
