@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,11 @@ from builders import a_claim_record, a_device, a_process, a_snapshot
 from stores import FIRST, at, written
 from test_who import DOCUMENT, documented, printed
 
-from gpuguard.history import store
+from gpuguard.history import audit_log, store
 from gpuguard.history.queries import Usage, query_store
 from gpuguard.history.report import BY, Report, ended_claims, usage_report
 from gpuguard.history.schema import NOBODY_KNOWS, Slot, rates_of
-from gpuguard.model import Snapshot
+from gpuguard.model import Event, Snapshot
 from gpuguard.sanitize import display_width
 from gpuguard.views import report as view
 from gpuguard.views.history import csv_lines, remarks
@@ -311,3 +313,26 @@ def test_the_page_and_the_text_show_how_long_each_claim_took_in_whole_numbers(pa
     assert max(map(display_width, text.splitlines())) <= 40
     assert all(header in text for header in ("TOOK", "GPU-HOURS", "kWh", "EXIT", "COMMAND"))
     assert not re.search(r"\d…", text)
+
+
+def test_claims_that_share_a_gpu_can_take_more_than_its_time_and_the_report_says_so(hour):
+    report = reported(hour, "device")
+    doubled = replace(report, rows=[replace(row, claimed=7200.0) for row in report.rows])
+
+    assert "claims that share a GPU each counts whole" in shown(doubled)
+    assert "claims that share" not in shown(report)
+
+
+def test_without_a_store_the_claims_of_one_user_are_told_and_what_is_missing_is_said(tmp_path, monkeypatch, command):
+    monkeypatch.setenv("GPUGUARD_EVENTS", str(tmp_path / "events.jsonl"))
+    monkeypatch.setenv("GPUGUARD_STATE_DIR", str(tmp_path))
+    for number, uid in enumerate((0, 1)):
+        audit_log.append(Event(time.time(), "release", "settled", claim=f"c{number}", facts=(
+            ("uid", uid), ("wall_time_seconds", 60.0))))  # fmt: skip
+    of_root = command("report", "--by", "claim", "--user", "root", "--json")[1]
+    missing = command("report")
+    by_device = command("report", "--by", "device", "--user", "root")
+
+    assert [claim["id"] for claim in json.loads(of_root)["claims"]] == ["c0"]
+    assert missing[0] == 1 and "gpuguard report --by claim` without it" in missing[2]
+    assert by_device[0] == 2 and "of all users together" in by_device[2]

@@ -2,7 +2,8 @@
 
 gpuguard report                          the last 7 days, by user
 gpuguard report --since 30d --by group   the members of each group together
-gpuguard report --by claim               what each job took, out of the audit log
+gpuguard report --by claim               what each job took, out of the audit log: without a daemon, too
+gpuguard report --by claim --user alice  the jobs of alice
 gpuguard report --html week.html         a page with charts, for a browser or a mail
 
 Reads what `gpuguard daemon` has written down.  What it did not see is in no sum, and the report says how much that is:
@@ -20,12 +21,13 @@ import stat
 import sys
 import time
 from collections.abc import Collection
+from dataclasses import replace
 
 from gpuguard.cli import terminal
 from gpuguard.cli.events import read_events
 from gpuguard.cli.history import add_moment_options, period, writes_braille
-from gpuguard.cli.options import add_source_options, directory_of
-from gpuguard.errors import GpuguardError
+from gpuguard.cli.options import add_repeatable, add_source_options, check_users, directory_of
+from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.files import write_file
 from gpuguard.history.queries import Watch, query_store, store_path
 from gpuguard.history.report import BY, Report, ended_claims, usage_report
@@ -41,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by", choices=BY, default="user", metavar="WHAT", help="user, group, device or claim (default: user)"
     )
+    add_repeatable(parser, ("--user", "NAME", "only this user, by user or claim (repeatable)"))
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
     form.add_argument("--csv", action="store_true", help="a line for each user, group, device or claim")
@@ -54,6 +57,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     now = time.time()
     begin, end = period(("--since", args.since), ("--until", args.until), now)
+    if args.user and args.by not in ("user", "claim"):
+        raise InvalidRequest(f"--user goes with --by user or claim: the sums by {args.by} are of all users together.")
+    check_users(args.user)
     metrics = _DRAWN if args.html else ()
     claims = ended_claims(read_events(), begin, end, user_name) if args.by == "claim" else None
     try:
@@ -66,6 +72,9 @@ def main(args: argparse.Namespace) -> int:
         if claims is None:
             raise
         report = Report("claim", Watch(begin, end, 0.0, None, 0), (), (), (), 0.0)  # claims are in the log
+    if args.user:
+        report = replace(report, rows=[row for row in report.rows if row.name in args.user])
+        claims = claims and ([row for row in claims[0] if row.user in args.user], claims[1])
     if args.html:
         _write(args.html, view.to_html(report, claims, socket.gethostname(), now))
     elif args.json:

@@ -317,8 +317,8 @@ def _versions(path: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     except FileNotFoundError:
         raise GpuguardError(
             f"there is no usage store at {path}: `gpuguard daemon` makes it, and what no daemon watched is not known.  "
-            "Ask your administrator for one, or start your own (docs/daemon.md); jobs that gpuguard ran are in `gpuguard "
-            "report --by claim` without it.  GPUGUARD_STATE_DIR names another place."
+            "Ask your administrator for one, or start your own (docs/daemon.md); jobs that gpuguard ran are in "
+            "`gpuguard report --by claim` without it.  GPUGUARD_STATE_DIR names another place."
         ) from None
     except OSError as error:
         raise GpuguardError(f"{path} cannot be read: {error.strerror}.") from error

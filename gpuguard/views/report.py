@@ -148,6 +148,9 @@ def to_text(
     if width is not None and (bars := _bars(report.rows, width, paint, ascii_only=ascii_only)):
         lines += ["", *bars]
     lines += ["", *_usage_lines(report, width)]
+    seen = {total.device.uuid: total.seen for total in report.devices}
+    if any(row.claimed > seen.get(row.device or "", row.claimed) + 60 for row in report.rows):
+        lines += ["Of claims that share a GPU each counts whole: together they can be more than the time of the GPU."]
     if report.by != "device":
         lines += ["", *_table_lines(DEVICE_COLUMNS, report.devices, width)]
     lines += _waster_lines(report, width, paint)
