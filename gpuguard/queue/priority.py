@@ -20,7 +20,7 @@ from gpuguard.units import parse_duration, parse_leftover, parse_percent
 PRIORITIES = {"low": -1, "normal": 0, "high": 1}
 TYPICAL_SECONDS = 3600.0  # the length of a job without a time limit or an estimate, in fair share and in doubt
 USUAL_WAITS = 1.5  # times the usual wait, after which a request is passed only by what ends in time
-LONGEST_BOUND = 14 * 86400.0  # unless the site says more
+LONGEST_WAIT = 20 * 86400.0  # that counts as usual
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ def bound_now(rules: QueueRules, waits: Collection[float]) -> QueueRules:
     """*rules* with the bound that fits the load: *waits* are those (seconds) of the jobs that run now.
 
     Where all wait for days a day is nothing: every request would be beyond it, and all would start in order of arrival.
-    At most LONGEST_BOUND, because what a job says of its wait could be forged.
+    What a job says of its wait could be forged, so of each no more than LONGEST_WAIT counts.
     """
-    usual = sum(waits) / len(waits) if waits else 0.0
-    return replace(rules, bound=max(rules.bound, min(LONGEST_BOUND, USUAL_WAITS * usual)))
+    usual = sum(min(LONGEST_WAIT, wait) for wait in waits) / len(waits) if waits else 0.0
+    return replace(rules, bound=max(rules.bound, USUAL_WAITS * usual))
 
 
 def permitted(ticket: Ticket, rules: QueueRules) -> int:
