@@ -148,6 +148,16 @@ def waiting_error(wanted: int, why: str = "", missing: NotEnoughGpus | None = No
     return NotEnoughGpus("\n".join([first, *reasons]), missing.wanted, missing.available, missing.refused)
 
 
+def instances_note(devices: Sequence[Device]) -> str | None:
+    """What to know of a claim of several MIG instances; None: it is none."""
+    if len(devices) < 2 or not all(device.parent_uuid for device in devices):
+        return None
+    return (
+        f"these are {len(devices)} MIG instances, of which one process can use only one: "
+        "start one process for each, or ask for one larger instance with --mig."
+    )
+
+
 def refusal_text(refusal: Refusal) -> str:
     """``"device 2: claimed by bob, 5m ago: python train.py; 12.0GiB in use"``."""
     return f"{device_title(refusal.device)}: {'; '.join(reason.text for reason in refusal.reasons)}"

@@ -1,6 +1,6 @@
 """Text with a unit <-> numbers in base units.  A bare number is an error, because it could be MB or GiB.
 
-    bytes     "20GiB" "500MB" "1.5TiB"      -> int, bytes
+    bytes     "20GiB" "500MB" "1.5TiB" "20G"  -> int, bytes; G is GiB, as in Slurm and docker
     percent   "10%"                         -> float, 0..100
     duration  "90s" "10m" "1h30m" "2d"      -> float, seconds
     celsius   "85C"                         -> float
@@ -22,6 +22,7 @@ _BYTES = {
     "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
+_AS_SLURM = {"K": 2**10, "M": 2**20, "G": 2**30, "g": 2**30, "T": 2**40}
 _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _WATTS = {"mW": 0.001, "W": 1, "kW": 1000}
 _CELSIUS = {"C": 1, "°C": 1}
@@ -33,7 +34,10 @@ _DURATION_PART = r"(\d+(?:\.\d+)?)(ms|[smhdw])"
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of ``"20GiB"``; powers of 1000 for kB MB GB TB, of 1024 for KiB MiB GiB TiB."""
+    """Bytes of ``"20GiB"``; powers of 1000 for kB MB GB TB, of 1024 for KiB MiB GiB TiB and for K M G g T."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s?([KMGgT])", text.strip())
+    if match:
+        return int(float(match[1]) * _AS_SLURM[match[2]])
     return round(_quantity(text, _BYTES, "a memory size", "20GiB"))
 
 

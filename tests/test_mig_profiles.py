@@ -87,12 +87,16 @@ def test_the_command_line_chooses_by_profile_and_says_which_exist(tmp_path: Path
     start(str(tmp_path / "node"), "1xH100-80GB:mig=3g.40gb,3g.40gb")
     shown = gpuguard("run", "--no-wait", "--mig", "3g.40gb", "--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
     selected = gpuguard("select", "--mig", "3g.40gb", "-n", "2")
+    noted = [gpuguard(*words).stderr for words in (("run", "-n", "2", "--", "true"), ("run", "--", "true"))]
+    explained = gpuguard("explain", "-n", "2").stdout
     refused = gpuguard("run", "--mig", "1g.10gb", "--", "true")
 
     assert (shown.returncode, shown.stdout[:4]) == (0, "MIG-")
     assert selected.stdout.count("MIG-") == 2
     assert refused.returncode == 125
     assert "the MIG profiles here: 3g.40gb (2)" in refused.stderr
+    assert "these are 2 MIG instances, of which one process can use only one" in noted[0] and noted[1] == ""
+    assert "Note: these are 2 MIG instances" in explained
 
 
 def test_a_gpu_that_is_divided_behind_the_first_look_is_not_shared_as_a_whole(directory: LockDirectory) -> None:

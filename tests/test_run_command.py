@@ -128,7 +128,7 @@ def test_a_summary_leaves_out_what_is_unknown():
     nothing = JobEnd(143, None, 0.2, "driver unreachable")
     devices = [a_device(2), a_device(3), a_mig_instance(a_device(1))]
 
-    names = "GPU 2,3,1[3g.40gb]"
+    names = "GPU 2,3,1.1[3g.40gb]"
     assert summary_line(devices, everything) == f"{names} · 12m31s · peak 61.2GiB · mean 87% · 0.14kWh · exit 0"
     assert "· 25.0Wh ·" in summary_line(devices, replace(everything, energy=90_000.0))
     assert "· 0.025Wh ·" in summary_line(devices, replace(everything, energy=90.0))

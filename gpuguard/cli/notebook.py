@@ -189,4 +189,4 @@ def _card(held: NotebookClaim) -> tuple[str, str]:
 
 
 def _names(claim: Claim) -> str:
-    return f"GPU {', '.join(str(device.index) for device in claim)}"
+    return f"GPU {', '.join(device.label for device in claim)}"

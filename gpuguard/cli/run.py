@@ -37,6 +37,7 @@ from gpuguard.model import ClaimRecord
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
 from gpuguard.run import GRACE_SECONDS, LEFT, JobEnd, JobSettings, exec_command, run
+from gpuguard.select import instances_note
 from gpuguard.units import (
     format_bytes,
     format_count,
@@ -149,6 +150,8 @@ def main(args: argparse.Namespace) -> int:
     claim = wait_for_claim(args, backend, directory, requests, details, wait)
     if claim.warning:
         print_notice(claim.warning)
+    if not args.quiet and (note := instances_note(claim.devices)):
+        print_notice(note)
     if args.share and not args.quiet:
         for device in claim:
             if device.utilization is not None and device.utilization > _BUSY_TO_SHARE:
@@ -279,8 +282,8 @@ def summary_line(devices: Sequence[Device], ended: JobEnd) -> str:
 
 
 def gpus(devices: Sequence[Device]) -> str:
-    """``"GPU 2,3"``, a MIG instance as ``"0[3g.40gb]"``."""
-    names = [f"{device.index}[{device.mig_profile}]" if device.parent_uuid else str(device.index) for device in devices]
+    """``"GPU 2,3"``, a MIG instance as ``"0.1[3g.40gb]"``."""
+    names = [f"{device.label}[{device.mig_profile}]" if device.parent_uuid else device.label for device in devices]
     return f"GPU {','.join(names)}"
 
 

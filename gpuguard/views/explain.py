@@ -13,7 +13,7 @@ from gpuguard.errors import ImpossibleRequest
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS, Request, spelled
 from gpuguard.sanitize import neutralise
-from gpuguard.select import Choice, not_enough
+from gpuguard.select import Choice, instances_note, not_enough
 from gpuguard.units import format_bytes, format_count
 from gpuguard.views.text import Paint, picked, table
 from gpuguard.views.who import share_left
@@ -108,7 +108,8 @@ def _verdict(snapshot: Snapshot, request: Request, choice: Choice, start: tuple[
     if what == START and start and not start[0]:
         return [f"It would wait although {names} could be had: others wait before it.", *position]
     if what == START:
-        return [f"It would start at once on {names}."]
+        note = instances_note(choice.devices)
+        return [f"It would start at once on {names}.", *([f"Note: {note}"] if note else [])]
     first, *rest = str(not_enough(snapshot, request, choice)).splitlines()
     if what == WAIT:
         return [f"It would wait: {first}", *position]
