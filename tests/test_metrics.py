@@ -274,6 +274,16 @@ def test_nvitop_names_have_the_units_of_nvitop():
     assert set(values) == {row[0] for row in NVITOP} | {"gpu_memory_percent_Percentage", "nvitop_info"}
 
 
+def test_nvitop_counts_the_instances_of_a_divided_device_from_0():
+    parent = a_device(4)
+    instances = [
+        replace(a_device(4), uuid=f"MIG-{number}", parent_uuid=parent.uuid, gpu_instance_id=number) for number in (1, 2)
+    ]
+    text = to_prometheus(nvitop(facts_about(a_snapshot(parent, *instances))))
+
+    assert all(f'index="{index}"' in text for index in ("4", "4:0", "4:1")) and 'index="4:2"' not in text
+
+
 @pytest.mark.parametrize("name", COMPAT)
 def test_before_the_first_sample_there_are_no_numbers(name):
     assert list(COMPAT[name](MetricFacts(1.0, "1"))) == []

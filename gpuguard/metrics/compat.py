@@ -85,8 +85,12 @@ def nvitop(facts: MetricFacts) -> Iterator[MetricFamily]:
     if not snapshot or not facts.current:
         return
     host, devices = snapshot.host, {}
+    parts: dict[str, int] = {}  # uuid of a divided device -> its instances so far
     for device in distinct(snapshot.devices):
-        index = device.label.replace(".", ":")
+        index = str(device.index)
+        if device.parent_uuid:  # nvitop counts instances from 0, whatever id the driver gave them
+            parts[device.parent_uuid] = position = parts.get(device.parent_uuid, -1) + 1
+            index = f"{device.index}:{position}"
         devices[labels(hostname=host, index=index, devicename=device.name, uuid=device.uuid)] = device
     for name, text, field, factor in NVITOP:
         yield family(name, text, [(key, number(getattr(device, field), factor)) for key, device in devices.items()])
