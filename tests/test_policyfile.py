@@ -168,6 +168,14 @@ WARNINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("longest", "warnings"), [(None, 1), (1.0, 0), (60.0, 1)])
+def test_an_interval_that_the_daemon_was_given_counts_instead_of_the_files(longest, warnings):
+    """`gpuguard daemon --interval 1s` warned of the 10 s between two samples."""
+    file = parse(document(more="for: 5s"), longest=longest)
+
+    assert len(file.warnings) == warnings
+
+
 @pytest.mark.parametrize(("text", "part"), WARNINGS)
 def test_what_is_hardly_meant_is_a_warning_at_its_place(text, part):
     plain, places = marked(text)

@@ -292,7 +292,7 @@ class Daemon:
         assert self._settings.policy
         self._reload_requested.clear()
         self._file_status = _status_of(self._settings.policy)
-        file = load_in_time(self._settings.policy)
+        file = load_in_time(self._settings.policy, self._settings.interval)
         self._faulty, self._read_at = bool(file.faults), time.monotonic()
         if quiet and file.faults:
             return file

@@ -29,9 +29,10 @@ HOTTEST = 130.0  # degrees Celsius: no sensor tells more, and readings above it 
 Entries = Mapping[str, frozenset[Any]]  # key of a scope -> what is listed there
 
 
-def check(decoder: Decoder) -> None:
+def check(decoder: Decoder, longest: float | None = None) -> None:
     """Note every fault and warning in the decoder's source, for all policies that could be read.
 
+    *longest*: seconds between samples, where something else than the file says it.
     What is known around a policy is None where that part of the file has faults of its own.
     """
     values, source, nodes = decoder.values, decoder.source, decoder.nodes
@@ -52,7 +53,7 @@ def check(decoder: Decoder) -> None:
         checks.check_steps(policy.mode or mode)
         checks.check_targets(targets)
         checks.check_rules()
-        checks.check_times(interval.longest if interval else None)
+        checks.check_times(longest if longest is not None or interval is None else interval.longest)
         checks.check_scopes()
     _compare(decoder, policies, mode)
 

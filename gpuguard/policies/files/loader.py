@@ -49,23 +49,26 @@ class PolicyFile:
     fingerprint: str = ""  # SHA-256 of the text
 
 
-def load_policies(path: str, *, trusted_owner: bool | None = None, accounts: Accounts | None = None) -> PolicyFile:
+def load_policies(
+    path: str, *, trusted_owner: bool | None = None, accounts: Accounts | None = None, longest: float | None = None
+) -> PolicyFile:
     """Read a policy file; never raises for what stands in it or for how it lies there: see its faults.
 
     Args:
         path: of the file.
         trusted_owner: nobody but root may be able to change it; None: if we can do something to others by it.
         accounts: who is who; this machine's by default.
+        longest: seconds between samples, where something else than the file says it.
     """
     content = content_of(path, trusted_owner=trusted_owner)
-    return content if isinstance(content, PolicyFile) else parse(content, path, accounts=accounts)
+    return content if isinstance(content, PolicyFile) else parse(content, path, accounts=accounts, longest=longest)
 
 
-def load_in_time(path: str) -> PolicyFile:
+def load_in_time(path: str, longest: float | None = None) -> PolicyFile:
     """As load_policies(), for a service: a directory server that does not answer costs READ_SECONDS at most."""
     read: queue.SimpleQueue[PolicyFile] = queue.SimpleQueue()
     try:
-        threading.Thread(target=lambda: read.put(load_policies(path)), daemon=True).start()
+        threading.Thread(target=lambda: read.put(load_policies(path, longest=longest)), daemon=True).start()
         return read.get(timeout=READ_SECONDS)
     except RuntimeError as error:
         return faulty(path, f"no thread could be started that reads the file: {error}.")
@@ -90,15 +93,17 @@ def faulty(path: str, text: str, hint: str = "") -> PolicyFile:
     return PolicyFile(path, faults=(Fault(0, 0, text, hint),))
 
 
-def parse(content: bytes | str, path: str = "policy", *, accounts: Accounts | None = None) -> PolicyFile:
-    """The policies that *content* describes, or its faults; *path* only names it."""
+def parse(
+    content: bytes | str, path: str = "policy", *, accounts: Accounts | None = None, longest: float | None = None
+) -> PolicyFile:
+    """The policies that *content* describes, or its faults; *path* only names it.  The rest as for load_policies()."""
     content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     fingerprint = sha256(content).hexdigest()
     source = YamlSource(content)
     accounts = accounts or Accounts()
     decoder = Decoder(source, {USER: accounts.user, GROUP: accounts.group, DATE: parse_until})
     keys = decoder.root(FileKeys)
-    check(decoder)
+    check(decoder, longest)
     policies = []
     if keys is not None and not source.faults:
         for place, policy in enumerate(keys.policies):
