@@ -59,7 +59,9 @@ def releasable_claim(directory: LockDirectory, beginning: str, uid: int) -> Clai
     if mine:
         return mine[0]
     if named:
-        raise ClaimError(f"the claim {named[0].id} is {named[0].user}'s: only {named[0].user} and root can release it.")
+        owner = named[0].user
+        others = "" if owner == "root" else f"{owner} and "
+        raise ClaimError(f"the claim {named[0].id} is {owner}'s: only {others}root can release it.")
     raise ClaimError(f"no claim has an id that begins with {beginning!r}.  `gpuguard release` shows yours.")
 
 
