@@ -108,6 +108,8 @@ class JobEnd:
     peak_memory: int | None = None  # bytes, of the fullest device
     utilization: float | None = None  # percent, mean over time and devices
     energy: float | None = None  # joules, all devices together
+    killed_by: int | None = None  # the signal that ended it
+    why: str | None = None  # a policy or this process began to end it, in words
 
 
 def run(
@@ -182,7 +184,8 @@ class JobSupervisor:
         # What a shared device does is its neighbours' doing too.
         self.meter = JobMeter(claim.devices if claim.memory is None else ())
         self.status: int | None = None
-        self.interrupted = self.killed_by_interrupt = False
+        self.killed_by: int | None = None  # the signal
+        self.interrupted = False
         self.reported: set[str] = set()  # what the user need not read twice
         self.began = time.monotonic()
         self.tick_at = self.began + FIRST_SAMPLE_SECONDS
@@ -239,8 +242,8 @@ class JobSupervisor:
             if ended.si_code == os.CLD_EXITED:
                 self.status = ended.si_status
             elif ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
+                self.killed_by = ended.si_status
                 self.status = 128 + ended.si_status
-                self.killed_by_interrupt = ended.si_status == signal.SIGINT
             elif ended.si_code == os.CLD_STOPPED and ended.si_status in SUSPENDING:
                 # Stop too, so that the shell shows its prompt; to continue this process alone continues the job.  Not
                 # for SIGSTOP: its sender will continue the job alone, and nobody would continue us.
@@ -443,10 +446,12 @@ class JobSupervisor:
             else:
                 self.notify(f"not waiting any longer: {left.words}, but without the locks of the claim, which ends.")
                 outcome = INTERRUPTED
-        meter = self.meter
-        ended = JobEnd(status, die_of, wall_time, outcome, meter.peak_memory, meter.utilization(), meter.energy())
+        numbers = self.meter.peak_memory, self.meter.utilization(), self.meter.energy()
+        why = f"ended by gpuguard run: {self.escalation.why}" if self.escalation.why else None
+        by_policy = "ended by policy {} ({})".format(*ended_by) if ended_by else None
+        ended = JobEnd(status, die_of, wall_time, outcome, *numbers, self.killed_by, by_policy or why)
         if ended_by:
-            _log_end(self.claim, ended, "ended by policy {} ({})".format(*ended_by), ended_by[0])
+            _log_end(self.claim, ended, by_policy, ended_by[0])
         else:
             _log_end(self.claim, ended, self.escalation.why)
         return ended
@@ -468,7 +473,7 @@ class JobSupervisor:
         if self.limited or (self.beyond and self.status == 0):  # what a limit has ended must not look like success
             return EXIT_TIMEOUT, None
         interrupted = self.interrupted or signal.SIGINT in signal.sigpending()
-        return self.status, signal.SIGINT if self.killed_by_interrupt and interrupted else None
+        return self.status, signal.SIGINT if self.killed_by == signal.SIGINT and interrupted else None
 
 
 class JobMeter:

@@ -94,8 +94,8 @@ def test_a_claim_lasts_as_long_as_any_process_of_the_job(wrapped, tmp_path, how)
 
     (claim,) = {event["claim"] for event in wrapped.events()}
     assert re.fullmatch(
-        r"gpuguard: the job ended, but \d process(es)? of it still runs? \(pid .*\): the claim stays until they end\.  "
-        rf"`gpuguard release {claim}` releases it before\.\n",
+        r"gpuguard: the job ended, but \d process(es)? of it still runs? \(pid .*\): the claim stays until "
+        rf"(it ends|they end)\.  `gpuguard release {claim}` releases it before\.\n",
         told,
     )
     until(lambda: content(tmp_path / "pid"))

@@ -158,10 +158,10 @@ def test_the_log_of_run_says_who_warned_slowed_down_and_ended_the_job_and_why(ma
         status, text = job.wait(60), log.read_text()
 
     assert status == 128 + signal.SIGTERM, text + machine.said()
-    assert "gpuguard: warning of policy hogs: uses 40.0GiB" in text
+    assert " warning of policy hogs: uses 40.0GiB" in text
     assert "if nothing changes: the process is asked to end (SIGTERM)." in text
-    assert "gpuguard: policy hogs gave pid" in text
-    assert "gpuguard: ended by policy hogs (uses 40.0GiB" in text
+    assert " policy hogs gave pid" in text
+    assert " ended by policy hogs (uses 40.0GiB" in text
     assert eventually(lambda: "ended by SIGTERM within" in (machine.place / "events.jsonl").read_text())
     assert "holds no more" not in (machine.place / "events.jsonl").read_text()
     [release] = [line for line in events(machine, ALICE) if line["kind"] == "release"]

@@ -24,6 +24,8 @@ from gpuguard.request import Request, spelled
 
 LOOK = ("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
 
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+
 
 def parsed(*words):
     return build_parser("run").parse_args([*words, "--", "true"])
@@ -272,7 +274,7 @@ def test_after_a_claim_comes_when_its_last_process_has_ended(gpuguard, job, sign
     assert place["why"] == f"not in line yet: waits until {claim['user']}'s claim {claim['id']} has ended"
     assert (place["command"], place["expected_start"], explained) == (["echo", "now"], None, 0)
     said = f"waits until {claim['user']}'s claim {claim['id']} has ended"
-    assert re.fullmatch(rf"gpuguard: waiting for \d+s: {re.escape(said)}\n", error)
+    assert re.match(rf"gpuguard: {TIME} queued: {re.escape(said)}\n", error)
 
 
 def test_after_a_claim_that_has_ended_already_comes_at_once(gpuguard):
@@ -280,9 +282,10 @@ def test_after_a_claim_that_has_ended_already_comes_at_once(gpuguard):
     claim = next(event["claim"] for event in gpuguard.json("events")["events"] if event["kind"] == "release")
 
     second = gpuguard("run", "--after", claim, "--", "echo", "now")
+    said, *_ = second.stderr.splitlines()
 
     assert (second.returncode, second.stdout) == (0, "now\n")
-    assert second.stderr == f"gpuguard: the claim {claim} has ended already: nothing to wait for.\n"
+    assert said == f"gpuguard: the claim {claim} has ended already: nothing to wait for."
 
 
 @pytest.mark.parametrize(("place", "code"), [("", 0), ("elsewhere", 125)])
@@ -314,7 +317,7 @@ def test_after_a_process_comes_when_it_has_ended_however_that_was(gpuguard):
 def test_ctrl_c_while_it_waits_for_something_else_leaves_nothing(gpuguard, tmp_path):
     with gpuguard.start("run", "--after", str(os.getpid()), "--", "true") as second:
         said = second.stderr.readline()
-        assert re.fullmatch(rf"gpuguard: waiting for \d+s: waits until process {os.getpid()} has ended\n", said)
+        assert re.fullmatch(rf"gpuguard: {TIME} queued: waits until process {os.getpid()} has ended\n", said)
         second.send_signal(signal.SIGINT)
 
         assert second.wait(timeout=30) == -signal.SIGINT

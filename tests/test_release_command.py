@@ -74,7 +74,7 @@ class Site:
     def job(self, *options: str, command: tuple[str, ...] = ("sleep", "100")) -> Iterator[subprocess.Popen[str]]:
         """A `gpuguard run` whose claim is there; ended with its job."""
         before = set(self.claims())
-        run = self.gpuguard.start("run", "--no-wait", *options, "--", *command, start_new_session=True)
+        run = self.gpuguard.start("run", "--no-wait", "--quiet", *options, "--", *command, start_new_session=True)
         try:
             assert eventually(lambda: bool(set(self.claims()) - before), 20)
             assert eventually(lambda: listening(run.pid), 20)

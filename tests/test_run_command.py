@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from builders import GIB, a_device, a_mig_instance
+from endpoints import a_web_server
 from nodes import Gpuguard, on_terminal, until
 from proc import children_of
 
@@ -54,7 +56,7 @@ def test_a_program_that_does_not_exist_is_named_without_its_escape_codes(gpuguar
     done = gpuguard("run", *way, "--", "no\x1b[2Jsuch")
 
     assert (done.returncode, claims(gpuguard)) == (127, [])
-    assert "gpuguard: no\\x1b[2Jsuch: command not found." in done.stderr
+    assert " no\\x1b[2Jsuch: command not found." in done.stderr
 
 
 def test_devices_are_named_by_index_or_by_uuid(gpuguard):
@@ -109,15 +111,71 @@ def test_a_terminal_shows_the_devices_and_at_the_end_the_numbers_unless_it_is_to
     assert at_terminal(gpuguard, "run", "--quiet", "--", "echo", "hello") == "hello\r\n"
 
 
-def test_a_pipe_gets_nothing_but_the_output_of_the_job(gpuguard):
-    done = gpuguard("run", "--", "echo", "hello")
+HOST = os.uname().nodename
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
-    assert (done.stdout, done.stderr) == ("hello\n", "")
+
+def test_off_a_terminal_it_says_when_the_job_starts_and_ends_and_how_unless_it_is_to_be_quiet(gpuguard, tmp_path):
+    told = gpuguard("run", "-n", "2", "--log-file", str(tmp_path / "log"), "--", "sh", "-c", "echo hello; kill -9 $$")
+    quiet = gpuguard("run", "--quiet", "--", "echo", "hello")
+    started, ended = told.stderr.splitlines()
+
+    assert (told.returncode, told.stdout) == (137, "hello\n")
+    assert re.fullmatch(rf"gpuguard: {TIME} started on GPU 0,1 \(SIMULATED\), claim [0-9a-f]{{8}}: sh -c .*", started)
+    assert re.fullmatch(
+        rf"gpuguard: {TIME} ended on GPU 0,1: exit 137, killed by SIGKILL, not by gpuguard run.*", ended
+    )
+    assert (tmp_path / "log").read_text() == told.stderr.replace("gpuguard: ", "", 1).replace("\ngpuguard: ", "\n")
+    assert (quiet.stdout, quiet.stderr) == ("hello\n", "")
+
+
+def test_off_a_terminal_it_says_why_it_waits_and_when_it_starts(gpuguard, both_taken):
+    with gpuguard.start("run", "--", "true") as second:
+        said = [second.stderr.readline()]
+        both_taken.terminate()
+        said += second.communicate(timeout=60)[1].splitlines()
+
+    assert re.fullmatch(rf"gpuguard: {TIME} queued: wanted 1 GPU: number 1 of 1 in line, .*\n", said[0])
+    assert re.fullmatch(rf"gpuguard: {TIME} started on GPU . \(SIMULATED\), claim .*: true", said[-2])
+    assert re.fullmatch(rf"gpuguard: {TIME} ended on GPU .: exit 0; ran .*", said[-1])
+
+
+def test_why_it_did_not_start_is_in_its_log_file(gpuguard, tmp_path):
+    done = gpuguard("run", "--log-file", str(tmp_path / "log"), "-n", "9", "--", "true")
+    nowhere = gpuguard("run", "--log-file", str(tmp_path / "none" / "log"), "--", "true")
+
+    assert done.returncode == 125
+    assert re.match(rf"{TIME} not started: wanted 9 GPUs, but only 2 exist\.\n", (tmp_path / "log").read_text())
+    assert nowhere.stderr == f"gpuguard: --log-file {tmp_path}/none/log: No such file or directory.\n"
+
+
+def test_a_message_tells_of_the_start_and_of_how_the_job_failed(gpuguard):
+    with a_web_server() as web:
+        done = gpuguard("run", "--notify", web.url, "--", "sh", "-c", "sleep 0.6; exit 3")
+    began, failed = [json.loads(body) for _, body in web.requests]
+
+    assert done.returncode == 3
+    assert (began["facts"]["event"], began["subject"]) == ("started", f"started on {HOST}: sh -c 'sleep 0.6; exit 3'")
+    assert (failed["facts"]["event"], failed["facts"]["exit_status"]) == ("failed", 3)
+    assert "ended on GPU 1: exit 3; ran " in failed["text"]
+
+
+def test_a_message_tells_that_the_job_could_not_start_and_a_server_that_refuses_it_changes_nothing(gpuguard):
+    with a_web_server() as web:
+        done = gpuguard("run", "--notify", web.url, "-n", "9", "--", "true")
+    (message,) = [json.loads(body) for _, body in web.requests]
+    with a_web_server(status=503) as web:
+        refused = gpuguard("run", "--notify", web.url, "--", "sh", "-c", "exit 4")
+
+    assert (done.returncode, message["facts"]["event"]) == (125, "not_started")
+    assert "wanted 9 GPUs, but only 2 exist." in message["text"]
+    assert refused.returncode == 4
+    assert "the message (failed) could not be sent: the web server answers 503." in refused.stderr
 
 
 @pytest.mark.parametrize("descriptor", [0, 1, 2])
 def test_a_closed_standard_stream_breaks_nothing(gpuguard, descriptor):
-    words = ["sh", "-c", f'"$@" {descriptor}>&-', "sh", *gpuguard.words("run", "--", "sh", "-c", "exit 3")]
+    words = ["sh", "-c", f'"$@" {descriptor}>&-', "sh", *gpuguard.words("run", "--quiet", "--", "sh", "-c", "exit 3")]
     done = subprocess.run(words, env=gpuguard.environment, stderr=subprocess.PIPE, text=True)
 
     assert (done.returncode, done.stderr) == (3, "")

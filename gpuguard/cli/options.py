@@ -21,10 +21,13 @@ from gpuguard.model import WHO_FIELDS, Event, Snapshot
 from gpuguard.request import SLOTS, STRATEGIES, Request
 from gpuguard.source import SnapshotSource
 from gpuguard.units import parse_bytes, parse_celsius, parse_percent
+from gpuguard.users import user_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
-    from typing import Any, NoReturn, TypeVar
+    from typing import Any, Literal, NoReturn, TypeVar
+
+    from gpuguard.notify.targets import Target
 
     T = TypeVar("T")
 
@@ -333,6 +336,46 @@ def quantity(option: str, text: str | None, parse: Callable[[str], T]) -> T | No
         return None if text is None else parse(text)
     except InvalidRequest as fault:
         raise InvalidRequest(f"{option}: {fault}") from None
+
+
+TERMINAL = "terminal"
+TARGETS_IN_WORDS = (
+    "a mail address (by sendmail, or smtp://SERVER/ADDRESS; mail: your own mailbox here), an https:// address, a "
+    "program (its path), or a chat whose address stands in a variable (env:NAME, by the extra notify)"
+)
+_SMTP = re.compile(r"smtp://([A-Za-z0-9.-]+)(?::([0-9]{1,5}))?/([^/]+@[^/]+)")
+_LOOPBACK = ("localhost", "127.0.0.1")
+
+
+def message_target(where: str | None) -> str | Target | None:
+    """What --notify *where* means; what will not work is reported before the wait or job of hours.
+
+    The words and variables of the user alone decide: no target of an administrator is read.
+    """
+    if where is None or where == TERMINAL:
+        return where
+    from gpuguard.notify.sender import problems  # 30 ms, for --notify alone
+    from gpuguard.notify.targets import Apprise, Email, Hook, Secret, Webhook
+
+    target: Target
+    try:
+        if where.startswith("env:"):
+            target = Apprise(Secret(env=where[4:]))
+        elif match := _SMTP.fullmatch(where):
+            server, port, address = match.groups()
+            encryption: Literal["none", "starttls"] = "none" if server in _LOOPBACK else "starttls"
+            target = Email((address,), server=server, port=int(port or 0), security=encryption)
+        elif "://" in where:
+            target = Webhook(where)
+        else:
+            to = user_name(os.geteuid()) if where == "mail" else where
+            target = Hook((where,)) if where.startswith("/") else Email((to,))
+        for problem in problems({"--notify": target}):
+            server = ": name a server, smtp://SERVER/me@example.org" if isinstance(target, Email) else ""
+            raise InvalidRequest(f"{problem.removeprefix('--notify: ')}{server}")
+    except InvalidRequest as fault:
+        raise InvalidRequest(f"--notify {where}: {fault}") from None
+    return target
 
 
 def choose_log(args: argparse.Namespace, *, is_admin: bool | None = None) -> None:

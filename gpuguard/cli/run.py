@@ -17,6 +17,7 @@ import argparse
 import os
 import shlex
 import signal
+import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 from gpuguard.claims.claim import JobDetails
 from gpuguard.claims.records import probe
 from gpuguard.cli import options
-from gpuguard.cli.terminal import is_terminal, print_notice, rewrites, write
+from gpuguard.cli.terminal import JobLog, is_terminal, print_notice, rewrites, write
 from gpuguard.device_state import device_title
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -37,6 +38,7 @@ from gpuguard.model import ClaimRecord
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
 from gpuguard.run import GRACE_SECONDS, LEFT, JobEnd, JobSettings, exec_command, run
+from gpuguard.sanitize import neutral_command
 from gpuguard.select import instances_note
 from gpuguard.units import (
     format_bytes,
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from gpuguard.jobs.isolation import Isolation
     from gpuguard.jobs.limits import JobLimits
     from gpuguard.model import Device
+    from gpuguard.notify.targets import Target
     from gpuguard.policies.policy import Policy
     from gpuguard.request import Request
 
@@ -72,6 +75,8 @@ MOST_ALTERNATIVES = 3  # as many as a ticket takes beside the first choice, see 
 PRIORITY_NAMES = ("low", "normal", "high")  # queue.priority.PRIORITIES, not imported for a job that need not wait
 
 STANDS_ASIDE = "stopped, so it stands aside: others in the queue may start first.  It keeps its place; `fg` goes on."
+LONGEST_MESSAGE_SECONDS = 60.0  # for one that tells of the start, when the job has ended
+MOST_CHARACTERS = 200  # of a command line in the log of its job
 WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a terminal has one line, written anew
 
 
@@ -95,6 +100,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--leftover", metavar="HOW", help=leftover)
     group.add_argument("--exec", action="store_true", help="become the command instead of watching over it: no summary")
     group.add_argument("--quiet", action="store_true", help="say only what goes wrong")
+    log_file = (
+        "add lines with their time to it: queued, started, what goes wrong, ended; off a terminal stderr has them"
+    )
+    group.add_argument("--log-file", metavar="FILE", help=log_file)
+    notify = f"when the job starts, ends or fails, tell your terminals ({options.TERMINAL}), {options.TARGETS_IN_WORDS}"
+    options.add_repeatable(group, ("--notify", "WHERE", f"{notify} (repeatable)"))
     add_limit_options(parser)
     options.add_source_options(parser)
     parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="what to run, with its arguments")
@@ -126,10 +137,14 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     wait, time_limit, grace = durations_of(args)  # first: --wait may have taken the command for its value
     command = command_of(args)
+    targets = [target for where in args.notify if (target := options.message_target(where)) is not None]
+    log = JobLog(quiet=args.quiet, path=args.log_file)
+    messages = JobMessages(targets, command, log)
     policies, checkpoint = limits_of(args, time_limit)
     leftover = options.quantity("--leftover", args.leftover, parse_leftover)
-    if args.exec and leftover is not None:
-        raise InvalidRequest("--leftover needs a supervisor: drop --exec.")
+    for option, value in (("--leftover", args.leftover), ("--notify", args.notify)):
+        if args.exec and value:
+            raise InvalidRequest(f"{option} needs a supervisor: drop --exec.")
     requests = (options.request_of(args), *alternatives_of(args))
     # gpuguard inside the job is to mean the same machine and the same claims, wherever it is called.
     if args.backend != (os.environ.get("GPUGUARD_BACKEND") or "nvml"):
@@ -141,21 +156,26 @@ def main(args: argparse.Namespace) -> int:
     backend = options.backend_of(args)
     if not args.exec:
         become_subreaper()
-    chatty = not args.quiet and is_terminal()
     if args.isolate:
         from gpuguard.jobs import isolation as isolations  # for --isolate alone
 
         isolations.check(backend)
     details = JobDetails(args.note, command, time_limit, partial(expected_seconds, command), priority_of(args))
-    claim = wait_for_claim(args, backend, directory, requests, details, wait)
+    began = time.monotonic()
+    try:
+        claim = wait_for_claim(args, backend, directory, requests, details, wait, log)
+    except GpuguardError as error:
+        log.only_in_file(f"not started: {error}")
+        messages.send("not_started", str(error))
+        raise
     if claim.warning:
-        print_notice(claim.warning)
+        log.warn(claim.warning)
     if not args.quiet and (note := instances_note(claim.devices)):
-        print_notice(note)
+        log.warn(note)
     if args.share and not args.quiet:
         for device in claim:
             if device.utilization is not None and device.utilization > _BUSY_TO_SHARE:
-                print_notice(
+                log.warn(
                     f"{device_title(device)} is {device.utilization:.0f}% busy, so its jobs slow each other down: "
                     f"--max-util {_BUSY_TO_SHARE:.0f}% waits for one that is less busy."
                 )
@@ -167,19 +187,27 @@ def main(args: argparse.Namespace) -> int:
         except GpuguardError:
             claim.release()
             raise
-    if chatty:
-        print_notice(f"{gpus(claim)}{' (SIMULATED)' * backend.simulated} · claim {claim.id}")
+    devices = f"{gpus(claim)}{' (SIMULATED)' * backend.simulated}"
+    waited = time.monotonic() - began
+    after = f" after {format_duration(waited)} in the queue" if waited >= 1 else ""
+    started = f"started on {devices}, claim {claim.id}{after}: {neutral_command(command)[:MOST_CHARACTERS]}"
+    log.say(started, f"{devices} · claim {claim.id}")
     if args.exec:
         status, message = exec_command(command, claim, backend, visible=args.visible, isolation=isolation)
-        print_notice(message)
+        log.warn(message)
         return status
-    limits = _limits_for(policies, claim, requests[0], backend) if policies or args.share else None
+    limits = _limits_for(policies, claim, requests[0], backend, log) if policies or args.share else None
     numbers = time_limit, grace, checkpoint, limits, requests[0].tolerance
     settings = JobSettings(args.visible, *numbers, isolation=isolation, leftover=leftover, directory=directory)
-    later = partial(_preload_for_job, claim, None if time_limit else command)
-    ended = run(command, claim, backend, settings, later=later, notify=print_notice)
-    if chatty:
-        print_notice(summary_line(claim, ended))
+
+    def later() -> None:
+        messages.send_meanwhile("started", started)
+        _preload_for_job(claim, None if time_limit else command)
+
+    ended = run(command, claim, backend, settings, later=later, notify=log.warn)
+    text = f"ended on {gpus(claim)}: {end_in_words(ended)}"
+    log.say(text, summary_line(claim, ended))
+    messages.send("failed" if ended.status else "ended", text, ended)
     backend.close()
     if ended.die_of is not None:
         signals.die_of(ended.die_of)
@@ -223,7 +251,9 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
     return policies, checkpoint
 
 
-def _limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, backend: Backend) -> JobLimits:
+def _limits_for(
+    policies: tuple[Policy, ...], claim: Claim, request: Request, backend: Backend, log: JobLog
+) -> JobLimits:
     """What run() judges the job by, after a notice about what it cannot judge here."""
     from gpuguard.jobs.limits import JobLimits, share_policy, used_before  # for jobs with limits alone
 
@@ -237,7 +267,7 @@ def _limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, ba
     pids_known = backend.simulated or in_first_pid_namespace() is not False
     limits = JobLimits(policies, record, present, used_before(claim) if alone else {}, pids_known)
     for text in limits.caveats(claim):
-        print_notice(text)
+        log.warn(text)
     return limits
 
 
@@ -270,15 +300,35 @@ def command_of(args: argparse.Namespace) -> list[str]:
 
 def summary_line(devices: Sequence[Device], ended: JobEnd) -> str:
     """``"GPU 2,3 · 12m31s · peak 61.2GiB · mean 87% · 0.14kWh · exit 0"``; an unknown number is left out."""
-    parts = [
-        gpus(devices),
-        format_duration(ended.wall_time),
+    return " · ".join([gpus(devices), format_duration(ended.wall_time), *_numbers(ended), f"exit {ended.status}"])
+
+
+def _numbers(ended: JobEnd) -> list[str]:
+    parts = (
         None if ended.peak_memory is None else f"peak {format_bytes(ended.peak_memory)}",
         None if ended.utilization is None else f"mean {ended.utilization:.0f}%",
         None if ended.energy is None else format_energy(ended.energy),
-        f"exit {ended.status}",
-    ]
-    return " · ".join(part for part in parts if part is not None)
+    )
+    return [part for part in parts if part is not None]
+
+
+def end_in_words(ended: JobEnd) -> str:
+    """``"exit 137, killed by SIGKILL; ran 12m31s; peak 61.2GiB, mean 87%, 0.14kWh"``."""
+    how = f"exit {ended.status}"
+    if ended.why:
+        how += f", {ended.why}"
+    elif ended.killed_by is not None:
+        how += f", killed by {signal_name(ended.killed_by)}"
+        how += ", not by gpuguard run: perhaps memory of the host ran out" * (ended.killed_by == signal.SIGKILL)
+    parts = [how, f"ran {format_duration(ended.wall_time)}", ", ".join(_numbers(ended))]
+    if ended.outcome == LEFT:
+        parts.append(f"the claim is {LEFT}")
+    return "; ".join(filter(None, parts))
+
+
+def signal_name(signum: int) -> str:
+    """``"SIGKILL"``; a real-time signal as its number."""
+    return signal.Signals(signum).name if signum in set(signal.Signals) else f"signal {signum}"
 
 
 def gpus(devices: Sequence[Device]) -> str:
@@ -362,11 +412,74 @@ def priority_of(args: argparse.Namespace) -> int:
     return min(wanted, highest)
 
 
+class JobMessages:
+    """What --notify tells of a job.  Nothing waits for an endpoint but the end of `run`, for the last message."""
+
+    def __init__(self, targets: Sequence[str | Target], command: Sequence[str], log: JobLog) -> None:
+        self._targets, self._command, self._log = targets, neutral_command(command)[:MOST_CHARACTERS], log
+        self._thread: threading.Thread | None = None
+        if targets:
+            from gpuguard.notify import sender  # noqa: F401  # now: gpuguard may be upgraded under the job
+
+    def send_meanwhile(self, event: str, text: str) -> None:
+        """In a thread, while the job runs; signals are blocked by now, and stay the main thread's."""
+        if self._targets:
+            self._thread = threading.Thread(target=self._send, args=(event, text, None), daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # no thread is left for this user
+                self._thread = None
+                self._log.warn(f"the message ({event}) could not be sent: no thread can be started.")
+
+    def send(self, event: str, text: str, ended: JobEnd | None = None) -> None:
+        """Now, after what is under way; a fault is said."""
+        if self._thread:
+            self._thread.join(LONGEST_MESSAGE_SECONDS)
+        if self._targets:
+            self._send(event, text, ended)
+
+    def _send(self, event: str, text: str, ended: JobEnd | None) -> None:
+        from gpuguard.notify.sender import attempt  # 30 ms, for --notify alone
+        from gpuguard.notify.templates import Fact, Message
+
+        host = os.uname().nodename
+        facts: list[Fact] = [("event", event), ("host", host), ("command", self._command)]
+        if ended:
+            facts += [
+                ("exit_status", ended.status),
+                ("wall_time_seconds", round(ended.wall_time, 3)),
+                ("why", ended.why),
+            ]
+        body = f"{text}\n\nCommand: {self._command}\nHost: {host}\n"
+        message = Message(f"{event.replace('_', ' ')} on {host}: {self._command}"[:MOST_CHARACTERS], body, tuple(facts))
+        for target in self._targets:
+            if isinstance(target, str):
+                tell_terminals(f"gpuguard: {message.subject}\n{text}")
+                continue
+            sent, why = attempt(target, message)
+            if not sent:
+                self._log.warn(f"the message ({event}) could not be sent: {why}.")
+
+
+def tell_terminals(text: str) -> None:
+    """Ring the bell of this terminal; without one, write *text* to all of this user that take messages."""
+    if is_terminal():
+        write("\a")
+        return
+    with suppress(OSError, ImportError):  # it was upgraded while the job ran
+        from gpuguard.enforcement.actions import write_to_terminal  # for --notify terminal alone
+
+        for terminal in os.scandir("/dev/pts"):
+            if (status := terminal.stat()).st_uid == os.getuid():
+                write_to_terminal(status.st_rdev, status.st_uid, text)
+
+
 class WaitProgress:
     """Says what a command waits for: in a line of the terminal that is written anew, or once a minute in a log."""
 
-    def __init__(self, quiet: bool) -> None:
+    def __init__(self, quiet: bool, log: JobLog | None = None) -> None:
         self._quiet, self._began, self._last = quiet, time.monotonic(), 0.0
+        self._log, self._logged_at, self._logged = log, 0.0, ""
 
     def missing(self, missing: NotEnoughGpus) -> None:
         """Say what is missing; on a terminal, whose one line is soon full, without what was asked for just now."""
@@ -376,11 +489,24 @@ class WaitProgress:
     def report(self, text: str) -> None:
         """Say it, if it is time; the first time all of its lines in a log."""
         now, terminal = time.monotonic(), rewrites()
+        if self._log:
+            self._add_to_log(self._log, text, now)
+            if not terminal:
+                return
         if self._quiet or (self._last and now - self._last < (1.0 if terminal else WAITING_LINE_SECONDS)):
             return
         shown = text.splitlines()[0] if self._last else text
         self._last = now
         print_notice(f"waiting for {format_duration(round(now - self._began))}: {shown}", again=terminal)
+
+    def _add_to_log(self, log: JobLog, text: str, now: float) -> None:
+        """A line when it begins to wait, and one for what is new, at most once a minute."""
+        first, *_ = text.splitlines()
+        if self._logged == first or (self._logged and now - self._logged_at < WAITING_LINE_SECONDS):
+            return
+        waited = f"waiting for {format_duration(round(now - self._began))}"
+        log.say(f"{waited}: {first}" if self._logged else f"queued: {text}")
+        self._logged, self._logged_at = first, now
 
     def stopped(self) -> None:
         """Say that others go first while this process is stopped; from a signal handler, at any moment."""
@@ -404,13 +530,14 @@ def wait_for_claim(
     requests: Sequence[Request],
     job: JobDetails,
     seconds: float | None,
+    log: JobLog | None = None,
 ) -> Claim:
     """The devices, after a wait in the queue that reports what is missing; Ctrl-C ends this process."""
-    progress = WaitProgress(args.quiet)
+    progress = WaitProgress(args.quiet, log)
     former = _pause_waiting_when_stopped(progress)
     try:
         if args.after is not None:
-            _wait_until_over(args, directory, requests, job)
+            _wait_until_over(args, directory, requests, job, log)
         return Allocator(backend, directory, requests, job=job, on_wait=progress.missing).acquire(seconds)
     except KeyboardInterrupt:
         progress.done()
@@ -421,14 +548,14 @@ def wait_for_claim(
 
 
 def _wait_until_over(
-    args: argparse.Namespace, directory: LockDirectory, requests: Sequence[Request], job: JobDetails
+    args: argparse.Namespace, directory: LockDirectory, requests: Sequence[Request], job: JobDetails, log: JobLog | None
 ) -> None:
     """Wait for the end of what --after names."""
     from gpuguard.queue.tickets import new_ticket  # 60 ms, for --after alone
     from gpuguard.queue.waiter import wait_until_over
 
     ticket = new_ticket(requests, time_limit=job.time_limit, priority=job.priority, note=job.note, command=job.command)
-    progress = WaitProgress(args.quiet)
+    progress = WaitProgress(args.quiet, log)
 
     def has_ended(claim: str) -> bool:
         if not _has_ended(claim, directory):

@@ -428,7 +428,11 @@ class Drain:
                 return snapshot
             elif not notified and now - began > QUIET_SECONDS:
                 notified = True
-                until = "until they end" if keep == NEVER else f"for {format_duration(keep)}, longer if they use a GPU"
+                until = (
+                    f"until {'it ends' if len(living) == 1 else 'they end'}"
+                    if keep == NEVER
+                    else f"for {format_duration(keep)}, longer if they use a GPU"
+                )
                 command = f"`gpuguard release {self.claim_id}` releases it before."
                 self.notify(f"the job ended, but {words}: the claim stays {until}.  {command}")
             if signum := self.pause(USER_POLL_SECONDS if users else delay):
