@@ -26,7 +26,7 @@ from gpuguard import request as requests
 from gpuguard.backends.simulated import Simulated
 from gpuguard.claims import records
 from gpuguard.claims.claim import Claim
-from gpuguard.claims.directory import LockDirectory, lock_directory
+from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
 from gpuguard.queue import reservations, tickets
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import Ticket
@@ -332,6 +332,8 @@ def troubled(daemon: DaemonUnderTest) -> bool:
 def test_a_daemon_looks_and_answers_on(daemon):
     directory, uuid = lock_directory(str(daemon.place / "claims")), daemon.uuid(0).encode()
     every = {kind: list(batches(document, most)) for kind, (document, most) in KINDS.items()}
+    lock = open_lock(directory, daemon.uuid(0))
+    fcntl.flock(lock, fcntl.LOCK_EX)  # records are read while a device is locked
     for number in range(max(map(len, every.values()))):
         with ExitStack() as stack:
             planted = {kind: of_kind[number] for kind, of_kind in every.items() if number < len(of_kind)}
@@ -341,6 +343,7 @@ def test_a_daemon_looks_and_answers_on(daemon):
             ends = {kind: (batch[0][0], batch[-1][0]) for kind, batch in planted.items()}
             assert goes_on(daemon), f"{ends}: {daemon.said()}"
             assert ask(directory, {"do": "status"})
+    os.close(lock)
 
 
 def test_a_daemon_that_believes_any_type_is_found(tmp_path):
