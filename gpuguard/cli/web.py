@@ -42,6 +42,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="HOST:PORT, [HOST]:PORT or unix:PATH (default: %(default)s)",
     )
     parser.add_argument(
+        "--port",
+        metavar="N",
+        dest="listen",
+        default=argparse.SUPPRESS,
+        type="127.0.0.1:{}".format,
+        help="the same as --listen 127.0.0.1:N",
+    )
+    parser.add_argument(
         "--host",
         metavar="NAME",
         action="append",
