@@ -264,6 +264,11 @@ def test_a_daemon_of_root_takes_no_library_no_path_and_no_module_from_its_caller
         with pytest.raises(InvalidRequest, match=name):
             clean_environment({name: "/tmp/x"}, root=True)
         clean_environment({name: "/tmp/x"}, root=False)
+    clean_environment({"LD_LIBRARY_PATH": "/usr/lib:/usr/share"}, root=True)  # which root alone can change
+    with pytest.raises(
+        InvalidRequest, match=r"LD_LIBRARY_PATH \(/tmp can be changed by others than root, or is no directory\) must"
+    ):
+        clean_environment({"LD_LIBRARY_PATH": "/usr/lib:/tmp"}, root=True)
     environment = {"PATH": "/home/eve/bin", "PYTHONPATH": "/home/eve", "PYTHONSTARTUP": "x", "HOME": "/root"}
     clean_environment(environment, root=True)
 

@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -83,14 +84,37 @@ def clean_environment(environ: MutableMapping[str, str], *, root: bool) -> None:
     """Make *environ* safe for a daemon of root; InvalidRequest: libraries of its caller's choice are loaded already."""
     if not root:
         return
-    if dangerous := [name for name in _DANGEROUS if environ.get(name)]:
+    libraries = environ.get("LD_LIBRARY_PATH", "")
+    trouble = next((found for path in libraries.split(":") if (found := _not_roots_alone(path))), None)
+    safe = {"LD_LIBRARY_PATH"} if trouble is None else set()
+    if dangerous := [name for name in _DANGEROUS if environ.get(name) and name not in safe]:
+        where = f" ({trouble})" if "LD_LIBRARY_PATH" in dangerous else ""
         raise InvalidRequest(
-            f"{' and '.join(dangerous)} must not be set for a daemon that can signal others: it would run "
+            f"{' and '.join(dangerous)}{where} must not be set for a daemon that can signal others: it would run "
             f"whatever library lies there.  Start it by systemd, or with `env -u {dangerous[0]} gpuguard daemon`."
         )
     for name in [name for name in environ if name.startswith("PYTHON")]:
         del environ[name]
     environ["PATH"] = PATH
+
+
+def _not_roots_alone(path: str) -> str | None:
+    """Why others than root could put a library into the directory *path*; None: they could not."""
+    if not os.path.isabs(path):
+        return f"{path!r} is no absolute path"
+    if (real := os.path.realpath(path)) != os.path.normpath(path):  # the directories of all links would count, too
+        return f"{path} goes over a link: write {real}"
+    end = real
+    while True:
+        try:
+            status = os.lstat(end)
+        except OSError as error:
+            return f"{end}: {error.strerror}"
+        if status.st_uid or status.st_mode & 0o022 or not stat.S_ISDIR(status.st_mode):
+            return f"{end} can be changed by others than root, or is no directory"
+        if end == "/":
+            return None
+        end = os.path.dirname(end)
 
 
 class Daemon:
