@@ -98,7 +98,7 @@ FAULTS = ("hang", "lost", "reset", "unlisted", "implausible")
 OFTEN = {
     "innocent": 14, "sharer": 6, "grabber": 5, "hog": 2, "deaf": 1, "stranger": 2, "sleeper": 2, "look": 5, "adopt": 1,
     "release_of_others": 2, "release_own": 1, "administrate": 2, "keep": 1, "break_a_device": 2,
-    "end_job": 3, "stop_job": 2, "end_wrapper": 4, "end_sampler": 1, "end_daemon": 1, "freeze_daemon": 1,
+    "end_job": 3, "stop_job": 2, "end_wrapper": 4, "end_worker": 1, "end_daemon": 1, "freeze_daemon": 1,
 }  # fmt: skip
 
 
@@ -282,7 +282,7 @@ class _Chaos:
                 self.sent[pid] |= {signal.SIGTERM, signal.SIGHUP}
             self.send(wrapper, self.dice.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)))
 
-    def end_sampler(self) -> None:
+    def end_worker(self) -> None:
         assert self.machine.daemon
         for pid in children_of(self.machine.daemon.pid):
             self.send(pid, signal.SIGKILL)

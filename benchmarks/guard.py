@@ -1,4 +1,4 @@
-"""What the guard costs: CPU and memory of `gpuguard daemon` with its sampler, at one look per second.
+"""What the guard costs: CPU and memory of `gpuguard daemon` with its worker, at one look per second.
 
     python benchmarks/guard.py --seconds 60
 
@@ -66,14 +66,14 @@ def measure(environment: dict[str, str], policy: Path, seconds: float) -> None:
         time.sleep(WARM_UP_SECONDS)
         if guard.poll() is not None:
             sys.exit(Path(said.name).read_text())
-        samplers = children(guard.pid)
-        begun, before = time.monotonic(), [cpu_seconds([guard.pid]), cpu_seconds(samplers)]
+        workers = children(guard.pid)
+        begun, before = time.monotonic(), [cpu_seconds([guard.pid]), cpu_seconds(workers)]
         time.sleep(seconds)
-        passed, after = time.monotonic() - begun, [cpu_seconds([guard.pid]), cpu_seconds(samplers)]
-        daemon, sampler = ((late - early) / passed * 100 for late, early in zip(after, before, strict=True))
-        show("CPU of one core", f"{daemon + sampler:6.2f} %  daemon {daemon:.2f} %, sampler {sampler:.2f} %")
-        sizes = [amount(f"/proc/{pid}/smaps_rollup", "Pss") for pid in (guard.pid, *samplers)]
-        show("memory (Pss)", f"{sum(sizes):6.1f} MiB  daemon {sizes[0]:.1f}, sampler {sum(sizes[1:]):.1f}")
+        passed, after = time.monotonic() - begun, [cpu_seconds([guard.pid]), cpu_seconds(workers)]
+        daemon, worker = ((late - early) / passed * 100 for late, early in zip(after, before, strict=True))
+        show("CPU of one core", f"{daemon + worker:6.2f} %  daemon {daemon:.2f} %, worker {worker:.2f} %")
+        sizes = [amount(f"/proc/{pid}/smaps_rollup", "Pss") for pid in (guard.pid, *workers)]
+        show("memory (Pss)", f"{sum(sizes):6.1f} MiB  daemon {sizes[0]:.1f}, worker {sum(sizes[1:]):.1f}")
         guard.terminate()
 
 

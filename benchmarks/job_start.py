@@ -28,6 +28,7 @@ from starters import surroundings
 
 FLOOR = [sys.executable, "-c", "import pynvml; pynvml.nvmlInit()"]
 GPUGUARD = [sys.executable, "-c", "import sys; from gpuguard.__main__ import main; sys.exit(main())"]
+SILENT: dict[str, int] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 COMMANDS = {
     "floor: import pynvml; nvmlInit()": FLOOR,
     "gpuguard run -- true": [*GPUGUARD, "run", "--", "true"],
@@ -44,7 +45,7 @@ def medians(commands: Mapping[str, Sequence[str]], pairs: int, environment: dict
     for _ in range(pairs):
         for name, words in commands.items():
             begun = time.perf_counter()
-            subprocess.run(words, env=environment, stdout=subprocess.DEVNULL, check=True)
+            subprocess.run(words, env=environment, check=True, **SILENT)
             times[name].append((time.perf_counter() - begun) * 1000)
     return {name: statistics.median(all_times) for name, all_times in times.items()}
 
@@ -52,13 +53,13 @@ def medians(commands: Mapping[str, Sequence[str]], pairs: int, environment: dict
 def driver_calls(fake: FakeNvml, environment: dict[str, str], *words: str) -> int:
     """How many calls reach the driver library during one command."""
     fake.reset_calls()
-    subprocess.run([*GPUGUARD, *words], env=environment, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run([*GPUGUARD, *words], env=environment, check=True, **SILENT)
     return sum(fake.calls().values())
 
 
 def memory(environment: dict[str, str], options: list[str], is_there: Callable[[int], bool]) -> str:
     """Resident memory of the wrapper, and proportional memory of it and its children without the job."""
-    with subprocess.Popen([*GPUGUARD, "run", *options, "--", "sleep", "600"], env=environment) as wrapper:
+    with subprocess.Popen([*GPUGUARD, "run", *options, "--", "sleep", "600"], env=environment, **SILENT) as wrapper:
         while not is_there(wrapper.pid):
             time.sleep(0.05)
         time.sleep(1)

@@ -3,7 +3,7 @@
     python benchmarks/metrics.py --scrapes 30 --nvitop /path/to/venv/bin/nvitop-exporter
 
 8 fake devices (the real nvidia-ml-py on a fake driver library with no latency), 40 processes, 4 claims.  CPU is what
-the scheduler counted for all threads of a program and of its sampler, memory is resident and Pss.  A scrape comes each
+the scheduler counted for all threads of a program and of its worker, memory is resident and Pss.  A scrape comes each
 1.2 s, because what was told within a second is told again from memory.
 """
 
@@ -94,7 +94,7 @@ def measure(title: str, pid: int, fake: FakeNvml, url: str | None, scrapes: int)
     rss = [amount(f"/proc/{one}/status", "VmRSS") for one in pids]
     pss = sum(amount(f"/proc/{one}/smaps_rollup", "Pss") for one in pids)
     cost = f"{cpu / scrapes:6.2f} ms CPU and {calls / scrapes:4.0f} driver calls per scrape"
-    memory = f"{rss[0]:.1f} MiB resident ({sum(rss):.1f} with its sampler, Pss {pss:.1f})"
+    memory = f"{rss[0]:.1f} MiB resident ({sum(rss):.1f} with its worker, Pss {pss:.1f})"
     show(title, f"{cost}, {cpu / passed / 10:.2f} % of a core; {memory}; page {size / 1024:.0f} KiB")
 
 

@@ -5,8 +5,8 @@
 8 devices of a fake driver library, on 7 of them 16 processes each, of 40 users (as root; else of one); two processes a
 second end and others begin, claims of the last device come and go, some break policies and are ended, and /metrics is
 read all the while.  The daemon is the real one, told to look again at once instead of after its interval.  What it must
-not do from the second fifth of the time to the last: take 2 MiB more of its own (Pss_Anon, with its sampler: of the
-rest, more or less is shared with other Pythons), keep descriptors or threads, or start its sampler anew.  --variant
+not do from the second fifth of the time to the last: take 2 MiB more of its own (Pss_Anon, with its worker: of the
+rest, more or less is shared with other Pythons), keep descriptors or threads, or start its worker anew.  --variant
 plants such a fault, to show that it is seen.
 """
 
@@ -65,7 +65,7 @@ FASTER = "watchdog.pace = lambda *seen: 0.0"
 VARIANTS = {
     "memory": 'kept = []\nwatchdog.pace = lambda *seen: kept.append(b"x" * 2**18) or 0.0',
     "descriptors": "import os\nwatchdog.pace = lambda *seen: os.dup(2) * 0.0",
-    "sampler": "import random\nfrom gpuguard.backends.client import WorkerBackend as Isolated\n"
+    "worker": "import random\nfrom gpuguard.backends.client import WorkerBackend as Isolated\n"
     "look = Isolated.sample\n"
     "Isolated.sample = lambda self, *asked: (random.random() < 0.1 and self.close(), look(self, *asked))[1]\n" + FASTER,
 }
@@ -73,12 +73,12 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Reading:
-    """What the daemon has at one moment, with its sampler."""
+    """What the daemon has at one moment, with its worker."""
 
     memory: float  # MiB of its own, Pss_Anon
     descriptors: int
     threads: int
-    sampler: int  # its pid
+    worker: int  # its pid
 
     def __str__(self) -> str:
         return f"{self.memory:.1f} MiB, {self.descriptors} descriptors, {self.threads} threads"
@@ -132,13 +132,13 @@ class Crowd:
 
 
 def read(pid: int) -> Reading | None:
-    """What it has now; None while its sampler is started."""
+    """What it has now; None while its worker is started."""
     try:
         family = [pid, *children(pid)]
-        sampler = next(one for one in family[1:] if b"backends.worker" in Path(f"/proc/{one}/cmdline").read_bytes())
-        memory = sum(amount(f"/proc/{one}/smaps_rollup", "Pss_Anon") for one in (pid, sampler))
-        descriptors = sum(len(os.listdir(f"/proc/{one}/fd")) for one in (pid, sampler))
-        return Reading(memory, descriptors, len(os.listdir(f"/proc/{pid}/task")), sampler)
+        worker = next(one for one in family[1:] if b"backends.worker" in Path(f"/proc/{one}/cmdline").read_bytes())
+        memory = sum(amount(f"/proc/{one}/smaps_rollup", "Pss_Anon") for one in (pid, worker))
+        descriptors = sum(len(os.listdir(f"/proc/{one}/fd")) for one in (pid, worker))
+        return Reading(memory, descriptors, len(os.listdir(f"/proc/{pid}/task")), worker)
     except (OSError, StopIteration):
         return None
 
@@ -153,8 +153,8 @@ def faults(readings: Sequence[Reading]) -> list[str]:
     for name in ("descriptors", "threads"):  # some are open for a moment: even the fewest are more than the most were
         before, now = (max(getattr(one, name) for one in early), min(getattr(one, name) for one in late))
         found += [f"it had at most {before} {name}, and has at least {now}"] if now > before else []
-    number = len({one.sampler for one in readings})
-    return found + ([f"it has had {number} samplers"] if number > 1 else [])
+    number = len({one.worker for one in readings})
+    return found + ([f"it has had {number} workers"] if number > 1 else [])
 
 
 def watch(daemon: subprocess.Popen[bytes], crowd: Crowd, fake: FakeNvml, url: str, seconds: float) -> list[Reading]:

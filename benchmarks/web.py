@@ -1,4 +1,4 @@
-"""What the page in the browser costs: CPU and memory of `gpuguard web` and its sampler, per number of viewers.
+"""What the page in the browser costs: CPU and memory of `gpuguard web` and its worker, per number of viewers.
 
     python benchmarks/web.py --viewers 0 1 100 --seconds 20
 
