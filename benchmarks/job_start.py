@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -28,7 +29,7 @@ from starters import surroundings
 
 FLOOR = [sys.executable, "-c", "import pynvml; pynvml.nvmlInit()"]
 GPUGUARD = [sys.executable, "-c", "import sys; from gpuguard.__main__ import main; sys.exit(main())"]
-SILENT: dict[str, int] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+SILENT: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 COMMANDS = {
     "floor: import pynvml; nvmlInit()": FLOOR,
     "gpuguard run -- true": [*GPUGUARD, "run", "--", "true"],

@@ -164,7 +164,7 @@ def test_a_planted_fault_is_found(variant: str, found: str) -> None:
     assert found in done.stdout
 
 
-ONE = Reading(memory=20.0, descriptors=30, threads=9, sampler=77)
+ONE = Reading(memory=20.0, descriptors=30, threads=9, worker=77)
 
 
 def soaked(seconds: int, *more: str) -> subprocess.CompletedProcess[str]:
@@ -180,9 +180,9 @@ def test_a_guard_that_looks_hundreds_of_times_does_not_grow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "found"), [("memory", "it has grown"), ("descriptors", "descriptors, and has"), ("sampler", "samplers")]
+    ("variant", "found"), [("memory", "it has grown"), ("descriptors", "descriptors, and has"), ("worker", "workers")]
 )
-def test_a_guard_that_keeps_something_of_each_look_or_starts_its_sampler_again_is_found(variant, found):
+def test_a_guard_that_keeps_something_of_each_look_or_starts_its_worker_again_is_found(variant, found):
     done = soaked(6, "--variant", variant)
 
     assert done.returncode == 1, done.stdout + done.stderr
@@ -195,7 +195,7 @@ def test_a_guard_that_keeps_something_of_each_look_or_starts_its_sampler_again_i
         ({"memory": 22.1}, "it has grown by 2.1 MiB"),
         ({"descriptors": 31}, "it had at most 30 descriptors, and has at least 31"),
         ({"threads": 10}, "it had at most 9 threads, and has at least 10"),
-        ({"sampler": 78}, "it has had 2 samplers"),
+        ({"worker": 78}, "it has had 2 workers"),
     ],
 )
 def test_what_grows_is_told(late: dict[str, float], found: str) -> None:

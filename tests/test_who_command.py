@@ -86,7 +86,7 @@ def test_a_process_is_joined_with_its_claim_and_described():
         a_claim("0", "2", note="sweep", command=("python", "x.py")) as claim,
         using("0", pass_fds=claim.pass_fds) as job,
     ):
-        # In a process of its own: the sampler that `who` forks holds all that its parent holds, until it has closed it.
+        # In a process of its own: the worker that `who` starts holds all that its parent holds, until it has closed it.
         done = subprocess.run([*GPUGUARD, "who", "--json"], stdout=subprocess.PIPE, check=True)
     content = json.loads(done.stdout)
 
