@@ -312,6 +312,7 @@ def test_where_bob_made_the_lock_file_bob_can_remove_it_and_alice_is_told(sticky
     with sticky.job(ALICE, "--gpus", "0") as (wrapper, _):
         sticky.python(BOB, "import os, sys; os.unlink(sys.argv[1])", str(sticky.lock_path(0)))
 
+        assert "started on GPU 0" in wrapper.stderr.readline()
         assert "was removed or replaced: others can claim the device now" in wrapper.stderr.readline()
 
 
