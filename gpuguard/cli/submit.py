@@ -76,6 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--note", metavar="TEXT", help="what it is for; everybody can read it in `gpuguard who`")
     job.add_argument("--visible", choices=("index", "uuid"), default="index", help="as in `gpuguard run`")
     job.add_argument("--isolate", action="store_true", help="as in `gpuguard run`")
+    job.add_argument("--leftover", metavar="HOW", help="as in `gpuguard run`")
     add_limit_options(parser)
     parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="what to run, with its arguments")
     # As in `gpuguard run`, from the environment alone: the machine is another one.
