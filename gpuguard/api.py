@@ -358,7 +358,7 @@ def _keep_across_exec(claim: Claim) -> None:
         os.set_inheritable(descriptor, True)
 
 
-def _close_at_exec() -> None:
+def _close_at_exec() -> None:  # pragma: no cover: runs in a forked child, where nothing is counted
     """In a forked child: it has the claims of its parent until it ends, or becomes another program."""
     for made in tuple(_made):
         for descriptor in made.claim.pass_fds:
@@ -446,7 +446,7 @@ def _line_of_the_caller() -> str:
     frame = inspect.currentframe()
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in ("gpuguard", "contextlib"):
         frame = frame.f_back
-    if frame is None:
+    if frame is None:  # pragma: no cover: C called us, from no Python of the program's
         return "a program without a source"
     path, number = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(path, number, frame.f_globals).strip()

@@ -172,6 +172,18 @@ def test_what_is_left_over_beside_a_request_beyond_the_bound_is_for_jobs_of_any_
     assert started(planned(queue, a_machine(queue, 2, free=1, estimates=ends))) == []
 
 
+@pytest.mark.parametrize(("lasts", "passes"), [(44 * HOUR, True), (46 * HOUR, False)])
+def test_what_has_just_passed_counts_when_the_next_one_would(lasts: float, passes: bool) -> None:
+    queue = [
+        a_ticket(1, 3, since=-25 * HOUR),
+        a_ticket(1, since=-2 * HOUR, expected=15 * HOUR),
+        a_ticket(1, since=-HOUR, expected=lasts),
+    ]
+    machine = a_machine(queue, 3, free=2, estimates={"d2": 5 * HOUR})
+
+    assert started(planned(queue, machine)) == [ticket.id for ticket in queue[1 : 2 + passes]]
+
+
 def test_an_estimate_says_when_a_request_starts_and_promises_nothing() -> None:
     queue = [a_ticket(1, expected=HOUR), a_ticket(1, expected=HOUR)]
     positions = planned(queue, a_machine(queue, 1, free=0, estimates={"d0": 2 * HOUR}))

@@ -167,6 +167,23 @@ def test_where_cuda_runs_by_now_the_same_call_still_returns_the_claim(monkeypatc
         assert gpuguard.grab_gpus(2) is first
 
 
+@pytest.mark.parametrize("cuda", [True, False])
+def test_a_claim_that_was_lost_is_made_anew_unless_cuda_runs_on_its_gpu(monkeypatch, cuda):
+    first = gpuguard.grab_gpus(1)
+    monkeypatch.setattr(first, "reassert", lost)
+    monkeypatch.setattr(api, "cuda_runs", lambda: cuda)
+
+    if cuda:
+        with pytest.raises(gpuguard.ClaimLost):
+            gpuguard.grab_gpus(1)
+    else:
+        assert gpuguard.grab_gpus(1) is not first
+
+
+def lost() -> None:
+    raise gpuguard.ClaimLost("the program closed the descriptor")
+
+
 def test_another_request_says_what_the_process_has_already_by_which_line_and_how_to_get_more():
     first = gpuguard.grab_gpus(1)
     with pytest.raises(AlreadyClaimed) as caught:

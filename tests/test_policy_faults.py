@@ -177,7 +177,7 @@ WHEN = {
     "over": ("{idle: «{below: 5%, window: sliding}}", "{idle: «{below: 5%, over: 2h}}"),
     "not a rate": ("{idle: {below: 5%, network_below: «1MB}}", "{memory_growth: {above: «1GiB}}"),
     "is not a memory size": (
-        "{memory: {above: «40G}}", "{memory: {above: «40gb}}", "{memory: {above: «1e10}}", "{memory: {above: «.inf}}",
+        "{memory: {above: «40Q}}", "{memory: {above: «40gb}}", "{memory: {above: «1e10}}", "{memory: {above: «.inf}}",
     ),
     "is not a temperature": ("{temperature: {above: «85F}}", "{temperature: {above: «-1C}}"),
     "exactly one of above and below": ("{utilization: «{}}", "{utilization: «{above: 90%, below: 95%}}"),

@@ -23,7 +23,7 @@ from gpuguard.lock import Allocator
 from gpuguard.model import Gap
 from gpuguard.queue.state import QueueFacts, fit
 from gpuguard.request import ANY_MEMORY, Request, spelled
-from gpuguard.select import choose, not_enough, possible, waiting_error
+from gpuguard.select import choose, instances_note, not_enough, possible, waiting_error
 from gpuguard.views.explain import NEVER, START, WAIT, outcome
 
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3 * 3600 - 12 * 60)
@@ -240,6 +240,14 @@ def test_a_request_that_waits_says_why_and_the_reasons_that_are_known():
         "  device 0: 41.0GiB used by bob (pid 812, python train.py, 3h12m)",
     ]
     assert waiting_error(1, "", missing).refused == missing.refused
+
+
+def test_of_several_instances_one_process_uses_one():
+    gpu = a_device(0, mig_mode=True)
+    instances = [a_mig_instance(gpu, number) for number in range(2)]
+
+    assert "one process can use only one" in (instances_note(instances) or "")
+    assert instances_note(instances[:1]) is instances_note([a_device(1), a_device(2)]) is None
 
 
 def test_an_outer_limit_is_said_once():

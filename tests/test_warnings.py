@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -69,6 +70,18 @@ def test_a_warning_uses_the_texts_of_the_administrator_in_the_language_of_the_st
 
         assert scene.act("warn", options=tuple(options.items())).word == "done"
         assert said in os.read(ours, 65536).decode()
+
+
+@pytest.mark.terminal
+def test_the_event_of_a_warning_names_the_step_that_harms_and_when():
+    with at_a_terminal() as (scene, _, _):
+        verdict = replace(scene.verdict("warn"), harm_action="terminate", harm_after=60.0)
+        before = time.time()
+        actions.act(verdict, scene.snapshot, scene.context())
+
+        facts = dict(scene.events[-1].facts)
+        assert facts["harm_action"] == "terminate"
+        assert before + 59.9 <= facts["harm_unix_seconds"] <= time.time() + 60.1
 
 
 @pytest.mark.terminal

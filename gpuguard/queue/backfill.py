@@ -135,15 +135,6 @@ def plan(
     return positions
 
 
-def starting_now(
-    queue: Sequence[Ticket], machine: Machine, usage: Mapping[int, float], rules: QueueRules, now: float
-) -> list[Ticket]:
-    """Those that plan() lets start now, without the rest of the plan."""
-    waiting = planned_for(queue)
-    starting = _Planner(machine, usage, rules, now, late_ones(queue, rules, now)).start_all(waiting)
-    return [ticket for ticket in waiting if ticket.id in starting]
-
-
 def late_ones(queue: Sequence[Ticket], rules: QueueRules, now: float) -> frozenset[str]:
     """The ids of those of *queue* that have waited beyond the bound, of each user the oldest.
 
@@ -443,11 +434,7 @@ class _Planner:
         """
         if self.calendars.uses_own_reservations(ticket.uid, planned.devices, self.started):
             return None
-        late: list[Ticket] = []
-        for other in waiting:
-            if other is ticket:
-                break
-            late += [other] if other.id in self.late else []
+        late = [other for other in waiting[: waiting.index(ticket)] if other.id in self.late]
         for other in sorted(late, key=lambda other: other.since):
             if ticket.time_limit is not None and base[other.id].start != UNKNOWN:
                 continue  # which gpuguard keeps, so that one is not put off beyond its promise
