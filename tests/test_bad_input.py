@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -245,8 +246,9 @@ def words_of(line: str, place: Path) -> list[str]:
 
 
 def complaint(stderr: str) -> list[str]:
-    """The lines of the message, without the list of devices that may be part of it."""
-    return [line for line in stderr.splitlines() if not line.startswith("  ")]
+    """The lines of the message, without the list of devices that may be part of it, and the log of a job around it."""
+    log = re.compile(r"gpuguard: \S+ \S+ (started|ended) on GPU ")
+    return [line for line in stderr.splitlines() if not line.startswith("  ") and not log.match(line)]
 
 
 def check(line: str, place: Path, output: str, error: str) -> None:
