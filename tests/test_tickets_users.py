@@ -242,7 +242,7 @@ class Flooded:
         for path in (self.order, turns):
             path.chmod(0o666)
         self.turns = os.open(turns, os.O_RDWR)
-        self.script = f"echo {{}} >> {self.order}; head -c 1 {turns} > /dev/null"
+        self.script = f"echo {{}} >> {self.order}; exec head -c 1 {turns} > /dev/null"
         self.asked: list[subprocess.Popen[bytes]] = []
 
     def asks(self, user: pwd.struct_passwd) -> None:
