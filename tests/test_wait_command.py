@@ -332,7 +332,7 @@ def test_a_log_of_a_waiting_run_names_every_device_once(gpuguard, job, tmp_path)
         second.kill()
 
     text = undated((tmp_path / "log").read_text())
-    assert text.startswith("gpuguard: waiting for 0s: wanted 1 GPU: number 1 of 1 in line, starts in about 2h, when ")
+    assert re.match(r"gpuguard: \S+ \S+ queued: wanted 1 GPU: number 1 of 1 in line, starts in about 2h, when ", text)
     assert [text.count(f"\n  device {index}: claimed by ") for index in (0, 1)] == [1, 1]
     assert text.endswith("\n`gpuguard explain -n 1` shows each device.\n")
 
