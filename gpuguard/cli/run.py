@@ -52,7 +52,7 @@ from gpuguard.units import (
 from gpuguard.users import user_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import FrameType
     from typing import Any
 
@@ -170,15 +170,8 @@ def main(args: argparse.Namespace) -> int:
         raise
     if claim.warning:
         log.warn(claim.warning)
-    if not args.quiet and (note := instances_note(claim.devices)):
+    for note in () if args.quiet else _notes_on(claim, is_shared=args.share):
         log.warn(note)
-    if args.share and not args.quiet:
-        for device in claim:
-            if device.utilization is not None and device.utilization > _BUSY_TO_SHARE:
-                log.warn(
-                    f"{device_title(device)} is {device.utilization:.0f}% busy, so its jobs slow each other down: "
-                    f"--max-util {_BUSY_TO_SHARE:.0f}% waits for one that is less busy."
-                )
     # Not in a `with`: if something goes wrong from here on while the job runs, the job keeps the claim.
     isolation: Isolation | None = None
     if args.isolate:
@@ -249,6 +242,18 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
     if args.exec and policies:
         raise InvalidRequest("the limits of a job need a supervisor: drop --exec.")
     return policies, checkpoint
+
+
+def _notes_on(claim: Claim, *, is_shared: bool) -> Iterator[str]:
+    """What to know of the devices of a job that does not keep it from starting."""
+    if note := instances_note(claim.devices):
+        yield note
+    for device in claim if is_shared else ():
+        if device.utilization is not None and device.utilization > _BUSY_TO_SHARE:
+            yield (
+                f"{device_title(device)} is {device.utilization:.0f}% busy, so its jobs slow each other down: "
+                f"--max-util {_BUSY_TO_SHARE:.0f}% waits for one that is less busy."
+            )
 
 
 def _limits_for(
