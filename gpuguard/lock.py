@@ -184,7 +184,7 @@ class Allocator:
         claims, taken = self._claims_against(request, snapshot)
         taken |= self._restricted(snapshot)
         if is_reserved:
-            from gpuguard.queue.explain import reserved_for_others  # over 10 ms
+            from gpuguard.queue.reasons import reserved_for_others  # over 10 ms
 
             taken |= reserved_for_others(self.backend, self.directory, snapshot, request)
         verified: set[str] = set()

@@ -165,7 +165,7 @@ def with_reservations(snapshot: Snapshot, directory: LockDirectory) -> Snapshot:
         if not any(name.startswith(f"{directory.prefix}reserve.") for name in directory.names()):
             return snapshot
         # They bring the reader of the site's rules along, which is worth it only where something is reserved.
-        from gpuguard.queue.explain import reserved_now
+        from gpuguard.queue.reasons import reserved_now
         from gpuguard.queue.reservations import reservation_calendar
 
         uuids = [device.uuid for device in snapshot.devices]

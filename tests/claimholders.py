@@ -19,7 +19,7 @@ import pytest
 
 from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import RELEASED, ReleaseRequest, read_record
-from gpuguard.claims.release import LockHandle, lock_handle, release_locks
+from gpuguard.claims.unlock import LockHandle, lock_handle, release_locks
 from gpuguard.model import ClaimRecord
 
 HOLD = """

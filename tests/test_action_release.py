@@ -18,7 +18,7 @@ from guarded import SOMEBODY, Guard, Listing
 from nodes import remove
 
 from gpuguard import procfs
-from gpuguard.claims import release as releasing
+from gpuguard.claims import unlock as releasing
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
 from gpuguard.claims.records import FULL_BYTES, locked_devices, probe, record_path
 from gpuguard.clusters import slurm

@@ -21,8 +21,8 @@ from gpuguard.queue.calendar import (
     can_be_met,
     clear_at,
 )
-from gpuguard.queue.explain import reservation_text
 from gpuguard.queue.priority import QueueRules, Ticket, order
+from gpuguard.queue.reasons import reservation_text
 from gpuguard.queue.reservations import clock_text
 from gpuguard.request import Request
 

@@ -280,7 +280,7 @@ def test_a_user_sees_what_comes_next_and_the_file_is_read_again(tmp_path):
 # Where the kernel does not lend users their own files (Yama), the daemon does it for them.
 FORBIDDEN = """
 import sys
-from gpuguard.claims import release as releasing
+from gpuguard.claims import unlock as releasing
 def refuse(pidfd, number):
     raise releasing.NotPermitted("the kernel does not let you look into the processes of this claim.")
 releasing._getfd = refuse

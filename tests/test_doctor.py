@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from builders import a_device, a_mig_instance, a_process, a_snapshot
 
-from gpuguard.claims.room import Room, RoomUsage
+from gpuguard.claims.disk_room import Room, RoomUsage
 from gpuguard.errors import DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.sanitize import display_width
 from gpuguard.views.doctor import CHECKS, FAULT, OK, WARNING, DoctorFacts, checks, to_text, worst

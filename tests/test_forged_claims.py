@@ -26,11 +26,11 @@ from nodes import Gpuguard, eventually
 from sources import ROOT
 
 from gpuguard import procfs, source
-from gpuguard.claims import release as releasing
+from gpuguard.claims import unlock as releasing
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
 from gpuguard.claims.holders import holders_of, inode_of, locked_inode
 from gpuguard.claims.records import probe, record_path
-from gpuguard.claims.release import lock_handle
+from gpuguard.claims.unlock import lock_handle
 from gpuguard.errors import ClaimError
 from gpuguard.files import file_system
 from gpuguard.jobs import isolation

@@ -35,7 +35,7 @@ for path in sys.argv[2:]:
         sys.exit(3)
 """
 ADMINS = """
-from gpuguard.claims import records, release as releasing, room
+from gpuguard.claims import disk_room, records, unlock as releasing
 from gpuguard.claims.directory import is_same_file, lock_directory
 from gpuguard.cli import setup_service
 from gpuguard.queue import reservations, tickets
@@ -47,7 +47,7 @@ print([one.note for one in records.read_records(directory)])
 found, read = tickets.read_tickets(directory)[0], reservations.read_reservations(directory, 0.0)[0]
 print(found, read, tickets.last_started(directory, 1))
 tickets.record_start(directory, 1)
-print(room.room_for_records(directory).path, is_same_file(0, sys.argv[2]))
+print(disk_room.room_for_records(directory).path, is_same_file(0, sys.argv[2]))
 asking._holders, asking.listens = lambda *_: (os.getpid(),), lambda pid: True
 with asking.SupervisorChannel(directory, ClaimRecord("a", 1, "eve", (), pid=os.getpid())) as nobody:
     path = records.record_path(directory, 1, "a")

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from gpuguard import deadline, host, procfs, users
 from gpuguard.backends import plausibility
 from gpuguard.claims import holders
-from gpuguard.claims.release import is_supervisor
+from gpuguard.claims.unlock import is_supervisor
 from gpuguard.clusters import slurm
 from gpuguard.enforcement import identity
 from gpuguard.model import GpuProcess

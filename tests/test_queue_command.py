@@ -18,8 +18,8 @@ from gpuguard.clusters.slurm import Queued
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
-from gpuguard.queue.explain import kept_for_others, position_text, start_text
 from gpuguard.queue.priority import QueueRules, Ticket
+from gpuguard.queue.reasons import kept_for_others, position_text, start_text
 from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus, clock_text
 from gpuguard.queue.settings import QueueSettings, parse
 from gpuguard.queue.state import QueueFacts, QueueState

@@ -30,8 +30,8 @@ from gpuguard.claims.records import locks_held, probe
 from gpuguard.errors import LockDirectoryError, NotEnoughGpus
 from gpuguard.lock import Allocator
 from gpuguard.queue.calendar import Reservation
-from gpuguard.queue.explain import kept_for_others
 from gpuguard.queue.priority import QueueRules
+from gpuguard.queue.reasons import kept_for_others
 from gpuguard.queue.reservations import (
     record_arrival,
     remove_reservation,

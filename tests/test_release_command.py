@@ -23,7 +23,7 @@ from claimholders import BY_ROOT, GPUS, a_holder, free, is_free, release
 from nodes import GIB, Gpuguard, a_user, change, eventually, start
 
 from gpuguard import deadline, procfs
-from gpuguard.claims import release as releasing
+from gpuguard.claims import unlock as releasing
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import (
     FULL_BYTES,
@@ -37,7 +37,7 @@ from gpuguard.claims.records import (
     released_by,
     write_request,
 )
-from gpuguard.claims.release import computing_under, is_supervisor, lock_handle, release_locks
+from gpuguard.claims.unlock import computing_under, is_supervisor, lock_handle, release_locks
 from gpuguard.errors import ClaimError
 from gpuguard.model import ClaimRecord
 
@@ -358,7 +358,7 @@ RELEASE = """
 import sys
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import RELEASED, ReleaseRequest, read_record
-from gpuguard.claims.release import lock_handle, release_locks
+from gpuguard.claims.unlock import lock_handle, release_locks
 directory = lock_directory(sys.argv[1])
 claim = read_record(directory, int(sys.argv[2]), sys.argv[3])
 print("now", flush=True)

@@ -238,7 +238,7 @@ class Claim(Sequence[Device]):
             if before:
                 os.close(before.descriptor)
         except OSError as error:  # a full disk: the lock is the claim, the record only explains it
-            from gpuguard.claims.room import why_full  # for this fault alone
+            from gpuguard.claims.disk_room import why_full  # for this fault alone
 
             why = why_full(directory, error)
             self.warning = f"others cannot see what this claim is for: no record in {directory.records} ({why})"

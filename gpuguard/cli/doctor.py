@@ -19,7 +19,7 @@ from gpuguard.backends import kernel_version
 from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.claims.claim import lock_faults
 from gpuguard.claims.directory import fault_of, open_lock
-from gpuguard.claims.room import room_for_records
+from gpuguard.claims.disk_room import room_for_records
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
 from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of, sampled
 from gpuguard.clusters.visible_devices import CONTAINER_VARIABLE, CUDA_VARIABLE, ORDER_VARIABLE, outer_devices

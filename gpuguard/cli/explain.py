@@ -17,7 +17,7 @@ from gpuguard.cli.options import add_choice_options, add_source_options, backend
 from gpuguard.clusters.visible_devices import outer_devices
 from gpuguard.lock import Allocator, has_queue, outer_claim
 from gpuguard.model import Snapshot
-from gpuguard.queue.explain import passing_text, position_text
+from gpuguard.queue.reasons import passing_text, position_text
 from gpuguard.queue.state import read_queue
 from gpuguard.queue.tickets import new_ticket
 from gpuguard.request import Request

@@ -142,16 +142,8 @@ def main(args: argparse.Namespace) -> int:
     messages = JobMessages(targets, command, log)
     policies, checkpoint = limits_of(args, time_limit)
     leftover = options.quantity("--leftover", args.leftover, parse_leftover)
-    for option, value in (("--leftover", args.leftover), ("--notify", args.notify)):
-        if args.exec and value:
-            raise InvalidRequest(f"{option} needs a supervisor: drop --exec.")
     requests = (options.request_of(args), *alternatives_of(args))
-    # gpuguard inside the job is to mean the same machine and the same claims, wherever it is called.
-    if args.backend != (os.environ.get("GPUGUARD_BACKEND") or "nvml"):
-        kind, colon, path = args.backend.partition(":")
-        os.environ["GPUGUARD_BACKEND"] = kind + colon + (os.path.abspath(path) if path else "")
-    if args.dir:
-        os.environ["GPUGUARD_DIR"] = os.path.abspath(args.dir)
+    _set_environment(args)
     directory = options.directory_of(args, make=True)
     backend = options.backend_of(args)
     if not args.exec:
@@ -181,9 +173,7 @@ def main(args: argparse.Namespace) -> int:
             claim.release()
             raise
     devices = f"{gpus(claim)}{' (SIMULATED)' * backend.simulated}"
-    waited = time.monotonic() - began
-    after = f" after {format_duration(waited)} in the queue" if waited >= 1 else ""
-    started = f"started on {devices}, claim {claim.id}{after}: {neutral_command(command)[:MOST_CHARACTERS]}"
+    started = _started_text(devices, claim.id, time.monotonic() - began, command)
     log.say(started, f"{devices} · claim {claim.id}")
     if args.exec:
         status, message = exec_command(command, claim, backend, visible=args.visible, isolation=isolation)
@@ -239,9 +229,25 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
         checkpoint = options.quantity("--checkpoint-signal", args.checkpoint_signal, parse_checkpoint_signal)
         if not policies and time_limit is None:
             raise InvalidRequest("--checkpoint-signal is sent when a limit is reached: add one, as in --time-limit 4h.")
-    if args.exec and policies:
-        raise InvalidRequest("the limits of a job need a supervisor: drop --exec.")
+    if args.exec:
+        for option, value in (("a limit", policies), ("--leftover", args.leftover), ("--notify", args.notify)):
+            if value:
+                raise InvalidRequest(f"{option} needs a supervisor: drop --exec.")
     return policies, checkpoint
+
+
+def _set_environment(args: argparse.Namespace) -> None:
+    """Let gpuguard inside the job mean the same machine and the same claims, wherever it is called."""
+    if args.backend != (os.environ.get("GPUGUARD_BACKEND") or "nvml"):
+        kind, colon, path = args.backend.partition(":")
+        os.environ["GPUGUARD_BACKEND"] = kind + colon + (os.path.abspath(path) if path else "")
+    if args.dir:
+        os.environ["GPUGUARD_DIR"] = os.path.abspath(args.dir)
+
+
+def _started_text(devices: str, claim_id: str, waited: float, command: Sequence[str]) -> str:
+    after = f" after {format_duration(waited)} in the queue" if waited >= 1 else ""
+    return f"started on {devices}, claim {claim_id}{after}: {neutral_command(command)[:MOST_CHARACTERS]}"
 
 
 def _notes_on(claim: Claim, *, is_shared: bool) -> Iterator[str]:
@@ -280,7 +286,7 @@ def _preload_for_job(claim: Claim, command: Sequence[str] | None) -> None:
     """Load what a job of days may need yet, as gpuguard may be upgraded under it; write how long *command* takes."""
     # A failed import means that it was upgraded while this one waited.
     with suppress(ImportError):
-        from gpuguard.claims import release  # noqa: F401
+        from gpuguard.claims import unlock  # noqa: F401
 
         if command:
             write_expected_end(claim, command)

@@ -91,16 +91,7 @@ def main(args: argparse.Namespace) -> int:
         if doubt := setup_service.doubts_about(sys.executable):
             print(f"gpuguard: {doubt}", file=sys.stderr)
         return 0
-    if args.systemd:
-        if args.dir:
-            raise InvalidRequest(f"--systemd is about {ADMIN_DIRECTORY}: leave --dir away, and GPUGUARD_DIR.")
-        setup_service.refuse_where_it_cannot_work(args.daemon_user or USER)
-    if args.dir is None and not args.print and (is_recorded(args.backend) or args.backend.startswith("simulated")):
-        raise InvalidRequest(
-            f"{ADMIN_DIRECTORY} is for the GPUs of this machine, not for those of --backend {args.backend}.\n"
-            "`unset GPUGUARD_BACKEND`, or name another directory with --dir.  The simulated node needs no setup."
-        )
-
+    _refuse_what_cannot_be(args)
     uuids = _uuids(args)
     if args.lock_files:
         make_lock_files(lock_directory(args.dir), uuids)
@@ -132,12 +123,7 @@ def main(args: argparse.Namespace) -> int:
     if broker or _is_brokered(path):
         change_broker(path, user, brokered=broker)
 
-    next_step = "Try `gpuguard who`." if uuids else "Run it again when the driver works."
-    if args.dir:
-        next_step = f"Use it with --dir {args.dir} or GPUGUARD_DIR={args.dir}."
-    print(f"{path} is ready: {format_count(len(uuids), 'GPU')}.  {next_step}")
-    if args.dir is None and not os.path.ismount(f"{path}/claims"):
-        print(setup_service.UNBOUNDED.format(path=path))
+    _say_ready(path, args.dir, len(uuids))
     if args.systemd:
         setup_service.install_service(user)
     if broker:
@@ -145,6 +131,27 @@ def main(args: argparse.Namespace) -> int:
     elif args.dir is None and not args.systemd:
         print(_HOW_TO_GUARD.format(user=user))
     return 0
+
+
+def _refuse_what_cannot_be(args: argparse.Namespace) -> None:
+    if args.systemd:
+        if args.dir:
+            raise InvalidRequest(f"--systemd is about {ADMIN_DIRECTORY}: leave --dir away, and GPUGUARD_DIR.")
+        setup_service.refuse_where_it_cannot_work(args.daemon_user or USER)
+    if args.dir is None and not args.print and (is_recorded(args.backend) or args.backend.startswith("simulated")):
+        raise InvalidRequest(
+            f"{ADMIN_DIRECTORY} is for the GPUs of this machine, not for those of --backend {args.backend}.\n"
+            "`unset GPUGUARD_BACKEND`, or name another directory with --dir.  The simulated node needs no setup."
+        )
+
+
+def _say_ready(path: str, own: str | None, gpus: int) -> None:
+    next_step = "Try `gpuguard who`." if gpus else "Run it again when the driver works."
+    if own:
+        next_step = f"Use it with --dir {own} or GPUGUARD_DIR={own}."
+    print(f"{path} is ready: {format_count(gpus, 'GPU')}.  {next_step}")
+    if own is None and not os.path.ismount(f"{path}/claims"):
+        print(setup_service.UNBOUNDED.format(path=path))
 
 
 def _uuids(args: argparse.Namespace) -> list[str]:

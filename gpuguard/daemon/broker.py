@@ -37,9 +37,9 @@ from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest, LockDirectoryError
 from gpuguard.model import MEMORY, PROCESSES, Event, Snapshot
 from gpuguard.queue.backfill import QueuePosition
-from gpuguard.queue.explain import kept_for_others, start_text
 from gpuguard.queue.leader import MAY_START
 from gpuguard.queue.priority import PRIORITIES, Ticket
+from gpuguard.queue.reasons import kept_for_others, start_text
 from gpuguard.queue.state import read_queue
 from gpuguard.queue.tickets import as_request, new_ticket, read_tickets, record_start, wake
 from gpuguard.request import Request, fields_needed, fields_to_verify

@@ -27,7 +27,7 @@ from gpuguard.claims.records import (
     record_path,
     write_request,
 )
-from gpuguard.claims.release import NotPermitted, in_use, is_supervisor, lock_handle
+from gpuguard.claims.unlock import NotPermitted, in_use, is_supervisor, lock_handle
 from gpuguard.daemon.client import exchange
 from gpuguard.enforcement import actions, signals
 from gpuguard.enforcement.identity import has_ended

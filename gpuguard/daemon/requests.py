@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import RELEASED, ReleaseRequest
-from gpuguard.claims.release import computing_under, lock_handle
 from gpuguard.claims.restrictions import DENIED, MAX_REASON, QUARANTINED, Restriction, change
+from gpuguard.claims.unlock import computing_under, lock_handle
 from gpuguard.daemon.client import MAX_REQUEST_BYTES, EventRow, EventsReply, PolicyStatusReply, ReloadReply, StatusReply
 from gpuguard.daemon.exemptions import MAX_SECONDS_OF_ROOT, Exemptions
 from gpuguard.daemon.release import releasable_claim

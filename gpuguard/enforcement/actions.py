@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from gpuguard.claims import release, restrictions
+from gpuguard.claims import restrictions, unlock
 from gpuguard.claims.records import RELEASED, ReleaseRequest
-from gpuguard.claims.release import LockHandle
+from gpuguard.claims.unlock import LockHandle
 from gpuguard.clusters import slurm
 from gpuguard.enforcement import identity, preflight, signals
 from gpuguard.enforcement.limits import HOUR, LIMITS, UNKILLABLE_SECONDS, FailedCheck, PastAction, facts_of
@@ -173,8 +173,8 @@ def _release(target: Preflight) -> Result:
 
 def release_claim(locks: LockHandle, request: ReleaseRequest) -> None:
     """Release a claim; `gpuguard run` then informs its user now, not at its next tick.  Raises as release_locks()."""
-    release.release_locks(locks, request)
-    if release.is_supervisor(locks.holder):
+    unlock.release_locks(locks, request)
+    if unlock.is_supervisor(locks.holder):
         signals.forward(locks.pidfd, signals.CHECK_CLAIM)
 
 
@@ -424,7 +424,7 @@ def _tell_on_terminal(target: Preflight, event: Event) -> None:
     text, facts = deed_text(line_of(event)), target.facts
     claim = claim_named(target.snapshot.claims, target.uid, event.claim)
     supervisor = claim.pid if claim else None
-    if text and facts and facts.terminal and not (supervisor and release.is_supervisor(supervisor)):
+    if text and facts and facts.terminal and not (supervisor and unlock.is_supervisor(supervisor)):
         write_to_terminal(facts.terminal, facts.uids[0], f"gpuguard: {text}", last=target.verdict.action in HARMFUL)
 
 

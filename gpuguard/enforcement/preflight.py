@@ -19,7 +19,7 @@ from gpuguard import capabilities, procfs
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import probe, read_record
-from gpuguard.claims.release import LockHandle, NotPermitted, computing_under, lock_handle
+from gpuguard.claims.unlock import LockHandle, NotPermitted, computing_under, lock_handle
 from gpuguard.clusters import slurm
 from gpuguard.deadline import in_time
 from gpuguard.device_state import idle_limit

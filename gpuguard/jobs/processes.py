@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from gpuguard import procfs
 from gpuguard.backends import spawn
 from gpuguard.claims.records import ENDING, REFUSED, RELEASED, STOP, ReleaseRequest
-from gpuguard.claims.release import in_use
+from gpuguard.claims.unlock import in_use
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError, shortage
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, ClaimRecord

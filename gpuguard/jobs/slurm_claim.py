@@ -24,8 +24,8 @@ from gpuguard.backends import Backend
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import RELEASED, ReleaseRequest, read_record
-from gpuguard.claims.release import lock_handle
 from gpuguard.claims.restrictions import restrictions_against
+from gpuguard.claims.unlock import lock_handle
 from gpuguard.clusters import slurm
 from gpuguard.clusters.slurm import Allocation
 from gpuguard.enforcement import actions, signals
@@ -33,7 +33,7 @@ from gpuguard.errors import ClaimError, ClaimLost, NotEnoughGpus
 from gpuguard.jobs.adopt import ENDING
 from gpuguard.lock import Allocator, has_queue
 from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecord
-from gpuguard.queue.explain import reserved_for_others
+from gpuguard.queue.reasons import reserved_for_others
 from gpuguard.request import Request, fields_needed
 from gpuguard.select import refusal_text
 

@@ -25,8 +25,8 @@ from typing import Any
 
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory, is_same_file
+from gpuguard.claims.disk_room import why_full
 from gpuguard.claims.records import unfinished_path
-from gpuguard.claims.room import why_full
 from gpuguard.errors import InvalidRequest, LockDirectoryError, shortage
 from gpuguard.files import remove_leftover, status_in_place, write_file
 from gpuguard.jsonio import decode

@@ -22,8 +22,8 @@ from itertools import islice
 from gpuguard.backends import Backend
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
+from gpuguard.claims.disk_room import why_full
 from gpuguard.claims.records import read_record, read_records, record_path
-from gpuguard.claims.room import why_full
 from gpuguard.errors import (
     BackendError,
     ClaimError,
@@ -36,7 +36,6 @@ from gpuguard.errors import (
 from gpuguard.model import MEMORY, PROCESSES, VERIFY_FIELDS, ClaimRecord, Snapshot
 from gpuguard.queue.backfill import QueuePosition, promise
 from gpuguard.queue.calendar import Reservation
-from gpuguard.queue.explain import brief_text, kept_for_others, position_text
 from gpuguard.queue.leader import (
     CHECK_SECONDS,
     MAY_START,
@@ -48,6 +47,7 @@ from gpuguard.queue.leader import (
     wait_for,
 )
 from gpuguard.queue.priority import Ticket
+from gpuguard.queue.reasons import brief_text, kept_for_others, position_text
 from gpuguard.queue.reservations import record_arrival, with_reserved_instances
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.state import QueueState, is_responsive, is_stopped, read_queue

@@ -31,8 +31,8 @@ from gpuguard.model import Device, ProcessStat, Snapshot
 from gpuguard.policies.files.loader import load_policies
 from gpuguard.policies.thresholds import MemoryRule, PowerRule, TemperatureRule
 from gpuguard.procfs import process_facts, read_memory
-from gpuguard.queue.explain import start_text
 from gpuguard.queue.priority import Ticket
+from gpuguard.queue.reasons import start_text
 from gpuguard.queue.state import read_queue
 from gpuguard.queue.tickets import read_tickets
 from gpuguard.source import SnapshotSource

@@ -14,7 +14,7 @@ from typing import Any
 from gpuguard.backends import is_recorded
 from gpuguard.backends.nvml_calls import NEEDS_GLIBC
 from gpuguard.claims.directory import ADMIN_DIRECTORY
-from gpuguard.claims.room import SCARCE, Room
+from gpuguard.claims.disk_room import SCARCE, Room
 from gpuguard.clusters.visible_devices import ORDER_VARIABLE, PCI_ORDER
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.model import Device, Snapshot

@@ -10,8 +10,8 @@ from typing import Any
 
 from gpuguard.clusters.slurm import Queued
 from gpuguard.queue.backfill import QueuePosition
-from gpuguard.queue.explain import passing_text, start_text
 from gpuguard.queue.priority import PRIORITIES
+from gpuguard.queue.reasons import passing_text, start_text
 from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus, clock_text
 from gpuguard.queue.settings import QueueSettings
 from gpuguard.queue.state import QueueState

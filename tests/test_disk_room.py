@@ -174,7 +174,7 @@ def test_a_file_for_which_there_is_only_half_the_room_is_not_written(tmp_path, p
 # Two users, and claims/ as full as bob can make it: he has all of its files, or all of its bytes.
 FULL = """
 import json, os, subprocess, sys
-from gpuguard.claims.room import room_for_records
+from gpuguard.claims.disk_room import room_for_records
 from users import ALICE, BOB, a_shared_machine, a_site
 told = {}
 FILLS = '''
