@@ -98,7 +98,8 @@ def anonymous(screen: str) -> str:
 
 def comparable(kind: str, screen: str) -> str:
     """*screen* without what differs from one time to the next: numbers, claim ids, the width of columns."""
-    if kind == "top":  # its bars, notes and commands, which are cut
+    if kind == "top":  # the machine's meters; its bars, notes and commands, which are cut
+        screen = re.sub(r" CPU .*LOAD.*\n", "", screen)
         screen = re.sub(r"[█▉▊▋▌▍▎▏░]+", "BAR", screen)
         screen = re.sub(r'"[^"\n]*…', "NOTE", screen)
         screen = re.sub(r"(python|bash|sleep)\S* .*", "COMMAND", screen)

@@ -273,7 +273,7 @@ async def test_a_process_over_time_and_help(stage):
     await stage.press("enter")
     assert "choose a process first" in stage.words("#foot")
     await stage.press("down", "enter")
-    await stage.until(lambda: "GPU memory: now 10.0GiB" in stage.dialog())
+    await stage.until(lambda: "its memory: 10.0GiB" in stage.dialog())
     assert "CPU: n/a" in stage.dialog() and "pid 10 of alice: python a.py" in stage.dialog()
     await stage.press("escape", "question_mark")
     await stage.until(lambda: "choose a process" in stage.dialog())

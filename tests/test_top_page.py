@@ -20,7 +20,7 @@ from gpuguard.request import Request
 from gpuguard.sanitize import display_width
 from gpuguard.top.page import title
 from gpuguard.top.processes import moved, rows_of
-from gpuguard.top.scene import KEPT, MODES, SORTS, Ancestor, History, ScreenView, Thresholds
+from gpuguard.top.scene import KEPT, MODES, SORTS, Ancestor, History, HostMeters, ScreenView, Thresholds
 
 HOT = {"temperature_slowdown": 90.0}
 
@@ -40,15 +40,16 @@ def row_with(lines, text):
 
 def test_a_device_is_one_line_with_bars_numbers_state_and_claim():
     device = a_device(3, memory_used=40 * GIB, utilization=75.0, processes=(a_process(),))
-    (line, *_) = texts(page_of(a_scene(device, claims=[a_claim_record(device, note="run 7")]), mode="compact"))
+    heading, line, *_ = texts(page_of(a_scene(device, claims=[a_claim_record(device, note="run 7")]), mode="compact"))
 
-    assert line == '   3 ████░░░░ 40.0/80G ████▌░ 75%   35C 70/700W   in use: alice 1h "run 7"'
+    assert heading == " GPU MEMORY             UTILIZATION  TEMP POWER STATE"
+    assert line == '   3 ████░░░░ 40.0/80G  ████▌░ 75%    35C 70W   in use: alice 1h "run 7"'
 
 
 @pytest.mark.parametrize("width", [80, 99, 100, 119, 120, 149, 150, 200])
 def test_no_width_cuts_off_the_state_of_a_device(width):
     device = a_device(3, name="NVIDIA H100 80GB HBM3", memory_used=40 * GIB, processes=(a_process(),))
-    (line, *_) = texts(page_of(a_scene(device), width=width, mode="compact", looks=5))
+    _, line, *_ = texts(page_of(a_scene(device), width=width, mode="compact", looks=5))
 
     assert line.endswith(" used without a claim")
 
@@ -57,13 +58,13 @@ def test_what_is_not_known_is_said_and_has_no_bar():
     nothing = a_device(
         name=None, memory_used=None, memory_free=None, utilization=None, temperature=None, power_draw=None
     )
-    (line, *_) = texts(page_of(a_scene(nothing), mode="compact"))
+    _, line, *_ = texts(page_of(a_scene(nothing), mode="compact"))
 
     assert line.count("n/a") == 4
     assert "0.0" not in line and "0%" not in line and "█" not in line
 
 
-@pytest.mark.parametrize(("height", "lines"), [(24, 8), (60, 24)])
+@pytest.mark.parametrize(("height", "lines"), [(24, 9), (60, 24)])
 def test_a_high_screen_has_three_lines_per_device(height, lines):
     shown = texts(page_of(a_scene(*eight()), width=200, height=height))
 
@@ -78,13 +79,43 @@ def test_the_third_line_is_the_history():
     assert past.count("█") == 5 and past.count("▅") == 5
 
 
+def test_where_there_is_room_the_mean_of_the_gpus_is_plotted_with_a_time_axis():
+    scene = a_scene(a_device(0, utilization=80.0), a_device(1, utilization=40.0, processes=(a_process(10),)))
+    shown = texts(page_of(scene, width=120, height=36, looks=9))
+
+    assert any(line.startswith("utilization, mean of 2 GPUs: 60%") for line in shown)
+    assert sum("└" in line for line in shown) == 1
+
+
+def test_a_process_that_is_chosen_is_plotted_instead():
+    scene = a_scene(a_device(0, processes=(a_process(10, start_time=9_000.0, utilization=None),)))
+    shown = texts(page_of(scene, width=120, height=36, looks=9, selected=(10, 9_000.0)))
+
+    (line,) = [line for line in shown if line.startswith("its ")]
+    assert line == "its memory: 10.0GiB"
+
+
+@pytest.mark.parametrize("height", range(10, 40))
+def test_plots_never_push_a_process_off_the_screen(height):
+    shown = page_of(a_scene(a_device(0, processes=(a_process(10, start_time=9_000.0),))), 120, height, looks=9)
+
+    assert len(shown) <= height
+
+
+def test_the_machine_beside_its_gpus_has_meters():
+    machine = HostMeters(34.0, 120 * GIB, 512 * GIB, 0, 0, 12.4, 64)
+    (line, *_) = texts(page_of(a_scene(a_device(), machine=machine), width=120))
+
+    assert "34%" in line and "120.0GiB of 512.0GiB" in line and "LOAD 12.4 of 64 cores" in line and "SWAP" not in line
+
+
 def test_where_even_one_line_each_is_too_much_the_free_ones_share_one():
     devices = [a_device(index) for index in range(64)]
     busy = a_device(7, processes=(a_process(),), memory_used=11 * GIB)
     shown = texts(page_of(a_scene(*devices[:7], busy, *devices[8:])))
 
-    assert [line.split()[0] for line in shown[:2]] == ["7", "63"]
-    assert shown[1].strip() == "63 free: 0-6,8-63"
+    assert [line.split()[0] for line in shown[1:3]] == ["7", "63"]
+    assert shown[2].strip() == "63 free: 0-6,8-63"
     assert any("train.py" in line for line in shown)
 
 
@@ -116,13 +147,13 @@ def test_instances_stand_below_their_device():
         ({"power_draw": 600.0}, Thresholds(power=600.0), "600/700W", "bold red"),
         ({"power_draw": 630.0}, Thresholds(power_share=0.9), "630/700W", "bold red"),
         ({"power_draw": 630.0, "power_limit": None}, Thresholds(), "630W", "green"),
-        ({"memory_used": 79 * GIB}, Thresholds(), "79.0/80G", "cyan"),
-        ({"memory_used": 73 * GIB}, Thresholds(memory_share=1.0), "73.0/80G", "yellow"),
-        ({"memory_used": 70 * GIB}, Thresholds(memory=70 * GIB), "70.0/80G", "bold red"),
+        ({"memory_used": 79 * GIB}, Thresholds(), "79.0/80GiB", "cyan"),
+        ({"memory_used": 73 * GIB}, Thresholds(memory_share=1.0), "73.0/80GiB", "yellow"),
+        ({"memory_used": 70 * GIB}, Thresholds(memory=70 * GIB), "70.0/80GiB", "bold red"),
     ],
 )
 def test_the_colour_is_that_of_the_device_s_own_limits_or_of_the_site_s_policies(fields, thresholds, text, colour):
-    lines = page_of(a_scene(a_device(**fields), thresholds=thresholds), mode="compact")
+    lines = page_of(a_scene(a_device(**fields), thresholds=thresholds), width=100, mode="compact")
 
     assert colours(lines, text) == {colour}
 
@@ -203,7 +234,7 @@ def test_with_a_filter_for_users_other_people_s_devices_are_not_shown():
     scene = a_scene(a_device(0, processes=TWO[:1]), a_device(1, processes=TWO[1:]))
     shown = texts(page_of(scene, users=frozenset({"bob"}), mode="compact"))
 
-    assert shown[0].startswith("   1 ") and not any("alice" in line for line in shown)
+    assert shown[1].startswith("   1 ") and not any("alice" in line for line in shown)
 
 
 def test_the_tree_has_every_ancestor_once_and_processes_below_them():
@@ -257,7 +288,7 @@ def test_gaps_are_named():
 def test_the_title_says_which_machine_it_is_and_how_old_the_daemons_look_is():
     scene = a_scene(a_device(), age=4.0)
 
-    assert title(scene, ScreenView(), 120, 3.0).text.startswith("node1  1 GPU, driver 550.54.15, ")
+    assert title(scene, ScreenView(), 120, 3.0).text.startswith("node1  1 GPU H100 80GB HBM3, driver 550.54.15, ")
     assert "seen by the daemon 7s ago" in title(scene, ScreenView(), 120, 3.0).text
     recorded = replace(scene, snapshot=replace(scene.snapshot, recorded=True))
     assert title(recorded, ScreenView(), 120).text.startswith("RECORDED node1")

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -32,7 +31,7 @@ from gpuguard.enforcement.by_hand import BY_HAND
 from gpuguard.enforcement.signals import SENT
 from gpuguard.errors import GpuguardError
 from gpuguard.sanitize import neutralise
-from gpuguard.top import processes
+from gpuguard.top import plots, processes
 from gpuguard.top.feed import SAMPLING_THREAD, SceneFeed
 from gpuguard.top.page import page, title
 from gpuguard.top.processes import ProcessRow, moved, rows_of
@@ -98,7 +97,8 @@ HELP = """\
   t                      processes below their parents
   m                      lines per GPU: auto, full, compact
   c                      no desktop processes
-  Enter                  the chosen process over time
+  Enter                  the chosen process over time; the plots
+                         show it, too, or else the mean of all GPUs
   e                      its environment (your own processes)
   x                      signal it, after a question (your own;
                          root: those of people)
@@ -403,7 +403,11 @@ class Top(App[None]):
 
     def action_over_time(self) -> None:
         if row := self._chosen():
-            draw = partial(processes.over_time, self.history, row, ascii_only=self.view.ascii_only)
+
+            def draw(width: int) -> str:
+                now = self.scene.snapshot.taken_at
+                return plots.over_time(self.history, row, now, width, ascii_only=self.view.ascii_only)
+
             self.push_screen(TextScreen(processes.heading(row), draw))
 
     def action_environment(self) -> None:

@@ -1,6 +1,6 @@
 """The upper half of `gpuguard top`: each device with bars, limits, alarm colours, history, state and claims.
 
-One line per device (compact) or three (full).  A number that is not known is shown as n/a, without a bar.
+A row of a table per device (compact) or three lines (full).  A number that is not known is shown as n/a, without a bar.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from gpuguard.views.who import LABELS
 FULL_LINES = 3
 _INDENT = 5
 _WIDEST_CELL = 60  # columns of a meter: more of them tell no more
-_WIDE = 150  # columns from which on a compact line has wide bars and its history, and still says who has it
+_ROOMY = 100  # columns of a screen from which on the table has bandwidth, fans and limits
+_WITH_MODELS = 120  # from which on it has the models, where they differ
+_WIDE = 150  # from which on it has the past, too
+_STATE = 32  # columns that the state should have
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,13 @@ def device_lines(
     scene: Scene, history: History, view: ScreenView, uses: Sequence[DeviceUse], mode: str, width: int
 ) -> list[ScreenLine]:
     """The lines of the devices *uses*, in *mode* "full" or "compact"."""
-    lines: list[ScreenLine] = []
+    columns = TableColumns.of([use.device for use in uses], view, width)
+    lines = [columns.header(width)] if uses and mode != "full" else []
     for use in uses:
         if mode == "full" and not use.device.parent_uuid:
             lines += _full(scene, history, view, use, width)
         else:
-            lines.append(_compact(scene, history, view, use, width))
+            lines.append(ScreenLine(tuple(fitted(_row(scene, history, view, use, columns), width))))
     return lines
 
 
@@ -69,8 +73,10 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def _full(scene: Scene, history: History, view: ScreenView, use: DeviceUse, width: int) -> list[ScreenLine]:
     device, meters = use.device, _meters(use.device, scene.thresholds)
-    heading = f"{device.label:>4} {neutralise(model_name(device))}  "
-    name: list[Part] = [(heading, "bold"), *_state(scene, use)]
+    label = (f"{device.label:>4} ", f"bold {LABELS[use.state][1]}".strip())
+    further = [("MBW", device.memory_utilization), ("fan", device.fan_speed)]
+    numbers = "".join(f"  {title} {format_rounded(value, '%')}" for title, value in further if value is not None)
+    name: list[Part] = [label, (f"{neutralise(model_name(device))}  ", "bold"), *_state(scene, use), (numbers, "dim")]
     cell = min(_WIDEST_CELL, max(12, (width - _INDENT - 2 * (len(meters) - 1)) // len(meters)))
     values: list[Part] = [(" " * _INDENT, "")]
     rings = history.devices.get(device.uuid, {})
@@ -88,23 +94,60 @@ def _full(scene: Scene, history: History, view: ScreenView, use: DeviceUse, widt
     return [ScreenLine(tuple(fitted(parts, width))) for parts in shown]
 
 
-def _compact(scene: Scene, history: History, view: ScreenView, use: DeviceUse, width: int) -> ScreenLine:
+@dataclass(frozen=True)
+class TableColumns:
+    """How wide the columns of the table are, of which each device is a row."""
+
+    names: int  # of the model; 0 where the title says it for all
+    memory: int  # of the bars
+    utilization: int
+    is_roomy: bool  # units are written out; bandwidth and fan have a column
+    past: int  # of the sparkline
+
+    @classmethod
+    def of(cls, devices: Sequence[Device], view: ScreenView, width: int) -> TableColumns:
+        """Those for a screen of *width* columns: what numbers and states leave is for the bars."""
+        is_roomy = width >= _ROOMY
+        names = 23 if width >= _WITH_MODELS and len({model_name(device) for device in devices}) > 1 else 0
+        past = max(10, min(40, (width - 110) // 2)) if width >= _WIDE and view.past else 0
+        left = width - names - past - (52 if is_roomy else 34) - _STATE
+        return cls(names, max(8, min(30, left * 3 // 5)), max(6, min(20, left * 2 // 5)), is_roomy, past)
+
+    def header(self, width: int) -> ScreenLine:
+        """The headings of the columns."""
+        memory, busy = self.memory + (15 if self.is_roomy else 11), self.utilization + 7
+        words = f"{'GPU':>4} {'MODEL' if self.names else '':<{self.names}}{'MEMORY':<{memory}}{'UTILIZATION':<{busy}}"
+        words += f"{'MBW':>4} " * self.is_roomy + f"{'PAST':<{self.past + 1}}" * bool(self.past)
+        words += f"{'TEMP':>4} " + f"{'FAN':>4} " * self.is_roomy + f"{'POWER':<{9 if self.is_roomy else 5}} STATE"
+        return ScreenLine(tuple(fitted([(words, "dim")], width)))
+
+
+def _row(scene: Scene, history: History, view: ScreenView, use: DeviceUse, columns: TableColumns) -> list[Part]:
     device = use.device
     memory, busy, heat, power = _meters(device, scene.thresholds)
-    wide, roomy = width >= _WIDE, width >= 100
-    parts: list[Part] = [(f"{device.label:>4} ", "bold")]
-    if roomy:
-        parts += fitted([(shorten(neutralise(model_name(device)), 22), "")], 23)
-    for meter, size, room in ((memory, 20 if wide else 8, 13 if roomy else 9), (busy, 12 if wide else 6, 5)):
+    parts: list[Part] = [(f"{device.label:>4} ", f"bold {LABELS[use.state][1]}".strip())]
+    if columns.names:
+        parts += fitted([(shorten(neutralise(model_name(device)), 22), "")], columns.names)
+    for meter, size, room in (
+        (memory, columns.memory, 13 if columns.is_roomy else 9),
+        (busy, columns.utilization, 5),
+    ):
         parts += bar(meter.share, size, meter.colour, ascii_only=view.ascii_only)
-        parts.append((f" {meter.words if roomy else meter.short:<{room}}", meter.colour))
-    if wide and view.past:
+        parts.append((f" {meter.words if columns.is_roomy else meter.short:<{room}} ", meter.colour))
+    if columns.is_roomy:
+        parts.append(_number(device.memory_utilization))
+    if columns.past:
         past = history.devices.get(device.uuid, {}).get("utilization", ())
-        line = sparkline(past, max(10, min(40, (width - 110) // 2)), 1.0, ascii_only=view.ascii_only)
-        parts += [(f"{line} ", "faint")]
-    parts += [(f"{heat.short:>4} ", heat.colour), (f"{power.words if roomy else power.short:<9} ", power.colour)]
-    parts += _state(scene, use)
-    return ScreenLine(tuple(fitted(parts, width)))
+        parts.append((f"{sparkline(past, columns.past, 1.0, ascii_only=view.ascii_only)} ", "faint"))
+    parts.append((f"{heat.short:>4} ", heat.colour))
+    if columns.is_roomy:
+        parts.append(_number(device.fan_speed))
+    draw = f"{power.words:<9} " if columns.is_roomy else f"{power.short:<5} "
+    return [*parts, (draw, power.colour), *_state(scene, use)]
+
+
+def _number(percent: float | None) -> Part:
+    return f"{format_rounded(percent, '%'):>4} ", "dim" if percent is None else ""
 
 
 def _meters(device: Device, limits: Thresholds) -> tuple[BarMeter, BarMeter, BarMeter, BarMeter]:
@@ -143,7 +186,7 @@ def _power(device: Device, limits: Thresholds) -> BarMeter:
     colour = alarm(draw, bad if bad is not None else limit, bad if bad is not None else over)
     words = format_rounded(draw, "W") if draw is None or limit is None else f"{draw:.0f}/{limit:.0f}W"
     share = draw / limit if draw is not None and limit else None
-    return BarMeter("PWR", share, words, words, colour, "power", limit or 1)
+    return BarMeter("PWR", share, words, format_rounded(draw, "W"), colour, "power", limit or 1)
 
 
 def _state(scene: Scene, use: DeviceUse) -> list[Part]:

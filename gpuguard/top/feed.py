@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
+import psutil
+
 from gpuguard import model
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
@@ -36,7 +38,7 @@ from gpuguard.queue.reasons import start_text
 from gpuguard.queue.state import read_queue
 from gpuguard.queue.tickets import read_tickets
 from gpuguard.source import SnapshotSource
-from gpuguard.top.scene import Ancestor, Identity, Scene, Thresholds
+from gpuguard.top.scene import Ancestor, HostMeters, Identity, Scene, Thresholds
 from gpuguard.users import user_name
 
 SAMPLING_THREAD = "gpuguard-samples"  # in which the screen uses a feed
@@ -136,7 +138,7 @@ class SceneFeed:
         self.source = SnapshotSource(backend, open_backend, find_directory, read=self._read_driver)
         self._find_directory, self._choose_log = find_directory, choose_log
         self._before: Snapshot | None = None  # of the driver
-        self._samples = 0
+        self._samples = self._driver_samples = 0
         self._host = HostUses()
         self._queue: tuple[float, tuple[tuple[Ticket, str], ...]] = (float("-inf"), ())
         self._limits = ActionLimits()
@@ -155,8 +157,9 @@ class SceneFeed:
         host = self._host.sample(replace(snapshot, clock=time.clock_gettime(time.CLOCK_BOOTTIME)))
         if not 0 <= snapshot.clock - self._queue[0] < QUEUE_SECONDS:
             self._queue = snapshot.clock, self._planned(snapshot)
-        above, load = _above(stats) if self.tree else {}, os.getloadavg()[0]
-        return Scene(snapshot, uses(snapshot, stats), host, self._queue[1], above, age, load, self._thresholds)
+        above, meters = _above(stats) if self.tree else {}, host_meters(is_first=not self._samples)
+        self._samples += 1
+        return Scene(snapshot, uses(snapshot, stats), host, self._queue[1], above, age, meters, self._thresholds)
 
     def send(self, action: str, process: Identity, devices: tuple[str, ...]) -> ActionOutcome:
         """Signal a process by hand.  Raises GpuguardError when the driver cannot be asked about it."""
@@ -166,10 +169,10 @@ class SceneFeed:
 
     def _read_driver(self, backend: Backend) -> Snapshot:
         before, read = self._before, groups(self._before)
-        self._samples += 1
+        self._driver_samples += 1
         try:
             now = merged(before, backend.sample(read), read)
-            if before and (due := due_devices(self._samples, now)):
+            if before and (due := due_devices(self._driver_samples, now)):
                 now = refreshed(now, backend.sample(IN_TURNS, due))
         except GpuguardError:
             self._before = None  # once it answers again, everything is read anew
@@ -187,6 +190,14 @@ class SceneFeed:
         except (GpuguardError, OSError):
             return ()  # the claims are missing too, and that is said
         return tuple((position.ticket, start_text(position, queue)) for position in queue.positions)
+
+
+def host_meters(*, is_first: bool) -> HostMeters:
+    """CPU, memory and swap of the machine; CPU is a rate, so the first sample knows none."""
+    cpu, memory, swap = psutil.cpu_percent(), psutil.virtual_memory(), psutil.swap_memory()
+    used = memory.total - memory.available
+    load, cores = os.getloadavg()[0], os.cpu_count()
+    return HostMeters(None if is_first else cpu, used, memory.total, swap.used, swap.total, load, cores)
 
 
 def _above(stats: Mapping[int, ProcessStat | None]) -> dict[int, Ancestor]:

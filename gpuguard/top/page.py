@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpuguard.device_state import DeviceUse, user_totals
+from gpuguard.device_state import DeviceUse, model_name, user_totals
 from gpuguard.sanitize import neutralise
 from gpuguard.top.devices import FULL_LINES, device_lines, folded
-from gpuguard.top.processes import process_lines
+from gpuguard.top.plots import FEWEST_ROWS, plot_lines
+from gpuguard.top.processes import process_lines, rows_of
 from gpuguard.top.scene import History, Scene, ScreenLine, ScreenView
-from gpuguard.units import format_bytes, format_count, format_duration, local_time
-from gpuguard.views.charts import Part, fitted
+from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
+from gpuguard.views.charts import Part, alarm, bar, fitted
 from gpuguard.views.text import Paint
 from gpuguard.views.who import gap_lines
 
@@ -38,16 +39,20 @@ def page(scene: Scene, history: History, view: ScreenView, width: int, height: i
         uses = [use for use in scene.uses if _shown(use, replace(view, users=frozenset()))]
     mode, rest = mode_for(uses, view, height)
     kept, free = folded(uses) if rest else (uses, "")
-    lines = device_lines(scene, history, view, kept, mode, width)
+    lines = [*_machine(scene, view, width), *device_lines(scene, history, view, kept, mode, width)]
     if free:
         lines.append(_line([("     ", ""), (free, "green")], width))
     if not uses:
         lines.append(_line([("no devices" + (" that match" if scene.uses else ""), "dim")], width))
     lines += _users(scene, view, width)
     lines += _waiting(scene, width)
-    lines += [_line([], width), *process_lines(scene, view, width)]
-    lines += _gaps(scene, width)
-    return lines
+    below = [_line([], width), *process_lines(scene, view, width), *_gaps(scene, width)]
+    room = height - len(lines) - len(below) - 1
+    if view.past and room >= FEWEST_ROWS:
+        chosen = next((row for row in rows_of(scene, view) if row.identity and row.identity == view.selected), None)
+        plots = plot_lines(scene.snapshot, history, uses, chosen, (width, room), ascii_only=view.ascii_only)
+        lines += [_line([], width), *plots] if plots else []
+    return lines + below
 
 
 def mode_for(uses: Sequence[DeviceUse], view: ScreenView, height: int) -> tuple[str, bool]:
@@ -66,11 +71,13 @@ def title(scene: Scene, view: ScreenView, width: int, silent: float = 0.0) -> Sc
     snapshot = scene.snapshot
     whole = [device for device in snapshot.devices if not device.parent_uuid]
     kind = f"{'RECORDED ' * snapshot.recorded}{'SIMULATED ' * snapshot.simulated}"
-    words = [format_count(len(whole), "GPU")]
+    models = {model_name(device) for device in whole}
+    of = f" {neutralise(*models)}" if len(models) == 1 and any(device.name for device in whole) else ""
+    words = [f"{format_count(len(whole), 'GPU')}{of}"]
     if snapshot.driver_version and width >= 100:
         words.append(f"driver {neutralise(snapshot.driver_version)}")
-    if scene.load is not None:
-        words.append(f"load {scene.load:.1f}")
+    if snapshot.cuda_version and width >= 100:
+        words.append(f"CUDA {neutralise(snapshot.cuda_version)}")
     words.append(local_time(snapshot.taken_at, "%H:%M:%S"))
     if scene.age is not None:
         words.append(f"seen by the daemon {format_duration(round(scene.age + silent))} ago")
@@ -81,6 +88,32 @@ def title(scene: Scene, view: ScreenView, width: int, silent: float = 0.0) -> Sc
     left = [(f"{kind}{neutralise(snapshot.host)}", "bold"), (f"  {', '.join(words)}", "")]
     room = width - len(right)
     return _line([*fitted(left, room), (right, "dim")] if room > 40 else left, width)
+
+
+def _machine(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
+    """CPU, memory and swap of the machine, each a meter, and its load."""
+    if (machine := scene.machine) is None:
+        return []
+    memory = f"{format_bytes(machine.memory_used)} of {format_bytes(machine.memory_total)}"
+    swap = f"{format_bytes(machine.swap_used)} of {format_bytes(machine.swap_total)}"
+    meters = [
+        ("CPU", None if machine.cpu is None else machine.cpu / 100, format_rounded(machine.cpu, "%")),
+        ("MEM", machine.memory_used / machine.memory_total, memory),
+    ]
+    if machine.swap_total:
+        meters.append(("SWAP", machine.swap_used / machine.swap_total, swap))
+    cores = f" of {format_count(machine.cores, 'core')}" if machine.cores else ""
+    load = f"LOAD {machine.load:.1f}{cores}"
+    taken = len(load) + sum(len(name) + len(words) + 4 for name, _, words in meters) + 1
+    room = (width - taken) // len(meters)
+    parts: list[Part] = [(" ", "")]
+    for name, share, words in meters:
+        parts += [(f"{name} ", "dim")]
+        if room >= 4:
+            colour = alarm(share, 0.9, 1.0, "cyan" if name != "CPU" else "green")
+            parts += [*bar(share, min(room, 40), colour, ascii_only=view.ascii_only), (" ", "")]
+        parts.append((f"{words}  ", ""))
+    return [_line([*parts, ("LOAD", "dim"), (load[4:], "")], width)]
 
 
 def _shown(use: DeviceUse, view: ScreenView) -> bool:

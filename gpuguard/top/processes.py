@@ -8,15 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from gpuguard.device_state import DeviceUse, ProcessUse, may_compute
 from gpuguard.procfs import read_memory, start_time
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.top.devices import ranges
-from gpuguard.top.scene import History, Identity, Moment, Scene, ScreenLine, ScreenView, moment_of
+from gpuguard.top.scene import Identity, Moment, Scene, ScreenLine, ScreenView, moment_of
 from gpuguard.units import format_bytes, format_duration, format_rounded
-from gpuguard.views.charts import Part, fitted, sparkline
+from gpuguard.views.charts import Part, fitted
 from gpuguard.views.text import shorten
 
 _ROOMY = range(100, 100_000)  # columns of a screen with room for more than what matters most
@@ -272,31 +271,6 @@ def description(row: ProcessRow) -> list[str]:
         f"  GPU {','.join(row.devices)}, {memory}, for {since}, {claim}",
         f"  {row.command}",
     ]
-
-
-def over_time(history: History, row: ProcessRow, width: int, *, ascii_only: bool) -> str:
-    """Plots of its memory, SM and CPU utilization and host memory, the newest at the right."""
-    moments = list(history.processes.get(row.identity, ())) if row.identity else []
-    if not moments:
-        return "nothing is known of it over time"
-    room = max(10, width - 1)
-    lines = [f"the last {len(moments[-room:])} looks, the newest at the right", ""]
-    percent = partial(format_rounded, unit="%")
-    series: tuple[tuple[str, Sequence[float | None], float | None, Callable[..., str]], ...] = (
-        ("GPU memory", [moment.memory for moment in moments], None, format_bytes),
-        ("SM utilization", [moment.sm for moment in moments], 100.0, percent),
-        ("CPU", [moment.cpu for moment in moments], None, percent),
-        ("host memory", [moment.host for moment in moments], None, format_bytes),
-    )
-    for name, values, top, words in series:
-        known = [value for value in values if value is not None]
-        if not known:
-            lines += [f"{name}: n/a", ""]
-            continue
-        mean, most = sum(known) / len(known), max(known)
-        lines.append(f"{name}: now {words(values[-1])}, mean {words(mean)}, most {words(most)}")
-        lines += [sparkline(values, room, (top or most) * 1.0001, ascii_only=ascii_only), ""]
-    return "\n".join(lines)
 
 
 def environment(row: ProcessRow, *, hide: bool = True) -> str:

@@ -43,6 +43,19 @@ class Thresholds:
 
 
 @dataclass(frozen=True)
+class HostMeters:
+    """The machine beside its GPUs; None = unknown."""
+
+    cpu: float | None  # percent of all cores, since the sample before
+    memory_used: int  # bytes that are not available to programs
+    memory_total: int
+    swap_used: int
+    swap_total: int
+    load: float  # average over a minute
+    cores: int | None
+
+
+@dataclass(frozen=True)
 class Scene:
     """One sample of the machine."""
 
@@ -53,7 +66,7 @@ class Scene:
     # Pid -> a process above one that computes; filled for the tree alone.
     ancestors: Mapping[int, Ancestor] = field(default_factory=dict)
     age: float | None = None  # seconds since the daemon looked; None: the driver was asked
-    load: float | None = None  # the machine's load average over a minute
+    machine: HostMeters | None = None
     thresholds: Thresholds = Thresholds()  # of the site's policies
 
 
@@ -123,10 +136,12 @@ class History:
         self.processes: dict[Identity, deque[Moment]] = {}
         self._seen: dict[Identity, int] = {}
         self._samples = 0
+        self._times: deque[float] = deque(maxlen=KEPT)  # of the machine's clock
 
     def add(self, scene: Scene) -> None:
         """Remember what *scene* shows."""
         self._samples += 1
+        self._times.append(scene.snapshot.taken_at)
         for device in scene.snapshot.devices:
             rings = self.devices.setdefault(device.uuid, {name: deque(maxlen=KEPT) for name in METRICS})
             known = device.memory_used is not None and device.memory_total
@@ -146,3 +161,9 @@ class History:
             self._seen[identity] = self._samples
         for identity in [key for key, last in self._seen.items() if self._samples - last > FORGOTTEN]:
             del self._seen[identity], self.processes[identity]
+
+    @property
+    def seconds_between(self) -> float:
+        """The mean time from one sample to the next."""
+        passed = self._times[-1] - self._times[0] if self._times else 0.0
+        return passed / (len(self._times) - 1) if passed > 0 else 1.0

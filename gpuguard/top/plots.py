@@ -1,0 +1,139 @@
+"""The middle of `gpuguard top`, where the screen has room: plots of the last minutes with a time axis.
+
+They show the mean of the GPUs that are listed; once a process is chosen, that process.  Two plots stand side by side on
+a wide screen, utilization alone on a narrow one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from gpuguard.device_state import DeviceUse
+from gpuguard.model import Snapshot
+from gpuguard.top.processes import ProcessRow, heading
+from gpuguard.top.scene import History, ScreenLine
+from gpuguard.units import format_bytes, format_count, format_rounded
+from gpuguard.views.charts import Part, Scale, fitted, plot, scale_of
+
+FEWEST_ROWS = 8  # with which a plot still shows something: a heading, five of the drawing, the axis and its times
+MOST_ROWS = 16
+_FRAME = 3  # of them not the drawing
+_MARGIN = 10  # columns of the numbers and the axis at the left of a drawing
+_SIDE_BY_SIDE = 100  # columns of a screen on which there are two
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class PlottedSeries:
+    """What one plot shows."""
+
+    title: str
+    values: Sequence[float | None]
+    now: str
+    scale: Scale
+    colour: str
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is something to draw."""
+        return any(value is not None for value in self.values)
+
+
+def plot_lines(
+    snapshot: Snapshot,
+    history: History,
+    uses: Sequence[DeviceUse],
+    chosen: ProcessRow | None,
+    size: tuple[int, int],
+    *,
+    ascii_only: bool,
+) -> list[ScreenLine]:
+    """The lines of the plots, *size* (columns, rows) at most; none where there is no room, or nothing to plot."""
+    width, rows = size[0], min(size[1], MOST_ROWS)
+    series = of_process(history, chosen)[:2] if chosen else of_devices(history, uses)
+    series = [one for one in series if one.is_known]
+    if rows < FEWEST_ROWS or not series or width < 2 * _MARGIN:
+        return []
+    lines: list[list[Part]] = []
+    if chosen:
+        lines.append([(heading(chosen), "bold")])
+        rows -= 1
+    if width < _SIDE_BY_SIDE:
+        series = series[:1]
+    columns = (width - 2 * (len(series) - 1)) // len(series)
+    drawn = [_drawn(one, history, snapshot.taken_at, (columns, rows), ascii_only=ascii_only) for one in series]
+    for row in zip_longest(*drawn, fillvalue=[("", "")]):
+        lines.append([part for parts in row for part in (*fitted(parts, columns), ("  ", ""))])
+    return [ScreenLine(tuple(fitted(parts, width))) for parts in lines]
+
+
+def of_devices(history: History, uses: Sequence[DeviceUse]) -> list[PlottedSeries]:
+    """The means of the whole devices of *uses*."""
+    rings = [history.devices[use.device.uuid] for use in uses if use.device.uuid in history.devices]
+    of = f"mean of {format_count(len(rings), 'GPU')}"
+    series = []
+    for metric, name, colour in (("utilization", "utilization", "green"), ("memory", "memory in use", "cyan")):
+        values = [_mean(moment) for moment in zip(*(reversed(ring[metric]) for ring in rings), strict=False)][::-1]
+        now = format_rounded(values[-1] if values else None, "%")
+        series.append(PlottedSeries(f"{name}, {of}", values, now, Scale(0.0, 100.0, "%"), colour))
+    return series
+
+
+def of_process(history: History, row: ProcessRow) -> list[PlottedSeries]:
+    """What is known of its utilization, its memory on all of its devices, its CPU time and its memory of the host."""
+    moments = list(history.processes.get(row.identity, ())) if row.identity else []
+    return [
+        _rate("its utilization", [moment.sm for moment in moments], highest=100.0),
+        _size("its memory", [moment.memory for moment in moments]),
+        _rate("CPU", [moment.cpu for moment in moments]),
+        _size("memory of the host", [moment.host for moment in moments]),
+    ]
+
+
+def _rate(title: str, values: Sequence[float | None], *, highest: float | None = None) -> PlottedSeries:
+    known = [value for value in values if value is not None]
+    now = format_rounded(values[-1] if values else None, "%")
+    return PlottedSeries(title, values, now, scale_of(known, "%", highest=highest), "green")
+
+
+def _size(title: str, values: Sequence[int | None]) -> PlottedSeries:
+    sizes = [None if value is None else value / _GIB for value in values]
+    scale = scale_of([size for size in sizes if size is not None], "GiB")
+    return PlottedSeries(title, sizes, format_bytes(values[-1] if values else None), scale, "cyan")
+
+
+def over_time(history: History, row: ProcessRow, now: float, width: int, *, ascii_only: bool) -> str:
+    """All that is known of a process over time, one plot below the other."""
+    drawn = [_drawn(one, history, now, (width, FEWEST_ROWS), ascii_only=ascii_only) for one in of_process(history, row)]
+    plots = ["\n".join("".join(text for text, _ in line) for line in lines) for lines in drawn]
+    return "\n\n".join(plots)
+
+
+def _drawn(
+    series: PlottedSeries, history: History, now: float, size: tuple[int, int], *, ascii_only: bool
+) -> list[list[Part]]:
+    heading: list[Part] = [(f"{series.title}: ", ""), (series.now, f"bold {series.colour}")]
+    if not series.is_known:
+        return [heading]
+    room = size[0] - _MARGIN
+    values = list(series.values)[-(room if ascii_only else 2 * room) :]
+    seconds = history.seconds_between * len(values)
+    stretched = _stretched(values, room if ascii_only else 2 * room)
+    drawn = plot(stretched, series.scale, now - seconds, now, size[1] - _FRAME, ascii_only=ascii_only)
+    return [
+        heading,
+        *([(line, series.colour)] for line in drawn[:-2]),
+        *([(line, "dim")] for line in drawn[-2:]),
+    ]
+
+
+def _stretched(values: Sequence[float | None], count: int) -> list[float | None]:
+    """*count* values of as many or fewer, so that a young history fills its plot, too."""
+    return [values[number * len(values) // count] for number in range(count)]
+
+
+def _mean(moment: Sequence[float | None]) -> float | None:
+    known = [value for value in moment if value is not None]
+    return 100 * sum(known) / len(known) if known else None
