@@ -54,7 +54,7 @@ from gpuguard.top.scene import History, Scene, ScreenView
 from gpuguard.views import events, who
 from gpuguard.views.query import APP_FIELDS, GPU_FIELDS, csv_lines, query_of, to_json
 from gpuguard.views.text import json_text
-from gpuguard.web.feed import METRICS, FrameFeed
+from gpuguard.web.feed import METRICS, ChartRequest, FrameFeed
 
 HANG_SECONDS = 60.0
 NOW = time.time()
@@ -395,7 +395,7 @@ NONE: frozenset[str] = frozenset()
 def a_feed(place: Path, sample: Any) -> FrameFeed:
     """Of the page in the browser; somebody wants to see everything."""
     source: Any = SimpleNamespace(joined=lambda: (sample(), None), sample=lambda: (sample(), None))
-    feed = FrameFeed(source, source, lock_directory(str(place / "claims")), lambda: ())
+    feed = FrameFeed(source, source, lock_directory(str(place / "claims")), lambda _: ())
     feed.throughput_viewers = 1
     return feed
 
@@ -426,7 +426,7 @@ def test_no_value_of_a_snapshot_does_anything_to_a_terminal_or_ends_a_view(tmp_p
             assert [line for line in lines_of(seen[-1]) if not line.isprintable()] == []
             assert b"inside gpuguard" not in feed._frame_text()
             for metric in METRICS:
-                feed._drawn(metric, 60.0)
+                feed.drawn(ChartRequest(metric, 60.0))
         except Exception as error:
             raise AssertionError(where) from error
     assert len(seen) > 300
@@ -463,7 +463,7 @@ def test_devices_that_come_and_go_between_two_looks_end_no_view(tmp_path):
             assert page(scene, history, ScreenView(mode=mode, tree=True), 100, 30)
         assert b"inside gpuguard" not in web._frame_text()
         for metric in METRICS:
-            web._drawn(metric, 60.0)
+            web.drawn(ChartRequest(metric, 60.0))
 
 
 def test_a_view_that_shows_what_it_was_told_is_found(tmp_path, monkeypatch):

@@ -295,6 +295,17 @@ def test_events_are_a_table_that_names_gpus_by_number_without_a_daemon_too(log, 
     assert row.split()[2:6] == ["release", "ended", "3", "ada"] and row[heads.index("NOTE") :].startswith("train")
 
 
+def test_the_page_gets_the_cells_of_that_table_with_numbers_that_it_writes_itself(log, monkeypatch):
+    monkeypatch.setattr(web, "MACHINE_EVENTS", "/nonexistent")
+    facts = (("wall_time_seconds", 7380.25), ("uid", os.getuid()), ("signature", "x"))
+    audit_log.append(event("settled", kind="release", devices=("GPU-3", "GPU-gone-for-long"), claim="c1", facts=facts))
+
+    (row,) = web.newest_events({"GPU-3": "3"})
+    assert (row["kind"], row["outcome"], row["devices"]) == ("release", "ended", ["3", "GPU-gone-for"])
+    assert ["claim", "c1"] in row["facts"] and ["wall_time_seconds", 7380.25] in row["facts"]
+    assert not {"uid", "signature"} & {name for name, _ in row["facts"]}
+
+
 @pytest.mark.parametrize(
     ("options", "status", "said"),
     [
@@ -386,7 +397,7 @@ def test_a_fifo_in_the_place_of_the_log_is_refused_and_hangs_nobody(log):
 def test_the_page_shows_events_from_before_a_rotation(rotated, monkeypatch):
     monkeypatch.setattr(web, "MACHINE_EVENTS", "/nonexistent")
 
-    assert [event["text"].rpartition("  ")[2] for event in web.newest_events()] == [f"event {n}" for n in range(4)]
+    assert [event["message"] for event in web.newest_events({})] == [f"event {n}" for n in range(4)]
 
 
 def readers_of_events(sources: Mapping[str, str]) -> set[str]:

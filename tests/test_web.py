@@ -84,11 +84,12 @@ def test_a_chart_has_one_line_per_device(gpuguard):
     with a_page(gpuguard) as port:
         ask(port, "/api/now")
         chart = json.loads(ask(port, "/api/chart?metric=memory&seconds=60")[1])
-        refused = [ask(port, f"/api/chart?{query}")[0].status for query in ("metric=x", "seconds=x", "seconds=nan")]
+        faults = ("metric=x", "seconds=x", "seconds=nan", "until=x", "until=inf", "step=1e-9", "step=-1", "step=1e300")
+        refused = [ask(port, f"/api/chart?{query}")[0].status for query in faults]
 
     assert len(chart["values"]) == 2
     assert all(len(values) == len(chart["times"]) >= 1 for values in chart["values"].values())
-    assert refused == [400] * 3
+    assert refused == [400] * len(faults)
 
 
 def test_a_name_that_is_not_ours_gets_nothing(gpuguard):
@@ -245,7 +246,7 @@ WORDS = ("python", *("x" * 100 for _ in range(40)))
 
 def a_frame(snapshot, line=()):
     content = who.to_json(snapshot, device_state.uses(snapshot, {}), age=None)
-    return {**content, "line": list(line), "unknown": ["host: why"]}
+    return {**content, "line": list(line), "events": [], "unknown": ["host: why"]}
 
 
 def test_what_is_usual_is_shown_as_it_is():

@@ -206,6 +206,18 @@ def test_every_device_has_a_card_and_a_line(tmp_path, browser, spec, cards, lege
         assert fits(tab)
 
 
+def test_events_are_a_table_with_the_number_of_the_gpu_and_words_for_people(tmp_path, browser):
+    gpuguard = a_node(tmp_path)
+    assert gpuguard("run", "-n", "1", "--note", "short", "--", "true").returncode == 0
+    with a_page(gpuguard) as port, a_tab(browser, port) as tab:
+        tab.locator("#events-table", has_text="release ended").wait_for()
+        newest = tab.locator("#events-table tr:nth-child(2) td").all_text_contents()
+
+    assert newest[3] == "release ended"
+    assert newest[1] in ("0", "1", "2", "3")
+    assert "exit status 0" in newest[4] and "wall time" in newest[4] and "joules" not in newest[4]
+
+
 def test_devices_are_sorted_by_what_one_wants_to_see(tmp_path, browser):
     gpuguard = a_node(tmp_path)
     gpuguard("sim", "set", "--device", "2", "--utilization", "80%")

@@ -9,11 +9,13 @@ import random
 import shutil
 import subprocess
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from builders import a_device
 from sources import PACKAGE
-from stores import FIRST, at, fill
+from stores import FIRST, a_sample, at, fill
 
 from gpuguard.units import format_bytes, format_duration
 
@@ -21,7 +23,7 @@ pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
 
 from gpuguard.history.queries import query_store
 from gpuguard.web import feed as feeds
-from gpuguard.web.feed import MAX_CHARTS, FrameFeed, series_of
+from gpuguard.web.feed import MAX_CHARTS, ChartRequest, FrameFeed, series_of
 from gpuguard.web.server import application
 
 MANY = 100
@@ -49,7 +51,7 @@ async def asked(app, path):
 def _feed(monkeypatch):
     monkeypatch.setattr(feeds, "UNWATCHED_SECONDS", 0.01)
     monkeypatch.setattr(FrameFeed, "_frame_text", lambda _: b"{}")
-    return FrameFeed(None, None, None, lambda: [])
+    return FrameFeed(None, None, None, lambda _: [])
 
 
 class Drawing:
@@ -58,9 +60,9 @@ class Drawing:
     def __init__(self, feed, monkeypatch):
         self.feed, self.go_on = feed, threading.Event()
         self.together, self._now = [], 0
-        monkeypatch.setattr(feed, "_drawn", self._drawn)
+        monkeypatch.setattr(feed, "drawn", self._drawn)
 
-    def _drawn(self, metric, seconds):
+    def _drawn(self, asked):
         self._now += 1
         self.together.append(self._now)
         self.go_on.wait(PATIENCE)
@@ -125,11 +127,11 @@ def test_a_sample_that_fails_unforeseen_is_said_and_the_next_one_goes_well(monke
         looks.append(1)
         if len(looks) == 1:
             raise ZeroDivisionError("secret")
-        return {"schema": 1, "devices": [], "users": [], "line": [], "unknown": []}
+        return {"schema": 1, "devices": [], "users": [], "line": [], "events": [], "unknown": []}
 
     monkeypatch.setattr(feeds, "UNWATCHED_SECONDS", 0.01)
     monkeypatch.setattr(FrameFeed, "_content", seen)
-    feed = FrameFeed(None, None, None, lambda: [])
+    feed = FrameFeed(None, None, None, lambda _: [])
 
     async def two():
         looking = asyncio.create_task(feed.run())
@@ -148,7 +150,7 @@ def test_a_chart_of_the_store_has_the_means_of_what_was_seen(tmp_path, slots):
     fill(path, range(FIRST, FIRST + slots), together=1000)
     uuid, begin, now = a_device().uuid, at(0) - 1000, at(slots)
 
-    series = query_store(path, lambda store: series_of(store, [uuid, "GPU-never"], "utilization", begin), now)
+    series = query_store(path, lambda store: series_of(store, [uuid, "GPU-never"], "utilization", (begin, now)), now)
 
     assert series
     times, values = series
@@ -157,7 +159,60 @@ def test_a_chart_of_the_store_has_the_means_of_what_was_seen(tmp_path, slots):
     assert len(times) == len(values[uuid]) == len(values["GPU-never"])
     assert None in values[uuid], "nobody watched before"
     assert set(values["GPU-never"]) == {None}
-    assert query_store(path, lambda store: series_of(store, ["GPU-never"], "power", begin), now) is None
+    assert query_store(path, lambda store: series_of(store, ["GPU-never"], "power", (begin, now)), now) is None
+
+
+SLOTS = 30
+
+
+def drawn(tmp_path, monkeypatch, seen_at: Sequence[float], **request: float) -> dict[str, Any]:
+    """The chart of a page that saw a machine at these seconds, beside a daemon that kept the SLOTS before second 0."""
+    monkeypatch.setenv("GPUGUARD_STATE_DIR", str(tmp_path))
+    fill(str(tmp_path / "usage.db"), range(FIRST - SLOTS, FIRST), together=SLOTS)
+    feed = FrameFeed(None, None, None, lambda _: [])
+    for second in seen_at:
+        feed.remember(a_sample(at(0) + second))
+    monkeypatch.setattr(feeds.time, "time", lambda: at(0) + max(seen_at))
+    chart: dict[str, Any] = json.loads(feed.drawn(ChartRequest("utilization", **{"seconds": 600, **request})))
+    return chart
+
+
+def test_the_chart_of_ten_minutes_begins_with_what_the_daemon_saw_before_the_page_began(tmp_path, monkeypatch):
+    chart = drawn(tmp_path, monkeypatch, [20, 22, 24])
+
+    known = [time for time, value in zip(chart["times"], chart["values"][a_device().uuid], strict=True) if value == 50]
+    assert known[0] == pytest.approx(at(-SLOTS), abs=10) and chart["begin"] < known[0]
+    assert known[-3:] == [at(0) + second for second in (20, 22, 24)]
+
+
+def test_what_the_daemon_has_not_written_yet_is_no_gap(tmp_path, monkeypatch):
+    chart = drawn(tmp_path, monkeypatch, [20, 22, 24])
+
+    first = chart["values"][a_device().uuid].index(50)
+    assert None not in chart["values"][a_device().uuid][first:]
+
+
+def test_a_daemon_that_ended_long_before_leaves_a_gap(tmp_path, monkeypatch):
+    chart = drawn(tmp_path, monkeypatch, [120, 122])
+
+    first = chart["values"][a_device().uuid].index(50)
+    assert None in chart["values"][a_device().uuid][first:]
+
+
+def test_a_chart_of_an_earlier_time_ends_there(tmp_path, monkeypatch):
+    chart = drawn(tmp_path, monkeypatch, [20, 22], seconds=120, until=at(-5))
+
+    assert chart["begin"] == at(-5) - 120
+    assert max(chart["times"]) < at(-5)
+    assert 50 in chart["values"][a_device().uuid]
+
+
+def test_a_chart_by_the_hour_has_whole_hours(tmp_path, monkeypatch):
+    chart = drawn(tmp_path, monkeypatch, [20, 22], seconds=7 * 86400, step=3600)
+
+    assert len(chart["times"]) == 7 * 24
+    assert chart["begin"] % 3600 == 0
+    assert sum(value is not None for value in chart["values"][a_device().uuid]) == 1
 
 
 UNITS = (PACKAGE / "web" / "page" / "units.js").read_text(encoding="utf-8")

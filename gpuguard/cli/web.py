@@ -18,7 +18,9 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import closing, suppress
+from functools import lru_cache
 from typing import Any
 
 from gpuguard.cli.options import FRESH, add_source_options, add_table, backend_of, directory_of, snapshot_source
@@ -140,11 +142,17 @@ def read_token(path: str) -> str:
     return token
 
 
-def newest_events() -> list[dict[str, Any]]:
-    """The newest lines of the audit logs that this user may read, oldest first."""
+def newest_events(labels: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The newest lines of the audit logs that this user may read, oldest first; *labels*: of devices by uuid."""
     lines: list[Line] = []
     for path in dict.fromkeys((events_path(), MACHINE_EVENTS)):
         with suppress(OSError):
-            lines += decoded(read_log(path, _TAIL_BYTES))[0]
+            status = os.stat(path)
+            lines += _newest_lines(path, (status.st_ino, status.st_size, status.st_mtime_ns))
     newest = sorted(lines, key=lambda line: line["time_unix_seconds"])[-_EVENTS:]
-    return [{"time": line["time_unix_seconds"], "text": events.to_text(line)} for line in newest]
+    return [events.to_row(line, labels) for line in newest]
+
+
+@lru_cache(maxsize=2)
+def _newest_lines(path: str, _version: tuple[int, int, int]) -> list[Line]:
+    return decoded(read_log(path, _TAIL_BYTES))[0]

@@ -5,7 +5,7 @@ What users wrote (notes, commands, names) is neutralised.  Does not read the log
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,23 +90,52 @@ def to_table(lines: Sequence[Line], labels: Mapping[str, str], *, headers: bool 
 
 
 def _row(line: Line, labels: Mapping[str, str]) -> list[str]:
-    kind, outcome, facts = line.get("kind", "n/a"), line.get("outcome", "n/a"), facts_of(line)
-    by = facts.get("by_uid")
-    told = [f"pid {line['pid']}" if line.get("pid") is not None else ""]
-    told += [f"claim {line['claim']}" if line.get("claim") else ""]
-    told += [f"by {user_name(by)}" if isinstance(by, int) else ""]
-    for name, value in facts.items():
-        if name not in {*_FOR_THE_GUARD, "uid", "by_uid"}:
-            what, _, text = _fact_text(name, value).partition("=")
-            told.append(f"{what.replace('_', ' ')} {text}")
+    outcome = str(line.get("outcome", "n/a"))
+    told = []
+    for name, value in _facts_shown(line):
+        what, _, text = _fact_text(name, value).partition("=")
+        told.append(f"{what.replace('_', ' ')} {text}")
     cells = [
         _moment(line["time_unix_seconds"]),
-        f"{kind} {_OUTCOMES.get(str(outcome), outcome)}",
-        ",".join(labels.get(uuid, uuid[:12]) for uuid in devices_of(line)),
+        f"{line.get('kind', 'n/a')} {_OUTCOMES.get(outcome, outcome)}",
+        ",".join(_devices_shown(line, labels)),
         str(line.get("user") or ""),
-        "; ".join(filter(None, [str(line.get("message") or ""), ", ".join(filter(None, told))])),
+        "; ".join(filter(None, [str(line.get("message") or ""), ", ".join(told)])),
     ]
     return [neutralise(cell) for cell in cells]
+
+
+def to_row(line: Line, labels: Mapping[str, str]) -> dict[str, Any]:
+    """The cells of to_table() for a page that has words of its own: numbers stay numbers, named with their unit."""
+    outcome = str(line.get("outcome", "n/a"))
+    return {
+        "time": line["time_unix_seconds"],
+        "kind": str(line.get("kind", "n/a")),
+        "outcome": _OUTCOMES.get(outcome, outcome),
+        "devices": _devices_shown(line, labels),
+        "user": str(line.get("user") or ""),
+        "message": str(line.get("message") or ""),
+        "facts": [[name, value if is_number(value) else str(value)] for name, value in _facts_shown(line)],
+    }
+
+
+def _devices_shown(line: Line, labels: Mapping[str, str]) -> list[str]:
+    return [labels.get(uuid, uuid[:12]) for uuid in devices_of(line)]
+
+
+def _facts_shown(line: Line) -> Iterator[tuple[str, object]]:
+    """What a note says behind its message."""
+    facts = facts_of(line)
+    by = facts.get("by_uid")
+    if line.get("pid") is not None:
+        yield "pid", str(line["pid"])
+    if line.get("claim"):
+        yield "claim", line["claim"]
+    if isinstance(by, int):
+        yield "by", user_name(by)
+    for name, value in facts.items():
+        if name not in {*_FOR_THE_GUARD, "uid", "by_uid"}:
+            yield name, value
 
 
 def deeds(events: Iterable[Line]) -> list[str]:

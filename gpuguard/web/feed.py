@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import threading
 import time
@@ -27,6 +28,7 @@ from gpuguard import device_state
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.errors import GpuguardError
 from gpuguard.history.queries import Usage, query_store, store_path
+from gpuguard.history.schema import WIDTH
 from gpuguard.model import Snapshot
 from gpuguard.procfs import process_facts
 from gpuguard.queue.settings import read_queue_settings
@@ -44,7 +46,8 @@ WATCHED_SECONDS = 2.0  # between two samples while there are viewers
 UNWATCHED_SECONDS = 10.0  # and without
 MAX_POINTS = 600  # of a chart: a screen has few more columns
 MAX_CHARTS = 32  # that are drawn between two samples, or wait to be: one of 400 days takes a second
-MAX_SECONDS = 400 * 86400.0
+MIN_SECONDS, MAX_SECONDS = 60.0, 400 * 86400.0  # of a chart
+UNWRITTEN_SECONDS = 3.0 * WIDTH  # for which the store may not have what the daemon saw
 METRICS = {  # as history.METRICS -> the field of a device
     "utilization": "utilization",
     "memory": "memory_used",
@@ -81,7 +84,7 @@ class FrameFeed:
         source: of snapshots; like *traffic* it is used by one thread at a time.
         traffic: of what goes over PCIe and NVLink: some 20 ms per device in a real driver.
         directory: of the claims.
-        events: the newest lines of the audit log that may be shown, oldest first.
+        events: the newest lines of the audit log that may be shown, oldest first, by the labels of the devices.
     """
 
     def __init__(
@@ -89,13 +92,13 @@ class FrameFeed:
         source: SnapshotSource,
         traffic: SnapshotSource,
         directory: LockDirectory,
-        events: Callable[[], Sequence[Mapping[str, Any]]],
+        events: Callable[[Mapping[str, str]], Sequence[Mapping[str, Any]]],
     ) -> None:
         self._source, self._traffic, self._directory, self._events = source, traffic, directory, events
         self._rings = [NumberRing(step, keep) for step, keep in RINGS]
         self._host = HostRates()
         self._lock = threading.Lock()  # the rings are written and read by several threads
-        self._charts: dict[tuple[str, float], asyncio.Future[bytes]] = {}  # requested since the last sample
+        self._charts: dict[ChartRequest, asyncio.Future[bytes]] = {}  # requested since the last sample
         self._sampling = ThreadPoolExecutor(1, "gpuguard-sample")
         self._drawing = ThreadPoolExecutor(1, "gpuguard-draw")
         self.viewers = 0
@@ -150,9 +153,7 @@ class FrameFeed:
 
     def _content(self) -> dict[str, Any]:
         snapshot, age = self._source.joined()
-        with self._lock:
-            for ring in self._rings:
-                ring.add(snapshot)
+        self.remember(snapshot)
         uses = device_state.uses(snapshot, process_facts(snapshot))
         site = read_queue_settings()
         state = read_queue(self._directory, snapshot, rules=site.rules)
@@ -160,11 +161,17 @@ class FrameFeed:
         content |= {
             "line": queue.to_json(state, site)["places"],
             "unknown": who.gap_lines(snapshot),
-            "events": self._events(),
+            "events": self._events({device.uuid: device.label for device in snapshot.devices}),
             "host_use": self._host.read(),
             "throughput": self._throughput(),
         }
         return content
+
+    def remember(self, snapshot: Snapshot) -> None:
+        """Keep what charts show of it."""
+        with self._lock:
+            for ring in self._rings:
+                ring.add(snapshot)
 
     def _throughput(self) -> dict[str, dict[str, float | None]] | None:
         """uuid -> bytes per second to and from the device; None while no viewer wants it."""
@@ -179,51 +186,92 @@ class FrameFeed:
             for device in snapshot.devices
         }
 
-    async def chart(self, metric: str, seconds: float) -> bytes:
-        """The last *seconds* of a metric: the store of the daemon where it reaches further back than we do.
+    async def chart(self, asked: ChartRequest) -> bytes:
+        """A metric over a time: what the daemon's store has, and what was seen here since.
 
         Raises:
             KeyError: there is no such metric.
             TooManyCharts: too many are requested.
         """
-        if metric not in METRICS:
-            raise KeyError(metric)
-        seconds = min(max(60.0, seconds), MAX_SECONDS)
-        charts, key = self._charts, (metric, seconds)
-        if key not in charts:
+        if asked.metric not in METRICS:
+            raise KeyError(asked.metric)
+        charts = self._charts
+        if asked not in charts:
             if len(charts) >= MAX_CHARTS:
                 raise TooManyCharts
-            charts[key] = asyncio.get_running_loop().run_in_executor(self._drawing, self._drawn, metric, seconds)
-        return await asyncio.shield(charts[key])  # a viewer who leaves takes it from no other one
+            charts[asked] = asyncio.get_running_loop().run_in_executor(self._drawing, self.drawn, asked)
+        return await asyncio.shield(charts[asked])  # a viewer who leaves takes it from no other one
 
-    def _drawn(self, metric: str, seconds: float) -> bytes:
-        begin = time.time() - seconds
-        series = None
-        if seconds > RINGS[0][1]:
-            with self._lock:
-                uuids = self._rings[0].uuids(metric)
+    def drawn(self, asked: ChartRequest) -> bytes:
+        """The chart as JSON: its times, and a value at each of them of each device; null is unknown."""
+        now = time.time()
+        begin, end = asked.period(now)
+        with self._lock:
+            uuids = self._rings[0].uuids(asked.metric)
+            ring = next((ring for ring in self._rings if now - begin <= ring.keep), self._rings[-1])
+            times, values = ring.series(asked.metric, begin, end, MAX_POINTS)
+        # The daemon saw what was before our first sample; of the last minutes we know more than it keeps.
+        is_recent = now - begin <= RINGS[0][1]
+        until = min(times[0], end) if is_recent and times else end
+        if until - begin >= WIDTH:
             with suppress(GpuguardError):
-                series = query_store(store_path(self._directory), lambda store: series_of(store, uuids, metric, begin))
-        if series is None:
-            with self._lock:
-                ring = next((ring for ring in self._rings if seconds <= ring.keep), self._rings[-1])
-                series = ring.series(metric, begin, MAX_POINTS)
-        times, values = series
-        return _encoded({"schema": 1, "metric": metric, "begin": begin, "times": times, "values": values})
+                path, period = store_path(self._directory), (begin, until)
+                stored = query_store(path, lambda store: series_of(store, uuids, asked.metric, period, asked.step))
+                if stored:
+                    times, values = followed_by(stored, (times, values)) if is_recent else stored
+        return _encoded({"schema": 1, "metric": asked.metric, "begin": begin, "times": times, "values": values})
 
 
-def series_of(store: Usage, uuids: Sequence[str], metric: str, begin: float) -> ChartSeries | None:
+@dataclass(frozen=True)
+class ChartRequest:
+    """Which chart a viewer wants: the last *seconds* before *until* (unix time; None: now), and in which steps."""
+
+    metric: str
+    seconds: float
+    until: float | None = None
+    step: float = 0.0  # seconds between two values, which then begin at multiples of it; 0: as many as are there
+
+    def period(self, now: float) -> tuple[float, float]:
+        """Begin and end in unix time."""
+        seconds = min(max(MIN_SECONDS, self.seconds), MAX_SECONDS)
+        end = now if self.until is None else min(now, max(now - MAX_SECONDS, self.until))
+        if self.step:
+            end = math.ceil(end / self.step) * self.step
+        return end - seconds, end
+
+
+def series_of(
+    store: Usage, uuids: Sequence[str], metric: str, period: tuple[float, float], step: float = 0.0
+) -> ChartSeries | None:
     """What the store has, in at most MAX_POINTS steps; None when it has nothing of that time."""
     kept = history.METRICS[metric]
-    span = store.now - begin
-    steps = max(1, min(MAX_POINTS, int(span / store.width(begin))))
+    begin, end = period
+    span = end - begin
+    steps = max(1, min(MAX_POINTS, int(span / max(step, store.width(begin)))))
     values: dict[str, list[float | None]] = {}
     for uuid in uuids:  # one after the other: each has 38,400 points
-        means = bucketed(store.series(uuid, kept.stored, begin, store.now), begin, store.now, steps)
+        means = bucketed(store.series(uuid, kept.stored, begin, end), begin, end, steps)
         values[uuid] = [None if mean is None else kept.factor * mean for mean in means]
-    if all(mean is None for means in values.values() for mean in means):
+    if span <= 0 or all(mean is None for means in values.values() for mean in means):
         return None
-    return [begin + (step + 0.5) * span / steps for step in range(steps)], values
+    return [begin + (number + 0.5) * span / steps for number in range(steps)], values
+
+
+def followed_by(former: ChartSeries, later: ChartSeries) -> ChartSeries:
+    """Both, one behind the other; a device that only one of them has is unknown in the other."""
+    times = list(former[0])
+    # The daemon writes some 20 s behind: that is no gap.
+    while times and times[-1] > former[0][-1] - UNWRITTEN_SECONDS and not _is_known(former, len(times) - 1):
+        times.pop()
+    values = {
+        uuid: [*former[1].get(uuid, [None] * len(times))[: len(times)], *later[1].get(uuid, [None] * len(later[0]))]
+        for uuid in former[1].keys() | later[1].keys()
+    }
+    return times + later[0], values
+
+
+def _is_known(series: ChartSeries, number: int) -> bool:
+    return any(values[number] is not None for values in series[1].values())
 
 
 def _encoded(content: Mapping[str, Any]) -> bytes:
@@ -261,9 +309,9 @@ class NumberRing:
         """The devices of which something was seen."""
         return [uuid for uuid, name in self._values if name == metric]
 
-    def series(self, metric: str, begin: float, most: int) -> ChartSeries:
-        """The values since *begin* (unix time), at most so many per device: means of those that are known."""
-        order = sorted((time, index) for index, time in enumerate(self._times) if time >= begin)
+    def series(self, metric: str, begin: float, end: float, most: int) -> ChartSeries:
+        """The values between two unix times, at most so many per device: means of those that are known."""
+        order = sorted((time, index) for index, time in enumerate(self._times) if begin <= time <= end)
         width = -(-len(order) // most) or 1
         groups = [order[at : at + width] for at in range(0, len(order), width)]
         values = {
@@ -326,7 +374,8 @@ def bounded(content: Mapping[str, Any]) -> dict[str, Any]:
     positions = _some(content["line"], MAX_POSITIONS, "the queue", left_out)
     users = _some(content["users"], 1, "users", left_out)
     unknown = [*left_out, *content["unknown"]]
-    return {**content, "devices": devices, "users": users, "line": positions, "unknown": unknown}
+    events = [{name: _cut(value) for name, value in event.items()} for event in content["events"]]
+    return {**content, "devices": devices, "users": users, "line": positions, "events": events, "unknown": unknown}
 
 
 def _some(rows: Sequence[Mapping[str, Any]], most: int, what: str, left_out: list[str]) -> list[Mapping[str, Any]]:

@@ -31,7 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gpuguard.daemon.server import bind_socket
 from gpuguard.errors import GpuguardError
 from gpuguard.metrics.server import host_of
-from gpuguard.web.feed import FrameFeed, TooManyCharts
+from gpuguard.web.feed import ChartRequest, FrameFeed, TooManyCharts
 
 PAGE = Path(__file__).parent / "page"
 _PARTS = ("page.js", "words.js", "units.js", "page.css", "uPlot.iife.min.js", "uPlot.min.css")
@@ -46,6 +46,7 @@ HEADERS = (
     (b"cache-control", b"no-store"),
 )  # fmt: skip
 MAX_VIEWERS = 200
+MAX_STEP = 86400.0  # seconds between two values of a chart
 COOKIE = "gpuguard_token"
 BEAT_SECONDS = 15.0  # between two signs of life on a stream without a new frame
 MAX_CONNECTIONS = 300  # browsers open up to six each for the files, and one for the stream
@@ -73,16 +74,18 @@ def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None
         return Response((await feed.next(0)).text, media_type="application/json")
 
     async def chart(request: Request) -> Response:
+        given = request.query_params
         try:
-            seconds = float(request.query_params.get("seconds", "600"))
-            if not math.isfinite(seconds):
+            seconds, step = float(given.get("seconds", "600")), float(given.get("step", "0"))
+            until = float(given["until"]) if "until" in given else None
+            if not all(map(math.isfinite, (seconds, until or 0.0))) or not (step == 0 or 1 <= step <= MAX_STEP):
                 raise ValueError
-            text = await feed.chart(request.query_params.get("metric", "utilization"), seconds)
+            text = await feed.chart(ChartRequest(given.get("metric", "utilization"), seconds, until, step))
         except (TooManyCharts, asyncio.CancelledError):  # only the end of the server cancels a request
             reason = "too many charts are requested: try again in a moment\n"
             return PlainTextResponse(reason, 503, {"retry-after": "5"})
         except (ValueError, KeyError, OverflowError):
-            return PlainTextResponse("metric and seconds make no chart\n", 400)
+            return PlainTextResponse("metric, seconds, until and step make no chart\n", 400)
         return Response(text, media_type="application/json")
 
     async def stream(request: Request) -> Response:

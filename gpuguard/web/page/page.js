@@ -110,8 +110,10 @@
       word("ram", size(use.memory_used_bytes), size(use.memory_total_bytes)),
       word("disk", rate(use.disk_read_bytes_per_second), rate(use.disk_write_bytes_per_second)),
       word("net", rate(use.network_received_bytes_per_second), rate(use.network_sent_bytes_per_second))].join(" · ");
-    byId("event-list").replaceChildren(...[...seen.events].reverse().map((event) => make("li", event.text)));
-    if (!seen.events.length) byId("event-list").append(make("li", word("none")));
+    table("events-table", [[word("time"), "number"], [word("gpu"), "number"], [word("user")], [word("what")], [word("remark")]],
+      [...seen.events].reverse().map((event) => [`${day(event.time)} ${clock(event.time)}`, event.devices.join(", "), event.user,
+        `${event.kind} ${event.outcome}`, note(event)]));
+    byId("none").hidden = seen.events.length > 0;
     byId("gaps").hidden = !seen.unknown.length;
     byId("gap-list").replaceChildren(...seen.unknown.slice(0, 40).map((text) => make("li", text)));
     if (first) draw(); else extend(seen);
@@ -120,6 +122,10 @@
     if (!job.expected_start) return job.why;
     const isFar = job.expected_start - Date.now() / 1000 > 72000;
     return `${word("about", isFar ? `${day(job.expected_start)} ` : "")}${clock(job.expected_start, { seconds: false })} · ${job.why}`;
+  }
+  function note(event) {
+    const facts = event.facts.map(([name, value]) => UNITS.fact(name, value, language).join(" "));
+    return [event.message, facts.join(", ")].filter(Boolean).join("; ");
   }
   function status(text, bad) {
     byId("status").textContent = text;
@@ -216,6 +222,7 @@
     choices("sorts", SORTS, sort, (key) => { sort = key; keep("sort", key); dress(); });
     byId("sort").textContent = word("sort");
     byId("nothing").textContent = word("no_device");
+    byId("none").textContent = word("none");
     choices("spans", Object.keys(SPANS), span, (key) => { span = key; keep("span", key); dress(); });
     if (last) show(last);
     if (last) draw();

@@ -24,6 +24,18 @@ const UNITS = {
   rounded: (value, unit, digits = 0) => (UNITS.isUnknown(value) ? null : `${value.toFixed(digits)}${unit}`),
   clock: (at, language, { seconds = true } = {}) => new Date(at * 1000).toLocaleTimeString(language,
     { hour: "2-digit", minute: "2-digit", second: seconds ? "2-digit" : undefined, hourCycle: "h23" }),
+  // A fact of an event: its name without the unit, and its value with one; as gpuguard/views/events.py writes them.
+  fact(name, value, language) {
+    const bare = name.replace(/_(unix_seconds|seconds|bytes|percent|joules)$/, ""), unit = name.slice(bare.length + 1);
+    const text = typeof value !== "number" ? value : {
+      unix_seconds: () => `${UNITS.day(value, language)} ${UNITS.clock(value, language)}`,
+      seconds: () => UNITS.duration(value),
+      bytes: () => UNITS.bytes(value),
+      percent: () => `${Number(value.toPrecision(6))}%`,
+      joules: () => (value >= 36000 ? `${Number((value / 3.6e6).toPrecision(2))}kWh` : `${Number((value / 3600).toPrecision(2))}Wh`),
+    }[unit]?.() ?? String(Number(value.toPrecision(6)));
+    return [(typeof value === "number" ? bare : name).replaceAll("_", " "), text];
+  },
   day: (at, language) => new Date(at * 1000).toLocaleDateString(language, { month: "short", day: "numeric" }),
 };
 // What is drawn: the field of a device, and how a chart shows it.
