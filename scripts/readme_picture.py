@@ -2,7 +2,8 @@
 
 A recorded session: two jobs start at the same moment, first each on the GPU that nvidia-smi lists as the emptiest, then
 with gpuguard.  The programs, processes and claims are real; the node is simulated, so `nvidia-smi` is `gpuguard query`
-there.  Only the name of the user is replaced.  rich, which textual brings along, draws the SVG.
+there.  Only the name of the user is replaced.  rich, which textual brings along, draws each step as an SVG; they are
+shown one after the other, and only the last one to a reader who wants no motion.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -32,32 +34,63 @@ GUARDED = "gpuguard run -- python {}.py --memory 30GiB"
 JOBS = ("alice", "bob")
 
 
+Step = tuple[Text, float]  # what is printed, and for how many seconds it is the last
+
+
 def main() -> None:
     """Record both acts, and draw them."""
     if sys.argv[1:] != ["--write"]:
         sys.exit(__doc__)
-    with tempfile.TemporaryDirectory() as where, open(os.devnull, "w") as nowhere:
+    with tempfile.TemporaryDirectory() as where:
         place = Path(where)
         tool = place / "nvidia-smi"
         tool.write_text('#!/bin/sh\nexec gpuguard query "$@"\n')
         tool.chmod(0o755)
         for name in JOBS:
             (place / f"{name}.py").write_text((ROOT / "examples" / "train.py").read_text())
+        intention = "# Two people start at the same moment, each on the GPU with the least memory in use"
+        steps = [(Text(intention, "cyan"), 1.5), *act(place, NAIVE, [0, 2])]
+        steps += [(Text("\n# The same with gpuguard", "cyan"), 1.5), *act(place, GUARDED, [1, 1])]
+    PICTURE.write_text(animated(steps), encoding="utf-8")
+
+
+def animated(steps: Sequence[Step]) -> str:
+    """One SVG in which each of *steps* comes below those before, again and again."""
+    frames = [drawn([text for text, _ in steps[: number + 1]], steps, number) for number in range(len(steps))]
+    whole, at = sum(seconds for _, seconds in steps), 0.0
+    style = [".frame { visibility: hidden; animation-timing-function: step-end; animation-iteration-count: infinite; }"]
+    for number, (_, seconds) in enumerate(steps):
+        begin, end = 100 * at / whole, 100 * (at + seconds) / whole
+        at += seconds
+        style.append(f"#frame{number} {{ animation-name: step{number}; animation-duration: {whole}s; }}")
+        shown = f"{begin:.2f}% {{ visibility: visible; }} {min(end, 99.99):.2f}% {{ visibility: hidden; }}"
+        style.append(f"@keyframes step{number} {{ 0% {{ visibility: hidden; }} {shown} }}")
+    still = f".frame {{ animation: none; }} #frame{len(steps) - 1} {{ visibility: visible; }}"
+    style.append(f"@media (prefers-reduced-motion: reduce) {{ {still} }}")
+    box = re.search(r'viewBox="[^"]*"', frames[0])
+    assert box
+    words = "\n".join(style)
+    nested = [f'<g class="frame" id="frame{number}">{frame}</g>' for number, frame in enumerate(frames)]
+    body = "\n".join(nested)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {box[0]}>\n<style>\n{words}\n</style>\n{body}\n</svg>\n'
+
+
+def drawn(texts: Sequence[Text], steps: Sequence[Step], number: int) -> str:
+    """A terminal with *texts*, as high as one with all *steps*."""
+    with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere)
-        console.print(
-            "# Two people start at the same moment, each on the GPU with the least memory in use", style="cyan"
-        )
-        act(console, place, NAIVE, [0, 2])
-        console.print("\n# The same with gpuguard", style="cyan")
-        act(console, place, GUARDED, [1, 1])
-        console.save_svg(str(PICTURE), title="two jobs, one moment")
+        for text in texts:
+            console.print(text)
+        missing = sum(text.plain.count("\n") + 1 for text, _ in steps[len(texts) :])
+        console.print("\n" * missing, end="")
+        return console.export_svg(title="two jobs, one moment", unique_id=f"step{number}")
 
 
-def act(console: Console, place: Path, command: str, expected: list[int]) -> None:
+def act(place: Path, command: str, expected: list[int]) -> Iterator[Step]:
     """Start *command* for both at once and show it in `gpuguard who`; *expected*: processes on the GPUs, sorted."""
     shell(place, "gpuguard sim start 2xH100-80GB")
     for name in JOBS:
-        console.print(Text.assemble((f"{name}$ ", "green"), (command.format(name), "bold")))
+        yield Text.assemble((f"{name}$ ", "green"), (command.format(name), "bold")), 1.5
     jobs = [
         subprocess.Popen(
             command.format(name),
@@ -81,9 +114,9 @@ def act(console: Console, place: Path, command: str, expected: list[int]) -> Non
                 sys.exit(f"processes on each GPU: {seen}")
             time.sleep(0.2)
         time.sleep(3)  # a utilization is seen
-        console.print(Text.assemble(("\n$ ", "green"), ("gpuguard who", "bold")))
+        yield Text.assemble(("\n$ ", "green"), ("gpuguard who", "bold")), 0.5
         screen = shell(place, f"script -qec 'stty cols {COLUMNS}; gpuguard who' /dev/null").replace("\r\n", "\n")
-        console.print(Text.from_ansi(anonymous(screen).rstrip("\n")))
+        yield Text.from_ansi(anonymous(screen).rstrip("\n")), 5.0
     finally:
         for job in jobs:
             os.killpg(job.pid, signal.SIGTERM)
