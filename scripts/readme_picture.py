@@ -82,7 +82,7 @@ def drawn(texts: Sequence[Text], steps: Sequence[Step], number: int) -> str:
         for text in texts:
             console.print(text)
         missing = sum(text.plain.count("\n") + 1 for text, _ in steps[len(texts) :])
-        console.print("\n" * missing, end="")
+        console.print("\n" * (missing + 1 if missing else 0), end="")
         return console.export_svg(title="two jobs, one moment", unique_id=f"step{number}")
 
 
