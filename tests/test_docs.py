@@ -84,6 +84,22 @@ def options_of(command: str) -> set[str]:
     return {flag for parser in parsers(command).values() for action in parser.actions for flag in action.option_strings}
 
 
+def test_every_variable_and_exit_code_of_the_source_stands_on_its_page():
+    page = PAGES["docs/environment.md"]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "gpuguard").rglob("*.py"))
+    variables = set(re.findall(r"\bGPUGUARD_[A-Z]+(?:_[A-Z]+)*\b", source))
+    codes = set(re.findall(r"^EXIT_[A-Z_]+ = (\d+)", source, re.M))
+
+    assert sorted(variables - set(re.findall(r"`(GPUGUARD_\w+)`", page))) == []
+    assert sorted(codes - set(re.findall(r"\d+", page.partition("## Variables")[0]))) == []
+
+
+def test_the_map_of_the_documents_leads_to_each_of_them():
+    pages = {Path(name).name for name in PAGES if name.startswith("docs/")} - {"README.md"}
+
+    assert pages - set(links(PAGES["docs/README.md"])) == set()
+
+
 def test_every_command_is_named_in_the_readme_which_has_examples():
     assert "README.md" in RUNNING_PAGES
     assert [name for name in COMMANDS if f"gpuguard {name}" not in PAGES["README.md"]] == []

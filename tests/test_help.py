@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from unittest import mock
 
@@ -18,7 +19,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 
 _HEAD = """# The command line
 
-What `gpuguard --help` and `gpuguard COMMAND --help` print.
+What `gpuguard --help` and `gpuguard COMMAND --help` print, except what an earlier command says word for word: an option
+that a usage shows and no text explains stands with the first command that has it, mostly `gpuguard run`.
 This page is written by `python tests/test_help.py --write`; a test compares it with the program.
 
 """
@@ -43,7 +45,31 @@ def help_texts() -> dict[str, str]:
 
 
 def page(texts: dict[str, str]) -> str:
-    return _HEAD + "\n".join(f"## {name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in texts.items())
+    shorter = without_repetition(texts)
+    return _HEAD + "\n".join(f"## {name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in shorter.items())
+
+
+def without_repetition(texts: dict[str, str]) -> dict[str, str]:
+    """*texts* without options that an earlier command explains word for word.
+
+    Every option stays named: those that the usage does not show stand where they were explained.
+    """
+    first: dict[str, str] = {}
+
+    def shortened(paragraph: str, name: str, usage: str) -> str:
+        title, *options = re.split(r"(?:^|\n)(?=  --?\w)", paragraph)
+        old = [option for option in options if first.setdefault(" ".join(option.split()), name) != name]
+        lines = [option for option in options if option not in old]
+        names = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][\w-]+", "\n".join(old)))
+        unnamed = [option for option in names if option not in usage.replace("[-h]", "--help")]
+        if unnamed:
+            line = f"  {', '.join(unnamed)}: as in {first[' '.join(old[0].split())]} --help"
+            lines.append(textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False))
+        return "\n".join(filter(None, [title, *lines])) if lines or not options else ""
+
+    paragraphs = {name: text.rstrip().split("\n\n") for name, text in texts.items()}
+    shorter = {name: [shortened(part, name, parts[0]) for part in parts] for name, parts in paragraphs.items()}
+    return {name: "\n\n".join(filter(None, parts)) for name, parts in shorter.items()}
 
 
 def comparable(text: str) -> str:
@@ -93,6 +119,17 @@ def test_a_changed_option_is_noticed():
     texts = help_texts()
 
     assert comparable(page(texts)) != comparable(page({**texts, "gpuguard run": "usage: gpuguard run"}))
+
+
+def test_what_two_commands_explain_word_for_word_stands_with_the_first_and_stays_named():
+    options = "where:\n  -h, --help  this\n  --a-b X  one\n           line more\n  --cd     two"
+    texts = {"one": f"o [options]\n\n{options}", "two": f"t [-h] [--cd]\n\n{options}\n  --ef  4"}
+
+    assert without_repetition({**texts, "three": f"[-h] --a-b --cd\n\n{options}"}) == {
+        "one": f"o [options]\n\n{options}",
+        "two": "t [-h] [--cd]\n\nwhere:\n  --ef  4\n  --a-b: as in one --help",
+        "three": "[-h] --a-b --cd",
+    }
 
 
 def test_the_spelling_of_older_and_newer_pythons_is_the_same_text():

@@ -19,11 +19,12 @@ NAMES = Path(__file__).with_name("names_of_0_1.json")
 
 
 def sections(text: str) -> dict[str, str]:
-    """Heading -> what stands below it, up to the next heading."""
+    """Heading -> what stands below it, up to the next heading; below ``a, b`` stands what both have."""
     parts = re.split(r"^#{2,4} (.+)$", text, flags=re.MULTILINE)
     found: dict[str, str] = {}
     for heading, body in zip(parts[1::2], parts[2::2], strict=True):
-        found[heading] = found.get(heading, "") + body
+        for name in {heading, *heading.split(", ")}:
+            found[name] = found.get(name, "") + body
     return found
 
 
@@ -41,12 +42,12 @@ def names_in(root: Path) -> dict[str, list[str]]:
     options = {
         f"{command} {option}"
         for command, text in sections(pages["cli"]).items()
-        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text.replace("[-h]", "--help"))
     }
     fields = {
         f"{place} {field}"
         for place, text in sections(pages["json"]).items()
-        for field in re.findall(r"^\| `([a-z_0-9]+)`", text, re.MULTILINE)
+        for field in re.findall(r"^[|-] `([a-z_0-9]+)`", text, re.MULTILINE)
     }
     metrics = {
         name for spelled in re.findall(r"`(gpuguard_[a-z_{},]+)", pages["metrics"]) for name in expanded(spelled)

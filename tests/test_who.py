@@ -303,9 +303,16 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "json.md"
 
 
 def documented(kind: str, text: str) -> dict[str, set[str]]:
-    """The fields of each object of a command as the document has them: ``{"who.devices[]": {"index", ...}}``."""
-    sections = re.findall(r"^### (\S+)\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
-    tables = {path: set(re.findall(r"^\| `(\w+)` \|", body, re.MULTILINE)) for path, body in sections}
+    """The fields of each object of a command as the document has them: ``{"who.devices[]": {"index", ...}}``.
+
+    A heading ``a, b`` is of two objects with the same fields.
+    """
+    sections = re.findall(r"^### (\S+(?:, \S+)*)\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
+    tables = {
+        path: set(re.findall(r"^- `(\w+)`", body, re.MULTILINE))
+        for paths, body in sections
+        for path in paths.split(", ")
+    }
     return {path: fields for path, fields in tables.items() if path.split(".")[0] == kind}
 
 
@@ -335,14 +342,14 @@ def test_the_document_describes_exactly_the_fields_that_are_printed():
 def test_a_field_missing_on_either_side_is_noticed():
     text = DOCUMENT.read_text(encoding="utf-8")
 
-    assert documented("who", text.replace("| `kind` |", "| kind |")) != printed("who", a_full_output())
+    assert documented("who", text.replace("- `kind`:", "- kind:")) != printed("who", a_full_output())
     assert documented("who", text) != printed("who", {**a_full_output(), "extra": 1})
 
 
 def test_the_document_describes_every_state():
-    text = DOCUMENT.read_text(encoding="utf-8")
+    states = DOCUMENT.read_text(encoding="utf-8").partition("\n#### state\n")[2].partition("\n#")[0]
 
-    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text, re.MULTILINE)) == set(device_state.STATES)
+    assert set(re.findall(r"^- `(\w+)`:", states, re.MULTILINE)) == set(device_state.STATES)
 
 
 def test_a_device_of_which_nothing_is_known_says_so_once():
