@@ -156,16 +156,6 @@ def test_it_sees_what_others_run_and_which_of_them_hold_a_claim(place, site):
             assert eventually(lambda: f'"holders":[{holder.pid}]' in state.read_text()), state.read_text()
 
 
-def test_what_a_policy_denies_counts_and_root_can_end_it(place, site):
-    with a_guard(place, site, "deny") as guard, somebodys(guard.node, "0", 40 * GIB):
-        guard.until("deny")
-        assert eventually((place / "claims" / "daemon" / "denied.json").exists), guard.said()
-        assert json.loads(guard.gpuguard("deny", "--json").stdout)["denied"][0]["name"] == str(SOMEBODY)
-        assert guard.gpuguard("deny", str(SOMEBODY), "--end").returncode == 0
-
-        assert json.loads(guard.gpuguard("deny", "--json").stdout)["denied"] == []
-
-
 def test_a_hook_has_none_of_its_capabilities(place, site):
     hook, seen = place / "hook", place / "log" / "seen"
     hook.write_text(

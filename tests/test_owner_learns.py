@@ -81,25 +81,11 @@ class GuardedMachine(Brokered):
         policy, passwd = self.place / "policy.yaml", self.place / "passwd"
         policy.write_text(self.policy.replace("SENDMAIL", str(self.place / "sendmail")))
         policy.chmod(0o600)
-        passwd.write_text(
-            Path("/etc/passwd").read_text()
-            + PASSWD
-            + PASSWD.replace("somebody", "another", 1).replace("20001", "20002")
-        )
+        another = PASSWD.replace("somebody", "another", 1).replace("20001", "20002")
+        passwd.write_text(Path("/etc/passwd").read_text() + PASSWD + another)
         log = str(self.place / "events.jsonl")
-        words = [
-            "unshare",
-            "-m",
-            "sh",
-            "-c",
-            WITH_SOMEBODY,
-            "sh",
-            str(passwd),
-            self.python_path,
-            "-m",
-            "gpuguard",
-            "daemon",
-        ]
+        words = ["unshare", "-m", "sh", "-c", WITH_SOMEBODY, "sh", str(passwd)]
+        words += [self.python_path, "-m", "gpuguard", "daemon"]
         words += ["--interval", "200ms", "--events", log, "--policy", str(policy), "--enforce"]
         environment = {name: value for name, value in self.environment.items() if name != "PYTHONPATH"}
         with (self.place / "said").open("a") as said:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shlex
 import signal
@@ -231,13 +230,6 @@ def test_after_a_boot_slurm_ends_a_job_whose_claims_nobody_has_made_a_directory_
     assert (done.returncode, (tmp_path / "typo").exists()) == (0, False)
 
 
-def test_what_programs_read_says_nothing_of_it(tmp_path: Path) -> None:
-    done = Gpuguard(tmp_path, None)("who", "--json", "--dir", str(tmp_path / "typo"))
-
-    assert [device["claims"] for device in json.loads(done.stdout)["devices"]] == [[]] * 8
-    assert "(--dir): it does not exist yet" in done.stderr
-
-
 def test_a_look_leaves_a_directory_of_ones_own_that_is_for_something_else_as_it_is(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
@@ -255,11 +247,3 @@ def test_a_program_that_looks_makes_none_either(tmp_path: Path, monkeypatch: pyt
     assert api.who(**where).claims == ()
     assert len(api.select_devices(2, **where)) == 2
     assert not (tmp_path / "typo").exists()
-
-
-def test_a_claim_makes_it_and_from_then_on_it_is_looked_at_in_silence(tmp_path: Path) -> None:
-    gpuguard = Gpuguard(tmp_path, None, GPUGUARD_DIR=str(tmp_path / "new"))
-
-    gpuguard("run", "--", "true")
-
-    assert gpuguard("who").stderr == ""

@@ -247,15 +247,6 @@ def test_a_rule_sees_the_values_that_it_asked_for_and_the_newest_among_them():
     assert past == {(DEVICE, "utilization"): [(10_040, 40), (10_050, 50), (10_060, 60)]}
 
 
-def test_memory_is_recorded_per_process_and_per_device():
-    device = a_device(processes=(a_process(memory_used=GIB),), memory_used=2 * GIB)
-
-    past = past_of(Looks((("memory_used", 60),)), busy(0, device))
-
-    process = key_of(process_subject(device, a_process()))
-    assert past == {(DEVICE, "memory_used"): [(10_000, 2 * GIB)], (process, "memory_used"): [(10_000, GIB)]}
-
-
 def test_unknown_is_no_sample_of_a_device_or_of_a_process():
     samples = [busy(0, a_device(utilization=5.0)), busy(10, a_device(utilization=None))]
     assert past_of(Looks((("utilization", 60),)), *samples) == {(DEVICE, "utilization"): [(10_000, 5)]}

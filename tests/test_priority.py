@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import fields
 
 import pytest
@@ -19,7 +18,6 @@ from gpuguard.queue.priority import (
     PriorityKeys,
     QueueRules,
     ReservationKeys,
-    Ticket,
     bound_now,
     due_at,
     order,
@@ -27,7 +25,6 @@ from gpuguard.queue.priority import (
     permitted,
 )
 from gpuguard.queue.settings import QueueSettings, parse, read_queue_settings
-from gpuguard.request import Request
 
 NOW = 1_000_000.0
 DAY = 86400.0
@@ -42,12 +39,6 @@ def test_where_the_site_says_nothing_it_goes_by_these_numbers():
     assert QueueRules() == QueueRules(True, 7 * DAY, 0.25, 24 * HOUR, PriorityKeys("normal"), ReservationKeys())
     assert ReservationKeys() == ReservationKeys(2, DAY, 14 * DAY, 30 * 60.0)
     assert PRIORITIES == {"low": -1, "normal": 0, "high": 1}  # these stand in tickets, of other versions too
-
-
-def test_a_ticket_is_of_normal_priority_and_knows_nothing_unless_it_says_so():
-    ticket = Ticket("1001.a", 1001, "alice", NOW, (Request(num_gpus=2), Request()))
-
-    assert (ticket.priority, ticket.lasts, ticket.num_gpus, ticket.after) == (0, None, 2, None)
 
 
 @pytest.mark.parametrize(
@@ -300,20 +291,6 @@ def test_a_fault_has_its_place_and_leaves_what_holds_without_the_file(text, plac
     assert all(line.isprintable() for fault in shown for line in fault.split("\n"))
 
 
-def test_a_name_in_quotes_is_a_name_and_no_is_a_name_too():
-    assert read('priority: {high: ["alice", no]}').rules.priority.high == (1001, 1003)
-
-
-def test_every_fault_is_told_at_once():
-    assert len(read("bound: 24\npatience: 25\npriority: {high: [mallory]}\n").faults) == 3
-
-
-def test_what_is_no_text_is_a_fault():
-    (fault,) = read(b"\xff\xfe").faults
-
-    assert "is not UTF-8" in fault.text
-
-
 def test_no_file_is_no_fault(tmp_path):
     assert read_queue_settings(str(tmp_path / "none")) == QueueSettings(path=str(tmp_path / "none"))
 
@@ -377,13 +354,3 @@ def test_the_file_of_the_machine_counts_only_when_root_alone_can_have_written_it
     path.chmod(0o644)
     os.chown(place, 1001, 1001)
     assert f"{place} belongs to uid 1001" in read_queue_settings().faults[0].text
-
-
-def test_a_directory_service_that_hangs_is_a_fault_and_not_a_wait_without_end():
-    never = threading.Event()
-    silent = Accounts(user_number=lambda name: never.wait(60) and 0, seconds=0.05)
-    file = QueueSettings(*parse(b"priority: {high: [alice, bob]}\n", silent))
-    never.set()
-
-    assert file.rules == QueueRules() and len(file.faults) == 2
-    assert "the directory service did not answer" in file.faults[0].text

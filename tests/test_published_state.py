@@ -174,15 +174,6 @@ def test_a_planted_state_is_not_believed(directory, written, plant, tmp_path):
     assert seen(directory) is None
 
 
-def test_the_rest_of_a_killed_writer_is_in_no_way(directory, alive):
-    Path(directory.path, "state.json.new").write_text("half")
-    os.utime(Path(directory.path, "state.json.new"), (0, 0))
-    source.write_state(directory, A_SNAPSHOT, 10.0)
-
-    assert seen(directory) == A_SNAPSHOT
-    assert not Path(directory.path, "state.json.new").exists()
-
-
 def test_records_of_any_number_and_length_do_not_hide_the_state(directory, alive):
     """500 of each user are read, and each letter that is not ASCII takes six in the file."""
     here = a_claim_record(A_SNAPSHOT.devices[0], note="é" * 2000)

@@ -223,13 +223,6 @@ def test_the_first_way_that_fits_is_taken(gpuguard, job, words):
     assert (second.stdout, both.stdout) == ("0\n", "0,1\n")
 
 
-def test_an_option_of_the_command_is_its_own(gpuguard):
-    assert gpuguard("run", "--", "echo", "--or", "-n 1").stdout == "--or -n 1\n"
-    assert gpuguard("run", "echo", "--or", "-n 1").stdout == "--or -n 1\n"
-    words = ("-n", "2", "--quiet", "--wait", "5s", "--note=x", "--or", "-n 1", "echo", "--or", "-n 1")
-    assert gpuguard("run", *words).stdout == "--or -n 1\n"
-
-
 def test_a_choice_of_devices_holds_for_its_own_way_only(gpuguard, job):
     # The job has device 1.
     assert gpuguard("run", "--gpus", "1", "--or", "-n 1", *LOOK).stdout == "0\n"

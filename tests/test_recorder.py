@@ -263,13 +263,6 @@ def test_where_the_file_system_cannot_lock_no_try_leaves_a_descriptor_open(path,
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_recorder_that_was_not_started_has_no_trouble_to_tell(path):
-    recorder = Recorder(path, Told())
-    recorder.stop(1.0)
-
-    assert recorder.why_unknown(1.0) is None
-
-
 FULL = """
 import resource, sys
 sys.path[:0] = sys.argv[2:]

@@ -461,18 +461,6 @@ def test_requests_are_read_in_their_order_and_the_last_one_waits_for_its_answer(
     assert released_by(record) is None
 
 
-@pytest.mark.parametrize(
-    "junk",
-    [
-        b"\n", b"\nx\n", b"\n[]\n", b'\n{"what": "released"', b'\n{"what": "bogus"}\n', b'\n{"what": ["released"]}\n',
-        b"\n" + b"[" * 9000 + b"\n", b"\n\xff\xfe\n", b"\n" + b"x" * 100_000, b'\n{"what": 7}\n', b"\nnull\n",
-    ],
-)  # fmt: skip
-def test_what_is_no_request_is_none_and_holds_up_nobody(tmp_path, junk):
-    assert read_requests(a_record(tmp_path, junk)) == ()
-    assert released_by(a_record(tmp_path, junk)) is None
-
-
 def test_a_request_behind_junk_is_read_and_a_record_that_is_full_says_so(tmp_path):
     record = a_record(tmp_path, b"\n" + b"x" * 20_000)
     write_request(record, BY_ROOT)

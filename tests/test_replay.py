@@ -104,25 +104,6 @@ def test_the_table_is_printed_for_a_trace_of_ones_own(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("t_submit_s,gpus,duration_s,user\n0,5,60,a\n", "a job wants 5 devices, and there are 4"),
-        ("t_submit_s,gpus,user\n0,1,a\n", "the column duration_s is missing"),
-        ("t_submit_s,gpus,duration_s,user\n", "there are no jobs in it"),
-        ("t_submit_s,gpus,duration_s,user\n0,one,60,a\n", "line 2: "),
-    ],
-)
-def test_a_trace_that_cannot_be_replayed_is_one_sentence(tmp_path, text, message):
-    path = tmp_path / "trace.csv"
-    path.write_text(text)
-    command = [sys.executable, str(ROOT / "benchmarks" / "replay.py"), str(path), "--devices", str(DEVICES)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr and "Traceback" not in done.stderr
-
-
 def masked_text(path: Path) -> str:
     mask, tape = Mask(), RecordingWriter(str(path), {})
     for second in range(3):

@@ -300,13 +300,3 @@ def test_the_status_is_right_where_our_parent_ignores_the_end_of_children(wrappe
 
     assert status == 2
     assert int(out.split()[1], 16) & 1 << signal.SIGCHLD - 1, "the job inherits it as without us"
-
-
-def test_a_job_that_dies_of_an_interrupt_sent_to_us_makes_us_die_of_it(wrapped):
-    wrapper = wrapped.start("sh", "-c", "echo started; exec sleep 60")
-    assert wrapper.stdout and wrapper.stdout.readline() == "started\n"
-    os.kill(wrapper.pid, signal.SIGINT)
-    wrapper.communicate(timeout=20)
-
-    assert wrapper.returncode == -signal.SIGINT
-    assert not wrapped.is_claimed()

@@ -173,13 +173,6 @@ def test_a_job_that_ends_by_itself_on_the_checkpoint_signal_keeps_its_own_status
     assert job.gpuguard.events()[-1]["message"] == "the time limit is over in 400ms"
 
 
-def test_a_limit_that_was_reached_before_the_time_is_over_leaves_the_job_its_status(job):
-    options = ("--memory-limit", "30GiB", "--time-limit", "30s", "--checkpoint-signal", "USR1", "--grace", "500ms")
-    status, _, err = job(*options, job=job.uses(TELL))
-
-    assert (status, "time limit" in err) == (7, False)
-
-
 def test_a_deaf_tree_is_killed_after_the_grace_and_nobody_else(job, stranger):
     child = f"import subprocess; child = subprocess.Popen([sys.executable, '-c', {job.uses(DEAF)!r}]); {DEAF}"
     enters(job.node, stranger.pid, GIB)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance, a_process, a_uuid
-from claiming import acquire, preview
+from claiming import acquire
 
 from gpuguard.errors import DriverNotFound
-from gpuguard.model import HEALTH
 from gpuguard.request import Request
 
 BUSY = a_device(2, processes=(a_process(pid=812, user="bob"),), memory_used=10 * GIB)
@@ -111,22 +108,6 @@ def test_it_stays_inside_cuda_visible_devices(select, monkeypatch):
     assert (status, output) == (1, "") and "CUDA_VISIBLE_DEVICES=0,2 allows only devices 0, 2" in error
 
 
-def test_an_unhealthy_winner_is_replaced_although_only_winners_are_examined(select, machine):
-    machine.change(3, problems=("row remap pending",))
-
-    assert select() == (0, "1\n", "")
-    assert HEALTH not in machine.asked[0][0]
-
-
-def test_a_shell_sees_the_failure(tmp_path):
-    gpuguard = f"{sys.executable} -m gpuguard"
-    script = f'export GPUGUARD_BACKEND=simulated:{tmp_path}/node; X="$({gpuguard} select -n 99)" || echo "none:$X"'
-    result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)
-
-    assert result.stdout == "none:\n"
-    assert "wanted 99 GPUs, but only 8 exist." in result.stderr
-
-
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3600)
 
 
@@ -216,11 +197,3 @@ def test_what_is_unknown_is_said_and_never_shown_as_0(explain, three_devices):
 
     assert "device 3  ELIGIBLE  choice 2, free memory unknown" in output
     assert "its list of processes is unknown: judged by memory alone" in output
-
-
-def test_it_chooses_what_run_would_choose(explain, three_devices, directory):
-    three_devices.devices = [a_device(i, temperature=90.0 - 10 * i, utilization=10.0 * i) for i in range(4)]
-    _, choice = preview(three_devices, Request(2), directory)
-    _, output = explain("-n", "2")
-
-    assert f"on {', '.join(f'device {device.index}' for device in choice.devices)}." in output

@@ -7,8 +7,6 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from nodes import GIB, a_user, change, eventually, one, start
 
 from gpuguard.backends import simulated, simulated_node
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
-from gpuguard.model import ALL_FIELDS, HEALTH, MEMORY, MODEL, PROCESSES, TOPOLOGY, Device
+from gpuguard.model import ALL_FIELDS, HEALTH, MODEL, PROCESSES, TOPOLOGY, Device
 
 
 @pytest.fixture
@@ -92,14 +90,6 @@ def test_registering_again_replaces_what_was_registered(place):
     simulated.use([0], 2 * GIB, spec=place)
 
     assert [process.memory_used for process in one(backend).processes or ()] == [2 * GIB]
-
-
-def test_memory_that_a_process_grows_to_is_reached_in_time(place):
-    backend = start(place)
-    simulated.use([0], GIB, ramp=(3 * GIB, 1000.0), spec=place)
-    first = one(backend).memory_used
-
-    assert eventually(lambda: one(backend).memory_used > first)
 
 
 def test_released_memory_stays_visible_for_the_delay_but_its_process_does_not(place):
@@ -208,22 +198,6 @@ def test_energy_adds_up_power_over_time_also_across_ramps_and_ends():
     assert simulated_node.total_energy(halfway, halfway.devices[0], 10.0) == pytest.approx(5 * busy + 5 * power)
 
 
-def a_group() -> st.SearchStrategy[tuple[str, int]]:
-    known = st.sampled_from(sorted(simulated_node.MODELS)).map(lambda key: f"{key[0]}-{key[1]}GB")
-    own = st.tuples(st.from_regex(r"Own[A-Za-z0-9_]{0,9}", fullmatch=True), st.integers(1, 999)).map(
-        lambda facts: f"{facts[0]}-{facts[1]}GB"
-    )
-    return st.tuples(st.integers(1, 8), known | own).map(lambda facts: (f"{facts[0]}x{facts[1]}", facts[0]))
-
-
-@given(st.lists(a_group(), min_size=1, max_size=8))
-def test_a_spec_gives_as_many_devices_as_it_says(groups):
-    parts = simulated_node.parse_spec("+".join(text for text, _ in groups))
-
-    assert len(parts) == sum(count for _, count in groups)
-    assert all(model.memory_total >= GIB for model, _ in parts)
-
-
 @given(st.text(max_size=30) | st.text("0123456789xAH10-GB:mig=.,+", max_size=30))
 def test_any_other_text_is_refused_with_a_message_and_nothing_else(text):
     try:
@@ -312,23 +286,6 @@ def test_processes_that_grow_together_stop_at_what_the_device_has(place):
     assert device.memory_free == 0
 
 
-def test_a_slow_driver_takes_its_time_for_each_device(place):
-    backend = start(place, "2xT4")
-    for index in (0, 1):
-        change(place, index, latency=0.05)
-    begin = time.monotonic()
-    backend.sample({MEMORY})
-
-    assert time.monotonic() - begin >= 0.1
-
-
-def test_a_default_node_is_made_on_first_use(place):
-    snapshot = simulated.open(place).sample({MODEL})
-
-    assert snapshot.simulated
-    assert [device.name for device in snapshot.devices] == ["NVIDIA H100 80GB HBM3"] * 8
-
-
 def test_a_state_survives_being_written_and_read(place):
     backend = start(place, "1xA100-40GB:mig=1g.5gb+1xRTX4090")
     simulated.use("1", GIB, 10.0, ramp=(2 * GIB, 5.0), lasting=60.0, spec=place)
@@ -339,25 +296,6 @@ def test_a_state_survives_being_written_and_read(place):
     assert isinstance(state, simulated_node.SimulatedNode)
     assert simulated_node.update(place, lambda same: same) == state
     assert simulated_node.load(place) == state
-
-
-def test_readers_never_see_half_a_state_while_it_is_written(place):
-    start(place, "8xH100-80GB")
-    done = threading.Event()
-
-    def write() -> None:
-        for latency in range(200):
-            change(place, 0, latency=latency / 1e9)
-        done.set()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    reads = 0
-    while not done.is_set() or not reads:
-        state = simulated_node.load(place)
-        assert state and len(state.devices) == 8
-        reads += 1
-    writer.join()
 
 
 def test_the_directory_is_private_to_its_user_unless_another_was_named(tmp_path, monkeypatch):

@@ -135,17 +135,12 @@ def test_a_recommendation_of_the_driver_is_a_problem(tmp_path):
     )  # fmt: skip
 
 
-def test_a_lost_device_is_lost_and_the_name_of_a_process_makes_none_so(tmp_path):
-    assert read(tmp_path, odd={"fan_speed": "GPU is lost"}).devices[0].problems == ("lost",)
+def test_a_lost_device_keeps_its_name_and_its_place_and_the_name_of_a_process_makes_none_lost(tmp_path):
+    (device,) = read(tmp_path, odd={"fan_speed": "GPU is lost"}).devices
+    assert (device.problems, device.name, device.pci_bus_id) == (("lost",), FULL.name, FULL.pci_bus_id)
 
     named = a_device(processes=(a_process(command=("GPU is lost",)),))
     assert read(tmp_path, named).devices[0].problems == ()
-
-
-def test_a_lost_device_keeps_its_name_and_its_place(tmp_path):
-    (device,) = read(tmp_path, odd={"fan_speed": "GPU is lost"}).devices
-
-    assert (device.name, device.pci_bus_id) == (FULL.name, FULL.pci_bus_id)
 
 
 def test_the_power_limit_of_driver_610_is_read_where_it_stands(tmp_path):

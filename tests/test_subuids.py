@@ -70,12 +70,6 @@ def test_without_such_a_file_each_uid_is_a_user(given, content):
     assert accountable_uids([7, FIRST]) == {7: 7, FIRST: FIRST}
 
 
-def test_the_file_is_read_for_such_uids_alone(monkeypatch):
-    monkeypatch.setattr(users, "_given", lambda: pytest.fail("it was read"))
-
-    assert accountable_uids([0, 1000, 60000]) == {0: 0, 1000: 1000, 60000: 60000}
-
-
 @pytest.fixture
 def directory(tmp_path: Path) -> LockDirectory:
     found = lock_directory(str(tmp_path / "claims"))

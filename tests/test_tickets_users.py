@@ -11,7 +11,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,11 @@ from nodes import eventually
 from queues import a_ticket
 from users import ALICE, BOB, HOG, Machine, a_shared_machine
 
-from gpuguard.claims import holders, records
+from gpuguard.claims import holders
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.queue import reservations, tickets
+from gpuguard.queue import reservations
 from gpuguard.queue.state import is_responsive
 from gpuguard.queue.tickets import (
-    IgnoredFile,
     OwnTicket,
     read_tickets,
     record_start,
@@ -70,33 +68,14 @@ def as_user(user: pwd.struct_passwd, what: Callable[[], object], *, stays: bool 
     return child
 
 
-@contextmanager
-def waiting(user: pwd.struct_passwd, directory: LockDirectory, number: int = 1) -> Iterator[int]:
-    """pid of a process of *user* with so many tickets."""
-    kept: list[OwnTicket] = []
-    child = as_user(
-        user, lambda: kept.extend(OwnTicket(directory, ticket_content(a_ticket())) for _ in range(number)), stays=True
-    )
-    try:
-        yield child
-    finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-
-
 @pytest.fixture
 def alice(directory: LockDirectory) -> Iterator[int]:
     """pid of a process of alice that waits in the queue."""
-    with waiting(ALICE, directory) as child:
-        yield child
-
-
-def test_all_see_whose_a_ticket_is(directory: LockDirectory, alice: int) -> None:
-    def look() -> None:
-        ((ticket,), ignored) = read_tickets(directory)
-        assert (ticket.uid, ticket.user, ignored) == (ALICE.pw_uid, ALICE.pw_name, [])
-
-    as_user(BOB, look)
+    kept: list[OwnTicket] = []
+    child = as_user(ALICE, lambda: kept.append(OwnTicket(directory, ticket_content(a_ticket()))), stays=True)
+    yield child
+    os.kill(child, 9)
+    os.waitpid(child, 0)
 
 
 def test_a_stranger_can_wake_but_neither_listen_nor_remove(directory: LockDirectory, alice: int) -> None:
@@ -113,17 +92,6 @@ def test_a_stranger_can_wake_but_neither_listen_nor_remove(directory: LockDirect
     as_user(BOB, tries)
 
 
-def test_a_ticket_in_the_name_of_a_stranger_does_not_count(directory: LockDirectory) -> None:
-    def forge() -> None:
-        own = OwnTicket(directory, ticket_content(a_ticket()))
-        os.rename(own._ticket, own._ticket.replace(f".{BOB.pw_uid}.", f".{ALICE.pw_uid}."))
-        found, ignored = read_tickets(directory)
-        reasons = [(file.uid, file.reason) for file in ignored]
-        assert (found, reasons) == ([], [(BOB.pw_uid, "its name is not that of its owner")])
-
-    as_user(BOB, forge)
-
-
 def test_a_stranger_with_the_number_of_another_users_ticket_does_not_have_its_position(directory, alice):
     (hers,) = read_tickets(directory)[0]
 
@@ -134,15 +102,6 @@ def test_a_stranger_with_the_number_of_another_users_ticket_does_not_have_its_po
         assert len(found) == len({ticket.id for ticket in found}) == 2
 
     as_user(BOB, copy)
-
-
-def test_any_number_of_tickets_of_one_user_costs_the_others_a_bounded_time(directory, alice, monkeypatch):
-    monkeypatch.setattr(tickets, "MOST_OF_ONE", 3)
-    with waiting(BOB, directory, 7):
-        found, ignored = read_tickets(directory)
-
-    assert Counter(ticket.uid for ticket in found) == {ALICE.pw_uid: 1, BOB.pw_uid: 3}
-    assert ignored == [IgnoredFile(BOB.pw_uid, "4 more", f"{BOB.pw_name} has 3 before them")]
 
 
 def test_any_number_of_reservations_of_one_user_costs_the_others_a_bounded_time(directory, monkeypatch):
@@ -206,27 +165,6 @@ def test_any_number_of_descriptors_of_one_user_hides_nobody_elses_lock_and_costs
         found = holders.holders_of(admin.directory, {admin.uuids[7]}, {ALICE.pw_uid, BOB.pw_uid}.__contains__)
 
     assert ([*found[admin.uuids[7]].values()], len(asked)) == ([ALICE.pw_uid], 1)
-
-
-RECORDS = """
-import fcntl, os, sys, time
-for number in range(9):
-    held = os.open(f"{sys.argv[1]}{number}.json", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    os.mkfifo(f"{sys.argv[1]}fifo{number}.json")
-print("ready", flush=True)
-time.sleep(100)
-"""
-
-
-def test_any_number_of_records_of_one_user_hides_nobody_elses(admin, monkeypatch):
-    monkeypatch.setattr(records, "MOST_OF_ONE", 3)
-    started = admin.directory.prefix + f"claim.{BOB.pw_uid}."
-    with admin.job(ALICE, "--note", "mine"), admin.program(BOB, RECORDS, f"{admin.directory.records}/{started}"):
-        found = records.read_records(admin.directory)
-
-    assert sorted(record.user for record in found if record.uid != BOB.pw_uid) == [ALICE.pw_name]
-    assert len(found) <= 1 + 3
 
 
 REQUESTS, ROUNDS = 40, 4

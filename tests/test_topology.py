@@ -25,12 +25,6 @@ def winners(number, devices, connections, **fields):
     return [device.index for device in choose(machine, Request(number, **fields), {}).devices]
 
 
-def test_two_devices_of_one_nvlink_pair_beat_the_highest_indices():
-    connections = pairs(6, lambda i, j: "NVLINK" if (i, j) == (1, 4) else "SYS")
-
-    assert winners(2, [a_device(i) for i in range(6)], connections) == [1, 4]
-
-
 @pytest.mark.parametrize(("better", "worse"), list(combinations(reversed(LEVELS), 2)))
 def test_the_levels_are_ordered(better, worse):
     connections = pairs(4, lambda i, j: better if (i, j) == (0, 2) else worse)
@@ -44,12 +38,6 @@ def test_the_worst_connection_of_a_set_counts_before_the_sum():
     connections = pairs(6, lambda i, j: row.get((i, j), "SYS"))
 
     assert winners(3, [a_device(i) for i in range(6)], connections) == [3, 4, 5]
-
-
-def test_a_pair_that_nobody_knows_counts_as_the_worst():
-    connections = pairs(3, lambda i, j: "SYS" if (i, j) == (0, 1) else None)
-
-    assert winners(2, [a_device(i) for i in range(3)], connections) == [0, 1]
 
 
 def test_without_topology_one_numa_node_is_preferred():

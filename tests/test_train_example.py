@@ -89,16 +89,6 @@ def test_without_a_gpu_and_without_a_node_it_says_what_to_do(place):
     assert said[0] == ""
 
 
-def test_too_much_memory_is_one_clear_line(place):
-    simulated.open(place)
-    with training(place, "--memory", "900GiB") as child:
-        said = child.communicate()[1]
-
-    assert child.returncode == 1
-    assert said.startswith("out of memory on simulated device 0")
-    assert "Traceback" not in said
-
-
 EXAMPLE = str(ROOT / "examples" / "log_numbers.py")
 
 

@@ -23,7 +23,7 @@ from stores import ALICE, FIRST, a_busy_snapshot, at, fill, written
 from gpuguard.claims.directory import lock_directory
 from gpuguard.daemon.service import NEVER_FIRES
 from gpuguard.history import queries, store
-from gpuguard.history.queries import DeviceTotal, Point, query_store
+from gpuguard.history.queries import Point, query_store
 from gpuguard.history.schema import DEVICE_COLUMNS, WIDTH, Slot, UsageSums, holdings, rates_of, rows
 from gpuguard.model import Device, Gap, Snapshot
 from gpuguard.queue.tickets import OwnTicket, ticket_content
@@ -213,24 +213,6 @@ def test_what_was_used_before_a_restart_counts(tmp_path):
     assert "GPU-hours in 0.0417 days" in event["message"]
     assert "GPU-hours in 0.0417 days" in once.stderr
     assert NEVER_FIRES not in once.stderr + daemon.said()
-
-
-def test_what_was_used_is_known_to_all_users_also_after_a_clean_end(tmp_path):
-    def seen() -> list[DeviceTotal]:
-        return query_store(f"{tmp_path}/claims/usage.db", lambda usage: usage.devices(0.0, usage.now + 1))
-
-    def watched(since: float) -> bool:
-        return bool(daemon.state()["snapshot"]["clock"] > since)
-
-    with a_daemon(tmp_path) as daemon:
-        assert eventually(lambda: watched(0.0))
-        assert eventually(seen, 30.0), "10 s slots are written when they are complete"
-        (before, *_), looked = seen(), daemon.state()["snapshot"]["clock"]
-        assert before.device.uuid == daemon.uuid(0)
-        assert eventually(lambda: watched(looked + 1))
-        daemon.end()
-
-    assert seen()[0].seen > before.seen
 
 
 def test_time_in_the_queue_is_known_to_all_users(tmp_path):

@@ -52,20 +52,6 @@ def test_a_user_has_a_name_and_a_stranger_a_number() -> None:
     assert users.user_name(4_000_000_123) == "4000000123"
 
 
-def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    entry = pwd.getpwuid(0)
-
-    def answer(uid: int) -> pwd.struct_passwd:
-        asked.append(uid)
-        return entry
-
-    monkeypatch.setattr(pwd, "getpwuid", answer)
-    names = [users.user_name(7) for _ in range(3)]
-
-    assert (names, asked) == (["root"] * 3, [7])
-
-
 def test_a_directory_service_that_hangs_is_asked_once_and_then_numbers_have_to_do(monkeypatch):
     asked: list[int] = []
     hanging = threading.Event()
