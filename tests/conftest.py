@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from fake_nvml import FakeNvml, library
+from fake_nvml import FakeNvml
 from side_by_side import alone, pytest_collection_modifyitems  # noqa: F401
 from surroundings import clean_environment, pytest_runtest_setup, pytest_terminal_summary  # noqa: F401  (hooks)
 
@@ -27,12 +27,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-
-
-@pytest.fixture(scope="session")
-def fake_nvml_library() -> str:
-    """Path of the fake libnvidia-ml.so.1, built once per session."""
-    return library()
 
 
 @pytest.fixture(scope="session")

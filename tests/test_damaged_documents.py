@@ -2,7 +2,7 @@
 
 It is read as what it says, as nothing, or refused in the words of an error of ours; nothing else gets out, and it takes
 no time.  Views show it in harmless characters.  Whole commands beside such files: test_damaged_files; the socket:
-test_structure_requests; YAML: test_policy_mutations; XML: test_smi; HTTP: test_metrics; recordings: test_recordings.
+test_socket_server; YAML: test_policy_mutations; XML: test_smi; HTTP: test_metrics; recordings: test_recordings.
 """
 
 from __future__ import annotations

@@ -284,17 +284,6 @@ def test_what_is_too_long_or_too_deep_is_one_fault(content, why):
     assert why in fault.text
 
 
-def test_a_fault_shows_the_line_with_a_caret_and_what_was_meant():
-    [fault] = read(document(more="fro: 2h")).faults
-
-    assert fault.lines("/etc/p.yaml") == [
-        "/etc/p.yaml:5:5: 'fro' is no key of 'policies'.",
-        "      fro: 2h",
-        "      ^",
-        "  Did you mean 'for'?",
-    ]
-
-
 def test_the_caret_stands_under_the_place_behind_wide_characters():
     [fault] = read(document(more="only: {users: [张三, alcie]}")).faults[1:]
 

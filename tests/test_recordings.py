@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import subprocess
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from gpuguard.backends import open_backend
 from gpuguard.backends.client import open_worker
 from gpuguard.backends.replay import RecordingWriter, read_samples
 from gpuguard.backtest.backtest import backtest, rehearse
+from gpuguard.backtest.masking import KEPT, MASKED, Mask
 from gpuguard.backtest.recordings import pack, people, read_recording, unpack, views
 from gpuguard.backtest.unit_tests import accounts
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import ALL_FIELDS, WHO_FIELDS, Gap, ProcessStat
 from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.files.loader import parse
-from gpuguard.policies.view import HostUse, RuleView
+from gpuguard.policies.view import HostUse, RuleView, UserUse
 from gpuguard.procfs import process_facts
 from gpuguard.watchdog import Watchdog
 
@@ -368,3 +369,55 @@ def test_nobody_is_touched_because_of_a_recording(tmp_path):
             assert job.poll() is None
         finally:
             job.kill()
+
+
+def masked_text(path: Path) -> str:
+    mask, tape = Mask(), RecordingWriter(str(path), {})
+    for second in range(3):
+        tape.write(mask(pack(a_view(second))))
+    tape.close()
+    return gzip.decompress(path.read_bytes()).decode("ascii")
+
+
+def test_a_mask_lets_no_name_through(tmp_path):
+    text = masked_text(tmp_path / "m.rec")
+    view = a_view()
+
+    names = {*SECRETS.values(), *("wolf", "boson", "hilbert", "pts/77", "python")}
+    names |= {device.uuid for device in view.snapshot.devices}
+    assert [name for name in names if name in text] == []
+    assert [json.dumps(name) for name in names if json.dumps(name)[1:-1] in text] == []
+
+
+def test_a_masked_recording_still_tells_who_is_the_same(tmp_path):
+    masked_text(tmp_path / "m.rec")
+    plain, masked = a_view(2).snapshot, list(views(str(tmp_path / "m.rec")))[2].snapshot
+
+    def people_of(snapshot: model.Snapshot) -> list[list[int]]:
+        users = [process.user for device in snapshot.devices for process in device.processes or ()]
+        return [[place for place, user in enumerate(users) if user == one] for one in dict.fromkeys(users)]
+
+    assert people_of(masked) == people_of(plain)
+    assert masked.devices[8].parent_uuid == masked.devices[7].uuid
+    assert masked.claims[0].devices == (masked.devices[0].uuid,)
+    assert [device.memory_used for device in masked.devices] == [device.memory_used for device in plain.devices]
+    assert masked.devices[7].problems == ("masked problem",)
+
+
+@pytest.mark.parametrize(
+    ("noun", "kind"),
+    [("snapshot", model.Snapshot), ("device", model.Device), ("process", model.GpuProcess),
+     ("claim", model.ClaimRecord), ("host", HostUse), ("use", UserUse)],
+)  # fmt: skip
+def test_every_field_is_either_masked_or_known_to_be_harmless(noun, kind):
+    names = {field.name for field in fields(kind)}
+
+    assert KEPT[noun] | MASKED[noun] == names
+    assert not KEPT[noun] & MASKED[noun]
+
+
+def test_a_field_that_the_mask_does_not_know_does_not_pass():
+    sample = pack(a_view())
+    sample["snapshot"]["devices"][0]["serial"] = "1650522003820"
+
+    assert "1650522003820" not in json.dumps(Mask()(sample))

@@ -38,13 +38,6 @@ def users(*uids: int) -> Exemption:
 BOTH = a_device(processes=(a_process(1, uid=ALICE), a_process(2, uid=BOB, user="bob")))
 
 
-def test_only_those_in_the_scope_are_meant():
-    judgement = judged(a_policy("warn", only=users(BOB)), BOTH)
-
-    assert pids(judgement.verdicts) == {2}
-    assert judgement.notes == ()
-
-
 def test_those_who_are_exempt_are_left_out_with_a_note():
     judgement = judged(a_policy("warn", exempt=(users(BOB),)), BOTH)
 

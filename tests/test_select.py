@@ -130,10 +130,6 @@ def test_winners_come_in_index_order_and_at_most_max_gpus():
     assert chosen(idle, Request(2, max_gpus=9)) == [0, 1, 2, 3, 4]
 
 
-def test_too_few_are_none():
-    assert chosen(a_snapshot(a_device(), a_device(processes=(BOB,))), Request(2)) == []
-
-
 def test_several_devices_are_whole_gpus_or_instances_but_never_both():
     gpu = a_device(0, mig_mode=True)
     instances = [a_mig_instance(gpu, number) for number in range(3)]

@@ -181,23 +181,6 @@ def test_devices_are_connected_as_their_model_allows(place, tmp_path):
     assert len(simulated.open(place).sample({TOPOLOGY}).topology or ()) == 3
 
 
-def test_energy_adds_up_power_over_time_also_across_ramps_and_ends():
-    idle = simulated_node.new_node("1xH100-80GB", "/a", 0.0)
-    (device,) = idle.devices
-    power = device.model.idle_power
-    busy = simulated_node.BUSY_POWER_SHARE * device.model.power_limit
-    ramp = replace(device, utilization=simulated_node.WorkPattern(0.0, 100.0, since=10.0, over=10.0))
-    use = simulated_node.Use(device.uuid, 1, 0.0, simulated_node.WorkPattern(0, 0), 100.0, until=5.0)
-
-    assert simulated_node.total_energy(idle, device, 10.0) == pytest.approx(10 * power)
-    assert simulated_node.total_energy(idle, ramp, 30.0) == pytest.approx(
-        10 * power + 10 * (power + busy) / 2 + 10 * busy
-    )
-    assert simulated_node.total_energy(replace(idle, uses=(use,)), device, 10.0) == pytest.approx(5 * busy + 5 * power)
-    halfway = simulated_node.advanced(replace(idle, uses=(use,)), 7.0, lambda use: True)
-    assert simulated_node.total_energy(halfway, halfway.devices[0], 10.0) == pytest.approx(5 * busy + 5 * power)
-
-
 @given(st.text(max_size=30) | st.text("0123456789xAH10-GB:mig=.,+", max_size=30))
 def test_any_other_text_is_refused_with_a_message_and_nothing_else(text):
     try:

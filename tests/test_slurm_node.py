@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import a_device, a_mig_instance, a_process, a_snapshot, a_uuid
-from nodes import eventually
+from nodes import GIB, a_user, eventually, start
 
+from gpuguard.claims.directory import lock_directory
 from gpuguard.clusters import slurm_node
 from gpuguard.clusters.slurm_node import Job, SlurmNode, SlurmNodeState, given, is_in, jobs_on, node_of
+from gpuguard.daemon import service
+from gpuguard.daemon.service import Daemon, DaemonSettings
+from gpuguard.model import Event
+from gpuguard.policies.idle import IdleRule
+from gpuguard.policies.policy import Policy, Step
+from gpuguard.policies.usage import OutsideSchedulerRule
 from gpuguard.procfs import boot_clock
+from gpuguard.watchdog import Watchdog
 
 # As Slurm 22.05.8 prints them; fields that are not read are left out.
 NODE = (
@@ -316,3 +326,85 @@ def test_why_nothing_is_known_is_said_once(monkeypatch):
         "this is no node of a Slurm cluster: it has neither a slurmd nor a slurm.conf",
         "slurm.conf has PrivateData=jobs, which shows the jobs of others to a daemon of root alone",
     ]
+
+
+OUTSIDE = Policy("outside", (OutsideSchedulerRule(),), hold=0.0, steps=(Step("terminate"),), enforce=False)
+
+
+@pytest.fixture
+def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Event]]:
+    """The steps of a guard on a node on whose device 0 we compute."""
+    monkeypatch.setattr(slurm_node, "TICKS_SECONDS", 0.0)
+
+    def run(*jobs: str, scheduler: bool = True) -> list[Event]:
+        place, events = str(tmp_path / "node"), list[Event]()
+        guard = Watchdog(
+            start(place), (OUTSIDE,), lock_directory(str(tmp_path)), append=lambda event: not events.append(event)
+        )
+        node = SlurmNode(Controller(*jobs), "n1", is_root=True, every=1000.0)
+        if scheduler:
+            guard.scheduled = node.given
+        with a_user(place, "0", 10 * GIB):
+            node.refresh()
+            for _ in range(3):
+                guard.step()
+        return [event for event in events if event.kind == "terminate"]
+
+    return run
+
+
+def test_a_process_outside_the_scheduler_is_found_live(live):
+    events = live(a_job("gpu:1(IDX:1)", uid=os.getuid()))
+
+    assert len(events) == 1
+    assert "of a device that the scheduler has given to nobody" in (events[0].message or "")
+    assert "has given to other users" in (live(a_job("gpu:1(IDX:0)", uid=BOB))[0].message or "")
+
+
+def test_a_user_who_has_the_device_from_slurm_is_left_alone(live):
+    assert live(a_job("gpu:1(IDX:0)", uid=os.getuid())) == []
+    assert live(a_job(None, uid=os.getuid())) == []
+
+
+def test_without_a_scheduler_no_process_is_outside_it(live):
+    assert live(scheduler=False) == []
+
+
+def test_a_scheduler_is_asked_only_where_a_policy_wants_to_know(tmp_path):
+    place = str(tmp_path / "node")
+    asked: list[object] = []
+    guard = Watchdog(start(place), (Policy("p", (IdleRule(5.0),), hold=0.0, steps=(Step("log"),)),))
+    guard.scheduled = asked.append  # type: ignore[assignment]
+    guard.step()
+
+    assert asked == []
+
+
+POLICY = """
+version: 1
+mode: observe
+policies:
+  - name: outside
+    when: {outside_scheduler: {}}
+    for: 1ms
+    steps: [warn]
+"""
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_the_daemon_asks_slurm_on_its_nodes(tmp_path, monkeypatch, here):
+    controller = Controller()
+    monkeypatch.setattr(slurm_node, "is_here", lambda: here)
+    monkeypatch.setattr(slurm_node, "TICKS_SECONDS", 0.0)
+    monkeypatch.setattr(service, "SlurmNode", lambda say: SlurmNode(controller, "n1", is_root=True, say=say))
+    place, file = str(tmp_path / "node"), tmp_path / "policy.yaml"
+    file.write_text(POLICY)
+    backend, events = start(place), list[Event]()
+    with a_user(place, "0", 10 * GIB):
+        settings = DaemonSettings(policy=str(file), interval=0.2)
+        code, judgement = Daemon(
+            backend, lock_directory(str(tmp_path)), settings, print, events.append, lambda event: True
+        ).once()
+
+    assert (code, controller.asked >= 2) == (0, here)
+    assert judgement and [verdict.policy for verdict in judgement.verdicts] == ["outside"] * here

@@ -1,4 +1,7 @@
-"""Tickets, reservations and records of two users: none can hurt, flood, wake without end, or pretend to be another."""
+"""Tickets, reservations and records of several users: none can hurt, flood, or pretend to be another.
+
+A user to whom root has given 65536 more uids (rootless containers) has the share of one user, not of a crowd.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,27 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import a_reservation
+from builders import NOW, UUIDS, a_reservation, a_reserved
 from nodes import eventually
 from queues import a_ticket
+from test_text import a_line
 from users import ALICE, BOB, HOG, Machine, a_shared_machine
 
-from gpuguard.claims import holders
+from gpuguard import users
+from gpuguard.claims import holders, records
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.queue import reservations
-from gpuguard.queue.state import is_responsive
+from gpuguard.enforcement.limits import BURST_LINES, AuditQuota
+from gpuguard.model import Snapshot
+from gpuguard.queue import reservations, tickets
+from gpuguard.queue.backfill import planned_for
+from gpuguard.queue.priority import QueueRules, ReservationKeys, Ticket, order
+from gpuguard.queue.reservations import ReservationStatus, judge, what_if
+from gpuguard.queue.state import QueueFacts, is_responsive, queue_state, usage_of_owners
 from gpuguard.queue.tickets import (
     OwnTicket,
     read_tickets,
@@ -32,8 +43,7 @@ from gpuguard.queue.tickets import (
     unread_since,
     wake,
 )
-
-pytestmark = pytest.mark.root
+from gpuguard.users import accountable_uids
 
 
 @pytest.fixture
@@ -78,6 +88,7 @@ def alice(directory: LockDirectory) -> Iterator[int]:
     os.waitpid(child, 0)
 
 
+@pytest.mark.root
 def test_a_stranger_can_wake_but_neither_listen_nor_remove(directory: LockDirectory, alice: int) -> None:
     def tries() -> None:
         (ticket,) = read_tickets(directory)[0]
@@ -92,6 +103,7 @@ def test_a_stranger_can_wake_but_neither_listen_nor_remove(directory: LockDirect
     as_user(BOB, tries)
 
 
+@pytest.mark.root
 def test_a_stranger_with_the_number_of_another_users_ticket_does_not_have_its_position(directory, alice):
     (hers,) = read_tickets(directory)[0]
 
@@ -104,6 +116,7 @@ def test_a_stranger_with_the_number_of_another_users_ticket_does_not_have_its_po
     as_user(BOB, copy)
 
 
+@pytest.mark.root
 def test_any_number_of_reservations_of_one_user_costs_the_others_a_bounded_time(directory, monkeypatch):
     monkeypatch.setattr(reservations, "MOST_OF_ONE", 3)
     now = time.time()
@@ -116,6 +129,7 @@ def test_any_number_of_reservations_of_one_user_costs_the_others_a_bounded_time(
     assert [(file.uid, file.id) for file in ignored] == [(BOB.pw_uid, "4 more")]
 
 
+@pytest.mark.root
 def test_a_dead_ticket_that_a_stranger_keeps_locked_is_not_waited_for(directory, alice):
     (ticket,) = read_tickets(directory)[0]
     assert is_responsive(directory, ticket)
@@ -136,6 +150,7 @@ def test_a_dead_ticket_that_a_stranger_keeps_locked_is_not_waited_for(directory,
     assert not is_responsive(directory, ticket)
 
 
+@pytest.mark.root
 def test_a_mark_of_having_been_served_that_another_user_made_does_not_count(directory, alice):
     as_user(BOB, lambda: Path(f"{directory.records}/{directory.prefix}served.{ALICE.pw_uid}").touch())
     assert read_tickets(directory)[0][0].served is None
@@ -145,6 +160,7 @@ def test_a_mark_of_having_been_served_that_another_user_made_does_not_count(dire
     assert read_tickets(directory)[0][0].served is not None
 
 
+@pytest.mark.root
 def test_any_number_of_descriptors_of_one_user_hides_nobody_elses_lock_and_costs_a_bounded_time(admin, monkeypatch):
     asked, really, sleeping = [], holders.locked_by, "import time; print('ready', flush=True); time.sleep(100)"
 
@@ -215,6 +231,7 @@ def flooded(site: Path) -> Iterator[Flooded]:
             os.close(flooded.turns)
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("fair", [True, False])
 def test_at_most_one_job_of_a_flood_of_forty_starts_before_hers(flooded, fair):
     rules = flooded.machine.place / "line.yaml"
@@ -230,3 +247,152 @@ def test_at_most_one_job_of_a_flood_of_forty_starts_before_hers(flooded, fair):
         turns.append({flooded.next(), flooded.next()})
 
     assert turns == [{ALICE.pw_name, BOB.pw_name}] * ROUNDS if fair else turns == [{BOB.pw_name}]
+
+
+FIRST, MORE = 100_000, 300_000
+GIVEN = f"""
+# who has which
+{BOB.pw_name}:{FIRST}:65536
+{ALICE.pw_name}:200000:65536
+{BOB.pw_name}:{MORE}:10
+broken:line
+other:1:2:3
+other:x:{"9" * 5000}
+"""
+
+
+@pytest.fixture(autouse=True)
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "subuid").write_text(GIVEN)
+    monkeypatch.setattr(users, "SUBUIDS", str(tmp_path / "subuid"))
+    return tmp_path / "subuid"
+
+
+def test_all_uids_that_one_user_was_given_are_one_user():
+    uids = (0, 1001, FIRST, FIRST + 65535, FIRST + 65536, MORE, MORE + 9, MORE + 10, 200_000, 4_000_000_000)
+    same = {FIRST: FIRST, FIRST + 65535: FIRST, MORE: FIRST, MORE + 9: FIRST, 200_000: 200_000}
+
+    assert accountable_uids(uids) == {uid: same.get(uid, uid) for uid in uids}
+
+
+def test_what_root_gives_later_is_known_at_once(given):
+    assert accountable_uids([500_007]) == {500_007: 500_007}
+    given.write_text("carol:500000:100\n")
+
+    assert accountable_uids([500_007, FIRST + 1]) == {500_007: 500_000, FIRST + 1: FIRST + 1}
+
+
+@pytest.mark.parametrize("content", [None, "", "\n\n", b"\xff:1:1\n"])
+def test_without_such_a_file_each_uid_is_a_user(given, content):
+    given.unlink()
+    if content is not None:
+        given.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    assert accountable_uids([7, FIRST]) == {7: 7, FIRST: FIRST}
+
+
+@contextmanager
+def as_uid(uid: int) -> Iterator[None]:
+    """As that user, for files."""
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+CROWD = [FIRST + number for number in range(20)]
+
+
+@pytest.mark.root
+def test_records_of_all_uids_of_one_user_hide_no_other_users(directory, monkeypatch):
+    monkeypatch.setattr(records, "MOST_OF_ONE", 3)
+    held = []
+    for uid in (*CROWD, ALICE.pw_uid):
+        with as_uid(uid):
+            held.append(os.open(records.record_path(directory, uid, f"c{uid}"), os.O_RDWR | os.O_CREAT, 0o644))
+            fcntl.flock(held[-1], fcntl.LOCK_EX)
+    uids = [record.uid for record in records.read_records(directory)]
+    for descriptor in held:
+        os.close(descriptor)
+
+    assert len(uids) == 4
+    assert ALICE.pw_uid in uids
+
+
+@pytest.fixture
+def tickets_of(directory) -> Iterator[Callable[..., None]]:
+    """Makes a ticket of each uid."""
+    with ExitStack() as stack:
+
+        def make(*uids: int) -> None:
+            for uid in uids:
+                with as_uid(uid):
+                    stack.callback(OwnTicket(directory, ticket_content(a_ticket())).withdraw)
+
+        yield make
+
+
+def queued(directory: LockDirectory, usage: dict[int, float] | None = None, mine: Ticket | None = None) -> list[int]:
+    """The uids of the tickets in the order of the queue."""
+    state = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), QueueFacts(usage=usage), QueueRules(), mine)
+    return [position.ticket.uid for position in state.positions]
+
+
+@pytest.mark.root
+def test_a_user_with_many_uids_waits_in_the_queue_as_one(directory, tickets_of, monkeypatch):
+    monkeypatch.setattr(tickets, "MOST_OF_ONE", 5)
+    tickets_of(*CROWD, ALICE.pw_uid)
+    found, ignored = read_tickets(directory)
+
+    # One of the first two positions, though 20 came before her; the clock of a file system has steps of 4 ms.
+    assert ALICE.pw_uid in [ticket.uid for ticket in order(found, {}, QueueRules(), found[0].since + 60.0)][:2]
+    assert ALICE.pw_uid in queued(directory)[:2]
+    assert len(found) == 6
+    assert [(file.uid, file.id) for file in ignored] == [(FIRST, "15 more")]
+
+
+@pytest.mark.root
+def test_a_user_who_only_asks_for_a_position_counts_as_one_too(directory, tickets_of):
+    tickets_of(ALICE.pw_uid)
+    mine = a_ticket(FIRST + 1, since=time.time() - 1.0)
+
+    assert queued(directory, {FIRST + 2: 1e6}, mine) == [ALICE.pw_uid, FIRST + 1]
+
+
+@pytest.mark.root
+def test_what_one_uid_of_a_user_has_had_puts_the_others_behind(directory, tickets_of):
+    tickets_of(FIRST + 1, ALICE.pw_uid)
+
+    assert queued(directory, {FIRST + 2: 1e6}) == [ALICE.pw_uid, FIRST + 1]
+
+
+def test_what_was_had_by_one_of_the_uids_counts_for_the_others():
+    assert usage_of_owners({FIRST: 10.0, FIRST + 7: 20.0, MORE: 1.0, 1001: 5.0}) == {FIRST: 31.0, 1001: 5.0}
+
+
+def test_all_uids_of_one_user_reserve_as_much_as_one():
+    keys = ReservationKeys(devices=2)
+    crowd = [a_reservation(FIRST + number, gpus=2, made=NOW - 9 + number) for number in range(4)]
+    statuses = judge([*crowd, a_reservation(1001, gpus=2)], UUIDS, (), {}, keys, NOW)
+    refused = what_if(a_reservation(FIRST + 9, gpus=1), a_reserved(ReservationStatus(crowd[0])), UUIDS)
+
+    assert [status.counts for status in statuses] == [True, False, False, False, True]
+    assert refused.startswith("users may reserve 2 GPUs at a time here")
+
+
+def test_one_user_is_planned_and_lifted_as_one():
+    crowd = [a_ticket(FIRST + number, owner_uid=FIRST, since=float(number)) for number in range(300)]
+    others = [a_ticket(1001, since=1000.0)]
+
+    assert planned_for([*crowd, *others])[-1] == others[0]
+    assert len(planned_for([*crowd, *others])) < 300
+    assert order([*crowd, *others], {}, QueueRules(bound=10.0), 1e6)[:2] == [crowd[0], others[0]]
+
+
+def test_a_user_with_many_uids_writes_as_many_lines_as_others():
+    lines = AuditQuota()
+    number = sum(lines.admits(a_line(str(FIRST + each % 50)), 5000.0) for each in range(BURST_LINES + 500))
+
+    assert number == BURST_LINES
+    assert lines.admits(a_line("alice"), 5000.0)

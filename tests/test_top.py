@@ -212,14 +212,6 @@ async def test_the_cursor_is_kept_in_sight(stage):
 
 
 @on_screen()
-async def test_a_new_size_is_a_new_page(stage):
-    assert sum("UTL" in line for line in stage.lines()) == 2
-    await stage.pilot.resize_terminal(80, 8)
-    await stage.until(lambda: not any("UTL" in line for line in stage.lines()))
-    assert {len(line) <= 80 for line in stage.lines()} == {True}
-
-
-@on_screen()
 async def test_a_driver_that_hangs_is_told_while_the_keys_still_work(stage, monkeypatch):
     monkeypatch.setattr("gpuguard.top.app.SILENT", 0.2)
     stage.feed.answers.clear()
@@ -362,10 +354,3 @@ async def test_without_colours_there_are_none(stage):
 
     assert stage.board.colours is None
     assert all(color is None or color.get_truecolor().red == color.get_truecolor().blue for color in colours)
-
-
-@on_screen()
-async def test_light_and_dark(stage):
-    dark = stage.board.colours
-    await stage.press("l")
-    assert stage.board.colours != dark and stage.app.theme == "textual-light"

@@ -1,16 +1,26 @@
-"""packaging/gpuguard.service: systemd accepts it, and finds little to fear in it."""
+"""packaging/gpuguard.service: systemd finds little to fear in it, and the daemon guards with what it gives."""
 
 from __future__ import annotations
 
+import fcntl
+import importlib.util
+import json
+import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from daemons import SOMEBODY
+from daemons import PASSWD, SOMEBODY, WITH_SOMEBODY, DaemonUnderTest, somebodys
+from nodes import GIB, eventually
 from sources import ROOT
-from users import interpreter
+from users import a_site, interpreter
 
 from gpuguard import capabilities
 from gpuguard.cli import build_parser
@@ -104,12 +114,16 @@ CODE = "import os, subprocess, sys; sys.path[:0] = [{0!r}]; from gpuguard import
 EFFECTIVE = ["grep", "CapEff", "/proc/self/status"]
 
 
+def with_rights(uid: int, names: tuple[str, ...], *groups: str) -> list[str]:
+    """A Python of an ordinary user with these capabilities alone."""
+    caps = ",".join(["-all", *(f"+{name}" for name in names)])
+    rights = ["--no-new-privs", "--inh-caps", caps, "--ambient-caps", caps, "--bounding-set", caps]
+    return ["setpriv", "--reuid", str(uid), "--regid", str(uid), *groups, *rights, interpreter()]
+
+
 def started_with(names: tuple[str, ...], code: str) -> str:
     """What *code* prints as an ordinary user with these capabilities alone."""
-    given = ",".join(["-all", *(f"+{name}" for name in names)])
-    who = ["--reuid", str(SOMEBODY), "--regid", str(SOMEBODY), "--clear-groups", "--no-new-privs"]
-    caps = ["--inh-caps", given, "--ambient-caps", given, "--bounding-set", given]
-    words = ["setpriv", *who, *caps, interpreter(), "-c", CODE.format(str(ROOT), code)]
+    words = [*with_rights(SOMEBODY, names, "--clear-groups"), "-c", CODE.format(str(ROOT), code)]
     done = subprocess.run(words, capture_output=True, text=True, cwd="/", timeout=30, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -161,3 +175,187 @@ def test_nothing_is_assumed_where_the_kernel_does_not_say(monkeypatch):
     monkeypatch.setattr("builtins.open", lambda *_, **__: (_ for _ in ()).throw(OSError(2, "no /proc")))
 
     assert capabilities.has(capabilities.KILL) is False
+
+
+GUARD = SOMEBODY + 2
+GIVEN = ("kill", "sys_ptrace")
+POLICY = """
+version: 1
+mode: enforce
+interval: {{shortest: 200ms, longest: 200ms}}
+policies:
+  - name: hogs
+    for: 0s
+    when: {{memory: {{above: 20GiB}}}}
+    at_most: {{processes: 20, users: 20}}
+    steps: [{steps}]
+{more}
+"""
+# In front of a terminal of somebody's.
+AT_A_TERMINAL = """
+import fcntl, os, sys, termios, time
+from gpuguard.backends import simulated
+os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+simulated.use("0", 40 * 2**30, 50.0, spec=sys.argv[1])
+os.setgroups([]); os.setresgid(*[int(sys.argv[2])] * 3); os.setresuid(*[int(sys.argv[2])] * 3)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Path]:
+    """What an ordinary user can import, wherever the checkout lies."""
+    with a_site() as place:
+        found = importlib.util.find_spec("yaml")
+        assert found and found.origin
+        shutil.copytree(Path(found.origin).parent, place / "yaml", ignore=shutil.ignore_patterns("__pycache__"))
+        subprocess.run(["chmod", "-R", "a+rX", str(place)], check=True)
+        yield place
+
+
+@pytest.fixture
+def place(open_place: Path) -> Path:
+    """Root's, open for everybody to look."""
+    return open_place
+
+
+@contextmanager
+def a_guard(
+    place: Path, site: Path, steps: str, *, given: tuple[str, ...] = GIVEN, more: str = ""
+) -> Iterator[DaemonUnderTest]:
+    """A daemon of user GUARD with these capabilities, on a node and claims of root's, with `--enforce`."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("NOT TESTED: needs a private mount namespace (not in a chroot)")
+    guard = DaemonUnderTest(place)
+    guard.gpuguard("setup", "--dir", str(place / "claims"))
+    for own in (place / "claims" / "daemon", place / "log"):
+        own.mkdir(mode=0o755)
+        os.chown(own, GUARD, GUARD)
+    guard.policy.write_text(POLICY.format(steps=steps, more=more))
+    os.chown(guard.policy, 0, GUARD)
+    guard.policy.chmod(0o640)
+    guard.log = place / "log" / "events.jsonl"
+    names = PASSWD + PASSWD.replace("somebody", "guard", 1).replace(str(SOMEBODY), str(GUARD))
+    (place / "passwd").write_text(Path("/etc/passwd").read_text() + names)
+    words = ["unshare", "-m", "sh", "-c", WITH_SOMEBODY, "sh", str(place / "passwd")]
+    words += [*with_rights(GUARD, given, "--groups", "5"), "-m", "gpuguard"]  # of terminals: tty
+    words += ["daemon", "--policy", str(guard.policy), "--enforce", "--interval", "200ms"]
+    environment = {**guard.gpuguard.environment, "PYTHONPATH": str(site), "GPUGUARD_EVENTS": str(guard.log)}
+    with (place / "said").open("w") as said:
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": said, "start_new_session": True, "cwd": "/"}
+        guard.process = subprocess.Popen(words, env=environment, text=True, **quiet)
+    try:
+        guard.until("daemon")
+        yield guard
+        assert guard.end() == 0
+    finally:
+        guard.process.kill()
+        guard.process.wait()
+
+
+@with_capabilities
+def test_it_ends_the_process_of_another_user_and_a_bystander_lives(place, site):
+    with a_guard(place, site, "terminate") as guard, somebodys(guard.node, "0", 10 * GIB) as bystander:
+        with somebodys(guard.node, "0", 40 * GIB) as offender:
+            assert offender.wait(20) == -signal.SIGTERM, guard.said()
+        assert bystander.poll() is None
+        event = guard.until("terminate")[0]
+
+    assert (event["outcome"], event["pid"], event["user"]) == ("about to", offender.pid, "somebody")
+    assert (guard.log.stat().st_uid, guard.log.stat().st_mode & 0o777) == (GUARD, 0o600)
+    assert "enforcing" in guard.said()
+    assert "without CAP" not in guard.said()
+
+
+@with_capabilities
+@pytest.mark.parametrize(("given", "missing"), [((), "CAP_KILL"), (("kill",), "CAP_SYS_PTRACE")])
+def test_without_its_capabilities_nothing_is_signalled_and_it_says_why(place, site, given, missing):
+    with a_guard(place, site, "terminate", given=given) as guard, somebodys(guard.node, "0", 40 * GIB) as offender:
+        event = guard.until("terminate")[0]
+
+        assert offender.poll() is None
+    assert event["outcome"] == "refused"
+    assert f"this is guard without {missing}" in guard.said()
+    assert "enforcing, but not against other users" in guard.said()
+    assert ("runs without CAP_KILL" in event["message"]) == (missing == "CAP_KILL")
+
+
+@with_capabilities
+def test_who_asks_and_who_only_looks_finds_it(place, site):
+    with a_guard(place, site, "log") as guard, somebodys(guard.node, "0", 40 * GIB):
+        guard.until("log")
+        assert eventually((place / "claims" / "daemon" / "state.json").exists)
+        who = guard.gpuguard("who", "--json")
+        kept = guard.gpuguard("keep", "--for", "1h", "--user", str(SOMEBODY))
+        kinds = [event["kind"] for event in guard.events()]
+
+        assert json.loads(who.stdout)["age_seconds"] is not None, "the daemon's answer"
+        assert kept.returncode == 0, kept.stderr
+        assert "keep" in kinds
+    assert {path.name for path in (place / "claims").iterdir()} == {"daemon", "lock", "claims"}
+
+
+@with_capabilities
+def test_it_sees_what_others_run_and_which_of_them_hold_a_claim(place, site):
+    more = """
+  - name: programs
+    for: 0s
+    when: {command: {executables: ["/*python*"]}}
+    steps: [log]
+"""
+    with a_guard(place, site, "log", more=more) as guard:
+        lock = place / "claims" / "lock" / guard.uuid(1)
+        with somebodys(guard.node, "1", 1 * GIB, lock=str(lock)) as holder:
+            [event] = guard.until("log")[:1]
+            assert event["facts"]["policy"] == "programs"
+            state = place / "claims" / "daemon" / "state.json"
+            assert eventually(lambda: f'"holders":[{holder.pid}]' in state.read_text()), state.read_text()
+
+
+@with_capabilities
+def test_a_hook_has_none_of_its_capabilities(place, site):
+    hook, seen = place / "hook", place / "log" / "seen"
+    hook.write_text(
+        f"#!/bin/sh\ngrep -h Cap /proc/self/status > {seen}.new\nid -u >> {seen}.new\nmv {seen}.new {seen}\n"
+    )
+    hook.chmod(0o755)
+    more = f"notify: {{tell: {{hook: {{command: [{hook}]}}}}}}"
+    with a_guard(place, site, "{do: run_hook, hook: tell}", more=more) as guard, somebodys(guard.node, "0", 40 * GIB):
+        assert eventually(seen.exists, 20), guard.said()
+
+    *capabilities, uid = seen.read_text().splitlines()
+    by_name = {line.split()[0]: int(line.split()[1], 16) for line in capabilities}
+    assert (uid, by_name["CapEff:"], by_name["CapPrm:"], by_name["CapAmb:"]) == (str(GUARD), 0, 0, 0)
+
+
+@with_capabilities
+def test_a_policy_file_that_its_own_user_could_write_is_refused(place, site):
+    with a_guard(place, site, "terminate") as guard:
+        os.chown(guard.policy, GUARD, GUARD)
+        guard.process.send_signal(signal.SIGHUP)
+
+        assert eventually(lambda: "refused" in [event["outcome"] for event in guard.events("policy")]), guard.said()
+    assert f"belongs to uid {GUARD}" in guard.said()
+
+
+@with_capabilities
+@pytest.mark.terminal
+def test_it_warns_on_the_terminal_of_another_user_in_their_language(place, site):
+    ours, theirs = os.openpty()
+    os.fchown(theirs, SOMEBODY, 5)
+    os.fchmod(theirs, 0o620)
+    more = "messages: {zh: {body: '请注意 $user：$why'}}"
+    try:
+        with a_guard(place, site, "warn", more=more) as guard:
+            words = [sys.executable, "-c", AT_A_TERMINAL, guard.node, str(SOMEBODY)]
+            with subprocess.Popen(words, stdin=theirs, stdout=subprocess.PIPE, text=True) as child:
+                assert child.stdout and child.stdout.readline() == "ready\n"
+                event = guard.until("warn")[0]
+                child.kill()
+        assert event["outcome"] == "done", event
+        fcntl.fcntl(ours, fcntl.F_SETFL, os.O_NONBLOCK)
+        assert "请注意 somebody：" in os.read(ours, 65536).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)

@@ -251,14 +251,6 @@ def test_without_a_store_it_says_so_at_load_and_a_quota_of_gpu_time_never_fires(
     assert str(tmp_path / "file") in said
 
 
-def test_policies_that_do_not_ask_for_gpu_time_are_not_told_about_it(tmp_path):
-    policy = QUOTA.replace("quota: {gpu_hours: LIMIT, within: 1h}", "memory: {above: 1GiB}")
-    daemon = DaemonUnderTest(tmp_path)
-    daemon.policy.write_text(policy)
-
-    assert NEVER_FIRES not in daemon.gpuguard("daemon", "--policy", str(daemon.policy), "--once").stderr
-
-
 LONGEST = 30.0
 
 

@@ -6,13 +6,9 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from builders import Machine, a_device
@@ -77,11 +73,6 @@ def test_when_it_does_not_fit_the_exit_code_says_why(wait, machine, directory, w
     assert read_tickets(directory) == ([], [])
 
 
-def test_an_alternative_that_fits_is_as_good(wait, machine, directory):
-    with acquire(machine, Request(), directory):
-        assert wait("-n", "2", "--or", "-n 1") == (0, "0\n", "")
-
-
 @pytest.mark.parametrize(
     ("where", "message"),
     [
@@ -113,20 +104,6 @@ def test_a_mail_says_which_devices_and_that_nobody_keeps_them(wait):
     assert letter.recipients == ["me@example.org"]
     assert letter.content["Subject"] == f"GPU 1 of {host} is free"
     assert f"GPU 1 of {host} would fit now." in letter.body and "`gpuguard run` claims it." in letter.body
-
-
-def test_a_program_gets_the_message(wait, tmp_path):
-    program = tmp_path / "tell"
-    program.write_text('#!/bin/sh\necho "$GPUGUARD_SUBJECT" > "$(dirname "$0")/told"\n')
-    program.chmod(0o755)
-    for folder in (tmp_path, *tmp_path.parents):  # root's hooks run as nobody
-        if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
-            folder.chmod(folder.stat().st_mode | 0o755)
-    (tmp_path / "told").touch()
-    (tmp_path / "told").chmod(0o666)
-
-    assert wait("--notify", str(program)) == (0, "1\n", "")
-    assert (tmp_path / "told").read_text() == f"GPU 1 of {os.uname().nodename} is free\n"
 
 
 def test_a_message_that_cannot_be_sent_is_said_and_the_answer_stands(wait):
@@ -174,18 +151,6 @@ def test_who_gives_up_leaves_no_ticket(gpuguard, waiting, signum, tmp_path):
     assert "Traceback" not in waiting.stderr.read()
     assert gpuguard.json("queue")["places"] == []
     until(lambda: not list((tmp_path / "claims").rglob("*ticket.*")), "its file is removed")
-
-
-def test_a_shell_loop_around_it_ends_with_ctrl_c(gpuguard, waiting):
-    loop = ["sh", "-c", 'while "$@"; do :; done; echo over', "sh", *gpuguard.words("wait", "--quiet")]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(loop, env=gpuguard.environment, start_new_session=True, **pipes) as shell:
-        until(lambda: len(gpuguard.json("queue")["places"]) == 2, "it waits too")
-        # What the terminal does at Ctrl-C: the whole group.
-        subprocess.run([sys.executable, "-c", f"import os; os.killpg({shell.pid}, 2)"], check=True)
-        output, _ = shell.communicate(timeout=30)
-
-    assert "over" not in output
 
 
 MISSING = NotEnoughGpus("wanted 2 GPUs: number 1 of 1 in line, starts now.\n  device 0: busy\nadvice", 2, 0)
@@ -324,17 +289,6 @@ def test_ctrl_c_leaves_an_empty_line(gpuguard, job):
 
         assert process.wait(timeout=30) == -2
         assert shown_until().endswith("\r\x1b[K")
-
-
-def test_a_log_of_a_waiting_run_names_every_device_once(gpuguard, job, tmp_path):
-    with open(tmp_path / "log", "w") as log, gpuguard.start("run", "--", "true", stderr=log) as second:
-        until(lambda: "shows each device" in (tmp_path / "log").read_text())
-        second.kill()
-
-    text = undated((tmp_path / "log").read_text())
-    assert re.match(r"gpuguard: \S+ \S+ queued: wanted 1 GPU: number 1 of 1 in line, starts in about 2h, when ", text)
-    assert [text.count(f"\n  device {index}: claimed by ") for index in (0, 1)] == [1, 1]
-    assert text.endswith("\n`gpuguard explain -n 1` shows each device.\n")
 
 
 @pytest.mark.parametrize(

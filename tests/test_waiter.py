@@ -6,19 +6,149 @@ import contextlib
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from nodes import change, eventually
-from waiters import Room, Waiter
+from nodes import Gpuguard, a_user, change, eventually, start
 
 from gpuguard.backends.simulated_node import WorkPattern
-from gpuguard.queue.leader import MAY_START
+from gpuguard.claims.directory import lock_directory
+from gpuguard.claims.records import read_records
+from gpuguard.queue.leader import MAY_START, flock_holder
 from gpuguard.queue.state import is_stopped
 from gpuguard.queue.tickets import read_tickets, wake
 from gpuguard.queue.waiter import WATCH_SECONDS
+
+# The command line with shorter times, and with a note of each look at the devices.
+IMPATIENT = """
+import os, sys
+from gpuguard.queue import leader as leading, waiter as waiting, state
+from gpuguard.backends import client
+for name, seconds in (word.split("=") for word in os.environ["WAITERS"].split()):
+    module = next(module for module in (waiting, leading, state) if hasattr(module, name))
+    setattr(module, name, float(seconds))
+    if hasattr(leading, name) and hasattr(waiting, name):
+        setattr(leading, name, float(seconds))
+if os.environ.get("NO_INOTIFY"):
+    def refused(self, path):
+        raise OSError(28, "No space left on device")
+    leading.DirectoryWatch.__init__ = refused
+sample = client.WorkerBackend.sample
+def noted(self, *words):
+    with open(os.environ["SAMPLES"], "a") as notes:
+        notes.write(f"{os.getpid()}\\n")
+    return sample(self, *words)
+client.WorkerBackend.sample = noted
+from gpuguard.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+STEADY = "OWN_CHECK_SECONDS=300 HEALTH_SECONDS=300"
+
+
+class Waiter:
+    """`gpuguard run` in the queue, or with its job."""
+
+    def __init__(self, room: Room, process: subprocess.Popen[str]) -> None:
+        self.room, self.process, self.pid = room, process, process.pid
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has a ticket."""
+        return any(ticket.pid == self.pid for ticket in read_tickets(self.room.directory)[0])
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has a claim."""
+        return any(record.pid == self.pid for record in read_records(self.room.directory))
+
+    @property
+    def leads(self) -> bool:
+        """Whether it leads the queue."""
+        return self.room.leader == self.pid
+
+    def signal(self, number: int) -> None:
+        """Only to it, not to its job."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """It and its job."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+class Room:
+    """A node with so many devices, and all requests that wait for one."""
+
+    def __init__(self, place: Path, devices: int = 1, times: str = STEADY, **variables: str) -> None:
+        self.place, self.samples = place, place / "samples"
+        self.holders: set[int] = set()  # pids of job()
+        start(str(place / "node"), f"{devices}xH100-80GB")
+        self.gpuguard = Gpuguard(place, None, SAMPLES=str(self.samples), WAITERS=times, **variables)
+        self.directory = lock_directory(str(place / "claims"))
+
+    @contextlib.contextmanager
+    def run(self, *words: str, quiet: bool = True) -> Iterator[Waiter]:
+        """`gpuguard run` with these options; killed at the end."""
+        process = subprocess.Popen(
+            [sys.executable, "-c", IMPATIENT, "run", *["--quiet"] * quiet, *words, "--", "sleep", "600"],
+            env=self.gpuguard.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=os.setpgrp,  # of this session still: or SIGTSTP would not stop it, as no shell could continue it
+        )
+        waiter = Waiter(self, process)
+        try:
+            yield waiter
+        finally:
+            waiter.kill()
+
+    @contextlib.contextmanager
+    def job(self, *words: str, **more: object) -> Iterator[Waiter]:
+        """A job that runs."""
+        with self.run(*words, **more) as waiter:  # type: ignore[arg-type]
+            self.holders.add(waiter.pid)
+            assert eventually(lambda: waiter.runs, 30.0), waiter.process.poll()
+            yield waiter
+
+    @contextlib.contextmanager
+    def wait(self, *words: str, **more: object) -> Iterator[Waiter]:
+        """A request in the queue, which has a leader."""
+        with self.run(*words, **more) as waiter:  # type: ignore[arg-type]
+            assert eventually(lambda: waiter.waits and self.leader is not None, 30.0), waiter.process.poll()
+            yield waiter
+
+    @property
+    def leader(self) -> int | None:
+        """pid of the process that holds the lock of the queue."""
+        path = self.directory.lock_path("queue")
+        if not os.path.exists(path):
+            return None
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            return flock_holder(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def looks(self) -> int:
+        """How often the driver was asked, but for the watchdogs of jobs."""
+        pids = self.samples.read_text().split() if self.samples.exists() else []
+        return sum(int(pid) not in self.holders for pid in pids)
+
+    def stranger(self, device: int = 0) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+        """A process on a device without a claim."""
+        return a_user(str(self.place / "node"), str(device), 10 * 2**30)
+
+    def suffer(self, device: int, *faults: str) -> None:
+        """The device has these faults from now on, or none."""
+        change(str(self.place / "node"), device, faults=faults)
+
 
 LONG = 30.0  # far beyond any answer
 
@@ -52,7 +182,7 @@ def test_a_request_starts_when_the_claim_before_it_ends(room: Room, end: Callabl
 
 
 def test_a_request_starts_when_the_job_of_a_killed_wrapper_ends(room: Room) -> None:
-    with room.job(command=("sleep", "600")) as holder, room.wait() as waiter:
+    with room.job() as holder, room.wait() as waiter:
         holder.signal(signal.SIGKILL)
         holder.process.wait()
         calmly(room)
@@ -73,16 +203,6 @@ def test_a_request_outlives_a_list_of_processes_with_a_pid_that_none_can_have(ro
         room.suffer(0)
 
         assert eventually(lambda: waiter.runs, LONG)
-
-
-def test_a_request_starts_when_a_process_without_a_claim_ends(room: Room) -> None:
-    with room.stranger() as stranger, room.wait() as waiter:
-        looked = calmly(room)
-        stranger.kill()
-        stranger.wait()
-
-        assert eventually(lambda: waiter.runs, LONG)
-        assert looked < room.looks() <= looked + 8
 
 
 @pytest.mark.parametrize("how", ["its time is over", "root ends it"])
@@ -278,12 +398,6 @@ def test_a_request_that_became_impossible_while_waiting_is_refused(tmp_path: Pat
             _, said = waiter.process.communicate(timeout=LONG)
             assert waiter.process.returncode == 125, said
             assert "2 GPUs" in said
-
-
-def test_where_no_start_is_planned_a_small_job_may_go_first(tmp_path: Path) -> None:
-    room = Room(tmp_path, devices=2)
-    with room.job(), room.wait("-n", "2"):
-        assert room.gpuguard("run", "--no-wait", "--", "true").returncode == 0
 
 
 def test_without_inotify_the_locks_are_checked_now_and_then(tmp_path: Path) -> None:

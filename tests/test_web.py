@@ -304,9 +304,6 @@ def test_a_user_with_many_uids_without_a_name_hides_no_other_and_no_note_is_long
     assert len(json.dumps(seen)) < 100_000
 
 
-pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
-pytest.importorskip("uvicorn", reason="NOT TESTED: needs the extra web")
-
 REQUESTS = 2400
 PATHS = (
     "/", "/api/now", "/api/chart?metric=memory&seconds=60", "/api/chart?metric=../../x&seconds=9e999", "*",

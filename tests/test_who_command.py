@@ -8,10 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import pytest
-from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
+from builders import GIB, a_claim_record, a_device, a_snapshot
 from claiming import acquire
 from nodes import a_user, change, on_terminal, start
 from test_who import DOCUMENT, documented, printed
@@ -19,7 +18,7 @@ from test_who import DOCUMENT, documented, printed
 from gpuguard import device_state
 from gpuguard.backends import open_backend, simulated
 from gpuguard.claims.directory import lock_directory
-from gpuguard.model import Gap, Snapshot
+from gpuguard.model import Snapshot
 from gpuguard.request import Request
 from gpuguard.views.who import MOST_CLAIMS, to_json, to_text
 
@@ -126,17 +125,6 @@ def test_a_stopped_job_says_so(who):
 
         assert who()["devices"][0]["claims"][0]["stopped"] is True
         assert who()["devices"][0]["processes"][0]["stopped"] is True
-
-
-def test_hostile_arguments_of_a_real_process_are_written_out(command):
-    with using("0", b"\x1b[2J\x1b]0;x\x07", "李小明\u202e\n", b"\xff", "x" * 500):
-        status, text, _ = command("who")
-
-    assert status == 0
-    assert text.replace("\n", "").isprintable()
-    assert r"'\x1b[2J\x1b]0;x\x07'" in text
-    assert r"李小明\u202e\n" in text
-    assert "x" * 500 in text  # a pipe gets the whole command line
 
 
 def test_devices_can_be_chosen_by_index_and_by_the_beginning_of_the_uuid(who):
@@ -262,39 +250,3 @@ def test_hundreds_of_records_of_one_user_take_a_few_lines_and_hide_nobody_elses_
     assert sum("hers" in line for line in lines) == 1
     assert not any(" more" in line for line in to_text(few, device_state.uses(few)))
     assert [len(device["claims"]) for device in devices][:2] == [RECORDS + 1, RECORDS]
-
-
-def crowded(number: int) -> Snapshot:
-    """So many devices, each with a claim, a process, and something that is not known."""
-    devices, claims, gaps = [], [], []
-    for index in range(number):
-        process = a_process(1000 + index, memory_used=GIB)
-        device = replace(a_device(index % 8, processes=(process,), memory_used=GIB), uuid=f"GPU-{index:08d}")
-        devices.append(device)
-        claims.append(a_claim_record(device, id=f"c{index}"))
-        gaps.append(Gap(device.uuid, "power_draw", "not supported"))
-    return replace(a_snapshot(), devices=tuple(devices), claims=tuple(claims), gaps=tuple(gaps))
-
-
-def steps(snapshot: Snapshot) -> int:
-    """How many lines of Python are passed to show it; each turn of a loop is one."""
-    passed = 0
-
-    def count(frame, event, _):
-        nonlocal passed
-        passed += 1
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        found = device_state.uses(snapshot)
-        to_text(snapshot, found)
-        to_json(snapshot, found)
-    finally:
-        sys.settrace(before)
-    return passed
-
-
-def test_eight_times_the_devices_are_eight_times_the_work():
-    assert steps(crowded(800)) < 8.5 * steps(crowded(100))
