@@ -5,13 +5,11 @@ The long form, with a trace of 92 days, is `python benchmarks/replay.py TRACE.cs
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import replay as benchmark
 from chances import luck
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -158,44 +156,3 @@ def test_the_recorded_order_shows_that_whatever_fits_may_pass(tmp_path: Path) ->
             break
 
     assert outcome.passed > 0
-
-
-def a_trace(seed):
-    """Jobs of five users on a server that is too small for them."""
-    chance = random.Random(seed)
-    times = sorted(chance.uniform(0, 60 * HOUR) for _ in range(80))
-    sizes, hours = (1, 1, 1, 2, 4), (0.1, 0.5, 2, 3, 8)
-    return [
-        Job(number, chance.randrange(5), at, chance.choice(sizes), HOUR * chance.choice(hours))
-        for number, at in enumerate(times)
-    ]
-
-
-RULES = {name: getattr(benchmark, name) for name in ("fifo", "any_fit", "shortest", "easy")}
-LINES = {"limits": "limits", "history": "history", "nothing known": ""}
-SMALL = 4
-
-
-def most_in_use(jobs, waits):
-    """Devices, at the fullest moment; a job that ends makes room for one that starts then."""
-    changes = []
-    for job, wait in zip(jobs, waits, strict=True):
-        begin = job.submitted + wait
-        changes += [(round(begin, 3), 1, job.num_gpus), (round(begin + job.duration, 3), 0, -job.num_gpus)]
-    used = most = 0
-    for _, _, change in sorted(changes):
-        used += change
-        most = max(most, used)
-    return most
-
-
-@pytest.mark.parametrize("name", [*RULES, *LINES])
-@pytest.mark.parametrize("seed", range(4))
-def test_in_the_simulation_every_user_is_served_and_no_device_twice(name, seed):
-    jobs = a_trace(seed)
-    line = Line(LINES.get(name, ""), QueueRules(fair_share=seed % 2 == 0))
-    waits = replay(jobs, SMALL, *((RULES[name],) if name in RULES else (line.starts, line.ended)))
-
-    assert len(waits) == len(jobs) and min(waits) >= 0
-    assert SMALL - 1 <= most_in_use(jobs, waits) <= SMALL
-    assert max(waits) > HOUR  # or else the trace tests nothing

@@ -268,7 +268,6 @@ NOTHING = "ends the same processes for idle after 1h10m, so this one, after 1h10
     ("first", "second", "text"),
     [
         ("", "", SAME),
-        ("only: {users: [alice]}", "only: {users: [alice]}", SAME),
         ("only: {users: [alice, bob]}", "only: {users: [bob, alice]}", SAME),
         ("hours: '08:00-20:00'", "hours: '18:00-22:00'", SAME),
         ("hours: '22:00-06:00'", "hours: '05:00-07:00'", SAME),
@@ -276,7 +275,6 @@ NOTHING = "ends the same processes for idle after 1h10m, so this one, after 1h10
         ("only: {users: [alice, bob]}", "only: {users: [bob, on]}", SOME),
         ("only: {devices: [0, 1]}", "only: {devices: [1, 2]}", SOME),
         ("only: {users: [alice]}", "only: {devices: [0]}", SOME),
-        ("only: {groups: [students, staff], users: [bob]}", "only: {groups: [staff]}", SOME),
         ("except: {users: [alice]}", "except: {users: [alice]}", SAME),
         ("", "only: {users: [alice]}", NOTHING),
     ],
@@ -291,7 +289,6 @@ def test_two_policies_that_end_the_same_processes_are_one_too_many(first, second
     ("first", "second"),
     [
         ("only: {users: [alice]}", "only: {users: [bob]}"),
-        ("only: {users: [alice], devices: [0]}", "only: {users: [alice], devices: [1]}"),
         ("only: {kinds: [interactive]}", "only: {kinds: [batch]}"),
         ("hours: '08:00-20:00'", "hours: '20:00-08:00'"),
         ("days: [mon]", "days: [tue]"),
@@ -301,10 +298,7 @@ def test_two_policies_that_end_the_same_processes_are_one_too_many(first, second
         ("only: {users: [alice]}", "only: {groups: [staff]}"),
         ("only: {devices: [0]}", "only: {models: ['A100*']}"),
         ("except: {groups: [staff]}", "only: {users: [alice]}"),
-        ("except: {users: [alice, bob]}", "only: {groups: [staff]}"),
-        ("except: {groups: [staff]}", "only: {groups: [students]}"),
         ("except: {models: ['A*']}", "only: {models: ['A100*']}"),
-        ("except: {devices: [0]}", "only: {devices: [GPU-5f0e]}"),
         ("except: {devices: [0]}", "only: {models: ['A100*']}"),
         ("except: {users: [alice]}", "except: {groups: [staff]}, only: {users: [alice]}"),
     ],
@@ -366,16 +360,6 @@ def test_an_exemption_of_others_or_that_ends_one_day_leaves_one_policy_too_many(
     [said] = warnings(two(f"except: {{{spared}}}", "only: {users: [alice], devices: [0]}", when=MARKED))
 
     assert said == f"'a' {NOTHING}"
-
-
-def test_of_several_exemptions_the_one_that_is_undone_is_named():
-    text = two("except: [{users: [alice]}, «{groups: [staff]}]", "except: {users: [alice, bob]}")
-
-    assert warnings(text) == ["whom this spares, 'b' ends for idle all the same."]
-
-
-def test_each_rule_is_compared_with_its_like():
-    assert warnings(two("", "", when=("{any: [{unclaimed: {}}, {idle: {below: 5%}}]}", MARKED[1]))) == [f"'a' {SAME}"]
 
 
 def test_rules_that_say_whom_they_mean_are_compared_with_their_equals_alone():

@@ -19,7 +19,6 @@ from gpuguard.policies.policy import KILL_AFTER, Step
 from gpuguard.policies.view import (
     MOST,
     RuleView,
-    SampleRhythm,
     ValueSeries,
     claim_subject,
     device_subject,
@@ -106,26 +105,6 @@ def test_after_the_last_step_nothing_stands_of_who_does_well_or_of_a_policy_that
     assert steps(watch) == []
 
 
-def test_who_goes_while_another_one_stays_after_the_last_step_is_left_out_alone():
-    alone, both = a_device(processes=(a_process(7),)), a_device(processes=(a_process(7), a_process(8)))
-    watch = Watch(a_policy("warn", cooldown=1000))
-    watch.until(40, both)
-    watch.sees(busy(50, alone))
-    [left] = watch.memory.states["p"].values()
-
-    assert left.subject.pid == 7
-
-
-@pytest.mark.parametrize("clock", [20, 130])
-def test_of_a_policy_whose_judgement_failed_nothing_stands(clock):
-    watch = Watch(LADDER)
-    watch.until(clock)
-    assert watch.memory.states["p"]
-    evaluate(busy(clock + 10), watch.policies, watch.memory, isolate=lambda policy, judge: None)
-
-    assert not watch.memory.states.get("p")
-
-
 def test_what_stands_is_told_although_the_last_look_has_failed():
     """The end of the cooldown was forgotten by then, and the question what stands got a fault for an answer."""
     watch = Watch(a_policy(Step("warn", after=7), cooldown=5))
@@ -182,13 +161,6 @@ def test_a_step_that_a_check_refused_for_good_was_not_taken_and_no_kill_follows_
     assert (row.last, row.refused, row.next, row.due) == ("terminate", "uid 7 is protected", "kill", None)
     [text] = status_lines(StatusReply(True, (status_reply(row),), 0), time.time())
     assert "terminate was refused (uid 7 is protected); kill waits for the step before it" in text
-
-
-def test_a_policy_without_steps_promises_nothing():
-    watch = Watch(a_policy(steps=()))
-    watch.until(40)
-
-    assert steps(watch) == [(None, None, None)]
 
 
 def test_a_kill_has_no_time_while_nobody_was_asked_to_end():
@@ -314,12 +286,3 @@ def test_a_long_window_is_kept_as_means_of_slices():
     assert series[-1][0] == 119_999
     assert abs(sum(value for _, value in series) / len(series) - 0.5) < 0.01
     assert series[0][0] >= 19_999
-
-
-def test_the_usual_distance_is_the_median_of_the_last_ones():
-    rhythm = SampleRhythm()
-    assert rhythm.largest(None) == float("inf")
-    for clock in (0, 10, 20, 120, 130):
-        rhythm.beat(clock)
-
-    assert (rhythm.largest(None), rhythm.largest(1)) == (30, 3)

@@ -333,19 +333,6 @@ def test_the_cgroup_names_the_container(cgroup: str, container: str | None) -> N
     assert procfs.container_of(cgroup) == container
 
 
-@pytest.mark.parametrize(
-    ("variables", "name"),
-    [
-        ({"CONDA_DEFAULT_ENV": "base", "CONDA_PREFIX": "/opt/conda"}, "base"),
-        ({"CONDA_PREFIX": "/opt/conda/envs/vllm"}, "vllm"),
-        ({"VIRTUAL_ENV": "/home/eve/.venv"}, ".venv"),
-        ({}, None),
-    ],
-)
-def test_the_environment_names_the_python_environment(variables: dict[str, str], name: str | None) -> None:
-    assert procfs.environment_of(variables) == name
-
-
 def test_what_only_a_poll_of_the_details_keeps_is_never_kept_where_it_decides(sleeper: int) -> None:
     read: list[int] = []
     with pytest.MonkeyPatch.context() as patch:

@@ -403,12 +403,6 @@ def test_explain_says_that_a_request_would_delay_another_and_leaves_no_ticket(gp
     assert [ticket.id for ticket in read_tickets(directory)[0]] == [waiting.id]
 
 
-def test_a_request_that_waits_for_a_process_is_no_obstacle(gpuguard, job, waits):
-    waits(after="waits until process 7 has ended")
-
-    assert gpuguard("explain")[0] == 0
-
-
 def test_who_shows_the_requests_that_wait_in_order_of_arrival(gpuguard, waits):
     for number in (1, 2):
         waits(requests=(Request(num_gpus=number),), note=f"\x1b[{number}m", command=("python", f"{number}.py"))

@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import resource
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +21,7 @@ from gpuguard.history import recorder as recorder_module
 from gpuguard.history import store
 from gpuguard.history.queries import query_store
 from gpuguard.history.recorder import Recorder
-from gpuguard.history.schema import NOBODY_KNOWS, SLOTS
+from gpuguard.history.schema import NOBODY_KNOWS
 
 LONGEST = 30.0
 HOUR = 3600.0
@@ -237,17 +234,6 @@ def test_a_store_that_is_damaged_again_and_again_is_not_renamed_for_ever(path, m
     assert len(said) <= 3
 
 
-def test_a_place_that_cannot_be_made_is_told_once(tmp_path):
-    said = Told()
-    (tmp_path / "file").write_text("")
-    with a_recorder(f"{tmp_path}/file/usage.db", said) as recorder:
-        feed(recorder, 0, 20)
-        assert "cannot be written" in (recorder.why_unknown(5.0) or "")
-
-    assert len(said) == 1
-    assert f"File exists: {tmp_path}/file" in said[0]
-
-
 def test_where_the_file_system_cannot_lock_no_try_leaves_a_descriptor_open(path, monkeypatch):
     """As on NFS without its lock daemon: each ten seconds one more, until the guard could open nothing."""
 
@@ -261,40 +247,3 @@ def test_where_the_file_system_cannot_lock_no_try_leaves_a_descriptor_open(path,
 
     assert raised.value.filename == path
     assert os.listdir("/proc/self/fd") == before
-
-
-FULL = """
-import resource, sys
-sys.path[:0] = sys.argv[2:]
-import test_recorder as tests
-from gpuguard.history import recorder as module
-module.RETRY_SECONDS, module.WRITE_SECONDS = 0.0, 0.01
-path, said = sys.argv[1], tests.Told()
-with tests.a_recorder(path, said, tests.HOUR) as recorder:
-    tests.feed(recorder, 0, 10)
-    assert tests.eventually(lambda: recorder.trouble is None)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
-    tests.feed(recorder, 10, 40)
-    assert tests.eventually(lambda: recorder.trouble is not None)
-    assert recorder.spent() == {}, recorder.spent()
-    assert len(said) == 1, said
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    tests.feed(recorder, 40, 50)
-    assert tests.eventually(lambda: recorder.trouble is None)
-print(said)
-"""
-
-
-def test_a_full_disk_stops_nobody_and_what_waited_is_written_when_there_is_room_again(path):
-    here = os.path.dirname(os.path.abspath(__file__))
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, path, here, os.path.dirname(here)], capture_output=True, text=True, timeout=60
-    )
-
-    assert done.returncode == 0, done.stderr
-    assert "cannot be written" in done.stdout
-    assert "is written again" in done.stdout
-    assert claimed(path, 50) == 490
-    assert held(path, at(50))[900] == (1, 490, 490)
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
-    assert set(SLOTS) == {10, 60, 900}

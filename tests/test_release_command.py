@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import pytest
 from builders import a_device, a_process, a_snapshot
-from chances import luck
 from claimholders import BY_ROOT, GPUS, a_holder, free, is_free, release
 from nodes import GIB, Gpuguard, a_user, change, eventually, start
 
@@ -352,44 +350,6 @@ def killed_after(unlocked: int, directory: LockDirectory, record: ClaimRecord) -
         releasing.fcntl.flock = flock
         release_locks(handle, BY_ROOT)
     os._exit(1)
-
-
-RELEASE = """
-import sys
-from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.records import RELEASED, ReleaseRequest, read_record
-from gpuguard.claims.unlock import lock_handle, release_locks
-directory = lock_directory(sys.argv[1])
-claim = read_record(directory, int(sys.argv[2]), sys.argv[3])
-print("now", flush=True)
-with lock_handle(directory, claim) as handle:
-    release_locks(handle, ReleaseRequest(RELEASED, "root"))
-"""
-
-
-def test_whichever_is_killed_at_whatever_instant_a_claim_is_held_or_free_and_never_half(directory):
-    chance, seen, longest = luck(4), {"held": 0, "free": 0}, 0.03
-    with a_holder(directory, GPUS[3], name="bystander") as bystander:
-        for turn in range(32):
-            with a_holder(directory, *GPUS[:3]) as holder:
-                words = [sys.executable, "-c", RELEASE, directory.path, str(holder.uid), holder.id]
-                with subprocess.Popen(words, stdout=subprocess.PIPE) as releaser:
-                    assert releaser.stdout and releaser.stdout.readline() == b"now\n"
-                    time.sleep(chance.uniform(0, longest))
-                    (releaser if turn % 2 else holder.child).kill()
-                    (releaser if turn % 2 else holder.child).wait()
-                if turn % 2 and holder.record():
-                    holder.does("claim.reassert()")  # as the next tick of `gpuguard run` does
-                now = free(directory, GPUS[:3])
-                assert now in ([], list(GPUS[:3]))
-                assert turn % 2 or now  # whose process is dead holds nothing
-                seen["free" if now else "held"] += 1
-                if turn % 2:
-                    longest *= 0.7 if now else 1.4  # some instants lie before the release and some behind it
-                assert bystander.does("claim.reassert()") == "None" and not is_free(directory, GPUS[3])
-            assert free(directory, GPUS[:3]) == list(GPUS[:3])
-
-    assert min(seen.values()) >= 1, seen
 
 
 def test_nothing_is_unlocked_when_the_decision_cannot_be_written_down(directory, monkeypatch):

@@ -187,16 +187,6 @@ def test_no_number_is_cut_off_on_a_narrow_terminal(hour, width):
     assert not re.search(r"\d…", narrow.split("Least used")[0].partition("USER")[2])
 
 
-def test_bars_stand_on_a_terminal_under_each_other_also_with_chinese_names(hour):
-    lines = shown(reported(hour), 80).splitlines()
-    bars = [line for line in lines if line.endswith(" h")]
-
-    assert len(bars) == 4
-    assert len({display_width(re.split("[█▒░▚]", line)[0]) for line in bars}) == 1
-    assert "█" not in shown(reported(hour))
-    assert "█" not in shown(reported(hour), 80, ascii_only=True)
-
-
 def test_the_document_describes_exactly_the_fields_that_are_printed(hour):
     found: dict[str, set[str]] = {}
     for by in BY:

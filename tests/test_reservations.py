@@ -32,7 +32,6 @@ from gpuguard.queue.reservations import (
     write_reservation,
 )
 from gpuguard.request import Request
-from gpuguard.views.queue import state
 
 KEYS = ReservationKeys()
 
@@ -160,19 +159,6 @@ def test_those_who_wait_are_woken_when_one_begins_or_is_over():
     assert a_reserved(*statuses(running, coming, claims=(a_claim(),))).changes_at == running.ends
     assert a_reserved(*statuses(coming)).changes_at == coming.begins
     assert a_reserved(*statuses(a_reservation(gpus=9))).changes_at == float("inf")
-
-
-def test_the_state_in_words():
-    reservation = a_reservation(gpus=2, begins=0.0, made=NOW)
-
-    def shown(now: float, *claims: ClaimRecord) -> str:
-        return state(statuses(reservation, now=now, claims=claims)[0], now)
-
-    assert shown(NOW - 7200) == "begins in 2h"
-    assert shown(NOW + 1).endswith("unless u1 comes")
-    assert shown(NOW + 1, a_claim()) == "1 of 2 used"
-    assert shown(NOW + NO_SHOW).startswith("over: u1 had no claim by ")
-    assert state(ReservationStatus(reservation, "why"), NOW) == "does not count: why"
 
 
 # Files

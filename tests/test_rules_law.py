@@ -16,16 +16,17 @@ import pytest
 from builders import GIB, Scripted, a_claim_record, a_device, a_process, a_snapshot
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nodes import one, start
 from worlds import CLOCK, a_bad_day, examples, shown
 
 from gpuguard import policies
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import Device, Finding, GpuProcess
+from gpuguard.model import ALL_FIELDS, Device, Finding, GpuProcess
 from gpuguard.policies.expression import NAMES, NAMES_OF_HOST, ExpressionRule, NameSource, parse_expression
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Exemption, Policy, Scope, Step
 from gpuguard.policies.rules import RULES, needs_of
-from gpuguard.policies.thresholds import ProcessesRule
+from gpuguard.policies.thresholds import HealthRule, ProcessesRule
 from gpuguard.policies.usage import OutsideSchedulerRule
 from gpuguard.policies.view import HostUse, Rule, RuleView, device_subject, key_of, process_subject
 from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_percent, parse_rate, parse_watts
@@ -285,6 +286,27 @@ CALM = ProcessesRule(above=9)
 
 def a_policy(rule: Rule = CALM, **fields: Any) -> Policy:
     return Policy("p", (CALM, rule), **{"steps": (Step("log"),), **fields})
+
+
+def as_read_for(rule: Rule, place: Path) -> RuleView:
+    """The bad day, where of devices only that is known which is read when there is this rule alone."""
+    backend, groups = start(str(place / "node"), "1xA100-80GB"), (ALL_FIELDS, needs_of([a_policy(rule)]).fields)
+    told, read = (
+        {name for name, value in vars(one(backend, 0, group)).items() if value is not None} for group in groups
+    )
+    return with_devices(a_bad_day(), lambda device: replace(device, **dict.fromkeys(told - read)))
+
+
+@every_rule
+def test_a_rule_finds_somebody_by_what_is_read_for_it(rule, tmp_path):
+    assert list(rule.check(as_read_for(rule, tmp_path)))
+
+
+def test_a_rule_that_judges_by_what_is_not_read_for_it_is_found(tmp_path):
+    slow = HealthRule(throttle_reasons=("*",))
+    read = as_read_for(CALM, tmp_path)
+
+    assert list(slow.check(as_read_for(slow, tmp_path))) and not list(slow.check(read))
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,35 @@
-"""Rules about values that a device or a process shows: memory, temperature, power, utilization, processes."""
+"""Rules about values that a device or a process shows, and where memory is going: growth is found, a jump is not."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, found, pids
+from builders import (
+    A_DEVICE,
+    A_PROCESS,
+    GIB,
+    HELD,
+    MIB,
+    TOTAL,
+    a_claim_record,
+    a_device,
+    a_mig_instance,
+    a_past,
+    a_process,
+    a_series,
+    a_snapshot,
+    a_uuid,
+    found,
+    pids,
+)
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import ClaimRecord, Device, ProcessStat
+from gpuguard.model import CLOCKS, ECC, ClaimRecord, Device, ProcessStat, Subject
+from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.thresholds import (
+    HealthRule,
     HostCpuRule,
     HostMemoryRule,
     MemoryRule,
@@ -18,7 +38,8 @@ from gpuguard.policies.thresholds import (
     TemperatureRule,
     UtilizationRule,
 )
-from gpuguard.policies.view import MachineUse, UserUse, device_subject
+from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule, slopes
+from gpuguard.policies.view import HostUse, MachineUse, RuleView, UserUse, ValueSeries, device_subject, key_of
 from gpuguard.units import parse_host_memory_amount, parse_memory_amount, parse_power_amount, parse_rate
 
 ALICE, BOB = {"uid": 1001, "user": "alice"}, {"uid": 1002, "user": "bob"}
@@ -251,3 +272,274 @@ def test_what_a_user_takes_of_the_machine_is_said_with_what_is_allowed():
         "uses 5.1 of 10 cores, 50% of them is allowed",
     ]
     assert found(HostMemoryRule(parse_host_memory_amount("51GiB")), machine=MACHINE) == []
+
+
+LEAK = MemoryGrowthRule(parse_rate("1GiB/10m"))
+
+
+def growing(of: Callable[[float], float], subject: Subject = A_PROCESS) -> dict:
+    return a_past(a_series(of), "memory_used", subject)
+
+
+def test_steady_growth_is_found():
+    (finding,) = found(LEAK, HELD, **growing(lambda t: 2 * GIB * t / 600))
+
+    assert finding.subject == A_PROCESS
+    assert finding.why == (
+        "memory on device 0 grows by 2.0GiB in 10m (trend over 10m), 1GiB/10m is allowed"
+    )  # fmt: skip
+
+
+def a_jump(at: float) -> list:
+    return a_series(lambda t: 60 * GIB if t > at else 0)
+
+
+def up_and_down(period: float) -> list:
+    return a_series(lambda t: (20 + t % period) * GIB, every=1)
+
+
+NO_GROWTH = {
+    "level": a_series(lambda t: 20 * GIB),
+    "slow": a_series(lambda t: 0.9 * GIB * t / 600),
+    "falling": a_series(lambda t: -5 * GIB * t / 600),
+    "the window is not full": a_series(lambda t: 10 * GIB * t / 600, seconds=300),
+    **{f"one jump at {at}": a_jump(at) for at in (20, 200, 300, 310, 500, 590)},
+    **{f"up and down in {period} s": up_and_down(period) for period in (20, 24.7, 25, 25.3, 26, 50, 51, 90)},
+}
+
+
+@pytest.mark.parametrize("course", NO_GROWTH.values(), ids=NO_GROWTH)
+def test_what_is_no_steady_growth_is_not_found(course):
+    past = a_past(course, "memory_used", A_PROCESS)
+
+    assert found(LEAK, HELD, **past) == []
+    assert found(ForecastRule(full_within=900.0, per="process"), HELD, **past) == []
+
+
+def test_growth_is_seen_through_wild_samples():
+    assert found(LEAK, HELD, **growing(lambda t: 0 if t % 70 == 0 else 4 * GIB * t / 600)) != []
+
+
+def slopes_of(*samples: tuple[float, float], seconds: float = 60.0) -> list[float]:
+    """Slopes at clock 100 of samples that were recorded."""
+    series = ValueSeries(window=1000.0)
+    for clock, value in samples:
+        series.add(clock, value)
+    key = (key_of(A_DEVICE), "memory_used")
+    return slopes(RuleView(a_snapshot(clock=100.0), past={key: series}), A_DEVICE, "memory_used", seconds)
+
+
+def test_what_has_not_been_seen_for_the_whole_time_has_no_trend():
+    assert slopes_of() == []
+    assert slopes_of((10.0, 1.0), (20.0, 2.0), (30.0, 3.0)) == []  # the last sample is older than the time
+
+
+def test_what_does_not_change_grows_by_nothing():
+    assert slopes_of(*[(clock, 7.0) for clock in range(0, 101, 10)]) == [0.0]
+    assert slopes_of(*[(clock, 7.0 + (clock == 0)) for clock in range(0, 101, 10)]) == [0.0]  # not within the time
+
+
+def test_the_forecast_says_when_memory_is_full_and_how_sure_it_is():
+    device = a_device(memory_used=70 * GIB)
+
+    (finding,) = found(ForecastRule(full_within=900.0), device, **growing(lambda t: (60 + t / 60) * GIB, A_DEVICE))
+    assert finding.processes == ()
+    assert finding.why == (
+        "memory of device 0 is full in about 10m: 10.0GiB is free and 1.0GiB more is used each minute "
+        "(confidence 100%); less than 15m is not enough"
+    )
+
+
+GROWS = growing(lambda t: (60 + t / 60) * GIB, A_DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("device", "within", "past", "finds"),
+    [
+        (a_device(memory_used=70 * GIB), 900.0, GROWS, True),
+        (a_device(memory_used=70 * GIB), 500.0, GROWS, False),
+        (a_device(memory_used=70 * GIB, memory_free=None, memory_total=TOTAL), 900.0, GROWS, True),
+        (a_device(memory_used=TOTAL, memory_free=0), 900.0, growing(lambda t: TOTAL, A_DEVICE), False),
+    ],
+    ids=["full soon", "there is time", "free memory is not told", "full, and nothing changes"],
+)
+def test_the_forecast_is_told_when_memory_is_full_soon(device, within, past, finds):
+    assert bool(found(ForecastRule(full_within=within), device, **past)) is finds
+
+
+def test_the_forecast_is_silent_below_its_confidence():
+    device = a_device(memory_used=70 * GIB)
+    wild = growing(lambda t: (60 + t / 60 + (t * 7919 % 11)) * GIB, A_DEVICE)
+
+    assert found(ForecastRule(full_within=900.0, confidence=95.0), device, **wild) == []
+    assert found(ForecastRule(full_within=900.0, confidence=50.0), device, **wild) != []
+
+
+COUNTS = {
+    "ecc_corrected_above": "ecc_corrected_volatile",
+    "ecc_uncorrected_above": "ecc_uncorrected_volatile",
+    "retired_pages_above": "retired_pages",
+    "remapped_rows_above": "remapped_rows",
+}
+
+
+def whys(rule: HealthRule, *devices) -> list[str]:
+    return [finding.why for finding in rule.check(RuleView(a_snapshot(*devices)))]
+
+
+@pytest.mark.parametrize(
+    ("problems", "found"),
+    [
+        (("lost",), True),
+        (("row remap pending",), True),
+        (("nvmlDeviceGetMigMode: reset required", "reset required"), True),
+        (("unresponsive",), False),
+        ((), False),
+        (None, False),
+    ],
+)
+def test_a_problem_is_found_by_its_name_or_a_glob(problems, found):
+    rule = HealthRule(problems=("lost", "reset required", "*pending*"))
+
+    assert bool(whys(rule, a_device(problems=problems))) == found
+
+
+def test_a_device_that_is_slowed_down_is_found_and_a_slow_idle_one_is_not():
+    rule = HealthRule(throttle_reasons=("hw_*",))
+
+    hot = a_device(throttle_reasons=("gpu_idle", "hw_thermal_slowdown"))
+    assert whys(rule, hot) == ["slowed down by hw_thermal_slowdown"]
+    assert whys(rule, a_device(throttle_reasons=("gpu_idle",))) == []
+    assert whys(rule, a_device(throttle_reasons=None)) == []
+
+
+@pytest.mark.parametrize(("key", "field"), COUNTS.items())
+def test_a_count_is_found_above_its_limit_and_never_when_it_is_unknown(key, field):
+    rule = HealthRule(**{key: 3})
+
+    assert [bool(whys(rule, a_device(**{field: count}))) for count in (None, 0, 3, 4)] == [False, False, False, True]
+
+
+def test_one_finding_per_device_names_all_that_is_wrong():
+    rule = HealthRule(problems=("*",), throttle_reasons=("hw_*",), retired_pages_above=0)
+    device = a_device(problems=("lost", "odd"), throttle_reasons=("hw_slowdown",), retired_pages=2)
+
+    assert whys(rule, device) == ["lost, odd; slowed down by hw_slowdown; 2 retired pages, 0 are allowed"]
+
+
+@pytest.mark.parametrize("with_processes", [False, True])
+def test_processes_are_meant_when_that_is_asked_for_but_only_those_that_may_be_judged(with_processes):
+    job, desktop, stranger = a_process(), a_process(2, kind="graphics"), a_process(3, uid=None)
+    device = a_device(problems=("lost",), processes=(job, desktop, stranger))
+
+    [finding] = found(HealthRule(problems=("*",), with_processes=with_processes), device)
+    assert (finding.subject, finding.processes) == (A_DEVICE, (job,) * with_processes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "groups"),
+    [
+        ({"problems": ("lost",)}, set()),
+        ({"throttle_reasons": ("hw_slowdown",)}, {CLOCKS}),
+        *(({key: 0}, {ECC}) for key in COUNTS),
+        ({"throttle_reasons": ("hw_slowdown",), "retired_pages_above": 1}, {CLOCKS, ECC}),
+    ],
+)
+def test_only_what_a_rule_judges_by_is_asked_of_the_driver(keys, groups):
+    assert HealthRule(**keys).further_fields == groups
+
+
+def test_a_device_whose_memory_is_held_at_rest_is_idle():
+    (finding,) = found(IdleRule(below=5.0), HELD)
+
+    assert finding.subject == A_PROCESS
+    assert finding.why == "device 0 is idle: utilization 0%, at most 5% is idle, while 20.0GiB is held"
+
+
+@pytest.mark.parametrize(
+    ("below", "utilization", "idle"),
+    [(5.0, 0.0, True), (5.0, 5.0, True), (5.0, 5.1, False), (5.0, None, False), (0.0, 0.0, True), (0.0, 1.0, False)],
+)
+def test_utilization_up_to_the_limit_is_idle_and_unknown_never(below, utilization, idle):
+    assert bool(found(IdleRule(below=below), replace(HELD, utilization=utilization))) is idle
+
+
+@pytest.mark.parametrize("memory", [0, GIB, None])
+def test_an_unclaimed_device_with_little_or_unknown_memory_is_free_not_idle(memory):
+    assert found(IdleRule(below=5.0), replace(HELD, memory_used=memory)) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "claimed", "subjects"),
+    [
+        (a_device(), True, [Subject("claim", a_uuid(0), uid=1001, claim="a1b2c3", user="alice")]),
+        (HELD, True, [A_PROCESS]),  # a claim that is used is found by its process
+        (a_device(processes=(a_process(uid=None),)), True, []),
+        (replace(HELD, processes=None), False, [A_DEVICE]),
+    ],
+    ids=["a claim without a process", "a claim with one", "an unknown process", "no list of processes"],
+)
+def test_what_is_idle_is_the_claim_the_process_or_the_device_alone(device, claimed, subjects):
+    claims = [a_claim_record(device)] if claimed else []
+
+    assert [finding.subject for finding in found(IdleRule(below=5.0), device, claims=claims)] == subjects
+
+
+@pytest.mark.parametrize(
+    ("use", "idle"),
+    [
+        (HostUse(cpu=1.0, network=10.0), True),
+        (HostUse(cpu=30.0, network=10.0), False),
+        (HostUse(cpu=1.0, network=2e6), False),
+        (HostUse(cpu=None, network=10.0), False),
+        (HostUse(cpu=1.0, network=None), False),
+        (None, False),
+    ],
+)
+def test_idle_beside_the_gpu_too_needs_to_be_known(use, idle):
+    rule = IdleRule(below=5.0, cpu_below=2.0, network_below=parse_rate("1MB/s"))
+    host = {(4711, 1000.0): use} if use else {}
+
+    assert bool(found(rule, HELD, host=host)) is idle
+
+
+def test_one_busy_process_keeps_the_others_on_the_device_innocent():
+    device = replace(HELD, processes=(a_process(1), a_process(2)))
+    host = {(1, 1000.0): HostUse(cpu=0.0), (2, 1000.0): HostUse(cpu=90.0)}
+
+    assert found(IdleRule(below=5.0, cpu_below=2.0), device, host=host) == []
+
+
+SLIDING = IdleRule(below=5.0, window="sliding", over=3600.0, share=80.0)
+
+
+def test_a_short_burst_does_not_help_in_a_sliding_window():
+    burst = a_series(lambda t: 100.0 if t > 3500 else 0.0, seconds=3600)
+
+    (finding,) = found(SLIDING, replace(HELD, utilization=100.0), **a_past(burst))
+    assert "97% of the last 1h" in finding.why
+
+
+REST = a_series(lambda t: 0.0, seconds=3600)
+
+
+@pytest.mark.parametrize(
+    ("device", "course"),
+    [
+        (HELD, a_series(lambda t: 100.0 if t % 40 == 0 else 0.0, seconds=3600)),
+        (HELD, REST[60:]),
+        (HELD, [sample for sample in REST if not 7000 < sample[0] < 7500]),
+        (replace(HELD, processes=(a_process(start_time=9000.0),)), REST),
+    ],
+    ids=["work in a fair share of it", "it is not covered", "it has a hole", "a process that is newer"],
+)
+def test_a_sliding_window_in_which_there_was_work_or_something_is_unknown_finds_nobody(device, course):
+    assert found(SLIDING, device, **a_past(course)) == []
+
+
+@pytest.mark.parametrize(("held", "finds"), [(3700.0, True), (3500.0, False), (None, False)])
+def test_a_claim_is_judged_by_a_sliding_window_only_when_it_is_as_old(held, finds):
+    device = a_device()
+    claim = a_claim_record(device, since=None if held is None else a_snapshot().taken_at - held)
+
+    assert bool(found(SLIDING, device, claims=[claim], **a_past(REST))) is finds

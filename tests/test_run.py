@@ -180,12 +180,6 @@ def test_the_numbers_of_the_job_are_in_its_event(wrapped):
     assert 0 < facts["mean_utilization_percent"] <= 80
 
 
-def test_a_job_shorter_than_a_blink_costs_one_sample(wrapped):
-    wrapped.run("true")
-
-    assert wrapped.samples == 1
-
-
 def test_unknown_numbers_stay_unknown():
     meter = JobMeter([a_device(0)])
     for clock in range(3):

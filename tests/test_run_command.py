@@ -75,15 +75,6 @@ def test_gpuguard_inside_the_job_means_the_same_machine_and_claims(gpuguard, tmp
     assert gpuguard(*outer, 'cd /; "$@"', "sh", *inner, cwd=tmp_path).stdout == "1\n"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_waiting_ends_by_the_signal_so_that_the_script_around_it_ends_too(gpuguard, both_taken, signum):
-    with gpuguard.start("run", "true") as second:
-        second.stderr.readline()
-        second.send_signal(signum)
-        assert second.wait(timeout=30) == -signum
-        assert "Traceback" not in second.stderr.read()
-
-
 @pytest.mark.terminal
 def test_a_terminal_shows_the_devices_and_at_the_end_the_numbers_unless_it_is_to_be_quiet(gpuguard):
     shown = at_terminal(gpuguard, "run", "-n", "2", "--", "sleep", "0.5").splitlines()

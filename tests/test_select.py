@@ -22,7 +22,7 @@ from gpuguard.lock import Allocator
 from gpuguard.model import Gap
 from gpuguard.queue.state import QueueFacts, fit
 from gpuguard.request import ANY_MEMORY, Request, spelled
-from gpuguard.select import choose, instances_note, not_enough, possible, waiting_error
+from gpuguard.select import choose, instances_note, not_enough, waiting_error
 from gpuguard.views.explain import NEVER, START, WAIT, outcome
 
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3 * 3600 - 12 * 60)
@@ -250,12 +250,6 @@ def test_an_outer_limit_is_said_once():
     fault = error(machine, Request(within=(), within_reason="Slurm job 7 was given no GPU"))
 
     assert str(fault).count("Slurm job 7 was given no GPU") == 1 and isinstance(fault, ImpossibleRequest)
-
-
-def test_possible_counts_what_is_only_busy():
-    machine = a_snapshot(a_device(0, processes=(BOB,)), a_device(1), a_device(2, compute_mode="prohibited"))
-
-    assert [device.index for device in possible(choose(machine, Request(), {})).devices] == [0, 1]
 
 
 def test_what_a_claim_around_it_adds_to_a_request_is_not_spelled():

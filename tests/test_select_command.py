@@ -172,13 +172,6 @@ def test_every_reason_is_shown(explain, three_devices):
     ]
 
 
-def test_limits_from_outside_are_named(explain, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    _, output = explain()
-
-    assert output.splitlines()[1] == "limit: CUDA_VISIBLE_DEVICES=3 allows only device 3"
-
-
 def test_json_says_for_each_device_whether_and_why_not(explain):
     status, output = explain("-n", "3", "--json")
     answer = json.loads(output)

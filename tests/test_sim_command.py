@@ -94,16 +94,6 @@ def test_use_for_a_while_ends_by_itself(a_node, sim):
     assert sim("use", "--device", "0", "--memory", "1GiB", "--for", "10ms")[0] == 0
 
 
-def test_use_with_a_command_becomes_that_command(a_node, devices):
-    program = "import os; print(os.getpid(), flush=True); input()"
-    words = ("--device", "3", "--memory", "2GiB", "--", sys.executable, "-c", program)
-    with using(*words, stdin=subprocess.PIPE) as child:
-        assert int(child.stdout.readline()) == child.pid
-        assert [process["pid"] for process in devices()[3]["processes"]] == [child.pid]
-        child.communicate("\n")
-    assert child.returncode == 0
-
-
 def test_set_moves_a_temperature_along_the_clock(a_node, sim):
     assert sim("set", "--device", "3", "--temperature", "40C..95C", "--over", "100ms")[0] == 0
     backend = simulated.open()
@@ -133,13 +123,6 @@ def test_faults_come_on_top_of_each_other_and_go_together(a_node, sim, devices):
 
     assert sim("fault", "--device", "all", "none")[0] == 0
     assert [device["faults"] for device in devices()] == [[]] * 4
-
-
-def test_show_reads_the_state_itself_so_no_fault_can_stop_it(a_node, sim):
-    sim("fault", "--device", "all", "hang", "lost", "implausible")
-    status, said, _ = sim("show")
-
-    assert status == 0 and "hang, lost, implausible" in said
 
 
 def test_a_mig_instance_cannot_be_broken_alone(sim, devices):

@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from nodes import GIB, a_user, change, eventually, one, start
 
 from gpuguard.backends import simulated, simulated_node
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
-from gpuguard.model import ALL_FIELDS, HEALTH, MODEL, PROCESSES, TOPOLOGY, Device
+from gpuguard.model import ALL_FIELDS, Device
 
 
 @pytest.fixture
@@ -61,37 +57,6 @@ def test_whoever_got_the_pid_of_a_dead_process_is_not_shown_for_it(place):
         assert one(backend).processes == ()
 
 
-def test_many_processes_that_register_at_once_are_all_there(place):
-    backend = start(place, "2xH100-80GB")
-    register = (
-        "import os, sys\nfrom gpuguard.backends import simulated\n"
-        "for name in '0', '1', '0':\n    simulated.use(name, 2**30, 1.0, spec=sys.argv[1])\n"
-        "print('ready', flush=True)\nsys.stdin.read()"
-    )
-    crowd = [
-        subprocess.Popen([sys.executable, "-c", register, place], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for _ in range(16)
-    ]
-    try:
-        assert all(child.stdout and child.stdout.readline() for child in crowd)
-        seen = backend.sample({PROCESSES}).devices
-
-        for device in seen:
-            assert {process.pid for process in device.processes or ()} == {child.pid for child in crowd}
-    finally:
-        for child in crowd:
-            child.communicate()
-    assert [device.processes for device in backend.sample({PROCESSES}).devices] == [(), ()]
-
-
-def test_registering_again_replaces_what_was_registered(place):
-    backend = start(place)
-    simulated.use([0], 10 * GIB, spec=place)
-    simulated.use([0], 2 * GIB, spec=place)
-
-    assert [process.memory_used for process in one(backend).processes or ()] == [2 * GIB]
-
-
 def test_released_memory_stays_visible_for_the_delay_but_its_process_does_not(place):
     backend = start(place)
     simulated_node.update(place, lambda state: replace(state, release_delay=0.5))
@@ -109,38 +74,6 @@ def test_more_memory_than_there_is_cannot_be_had(place):
         simulated.use([1, 0], 30 * GIB, spec=place)
 
     assert one(backend, 1).processes == ()
-
-
-@pytest.mark.parametrize(
-    ("state", "welcome"),
-    [
-        ({"compute_mode": "prohibited"}, False),
-        ({"compute_mode": "exclusive_process"}, False),
-        ({"compute_mode": "default"}, True),
-        ({"faults": ("lost",)}, False),
-    ],
-)
-def test_a_device_lets_in_whom_its_mode_and_health_allow(place, state, welcome):
-    start(place)
-    with a_user(place, "0", GIB):
-        change(place, 0, **state)
-        if welcome:
-            assert simulated.use([0], GIB, spec=place)
-        else:
-            with pytest.raises(GpuguardError, match="device 0"):
-                simulated.use([0], GIB, spec=place)
-
-
-def test_without_names_the_visible_devices_are_used(place, monkeypatch):
-    backend = start(place)
-    uuids = [device.uuid for device in backend.sample({MODEL}).devices]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"2,{uuids[0]},-1,3")
-
-    assert simulated.use(None, GIB, spec=place) == (uuids[2], uuids[0])
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(InvalidRequest, match="gpuguard run"):
-        simulated.use(None, GIB, spec=place)
 
 
 def test_everything_that_a_real_h100_tells_is_told(place):
@@ -162,33 +95,6 @@ def test_instances_are_devices_behind_their_parent_and_share_its_memory(place):
     assert [first.mig_profile, second.mig_profile] == ["3g.20gb", "2g.10gb"]
     assert seen[first.uuid].memory_used == seen[parent.uuid].memory_used == 5 * GIB + simulated_node.IDLE_MEMORY
     assert seen[second.uuid].processes == ()
-
-
-def test_a_process_on_a_divided_device_gets_its_first_instance(place):
-    backend = start(place, "1xA100-40GB:mig=3g.20gb,3g.20gb")
-    _, first, _ = backend.sample({HEALTH}).devices
-
-    assert simulated.use("0", GIB, spec=place) == (first.uuid,)
-
-
-def test_devices_are_connected_as_their_model_allows(place, tmp_path):
-    linked = start(place).sample({TOPOLOGY}).topology
-    plain = start(str(tmp_path / "other"), "4xRTX4090").sample({TOPOLOGY}).topology
-    change(place, 0, faults=("lost",))
-
-    assert linked and {kind for *_, kind in linked} == {"NVLINK"}
-    assert plain and [kind for *_, kind in plain] == ["PIX", "SYS", "SYS", "SYS", "SYS", "PIX"]
-    assert len(simulated.open(place).sample({TOPOLOGY}).topology or ()) == 3
-
-
-@given(st.text(max_size=30) | st.text("0123456789xAH10-GB:mig=.,+", max_size=30))
-def test_any_other_text_is_refused_with_a_message_and_nothing_else(text):
-    try:
-        parts = simulated_node.parse_spec(text)
-    except InvalidRequest as error:
-        assert str(error)
-    else:
-        assert 1 <= len(parts) <= simulated_node.DEVICES_AT_MOST
 
 
 @pytest.mark.parametrize(
@@ -222,14 +128,6 @@ def test_uuids_come_back_with_the_node_and_are_never_those_of_another_node():
     assert len({device.uuid for node in (first, elsewhere) for device in node.devices}) == 8
 
 
-def test_devices_are_found_by_index_by_uuid_and_by_the_beginning_of_a_uuid():
-    node = simulated_node.new_node("3xT4", "/a", 0.0)
-    uuids = [device.uuid for device in node.devices]
-
-    assert simulated_node.find(node, f"1, {uuids[0]},{uuids[2][:12]}") == (uuids[1], uuids[0], uuids[2])
-    assert simulated_node.find(node, "all") == tuple(uuids)
-
-
 @pytest.mark.parametrize("names", ["3", "-1", "", ",", "GPU-", "x", "0,nonsense"])
 def test_what_names_no_single_device_is_refused(names):
     with pytest.raises(InvalidRequest):
@@ -256,17 +154,6 @@ def test_a_field_that_the_driver_does_not_tell_is_unknown_and_a_gap(place, name)
     assert getattr(snapshot.devices[1], name) is None
     told = [(gap.device, gap.field) for gap in snapshot.gaps if "simulated driver" in gap.reason]
     assert told == [(snapshot.devices[1].uuid, name)]
-
-
-def test_processes_that_grow_together_stop_at_what_the_device_has(place):
-    backend = start(place, "T4")
-    with a_user(place, "0", 9 * GIB):
-        simulated.use("0", GIB, ramp=(9 * GIB, 0.0), spec=place)
-        device = one(backend)
-
-    assert len(device.processes) == 2
-    assert sum(process.memory_used for process in device.processes) <= device.memory_total
-    assert device.memory_free == 0
 
 
 def test_a_state_survives_being_written_and_read(place):

@@ -75,18 +75,6 @@ def test_a_module_that_is_unloaded_leaves_nothing_of_ours(site):
     assert [line for line in left if f"{VERSION}/" in line] == []
 
 
-def test_where_man_is_told_where_to_look_a_module_adds_its_pages(site):
-    places = said("bash", f'{loaded(site)}; echo "$MANPATH"', MANPATH="/usr/share/man:")
-
-    assert places == [f"{site}/{VERSION}/share/man:/usr/share/man:"]
-
-
-def test_a_module_explains_itself(site):
-    text = " ".join(said("bash", f"{loaded(site)}; module whatis gpuguard 2>&1; module help gpuguard 2>&1"))
-
-    assert "claims free GPUs" in text and "gpuguard run -n 2 -- python train.py" in text and "@" not in text
-
-
 @pytest.mark.terminal
 def test_tab_completes_once_the_module_is_loaded(site, tmp_path):
     more = f". /usr/share/bash-completion/bash_completion; {loaded(site)}"

@@ -267,11 +267,6 @@ def test_submit_hands_the_options_on_to_gpuguard_run_and_gives_slurm_a_later_lim
     assert attached[0] == "srun" and "--immediate=1" in attached and attached[-2:] == ["--", "true"]
 
 
-def test_words_for_the_engine_that_cannot_be_split_are_refused():
-    with pytest.raises(InvalidRequest, match="--with"):
-        submitted("--with", "'x", "--", "true")
-
-
 def squeue(*rows: dict[str, str]) -> str:
     lines = []
     for row in rows:

@@ -155,15 +155,18 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("environ", [{}, {"NO_COLOR": ""}])
-def test_colours_are_for_terminals_only(environ):
-    assert style(Terminal(), environ)("free", "bold green") == "\x1b[1;32mfree\x1b[0m"
-    assert style(io.StringIO(), environ)("free", "green") == "free"
-
-
-@pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_colours_can_be_declined(environ):
-    assert style(Terminal(), environ)("free", "green") == "free"
+@pytest.mark.parametrize(
+    ("environ", "shown"),
+    [
+        ({}, "\x1b[1;32mfree\x1b[0m"),
+        ({"NO_COLOR": ""}, "\x1b[1;32mfree\x1b[0m"),
+        ({"NO_COLOR": "1"}, "free"),
+        ({"TERM": "dumb"}, "free"),
+    ],
+)
+def test_colours_are_for_terminals_only_and_can_be_declined(environ, shown):
+    assert style(Terminal(), environ)("free", "bold green") == shown
+    assert style(io.StringIO(), environ)("free", "bold green") == "free"
 
 
 def test_a_terminal_without_unicode_gets_escapes_and_no_traceback():

@@ -10,7 +10,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,19 +65,14 @@ def ticket(directory: LockDirectory, held: OwnTicket) -> Ticket:
     return read_tickets(directory)[0][0]
 
 
-class Planted:
+@contextmanager
+def planted(path: str, content: bytes) -> Iterator[int]:
     """A file with any content that is locked as a ticket is."""
-
-    def __init__(self, path: str, content: bytes) -> None:
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        os.write(self.descriptor, content)
-        fcntl.flock(self.descriptor, fcntl.LOCK_EX)
-
-    def __enter__(self) -> Planted:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.descriptor)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    os.write(descriptor, content)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield descriptor
+    os.close(descriptor)
 
 
 def content(**changes: Any) -> bytes:
@@ -86,13 +81,11 @@ def content(**changes: Any) -> bytes:
 
 def read(directory: LockDirectory, encoded: bytes, path: str = "") -> Ticket | IgnoredFile:
     path = path or file_of(directory)
-    try:
-        with Planted(path, encoded):
-            found, ignored = read_tickets(directory)
-            assert len(found) + len(ignored) == 1
-            return (found or ignored)[0]  # type: ignore[return-value]
-    finally:
+    with planted(path, encoded):
+        found, ignored = read_tickets(directory)
         os.unlink(path)
+    assert len(found) + len(ignored) == 1
+    return (found or ignored)[0]  # type: ignore[return-value]
 
 
 def test_a_ticket_comes_back_as_it_was_written(directory: LockDirectory) -> None:
@@ -225,8 +218,8 @@ def test_what_is_no_ordinary_file_does_not_count(directory: LockDirectory, held:
 
 
 def test_a_huge_ticket_is_not_read(directory: LockDirectory) -> None:
-    with Planted(file_of(directory), content()) as planted:
-        os.ftruncate(planted.descriptor, 2**40)
+    with planted(file_of(directory), content()) as descriptor:
+        os.ftruncate(descriptor, 2**40)
         tickets, ignored = read_tickets(directory)
 
     assert (tickets, [file.reason for file in ignored]) == ([], ["it cannot be understood: it is too long"])

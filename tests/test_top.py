@@ -202,15 +202,6 @@ async def test_the_mouse_chooses_and_sorts(stage):
     assert stage.app.view.reverse
 
 
-@on_screen(a_scene(a_device(0, processes=tuple(a_process(100 + n, start_time=9_000.0) for n in range(60)))))
-async def test_the_cursor_is_kept_in_sight(stage):
-    await stage.press("end")
-    assert stage.app.view.selected == (159, 9_000.0)
-    await stage.until(lambda: stage.board.scroll_offset.y > 30)
-    await stage.press("home")
-    await stage.until(lambda: stage.board.scroll_offset.y == 0)
-
-
 @on_screen()
 async def test_a_driver_that_hangs_is_told_while_the_keys_still_work(stage, monkeypatch):
     monkeypatch.setattr("gpuguard.top.app.SILENT", 0.2)

@@ -64,13 +64,6 @@ def test_what_is_not_known_is_said_and_has_no_bar():
     assert "0.0" not in line and "0%" not in line and "█" not in line
 
 
-@pytest.mark.parametrize(("height", "lines"), [(24, 9), (60, 24)])
-def test_a_high_screen_has_three_lines_per_device(height, lines):
-    shown = texts(page_of(a_scene(*eight()), width=200, height=height))
-
-    assert shown.index("") == lines
-
-
 def test_the_third_line_is_the_history():
     scene = a_scene(a_device(utilization=100.0, temperature=45.0, **HOT))
     bars, past = texts(page_of(scene, width=160, height=60, looks=5))[1:3]
@@ -117,10 +110,6 @@ def test_where_even_one_line_each_is_too_much_the_free_ones_share_one():
     assert [line.split()[0] for line in shown[1:3]] == ["7", "63"]
     assert shown[2].strip() == "63 free: 0-6,8-63"
     assert any("train.py" in line for line in shown)
-
-
-def test_every_device_is_there_when_the_mode_says_so():
-    assert len(texts(page_of(a_scene(*[a_device(index) for index in range(64)]), mode="compact"))) >= 64
 
 
 def test_instances_stand_below_their_device():

@@ -24,7 +24,7 @@ from gpuguard.claims.directory import lock_directory
 from gpuguard.daemon.service import NEVER_FIRES
 from gpuguard.history import queries, store
 from gpuguard.history.queries import Point, query_store
-from gpuguard.history.schema import DEVICE_COLUMNS, WIDTH, Slot, UsageSums, holdings, rates_of, rows
+from gpuguard.history.schema import DEVICE_COLUMNS, Slot, UsageSums, holdings, rates_of, rows
 from gpuguard.model import Device, Gap, Snapshot
 from gpuguard.queue.tickets import OwnTicket, ticket_content
 
@@ -201,20 +201,6 @@ def test_a_quota_of_gpu_time_fires_when_the_time_is_used_up_and_not_before(tmp_p
     assert claimed(daemon) >= 2.0
 
 
-@pytest.mark.root
-def test_what_was_used_before_a_restart_counts(tmp_path):
-    now = int(time.time() / WIDTH)
-    fill(f"{tmp_path}/claims/usage.db", range(now - 20, now - 2), uid=SOMEBODY)
-    with a_daemon(tmp_path, QUOTA.replace("LIMIT", "170s"), named=True) as daemon, a_claim(daemon):
-        (event, *_) = daemon.until("log")
-        daemon.end()
-        once = daemon.gpuguard("daemon", "--policy", str(daemon.policy), "--once")
-
-    assert "GPU-hours in 0.0417 days" in event["message"]
-    assert "GPU-hours in 0.0417 days" in once.stderr
-    assert NEVER_FIRES not in once.stderr + daemon.said()
-
-
 def test_time_in_the_queue_is_known_to_all_users(tmp_path):
     with a_daemon(tmp_path) as daemon:
         assert eventually(lambda: daemon.state()["snapshot"]["clock"] > 0)
@@ -374,17 +360,6 @@ def test_a_lock_without_a_record_claims_the_device_for_nobody():
     (slot,) = summed(device, claims=(a_claim_record(device, uid=-1),)).values()
 
     assert (of_device(slot)["claimed_ms"], slot.users) == (10_000, {})
-
-
-def test_an_instance_is_a_device_and_a_claim_on_the_whole_is_one_claim():
-    parent = a_device(0, mig_mode=True, utilization=None)
-    first, second = a_mig_instance(parent, 0, processes=(a_process(2, uid=BOB),)), a_mig_instance(parent, 1)
-    claims = (a_claim_record(first, uid=BOB, id="b"), a_claim_record(parent, id="a"))
-    (slot,) = summed(parent, first, second, claims=claims).values()
-
-    assert slot.users == {(ALICE, parent.uuid): (10_000, 0, 10_000, 0), (BOB, first.uuid): (10_000, 0, 0, 0)}
-    assert of_device(slot, second.uuid)["claimed_ms"] == 10_000
-    assert of_device(slot, second.uuid)["utilization_percent_unknown_ms"] == 10_000
 
 
 def test_an_interval_is_divided_among_the_slots_that_it_touches():

@@ -198,15 +198,6 @@ def test_a_terminal_has_one_line_a_second_at_most_that_fits_and_goes_away(clock,
     assert last == ""
 
 
-def test_nothing_said_leaves_nothing_to_clean_up(terminal, capsys):
-    WaitProgress(False).done()
-    quiet = WaitProgress(True)
-    quiet.missing(MISSING)
-    quiet.done()
-
-    assert capsys.readouterr().err == ""
-
-
 def test_hostile_words_are_neutral_and_wide_ones_fit(terminal, capsys):
     print_notice("\x1b[2J李小明" * 9, again=True)
 

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import re
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 from builders import GIB, Scripted, a_device, a_process, a_snapshot
 from claiming import acquire
-from nodes import clock, eventually, one, start
+from nodes import clock, eventually, start
 
 from gpuguard import procfs, watchdog
 from gpuguard.claims.directory import lock_directory
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.errors import DriverUnresponsive
-from gpuguard.model import ALL_FIELDS, Finding
 from gpuguard.notify.templates import message_for
-from gpuguard.policies import expression
 from gpuguard.policies.engine import EngineMemory, evaluate
-from gpuguard.policies.expression import ExpressionRule
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
-from gpuguard.policies.rules import RULES, needs_of
-from gpuguard.policies.thresholds import HealthRule, HostMemoryRule, MemoryRule
-from gpuguard.policies.view import Rule, RuleView, device_subject
+from gpuguard.policies.thresholds import MemoryRule
 from gpuguard.request import Request
-from gpuguard.units import parse_host_memory_amount, parse_memory_amount
+from gpuguard.units import parse_memory_amount
 from gpuguard.watchdog import Watchdog, pace
 
 HOGS = Policy(
@@ -89,16 +81,6 @@ def looks(guard, number):
 
 def outcomes(log, kind="terminate"):
     return [event.outcome for event in log if event.kind == kind]
-
-
-def test_claims_that_cannot_be_read_are_a_gap_and_not_nothing(a_watchdog, tmp_path, place):
-    seen = []
-    start(place)
-    directory = lock_directory(place)
-    (tmp_path / "node" / "lock").rename(tmp_path / "away")
-    a_watchdog(Scripted(*snapshots(A_HOG)), directory=directory, on_sample=lambda *each: seen.append(each)).step()
-
-    assert [(gap.device, gap.field) for gap in seen[0][0].gaps] == [(None, "claims")]
 
 
 def test_a_step_that_a_check_holds_up_is_tried_again_and_the_next_one_waits(a_watchdog, monkeypatch):
@@ -273,55 +255,6 @@ def test_a_claim_is_seen_and_missed_at_the_next_sample(a_watchdog, place):
     guard.step()
 
     assert [[record.id for record in claims] for claims in seen] == [[], [claim.id], [claim.id], []]
-
-
-def source_of(noun: Any, seen: set[object]) -> str:
-    """The source of a rule, and of all functions and classes of rules that it names, and that those name."""
-    seen.add(noun)
-    text, names = inspect.getsource(noun), vars(inspect.getmodule(noun))
-    for word in set(re.findall(r"\w+", text)) & names.keys():
-        found = names[word]
-        home = found.__module__ if inspect.isfunction(found) or inspect.isclass(found) else ""
-        if home and found not in seen and (home.startswith("gpuguard.policies.") or home == noun.__module__):
-            text += source_of(found, seen)
-    return text
-
-
-def judged_by_and_not_read(kind: type[Rule], groups: dict[str, set[str]]) -> set[str]:
-    """The fields of a device that a rule names, though they are in no group that is asked for when there is one."""
-    identity = set.intersection(*groups.values())
-    text = source_of(kind, set()) + (inspect.getsource(expression) if kind is ExpressionRule else "")
-    whole: dict[type[Rule], Rule] = {
-        HealthRule: HealthRule(throttle_reasons=("*",), retired_pages_above=0),
-        HostMemoryRule: HostMemoryRule(parse_host_memory_amount("50%")),
-    }
-    rule = whole[kind] if kind in whole else object.__new__(kind)
-    asked = needs_of([Policy("p", (rule,), steps=(Step("log"),))]).fields
-    known = set().union(*(groups[group] for group in asked))
-    named = set(re.findall(r"[a-z_]+", text)) & (set(vars(a_device())) - identity) & set().union(*groups.values())
-    return named - known
-
-
-class SlowRule:
-    """A planted fault: the body that it may share with others judges by what is not read for it."""
-
-    def check(self, view: RuleView) -> list[Finding]:
-        return slow_devices(view)
-
-
-def slow_devices(view: RuleView) -> list[Finding]:
-    return [Finding("slow", device_subject(device), "is slow") for device in view.snapshot.devices if device.clock_sm]
-
-
-def test_what_rules_judge_by_is_read(place):
-    backend = start(place, "1xA100-80GB")
-    groups = {
-        group: {name for name, value in vars(one(backend, 0, {group})).items() if value is not None}
-        for group in ALL_FIELDS
-    }
-
-    assert {name for name, kind in RULES.items() if judged_by_and_not_read(kind, groups)} == set()
-    assert judged_by_and_not_read(SlowRule, groups) == {"clock_sm"}
 
 
 def test_the_host_is_looked_at_only_while_a_policy_judges_by_it():

@@ -6,7 +6,6 @@ Skipped, and said so at the end, where one of the two is missing: `apt-get insta
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 from nodes import Gpuguard, until
 from proc import free_port
-from web_pages import a_busy_node, a_page, a_server, ask
+from web_pages import a_busy_node, a_page, a_server
 
 for needed in ("starlette", "uvicorn", "playwright"):
     pytest.importorskip(needed, reason=f"NOT TESTED in a browser: needs {needed}")
@@ -149,17 +148,6 @@ def test_the_page_speaks_chinese(tmp_path, browser):
         assert tab.locator("#charts-title").text_content() == "Charts"  # kept
 
 
-@pytest.mark.parametrize("theme", ["dark", "light"])
-def test_it_follows_the_theme_of_the_machine_until_told_otherwise(tmp_path, browser, theme):
-    with a_page(a_node(tmp_path)) as port, a_tab(browser, port, color_scheme=theme) as tab:
-        light = "rgb(246, 247, 249)"
-        back = "getComputedStyle(document.body).backgroundColor"
-        assert (tab.evaluate(back) == light) == (theme == "light")
-
-        tab.click("#theme")
-        assert (tab.evaluate(back) == light) == (theme == "dark")
-
-
 @pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
 def test_nothing_reaches_beyond_the_window(tmp_path, browser, viewport):
     gpuguard = a_node(tmp_path, "8xH100-80GB")
@@ -216,24 +204,3 @@ def test_events_are_a_table_with_the_number_of_the_gpu_and_words_for_people(tmp_
     assert newest[3] == "release ended"
     assert newest[1] in ("0", "1", "2", "3")
     assert "exit status 0" in newest[4] and "wall time" in newest[4] and "joules" not in newest[4]
-
-
-def test_devices_are_sorted_by_what_one_wants_to_see(tmp_path, browser):
-    gpuguard = a_node(tmp_path)
-    gpuguard("sim", "set", "--device", "2", "--utilization", "80%")
-    with a_page(gpuguard) as port, a_tab(browser, port) as tab:
-        tab.wait_for_selector(".card")
-        tab.click("#sorts button:nth-child(3)")
-
-        assert tab.locator(".card h3 span").first.text_content() == "2"
-
-
-def test_a_machine_without_devices_says_so(tmp_path, browser):
-    with a_page(a_node(tmp_path)) as port, a_tab(browser, port) as tab:
-        seen = {**json.loads(ask(port, "/api/now")[1]), "devices": [], "users": []}
-        event = {"body": f"data: {json.dumps(seen)}\n\n", "content_type": "text/event-stream"}
-        tab.route("**/api/stream", lambda route: route.fulfill(**event))
-        tab.reload()
-
-        tab.locator("#nothing", has_text="no GPU").wait_for()
-        assert tab.locator(".card").count() == 0

@@ -253,14 +253,6 @@ Not known:
 """
 
 
-@pytest.mark.parametrize("name", ["NVIDIA A100", "NVIDIA A100 MIG 3g.40gb"])
-def test_a_mig_instance_is_shown_with_its_profile_once(name):
-    whole = a_device(mig_mode=True)
-    snapshot = a_snapshot(whole, a_mig_instance(whole, name=name))
-
-    assert to_text(snapshot, uses(snapshot))[3].count("3g.40gb") == 1
-
-
 def test_gaps_that_are_alike_take_one_line():
     whole = tuple(Gap(a_uuid(i), field, "not supported") for i in range(2) for field in ("temperature", "power_draw"))
     snapshot = a_snapshot(
@@ -350,14 +342,6 @@ def test_the_document_describes_every_state():
     states = DOCUMENT.read_text(encoding="utf-8").partition("\n#### state\n")[2].partition("\n#")[0]
 
     assert set(re.findall(r"^- `(\w+)`:", states, re.MULTILINE)) == set(device_state.STATES)
-
-
-def test_a_device_of_which_nothing_is_known_says_so_once():
-    snapshot = a_snapshot(a_device(memory_used=None, memory_total=None, memory_free=None))
-    title, _, row = to_text(snapshot, uses(snapshot))[:3]
-
-    assert "n/a/n/a" not in row
-    assert title.startswith("node1: 1 GPU, driver")  # and not SIMULATED
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA RTX PRO 6000 Blackwell Server Edition"])
