@@ -34,8 +34,14 @@ os.setgroups([]); os.setresgid(*[int(sys.argv[4])] * 3); os.setresuid(*[int(sys.
 print("ready", flush=True)
 time.sleep(600)
 """
-# Where uid 20001 has a name: who has none is nobody, and is never signalled.
-WITH_SOMEBODY = 'mount --bind "$1" /etc/passwd && shift && exec "$@"'
+
+
+def with_names(passwd: Path, names: str = PASSWD) -> list[str]:
+    """How a command starts where these users have names: who has none is nobody, and is never signalled."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("NOT TESTED: needs a private mount namespace (not in a chroot)")
+    passwd.write_text(Path("/etc/passwd").read_text() + names)
+    return ["unshare", "-m", "sh", "-c", 'mount --bind "$1" /etc/passwd && shift && exec "$@"', "sh", str(passwd)]
 
 
 class DaemonUnderTest:
@@ -55,11 +61,7 @@ class DaemonUnderTest:
         policy = ["--policy", str(self.policy)] if self.policy.exists() else []
         words = [*under, *self.gpuguard.words("daemon", *policy, *options)]
         if named:
-            if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
-                pytest.skip("NOT TESTED: needs a private mount namespace (not in a chroot)")
-            passwd = self.place / "passwd"
-            passwd.write_text(Path("/etc/passwd").read_text() + PASSWD)
-            words = ["unshare", "-m", "sh", "-c", WITH_SOMEBODY, "sh", str(passwd), *words]
+            words = [*with_names(self.place / "passwd"), *words]
         environment = {**self.gpuguard.environment, **more.pop("environment", {})}
         with (self.place / "said").open("a") as said:
             self.process = subprocess.Popen(

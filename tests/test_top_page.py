@@ -64,14 +64,6 @@ def test_what_is_not_known_is_said_and_has_no_bar():
     assert "0.0" not in line and "0%" not in line and "█" not in line
 
 
-def test_the_third_line_is_the_history():
-    scene = a_scene(a_device(utilization=100.0, temperature=45.0, **HOT))
-    bars, past = texts(page_of(scene, width=160, height=60, looks=5))[1:3]
-
-    assert "UTL ████" in bars and "45/90C" in bars and "70/700W" in bars
-    assert past.count("█") == 5 and past.count("▅") == 5
-
-
 def test_where_there_is_room_the_mean_of_the_gpus_is_plotted_with_a_time_axis():
     scene = a_scene(a_device(0, utilization=80.0), a_device(1, utilization=40.0, processes=(a_process(10),)))
     shown = texts(page_of(scene, width=120, height=36, looks=9))
