@@ -132,8 +132,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def both_taken(gpuguard: Gpuguard) -> Iterator[subprocess.Popen[str]]:
-    """A job that has both devices of that node."""
-    with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; exec sleep 60") as job:
+    """A job that has both devices of that node, for two hours."""
+    with gpuguard.start("run", "-n", "2", "--time-limit", "2h", "--", "sh", "-c", "echo ready; exec sleep 60") as job:
         job.stdout.readline()
         yield job
         job.terminate()

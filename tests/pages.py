@@ -5,7 +5,7 @@ The convention, which CONTRIBUTING.md tells too:
 - ```` ```sh ````, ```` ```bash ```` and ```` ```python ```` blocks are run and must end with status 0;
 - in a ```` ```console ```` block each ``$ `` line is run, and the lines below it are its output, where ``...`` stands
   for anything;
-- ```` ```text ````, ```` ```json ```` and ```` ```yaml ```` are not run (test_policy_page loads the policies of docs/);
+- ```` ```text ````, ```` ```json ```` and ```` ```yaml ```` are not run (test_policy_command loads the policies);
 - ``<!-- not run: WHY -->`` on the line above a block exempts it.
 
 The blocks of a page run one after the other in one empty directory, beside examples/ and benchmarks/, on a simulated

@@ -266,20 +266,11 @@ def test_what_cannot_be_read_is_a_fault_of_the_whole_file(tmp_path, kind):
 
 
 @pytest.fixture
-def of_root(tmp_path_factory):
+def of_root(open_place):
     """A file that only root can have written, all the way from /."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root: the file must belong to root")
-    import shutil
-    import tempfile
-
-    place = tempfile.mkdtemp(prefix="gpuguard-", dir="/root" if os.path.isdir("/root") else "/")
-    path = os.path.join(place, "etc", "policy.yaml")
-    os.mkdir(os.path.dirname(path), 0o755)
-    with open(path, "w") as file:
-        file.write(document())
-    yield path
-    shutil.rmtree(place)
+    (open_place / "etc").mkdir(mode=0o755)
+    (open_place / "etc" / "policy.yaml").write_text(document())
+    return str(open_place / "etc" / "policy.yaml")
 
 
 def turn_into_a_link(path):

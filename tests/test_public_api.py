@@ -22,7 +22,6 @@ MODULES = {"ray"}
 ERRORS = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
 
 
-# Each of these costs milliseconds that every job would pay (json, subprocess: 3; typing: 6; pathlib: 8; filelock: 40).
 def printed_by(code: str) -> list[str]:
     """The words that *code* prints in a bare interpreter."""
     # -S: what an installation runs at start (the finder of an editable install, coverage) is not ours.

@@ -254,7 +254,6 @@ def test_what_the_daemon_saw_is_used_instead_of_the_driver(queue, machine, monke
     assert machine.asked
 
 
-NOW = 1_700_000_000.0
 HOUR = 3600.0
 DEVICES = (a_device(0), a_device(1))
 FIRST, SECOND = (device.uuid for device in DEVICES)

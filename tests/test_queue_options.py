@@ -32,18 +32,6 @@ def parsed(*words):
 
 
 @pytest.mark.parametrize(
-    ("text", "request_"),
-    [
-        ("-n2", Request(num_gpus=2)),
-        ("--model 'RTX 4090'", Request(models=("RTX 4090",))),
-        ("--share --memory 10GiB", Request(share=True, memory=10 * GIB)),
-    ],
-)
-def test_an_alternative_is_options_of_its_own(text, request_):
-    assert alternatives_of(parsed("-n", "4", f"--or={text}")) == [request_]
-
-
-@pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("", "nothing is no option that says which GPUs"),

@@ -241,15 +241,6 @@ def test_a_terminal_that_went_away_ends_nothing(monkeypatch, capsys):
     print_notice("x", again=True)
 
 
-@pytest.fixture
-def job(gpuguard):
-    """A job on both devices."""
-    with gpuguard.start("run", "-n", "2", "--time-limit", "2h", "--", "sh", "-c", "echo ready; exec sleep 60") as job:
-        job.stdout.readline()
-        yield job
-        job.terminate()
-
-
 def undated(text):
     """What was said, as if it had been said at once."""
     return re.sub(r"about 1h59m\b", "about 2h", re.sub(r"waiting for \d+s\b", "waiting for 0s", text))
@@ -257,11 +248,11 @@ def undated(text):
 
 @pytest.mark.terminal
 @pytest.mark.parametrize("columns", [30, 80, 200])
-def test_a_waiting_run_keeps_to_one_line_and_leaves_none(gpuguard, job, columns):
+def test_a_waiting_run_keeps_to_one_line_and_leaves_none(gpuguard, both_taken, columns):
     words = gpuguard.words("run", "-n", "2", "--", "echo", "it runs")
     with on_terminal(words, gpuguard.environment, columns=columns) as (_, shown_until):
         before = shown_until(lambda text: text.count("\r\x1b[K") >= 3)
-        job.terminate()
+        both_taken.terminate()
         shown = shown_until()
 
     lines = before.split("\r\x1b[K")[1:]
@@ -273,7 +264,7 @@ def test_a_waiting_run_keeps_to_one_line_and_leaves_none(gpuguard, job, columns)
 
 
 @pytest.mark.terminal
-def test_ctrl_c_leaves_an_empty_line(gpuguard, job):
+def test_ctrl_c_leaves_an_empty_line(gpuguard, both_taken):
     with on_terminal(gpuguard.words("run", "--", "true"), gpuguard.environment) as (process, shown_until):
         shown_until(lambda text: "waiting for" in text)
         process.send_signal(2)
@@ -293,7 +284,7 @@ def test_ctrl_c_leaves_an_empty_line(gpuguard, job):
         (("-n", "3", "--wait", "300ms"), 125, "wanted 3 GPUs, but only 2 exist."),
     ],
 )
-def test_the_exit_code_of_run_behind_others_says_why(gpuguard, job, words, code, message):
+def test_the_exit_code_of_run_behind_others_says_why(gpuguard, both_taken, words, code, message):
     with gpuguard.start("run", "-n", "2", "--", "true") as first:
         first.stderr.readline()
         done = gpuguard("run", *words, "--", "true")
