@@ -105,6 +105,16 @@ def test_after_the_last_step_nothing_stands_of_who_does_well_or_of_a_policy_that
     assert steps(watch) == []
 
 
+@pytest.mark.parametrize("clock", [20, 130])
+def test_of_a_policy_whose_judgement_failed_nothing_stands(clock):
+    watch = Watch(LADDER)
+    watch.until(clock)
+    assert watch.memory.states["p"]
+    evaluate(busy(clock + 10), watch.policies, watch.memory, isolate=lambda policy, judge: None)
+
+    assert not watch.memory.states.get("p")
+
+
 def test_what_stands_is_told_although_the_last_look_has_failed():
     """The end of the cooldown was forgotten by then, and the question what stands got a fault for an answer."""
     watch = Watch(a_policy(Step("warn", after=7), cooldown=5))

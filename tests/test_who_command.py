@@ -64,14 +64,6 @@ def who(command):
     return look
 
 
-def test_an_empty_node_is_free_and_called_simulated(command):
-    status, output, _ = command("who")
-    lines = output.splitlines()
-
-    assert status == 0 and lines[0].startswith("SIMULATED node ")
-    assert [line.split()[-1] for line in lines[2:6]] == ["free"] * 4
-
-
 def test_every_state_of_a_device_is_told(who):
     with a_claim("0") as used, a_claim("1") as lazy, a_claim("2"), using("0", pass_fds=used.pass_fds), using("3"):  # noqa: SIM117
         with using("1", utilization=0, pass_fds=lazy.pass_fds):
