@@ -198,8 +198,6 @@ LOOKS = (
     "who", "top --once", "queue", "select", "explain", "doctor", "metrics", "release", "keep --list", "deny",
     "quarantine", "reserve",
 )  # fmt: skip
-
-
 ENDS_NOTHING = ("quarantine 0 --end", "deny nobody --end")
 
 

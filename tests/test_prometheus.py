@@ -117,13 +117,12 @@ def test_the_questions_of_nvidias_dashboard_are_answered(scraped):
     assert prometheus.query("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE") == []  # the checker can fail
 
 
-def test_node_exporter_reads_the_file(tmp_path):
+def test_node_exporter_reads_the_file(gpuguard, tmp_path):
     directory = tmp_path / "textfile"
     directory.mkdir()
-    start(str(tmp_path / "node"), "2xH100-80GB")
     with a_node_exporter(tmp_path, directory) as url:
         before = fetch(url)
-        assert Gpuguard(tmp_path, None)("metrics", "--textfile", str(directory)).returncode == 0
+        assert gpuguard("metrics", "--textfile", str(directory)).returncode == 0
         page = fetch(url)
 
     assert "gpuguard_devices" not in before
@@ -135,6 +134,15 @@ def test_the_alarms_do_what_their_tests_say():
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert promtool("check", "rules", str(RULES)).returncode == 0
+
+
+def test_the_tests_of_the_alarms_can_fail(tmp_path):
+    planted = RULES.read_text().replace("> 85", "> 185")
+    assert planted != RULES.read_text()
+    (tmp_path / RULES.name).write_text(planted)
+    (tmp_path / RULE_TESTS.name).write_text(RULE_TESTS.read_text())
+
+    assert promtool("test", "rules", str(tmp_path / RULE_TESTS.name)).returncode != 0
 
 
 def test_every_alarm_is_tested():
@@ -188,10 +196,9 @@ def test_influxdb_answers_with_our_numbers(tmp_path):
         assert names == {"gpuguard", "gpuguard_device", "gpuguard_user"}
 
 
-def test_the_command_sends_again_and_again(tmp_path):
-    start(str(tmp_path / "node"), "2xH100-80GB")
+def test_the_command_sends_again_and_again(gpuguard, tmp_path):
     with an_influxdb(tmp_path) as influx:
-        process = Gpuguard(tmp_path, None).start("metrics", "--influx", influx.url, "--every", "1s")
+        process = gpuguard.start("metrics", "--influx", influx.url, "--every", "1s")
         try:
             question = "SELECT COUNT(temperature_celsius) FROM gpuguard_device"
             assert eventually(lambda: any(row["count"] >= 4 for row in influx.query(question)), 30)
@@ -261,12 +268,11 @@ def test_an_address_that_will_not_do_is_refused(url, token):
         InfluxClient(url, token)
 
 
-def test_the_token_comes_from_a_file_that_is_ours_alone(tmp_path):
-    start(str(tmp_path / "node"), "1xH100-80GB")
+def test_the_token_comes_from_a_file_that_is_ours_alone(gpuguard, tmp_path):
     token = tmp_path / "token"
     token.write_text("s3cret\n")
     os.chmod(token, 0o644)
-    gpuguard = Gpuguard(tmp_path, None, GPUGUARD_INFLUX_TOKEN="of the environment")
+    gpuguard.environment["GPUGUARD_INFLUX_TOKEN"] = "of the environment"
     with a_database() as (web, url):
         words = ["metrics", "--influx", url]
         open_to_others = gpuguard(*words, "--token-file", str(token))
@@ -278,8 +284,7 @@ def test_the_token_comes_from_a_file_that_is_ours_alone(tmp_path):
     assert [headers["Authorization"] for headers, _ in web.requests] == ["Token s3cret", "Token of the environment"]
 
 
-def test_a_server_that_is_away_is_an_exit_code(tmp_path):
-    start(str(tmp_path / "node"), "1xH100-80GB")
-    done = Gpuguard(tmp_path, None)("metrics", "--influx", f"http://127.0.0.1:{free_port()}/write?db=x")
+def test_a_server_that_is_away_is_an_exit_code(gpuguard):
+    done = gpuguard("metrics", "--influx", f"http://127.0.0.1:{free_port()}/write?db=x")
 
     assert done.returncode == 1 and "cannot be reached" in done.stderr

@@ -110,8 +110,6 @@ def test_hidden_processes_stay_hidden(directory, alive, monkeypatch):
 
 # A FUSE of a user's, below their home directory.
 FORGED = "30 22 0:30 / /home/eve/m\ra\vb\vc\vd\v/proc rw,nosuid,nodev - fuse x rw,user_id=1002,group_id=1002"
-
-
 A_PROC, ANOTHER = "22 27 0:21 / /proc rw - proc proc", "30 22 0:30 / /proc rw - proc proc"
 
 

@@ -206,9 +206,7 @@ def test_a_recording_that_is_bounded_keeps_the_newest(tmp_path):
     assert kept == [10_000.0 + second for second in range(200 - len(kept), 200)]
 
 
-def test_a_recorder_that_is_killed_leaves_a_readable_file(tmp_path):
-    gpuguard = Gpuguard(tmp_path, None)
-    gpuguard("sim", "start", "2xH100-80GB")
+def test_a_recorder_that_is_killed_leaves_a_readable_file(gpuguard, tmp_path):
     path = tmp_path / "a.rec"
     words = gpuguard.words("record", str(path), "--every", "100ms")
     with subprocess.Popen(words, env=gpuguard.environment, stderr=subprocess.DEVNULL) as recorder:
@@ -219,9 +217,7 @@ def test_a_recorder_that_is_killed_leaves_a_readable_file(tmp_path):
     assert len(clocks) >= 4 and clocks == sorted(clocks)
 
 
-def test_the_command_says_what_it_has_done_and_the_views_work_on_it(tmp_path):
-    gpuguard = Gpuguard(tmp_path, None)
-    gpuguard("sim", "start", "2xH100-80GB")
+def test_the_command_says_what_it_has_done_and_the_views_work_on_it(gpuguard, tmp_path):
     path = str(tmp_path / "a.rec")
     done = gpuguard("record", path, "--every", "100ms", "--for", "500ms")
     assert done.returncode == 0 and "samples over" in done.stderr

@@ -106,8 +106,6 @@ def test_a_refusal_says_from_when_on_there_are_enough():
     assert what_if(replace(wanted, begins=first.ends, ends=first.ends + HOUR), known, UUIDS) == ""
 
 
-# Who comes, and who does not
-
 NO_SHOW = KEYS.no_show
 
 
@@ -159,9 +157,6 @@ def test_those_who_wait_are_woken_when_one_begins_or_is_over():
     assert a_reserved(*statuses(running, coming, claims=(a_claim(),))).changes_at == running.ends
     assert a_reserved(*statuses(coming)).changes_at == coming.begins
     assert a_reserved(*statuses(a_reservation(gpus=9))).changes_at == float("inf")
-
-
-# Files
 
 
 def made_in(directory: LockDirectory, **fields: Any) -> Reservation:
@@ -270,9 +265,6 @@ def test_what_a_killed_command_left_is_removed_later(directory):
     read_reservations(directory, time.time())
 
     assert not left.exists()
-
-
-# Times
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from chances import luck
 from claiming import acquire, preview
 from daemons import a_daemon, somebodys
 from guarded import SOMEBODY, a_scene
-from nodes import GIB, Gpuguard, eventually, start
+from nodes import GIB, Gpuguard, eventually
 from users import ALICE, BOB
 
 from gpuguard.claims import restrictions
@@ -376,10 +376,7 @@ def test_a_daemon_denies_and_quarantines_by_policy(tmp_path, options, done):
     assert [(each["name"], each["by"]) for each in denied] == [(str(SOMEBODY), "the policy hogs")] * done
 
 
-def test_a_device_is_quarantined_and_put_back_by_command(tmp_path):
-    gpuguard = Gpuguard(tmp_path, None)
-    start(str(tmp_path / "node"))
-
+def test_a_device_is_quarantined_and_put_back_by_command(gpuguard):
     done = gpuguard("quarantine", "1", "--reason", "XID 79")
     [found] = json.loads(gpuguard("quarantine", "--json").stdout)["quarantined"]
     chosen = gpuguard("select", "--gpus", "1")
@@ -388,12 +385,11 @@ def test_a_device_is_quarantined_and_put_back_by_command(tmp_path):
 
     assert (done.returncode, found["reason"]) == (0, "XID 79")
     assert (chosen.returncode, chosen.stdout) == (1, "") and "quarantined" in chosen.stderr
-    assert [device["state"] for device in seen[:2]] == ["free", "unhealthy"]
+    assert [device["state"] for device in seen] == ["free", "unhealthy"]
     who = "the administrator" if os.geteuid() == 0 else "the owner of the directory"
     assert seen[1]["reason"] == f"quarantined by {who}: XID 79"
     assert ended == [0, 1]
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [event["outcome"] for event in events if event["kind"] == "quarantine"] == ["quarantined", "ended"]
+    assert [event["outcome"] for event in gpuguard.events("quarantine")] == ["quarantined", "ended"]
 
 
 def test_a_whole_uuid_is_quarantined_without_asking_the_driver(tmp_path):
@@ -419,10 +415,7 @@ def test_a_whole_uuid_is_quarantined_without_asking_the_driver(tmp_path):
         ("quarantine", "99"),
     ],
 )
-def test_what_makes_no_sense_is_refused(tmp_path, words):
-    gpuguard = Gpuguard(tmp_path, None)
-    start(str(tmp_path / "node"))
-
+def test_what_makes_no_sense_is_refused(gpuguard, words):
     assert gpuguard(*words).returncode == 2
 
 

@@ -185,18 +185,11 @@ def test_the_chart_of_ten_minutes_begins_with_what_the_daemon_saw_before_the_pag
     assert known[-3:] == [at(0) + second for second in (20, 22, 24)]
 
 
-def test_what_the_daemon_has_not_written_yet_is_no_gap(tmp_path, monkeypatch):
-    chart = drawn(tmp_path, monkeypatch, [20, 22, 24])
+@pytest.mark.parametrize(("seen_at", "gap"), [([20, 22, 24], False), ([120, 122], True)])
+def test_what_the_daemon_has_not_written_yet_is_no_gap_unless_it_ended_long_before(tmp_path, monkeypatch, seen_at, gap):
+    values = drawn(tmp_path, monkeypatch, seen_at)["values"][a_device().uuid]
 
-    first = chart["values"][a_device().uuid].index(50)
-    assert None not in chart["values"][a_device().uuid][first:]
-
-
-def test_a_daemon_that_ended_long_before_leaves_a_gap(tmp_path, monkeypatch):
-    chart = drawn(tmp_path, monkeypatch, [120, 122])
-
-    first = chart["values"][a_device().uuid].index(50)
-    assert None in chart["values"][a_device().uuid][first:]
+    assert (None in values[values.index(50) :]) is gap
 
 
 def test_a_chart_of_an_earlier_time_ends_there(tmp_path, monkeypatch):

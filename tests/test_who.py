@@ -331,6 +331,13 @@ def test_the_document_describes_exactly_the_fields_that_are_printed():
     assert documented("who", DOCUMENT.read_text(encoding="utf-8")) == printed("who", a_full_output())
 
 
+def test_a_field_missing_on_either_side_is_noticed():
+    text = DOCUMENT.read_text(encoding="utf-8")
+
+    assert documented("who", text.replace("- `kind`:", "- kind:")) != printed("who", a_full_output())
+    assert documented("who", text) != printed("who", {**a_full_output(), "extra": 1})
+
+
 def test_the_document_describes_every_state():
     states = DOCUMENT.read_text(encoding="utf-8").partition("\n#### state\n")[2].partition("\n#")[0]
 
