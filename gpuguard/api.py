@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,7 +81,8 @@ class OwnClaim:
         return f"GPU {names}{since}, by {self.line}"
 
 
-_mutex = threading.Lock()  # guards the two below and what is written to os.environ
+_mutex = threading.Lock()  # guards what was _made and what is written to os.environ
+_calls: dict[int, threading.RLock] = {}  # pid -> held during a call that may return the claim of another one
 _made: list[OwnClaim] = []  # of this process, and before a fork of its parent, the oldest first
 _tells_children = False  # whether forked children run _close_at_exec()
 _outside: dict[str, str | None] = {}  # what the variables of a claim were before the first of them
@@ -112,8 +113,8 @@ def grab_gpus(
     workers, also where the process goes on as another program (os.execvp); give a child that you start the claim's
     pass_fds to let it keep the devices beyond your own end.  What os.system() or a C library leaves running keeps them
     without.
-    The same call again (a cell that runs once more, the next task of a worker) returns the claim that it made, while
-    that lasts.
+    The same call again (a cell that runs once more, the next task of a worker, another thread) returns the claim that
+    it made, while that lasts.
 
     Args:
         num_gpus: how many devices; -1 all that are free (at least one), 0 none at all (CUDA sees no device).
@@ -128,12 +129,13 @@ def grab_gpus(
             ({"num_gpus": 1, "min_free": 40 * 2**30},); those of the first request do not hold for it.
         priority: in the queue, "low", "normal" or "high"; a site bounds it.
         on_wait: called once in a while, while it waits, with what is missing; print() will do.
-        note: for others, in `gpuguard who`.
+        note: for others, in `gpuguard who`; in a kernel of Jupyter the name of the notebook is the default.
         backend: see open_backend; default $GPUGUARD_BACKEND, else nvml.
         directory: of the claims; default $GPUGUARD_DIR, else the machine's.
         further: claim devices beside those that this process has; os.environ names those of the last call.
         **conditions: further fields of Request: min_free (bytes), models, exclude, prefer, max_util (percent),
-            share=True with memory (bytes) for a part of each device, mig ("3g.40gb") ...
+            share=True with memory (bytes) for a part of each device, mig ("3g.40gb"), allow_mig_set=True (several
+            MIG instances, of which one process can use only one) ...
 
     Returns:
         A Claim: a sequence of its devices, so len(claim) is their number.
@@ -146,50 +148,54 @@ def grab_gpus(
         InvalidRequest: the request makes no sense.
         BackendError: the driver cannot be reached.
     """
-    try:
-        _refuse_texts({"num_gpus": num_gpus, "wait": wait, "max_procs": max_procs, "gpu_min_memory": gpu_min_memory})
-        if gpu_select is not None:
-            conditions["devices"] = gpu_select
-        if max_procs >= 0:
-            conditions["max_processes"] = max_procs
-        if gpu_min_memory is not None:
-            conditions["min_total"] = int(gpu_min_memory * 2**20)
-        conditions.setdefault("min_free_fraction", gpu_fraction)
-        ways, name = _ways(num_gpus, conditions, alternatives), _backend_name(backend)
-        environ, claim = _outer_environment(), None
-        asked = None if further else (ways, name, directory, environ.get(CUDA_VARIABLE))
-        if ways and asked and (again := _claimed_before(asked, strict)):
-            return again
-        _refuse_late(environ, env_set_ok)
-        if not ways:
-            nothing = Claim("none", (), ())
-            _apply(OwnClaim(os.getpid(), nothing, ""))
-            return nothing
-        if priority not in PRIORITIES:
-            raise InvalidRequest(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}.")
-        job = JobDetails(note, sys.orig_argv or sys.argv, priority=PRIORITIES[priority])
+    # Two threads that make one call at once get one claim.  A forked child has a lock of its own.
+    with nullcontext() if further else _calls.setdefault(os.getpid(), threading.RLock()):
         try:
-            with open_worker(name) as driver:  # a process of its own: NVML must not hang in this one
-                locks = _lock_directory(directory, name)
-                if (of_script := claim_of_the_script(driver, locks, environ)) is not None:
-                    return of_script
-                allocator = Allocator(driver, locks, ways, environ=environ, job=job, on_wait=on_wait)
-                claim = _acquired(allocator, wait, strict)
-            _apply(OwnClaim(os.getpid(), claim, _line_of_the_caller(), asked if claim else None))
-            warn_of_workers(os.environ[CUDA_VARIABLE])
-        except BaseException:
-            if claim is not None:  # interrupted: the program would not know of it
-                claim.release()
-                _restore(claim)
-            raise
-        return claim
-    except GpuguardError as error:
-        is_for_now = isinstance(error, NotEnoughGpus) and not isinstance(error, ImpossibleRequest)
-        if is_for_now and (own := _own_claims()):
-            has = "; ".join(made.in_words() for made in own)
-            error.args = (f"{error}\nThis process itself has {has}.", *error.args[1:])
-        # What there is to mend is the line of the caller, so the traceback ends there.
-        raise error.with_traceback(None) from None
+            _refuse_texts(
+                {"num_gpus": num_gpus, "wait": wait, "max_procs": max_procs, "gpu_min_memory": gpu_min_memory}
+            )
+            if gpu_select is not None:
+                conditions["devices"] = gpu_select
+            if max_procs >= 0:
+                conditions["max_processes"] = max_procs
+            if gpu_min_memory is not None:
+                conditions["min_total"] = int(gpu_min_memory * 2**20)
+            conditions.setdefault("min_free_fraction", gpu_fraction)
+            ways, name = _ways(num_gpus, conditions, alternatives), _backend_name(backend)
+            environ, claim = _outer_environment(), None
+            asked = None if further else (ways, name, directory, environ.get(CUDA_VARIABLE))
+            if ways and asked and (again := _claimed_before(asked, strict)):
+                return again
+            _refuse_late(environ, env_set_ok)
+            if not ways:
+                nothing = Claim("none", (), ())
+                _apply(OwnClaim(os.getpid(), nothing, ""))
+                return nothing
+            if priority not in PRIORITIES:
+                raise InvalidRequest(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}.")
+            job = JobDetails(note or _notebook(), sys.orig_argv or sys.argv, priority=PRIORITIES[priority])
+            try:
+                with open_worker(name) as driver:  # a process of its own: NVML must not hang in this one
+                    locks = _lock_directory(directory, name)
+                    if (of_script := claim_of_the_script(driver, locks, environ)) is not None:
+                        return of_script
+                    allocator = Allocator(driver, locks, ways, environ=environ, job=job, on_wait=on_wait)
+                    claim = _acquired(allocator, wait, strict)
+                _apply(OwnClaim(os.getpid(), claim, _line_of_the_caller(), asked if claim else None))
+                warn_of_workers(os.environ[CUDA_VARIABLE])
+            except BaseException:
+                if claim is not None:  # interrupted: the program would not know of it
+                    claim.release()
+                    _restore(claim)
+                raise
+            return claim
+        except GpuguardError as error:
+            is_for_now = isinstance(error, NotEnoughGpus) and not isinstance(error, ImpossibleRequest)
+            if is_for_now and (own := _own_claims()):
+                has = "; ".join(made.in_words() for made in own)
+                error.args = (f"{error}\nThis process itself has {has}.", *error.args[1:])
+            # What there is to mend is the line of the caller, so the traceback ends there.
+            raise error.with_traceback(None) from None
 
 
 @contextmanager
@@ -451,6 +457,17 @@ def _line_of_the_caller() -> str:
     path, number = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(path, number, frame.f_globals).strip()
     return f"{os.path.basename(path)}:{number}" + (f": {text}" if text else "")
+
+
+def notebook_note() -> str:
+    """``"notebook train.ipynb"``, or ``"notebook"`` where Jupyter does not tell its name."""
+    path = os.environ.get("JPY_SESSION_NAME", "")  # of jupyter-server >= 2
+    return f"notebook {os.path.basename(path)}".strip()
+
+
+def _notebook() -> str | None:
+    """The same in a kernel of Jupyter, whose command line names only that; None elsewhere."""
+    return notebook_note() if "ipykernel" in sys.modules else None
 
 
 def _lock_directory(directory: str | None, backend: str, *, make: bool = True) -> LockDirectory:

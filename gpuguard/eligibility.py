@@ -26,6 +26,7 @@ _PASSING = ("unresponsive", "nvmldevice")  # the second: one driver call that fa
 
 MEMORY_IN_USE = "--tolerance"
 OUTER = "outer limit"  # as the option of a Reason: CUDA_VISIBLE_DEVICES, Slurm or a container ask for it
+MIG_SET = "--allow-mig-set"  # as the option of a Reason: without it a job of several devices takes no instance
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def terms_of(
         request,
         snapshot,
         taken,
-        None if request.devices is None else frozenset(resolve(request.devices, devices, "--gpus")),
+        None if request.devices is None else frozenset(resolve(request.devices, devices, "--devices")),
         frozenset(resolve(request.exclude, devices, "--exclude")),
         {uuid: place for place, uuid in enumerate(preferred)},
         {uuid: parents.count(uuid) for uuid in parents},
@@ -176,7 +177,7 @@ def shown(text: str, width: int = 60) -> str:
 def _out_of_scope(device: Device, terms: Terms) -> Iterator[Reason]:
     request, family = terms.request, {device.uuid, device.parent_uuid}
     if terms.wanted is not None and not family & terms.wanted:
-        yield Reason(f"not in --gpus {','.join(request.devices or ())}", True, "--gpus")
+        yield Reason(f"not in --devices {','.join(request.devices or ())}", True, "--devices")
     if family & terms.excluded:
         yield Reason(f"in --exclude {','.join(request.exclude)}", True, "--exclude")
     if request.within is not None and not family & set(request.within):
@@ -186,9 +187,11 @@ def _out_of_scope(device: Device, terms: Terms) -> Iterator[Reason]:
 def _wrongly_divided(device: Device, terms: Terms) -> Iterator[Reason]:
     wanted, count = terms.request.mig, terms.instances.get(device.uuid, 0)
     if device.parent_uuid is None and device.mig_mode and count:
-        yield Reason(f"divided into {count} MIG instance{'s' * (count != 1)}: they are chosen instead", True)
+        yield Reason(f"divided into {count} MIG instance{'s' * (count != 1)}: jobs run on those", True)
     elif device.parent_uuid is None and device.mig_mode:
         yield Reason("MIG mode is on, but it has no MIG instance (an administrator makes them: nvidia-smi mig)", True)
+    elif device.parent_uuid and terms.request.num_gpus > 1 and not terms.request.takes_mig_set:
+        yield Reason(f"a MIG instance: one process can use only one ({MIG_SET})", True, MIG_SET)
     elif wanted is None:
         return
     elif device.parent_uuid is None:

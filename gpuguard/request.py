@@ -75,6 +75,7 @@ class Request:
     memory: int | None = None  # bytes of each device that a share is good for
     slots: int = SLOTS  # so many claims at most share a device with this one, itself included
     mig: str | None = None  # profile of the MIG instances, "3g.40gb"
+    allow_mig_set: bool = False  # several MIG instances will do: a launcher starts one process for each
 
     def __post_init__(self) -> None:
         if self.num_gpus < 1:
@@ -108,6 +109,12 @@ class Request:
         return self.max_gpus or self.num_gpus
 
     @property
+    def takes_mig_set(self) -> bool:
+        """Whether several MIG instances will do, of which a process can use one: only where they are asked for."""
+        named = self.devices is not None and all(map(_is_instance, self.devices))
+        return self.allow_mig_set or self.mig is not None or named
+
+    @property
     def most_sharers(self) -> int | None:
         """How many claims at most share a device with this one, where it asks for fewer than there can be."""
         return self.slots if self.share and self.slots < SLOTS else None
@@ -129,9 +136,7 @@ def fields_needed(request: Request) -> frozenset[str]:
         TOPOLOGY: request.most > 1 and request.strategy != "first",
         NVLINK: request.most > 1 and request.strategy != "first",
         # It brings the MIG instances along; and "pack" counts the devices of a node that will do.
-        HEALTH: request.mig is not None
-        or request.strategy == "pack"
-        or any(selector.upper().startswith("MIG-") or "." in selector for selector in selectors),
+        HEALTH: request.mig is not None or request.strategy == "pack" or any(map(_is_instance, selectors)),
     }
     # How many processes there are decides between devices that may be shared; who is out of the running, how crowded a
     # NUMA node is.
@@ -148,7 +153,7 @@ def fields_to_verify(request: Request) -> frozenset[str]:
     return (fields_needed(request) | {PROCESSES, HEALTH}) - {TOPOLOGY, NVLINK}
 
 
-def resolve(selectors: Iterable[str], devices: Sequence[Device], option: str = "--gpus") -> tuple[str, ...]:
+def resolve(selectors: Iterable[str], devices: Sequence[Device], option: str = "--devices") -> tuple[str, ...]:
     """The uuids that *selectors* name, in their order.
 
     Raises:
@@ -173,7 +178,7 @@ def options_of(request: Request) -> tuple[str, ...]:
     """The same, one text per option."""
     values = (
         ("-n", str(request.num_gpus)),
-        ("--gpus", ",".join(request.devices or ())),
+        ("--devices", ",".join(request.devices or ())),
         ("--min-free", _size(request.min_free)),
         ("--min-total", _size(request.min_total)),
         ("--max-util", _number(request.max_util, "%")),
@@ -190,7 +195,11 @@ def options_of(request: Request) -> tuple[str, ...]:
         ("--tolerance", "" if request.tolerance in (IDLE_TOLERANCE, ANY_MEMORY) else _size(request.tolerance)),
     )
     inside = request.tolerance == ANY_MEMORY  # then it was not typed
-    flags = (("--share", request.share), ("--mine-as-free", bool(request.mine_as_free) and not inside))
+    flags = (
+        ("--share", request.share),
+        ("--mine-as-free", bool(request.mine_as_free) and not inside),
+        ("--allow-mig-set", request.allow_mig_set),
+    )
     given = tuple(f"{option} {value}" for option, value in values if value)
     return given + tuple(flag for flag, is_set in flags if is_set)
 
@@ -201,6 +210,11 @@ def _size(count: int | None) -> str:
 
 def _number(value: float | None, unit: str) -> str:
     return "" if value is None else f"{value:g}{unit}"
+
+
+def _is_instance(selector: str) -> bool:
+    """Whether it can only name a MIG instance."""
+    return selector.upper().startswith("MIG-") or "." in selector
 
 
 def _resolve_one(selector: str, devices: Sequence[Device], option: str) -> str:

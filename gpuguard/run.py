@@ -63,6 +63,7 @@ SAMPLE_SECONDS_FAILING = 300.0  # a driver that does not answer is read ever mor
 LIMITS_SECONDS_FAILING = 10.0  # and so often where the limits of the job depend on its answer
 
 EXIT_TIMEOUT = 124
+NOT_STARTED = "could not be started"  # the outcome of a claim whose command is none
 LEFT = "left to its processes"  # the outcome of a claim that lives on
 RELEASED = "released"  # and of one that was released while the job's last processes lived
 
@@ -109,7 +110,8 @@ class JobEnd:
     utilization: float | None = None  # percent, mean over time and devices
     energy: float | None = None  # joules, all devices together
     killed_by: int | None = None  # the signal that ended it
-    why: str | None = None  # a policy or this process began to end it, in words
+    why: str | None = None  # a policy or this process began to end it, or it could not be started, in words
+    policy: str | None = None  # the one that ended it
 
 
 def run(
@@ -325,7 +327,8 @@ class JobSupervisor:
         for line in reversed(self.guard_lines):
             ending = line["kind"] in ENDING_STEPS and line["outcome"] == "about to"
             if ending and (killed or time.time() - line["time_unix_seconds"] < GUARD_SECONDS):
-                return str(line["facts"].get("policy")), str(line["message"])
+                policy = str(line["facts"].get("policy"))
+                return policy, f"ended by policy {policy} ({line['message']})"
         return None
 
     def sample(self, count: Callable[[Snapshot], None]) -> None:
@@ -410,13 +413,13 @@ class JobSupervisor:
             status, message = failure(self.program, int(code))
             self.notify(message)
             self.claim.release()
-            ended = JobEnd(status, None, wall_time, "could not be started")
+            ended = JobEnd(status, None, wall_time, NOT_STARTED, why=message)
             _log_end(self.claim, ended)
             return ended
         self.report_guard()
-        ended_by = self.ended_by()
-        if ended_by:
-            self.notify("ended by policy {} ({})".format(*ended_by))
+        policy, by_policy = self.ended_by() or (None, None)
+        if by_policy:
+            self.notify(by_policy)
         status, die_of = self.final_status()
         drain = Drain(
             self.claim.devices,
@@ -448,12 +451,8 @@ class JobSupervisor:
                 outcome = INTERRUPTED
         numbers = self.meter.peak_memory, self.meter.utilization(), self.meter.energy()
         why = f"ended by gpuguard run: {self.escalation.why}" if self.escalation.why else None
-        by_policy = "ended by policy {} ({})".format(*ended_by) if ended_by else None
-        ended = JobEnd(status, die_of, wall_time, outcome, *numbers, self.killed_by, by_policy or why)
-        if ended_by:
-            _log_end(self.claim, ended, by_policy, ended_by[0])
-        else:
-            _log_end(self.claim, ended, self.escalation.why)
+        ended = JobEnd(status, die_of, wall_time, outcome, *numbers, self.killed_by, by_policy or why, policy)
+        _log_end(self.claim, ended, by_policy or self.escalation.why)
         return ended
 
     def leftover_seconds(self) -> float:
@@ -541,13 +540,13 @@ def log_claim(kind: str, outcome: str, claim: Claim, message: str | None = None,
     audit_log.append(Event(time.time(), kind, outcome, user, devices, os.getpid(), claim.id, message, numbers))
 
 
-def _log_end(claim: Claim, ended: JobEnd, message: str | None = None, policy: str | None = None) -> None:
+def _log_end(claim: Claim, ended: JobEnd, message: str | None = None) -> None:
     log_claim(
         "release",
         ended.outcome,
         claim,
         message,
-        policy=policy,
+        policy=ended.policy,
         exit_status=ended.status,
         wall_time_seconds=round(ended.wall_time, 3),
         peak_memory_bytes=ended.peak_memory,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from gpuguard.device_state import device_title, idle_limit
 from gpuguard.eligibility import (
     MEMORY_IN_USE,
+    MIG_SET,
     OUTER,
     Refusal,
     Sharing,
@@ -127,16 +128,18 @@ def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoug
     could = possible(choice)
     read = all(device.problems is not None for device in snapshot.devices)
     if read and len(_usable(could.devices, request)) < request.num_gpus:
-        return ImpossibleRequest(_never(request, could), request.num_gpus, len(choice.eligible), could.refused)
+        available = len(_usable(choice.eligible, request)) or min(1, _lone_instances(choice))
+        return ImpossibleRequest(_never(request, could), request.num_gpus, available, could.refused)
     lasting = {refusal.device.uuid for refusal in could.refused}
     passing = [refusal for refusal in choice.refused if refusal.device.uuid not in lasting]
+    usable = len(_usable(choice.eligible, request))
     lines = [
-        f"wanted {format_count(request.num_gpus, 'GPU')}, but {_there('is', choice.eligible)} free now.",
+        f"wanted {format_count(request.num_gpus, 'GPU')}, but {_there('is', usable)} free now.",
         *_explained(passing),
         *_mixed(choice.eligible),
         f"`gpuguard explain {spelled(request)}` shows each device.",
     ]
-    return NotEnoughGpus("\n".join(lines), request.num_gpus, len(choice.eligible), choice.refused)
+    return NotEnoughGpus("\n".join(lines), request.num_gpus, usable, choice.refused)
 
 
 def waiting_error(wanted: int, why: str = "", missing: NotEnoughGpus | None = None) -> NotEnoughGpus:
@@ -148,9 +151,9 @@ def waiting_error(wanted: int, why: str = "", missing: NotEnoughGpus | None = No
     return NotEnoughGpus("\n".join([first, *reasons]), missing.wanted, missing.available, missing.refused)
 
 
-def instances_note(devices: Sequence[Device]) -> str | None:
-    """What to know of a claim of several MIG instances; None: it is none."""
-    if len(devices) < 2 or not all(device.parent_uuid for device in devices):
+def instances_note(devices: Sequence[Device], request: Request) -> str | None:
+    """What to know of a claim of several MIG instances; None: it is none, or the request says that it is known."""
+    if request.allow_mig_set or len(devices) < 2 or not all(device.parent_uuid for device in devices):
         return None
     return (
         f"these are {len(devices)} MIG instances, of which one process can use only one: "
@@ -198,7 +201,16 @@ def usable_together(devices: Sequence[Device], wanted: int, free: Collection[str
 
 
 def _usable(devices: Sequence[Device], request: Request) -> Sequence[Device]:
-    return devices if request.most == 1 else usable_together(devices, request.num_gpus)
+    if request.most == 1:
+        return devices
+    if not request.takes_mig_set:  # then one instance at most, for a request of one device or more
+        return [device for device in devices if not device.parent_uuid] or devices[:1]
+    return usable_together(devices, request.num_gpus)
+
+
+def _lone_instances(choice: Choice) -> int:
+    """How many MIG instances a request for one device could have, and one for several cannot."""
+    return sum({reason.option for reason in refusal.reasons} == {MIG_SET} for refusal in choice.refused)
 
 
 def _tier(device: Device, terms: Terms, nodes: Mapping[int | None, int]) -> tuple[float, ...]:
@@ -250,18 +262,22 @@ def _index_order(device: Device) -> tuple[int, int, int, int, str]:
 
 
 def _never(request: Request, could: Choice) -> str:
-    fit = len(_usable(could.devices, request))
+    alone, kinds = _lone_instances(could), {bool(device.parent_uuid) for device in could.devices}
+    fit = len(_usable(could.devices, request)) or min(1, alone)
     lacking = {reason.option for refusal in could.refused for reason in refusal.reasons}
     asked = [option for option in options_of(request) if option.split()[0] in lacking]
     names = list(dict.fromkeys(option.split()[0] for option in asked))
     faults = [refusal for refusal in could.refused if not any(reason.option for reason in refusal.reasons)]
     outer = {reason.text: None for refusal in could.refused for reason in refusal.reasons if reason.option == OUTER}
-    condition = f" that can satisfy {' '.join(asked)}" if asked else " that can be used" if faults or outer else ""
+    used = " that one job can use together" if len(kinds) > 1 else " that can be used" if faults or outer else ""
+    condition = f" that can satisfy {' '.join(asked)}" if asked else used
+    there = f"one process can use only {fit} here" if alone and not asked else f"{_there('exist', fit)}{condition}"
     droppable = [name for name in names if name != "--memory"]  # which a share must have
     advice = [f"ask for {fit}"] * bool(fit) + [f"drop {' or '.join(droppable)}"] * bool(droppable)
     advice += ["ask for less --memory"] * (droppable != names)
+    advice += [f"add {MIG_SET} if a launcher starts one process for each instance"] * (alone >= request.num_gpus)
     lines = [
-        f"wanted {format_count(request.num_gpus, 'GPU')}, but {_there('exist', could.devices)}{condition}.",
+        f"wanted {format_count(request.num_gpus, 'GPU')}, but {there}.",
         *(f"  {limit}" for limit in outer),
         *_explained(faults),
         *_lacking(could),
@@ -280,7 +296,7 @@ def _explained(refusals: Sequence[Refusal], most: int = 16) -> list[str]:
 
 def _lacking(could: Choice) -> list[str]:
     """What the devices have instead of what is asked for: ``"  its model is NVIDIA L40S (4 devices)"``."""
-    own_words = ("", OUTER, "--gpus", "--exclude", "--mig")  # said elsewhere, or what was typed
+    own_words = ("", OUTER, "--devices", "--exclude", "--mig")  # said elsewhere, or what was typed
     reasons = (reason for refusal in could.refused for reason in refusal.reasons if reason.option not in own_words)
     counts = Counter(reason.text for reason in reasons)
     lines = [f"  {text} ({format_count(count, 'device')})" for text, count in counts.most_common(_MOST_FACTS)]
@@ -301,13 +317,13 @@ def _profiles(request: Request, could: Choice) -> list[str]:
 
 def _mixed(devices: Sequence[Device]) -> list[str]:
     divided = sum(bool(device.parent_uuid) for device in devices)
+    whole = format_count(len(devices) - divided, "whole GPU")
     both = 0 < divided < len(devices)
-    return [f"  {divided} of them are MIG instances: one job cannot use them together with whole GPUs"] * both
+    return [f"  {whole} and {format_count(divided, 'MIG instance')}: one job cannot use both kinds"] * both
 
 
-def _there(verb: str, devices: Sequence[Device]) -> str:
+def _there(verb: str, count: int) -> str:
     """ "none is" "only 1 is" "only 4 are", likewise with "exist"."""
-    count = len(devices)
     one, many = {"is": ("is", "are"), "exist": ("exists", "exist")}[verb]
     return f"{f'only {count}' if count else 'none'} {many if count > 1 else one}"
 

@@ -1,7 +1,7 @@
 """A real interactive shell on a pseudo-terminal, with our completion in it.
 
 with Shell("bash", place, environment) as shell:
-    shell.words("gpuguard run --gp\t")              the words of the line after that: ["gpuguard", "run", "--gpus"]
+    shell.words("gpuguard run --dev\t")              the words of the line after that: ["gpuguard", "run", "--devices"]
     shell.shows("gpuguard run --g\t\t", "--grace")  waits until that stands on the screen
 """
 

@@ -165,7 +165,7 @@ def test_a_claim_on_an_instance_leaves_its_sibling_free(node):
 
     assert said["devices"] == node.instances()[:1]
     assert [
-        node.gpuguard("run", "--no-wait", "--gpus", uuid, "--", "true").returncode
+        node.gpuguard("run", "--no-wait", "--devices", uuid, "--", "true").returncode
         for uuid in (*node.instances(), node.uuids[0])  # naming the GPU names its instances
     ] == [75, 0, 0]
 
@@ -232,7 +232,7 @@ def test_a_process_without_a_device_is_refused_and_a_launcher_is_told_of_its_tre
 
 
 def test_a_device_that_is_claimed_or_on_which_another_process_of_mine_computes_is_refused(node):
-    with node.gpuguard.start("run", "--no-wait", "--gpus", "2", "--", "sleep", "100") as other:
+    with node.gpuguard.start("run", "--no-wait", "--devices", "2", "--", "sleep", "100") as other:
         until(lambda: node.locked() == [2])
         first = node.job("1,2")
         assert "GPU 2 is claimed already, by you: claim " in node.refusal(first.pid)

@@ -18,6 +18,9 @@ from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import locked_devices
 from gpuguard.cli import run_command_line
 
+# What a number behind --gpus could be.
+WHICH = "{0} can mean a count or a device: write {1}, or `--devices {0}` for GPU number {0}"
+
 # Since Python 3.14 this is a number for argparse.
 MINUS = (
     "'-20GiB' is not a memory size"
@@ -50,12 +53,16 @@ RUN_WORDS = [  # found before anything is read
     ("-n '' true", "-n: '' is not a whole number"),
     (f"-n {'9' * 5000} true", "9' is not a whole number"),
     ("-n", "-n/--num-gpus: a value is missing"),
-    ("-n 3 --gpus 0,1 true", "-n 3 wants more than the 2 that --gpus 0,1 names"),
-    ("--gpus 0,0 true", "--gpus names device 0 twice: name each device once"),
-    ("--gpus '' true", "--gpus '' names no device in one place: write it like 0,3"),
-    ("--gpus 0,,1 true", "write it like 0,3"),
+    ("-n 3 --devices 0,1 true", "-n 3 wants more than the 2 that --devices 0,1 names"),
+    ("--gpus 2 true", f"--gpus: {WHICH.format(2, '`-n 2` for 2 GPUs')}.\nSee `gpuguard run --help`"),
+    ("--gpus=0 true", WHICH.format(0, "`-n N` for N GPUs")),
+    ("--or '--gpus 1' true", WHICH.format(1, "`-n 1` for 1 GPU")),
+    ("--gpus 0,1 --devices 2 true", "--devices: not allowed with argument --gpus"),
+    ("--devices 0,0 true", "--devices names device 0 twice: name each device once"),
+    ("--devices '' true", "--devices '' names no device in one place: write it like 0,3"),
+    ("--devices 0,,1 true", "write it like 0,3"),
     ("--exclude , true", "--exclude ',' names no device in one place"),
-    ("--exclude 0 --gpus 0 true", "0 stands in --gpus and in --exclude: decide for one"),
+    ("--exclude 0 --devices 0 true", "0 stands in --devices and in --exclude: decide for one"),
     ("--min-free 20 true", "--min-free: '20' has no unit: write a memory size like '20GiB'"),
     ("--min-free -20GiB true", f"--min-free: {MINUS}"),
     ("--min-free=-20GiB true", "--min-free: '-20GiB' is not a memory size"),
@@ -77,10 +84,10 @@ RUN_WORDS = [  # found before anything is read
 ]
 RUN_DEVICES = [
     ("-n 9 true", "wanted 9 GPUs, but only 8 exist.\nAsk for 8."),
-    ("--gpus 9 true", "--gpus 9 names no device of this machine.  It has\n  0  GPU-"),
-    ("--gpus GPU-ffffffffffff true", "--gpus GPU-ffffffffffff names no device of this machine"),
-    ("--gpus all true", "--gpus all names no device"),
-    ("--gpus '0,\x1b[2J' true", "--gpus \\x1b[2J names no device"),
+    ("--devices 9 true", "--devices 9 names no device of this machine.  It has\n  0  GPU-"),
+    ("--devices GPU-ffffffffffff true", "--devices GPU-ffffffffffff names no device of this machine"),
+    ("--devices all true", "--devices all names no device"),
+    ("--devices '0,\x1b[2J' true", "--devices \\x1b[2J names no device"),
     ("--prefer 12 true", "--prefer 12 names no device"),
     (
         "--model A100 true",
@@ -109,13 +116,19 @@ OTHERS = [
     (2, "", "a command is missing"),
     (2, "rnu -- true", "there is no command 'rnu': did you mean `gpuguard run`?"),
     (2, "status", "there is no command 'status': did you mean `gpuguard who`?"),
-    (2, "scancel 12", "did you mean `gpuguard release`?"),
+    (2, "scancel 12", "did you mean `gpuguard release --stop`?"),
+    (2, "kill 12", "did you mean `gpuguard release --stop`?"),
+    (2, "unlock 12", "did you mean `gpuguard release`?"),
     (2, "frobnicate", "there is no command 'frobnicate': choose one of run, select"),
     (2, "--bogus", "there is no command '--bogus': options stand behind the command, as in `gpuguard run -n 2 -- CMD`"),
     (2, "-n 2 run true", "there is no command '-n': options stand behind the command"),
     (2, "help rnu", "there is no command 'rnu': did you mean `gpuguard run`?"),
     (2, "select --bogus", "unrecognized arguments: --bogus"),
     (2, "select extra", "unrecognized arguments: extra"),
+    *(
+        (125 if command.startswith("submit") else 2, f"{command} --gpus 2", WHICH.format(2, "`-n 2` for 2 GPUs"))
+        for command in ("select", "explain", "wait", "reserve --for 1h", "submit --via slurm")
+    ),
     (2, "select -n 1 -c 1", "-n says exactly how many"),
     (2, "select -c 5 -C 3", "at most 3 GPUs are fewer than the 5"),
     (2, "select -c x", "-c: 'x' is not a whole number"),
@@ -285,10 +298,10 @@ def test_what_no_command_understands_is_one_clear_message(place, monkeypatch, ca
 
 
 def test_the_beginning_of_several_uuids_is_answered_with_those_that_it_could_be(fake: FakeNvml, tmp_path: Path) -> None:
-    done = Gpuguard(tmp_path, fake)("run", "--gpus", "GPU-0", "true")
+    done = Gpuguard(tmp_path, fake)("run", "--devices", "GPU-0", "true")
 
     assert (done.returncode, done.stdout) == (125, "")
-    assert "--gpus GPU-0 could be GPU-00000000-" in done.stderr
+    assert "--devices GPU-0 could be GPU-00000000-" in done.stderr
     assert done.stderr.endswith(": write more of it.\n")
 
 
@@ -308,7 +321,7 @@ def test_a_job_that_was_refused_did_not_run(place: Path) -> None:
     gpuguard = Gpuguard(place, None, GPUGUARD_EVENTS="/dev/null")
 
     gpuguard("run", "-n", "9", "--", "touch", str(place / "ran"))
-    gpuguard("run", "--gpus", "0,0", "--", "touch", str(place / "ran"))
+    gpuguard("run", "--devices", "0,0", "--", "touch", str(place / "ran"))
 
     assert not (place / "ran").exists()
 

@@ -81,7 +81,7 @@ GRAB = "import gpuguard\nclaim = gpuguard.grab_gpus(2)\nprint(len(claim), sorted
 
 
 def test_grab_gpus_gives_the_devices_of_a_process(broker):
-    with broker.job(BOB, "--gpus", "0"):
+    with broker.job(BOB, "--devices", "0"):
         assert broker.python(ALICE, GRAB) == "2 [2, 3]\n"
     assert eventually(lambda: broker.locked() == [])
 
@@ -241,7 +241,10 @@ def broker_of_two(request: pytest.FixtureRequest, site: Path) -> Iterator[Broker
 def test_a_claim_that_is_released_by_a_policy_is_over_whatever_its_owner_does(broker_of_two, monkeypatch, code):
     monkeypatch.setattr(identity, "uid_min", lambda: 1)  # the users of these tests are the system's
     machine = Listing(a_device(0, uuid=broker_of_two.uuids[0]))
-    with broker_of_two.running(BOB, code, broker_of_two.uuids[0]) as hostile, broker_of_two.job(ALICE, "--gpus", "1"):
+    with (
+        broker_of_two.running(BOB, code, broker_of_two.uuids[0]) as hostile,
+        broker_of_two.job(ALICE, "--devices", "1"),
+    ):
         assert eventually(lambda: broker_of_two.locked() == [0, 1])
         [claim] = probe(broker_of_two.directory, broker_of_two.uuids[:1])
         context = ActionContext(
@@ -257,7 +260,7 @@ def test_a_claim_that_is_released_by_a_policy_is_over_whatever_its_owner_does(br
 
         assert (claim.uid, outcome.word, outcome.why) == (BOB.pw_uid, actions.DONE, "")
         assert broker_of_two.locked() == [1] and hostile.poll() is None
-        assert broker_of_two(ALICE, "run", "--no-wait", "--gpus", "0", "true").returncode == 0
+        assert broker_of_two(ALICE, "run", "--no-wait", "--devices", "0", "true").returncode == 0
 
 
 def test_a_lock_file_that_is_replaced_by_a_link_has_root_write_into_nothing_else(tmp_path, monkeypatch):
@@ -336,7 +339,7 @@ def test_a_daemon_that_is_killed_loses_no_claim_and_leaves_nothing_locked(site, 
         devices = [one for one in machine.uuids if kind != "instances" or one.startswith("MIG-")]
         with ExitStack() as stack:
             if kind != "instances":
-                stack.enter_context(machine.job(ALICE, "--gpus", "0", *keeps))
+                stack.enter_context(machine.job(ALICE, "--devices", "0", *keeps))
             for log, user in zip(logs, (ALICE, ALICE, BOB, BOB), strict=True):
                 log.touch()
                 log.chmod(0o666)

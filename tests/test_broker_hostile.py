@@ -91,7 +91,7 @@ for claim in claims:
 
 
 def test_forged_requests_get_nothing(broker):
-    with broker.job(ALICE, "--gpus", "0"):
+    with broker.job(ALICE, "--devices", "0"):
         said = broker.python(BOB, FORGED, broker.uuids[0], str(ALICE.pw_uid), broker.uuids[1])
 
         assert (said, broker.locked()) == ("", [0])
@@ -108,7 +108,7 @@ for outer in sys.argv[2:]:
 
 
 def test_no_user_gets_into_the_claim_of_another(broker):
-    with broker.job(ALICE, "--gpus", "0"):
+    with broker.job(ALICE, "--devices", "0"):
         [record] = [name for name in os.listdir(broker.directory.records) if name.startswith("claim.")]
         name = record.split(".")[2]
         plant = "open(f'{directory.records}/claim.' + sys.argv[1], 'w').write('{}')"
@@ -127,7 +127,7 @@ fcntl.flock(file, fcntl.LOCK_EX)
 print("forged", flush=True)
 time.sleep(60)
 """
-    with broker.job(ALICE, "--gpus", "0"), broker.running(BOB, forge, *broker.uuids):
+    with broker.job(ALICE, "--devices", "0"), broker.running(BOB, forge, *broker.uuids):
         for user in (None, ALICE, BOB):
             claims = broker.claims(user, "--fresh")
             assert [claim["user"] for claim in claims] == [ALICE.pw_name]
@@ -153,7 +153,7 @@ def test_a_descriptor_that_was_kept_is_worth_nothing(broker):
         say(hostile, "lock")
 
         assert broker.locked() == []
-        with broker.job(ALICE, "--gpus", "0") as (_, hers):
+        with broker.job(ALICE, "--devices", "0") as (_, hers):
             say(hostile, "unlock")
             say(hostile, "lock")
             assert (hers, broker.locked()) == ("0", [0])
@@ -226,7 +226,7 @@ def test_a_flood_with_descriptors_in_it_keeps_no_other_out_and_leaves_nothing_op
     before = len(os.listdir(here))
     with broker.running(BOB, FLOOD, *broker.uuids[:2]) as hostile:
         for _ in range(3):
-            assert broker(ALICE, "run", "--no-wait", "--gpus", "3", "true").returncode == 0
+            assert broker(ALICE, "run", "--no-wait", "--devices", "3", "true").returncode == 0
         hostile.wait()
     assert eventually(lambda: len(os.listdir(here)) <= before and broker.locked() == [])
 
@@ -234,7 +234,10 @@ def test_a_flood_with_descriptors_in_it_keeps_no_other_out_and_leaves_nothing_op
 @pytest.fixture
 def alice_waits(broker):
     """She has one device, and a request for all in the queue."""
-    with broker.job(ALICE, "--gpus", "3", "--time-limit", "1h"), broker.waits(ALICE, "-n", "4", "--time-limit", "1h"):
+    with (
+        broker.job(ALICE, "--devices", "3", "--time-limit", "1h"),
+        broker.waits(ALICE, "-n", "4", "--time-limit", "1h"),
+    ):
         yield
 
 
@@ -281,7 +284,7 @@ for device in (wanted, free):
 
 
 def test_a_user_who_may_start_on_one_device_does_not_get_another_one_that_is_waited_for(broker):
-    with broker.job(ALICE, "--gpus", "3", "--time-limit", "1h"), broker.waits(ALICE, "--gpus", "2,3", "-n", "2"):
+    with broker.job(ALICE, "--devices", "3", "--time-limit", "1h"), broker.waits(ALICE, "--devices", "2,3", "-n", "2"):
         said = broker.python(BOB, ELSEWHERE, broker.uuids[0], broker.uuids[2])
 
     assert said.split() == ["0", "1"]
@@ -308,7 +311,7 @@ time.sleep(60)
 def test_a_lock_inside_a_claim_that_was_kept_does_not_hinder_the_next_owner(broker):
     inner = f"{broker.python_path} -m gpuguard run --no-wait -- true"
     with broker.running(BOB, NESTED, broker.uuids[3]):
-        done = broker(ALICE, "run", "--no-wait", "--gpus", "3", "--", "sh", "-c", inner)
+        done = broker(ALICE, "run", "--no-wait", "--devices", "3", "--", "sh", "-c", inner)
 
     assert done.returncode == 0, done.stderr
 

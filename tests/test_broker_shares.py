@@ -34,7 +34,7 @@ def divided(site: Path) -> Iterator[Brokered]:
 
 
 def share(size: str, *more: str) -> tuple[str, ...]:
-    return "--gpus", "0", "--share", "--memory", size, *more
+    return "--devices", "0", "--share", "--memory", size, *more
 
 
 def tried(machine: Brokered, user, *options: str) -> str:
@@ -57,18 +57,18 @@ def test_two_users_share_a_device_and_all_see_it(broker):
 
 def test_a_share_and_a_whole_device_exclude_each_other(broker):
     with broker.job(ALICE, *share("10GiB")):
-        assert "shared by" in tried(broker, BOB, "--gpus", "0")
-        assert "shared by" in tried(broker, None, "--gpus", "0"), "root takes the locks directly"
-    with broker.job(ALICE, "--gpus", "0"):
+        assert "shared by" in tried(broker, BOB, "--devices", "0")
+        assert "shared by" in tried(broker, None, "--devices", "0"), "root takes the locks directly"
+    with broker.job(ALICE, "--devices", "0"):
         assert "claimed by" in tried(broker, BOB, *share("10GiB"))
-    with broker.job(None, "--gpus", "0"):
+    with broker.job(None, "--devices", "0"):
         assert "claimed by" in tried(broker, BOB, *share("10GiB"))
 
 
 def test_roots_own_share_beside_those_of_users(broker):
     with broker.job(ALICE, *share("40GiB")), broker.job(None, *share("10GiB")):
         assert tried(broker, None, *share("50GiB")) != ""
-        assert tried(broker, BOB, "--gpus", "0") != ""
+        assert tried(broker, BOB, "--devices", "0") != ""
     names = [name for name in os.listdir(broker.directory.locks) if name != "queue"]
     assert {os.stat(f"{broker.directory.locks}/{name}").st_mode & 0o777 for name in names} == {BROKERED}
 
@@ -88,11 +88,11 @@ def test_a_share_is_released_while_its_job_lives_on_and_another_user_has_the_dev
             wrapper.kill()
             wrapper.wait()
         refused = broker(BOB, "release", claim["id"])
-        assert refused.returncode == 1 and tried(broker, BOB, "--gpus", "0"), refused
+        assert refused.returncode == 1 and tried(broker, BOB, "--devices", "0"), refused
         released = broker(ALICE, "release", claim["id"])
         try:
             assert released.returncode == 0, released.stderr
-            assert tried(broker, BOB, "--gpus", "0") == "" and os.path.exists(f"/proc/{job}")
+            assert tried(broker, BOB, "--devices", "0") == "" and os.path.exists(f"/proc/{job}")
         finally:
             os.kill(int(job), signal.SIGKILL)
 
@@ -144,18 +144,18 @@ def test_a_slot_that_was_kept_is_worth_nothing_and_one_held_shared_counts(own):
 
         say("LOCK_SH")
         for user in (ALICE, None):
-            assert tried(own, user, "--gpus", "0") and tried(own, user, *share("70GiB"))
+            assert tried(own, user, "--devices", "0") and tried(own, user, *share("70GiB"))
         say("LOCK_UN")
         assert own.locked() == []
         say("LOCK_EX")
-        assert own.locked() == [] and tried(own, ALICE, *share("70GiB")) == "" == tried(own, None, "--gpus", "0")
+        assert own.locked() == [] and tried(own, ALICE, *share("70GiB")) == "" == tried(own, None, "--devices", "0")
 
 
 def test_the_locks_are_not_those_of_all_users_again_while_shares_hold_nothing_else(own):
     with own.job(ALICE, *share("1GiB")):
         refused = own(None, "setup", "--dir", own.directory.path, "--no-broker")
         assert refused.returncode != 0 and "shared by claims that the daemon gave" in refused.stderr
-        assert tried(own, BOB, "--gpus", "0") and not tried(own, BOB, *share("1GiB"))
+        assert tried(own, BOB, "--devices", "0") and not tried(own, BOB, *share("1GiB"))
     assert eventually(lambda: own(None, "setup", "--dir", own.directory.path, "--no-broker").returncode == 0)
 
 
@@ -163,7 +163,7 @@ def test_a_share_from_before_the_daemon_keeps_all_others_away(site):
     with a_machine(site, "everybody") as machine, machine.job(ALICE, *share("1GiB")):
         machine.setup("--broker")
         machine.start_daemon()
-        assert tried(machine, BOB, "--gpus", "0") and tried(machine, BOB, *share("1GiB"))
+        assert tried(machine, BOB, "--devices", "0") and tried(machine, BOB, *share("1GiB"))
 
 
 def test_shares_live_on_without_the_daemon_and_it_knows_them_again(own):
@@ -189,10 +189,10 @@ sys.stdin.readline()
 
 def test_instances_go_to_different_users_and_are_shared(divided):
     _, instances = uuids_of(divided)
-    half = "--gpus", instances[0], "--share", "--memory", "10GiB", "--max-util", "100%"
-    with divided.job(ALICE, *half), divided.job(BOB, *half), divided.job(BOB, "--gpus", instances[1]):
-        assert tried(divided, ALICE, "--gpus", instances[0]) and tried(divided, ALICE, "--gpus", instances[1])
-        assert tried(divided, None, "--gpus", instances[0]) and tried(divided, None, "--gpus", instances[1])
+    half = "--devices", instances[0], "--share", "--memory", "10GiB", "--max-util", "100%"
+    with divided.job(ALICE, *half), divided.job(BOB, *half), divided.job(BOB, "--devices", instances[1]):
+        assert tried(divided, ALICE, "--devices", instances[0]) and tried(divided, ALICE, "--devices", instances[1])
+        assert tried(divided, None, "--devices", instances[0]) and tried(divided, None, "--devices", instances[1])
         assert tried(divided, ALICE, *half) == ""
 
 

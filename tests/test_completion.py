@@ -18,12 +18,12 @@ from gpuguard.cli.completion import DIRECTORY, FILE, JOB, SHELLS, VALUES, comple
 
 # What is typed, and the words of the command line then; ^ is TAB.
 TYPED = {
-    "gpuguard run --gp^": "gpuguard run --gpus",
-    "gpuguard ru^--gp^": "gpuguard run --gpus",
-    "gpuguard run --gpus 3^": "gpuguard run --gpus 3",
-    "gpuguard run --gpus 0,1,2,^": "gpuguard run --gpus 0,1,2,3",
-    "./bin/gpuguard run --gpus 3^": "./bin/gpuguard run --gpus 3",
-    "gpuguard run --gpus=0,1,2,^": "gpuguard run --gpus=0,1,2,3",
+    "gpuguard run --dev^": "gpuguard run --devices",
+    "gpuguard ru^--dev^": "gpuguard run --devices",
+    "gpuguard run --devices 3^": "gpuguard run --devices 3",
+    "gpuguard run --devices 0,1,2,^": "gpuguard run --devices 0,1,2,3",
+    "./bin/gpuguard run --devices 3^": "./bin/gpuguard run --devices 3",
+    "gpuguard run --devices=0,1,2,^": "gpuguard run --devices=0,1,2,3",
     "gpuguard run --strategy=sp^": "gpuguard run --strategy=spread",
     "gpuguard run --model H^": "gpuguard run --model H100",
     "gpuguard run -n 2 ./trai^": "gpuguard run -n 2 ./train.sh",
@@ -87,7 +87,7 @@ def test_a_real_shell_completes_what_is_typed(name, more, place):
             claim = holder.stdout.readline().strip()
             with Shell(name, place, environment(place), more) as shell:
                 seen = {keys: typed(shell, keys, words.format(claim=claim)) for keys, words in TYPED.items()}
-                shell.shows("gpuguard run --gpus \t\t", "0  ", "H100", "claimed by")
+                shell.shows("gpuguard run --devices \t\t", "0  ", "H100", "claimed by")
         finally:
             holder.kill()
 

@@ -211,7 +211,7 @@ def test_selectors_are_indices_uuids_and_beginnings_of_uuids():
     [
         (("0", a_uuid(0)), "as 0 and as GPU-0"),
         (("0", "0"), "twice"),
-        (("9",), "--gpus 9 names no device of this machine"),
+        (("9",), "--devices 9 names no device of this machine"),
         (("GPU-0",), "could be GPU-00000000"),
         (("GPU-",), "names no device"),
         (("-1",), "names no device"),

@@ -218,7 +218,7 @@ def groups() -> list[str]:
 @filtered
 @pytest.mark.parametrize("manner", [[], ["--exec"]], ids=["watched", "exec"])
 def test_root_can_open_only_what_is_claimed(root, nodes, manner):
-    done = root("run", "--gpus", "1,3", "--isolate", *manner, "--", sys.executable, "-c", OPEN, *nodes, "/dev/null")
+    done = root("run", "--devices", "1,3", "--isolate", *manner, "--", sys.executable, "-c", OPEN, *nodes, "/dev/null")
 
     assert done.stdout.split()[1::2] == ["EPERM", "ENXIO", "EPERM", "ENXIO", "opened"], done.stderr
     isolation.sweep(isolation.own_cgroup())
@@ -229,7 +229,7 @@ def test_root_can_open_only_what_is_claimed(root, nodes, manner):
 def test_root_cannot_make_the_nodes_of_others(root: Gpuguard, tmp_path: Path) -> None:
     def made(minor: int) -> int:
         node = str(tmp_path / f"made{minor}")
-        return root("run", "--gpus", "1", "--isolate", "mknod", node, "c", "195", str(minor)).returncode
+        return root("run", "--devices", "1", "--isolate", "mknod", node, "c", "195", str(minor)).returncode
 
     assert (made(0) != 0, made(1)) == (True, 0)
 
@@ -245,19 +245,19 @@ def test_the_cgroup_goes_with_the_job(root):
 @filtered
 def test_a_killed_wrapper_leaves_the_filter_on_and_the_next_job_clears_up(root, nodes):
     code = f"import time\nprint('ready', flush=True)\ninput()\n{OPEN}"
-    words = ("run", "--gpus", "1", "--isolate", "--", sys.executable, "-c", code, *nodes)
+    words = ("run", "--devices", "1", "--isolate", "--", sys.executable, "-c", code, *nodes)
     with root.start(*words, stdin=subprocess.PIPE) as wrapper:
         assert wrapper.stdout.readline() == "ready\n"
         wrapper.kill()
         wrapper.wait()
         [left] = groups()
-        root("run", "--gpus", "0", "--isolate", "--", "true")
+        root("run", "--devices", "0", "--isolate", "--", "true")
         assert groups() == [left]
         wrapper.stdin.write("\n")
         wrapper.stdin.flush()
 
         assert wrapper.stdout.read().split()[1::2] == ["EPERM", "ENXIO", "EPERM", "EPERM"]
-    until(lambda: not root("run", "--gpus", "0", "--isolate", "--", "true").returncode and groups() == [])
+    until(lambda: not root("run", "--devices", "0", "--isolate", "--", "true").returncode and groups() == [])
 
 
 @filtered

@@ -224,7 +224,7 @@ def test_the_queues_of_hosts_are_shown_where_somebody_waits(hosts):
 
     assert done.returncode == 0
     assert done.stdout.splitlines() == [
-        "a: 1 in line",
+        "a: 1 in the queue",
         "  #  USER  GPUS  WAITED  STARTS",
         "  1  bob      2    1m1s  starts at 12:00",
         "",

@@ -142,6 +142,19 @@ def test_too_few_leave_the_environment_alone_and_nothing_claimed(node):
     assert (visible(), claimed()) == (None, [])
 
 
+def test_one_process_gets_one_mig_instance_unless_it_says_that_it_starts_others(node):
+    start(node, "1xH100-80GB:mig=3g.40gb,3g.40gb")
+
+    with pytest.raises(ImpossibleRequest, match="one process can use only 1 here"):
+        gpuguard.grab_gpus(2)
+    with pytest.warns(RuntimeWarning), gpuguard.grab_gpus(2, strict=False) as claim:
+        assert len(claim) == 1
+    with gpuguard.grab_gpus(-1) as claim:
+        assert len(claim) == 1
+    with gpuguard.grab_gpus(2, allow_mig_set=True) as claim:
+        assert len(claim) == 2
+
+
 @pytest.mark.parametrize(
     ("used", "number", "taken", "why"),
     [
@@ -198,7 +211,7 @@ def test_who_waits_in_python_is_seen_and_hears_why(node):
     assert len(claim) == 2
     assert [(way.num_gpus, way.models) for way in seen[0].requests] == [(2, ("H100*",)), (1, ("A100*", "H100*"))]
     assert (seen[0].priority, seen[0].pid) == (-1, os.getpid())
-    assert told[0].startswith("wanted 2 GPUs: number 1 of 1 in line, ")
+    assert told[0].startswith("wanted 2 GPUs: number 1 of 1 in the queue, ")
 
 
 def test_cuda_that_is_initialised_is_refused(monkeypatch, tmp_path):
@@ -261,6 +274,17 @@ def test_who_shows_the_claims_with_their_notes():
     assert (record.id, record.note, record.pid) == (claim.id, "night run", os.getpid())
     assert record.devices == tuple(device.uuid for device in claim)
     assert record.command == tuple(sys.orig_argv)  # sys.argv of `python` alone is an empty word
+
+
+@pytest.mark.parametrize(
+    ("path", "note"), [("/home/alice/My study.ipynb", "notebook My study.ipynb"), ("", "notebook")]
+)
+def test_a_plain_call_in_a_notebook_is_named_after_it(monkeypatch, path, note):
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)  # whatever it is: it is loaded
+    monkeypatch.setenv("JPY_SESSION_NAME", path)
+    gpuguard.grab_gpus()
+
+    assert [record.note for record in gpuguard.who().claims] == [note]
 
 
 def test_a_share_leaves_the_rest_to_others_and_tells_the_frameworks(monkeypatch):

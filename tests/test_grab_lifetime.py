@@ -159,6 +159,43 @@ def test_the_same_call_again_returns_the_claim_that_the_process_has():
     assert (claimed(), within, visible()) == ([3], "0,1", "3")
 
 
+def test_threads_that_make_the_same_call_at_once_get_one_claim():
+    barrier, claims = threading.Barrier(3), []
+
+    def grab() -> None:
+        barrier.wait()
+        claims.append(gpuguard.grab_gpus(1))
+
+    threads = [threading.Thread(target=grab) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert claims == [claims[0]] * 3 and claimed() == [3]
+
+
+def test_a_forked_child_does_not_wait_for_a_call_of_its_parent():
+    """A thread of the parent may be inside grab_gpus() at the fork, and does not exist in the child."""
+    code = (
+        "import gpuguard, os, threading\n"
+        "waits = threading.Event()\n"
+        "grab = lambda: gpuguard.grab_gpus(1, wait=50, on_wait=lambda missing: waits.set())\n"
+        "threading.Thread(target=grab, daemon=True).start()\n"
+        "waits.wait(50)\n"
+        "pid = os.fork()\n"
+        "if not pid:\n"
+        "    gpuguard.grab_gpus(1, strict=False)\n"
+        "    os._exit(7)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
+        "os._exit(0)\n"
+    )
+    with gpuguard.claim(4):
+        done = script(code, GPUGUARD_CLAIM="")
+
+    assert done.stdout == "7\n"
+
+
 def test_where_cuda_runs_by_now_the_same_call_still_returns_the_claim(monkeypatch, tmp_path):
     first, device = gpuguard.grab_gpus(2), tmp_path / "nvidia-uvm"
     device.touch()
@@ -284,8 +321,8 @@ def test_a_forked_worker_that_claims_takes_its_part_of_the_claim_of_its_parent()
 
 def test_inside_gpuguard_run_a_subset_of_its_devices_is_taken(tmp_path):
     code = "import gpuguard as g; a, b = g.grab_gpus(1), g.grab_gpus(1, further=True); print(a[0].index, b[0].index)"
-    done = Gpuguard(tmp_path, None)("run", "--gpus", "0,2", "--", sys.executable, "-c", code)
-    too_many = Gpuguard(tmp_path, None)("run", "--gpus", "0,2", "--", sys.executable, "-c", TOO_MANY)
+    done = Gpuguard(tmp_path, None)("run", "--devices", "0,2", "--", sys.executable, "-c", code)
+    too_many = Gpuguard(tmp_path, None)("run", "--devices", "0,2", "--", sys.executable, "-c", TOO_MANY)
 
     assert sorted(done.stdout.split()) == ["0", "2"]
     assert too_many.stdout == "outside the claim 0,2\n"

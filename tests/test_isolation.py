@@ -152,7 +152,7 @@ def python(machine: Isolated, code: str, *words: str) -> list[str]:
 @pytest.mark.parametrize("manner", [[], ["--exec"]], ids=["watched", "exec"])
 def test_a_user_sees_only_the_claimed_nodes(alice, manner):
     paths = [*ALL, "/dev/renamed", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/null"]
-    done = alice("run", "--gpus", "1,3", "--isolate", *manner, "--", *python(alice, OPEN, *paths))
+    done = alice("run", "--devices", "1,3", "--isolate", *manner, "--", *python(alice, OPEN, *paths))
 
     assert dict(line.split() for line in done.stdout.splitlines()) == {
         "nvidia0": "ENOENT", "nvidia1": "ENXIO", "nvidia2": "ENOENT", "nvidia3": "ENXIO", "renamed": "ENOENT",
@@ -162,7 +162,7 @@ def test_a_user_sees_only_the_claimed_nodes(alice, manner):
 
 @isolated
 def test_without_the_option_all_nodes_are_there(alice):
-    done = alice("run", "--gpus", "1", "--", *python(alice, OPEN, *ALL))
+    done = alice("run", "--devices", "1", "--", *python(alice, OPEN, *ALL))
 
     assert done.stdout.split()[1::2] == ["ENXIO"] * DEVICES
 
@@ -184,7 +184,7 @@ tried("the namespace of another process", "nsenter", f"--mount=/proc/{outside}/n
 @isolated
 def test_the_other_nodes_can_neither_be_made_nor_reached_by_a_detour(alice):
     with subprocess.Popen([*alice.prefix, "sleep", "60"]) as outside:
-        done = alice("run", "--gpus", "1", "--isolate", "--", *python(alice, ESCAPES, str(outside.pid)))
+        done = alice("run", "--devices", "1", "--isolate", "--", *python(alice, ESCAPES, str(outside.pid)))
         outside.kill()
 
     assert [line.rpartition(" ")[2] for line in done.stdout.splitlines()] == ["True"] * 6, done
@@ -200,7 +200,7 @@ print(*(line.split()[1] for line in open("/proc/self/status") if line.startswith
 
 @isolated
 def test_the_job_is_a_child_of_gpuguard_in_the_same_directory_without_rights_of_its_own(alice):
-    words = ("run", "--gpus", "2,3", "--isolate", "--", *python(alice, SELF))
+    words = ("run", "--devices", "2,3", "--isolate", "--", *python(alice, SELF))
     with alice.start(*words, under=("env", "-C", "/usr/share")) as wrapper:
         where, devices, rights = wrapper.stdout.read().splitlines()
 
@@ -212,8 +212,8 @@ def test_the_job_is_a_child_of_gpuguard_in_the_same_directory_without_rights_of_
 @isolated
 def test_gpuguard_inside_an_isolated_job_divides_its_claim(alice):
     inner = alice.machine.words("run", "--no-wait", "--isolate", "--", *python(alice, OPEN, *ALL))
-    done = alice("run", "--gpus", "1,3", "--isolate", "--visible", "uuid", "--", *inner)
-    whole = alice("run", "--gpus", "1,3", "--isolate", "--visible", "uuid", "--", *alice.machine.words("select"))
+    done = alice("run", "--devices", "1,3", "--isolate", "--visible", "uuid", "--", *inner)
+    whole = alice("run", "--devices", "1,3", "--isolate", "--visible", "uuid", "--", *alice.machine.words("select"))
 
     answers = done.stdout.split()[1::2]
     assert answers.count("ENXIO") == 1 and "ENXIO" in (answers[1], answers[3]), done.stderr
@@ -226,7 +226,7 @@ def test_what_is_denied_and_quarantined_outside_is_so_inside_an_isolated_job(ali
     claim = shlex.join(machine.words("run", "--no-wait", "--", "true"))
     told = shlex.join(machine.words("select", "-n", "2"))
     inside = f"echo ready; while ! test -e {go}; do sleep 0.02; done; {told}; unset GPUGUARD_CLAIM; {claim}"
-    words = ("run", "--gpus", "1,3", "--isolate", "--visible", "uuid", "--", "sh", "-c", inside)
+    words = ("run", "--devices", "1,3", "--isolate", "--visible", "uuid", "--", "sh", "-c", inside)
     with alice.start(*words) as job:
         assert job.stderr and job.stdout.readline() == "ready\n"
         for mark in (("deny", ALICE.pw_name, "--for", "1h"), ("quarantine", machine.uuids[3])):
@@ -244,7 +244,7 @@ def test_a_directory_of_another_user_is_not_trusted_inside_either(alice):
     other.mkdir()
     os.chown(other, BOB.pw_uid, BOB.pw_gid)
     inner = alice.machine.words("run", "--no-wait", "--dir", str(other), "--", "true")
-    done = alice("run", "--gpus", "1", "--isolate", "--", *inner)
+    done = alice("run", "--devices", "1", "--isolate", "--", *inner)
 
     assert (done.returncode, "who could replace the lock files" in done.stderr) == (125, True)
 
@@ -281,7 +281,7 @@ def test_signals_reach_the_job_itself(alice):
 @isolated
 def test_an_isolated_job_keeps_its_claim_when_its_wrapper_is_killed(alice):
     for _ in range(10):
-        with alice.start("run", "--gpus", "2", "--isolate", "--", "sh", "-c", "echo $$; exec sleep 60") as wrapper:
+        with alice.start("run", "--devices", "2", "--isolate", "--", "sh", "-c", "echo $$; exec sleep 60") as wrapper:
             job = int(wrapper.stdout.readline())
             time.sleep(random.random() * 0.05)
             wrapper.kill()

@@ -369,7 +369,7 @@ def run_in_a_container(fake: FakeNvml, place: Path, *options: str) -> Any:
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # What the job "uses" is what the test tells the driver of: that needs no code inside.
     words = gpuguard.words(
-        "run", "--gpus", "0", "--no-wait", "--quiet", *options, "--", "sh", "-c", "echo ready; exec sleep 60"
+        "run", "--devices", "0", "--no-wait", "--quiet", *options, "--", "sh", "-c", "echo ready; exec sleep 60"
     )
     return subprocess.Popen([*NAMESPACE, *words], env=gpuguard.environment, text=True, **pipes)
 

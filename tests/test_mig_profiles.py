@@ -87,8 +87,8 @@ def test_the_command_line_chooses_by_profile_and_says_which_exist(tmp_path: Path
     start(str(tmp_path / "node"), "1xH100-80GB:mig=3g.40gb,3g.40gb")
     shown = gpuguard("run", "--no-wait", "--mig", "3g.40gb", "--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
     selected = gpuguard("select", "--mig", "3g.40gb", "-n", "2")
-    noted = [gpuguard(*words).stderr for words in (("run", "-n", "2", "--", "true"), ("run", "--", "true"))]
-    explained = gpuguard("explain", "-n", "2").stdout
+    noted = [gpuguard("run", *words, "--", "true").stderr for words in (("-n", "2", "--mig", "3g.40gb"), ())]
+    explained = gpuguard("explain", "-n", "2", "--mig", "3g.40gb").stdout
     refused = gpuguard("run", "--mig", "1g.10gb", "--", "true")
 
     assert (shown.returncode, shown.stdout[:4]) == (0, "MIG-")
@@ -98,6 +98,21 @@ def test_the_command_line_chooses_by_profile_and_says_which_exist(tmp_path: Path
     assert "these are 2 MIG instances, of which one process can use only one" in noted[0]
     assert "MIG instances" not in noted[1]
     assert "Note: these are 2 MIG instances" in explained
+
+
+@pytest.mark.parametrize(("command", "code"), [("run", 125), ("select", 1), ("explain", 1), ("wait", 1)])
+def test_a_command_for_two_gpus_refuses_instances_and_says_what_to_do(tmp_path: Path, command: str, code: int) -> None:
+    gpuguard = Gpuguard(tmp_path, None)
+    start(str(tmp_path / "node"), "1xH100-80GB:mig=3g.40gb,3g.40gb")
+    words = ("--", "true") if command == "run" else ()
+    refused = gpuguard(command, "-n", "2", *words)
+    taken = gpuguard(command, "-n", "2", "--allow-mig-set", *words)
+
+    assert refused.returncode == code
+    assert "wanted 2 GPUs, but one process can use only 1 here." in refused.stdout + refused.stderr
+    assert "Ask for 1, or add --allow-mig-set if a launcher starts" in refused.stdout + refused.stderr
+    assert taken.returncode == 0
+    assert "one process can use only one" not in taken.stdout + taken.stderr  # the user has said so
 
 
 def test_a_gpu_that_is_divided_behind_the_first_look_is_not_shared_as_a_whole(directory: LockDirectory) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from brokered import Brokered
 from daemons import PASSWD, with_names
+from endpoints import a_web_server
 from nodes import GIB, eventually
 from users import an_open_place
 
@@ -134,6 +135,18 @@ def test_the_log_of_run_says_who_warned_slowed_down_and_ended_the_job_and_why(ma
     assert "holds no more" not in (machine.place / "events.jsonl").read_text()
     [release] = [line for line in events(machine, ALICE) if line["kind"] == "release"]
     assert release["facts"]["policy"] == "hogs" and "ended by policy hogs" in release["message"]
+
+
+def test_a_message_tells_that_a_policy_ended_the_job(machine):
+    with a_web_server() as web:
+        words = ("run", "--quiet", "--notify", web.url, "--", machine.python_path, "-c", JOB)
+        with machine.runs(ALICE, *machine.words(*words)) as (job, _):
+            job.wait(60)
+    message = json.loads(web.requests[-1][1])
+
+    assert (message["facts"]["event"], message["facts"]["policy"]) == ("ended_by_policy", "hogs")
+    assert message["subject"].startswith("ended by policy on ")
+    assert "ended by policy hogs (uses 40.0GiB" in message["text"]
 
 
 def events(machine: GuardedMachine, user: User) -> list[dict[str, Any]]:

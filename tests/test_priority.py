@@ -248,7 +248,7 @@ def test_the_example_has_every_key():
 
 
 def test_what_is_not_written_is_as_without_the_file():
-    assert read("fair_share: true") == QueueSettings()
+    assert read("") == read("# bound: 24h\n") == read("fair_share: true") == QueueSettings()
     assert read("patience: 25%\nbound: 24h\nhalf_life: 7d\npriority: {everybody: normal}") == QueueSettings()
     assert [read(text).rules for text in ("", "\n# nothing\n", "---\n")] == [QueueRules()] * 3
 

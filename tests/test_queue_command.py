@@ -52,8 +52,8 @@ def text(*places, site=None, width=None, **line):
 
 
 def test_an_empty_line_says_so():
-    assert text() == ["node1: no requests in line (fair share)"]
-    assert text(simulated=True) == ["SIMULATED node node1: no requests in line (fair share)"]
+    assert text() == ["node1: no requests in the queue (fair share)"]
+    assert text(simulated=True) == ["SIMULATED node node1: no requests in the queue (fair share)"]
     assert text(site=QueueSettings(QueueRules(fair_share=False)))[0].endswith("(order of arrival)")
 
 
@@ -67,7 +67,7 @@ def test_each_request_has_a_row_and_its_prospects_below_it():
         a_place(2, user="李小明", uid=7, requests=(Request(num_gpus=1), Request(num_gpus=4)), priority=1),
         claims=(claim,),
     ) == [
-        "node1: 2 requests in line (fair share)",
+        "node1: 2 requests in the queue (fair share)",
         "#  USER      GPUS  WAITED  COMMAND",
         "1  alice        2    1m5s  \"sweep\"  python 'a b.py'",
         "    starts in about 2h, when device 0 is free: time limit of alice's job; "
@@ -77,7 +77,7 @@ def test_each_request_has_a_row_and_its_prospects_below_it():
         f"shorter jobs may start first until {bound}",
     ]
     assert text(a_place(after="waits until process 4711 has ended"))[-1] == (
-        "    not in line yet: waits until process 4711 has ended"
+        "    not queued yet: waits until process 4711 has ended"
     )
 
 
@@ -208,7 +208,7 @@ def test_who_waits_is_shown_with_the_reason(queue, waits, job):
 
 
 def test_looking_at_the_line_does_not_change_it(queue, waits):
-    assert queue().endswith(": no requests in line (fair share)\n")
+    assert queue().endswith(": no requests in the queue (fair share)\n")
     ticket = waits()
 
     assert queue("--json") != "" and ticket.counts
@@ -275,7 +275,7 @@ def explained(position: QueuePosition, *before: QueuePosition, **fields) -> str:
 
 
 def test_what_needs_no_plan():
-    assert explained(a_position(after="job 7 to end")) == "not in line yet: job 7 to end"
+    assert explained(a_position(after="job 7 to end")) == "not queued yet: job 7 to end"
     assert explained(a_position(now=True)) == "starts now"
     assert explained(a_position(request=None)) == "no devices for it as things are"
     assert explained(a_position(devices=())) == "too far behind for a plan"
@@ -287,8 +287,8 @@ def test_a_request_that_is_not_queued_yet_has_no_number():
     denied, queued = a_position("denied", after="its user may make no claim now"), a_position(number=2, now=True)
     queue = a_queue(denied, queued)
 
-    assert position_text(denied, queue) == "not in line yet: its user may make no claim now"
-    assert position_text(queued, queue) == "number 2 of 2 in line, starts now"
+    assert position_text(denied, queue) == "not queued yet: its user may make no claim now"
+    assert position_text(queued, queue) == "number 2 of 2 in the queue, starts now"
 
 
 def test_what_others_may_claim_now_is_kept_for_them_but_a_share_not_from_shares():
@@ -385,7 +385,7 @@ def test_where_the_start_is_unknown_the_reason_is_given():
 
 
 def test_where_no_request_waits_there_is_no_position_in_the_queue(gpuguard, job):
-    assert "in line" not in gpuguard("explain", "-n", "2")[1]
+    assert "in the queue" not in gpuguard("explain", "-n", "2")[1]
     assert json.loads(gpuguard("explain", "--json")[1])["line"] is None
 
 
@@ -393,7 +393,7 @@ def test_explain_says_that_a_request_would_delay_another_and_leaves_no_ticket(gp
     waiting, me = waits(), user_name(os.geteuid())
     text, answer = gpuguard("explain"), gpuguard("explain", "--json")
 
-    why = f"number 2 of 2 in line, held back: it would delay {me}'s request for 2, which came before"
+    why = f"number 2 of 2 in the queue, held back: it would delay {me}'s request for 2, which came before"
     until = "; shorter jobs may start first until "
     assert (text[0], text[1].splitlines()[-1].partition(until)[0]) == (1, f"It would be {why}")
     line = json.loads(answer[1])["line"]

@@ -213,8 +213,8 @@ def test_the_first_way_that_fits_is_taken(gpuguard, job, words):
 
 def test_a_choice_of_devices_holds_for_its_own_way_only(gpuguard, job):
     # The job has device 1.
-    assert gpuguard("run", "--gpus", "1", "--or", "-n 1", *LOOK).stdout == "0\n"
-    assert gpuguard("run", "--no-wait", "--gpus", "1", "--or", "--exclude 0", *LOOK).returncode == 75
+    assert gpuguard("run", "--devices", "1", "--or", "-n 1", *LOOK).stdout == "0\n"
+    assert gpuguard("run", "--no-wait", "--devices", "1", "--or", "--exclude 0", *LOOK).returncode == 75
 
 
 @pytest.mark.parametrize(("words", "code"), [(("-n", "9", "--or", "-n 1"), 0), (("-n", "9", "--or", "-n 8"), 125)])
@@ -226,13 +226,13 @@ def test_ways_that_can_never_be_had_are_refused_only_when_all_are(gpuguard, word
 
 
 def test_all_ways_stand_in_the_line(gpuguard, job):
-    with gpuguard.start("run", "-n", "2", "--or", "--gpus 1", "--note", "either", "--", "true") as second:
+    with gpuguard.start("run", "-n", "2", "--or", "--devices 1", "--note", "either", "--", "true") as second:
         until(lambda: gpuguard.json("queue")["places"])
         (place,) = gpuguard.json("queue")["places"]
         shown = gpuguard("queue").stdout
         second.kill()
 
-    assert (place["requests"], place["note"], place["command"]) == (["-n 2", "-n 1 --gpus 1"], "either", ["true"])
+    assert (place["requests"], place["note"], place["command"]) == (["-n 2", "-n 1 --devices 1"], "either", ["true"])
     assert "  2 or 1  " in shown
 
 
@@ -252,7 +252,7 @@ def test_after_a_claim_comes_when_its_last_process_has_ended(gpuguard, job, sign
         output, error = second.communicate(timeout=30)
 
     assert (second.returncode, output) == (0, "now\n")
-    assert place["why"] == f"not in line yet: waits until {claim['user']}'s claim {claim['id']} has ended"
+    assert place["why"] == f"not queued yet: waits until {claim['user']}'s claim {claim['id']} has ended"
     assert (place["command"], place["expected_start"], explained) == (["echo", "now"], None, 0)
     said = f"waits until {claim['user']}'s claim {claim['id']} has ended"
     assert re.match(rf"gpuguard: {TIME} queued: {re.escape(said)}\n", error)
@@ -313,8 +313,12 @@ def request(line=""):
         ("--max-util 10% --max-memory-util 5.5%", Request(max_util=10.0, max_memory_util=5.5)),
         ("--max-processes 2 --max-temperature 80C", Request(max_processes=2, max_temperature=80.0)),
         ("--model 'A100*' --model H100", Request(models=("A100*", "H100"))),
-        ("--gpus 0,GPU-ab", Request(2, devices=("0", "GPU-ab"))),
-        ("--gpus 0,1,2 -n 1", Request(1, devices=("0", "1", "2"))),
+        ("--devices 0,GPU-ab", Request(2, devices=("0", "GPU-ab"))),
+        ("--devices 0,1,2 -n 1", Request(1, devices=("0", "1", "2"))),
+        ("--devices 2", Request(devices=("2",))),
+        ("--gpus 0,2", Request(2, devices=("0", "2"))),  # as --devices was called
+        ("--gpus GPU-ab", Request(devices=("GPU-ab",))),
+        ("--gpus 1.2", Request(devices=("1.2",))),
         ("--exclude 0 --prefer 3,2", Request(exclude=("0",), prefer=("3", "2"))),
         ("--strategy pack --tolerance 1GiB", Request(strategy="pack", tolerance=GIB)),
         ("--mine-as-free", Request(mine_as_free=frozenset({os.getuid()}))),
@@ -328,7 +332,8 @@ def test_options_make_a_request(line, wanted):
     "line",
     [
         "-n 5 --model 'A100*'",
-        "-n 2 --gpus 0,1,3 --min-free 20.0GiB --max-util 10% --max-processes 1 --exclude 4 --prefer 3 --mine-as-free",
+        "-n 2 --devices 0,1,3 --min-free 20.0GiB --max-util 10% --max-processes 1 --exclude 4 --prefer 3",
+        "-n 2 --mine-as-free --allow-mig-set",
         "-n 1 --min-total 40.0GiB --max-memory-util 5% --max-temperature 80C --strategy pack --tolerance 1.0GiB",
     ],
 )

@@ -108,7 +108,7 @@ class Head:
     @contextlib.contextmanager
     def outsider(self, witness: Path, devices: str) -> Iterator[subprocess.Popen[str]]:
         """Somebody beside Ray who computes on these devices."""
-        words = ["run", "--gpus", devices, "--", sys.executable, TASKS, "hold", str(witness)]
+        words = ["run", "--devices", devices, "--", sys.executable, TASKS, "hold", str(witness)]
         with self.running(sys.executable, "-m", "gpuguard", *words, stderr=subprocess.DEVNULL) as child:
             assert nodes.eventually(lambda: (witness / devices[-1]).exists(), 30)
             yield child

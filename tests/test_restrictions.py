@@ -367,7 +367,7 @@ def test_a_daemon_denies_and_quarantines_by_policy(tmp_path, options, done):
         if done:  # what it is about to do is in the log before it is done
             assert eventually(lambda: json.loads(daemon.gpuguard("quarantine", "--json").stdout)["quarantined"])
         outcomes = {each["outcome"] for each in (event, *daemon.events("deny"))}
-        explained = daemon.gpuguard("explain", "--gpus", "0", "--mine-as-free").stdout
+        explained = daemon.gpuguard("explain", "--devices", "0", "--mine-as-free").stdout
         denied = json.loads(daemon.gpuguard("deny", "--json").stdout)["denied"]
 
         assert offender.poll() is None
@@ -379,7 +379,7 @@ def test_a_daemon_denies_and_quarantines_by_policy(tmp_path, options, done):
 def test_a_device_is_quarantined_and_put_back_by_command(gpuguard):
     done = gpuguard("quarantine", "1", "--reason", "XID 79")
     [found] = json.loads(gpuguard("quarantine", "--json").stdout)["quarantined"]
-    chosen = gpuguard("select", "--gpus", "1")
+    chosen = gpuguard("select", "--devices", "1")
     seen = json.loads(gpuguard("who", "--json").stdout)["devices"]
     ended = [gpuguard("quarantine", found["name"][:12], "--end").returncode for _ in "12"]
 
@@ -436,7 +436,7 @@ def test_root_denies_one_user_and_not_the_other(admin):
 def test_a_quarantine_holds_for_everybody_and_only_root_can_make_or_end_it(admin):
     quarantined = admin(None, "quarantine", "3", "--reason", "XID 79")
     theirs = [admin(BOB, "quarantine", *words) for words in (["3", "--end"], ["2"])]
-    refused = [admin(user, "run", "--no-wait", "--gpus", "3", "--", "true") for user in (ALICE, BOB, None)]
+    refused = [admin(user, "run", "--no-wait", "--devices", "3", "--", "true") for user in (ALICE, BOB, None)]
 
     assert quarantined.returncode == 0, quarantined.stderr
     assert [done.returncode for done in theirs] == [1, 1] and "sudo" in theirs[0].stderr

@@ -340,6 +340,7 @@ def test_a_program_that_does_not_exist_is_named_without_its_escape_codes(gpuguar
 
     assert (done.returncode, claims(gpuguard)) == (127, [])
     assert " no\\x1b[2Jsuch: command not found." in done.stderr
+    assert "started on" not in done.stderr and "ended on" not in done.stderr
 
 
 def test_devices_are_named_by_index_or_by_uuid(gpuguard):
@@ -353,7 +354,7 @@ def test_gpuguard_inside_the_job_means_the_same_machine_and_claims(gpuguard, tmp
     for name in ("GPUGUARD_DIR", "GPUGUARD_BACKEND", "GPUGUARD_SIM_DIR"):
         del gpuguard.environment[name]
     inner = gpuguard.words("run", "--no-wait", *LOOK)
-    outer = ["run", "--backend", "simulated:node", "--dir", "claims", "--gpus", "1", "--", "sh", "-c"]
+    outer = ["run", "--backend", "simulated:node", "--dir", "claims", "--devices", "1", "--", "sh", "-c"]
 
     assert gpuguard(*outer, 'cd /; "$@"', "sh", *inner, cwd=tmp_path).stdout == "1\n"
 
@@ -391,7 +392,7 @@ def test_off_a_terminal_it_says_why_it_waits_and_when_it_starts(gpuguard, both_t
         both_taken.terminate()
         said += second.communicate(timeout=60)[1].splitlines()
 
-    assert re.fullmatch(rf"gpuguard: {TIME} queued: wanted 1 GPU: number 1 of 1 in line, .*\n", said[0])
+    assert re.fullmatch(rf"gpuguard: {TIME} queued: wanted 1 GPU: number 1 of 1 in the queue, .*\n", said[0])
     assert re.fullmatch(rf"gpuguard: {TIME} started on GPU . \(SIMULATED\), claim .*: true", said[-2])
     assert re.fullmatch(rf"gpuguard: {TIME} ended on GPU .: exit 0; ran .*", said[-1])
 
@@ -423,6 +424,11 @@ def test_a_message_tells_that_the_job_could_not_start_and_a_server_that_refuses_
     with a_web_server(status=503) as web:
         refused = gpuguard("run", "--notify", web.url, "--", "sh", "-c", "exit 4")
 
+    with a_web_server() as web:
+        gpuguard("run", "--notify", web.url, "--", "nosuch")
+    (missing,) = [json.loads(body) for _, body in web.requests]
+
+    assert missing["facts"]["event"] == "not_started" and "not started: nosuch: command not found." in missing["text"]
     assert (done.returncode, message["facts"]["event"]) == (125, "not_started")
     assert "wanted 9 GPUs, but only 2 exist." in message["text"]
     assert refused.returncode == 4

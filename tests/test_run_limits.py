@@ -68,7 +68,7 @@ class Job:
 
     def start(self, *options: str, job: str) -> subprocess.Popen[str]:
         """`gpuguard run` with *options* on a Python script."""
-        words = ("run", "--gpus", "0", "--no-wait", "--quiet", *options, "--", sys.executable, "-c", job)
+        words = ("run", "--devices", "0", "--no-wait", "--quiet", *options, "--", sys.executable, "-c", job)
         return self.gpuguard.start(*words)
 
     def __call__(self, *options: str, job: str) -> tuple[int, str, str]:

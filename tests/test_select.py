@@ -135,24 +135,68 @@ def test_several_devices_are_whole_gpus_or_instances_but_never_both():
     instances = [a_mig_instance(gpu, number) for number in range(3)]
     machine = a_snapshot(gpu, *instances, a_device(1), a_device(2))
 
-    assert chosen(machine, Request(2)) == [1, 2]
-    assert choose(machine, Request(3), {}).devices == tuple(instances)
-    assert chosen(machine, Request(4)) == []
-    assert isinstance(error(machine, Request(4)), ImpossibleRequest)
-    assert "3 of them are MIG instances: one job cannot use them together" in str(error(machine, Request(4)))
-    assert "MIG instances" not in said(Request(2), gpu, instances[0])  # there is no whole one
+    assert chosen(machine, Request(2, allow_mig_set=True)) == [1, 2]
+    assert choose(machine, Request(3, allow_mig_set=True), {}).devices == tuple(instances)
+    assert chosen(machine, Request(4, allow_mig_set=True)) == []
+    never = error(machine, Request(4, allow_mig_set=True))
+    assert isinstance(never, ImpossibleRequest)
+    assert "wanted 4 GPUs, but only 3 exist that one job can use together.\n" in str(never)
+    assert "2 whole GPUs and 3 MIG instances: one job cannot use both kinds" in str(never)
 
 
+@pytest.mark.parametrize("asked", [{}, {"devices": ("0",)}, {"min_free": GIB}, {"max_gpus": 3}])
+def test_a_job_of_two_gpus_gets_no_instances_which_one_process_cannot_use_together(asked):
+    gpu = a_device(0, mig_mode=True)
+    instances = [a_mig_instance(gpu, number, gpu_instance_id=number) for number in range(3)]
+    machine = a_snapshot(gpu, *instances, a_device(1))
+    never = error(machine, Request(2, **asked))
+
+    assert chosen(machine, Request(2, **asked)) == []
+    assert isinstance(never, ImpossibleRequest) and never.available == 1
+    assert "Ask for 1, or " in str(never)
+    assert "add --allow-mig-set if a launcher starts one process for each instance." in str(never)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"mig": "3g.40gb"}, {"allow_mig_set": True}, {"devices": ("0.0", "0.1")}, {"devices": (a_uuid(16, "MIG"), "0.1")}],
+)
+def test_a_job_gets_several_instances_where_it_asks_for_them(asked):
+    gpu = a_device(0, mig_mode=True)
+    instances = [a_mig_instance(gpu, number, gpu_instance_id=number) for number in range(2)]
+
+    assert choose(a_snapshot(gpu, *instances), Request(2, **asked), {}).devices == tuple(instances)
+
+
+@pytest.mark.parametrize("strategy", ["spread", "pack", "first"])
+def test_as_many_as_there_are_for_one_process_are_the_whole_gpus_or_one_instance(strategy):
+    gpu = a_device(0, mig_mode=True)
+    divided = gpu, a_mig_instance(gpu, 0), a_mig_instance(gpu, 1)
+    some = Request(max_gpus=9, strategy=strategy)
+
+    assert chosen(a_snapshot(*divided, a_device(1), a_device(2)), some) == [1, 2]
+    assert len(choose(a_snapshot(*divided), some, {}).devices) == 1
+
+
+def test_instances_are_advised_only_where_there_are_enough_of_them():
+    gpu = a_device(0, mig_mode=True)
+    never = said(Request(3), gpu, a_mig_instance(gpu, 0), a_mig_instance(gpu, 1), a_device(1))
+
+    assert "Ask for 1.\n" in never
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one process", "a process for each"])
 @pytest.mark.parametrize("wanted", [1, 2, 3])
 @pytest.mark.parametrize("divided", [(), (0,), (1,), (0, 1)])
-def test_the_plan_of_the_queue_is_about_the_devices_that_would_be_chosen(divided, wanted):
+def test_the_plan_of_the_queue_is_about_the_devices_that_would_be_chosen(divided, wanted, together):
     """Decided twice, a request could wait for whole GPUs while it would be given instances."""
     gpus = [a_device(index, mig_mode=index in divided) for index in range(4)]
     usable = [gpu for gpu in gpus if not gpu.mig_mode]
     usable += [a_mig_instance(gpus[index], number) for index in divided for number in range(2)]
     for busy in itertools.product((False, True), repeat=len(usable)):
         devices = [replace(one, processes=(BOB,)) if hit else one for one, hit in zip(usable, busy, strict=True)]
-        snapshot, request = a_snapshot(*(gpus[index] for index in divided), *devices), Request(wanted)
+        snapshot = a_snapshot(*(gpus[index] for index in divided), *devices)
+        request = Request(wanted, allow_mig_set=together)
         planned, choice = fit(snapshot, request, QueueFacts()), choose(snapshot, request, {})
 
         assert planned.open.issuperset(device.uuid for device in choice.devices)
@@ -241,8 +285,9 @@ def test_of_several_instances_one_process_uses_one():
     gpu = a_device(0, mig_mode=True)
     instances = [a_mig_instance(gpu, number) for number in range(2)]
 
-    assert "one process can use only one" in (instances_note(instances) or "")
-    assert instances_note(instances[:1]) is instances_note([a_device(1), a_device(2)]) is None
+    assert "one process can use only one" in (instances_note(instances, Request(2, mig="3g.40gb")) or "")
+    assert instances_note(instances, Request(2, allow_mig_set=True)) is None
+    assert instances_note(instances[:1], Request()) is instances_note([a_device(1), a_device(2)], Request(2)) is None
 
 
 def test_an_outer_limit_is_said_once():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -34,7 +35,7 @@ def select(machine, directory, command):
         ([], "3\n"),
         (["-n", "2"], "1,3\n"),
         (["-n", "3"], "0,1,3\n"),
-        (["--gpus", "0,1"], "0,1\n"),
+        (["--devices", "0,1"], "0,1\n"),
         (["-n", "2", "-O", "uuid"], f"{a_uuid(1)},{a_uuid(3)}\n"),
         (["-n", "2", "-s", " "], "1 3\n"),
         (["-n", "2", "--newline"], "1\n3\n"),
@@ -57,8 +58,8 @@ def test_the_chosen_devices_are_printed(select, words, output):
     ("words", "status", "message"),
     [
         (["-n", "4"], 1, "wanted 4 GPUs, but only 3 are free now.\n  device 2: 10.0GiB used by bob (pid 812"),
-        (["--gpus", "GPU-ffff"], 2, f"names no device of this machine.  It has\n  0  {a_uuid(0)}"),
-        (["-i", "0", "--gpus", "1"], 2, "use one of them"),
+        (["--devices", "GPU-ffff"], 2, f"names no device of this machine.  It has\n  0  {a_uuid(0)}"),
+        (["-i", "0", "--devices", "1"], 2, "use one of them"),
     ],
 )
 def test_when_it_fails_nothing_is_printed_but_the_reason(select, words, status, message):
@@ -136,6 +137,23 @@ def test_each_device_has_its_line_and_then_comes_what_run_would_do(explain):
         "device 2  CHOSEN   choice 2, 80.0GiB free",
         "device 3  CHOSEN   choice 1, 80.0GiB free",
         "It would start at once on device 2, device 3.",
+    ]
+
+
+def test_a_device_that_is_passed_over_has_its_reason(command, directory, monkeypatch):
+    class LinkedMachine(Machine):
+        def sample(self, *words):
+            return replace(super().sample(*words), topology=((a_uuid(0), a_uuid(1), "NVLINK"),))
+
+    machine = LinkedMachine(*map(a_device, range(3)))
+    monkeypatch.setattr("gpuguard.cli.explain.backend_of", lambda args: machine)
+    _, output = command("explain", "--dir", directory.path, "-n", "2")[:2]
+
+    assert output.splitlines()[1:4] == [
+        "device 0  CHOSEN    choice 3, 80.0GiB free",
+        "device 1  CHOSEN    choice 2, 80.0GiB free",
+        "device 2  ELIGIBLE  choice 1, 80.0GiB free, "
+        "not chosen: the others are closer to each other (nvidia-smi topo -m)",
     ]
 
 

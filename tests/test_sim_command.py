@@ -200,7 +200,7 @@ os.mkfifo(f"{place}/pipe.json")
 
 @pytest.mark.root
 def test_no_user_can_put_the_process_of_another_on_a_device_of_a_shared_node(shared):
-    with shared.working(ALICE, "--gpus", "0"):
+    with shared.working(ALICE, "--devices", "0"):
         [process] = shared.devices(None)[0]["processes"]
         free = shared.devices(None)[1]
         facts = (str(process["pid"]), str(procfs.start_time(process["pid"])), str(ALICE.pw_uid))

@@ -81,7 +81,7 @@ def test_tab_completes_once_the_module_is_loaded(site, tmp_path):
     if not Path("/usr/share/bash-completion/bash_completion").exists():
         pytest.skip("needs bash-completion: apt-get install bash-completion")
     with Shell("bash", tmp_path, {"PATH": "/usr/bin:/bin"}, more, installed=True) as shell:
-        assert shell.words("gpuguard run --gp\t") == ["gpuguard", "run", "--gpus"]
+        assert shell.words("gpuguard run --dev\t") == ["gpuguard", "run", "--devices"]
 
 
 def test_the_profile_snippet_adds_the_program_once_and_starts_nothing(site):

@@ -48,13 +48,13 @@ def test_a_refused_user_is_told_whose_the_devices_are_and_for_what(machine):
     }
 
 
-@pytest.mark.parametrize("options", [("--share", "--memory", "10GiB"), ("--gpus", "3")], ids=["a share", "a device"])
+@pytest.mark.parametrize("options", [("--share", "--memory", "10GiB"), ("--devices", "3")], ids=["a share", "a device"])
 def test_where_root_made_the_directory_by_running_a_job_a_user_is_refused_for_good_with_what_to_do(admin, options):
     """Only the lock files that root's job needed are there, and a user can make none."""
     place = admin.place / "made-by-a-job"
     own = {"environment": {"GPUGUARD_DIR": str(place)}}
     command = {"run": ("--", "true"), "select": (), "explain": (), "wait": ()}
-    admin(None, "run", "--gpus", "0", "--share", "--memory", "10GiB", "--", "true", **own)
+    admin(None, "run", "--devices", "0", "--share", "--memory", "10GiB", "--", "true", **own)
     done = {name: admin(BOB, name, *options, *words, **own) for name, words in command.items()}
     checked = admin(BOB, "doctor", **own)
     told = {name: one.stdout + one.stderr for name, one in (*done.items(), ("doctor", checked))}
@@ -111,7 +111,7 @@ def test_nobody_can_end_release_or_change_the_claim_of_another_user(machine):
 
         assert done == ""
         assert (machine.locked(), record.read_text(), wrapper.poll()) == ([int(device)], before, None)
-        assert machine(BOB, "run", "--no-wait", "--gpus", device, "true").returncode == 75
+        assert machine(BOB, "run", "--no-wait", "--devices", device, "true").returncode == 75
 
 
 def test_the_id_of_a_claim_gives_nothing_to_another_user(machine):
@@ -150,7 +150,7 @@ def test_a_record_with_a_second_name_is_not_believed_but_the_claim_counts(machin
     with machine.job(ALICE, "--note", "mine") as (_, device):
         [record] = machine.records()
         os.link(record, machine.place / "claims" / "second-name")
-        refused = machine(BOB, "run", "--no-wait", "--gpus", device, "true")
+        refused = machine(BOB, "run", "--no-wait", "--devices", device, "true")
         [claim] = claims_of(machine(None, "who", "--json"))
 
     assert refused.returncode == 75
@@ -263,7 +263,7 @@ def test_something_planted_in_place_of_the_gate_is_refused_with_advice(sticky, p
 @pytest.mark.parametrize("planted", PLANTED)
 def test_something_planted_in_place_of_a_record_harms_nobody(machine, planted):
     name = f"{machine.directory.prefix}claim.{ALICE.pw_uid}.deadbeef.json"
-    with machine.job(ALICE, "--gpus", "0"):  # without a claim nobody reads records
+    with machine.job(ALICE, "--devices", "0"):  # without a claim nobody reads records
         run, select, who, explain = answers(machine, planted, f"{machine.directory.records}/{name}")
 
     assert [done.returncode for done in (run, select, who, explain)] == [0, 0, 0, 0]
@@ -308,8 +308,8 @@ def test_a_directory_that_cannot_be_trusted_or_read_is_refused_with_advice(admin
 
 def test_where_bob_made_the_lock_file_bob_can_remove_it_and_alice_is_told(sticky):
     """The limit of a directory without setup: the maker of a file may remove it.  The device still looks used."""
-    assert sticky(BOB, "run", "--no-wait", "--gpus", "0", "--", "true").returncode == 0
-    with sticky.job(ALICE, "--gpus", "0") as (wrapper, _):
+    assert sticky(BOB, "run", "--no-wait", "--devices", "0", "--", "true").returncode == 0
+    with sticky.job(ALICE, "--devices", "0") as (wrapper, _):
         sticky.python(BOB, "import os, sys; os.unlink(sys.argv[1])", str(sticky.lock_path(0)))
 
         assert "started on GPU 0" in wrapper.stderr.readline()

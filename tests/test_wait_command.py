@@ -53,6 +53,11 @@ def test_the_document_describes_exactly_the_fields_that_are_printed(wait):
     assert [device["index"] for device in json.loads(output)["devices"]] == [0, 1] and status == 0
 
 
+@pytest.mark.parametrize(("name", "code"), [("wait", 1), ("run", 75)])
+def test_the_help_says_how_the_command_ends_with_no_wait(command, name, code):
+    assert f"--no-wait             exit {code} when there are not enough GPUs now\n" in command(name, "--help")[1]
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
@@ -123,7 +128,7 @@ def waiting(gpuguard, both_taken):
     """A wait that stands in line, behind the job that has both devices."""
     with gpuguard.start("wait", "-n", "2") as wait:
         said = wait.stderr.readline()
-        assert re.match(r"gpuguard: waiting for \d+s: wanted 2 GPUs: number 1 of 1 in line, ", said)
+        assert re.match(r"gpuguard: waiting for \d+s: wanted 2 GPUs: number 1 of 1 in the queue, ", said)
         yield wait
         wait.kill()
 
@@ -153,7 +158,7 @@ def test_who_gives_up_leaves_no_ticket(gpuguard, waiting, signum, tmp_path):
     until(lambda: not list((tmp_path / "claims").rglob("*ticket.*")), "its file is removed")
 
 
-MISSING = NotEnoughGpus("wanted 2 GPUs: number 1 of 1 in line, starts now.\n  device 0: busy\nadvice", 2, 0)
+MISSING = NotEnoughGpus("wanted 2 GPUs: number 1 of 1 in the queue, starts now.\n  device 0: busy\nadvice", 2, 0)
 
 
 @pytest.fixture
@@ -177,11 +182,11 @@ def test_a_log_gets_all_reasons_once_and_then_a_line_a_minute(clock, capsys):
         clock[0] += 1
 
     assert capsys.readouterr().err.splitlines() == [
-        "gpuguard: waiting for 0s: wanted 2 GPUs: number 1 of 1 in line, starts now.",
+        "gpuguard: waiting for 0s: wanted 2 GPUs: number 1 of 1 in the queue, starts now.",
         "  device 0: busy",
         "advice",
-        "gpuguard: waiting for 1m: wanted 2 GPUs: number 1 of 1 in line, starts now.",
-        "gpuguard: waiting for 2m: wanted 2 GPUs: number 1 of 1 in line, starts now.",
+        "gpuguard: waiting for 1m: wanted 2 GPUs: number 1 of 1 in the queue, starts now.",
+        "gpuguard: waiting for 2m: wanted 2 GPUs: number 1 of 1 in the queue, starts now.",
     ]
 
 
@@ -276,10 +281,10 @@ def test_ctrl_c_leaves_an_empty_line(gpuguard, both_taken):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (("--no-wait",), 75, "gpuguard: wanted 1 GPU: not now; it would be number 2 of 2 in line, "),
-        (("--wait", "0s"), 75, "gpuguard: wanted 1 GPU: not now; it would be number 2 of 2 in line, "),
-        (("--wait", "300ms"), 124, "the time to wait is over: wanted 1 GPU: number 2 of 2 in line, "),
-        (("--no-wait", "--or", "-n 2"), 75, "number 2 of 2 in line"),
+        (("--no-wait",), 75, "gpuguard: wanted 1 GPU: not now; it would be number 2 of 2 in the queue, "),
+        (("--wait", "0s"), 75, "gpuguard: wanted 1 GPU: not now; it would be number 2 of 2 in the queue, "),
+        (("--wait", "300ms"), 124, "the time to wait is over: wanted 1 GPU: number 2 of 2 in the queue, "),
+        (("--no-wait", "--or", "-n 2"), 75, "number 2 of 2 in the queue"),
         (("-n", "3"), 125, "wanted 3 GPUs, but only 2 exist."),
         (("-n", "3", "--wait", "300ms"), 125, "wanted 3 GPUs, but only 2 exist."),
     ],

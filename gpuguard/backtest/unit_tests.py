@@ -246,7 +246,7 @@ class File:
 
 def read_tests(content: bytes | str) -> tuple[File | None, tuple[Fault, ...]]:
     """The tests that *content* describes, or None and its faults."""
-    source = YamlSource(content)
+    source = YamlSource(content, begin="policies: FILE")
     file = Decoder(source, {}).root(File)
     return (None if source.faults else file), in_order(source.faults)
 

@@ -58,7 +58,8 @@ COMMANDS = {
 _ELSEWHERE = {
     **dict.fromkeys(("status", "ls", "list", "ps", "usage", "sinfo"), "who"),
     **dict.fromkeys(("lock", "shell", "activate", "attach", "srun"), "run"),
-    **dict.fromkeys(("cancel", "scancel", "kill", "unlock", "detach"), "release"),
+    **dict.fromkeys(("unlock", "detach"), "release"),
+    **dict.fromkeys(("cancel", "scancel", "kill", "stop"), "release --stop"),
     **{"squeue": "queue", "sbatch": "submit", "enforce": "daemon", "monitor": "top", "logs": "events"},
 }
 

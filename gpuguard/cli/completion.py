@@ -44,7 +44,7 @@ FILE, DIRECTORY, JOB = "file", "directory", "job"  # kinds of a value that the s
 
 # What a value is, by the name under which argparse keeps it, unless ...
 _BY_DEST = {
-    **dict.fromkeys(("gpus", "exclude", "prefer", "device", "devices"), "devices"),
+    **dict.fromkeys(("exclude", "prefer", "device", "devices"), "devices"),
     **dict.fromkeys(("user", "daemon_user"), "users"),
     **dict.fromkeys(("claim", "after"), "claims"),
     "cancel": "reservations",

@@ -11,7 +11,6 @@ The claim ends with the kernel: a restart gives the GPUs back, closing the brows
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -31,8 +30,6 @@ from gpuguard.views import who
 
 _FOR_EVER = "for ever"  # --wait without a duration
 _RESTART = "Restart the kernel"
-# Where Jupyter tells the kernel which notebook it belongs to (jupyter-server >= 2).
-_NAME_OF_NOTEBOOK = "JPY_SESSION_NAME"
 
 
 @dataclass(frozen=True)
@@ -117,13 +114,12 @@ def _claimed(args: Any, words: tuple[str, ...]) -> NotebookClaim:
     conditions = {name: value for name, value in vars(request).items() if value != plain[name] and name != "num_gpus"}
     wait = None if args.wait == _FOR_EVER else quantity("--wait", args.wait, parse_duration) or 0.0
     source = {"backend": args.backend, "directory": args.dir}
-    notebook = os.path.basename(os.environ.get(_NAME_OF_NOTEBOOK, ""))
     context = api.claim(
         request.num_gpus,
         wait=wait,
         priority=args.priority,
         on_wait=lambda error: print("waiting:", neutralise(str(error).splitlines()[0]), flush=True),
-        note=args.note or f"notebook {notebook}".strip(),
+        note=args.note or api.notebook_note(),
         **source,
         **conditions,
     )

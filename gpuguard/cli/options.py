@@ -20,7 +20,7 @@ from gpuguard.history import audit_log
 from gpuguard.model import WHO_FIELDS, Event, Snapshot
 from gpuguard.request import SLOTS, STRATEGIES, Request
 from gpuguard.source import SnapshotSource
-from gpuguard.units import parse_bytes, parse_celsius, parse_percent
+from gpuguard.units import format_count, parse_bytes, parse_celsius, parse_percent
 from gpuguard.users import user_name
 
 if TYPE_CHECKING:
@@ -231,7 +231,6 @@ def check_users(names: list[str]) -> None:
 
 
 _OPTIONS = (
-    ("--gpus", "LIST", "only these: indices, uuids or beginnings of uuids, as in 0,3 (without -n: all of them)"),
     ("--exclude", "LIST", "not these"),
     ("--prefer", "LIST", "these first, in this order, if they are eligible"),
     ("--min-free", "SIZE", "each has at least so much free memory, as in 20GiB"),
@@ -251,13 +250,16 @@ def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Seque
     """Add the options; *also* gives further spellings of some: ``{"--min-free": ("-f",)}``."""
     group = parser.add_argument_group("which GPUs")
     rows = ((" ".join((flag, *(also or {}).get(flag, ()))), metavar, text) for flag, metavar, text in _OPTIONS)
-    add_table(group, ("-n --num-gpus", "N", "how many (default: 1)"), *rows)
+    add_table(group, ("-n --num-gpus", "N", "how many (default: 1)"))
+    add_device_options(group, "only these: indices, uuids or beginnings of uuids, as in 0,3 (without -n: all of them)")
+    add_table(group, *rows)
     add_repeatable(group, ("--model", "GLOB", "the name fits, as in H100 or 'RTX*'; several: one of them fits"))
     strategies = "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items())
     group.add_argument("--strategy", choices=STRATEGIES, default="spread", help=f"{strategies} (default: spread)")
     add_table(
         group,
         ("--mig", "PROFILE", "MIG instances of this profile, as in 3g.40gb"),
+        ("--allow-mig-set", None, "several MIG instances will do: one process is started for each"),
         ("--mine-as-free", None, "my own processes do not make a device busy"),
         ("--tolerance", "SIZE", f"memory that an idle device may hold (default: {IDLE_TOLERANCE // 2**20}MiB)"),
     )
@@ -266,6 +268,26 @@ def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Seque
         ("--share", None, "others may claim the rest of each GPU; needs --memory"),
         ("--memory", "SIZE", "my part of each GPU's memory, as in 10GiB"),
         ("--slots", "K", f"at most K jobs on each GPU, mine included (default and most: {SLOTS})"),
+    )
+
+
+def add_device_options(group: Any, text: str) -> None:
+    """--devices, and --gpus, which it was called: in Slurm and docker a number behind that is a count."""
+    spellings = group.add_mutually_exclusive_group()
+    add_table(spellings, ("--devices", "LIST", text))
+    add_table(
+        spellings, ("--gpus", "LIST", "the same; not for one number alone"), dest="devices", type=_no_number_alone
+    )
+
+
+def _no_number_alone(text: str) -> str:
+    number = text.strip()
+    if not number.isdecimal() or len(number) > 4:
+        return text
+    count = format_count(int(number), "GPU") if number.strip("0") else ""
+    either = f"`-n {number}` for {count}" if count else "`-n N` for N GPUs"
+    raise argparse.ArgumentTypeError(
+        f"{number} can mean a count or a device: write {either}, or `--devices {number}` for GPU number {number}"
     )
 
 
@@ -282,12 +304,12 @@ def request_of(args: argparse.Namespace) -> Request:
         InvalidRequest: a value cannot be understood, or two contradict each other.
     """
     given = vars(args).get
-    devices, number = selectors("--gpus", args.gpus), whole_number("-n", args.num_gpus)
+    devices, number = selectors("--devices", args.devices), whole_number("-n", args.num_gpus)
     if devices is not None and number is not None and number > len(devices):
-        raise InvalidRequest(f"-n {number} wants more than the {len(devices)} that --gpus {args.gpus} names.")
+        raise InvalidRequest(f"-n {number} wants more than the {len(devices)} that --devices {args.devices} names.")
     exclude = selectors("--exclude", args.exclude) or ()
     if both := set(devices or ()) & set(exclude):
-        raise InvalidRequest(f"{', '.join(sorted(both))} stands in --gpus and in --exclude: decide for one.")
+        raise InvalidRequest(f"{', '.join(sorted(both))} stands in --devices and in --exclude: decide for one.")
     slots = whole_number("--slots", given("slots"))
     tolerance = quantity("--tolerance", given("tolerance"), parse_bytes)
     amounts: dict[str, Any] = {
@@ -306,6 +328,7 @@ def request_of(args: argparse.Namespace) -> Request:
         share=given("share", False),
         slots=SLOTS if slots is None else slots,
         mig=args.mig,
+        allow_mig_set=given("allow_mig_set", False),
         **amounts,
     )
 

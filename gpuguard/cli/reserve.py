@@ -17,6 +17,7 @@ import os
 import re
 import time
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from gpuguard.claims.directory import LockDirectory
@@ -52,7 +53,7 @@ _MOMENT = re.compile(r"(?:(\d{4})-(\d{1,2})-(\d{1,2})[T ]|(tomorrow) )?(\d{1,2})
 def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("which GPUs")
     group.add_argument("-n", "--num-gpus", metavar="N", help="how many (default: 1)")
-    group.add_argument("--gpus", metavar="LIST", help="only of these: indices, uuids or beginnings of uuids, as in 0,3")
+    options.add_device_options(group, "only of these: indices, uuids or beginnings of uuids, as in 0,3")
     group.add_argument("--exclude", metavar="LIST", help="not these")
     options.add_repeatable(group, ("--model", "GLOB", "the name fits, as in H100"))
     group.add_argument("--min-total", metavar="SIZE", help="each has at least so much memory in all")
@@ -70,7 +71,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    wanted = [name for name in ("num_gpus", "gpus", "from_", "for_", "user", "note") if getattr(args, name) is not None]
+    wanted = [
+        name for name in ("num_gpus", "devices", "from_", "for_", "user", "note") if getattr(args, name) is not None
+    ]
     if args.cancel is None and wanted:
         return _make(args)
     if args.cancel is not None and wanted:
@@ -98,7 +101,9 @@ def _make(args: argparse.Namespace) -> int:
     uid = os.geteuid() if args.user is None else Accounts().user(args.user)
     if os.geteuid() not in (0, uid):
         raise InvalidRequest("only root can reserve for others: leave --user out, or ask an administrator.")
-    request, directory = options.request_of(args), options.directory_of(args, make=True)
+    # Several jobs may use the reservation, each one instance.
+    request = replace(options.request_of(args), allow_mig_set=True)
+    directory = options.directory_of(args, make=True)
     snapshot = options.sampled(args, {MEMORY, PROCESSES, MODEL, HEALTH})
     devices = _devices(directory, snapshot, request, begins)
     now = time.time()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import signal
 import threading
 import time
@@ -37,7 +38,7 @@ from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.model import ClaimRecord
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
-from gpuguard.run import GRACE_SECONDS, LEFT, JobEnd, JobSettings, exec_command, run
+from gpuguard.run import GRACE_SECONDS, LEFT, NOT_STARTED, JobEnd, JobSettings, exec_command, run
 from gpuguard.sanitize import neutral_command
 from gpuguard.select import instances_note
 from gpuguard.units import (
@@ -162,7 +163,7 @@ def main(args: argparse.Namespace) -> int:
         raise
     if claim.warning:
         log.warn(claim.warning)
-    for note in () if args.quiet else _notes_on(claim, is_shared=args.share):
+    for note in () if args.quiet else _notes_on(claim, requests[0]):
         log.warn(note)
     # Not in a `with`: if something goes wrong from here on while the job runs, the job keeps the claim.
     isolation: Isolation | None = None
@@ -174,7 +175,8 @@ def main(args: argparse.Namespace) -> int:
             raise
     devices = f"{gpus(claim)}{' (SIMULATED)' * backend.simulated}"
     started = _started_text(devices, claim.id, time.monotonic() - began, command)
-    log.say(started, f"{devices} · claim {claim.id}")
+    if shutil.which(command[0]):  # else it will not start, which is said then
+        log.say(started, f"{devices} · claim {claim.id}")
     if args.exec:
         status, message = exec_command(command, claim, backend, visible=args.visible, isolation=isolation)
         log.warn(message)
@@ -188,9 +190,12 @@ def main(args: argparse.Namespace) -> int:
         _preload_for_job(claim, None if time_limit else command)
 
     ended = run(command, claim, backend, settings, later=later, notify=log.warn)
-    text = f"ended on {gpus(claim)}: {end_in_words(ended)}"
-    log.say(text, summary_line(claim, ended))
-    messages.send("failed" if ended.status else "ended", text, ended)
+    if ended.outcome == NOT_STARTED:
+        messages.send("not_started", f"not started: {ended.why}", ended)
+    else:
+        text = f"ended on {gpus(claim)}: {end_in_words(ended)}"
+        log.say(text, summary_line(claim, ended))
+        messages.send("ended_by_policy" if ended.policy else "failed" if ended.status else "ended", text, ended)
     backend.close()
     if ended.die_of is not None:
         signals.die_of(ended.die_of)
@@ -250,11 +255,11 @@ def _started_text(devices: str, claim_id: str, waited: float, command: Sequence[
     return f"started on {devices}, claim {claim_id}{after}: {neutral_command(command)[:MOST_CHARACTERS]}"
 
 
-def _notes_on(claim: Claim, *, is_shared: bool) -> Iterator[str]:
+def _notes_on(claim: Claim, request: Request) -> Iterator[str]:
     """What to know of the devices of a job that does not keep it from starting."""
-    if note := instances_note(claim.devices):
+    if note := instances_note(claim.devices, request):
         yield note
-    for device in claim if is_shared else ():
+    for device in claim if request.share else ():
         if device.utilization is not None and device.utilization > _BUSY_TO_SHARE:
             yield (
                 f"{device_title(device)} is {device.utilization:.0f}% busy, so its jobs slow each other down: "
@@ -359,13 +364,13 @@ def format_energy(joules: float) -> str:
 # The options about waiting in the queue, of run and wait, and what they do.
 
 
-def add_queue_options(parser: argparse.ArgumentParser) -> None:
-    """--wait, --no-wait, --or, --after, --priority."""
+def add_queue_options(parser: argparse.ArgumentParser, not_now: int = 75) -> None:
+    """--wait, --no-wait, --or, --after, --priority; *not_now*: what the command exits with after --no-wait."""
     group = parser.add_argument_group("waiting for them")
     waiting = group.add_mutually_exclusive_group()
     longest = "wait in the queue at most so long, as in 30m (default: without end)"
     waiting.add_argument("--wait", metavar="DURATION", nargs="?", const=_FOR_EVER, help=longest)
-    waiting.add_argument("--no-wait", action="store_true", help="exit 75 when there are not enough GPUs now")
+    waiting.add_argument("--no-wait", action="store_true", help=f"exit {not_now} when there are not enough GPUs now")
     other = "what will do as well, instead of all options above, as in --or '-n 1 --min-free 40GiB' (repeatable)"
     options.add_repeatable(group, ("--or", "OPTIONS", other), dest="alternatives")
     group.add_argument("--after", metavar="CLAIM|PID", help="not before that claim or process has ended")
@@ -460,6 +465,7 @@ class JobMessages:
                 ("exit_status", ended.status),
                 ("wall_time_seconds", round(ended.wall_time, 3)),
                 ("why", ended.why),
+                ("policy", ended.policy),
             ]
         body = f"{text}\n\nCommand: {self._command}\nHost: {host}\n"
         message = Message(f"{event.replace('_', ' ')} on {host}: {self._command}"[:MOST_CHARACTERS], body, tuple(facts))

@@ -101,8 +101,8 @@ def _request(args: argparse.Namespace) -> Request:
     least, most = options.whole_number("-c", args.min_count), options.whole_number("-C", args.max_count)
     if args.num_gpus is not None and (least is not None or most is not None):
         raise InvalidRequest("-n says exactly how many: leave it out with -c (at least) or -C (at most).")
-    if args.inherit and args.gpus:
-        raise InvalidRequest("-i and --gpus both name devices to choose among: use one of them.")
+    if args.inherit and args.devices:
+        raise InvalidRequest("-i and --devices both name devices to choose among: use one of them.")
     if least is not None or most is not None:
         request = replace(request, num_gpus=1 if least is None else least, max_gpus=most)
     if args.inherit:

@@ -36,13 +36,13 @@ from gpuguard.sanitize import neutralise
 from gpuguard.views.text import put
 
 ENGINES = ("slurm", "ray")
-DEVICE_OPTIONS = ("gpus", "exclude", "prefer")  # name devices of one machine, and the engine chooses the machine
+DEVICE_OPTIONS = ("devices", "exclude", "prefer")  # name devices of one machine, and the engine chooses the machine
 
 # Options of `gpuguard run` that the command gets on the machine where it runs.
 PASSED = (
     "num_gpus", "min_free", "min_total", "max_util", "max_memory_util", "max_processes", "max_temperature", "model",
-    "mig", "tolerance", "share", "memory", "slots", "note", "visible", "isolate", "time_limit", "memory_limit",
-    "temperature_limit", "idle_limit", "checkpoint_signal", "grace", "leftover",
+    "mig", "allow_mig_set", "tolerance", "share", "memory", "slots", "note", "visible", "isolate", "time_limit",
+    "memory_limit", "temperature_limit", "idle_limit", "checkpoint_signal", "grace", "leftover",
 )  # fmt: skip
 DEFAULTS = {"visible": "index"}
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_choice_options(parser)
-    add_queue_options(parser)
+    add_queue_options(parser, not_now=1)
     group = parser.add_argument_group("the answer")
     group.add_argument(
         "--notify",

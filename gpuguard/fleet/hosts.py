@@ -83,8 +83,9 @@ def _lines(path: str) -> list[str]:
 PROGRAM = "gpuguard"
 
 _CHOICE = (
-    "num_gpus", "gpus", "exclude", "prefer", "min_free", "min_total", "max_util", "max_memory_util", "max_processes",
-    "max_temperature", "model", "strategy", "mig", "mine_as_free", "tolerance", "share", "memory", "slots",
+    "num_gpus", "devices", "exclude", "prefer", "min_free", "min_total", "max_util", "max_memory_util", "max_processes",
+    "max_temperature", "model", "strategy", "mig", "allow_mig_set", "mine_as_free", "tolerance", "share", "memory",
+    "slots",
 )  # fmt: skip
 VIEWS: dict[str, tuple[str, ...]] = {  # view: the options (as argparse calls them) that it takes besides --json
     "who": ("user", "device", "fresh"),

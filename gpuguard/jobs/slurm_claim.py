@@ -74,7 +74,7 @@ def _in_words(error: NotEnoughGpus) -> str:
     texts = [
         refusal_text(refusal)
         for refusal in error.refused
-        if not any(reason.option == "--gpus" for reason in refusal.reasons)
+        if not any(reason.option == "--devices" for reason in refusal.reasons)
     ]
     return ", ".join(texts) or " ".join(str(error).split())
 

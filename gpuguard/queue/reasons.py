@@ -73,21 +73,21 @@ def reserved_now(snapshot: Snapshot, reserved: ReservationCalendar) -> dict[str,
 def brief_text(position: QueuePosition, queue: QueueState) -> str:
     """The same for one line of a terminal, the reason first: ``"the job of bob has no time limit (2 of 3)"``."""
     text = start_text(position, queue).removeprefix(_UNKNOWN_START)
-    return text if position.ticket.after else f"{text} ({position.number} of {len(queue.positions)} in line)"
+    return text if position.ticket.after else f"{text} ({position.number} of {len(queue.positions)} in the queue)"
 
 
 def position_text(position: QueuePosition, queue: QueueState) -> str:
-    """``"number 2 of 3 in line, starts in about 2h"``; without a number for a request that is not queued yet."""
+    """``"number 2 of 3 in the queue, starts in about 2h"``; without a number for a request that is not queued yet."""
     text = start_text(position, queue)
     if position.ticket.after:
         return text
-    return f"number {position.number} of {len(queue.positions)} in line, {text}"
+    return f"number {position.number} of {len(queue.positions)} in the queue, {text}"
 
 
 def start_text(position: QueuePosition, queue: QueueState) -> str:
-    """When it starts and why not earlier: ``"starts in about 2h, when device 3 is free: earlier jobs of al"``."""
+    """When it starts and why not earlier: ``"starts in about 2h, when device 3 is free: time limit of al's job"``."""
     if position.ticket.after:
-        return f"not in line yet: {position.ticket.after}"
+        return f"not queued yet: {position.ticket.after}"
     if position.now:
         return "starts now"
     if position.held_back_by:
@@ -167,7 +167,7 @@ def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str
         end = expected_end(claim, queue.now)
         if end is not None and abs(end - start) < 1.0:
             device = queue.snapshot.device(uuid)
-            freed = f"when device {device.index if device else uuid} is free"
+            freed = f"when device {device.label if device else uuid} is free"
             if claim.ends is None:
                 return f"{freed}, if {claim.user}'s job takes as long as their earlier ones"
             return f"{freed}: time limit of {claim.user}'s job"

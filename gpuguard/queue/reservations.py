@@ -221,7 +221,7 @@ def write_reservation(directory: LockDirectory, wanted: Reservation) -> Reservat
     content = {"schema": 1, **asdict(fields), "note": wanted.note and wanted.note[:MOST_NOTE]}
     encoded = json.dumps(content).encode()
     if len(encoded) > MAX_BYTES:
-        raise InvalidRequest("the reservation is too long to be written: name fewer devices with --gpus.")
+        raise InvalidRequest("the reservation is too long to be written: name fewer devices with --devices.")
     number = os.urandom(4).hex()
     path = _path(directory, os.geteuid(), number)
     try:

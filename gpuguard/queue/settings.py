@@ -56,6 +56,6 @@ def read_queue_settings(path: str | None = None) -> QueueSettings:
 
 def parse(content: bytes, accounts: Accounts) -> tuple[QueueRules, tuple[Fault, ...]]:
     """What *content* says; with faults, what holds without it."""
-    source = YamlSource(content)
+    source = YamlSource(content, begin=None)
     rules = Decoder(source, {USER: accounts.user, GROUP: accounts.group}).root(QueueRules)
     return (QueueRules() if rules is None or source.faults else rules), tuple(source.faults)

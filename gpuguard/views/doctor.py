@@ -49,7 +49,7 @@ class DoctorFacts:
     keeper: int | None = None  # whose the lock files are, where the daemon alone gives the locks
     broker_error: str | None = None  # why it gives none
     daemon_fault: str | None = None  # what is wrong with the daemon's directory in lock_path
-    line_path: str | None = None  # of the site's file for the waiting line, where there is one
+    line_path: str | None = None  # of the site's file for the queue, where there is one
     line_faults: tuple[str, ...] = ()  # in it
     file_system: str | None = None  # of lock_path
     full_log: str | None = None  # an audit log for whose next line there is no room
@@ -356,7 +356,7 @@ CHECKS: Mapping[str, Callable[[DoctorFacts], Finding | None]] = {
     "room": _room,
     "daemon": _daemon,
     "audit log": _audit_log,
-    "waiting line": _queue,
+    "queue": _queue,
     "file system": _file_system,
     "pid namespace": _pid_namespace,
     "hidepid": _hidepid,

@@ -98,7 +98,19 @@ def _rows(device: Device, choice: Choice) -> list[list[str]]:
         slots = format_count(slots_left(sharing, SLOTS), "slot")
         facts.append(f"shared by {shared_by(sharing)}: {left} and {slots} left")
     facts += ["its list of processes is unknown: judged by memory alone"] if device.processes is None else []
+    facts += [why] if (why := _passed_over(device, choice)) else []
     return [[device_title(device), "CHOSEN" if device in choice.devices else "ELIGIBLE", ", ".join(facts)]]
+
+
+def _passed_over(device: Device, choice: Choice) -> str | None:
+    """Why a device is not chosen although one behind it is."""
+    if not choice.devices or device in choice.devices:
+        return None
+    if choice.eligible.index(device) > max(map(choice.eligible.index, choice.devices)):
+        return None
+    if bool(device.parent_uuid) is not bool(choice.devices[0].parent_uuid):
+        return "not chosen: one job cannot use both whole GPUs and MIG instances"
+    return "not chosen: the others are closer to each other (nvidia-smi topo -m)"
 
 
 def _verdict(snapshot: Snapshot, request: Request, choice: Choice, start: tuple[bool, str] | None) -> list[str]:
@@ -108,7 +120,7 @@ def _verdict(snapshot: Snapshot, request: Request, choice: Choice, start: tuple[
     if what == START and start and not start[0]:
         return [f"It would wait although {names} could be had: others wait before it.", *position]
     if what == START:
-        note = instances_note(choice.devices)
+        note = instances_note(choice.devices, request)
         return [f"It would start at once on {names}.", *([f"Note: {note}"] if note else [])]
     first, *rest = str(not_enough(snapshot, request, choice)).splitlines()
     if what == WAIT:

@@ -121,7 +121,7 @@ def queue_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
         cells.append([str(ticket.number), _name(ticket.user), str(ticket.num_gpus), waited, why])
     heads = ["#", "USER", "GPUS", "WAITED", "STARTS"]
     body = table(cells, heads, align="><>>", width=None if width is None else width - 2)
-    title = f"{_simulated(answer)}{reply.host}: {len(answer.places)} in line"
+    title = f"{_simulated(answer)}{reply.host}: {len(answer.places)} in the queue"
     return [paint(_fit(title, width), "bold"), *(f"  {line}" for line in body)]
 
 

@@ -117,7 +117,7 @@ def to_text(
     """The screen: a row per request, when it starts and why not earlier below it; then what does not count."""
     host = "SIMULATED node " * queue.snapshot.simulated + neutralise(queue.snapshot.host)
     count = format_count(len(queue.positions), "request") if queue.positions else "no requests"
-    title = f"{host}: {count} in line ({'fair share' if site.rules.fair_share else 'order of arrival'})"
+    title = f"{host}: {count} in the queue ({'fair share' if site.rules.fair_share else 'order of arrival'})"
     lines = [paint(shorten(title, width), "bold")]
     rows = [_row(position, queue) for position in queue.positions]
     body = table(rows, ["#", "USER", "GPUS", "WAITED", "COMMAND"], align="><>>", width=width) if rows else []

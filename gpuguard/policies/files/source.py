@@ -147,10 +147,11 @@ class YamlNode:
 class YamlSource:
     """The text of one file, its tree, and the faults that were found in it so far."""
 
-    def __init__(self, content: bytes | str) -> None:
+    def __init__(self, content: bytes | str, begin: str | None = "version: 1") -> None:
         self.faults: list[Fault] = []
         self.warnings: list[Fault] = []
         text = content if isinstance(content, str) else self._decoded(content)
+        self.begin = begin
         self.text = text.removeprefix("\ufeff")
         self.rows = self.text.split("\n")
 
@@ -213,8 +214,8 @@ class YamlSource:
         except yaml.YAMLError as error:
             self.fault((0, 0), f"this is not YAML: {' '.join(str(error).split())}.")
             return None
-        if root is None:
-            self.fault((1, 1), "the file is empty.", 'Begin with "version: 1".')
+        if root is None and self.begin is not None:
+            self.fault((1, 1), "the file is empty.", f'Begin with "{self.begin}".')
         return root
 
     def _visible(self) -> bool:
