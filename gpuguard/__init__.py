@@ -1,4 +1,4 @@
-"""Pick free GPUs, claim them so that nobody else gets them, and see who holds what.
+"""Pick free GPUs, claim them so that no other job gets them, and see who holds what.
 
     with gpuguard.claim(2) as devices:  # or gpuguard.grab_gpus(2), kept until the end of the process
         ...

@@ -38,7 +38,7 @@ def _capability_set(name: str) -> int | None:
 
 
 def is_powerful() -> bool:
-    """Whether others suffer if somebody else's code or file steers this process."""
+    """Whether others suffer if another user's code or file steers this process."""
     return os.geteuid() == 0 or has(KILL)
 
 
@@ -68,7 +68,7 @@ def keep_to_ourselves() -> None:
 
 
 def lend_for_reading() -> bool:
-    """Let the next programs see what we can see, but signal nobody; whether keep_to_ourselves() is needed after that.
+    """Let the next programs see what we see, but signal no process; whether keep_to_ourselves() is needed after that.
 
     Not for root, whose programs see all of it anyway.
     """

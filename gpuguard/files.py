@@ -2,7 +2,7 @@
 
 A user may mount a file system of their own (FUSE) over one of their files: any program that opens that file, or asks
 for its size, waits for as long as that user likes, and with the gate locked everybody.  So a name is held first without
-opening what it names (O_PATH), which asks nobody.  Does not know what stands in a file: see jsonio.
+opening what it names (O_PATH), which asks no other process.  Does not know what stands in a file: see jsonio.
 """
 
 from __future__ import annotations

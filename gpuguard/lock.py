@@ -129,7 +129,7 @@ class Allocator:
         self.backend, self.directory, self.requests = backend, directory, tuple(requests)
         self.environ, self.job, self.on_wait = environ, job or JobDetails(), on_wait
         self.outer = outer_claim(directory, environ)
-        self._queued: WaitingRequest | None = None  # as soon as somebody waits
+        self._queued: WaitingRequest | None = None  # as soon as a request waits
         self._deadline: float | None = None  # monotonic
         self._extra_fields: frozenset[str] = frozenset()
 
@@ -155,7 +155,7 @@ class Allocator:
             finally:
                 self._withdraw()
             return claim
-        except BaseException:  # Ctrl-C, and once more while it leaves: nobody would know of the claim or the ticket
+        except BaseException:  # Ctrl-C, and once more while it leaves: no user would know of the claim or the ticket
             self._withdraw()
             if claim is not None:
                 claim.release()
@@ -230,7 +230,7 @@ class Allocator:
                 if self._queued:
                     self._queued.started(claim)
             return claim
-        except BaseException:  # a lock that nobody knows of would be held as long as this process runs
+        except BaseException:  # a lock that no user knows of would be held as long as this process runs
             if claim is not None:
                 claim.release()
             raise
@@ -257,7 +257,7 @@ class Allocator:
         return not_enough(snapshot, request, choice)
 
     def _wait_for_claim(self, *, may_wait: bool) -> Claim:
-        """The claim, as soon as it can be had; joins the queue once it is known that somebody waits."""
+        """The claim, as soon as it can be had; joins the queue once it is known that a request waits."""
         error: NotEnoughGpus | None = None
         failures: list[float] = []
         while True:

@@ -248,7 +248,7 @@ class JobSupervisor:
                 self.status = 128 + ended.si_status
             elif ended.si_code == os.CLD_STOPPED and ended.si_status in SUSPENDING:
                 # Stop too, so that the shell shows its prompt; to continue this process alone continues the job.  Not
-                # for SIGSTOP: its sender will continue the job alone, and nobody would continue us.
+                # for SIGSTOP: its sender will continue the job alone, and no process would continue us.
                 signals.stop_self()
                 while received := signal.sigtimedwait(FETCHED - {signal.SIGCHLD}, 0):
                     if received.si_signo != signal.SIGCONT or is_stopped(self.pid):

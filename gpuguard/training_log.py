@@ -179,10 +179,10 @@ class Collector:
             self._tags[-1].clear()
 
     def collect(self) -> dict[str, float]:
-        """The numbers of the innermost tag since it began: flat, without those that nobody knows.
+        """The numbers of the innermost tag since it began: flat, without unknown ones.
 
         Looks at once where the last look is older than half an interval, or the tag has none yet.  In a process that
-        was forked (a worker that loads data) nobody looks, and there are no numbers.
+        was forked (a worker that loads data) it does not sample, and there are no numbers.
         """
         if self._is_forked():
             return {}

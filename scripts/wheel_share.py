@@ -24,7 +24,7 @@ class Share(BuildHookInterface[Any]):
             return
         self._place = tempfile.TemporaryDirectory(prefix="gpuguard-share-")
         share = Path(self._place.name)
-        # Without a date in the pages where nobody says which: the same sources give the same wheel on any day.
+        # Without a date in the pages where none is given: the same sources give the same wheel on any day.
         environment = {"SOURCE_DATE_EPOCH": "", **os.environ, "PYTHON": sys.executable}
         for script, target in (("build-man", share / "man/man1"), ("build-completions", share)):
             subprocess.run(["bash", Path(self.root, "scripts", script), target], env=environment, check=True)

@@ -182,5 +182,5 @@ def test_a_daemon_that_can_make_no_socket_ends_where_it_gives_the_locks(tmp_path
         assert guard.open_socket() is None and "`gpuguard keep` does not work" in told[0]
         return
 
-    with pytest.raises(GpuguardError, match="nobody can claim"):
+    with pytest.raises(GpuguardError, match="no user can claim"):
         guard.open_socket()

@@ -67,7 +67,7 @@ FILLED = replace(ROOM, files_free=2000, taken=(RoomUsage(2**22 + 7, 14000, 2 * 2
 NO_GPU = without_driver(DriverNotFound("none"), device_nodes=(), kernel_version=None)
 DIVIDED = a_device(mig_mode=True)
 DIAGNOSES = [
-    ("audit log", {"full_log": "/var/log/x"}, FAULT, "no room for the next line of /var/log/x", "signals nobody until"),
+    ("audit log", {"full_log": "/var/log/x"}, FAULT, "no room for the next line of /var/log/x", "signals no process"),
     ("driver", NO_GPU, FAULT, "no NVIDIA driver", "gpuguard sim start"),
     ("driver", {**NO_GPU, "container": "docker"}, FAULT, "container sees no GPU", "--gpus all"),
     ("driver", without_driver(DriverUnresponsive("the driver hangs")), FAULT, "the driver hangs", "dmesg"),

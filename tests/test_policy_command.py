@@ -114,7 +114,7 @@ def test_explain_says_who_when_and_what(gpuguard, tmp_path):
         "after 2h30m  notify: send a message",
         "after 4h     terminate: ask the process to end, by SIGTERM",
         "after 4h1m   kill:",
-        "more than 1 user or 2 processes at the same moment, nobody is hit.",
+        "more than 1 user or 2 processes at the same moment, none is hit.",
         "left alone for 15m",
         "Dry run: mode is observe",
     ):

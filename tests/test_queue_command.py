@@ -73,8 +73,7 @@ def test_each_request_has_a_row_and_its_prospects_below_it():
         "    starts in about 2h, when device 0 is free: time limit of alice's job; "
         f"at the latest {promise}, if time limits are kept",
         "2  李小明  1 or 4    1m5s  [high] n/a",
-        "    nobody knows when it starts: alice's request before it has no time limit; "
-        f"shorter jobs may start first until {bound}",
+        f"    start unknown: alice's request before it has no time limit; shorter jobs may start first until {bound}",
     ]
     assert text(a_place(after="waits until process 4711 has ended"))[-1] == (
         "    not queued yet: waits until process 4711 has ended"
@@ -241,7 +240,7 @@ def test_a_strangers_process_keeps_a_request_waiting_and_is_named(queue, waits, 
     waits()
     machine.change(0, processes=(a_process(user="bob"),), memory_used=2**34)
 
-    assert "nobody knows when it starts: a device is in use without a claim" in queue()
+    assert "start unknown: a device is in use without a claim" in queue()
 
 
 def test_what_the_daemon_saw_is_used_instead_of_the_driver(queue, machine, monkeypatch):
@@ -365,7 +364,7 @@ def test_behind_a_request_it_starts_after_the_nearest_one_on_the_same_devices():
 
 
 def test_where_the_start_is_unknown_the_reason_is_given():
-    unknown = "nobody knows when it starts: "
+    unknown = "start unknown: "
     bob = a_position("bob", 1, user="bob")
     both = a_position(number=1, devices=(FIRST, SECOND))
     free = a_claim_record(FIRST, id="a", user="bob", since=None)
@@ -375,7 +374,7 @@ def test_where_the_start_is_unknown_the_reason_is_given():
     used = replace(a_queue(a_position()), snapshot=a_snapshot(a_device(0, processes=(a_process(),))))
     assert start_text(a_position(), used) == f"{unknown}a device is in use without a claim"
     # In quarantine, or too hot.
-    assert explained(a_position()) == f"{unknown}a device is not free, though nobody has claimed it"
+    assert explained(a_position()) == f"{unknown}a device is not free, though it has no claim"
     assert explained(both, claims=(free,)) == f"{unknown}the job of bob has no time limit"
     assert explained(both, claims=(zoes, free)) == f"{unknown}the jobs of bob and zoe have no time limit"
     late = a_claim_record(FIRST, id="a", ends=NOW - 10)

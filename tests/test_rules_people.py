@@ -33,7 +33,7 @@ def test_use_of_a_device_that_nobody_has_claimed_is_found():
     [finding] = found(UnclaimedRule(), used_by(a_process(**BOB)))
 
     assert (finding.subject.kind, finding.subject.pid, finding.subject.user) == ("process", 4711, "bob")
-    assert finding.why == "uses 10.0GiB of a device that nobody has claimed"
+    assert finding.why == "uses 10.0GiB of a device without a claim"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_process_is_outside_the_scheduler_where_the_device_was_not_given_to_it
     findings = found(rule, device, scheduled=scheduled)
     assert pids(findings) == outside
     if len(outside) == 2:
-        assert findings[0].why == "uses 10.0GiB of a device that the scheduler has given to nobody"
+        assert findings[0].why == "uses 10.0GiB of a device that the scheduler has given to no user"
 
 
 def test_an_instance_is_given_with_its_device():

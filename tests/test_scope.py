@@ -150,9 +150,9 @@ def test_what_is_no_process_is_of_no_kind():
     [
         (Subject("device", "GPU-gone"), "gap", "the device is missing from the sample"),
         (Subject("claim", uid=ALICE, claim="gone"), "gap", "the claim is missing from the sample"),
-        (Subject("user"), "unknown", "nobody knows whose the user is"),
+        (Subject("user"), "unknown", "the user is unknown"),
         (Subject("claim", uid=-1, claim="?"), "gap", "the claim is missing from the sample"),
-        (Subject("user", uid=-1), "unknown", "nobody knows whose the user is"),
+        (Subject("user", uid=-1), "unknown", "the user is unknown"),
         (Subject("process", a_uuid(0), 1, None, ALICE), "unknown", "the identity of process 1 is not known"),
         (Subject("process", a_uuid(0), 9, SINCE_BOOT, ALICE), "gap", "process 9 is missing from the sample"),
     ],

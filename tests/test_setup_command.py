@@ -378,7 +378,7 @@ def test_a_directory_of_ones_own_is_removed_by_its_name_and_nothing_else_is(tmp_
     gpuguard("setup", "--dir", str(path))
     done, again = (gpuguard("setup", "--remove", "--dir", str(path)) for _ in range(2))
 
-    assert (done.returncode, done.stdout) == (0, f"{path} is removed: nobody had a claim.\n")
+    assert (done.returncode, done.stdout) == (0, f"{path} is removed: there was no claim.\n")
     assert (again.returncode, again.stdout) == (1, f"{path} does not exist: nothing was removed.\n")
 
 

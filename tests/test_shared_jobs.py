@@ -99,12 +99,12 @@ def test_the_example_of_the_docs_shares_a_gpu_that_works_hard_and_a_bound_says_w
         until(lambda: node.gpuguard.json("who")["devices"][0]["utilization_percent"] == 90)
         joined = node.gpuguard("run", *share, "--", "true")
         waits = node.gpuguard.start("run", *share, "--max-util", "50%", "--", "true", stderr=subprocess.DEVNULL)
-        queued = until(lambda: "nobody" in (text := node.gpuguard("queue").stdout) and text)
+        queued = until(lambda: "start unknown" in (text := node.gpuguard("queue").stdout) and text)
         waits.terminate()
         waits.communicate()
 
     assert joined.returncode == 0 and "device 0 is 90% busy" in joined.stderr
-    assert "nobody knows when it starts: device 0: utilization is 90%, more than 50% (--max-util)" in queued
+    assert "start unknown: device 0: utilization is 90%, more than 50% (--max-util)" in queued
 
 
 def test_who_explain_and_select_show_shares_and_what_is_left(node: Node) -> None:

@@ -205,7 +205,7 @@ def current(place: str) -> SimulatedNode:
         # The moment of death is noted for later samples: memory that is released with a delay, energy.
         return simulated_node.update(place, advanced_now)
     except BackendError:
-        # A node that we may only read: nobody notes when the dead gave their memory back, so it is back now.
+        # A node that we may only read: no process notes when the dead gave their memory back, so it is back now.
         return advanced_now(replace(node, release_delay=0.0))
 
 

@@ -1,7 +1,7 @@
 """What policies would have done: the same rules and the same engine, on samples of another time or of a test.
 
 A process that is terminated in a rehearsal is gone from its next sample on, with its memory, and so is a claim that
-is released; nobody reacts to a warning, so the figures are the worst case.  What is checked right before a signal (see
+is released; no user reacts to a warning, so the figures are the worst case.  What is checked right before a signal (see
 preflight) is not rehearsed.
 """
 

@@ -1,4 +1,4 @@
-"""A sample in which nobody and nothing can be recognised: host, people, programs, uuids, bus ids, containers, notes.
+"""A sample in which no user and no thing can be recognised: host, people, programs, uuids, bus ids, containers, notes.
 
 The same name gets the same mask throughout one recording, and no mask tells anything of the name: they are numbered
 as they come.  A field that is not named here does not pass.  Times, sizes, models and pids stay as they are.

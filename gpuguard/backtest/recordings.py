@@ -52,7 +52,7 @@ class RecordedRow:
     """One sample of one job on one device.  None = unknown."""
 
     time: float  # seconds
-    job: str  # "" = nobody uses the device
+    job: str  # "" = no job uses the device
     host: str
     device: str
     user: str
@@ -230,7 +230,7 @@ def _views_of_table(host: str, rows: list[RecordedRow], recording: Recording, ui
                     host_uses[identity] = HostUse(terminal="/dev/pts/0" if row.kind == "interactive" else "")
                     processes.append(_process(row, identity, uid_of))
             devices.append(_device(index_of(name), name, here, tuple(processes)))
-        # Nobody knows the claims of then: a rule that asks for them must find nothing.
+        # The claims of then are unknown: a rule that asks for them must find nothing.
         gap = Gap(None, "claims", "the recording does not tell who had claimed what")
         snapshot = Snapshot(host, "recording", at, clock, tuple(devices), (gap,))
         groups = {uid_of(row.user): frozenset(row.groups.split()) for row in now} if grouped else {}
@@ -308,7 +308,7 @@ def _read_recorded(path: str) -> Recording:
     distances = [later - earlier for earlier, later in pairwise(times) if later > earlier]
     if not distances:
         raise InvalidRequest(f"{path} has fewer than two samples: there is nothing to judge.")
-    if not rows:  # an idle machine: a row of nobody, so that it has a beginning and an end
+    if not rows:  # an idle machine: a row without a job, so that it has a beginning and an end
         rows = [RecordedRow(time, "", "", "", "") for time in (times[0], times[-1])]
 
     def replayed() -> Iterator[Iterator[RuleView]]:

@@ -212,8 +212,8 @@ class Claim(Sequence[Device]):
     ) -> None:
         """Write the record that tells others whose claim this is, what it is for, and when it ends.
 
-        Again: the new one takes the place of the first, and nobody sees the claim without one.  Root can write it for
-        its *owner*, another uid.
+        Again: the new one takes the place of the first, and the claim is never without one.  Root can write it for its
+        *owner*, another uid.
         """
         job = job or JobDetails()
         self.since = self.since or round(time.time(), 3)
@@ -332,7 +332,7 @@ def lock_parts(
     """
     if outer:
         # It holds the device; this one excludes only its siblings in there.  Deeper ones share, and several shares of
-        # one device would have one lock for what is inside them: what is in a share excludes nobody.
+        # one device would have one lock for what is inside them: what is in a share excludes no job.
         if "." in outer.id or outer.memory is not None:
             return ()
         lock = lock_device(directory, f"{device.uuid}.nested", fcntl.LOCK_SH if request.share else fcntl.LOCK_EX)

@@ -1,7 +1,7 @@
 """The directory of the lock files: which one it is, whether it can be trusted, and how its files are opened.
 
-flock works on a read-only descriptor.  So the files can be root's, 0444, in a directory where nobody but root may
-write, and still every user can claim, and nobody can unlink, truncate or plant one.
+flock works on a read-only descriptor.  So the files can be root's, 0444, in a directory where only root may
+write, and still every user can claim, and none can unlink, truncate or plant one.
 
     /run/gpuguard               root 0755     made by `gpuguard setup`; --dir or GPUGUARD_DIR names another one
     /run/gpuguard/lock/UUID     root 0444     one empty file per device, "gate" for the short moment of choosing
@@ -226,7 +226,7 @@ def _check_directory(path: str, *, own: bool, sticky: bool = False, keeper: int 
 def is_roots(status: os.stat_result) -> bool:
     """Whether root owns a directory.
 
-    In the user namespace of an isolated job root's files look like nobody's: there counts what was seen outside.
+    In the user namespace of an isolated job root's files look like others': what was seen outside counts there.
     """
     return status.st_uid == 0 or f"{status.st_dev}:{status.st_ino}" in os.environ.get(TRUSTED, "").split()
 
@@ -236,7 +236,7 @@ def _check_file_system(path: str) -> None:
     if kind and kind.startswith(_UNSAFE_FILE_SYSTEMS):
         raise LockDirectoryError(
             f"{path} lies on {kind}, where a lock does not exclude everybody who shares the GPUs.  {_IN_CONTAINERS}; "
-            "if nobody outside uses the GPUs, name a directory on a volume or another local disk with --dir."
+            "if no user outside uses the GPUs, name a directory on a volume or another local disk with --dir."
         )
 
 
@@ -275,7 +275,7 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
                 raise
             reason = "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be opened ({error.strerror})"
             raise LockDirectoryError(
-                f"{path} {reason}.  Somebody planted it: look at it with `ls -l`, and remove it as root."
+                f"{path} {reason}.  It was planted: look at it with `ls -l`, and remove it as root."
             ) from error
         try:
             mode = 0o444 if directory.keeper is None else BROKERED
@@ -329,13 +329,11 @@ def _check_file(descriptor: int, path: str, owners: tuple[int | None, ...]) -> N
     elif not is_same_file(descriptor, path, unsure=None):
         fault = "was replaced while it was opened"
     if fault:
-        raise LockDirectoryError(
-            f"{path} {fault}.  Look at it with `ls -l`, and remove it as root if somebody planted it."
-        )
+        raise LockDirectoryError(f"{path} {fault}.  Look at it with `ls -l`, and remove it as root if it was planted.")
 
 
 def is_same_file(descriptor: int, path: str, *, unsure: bool | None = False) -> bool:
-    """Whether *path* still names the file behind *descriptor*: a lock on a file that was unlinked excludes nobody.
+    """Whether *path* still names the file behind *descriptor*: a lock on a file that was unlinked excludes no process.
 
     *unsure* is the answer where no further file can be opened to look (a training opens all that it may); None: the
     OSError that says so.
@@ -368,9 +366,9 @@ def try_flock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
 
 
 class Gate:
-    """Held for the short moment of choosing and locking, so that starters do not tread on each other.
+    """Held for the short moment of choosing and locking, so that starters do not disturb each other.
 
-    Only fairness depends on it: a process that does not get it in time goes on without it, so nobody can block the
+    Only fairness depends on it: a process that does not get it in time goes on without it, so no user can block the
     others.  Where the lock files are missing, or closed to this process, it chooses and locks nothing, and needs none.
     """
 

@@ -69,7 +69,7 @@ def lock_for(directory: LockDirectory, name: str, to: Grant) -> int | None:
 def grant_of(directory: LockDirectory, names: Iterable[str]) -> dict[str, Grant | None]:
     """Those of *names* whose lock is held, and to whom it was given; None: locked by root, or unknown.
 
-    The caller has the gate.  After that nobody can lock what is not named here with a descriptor that was kept.
+    The caller has the gate.  After that no process can lock what is not named here with a descriptor that was kept.
     """
     grants: dict[str, Grant | None] = {}
     for name in names:
@@ -78,7 +78,7 @@ def grant_of(directory: LockDirectory, names: Iterable[str]) -> dict[str, Grant 
         try:
             descriptor = open_lock(directory, name)
         except LockDirectoryError:
-            grants[name] = None  # it is not what it should be: nobody gets it
+            grants[name] = None  # it is not what it should be: no user gets it
             continue
         try:
             if not renew(directory, name, descriptor):
@@ -132,7 +132,7 @@ def _renewed(directory: LockDirectory, name: str, content: bytes) -> int:
     held: list[int] = []
 
     def lock(written: int) -> None:
-        # What is given away is open for reading alone, and nobody but us can open the file again.
+        # What is given away is open for reading alone, and only we can open the file again.
         held.append(os.open(f"/proc/self/fd/{written}", os.O_RDONLY | os.O_CLOEXEC))
         fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -189,7 +189,7 @@ def _has_descriptors_in_flight(pid: str, descriptor: str) -> bool:
 
 
 def may_see_locks(pid: str | int) -> bool:
-    """Whether it has files open, and fdinfo of it is ours to read: opening it waits for nobody.
+    """Whether it has files open, and fdinfo of it is ours to read: opening it never waits.
 
     Raises:
         OSError: it is gone, or not ours to see.

@@ -10,7 +10,7 @@ their number and any user can count them.
 
 Behind the record of a living claim stand release requests, each a line of JSON, and what became of them.  Its owner and
 root can write there, and a user who may look into the owner's processes; the kernel sees to that.  The claim has the
-file open, so it reads what is meant for this very claim even when the path is gone, and nobody can plant or flood it.
+file open, so it reads what is meant for this very claim even when the path is gone, and no user can plant or flood it.
 
     released    it is decided: the locks are being released, and every reader of this finishes what was begun
     yield       please release the devices, the job may live on       stop    please end the job
@@ -492,7 +492,7 @@ def _held_and_granted(
         try:
             descriptor = open_lock(directory, uuid)
         except LockDirectoryError:
-            locked[uuid] = uuid  # planted: nobody can claim it until root has looked at it
+            locked[uuid] = uuid  # planted: no user can claim it until root has looked at it
             continue
         try:
             if not try_flock(descriptor, fcntl.LOCK_SH):
@@ -515,7 +515,7 @@ def _held_by_word_of_the_daemon(
     directory: LockDirectory, uuids: set[str]
 ) -> tuple[dict[str, str], Mapping[str, Grant | None]]:
     granted = grants.granted(directory)
-    if granted is None:  # no daemon: nobody can claim now, and those who do say so themselves
+    if granted is None:  # no daemon: no user can claim now, and those who do say so themselves
         pairs = [(record, uuid) for record in read_records(directory) for uuid in record.devices if uuid in uuids]
         return {name: uuid for record, uuid in pairs for name in record.slots or (uuid,) if uuid in name}, {}
     names = [(name, name if name in uuids else name.rpartition(".slot")[0]) for name in granted]
@@ -528,7 +528,7 @@ def _is_locked(directory: LockDirectory, name: str) -> bool:
     try:
         descriptor = open_lock(directory, name)
     except LockDirectoryError:
-        return True  # planted: nobody can say what it hides until root has looked at it
+        return True  # planted: it is unknown what it hides until root has looked at it
     try:
         if directory.keeper is None:
             return not try_flock(descriptor, fcntl.LOCK_SH)

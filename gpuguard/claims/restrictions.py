@@ -1,7 +1,7 @@
 """Restrictions: what was decided about users and devices, in files that only root or the daemon can write.
 
     denied.json         users who get no new claims, by uid
-    quarantined.json    devices that nobody gets, by uuid
+    quarantined.json    devices that no job gets, by uuid
     kept.json           exemptions: processes that the daemon leaves alone, "UID", or "UID UUID" on one device
     set-back.json       tickets, and users by uid, that stand at the end of the queue: see daemon.broker
 
@@ -72,7 +72,7 @@ def read_restrictions(directory: LockDirectory, kind: str, now: float) -> dict[s
 
 
 def restrictions_against(directory: LockDirectory, uuids: Sequence[str], uid: int | None, now: float) -> dict[str, str]:
-    """uuid -> why nobody, or not this user, gets it; uid None asks for no user in particular."""
+    """uuid -> why no user, or not this one, gets it; uid None asks for no user in particular."""
     if not any(map(os.path.lexists, restriction_files(directory))):
         return {}
     denied = None if uid is None else read_restrictions(directory, DENIED, now).get(str(uid))

@@ -5,7 +5,7 @@ the kernel lets us look into the process: its owner may (unless Yama forbids it)
 there frees the device for all of them at once.  The decision is written behind the record first, so that a claim which
 was released is not locked again, and whatever a killed releaser has begun is finished.
 Which files these are says the kernel; what the record says of it only adds to that.  Where the daemon gives the locks
-it makes their files anew as well, so nobody need lend them, and an old descriptor that is locked again has nothing.
+it makes their files anew as well, so no process need lend them, and an old descriptor that is locked again has nothing.
 
 Does not decide whether a claim may be released (see enforcement.preflight and daemon.release), but says by in_use()
 whether a process computes under it.
@@ -56,7 +56,7 @@ class NotPermitted(ClaimError):
 class LockHandle:
     """The open files of a claim, lent by its holders; nothing is changed yet."""
 
-    record: int  # the descriptor of its record; -1: nobody lends it
+    record: int  # the descriptor of its record; -1: no process lends it
     path: str  # of the record
     locks: tuple[int, ...]  # descriptors of its lock files
     holder: int  # pid of the process that lent the record; 0: none

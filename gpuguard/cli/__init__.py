@@ -40,7 +40,7 @@ COMMANDS = {
     "events": "what happened: claims, releases, what the guard did or would have done",
     "report": "who claimed, used and left idle how many GPU-hours",
     "history": "draw what GPUs did: utilization, memory, temperature, power, claims",
-    "release": "give a claim back that nobody computes under",
+    "release": "release a claim under which no process computes",
     "keep": "ask the daemon to leave your processes alone for a time",
     "deny": "let a user make no new claims for a time (root)",
     "quarantine": "take a device out of service (root)",
@@ -167,7 +167,7 @@ def overview() -> str:
     rows = "\n".join(f"  {name:<10} {purpose}" for name, purpose in COMMANDS.items())
     return (
         "usage: gpuguard COMMAND [options]\n\n"
-        "Picks free GPUs on a shared server, claims them so that nobody else gets them, and runs the job.\n\n"
+        "Picks free GPUs on a shared server, claims them so that no other job gets them, and runs the job.\n\n"
         f"{rows}\n\n"
         "  gpuguard run -n 2 -- python train.py     two free GPUs for one job\n"
         "  gpuguard who                             who holds what\n"

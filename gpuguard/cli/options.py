@@ -189,7 +189,7 @@ def sampled(args: argparse.Namespace, groups: Collection[str]) -> Snapshot:
 
 
 def directory_of(args: argparse.Namespace, *, make: bool = False) -> LockDirectory:
-    """The claim directory of --backend and --dir, after a notice where it is missing and nobody makes it."""
+    """The claim directory of --backend and --dir, after a notice where it is missing and is not made."""
     directory = lock_directory(args.dir, backend=args.backend, make=make)
     if args.dir and args.dir not in _reported and directory.is_missing():
         _reported.add(args.dir)

@@ -30,7 +30,7 @@ from gpuguard.views.policy_language import SECTIONS, describe, json_schema, lang
 from gpuguard.views.text import put, put_json
 
 _JSON = ("--json", None, "one object for programs")
-MOST = 50  # faults that are shown at a time: nobody reads more
+MOST = 50  # faults that are shown at a time: more are not read
 
 
 def _backtest(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Have GPUs kept for a time: nobody else starts on them then, and your `gpuguard run` need not wait.
+"""Have GPUs kept for a time: no other user starts on them then, and your `gpuguard run` need not wait.
 
 gpuguard reserve -n 2 --from 09:00 --for 3h           for yourself, as far as the site permits users
 gpuguard reserve -n 1 --model H100 --from "in 2h" --for 1h
@@ -117,7 +117,7 @@ def _make(args: argparse.Namespace) -> int:
         status = next((status for status in statuses if status.reservation.key == made.key), None)
         if status is None or status.why_not:
             raise GpuguardError(f"this cannot be reserved: {status.why_not if status else 'its file is gone'}.")
-    except BaseException:  # also where that cannot be seen: nobody would know that it is there
+    except BaseException:  # also where that cannot be seen: no user would know that it is there
         remove_reservation(directory, made)
         raise
     _log(args, "made", made)

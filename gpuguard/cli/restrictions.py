@@ -52,7 +52,7 @@ gpuguard deny                        who is denied now
 It is a file in the directory of the claims that root alone can write: it holds without a daemon, and ends by itself.
 It is about claims; use of a device without one is found by policies (the rules unclaimed and trespass).
 """
-_QUARANTINE = """Take a device out of service: nobody gets a new claim of it.  The owner of a claim keeps it.
+_QUARANTINE = """Take a device out of service: no user gets a new claim of it.  The owner of a claim keeps it.
 
 sudo gpuguard quarantine 3 --reason "XID 79, being replaced"
 sudo gpuguard quarantine GPU-8f31c2d4-... --for 2d

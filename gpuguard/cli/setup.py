@@ -1,9 +1,9 @@
 """Make the directory of the claims for all users of this machine, once, as root.
 
-It is /run/gpuguard: root's, with one lock file per GPU that everybody can lock and nobody can remove.  A tmpfiles.d
+It is /run/gpuguard: root's, with one lock file per GPU that everybody can lock and no user can remove.  A tmpfiles.d
 file makes it again after each boot.  Without it claims work too, by files in /run/lock or /tmp, but containers and
 services with a private /tmp would not share them.  The daemon gets a user of its own, gpuguard, with a directory in it.
-What users write there (records, tickets) lies on a small file system of its own, so that nobody can fill /run.
+What users write there (records, tickets) lies on a small file system of its own, so that no user can fill /run.
 
   sudo gpuguard setup              install /etc/tmpfiles.d/gpuguard.conf and make user and directories now
   sudo gpuguard setup --systemd    and the service that guards them: it only observes, by /etc/gpuguard/policy.yaml
@@ -48,7 +48,7 @@ _HOW_TO_GUARD = """\
 To guard them by policies, as the user {user}:
   1. sudo gpuguard setup --systemd
   2. gpuguard policy explain /etc/gpuguard/policy.yaml: what it would do.  Change the file as you like
-  3. gpuguard events --follow: whom it would have hit.  Nobody is, until you switch it on twice: see docs/daemon.md"""
+  3. gpuguard events --follow: what it would have done.  It acts only when you switch it on twice: see docs/daemon.md"""
 _HOW_TO_BROKER = """\
 The daemon alone gives the GPUs of this machine from now on.  Without it nothing can be claimed; what is claimed stays.
   1. systemctl edit gpuguard, and add, so that it can make lock files anew:
@@ -66,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         (
             "--remove",
             None,
-            "remove what setup installed and nobody changed; log and history stay, and lock files that are held",
+            "remove what setup installed and was not changed; log and history stay, and lock files that are held",
         ),
         ("--lock-files", None, "only make the lock files of GPUs that are new; the service does so when it starts"),
         ("--print-unit", None, "show the daemon's unit for systemd, change nothing"),
@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
         if os.geteuid() != 0:
             raise LockDirectoryError(
                 f"only root can make {ADMIN_DIRECTORY}.  Run `sudo gpuguard setup`; or `gpuguard setup --dir PATH` "
-                "for a directory of your own, which nobody but you will use."
+                "for a directory of your own, which only you will use."
             )
         if user != "root":
             setup_service.make_user(user)

@@ -352,7 +352,7 @@ def clear(path: str) -> None:
     finally:
         for descriptor in held:
             os.close(descriptor)
-    print(f"{path} is removed: nobody had a claim.")
+    print(f"{path} is removed: there was no claim.")
 
 
 def lock_all(path: str, held: list[int]) -> str | None:

@@ -128,7 +128,7 @@ def address_of(text: str) -> tuple[str, int, str | None]:
 
 
 def read_token(path: str) -> str:
-    """The token in a file that nobody else can read."""
+    """The token in a file that no other user can read."""
     try:
         with open(path, encoding="ascii") as file:
             status = os.fstat(file.fileno())

@@ -62,7 +62,7 @@ class SlurmNodeState:
 
     name: str
     gpus: int  # that it gives away, if they are of one type: it numbers those of several in an order of its own
-    in_service: bool  # whether what no job has is nobody's; on a node that is drained an admin may use it by hand
+    in_service: bool  # whether what no job has is free to none; on a drained node an admin may use it by hand
 
 
 Answer = tuple[float, SlurmNodeState, tuple[Job, ...]]  # when it was asked for, on the boot clock

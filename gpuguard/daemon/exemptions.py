@@ -62,7 +62,7 @@ class Exemptions:
             raise InvalidRequest(
                 f"{format_duration(longest)} is the longest here: ask for less, and again when it is nearly over."
                 if longest
-                else "here nobody can ask for that: the policy file says so.  Talk to the administrator."
+                else "here no user can ask for that: the policy file says so.  Talk to the administrator."
             )
         owner, uuid = self._target(uid, request)
         reason = str(request.get("reason") or "")[:MAX_REASON]
@@ -78,7 +78,7 @@ class Exemptions:
                 raise GpuguardError("there is too much that you keep: end some of it with `gpuguard keep --end`.")
             # A user with user namespaces has 65536 uids without a name: they must not fill the file of all others.
             if len(exemptions) > MAX_RESTRICTIONS // 2 and exemption.by == str(uid):
-                raise GpuguardError(f"very much is kept here already, and nobody knows who uid {uid} is.")
+                raise GpuguardError(f"very much is kept here already, and uid {uid} has no name.")
 
         self._apply(change(self._directory, KEPT, add))
         self._log("kept", uid, exemption)

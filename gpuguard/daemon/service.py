@@ -47,8 +47,8 @@ from gpuguard.units import format_count, local_time
 from gpuguard.watchdog import INTERVAL, Watchdog
 
 EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
-GAP_INTERVALS = 3  # between two samples, from which on nobody knows what GPUs were used for
-PUBLISH_SECONDS = 3.0  # nobody needs to know who uses what more exactly than that
+GAP_INTERVALS = 3  # between two samples, from which on it is unknown what GPUs were used for
+PUBLISH_SECONDS = 3.0  # more exactly it need not be known who uses what
 TICK_SECONDS = 2.0  # between two looks at the policy file; a signal is heard at once
 RETRY_SECONDS = 60.0  # between two readings of a file with faults: LDAP may be up by now, or room for a process
 STOP_SECONDS = 0.6  # for a step that is under way when the daemon ends
@@ -57,7 +57,7 @@ OPEN_SECONDS = 2.0  # for the usage store, whose trouble is reported with the po
 PING_SECONDS = 10.0  # between two signs of life for systemd
 LOG_BYTES = 2**20  # of the log, in which the end of the daemon before is looked for
 BEAT_SECONDS = 180.0  # no step takes so long, even if every device hangs; then systemd starts us anew
-NEVER_FIRES = "a quota of gpu_hours does not fire while nobody knows what was used"
+NEVER_FIRES = "a quota of gpu_hours does not fire while it is unknown what was used"
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 
 # What could put another user's code into a daemon of root: a fake driver library, a module, a start-up file.
@@ -282,7 +282,7 @@ class Daemon:
             return SocketServer(self._directory, partial(handle, context))
         except OSError as error:
             if self._broker:  # the service manager tries it again
-                raise GpuguardError(f"nobody can claim, as no socket can be made: {error}.  See `df`.") from error
+                raise GpuguardError(f"no user can claim, as no socket can be made: {error}.  See `df`.") from error
             self._report(f"`gpuguard keep` does not work: the socket cannot be made: {error}")
             return None
 

@@ -261,7 +261,7 @@ def _notify(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Act
     options = dict(verdict.options)
     target = options.get("to") or options.get("hook")
     if not isinstance(target, str) or context.notifier is None:
-        return _logged(verdict, context, FAILED, "there is nobody to send it to")
+        return _logged(verdict, context, FAILED, "there is no receiver")
     if not context.is_live(verdict):
         return _logged(verdict, context, DRY_RUN)
     answer = context.notifier.notify(target, verdict, snapshot)
@@ -294,7 +294,7 @@ def _deny(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Actio
 
 @dataclass(frozen=True)
 class QuarantineKeys:
-    """Take the device out of service: nobody gets a new claim of it.  Never more than half of the devices.
+    """Take the device out of service: no user gets a new claim of it.  Never more than half of the devices.
 
     The owner of a claim keeps it.  See `gpuguard quarantine`.
 

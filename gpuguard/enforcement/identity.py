@@ -183,7 +183,7 @@ def uid_min() -> int:
 
 @functools.cache
 def overflow_uid() -> int:
-    """The uid that stands for every user that cannot be told: nobody."""
+    """The uid that stands for every user that cannot be told."""
     text = (read_text("/proc/sys/kernel/overflowuid") or "").strip()
     return int(text) if text.isdigit() else 65534
 

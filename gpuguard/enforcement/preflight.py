@@ -472,7 +472,7 @@ def _unused(target: Preflight) -> str | None:
         return f"pid {users[0].pid} computes under it"
     devices = target.fresh.devices
     if any(device.memory_used is None or device.memory_used > idle_limit(device) for device in devices):
-        return "memory is in use, though nobody is listed"
+        return "memory is in use, though no process is listed"
     return None
 
 

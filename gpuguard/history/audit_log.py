@@ -89,7 +89,7 @@ def _open(path: str) -> int:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
         if path.startswith("~"):  # of a uid without a name or HOME; a user who removes a directory ~ means another one
-            raise OSError(errno.ENOENT, "nobody knows where your home directory is; set HOME") from None
+            raise OSError(errno.ENOENT, "your home directory is unknown; set HOME") from None
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
         return _create(path, flags)
     except OSError as error:

@@ -2,7 +2,7 @@
 
     query_store(store_path(directory), lambda usage: usage.totals("uid", begin, end))
 
-What nobody watched is in no answer, and no answer takes it for zero: watched() tells how much was seen.  Only slots
+What was not watched is in no answer, and no answer takes it for zero: watched() tells how much was seen.  Only slots
 that begin in the time that was asked for count.  A store that holds what gpuguard does not write is damaged: each row
 passes _sound.
 
@@ -151,10 +151,10 @@ class Usage:
         return {uid: (waiting / 1000, float(wanted)) for uid, waiting, wanted in results}
 
     def energy(self, begin: float, end: float) -> dict[int, float | None]:
-        """Joules that each user's devices took while the user had them: uid -> joules; None: nobody measured them.
+        """Joules that each user's devices took while the user had them: uid -> joules; None: not measured.
 
         What a device takes in a slot is divided by the time that each user claimed it, or used it without a claim.
-        What it took while nobody had it is nobody's.
+        What it took while no user had it counts for none.
         """
         width = self.width(begin)
         results = self._execute(
@@ -166,7 +166,7 @@ class Usage:
         return dict(results)
 
     def series(self, device: str, metric: str, begin: float, end: float) -> list[Point]:
-        """The values of one device (uuid) between two unix times, oldest first; none where nobody watched.
+        """The values of one device (uuid) between two unix times, oldest first; none where it was not watched.
 
         How far back *begin* is decides how wide the slots are.  Raises InvalidRequest: *metric* is none of METRICS.
         """
@@ -311,7 +311,7 @@ def query_store(path: str, question: Callable[[Usage], _Answer], now: float | No
 
 
 def _versions(path: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """What the file and its journal (None: it is empty) look like: while that stays the same nobody has written."""
+    """What the file and its journal (None: it is empty) look like: while that stays the same it was not written."""
     try:
         file = os.lstat(path)
     except FileNotFoundError:

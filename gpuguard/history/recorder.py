@@ -1,4 +1,4 @@
-"""Writes the usage store, in a thread of its own: a full, locked or slow disk holds up nobody.
+"""Writes the usage store, in a thread of its own: a full, locked or slow disk holds up no other thread.
 
 The thread that samples adds the snapshot to the sums, and never waits for a disk.  Slots are written when they are
 complete, so that a crash loses the one that is under way; what cannot be written waits in memory, and an admin is told

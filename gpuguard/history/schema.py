@@ -49,7 +49,7 @@ DEVICE_COLUMNS = (
     "claimed_ms",
     "claimed_unknown_ms",
 )
-# Claimed time that is neither used nor idle is time of which nobody can tell.
+# Claimed time that is neither used nor idle is unknown time.
 USER_COLUMNS = ("claimed_ms", "used_ms", "idle_ms", "unclaimed_ms")
 # In which a user waits, whether with one request or with ten; and times the GPUs that all of them ask for.
 WAITING_COLUMNS = ("waiting_ms", "wanted_gpu_seconds")
@@ -90,7 +90,7 @@ class UsageSums:
     def add(self, snapshot: Snapshot, longest: float, wanted: Wanted | None = None) -> None:
         """Add the time since the snapshot before; of more than *longest* seconds nothing is known.
 
-        *wanted*: uid -> GPUs that the user waits for now; None: nobody can tell.
+        *wanted*: uid -> GPUs that the user waits for now; None: unknown.
         """
         before, self.now = self.now, snapshot
         self._current = math.floor(snapshot.taken_at / WIDTH)

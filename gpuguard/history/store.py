@@ -80,7 +80,7 @@ def opened(path: str, *, check: bool) -> sqlite3.Connection:
     except sqlite3.OperationalError as error:
         if "locked" not in str(error):
             raise
-        # A user who may read the file can hold a lock on it for ever; in a copy of it nobody does.
+        # A user who may read the file can hold a lock on it for ever; in a copy of it no user can.
         _renew(path)
         connection = _connected(path, check=check)
     for end in ("", JOURNAL):
@@ -157,7 +157,7 @@ def _make(path: str) -> None:
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != os.geteuid():
             raise GpuguardError("it is not a file of ours alone.  Look at it with `ls -l`, and move it away.") from None
-    # Until we hold the lock nobody else shall open it.
+    # Until we hold the lock no other process shall open it.
     os.chmod(path, 0o600)
 
 

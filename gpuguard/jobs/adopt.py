@@ -255,7 +255,7 @@ def _refuse_others(devices: Iterable[Device], family: ProcessFamily) -> None:
             if process.uid == os.geteuid():
                 hint = " adopt both (several pids can be named), or --tree if one started the other."
                 raise ClaimError(f"process {process.pid} of yours computes on GPU {device.index} too:{hint}")
-            user = process.user or "somebody"
+            user = process.user or "an unknown user"
             raise ClaimError(f"{user} computes on GPU {device.index} too (pid {process.pid}): it is not yours alone.")
 
 

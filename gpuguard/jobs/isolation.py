@@ -52,7 +52,7 @@ class Nodes:
     capability_major: int | None = None  # None: the driver has none
 
     def hides(self, major: int, minor: int) -> bool:
-        """Whether the character device with these numbers is somebody else's."""
+        """Whether the character device with these numbers is another job's."""
         if major == MAJOR:
             return minor <= LAST_GPU_MINOR and minor not in self.gpus
         return major == self.capability_major and minor not in self.capabilities
@@ -107,7 +107,7 @@ def isolate(
             f"{', '.join(missing)} does not exist yet, and could not be made once the job is isolated.  "
             "Run `nvidia-modprobe -u -c 0`, or any program with CUDA, once, and start this again."
         )
-    # It lets a gpuguard in the job know the directories of root's, which look like nobody's to it.
+    # It lets a gpuguard in the job know the directories of root's, which look like another user's to it.
     seen = [os.stat(path) for path in dict.fromkeys((directory.path, directory.locks, directory.records))]
     environment[TRUSTED] = " ".join(f"{status.st_dev}:{status.st_ino}" for status in seen if is_roots(status))
     return Isolation(environment, *prepare_namespace(hidden(nodes, dev), dev))
@@ -155,7 +155,7 @@ def needed(nodes: Nodes, dev: str) -> list[str]:
 
 
 def hidden(nodes: Nodes, dev: str) -> frozenset[str]:
-    """The paths below *dev* that are nodes of somebody else's devices, whatever their names."""
+    """The paths below *dev* that are nodes of other jobs' devices, whatever their names."""
     found, here = set(), os.stat(dev).st_dev
     for folder, folders, names in os.walk(dev):
         # /dev/shm and /dev/pts are file systems of their own, in which only root could make a node.
@@ -439,7 +439,7 @@ def _make_cgroup(path: str) -> int:
             if os.path.samestat(os.fstat(directory), os.stat(path)):
                 return directory
         os.close(directory)
-    raise FileNotFoundError(errno.ENOENT, "somebody removes it again and again", path)
+    raise FileNotFoundError(errno.ENOENT, "it is removed again and again", path)
 
 
 def _no_filter(why: str) -> GpuguardError:

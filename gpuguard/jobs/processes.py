@@ -53,7 +53,7 @@ INTERRUPTED = "interrupted"
 DRAIN_SECONDS = 60.0  # the driver frees within a second or so; longer means a fault that waiting does not cure
 # On a shared device what a neighbour leaves looks the same, so waiting ends when the driver usually is ready.
 SHARED_DRAIN_SECONDS = 2.0
-QUIET_SECONDS = 2.0  # before that nobody wonders why the prompt does not come back
+QUIET_SECONDS = 2.0  # before that no user wonders why the prompt does not come back
 POLL_SECONDS = (0.1, 1.0)  # first and longest pause while the memory is being freed
 TRIES = 100  # of a read that finds no file or memory, each after the first of these pauses
 MOST_NAMED = 5  # of the processes that a job leaves

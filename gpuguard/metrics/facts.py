@@ -42,7 +42,7 @@ ECC_FIELDS = (
 # Fields of Device that change once in months, and are not in each sample.
 ERROR_FIELDS = ("ecc_mode", *(field for row in ECC_FIELDS for field in row[1:]), "retired_pages", "remapped_rows")
 ERRORS_SECONDS = 60.0  # between two readings of them: they are 9 of 30 driver calls per device
-SCRAPED_SECONDS = 300.0  # without a scrape, after which nobody is taken to read the numbers any more
+SCRAPED_SECONDS = 300.0  # without a scrape, after which the numbers are taken to be read no more
 STALE_INTERVALS = 3  # a sample that is older says nothing about now
 _errors = attrgetter(*ERROR_FIELDS)
 

@@ -64,7 +64,7 @@ def run_hook(target: Hook, message: Message) -> None:
     }
     # Only root can become another user, and a service that could (CAP_SETUID) could become root as well.  So without
     # root the program runs as the service's user, from whom the daemon has taken all capabilities for its children:
-    # it can signal nobody but that user's processes, and cannot look into the daemon, which has more rights than it.
+    # it can signal only that user's processes, and cannot look into the daemon, which has more rights than it.
     uid, gid = _identity(target.user)
     try:
         os.stat(name)

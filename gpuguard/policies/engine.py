@@ -98,7 +98,7 @@ class EngineMemory:
         return subject in self.states.get(policy, ())
 
     def start_anew(self, clock: float) -> None:
-        """Drop what was seen before a pause: nobody knows what happened in it."""
+        """Drop what was seen before a pause: it is unknown what happened in it."""
         self.past.clear()
         self.states.clear()
         if self.rhythm.clock is not None and clock < self.rhythm.clock:
@@ -145,7 +145,7 @@ def evaluate(
         memory: of the samples before; changed in place.
         interval: seconds between samples; the median of the last distances when not given.
         zone: seconds east of UTC, for hours and days.
-        isolate: calls the judgement by the policy of that name; None from it: nobody knows, and its times start anew.
+        isolate: calls the judgement by the policy of that name; None from it: unknown, and its times start anew.
 
     Returns:
         The verdicts that are due now, each once, and notes on what was not acted on.
@@ -266,9 +266,9 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
             continue
         state.reach = reach_of(finding.subject, finding.processes, index)
         due_step = DueStep(policy, identity, finding, state, *step)
-        nobody = why_inapplicable(step[0], finding)
-        if nobody and not any(map(index.blindness, state.reach)):
-            notes.append(Note("nobody", nobody, policy.name, finding.subject))
+        reason = why_inapplicable(step[0], finding)
+        if reason and not any(map(index.blindness, state.reach)):
+            notes.append(Note("nobody", reason, policy.name, finding.subject))
             advance(due_step, memory, clock, skipped=True)
         else:
             due.append(due_step)
@@ -442,9 +442,9 @@ def _due(policy: Policy, state: EscalationState) -> float | None:
 
 
 def advance(due: DueStep, memory: EngineMemory, clock: float, *, skipped: bool = False) -> None:
-    """The step that was due is asked for, or *skipped* because it means nobody here.
+    """The step that was due is asked for, or *skipped* because it has no target here.
 
-    The last one ends the escalation and begins its cooldown.  A kill after a terminate of nobody is skipped, too.
+    The last one ends the escalation and begins its cooldown.  A kill after a terminate without target is skipped, too.
     """
     state, policy = due.state, due.policy
     if due.step.action == "terminate" and not skipped:
@@ -516,7 +516,7 @@ def _breaker(due: Iterable[DueStep]) -> tuple[set[tuple[str, SubjectIdentity]], 
         text = (
             f"{len(users)} users with {len(processes)} processes would be acted on at once, more than"
             f" {policy.at_most_users} users or {policy.at_most_processes} processes:"
-            f" {f'only {len(allowed)} are, the oldest breach first' if allowed else 'nobody is'}"
+            f" {f'only {len(allowed)} are, the oldest breach first' if allowed else 'none is'}"
         )
         alone = _alone_too_many(steps, policy)
         if alone and not policy.some_beyond:

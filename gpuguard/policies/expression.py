@@ -339,7 +339,7 @@ class Expression:
         return any(NAMES[name].of_process for name in self.names)
 
     def holds(self, source: NameSource) -> bool:
-        """Whether it is true of *source*; False too when nobody can know."""
+        """Whether it is true of *source*; False too when it is unknown."""
         return self.evaluate(source) is True
 
 

@@ -28,7 +28,7 @@ class IdleRule:
     below: percent of time; 0% means no kernel at all.
     window: fixed (the policy's `for` counts from the first idle sample, and any sample that is not idle starts it
         again) or sliding (`share` of the samples of the last `over` were idle: a short burst does not help).
-    over: the sliding window.  It finds nobody who holds the device for a shorter time.
+    over: the sliding window.  It finds no user who holds the device for a shorter time.
     share: of the samples of the sliding window that must be idle.
     memory_above: unclaimed devices count only while more than this is held.
     cpu_below: and every process on the device uses less than this, in percent of one core.
@@ -103,7 +103,7 @@ class IdleRule:
         return True
 
     def _held(self, view: RuleView, device: Device) -> Iterator[tuple[Subject, float | None, tuple[GpuProcess, ...]]]:
-        """By whom, for how many seconds, and whom an action would mean: processes, claims without one, or nobody."""
+        """By whom, for how many seconds, and whom an action would mean: processes, claims without one, or none."""
         claims = claims_on(view.snapshot, device)
         if not claims and (device.memory_used is None or device.memory_used <= self.memory_above):
             return

@@ -87,7 +87,7 @@ class Scope:
 
     def __post_init__(self) -> None:
         if not any(value is not None for key, value in vars(self).items() if key != "until"):
-            raise InvalidRequest("nobody is named: write users, groups, devices, models or kinds.")
+            raise InvalidRequest("nothing is named: write users, groups, devices, models or kinds.")
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ class Policy:
     hours: tuple[float, float] | None = None
     days: frozenset[int] | None = None  # 0 = Monday; with hours over midnight it is the day on which they begin
     claimed_above: float | None = None  # percent of the devices that must be claimed, and more than that
-    at_most_users: int = 3  # more due for a destructive step at once: nobody
+    at_most_users: int = 3  # more due for a destructive step at once: none
     at_most_processes: int = 5  # likewise
-    # when more are due, as many as allowed are hit, the oldest breach first, instead of nobody
+    # when more are due, as many as allowed are hit, the oldest breach first, instead of none
     some_beyond: bool = False
     cooldown: float = 0.0  # seconds after the last step in which the subject is left alone
     enforce: bool = False  # False: its verdicts are for the log only
@@ -184,7 +184,7 @@ class Note:
 
 NOTES: Mapping[str, str] = {
     "gap": "it could not be seen whether the condition still holds",
-    "resampling": "samples are missing or came out of order, so nobody knows what was in between",
+    "resampling": "samples are missing or came out of order, so it is unknown what was in between",
     "unknown": "who the process is is not known",
     "exempt": "inside `except`",
     "kept": "a user asked to keep it",
@@ -195,7 +195,7 @@ NOTES: Mapping[str, str] = {
     "cleared": "the condition holds no more, the escalation is cancelled",
     "cancelled": "the policy is gone or was changed, the escalation is cancelled",
     "cooldown": "the last step is not long ago",
-    "breaker": "too many would be acted on at once, so nobody is",
+    "breaker": "too many would be acted on at once, so none is",
     "nobody": "a step has nothing there that it could act on, so the next one is waited for",
     "waiting": "another step on the same device has not shown its effect yet",
 }
@@ -257,7 +257,7 @@ def _unseen(subject: Subject, index: SampleIndex) -> Protection | None:
     if blind:
         return "gap", blind[0]
     if subject.kind in ("user", "claim") and (subject.uid is None or subject.uid < 0):
-        return "unknown", f"nobody knows whose the {subject.kind} is"
+        return "unknown", "the user is unknown" if subject.kind == "user" else "the owner of the claim is unknown"
     return _unseen_process(subject, subject.device, index) if subject.kind == "process" else None
 
 

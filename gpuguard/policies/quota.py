@@ -28,7 +28,7 @@ class QuotaRule:
     shared_by: groups; the members of each have all this together.  Absent: every user has it.
     per: user (all that a user has) or claim (each claim, or process without one, by itself; devices and memory only).
 
-    Root's processes are nobody's.
+    Root's processes count for no user.
 
         when: {quota: {devices: 4, gpu_hours: 100h, within: 7d}}
     """
@@ -126,7 +126,7 @@ class _Holding:
 def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
     """What each user has, the oldest first: claims, each with its processes, and the processes without a claim.
 
-    Root has nothing: a process of root is a container or a service, and nobody can say whose.
+    Root has nothing: a process of root is a container or a service, and its user is unknown.
     """
     found: dict[object, _Holding] = {}
     boot = view.snapshot.taken_at - view.clock  # unix time at which the clock was 0

@@ -52,7 +52,7 @@ class MemoryRule:
     above: bytes, or percent of the device's memory; or share, with per: claim: what the claim asked for when it began
         to share its devices (gpuguard run --share --memory).  A claim that shares nothing cannot exceed it.
     per: process, user (all processes of a user on the device), claim (all its processes on one of its devices), or
-        device (then it is nobody's fault in particular: no action on a process follows).
+        device (then it is no user's fault in particular: no action on a process follows).
 
     Memory that the driver does not tell is not counted.
 
@@ -228,7 +228,7 @@ class HealthRule:
 
     @property
     def further_fields(self) -> frozenset[str]:
-        """The groups that it judges by and that nobody else needs: 15 driver calls per device and sample."""
+        """The groups that it judges by and that no other rule needs: 15 driver calls per device and sample."""
         return frozenset([CLOCKS] * bool(self.throttle_reasons) + [ECC] * bool(self._limits()))
 
     def check(self, view: RuleView) -> Iterator[Finding]:
@@ -273,7 +273,7 @@ class HostMemoryRule:
 
     above: bytes, or percent of the machine's memory.
 
-    What processes share counts once, files in the page cache count for nobody, and what cannot be read is not counted.
+    What processes share counts once, files in the page cache count for no user, and what cannot be read is not counted.
     Root and accounts of the system are never found.  An action means those processes of the user that compute on a GPU.
 
         when: {host_memory: {above: 50%}}

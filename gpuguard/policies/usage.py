@@ -20,7 +20,7 @@ from gpuguard.units import format_bytes, parse_bytes
 
 @dataclass(frozen=True)
 class UnclaimedRule:
-    """A process computes on a device that nobody has claimed.
+    """A process computes on a device without a claim.
 
     min_memory: processes with less memory there do not count; absent: all count.
 
@@ -42,7 +42,7 @@ class UnclaimedRule:
             for process in computing(device):
                 if self.min_memory and (process.memory_used is None or process.memory_used < self.min_memory):
                     continue
-                why = f"uses {format_bytes(process.memory_used)} of a device that nobody has claimed{limit}"
+                why = f"uses {format_bytes(process.memory_used)} of a device without a claim{limit}"
                 yield Finding("unclaimed", process_subject(device, process), why, (process,))
 
 
@@ -97,7 +97,7 @@ class UsersRule:
 
     def __post_init__(self) -> None:
         if not (self.allow or self.allow_groups or self.deny or self.deny_groups):
-            raise InvalidRequest("nobody is named: write users or groups in allow, allow_groups, deny or deny_groups.")
+            raise InvalidRequest("no user is named: write users or groups in allow, allow_groups, deny or deny_groups.")
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
@@ -183,6 +183,6 @@ class OutsideSchedulerRule:
             given = view.scheduled.get(device.uuid, view.scheduled.get(device.parent_uuid or device.uuid))
             if given is None or process.uid in given or (process.container and not self.containers):
                 continue
-            to = "other users" if given else "nobody"
+            to = "other users" if given else "no user"
             why = f"uses {format_bytes(process.memory_used)} of a device that the scheduler has given to {to}"
             yield Finding("outside_scheduler", process_subject(device, process), why, (process,))

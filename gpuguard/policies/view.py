@@ -134,7 +134,7 @@ SubjectUse = tuple[Subject, int | None, tuple[GpuProcess, ...]]  # who, bytes of
 def uses_of(view: RuleView, device: Device, per: str) -> Iterator[SubjectUse]:
     """Each subject of the kind *per* on *device*: the device itself, a process, a user, or a claim with its processes.
 
-    Where a user has two claims nobody knows which is whose, unless they share the device and were started below them.
+    Where a user has two claims it is unknown which is whose, unless they share the device and were started below them.
     """
     if per == "device":
         yield device_subject(device), device.memory_used, ()
@@ -161,7 +161,7 @@ def uses_of(view: RuleView, device: Device, per: str) -> Iterator[SubjectUse]:
 
 
 def _known_memory(processes: Sequence[GpuProcess]) -> int | None:
-    """The memory that is known to be used: never too much, so it accuses nobody wrongly."""
+    """The memory that is known to be used: never too much, so it accuses no user wrongly."""
     known = [process.memory_used for process in processes if process.memory_used is not None]
     return sum(known) if known else None
 
@@ -229,7 +229,7 @@ def index_sample(view: RuleView, zone: float = 0.0) -> SampleIndex:
             assert process.start_time is not None and process.uid is not None  # judged() leaves out the others
             processes.setdefault((process.pid, process.start_time), {})[device.uuid] = process
             territory.setdefault(process.uid, set()).add(device.uuid)
-    # A claim without a readable record has no owner: nobody is judged by it.
+    # A claim without a readable record has no owner: no user is judged by it.
     claims = {(claim.uid, claim.id): claim for claim in snapshot.claims if claim.alive and claim.uid >= 0}
     claims_on: dict[str, tuple[ClaimRecord, ...]] = {}
     for claim in claims.values():
@@ -270,7 +270,7 @@ MOST = 2048
 
 LARGEST_DISTANCE = 3  # intervals between two samples: whatever happened in a longer pause was not seen
 REMEMBERED_DISTANCES = 9
-FEWEST_IN_WINDOW = 10  # samples: where a window has fewer, nobody knows how the time was spent
+FEWEST_IN_WINDOW = 10  # samples: where a window has fewer, it is unknown how the time was spent
 LARGEST_HOLE = 1.02 / FEWEST_IN_WINDOW  # of a window: no sample comes on the dot
 PROBES = 64  # places of a series at which a hole is looked for
 
@@ -323,7 +323,7 @@ class Past(dict[tuple[str, str], ValueSeries]):
     def record(self, snapshot: Snapshot, windows: Mapping[str, float], largest_hole: float) -> None:
         """Add what *snapshot* knows of the fields in *windows* (field -> seconds).
 
-        A series with a hole longer than *largest_hole* starts afresh.  What nobody asks for any more, and what was
+        A series with a hole longer than *largest_hole* starts afresh.  What no rule asks for any more, and what was
         not seen for a whole window, is forgotten.
         """
         clock = snapshot.clock

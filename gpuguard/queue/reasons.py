@@ -21,7 +21,7 @@ from gpuguard.queue.tickets import new_ticket
 from gpuguard.request import Request
 from gpuguard.units import format_duration
 
-_UNKNOWN_START = "nobody knows when it starts: "
+_UNKNOWN_START = "start unknown: "
 
 
 def reservation_text(reservation: Reservation, now: float) -> str:
@@ -184,7 +184,7 @@ def _unknown_end_text(position: QueuePosition, queue: QueueState) -> str:
         return "a job is over its time"
     if not endless:
         used = any(device.processes for device in queue.snapshot.devices if device.uuid in position.devices)
-        return "a device is in use without a claim" if used else "a device is not free, though nobody has claimed it"
+        return "a device is in use without a claim" if used else "a device is not free, though it has no claim"
     names = sorted({claim.user for claim in endless})
     jobs = "jobs of {} have" if len(endless) > 1 else "job of {} has"
     return f"the {jobs.format(' and '.join(names))} no time limit"

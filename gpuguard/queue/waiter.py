@@ -506,7 +506,7 @@ def _wait_for_process(pid: int, directory: LockDirectory, ticket: Ticket, report
         raise InvalidRequest(_which_one(str(pid), [])) from None
     except OSError as error:
         raise InvalidRequest(
-            f"--after {pid}: nobody can hear when that ends ({error.strerror}).  Name the process itself, or a claim."
+            f"--after {pid}: its end cannot be waited for ({error.strerror}).  Name the process itself, or a claim."
         ) from None
     after = f"waits until process {pid} has ended"
     with ExitStack() as stack:

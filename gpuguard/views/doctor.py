@@ -163,7 +163,7 @@ def _devices(facts: DoctorFacts) -> Finding | None:
     if ill:
         advice = (
             "Jobs get the other devices.  See `dmesg | grep -i xid`.  Reboot; or `sudo nvidia-smi -r -i INDEX` once "
-            "nobody has it open (`sudo fuser -v /dev/nvidia*`), which is so only after `sudo systemctl stop gpuguard`."
+            "no process has it open (`sudo fuser -v /dev/nvidia*`), so `sudo systemctl stop gpuguard` first."
         )
         return FAULT, f"{len(ill)} of {len(whole)} unhealthy: {'; '.join(ill)}", advice
     instances = len(facts.snapshot.devices) - len(whole)
@@ -264,7 +264,7 @@ def _audit_log(facts: DoctorFacts) -> Finding | None:
     if facts.full_log is None:
         return None
     found = f"no room for the next line of {facts.full_log}: the file system is full"
-    advice = "The daemon signals nobody until there is room: see `df -h`.  Then `gpuguard events` says what is missing."
+    advice = "The daemon signals no process until there is room: see `df -h`.  Then see `gpuguard events`."
     return FAULT, found, advice
 
 

@@ -128,7 +128,7 @@ def queue_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
 def idle_queue_lines(replies: Sequence[HostReply]) -> list[str]:
     """On how many hosts no request waits."""
     count = sum(reply.answer is not None and not reply.answer.places for reply in replies)
-    return [f"Nobody waits on {format_count(count, 'host')}."] if count else []
+    return [f"No request waits on {format_count(count, 'host')}."] if count else []
 
 
 def room(reply: HostReply, form: str, separator: str) -> str | None:

@@ -94,7 +94,7 @@ def _policy(policy: Policy) -> Iterator[str]:
     yield (
         f"If that would hit more than {format_count(policy.at_most_users, 'user')} or "
         f"{format_count(policy.at_most_processes, 'process', 'processes')} at the same moment, "
-        f"{'only as many as that are, the oldest breach first' if policy.some_beyond else 'nobody is hit'}."
+        f"{'only as many as that are, the oldest breach first' if policy.some_beyond else 'none is hit'}."
     )
     if policy.cooldown:
         yield f"After the last step the same one is left alone for {format_duration(policy.cooldown)}."

@@ -70,7 +70,7 @@ def reservations_text(reserved: ReservationCalendar, *, width: int | None = None
     heads = ["RESERVED FOR", "GPUS", "FROM", "UNTIL", "ID", "NOW"]
     lines = table(rows, heads, align="<>", width=width) if rows else []
     for ignored in reserved.ignored:
-        owner = "somebody" if ignored.uid < 0 else f"uid {ignored.uid}"
+        owner = "an unknown user" if ignored.uid < 0 else f"uid {ignored.uid}"
         lines.append(shorten(neutralise(f"not counted: reservation {ignored.id} of {owner}: {ignored.reason}"), width))
     return lines
 
@@ -129,7 +129,7 @@ def to_text(
     if queue.ignored:
         lines += ["", "Not counted:"]
         for ignored in queue.ignored:
-            owner = "somebody" if ignored.uid < 0 else f"uid {ignored.uid}"
+            owner = "an unknown user" if ignored.uid < 0 else f"uid {ignored.uid}"
             lines += _folded(neutralise(f"ticket {ignored.id} of {owner}: {ignored.reason}"), "  ", width)
     if site.faults:
         lines += ["", *_folded("The rules of this site do not count, because their file has faults:", "", width)]

@@ -150,7 +150,7 @@ def _sharing(use: DeviceUse) -> Sharing:
 
 
 def share_left(device: Device, sharing: Sharing) -> int | None:
-    """Bytes of *device* that nobody has claimed of what is shared."""
+    """Bytes of *device* that is not claimed of what is shared."""
     left = None if sharing.unknown else memory_left(device, sharing)
     return None if left is None else max(0, left)
 

@@ -81,7 +81,7 @@ class _PolicyChecks:
                 self._fault(("steps", number), text, f"Write {{after: {KILL_AFTER:.0f}s, do: kill}} or longer.")
         for number, (previous, step) in enumerate(pairwise(steps), 1):
             if previous.name == "kill":
-                self._warn(("steps", number), "after a kill nobody is left for this step.")
+                self._warn(("steps", number), "after a kill no process is left for this step.")
             elif (step.name, step.own) == (previous.name, previous.own) and not step.common.after:
                 text = f"{step.name} twice at the same moment."
                 self._warn(("steps", number), text, "Give the second one an `after`.")
@@ -117,7 +117,7 @@ class _PolicyChecks:
             for name, rule, _ in rules
         )
         without_process = all(name == "age" and rule.run_time_above is None for name, rule, _ in rules)
-        of_claims = any(  # under which nobody computes
+        of_claims = any(  # under which no process computes
             name in ("idle", "quota") or (name == "age" and rule.claim_without_process_above is not None)
             for name, rule, _ in rules
         )
@@ -125,13 +125,13 @@ class _PolicyChecks:
             place = ("steps", number)
             innocent_harmed = blameless and step.name in HARMFUL
             if without_process and step.name in ON_PROCESSES:
-                text = f"{step.name} reaches nobody: such a claim has no process."
+                text = f"{step.name} reaches no process: such a claim has no process."
                 self._warn(place, text, "Write `release` to take it back.")
             elif step.name == "release" and not of_claims:
-                text = f"release reaches nobody: {all_names} finds no claim without a process."
+                text = f"release reaches no claim: {all_names} finds no claim without a process."
                 self._warn(place, text, "Only age (claim_without_process_above), idle and quota do.")
             elif of_devices and step.name in AT_PROCESSES:
-                text = f"{step.name} reaches nobody: {all_names} finds devices, not processes."
+                text = f"{step.name} reaches no process: {all_names} finds devices, not processes."
                 self._warn(place, text, "Notify an administrator instead, or name processes with `per: process`.")
             elif innocent_harmed and not step.common.even_if_innocent:
                 text = f"{step.name} for {blameless}: a user of such a device may not be the cause."
@@ -188,7 +188,7 @@ class _PolicyChecks:
             wanted = getattr(only, key)
             named = [{name: value for name, value in vars(spared).items() if value is not None} for _, spared in exempt]
             if wanted and any(spared.keys() == {key} and set(wanted) <= set(spared[key]) for spared in named):
-                self._warn(("only", key), "`except` spares all of these: nobody is left.")
+                self._warn(("only", key), "`except` spares all of these: none is left.")
 
 
 def _rules_of(policy: PolicyKeys) -> Iterator[tuple[str, Any, Path]]:
@@ -237,7 +237,7 @@ def _compare(decoder: Decoder, policies: Mapping[Path, PolicyKeys], mode: str) -
             warnings = (
                 warning
                 for first_path, first in harmful[:number]
-                if (first.mode or mode) == (policy.mode or mode)  # one that only observes ends nobody
+                if (first.mode or mode) == (policy.mode or mode)  # one that only observes ends no process
                 for first_name, first_rule, first_place in _rules_of(first)
                 if first_name == name and (rule == first_rule or name not in BY_CONTENT) and _meet(first, policy)
                 for warning in (
@@ -251,7 +251,7 @@ def _compare(decoder: Decoder, policies: Mapping[Path, PolicyKeys], mode: str) -
 
 
 def _undone(path: Path, policy: PolicyKeys, other: PolicyKeys, name: str) -> Iterator[tuple[Path, str, str]]:
-    """Exemptions from which nobody has anything, because another policy ends them all the same: where, what, advice."""
+    """Exemptions that have no effect, because another policy ends them all the same: where, what, advice."""
     for place, spared in _exempt(policy) if _contains(other.only, policy.only) else ():
         if not any(_covers(each, _whom(spared)) for _, each in _exempt(other)):
             text = f"whom this spares, {other.name!r} ends for {name} all the same."
@@ -280,7 +280,7 @@ def _overlaps(
         yield place, text, "Give them different `only`, or make one policy of both."
     else:
         text = f"{one.name!r} ends some of the same processes for {name}, too: whichever is faster wins."
-        yield place, text, "Give them `only` that have nobody in common, or make one policy of both."
+        yield place, text, "Give them `only` that have no user in common, or make one policy of both."
 
 
 def _delay(policy: PolicyKeys) -> float:
@@ -291,7 +291,7 @@ def _delay(policy: PolicyKeys) -> float:
 
 
 def _acts_wherever(wide: PolicyKeys, narrow: PolicyKeys) -> bool:
-    """Whether *wide*, whose `only` has all of *narrow*'s, spares nobody there and at no time."""
+    """Whether *wide*, whose `only` has all of *narrow*'s, spares no user there and at no time."""
     whom = _whom(narrow.only)
     return (
         wide.hours in (None, narrow.hours)
@@ -324,7 +324,7 @@ def _meet(one: PolicyKeys, two: PolicyKeys) -> bool:
         if (other_begin - begin) % DAY >= length and (begin - other_begin) % DAY >= other_length:
             return False
     for key, other in (("users", "groups"), ("devices", "models")):
-        # "users: alice" and "groups: students" may have nobody in common.
+        # "users: alice" and "groups: students" may have no user in common.
         if {key, other} <= first.keys() ^ second.keys() and (key in first) != (other in first):
             return False
     return (

@@ -382,9 +382,9 @@ _LARGEST = 2**32 - 2  # the number above it means "no user" to the kernel
 class Accounts:
     """Who is who on this machine: names of users and groups -> the numbers that the kernel knows.
 
-    A name that cannot be resolved is a fault, never a rule that matches nobody or everybody.  The directory service
+    A name that cannot be resolved is a fault, never a rule that matches no user or all of them.  The directory service
     (NSS: LDAP, SSSD) may hang, so each name is looked up in a thread of its own, and after *seconds* in all no further
-    one is.  The two functions raise KeyError for a name that nobody has.
+    one is.  The two functions raise KeyError for a name that no user has.
     """
 
     user_number: Callable[[str], int] = lambda name: pwd.getpwnam(name).pw_uid
@@ -397,7 +397,7 @@ class Accounts:
         """The uid of a user's name, or of the uid itself in digits.
 
         Raises:
-            InvalidRequest: nobody has that name, or nobody could say so in time.
+            InvalidRequest: the name is unknown, or there was no answer in time.
         """
         if _NUMBER.fullmatch(text):
             if int(text) > _LARGEST:
@@ -409,7 +409,7 @@ class Accounts:
         """The name of a group, known to exist.
 
         Raises:
-            InvalidRequest: there is none, or nobody could say so in time.
+            InvalidRequest: there is none, or there was no answer in time.
         """
         self._number("group", text, self.group_number, "/etc/group")
         return text

@@ -82,12 +82,12 @@ CONDITIONS: Mapping[str, Any] = {**RULES, "all": tuple[_Rule, ...], "any": tuple
 
 @dataclass(frozen=True)
 class BreakerKeys:
-    """If more would be acted on destructively in one step, nobody is, or only as many as that.
+    """If more would be acted on destructively in one step, none is, or only as many as that.
 
     Args:
         users: different users at once.
         processes: processes at once.
-        beyond: when it would be more: nobody is hit, or some, as many as allowed, the oldest breach first.
+        beyond: when it would be more: "nobody" is hit, or "some", as many as allowed, the oldest breach first.
     """
 
     users: Annotated[int, parse_count] = 3
@@ -125,7 +125,7 @@ class PolicyKeys:
         hours: only then, local time, as in 22:00-07:30.
         days: only on these days; hours that pass midnight belong to the day on which they begin.
         claimed_above: only while more than this share of the devices is claimed.
-        at_most: if more would be acted on at once, nobody is.
+        at_most: if more would be acted on at once, none is.
         cooldown: after the last step, the subject is left alone for so long (default 15m).
         mode: observe or enforce; the file's when absent.
     """
@@ -192,7 +192,7 @@ class ProtectKeys:
 
     def __post_init__(self) -> None:
         if not any(vars(self).values()):
-            raise InvalidRequest("nobody is named: write users, groups or executables.")
+            raise InvalidRequest("no user or program is named: write users, groups or executables.")
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def load_policies(
 
     Args:
         path: of the file.
-        trusted_owner: nobody but root may be able to change it; None: if we can do something to others by it.
+        trusted_owner: only root may be able to change it; None: if we can do something to others by it.
         accounts: who is who; this machine's by default.
         longest: seconds between samples, where something else than the file says it.
     """

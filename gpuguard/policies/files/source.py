@@ -2,7 +2,7 @@
 
 A scalar stays the text it was written as: ``no``, ``22:00``, ``010`` and ``1e3`` are four texts, and the key that
 they belong to says how to read them.  What makes a file mean something else than it looks like is refused: anchors,
-aliases, tags, directives, several documents, deep nesting, characters that nobody sees.  Knows no keys: see decoder.
+aliases, tags, directives, several documents, deep nesting, invisible characters.  Knows no keys: see decoder.
 """
 
 from __future__ import annotations

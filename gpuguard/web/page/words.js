@@ -17,7 +17,7 @@ const WORDS = {
     minute: "1 min", ten: "10 min", hour: "1 h", half: "12 h", week: "7 d", year: "400 d", sort: "by", index: "number",
     unclaimed: "no claim", orphaned: "orphaned", stopped: "stopped", about: "about {}",
     no_device: "This machine has no GPU that the driver knows.",
-    time: "time", note: "Gaps are times in which nobody looked.", since: "for {}",
+    time: "time", note: "Gaps are times without samples.", since: "for {}",
   },
   zh: {
     other: "English", dark: "深色", light: "浅色", devices: "GPU", line: "排队", charts: "图表", users: "用户",
