@@ -52,7 +52,7 @@ def names_in(root: Path) -> dict[str, list[str]]:
     metrics = {
         name for spelled in re.findall(r"`(gpuguard_[a-z_{},]+)", pages["metrics"]) for name in expanded(spelled)
     }
-    keys = set(re.findall(r"^\| *`([a-z_]+)`", pages["policies"], re.MULTILINE))
+    keys = set(re.findall(r"^[|-] *`([a-z_]+)`", pages["policies"], re.MULTILINE))
     variables = set(re.findall(r"\bGPUGUARD_[A-Z]+(?:_[A-Z]+)*\b", source))
     codes = set(re.findall(r"^EXIT_[A-Z_]+ = \d+", source, re.MULTILINE))
     kinds = {
