@@ -1,4 +1,4 @@
-"""The tables of docs/policies.md, from the classes.  After a change: ``python tests/policy_page.py --write``."""
+"""The lists of docs/policies.md, from the classes.  After a change: ``python tests/policy_page.py --write``."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from gpuguard.views.policy import first_sentence
 from gpuguard.views.policy_language import value_of
 
 PAGE = ROOT / "docs" / "policies.md"
-TABLES: dict[str, Mapping[str, type]] = {"Rules": RULES, "Actions": ACTION_KEYS, "Ways to send messages": TARGETS}
+LISTS: dict[str, Mapping[str, type]] = {"Rules": RULES, "Actions": ACTION_KEYS, "Ways to send messages": TARGETS}
 
 
-def table(nouns: Mapping[str, type]) -> str:
-    """One row for each, with its keys."""
-    rows = ["| name | what it means | keys |", "|---|---|---|"]
+def listed(nouns: Mapping[str, type]) -> str:
+    """One item for each, with its keys."""
+    items = []
     for name, noun in nouns.items():
         hints, optional = keys_of(noun)
         keys = ", ".join(
             f"`{key}`{'' if key in optional else ' (needed)'}: {value_of(hint)[0]}" for key, hint in hints.items()
         )
-        rows.append(f"| `{name}` | {first_sentence(noun)} | {keys} |")
-    return "\n".join(rows) + "\n"
+        items.append(f"- `{name}`: {first_sentence(noun)}{f' {keys}' if keys else ''}")
+    return "\n".join(items) + "\n"
 
 
-def with_tables(page: str) -> str:
-    """*page* with fresh tables."""
-    for heading, nouns in TABLES.items():
+def with_lists(page: str) -> str:
+    """*page* with fresh lists."""
+    for heading, nouns in LISTS.items():
         section = re.search(rf"^## {heading}\n.*?(?=^## )", page, re.M | re.S)
         assert section, heading
-        old = re.search(r"^(?:\|.*\n)+|^[A-Z]+\n(?=$|## |\Z)", section[0], re.M)
+        old = re.search(r"^(?:- .*\n)+|^[A-Z]+\n(?=$|## |\Z)", section[0], re.M)
         assert old, heading
-        fresh = section[0].replace(old[0], table(nouns) + ("" if old[0].startswith("|") else "\n"))
+        fresh = section[0].replace(old[0], listed(nouns) + ("" if old[0].startswith("-") else "\n"))
         page = page.replace(section[0], fresh)
     return page
 
 
 if __name__ == "__main__" and "--write" in sys.argv:
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_lists(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pages import blocks
 from policies import document, good, marked
-from policy_page import PAGE, with_tables
+from policy_page import PAGE, with_lists
 from test_policyfile import EVERY_KEY
 
 from gpuguard.enforcement.actions import ACTION_KEYS, ACTIONS
@@ -163,13 +163,13 @@ def test_every_key_has_help(name):
     assert set(keys) - set(key_texts(NOUNS[name])) == (set(keys) if name in ("unclaimed",) and not keys else set())
 
 
-def test_the_page_has_every_key_and_its_tables_are_fresh():
+def test_the_page_has_every_key_and_its_lists_are_fresh():
     page = PAGE.read_text(encoding="utf-8")
     own = [NOUNS[name] for name in ("file", "policy", "only", "except", "at_most", "interval", "step")]
 
-    assert page == with_tables(page), "run: python tests/policy_page.py --write"
+    assert page == with_lists(page), "run: python tests/policy_page.py --write"
     assert [key for noun in own for key in keys_of(noun)[0] if not re.search(rf"\b{key}\b", page)] == []
-    assert [name for name in (*RULES, *ACTION_KEYS, *TARGETS) if f"| `{name}` |" not in page] == []
+    assert [name for name in (*RULES, *ACTION_KEYS, *TARGETS) if f"- `{name}`: " not in page] == []
 
 
 @pytest.mark.parametrize("text", EXAMPLES)
