@@ -228,7 +228,7 @@ def test_the_queues_of_hosts_are_shown_where_somebody_waits(hosts):
         "  #  USER  GPUS  WAITED  STARTS",
         "  1  bob      2    1m1s  starts at 12:00",
         "",
-        "Nobody waits on 1 host.",
+        "No request waits on 1 host.",
         "",
         "2 of 2 hosts answered.",
     ]

@@ -85,7 +85,7 @@ def test_the_queue_of_a_host_is_shown(fleet, gpuguard):
         assert eventually(lambda: there("select").returncode == 1, 60)
         with there.start("run", "--", "true") as waiter:
             assert eventually(lambda: "sim00: 1 in the queue" in asked(), 60)
-            assert "Nobody waits on 1 host." in asked()
+            assert "No request waits on 1 host." in asked()
             waiter.terminate()
         holder.terminate()
 
