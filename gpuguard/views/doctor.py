@@ -163,7 +163,7 @@ def _devices(facts: DoctorFacts) -> Finding | None:
     if ill:
         advice = (
             "Jobs get the other devices.  See `dmesg | grep -i xid`.  Reboot; or `sudo nvidia-smi -r -i INDEX` once "
-            "no process has it open (`sudo fuser -v /dev/nvidia*`), so `sudo systemctl stop gpuguard` first."
+            "no process has it open (`sudo fuser -v /dev/nvidia*`), so after `sudo systemctl stop gpuguard`."
         )
         return FAULT, f"{len(ill)} of {len(whole)} unhealthy: {'; '.join(ill)}", advice
     instances = len(facts.snapshot.devices) - len(whole)
