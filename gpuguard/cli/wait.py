@@ -80,7 +80,7 @@ def _notify(target: str | Target, names: str) -> None:
     from gpuguard.notify.templates import Message
 
     host = os.uname().nodename
-    text = f"gpuguard wait: GPU {names} of {host} would fit now.\nNobody keeps it for you: `gpuguard run` claims it.\n"
+    text = f"gpuguard wait: GPU {names} of {host} would fit now.\nIt is not kept for you: `gpuguard run` claims it.\n"
     sent, why = attempt(target, Message(f"GPU {names} of {host} {'are' if ',' in names else 'is'} free", text))
     if not sent:
         print_notice(f"the message could not be sent: {why}.")
