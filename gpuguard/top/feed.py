@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-import psutil
-
 from gpuguard import model
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
@@ -194,6 +192,8 @@ class SceneFeed:
 
 def host_meters(*, is_first: bool) -> HostMeters:
     """CPU, memory and swap of the machine; CPU is a rate, so the first sample knows none."""
+    import psutil  # not above: man pages are made of the commands where no package is installed
+
     cpu, memory, swap = psutil.cpu_percent(), psutil.virtual_memory(), psutil.swap_memory()
     used = memory.total - memory.available
     load, cores = os.getloadavg()[0], os.cpu_count()
