@@ -89,6 +89,17 @@ class DaemonUnderTest:
         self.process.send_signal(signum)
         return self.process.wait(20)
 
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """From when it has begun; killed at the end."""
+        try:
+            self.until("daemon")
+            yield
+        finally:
+            if self.process and self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+
     def devices(self) -> list[dict[str, Any]]:
         """Those of the latest state.json."""
         return list(self.state()["snapshot"]["devices"])
@@ -112,13 +123,8 @@ def a_daemon(place: Path, policy: str | None = None, *options: str, **more: Any)
     if policy is not None:
         daemon.policy.write_text(policy)
     daemon.start("--interval", "200ms", *options, **more)
-    try:
-        daemon.until("daemon")
+    with daemon.begun():
         yield daemon
-    finally:
-        if daemon.process and daemon.process.poll() is None:
-            daemon.process.kill()
-            daemon.process.wait()
 
 
 @contextmanager

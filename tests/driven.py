@@ -57,10 +57,5 @@ def driven(
     daemon = DrivenDaemon(place, fake, before)
     daemon.policy.write_text(HEAD + policies)
     daemon.start(*options, under=under)
-    try:
-        daemon.until("daemon")
+    with daemon.begun():
         yield daemon
-    finally:
-        if daemon.process and daemon.process.poll() is None:
-            daemon.process.kill()
-            daemon.process.wait()

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from dataclasses import replace as replace_fields
 from functools import partial
 from typing import Any
 
@@ -168,7 +167,7 @@ def guards(world: World, driver: Driver) -> dict[str, Watchdog]:
     found = {}
     for name, policy in POLICIES.items():
         guard = Watchdog(driver, (policy,), enforce=True, append=written, share_host_pids=True)
-        guard._context = replace_fields(guard._context, jobs=Everybody(), interactive_grace=0.0)
+        guard._context = replace(guard._context, jobs=Everybody(), interactive_grace=0.0)
         setattr(guard, "_view_of", surrounded(guard._view_of, world, name))  # noqa: B010
         seed(guard, driver.newest)
         found[name] = guard
@@ -185,7 +184,7 @@ def surrounded(look_around: Callable[..., RuleView], world: World, rule: str) ->
         gaps = tuple(gap for gap in snapshot.gaps if gap.field != "claims")
         view = look_around(replace(snapshot, claims=claims, gaps=gaps), *more)
         scheduled = {uuid: frozenset({OTHER}) for uuid in uuids}
-        return replace_fields(view, scheduled=scheduled, machine=A_GREEDY_USER)
+        return replace(view, scheduled=scheduled, machine=A_GREEDY_USER)
 
     return look
 

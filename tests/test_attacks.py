@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from users import ALICE, BOB, Machine, a_shared_machine, an_open_place, identity, interpreter
+from users import ALICE, BOB, an_open_place, identity, interpreter
 
 pytestmark = pytest.mark.root
 
@@ -26,31 +26,25 @@ WAYS = {
 }
 
 
-@pytest.fixture
-def machine(site: Path) -> Iterator[Machine]:
-    with a_shared_machine(site, "admin") as machine:
-        yield machine
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_no_way_leads_past_a_denial(machine, way):
+def test_no_way_leads_past_a_denial(admin, way):
     environment, words = WAYS[way]
-    assert machine(None, "deny", BOB.pw_name, "--for", "2h", "--reason", "ask me first").returncode == 0
-    refused = machine(BOB, *words, environment=environment)
-    with_leave = machine(ALICE, *words, environment=environment)
+    assert admin(None, "deny", BOB.pw_name, "--for", "2h", "--reason", "ask me first").returncode == 0
+    refused = admin(BOB, *words, environment=environment)
+    with_leave = admin(ALICE, *words, environment=environment)
 
     assert (refused.returncode, with_leave.returncode) == (75, 0), refused.stderr + with_leave.stderr
     assert "ask me first" in refused.stderr
-    assert machine.locked() == []
+    assert admin.locked() == []
 
 
 HOSTILE = "\x1b]0;owned\x07<script>alert(1)</script>\r\nroot: 'x' \"y\" \u202e"
 
 
 @pytest.mark.parametrize("words", [["who"], ["who", "--json"], ["queue"]], ids=" ".join)
-def test_a_note_harms_no_terminal_of_root(machine, words):
-    with machine.job(BOB, "--note", HOSTILE):
-        said = machine(None, *words).stdout
+def test_a_note_harms_no_terminal_of_root(admin, words):
+    with admin.job(BOB, "--note", HOSTILE):
+        said = admin(None, *words).stdout
 
     assert any(not character.isprintable() for character in HOSTILE)
     assert [character for character in said if not character.isprintable() and character != "\n"] == []
@@ -70,11 +64,11 @@ def hostile_directory() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_command_of_root_runs_nothing_that_lies_in_the_directory_where_it_starts(machine, hostile_directory, words):
-    program = machine.place / "bin" / "gpuguard"  # as pip installs it
+def test_a_command_of_root_runs_nothing_that_lies_in_the_directory_where_it_starts(admin, hostile_directory, words):
+    program = admin.place / "bin" / "gpuguard"  # as pip installs it
     program.parent.mkdir()
     program.write_text("import sys\nfrom gpuguard.cli import main\nsys.exit(main(sys.argv[1:]))\n")
-    home = {**machine.environment, "HOME": str(hostile_directory), "GPUGUARD_EVENTS": str(machine.place / "e.jsonl")}
+    home = {**admin.environment, "HOME": str(hostile_directory), "GPUGUARD_EVENTS": str(admin.place / "e.jsonl")}
     start = {"cwd": hostile_directory, "env": home, "capture_output": True, "text": True, "check": False}
 
     done = subprocess.run([interpreter(), str(program), *words], **start)
@@ -85,41 +79,41 @@ def test_a_command_of_root_runs_nothing_that_lies_in_the_directory_where_it_star
 
 
 @pytest.mark.parametrize("variable", ["GPUGUARD_BACKEND=replay:", "GPUGUARD_BACKEND=smi:", "GPUGUARD_LINE="])
-def test_no_variable_makes_root_print_a_file_that_only_root_can_read(machine, variable):
-    secret = machine.place / "shadow"
+def test_no_variable_makes_root_print_a_file_that_only_root_can_read(admin, variable):
+    secret = admin.place / "shadow"
     secret.write_text("root:$6$hash-of-root:19000:0:99999:7:::\n")
     secret.chmod(0o600)
     name, _, before = variable.partition("=")
-    done = machine(None, "queue", environment={name: f"{before}{secret}"})
+    done = admin(None, "queue", environment={name: f"{before}{secret}"})
 
     assert "hash-of-root" not in done.stdout + done.stderr
     assert "hash-of-root" in secret.read_text()
 
 
 @pytest.mark.parametrize("target", ["secret", "a claim of alice's"])
-def test_a_record_that_is_a_link_shows_nothing_of_what_it_points_to(machine, target):
-    secret = machine.place / "secret"
+def test_a_record_that_is_a_link_shows_nothing_of_what_it_points_to(admin, target):
+    secret = admin.place / "secret"
     secret.write_text('{"note": "hash-of-root", "devices": []}')
     secret.chmod(0o600)
-    with machine.job(ALICE, "--note", "hash-of-alice") as (_, device):
-        to = secret if target == "secret" else machine.records()[0]
-        link = Path(machine.directory.records, f"{machine.directory.prefix}claim.{BOB.pw_uid}.f0f0f0f0.json")
+    with admin.job(ALICE, "--note", "hash-of-alice") as (_, device):
+        to = secret if target == "secret" else admin.records()[0]
+        link = Path(admin.directory.records, f"{admin.directory.prefix}claim.{BOB.pw_uid}.f0f0f0f0.json")
         subprocess.run(["ln", "-s", str(to), str(link)], check=True, **identity(BOB))
-        said = machine(None, "who", "--json").stdout
+        said = admin(None, "who", "--json").stdout
 
         assert "hash-of-root" not in said
         assert said.count("hash-of-alice") == 1
-        assert machine.locked() == [int(device)]
+        assert admin.locked() == [int(device)]
 
 
-def test_a_policy_file_below_a_directory_of_another_user_is_refused(machine):
-    own = machine.place / "of-bob"
+def test_a_policy_file_below_a_directory_of_another_user_is_refused(admin):
+    own = admin.place / "of-bob"
     own.mkdir()
     policy = own / "policy.yaml"
     policy.write_text("version: 1\npolicies:\n  - {name: p, for: 1m, when: {idle: {below: 5%}}, steps: [log]}\n")
-    trusted = machine(None, "policy", "check", "--installed", str(policy))
+    trusted = admin(None, "policy", "check", "--installed", str(policy))
     os.chown(own, BOB.pw_uid, BOB.pw_gid)
-    refused = machine(None, "policy", "check", "--installed", str(policy))
+    refused = admin(None, "policy", "check", "--installed", str(policy))
 
     assert stat.S_IMODE(policy.stat().st_mode) & 0o022 == 0
     assert (trusted.returncode, refused.returncode) == (0, 1), trusted.stderr + refused.stderr

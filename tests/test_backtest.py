@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from gpuguard.backtest.backtest import Backtest, backtest
@@ -21,7 +19,6 @@ policies:
     {more}
     steps: {steps}
 """
-GENAI = "GPUGUARD_TEST_GENAI"
 
 
 def an_idle_policy(minutes=30, steps="[terminate]", more="cooldown: 0s"):
@@ -229,11 +226,3 @@ def test_a_file_with_a_fault_ends_the_command(tmp_path, gpuguard, policy, csv, s
     (tmp_path / "p.yaml").write_text(policy)
 
     assert gpuguard("policy", "backtest", str(tmp_path / "p.yaml"), "--on", path).returncode == status
-
-
-@pytest.mark.skipif(GENAI not in os.environ, reason=f"set {GENAI} to genai_pod_gpu_util_mem.csv of alibaba/clusterdata")
-@pytest.mark.parametrize(("minutes", "pods", "again"), [(30, 130, 124), (60, 117, 92), (120, 79, 35), (240, 19, 6)])
-def test_a_day_of_143_real_pods(minutes, pods, again):
-    result = replayed(os.environ[GENAI], an_idle_policy(minutes), longest_gap=86400)
-
-    assert (len(result.endings), sum(one.lost > 0 for one in result.endings)) == (pods, again)

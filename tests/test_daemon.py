@@ -165,14 +165,6 @@ def test_it_ends_within_a_second_whatever_the_driver_does(tmp_path, when):
     assert daemon.events("daemon")[-1]["outcome"] == "stopped"
 
 
-def test_a_hanging_device_takes_no_other_one_along(tmp_path):
-    with a_daemon(tmp_path, TERMINATE) as daemon, a_user(daemon.node, "1", 40 * GIB) as child:
-        change(daemon.node, 0, faults=("hang",))
-
-        assert daemon.until("terminate")[0]["pid"] == child.pid
-        assert eventually(lambda: daemon.devices()[0]["problems"] == ["unresponsive"])
-
-
 def sampled_since(daemon, moment):
     return daemon.state()["snapshot"]["taken_at"] > moment
 
@@ -233,14 +225,6 @@ def test_who_answers_from_what_the_daemon_saw(tmp_path):
     assert "seen by the daemon" in text.splitlines()[0]
     assert fresh["age_seconds"] is None
     assert [device["problems"] for device in fresh["devices"]] == [["lost"]] * 4
-
-
-def test_who_asks_the_driver_when_the_daemon_is_gone(tmp_path):
-    with a_daemon(tmp_path) as daemon:
-        assert eventually(lambda: (tmp_path / "claims" / "state.json").exists())
-        daemon.end(signal.SIGKILL)
-
-        assert json.loads(daemon.gpuguard("who", "--json").stdout)["age_seconds"] is None
 
 
 def test_systemd_is_told_how_it_is(tmp_path):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from builders import a_device, a_snapshot
 from daemons import SOMEBODY, ask
 
 from gpuguard import source
-from gpuguard.claims.directory import LockDirectory, daemon_files, lock_directory, open_lock_file
+from gpuguard.claims.directory import LockDirectory, daemon_files, lock_directory
 from gpuguard.claims.restrictions import (
     DENIED,
     KEPT,
@@ -66,10 +63,6 @@ def as_user(uid: int, does) -> int:
 
 def mark(directory: LockDirectory, kind: str, name: str, until: float | None = None) -> None:
     change(directory, kind, lambda found: found.update({name: Restriction(name, NOW, until, "because")}))
-
-
-def lock_file_opened(directory: LockDirectory) -> None:
-    os.close(open_lock_file(daemon_files(directory), "daemon.lock"))
 
 
 def test_with_one_it_writes_there_and_nowhere_else(directory, own):
@@ -252,30 +245,6 @@ def test_a_socket_of_a_third_user_is_not_asked(directory, own):
         os.kill(child, 9)
         os.waitpid(child, 0)
         os.close(reader)
-
-
-def test_where_no_further_file_can_be_opened_no_advice_is_to_remove_it(directory, own, monkeypatch):
-    lock_file_opened(directory)
-    really, told = os.open, []
-    open_before = os.listdir("/proc/self/fd")
-    for most in range(20):
-        calls = iter(range(most))
-
-        def opened(*words: Any, calls: Iterator[int] = calls, **more: Any) -> int:
-            if next(calls, None) is None:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return really(*words, **more)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "open", opened)
-            try:
-                lock_file_opened(directory)
-                break
-            except OSError as error:
-                told.append(error.errno)
-
-    assert set(told) == {errno.EMFILE} and len(told) > 2
-    assert os.listdir("/proc/self/fd") == open_before
 
 
 @pytest.mark.parametrize("kind", [DENIED, QUARANTINED])

@@ -234,15 +234,6 @@ def test_a_request_that_makes_no_sense_is_told_what_is_wrong_and_changes_nothing
     assert requests_.restrictions() == {DENIED: {}, QUARANTINED: {}}
 
 
-def test_reload_says_what_is_wrong_with_the_file(requests_):
-    path = requests_.context.policy
-    with open(path, "w") as file:
-        file.write("version: 1\npolicies: []\nbogus: 1\n")
-    said = requests_.asks(os.geteuid(), do="reload")
-
-    assert said["faults"] >= 1 and "policy.yaml:" in said["first"] and requests_.reloaded == 1
-
-
 POLICY = """
 version: 1
 policies:

@@ -143,22 +143,16 @@ def test_who_lets_each_look_come_back_just_in_time_gets_no_more_time_than_who_ne
     assert in_time(os.getpid(), "memory", taking(0.09, clock)) == "found"
 
 
-def test_what_a_look_waits_for_a_processor_counts_against_nobody(clock):
+@pytest.mark.parametrize(("takes", "found"), [(False, 50), (True, 2)], ids=["waits for one", "takes it"])
+def test_what_a_look_takes_of_a_processor_counts_and_no_wait_for_one(clock, monkeypatch, takes, found):
     def look() -> str:
-        clock[0] += 0.09  # others have it meanwhile
+        clock[0] += 0.09  # others have it meanwhile, or it is taken by a very long list of mappings
         return "found"
 
-    assert {in_time(os.getpid(), "memory", look) for _ in range(50)} == {"found"}
+    if takes:
+        monkeypatch.setattr(deadline, "thread_time", lambda: clock[0])
 
-
-def test_what_a_look_takes_of_a_processor_counts(clock, monkeypatch):
-    def look() -> str:
-        clock[0] += 0.09  # as with a very long list of mappings
-        return "found"
-
-    monkeypatch.setattr(deadline, "thread_time", lambda: clock[0])
-
-    assert [in_time(os.getpid(), "memory", look) for _ in range(50)].count("found") == 2
+    assert [in_time(os.getpid(), "memory", look) for _ in range(50)].count("found") == found
 
 
 @pytest.mark.root

@@ -6,7 +6,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from dataclasses import replace as replace_fields
 from typing import Any
 
 import pytest
@@ -124,7 +123,7 @@ def told(people: list[tuple[int, float]], policies: Any, schedule: Any, *, enfor
     """The events of one run, without their times."""
     stage = Stage(people)
     guard = Watchdog(stage, policies, enforce=enforce, append=stage.append, notifier=Ops(), share_host_pids=True)
-    guard._context = replace_fields(guard._context, jobs=frozenset(people))
+    guard._context = replace(guard._context, jobs=frozenset(people))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signals, "forward", lambda *_: actions.SENT)
         for module in (actions, preflight):

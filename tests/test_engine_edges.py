@@ -6,17 +6,12 @@ import copy
 from dataclasses import dataclass, replace
 
 import pytest
-import test_breaker
-import test_engine
-import test_scope
 from builders import GIB, a_claim_record, a_device, a_process, a_uuid
 from ladders import Finds, Processes, Watch, a_policy, actions, busy, kinds, pids
 from worlds import CLOCK, a_bad_day, shown
 
 from gpuguard.backtest.backtest import rehearse
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Subject
-from gpuguard.policies import engine, view
-from gpuguard.policies import policy as policy_module
 from gpuguard.policies.engine import EngineMemory, evaluate, still_holds
 from gpuguard.policies.policy import ON_PROCESSES, Exemption, Policy, Step, why_inapplicable
 from gpuguard.policies.rules import RULES
@@ -46,15 +41,6 @@ def test_samples_may_be_a_fraction_of_a_second_apart():
     watch = Watch(a_policy("warn", hold=0.5), interval=0.25)
 
     assert [actions(watch.sees(busy(clock))) for clock in (0, 0.25, 0.5)] == [[], [], ["warn"]]
-
-
-def test_each_step_names_the_one_behind_it_and_the_last_none():
-    watch = Watch(a_policy("log", "warn", "notify", cooldown=1000))
-    verdicts = [verdict for clock in range(0, 200, 10) for verdict in watch.sees(busy(clock)).verdicts]
-
-    assert [(one.action, one.next_action) for one in verdicts] == [
-        ("log", "warn"), ("warn", "notify"), ("notify", None),
-    ]  # fmt: skip
 
 
 def test_a_cancelled_ladder_says_whether_its_policy_was_changed_or_is_gone():
@@ -273,69 +259,3 @@ def test_a_claim_that_is_released_in_a_rehearsal_is_gone_from_its_next_sample_on
 
     assert [verdict.action for _, judgement in judged for verdict in judgement.verdicts] == ["release"]
     assert [len(view.snapshot.claims) for view, _ in judged][:6] == [1, 1, 1, 1, 0, 0]
-
-
-def nothing(*_, **__):
-    return None
-
-
-FAULTS = {
-    "a pause is overlooked": (
-        engine.EngineMemory, "start_anew", nothing,
-        lambda: test_engine.test_a_pause_of_more_than_three_intervals_starts_all_durations_anew(3600),
-    ),
-    "a step is repeated": (
-        engine, "advance", nothing,
-        test_engine.test_the_ladder_is_climbed_one_step_after_the_other_and_none_is_repeated,
-    ),
-    "one sample is enough": (
-        engine, "FEWEST_SAMPLES", 1,
-        test_engine.test_a_spike_in_one_sample_never_fires,
-    ),
-    "a garbled list is believed": (
-        view, "judged_processes", lambda device: device.processes or (),
-        test_engine.test_nothing_is_known_of_a_device_whose_list_is_garbled,
-    ),
-    "a changed policy keeps its ladders": (
-        engine, "_pin", lambda policies, memory: [],
-        lambda: test_engine.test_a_policy_that_was_changed_cancels_its_ladders({"enforce": True}),
-    ),
-    "the breaker is ignored": (
-        engine, "_breaker", lambda due: (set(), []),
-        lambda: test_breaker.test_the_breaker_lets_nobody_be_hit_when_too_many_would_be("deny", test_breaker.crowd(4)),
-    ),
-    "the effect is not awaited": (
-        engine, "EFFECT_SECONDS", 0.0,
-        lambda: test_breaker.test_one_process_per_device_is_hit_until_its_effect_is_seen(True),
-    ),
-    "an effect is taken for seen": (
-        engine, "_is_seen", lambda *_: True,
-        lambda: test_breaker.test_one_process_per_device_is_hit_until_its_effect_is_seen(False),
-    ),
-    "blindness does not count": (
-        view.SampleIndex, "blindness", nothing,
-        test_breaker.test_nothing_destructive_happens_on_a_device_whose_processes_cannot_be_seen,
-    ),
-    "exemptions are ignored": (
-        policy_module, "_is_in", lambda *_, unknown: not unknown,
-        test_scope.test_those_who_are_exempt_are_left_out_with_a_note,
-    ),
-    "marks are ignored": (
-        policy_module, "_marks", lambda *_: iter(()),
-        lambda: test_scope.test_who_asked_to_be_kept_is_left_alone({"uid": 1001}),
-    ),
-    "hours are ignored": (
-        policy_module, "is_within", lambda *_: True,
-        lambda: test_scope.test_outside_its_hours_a_policy_does_nothing_and_no_time_passes(0),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught(fault, monkeypatch):
-    owner, name, broken, law = FAULTS[fault]
-    law()
-    monkeypatch.setattr(owner, name, broken)
-
-    with pytest.raises((AssertionError, ValueError)):
-        law()

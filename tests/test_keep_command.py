@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pwd
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from builders import a_device
 from daemons import a_daemon, somebodys
 from guarded import SOMEBODY
 from nodes import GIB, eventually
-from users import ALICE, BOB, Machine, a_shared_machine
+from users import ALICE, BOB
 
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.restrictions import KEPT, Restriction, change, read_restrictions
+from gpuguard.claims.restrictions import KEPT, Restriction, change
 from gpuguard.daemon import exemptions
 from gpuguard.daemon.exemptions import MAX_CHANGES, MAX_PER_USER, Exemptions
 from gpuguard.errors import GpuguardError
@@ -121,17 +117,6 @@ def test_users_end_only_what_they_keep_themselves(granting):
     assert [event.outcome for event in granting.events] == ["kept"] * 3 + ["ended"] * 2
 
 
-def test_a_restarted_daemon_still_knows_whom_to_keep(directory, granting):
-    granting(1001)
-    granting(1002, device="1")
-
-    again = Granting(directory)
-
-    assert again.kept.keys() == granting.kept.keys()
-    for key, until in again.kept.items():
-        assert until == pytest.approx(granting.kept[key], abs=0.5)
-
-
 def test_what_is_over_is_not_kept(directory):
     over = {"1001": Restriction("1001", 0.0, time.time() - 1)}
     change(directory, KEPT, lambda restrictions: restrictions.update(over))
@@ -215,36 +200,3 @@ def test_the_daemon_ends_at_once_while_a_client_is_connected(tmp_path):
             assert daemon.end() == 0
             assert time.monotonic() - begun < 3.0
         assert not path.exists()
-
-
-@root
-def test_two_users_keep_each_their_own(site):
-    with a_shared_machine(site, "admin") as machine, a_machines_daemon(machine):
-        own = machine(BOB, "keep", "--for", "30m", "--reason", "mine")
-        theirs = machine(BOB, "keep", "--for", "30m", "--user", ALICE.pw_name)
-        too_long = machine(BOB, "keep", "--for", "2h")
-        ended = machine(ALICE, "keep", "--end")
-        seen = json.loads(machine(ALICE, "keep", "--list", "--json").stdout)["kept"]
-        marks = read_restrictions(machine.directory, KEPT, time.time())
-
-    assert [done.returncode for done in (own, theirs, too_long, ended)] == [0, 1, 1, 1]
-    assert "only root" in theirs.stderr and "1h is the longest" in too_long.stderr
-    assert [(kept["name"], kept["reason"]) for kept in seen] == [(str(BOB.pw_uid), "mine")]
-    assert list(marks) == [str(BOB.pw_uid)]
-
-
-@contextmanager
-def a_machines_daemon(machine: Machine) -> Iterator[None]:
-    policy = machine.place / "policy.yaml"
-    policy.write_text(POLICY.format(longest="1h"))
-    policy.chmod(0o600)
-    log = str(machine.place / "events.jsonl")
-    words = machine.words("daemon", "--interval", "200ms", "--events", log, "--policy", str(policy))
-    environment = {name: value for name, value in machine.environment.items() if name != "LD_LIBRARY_PATH"}
-    environment |= {"GPUGUARD_BACKEND": "simulated", "GPUGUARD_SIM_DIR": str(machine.place / "node")}
-    with subprocess.Popen(words, env=environment, cwd="/", stderr=subprocess.DEVNULL) as daemon:
-        try:
-            assert eventually((machine.claims / "daemon.sock").exists)
-            yield
-        finally:
-            daemon.terminate()

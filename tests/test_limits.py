@@ -16,7 +16,6 @@ from gpuguard import model
 from gpuguard.errors import InvalidRequest
 from gpuguard.jobs.limits import TEMPERATURE_SECONDS, JobLimits, LimitFinding, policies_of, share_policy, used_before
 from gpuguard.model import ClaimRecord, Device
-from gpuguard.policies.engine import evaluate
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.thresholds import HealthRule
 from gpuguard.units import parse_memory_amount
@@ -222,15 +221,6 @@ def test_a_limit_of_nothing_is_refused(facts):
         limits(*facts)
 
 
-def test_the_rules_of_the_guard_without_this_file_would_blame_the_job_for_the_stranger():
-    # So that the tests about strangers can fail: the same policy on the whole sample finds them.
-    policies, memory = policies_of(parse_memory_amount("30GiB"), None, None), limits("30GiB")._memory
-    device = a_device(0, processes=(a_process(99, memory_used=40 * GIB, uid=BOB),))
-    found = [evaluate(a_snapshot(device, clock=10_000 + n), policies, memory, interval=1.0).verdicts for n in range(3)]
-
-    assert [one.step for one in found[2]] == [1]
-
-
 JOB = 4711
 ALONE = {a_uuid(0): 2 * GIB}
 
@@ -335,19 +325,6 @@ def test_it_is_said_what_cannot_be_kept_and_then_not_again():
     assert texts(*[unnamed(GIB)] * 4, memory="30GiB", before={}) == []
 
 
-def test_of_a_share_too_it_is_said_once_that_it_cannot_be_kept():
-    [said] = caveats("memory-limit", "memory", before={})
-    assert said.startswith("--memory-limit, --memory cannot be kept on GPU 0:")
-
-    def blind(known: bool) -> list[str]:
-        job, unknown = sharer(pids_known=known), using(None)
-        samples = [a_snapshot(unknown, clock=10_000 + n) for n in range(5)]
-        return [text for sample in samples for text in job.judge(sample, FAMILY, 1.0, pid=JOB).blind]
-
-    assert blind(known=False) == []
-    assert blind(known=True) == ["--memory cannot be kept on GPU 0 now: the driver does not tell what it is judged by."]
-
-
 @pytest.mark.parametrize("rows", [(), None], ids=["an empty list", "no list"])
 def test_a_driver_that_lists_no_process_is_found_out_and_told_once(rows):
     device = a_device(0, processes=rows, memory_used=33 * GIB)
@@ -394,19 +371,3 @@ def test_in_a_container_the_memory_limit_is_kept_by_the_memory_of_the_device(fak
     why = "the job uses 40.0GiB of device 0, 30GiB is allowed (--memory-limit)"
     assert ended.endswith(f" {why}: SIGTERM to the job.\n")
     assert (wrapper.returncode, "SIGKILL" in rest) == (143, False)
-
-
-@pytest.mark.root
-@pytest.mark.skipif(not has_a_namespace(), reason="NOT TESTED: needs a private pid namespace (not in a chroot)")
-def test_in_a_container_a_limit_that_cannot_be_kept_is_said_and_ends_nobody(fake, tmp_path):
-    with run_in_a_container(fake, tmp_path, "--memory-limit", "30GiB", "--max-processes", "1") as wrapper:
-        assert wrapper.stdout.readline() == "ready\n"
-        fake.add_process(0, 4_000_000, 40 * GIB, stays=1)
-        said = wrapper.stderr.readline() if wrapper.stderr else ""
-        with pytest.raises(subprocess.TimeoutExpired):
-            wrapper.wait(1.5)
-        wrapper.kill()  # which takes all of the namespace along
-        rest = wrapper.communicate(timeout=30)[1]
-
-    assert "--memory-limit cannot be kept on GPU 0: this is a pid namespace of its own" in said
-    assert "SIG" not in rest

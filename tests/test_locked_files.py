@@ -20,6 +20,7 @@ from claimholders import a_ready_child, see_locks_alone
 from daemons import SOMEBODY, a_daemon, somebodys
 from guarded import SLEEP, a_child
 from nodes import eventually
+from proc import state
 
 from gpuguard import deadline
 from gpuguard.backends import spawn
@@ -135,13 +136,6 @@ def test_where_it_can_be_seen_what_is_no_file_nobody_asks_it_what_is_locked(monk
         assert not {waits.fileno(), device.fileno()} & {*asked}
 
 
-def test_one_reader_looks_again_and_again(locked):
-    for _ in range(3):
-        assert holders.locked_files(os.getpid(), os.getuid(), 5)
-    assert len(holders._reader) == 1
-    assert holders._ended == []
-
-
 def test_of_a_user_of_whom_a_look_does_not_come_back_nothing_more_is_asked_until_it_does(monkeypatch, locked):
     with monkeypatch.context() as patch:
         silent(patch, READY)
@@ -242,20 +236,16 @@ def test_a_user_whose_epoll_hands_over_an_event_to_a_file_system_of_their_own_is
             assert attack.stdout is not None
             if attack.stdout.readline() != "ready\n":
                 pytest.skip("NOT TESTED: needs /dev/fuse and a mount namespace of its own")
-            assert eventually(lambda: _state(attack.pid) in "SD")
+            assert eventually(lambda: state(attack.pid) in "SD")
             assert eventually(lambda: holders.locked_files(attack.pid, UNKNOWN, 0.1) == {} and holders.hangs(UNKNOWN))
             [reader] = holders._hanging.values()
 
-            assert _state(reader.pid) == "D"
+            assert state(reader.pid) == "D"
             with a_child(*SLEEP) as other:
                 assert holders.locked_by(other.pid, os.getuid(), 5) == {}
         finally:
             os.killpg(attack.pid, signal.SIGKILL)  # its server, too: it does not end before that
     assert eventually(lambda: not holders.hangs(UNKNOWN))
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
 
 
 POLICY = """
