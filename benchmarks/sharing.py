@@ -19,7 +19,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from typing import Any
 from contention import GIB, IdleMachine, _end, _state
 
 from gpuguard import lock
+from gpuguard.backends import Backend
 from gpuguard.claims import claim as hold
 from gpuguard.claims import records
 from gpuguard.claims.claim import Claim, JobDetails
@@ -223,24 +224,35 @@ def race(
     place: Path, *, starters: int, rounds: int, memory: int, gate: bool = True, variant: str = "none"
 ) -> list[int]:
     """How many of *starters*, who all begin at one moment, get their share of the only device, for each round."""
-    directory = lock_directory(str(place))
-    won = []
-    for _ in range(rounds):
-        board = mmap.mmap(-1, 8 * (starters + 1))
-        pids = [_starter(directory, board, place, memory, gate, variant) for place in range(1, starters + 1)]
-        try:
-            board[0] = 1
-            end = time.monotonic() + 30
-            while 0 in (results := [board[8 * place] for place in range(1, starters + 1)]) and time.monotonic() < end:
-                time.sleep(0.001)
-            won.append(sum(result == 1 for result in results))
-        finally:
-            for pid in pids:
-                _end(pid)
-    return won
+    directory, machine = lock_directory(str(place)), IdleMachine(1)
+    contenders = [(machine, Request(share=True, memory=memory))] * starters
+    return [sum(winners(directory, contenders, gate=gate, variant=variant)) for _ in range(rounds)]
 
 
-def _starter(directory: LockDirectory, board: mmap.mmap, place: int, memory: int, gate: bool, variant: str) -> int:
+def winners(
+    directory: LockDirectory, contenders: Sequence[tuple[Backend, Request]], *, gate: bool = True, variant: str = "none"
+) -> list[bool]:
+    """Which of the *contenders*, who all begin at one moment, get what they ask for on their machine."""
+    board = mmap.mmap(-1, 8 * (len(contenders) + 1))
+    places = range(8, len(board), 8)
+    pids = [
+        _starter(directory, board, place, *contender, gate, variant)
+        for place, contender in zip(places, contenders, strict=True)
+    ]
+    try:
+        board[0] = 1
+        end = time.monotonic() + 30
+        while 0 in (results := [board[place] for place in places]) and time.monotonic() < end:
+            time.sleep(0.001)
+        return [result == 1 for result in results]
+    finally:
+        for pid in pids:
+            _end(pid)
+
+
+def _starter(
+    directory: LockDirectory, board: mmap.mmap, place: int, machine: Backend, request: Request, gate: bool, variant: str
+) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -248,13 +260,11 @@ def _starter(directory: LockDirectory, board: mmap.mmap, place: int, memory: int
         if not gate:
             without_gate()
         VARIANTS[variant]()
-        machine = IdleMachine(1)
         everything = machine.sample(())
         while not board[0]:
             pass
-        request = Request(share=True, memory=memory)
         claim = Allocator(machine, directory, [request]).lock_best(request, everything, {}, with_record=False)
-        board[8 * place] = 1 if claim else 2
+        board[place] = 1 if claim else 2
         signal.pause()
     finally:
         os._exit(1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from nodes import GIB, Gpuguard, until
 from test_pid_reuse import NAMESPACE, has_a_namespace
-from users import ALICE, BOB, a_shared_machine
+from users import ALICE, BOB
 
 from gpuguard.claims.records import read_records
 
@@ -20,13 +20,7 @@ pytestmark = pytest.mark.root
 
 
 @pytest.fixture
-def machine(site):
-    with a_shared_machine(site, "admin") as made:
-        yield made
-
-
-@pytest.fixture
-def sleepers(machine):
+def sleepers(admin):
     """Starts processes of users on devices."""
     started = []
 
@@ -34,53 +28,53 @@ def sleepers(machine):
         who = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
         started.append(subprocess.Popen(["sleep", "100"], cwd="/", **who))
         for device in devices:
-            machine.fake.add_process(device, started[-1].pid, GIB)
+            admin.fake.add_process(device, started[-1].pid, GIB)
         return started[-1].pid
 
     yield start
     for process in started:
         process.kill()
         process.wait()
-    until(lambda: machine.locked() == [])
+    until(lambda: admin.locked() == [])
 
 
-def test_nobody_adopts_the_job_of_another_user_or_a_device_on_which_a_stranger_computes(machine, sleepers):
+def test_nobody_adopts_the_job_of_another_user_or_a_device_on_which_a_stranger_computes(admin, sleepers):
     of_alice, of_bob = sleepers(ALICE, 2, 3), sleepers(BOB, 3)
-    stranger, neighbour = (machine(ALICE, "adopt", str(pid)) for pid in (of_bob, of_alice))
-    of_two = machine(None, "adopt", str(of_alice), str(of_bob))
+    stranger, neighbour = (admin(ALICE, "adopt", str(pid)) for pid in (of_bob, of_alice))
+    of_two = admin(None, "adopt", str(of_alice), str(of_bob))
 
     assert [done.returncode for done in (stranger, neighbour, of_two)] == [1, 1, 2]
     assert f"process {of_bob} belongs to {BOB.pw_name}: only its owner or root" in stranger.stderr
     assert f"{BOB.pw_name} computes on GPU 3 too (pid {of_bob})" in neighbour.stderr
-    assert machine.locked() == []
+    assert admin.locked() == []
 
 
-def test_an_adopted_device_is_kept_from_the_other_user_until_the_job_ends(machine, sleepers):
+def test_an_adopted_device_is_kept_from_the_other_user_until_the_job_ends(admin, sleepers):
     job = sleepers(ALICE, *range(8))
-    assert machine(ALICE, "adopt", str(job), "--note", "mine").returncode == 0
+    assert admin(ALICE, "adopt", str(job), "--note", "mine").returncode == 0
 
-    refused = machine(BOB, "run", "--no-wait", "--", "true")
+    refused = admin(BOB, "run", "--no-wait", "--", "true")
     assert (refused.returncode, refused.stderr.count(f"claimed by {ALICE.pw_name}, ")) == (75, 8)
     os.kill(job, signal.SIGKILL)
-    until(lambda: machine.locked() == [])
+    until(lambda: admin.locked() == [])
 
 
-def test_what_root_adopts_belongs_to_the_owner_of_the_job(machine, sleepers):
+def test_what_root_adopts_belongs_to_the_owner_of_the_job(admin, sleepers):
     job = sleepers(ALICE, 5)
-    said = json.loads(machine(None, "adopt", str(job), "--json").stdout)
-    [record] = read_records(machine.directory)
+    said = json.loads(admin(None, "adopt", str(job), "--json").stdout)
+    [record] = read_records(admin.directory)
 
     assert (record.uid, record.user, record.id) == (ALICE.pw_uid, ALICE.pw_name, said["claim"])
     owners = Path(f"/proc/{said['holder_pid']}/status").read_text().partition("Uid:")[2].split()[:4]
     assert owners == [str(ALICE.pw_uid)] * 4
 
 
-def test_a_user_who_is_denied_adopts_nothing(machine, sleepers):
+def test_a_user_who_is_denied_adopts_nothing(admin, sleepers):
     job = sleepers(ALICE, 1)
-    assert machine(None, "deny", ALICE.pw_name, "--for", "1h").returncode == 0
-    done = machine(ALICE, "adopt", str(job))
+    assert admin(None, "deny", ALICE.pw_name, "--for", "1h").returncode == 0
+    done = admin(ALICE, "adopt", str(job))
 
-    assert (done.returncode, machine.locked()) == (1, [])
+    assert (done.returncode, admin.locked()) == (1, [])
     assert "GPU 1 cannot be claimed" in done.stderr
 
 

@@ -19,21 +19,6 @@ from gpuguard.queue.priority import QueueRules, Ticket, order
 from gpuguard.request import Request
 
 
-def test_a_request_that_fits_starts_now_on_the_devices_that_it_likes_best() -> None:
-    (position,) = planned(queue := [a_ticket(gpus=2)], a_machine(queue))
-
-    assert position.now
-    assert position.devices == ("d0", "d1")
-    assert position.start == position.in_order == 0.0
-
-
-def test_several_start_at_once_and_never_on_the_same_devices() -> None:
-    positions = planned(queue := [a_ticket(gpus=2), a_ticket(2, 1), a_ticket(3, 1)], a_machine(queue, 4))
-
-    assert len(started(positions)) == 3
-    assert sorted(uuid for position in positions for uuid in position.devices) == ["d0", "d1", "d2", "d3"]
-
-
 def test_the_start_of_a_request_is_the_end_of_the_last_claim_that_it_waits_for() -> None:
     queue, ends = [a_ticket(gpus=2)], {"d0": 9.0, "d1": 5.0, "d2": 7.0}
     (position,) = planned(queue, a_machine(queue, 3, free=0, ends=ends))
@@ -395,15 +380,6 @@ def calls_of(name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]
 
     monkeypatch.setattr(plans._Planner, name, counted)
     return calls
-
-
-def test_of_lengths_that_all_differ_the_first_63_are_tried_and_what_is_longer_is_refused_with_them(monkeypatch) -> None:
-    tried = calls_of("_held_back_by", monkeypatch)
-    queue = [a_ticket(1, 2), *(a_ticket(2, time_limit=6.0 + n) for n in range(100))]
-    positions = planned(queue, a_machine(queue, 2, free=1, ends=IN_5_SECONDS))
-
-    assert {position.held_back_by for position in positions[1:]} == {queue[0].id}
-    assert [ticket.id for ticket, *_ in tried] == [ticket.id for ticket in queue[1:64]]
 
 
 def test_the_plan_of_500_requests_for_8_devices_takes_a_bounded_number_of_steps(monkeypatch) -> None:

@@ -16,7 +16,7 @@ from brokered import KEEPER, Brokered, a_machine
 from builders import a_device
 from chances import luck
 from guarded import Listing
-from nodes import eventually
+from nodes import USE, eventually
 from test_broker_hostile import UNREAD
 from users import ALICE, BOB
 
@@ -49,13 +49,6 @@ def test_what_a_killed_command_of_another_user_left_of_the_node_is_in_no_way(sit
         done = machine(ALICE, "sim", "set", "--device", "0", "--utilization", "5%")
 
         assert (done.returncode, left.exists()) == (0, False), done.stderr
-
-
-def test_a_job_gets_a_device_and_gives_it_back(broker):
-    done = broker(ALICE, "run", "--no-wait", *LOOK)
-
-    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
-    assert broker.locked() == []
 
 
 def test_two_users_get_different_devices_and_see_each_other(broker):
@@ -193,18 +186,9 @@ def test_a_daemon_that_cannot_make_files_anew_gives_nothing_and_says_so(own):
     assert own.locked() == []
 
 
-USES = """
-import time
-from gpuguard.backends import simulated
-simulated.use("0", 2**30, 0.0, spec=sys.argv[1])
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
 def test_a_running_job_is_adopted_and_its_claim_ends_with_it(broker):
     node = broker.environment["GPUGUARD_BACKEND"].partition(":")[2]
-    with broker.running(ALICE, USES, node) as job:  # it uses device 0 without a claim
+    with broker.running(ALICE, USE, node, "0", "1000000000", "0") as job:  # it uses device 0 without a claim
         done = broker(ALICE, "adopt", str(job.pid))
         assert done.returncode == 0, done.stderr
         assert broker.locked() == [0]
@@ -285,7 +269,6 @@ def test_a_lock_file_that_is_replaced_by_a_link_has_root_write_into_nothing_else
     assert victim.read_text() == "root's"
 
 
-pytestmark = pytest.mark.root
 KILLS = {"whole": 30, "shares": 20, "instances": 15}
 MIG = "1xH100-80GB:mig=3g.40gb,3g.40gb"
 GIB = 2**30

@@ -138,7 +138,7 @@ import fcntl
 answer, (descriptor,) = exchange(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
 print(answer["claim"], flush=True)
 for line in sys.stdin:
-    fcntl.flock(descriptor, {"unlock": fcntl.LOCK_UN, "lock": fcntl.LOCK_EX}[line.strip()] | fcntl.LOCK_NB)
+    fcntl.flock(descriptor, getattr(fcntl, line.strip()) | fcntl.LOCK_NB)
     print(line, end="", flush=True)
 """
 
@@ -148,23 +148,23 @@ def test_a_descriptor_that_was_kept_is_worth_nothing(broker):
     with broker.running(BOB, KEPT, broker.uuids[0]) as hostile:
         before = os.stat(path).st_ino
         assert broker.locked() == [0]
-        say(hostile, "unlock")
+        say(hostile, "LOCK_UN")
         assert eventually(lambda: os.stat(path).st_ino != before), "it was not noticed that it is free"
-        say(hostile, "lock")
+        say(hostile, "LOCK_EX")
 
         assert broker.locked() == []
         with broker.job(ALICE, "--devices", "0") as (_, hers):
-            say(hostile, "unlock")
-            say(hostile, "lock")
+            say(hostile, "LOCK_UN")
+            say(hostile, "LOCK_EX")
             assert (hers, broker.locked()) == ("0", [0])
 
 
 def test_no_device_is_shown_as_free_while_it_can_be_taken_back(broker):
     with broker.running(BOB, KEPT, broker.uuids[0]) as hostile:
         for _ in range(10):  # before the daemon looks by itself, and after
-            say(hostile, "unlock")
+            say(hostile, "LOCK_UN")
             seen = broker.python(ALICE, "print(exchange(directory, {'do': 'claims'})[0]['held'])")
-            say(hostile, "lock")
+            say(hostile, "LOCK_EX")
             assert seen == "{}\n" and broker.locked() == []
 
 

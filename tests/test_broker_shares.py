@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from brokered import KEEPER, Brokered, a_machine
 from nodes import eventually
+from test_broker_hostile import KEPT, say
 from users import ALICE, BOB
 
 from gpuguard.backends import open_backend
@@ -123,31 +124,17 @@ def test_what_a_record_says_of_a_share_changes_nothing(own, lie):
         assert tried(own, BOB, *share("30GiB")) == ""
 
 
-KEPT = """
-import fcntl
-asked = {"do": "claim", "devices": sys.argv[1:], "conditions": {"share": True, "memory": 70 * 2**30}}
-answer, (descriptor,) = exchange(directory, asked)
-print(answer["locks"], flush=True)
-for line in sys.stdin:
-    fcntl.flock(descriptor, getattr(fcntl, line.strip()) | fcntl.LOCK_NB)
-    print(line, end="", flush=True)
-"""
+SHARE_KEPT = KEPT.replace('"conditions": {}', '"conditions": {"share": True, "memory": 70 * 2**30}')
 
 
 def test_a_slot_that_was_kept_is_worth_nothing_and_one_held_shared_counts(own):
-    with own.program(BOB, KEPT, own.uuids[0]) as hostile:
-        assert hostile.stdin and hostile.stdout and ".slot0" in hostile.stdout.readline()
-
-        def say(word: str) -> None:
-            print(word, file=hostile.stdin, flush=True)
-            assert hostile.stdout and hostile.stdout.readline() == f"{word}\n"
-
-        say("LOCK_SH")
+    with own.running(BOB, SHARE_KEPT, own.uuids[0]) as hostile:
+        say(hostile, "LOCK_SH")
         for user in (ALICE, None):
             assert tried(own, user, "--devices", "0") and tried(own, user, *share("70GiB"))
-        say("LOCK_UN")
+        say(hostile, "LOCK_UN")
         assert own.locked() == []
-        say("LOCK_EX")
+        say(hostile, "LOCK_EX")
         assert own.locked() == [] and tried(own, ALICE, *share("70GiB")) == "" == tried(own, None, "--devices", "0")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -22,8 +21,6 @@ from gpuguard.queue.calendar import (
     clear_at,
 )
 from gpuguard.queue.priority import QueueRules, Ticket, order
-from gpuguard.queue.reasons import reservation_text
-from gpuguard.queue.reservations import clock_text
 from gpuguard.request import Request
 
 NAMES = ("d0", "d1", "d2", "d3")
@@ -138,17 +135,6 @@ def test_a_job_cannot_move_for_a_reservation_that_needs_its_device_later() -> No
     assert not can_be_met(a_reservation(1, 1, 3, "d0", user=7), [first, second], NAMES)
 
 
-def test_words_name_the_day_where_it_is_not_today() -> None:
-    reservation, kept_for = a_reservation(1, 480_012, 480_014), "kept for u9's reservation"
-    begins, ends, before = reservation.begins, reservation.ends, reservation.begins - HOUR
-
-    assert reservation_text(reservation, before) == f"{kept_for} from {clock_text(begins, before)}"
-    assert reservation_text(reservation, begins) == f"{kept_for} until {clock_text(ends, before)}"
-    nine = time.mktime((2026, 11, 21, 9, 0, 0, 0, 0, -1))
-    assert clock_text(nine, nine - HOUR) == "09:00"
-    assert clock_text(nine, nine - 24 * HOUR) == "Sat 21 Nov 09:00"
-
-
 def planned(
     queue: list[Ticket], reservations: list[Reservation], fits: dict[Request, Fit] | None = None
 ) -> list[QueuePosition]:
@@ -183,14 +169,6 @@ def test_what_is_reserved_for_a_user_pushes_others_onto_no_better_devices() -> N
     (position,) = planned([a_ticket(9, 3)], [own, others])
 
     assert (position.now, set(position.kept)) == (True, {"d3"})
-
-
-def test_a_request_that_must_leave_devices_alone_knows_which_and_for_which_reservation() -> None:
-    (position,) = planned([a_ticket(1, 3)], [a_reservation(2)])
-
-    assert (position.now, position.start, position.held_back_by) == (False, 2 * HOUR, a_reservation(2).key)
-    assert set(position.kept) == {"d2", "d3"}
-    assert not planned([a_ticket(1, 3, time_limit=HOUR)], [a_reservation(2)])[0].kept
 
 
 def test_a_start_is_promised_with_the_reservations_in_mind() -> None:

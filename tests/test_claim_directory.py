@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,11 +40,6 @@ from gpuguard.files import file_system
 
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 OTHER = "GPU-00000001-0000-4000-8000-000000000001"
-
-
-def test_a_directory_that_the_user_names_and_owns_is_made_ready(directory: LockDirectory) -> None:
-    assert directory.owner == os.geteuid()
-    assert Path(directory.locks).stat().st_mode & 0o777 == 0o755
 
 
 def test_a_lock_file_is_readable_for_everybody_and_writable_for_nobody_whatever_the_umask_which_stays(directory):
@@ -268,14 +262,6 @@ def test_an_interrupt_while_a_lock_is_taken_leaves_none(directory, monkeypatch):
     assert not locked_devices(directory, [UUID])
 
 
-def test_the_descriptor_is_not_inherited_by_accident(directory: LockDirectory) -> None:
-    descriptor = open_lock(directory, UUID)
-    inheritable = os.get_inheritable(descriptor)
-    os.close(descriptor)
-
-    assert not inheritable
-
-
 def test_a_missing_lock_file_in_roots_directory_says_to_run_setup_again(directory, monkeypatch):
     def refuse(path: str, flags: int, mode: int = 0o777) -> int:
         raise PermissionError(13, "Permission denied") if flags & os.O_CREAT else FileNotFoundError(2, "No such file")
@@ -283,27 +269,6 @@ def test_a_missing_lock_file_in_roots_directory_says_to_run_setup_again(director
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(LockDirectoryError, match=r"Run `sudo gpuguard setup --dir .*`: it makes the lock files"):
         open_lock(directory, UUID)
-
-
-def test_the_gate_lets_one_in_at_a_time(directory: LockDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lockfiles, "GATE_SECONDS", 60.0)
-    inside: list[int] = []
-    most = []
-
-    def enter() -> None:
-        for _ in range(50):
-            with Gate(directory):
-                inside.append(1)
-                most.append(len(inside))
-                inside.pop()
-
-    threads = [threading.Thread(target=enter) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert max(most) == 1
 
 
 def test_a_forked_child_of_another_thread_does_not_keep_the_gate(directory: LockDirectory) -> None:
@@ -431,24 +396,6 @@ def test_whatever_bytes_a_record_holds_it_is_read_as_a_claim_of_the_files_owner(
     assert (record.uid, record.id, record.alive) == (4242, "abc", True)
 
 
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-        lambda inner: (
-            st.lists(inner) | st.dictionaries(st.sampled_from(["devices", "pid", "since", "note", "command"]), inner)
-        ),
-        max_leaves=20,
-    )
-)
-def test_a_record_of_wrong_types_yields_no_wrong_types(document: object) -> None:
-    record = _decoded(json.dumps(document).encode(), 4242, "4242.abc")
-
-    assert all(isinstance(uuid, str) for uuid in record.devices)
-    assert record.pid is None or type(record.pid) is int
-    assert record.note is None or isinstance(record.note, str)
-    assert record.since is None or isinstance(record.since, (int, float))
-
-
 def test_a_record_that_cannot_be_opened_for_lack_of_descriptors_is_not_gone(directory, monkeypatch):
     """A guard in that state judged the jobs of all by claims of which it knew no details."""
     _, descriptor = write_record(directory, {"id": "1dea1234"})
@@ -527,17 +474,6 @@ def test_a_watcher_asks_every_process_now_and_then(directory: LockDirectory, mon
             assert [claim.holders for claim in watcher.probe(directory, [UUID])] == [(os.getpid(),)]
 
     assert asked == [1000.0, 1010.0]
-
-
-def test_a_watcher_prepares_what_has_a_lock_file(directory: LockDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("gate", "queue", UUID, f"{UUID}.slot0", "MIG-1"):
-        os.close(open_lock(directory, name))
-
-    watcher, names = ClaimWatcher(), list[str]()
-    monkeypatch.setattr(watcher, "probe", lambda directory, uuids: names.extend(uuids))
-    watcher.prepare(directory)
-
-    assert sorted(names) == [UUID, "MIG-1"]
 
 
 def test_asking_does_not_make_lock_files(directory: LockDirectory) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from builders import GIB, MIB, a_device, a_process, a_snapshot
+from builders import GIB, MIB, Reticent, a_device, a_process
 from nodes import until
 from proc import runs
 from wrapped import FileBackend, Wrapped, a_directory, content, end, first_line, python
@@ -25,7 +25,7 @@ from gpuguard.claims.records import YIELD, ReleaseRequest, read_records
 from gpuguard.daemon.release import BY_JOB, release
 from gpuguard.jobs import processes
 from gpuguard.jobs.processes import NEVER, TIME_LIMIT, Escalation, EscalationStep
-from gpuguard.model import MEMORY, PROCESSES, GpuProcess, Snapshot
+from gpuguard.model import MEMORY, PROCESSES, GpuProcess
 
 # Leaves a process in a session of its own behind, prints its pid, and ends when PLACE/go is there.
 LEAVING = """
@@ -117,8 +117,11 @@ def test_a_claim_without_a_driver_lasts_as_long_as_any_process_of_the_job(wrappe
     assert wrapped.events()[-1]["outcome"] == "driver unreachable"
 
 
-def test_with_leftover_release_a_process_that_uses_no_device_does_not_keep_the_claim(wrapped):
-    wrapper, leftover = start_leaving(wrapped, leftover=0.0)
+@pytest.mark.parametrize("of_the_site", [False, True])
+def test_with_leftover_release_a_process_that_uses_no_device_does_not_keep_the_claim(wrapped, tmp_path, of_the_site):
+    (tmp_path / "line.yaml").write_text("leftover: release\n")
+    site = {"env": {**os.environ, "GPUGUARD_LINE": str(tmp_path / "line.yaml")}}
+    wrapper, leftover = start_leaving(wrapped, **(site if of_the_site else {"leftover": 0.0}))
     wrapped.machine()
     (wrapped.place / "go").touch()
     end(wrapper)
@@ -133,17 +136,6 @@ def test_with_a_time_for_leftovers_the_claim_is_released_after_it(wrapped):
     (wrapped.place / "go").touch()
 
     assert "still runs (pid" in (told := end(wrapper)) and "for 500ms without a GPU: the claim is released." in told
-    assert (wrapper.returncode, wrapped.is_claimed()) == (0, False)
-    os.kill(leftover, signal.SIGKILL)
-
-
-def test_the_site_says_what_leftovers_do_to_a_claim_where_the_user_does_not(wrapped, tmp_path):
-    (tmp_path / "line.yaml").write_text("leftover: release\n")
-    wrapper, leftover = start_leaving(wrapped, env={**os.environ, "GPUGUARD_LINE": str(tmp_path / "line.yaml")})
-    wrapped.machine()
-    (wrapped.place / "go").touch()
-    end(wrapper)
-
     assert (wrapper.returncode, wrapped.is_claimed()) == (0, False)
     os.kill(leftover, signal.SIGKILL)
 
@@ -190,29 +182,26 @@ def test_a_leftover_that_uses_the_device_keeps_the_claim_until_it_ends(wrapped, 
     assert (wrapper.returncode, wrapped.is_claimed()) == (0, False)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_a_leftover_uses_the_device_leaves_the_claim_to_it(wrapped, signum):
-    wrapper, leftover = start_leaving(wrapped)
+@pytest.mark.parametrize(
+    ("signum", "manner", "said"),
+    [
+        (signal.SIGTERM, "", "and the claim is theirs now."),
+        (signal.SIGINT, "", "and the claim is theirs now."),
+        (signal.SIGTERM, "without the claim", "but without the locks of the claim, which ends."),
+    ],
+)
+def test_a_signal_while_a_leftover_uses_the_device_leaves_the_claim_to_it_if_it_has_the_locks(
+    wrapped, signum, manner, said
+):
+    wrapper, leftover = start_leaving(wrapped, manner)
     (wrapped.place / "go").touch()
     assert wrapper.stderr and "the job ended, but" in wrapper.stderr.readline()
     os.kill(wrapper.pid, signum)
 
-    assert "and the claim is theirs now." in end(wrapper)
-    assert wrapper.returncode == -signum
-    assert wrapped.is_claimed()
+    assert said in end(wrapper)
+    assert (wrapper.returncode, wrapped.is_claimed()) == (-signum, not manner)
     os.kill(leftover, signal.SIGKILL)
     until(lambda: not wrapped.is_claimed())
-
-
-def test_a_signal_while_only_leftovers_without_the_locks_live_ends_the_claim_and_says_so(wrapped):
-    wrapper, leftover = start_leaving(wrapped, "without the claim")
-    (wrapped.place / "go").touch()
-    assert wrapper.stderr and "the job ended, but" in wrapper.stderr.readline()
-    os.kill(wrapper.pid, signal.SIGTERM)
-
-    assert "but without the locks of the claim, which ends." in end(wrapper)
-    assert not wrapped.is_claimed()
-    os.kill(leftover, signal.SIGKILL)
 
 
 def test_a_driver_that_fails_does_not_take_the_claim_from_a_leftover_that_was_seen(wrapped):
@@ -283,24 +272,6 @@ def test_a_signal_while_the_memory_settles_releases_at_once(wrapped):
     assert wrapped.events()[-1]["outcome"] == "interrupted"
 
 
-class Driver:
-    """One device, on which nobody is listed; notes what it is asked."""
-
-    name, simulated = "simulated", True
-
-    def __init__(self, memory_used: int | None) -> None:
-        self.memory_used = memory_used
-        self.asked: list[set[str]] = []
-
-    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        self.asked.append(set(fields))
-        processes = () if PROCESSES in fields else None
-        return a_snapshot(a_device(0, memory_used=self.memory_used, processes=processes))
-
-    def close(self) -> None:
-        pass
-
-
 def asked_after_a_job(
     memory_used: int | None,
     others: Collection[tuple[int, float]] | None = None,
@@ -308,7 +279,7 @@ def asked_after_a_job(
     held: int = 4 * MIB,
 ) -> list[set[str]]:
     """What a driver is asked whose device *held* so much before a job that left all children but *others*: none."""
-    driver = Driver(memory_used)
+    driver = Reticent(a_device(0, memory_used=memory_used))
     there = processes.children() or frozenset()
     drain = processes.Drain(
         (a_device(0, memory_used=held, processes=tuple(before)),),
@@ -323,7 +294,7 @@ def asked_after_a_job(
     )
     outcome = drain.wait_until_free()
     assert outcome == ("settled" if not memory_used or memory_used <= held + 512 * MIB else "memory did not settle")
-    return driver.asked
+    return [set(fields) for fields, _ in driver.asked]
 
 
 @pytest.mark.parametrize(
@@ -353,27 +324,17 @@ def test_beside_a_process_of_unknown_memory_nobody_knows_what_there_was_before()
     assert asked_after_a_job(4 * MIB, before=before) == [{MEMORY}, {MEMORY, PROCESSES}]
 
 
-def test_while_something_of_the_job_lives_the_processes_are_asked_for(sleeper):
-    others = {child for child in processes.children() or () if child[0] != sleeper}
+def test_while_something_of_the_job_lives_if_with_the_pid_of_a_child_from_before_the_processes_are_asked_for(sleeper):
+    there = processes.children() or ()
+    others = {child for child in there if child[0] != sleeper}
 
-    assert asked_after_a_job(4 * MIB, others) == [{MEMORY, PROCESSES}]
-
-
-def test_one_of_the_job_that_got_the_pid_of_a_child_from_before_it_is_of_the_job(sleeper):
-    before = {(pid, start - 0.01 * (pid == sleeper)) for pid, start in processes.children() or ()}
-
-    assert asked_after_a_job(4 * MIB, before) == [{MEMORY, PROCESSES}]
+    for before in (others, others | {(sleeper, start - 0.01) for pid, start in there if pid == sleeper}):
+        assert asked_after_a_job(4 * MIB, before) == [{MEMORY, PROCESSES}]
 
 
-def test_where_the_kernel_does_not_tell_children_the_processes_are_asked_for(monkeypatch):
-    monkeypatch.setattr(procfs, "own_children", lambda: None)
-
-    assert asked_after_a_job(4 * MIB) == [{MEMORY, PROCESSES}]
-
-
-def test_a_child_of_which_proc_tells_nothing_may_be_of_the_job(sleeper, monkeypatch):
-    read = procfs.read_proc
-    monkeypatch.setattr(procfs, "read_proc", lambda path: None if path.endswith("/stat") else read(path))
+@pytest.mark.parametrize("untold", ["own_children", "stat_of"])
+def test_where_the_kernel_tells_no_children_or_nothing_of_them_they_may_be_of_the_job(sleeper, monkeypatch, untold):
+    monkeypatch.setattr(procfs, untold, lambda *_: None)
 
     assert asked_after_a_job(4 * MIB) == [{MEMORY, PROCESSES}]
 

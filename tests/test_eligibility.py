@@ -153,16 +153,6 @@ def test_a_claimed_device_is_refused_before_its_memory_shows_up():
     assert reasons(a_device(), taken=taken) == ["claimed by bob, 2h ago: python train.py"]
 
 
-def test_a_shared_device_says_who_shares_it():
-    slot = f"{a_uuid(0)}.slot1"
-    claims = [
-        a_claim_record(slots=(slot,), memory=10 * GIB),
-        a_claim_record(slots=(slot,), user="bob"),  # of a record that tells no size
-    ]
-
-    assert reasons(a_device(), taken=claimed_by(claims, now=0)) == ["shared by alice (10.0GiB), bob"]
-
-
 def test_an_instance_is_called_by_its_gpu_its_number_and_its_profile():
     assert device_title(a_device(3)) == "device 3"
     assert device_title(INSTANCE) == "device 0.1 (MIG 3g.40gb)"

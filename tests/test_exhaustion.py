@@ -88,30 +88,6 @@ def test_on_a_full_disk_a_job_has_its_devices_or_does_not_start(tmp_path, what):
     assert rest.endswith("\nall of them\n") and "claim." not in rest, done
 
 
-# After the file of the reservation was written no further one can be opened.
-NO_LOOK = """
-import errno, os, sys
-from gpuguard.cli import main, reserve
-really = reserve.write_reservation
-def write(*words):
-    def full(*_):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    reserve._calendar = full
-    return really(*words)
-reserve.write_reservation = write
-main(sys.argv[1:])
-"""
-
-
-def test_a_reservation_of_which_nobody_can_see_whether_it_counts_is_not_made(tmp_path):
-    gpuguard = Gpuguard(tmp_path, None)
-    words = [gpuguard.words()[0], "-c", NO_LOOK, "reserve", "-n", "1", "--for", "1h"]
-    done = subprocess.run(words, env=gpuguard.environment, capture_output=True, text=True, timeout=SECONDS, check=False)
-
-    assert (done.returncode, "see `ulimit -n`" in done.stderr) == (1, True)
-    assert "nothing is reserved" in gpuguard("reserve").stdout
-
-
 # What is called first by that name finds no further file: the pidfd of the job, the look after it, at a time limit.
 ONCE = """
 import errno, os, sys

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -129,17 +130,17 @@ def test_a_claim_held_by_a_program_with_the_set_user_id_bit_is_not_roots(tmp_pat
     assert (claim.uid, claim.id, claim.holders, handle.holder) == (SOMEBODY, "c0ffee", (holder.pid,), holder.pid)
 
 
-@pytest.mark.parametrize("torn", ['{"id": "c0', "{", '{"since": "\\q"}', "{1: 2}", "[" * 4000])
-def test_a_file_that_is_no_json_stops_nobody(fake: FakeNvml, tmp_path: Path, torn: str) -> None:
+def test_a_file_that_is_no_json_stops_nobody(fake: FakeNvml, tmp_path: Path) -> None:
     """In a process that has not loaded json the parser has another error of its own: this stopped everybody once."""
     gpuguard = Gpuguard(tmp_path, fake)
     with gpuguard.start("run", "--", "sleep", "60") as job, ExitStack() as stack:
         stack.callback(job.terminate)
         assert eventually(lambda: any((tmp_path / "claims" / "claims").glob("claim.*")))
-        for kind in ("claim", "ticket", "reserve"):
-            file = stack.enter_context((tmp_path / f"claims/claims/{kind}.{os.getuid()}.torn.json").open("x"))
+        torn = ('{"id": "c0', "{", '{"since": "\\q"}', "{1: 2}", "[" * 4000)
+        for kind, (number, text) in product(("claim", "ticket", "reserve"), enumerate(torn)):
+            file = stack.enter_context((tmp_path / f"claims/claims/{kind}.{os.getuid()}.torn{number}.json").open("x"))
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(torn)
+            file.write(text)
             file.flush()
         for words in ("who", "select", "explain", "queue", "run -- true", "release"):
             done = gpuguard(*words.split())
@@ -384,48 +385,6 @@ def test_a_lock_is_what_the_kernel_says_in_front(told, inode, monkeypatch):
     monkeypatch.setattr(procfs, "read_proc", lambda path: told)
 
     assert locked_inode("1", "3") == inode
-
-
-# Of two file systems a file of the same number each; somebody has locked that of the second one.
-TWINS = """
-import fcntl, os, subprocess, sys
-from gpuguard import source
-from gpuguard.claims.directory import daemon_files, lock_directory
-for name in ("a", "b"):
-    os.mkdir(name)
-    subprocess.run(["mount", "-t", "tmpfs", "none", name], check=True)
-directory = lock_directory(os.path.abspath("a/claims"))
-os.close(source.lock_daemon(directory))
-number = os.stat(daemon_files(directory).file("daemon.lock")).st_ino
-for each in range(1000):
-    twin = os.open(f"b/{each}", os.O_RDWR | os.O_CREAT)
-    if os.fstat(twin).st_ino >= number:
-        break
-    os.close(twin)
-ready, done = os.pipe(), os.pipe()
-if not os.fork():
-    os.setgroups([]); os.setresuid(20002, 20002, 20002)
-    fcntl.flock(twin, fcntl.LOCK_EX)
-    if sys.argv[1] == "by one who has ended" and os.fork():
-        os._exit(0)
-    os.write(ready[1], b".")
-    os.close(done[1])
-    os._exit(len(os.read(done[0], 1)))
-os.read(ready[0], 1)
-if sys.argv[1] == "by one who has ended":
-    os.wait()
-told = [os.fstat(twin).st_ino == number, b":%d " % number in open("/proc/locks", "rb").read()]
-print(*told, source.daemon_lives(directory), (held := source.lock_daemon(directory)) and source.daemon_lives(directory))
-"""
-
-
-@pytest.mark.root
-@pytest.mark.parametrize("taken", ["by one who lives", "by one who has ended"])
-def test_a_lock_on_another_file_of_that_number_is_not_the_daemons(tmp_path: Path, taken: str) -> None:
-    words = ["unshare", "-m", sys.executable, "-c", TWINS, taken]
-    told = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-
-    assert told.stdout == "True True False True\n", told.stderr
 
 
 @pytest.mark.parametrize(

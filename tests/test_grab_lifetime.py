@@ -102,11 +102,9 @@ STARTS = {
 def after(statement: str) -> subprocess.Popen[str]:
     """What a program has become or left that has claimed two devices and then runs *statement*."""
     code = f"import gpuguard, os, subprocess, sys; code = {SLEEPING!r}; gpuguard.grab_gpus(2)"
-    words = [sys.executable, "-c", f"{code}\n{statement}\nos._exit(0)"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    program: subprocess.Popen[str] = subprocess.Popen(words, **pipes)  # type: ignore[call-overload]
-    assert program.stdout.readline() == "ready\n"
-    return program
+    process = program(f"{code}\n{statement}\nos._exit(0)")
+    assert process.stdout and process.stdout.readline() == "ready\n"
+    return process
 
 
 def test_a_process_that_becomes_another_program_keeps_its_claim_and_ends_it():
@@ -405,15 +403,12 @@ except gpuguard.ClaimLost:
     assert (script(code).stdout, claimed()) == ("True\n", [])
 
 
-@pytest.mark.parametrize(
-    "place", ["gpuguard.claims.claim._remove_dead_records", "gpuguard.backends.spawn.Channel.close"]
-)
-def test_an_interrupt_while_a_claim_is_being_made_leaves_no_device_claimed(place, monkeypatch):
+def test_an_interrupt_while_a_claim_is_being_made_leaves_no_device_claimed(monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(place, interrupted)
+        patched.setattr("gpuguard.backends.spawn.Channel.close", interrupted)
         gpuguard.grab_gpus(1)
 
     assert claimed() == []

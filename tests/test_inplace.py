@@ -74,17 +74,6 @@ NAMES = (
 STICKY_NAMES = ("claim.1.a.json", "GPU-a", "GPU-b.slot0", "state.json", "daemon.lock")
 
 
-def test_a_file_is_opened_and_looked_at_where_it_lies(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    made = open_or_create(str(own), os.O_RDWR, 0o600)
-    os.write(made, b"text")
-    again = open_or_create(str(own), os.O_RDONLY, 0o600)
-
-    assert (os.read(again, 9), status_in_place(str(own)).st_ino) == (b"text", own.stat().st_ino)
-    for each in (made, again):
-        os.close(each)
-
-
 def test_who_looks_holds_nothing_afterwards_and_waits_for_nobody(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "bell")
     waker, before = str(tmp_path / "bell"), len(os.listdir("/proc/self/fd"))

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance, a_process
@@ -21,7 +20,7 @@ from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import MOST_OF_ONE, locked_devices, read_records, write_record
 from gpuguard.errors import ClaimError, ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
-from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
+from gpuguard.lock import go_on_waiting, pause_waiting
 from gpuguard.model import HEALTH, IDLE_PROCESSES, Snapshot
 from gpuguard.queue import reservations, tickets
 from gpuguard.queue.calendar import Reservation
@@ -130,13 +129,12 @@ def test_reassert_reports_a_lock_file_that_was_removed(directory, claim):
         claim.reassert()
 
 
-def test_a_planted_lock_file_takes_its_device_out_of_the_choice_and_is_named(directory: LockDirectory) -> None:
-    machine = Machine(a_device(0), a_device(1))
-    Path(directory.lock_path(machine.devices[1].uuid)).symlink_to("/etc/passwd")
-    with acquire(machine, Request(), directory) as claim:
+def test_a_planted_lock_file_takes_its_device_out_of_the_choice(directory: LockDirectory) -> None:
+    machine = two()
+    os.symlink("/etc/passwd", directory.lock_path(machine.devices[1].uuid))
+    with acquire(machine, Request(), directory) as claim, pytest.raises(NotEnoughGpus):
         assert indices(claim) == [0]
-        with pytest.raises(NotEnoughGpus):
-            acquire(machine, Request(), directory)
+        acquire(machine, Request(), directory)
 
 
 def divided() -> Machine:
@@ -216,16 +214,6 @@ def test_set_but_empty_means_no_device(directory: LockDirectory, monkeypatch: py
 
     with pytest.raises(ImpossibleRequest):
         acquire(Machine(), Request(), directory)
-
-
-def test_only_the_winners_are_read_a_second_time(directory: LockDirectory) -> None:
-    machine = Machine(*(a_device(index, problems=None) for index in range(8)))
-    preview(machine, Request(num_gpus=1), directory)
-    first, second = machine.asked[0][1], machine.asked[1][1]
-
-    assert first is None
-    assert second is not None
-    assert len(second) == 1
 
 
 def test_a_record_that_cannot_be_written_does_not_cost_the_claim(directory, monkeypatch):
@@ -325,15 +313,6 @@ def test_where_the_daemon_gives_the_locks_nothing_is_claimed_without_it(director
             ask(two(), Request(), closed)
 
 
-def test_reasons_name_the_users_of_the_processes_in_the_way(directory: LockDirectory) -> None:
-    machine = Machine(a_device(0, processes=(a_process(812, user="bob"),)))
-    _, choice = Allocator(machine, directory, [Request()]).preview(with_reasons=True)
-
-    assert choice.devices == ()
-    assert "used by bob (pid 812" in choice.refused[0].reasons[0].text
-    assert {group for fields, _ in machine.asked for group in fields} >= {"health", "model", "process_details"}
-
-
 def test_inside_a_claim_the_wait_is_over_when_its_time_is(machine, directory):
     with acquire(machine, Request(), directory, environ={}) as outer:
         environ = {"GPUGUARD_CLAIM": outer.id}
@@ -369,34 +348,29 @@ def test_of_two_ways_the_one_that_can_be_met_some_day_says_what_is_missing(machi
 
 def test_a_user_whose_request_waited_has_been_served(machine, directory):
     holder = acquire(machine, Request(), directory, environ={})
-    assert tickets.last_started(directory, os.geteuid()) is None
+    assert tickets.last_started(directory, os.geteuid()) is None, "it did not wait"
 
     acquire(machine, Request(), directory, wait=60, on_wait=lambda error: holder.release(), environ={}).release()
 
     assert tickets.last_started(directory, os.geteuid()) is not None
 
 
-def test_a_request_that_did_not_wait_counts_as_no_start(directory):
-    acquire(Machine(), Request(), directory, environ={}).release()
+@pytest.mark.parametrize("arrives", [True, False], ids=["a process arrives", "it vanishes"])
+def test_what_becomes_of_a_device_between_the_look_and_the_lock_is_seen(directory, arrives):
+    machine, uuids = two(), [device.uuid for device in two().devices]
 
-    assert tickets.last_started(directory, os.geteuid()) is None
-
-
-def test_a_process_that_arrives_between_the_look_and_the_lock_is_seen(directory: LockDirectory) -> None:
-    machine = Machine(a_device(0), a_device(1))
-
-    def arrive() -> None:
+    def happen() -> None:
         if len(machine.asked) == 2:  # the second question is about the device that was just locked
-            locked = machine.asked[1][1]
-            place = next(i for i, device in enumerate(machine.devices) if locked == (device.uuid,))
-            machine.change(place, processes=(a_process(),), memory_used=10 * GIB, memory_free=70 * GIB)
+            [place] = [uuids.index(uuid) for uuid in machine.asked[1][1] or ()]
+            if arrives:
+                machine.change(place, processes=(a_process(),), memory_used=10 * GIB, memory_free=70 * GIB)
+            else:
+                machine.devices = [machine.devices[1 - place]]
 
-    machine.before_sample = arrive
+    machine.before_sample = happen
     with acquire(machine, Request(), directory) as claim:
-        busy = [device.uuid for device in machine.devices if device.processes]
-
-        assert claim[0].uuid not in busy
-        assert len(locked_devices(directory, [device.uuid for device in machine.devices])) == 1
+        assert claim.devices == tuple(device for device in machine.devices if not device.processes)
+        assert locked_devices(directory, uuids) == {claim[0].uuid}
 
 
 def test_a_device_of_unknown_memory_is_asked_for_its_processes_at_the_first_look(directory: LockDirectory) -> None:
@@ -424,15 +398,3 @@ def test_a_device_that_breaks_between_the_look_and_the_lock_is_passed_over(direc
     machine.before_sample = break_down
     with acquire(machine, Request(), directory) as claim:
         assert claim[0].problems == ()
-
-
-def test_a_device_that_vanishes_between_the_look_and_the_lock_is_not_taken(directory):
-    machine = Machine(a_device(0), a_device(1))
-
-    def vanish() -> None:
-        if len(machine.asked) == 2:
-            machine.devices = [device for device in machine.devices if machine.asked[1][1] != (device.uuid,)]
-
-    machine.before_sample = vanish
-    with acquire(machine, Request(), directory) as claim:
-        assert claim.devices == tuple(machine.devices)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import select
-import signal
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance
-from claiming import acquire, lock_best
-from contention import _end
+from claiming import acquire
 from nodes import Gpuguard, start, until
-from sharing import VARIANTS, without_gate
+from sharing import winners
 
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.errors import InvalidRequest, NotEnoughGpus
@@ -143,56 +137,8 @@ def test_the_race_shows_locks_that_exclude_nobody(tmp_path: Path) -> None:
 
 def rounds(place: Path, part: Request, *, gate: bool, variant: str = "none") -> list[tuple[int, int]]:
     """20 races for one GPU: how many got it whole, and how many an instance."""
-    parent = a_device(0, mig_mode=True)
+    parent, directory = a_device(0, mig_mode=True), lock_directory(str(place))
     whole, parts = Machine(a_device(0)), Machine(parent, a_mig_instance(parent, 0), a_mig_instance(parent, 1))
-    start_one = partial(child, lock_directory(str(place)), gate=gate, variant=variant)
-    return [race(start_one, [(whole, Request()), (parts, part)] * 4) for _ in range(20)]
-
-
-def race(start_one: Callable[..., int], starters: list[tuple[Machine, Request]]) -> tuple[int, int]:
-    """How many of the even and of the odd *starters*, who all begin at one moment, get their claim."""
-    here, there = os.pipe()
-    result, answer = os.pipe()
-    pids = [
-        start_one(machine, request, place, here, there, answer) for place, (machine, request) in enumerate(starters)
-    ]
-    os.close(there)  # the moment
-    answers = b""
-    while len(answers) < len(starters):
-        assert select.select([result], [], [], 30)[0], "a starter did not answer"
-        answers += os.read(result, 64)
-    for pid in pids:
-        _end(pid)
-    for descriptor in (here, result, answer):
-        os.close(descriptor)
-    assert b"!" not in answers
-    return answers.count(b"0"), answers.count(b"1")
-
-
-def child(
-    directory: LockDirectory,
-    machine: Machine,
-    request: Request,
-    place: int,
-    here: int,
-    there: int,
-    answer: int,
-    *,
-    gate: bool,
-    variant: str,
-) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        if not gate:
-            without_gate()
-        VARIANTS[variant]()
-        os.close(there)  # which the parent alone shall hold
-        os.read(here, 1)
-        claim = lock_best(machine, request, directory, {})
-        os.write(answer, str(place % 2).encode() if claim else b"-")
-        signal.pause()
-    finally:
-        os.write(answer, b"!")  # only after an exception
-        os._exit(1)
+    contenders = [(whole, Request()), (parts, part)] * 4
+    won = [winners(directory, contenders, gate=gate, variant=variant) for _ in range(20)]
+    return [(sum(of_one[::2]), sum(of_one[1::2])) for of_one in won]
