@@ -233,7 +233,7 @@ def test_instances_come_with_the_health_of_their_parent(machine: Machine, opened
     assert (parent.utilization, first.utilization) == (None, None)
     assert "utilization" in gaps_of(snapshot, parent).keys() & gaps_of(snapshot, first).keys()
     assert [device.uuid for device in backend.sample(SELECT_FIELDS).devices if device.parent_uuid] == []
-    assert second.uuid in [device.uuid for device in backend.sample(SELECT_FIELDS, [second.uuid]).devices]
+    assert second.uuid in [device.uuid for device in opened().sample(SELECT_FIELDS, [second.uuid]).devices]
 
 
 def test_the_topology_has_each_pair_of_devices_once(backend: Backend) -> None:

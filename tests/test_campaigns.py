@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import shutil
-import subprocess
 import sys
-import venv
 from importlib.machinery import SourceFileLoader
 
 import pytest
-from nodes import eventually
 from sources import ROOT, modules
 
 
@@ -51,25 +46,6 @@ def test_every_campaign_names_what_exists():
         assert coverage.measured(files) and all((ROOT / "tests" / f"test_{test}.py").exists() for test in tests.split())
 
 
-@pytest.mark.parametrize("name", ["scripts/torture", "scripts/coverage", "benchmarks/run"])
-def test_a_python_without_gpuguard_hands_on_to_that_of_the_checkout_or_says_what_makes_it(name, tmp_path):
-    for folder in ("scripts", "benchmarks"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-
-    def said(python=sys.executable):  # -S: without any packages
-        return subprocess.run([python, "-S", tmp_path / name], capture_output=True, text=True, timeout=60)
-
-    alone = said()
-    venv.create(tmp_path / ".venv", symlinks=True)  # one that scripts/test has not come to the end of
-    without = said(), said(tmp_path / ".venv/bin/python")
-    (tmp_path / ".venv/bin/python").unlink()
-    (tmp_path / ".venv/bin/python").symlink_to("/bin/echo")
-
-    for one in (alone, *without):
-        assert one.returncode == 1 and "Run scripts/test first" in one.stderr and "Traceback" not in one.stderr
-    assert said().stdout == f"{tmp_path / name}\n"
-
-
 @pytest.mark.parametrize(("program", "word", "code"), [("exit(0)", "nothing broke", 0), ("exit(3)", "FAILED", 1)])
 def test_what_breaks_is_told_and_counts(program, word, code, tmp_path, monkeypatch, capsys):
     (tmp_path / "benchmarks").mkdir()
@@ -85,45 +61,18 @@ def test_what_breaks_is_told_and_counts(program, word, code, tmp_path, monkeypat
     assert "12 holds" in next(tmp_path.glob("gpuguard-torture-*.log")).read_text()
 
 
-CLEANS_UP = """
-import pathlib, sys, time
-try:
-    pathlib.Path(sys.argv[1]).write_text("begun")
-    time.sleep(600)
-finally:
-    pathlib.Path(sys.argv[1]).write_text("cleaned up")
-"""
-
-
-def test_a_campaign_that_is_ended_ends_its_run_which_cleans_up(tmp_path, monkeypatch):
-    file, real = tmp_path / "file", subprocess.Popen.communicate
-
-    def communicate(run, timeout=None):
-        if timeout is None:  # the first time: while it runs
-            assert eventually(lambda: file.exists() and file.read_text() == "begun")
-            sys.exit(7)
-        return real(run, timeout=timeout)
-
-    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
-    with pytest.raises(SystemExit):
-        torture.outcome([sys.executable, "-c", CLEANS_UP, str(file)], os.environ)
-
-    assert file.read_text() == "cleaned up"
-
-
 REACHED = "    assert (f(True), f(False)) == (1, 2)"
 BY_CHANCE = f"@hypothesis.given(hypothesis.strategies.just(1))\ndef test_by_chance(one):\n{REACHED}"
 
 
 @pytest.mark.parametrize(
-    ("tests", "whole", "word"),
+    ("tests", "word"),
     [
-        (f"def test_it():\n{REACHED}", True, "it: reached: 100 %"),
-        (f"def test_it():\n    assert f(True) == 1\n\n\n{BY_CHANCE}", False, "66.7%   4\n"),
-        (f"def test_it():\n{REACHED}\n\n\ndef test_more():\n    assert f(1) == 2", False, "it: TESTS FAILED"),
+        (f"def test_it():\n    assert f(True) == 1\n\n\n{BY_CHANCE}", "66.7%   4\n"),
+        (f"def test_it():\n{REACHED}\n\n\ndef test_more():\n    assert f(1) == 2", "it: TESTS FAILED"),
     ],
 )
-def test_what_no_test_reaches_but_by_chance_is_named_and_counts(tests, whole, word, tmp_path, monkeypatch, capfd):
+def test_what_no_test_reaches_but_by_chance_is_named_and_counts(tests, word, tmp_path, monkeypatch, capfd):
     for name in ("gpuguard", "tests"):
         (tmp_path / name).mkdir()
     (tmp_path / "gpuguard" / "__init__.py").touch()
@@ -134,7 +83,7 @@ def test_what_no_test_reaches_but_by_chance_is_named_and_counts(tests, whole, wo
     monkeypatch.setattr(coverage, "ROOT", tmp_path)
     monkeypatch.setattr(coverage, "PARTS", {"it": (100, "choice", "choice")})
 
-    assert coverage.covered("it") is whole
+    assert not coverage.covered("it")
     assert word in capfd.readouterr().out
 
 

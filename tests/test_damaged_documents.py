@@ -8,7 +8,6 @@ test_socket_server; YAML: test_policy_mutations; XML: test_smi; HTTP: test_metri
 from __future__ import annotations
 
 import fcntl
-import gzip
 import json
 import os
 import random
@@ -184,24 +183,6 @@ def of_samples(place: Path, encoded: bytes) -> None:
             shown(recordings.unpack(sample).snapshot)
 
 
-LINES: tuple[dict[str, Any], ...] = (
-    {"gpuguard_recording": 1, "interval_seconds": 2.0},
-    {"whole": {"a": [1, {"x": [1, 2]}], "b": 2}},
-    {"changed": {"a": {"#": {"0": 2, "1": {"x": {"=": [1]}}}}, "-": ["b"]}},
-)
-
-
-def of_lines(which: int) -> Reader:
-    def read(place: Path, encoded: bytes) -> None:
-        lines = [json.dumps(one).encode() for one in LINES]
-        lines[which] = encoded
-        path = place / "a.rec"
-        path.write_bytes(gzip.compress(b"\n".join(lines) + b"\n", 1))
-        list(recordings.views(str(path)))
-
-    return read
-
-
 def a_node(place: Path) -> Any:
     spec = str(place / "node")
     start(spec, "1xA100-80GB:mig=3g.40gb")
@@ -338,9 +319,6 @@ READERS: dict[str, tuple[Callable[[Path], Any], Reader]] = {
     "a job's start": (lambda place: JOBS[0], of_jobs(0)),
     "a job's end": (lambda place: JOBS[1], of_jobs(1)),
     "sample": (a_sample, of_samples),
-    "recording": (lambda place: LINES[0], of_lines(0)),
-    "whole sample": (lambda place: LINES[1], of_lines(1)),
-    "changed sample": (lambda place: LINES[2], of_lines(2)),
     "node": (a_node, of_nodes),
     "grant": (lambda place: vars(grants.Grant(7, "c1", GIB, 3, "GPU-1")), of_grants),
 }

@@ -24,7 +24,6 @@ from structures import mutants
 
 from gpuguard import request as requests
 from gpuguard.backends.simulated import Simulated
-from gpuguard.claims import records
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
 from gpuguard.queue import reservations, tickets
@@ -43,7 +42,7 @@ WHO, QUEUE, RESERVE = ("who", "--json"), ("queue", "--json"), ("reserve",)
 RUN = ("run", "--no-wait", "--", *JOB)
 # Who reads that kind of file at all; a long run has them all.
 READERS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "record": (WHO, QUEUE, RUN), "request": (WHO, RUN), "ticket": (WHO, QUEUE, RUN),
+    "record": (WHO, QUEUE, RUN), "ticket": (WHO, QUEUE, RUN),
     "reserve": (WHO, ("explain",), RUN, RESERVE),
 }  # fmt: skip
 COMMANDS: tuple[tuple[str, ...], ...] = (
@@ -135,21 +134,6 @@ def in_records(scene: Scene, batch: Batch) -> Iterator[None]:
             _write(descriptor, content)
 
 
-@contextmanager
-def behind_records(scene: Scene, batch: Batch) -> Iterator[None]:
-    """Each as a request behind a record."""
-    sizes = []
-    for claim, (_, encoded) in zip(scene.claims, batch, strict=False):
-        descriptor = claim.pass_fds[-1]
-        sizes.append((descriptor, os.fstat(descriptor).st_size))
-        os.pwrite(descriptor, b"\n" + encoded + b"\n", sizes[-1][1])
-    try:
-        yield
-    finally:
-        for descriptor, size in sizes:
-            os.ftruncate(descriptor, size)
-
-
 def _write(descriptor: int, content: bytes) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, content, 0)
@@ -176,7 +160,7 @@ def as_files(directory: LockDirectory, batch: Batch, kind: str) -> Iterator[None
 
 
 PLANTED: dict[str, Any] = {
-    "record": in_records, "request": behind_records,
+    "record": in_records,
     "ticket": lambda scene, batch: as_files(scene.directory, batch, "ticket"),
     "reserve": lambda scene, batch: as_files(scene.directory, batch, "reserve"),
 }  # fmt: skip
@@ -205,20 +189,6 @@ def test_a_record_stops_nobody_and_frees_no_device(scene, share):
     try:
         for batch in batches(scene.content(), CLAIMED):
             check(scene, "record", batch, only_free_ones(scene))
-    finally:
-        scene.free()
-
-
-def test_a_release_request_stops_nobody(scene):
-    scene.claim()
-    try:
-        descriptor = scene.claims[0].pass_fds[-1]
-        size = os.fstat(descriptor).st_size
-        records.write_request(descriptor, records.ReleaseRequest(records.YIELD, "root", "why", time.time()))
-        content = json.loads(os.pread(descriptor, 8192, size))
-        os.ftruncate(descriptor, size)
-        for batch in batches(content, CLAIMED):
-            check(scene, "request", batch, only_free_ones(scene))
     finally:
         scene.free()
 

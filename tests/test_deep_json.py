@@ -10,24 +10,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sources import PACKAGE, ROOT, module_name, modules, tree
+from sources import ROOT, module_name, modules, tree
 
-from gpuguard.claims import grants, records
-from gpuguard.daemon import server
 from gpuguard.daemon.client import MAX_REQUEST_BYTES
-from gpuguard.enforcement import limits
-from gpuguard.fleet.answers import DEPTH, reply_of
-from gpuguard.fleet.ssh import Reply
-from gpuguard.history import audit_log
-from gpuguard.jsonio import DEEPEST, loads
-from gpuguard.queue import reservations, tickets
+from gpuguard.jsonio import loads
 
 TEXTS = st.text('{}[],:"\\a é\n', max_size=60)
 VALUES = st.recursive(
@@ -79,67 +69,6 @@ def led(text: str) -> int:
     return deepest
 
 
-def nested(document: dict[str, object], levels: int) -> bytes:
-    """*document* with something in it that makes it that deep, which its reader has no use for."""
-    more = b"[" * (levels - 1) + b"]" * (levels - 1)
-    return b'{"more": ' + more + b", " + json.dumps(document).encode()[1:]
-
-
-def in_a_file(read: Callable[[int], object]) -> Callable[[bytes], object]:
-    def reading(encoded: bytes) -> object:
-        descriptor = os.memfd_create("file")
-        try:
-            os.write(descriptor, encoded)
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            return read(descriptor)
-        finally:
-            os.close(descriptor)
-
-    return reading
-
-
-def document_of(parse: Callable[..., object]) -> Callable[[int], object]:
-    return lambda descriptor: tickets.read_document(descriptor, f"{os.geteuid()}.x", "x", 4096, parse)
-
-
-HERE = os.stat(__file__)
-DEED = {
-    "kind": "terminate", "outcome": "about to", "time_unix_seconds": 1.0,
-    "facts": {"clock_seconds": 1.0, "boot": "b", "start_time_seconds": 1.0},
-}  # fmt: skip
-RESERVATION = {
-    "uid": HERE.st_uid, "begins_unix_seconds": 1.0, "ends_unix_seconds": 2.0, "devices": [], "num_gpus": 1,
-}  # fmt: skip
-# What is written, and its reader: what it gives for a document that it cannot understand is falsy or a Torn.
-KINDS: dict[str, tuple[dict[str, object], Callable[[bytes], object]]] = {
-    "record": ({"devices": ["GPU-1"]}, lambda encoded: records._decoded(encoded, 7, "7.x").devices),
-    "letter": ({"what": "stop"}, records._decode_request),
-    "grant": ({"uid": 7, "claim": "x"}, in_a_file(grants._grant_in)),
-    "ticket": ({"requests": [{"num_gpus": 1}]}, in_a_file(document_of(partial(tickets._ticket_of, ticket_id="x")))),
-    "reservation": (RESERVATION, in_a_file(document_of(partial(reservations._reservation_of, number="x")))),
-    "request": ({"do": "x"}, lambda encoded: isinstance(server._decoded(encoded), dict)),
-    "deed": (DEED, lambda encoded: limits._action_of(encoded, "b", 2.0, 2.0)),
-    "event": ({"schema": 1, "time_unix_seconds": 1.0}, lambda encoded: audit_log.decoded([encoded])[0]),
-}
-
-
-def understood(kind: str, levels: int) -> bool:
-    document, read = KINDS[kind]
-    found = read(nested(document, levels))
-    return bool(found) and not isinstance(found, tickets.IgnoredFile)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_reader_takes_what_is_as_deep_as_may_be_and_refuses_what_is_deeper(kind):
-    assert (understood(kind, DEEPEST), understood(kind, DEEPEST + 1)) == (True, False)
-
-
-def test_an_answer_of_another_host_is_refused_earlier():
-    answers = [reply_of(Reply("a", 0.1, 0, nested({"schema": 1}, levels))) for levels in (DEPTH, DEPTH + 1)]
-
-    assert [answer.error is None for answer in answers] == [True, False]
-
-
 # A thread of as little stack as musl gives.  Whoever asks first asks with brackets alone.
 IN_A_SMALL_THREAD = """
 import os, sys, threading
@@ -174,13 +103,5 @@ def readers(module: ast.AST) -> list[int]:
     return plain + [one.lineno for one in read]
 
 
-@pytest.mark.parametrize("path", [one for one in modules() if one != PACKAGE / "jsonio.py"], ids=module_name)
-def test_nobody_reads_json_past_the_one_place(path):
-    assert readers(tree(path)) == []
-
-
-@pytest.mark.parametrize(
-    "code", ["json.loads(x)", "json.load(file)", "from json import loads", "json.JSONDecoder().decode(x)"]
-)
-def test_who_reads_past_it_is_found(code):
-    assert readers(ast.parse(code)) == [1]
+def test_nobody_reads_json_past_the_one_place():
+    assert [module_name(path) for path in modules() if readers(tree(path))] == ["gpuguard.jsonio"]

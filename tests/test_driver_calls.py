@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from nodes import Gpuguard
 from nvml_child import answer_of
 
-from gpuguard.backends.nvml_calls import NOT_SUPPORTED
 from gpuguard.backends.nvml_fields import MPS_SERVER
 from gpuguard.claims.directory import lock_directory
 from gpuguard.errors import NotEnoughGpus
@@ -70,10 +69,6 @@ def test_a_start_asks_the_driver_no_more_than_this(half_busy, tmp_path, words, c
     assert asked(half_busy) == sorted(calls)
 
 
-EACH_LOOK = (
-    *("MemoryInfo_v2", "ComputeRunningProcesses_v3", "GraphicsRunningProcesses_v3", "Samples"),
-    *("ComputeMode", "MigMode", "RemappedRows", "Temperature", "PowerUsage"),
-)
 OF_A_MOMENT_AGO = ("Temperature", "PowerUsage")
 BOTH = """
 from dataclasses import replace
@@ -115,14 +110,6 @@ def test_the_text_costs_at_most_120_driver_calls_on_eight_busy_devices(busy: Fak
     assert sum(calls.values()) <= 120, calls
 
 
-def test_a_look_that_follows_asks_only_for_what_can_change(busy: FakeNvml) -> None:
-    twice = "held = nvml.open(); held.sample(TEXT_FIELDS); fake.reset_calls(); held.sample(TEXT_FIELDS)"
-    calls = answer_of(busy, f"{twice}; answer = fake.calls()")
-
-    kept = {"ComputeMode", "RemappedRows", "MigMode", "GraphicsRunningProcesses_v3"}  # for ten seconds
-    assert calls.keys() == {f"nvmlDeviceGet{name}" for name in EACH_LOOK if name not in {*kept, *OF_A_MOMENT_AGO}}
-
-
 @pytest.mark.parametrize(
     "seconds, fields, devices, asked",
     [
@@ -152,25 +139,6 @@ answer = fake.calls(), {{(one.temperature, one.power_draw) for one in look.devic
     assert told == {(77.0, 377.0) if asked else before}
 
 
-def test_a_temperature_that_could_not_be_read_is_asked_for_again_at_once(fake: FakeNvml) -> None:
-    fake.fail("nvmlDeviceGetTemperature", 999, 2)
-    script = """
-held = nvml.open()
-failed = held.sample(TEXT_FIELDS)
-fake.fail("nvmlDeviceGetTemperature", 0, 2)
-answer = [look.devices[2].temperature for look in (failed, held.sample(TEXT_FIELDS))]
-"""
-    assert answer_of(fake, script) == [None, float(fake.devices[2].temperature)]
-
-
-def test_a_device_without_any_memory_in_use_has_no_graphics_process_either(fake: FakeNvml) -> None:
-    for device in fake.devices[:7]:
-        device.memory_used = MIB
-    answer_of(fake, "nvml.open().sample(TEXT_FIELDS); answer = None")
-
-    assert fake.calls()["nvmlDeviceGetGraphicsRunningProcesses_v3"] == 1
-
-
 @pytest.mark.parametrize("kind", ["compute", "graphics", "compute+graphics", "mps"])
 def test_the_text_is_the_same_as_if_everything_had_been_asked_for(busy, started, kind, tmp_path):
     busy.add_process(3, started(), GIB, "compute+mps" if kind == "mps" else kind)
@@ -191,13 +159,6 @@ def test_what_cannot_be_read_is_said_in_the_same_words(busy: FakeNvml, fault: st
     text, everything = answer_of(busy, BOTH)
 
     assert text == everything
-
-
-def test_a_look_of_the_guard_asks_the_driver_no_more_than_it_must(busy: FakeNvml) -> None:
-    twice = "held = nvml.open(); held.sample(WHO_FIELDS); fake.reset_calls(); held.sample(WHO_FIELDS)"
-    calls = answer_of(busy, f"{twice}; answer = fake.calls()")
-
-    assert sum(calls.values()) <= 8 * 12
 
 
 SETTINGS = """
@@ -246,21 +207,6 @@ def test_a_setting_that_could_not_be_read_is_asked_at_the_next_look(fake: FakeNv
 
     assert before.compute_mode is None and before.problems
     assert (after.compute_mode, after.problems) == ("default", ())
-
-
-@pytest.mark.parametrize(
-    ("between", "asked"), [("pass", 7), ("nvml.SETTINGS_SECONDS = -1.0", 8), ("uuids = [first[1].uuid]", 1)]
-)
-def test_a_device_that_does_not_tell_its_pstate_is_asked_again_only_after_a_while_or_by_its_name(fake, between, asked):
-    fake.fail("nvmlDeviceGetPerformanceState", NOT_SUPPORTED, device=0)
-    count, clock = answer_of(
-        fake,
-        f"{SETTINGS}\nfirst, uuids = asked(), None\n{between}\nfound = asked(uuids)[1]\n"
-        "answer = fake.calls()['nvmlDeviceGetPerformanceState'], found.clock_memory",
-    )
-
-    assert count == asked
-    assert clock is not None
 
 
 LISTS = (

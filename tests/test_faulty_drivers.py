@@ -125,12 +125,6 @@ def test_a_pid_of_another_namespace_makes_its_device_busy_and_the_list_untrusted
     assert "device 0  REFUSED" in explained.stdout
 
 
-def test_a_process_that_is_there_makes_its_device_busy_and_is_named(fake, gpuguard, sleeper):
-    fake.add_process(0, sleeper, 10 * GIB)
-
-    assert f"pid {sleeper}, sleep 600" in gpuguard("explain").stdout
-
-
 def test_slow_calls_are_not_taken_for_hanging_ones(fake, gpuguard):
     fake.latency_us = 20_000
 

@@ -25,7 +25,6 @@ from nodes import Gpuguard
 from nvml_child import answer_of, gaps_of, sampled
 
 from gpuguard.backends.nvml_calls import has_glibc
-from gpuguard.model import Gap
 
 
 def test_a_device_is_read_in_full(fake: FakeNvml) -> None:
@@ -159,19 +158,6 @@ def test_only_the_devices_that_are_asked_for_are_touched_by_a_backend_that_knows
     assert set(touched) == {2, 6}
 
 
-def test_progress_is_told_before_each_device_and_skipped_ones_are_not_touched(fake: FakeNvml) -> None:
-    fake.hang("nvmlDeviceGetHandleByIndex", device=2)
-    snapshot, touched = answer_of(
-        fake,
-        "backend = nvml.open(); touched = []; backend.progress = touched.append; backend.skip = {2}\n"
-        "answer = backend.sample(WHO_FIELDS), touched",
-    )
-
-    assert touched == [0, 1, 3, 4, 5, 6, 7]
-    assert (snapshot.devices[2].uuid, snapshot.devices[2].problems) == ("unknown-2", ("unresponsive",))
-    assert Gap("unknown-2", "device", "a driver call did not come back") in snapshot.gaps
-
-
 def test_utilization_is_one_reading_where_there_is_no_sample_buffer(fake: FakeNvml) -> None:
     fake.devices[0].utilization = 73
     fake.fail("nvmlDeviceGetSamples", NOT_SUPPORTED, device=0)
@@ -229,19 +215,6 @@ def test_instances_follow_the_device_that_is_divided(fake: FakeNvml) -> None:
     assert one.temperature == parent.temperature
 
 
-def test_an_instance_is_found_by_its_uuid_and_read_with_its_parent(fake: FakeNvml) -> None:
-    uuid = fake.add_mig(1, "3g.40gb", gi=1)
-    fresh, again = answer_of(
-        fake,
-        f"backend = nvml.open(); fresh = backend.sample({{MEMORY, PROCESSES}}, [{uuid!r}])\n"
-        f"touched = []; backend.progress = touched.append; backend.sample({{MEMORY, PROCESSES}}, [{uuid!r}])\n"
-        "answer = fresh, touched",
-    )
-
-    assert [device.uuid for device in fresh.devices] == [fake.devices[1].uuid, uuid]
-    assert again == [1]
-
-
 def test_a_profile_follows_from_the_slices_where_the_name_does_not_tell(fake: FakeNvml) -> None:
     uuid = fake.add_mig(1, "3g.40gb", gi=1)
     fake.fail("nvmlDeviceGetName", NO_PERMISSION, device=1)
@@ -262,16 +235,6 @@ def test_links_connect_devices_directly_and_through_switches(fake: FakeNvml) -> 
     assert {pair for pair, how in found.items() if how == "NVLINK"} == {(0, 1), (2, 3)}
     assert (found[0, 4], found[0, 2], found[3, 4]) == ("PIX", "NODE", "SYS")
     assert len(found) == 10
-
-
-def test_a_connection_never_changes_and_is_asked_once(fake: FakeNvml) -> None:
-    calls = answer_of(
-        fake,
-        "backend = nvml.open(); backend.sample({TOPOLOGY}); fake.reset_calls()\n"
-        "backend.sample({TOPOLOGY}); answer = fake.calls()",
-    )
-
-    assert calls == {}
 
 
 def test_what_goes_over_nvlink_is_a_mean_between_two_looks(fake: FakeNvml) -> None:
@@ -331,29 +294,6 @@ def test_a_list_is_what_the_binding_answers_whatever_the_code_of_the_driver(tmp_
 
     assert wrong == []
     assert len(asked) >= 3
-
-
-def test_the_comparison_notices_a_list_that_differs(fake: FakeNvml) -> None:
-    fake.add_process(0, os.getpid(), GIB)
-    planted = f"{COMPARED}\nby_the_binding = lambda name: ([], 0)\nanswer = list(different(names, (0,)))"
-
-    assert answer_of(fake, planted) != []
-
-
-def test_a_list_takes_one_call_and_one_that_is_longer_than_its_room_two(fake: FakeNvml) -> None:
-    name = "nvmlDeviceGetComputeRunningProcesses_v3"
-    ask = (
-        "from gpuguard.backends import nvml_calls\nbinding = nvml_calls.start(); fake.reset_calls()\n"
-        f"rows = nvml_calls.call(binding, {name!r}, binding.nvmlDeviceGetHandleByIndex(0)).value\n"
-        f"answer = rows, fake.calls()[{name!r}]"
-    )
-    fake.add_process(0, os.getpid(), GIB, stays=1)
-    one = answer_of(fake, ask)
-    for _ in range(99):
-        fake.add_process(0, os.getpid(), GIB, stays=1)
-
-    assert one == ([(os.getpid(), GIB)], 1)
-    assert answer_of(fake, ask) == ([(os.getpid(), GIB)] * 100, 2)
 
 
 DEVICES = 8
