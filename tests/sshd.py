@@ -3,8 +3,8 @@
 with a_fleet(tmp_path, 45) as fleet: gpuguard("who", "--ssh", fleet.ssh, "--hosts", ",".join(fleet.hosts))
 
 Each host is an alias in a configuration of the client, with a simulated node of its own.  They are entered with a key
-whose only command is `gpuguard serve-ssh`; the alias ``shell`` has a key without one, ``evil`` one whose answer the
-test writes.  Where sshd is missing the test is skipped.
+whose only command is `gpuguard serve-ssh`; the alias ``shell`` has a key without one.  Where sshd is missing the test
+is skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ poll.register(1, 0)
 poll.poll()
 """
 DEAD = ("refused", "mute", "hanging", "nowhere", "stranger")
-_FORCED = ("serve", "hang", "evil")  # keys with a forced command
+_FORCED = ("serve", "hang")  # keys with a forced command
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,6 @@ class Fleet:
         """The directory of its simulated node."""
         return str(self.place / "nodes" / host)
 
-    def evil(self, answer: bytes) -> None:
-        """What the host ``evil`` answers from now on."""
-        (self.place / "answer").write_bytes(answer)
-
 
 def program(name: str) -> str:
     """Where *name* is; without it the test is skipped."""
@@ -69,7 +65,7 @@ def program(name: str) -> str:
 
 @contextmanager
 def a_fleet(place: Path, count: int) -> Iterator[Fleet]:
-    """*count* hosts named sim00, sim01 ... that answer, and those of DEAD, ``shell`` and ``evil``."""
+    """*count* hosts named sim00, sim01 ... that answer, and those of DEAD and ``shell``."""
     hosts = tuple(f"sim{number:02d}" for number in range(count))
     fleet = Fleet(place, hosts, place / "ssh_config")
     for number, host in enumerate((*hosts, "shell")):
@@ -102,9 +98,7 @@ def _try(fleet: Fleet) -> None:
 
 def _authorize(place: Path) -> None:
     python = sys.executable
-    commands = {
-        "serve": f"{python} -m gpuguard serve-ssh", "hang": f"{python} {place}/hangs.py", "evil": f"cat {place}/answer",
-    }  # fmt: skip
+    commands = {"serve": f"{python} -m gpuguard serve-ssh", "hang": f"{python} {place}/hangs.py"}
     lines = [f'restrict,command="{commands[key]}" {(place / f"{key}.pub").read_text()}' for key in _FORCED]
     (place / "authorized_keys").write_text("".join(lines) + (place / "shell.pub").read_text())
 
@@ -115,7 +109,6 @@ def _configure(fleet: Fleet, port: int, mute: int) -> None:
     blocks = {host: {**usual, "SetEnv": _environment(fleet, host)} for host in fleet.hosts}
     blocks |= {
         "shell": {**usual, "IdentityFile": place / "shell", "SetEnv": _environment(fleet, "shell")},
-        "evil": {**usual, "IdentityFile": place / "evil"},
         "refused": {**usual, "Port": free_port()},
         "mute": {**usual, "Port": mute},
         "hanging": {**usual, "IdentityFile": place / "hang"},

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from daemons import a_daemon
 from fake_nvml import FakeNvml
 from nodes import Gpuguard, eventually, start
 from shells import Shell, needed
@@ -137,16 +136,6 @@ def test_devices_go_by_index_in_a_list_and_by_uuid_once_one_is_begun(tmp_path):
     assert eventually(lambda: len(values(gpuguard, "devices", "GPU-")) == 3)
     assert eventually(lambda: len(values(gpuguard, "uuids")) == 3)
     assert values(gpuguard, "devices", "7") == values(gpuguard, "nonsense") == []
-
-
-def test_while_the_daemon_runs_its_last_look_is_what_is_offered_and_nobody_asks_the_driver(tmp_path):
-    start(str(tmp_path / "other"), "8xH100-80GB")
-    gpuguard = Gpuguard(tmp_path, None, GPUGUARD_SIM_DIR=str(tmp_path / "other"))  # a driver that says something else
-    with a_daemon(tmp_path) as daemon:
-        daemon.state()
-
-        assert eventually(lambda: len(values(gpuguard, "devices")) == 4)
-    assert eventually(lambda: len(values(gpuguard, "devices")) == 8)
 
 
 def test_without_a_driver_nothing_is_offered_and_nothing_said(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import picture
 import pytest
-from pages import RUNNABLE, SILENT, Block, a_place, anchors, blocks, documents, faults, links, matches
+from pages import RUNNABLE, SILENT, Block, a_place, anchors, blocks, documents, faults, links
 from sources import ROOT
 from test_help import parsers
 
@@ -156,14 +156,3 @@ def test_an_example_that_fails_or_prints_something_else_is_found(tmp_path):
     assert faults(block("console", "$ echo one two three\none ... three\n$ true\n"), tmp_path) == []
     assert faults(block("console", "$ echo one two\none\n"), tmp_path)
     assert faults(block("console", "$ false\n"), tmp_path)
-
-
-def test_dots_stand_for_anything_and_nothing_else_does():
-    assert matches("a ... d\n...\nlast", "a b c d\nmore\nmore\nlast\n")
-    assert not matches("a.c", "abc")
-
-
-def test_blocks_are_found_with_their_comment_and_line():
-    text = "<!-- not run: because -->\n```sh\nrm -rf /\n```\n\n```python\nx = 1\n```\n"
-
-    assert [(b.line, b.language, b.runs) for b in blocks(text, "page")] == [(3, "sh", False), (7, "python", True)]

@@ -155,11 +155,15 @@ def test_no_ssh_is_left_behind_by_a_command_that_is_interrupted(hosts, number, s
 
 
 def replies_of(how: FleetQuery, *hosts: str) -> list[Reply]:
-    replies: list[Reply] = []
     with Pool(how) as pool:
         pool.query(hosts)
-        while pool.waiting_for:
-            replies += pool.step(1.0)
+        return rest_of(pool)
+
+
+def rest_of(pool: Pool) -> list[Reply]:
+    replies: list[Reply] = []
+    while pool.waiting_for:
+        replies += pool.step(1.0)
     return replies
 
 
@@ -201,9 +205,7 @@ def test_the_pool_is_bounded(hosts):
         assert pool.waiting_for == list("abcdef")
         for name in "abcdef":
             hosts.go(name)
-        replies: list[Reply] = []
-        while pool.waiting_for:
-            replies += pool.step(1.0)
+        replies = rest_of(pool)
 
     assert sorted(reply.host for reply in replies) == list("abcdef")
     assert {reply.status for reply in replies} == {0}
@@ -221,11 +223,9 @@ def test_where_few_files_may_be_open_fewer_hosts_are_asked_at_once(hosts, monkey
         return started(*words, **more)
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    replies: list[Reply] = []
     with Pool(FleetQuery("x", ssh=tuple(hosts.ssh.split()), timeout=60.0)) as pool:
         pool.query(list("abcdef"))
-        while pool.waiting_for:
-            replies += pool.step(1.0)
+        replies = rest_of(pool)
         most = 0
         pool.query(["g"])
         with pytest.raises(OSError, match="Too many open files"):

@@ -8,11 +8,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
-from dataclasses import replace
 
 import pytest
-from builders import a_device, a_mig_instance, a_process, a_snapshot
+from builders import a_device, a_process
 from fleets import HOSTILE, Hosts, an_answer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -248,19 +246,6 @@ def test_users_are_added_up_over_hosts(hosts):
     assert [line.split()[4] for line in partly if line.startswith("alice")] == ["n/a"]
 
 
-def test_devices_have_the_labels_and_states_that_who_shows_on_their_host():
-    divided, quarantined = a_device(0, mig_mode=True), a_device(1)
-    devices = (divided, a_mig_instance(divided), quarantined)
-    snapshot = replace(a_snapshot(*devices), quarantined=((quarantined.uuid, "ECC errors"),))
-    reply = reply_with("a", 0.1, json.loads(json_text(who.to_json(snapshot, uses(snapshot)))))
-    rows = [line.split() for line in view.host_lines(reply, None, paint)[1:]]
-    there = [line.split() for line in who.to_text(snapshot, uses(snapshot))]
-
-    assert [row[0] for row in rows] == [device.label for device in devices]
-    assert all(any(row[:1] == line[:1] and line[-1] in row for line in there) for row in rows)
-    assert "quarantined" in rows[2] and "(MIG)" in rows[0]
-
-
 def test_a_device_whose_state_is_missing_counts_and_is_unknown():
     devices = (HostDevice(0, "a"), HostDevice(1, "b", state="free"), HostDevice(2, "c", state="of the art"))
     counted = view.sums(HostAnswer(devices=devices))
@@ -314,16 +299,3 @@ def test_prometheus_takes_the_sums_and_they_are_of_numbers_that_are_told():
 
     assert done.returncode == 0 and "11 rules found" in done.stdout
     assert asked and asked - names_told() == set()
-
-
-def test_what_is_dropped_and_what_is_kept_are_as_many_series_as_the_page_says(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from fleet_pages import page, series
-
-    text = page(0)
-    names = [re.match("[a-z_]+", line)[0] for line in text.splitlines() if not line.startswith("#")]  # type: ignore[index]
-    (dropped,) = re.findall(r"regex: (gpuguard_device_\(.*)", PAGE)
-    sys.modules.pop("fleet_pages")
-
-    assert f"| {series(text)} (" in PAGE
-    assert f"Of the {len(names)}, {sum(bool(re.fullmatch(dropped, name)) for name in names)} are" in PAGE

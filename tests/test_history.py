@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pwd
-import re
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from nodes import Gpuguard, eventually, start
-from sources import module_name, modules
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard.cli import events, web
@@ -93,20 +92,6 @@ def test_a_place_that_cannot_be_written_is_a_false_and_no_error_and_hangs_no_job
     assert place != "/dev/full" or audit_log.complaint() == "/dev/full: No space left on device"
 
 
-def appended_at_once(event: Event, times: int, writers: int) -> None:
-    threads = [threading.Thread(target=lambda: [audit_log.append(event) for _ in range(times)]) for _ in range(writers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def test_lines_of_many_writers_never_mix(log):
-    appended_at_once(Event(1.0, "claim", "started", message="x" * 3000), 50, 4)
-
-    assert [line["message"] for line in lines(log)] == ["x" * 3000] * 200
-
-
 def test_a_log_that_has_grown_too_large_is_set_aside_once(log, monkeypatch):
     monkeypatch.setattr(audit_log, "ROTATE_BYTES", 1000)
     for _ in range(30):
@@ -117,11 +102,16 @@ def test_a_log_that_has_grown_too_large_is_set_aside_once(log, monkeypatch):
     assert sorted(path.name for path in log.parent.iterdir()) == ["events.jsonl", "events.jsonl.1"]
 
 
-def test_many_writers_lose_no_line_when_the_log_is_set_aside(log, monkeypatch):
-    monkeypatch.setattr(audit_log, "ROTATE_BYTES", 60_000)  # once, for 400 lines of some 140 bytes
-    appended_at_once(AN_EVENT, 100, 5)
+def test_lines_of_many_writers_never_mix_and_none_is_lost_when_the_log_is_set_aside(log, monkeypatch):
+    monkeypatch.setattr(audit_log, "ROTATE_BYTES", 1_200_000)  # once, for 400 lines of some 3,100 bytes
+    long = replace(AN_EVENT, message="x" * 3000)
+    threads = [threading.Thread(target=lambda: [audit_log.append(long) for _ in range(100)]) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
-    assert len(lines(log)) + len(lines(Path(f"{log}.1"))) == 500
+    assert [line["message"] for line in lines(log) + lines(Path(f"{log}.1"))] == ["x" * 3000] * 500
 
 
 def test_a_log_that_cannot_be_set_aside_says_so_once_and_goes_on_until_it_is_four_times_as_long(log, monkeypatch):
@@ -266,14 +256,6 @@ def test_torn_lines_are_left_out_and_counted(log, machine_log, command):
     assert (out.count("\n"), "5 lines" in err) == (2, True)  # the headers, and the one that can be read
 
 
-def test_what_users_wrote_cannot_reach_the_terminal(machine_log, command):
-    audit_log.append(event("sent", user="eve\x1b[2J", message="line\nforged \u202e", facts=(("policy", "x\x07"),)))
-    _, out, _ = command("events")
-
-    assert out.count("\n") == 2 and out.replace("\n", "").isprintable()
-    assert "eve\\x1b[2J" in out
-
-
 def test_facts_are_in_words_for_people_and_exact_for_programs(machine_log, command):
     facts = {"wall_time_seconds": 7380.25, "peak_memory_bytes": 10738466816, "energy_joules": 979.0249999999999}
     audit_log.append(event(facts=tuple({**facts, "until_unix_seconds": NOW, "mean_utilization_percent": 90.0}.items())))
@@ -398,15 +380,3 @@ def test_the_page_shows_events_from_before_a_rotation(rotated, monkeypatch):
     monkeypatch.setattr(web, "MACHINE_EVENTS", "/nonexistent")
 
     assert [event["message"] for event in web.newest_events({})] == [f"event {n}" for n in range(4)]
-
-
-def readers_of_events(sources: Mapping[str, str]) -> set[str]:
-    """Modules that find the rotated file by themselves."""
-    return {name for name, source in sources.items() if re.search(r"""["'}]\.1["']""", source)}
-
-
-def test_no_other_module_reads_the_log():
-    sources = {module_name(path): path.read_text() for path in modules()}
-
-    assert readers_of_events(sources) == {"gpuguard.history.audit_log", "gpuguard.backends.replay"}  # of its own
-    assert readers_of_events({"planted": 'open(f"{path}.1")'}) == {"planted"}

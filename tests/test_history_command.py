@@ -27,7 +27,7 @@ from gpuguard.history.queries import Point
 from gpuguard.history.schema import WIDTH
 from gpuguard.model import Event
 from gpuguard.sanitize import display_width
-from gpuguard.views.charts import Scale, alarm, bar, bucketed, fitted, plot, round_marks, scale_of, sparkline, stacked
+from gpuguard.views.charts import Scale, bar, bucketed, fitted, plot, round_marks, sparkline
 from gpuguard.views.history import METRICS
 
 NOW = time.time()
@@ -250,20 +250,6 @@ def test_a_sparkline_has_the_newest_at_the_right_and_a_blank_where_nothing_is_kn
     assert sparkline([1.0], 3, 0.0) == "   "
 
 
-@pytest.mark.parametrize(
-    ("value", "warn", "bad", "colour"),
-    [
-        (None, 80, 90, "dim"),
-        (95, None, None, "green"),
-        (79, 80, 90, "green"),
-        (80, 80, 90, "yellow"),
-        (90, 80, 90, "bold red"),
-    ],
-)
-def test_an_unknown_value_or_limit_gives_no_alarm(value, warn, bad, colour):
-    assert alarm(value, warn, bad) == colour
-
-
 @given(st.lists(st.tuples(st.text(st.sampled_from("ab 实験\u0301"), max_size=9), st.just(""))), st.integers(0, 40))
 def test_fitted_parts_take_exactly_so_many_columns_whatever_their_characters(parts, width):
     found = fitted(parts, width)
@@ -337,13 +323,6 @@ def test_a_column_is_the_mean_of_its_part_of_the_time(points, end, columns, mean
     assert bucketed([a_point(*point) for point in points], 0.0, end, columns) == pytest.approx(means)
 
 
-@pytest.mark.parametrize(
-    ("most", "highest"), [(0.0, 1e-9), (0.7, 0.8), (7.9, 8.0), (43.0, 50.0), (79.6, 80.0), (650.0, 800.0)]
-)
-def test_an_axis_ends_with_a_round_number_above_the_values(most, highest):
-    assert scale_of([most], "W").highest == pytest.approx(highest)
-
-
 def test_marks_lie_at_round_times_of_the_wall_clock_over_a_change_of_the_clock(monkeypatch):
     monkeypatch.setenv("TZ", "Europe/Berlin")
     time.tzset()
@@ -352,20 +331,3 @@ def test_marks_lie_at_round_times_of_the_wall_clock_over_a_change_of_the_clock(m
 
     assert marks == ["Sat 10-24", "Sun 10-25", "Mon 10-26", "Tue 10-27", "Wed 10-28"]
     assert all(time.localtime(moment).tm_hour == 0 for moment, _ in round_marks(begin, begin + 5 * 86400, 8))
-
-
-@pytest.mark.parametrize("span", [60.0, 600.0, HOUR, 12 * HOUR, 3 * 86400.0, 30 * 86400.0, 400 * 86400.0])
-def test_there_are_some_marks_and_not_too_many_for_any_time(span):
-    marks = round_marks(BEGIN, BEGIN + span, 6)
-
-    assert 1 <= len(marks) <= 7
-
-
-def test_parts_of_a_bar_have_their_lengths_and_a_small_one_is_not_lost():
-    def plain(text: str, colour: str) -> str:
-        return text
-
-    assert stacked([(50.0, "#", ""), (25.0, "-", ""), (0.01, "!", ""), (0.0, "?", "")], 100.0, 20, plain) == (
-        "##########-----!"
-    )
-    assert len(stacked([(99.0, "#", ""), (0.5, "-", ""), (0.5, "!", "")], 100.0, 20, plain)) == 20

@@ -82,24 +82,8 @@ def test_the_pages_are_clean_for_mandoc_and_whatis_can_read_their_names(pages):
     assert len([line for line in names.stdout.splitlines() if " - " in line]) == len(paths)
 
 
-def test_a_source_date_makes_the_pages_the_same_each_time(pages, tmp_path):
-    built("build-man", tmp_path, SOURCE_DATE_EPOCH="86400", GPUGUARD_DIR="/elsewhere")
-
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        path.name: path.read_text() for path in pages.iterdir()
-    }
-    assert "1970-01-02" in (tmp_path / "gpuguard.1").read_text()
-
-
 def test_the_completions_lie_where_each_shell_looks_for_them(tmp_path):
     built("build-completions", tmp_path, PYTHON=sys.executable)
 
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {paths[0] for paths in SHELLS.values()}
-
-
-@pytest.mark.parametrize("script", ["build-man", "build-completions"])
-def test_a_script_without_a_directory_says_how_it_is_called(script):
-    done = subprocess.run([ROOT / "scripts" / script], env=PLAIN, capture_output=True, text=True, check=False)
-
-    assert (done.returncode, done.stderr) == (2, f"usage: scripts/{script} DIRECTORY\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import unicodedata
 from dataclasses import replace
 from string import Formatter
 
@@ -12,6 +11,7 @@ from builders import a_claim_record, a_device, a_process, a_snapshot
 from endpoints import HOSTILE, a_message, a_verdict
 from hypothesis import given
 from hypothesis import strategies as st
+from test_text import faults
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Subject, Verdict
@@ -163,26 +163,10 @@ def test_what_strangers_wrote_is_text_and_nothing_more_in_every_field(hostile):
 
     lines = message.body.split("\n")
     assert [line.partition("=")[0] for line in lines[:-1]] == sorted(NAMES), "no line was broken"
-    assert harm(message.body.replace("\n", "")) == []
-    assert harm(message.subject + message.line + "".join(str(value) for _, value in message.facts)) == []
+    assert faults(message.body.replace("\n", "")) == []
+    assert faults(message.subject + message.line + "".join(str(value) for _, value in message.facts)) == []
     if "$" in hostile:
         assert f"why={hostile}" in lines, "not filled in a second time"
-
-
-@given(st.text(st.characters(), max_size=60))
-def test_no_text_at_all_breaks_a_subject(text):
-    verdict = a_verdict(a_process(user=text, command=(text,)), why=text)
-
-    assert harm(message_for(verdict, a_snapshot(a_device(3), host=text)).subject) == []
-
-
-def harm(text: str) -> list[str]:
-    bad = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-    return [character for character in text if unicodedata.category(character) in bad]
-
-
-def test_the_checker_of_harm_sees_harm():
-    assert harm("a\n\x1b\u202e") == ["\n", "\x1b", "\u202e"]
 
 
 def test_a_long_command_line_does_not_make_a_long_message():
@@ -190,16 +174,6 @@ def test_a_long_command_line_does_not_make_a_long_message():
 
     assert len(message.body) < 3000
     assert len(message.subject) <= LONGEST_SUBJECT
-
-
-def test_several_processes_stand_under_each_other():
-    processes = tuple(a_process(pid=pid) for pid in range(100, 110))
-    finding = Finding("idle", Subject("user", uid=1001, user="alice"), "idle", processes)
-    body = message_for(Verdict("p", finding, "notify", 0, 9_000.0), a_node()).body
-
-    lines = [line for line in body.split("\n") if "pid 10" in line]
-    assert len({line.index("pid 10") for line in lines}) == 1
-    assert "and 5 more" in body
 
 
 def test_joined_messages_count_all_and_list_the_first_ones():

@@ -7,8 +7,6 @@ import re
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -21,7 +19,6 @@ from fake_nvml import FakeNvml
 from nodes import GIB, Gpuguard, a_user, eventually, until
 from queues import a_ticket
 from test_metrics import read, the_one
-from wrapped import content
 
 from gpuguard.metrics import facts
 from gpuguard.metrics.facts import DaemonFacts, EventCounter, RareFields
@@ -74,17 +71,6 @@ def test_the_file_for_node_exporter_is_whole_and_readable_for_all(gpuguard, text
     assert the_one(read((textfile / "gpuguard.prom").read_text()), "gpuguard_devices") == 2
 
 
-def test_a_planted_link_is_replaced_and_a_directory_in_the_way_keeps_no_page_from_it(gpuguard, textfile, tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    (textfile / "gpuguard.prom").symlink_to(victim)
-    (textfile / "gpuguard.prom.0123456789abcdef.new").mkdir()
-
-    assert gpuguard("metrics", "--textfile", str(textfile)).returncode == 0
-    assert victim.read_text() == "mine"
-    assert (textfile / "gpuguard.prom").is_file() and not (textfile / "gpuguard.prom").is_symlink()
-
-
 @contextmanager
 def running(process):
     """A command that goes on until the block has ended; what it says then is in the list that comes back."""
@@ -118,27 +104,6 @@ def test_a_disk_without_room_is_said_once_and_may_pass(gpuguard, textfile, tmp_p
         assert eventually((textfile / "gpuguard.prom").exists)
 
     assert said == [""]
-
-
-NO_FILES_ONCE = """
-import errno, os, sys
-from gpuguard.backends import spawn
-from gpuguard.cli import main
-real = spawn.start_worker
-def fails(*words):
-    spawn.start_worker = real
-    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-spawn.start_worker = fails
-main(sys.argv[1:])
-"""
-
-
-def test_a_machine_without_files_at_the_start_is_said_and_may_pass(gpuguard, tmp_path):
-    words = [sys.executable, "-c", NO_FILES_ONCE, "metrics", "--textfile", str(tmp_path), "--every", "1s"]
-    with running(subprocess.Popen(words, env=gpuguard.environment, stderr=subprocess.PIPE, text=True)) as said:
-        assert eventually(lambda: "gpuguard_driver_up 1" in content(tmp_path / "gpuguard.prom"))
-
-    assert (said[0].count("\n"), "see `ulimit -n`" in said[0]) == (1, True)
 
 
 def test_a_driver_that_goes_away_while_we_serve_takes_its_numbers_along(gpuguard, tmp_path):
@@ -225,17 +190,6 @@ def test_a_log_that_cannot_be_written_is_counted(tmp_path):
         with a_user(daemon.node, "0", 10 * GIB):
             assert eventually(lambda: the_one(page_of(daemon), "gpuguard_audit_failures_total") > 0)
         daemon.log.rmdir()
-
-
-def test_silent_connections_do_not_hold_up_the_guard(tmp_path):
-    with a_daemon(tmp_path, POLICY, "--metrics", "127.0.0.1:0") as daemon:
-        host, _, port = target_of(daemon).rpartition(":")
-        silent = [socket.create_connection((host, int(port)), 10) for _ in range(50)]
-        with a_user(daemon.node, "0", 10 * GIB):
-            daemon.until("log")
-        assert daemon.end() == 0
-        for connection in silent:
-            connection.close()
 
 
 def test_without_the_option_nothing_listens_and_no_clocks_are_read(tmp_path):

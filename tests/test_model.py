@@ -13,7 +13,6 @@ import pickle
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 from html.parser import HTMLParser
 
 import pytest
@@ -24,7 +23,6 @@ from hypothesis import strategies as st
 from gpuguard import cli, errors, model
 from gpuguard.claims.claim import Claim, Lock
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, EXIT_NOT_NOW, EXIT_RUN_FAILED, EXIT_TIMEOUT, EXIT_USAGE, exit_code
-from gpuguard.cli.notebook import NotebookClaim, _card
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.model import ALL_FIELDS, VERIFY_FIELDS, WHO_FIELDS, ClaimRecord, Device, Gap, GpuProcess
 from gpuguard.units import (
@@ -218,18 +216,6 @@ def test_every_error_has_an_exit_code_for_every_kind_of_command(name):
     assert (exit_code("run", error), exit_code("who", error)) == (run, usual)
 
 
-def test_too_few_descriptors_are_told_as_such():
-    def limited(most: int) -> subprocess.CompletedProcess[str]:
-        code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most}))\n"
-        words = "from gpuguard.cli import main; import sys; sys.exit(main(['select']))"
-        return subprocess.run([sys.executable, "-c", code + words], capture_output=True, text=True, check=False)
-
-    assert [limited(most).stderr for most in (6, 7)] == [
-        f"gpuguard: no more than {most} files may be open here, which is too few: see `ulimit -n`, and raise it.\n"
-        for most in (6, 7)
-    ]
-
-
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -314,16 +300,6 @@ def test_a_claim_of_this_process_is_a_table_of_its_devices_as_programs_in_it_cou
     assert [tag for tag, _ in read.tags].count("tr") == 3 and {tag for tag, _ in read.tags} <= TAGS
     for word in ("claim 1f2e", "in this process", claim[0].uuid, claim[1].uuid, "<img", "n/a"):
         assert word in read.words
-
-
-def test_a_model_that_nobody_asked_for_is_left_out_of_the_line_of_a_notebook():
-    known, unread = (
-        _card(NotebookClaim(Claim("1f2e", (a_device(name=name),), (NO_LOCK,)), (), {"backend": None}, nullcontext()))[0]
-        for name in ("NVIDIA T4", None)
-    )
-
-    assert known == "GPU 0 · NVIDIA T4 · claim 1f2e · until the kernel ends"
-    assert unread == "GPU 0 · claim 1f2e · until the kernel ends"
 
 
 def test_a_share_shows_its_part_and_a_claim_that_was_given_back_says_so():
