@@ -369,3 +369,9 @@ def test_it_refuses_exactly_the_hidden_nodes(wanted, major, minor):
     assert executed(code, CHARACTER, major, minor) == (not wanted.hides(major, minor))
     assert executed(code, CHARACTER, major, minor, MAKE) == (not wanted.hides(major, minor))
     assert executed(code, BLOCK, major, minor) == 1
+
+
+def test_the_filter_of_other_nodes_is_found():
+    code = filter_program(Nodes(frozenset({1})).rules())
+
+    assert [minor for minor in range(9) if executed(code, CHARACTER, 195, minor)] == [1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -67,6 +68,13 @@ def test_nothing_that_0_1_promised_is_gone(kind: str) -> None:
 
     assert len(before) > 3
     assert sorted(set(before) - set(now)) == []
+
+
+def test_names_that_are_gone_are_seen(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    (tmp_path / "docs" / "cli.md").write_text("")
+
+    assert names_in(tmp_path)["options"] == [] != names_in(ROOT)["options"]
 
 
 if __name__ == "__main__":

@@ -296,6 +296,13 @@ def test_a_list_is_what_the_binding_answers_whatever_the_code_of_the_driver(tmp_
     assert len(asked) >= 3
 
 
+def test_the_comparison_notices_a_list_that_differs(fake: FakeNvml) -> None:
+    fake.add_process(0, os.getpid(), GIB)
+    planted = f"{COMPARED}\nby_the_binding = lambda name: ([], 0)\nanswer = list(different(names, (0,)))"
+
+    assert answer_of(fake, planted) != []
+
+
 DEVICES = 8
 BOTH_WAYS = """
 from dataclasses import replace
