@@ -50,7 +50,7 @@ from gpuguard.model import (
     Snapshot,
 )
 from gpuguard.request import ANY_MEMORY, Request, fields_needed, fields_to_verify
-from gpuguard.select import Choice, choose, claimed_by, not_enough, possible, possible_desktops, waiting_error
+from gpuguard.select import Choice, choose, claimed_by, not_enough, unread_devices, waiting_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -131,7 +131,6 @@ class Allocator:
         self.outer = outer_claim(directory, environ)
         self._queued: WaitingRequest | None = None  # as soon as a request waits
         self._deadline: float | None = None  # monotonic
-        self._extra_fields: frozenset[str] = frozenset()
 
     def acquire(self, wait: float | None = 0.0) -> Claim:
         """Claim devices, all or none, and write the record of the claim; nothing is held while waiting.
@@ -164,38 +163,46 @@ class Allocator:
     def preview(self, *, with_reasons: bool = False) -> tuple[Snapshot, Choice]:
         """What acquire() would take now for the first request, without taking it.
 
-        The winners alone are read a second time, with their health.
+        The winners alone are read a second time, with their health; the others, too, where there are too few.
 
         Args:
-            with_reasons: read of each device all that reasons are made of: users and commands, health and model.
-                Nothing else, because what is read can decide between equal devices, and acquire() must choose the same.
+            with_reasons: read of each device all that reasons are made of, then: users and commands, health and model.
 
         Raises:
             ClaimError: the daemon alone gives the locks, and there is none.
         """
-        if with_reasons:
-            self._extra_fields = frozenset({HEALTH, MODEL, PROCESSES, PROCESS_DETAILS})
         if self.directory.closed and self.outer is None:
             from gpuguard.daemon.broker_client import refuse_without_daemon  # only where the daemon gives the locks
 
             refuse_without_daemon(self.directory)
         is_reserved = self.outer is None and has_queue(self.directory, ("reserve.",))
         (request, *_), snapshot = self._sample_all(list_processes=is_reserved)
-        claims, taken = self._claims_against(request, snapshot)
-        taken |= self._restricted(snapshot)
+        reserved: dict[str, str] = {}
         if is_reserved:
             from gpuguard.queue.reasons import reserved_for_others  # over 10 ms
 
-            taken |= reserved_for_others(self.backend, self.directory, snapshot, request)
+            reserved = reserved_for_others(self.backend, self.directory, snapshot, request)
+        claims, claimed = self._claims_against(request, snapshot)
+        taken = reserved | claimed | self._restricted(snapshot)
         verified: set[str] = set()
         while True:
             choice = choose(snapshot, request, taken, self._sharing(request, snapshot, claims))
-            unread = [device.uuid for device in choice.devices if device.uuid not in verified]
-            unread = unread or (possible_desktops(snapshot, choice) if not choice.devices else [])
-            if not unread:
-                return replace(snapshot, claims=claims), choice
-            snapshot = self._verify(request, snapshot, unread, taken)
-            verified.update(unread)
+            unread = {device.uuid for device in choice.devices} or unread_devices(snapshot, taken)
+            if unread <= verified:
+                break
+            known = len(snapshot.devices)
+            snapshot = self._verify(request, snapshot, sorted(unread - verified), taken)
+            if len(snapshot.devices) > known:  # a device turned out to be divided, and its instances may be claimed
+                claims, claimed = self._claims_against(request, snapshot)
+                taken = {**claimed, **taken}
+            verified |= unread
+        if not with_reasons:
+            return replace(snapshot, claims=claims), choice
+        snapshot, explained = self._explained(request, snapshot, taken)
+        # What is read more can decide between devices: it would take those that it has found with less.
+        found = {device.uuid: device for device in explained.eligible}
+        chosen = tuple(found[device.uuid] for device in choice.devices if device.uuid in found)
+        return snapshot, replace(explained, devices=chosen if len(chosen) >= request.num_gpus else explained.devices)
 
     def lock_best(
         self,
@@ -238,23 +245,24 @@ class Allocator:
             if claim is None:
                 unlock([lock for locks in held.values() for lock in locks])
 
-    def why_not(
-        self, request: Request, snapshot: Snapshot, taken: Mapping[str, str], *, read_claimed: bool = False
-    ) -> NotEnoughGpus:
-        """The error with all reasons; *read_claimed* reads what is claimed too, to find out whether it is for ever."""
-        claims, others = self._claims_against(request, snapshot)
-        taken = {**taken, **others, **self._restricted(snapshot)}
-        unclaimed = [device.uuid for device in snapshot.devices if read_claimed or device.uuid not in taken]
-        sharing = self._sharing(request, snapshot, claims)
-        if unclaimed:
-            # Whether it can ever be met depends on their health, and the reason on who uses them.
-            details = VERIFY_FIELDS | fields_needed(request) | {PROCESSES, PROCESS_DETAILS, HEALTH}
-            snapshot = snapshot.updated(self.backend.sample(details, unclaimed))
-            request = self._lockable(request, snapshot)
-        choice = choose(snapshot, request, taken, sharing)
-        if not read_claimed and len(possible(choice).devices) < request.num_gpus:
-            return self.why_not(request, snapshot, taken, read_claimed=True)
+    def why_not(self, request: Request, snapshot: Snapshot, taken: Mapping[str, str]) -> NotEnoughGpus:
+        """The error with all reasons."""
+        snapshot, choice = self._explained(request, snapshot, taken)
         return not_enough(snapshot, request, choice)
+
+    def _explained(self, request: Request, snapshot: Snapshot, taken: Mapping[str, str]) -> tuple[Snapshot, Choice]:
+        """*snapshot* with its claims and with all that reasons are made of, and the choice on it."""
+        # Whether it can ever be met depends on the health of all, claimed or not; the reason on who uses them.
+        details = VERIFY_FIELDS | fields_needed(request) | {PROCESSES, PROCESS_DETAILS, HEALTH, MODEL}
+        snapshot = snapshot.updated(self.backend.sample(details))
+        request = self._lockable(request, snapshot)
+        claims, claimed = self._claims_against(request, snapshot)
+        # An instance whose lock could not be had has been claimed with its whole GPU.
+        lost = {device.uuid for device in snapshot.devices if device.parent_uuid in claimed}
+        taken = {uuid: why for uuid, why in taken.items() if why != _JUST_NOW or uuid not in lost}
+        taken |= claimed | self._restricted(snapshot)
+        choice = choose(snapshot, request, taken, self._sharing(request, snapshot, claims))
+        return replace(snapshot, claims=claims), choice
 
     def _wait_for_claim(self, *, may_wait: bool) -> Claim:
         """The claim, as soon as it can be had; joins the queue once it is known that a request waits."""
@@ -293,8 +301,9 @@ class Allocator:
     ) -> NotEnoughGpus:
         if answer and answer.is_later and self._queued and self._queued.waiter:
             return answer.explained(waiting_error(requests[0].num_gpus))
-        surely = answer is not None and answer.is_impossible
-        errors = [self.why_not(request, snapshot, taken, read_claimed=surely) for request in requests]
+        if answer and answer.startable and self._queued:  # planned on what has just turned out to be of no use
+            answer = self._queued.check(snapshot, requests)
+        errors = [self.why_not(request, snapshot, taken) for request in requests]
         error = next((error for error in errors if not isinstance(error, ImpossibleRequest)), errors[0])
         return answer.explained(error) if answer else error
 
@@ -310,9 +319,10 @@ class Allocator:
             choice = choose(snapshot, request, taken, sharing)
             devices = choice.devices
             if not devices:
-                if not (desktops := possible_desktops(snapshot, choice)):
+                if not (unread := unread_devices(snapshot, taken) - verified):
                     return None
-                snapshot = self._verify(request, snapshot, desktops, taken)
+                snapshot = self._verify(request, snapshot, sorted(unread), taken)
+                verified |= unread
                 continue
             wanted = {device.uuid for device in devices}
             for uuid in held.keys() - wanted:
@@ -413,14 +423,17 @@ class Allocator:
         return replace(request, within=left, within_reason="; ".join(filter(None, reasons)))
 
     def _fields_of(self, requests: Sequence[Request]) -> frozenset[str]:
-        return self._extra_fields.union(*(fields_needed(request) for request in requests))
+        return frozenset().union(*(fields_needed(request) for request in requests))
 
     def _verify(self, request: Request, snapshot: Snapshot, uuids: Sequence[str], taken: dict[str, str]) -> Snapshot:
         """*snapshot* with a fresh look at the winners; one that is not shown any more counts as taken."""
-        fresh = self.backend.sample(fields_to_verify(request) | self._extra_fields, uuids)
+        fresh = self.backend.sample(fields_to_verify(request), uuids)
         for uuid in set(uuids) - {device.uuid for device in fresh.devices}:
             taken[uuid] = "the driver does not show it any more"
-        return snapshot.updated(fresh)
+        updated = snapshot.updated(fresh)
+        if len(updated.devices) > len(snapshot.devices):  # instances that were not seen before
+            taken.update(self._restricted(updated))
+        return updated
 
     def _claims_against(self, request: Request, snapshot: Snapshot) -> tuple[tuple[ClaimRecord, ...], dict[str, str]]:
         """The living claims, and uuid -> which one is in the way: of a share no other share is."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from gpuguard.device_state import device_title, idle_limit
 from gpuguard.eligibility import (
-    MEMORY_IN_USE,
     MIG_SET,
     OUTER,
     Refusal,
@@ -92,16 +91,19 @@ def choose(
     )
 
 
-def possible_desktops(snapshot: Snapshot, choice: Choice) -> list[str]:
-    """The uuids of devices that only the memory in use speaks against, while nothing has told whose that is.
+def unread_devices(snapshot: Snapshot, taken: Mapping[str, str]) -> set[str]:
+    """The uuids of devices of which it is not known yet who computes there, or whether they are divided.
 
-    A visible desktop may have it, which does not keep jobs away: their processes tell.
+    A visible desktop may have the memory in use, which does not keep jobs away; and of a divided GPU that is busy an
+    instance may be free.
     """
     told = {gap.device for gap in snapshot.gaps if gap.field == "processes"}
-    for_memory = [
-        refusal.device for refusal in choice.refused if {reason.option for reason in refusal.reasons} == {MEMORY_IN_USE}
-    ]
-    return [device.uuid for device in for_memory if device.processes is None and device.uuid not in told]
+    return {
+        device.uuid
+        for device in snapshot.devices
+        if device.uuid not in taken
+        and (device.problems is None or (device.processes is None and device.uuid not in told))
+    }
 
 
 def possible(choice: Choice) -> Choice:

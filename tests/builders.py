@@ -166,19 +166,22 @@ class Machine:
 
 
 class Reticent(Machine):
-    """A machine that tells what it is asked for and no more, as drivers do."""
+    """A machine that tells what it is asked for and no more, as drivers do; MIG instances show where health is read."""
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        if any(uuid.startswith("MIG-") for uuid in devices or ()):
+            fields = {*fields, model.HEALTH}
         snapshot = super().sample(fields, devices)
-        silent = [device.uuid for device in snapshot.devices if device.processes is None and model.PROCESSES in fields]
-        told = tuple(self._told(device, fields) for device in snapshot.devices)
+        shown = [device for device in snapshot.devices if model.HEALTH in fields or device.parent_uuid is None]
+        silent = [device.uuid for device in shown if device.processes is None and model.PROCESSES in fields]
+        told = tuple(self._told(device, fields) for device in shown)
         return replace(snapshot, devices=told, gaps=tuple(Gap(uuid, "processes", "not told") for uuid in silent))
 
     def _told(self, device: Device, fields: Collection[str]) -> Device:
         idle = device.memory_used is None or device.memory_used < model.BUSY_MEMORY
         if model.PROCESSES not in fields and not (model.IDLE_PROCESSES in fields and idle):
             device = replace(device, processes=None, processes_plausible=True)
-        return device if model.HEALTH in fields else replace(device, problems=None, compute_mode=None)
+        return device if model.HEALTH in fields else replace(device, problems=None, compute_mode=None, mig_mode=None)
 
 
 class Scripted:

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 from dataclasses import replace
 
 import pytest
-from builders import GIB, MIB, Machine, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
-from claiming import acquire, preview
+from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 from fake_nvml import NOT_SUPPORTED, FakeNvml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvml_child import gaps_of, sampled
 
-from gpuguard.claims.directory import lock_directory
 from gpuguard.eligibility import UNSHARED, Sharing
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
-from gpuguard.lock import Allocator
 from gpuguard.model import Gap
 from gpuguard.queue.state import QueueFacts, fit
 from gpuguard.request import ANY_MEMORY, Request, spelled
 from gpuguard.select import choose, instances_note, not_enough, waiting_error
-from gpuguard.views.explain import NEVER, START, WAIT, outcome
 
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3 * 3600 - 12 * 60)
 
@@ -497,45 +492,3 @@ def test_a_driver_that_never_tells_memory_can_still_have_a_list_that_is_believed
     fake.add_process(0, os.getpid(), GIB)
 
     assert sampled(fake, "WHO_FIELDS").devices[0].processes_plausible
-
-
-def test_run_explain_select_and_the_queue_agree_on_random_machines(tmp_path):
-    """Whether a request starts, waits or can never be met, on which devices, and for which first reasons."""
-    dice = random.Random(26)
-    directory = lock_directory(str(tmp_path / "locks"))
-    outcomes = set()
-    for _ in range(300):
-        machine = Machine(*(_a_random_device(dice, index) for index in range(dice.randrange(1, 5))))
-        request = Request(
-            num_gpus=dice.randrange(1, 4),
-            min_free=dice.choice((None, None, 20 * GIB, 90 * GIB)),
-            max_util=dice.choice((None, None, 10.0)),
-            models=dice.choice(((), (), ("H100",), ("A100*",))),
-        )
-        snapshot, explained = Allocator(machine, directory, [request]).preview(with_reasons=True)
-        _, selected = preview(machine, request, directory, {})
-        planned = fit(snapshot, request, QueueFacts())
-        try:
-            with acquire(machine, request, directory, environ={}) as claim:
-                said, taken, first = START, claim.devices, None
-        except NotEnoughGpus as error:
-            said, taken, first = (NEVER if isinstance(error, ImpossibleRequest) else WAIT), (), str(error)
-        outcomes.add(said)
-
-        assert outcome(snapshot, request, explained) == said
-        assert [d.uuid for d in explained.devices] == [d.uuid for d in selected.devices] == [d.uuid for d in taken]
-        assert (len(planned.open) >= request.num_gpus) == (said == START)
-        assert (len(planned.eligible) >= request.num_gpus) == (said != NEVER)
-        assert first is None or first == str(not_enough(snapshot, request, explained))
-    assert outcomes == {START, WAIT, NEVER}
-
-
-def _a_random_device(dice, index):
-    return a_device(
-        index,
-        name=dice.choice(("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")),
-        memory_used=dice.choice((0, 0, 0, 3 * MIB, 30 * GIB, None)),
-        utilization=dice.choice((0.0, 0.0, 50.0, None)),
-        processes=dice.choice(((), (), (BOB,))),
-        problems=dice.choice(((), (), (), ("lost",), ("unresponsive",))),
-    )

@@ -6,6 +6,7 @@ Skipped, and said so at the end, where one of the two is missing: `apt-get insta
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -16,7 +17,11 @@ from typing import Any
 import pytest
 from nodes import Gpuguard, until
 from proc import free_port
-from web_pages import a_busy_node, a_page, a_server
+from random_machines import a_random_machine
+from web_pages import a_busy_node, a_page, a_server, ask
+
+from gpuguard.device_state import uses
+from gpuguard.views import who
 
 for needed in ("starlette", "uvicorn", "playwright"):
     pytest.importorskip(needed, reason=f"NOT TESTED in a browser: needs {needed}")
@@ -204,3 +209,19 @@ def test_events_are_a_table_with_the_number_of_the_gpu_and_words_for_people(tmp_
     assert newest[3] == "release ended"
     assert newest[1] in ("0", "1", "2", "3")
     assert "exit status 0" in newest[4] and "wall time" in newest[4] and "joules" not in newest[4]
+
+
+def test_the_page_shows_the_states_that_who_tells(tmp_path, browser):
+    with a_page(a_node(tmp_path)) as port, a_tab(browser, port) as tab:
+        seen = json.loads(ask(port, "/api/now")[1])
+        for seed in range(20):
+            snapshot, stats = a_random_machine(seed)
+            told = who.to_json(snapshot, uses(snapshot, stats))
+            frame = json.dumps({**seen, "devices": told["devices"], "users": told["users"]})
+            event = {"body": f"data: {frame}\n\n", "content_type": "text/event-stream"}
+            tab.route("**/api/stream", lambda route, event=event: route.fulfill(**event))
+            tab.reload()
+            tab.wait_for_selector(".card .state")
+
+            shown = tab.evaluate("[...document.querySelectorAll('.card .state')].map(state => state.className)")
+            assert shown == [f"state {device['exact_state']}" for device in told["devices"]]

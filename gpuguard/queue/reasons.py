@@ -11,11 +11,11 @@ from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.device_state import device_title
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import ClaimRecord, Snapshot
+from gpuguard.model import HEALTH, MEMORY, PROCESSES, ClaimRecord, Snapshot
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import QueueRules, Ticket
-from gpuguard.queue.reservations import ReservationCalendar, clock_text, with_reserved_instances
+from gpuguard.queue.reservations import ReservationCalendar, clock_text
 from gpuguard.queue.state import QueueFacts, QueueState, choose_for, expected_end, kept_from, read_queue_facts
 from gpuguard.queue.tickets import new_ticket
 from gpuguard.request import Request
@@ -54,7 +54,8 @@ def reserved_for_others(
     backend: Backend, directory: LockDirectory, snapshot: Snapshot, request: Request
 ) -> dict[str, str]:
     """uuid -> for which user it is reserved, of the devices that this user could not have now in an empty queue."""
-    snapshot = with_reserved_instances(backend, directory, snapshot)
+    # With the health of all: a reservation that seems to have room on a broken device needs another one.
+    snapshot = snapshot.updated(backend.sample({MEMORY, PROCESSES, HEALTH}))
     facts = read_queue_facts(directory, snapshot, QueueRules(fair_share=False))
     ticket = new_ticket([request])
     kept = kept_from(snapshot, facts, ticket)

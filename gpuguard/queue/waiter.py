@@ -106,8 +106,14 @@ class WaitingRequest:
         """Whether it may start now, by its own sample; any of *requests* will do."""
         mine = self.waiter.ticket if self.waiter else self._ticket(requests)
         answer = self._check(snapshot, requests, mine)
-        if self._could_start or (self._was_woken and not answer.startable):
-            answer = self._check(self._with_health(snapshot), requests, mine)
+        needed = _fields_of(answer.queue)
+        # Before it joins the queue, too: on a GPU that is divided a request may start although the whole is busy.
+        is_unsure = self._was_woken or self.waiter is None
+        # Without what requests before it need to know of a device, they would be passed; and a reservation that seems
+        # to have room on a broken or a divided device would lose its own.
+        is_blind = not needed <= _fields_of_all(requests) or bool(answer.queue.facts.reservations)
+        if self._could_start or (is_blind if answer.startable else is_unsure):
+            answer = self._check(self._with_health(snapshot, needed), requests, mine)
         self._could_start, self._was_woken = bool(answer.startable), False
         # A user who has to wait for their own reservation has come, too.
         self._reservations = answer.queue.facts.reservations
@@ -119,10 +125,10 @@ class WaitingRequest:
         queue = read_queue(self._directory, snapshot, mine, rules=self._rules)
         return QueueAnswer(queue, queue.of(mine.id), tuple(requests))
 
-    def _with_health(self, snapshot: Snapshot) -> Snapshot:
+    def _with_health(self, snapshot: Snapshot, needed: frozenset[str]) -> Snapshot:
         """With the health of all devices: a start that failed may have been planned on a broken one."""
         try:
-            return snapshot.updated(self._backend.sample({PROCESSES, *VERIFY_FIELDS}))
+            return snapshot.updated(self._backend.sample({PROCESSES, *VERIFY_FIELDS, *needed}))
         except BackendError:
             return snapshot
 
@@ -180,16 +186,23 @@ class WaitingRequest:
             try:
                 snapshot = self._backend.sample(self._fields)
                 if with_health:
-                    snapshot = self._with_health(snapshot)
+                    snapshot = self._with_health(snapshot, self._fields)
                 snapshot = with_reserved_instances(self._backend, self._directory, snapshot)
                 queue = read_queue(self._directory, snapshot, rules=self._rules)
             except BackendError:
                 return replace(before, positions=())
-            requests = [request for position in queue.positions for request in position.ticket.requests]
-            needed = frozenset().union(*map(fields_needed, requests))
-            if needed <= self._fields:
+            if (needed := _fields_of(queue)) <= self._fields:
                 return queue
             self._fields |= needed
+
+
+def _fields_of(queue: QueueState) -> frozenset[str]:
+    """The field groups that are needed to plan all requests of *queue*."""
+    return _fields_of_all([request for position in queue.positions for request in position.ticket.requests])
+
+
+def _fields_of_all(requests: Sequence[Request]) -> frozenset[str]:
+    return frozenset().union(*map(fields_needed, requests))
 
 
 @dataclass(frozen=True)
@@ -212,11 +225,6 @@ class QueueAnswer:
     def is_later(self) -> bool:
         """Whether the driver need not be read: another request starts first."""
         return not self.position.now and self.position.request is not None
-
-    @property
-    def is_impossible(self) -> bool:
-        """Whether it can never start, as the queue has it."""
-        return self.position.request is None and self.position.ticket.after is None
 
     @property
     def kept(self) -> dict[str, str]:
