@@ -226,6 +226,7 @@ def _a_request(dice: random.Random, devices: tuple[Device, ...]) -> Request:
         "strategy": some("pack", "first"),
         "tolerance": some(0, 2 * GIB),
         "models": some(("H100",), ("A100*",)),
+        "allow_mig_set": some(True, often=0.5),
         "mine_as_free": some(frozenset({os.getuid()})),
         "slots": some(2, 3) if memory else None,
         "memory": memory,
@@ -310,13 +311,13 @@ def check(site: Site, seed: int) -> str:
             "run": lambda: wait_for_claim(args, driver, site.directory, [request], JobDetails(), 0.0),
             "grab_gpus": lambda: gpuguard.claim(**conditions),
         }
-        for name, way in ways.items():  # "in line": a run says where it would stand, if there is a queue
+        for name, way in ways.items():  # "in the queue": a run says where it would stand, if there is one
             said, devices, found, errors = claimed(way)
             assert (said, devices) == (outcome, chosen), (name, said, devices, errors, against)
             if said == WAIT:
                 assert ageless(found) == first, (name, ageless(found), first)
             assert not found or all(ageless(text) in against[uuid] for uuid, text in found.items()), (name, found)
-            assert "in line" in "".join(errors[:1]) or errors[:1] == lines[:1], (name, errors, lines)
+            assert "in the queue" in "".join(errors[:1]) or errors[:1] == lines[:1], (name, errors, lines)
         if "GPUGUARD_CLAIM" not in os.environ and outcome != INVALID:
             position = queued(site, driver, request)
             says = START if position["starts_now"] else NEVER if "no devices" in position["why"] else WAIT

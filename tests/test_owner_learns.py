@@ -5,19 +5,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from brokered import Brokered
+from chances import NUMBER, luck, often
 from daemons import PASSWD, with_names
 from endpoints import a_web_server
-from nodes import GIB, eventually
+from nodes import GIB, eventually, until
+from proc import born_with
 from users import an_open_place
+
+from gpuguard.daemon.requests import FIELDS
 
 pytestmark = pytest.mark.root
 
@@ -63,15 +70,18 @@ ALICE, BOB = User(20001), User(20002)
 
 
 class GuardedMachine(Brokered):
-    """A machine whose daemon enforces POLICY, in a place where ALICE and BOB have names."""
+    """A machine whose daemon enforces *policy*, in a place where ALICE and BOB have names."""
+
+    policy = POLICY
+    interpreted = ("-m", "gpuguard")
 
     def start_daemon(self, *, ready: bool = True) -> None:
         policy = self.place / "policy.yaml"
-        policy.write_text(POLICY)
+        policy.write_text(self.policy)
         policy.chmod(0o600)
         another = PASSWD.replace("somebody", "another", 1).replace("20001", "20002")
         log = str(self.place / "events.jsonl")
-        words = [*with_names(self.place / "passwd", PASSWD + another), self.python_path, "-m", "gpuguard", "daemon"]
+        words = [*with_names(self.place / "passwd", PASSWD + another), self.python_path, *self.interpreted, "daemon"]
         words += ["--interval", "200ms", "--events", log, "--policy", str(policy), "--enforce"]
         environment = {name: value for name, value in self.environment.items() if name != "PYTHONPATH"}
         with (self.place / "said").open("a") as said:
@@ -183,3 +193,196 @@ def test_no_request_tells_a_user_what_the_daemon_did_to_another_one(machine):
 
     assert told[0] == "{'events': []}"
     assert len(told) == len(forged) and all(answer.startswith("refused: events has no field") for answer in told[1:])
+
+
+def a_random_message(dice: random.Random, pid: int, claim: str) -> dict[str, Any]:
+    """A request of any kind with fields of any kind, mostly about ALICE."""
+    kinds = [kind for kind in FIELDS if kind not in ("reload", "claims")]
+    values = (20001, "20001", "somebody", 0, -1, 20002, None, [20001], pid, str(pid), claim, "all", "0", True, 1e9, "*")
+    names = ("uid", "user", "claim", "device", "reason", "for_seconds", "end", "pid", "policy", "since")
+    known = tuple(FIELDS[kind := dice.choice(kinds)])
+    return {"do": kind, **{dice.choice(known or names): dice.choice(values) for _ in range(dice.randrange(4))}}
+
+
+def test_no_random_request_tells_a_user_what_a_policy_has_against_another_one(machine):
+    deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {JOB.strip()}"
+    with machine.runs(ALICE, *machine.words("run", "--", machine.python_path, "-c", deaf)):
+        assert eventually(lambda: "terminate  about to" in machine.said()), machine.said()
+        [claim] = machine.claims(None)
+        dice = luck("requests")
+        asked = [json.dumps(a_random_message(dice, claim["pid"], claim["id"])) for _ in range(often(1200))]
+        told = {user: machine.python(user, ASK, *asked) for user in (ALICE, BOB)}
+
+    secret = re.compile(r"hogs|40\.0GiB|'user': 'somebody'")
+    assert secret.search(told[ALICE])
+    assert not secret.search(told[BOB])
+
+
+# Eight jobs at once are more than the guard ends in an hour; 30 s before a SIGKILL, and a Slurm, are left out.
+IN_A_HURRY = """
+import sys
+from gpuguard.clusters import slurm
+from gpuguard.enforcement import limits
+from gpuguard.policies import engine, policy
+limits.SIGNALS_PER_MINUTE = limits.VICTIMS_PER_HOUR = 1000
+limits.KILL_AFTER = engine.KILL_AFTER = policy.KILL_AFTER = 0.2
+slurm.job_of, slurm.against_cancelling, slurm.cancel = lambda pids: "12", lambda *_: None, lambda job: None
+from gpuguard.cli import main
+main(sys.argv[1:])
+"""
+# Deaf to SIGTERM, so that it is there to be told; in a pid namespace, too, it has the number by which others know it.
+ANY_JOB = """
+import os, signal, sys, time
+os.getpid = lambda: int(os.readlink("/proc/self"))
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGWINCH, lambda *_: None)
+what, device = sys.argv[1:]
+if device == "grab":
+    import gpuguard
+    claim = gpuguard.grab_gpus(1)
+elif device:
+    os.environ["CUDA_VISIBLE_DEVICES"] = device
+if what == "computes":
+    from gpuguard.backends import simulated
+    simulated.use(None, 40 * 2**30, 50.0, spec=os.environ["GPUGUARD_BACKEND"].partition(":")[2])
+print("uses", os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+time.sleep(600)
+"""
+KERNEL = "import subprocess, sys; subprocess.run(sys.argv[1:], start_new_session=True, stdin=subprocess.PIPE)"
+# How each job is started, and on which device; those without a claim take one that no other job chooses.
+STARTS = {
+    "setsid": ("setsid --wait", "0"),
+    "cron": ("sh -c '\"$@\"' sh", "1"),
+    "container": ("unshare --pid --fork setpriv --reuid=20001 --regid=20001 --clear-groups", "2"),
+    "notebook": (f"PYTHON -c '{KERNEL}'", "grab"),
+    "terminal": ("script -qefc", ""),
+    "nohup": ("nohup PYTHON -m gpuguard run --", ""),
+    "service": ("setsid --fork PYTHON -m gpuguard run --", ""),
+    "exec": ("PYTHON -m gpuguard run --exec --", ""),
+}
+LATER = "{after: 1h, do: terminate}"
+STEPS = {  # an action, and what comes with it
+    "log": f"log, {LATER}",
+    "warn": f"warn, {LATER}",
+    "notify": f"{{do: notify, to: owner}}, {LATER}",
+    "run_hook": f"{{do: run_hook, hook: script}}, {LATER}",
+    "checkpoint": f"{{do: checkpoint, signal: WINCH}}, {LATER}",
+    "terminate": "warn, {after: 200ms, do: terminate}, {after: 1h, do: kill}",
+    "kill": "warn, {after: 200ms, do: terminate}, {after: 400ms, do: kill}",
+    "pause": f"warn, {{after: 200ms, do: pause}}, {LATER}",
+    "resume": f"warn, {{after: 200ms, do: pause}}, {{after: 300ms, do: resume}}, {LATER}",
+    "renice": f"renice, {LATER}",
+    "deny": f"deny, {LATER}",
+    "quarantine": f"quarantine, {LATER}",
+    "cancel": f"warn, {{after: 200ms, do: cancel}}, {LATER}",
+    "release": "warn, {after: 200ms, do: release}, {after: 1h, do: log}",
+}
+MATRIX = """
+version: 1
+mode: enforce
+policies:
+  - {name: hogs, for: 400ms, at_most: {users: 3, processes: 50}, when: {WHEN}, steps: [STEPS]}
+notify:
+  owner: {email: {to: $user@example.org, sendmail: PLACE/sendmail}}
+  script: {hook: {command: [/bin/true]}}
+"""
+# Rule, and numbers; release is about claims under which nothing computes.
+HOGS, UNUSED = ("memory", "uses 40.0GiB of device"), ("idle", "5%")
+
+
+class Jobs(GuardedMachine):
+    """A job of ALICE for each way to start one, and a guard that comes when all of them run."""
+
+    interpreted = ("-c", IN_A_HURRY)
+
+    def __init__(self, place: Path, site: Path, action: str) -> None:
+        super().__init__(place, site, "everybody", "16xH100-80GB")
+        self.action = action
+        self.rule, self.numbers = UNUSED if action == "release" else HOGS
+        when = "idle: {below: 5%}" if action == "release" else "memory: {above: 20GiB}"
+        self.policy = MATRIX.replace("WHEN", when).replace("STEPS", STEPS[action]).replace("PLACE", str(place))
+        (place / "job.py").write_text(ANY_JOB)
+        (place / "sendmail").write_text(f"#!/bin/sh\ncat >> {place}/mails\n")
+        (place / "sendmail").chmod(0o755)
+        self.names = [name for name, (_, device) in STARTS.items() if action != "release" or not device.isdecimal()]
+        self.jobs: dict[str, tuple[int, str]] = {}  # pid, device
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def begin(self) -> None:
+        super().begin()
+        self.started = [
+            self.start_job(name, "rests" if self.action == "release" else "computes") for name in self.names
+        ]
+        for name in self.names:
+            found = until(partial(self.uses, name), name)
+            self.jobs[name] = int(found[1]), found[2]
+
+    def uses(self, name: str) -> re.Match[str] | None:
+        return re.search(r"uses (\d+) (\d+)", self.log(name))
+
+    def log(self, name: str) -> str:
+        return (self.place / f"{name}.log").read_text()
+
+    def start_job(self, name: str, what: str) -> subprocess.Popen[bytes]:
+        words, device = STARTS[name]
+        job = [self.python_path, str(self.place / "job.py"), what, device]
+        if name == "terminal":
+            job = [shlex.join(self.words("run", "--", *job)), "/dev/null"]
+        line = [word.replace("PYTHON", self.python_path) for word in shlex.split(words)]
+        root = {"user": 0, "group": 0} if name == "container" else {}
+        with (self.place / f"{name}.log").open("wb") as out:
+            return subprocess.Popen([*line, *job], stdout=out, stderr=out, **{**self.of(ALICE), **root})
+
+    def close(self) -> None:
+        for pid in {*(job.pid for job in self.started), *born_with(f"GPUGUARD_DIR={self.place}/claims")}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for job in self.started:
+            job.wait()
+        super().close()
+
+    def unaware(self) -> dict[str, str]:
+        """The jobs whose owner does not find policy, rule, numbers and next step yet, and what is missing."""
+        told = json.loads(self.says(ALICE, "keep", "--status", "--json"))
+        events = [line for line in told["recent"] if line["facts"].get("policy") == "hogs"]
+        return {name: missing for name in self.names if (missing := self.missing(name, events, told["standing"]))}
+
+    def missing(self, name: str, events: list[Any], standing: list[Any]) -> str:
+        pid, device = self.jobs[name]
+        log = self.log(name)
+        claim = (re.search(r"claim ([0-9a-f]{8})", log) or [None, None])[1]
+        mine = [line for line in events if line["pid"] == pid or (line["claim"] and line["claim"] == claim)]
+        # "refused": a job in a terminal has ten minutes more.
+        deeds = [line for line in mine if self.action == line["kind"] or line["outcome"] == "refused"]
+        rows = [row for row in standing if row["pid"] == pid or (row["claim"] and row["claim"] == claim)]
+        if claim is None and self.action == "release":  # of a notebook and of --exec: no line says which claim it is
+            deeds, rows = [line for line in events if line["kind"] == "release"], standing
+        if self.action in ("notify", "run_hook"):  # what becomes of messages is the administrator's
+            deeds = [] if self.action == "notify" and f"40.0GiB of device {device}," not in self.mails() else rows
+        elif not any(self.numbers in line["message"] and line["facts"]["rule"] == self.rule for line in deeds):
+            return f"no event of {self.action}: {mine}"
+        lasts = self.action not in ("kill", "release") or any(line["outcome"] == "refused" for line in deeds)
+        if lasts and not any(row["rule"] == self.rule and self.numbers in row["why"] and row["next"] for row in rows):
+            return f"no next step: {rows}"
+        if name in ("terminal", "nohup", "service") and self.action in TOLD_AT_ONCE and "hogs" not in log:
+            return f"nothing in its log: {log}"
+        return "" if deeds else "no message"
+
+    def mails(self) -> str:
+        return (self.place / "mails").read_text() if (self.place / "mails").exists() else ""
+
+
+TOLD_AT_ONCE = {"warn", "checkpoint", "terminate", "kill", "pause", "resume", "renice", "deny", "cancel", "release"}
+SOME = list(STEPS) if NUMBER else ["notify", "terminate", "release"]
+
+
+@pytest.mark.parametrize("action", SOME)
+def test_the_owner_finds_policy_rule_numbers_and_next_step_however_the_job_was_started(site, action):
+    with an_open_place() as place:
+        machine = Jobs(place, site, action)
+        try:
+            machine.begin()
+            machine.start_daemon()
+            assert eventually(lambda: not machine.unaware(), 20), machine.unaware()
+        finally:
+            machine.close()

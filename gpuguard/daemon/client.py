@@ -75,6 +75,8 @@ class PolicyStatusReply:
     harm: str | None = None
     harm_unix_seconds: float | None = None
     device_label: str | None = None
+    rule: str | None = None
+    why: str | None = None
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,8 @@ def status_reply(status: PolicyStatus, snapshot: Snapshot | None = None) -> Poli
         harm=status.harm,
         harm_unix_seconds=None if status.harm_due is None else round(status.harm_due + boot, 1),
         device_label=device.label if device else None,
+        rule=status.rule or None,
+        why=status.why[:MAX_REASON] or None,
     )
 
 

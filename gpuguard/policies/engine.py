@@ -60,6 +60,8 @@ class EscalationState:
 
     subject: Subject
     since: float  # clock
+    rule: str = ""  # as of the last sample
+    why: str = ""  # likewise, with numbers, for people
     processes: tuple[GpuProcess, ...] = ()  # that were meant, as of the last sample
     reach: tuple[str, ...] = ()  # uuids, as of the sample in which a step was due
     samples: int = 0
@@ -261,7 +263,7 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
         if state is None or _is_over(state, policy):
             state = states[identity] = EscalationState(finding.subject, clock)
         state.samples += 1
-        state.processes = finding.processes
+        state.rule, state.why, state.processes = finding.rule, finding.why, finding.processes
         if (step := next_step(state, policy, clock)) is None:
             continue
         state.reach = reach_of(finding.subject, finding.processes, index)
@@ -599,6 +601,8 @@ class PolicyStatus:
     refused: str | None = None  # why a check refused the last step; None: it was taken
     harm: str | None = None  # the next of the steps to come that takes something away from the user
     harm_due: float | None = None  # clock at which that comes, if nothing changes
+    rule: str = ""
+    why: str = ""  # what was seen last, with numbers, for people
 
 
 def policy_status(
@@ -648,6 +652,8 @@ def policy_status(
                     refused=why,
                     harm=harm[0] if harm else None,
                     harm_due=at,
+                    rule=state.rule,
+                    why=state.why,
                 )
             )
     return tuple(sorted(found, key=lambda status: status.since))

@@ -206,4 +206,5 @@ def _status_line(row: PolicyStatusReply, now: float, enforced: bool) -> str:
             at = local_time(row.harm_unix_seconds, "%Y-%m-%d %H:%M:%S")
             then += f", at {at}" if row.harm == row.next else f", {row.harm} at {at}"
         then += f", if nothing changes{'' if enforced else ' (a dry run: only written down)'}"
-    return f"{user}{what}{where}: {row.policy} for {since}{done}; {then}"
+    seen = f" ({row.why})" if row.why else ""
+    return f"{user}{what}{where}: {row.policy} for {since}{seen}{done}; {then}"
