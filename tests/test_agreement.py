@@ -393,7 +393,7 @@ def by_metrics(site: Site) -> dict[str, str]:
 async def by_the_page(driver: Driver, directory: LockDirectory) -> dict[str, str]:
     """uuid -> state, as /api/now serves it."""
     source = SnapshotSource("machine", lambda: driver, lambda: directory)
-    feed = FrameFeed(source, source, directory, list)
+    feed = FrameFeed(source, source, directory, lambda labels: ())
     running = asyncio.create_task(feed.run())
     frame = json.loads((await feed.next(0)).text)
     running.cancel()

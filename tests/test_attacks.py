@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from brokered import a_machine
+from nodes import remove
 from users import ALICE, BOB, an_open_place, identity, interpreter
 
 pytestmark = pytest.mark.root
@@ -117,3 +120,74 @@ def test_a_policy_file_below_a_directory_of_another_user_is_refused(admin):
 
     assert stat.S_IMODE(policy.stat().st_mode) & 0o022 == 0
     assert (trusted.returncode, refused.returncode) == (0, 1), trusted.stderr + refused.stderr
+
+
+FORGE = """
+import os, signal, sys, time
+from gpuguard.claims.directory import lock_directory
+from gpuguard.queue.tickets import OwnTicket, new_ticket, ticket_content
+from gpuguard.request import Request
+directory = lock_directory(os.environ["GPUGUARD_DIR"])
+tickets = [OwnTicket(directory, ticket_content(new_ticket([Request(num_gpus=8)]))) for _ in range(300)]
+print("ready", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP) if sys.argv[1:] else time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(("words", "status"), [(["stopped"], 0), ([], 75)])
+def test_300_tickets_of_a_stopped_process_keep_nobody_from_the_devices(admin, words, status):
+    with admin.program(BOB, FORGE, *words):
+        assert admin(ALICE, "run", "--no-wait", "--", "true").returncode == status
+
+
+HALVES = """
+import contextlib, os, socket, sys, time
+kept = []
+for _ in range(500):
+    kept.append(client := socket.socket(socket.AF_UNIX))
+    client.setblocking(False)
+    with contextlib.suppress(OSError):
+        client.connect(sys.argv[1])
+        client.send(b'{"do": "cl')
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_500_half_requests_to_the_daemon_keep_no_other_user_out(site):
+    with a_machine(site, "broker") as machine:
+        with machine.running(BOB, HALVES, f"{machine.directory.path}/daemon.sock"):
+            answered = machine(ALICE, "keep", "--status")
+            started = machine(ALICE, "run", "--no-wait", "--", "true")
+
+        assert (answered.returncode, started.returncode) == (0, 0), answered.stderr + started.stderr
+
+
+SQUATS: dict[str, Callable[[Path, Path], object]] = {
+    "nothing": lambda path, own: None,
+    "a directory": lambda path, own: path.mkdir(),
+    "a link to a directory of the user": lambda path, own: path.symlink_to(own),
+    "a file": lambda path, own: path.touch(),
+}
+
+
+@pytest.mark.parametrize("squat", SQUATS)
+def test_what_another_user_puts_in_the_place_of_a_simulated_node_is_refused_and_not_followed(site, squat):
+    user = 40_000 + os.getpid() % 20_000  # no other test's
+    path, variables = Path(f"/tmp/gpuguard-sim-{user}"), {"PYTHONPATH": str(site), "GPUGUARD_BACKEND": "simulated"}
+    with an_open_place() as place:
+        (own := place / "own").mkdir()
+        os.chown(own, user, user)
+        try:
+            SQUATS[squat](path, own)
+            if os.path.lexists(path):
+                os.chown(path, BOB.pw_uid, BOB.pw_gid, follow_symlinks=False)
+            who: dict[str, Any] = {"user": user, "group": user, "extra_groups": [], "cwd": "/", "env": variables}
+            done = subprocess.run([interpreter(), "-m", "gpuguard", "who"], capture_output=True, text=True, **who)
+            inside = os.listdir(path) if path.is_dir() else []
+        finally:
+            path.unlink() if path.is_symlink() or path.is_file() else remove(path)
+
+        refused = "not a directory of ours alone" in done.stderr
+        assert (done.returncode, refused) == ((0, False) if squat == "nothing" else (4, True)), done.stderr
+        assert squat == "nothing" or (inside == [] and os.listdir(own) == [])

@@ -181,7 +181,7 @@ def test_the_instance_that_is_left_is_found_although_the_lock_of_its_gpu_is_held
 
 
 def test_more_gpus_than_the_driver_shows_at_first_are_looked_for_among_instances(directory, tells_late):
-    with acquire(tells_late, Request(num_gpus=2), directory) as claim:
+    with acquire(tells_late, Request(num_gpus=2, allow_mig_set=True), directory) as claim:
         assert {device.uuid for device in claim} == {device.uuid for device in tells_late.devices[1:]}
 
 

@@ -267,6 +267,15 @@ def test_hanging_up_at_any_moment_is_no_trouble():
         assert eventually(lambda: descriptors() <= before)
 
 
+def test_500_clients_that_send_half_a_request_keep_no_other_out():
+    with a_server() as place, ExitStack() as held:
+        for number in range(500):
+            client = held.enter_context(socket.create_connection(place, 10))
+            client.sendall(GOOD[: number % len(GOOD)])
+
+        assert status(ask(place, GOOD)) == 200
+
+
 @pytest.mark.parametrize(
     "address",
     ["", "9835", ":9835", "somewhere:9835", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:65536", "1.2.3:1", "127.1:1",

@@ -415,8 +415,8 @@ def test_a_client_that_sends_nothing_or_half_a_request_is_hung_up_on(server):
     port, process = server
     before = process.num_fds()
     with ExitStack() as held:
-        slow = [held.enter_context(socket.create_connection(("127.0.0.1", port), 30)) for _ in range(320)]
-        for number, client in enumerate(slow[:250]):
+        slow = [held.enter_context(socket.create_connection(("127.0.0.1", port), 30)) for _ in range(500)]
+        for number, client in enumerate(slow[:430]):
             client.sendall((b"", b"GET / HTTP/1.1\r\nHo", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET")[number % 3])
         until(lambda: process.num_fds() <= before + 1)  # although all of them stay
 
