@@ -117,25 +117,16 @@ def test_a_claim_without_a_driver_lasts_as_long_as_any_process_of_the_job(wrappe
     assert wrapped.events()[-1]["outcome"] == "driver unreachable"
 
 
-@pytest.mark.parametrize("of_the_site", [False, True])
-def test_with_leftover_release_a_process_that_uses_no_device_does_not_keep_the_claim(wrapped, tmp_path, of_the_site):
+@pytest.mark.parametrize("seconds", [None, 0.0, 0.5], ids=["as the site says", "at once", "after a time"])
+def test_with_leftover_release_a_process_that_uses_no_device_does_not_keep_the_claim(wrapped, tmp_path, seconds):
     (tmp_path / "line.yaml").write_text("leftover: release\n")
     site = {"env": {**os.environ, "GPUGUARD_LINE": str(tmp_path / "line.yaml")}}
-    wrapper, leftover = start_leaving(wrapped, **(site if of_the_site else {"leftover": 0.0}))
-    wrapped.machine()
-    (wrapped.place / "go").touch()
-    end(wrapper)
-
-    assert (wrapper.returncode, wrapped.is_claimed()) == (0, False)
-    os.kill(leftover, signal.SIGKILL)
-
-
-def test_with_a_time_for_leftovers_the_claim_is_released_after_it(wrapped):
-    wrapper, leftover = start_leaving(wrapped, leftover=0.5)
+    wrapper, leftover = start_leaving(wrapped, **(site if seconds is None else {"leftover": seconds}))
     wrapped.machine()
     (wrapped.place / "go").touch()
 
-    assert "still runs (pid" in (told := end(wrapper)) and "for 500ms without a GPU: the claim is released." in told
+    told = end(wrapper)
+    assert not seconds or ("still runs (pid" in told and "for 500ms without a GPU: the claim is released." in told)
     assert (wrapper.returncode, wrapped.is_claimed()) == (0, False)
     os.kill(leftover, signal.SIGKILL)
 

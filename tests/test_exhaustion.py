@@ -43,12 +43,6 @@ def nothing_stays(place: Path) -> bool:
     return not held and read_records(directory) == [] and read_tickets(directory) == ([], [])
 
 
-def with_descriptors(gpuguard: Gpuguard, limit: int, *words: str) -> subprocess.CompletedProcess[str]:
-    words = ("prlimit", f"--nofile={limit}:{limit}", *gpuguard.words(*words))
-    options = {"capture_output": True, "text": True, "timeout": SECONDS, "check": False, "stdin": subprocess.DEVNULL}
-    return subprocess.run(words, env=gpuguard.environment, **options)  # type: ignore[call-overload,no-any-return]
-
-
 def as_it_must_be(done: subprocess.CompletedProcess[str]) -> bool:
     """The job ran with two devices, or a sentence says why not."""
     ran = "devices " in done.stdout
@@ -60,8 +54,9 @@ def test_with_few_descriptors_a_job_has_its_devices_or_does_not_start(tmp_path, 
     gpuguard = Gpuguard(tmp_path, None)
     assert gpuguard("who").returncode == 0
 
-    done = with_descriptors(gpuguard, limit, "run", *JOB)
-
+    words = ("prlimit", f"--nofile={limit}:{limit}", *gpuguard.words("run", *JOB))
+    options = {"capture_output": True, "text": True, "timeout": SECONDS, "stdin": subprocess.DEVNULL}
+    done = subprocess.run(words, env=gpuguard.environment, **options)  # type: ignore[call-overload]
     began = "Fatal Python error: init_import_site" not in done.stderr  # of 4, Python itself needs more
     assert as_it_must_be(done) and not (began and "Traceback" in done.stderr), (limit, done)
     assert nothing_stays(tmp_path)
