@@ -241,8 +241,8 @@ def test_the_page_has_no_script_loads_nothing_and_shows_hostile_names_as_text(ho
     found = Tags(text).tags
 
     assert {tag for tag, _ in found} <= {
-        "html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "i", "span", "div", "table", "tr",
-        "th", "td", "svg", "rect", "line", "polyline", "text",
+        "html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "h3", "p", "i", "span", "div", "table",
+        "tr", "th", "td", "svg", "rect", "line", "polyline", "b",
     }  # fmt: skip
     assert not [name for _, attributes in found for name in attributes if name in ("src", "href") or name[:2] == "on"]
     assert "url(" not in text and "@import" not in text and "\x1b" not in text
@@ -255,6 +255,44 @@ def test_a_gap_of_the_record_is_a_gap_of_the_line_in_the_page(path):
     text = page(reported(path, metrics=DRAWN))
 
     assert text.count("<polyline") == 2 * 4
+
+
+def marks(text: str) -> list[str]:
+    """The times below the first chart."""
+    return re.findall(r">([^<]+)</span>", re.findall(r'<div class="marks">(.*?)</div>', text)[0])
+
+
+def test_the_axis_of_a_young_record_is_as_long_as_the_record(path):
+    recorded(path, range(HOUR))
+    week = reported(path, begin=HOUR - 7 * 24 * HOUR, metrics=DRAWN)
+    line = re.findall(r'points="([^"]+)"', page(week))[0].split()
+
+    assert len(line) > 350, "it is no dot at the end of an empty week"
+    assert marks(page(week)) == marks(page(reported(path, metrics=DRAWN)))
+
+
+def test_labels_are_text_that_does_not_shrink_with_the_drawing(hour):
+    text = page(reported(hour, metrics=DRAWN))
+
+    assert "<text" not in text
+    assert len(marks(text)) >= 3
+    assert all(attributes.get("aria-label") for tag, attributes in Tags(text).tags if tag == "svg")
+
+
+def test_the_page_begins_with_what_the_head_of_a_department_asks(hour):
+    text = page(reported(hour))
+    facts = re.findall(r"<p><b>(.*?)</b> (.*?)</p>", text)
+
+    assert facts == [
+        ("4 GPUs", "4.00 GPU-hours watched"),
+        ("75 %", "of them claimed"),
+        ("50 %", "of the claimed time used, where it is known"),
+        ("1.00", "GPU-hours claimed but idle"),
+        ("1.00", "GPU-hours used without a claim"),
+        ("4 users", "had a GPU"),
+        ("1.00", "hours waited, by 1 user"),
+        ("0.60 kWh", "taken by the GPUs"),
+    ]
 
 
 UUID = a_device(0).uuid

@@ -33,11 +33,11 @@ def main() -> None:
             tab = browser.new_context(**options).new_page()
             tab.goto(f"http://127.0.0.1:{port}/")
             tab.wait_for_selector("#chart canvas")
-            tab.click("#spans button:first-child")
+            tab.click("#spans a:first-child")
             gpuguard("sim", "set", "--device", "4", "--utilization", "95%..30%", "--over", "60s")
             gpuguard("sim", "set", "--device", "3", "--utilization", "0%..60%", "--over", "90s")
             tab.wait_for_timeout(CHART_SECONDS * 1000)
-            bottom = tab.evaluate("document.getElementById('users').getBoundingClientRect().top")
+            bottom = tab.evaluate("document.getElementById('users-title').getBoundingClientRect().top")
             picture = tab.screenshot(clip={"x": 0, "y": 0, "width": 1420, "height": bottom})
             browser.close()
     if len(picture) > MOST_BYTES:

@@ -80,6 +80,14 @@ def bucketed(points: Iterable[Point], begin: float, end: float, count: int) -> l
     return [total / weight if weight > 0 else None for total, weight in zip(sums, weights, strict=True)]
 
 
+def known_period(courses: Iterable[Iterable[Point]], begin: float, end: float) -> tuple[float, float]:
+    """The part of a time in which something is known: a record that began an hour ago is no dot on a week's axis."""
+    known = [point for points in courses for point in points if point.mean is not None]
+    if not known:
+        return begin, end
+    return max(begin, min(point.time for point in known)), min(end, max(point.time + point.seconds for point in known))
+
+
 def plot(values: Values, scale: Scale, begin: float, end: float, rows: int, *, ascii_only: bool = False) -> list[str]:
     """A line chart, its axes and their marks; two of *values* take one column, in ASCII one.
 

@@ -14,11 +14,11 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from gpuguard.history.queries import TIMES, DeviceTotal, Point, Watch
+from gpuguard.history.queries import TIMES, DeviceTotal, Point
 from gpuguard.history.report import ClaimRow, Report, UsageRow
 from gpuguard.sanitize import display_width, neutralise
-from gpuguard.units import format_bytes, format_duration, format_rounded, local_time
-from gpuguard.views.charts import bucketed, round_marks, stacked
+from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
+from gpuguard.views.charts import bucketed, known_period, round_marks, stacked
 from gpuguard.views.history import csv_lines, format_span, period_json, remarks, zone
 from gpuguard.views.text import Paint, picked, shorten, table
 
@@ -291,8 +291,8 @@ def to_csv(report: Report, claims: Claims | None) -> list[str]:
     return csv_lines(names, [[row[name] for name in names] for row in rows])
 
 
-WIDTH, BAR_HEIGHT, CHART_HEIGHT = 800, 18, 72  # of drawings, in their own units; they shrink with the page
-BUCKETS = 400
+BAR_HEIGHT = 18
+BUCKETS, MARKS = 400, 7  # of a course, which is as wide as the page; on a phone every second mark is left out
 
 # Parts of bars differ in lightness too, for those who cannot tell their colours apart.
 _STYLE = """
@@ -312,10 +312,25 @@ th:first-child, td:first-child, td.text, th.text { text-align: left; } td.text {
   overflow-wrap: anywhere; }
 th { color: var(--faint); font-weight: 600; } svg { display: block; width: 100%; height: auto; }
 svg.bar { min-width: 8rem; }
-svg text { fill: var(--faint); font-size: 11px; } .key span { display: inline-block; margin-right: 1.2rem; }
+.key span { display: inline-block; margin-right: 1.2rem; }
 .key i { border-radius: 2px; display: inline-block; height: .8em; margin-right: .35em; width: .8em; }
 td.bar { width: 40%; } .axis { stroke: var(--line); stroke-width: 1; } .course { fill: none; stroke: var(--course);
-  stroke-width: 1.5; } .claimed { fill: var(--claimed); }
+  stroke-width: 1.5; } .claimed { fill: var(--claimed); } .axis, .course { vector-effect: non-scaling-stroke; }
+.facts { display: grid; gap: .5rem 1.5rem; grid-template-columns: repeat(auto-fill, minmax(10rem, 1fr));
+  margin: .8rem 0; }
+.facts b { display: block; font-size: 1.5rem; line-height: 1.2; }
+.over { margin: 0 3rem 0 0; position: relative; } .over svg { height: 4rem; }
+.over span { color: var(--faint); font-size: .8rem; line-height: 1; position: absolute; white-space: nowrap; }
+.over .scale { left: calc(100% + .3rem); } .marks { height: 1.1rem; margin-right: 3rem; position: relative; }
+.marks span { color: var(--faint); font-size: .8rem; position: absolute; transform: translateX(-50%);
+  white-space: nowrap; }
+@media (max-width: 40rem) {
+  .marks span:nth-child(even) { display: none; }
+  table, tbody { display: block; } tr { border-bottom: 1px solid var(--line); display: flex;
+    flex-wrap: wrap; gap: 0 1rem; padding: .3rem 0; } th { display: none; } td { border: 0; padding: 0; }
+  td:first-child, td.bar { flex: 1 0 100%; } td:first-child { font-weight: 600; }
+  td[data-head]::before { color: var(--faint); content: attr(data-head) " "; }
+}
 """
 
 
@@ -331,6 +346,7 @@ def to_html(report: Report, claims: Claims | None, host: str, now: float) -> str
         body.append(_table_html(CLAIM_COLUMNS, rows) if rows else "<p>No claim ended in this time.</p>")
     else:
         body += [f'<p class="remark">{_text(line)}</p>' for line in remarks(watch, None)]
+        body += _facts_html(report)
     if claims is None and report.rows:
         most = max(row.claimed + row.unclaimed for row in report.rows)
         bars = [_bar_svg(row, most) for row in report.rows]
@@ -349,8 +365,33 @@ def to_html(report: Report, claims: Claims | None, host: str, now: float) -> str
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(body)
+        + "\n</main>\n</body>\n</html>\n"
     )
+
+
+def _facts_html(report: Report) -> list[str]:
+    """What a reader who reads nothing else should know, in whole numbers."""
+    divided = {total.device.parent for total in report.devices}
+    devices = [total for total in report.devices if total.device.uuid not in divided]
+    seen = sum(total.seen - total.claimed_unknown for total in devices)
+    if seen <= 0:
+        return []
+    used, idle, unclaimed = (sum(getattr(row, part) for row in report.users) for part in ("used", "idle", "unclaimed"))
+    joules = [total.energy for total in devices if total.energy is not None]
+    waiting = [row.waiting for row in report.users if row.waiting]
+    facts = [
+        (format_count(len(devices), "GPU"), f"{hours(seen)} GPU-hours watched"),
+        (f"{100 * sum(total.claimed for total in devices) / seen:.0f} %", "of them claimed"),
+        (f"{100 * used / (used + idle):.0f} %", "of the claimed time used, where it is known") if used + idle else None,
+        (hours(idle), "GPU-hours claimed but idle"),
+        (hours(unclaimed), "GPU-hours used without a claim") if unclaimed else None,
+        (format_count(sum(row.claimed + row.unclaimed > 0 for row in report.users), "user"), "had a GPU"),
+        (hours(sum(waiting)), f"hours waited, by {format_count(len(waiting), 'user')}") if waiting else None,
+        (f"{kilowatt_hours(sum(joules))} kWh", "taken by the GPUs") if joules else None,
+    ]
+    return [f'<div class="facts">{"".join(f"<p><b>{fact[0]}</b> {fact[1]}</p>" for fact in facts if fact)}</div>']
 
 
 def _text(text: str) -> str:
@@ -362,14 +403,18 @@ def _table_html(columns: Sequence[Column], rows: Sequence[object], bars: Sequenc
     """A table; *bars* stand behind the first column."""
     kinds = [' class="text"' if column.is_text else "" for column in columns]
     heads = [f"<th{kind}>{escape(column.header)}</th>" for kind, column in zip(kinds, columns, strict=True)]
+    named = [f' data-head="{escape(column.header)}"' if number else "" for number, column in enumerate(columns)]
     lines = [
-        [f"<td{kind}>{_text(column.cell(row))}</td>" for kind, column in zip(kinds, columns, strict=True)]
+        [
+            f"<td{kind}{name}>{_text(column.cell(row))}</td>"
+            for kind, name, column in zip(kinds, named, columns, strict=True)
+        ]
         for row in rows
     ]
     if bars:
-        heads.insert(1, "<th></th>")
+        heads.insert(1, "<th>GPU-hours</th>")
         for line, bar in zip(lines, bars, strict=True):
-            line.insert(1, f"<td>{bar}</td>")
+            line.insert(1, f'<td class="bar">{bar}</td>')
     body = "\n".join(f"<tr>{''.join(line)}</tr>" for line in lines)
     return f'<div class="wide"><table>\n<tr>{"".join(heads)}</tr>\n{body}\n</table></div>'
 
@@ -379,57 +424,59 @@ def _legend(colour: str, text: str) -> str:
 
 
 def _bar_svg(row: UsageRow, most: float) -> str:
-    drawn, left = [], 0.0
+    drawn, told, left = [], [], 0.0
     for part, words, *_ in PARTS:
         value = getattr(row, part)
         if value > 0:
             size = max(1.0, value / most * 200)
             place = f'x="{left:.1f}" width="{size:.1f}" height="{BAR_HEIGHT}" fill="var(--{part})"'
-            drawn.append(f"<rect {place}><title>{words}: {hours(value)} GPU-hours</title></rect>")
+            told.append(f"{words}: {hours(value)} GPU-hours")
+            drawn.append(f"<rect {place}><title>{told[-1]}</title></rect>")
             left += size
-    return f'<svg class="bar" viewBox="0 0 204 {BAR_HEIGHT}" role="img">{"".join(drawn)}</svg>'
+    label = ", ".join(told) or "nothing"
+    return f'<svg class="bar" viewBox="0 0 204 {BAR_HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
 
 
 def _courses(report: Report) -> list[str]:
-    drawn = [
-        f"<h3>{_text(total.device.label)}</h3>" + _course(course, report.watch)
-        for total in report.devices
-        if (course := report.courses.get(total.device.uuid))
-    ]
-    if not drawn:
+    courses = [(total.device, course) for total in report.devices if (course := report.courses.get(total.device.uuid))]
+    if not courses:
         return []
+    points = [series for _, course in courses for series in course.values()]
+    begin, end = known_period(points, report.watch.begin, report.watch.end)
     legend = _legend("--course", "utilization") + _legend("--claimed", "claimed")
-    return ["<h2>Over the time</h2>", f'<p class="key">{legend}Nothing is drawn for times without samples.</p>', *drawn]
+    drawn = [f"<h3>{_text(device.label)}</h3>" + _course(course, begin, end) for device, course in courses]
+    period = f"<p>{format_span(begin, end)}.  Nothing is drawn for times without samples.</p>"
+    return ["<h2>Over the time</h2>", period, f'<p class="key">{legend}</p>', *drawn]
 
 
-def _course(course: Mapping[str, Sequence[Point]], watch: Watch) -> str:
-    left, right, bottom = 34, WIDTH - 4, CHART_HEIGHT - 16
+def _course(course: Mapping[str, Sequence[Point]], begin: float, end: float) -> str:
+    """Utilization over what was claimed, and the times below; text is no part of the drawing, which is stretched."""
     names = ("claimed_percent", "utilization_percent")
-    claimed, busy = (bucketed(course.get(name, ()), watch.begin, watch.end, BUCKETS) for name in names)
-    step = (right - left) / BUCKETS
-
-    def y(percent: float) -> float:
-        return bottom - (bottom - 6) * min(100.0, percent) / 100
-
+    claimed, busy = (bucketed(course.get(name, ()), begin, end, BUCKETS) for name in names)
     drawn = [
-        f'<rect class="claimed" x="{left + number * step:.1f}" y="{y(value):.1f}" width="{step + 0.3:.1f}"'
-        f' height="{bottom - y(value):.1f}"/>'
+        f'<rect class="claimed" x="{number}" y="{100 - value:.1f}" width="1.1" height="{value:.1f}"/>'
         for number, value in enumerate(claimed)
         if value
     ]
-    drawn += [f'<line class="axis" x1="{left}" x2="{right}" y1="{y(at):.1f}" y2="{y(at):.1f}"/>' for at in (0, 50, 100)]
+    drawn += [f'<line class="axis" x1="0" x2="{BUCKETS}" y1="{y}" y2="{y}"/>' for y in (0, 50, 100)]
     for is_known, stretch in groupby(enumerate(busy), lambda item: item[1] is not None):
         if not is_known:
             continue
-        corners = [(left + (number + 0.5) * step, y(value or 0.0)) for number, value in stretch]
+        corners = [(number + 0.5, 100 - min(100.0, value or 0.0)) for number, value in stretch]
         if len(corners) == 1:
             (x, height), *_ = corners
-            corners = [(x - step / 2, height), (x + step / 2, height)]
+            corners = [(x - 0.5, height), (x + 0.5, height)]
         points = " ".join(f"{x:.1f},{height:.1f}" for x, height in corners)
         drawn.append(f'<polyline class="course" points="{points}"/>')
-    drawn += [f'<text x="0" y="{y(at) + 4:.1f}">{at} %</text>' for at in (0, 100)]
-    for moment, text in round_marks(watch.begin, watch.end, 8):
-        x = left + (moment - watch.begin) / (watch.end - watch.begin) * (right - left)
-        anchor = "start" if x < left + 30 else "end" if x > right - 30 else "middle"
-        drawn.append(f'<text x="{x:.1f}" y="{CHART_HEIGHT - 3}" text-anchor="{anchor}">{escape(text)}</text>')
-    return f'<svg viewBox="0 0 {WIDTH} {CHART_HEIGHT}" role="img">{"".join(drawn)}</svg>'
+    known = [value for value in busy if value is not None]
+    label = f"utilization: mean {sum(known) / len(known):.0f} %, highest {max(known):.0f} %" if known else "not known"
+    marks = [
+        f'<span style="left:{100 * (moment - begin) / (end - begin):.1f}%">{escape(text)}</span>'
+        for moment, text in round_marks(begin, end, MARKS)
+        if 0.03 < (moment - begin) / (end - begin) < 0.97
+    ]
+    return (
+        f'<div class="over"><svg viewBox="0 0 {BUCKETS} 100" preserveAspectRatio="none" role="img"'
+        f' aria-label="{label}">{"".join(drawn)}</svg><span class="scale" style="top:0">100 %</span>'
+        f'<span class="scale" style="bottom:0">0 %</span></div><div class="marks">{"".join(marks)}</div>'
+    )

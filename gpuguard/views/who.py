@@ -294,7 +294,8 @@ def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
 def _claim_json(held: ClaimUse) -> dict[str, Any]:
     record = held.record
     return {
-        **picked(record, "id", "pid", "since", "note", "command", "alive", "holders", "memory_bytes"),
+        **picked(record, "id", "pid", "since", "ends", "expected", "note", "command"),
+        **picked(record, "alive", "holders", "memory_bytes"),
         **picked(held, "user", "idle", "orphaned", "stopped"),
         "uid": None if held.user is None else record.uid,
     }

@@ -19,13 +19,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
 
 from gpuguard import device_state
 from gpuguard.claims.directory import LockDirectory
+from gpuguard.daemon.client import StatusReply, query_daemon
 from gpuguard.errors import GpuguardError
 from gpuguard.history.queries import Usage, query_store, store_path
 from gpuguard.history.schema import WIDTH
@@ -44,6 +45,7 @@ MAX_NAMELESS = 64  # of all users without a name: a user with user namespaces ha
 MAX_COMMAND = 400  # characters, in all words, and of a note: more does not fit into a card
 WATCHED_SECONDS = 2.0  # between two samples while there are viewers
 UNWATCHED_SECONDS = 10.0  # and without
+FINDINGS_SECONDS, DAEMON_SECONDS = 10.0, 2.0  # between two questions to the daemon; for its answer
 MAX_POINTS = 600  # of a chart: a screen has few more columns
 MAX_CHARTS = 32  # that are drawn between two samples, or wait to be: one of 400 days takes a second
 MIN_SECONDS, MAX_SECONDS = 60.0, 400 * 86400.0  # of a chart
@@ -101,6 +103,7 @@ class FrameFeed:
         self._charts: dict[ChartRequest, asyncio.Future[bytes]] = {}  # requested since the last sample
         self._sampling = ThreadPoolExecutor(1, "gpuguard-sample")
         self._drawing = ThreadPoolExecutor(1, "gpuguard-draw")
+        self._findings, self._findings_at = StatusReply(False, (), 0), -math.inf
         self.viewers = 0
         self.throughput_viewers = 0  # viewers that want to see what goes over PCIe and NVLink
         self.frame = Frame(0, b"{}", b"")
@@ -162,10 +165,22 @@ class FrameFeed:
             "line": queue.to_json(state, site)["places"],
             "unknown": who.gap_lines(snapshot),
             "events": self._events({device.uuid: device.label for device in snapshot.devices}),
+            **self._policy_findings(age),
             "host_use": self._host.read(),
             "throughput": self._throughput(),
         }
         return content
+
+    def _policy_findings(self, age: float | None) -> dict[str, Any]:
+        """What policies find: all of it for an administrator, else what is about this user.  Only a daemon knows."""
+        if time.monotonic() - self._findings_at >= FINDINGS_SECONDS or age is None:
+            self._findings_at, self._findings = time.monotonic(), StatusReply(False, (), 0)
+            if age is not None:
+                with suppress(GpuguardError):
+                    self._findings = query_daemon(self._directory, {"do": "status"}, StatusReply, DAEMON_SECONDS)
+        found = self._findings
+        rows = [{**asdict(row), "enforce": found.enforcing and row.enforce} for row in found.standing]
+        return {"findings": rows, "findings_left_out": found.left_out}
 
     def remember(self, snapshot: Snapshot) -> None:
         """Keep what charts show of it."""

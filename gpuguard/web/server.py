@@ -34,7 +34,7 @@ from gpuguard.metrics.server import host_of
 from gpuguard.web.feed import ChartRequest, FrameFeed, TooManyCharts
 
 PAGE = Path(__file__).parent / "page"
-_PARTS = ("page.js", "words.js", "units.js", "page.css", "uPlot.iife.min.js", "uPlot.min.css")
+_PARTS = ("page.js", "charts.js", "nodes.js", "words.js", "units.js", "page.css", "uPlot.iife.min.js", "uPlot.min.css")
 FILES = {"/": "index.html", **{f"/{name}": name for name in _PARTS}}
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 HEADERS = (

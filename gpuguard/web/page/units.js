@@ -11,32 +11,35 @@ const UNITS = {
     return `${step > 2 ? count.toFixed(1) : Math.round(count)}${units[step]}`;
   },
   rate: (bytes) => (UNITS.isUnknown(bytes) ? null : `${UNITS.bytes(bytes)}/s`),
-  duration(seconds) {
+  // *names* of day, hour, minute, second and millisecond.
+  duration(seconds, names = ["d", "h", "m", "s", "ms"]) {
     if (UNITS.isUnknown(seconds)) return null;
-    if (seconds > 0 && seconds < 1) return `${Math.round(seconds * 1000)}ms`;
+    if (seconds > 0 && seconds < 1) return `${Math.round(seconds * 1000)}${names[4]}`;
     let whole = Math.floor(Math.max(seconds, 0));
-    const parts = [[86400, "d"], [3600, "h"], [60, "m"], [1, "s"]].map(([width, unit]) => {
-      const count = Math.floor(whole / width); whole -= count * width; return [count, unit];
+    const parts = [86400, 3600, 60, 1].map((width, place) => {
+      const count = Math.floor(whole / width); whole -= count * width; return [count, names[place]];
     });
     const first = parts.findIndex(([count]) => count > 0);
-    return first < 0 ? "0s" : parts.slice(first, first + 2).filter(([count]) => count).map((part) => part.join("")).join("");
+    return first < 0 ? `0${names[3]}` : parts.slice(first, first + 2).filter(([count]) => count).map((part) => part.join("")).join("");
   },
   rounded: (value, unit, digits = 0) => (UNITS.isUnknown(value) ? null : `${value.toFixed(digits)}${unit}`),
   clock: (at, language, { seconds = true } = {}) => new Date(at * 1000).toLocaleTimeString(language,
     { hour: "2-digit", minute: "2-digit", second: seconds ? "2-digit" : undefined, hourCycle: "h23" }),
+  day: (at, language) => new Date(at * 1000).toLocaleDateString(language, { month: "short", day: "numeric" }),
+  weekday: (at, language) => new Date(at * 1000).toLocaleDateString(language, { weekday: "short" }),
   // A fact of an event: its name without the unit, and its value with one; as gpuguard/views/events.py writes them.
-  fact(name, value, language) {
-    const bare = name.replace(/_(unix_seconds|seconds|bytes|percent|joules)$/, ""), unit = name.slice(bare.length + 1);
-    const text = typeof value !== "number" ? value : {
+  fact(name, value, language, names) {
+    if (typeof value !== "number") return [name, value];
+    const bare = name.replace(/_(unix_seconds|seconds|bytes|percent|joules)$/, "");
+    const texts = {
       unix_seconds: () => `${UNITS.day(value, language)} ${UNITS.clock(value, language)}`,
-      seconds: () => UNITS.duration(value),
+      seconds: () => UNITS.duration(value, names),
       bytes: () => UNITS.bytes(value),
       percent: () => `${Number(value.toPrecision(6))}%`,
       joules: () => (value >= 36000 ? `${Number((value / 3.6e6).toPrecision(2))}kWh` : `${Number((value / 3600).toPrecision(2))}Wh`),
-    }[unit]?.() ?? String(Number(value.toPrecision(6)));
-    return [(typeof value === "number" ? bare : name).replaceAll("_", " "), text];
+    };
+    return [bare, texts[name.slice(bare.length + 1)]?.() ?? String(Number(value.toPrecision(6)))];
   },
-  day: (at, language) => new Date(at * 1000).toLocaleDateString(language, { month: "short", day: "numeric" }),
 };
 // What is drawn: the field of a device, and how a chart shows it.
 const METRICS = {
@@ -45,3 +48,4 @@ const METRICS = {
   temperature: { field: "temperature_celsius", unit: " °C", divisor: 1, digits: 0 },
   power: { field: "power_draw_watts", unit: " W", divisor: 1, digits: 0 },
 };
+const SPANS = { minute: 60, ten: 600, hour: 3600, half: 43200, week: 604800, year: 34560000 };
