@@ -26,6 +26,7 @@ THERMAL = "thermal"  # temperature, fan_speed; thresholds are static
 POWER = "power"  # power_draw, power_limit, total_energy
 CLOCKS = "clocks"  # clocks and their maxima, pstate, throttle_reasons, persistence_mode
 ECC = "ecc"  # ecc_*, retired_pages, remapped_rows
+MEDIA = "media"  # 4    clock_graphics, clock_video, encoder_utilization, decoder_utilization
 PCIE = "pcie"  # link and throughput: about 20 ms per device in a real driver
 NVLINK = "nvlink"  # links and peers: up to 18 calls per device
 NVLINK_FLOW = "nvlink_flow"  # 1    what goes over all links; the first look has nothing to go by
@@ -40,7 +41,7 @@ SELECT_FIELDS = frozenset({MEMORY})  # who is on a device is read of the winners
 VERIFY_FIELDS = frozenset({MEMORY, PROCESSES, HEALTH, UTILIZATION})
 WHO_FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION, HEALTH, MODEL, THERMAL, POWER})
 TEXT_FIELDS = WHO_FIELDS | {BRIEF}
-ALL_FIELDS = WHO_FIELDS | {CLOCKS, ECC, PCIE, NVLINK, NVLINK_FLOW, TOPOLOGY}
+ALL_FIELDS = WHO_FIELDS | {CLOCKS, ECC, MEDIA, PCIE, NVLINK, NVLINK_FLOW, TOPOLOGY}
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,13 @@ class Device:
     ecc_corrected_aggregate: int | None = None
     ecc_uncorrected_aggregate: int | None = None
     retired_pages: int | None = None
-    remapped_rows: int | None = None
+    remapped_rows: int | None = None  # for correctable and uncorrectable errors
+    remapped_rows_uncorrected: int | None = None
+
+    clock_graphics: int | None = None  # MHz
+    clock_video: int | None = None
+    encoder_utilization: float | None = None  # percent
+    decoder_utilization: float | None = None
 
     pcie_generation: int | None = None
     pcie_width: int | None = None
@@ -121,6 +128,7 @@ class Device:
     nvlink_links: tuple[tuple[int, str], ...] | None = None  # (link number, pci bus id of the other end), active only
     nvlink_tx: float | None = None  # bytes per second over all links, mean since the look before
     nvlink_rx: float | None = None
+    nvlink_flow: tuple[tuple[int, float, float], ...] | None = None  # (link number, tx, rx) of each link that tells
 
     @property
     def label(self) -> str:

@@ -110,6 +110,8 @@ def _gpu(device: Device, instances: list[Device], odd: Odd) -> str:
         "compute_mode": _MODES.get(device.compute_mode or ""),
         "utilization/gpu_util": _number(device.utilization, " %"),
         "utilization/memory_util": _number(device.memory_utilization, " %"),
+        "utilization/encoder_util": _number(device.encoder_utilization, " %"),
+        "utilization/decoder_util": _number(device.decoder_utilization, " %"),
         "ecc_mode/current_ecc": _enabled(device.ecc_mode),
         "ecc_errors/volatile/sram_correctable": "0",
         "ecc_errors/volatile/dram_correctable": _number(device.ecc_corrected_volatile),
@@ -121,8 +123,8 @@ def _gpu(device: Device, instances: list[Device], odd: Odd) -> str:
         "ecc_errors/aggregate/dram_uncorrectable": _number(device.ecc_uncorrected_aggregate),
         "retired_pages/multiple_single_bit_retirement/retired_count": _number(device.retired_pages),
         "retired_pages/double_bit_retirement/retired_count": _number(None if device.retired_pages is None else 0),
-        "remapped_rows/remapped_row_corr": _number(device.remapped_rows),
-        "remapped_rows/remapped_row_unc": _number(None if device.remapped_rows is None else 0),
+        "remapped_rows/remapped_row_corr": _number(_corrected_rows(device)),
+        "remapped_rows/remapped_row_unc": _number(device.remapped_rows_uncorrected),
         "remapped_rows/remapped_row_pending": "No",
         "gpu_recovery_action": "None",
         "temperature/gpu_temp": _number(device.temperature, " C"),
@@ -132,6 +134,8 @@ def _gpu(device: Device, instances: list[Device], odd: Odd) -> str:
         "gpu_power_readings/current_power_limit": _number(device.power_limit, " W", 2),
         "clocks/sm_clock": _number(device.clock_sm, " MHz"),
         "clocks/mem_clock": _number(device.clock_memory, " MHz"),
+        "clocks/graphics_clock": _number(device.clock_graphics, " MHz"),
+        "clocks/video_clock": _number(device.clock_video, " MHz"),
         "max_clocks/sm_clock": _number(device.clock_sm_max, " MHz"),
         "max_clocks/mem_clock": _number(device.clock_memory_max, " MHz"),
         "supported_clocks/supported_mem_clock/value": "1593 MHz",
@@ -157,6 +161,11 @@ def _written(tree: Mapping[str, object]) -> str:
             text = str(inside)
             lines.append(f"<{name}>{text if text.startswith('<') else escape(text)}</{name}>\n")
     return "".join(lines)
+
+
+def _corrected_rows(device: Device) -> int | None:
+    both, uncorrected = device.remapped_rows, device.remapped_rows_uncorrected
+    return None if both is None or uncorrected is None else both - uncorrected
 
 
 def _memory(device: Device) -> dict[str, str | None]:

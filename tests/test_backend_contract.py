@@ -32,10 +32,11 @@ FIELDS = {
     model.THERMAL: ("temperature", "fan_speed", "temperature_slowdown", "temperature_shutdown"),
     model.POWER: ("power_draw", "power_limit", "total_energy"),
     model.CLOCKS: ("clock_sm", "clock_sm_max", "clock_memory", "pstate", "throttle_reasons", "persistence_mode"),
-    model.ECC: ("ecc_mode", "ecc_uncorrected_volatile", "retired_pages", "remapped_rows"),
+    model.ECC: ("ecc_mode", "ecc_uncorrected_volatile", "retired_pages", "remapped_rows", "remapped_rows_uncorrected"),
+    model.MEDIA: ("clock_graphics", "clock_video", "encoder_utilization", "decoder_utilization"),
     model.PCIE: ("pcie_generation", "pcie_width", "pcie_tx", "pcie_rx"),
     model.NVLINK: ("nvlink_links",),
-    model.NVLINK_FLOW: ("nvlink_tx", "nvlink_rx"),
+    model.NVLINK_FLOW: ("nvlink_tx", "nvlink_rx", "nvlink_flow"),
 }
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpuguard.device_state import uses
-from gpuguard.metrics.compat import COMPAT, DCGM, NVITOP, dcgm, nvitop
+from gpuguard.metrics.compat import COMPAT, DCGM, dcgm, nvitop
 from gpuguard.metrics.exposition import format_number, to_prometheus
-from gpuguard.metrics.facts import MetricFacts
+from gpuguard.metrics.facts import MetricFacts, RareFields
 from gpuguard.metrics.families import (
     DEVICE_VALUES,
     MAX_JOBS,
@@ -36,6 +36,9 @@ FULL = {
     "throttle_reasons": ("gpu_idle",), "persistence_mode": True, "ecc_corrected_volatile": 1,
     "ecc_uncorrected_volatile": 2, "ecc_corrected_aggregate": 3, "ecc_uncorrected_aggregate": 4,
     "retired_pages": 5, "remapped_rows": 6, "memory_reserved": GIB, "utilization": 50.0, "memory_utilization": 25.0,
+    "remapped_rows_uncorrected": 2, "clock_graphics": 1995, "clock_video": 1545, "encoder_utilization": 3.0,
+    "decoder_utilization": 4.0, "pcie_tx": 2.0**20, "pcie_rx": 2.0**21, "nvlink_tx": 6 * 2.0**20, "nvlink_rx": 2.0**23,
+    "nvlink_flow": ((0, 2.0**21, 2.0**22), (3, 2.0**22, 2.0**22)),
 }  # fmt: skip
 
 
@@ -236,7 +239,9 @@ def test_dcgm_names_have_the_units_of_dcgm():
 
     assert values["FB_USED"] == 3 * 1024 and values["SM_CLOCK"] == 1980 and values["GPU_UTIL"] == 50
     assert values["TOTAL_ENERGY_CONSUMPTION"] == 12500 and values["POWER_USAGE"] == 70 and values["GPU_TEMP"] == 35
-    assert set(values) == {row[0] for row in DCGM}
+    assert values["UNCORRECTABLE_REMAPPED_ROWS"] == 2 and values["CORRECTABLE_REMAPPED_ROWS"] == 4
+    more = {"CORRECTABLE_REMAPPED_ROWS", "ROW_REMAP_FAILURE"}
+    assert set(values) == {row[0] for row in DCGM} | more
     assert "# TYPE DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION counter\n" in to_prometheus(dcgm(facts_about(snapshot)))
     ((key, _),) = page["DCGM_FI_DEV_FB_USED"].items()
     assert dict(key) == {
@@ -245,9 +250,27 @@ def test_dcgm_names_have_the_units_of_dcgm():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("device", "told_as"),
+    [
+        (a_device(remapped_rows=1, problems=("row remap failed",)), [1]),
+        (a_device(remapped_rows=1, problems=()), [0]),
+        (a_device(remapped_rows=None, problems=()), []),  # a board without row remapping
+        (a_device(remapped_rows=1, problems=None), []),
+    ],
+    ids=["failed", "healthy", "no such rows", "not read"],
+)
+def test_a_remapping_that_failed_is_told_where_it_is_known(device, told_as):
+    page = told(dcgm(facts_about(a_snapshot(device))))
+
+    assert list(page.get("DCGM_FI_DEV_ROW_REMAP_FAILURE", {}).values()) == told_as
+
+
 def test_errors_of_memory_are_those_that_were_read_last():
     before, now = a_device(**FULL | {"temperature": 30.0}), a_device(temperature=40.0)
-    facts = facts_about(a_snapshot(now), errors=(before,))
+    rare = RareFields()
+    rare.filled(a_snapshot(before))
+    facts = facts_about(rare.filled(a_snapshot(now)))
     page = told([*metric_families(facts), *dcgm(facts)])
 
     assert the_one(page, "gpuguard_device_temperature_celsius", uuid=now.uuid) == 40
@@ -271,7 +294,24 @@ def test_nvitop_names_have_the_units_of_nvitop():
 
     assert values["gpu_memory_used_MiB"] == 3072 and values["gpu_clock_sm_MHz"] == 1980
     assert values["gpu_memory_percent_Percentage"] == 3.75
-    assert set(values) == {row[0] for row in NVITOP} | {"gpu_memory_percent_Percentage", "nvitop_info"}
+    assert values["gpu_pcie_rx_throughput_MiBps"] == 2 and values["gpu_nvlink_total_tx_throughput_MiBps"] == 6
+    assert values["gpu_nvlink_mean_tx_throughput_MiBps"] == 3 and values["gpu_clock_video_MHz"] == 1545
+    links = {dict(key)["link"]: value for key, value in page["gpu_nvlink_tx_throughput_MiBps"].items()}
+    assert links == {"0": 2, "3": 4}
+    assert set(values) == NVITOP_EXPORTER
+
+
+# What nvitop-exporter 1.7 tells of a device, and its nvitop_info.
+NVITOP_EXPORTER = {
+    "gpu_utilization_Percentage", "gpu_memory_utilization_Percentage", "gpu_encoder_utilization_Percentage",
+    "gpu_decoder_utilization_Percentage", "gpu_memory_total_MiB", "gpu_memory_used_MiB", "gpu_memory_free_MiB",
+    "gpu_memory_percent_Percentage", "gpu_clock_sm_MHz", "gpu_clock_memory_MHz", "gpu_clock_graphics_MHz",
+    "gpu_clock_video_MHz", "gpu_power_usage_W", "gpu_power_limit_W", "gpu_temperature_C", "gpu_fan_speed_Percentage",
+    "gpu_pcie_tx_throughput_MiBps", "gpu_pcie_rx_throughput_MiBps", "gpu_nvlink_total_tx_throughput_MiBps",
+    "gpu_nvlink_total_rx_throughput_MiBps", "gpu_nvlink_mean_tx_throughput_MiBps",
+    "gpu_nvlink_mean_rx_throughput_MiBps", "gpu_nvlink_tx_throughput_MiBps", "gpu_nvlink_rx_throughput_MiBps",
+    "nvitop_info",
+}  # fmt: skip
 
 
 def test_nvitop_counts_the_instances_of_a_divided_device_from_0():

@@ -22,7 +22,7 @@ from test_metrics import read, the_one
 
 from gpuguard.metrics import facts
 from gpuguard.metrics.facts import DaemonFacts, EventCounter, RareFields
-from gpuguard.model import CLOCKS, ECC, Event, Gap
+from gpuguard.model import CLOCKS, ECC, MEDIA, NVLINK_FLOW, PCIE, Event, Gap
 
 
 @pytest.fixture
@@ -236,15 +236,39 @@ def test_errors_of_memory_are_read_each_minute_and_only_while_scrapes_come(monke
 
     rare.scraped()
     assert rare.groups() == {CLOCKS, ECC}
-    assert rare.errors(without)[0].remapped_rows is None
-    rare.errors(a_snapshot(a_device(remapped_rows=3)))
+    assert rare.filled(without).devices[0].remapped_rows is None
+    rare.filled(a_snapshot(a_device(remapped_rows=3)))
     assert rare.groups() == {CLOCKS}
-    assert rare.errors(without)[0].remapped_rows == 3
+    assert rare.filled(without).devices[0].remapped_rows == 3
 
     now += 61
     assert rare.groups() == {CLOCKS, ECC}
-    rare.errors(a_snapshot(a_device(), gaps=(Gap(a_device().uuid, "remapped_rows", "not supported"),)))
-    assert rare.groups() == {CLOCKS} and rare.errors(without)[0].remapped_rows is None
+    rare.filled(a_snapshot(a_device(), gaps=(Gap(a_device().uuid, "remapped_rows", "not supported"),)))
+    assert rare.groups() == {CLOCKS} and rare.filled(without).devices[0].remapped_rows is None
 
     now += 301
     assert rare.groups() == frozenset()
+
+
+def test_what_only_the_names_of_an_exporter_need_is_read_while_these_are_asked_for(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(facts.time, "monotonic", lambda: now)
+    rare = RareFields()
+    rare.scraped()
+    rare.filled(a_snapshot(a_device(remapped_rows=3)))
+    assert rare.groups() == {CLOCKS}
+
+    rare.scraped(["nvitop"])
+    assert rare.groups() == {CLOCKS, MEDIA, PCIE, NVLINK_FLOW}
+    rare.filled(a_snapshot(a_device(clock_video=700, pcie_tx=1.0)))
+    assert rare.groups() == {CLOCKS} and rare.filled(a_snapshot(a_device())).devices[0].pcie_tx == 1.0
+
+    now += 11
+    assert rare.groups() == {CLOCKS, MEDIA, PCIE, NVLINK_FLOW}
+
+
+def test_beside_a_daemon_that_does_not_read_what_an_exporter_tells_the_driver_is_asked(tmp_path):
+    with a_daemon(tmp_path) as daemon:
+        page = read(daemon.gpuguard("metrics", "--compat", "nvitop").stdout)
+
+    assert page["gpu_clock_video_MHz"] and page["gpu_pcie_tx_throughput_MiBps"]

@@ -41,6 +41,8 @@ def test_a_device_is_read_in_full(fake: FakeNvml) -> None:
         "clock_memory": 2619, "clock_memory_max": 2619, "pstate": 0, "throttle_reasons": ("gpu_idle",),
         "persistence_mode": True, "ecc_mode": True, "ecc_uncorrected_aggregate": 0, "retired_pages": 0,
         "remapped_rows": 0, "pcie_generation": 5, "pcie_width": 16, "pcie_tx": 102400, "pcie_rx": 204800,
+        "remapped_rows_uncorrected": 0, "clock_graphics": 345, "clock_video": 765, "encoder_utilization": 12,
+        "decoder_utilization": 34,
     }  # fmt: skip
 
     assert {name: getattr(snapshot.devices[3], name) for name in told} == told
@@ -245,12 +247,14 @@ backend, looks, device = nvml.open(), [], fake.devices[0]
 for sent, received, at in ((1000, 9000, 10**6), (3000, 9000, 3 * 10**6), (3000, 9000, 3 * 10**6), (0, 0, 4 * 10**6)):
     device.nvlink_tx_kib, device.nvlink_rx_kib, device.nvlink_time_us = sent, received, at
     looks.append(backend.sample({NVLINK_FLOW}))
-answer = [[(one.nvlink_tx, one.nvlink_rx) for one in look.devices[:2]] for look in looks], looks[0].gaps, fake.calls()
+flows = [[(one.nvlink_tx, one.nvlink_rx, one.nvlink_flow) for one in look.devices[:2]] for look in looks]
+answer = flows, looks[0].gaps, fake.calls()
 """
     looks, gaps, calls = answer_of(fake, script)
 
-    unknown = (None, None)
-    assert looks == [[unknown] * 2, [(4 * 1000 * 1024, 0), unknown], [unknown] * 2, [unknown] * 2]
+    unknown = (None, None, None)
+    known = (4 * 1000 * 1024, 0, tuple((link, 1000 * 1024, 0) for link in range(4)))
+    assert looks == [[unknown] * 2, [known, unknown], [unknown] * 2, [unknown] * 2]
     assert {gap.reason for gap in gaps} == {"a rate needs two looks", "no link tells"}
     assert calls["nvmlDeviceGetFieldValues"] == 4 * 8
 

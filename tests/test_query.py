@@ -133,7 +133,7 @@ def test_only_what_is_asked_for_is_read(names, groups):
 @pytest.mark.parametrize(
     ("wrong", "meant"),
     [("memory.usd", "memory.used"), ("Memory.Used", "memory.used"), ("temperature", "temperature.gpu"),
-     ("power_draw", "power.draw"), ("clocks.gr", "clocks.sm")],
+     ("power_draw", "power.draw"), ("clocks.smm", "clocks.sm")],
 )  # fmt: skip
 def test_a_field_that_does_not_exist_is_told_with_what_may_be_meant(wrong, meant):
     with pytest.raises(InvalidRequest, match=re.escape(meant)):

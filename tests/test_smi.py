@@ -27,7 +27,8 @@ from gpuguard.model import ALL_FIELDS, WHO_FIELDS, Device, Snapshot
 FULL = a_device(
     pstate=2, persistence_mode=True, fan_speed=40.0, ecc_mode=True, ecc_corrected_volatile=1,
     ecc_uncorrected_volatile=2, ecc_corrected_aggregate=3, ecc_uncorrected_aggregate=4, retired_pages=5,
-    remapped_rows=6, pcie_generation=4, pcie_width=16, pcie_tx=550 * 1024.0, pcie_rx=1024.0, clock_sm=1200,
+    remapped_rows=6, remapped_rows_uncorrected=2, clock_graphics=1210, clock_video=1125, encoder_utilization=3.0,
+    decoder_utilization=4.0, pcie_generation=4, pcie_width=16, pcie_tx=550 * 1024.0, pcie_rx=1024.0, clock_sm=1200,
     clock_sm_max=1980, clock_memory=1593, clock_memory_max=2619, temperature_slowdown=89.0, temperature_shutdown=92.0,
     throttle_reasons=("sw_power_cap",), memory_utilization=7.0, utilization=55.0, memory_reserved=600 * MIB,
     memory_used=10 * GIB,

@@ -194,7 +194,8 @@ class KnownDevice:
         self.told: Any = None  # its lists of processes as they were the last time, ...
         self.listed: list[GpuProcess] = []  # ... and the processes in them
         self.utilization_seen = 0  # time stamp of the newest process utilization sample
-        self.flow: tuple[float, dict[str, int]] | None = None  # (when, KiB since ever) of what goes over NVLink
+        # (when, KiB since ever by link and field) of what goes over NVLink
+        self.flow: tuple[float, dict[tuple[int, str], int]] | None = None
         self.utilizations: dict[tuple[int, float | None], tuple[float, float]] = {}  # (read at, percent), of processes
 
 

@@ -80,6 +80,11 @@ def kibibytes(number: int) -> float:
     return number * 1024.0
 
 
+def first_as_float(numbers: Sequence[int]) -> float:
+    """The first of *numbers*: the utilization in front of its sampling period."""
+    return float(numbers[0])
+
+
 def bits(words: Collection[int]) -> list[int]:
     """The numbers of the set bits in an array of 64-bit words, the lowest first."""
     found = []
@@ -148,6 +153,12 @@ ROWS: dict[str, tuple[FieldRow, ...]] = {
             throttle_reasons,
         ),
         FieldRow("persistence_mode", ("nvmlDeviceGetPersistenceMode",), (), bool, keep="setting"),
+    ),
+    model.MEDIA: (
+        FieldRow("clock_graphics", ("nvmlDeviceGetClockInfo",), (0,)),
+        FieldRow("clock_video", ("nvmlDeviceGetClockInfo",), (3,)),
+        FieldRow("encoder_utilization", ("nvmlDeviceGetEncoderUtilization",), (), first_as_float),
+        FieldRow("decoder_utilization", ("nvmlDeviceGetDecoderUtilization",), (), first_as_float),
     ),
     model.PCIE: (
         FieldRow("pcie_generation", ("nvmlDeviceGetCurrPcieLinkGeneration",)),
@@ -441,7 +452,7 @@ def remapped_rows(reading: Reading) -> CallResult:
 
 
 def read_ecc(reading: Reading) -> None:
-    """ecc_*, retired_pages, remapped_rows."""
+    """ecc_*, retired_pages, remapped_rows*."""
     mode = reading.call("nvmlDeviceGetEccMode")
     reading.set_field("ecc_mode", mode, lambda modes: modes[0] == 1)
     for uncorrected, kind in enumerate(("corrected", "uncorrected")):
@@ -455,6 +466,7 @@ def read_ecc(reading: Reading) -> None:
     failed = next((answer for answer in pages if answer.code), None)
     reading.set_field("retired_pages", failed or CallResult(sum(len(answer.value) for answer in pages)))
     reading.set_field("remapped_rows", remapped_rows(reading), lambda rows: rows[0] + rows[1])
+    reading.set_field("remapped_rows_uncorrected", remapped_rows(reading), lambda rows: rows[1])
 
 
 def read_nvlink(reading: Reading) -> None:
@@ -474,11 +486,33 @@ def read_nvlink(reading: Reading) -> None:
 
 
 def read_nvlink_flow(reading: Reading) -> None:
-    """nvlink_tx, nvlink_rx: from counters, so the mean since the last sample of this backend."""
+    """nvlink_flow, nvlink_tx, nvlink_rx: from counters, so the mean since the last sample of this backend."""
     links = range(getattr(reading.nvml, "NVML_NVLINK_MAX_LINKS", 18))
     wanted = tuple([(number, link) for number in _NVLINK_COUNTERS for link in links])
     answer = reading.call_kept("refusal", "nvmlDeviceGetFieldValues", wanted)
-    counters = () if answer.code else answer.value
+    at, counts = (0.0, {}) if answer.code else _link_counts(answer.value)
+    before, reading.device.flow = reading.device.flow, (at, counts) if counts else None
+    if (
+        before is None
+        or at <= before[0]
+        or before[1].keys() != counts.keys()
+        or any(count < before[1][key] for key, count in counts.items())
+    ):
+        for name in (*_NVLINK_COUNTERS.values(), "nvlink_flow"):
+            reading.gap(name, answer.reason or ("a rate needs two looks" if counts else "no link tells"))
+        return
+    rates = {key: (count - before[1][key]) * 1024.0 / (at - before[0]) for key, count in counts.items()}
+    for name in _NVLINK_COUNTERS.values():
+        reading.set_field(name, CallResult(sum(rate for (_, of), rate in rates.items() if of == name)))
+    reading.values["nvlink_flow"] = tuple(
+        (link, rates[link, "nvlink_tx"], rates[link, "nvlink_rx"])
+        for link in links
+        if {(link, "nvlink_tx"), (link, "nvlink_rx")} <= rates.keys()
+    )
+
+
+def _link_counts(counters: Sequence[Any]) -> tuple[float, dict[tuple[int, str], int]]:
+    """When they were read (seconds), and by link and nvlink_tx or nvlink_rx the KiB so far, of the links that tell."""
     told = [
         counter
         for counter in counters
@@ -486,18 +520,11 @@ def read_nvlink_flow(reading: Reading) -> None:
         and counter.fieldId in _NVLINK_COUNTERS
         and 0 <= counter.valueType < len(_SAMPLE_VALUES)
     ]
-    sums = dict.fromkeys(_NVLINK_COUNTERS.values(), 0)
-    for counter in told:
-        sums[_NVLINK_COUNTERS[counter.fieldId]] += getattr(counter.value, _SAMPLE_VALUES[counter.valueType])
-    before, at = reading.device.flow, max((counter.timestamp for counter in told), default=0) / 1e6
-    reading.device.flow = (at, sums) if told else None
-    for name, count in sums.items():
-        if not told:
-            reading.gap(name, answer.reason or "no link tells")
-        elif before is None or at <= before[0] or count < before[1][name]:
-            reading.gap(name, "a rate needs two looks")
-        else:
-            reading.set_field(name, CallResult((count - before[1][name]) * 1024.0 / (at - before[0])))
+    counts = {
+        (counter.scopeId, _NVLINK_COUNTERS[counter.fieldId]): getattr(counter.value, _SAMPLE_VALUES[counter.valueType])
+        for counter in told
+    }
+    return max((counter.timestamp for counter in told), default=0) / 1e6, counts
 
 
 # In this order: the process list is compared with the memory.

@@ -21,8 +21,10 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
     "clock_sm": (0, 10_000), "clock_sm_max": (1, 10_000), "clock_memory": (0, 50_000), "clock_memory_max": (1, 50_000),
     "pcie_generation": (1, 10), "pcie_width": (1, 32), "pcie_tx": (0, 10**12), "pcie_rx": (0, 10**12),
     "nvlink_tx": (0, 10**13), "nvlink_rx": (0, 10**13),
+    "clock_graphics": (0, 10_000), "clock_video": (0, 10_000),
+    "encoder_utilization": (0, 100), "decoder_utilization": (0, 100),
     "utilization": (0, 100), "memory_utilization": (0, 100), "minor_number": (0, 2**20),
-    "retired_pages": (0, 10**6), "remapped_rows": (0, 10**6),
+    "retired_pages": (0, 10**6), "remapped_rows": (0, 10**6), "remapped_rows_uncorrected": (0, 10**6),
     "ecc_corrected_volatile": (0, 2**53), "ecc_uncorrected_volatile": (0, 2**53),
     "ecc_corrected_aggregate": (0, 2**53), "ecc_uncorrected_aggregate": (0, 2**53),
 }  # fmt: skip

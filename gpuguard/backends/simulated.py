@@ -473,7 +473,13 @@ def _ecc(context: ReadingContext) -> Values:
         **{f"ecc_{name}": 0 if known else None for name in counters},
         "retired_pages": None,  # older than all our models: they remap rows instead
         "remapped_rows": 0 if known else None,
+        "remapped_rows_uncorrected": 0 if known else None,
     }
+
+
+def _media(context: ReadingContext) -> Values:
+    clock = _clocks(context)["clock_sm"]
+    return {"clock_graphics": clock, "clock_video": clock, "encoder_utilization": 0.0, "decoder_utilization": 0.0}
 
 
 def _pcie(context: ReadingContext) -> Values:
@@ -491,8 +497,10 @@ def _links(context: ReadingContext) -> tuple[tuple[int, str], ...]:
 
 
 def _nvlink_flow(context: ReadingContext) -> Values:
-    flow = context.utilization / 100 * len(_links(context)) * _BUSY_LINK
-    return {"nvlink_tx": flow, "nvlink_rx": flow}
+    flow = context.utilization / 100 * _BUSY_LINK
+    links = _links(context)
+    total = flow * len(links)
+    return {"nvlink_tx": total, "nvlink_rx": total, "nvlink_flow": tuple((link, flow, flow) for link, _ in links)}
 
 
 _READERS: dict[str, Callable[[ReadingContext], Values]] = {
@@ -506,11 +514,12 @@ _READERS: dict[str, Callable[[ReadingContext], Values]] = {
     model.POWER: _power,
     model.CLOCKS: _clocks,
     model.ECC: _ecc,
+    model.MEDIA: _media,
     model.PCIE: _pcie,
     model.NVLINK: lambda context: {"nvlink_links": _links(context)},
     model.NVLINK_FLOW: _nvlink_flow,
 }
 # An instance has nothing of its own to say here, and real drivers say nothing.
-_OF_THE_WHOLE = (model.POWER, model.CLOCKS, model.ECC, model.PCIE, model.NVLINK, model.NVLINK_FLOW)
+_OF_THE_WHOLE = (model.POWER, model.CLOCKS, model.ECC, model.MEDIA, model.PCIE, model.NVLINK, model.NVLINK_FLOW)
 # Real drivers answer NVML_ERROR_NOT_SUPPORTED to these, for the node device and for its instances.
 _NOT_WITH_MIG = ("utilization", "memory_utilization")

@@ -230,6 +230,12 @@ ROWS: dict[str, dict[str, tuple[Callable[[str], Any], tuple[str, ...]]]] = {
         "persistence_mode": (_SWITCH.get, ("persistence_mode",)),
     },
     model.ECC: {"ecc_mode": (_SWITCH.get, ("ecc_mode/current_ecc",))},
+    model.MEDIA: {
+        "clock_graphics": (megahertz, ("clocks/graphics_clock",)),
+        "clock_video": (megahertz, ("clocks/video_clock",)),
+        "encoder_utilization": (percent, ("utilization/encoder_util",)),
+        "decoder_utilization": (percent, ("utilization/decoder_util",)),
+    },
     model.PCIE: {
         "pcie_generation": (
             whole, (f"{_LINK}/pcie_gen/device_current_link_gen", f"{_LINK}/pcie_gen/current_link_gen")
@@ -239,7 +245,7 @@ ROWS: dict[str, dict[str, tuple[Callable[[str], Any], tuple[str, ...]]]] = {
         "pcie_rx": (bytes_per_second, ("pci/rx_util",)),
     },
     model.NVLINK: {"nvlink_links": (whole, ())},
-    model.NVLINK_FLOW: {"nvlink_tx": (bytes_per_second, ()), "nvlink_rx": (bytes_per_second, ())},
+    model.NVLINK_FLOW: dict.fromkeys(("nvlink_tx", "nvlink_rx", "nvlink_flow"), (bytes_per_second, ())),
     model.HEALTH: {"compute_mode": (_COMPUTE_MODES.get, ("compute_mode",))},
 }  # fmt: skip
 
@@ -322,7 +328,7 @@ def read_throttle_reasons(reading: SmiReading) -> None:
 
 
 def read_ecc(reading: SmiReading) -> None:
-    """ecc_*, retired_pages, remapped_rows."""
+    """ecc_*, retired_pages, remapped_rows*."""
     for since in ("volatile", "aggregate"):
         for kind, ways in _ECC.items():
             field = f"ecc_{kind}_{since}"
@@ -333,6 +339,7 @@ def read_ecc(reading: SmiReading) -> None:
     pages = ("multiple_single_bit_retirement", "double_bit_retirement")
     _add_up(reading, "retired_pages", [[f"retired_pages/{kind}/retired_count" for kind in pages]])
     _add_up(reading, "remapped_rows", [[f"remapped_rows/remapped_row_{kind}" for kind in ("corr", "unc")]])
+    _add_up(reading, "remapped_rows_uncorrected", [["remapped_rows/remapped_row_unc"]])
 
 
 _ECC = {  # what is added up, by the way in which a driver writes it: Turing and later; 550 and later; before Turing

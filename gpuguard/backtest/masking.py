@@ -23,7 +23,8 @@ _FIELDS_OF = {
         "compute_instance_id temperature temperature_slowdown temperature_shutdown fan_speed power_draw power_limit "
         "total_energy clock_sm clock_sm_max clock_memory clock_memory_max pstate throttle_reasons persistence_mode "
         "ecc_mode ecc_corrected_volatile ecc_uncorrected_volatile ecc_corrected_aggregate ecc_uncorrected_aggregate "
-        "retired_pages remapped_rows pcie_generation pcie_width pcie_tx pcie_rx nvlink_tx nvlink_rx",
+        "retired_pages remapped_rows remapped_rows_uncorrected clock_graphics clock_video encoder_utilization "
+        "decoder_utilization pcie_generation pcie_width pcie_tx pcie_rx nvlink_tx nvlink_rx nvlink_flow",
         "uuid parent_uuid pci_bus_id processes problems nvlink_links",
     ),
     "process": (

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from gpuguard.cli.options import FRESH, add_source_options, add_table, backend_of, directory_of, quantity
@@ -93,16 +93,14 @@ def main(args: argparse.Namespace) -> int:
     if args.token_file and not args.influx:
         raise InvalidRequest("--token-file is about --influx.")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    machine = MachineFacts(
-        args.backend, lambda: backend_of(args), lambda: directory_of(args), fresh=args.fresh, clocks=bool(args.compat)
-    )
+    machine = MachineFacts(args.backend, lambda: backend_of(args), lambda: directory_of(args), fresh=args.fresh)
     try:
         if args.serve:
             server = page_server(args.serve, args.expose)
             print(f"gpuguard: serving http://{server.address}/metrics", file=sys.stderr, flush=True)
             server.serve(pages(machine.read, args.compat))
         else:
-            _put_all(machine, _output(args), every)
+            _put_all(machine, args.compat, _output(args), every)
         return 0
     except KeyboardInterrupt:
         return 0
@@ -139,13 +137,13 @@ def _influx_lines(facts: MetricFacts) -> list[str]:
     return to_influx(metric_families(facts), host, facts.now)
 
 
-def _put_all(machine: MachineFacts, output: Output, every: float | None) -> None:
+def _put_all(machine: MachineFacts, exporters: Sequence[str], output: Output, every: float | None) -> None:
     """Put the facts out, once or again and again; then a fault may pass, and is reported once."""
     reported = ""
     while True:
         began = time.monotonic()
         try:
-            output(machine.read())
+            output(machine.read(exporters))
             if machine.trouble:
                 raise machine.trouble
             reported = ""

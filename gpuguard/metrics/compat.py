@@ -1,13 +1,14 @@
 """The same numbers under the names, labels and units of dcgm-exporter and of nvitop-exporter, for their dashboards.
 
-Only what gpuguard reads: no profiling counters, no PCIe and NVLink throughput, no encoders, nothing per pid.
+Only what gpuguard reads: no profiling counters, nothing per pid, no XID errors, of which a driver tells those alone who
+wait for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gpuguard.metrics.facts import ERROR_FIELDS, MetricFacts
+from gpuguard.metrics.facts import MetricFacts
 from gpuguard.metrics.families import Labels, MetricFamily, distinct, family, labels, number
 from gpuguard.model import Device, Snapshot
 
@@ -22,6 +23,8 @@ DCGM: tuple[tuple[str, str, str, str, float], ...] = (
     ("TOTAL_ENERGY_CONSUMPTION", "counter", "Energy since the driver was loaded (in mJ).", "total_energy", 1000),
     ("GPU_UTIL", "gauge", "GPU utilization (in %).", "utilization", 1),
     ("MEM_COPY_UTIL", "gauge", "Memory utilization (in %).", "memory_utilization", 1),
+    ("ENC_UTIL", "gauge", "Encoder utilization (in %).", "encoder_utilization", 1),
+    ("DEC_UTIL", "gauge", "Decoder utilization (in %).", "decoder_utilization", 1),
     ("FAN_SPEED", "gauge", "Fan speed (in %).", "fan_speed", 1),
     ("FB_TOTAL", "gauge", "Framebuffer memory (in MiB).", "memory_total", _MIB),
     ("FB_FREE", "gauge", "Framebuffer memory free (in MiB).", "memory_free", _MIB),
@@ -31,7 +34,9 @@ DCGM: tuple[tuple[str, str, str, str, float], ...] = (
     ("ECC_DBE_VOL_TOTAL", "counter", "Double-bit errors since the driver was loaded.", "ecc_uncorrected_volatile", 1),
     ("ECC_SBE_AGG_TOTAL", "counter", "Single-bit errors of its life.", "ecc_corrected_aggregate", 1),
     ("ECC_DBE_AGG_TOTAL", "counter", "Double-bit errors of its life.", "ecc_uncorrected_aggregate", 1),
-)
+    ("UNCORRECTABLE_REMAPPED_ROWS", "counter", "Rows that uncorrectable errors had remapped.",
+     "remapped_rows_uncorrected", 1),
+)  # fmt: skip
 _WHOLE = frozenset({"FB_TOTAL", "FB_FREE", "FB_USED", "FB_RESERVED"})  # dcgm-exporter tells whole MiB
 NVITOP: tuple[tuple[str, str, str, float], ...] = (
     ("gpu_utilization_Percentage", "GPU utilization (%).", "utilization", 1),
@@ -40,11 +45,19 @@ NVITOP: tuple[tuple[str, str, str, float], ...] = (
     ("gpu_memory_used_MiB", "GPU memory used (MiB).", "memory_used", _MIB),
     ("gpu_memory_free_MiB", "GPU memory free (MiB).", "memory_free", _MIB),
     ("gpu_clock_sm_MHz", "GPU SM clock (MHz).", "clock_sm", 1),
+    ("gpu_encoder_utilization_Percentage", "GPU encoder utilization (%).", "encoder_utilization", 1),
+    ("gpu_decoder_utilization_Percentage", "GPU decoder utilization (%).", "decoder_utilization", 1),
+    ("gpu_clock_graphics_MHz", "GPU graphics clock (MHz).", "clock_graphics", 1),
+    ("gpu_clock_video_MHz", "GPU video clock (MHz).", "clock_video", 1),
     ("gpu_clock_memory_MHz", "GPU memory clock (MHz).", "clock_memory", 1),
     ("gpu_power_usage_W", "GPU power usage (W).", "power_draw", 1),
     ("gpu_power_limit_W", "GPU power limit (W).", "power_limit", 1),
     ("gpu_temperature_C", "GPU temperature (C).", "temperature", 1),
     ("gpu_fan_speed_Percentage", "GPU fan speed (%).", "fan_speed", 1),
+    ("gpu_pcie_tx_throughput_MiBps", "GPU PCIe transmit throughput (MiB/s).", "pcie_tx", _MIB),
+    ("gpu_pcie_rx_throughput_MiBps", "GPU PCIe receive throughput (MiB/s).", "pcie_rx", _MIB),
+    ("gpu_nvlink_total_tx_throughput_MiBps", "GPU total NVLink transmit throughput (MiB/s).", "nvlink_tx", _MIB),
+    ("gpu_nvlink_total_rx_throughput_MiBps", "GPU total NVLink receive throughput (MiB/s).", "nvlink_rx", _MIB),
 )
 
 
@@ -53,13 +66,28 @@ def dcgm(facts: MetricFacts) -> Iterator[MetricFamily]:
     snapshot = facts.snapshot
     if not snapshot or not facts.current:
         return
-    named = {device.uuid: _dcgm_labels(device, snapshot) for device in snapshot.devices}
+    devices = distinct(snapshot.devices)
+    named = {device.uuid: _dcgm_labels(device, snapshot) for device in devices}
     for name, kind, text, field, factor in DCGM:
-        devices = facts.errors or snapshot.devices if field in ERROR_FIELDS else snapshot.devices
-        values = {named[device.uuid]: number(getattr(device, field), factor) for device in distinct(devices)}
+        values = {named[device.uuid]: number(getattr(device, field), factor) for device in devices}
         if name in _WHOLE:
             values = {key: value and int(value) for key, value in values.items()}
         yield family(f"DCGM_FI_DEV_{name}", text, values.items(), kind)
+    remapped = [device for device in devices if device.remapped_rows is not None]
+    corrected = [(named[device.uuid], _corrected_rows(device)) for device in remapped]
+    text = "Rows that correctable errors had remapped."
+    yield family("DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS", text, corrected, "counter")
+    failed = [(named[device.uuid], _remap_failed(device)) for device in remapped]
+    yield family("DCGM_FI_DEV_ROW_REMAP_FAILURE", "1 when remapping a row has failed.", failed)
+
+
+def _remap_failed(device: Device) -> bool | None:
+    return None if device.problems is None else "row remap failed" in device.problems
+
+
+def _corrected_rows(device: Device) -> int | None:
+    both, uncorrected = device.remapped_rows, device.remapped_rows_uncorrected
+    return None if both is None or uncorrected is None else both - uncorrected
 
 
 def _dcgm_labels(device: Device, snapshot: Snapshot) -> Labels:
@@ -100,10 +128,27 @@ def nvitop(facts: MetricFacts) -> Iterator[MetricFamily]:
         if device.memory_total
     ]
     yield family("gpu_memory_percent_Percentage", "GPU memory percent (%).", shares)
+    yield from _nvlinks(devices)
     count = sum(device.parent_uuid is None for device in snapshot.devices)
     versions = {"driver_version": snapshot.driver_version, "cuda_driver_version": snapshot.cuda_version}
     machine = labels(hostname=host, device_count=count, **versions)
     yield family("nvitop_info", "The machine, under the name that nvitop-exporter gives it.", [(machine, 1)])
+
+
+def _nvlinks(devices: dict[Labels, Device]) -> Iterator[MetricFamily]:
+    for column, way, verb in ((1, "tx", "transmit"), (2, "rx", "receive")):
+        rates = {
+            key: {link[0]: number(link[column], _MIB) for link in device.nvlink_flow}
+            for key, device in devices.items()
+            if device.nvlink_flow
+        }
+        mean = [(key, sum(filter(None, of_links.values())) / len(of_links)) for key, of_links in rates.items()]
+        text = f"GPU mean NVLink {verb} throughput (MiB/s)."
+        yield family(f"gpu_nvlink_mean_{way}_throughput_MiBps", text, mean)
+        each = [
+            (labels(link=link, **dict(key)), rate) for key, of_links in rates.items() for link, rate in of_links.items()
+        ]
+        yield family(f"gpu_nvlink_{way}_throughput_MiBps", f"GPU NVLink {verb} throughput (MiB/s).", each)
 
 
 COMPAT: dict[str, Callable[[MetricFacts], Iterator[MetricFamily]]] = {"dcgm": dcgm, "nvitop": nvitop}

@@ -10,10 +10,9 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from gpuguard import __version__
@@ -22,7 +21,7 @@ from gpuguard.device_state import DeviceUse, uses
 from gpuguard.enforcement.actions import ACTIONS
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.history import audit_log
-from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, Device, Event, Snapshot
+from gpuguard.model import CLOCKS, ECC, MEDIA, NVLINK_FLOW, PCIE, WHO_FIELDS, Device, Event, Snapshot
 from gpuguard.procfs import process_facts
 from gpuguard.queue.tickets import waiting_tickets
 from gpuguard.source import SnapshotSource, daemon_lives, with_quarantine
@@ -40,11 +39,17 @@ ECC_FIELDS = (
     ("uncorrected", "ecc_uncorrected_volatile", "ecc_uncorrected_aggregate"),
 )
 # Fields of Device that change once in months, and are not in each sample.
-ERROR_FIELDS = ("ecc_mode", *(field for row in ECC_FIELDS for field in row[1:]), "retired_pages", "remapped_rows")
+ERROR_FIELDS = (
+    "ecc_mode", *(field for row in ECC_FIELDS for field in row[1:]), "retired_pages", "remapped_rows",
+    "remapped_rows_uncorrected",
+)  # fmt: skip
 ERRORS_SECONDS = 60.0  # between two readings of them: they are 9 of 30 driver calls per device
+MEDIA_FIELDS = ("clock_graphics", "clock_video", "encoder_utilization", "decoder_utilization")
+TRAFFIC_FIELDS = ("pcie_tx", "pcie_rx", "nvlink_tx", "nvlink_rx", "nvlink_flow")
+RARE_FIELDS = frozenset({*ERROR_FIELDS, *MEDIA_FIELDS, *TRAFFIC_FIELDS, "pcie_generation", "pcie_width"})
+TRAFFIC_SECONDS = 10.0  # between two readings of what other exporters tell: PCIe takes 40 ms per device
 SCRAPED_SECONDS = 300.0  # without a scrape, after which the numbers are taken to be read no more
 STALE_INTERVALS = 3  # a sample that is older says nothing about now
-_errors = attrgetter(*ERROR_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,8 @@ class MetricFacts:
 
     now: float  # unix time
     version: str  # of gpuguard
-    snapshot: Snapshot | None = None  # the last one
+    snapshot: Snapshot | None = None  # the last one, with what RareFields knows
     current: bool = False  # whether its values still count; otherwise only what a device is is told of it
-    # Its devices as they were when the errors of their memory were read last; (): as they are there.
-    errors: tuple[Device, ...] = ()
     uses: tuple[DeviceUse, ...] = ()  # what goes on on its devices
     waiting: Sequence[tuple[str, float]] | None = None  # who waits, and since when (unix time)
     quarantined: frozenset[str] | None = None  # uuids that are out of service
@@ -68,33 +71,81 @@ class MetricFacts:
     unrecorded: int | None = None  # lines of the audit log that could not be written since then
 
 
+class _Rare:
+    """Fields that are read every *seconds*, and known from then on for three times as long.
+
+    Only the names of *exporters* need them; without any our own do, too.
+    """
+
+    def __init__(
+        self, groups: set[str], fields: tuple[str, ...], seconds: float, exporters: frozenset[str] = frozenset()
+    ) -> None:
+        self.groups, self.exporters = groups, exporters
+        self._fields, self._seconds = fields, seconds
+        self._read_at = -math.inf
+        self._known: dict[str, Device] = {}
+
+    def due(self, now: float) -> bool:
+        return now - self._read_at >= self._seconds
+
+    def in_sample(self, snapshot: Snapshot) -> bool:
+        """Whether they were asked for in *snapshot*."""
+        return any(gap.field in self._fields for gap in snapshot.gaps) or any(
+            getattr(device, field) is not None for device in snapshot.devices for field in self._fields
+        )
+
+    def filled(self, snapshot: Snapshot, now: float) -> Snapshot:
+        """*snapshot* with these fields as they were read last."""
+        if self.in_sample(snapshot):
+            self._known, self._read_at = {device.uuid: device for device in snapshot.devices}, now
+            return snapshot
+        if now - self._read_at >= 3 * self._seconds:
+            return snapshot
+        devices = [
+            replace(device, **{field: getattr(self._known.get(device.uuid, device), field) for field in self._fields})
+            for device in snapshot.devices
+        ]
+        return replace(snapshot, devices=tuple(devices))
+
+
 class RareFields:
-    """What is read only while scrapes come: clocks, and now and then the errors of memory."""
+    """What is read only while scrapes come: clocks, and now and then what takes many or long driver calls."""
 
     def __init__(self) -> None:
-        self._scraped_at = self._read_at = -math.inf
-        self._known: dict[str, Device] = {}
+        self._scraped: dict[str, float] = {}  # by exporter when its names were asked for, "": when any were
+        self._rare = (
+            _Rare({ECC}, ERROR_FIELDS, ERRORS_SECONDS),
+            _Rare({MEDIA}, MEDIA_FIELDS, TRAFFIC_SECONDS, frozenset({"dcgm", "nvitop"})),
+            _Rare({PCIE, NVLINK_FLOW}, TRAFFIC_FIELDS, TRAFFIC_SECONDS, frozenset({"nvitop"})),
+        )
 
     def groups(self) -> frozenset[str]:
         """What the next sample should read beside what it reads anyway."""
         now = time.monotonic()
-        if now - self._scraped_at > SCRAPED_SECONDS:
+        asked = {name for name, at in self._scraped.items() if now - at <= SCRAPED_SECONDS}
+        if not asked:
             return frozenset()
-        return frozenset({CLOCKS, ECC} if now - self._read_at >= ERRORS_SECONDS else {CLOCKS})
+        due = [rare for rare in self._rare if rare.due(now) and (not rare.exporters or asked & rare.exporters)]
+        return frozenset({CLOCKS}.union(*(rare.groups for rare in due)))
 
-    def scraped(self) -> None:
-        """A scrape has come."""
-        self._scraped_at = time.monotonic()
+    def scraped(self, exporters: Collection[str] = ()) -> None:
+        """A scrape has come, for the names of *exporters*, too."""
+        self._scraped.update(dict.fromkeys(("", *exporters), time.monotonic()))
 
-    def errors(self, snapshot: Snapshot) -> tuple[Device, ...]:
-        """The devices of *snapshot* as they were when their errors were read last."""
+    def suffices(self, snapshot: Snapshot) -> bool:
+        """Whether *snapshot* has all that the names of exporters need now; ours do without."""
+        wanted = self.groups()
+        due = [rare for rare in self._rare if rare.exporters and rare.groups <= wanted]
+        exporters = self._scraped.keys() - {""}
+        has_clocks = any(device.clock_sm is not None for device in snapshot.devices)
+        return not exporters or (has_clocks and all(rare.in_sample(snapshot) for rare in due))
+
+    def filled(self, snapshot: Snapshot) -> Snapshot:
+        """*snapshot* with what was read in earlier ones and still counts."""
         now = time.monotonic()
-        were_read = any(value is not None for device in snapshot.devices for value in _errors(device))
-        if were_read or any(gap.field in ERROR_FIELDS for gap in snapshot.gaps):
-            self._known, self._read_at = {device.uuid: device for device in snapshot.devices}, now
-        if now - self._read_at >= 3 * ERRORS_SECONDS:
-            return snapshot.devices
-        return tuple(self._known.get(device.uuid, device) for device in snapshot.devices)
+        for rare in self._rare:
+            snapshot = rare.filled(snapshot, now)
+        return snapshot
 
 
 class MachineFacts:
@@ -104,7 +155,6 @@ class MachineFacts:
         backend: name of the backend; *open_backend* opens it, when the driver is first needed.
         directory: finds that of the claims, each time; raises ClaimError where there is none.
         fresh: whether the driver is read even while a daemon runs.
-        clocks: whether a daemon's snapshot must have clocks, as other exporters' names need.
     """
 
     def __init__(
@@ -114,18 +164,18 @@ class MachineFacts:
         directory: Callable[[], LockDirectory],
         *,
         fresh: bool = False,
-        clocks: bool = False,
     ) -> None:
         self._source = SnapshotSource(backend, open_backend, directory, read=self._read_driver, suits=self._suits)
         self._source.fresh = fresh
-        self._find_directory, self._clocks = directory, clocks
+        self._find_directory = directory
         self._last: Snapshot | None = None
         self._rare = RareFields()
         self.trouble: BackendError | None = None  # of the last reading
 
-    def read(self) -> MetricFacts:
-        """The machine now."""
+    def read(self, exporters: Collection[str] = ()) -> MetricFacts:
+        """The machine now, with what the names of *exporters* need."""
         self.trouble = None
+        self._rare.scraped(exporters)
         try:
             self._last, _ = self._source.joined(reservations=False)
         except BackendError as error:
@@ -133,7 +183,7 @@ class MachineFacts:
         snapshot, current, directory = self._last, not self.trouble, None
         facts = MetricFacts(time.time(), __version__, snapshot, current=current, driver_up=current)
         if snapshot and current:
-            facts = replace(facts, uses=uses(snapshot, process_facts(snapshot)), errors=self._rare.errors(snapshot))
+            facts = replace(facts, snapshot=self._rare.filled(snapshot), uses=uses(snapshot, process_facts(snapshot)))
         with suppress(ClaimError):
             directory = self._find_directory()
         return _with_directory(facts, directory)
@@ -143,10 +193,9 @@ class MachineFacts:
         self._source.close()
 
     def _suits(self, snapshot: Snapshot) -> bool:
-        return not self._clocks or any(device.clock_sm is not None for device in snapshot.devices)
+        return self._rare.suffices(snapshot)
 
     def _read_driver(self, backend: Backend) -> Snapshot:
-        self._rare.scraped()
         return backend.sample(WHO_FIELDS | self._rare.groups())
 
 
@@ -183,20 +232,19 @@ class DaemonFacts:
         self._rare = RareFields()
         daemon.watchdog.extra_fields = self._rare.groups
 
-    def read(self) -> MetricFacts:
-        """What the daemon knows now."""
+    def read(self, exporters: Collection[str] = ()) -> MetricFacts:
+        """What the daemon knows now; what only the names of *exporters* need is in its next samples."""
         watchdog, snapshot, waiting = self._daemon.watchdog, self._daemon.last, self._daemon.waiting
         interval = max(watchdog.interval[1], watchdog.pause)
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - snapshot.clock
         current = watchdog.problem is None and age <= STALE_INTERVALS * interval
         sampled = bool(snapshot.taken_at)
-        self._rare.scraped()
+        self._rare.scraped(exporters)
         facts = MetricFacts(
             time.time(),
             __version__,
-            snapshot if sampled else None,
+            self._rare.filled(snapshot) if sampled else None,
             current=current,
-            errors=self._rare.errors(snapshot),
             uses=uses(with_quarantine(snapshot, self._directory), watchdog.processes(snapshot)) if current else (),
             waiting=_since(waiting) if current else None,
             driver_up=current if sampled or watchdog.problem else None,  # None: it was not read yet

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gpuguard import device_state
 from gpuguard.clusters.slurm import job_of_claim
 from gpuguard.device_state import claims_readable, computes
-from gpuguard.metrics.facts import ECC_FIELDS, ERROR_FIELDS, MetricFacts
+from gpuguard.metrics.facts import ECC_FIELDS, RARE_FIELDS, MetricFacts
 from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import neutralise
 
@@ -81,7 +81,7 @@ def metric_families(facts: MetricFacts) -> list[MetricFamily]:
     if facts.snapshot:
         families += _identity(facts.snapshot)
     if facts.snapshot and facts.current:
-        families += [*_device_values(facts, facts.snapshot), *_device_words(facts), *_claims(facts, facts.snapshot)]
+        families += [*_device_values(facts.snapshot), *_device_words(facts), *_claims(facts, facts.snapshot)]
     return [family for family in families if family.values]
 
 
@@ -159,7 +159,7 @@ def _health(facts: MetricFacts) -> Iterator[MetricFamily]:
     gaps = [
         (labels(field=gap.field if gap.field in _GAPS else "other"), 1)
         for gap in snapshot.gaps
-        if gap.field not in ERROR_FIELDS  # those are read so rarely that it would come and go
+        if gap.field not in RARE_FIELDS  # those are read so rarely that it would come and go
     ]
     text = "Devices of which a field could not be read, 1 for the machine."
     yield family("gpuguard_sample_gaps", text, gaps)
@@ -186,18 +186,17 @@ def _identity(snapshot: Snapshot) -> Iterator[MetricFamily]:
     yield _single("devices", "Devices of this machine; parts of divided ones do not count.", count)
 
 
-def _device_values(facts: MetricFacts, snapshot: Snapshot) -> Iterator[MetricFamily]:
-    devices, with_errors = distinct(snapshot.devices), distinct(facts.errors or snapshot.devices)
+def _device_values(snapshot: Snapshot) -> Iterator[MetricFamily]:
+    devices = distinct(snapshot.devices)
     for name, kind, text, field, factor in DEVICE_VALUES:
-        read = with_errors if field in ERROR_FIELDS else devices
-        yield _per_device(name, text, [(device, number(getattr(device, field), factor)) for device in read], kind)
+        yield _per_device(name, text, [(device, number(getattr(device, field), factor)) for device in devices], kind)
     for name, text, column in (
         ("ecc_errors_total", "Errors of the memory since the driver was loaded.", 1),
         ("ecc_lifetime_errors_total", "Errors of the memory since the device was built.", 2),
     ):
         values = [
             (labels(uuid=device.uuid, error=row[0]), number(getattr(device, row[column])))
-            for device in with_errors
+            for device in devices
             for row in ECC_FIELDS
         ]
         yield family(f"gpuguard_device_{name}", text, values, "counter")

@@ -53,7 +53,7 @@ class Page(NamedTuple):
 Pages = Callable[[str, Mapping[str, list[str]]], Page]  # path, query -> page
 
 
-def pages(facts: Callable[[], MetricFacts], compat: Collection[str]) -> Pages:
+def pages(facts: Callable[[Collection[str]], MetricFacts], compat: Collection[str]) -> Pages:
     """/metrics, in which ?compat=dcgm adds the names of an exporter to those of *compat*."""
     kept: dict[tuple[str, ...], tuple[float, str]] = {}
     lock = threading.Lock()  # the driver is asked once, also for several clients
@@ -69,7 +69,7 @@ def pages(facts: Callable[[], MetricFacts], compat: Collection[str]) -> Pages:
         names = tuple(sorted(wanted))
         with lock:
             if names not in kept or time.monotonic() - kept[names][0] >= PAGE_SECONDS:
-                kept[names] = time.monotonic(), prometheus_text(facts(), names)
+                kept[names] = time.monotonic(), prometheus_text(facts(names), names)
             return Page(kept[names][1], CONTENT_TYPE)
 
     return page

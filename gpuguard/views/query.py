@@ -126,10 +126,14 @@ GPU_FIELDS: Mapping[str, Field] = {
     "utilization.memory": Field(
         "time in which memory was read or written", _device("memory_utilization", float), model.UTILIZATION, "%"
     ),
+    "utilization.encoder": Field("of the video encoder", _device("encoder_utilization", float), model.MEDIA, "%"),
+    "utilization.decoder": Field("of the video decoder", _device("decoder_utilization", float), model.MEDIA, "%"),
     "temperature.gpu": Field("of the core, degrees C", _device("temperature", float), model.THERMAL),
     "power.draw": Field("now", _device("power_draw", float), model.POWER, "W", 2),
     "power.limit": Field("which the driver keeps to", _device("power_limit", float), model.POWER, "W", 2),
     "enforced.power.limit": Field("which the driver keeps to", _device("power_limit", float), model.POWER, "W", 2),
+    "clocks.current.graphics": Field("of graphics", _device("clock_graphics"), model.MEDIA, "MHz"),
+    "clocks.current.video": Field("of the video encoder and decoder", _device("clock_video"), model.MEDIA, "MHz"),
     "clocks.current.sm": Field("of the multiprocessors", _device("clock_sm"), model.CLOCKS, "MHz"),
     "clocks.current.memory": Field("of the memory", _device("clock_memory"), model.CLOCKS, "MHz"),
     "clocks.max.sm": Field("of the multiprocessors, at most", _device("clock_sm_max"), model.CLOCKS, "MHz"),
@@ -163,6 +167,7 @@ APP_FIELDS: Mapping[str, Field] = {
 # Other spellings that nvidia-smi takes; the header shows the first.
 GPU_ALIASES: Mapping[str, str] = {
     "gpu_name": "name", "gpu_uuid": "uuid", "gpu_bus_id": "pci.bus_id", "clocks.sm": "clocks.current.sm",
+    "clocks.gr": "clocks.current.graphics", "clocks.video": "clocks.current.video",
     "clocks.mem": "clocks.current.memory", "clocks.max.mem": "clocks.max.memory",
     **{f"clocks_throttle_reasons.{name}": f"clocks_event_reasons.{name}" for name in _REASONS},
 }  # fmt: skip

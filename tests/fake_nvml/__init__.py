@@ -80,6 +80,7 @@ _DEVICE_NUMBERS = {
     "temperature": 34, "temperature_slowdown": 89, "temperature_shutdown": 92, "fan": 30,
     "power_mw": 71_000, "power_limit_mw": 700_000, "energy_mj": 5_000_000,
     "clock_sm": 345, "clock_sm_max": 1980, "clock_memory": 2619, "clock_memory_max": 2619, "pstate": 0,
+    "clock_video": 765, "encoder_utilization": 12, "decoder_utilization": 34,
     "throttle_reasons": 1, "persistence": 1, "compute_mode": 0,
     "ecc": 1, "ecc_corrected_volatile": 0, "ecc_uncorrected_volatile": 0,
     "ecc_corrected_aggregate": 0, "ecc_uncorrected_aggregate": 0, "retired_pages": 0, "retired_pages_pending": 0,

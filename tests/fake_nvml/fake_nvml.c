@@ -275,17 +275,21 @@ API(nvmlDeviceGetUtilizationRates)(Handle handle, unsigned *rates) {
   return OK;
 }
 
-// Nobody encodes or decodes video here; other monitors ask.
-static int idle(unsigned *percent, unsigned *period) { *percent = 0; *period = 1000000; return OK; }
+static int codec(const Mig *mig, int64_t busy, unsigned *percent, unsigned *period) {
+  if (mig) return NOT_SUPPORTED;
+  *percent = busy;
+  *period = 167000;
+  return OK;
+}
 
 API(nvmlDeviceGetEncoderUtilization)(Handle handle, unsigned *percent, unsigned *period) {
   DEVICE(nvmlDeviceGetEncoderUtilization);
-  return mig ? NOT_SUPPORTED : idle(percent, period);
+  return codec(mig, device->encoder_utilization, percent, period);
 }
 
 API(nvmlDeviceGetDecoderUtilization)(Handle handle, unsigned *percent, unsigned *period) {
   DEVICE(nvmlDeviceGetDecoderUtilization);
-  return mig ? NOT_SUPPORTED : idle(percent, period);
+  return codec(mig, device->decoder_utilization, percent, period);
 }
 
 // No screen is there, nor a Windows driver; other monitors ask, and log a traceback where the function is missing.
@@ -342,7 +346,7 @@ API(nvmlDeviceGetTemperatureThreshold)(Handle handle, int threshold, unsigned *c
 API(nvmlDeviceGetClockInfo)(Handle handle, int type, unsigned *mhz) {
   DEVICE(nvmlDeviceGetClockInfo);
   if (mig) return NOT_SUPPORTED;
-  *mhz = type == 2 ? device->clock_memory : device->clock_sm;
+  *mhz = type == 2 ? device->clock_memory : type == 3 ? device->clock_video : device->clock_sm;
   return OK;
 }
 
