@@ -15,7 +15,7 @@ import subprocess
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,13 +103,16 @@ class Prometheus:
 
 
 @contextmanager
-def a_prometheus(place: Path, target: str, compat: str = "") -> Iterator[Prometheus]:
-    """One that scrapes http://TARGET/metrics every second."""
+def a_prometheus(
+    place: Path, target: str, compat: str = "", jobs: Sequence[str] = ("gpuguard",)
+) -> Iterator[Prometheus]:
+    """One of which each of *jobs* scrapes http://TARGET/metrics every second."""
     port, config = free_port(), place / "prometheus.yml"
-    scrape: dict[str, Any] = {"job_name": "gpuguard", "static_configs": [{"targets": [target]}]}
+    scrape: dict[str, Any] = {"static_configs": [{"targets": [target]}]}
     if compat:
         scrape["params"] = {"compat": [compat]}
-    config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]}))  # JSON is YAML
+    scrapes = [{"job_name": job, **scrape} for job in jobs]
+    config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": scrapes}))  # JSON is YAML
     words = [
         program("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={place / 'tsdb'}",
         f"--web.listen-address=127.0.0.1:{port}",

@@ -159,13 +159,50 @@ def test_what_is_asked_is_told(path: Path):
     assert asked - names_told() == set()
 
 
+def panels() -> dict[str, list[str]]:
+    """What each panel of the dashboard asks, for all machines."""
+    return {
+        panel["title"]: [
+            target["expr"].replace("$instance", ".+").replace("$__rate_interval", "10s")
+            for target in panel.get("targets", ())
+        ]
+        for panel in json.loads(DASHBOARD.read_text())["panels"]
+    }
+
+
 def test_the_dashboard_asks_what_prometheus_understands_and_answers(scraped):
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    asked = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    asked = [expression for expressions in panels().values() for expression in expressions]
 
     assert len(asked) >= 12
     for expression in asked:
-        scraped[0].query(expression.replace("$instance", ".+").replace("$__rate_interval", "10s"))  # a fault raises
+        scraped[0].query(expression)  # a fault raises
+
+
+def test_a_machine_that_two_jobs_ask_is_one_machine_on_the_dashboard(tmp_path):
+    start(str(tmp_path / "node"), "2xH100-80GB")
+    with (
+        a_metrics_server(Gpuguard(tmp_path, None)) as target,
+        a_prometheus(tmp_path, target, jobs=("one", "other")) as prometheus,
+    ):
+        prometheus.until('gpuguard_devices{job="one"} + on(instance) gpuguard_devices{job="other"}')
+        (temperature,), (gpus,) = panels()["Temperature"], panels()["GPUs"]
+
+        assert [float(row["value"][1]) for row in prometheus.query(gpus)] == [2]
+        assert sorted(row["metric"]["index"] for row in prometheus.query(temperature)) == ["0", "1"]
+        for expressions in panels().values():
+            for expression in expressions:
+                prometheus.query(expression)  # a fault raises
+
+
+@pytest.mark.parametrize("path", [RULES, DASHBOARD], ids=lambda path: path.name)
+def test_numbers_are_joined_without_the_job_that_asked_for_them(path: Path):
+    text = path.read_text()
+    expressions = [
+        line for line in re.split(r"expr|for:|annotations", text) if "group_left" in line and "gpuguard_" in line
+    ]
+
+    assert len(expressions) >= 4
+    assert [line for line in expressions if re.search(r"(?<!without \(job\) \()\bgpuguard_", line)] == []
 
 
 HOSTILE = 'eve, x=1\\ "q" 张\n\\'
