@@ -10,11 +10,19 @@ import pytest
 from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpuguard.device_state import uses
 from gpuguard.metrics.compat import COMPAT, DCGM, dcgm, nvitop
-from gpuguard.metrics.exposition import format_number, to_prometheus
+from gpuguard.metrics.exposition import (
+    CONTENT_TYPE,
+    OPENMETRICS,
+    format_number,
+    negotiated,
+    to_openmetrics,
+    to_prometheus,
+)
 from gpuguard.metrics.facts import MetricFacts, RareFields
 from gpuguard.metrics.families import (
     DEVICE_VALUES,
@@ -322,6 +330,52 @@ def test_nvitop_counts_the_instances_of_a_divided_device_from_0():
     text = to_prometheus(nvitop(facts_about(a_snapshot(parent, *instances))))
 
     assert all(f'index="{index}"' in text for index in ("4", "4:0", "4:1")) and 'index="4:2"' not in text
+
+
+# What Prometheus 2.42 sends.
+PROMETHEUS = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+
+
+@pytest.mark.parametrize(
+    ("accept", "answered"),
+    [
+        (PROMETHEUS, OPENMETRICS),
+        ("Application/OpenMetrics-Text", OPENMETRICS),
+        ("text/plain;q=0.5, application/openmetrics-text ; q=0.5", OPENMETRICS),
+        ("", CONTENT_TYPE),
+        ("*/*", CONTENT_TYPE),
+        ("text/html,*/*;q=0.8", CONTENT_TYPE),
+        ("application/openmetrics-text;q=0.4,text/plain;q=0.5", CONTENT_TYPE),
+        ("application/openmetrics-text;q=0", CONTENT_TYPE),
+        ("application/openmetrics-text;q=nan", CONTENT_TYPE),
+        ("application/openmetrics-text;q=much", CONTENT_TYPE),
+        (";,;q=,", CONTENT_TYPE),
+    ],
+)
+def test_openmetrics_is_for_those_that_ask_for_it(accept, answered):
+    assert negotiated(accept) == answered
+
+
+def test_openmetrics_has_the_numbers_of_the_plain_page():
+    device = a_device(memory_used=10 * GIB, processes=(a_process(user='eve "q" \\ x'),), **FULL)
+    facts = facts_about(a_snapshot(device, claims=(a_claim_record(device),)), actions={("p", "warn", "done"): 2})
+    families = [*metric_families(facts), *dcgm(facts), *nvitop(facts)]
+    read = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in openmetrics_families(to_openmetrics(families))
+        for sample in family.samples
+    }
+
+    assert read == {(family.name, key): value for family in families for key, value in family.values.items()}
+
+
+@pytest.mark.parametrize("planted", [lambda text: text.removesuffix("# EOF\n"), lambda text: text + "x 1\n"])
+def test_the_parser_of_openmetrics_refuses_what_is_none(planted):
+    with pytest.raises(ValueError, match="EOF"):
+        list(openmetrics_families(planted(to_openmetrics(metric_families(facts_about(a_snapshot(a_device())))))))
 
 
 @pytest.mark.parametrize("name", COMPAT)

@@ -8,6 +8,7 @@ import signal
 import socket
 import stat
 import time
+import urllib.request
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -119,6 +120,16 @@ def test_a_driver_that_goes_away_while_we_serve_takes_its_numbers_along(gpuguard
 
         assert "gpuguard_device_temperature_celsius" not in gone and "gpuguard_device_info" in gone
         assert eventually(lambda: "gpuguard_device_temperature_celsius" in page())
+
+
+def test_a_client_that_accepts_openmetrics_gets_it_and_others_the_plain_format(gpuguard):
+    with a_metrics_server(gpuguard) as target:
+        asked = urllib.request.Request(f"http://{target}/metrics", headers={"Accept": "application/openmetrics-text"})
+        with urllib.request.urlopen(asked, timeout=20) as answer:
+            kind, text = answer.headers["Content-Type"], answer.read().decode()
+
+        assert kind == "application/openmetrics-text; version=1.0.0; charset=utf-8" and text.endswith("\n# EOF\n")
+        assert "EOF" not in fetch(f"http://{target}/metrics")
 
 
 def test_many_scrapes_at_once_ask_the_driver_once(tmp_path):

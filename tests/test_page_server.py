@@ -23,7 +23,7 @@ FUZZED = 2400
 GOOD = b"GET /metrics HTTP/1.1\r\nHost: localhost:9835\r\nAccept: */*\r\n\r\n"
 
 
-def a_page(path: str, query: object) -> Page:
+def a_page(path: str, query: object, accept: str) -> Page:
     if path == "/metrics":
         return Page("x 1\n" * 1000, "text/plain; version=0.0.4")
     if path == "/down":
@@ -96,6 +96,13 @@ def test_a_page_is_given_the_path_and_the_query(target, given):
         assert ask(place, request(f"GET {target} HTTP/1.1", "Host: localhost")).endswith(b"\r\n" + given + b"\n")
 
 
+def test_a_page_is_given_what_the_client_accepts():
+    with a_server(lambda path, query, accept: Page(accept)) as place:
+        answer = ask(place, request("GET / HTTP/1.1", "Host: localhost", "Accept: a;q=0.5", "Accept: b"))
+
+    assert answer.endswith(b"\r\na;q=0.5,b")
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT", "get", "G(T"])
 def test_nothing_but_get_and_head(method):
     with a_server() as place:
@@ -160,7 +167,7 @@ def test_a_silent_client_is_cut_off_and_holds_up_no_other():
 
 
 def test_a_peer_that_does_not_read_is_cut_off():
-    with a_server(lambda path, query: Page("x" * 50_000_000), limit=0.5) as place, socket.socket() as lazy:
+    with a_server(lambda path, query, accept: Page("x" * 50_000_000), limit=0.5) as place, socket.socket() as lazy:
         before = descriptors()
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         lazy.connect(place)

@@ -1,4 +1,4 @@
-"""The text format of Prometheus 0.0.4: as a page, and as a file for node_exporter's textfile collector.
+"""The text format of Prometheus 0.0.4, and OpenMetrics 1.0: as a page; the first as a file for node_exporter, too.
 
 By hand: prometheus-client cannot write the counters that dcgm-exporter has, whose names do not end in _total.
 """
@@ -6,7 +6,7 @@ By hand: prometheus-client cannot write the counters that dcgm-exporter has, who
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 
 from gpuguard.errors import GpuguardError
@@ -16,28 +16,56 @@ from gpuguard.metrics.facts import MetricFacts
 from gpuguard.metrics.families import MetricFamily, metric_families
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 FILE = "gpuguard.prom"
 
 
-def prometheus_text(facts: MetricFacts, compat: Collection[str] = ()) -> str:
+def prometheus_text(facts: MetricFacts, compat: Collection[str] = (), content_type: str = CONTENT_TYPE) -> str:
     """The page for Prometheus: our own names, and those of the exporters *compat*."""
     families = metric_families(facts)
     for name in dict.fromkeys(compat):
         families += COMPAT[name](facts)
-    return to_prometheus(families)
+    return to_openmetrics(families) if content_type == OPENMETRICS else to_prometheus(families)
+
+
+def negotiated(accept: str) -> str:
+    """The content type for a client with this Accept header: OPENMETRICS where it names that, at least as gladly."""
+    weights = {"text/plain": 0.0}
+    for choice in accept.lower().split(","):
+        kind, *parameters = (part.strip() for part in choice.split(";"))
+        weight = next((part[2:] for part in parameters if part.startswith("q=")), "1")
+        with suppress(ValueError):  # no number: as if it were not named
+            weights[kind] = max(float(weight), weights.get(kind, 0.0))
+    wanted = weights.get("application/openmetrics-text", 0.0)
+    return OPENMETRICS if wanted > 0 and wanted >= weights["text/plain"] else CONTENT_TYPE
 
 
 def to_prometheus(families: Iterable[MetricFamily]) -> str:
     """*families* as Prometheus reads them, without those that have no value."""
     lines = []
     for family in families:
-        if not family.values:
-            continue
-        lines += [f"# HELP {family.name} {_escaped(family.help)}", f"# TYPE {family.name} {family.kind}"]
-        for labels, value in family.values.items():
-            quoted = ",".join('{}="{}"'.format(name, _escaped(text).replace('"', '\\"')) for name, text in labels)
-            lines.append(f"{family.name}{f'{{{quoted}}}' if quoted else ''} {format_number(value)}")
+        if family.values:
+            lines += [f"# HELP {family.name} {_escaped(family.help)}", f"# TYPE {family.name} {family.kind}"]
+            lines += _samples(family)
     return "".join(f"{line}\n" for line in lines)
+
+
+def to_openmetrics(families: Iterable[MetricFamily]) -> str:
+    """*families* in OpenMetrics, where the family of a counter is called as its numbers without ``_total``."""
+    lines = []
+    for family in families:
+        if family.values:
+            name, kind = family.name.removesuffix("_total"), family.kind
+            if kind == "counter" and name == family.name:  # dcgm-exporter has such; here that is no counter
+                kind = "unknown"
+            lines += [f"# HELP {name} {_quotable(family.help)}", f"# TYPE {name} {kind}", *_samples(family)]
+    return "".join(f"{line}\n" for line in (*lines, "# EOF"))
+
+
+def _samples(family: MetricFamily) -> Iterator[str]:
+    for labels, value in family.values.items():
+        quoted = ",".join(f'{name}="{_quotable(text)}"' for name, text in labels)
+        yield f"{family.name}{f'{{{quoted}}}' if quoted else ''} {format_number(value)}"
 
 
 def format_number(value: float) -> str:
@@ -47,6 +75,10 @@ def format_number(value: float) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n")
+
+
+def _quotable(text: str) -> str:
+    return _escaped(text).replace('"', '\\"')
 
 
 def write_textfile(directory: str, text: str) -> None:

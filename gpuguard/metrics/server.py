@@ -27,7 +27,7 @@ from urllib.parse import parse_qs, urlsplit
 from gpuguard import __version__
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.metrics.compat import COMPAT
-from gpuguard.metrics.exposition import CONTENT_TYPE, prometheus_text
+from gpuguard.metrics.exposition import negotiated, prometheus_text
 from gpuguard.metrics.facts import MetricFacts
 from gpuguard.sanitize import neutralise
 
@@ -50,15 +50,15 @@ class Page(NamedTuple):
     status: int = 200
 
 
-Pages = Callable[[str, Mapping[str, list[str]]], Page]  # path, query -> page
+Pages = Callable[[str, Mapping[str, list[str]], str], Page]  # path, query, value of the Accept header -> page
 
 
 def pages(facts: Callable[[Collection[str]], MetricFacts], compat: Collection[str]) -> Pages:
     """/metrics, in which ?compat=dcgm adds the names of an exporter to those of *compat*."""
-    kept: dict[tuple[str, ...], tuple[float, str]] = {}
+    kept: dict[tuple[str, ...], tuple[float, str]] = {}  # by content type and names
     lock = threading.Lock()  # the driver is asked once, also for several clients
 
-    def page(path: str, query: Mapping[str, list[str]]) -> Page:
+    def page(path: str, query: Mapping[str, list[str]], accept: str) -> Page:
         if path == "/":
             return Page(f"gpuguard {__version__} on {os.uname().nodename}: the numbers are at /metrics\n")
         if path != "/metrics":
@@ -66,11 +66,12 @@ def pages(facts: Callable[[Collection[str]], MetricFacts], compat: Collection[st
         wanted = {*compat, *query.get("compat", ())}
         if unknown := wanted - set(COMPAT):
             return Page(f"compat: there is no {min(unknown)!r}, but {' and '.join(COMPAT)}\n", status=400)
-        names = tuple(sorted(wanted))
+        names, content_type = sorted(wanted), negotiated(accept)
+        key = (content_type, *names)
         with lock:
-            if names not in kept or time.monotonic() - kept[names][0] >= PAGE_SECONDS:
-                kept[names] = time.monotonic(), prometheus_text(facts(names), names)
-            return Page(kept[names][1], CONTENT_TYPE)
+            if key not in kept or time.monotonic() - kept[key][0] >= PAGE_SECONDS:
+                kept[key] = time.monotonic(), prometheus_text(facts(names), names, content_type)
+            return Page(kept[key][1], content_type)
 
     return page
 
@@ -284,7 +285,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             return Page("that address means nothing\n", status=400)
         try:
-            return self.server.pages(parts.path, query)
+            return self.server.pages(parts.path, query, ",".join(self.headers.get_all("Accept") or []))
         except GpuguardError as error:
             return Page(f"{neutralise(' '.join(str(error).split()))}\n", status=503)
         except Exception as error:  # noqa: BLE001  the border to strangers: they are told no more than that
