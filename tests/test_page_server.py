@@ -210,7 +210,7 @@ def test_a_client_that_sends_more_than_a_request_can_still_take_its_answer(monke
 
 
 def test_the_time_in_which_a_page_is_made_is_taken_from_no_client():
-    def slow(path: str, query: object) -> Page:
+    def slow(path: str, query: object, accept: str) -> Page:
         time.sleep(1.5 if path == "/slow" else 0.0)
         return Page("here\n")
 

@@ -46,6 +46,7 @@ COMMANDS = {
     "quarantine": "take a device out of service (root)",
     "query": "one table of chosen fields, in the form of nvidia-smi --query-gpu",
     "record": "write down what happens on the GPUs, to look at it or try policies on it later",
+    "schema": "print the JSON Schema of what a command prints with --json",
     "policy": "check and explain policy files for the daemon, and show their language",
     "doctor": "check driver, lock directory and permissions, and say what to do",
     "serve-ssh": "answer read-only questions over ssh alone: for the account of a fleet view",
