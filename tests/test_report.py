@@ -18,7 +18,7 @@ from test_who import DOCUMENT, documented, printed
 
 from gpuguard.history import audit_log, store
 from gpuguard.history.queries import Usage, query_store
-from gpuguard.history.report import BY, Report, ended_claims, usage_report
+from gpuguard.history.report import BY, Report, claim_rows, running_claims, usage_report
 from gpuguard.history.schema import NOBODY_KNOWS, Slot, rates_of
 from gpuguard.model import Event, Snapshot
 from gpuguard.sanitize import display_width
@@ -190,7 +190,7 @@ def test_no_number_is_cut_off_on_a_narrow_terminal(hour, width):
 def test_the_document_describes_exactly_the_fields_that_are_printed(hour):
     found: dict[str, set[str]] = {}
     for by in BY:
-        claims = ended_claims(LOG, 0.0, 1e10) if by == "claim" else None
+        claims = claim_rows(LOG, 0.0, 1e10) if by == "claim" else None
         printed("report", json.loads(json_text(view.to_json(reported(hour, by), claims, "node"))), found)
 
     assert documented("report", DOCUMENT.read_text(encoding="utf-8")) == found
@@ -236,7 +236,7 @@ class Tags(HTMLParser):
 
 @pytest.mark.parametrize("by", BY)
 def test_the_page_has_no_script_loads_nothing_and_shows_hostile_names_as_text(hour, by):
-    claims = ended_claims(LOG, 0.0, 1e10) if by == "claim" else None
+    claims = claim_rows(LOG, 0.0, 1e10) if by == "claim" else None
     text = page(reported(hour, by, metrics=DRAWN), claims)
     found = Tags(text).tags
 
@@ -316,9 +316,9 @@ LOG = [
 
 
 def test_a_claim_has_what_the_log_says_of_its_end_and_of_its_begin():
-    rows, unfinished = ended_claims(LOG, 60.0, 4000.0)
+    rows, unfinished = claim_rows(LOG, 60.0, 4000.0)
 
-    assert [row.id for row in ended_claims(LOG, 0.0, 3000.0)[0]] == ["old", "odd"]  # those that ended then
+    assert [row.id for row in claim_rows(LOG, 0.0, 3000.0)[0]] == ["old", "odd"]  # those that ended then
     assert [row.id for row in rows] == ["a", "odd"]
     assert (rows[0].gpu_seconds, rows[0].energy_joules, rows[0].peak_memory_bytes, rows[0].exit_status) == (
         7200,
@@ -333,7 +333,7 @@ def test_a_claim_has_what_the_log_says_of_its_end_and_of_its_begin():
 
 def test_the_page_and_the_text_show_how_long_each_claim_took_in_whole_numbers(path):
     store.opened(path, check=True).close()
-    report, claims = reported(path, "claim"), ended_claims(LOG, 60.0, 4000.0)
+    report, claims = reported(path, "claim"), claim_rows(LOG, 60.0, 4000.0)
 
     head, first, second = [re.findall(r"<t[hd][^>]*>([^<]*)</t", row) for row in page(report, claims).split("<tr>")[1:]]
     text = shown(report, 40, claims).partition("From the audit logs")[0]
@@ -347,8 +347,26 @@ def test_claims_that_share_a_gpu_can_take_more_than_its_time_and_the_report_says
     report = reported(hour, "device")
     doubled = replace(report, rows=[replace(row, claimed=7200.0) for row in report.rows])
 
-    assert "claims that share a GPU each counts whole" in shown(doubled)
-    assert "claims that share" not in shown(report)
+    assert "2.00*" in shown(doubled) and "* Claims shared this GPU, and each counts whole" in shown(doubled)
+    assert "*" not in shown(report)
+
+
+def test_claims_that_run_are_rows_too_and_not_among_those_without_an_end():
+    record = a_claim_record(a_device(0), a_device(1), id="b", since=1000.0, command=("python", "train.py"))
+    rows, without_end = claim_rows(LOG, 60.0, 4000.0, running=running_claims([record], 4600.0))
+    (runs,) = [row for row in rows if row.ended is None]
+
+    assert (runs.id, runs.gpu_seconds, runs.command) == ("b", 7200.0, "python train.py")
+    assert without_end == 0
+
+
+def test_the_job_that_asks_is_in_the_report_by_claim(gpuguard):
+    report = gpuguard("run", "--quiet", "-n", "2", "--", *gpuguard.words("report", "--by", "claim", "--json")).stdout
+    (runs,) = json.loads(report)["claims"]
+    text = gpuguard("run", "--quiet", "-n", "1", "--", *gpuguard.words("report", "--by", "claim")).stdout
+
+    assert runs["ended"] is None and len(runs["devices"]) == 2 and runs["wall_time_seconds"] >= 0
+    assert "  runs  " in text
 
 
 def test_without_a_store_the_claims_of_one_user_are_told_and_what_is_missing_is_said(tmp_path, monkeypatch, command):

@@ -23,14 +23,15 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 
+from gpuguard.claims.records import read_records
 from gpuguard.cli import terminal
 from gpuguard.cli.events import read_events
 from gpuguard.cli.history import add_moment_options, period, writes_braille
 from gpuguard.cli.options import add_repeatable, add_source_options, check_users, directory_of
-from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.files import write_file
 from gpuguard.history.queries import Watch, query_store, store_path
-from gpuguard.history.report import BY, Report, ended_claims, usage_report
+from gpuguard.history.report import BY, ClaimRow, Report, claim_rows, running_claims, usage_report
 from gpuguard.users import user_name
 from gpuguard.views import report as view
 from gpuguard.views.text import put, put_json, style
@@ -61,7 +62,8 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidRequest(f"--user goes with --by user or claim: the sums by {args.by} are of all users together.")
     check_users(args.user)
     metrics = _DRAWN if args.html else ()
-    claims = ended_claims(read_events(), begin, end, user_name) if args.by == "claim" else None
+    running = _running(args, now) if end >= now else []
+    claims = claim_rows(read_events(), begin, end, user_name, running) if args.by == "claim" else None
     try:
         report = query_store(
             store_path(directory_of(args)),
@@ -85,6 +87,13 @@ def main(args: argparse.Namespace) -> int:
         plain = args.ascii or not writes_braille()
         put(view.to_text(report, claims, width=terminal.width(), paint=style(), ascii_only=plain))
     return 0
+
+
+def _running(args: argparse.Namespace, now: float) -> list[ClaimRow]:
+    try:
+        return running_claims(read_records(directory_of(args)), now)
+    except ClaimError:  # without a directory there is none
+        return []
 
 
 def _write(path: str, page: str) -> None:

@@ -15,6 +15,7 @@ from gpuguard.history.audit_log import Line, devices_of, facts_of
 from gpuguard.history.queries import TIMES, DeviceTotal, Point, Usage, Watch
 from gpuguard.history.schema import NOBODY_KNOWS
 from gpuguard.jsonio import sound_fields
+from gpuguard.model import ClaimRecord
 
 BY = ("user", "group", "device", "claim")
 _SUMMED = (*TIMES, "energy", "waiting", "wanted")  # of the members of a group
@@ -132,12 +133,12 @@ def _groups(users: Iterable[UsageRow], groups_of: Callable[[int], Collection[str
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """A claim that has ended; the last fields are facts of its event, under their names there."""
+    """A claim that has ended, or runs; the last fields are facts of the event of its end, under their names there."""
 
     id: str
     user: str | None = None
     devices: tuple[str, ...] = ()  # uuids
-    ended: float = 0.0  # unix time
+    ended: float | None = None  # unix time; None: it runs
     command: str | None = None
     wall_time_seconds: float | None = None
     mean_utilization_percent: float | None = None  # over the job and its devices
@@ -154,13 +155,17 @@ class ClaimRow:
 CLAIM_FACTS = ("wall_time_seconds", "mean_utilization_percent", "energy_joules", "peak_memory_bytes", "exit_status")
 
 
-def ended_claims(
-    lines: Iterable[Line], begin: float, end: float, name_of: Callable[[int], str] = str
+def claim_rows(
+    lines: Iterable[Line],
+    begin: float,
+    end: float,
+    name_of: Callable[[int], str] = str,
+    running: Sequence[ClaimRow] = (),
 ) -> tuple[list[ClaimRow], int]:
-    """The claims that ended between two unix times, the largest first, and how many began there without an end.
+    """The claims that ended between two unix times and those *running*, the largest first.
 
-    A claim counts in the time in which it ended, and whole.  *lines* are of the audit log; *name_of* names users by uid
-    where a job had no name in its environment.
+    And how many others began there without an end.  A claim counts in the time in which it ended, and whole.  *lines*
+    are of the audit log; *name_of* names users by uid where a job had no name in its environment.
     """
     commands: dict[str, str] = {}
     begun: set[str] = set()
@@ -183,5 +188,20 @@ def ended_claims(
                 known = sound_fields(ClaimRow, facts_of(line), CLAIM_FACTS)
                 command = commands.get(claim) or None
                 rows[claim] = ClaimRow(claim, user, tuple(devices_of(line)), when, command, **known)
-    largest = sorted(rows.values(), key=lambda row: -(row.gpu_seconds or 0.0))
-    return largest, len(begun - ended)
+    found = [*rows.values(), *(row for row in running if row.id not in ended)]
+    largest = sorted(found, key=lambda row: -(row.gpu_seconds or 0.0))
+    return largest, len(begun - ended - {row.id for row in running})
+
+
+def running_claims(records: Iterable[ClaimRecord], now: float) -> list[ClaimRow]:
+    """The claims of *records*, which live at the unix time *now*."""
+    return [
+        ClaimRow(
+            record.id,
+            record.user,
+            record.devices,
+            command=" ".join(record.command) if record.command else None,
+            wall_time_seconds=None if record.since is None else max(0.0, now - record.since),
+        )
+        for record in records
+    ]

@@ -23,6 +23,8 @@ from gpuguard.views.history import csv_lines, format_span, period_json, remarks,
 from gpuguard.views.text import Paint, picked, shorten, table
 
 HOUR, KWH = 3600.0, 3.6e6
+_SHARED = "*"
+SHARED_TEXT = "Claims shared this GPU, and each counts whole: together they are more than the time of the GPU."
 MIN_BAR = 12  # columns: in a narrower terminal numbers tell more
 MAX_NAME = 24
 # The parts of a bar: what, in words, character, in ASCII, colour.
@@ -33,7 +35,7 @@ PARTS = (
     ("unclaimed", "used without a claim", "▚", "!", "red"),
 )
 
-Claims = tuple[Sequence[ClaimRow], int]  # those that have ended, and how many have not
+Claims = tuple[Sequence[ClaimRow], int]  # those that have ended or run, and of how many the end is not known
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ def usage_columns(report: Report) -> list[Column]:
     """Those of users, groups or devices, in GPU-hours; what holds nothing at all is left out."""
     columns = [Column(report.by.capitalize(), lambda row: row.name, is_text=True)]
     for part in TIMES:
-        if part != "unknown" or _has(report.rows, part):
+        if part == "claimed":
+            columns.append(Column("Claimed", lambda row: hours(row.claimed) + _SHARED * is_shared(row, report)))
+        elif part != "unknown" or _has(report.rows, part):
             columns.append(Column(part.capitalize(), partial(_hours_of, part)))
     columns.append(Column("kWh", lambda row: kilowatt_hours(row.energy)))
     if report.by != "device" and any(row.wanted is None or row.wanted > 0 for row in report.rows):
@@ -75,7 +79,9 @@ DEVICE_COLUMNS = (  # of DeviceTotal, in hours that they were watched
 CLAIM_COLUMNS = (  # of ClaimRow
     Column("Claim", lambda claim: claim.id, is_text=True),
     Column("User", lambda claim: claim.user or "n/a", is_text=True),
-    Column("Ended", lambda claim: local_time(claim.ended, "%m-%d %H:%M"), is_text=True),
+    Column(
+        "Ended", lambda claim: "runs" if claim.ended is None else local_time(claim.ended, "%m-%d %H:%M"), is_text=True
+    ),
     Column("Took", lambda claim: format_duration(claim.wall_time_seconds)),
     Column("GPUs", lambda claim: str(len(claim.devices))),
     Column("GPU-hours", lambda claim: hours(claim.gpu_seconds)),
@@ -109,6 +115,12 @@ def _number(value: float) -> str:
     if value < 0.005:
         return "<0.01"
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 999.95 else f"{value:.0f}"
+
+
+def is_shared(row: UsageRow, report: Report) -> bool:
+    """Whether the claims of a device took more than the time that it was watched: they shared it."""
+    seen = {total.device.uuid: total.seen for total in report.devices}
+    return row.claimed > seen.get(row.device or "", row.claimed) + 60
 
 
 def _hours_of(part: str, row: UsageRow) -> str:
@@ -148,9 +160,8 @@ def to_text(
     if width is not None and (bars := _bars(report.rows, width, paint, ascii_only=ascii_only)):
         lines += ["", *bars]
     lines += ["", *_usage_lines(report, width)]
-    seen = {total.device.uuid: total.seen for total in report.devices}
-    if any(row.claimed > seen.get(row.device or "", row.claimed) + 60 for row in report.rows):
-        lines += ["Of claims that share a GPU each counts whole: together they can be more than the time of the GPU."]
+    if any(is_shared(row, report) for row in report.rows):
+        lines += [f"{_SHARED} {SHARED_TEXT}"]
     if report.by != "device":
         lines += ["", *_table_lines(DEVICE_COLUMNS, report.devices, width)]
     lines += _waster_lines(report, width, paint)
@@ -230,10 +241,12 @@ def _waster_lines(report: Report, width: int | None, paint: Paint) -> list[str]:
 
 
 def _claim_lines(rows: Sequence[ClaimRow], unfinished: int, width: int | None) -> list[str]:
-    lines = _table_lines(CLAIM_COLUMNS, rows, width) if rows else ["No claim ended in this time."]
+    lines = _table_lines(CLAIM_COLUMNS, rows, width) if rows else ["No claim ended in this time, and none runs."]
     lines += ["", "From the audit logs that you may read: your own, and the machine's."]
     if unfinished:
-        lines.append(f"{unfinished} more began in this time and have no end in the log: they run, or were killed.")
+        lines.append(
+            f"{unfinished} more began in this time and have no end in the log: they were killed, or run elsewhere."
+        )
     return lines
 
 
@@ -343,7 +356,7 @@ def to_html(report: Report, claims: Claims | None, host: str, now: float) -> str
         rows, unfinished = claims
         body += ["<h2>By claim</h2>", "<p>From the audit logs that the author of this page may read.</p>"]
         body += [f"<p>{unfinished} more began in this time and have no end in the log.</p>"] if unfinished else []
-        body.append(_table_html(CLAIM_COLUMNS, rows) if rows else "<p>No claim ended in this time.</p>")
+        body.append(_table_html(CLAIM_COLUMNS, rows) if rows else "<p>No claim ended in this time, and none runs.</p>")
     else:
         body += [f'<p class="remark">{_text(line)}</p>' for line in remarks(watch, None)]
         body += _facts_html(report)
