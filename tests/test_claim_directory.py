@@ -465,6 +465,33 @@ def test_a_watcher_asks_every_process_now_and_then(directory: LockDirectory, mon
     assert asked == [1000.0, 1010.0]
 
 
+def test_a_lock_without_a_visible_holder_makes_a_watcher_ask_every_process_now_and_then_only(directory, monkeypatch):
+    asked: list[float] = []
+    clock = [1000.0]
+    monkeypatch.setattr("gpuguard.claims.records.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(records, "holders_of", lambda *_: asked.append(clock[0]) or {})
+    monkeypatch.setattr(records, "held_by_no_process", lambda _directory, names: set(names))
+    watcher = ClaimWatcher()
+    with a_lock(directory):
+        for clock[0] in (1000.0, 1001.0, 1009.9, 1010.0, 1011.0):
+            assert [claim.hidden for claim in watcher.probe(directory, [UUID])] == [True]
+
+    assert sorted(set(asked)) == [1000.0, 1010.0]
+
+
+def test_a_new_claim_of_a_device_whose_holder_was_sought_in_vain_is_seen_at_once(directory, monkeypatch):
+    really = records.holders_of
+    watcher = ClaimWatcher()
+    monkeypatch.setattr(records, "holders_of", lambda *_: {})
+    with a_lock(directory):
+        watcher.probe(directory, [UUID])
+    monkeypatch.setattr(records, "holders_of", really)
+    with a_claim(directory):
+        (claim,) = watcher.probe(directory, [UUID])
+
+    assert claim.holders == (os.getpid(),)
+
+
 def test_asking_does_not_make_lock_files(directory: LockDirectory) -> None:
     probe(directory, [UUID])
 

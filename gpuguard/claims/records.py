@@ -320,16 +320,21 @@ def locks_held(directory: LockDirectory, uuids: Iterable[str]) -> frozenset[str]
 
 
 def probe(
-    directory: LockDirectory, uuids: Iterable[str], *, known: Sequence[ClaimRecord] = ()
+    directory: LockDirectory,
+    uuids: Iterable[str],
+    *,
+    known: Sequence[ClaimRecord] = (),
+    sought: Sequence[ClaimRecord] = (),
 ) -> tuple[ClaimRecord, ...]:
     """Who claims which of the devices now: one record per claim, devices and slots limited to those really locked.
 
     *known* are claims that were found a moment ago.  Of those that still live the holders are believed, less those that
-    have ended since: to find them anew, every process of the machine is read.
+    have ended since: to find them anew, every process of the machine is read.  *sought* were found by this process:
+    where it saw no holder of the same locks, it does not search again.
     """
     with Gate(directory):
         locked, granted = _held_and_granted(directory, uuids)
-    return _claims(directory, locked, granted, known)
+    return _claims(directory, locked, granted, known, sought)
 
 
 def probe_in_gate(directory: LockDirectory, uuids: Iterable[str], *, holders: bool = False) -> tuple[ClaimRecord, ...]:
@@ -358,7 +363,7 @@ class ClaimWatcher:
         now = time.monotonic()
         if now >= self._forgets_at:
             self._known, self._forgets_at = (), now + HOLDERS_SECONDS
-        self._known = probe(directory, uuids, known=known or self._known)
+        self._known = probe(directory, uuids, known=known or self._known, sought=self._known)
         return self._known
 
     def prepare(self, directory: LockDirectory) -> None:
@@ -406,13 +411,20 @@ def _claims(
     locked: Mapping[str, str],
     granted: Mapping[str, Grant | None],
     known: Sequence[ClaimRecord] = (),
+    sought: Sequence[ClaimRecord] = (),
 ) -> tuple[ClaimRecord, ...]:
     if not locked:
         return ()
     records = read_records(directory)
     holders = remembered(known, records)
-    if locked.keys() <= holders.keys():
-        return _join(locked, records, holders, granted)
+    in_vain = {_locks_of(claim): claim.hidden for claim in sought if not claim.holders}
+    claims = tuple(
+        replace(claim, hidden=not claim.holders and in_vain.get(_locks_of(claim), False))
+        for claim in _join(locked, records, holders, granted)
+    )
+    sought_before = {name for claim in claims if _locks_of(claim) in in_vain for name in claim.slots or claim.devices}
+    if locked.keys() <= holders.keys() | sought_before:
+        return claims
     uids = {record.uid for record in records}
     holders = holders_of(directory, set(locked), lambda uid: uid in uids)
     if lost := locked.keys() - holders.keys():  # a lock without a record, or with another user's
@@ -421,6 +433,10 @@ def _claims(
     ownerless = {name for claim in claims if claim.uid == _NOBODY for name in claim.slots or claim.devices}
     hidden = held_by_no_process(directory, ownerless - holders.keys())
     return tuple(replace(claim, hidden=True) if hidden & {*claim.slots, *claim.devices} else claim for claim in claims)
+
+
+def _locks_of(claim: ClaimRecord) -> tuple[object, ...]:
+    return claim.id, claim.uid, claim.devices, claim.slots
 
 
 def _join(
