@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from fake_nvml import DRIVER_NOT_LOADED
-from nodes import Gpuguard
+from nodes import Gpuguard, start
 from sources import ROOT
 
 from gpuguard.claims.directory import DaemonFiles, daemon_files, lock_directory
@@ -375,6 +375,7 @@ def test_a_service_whose_unit_is_of_the_admins_own_goes_on(machine, capsys):
 def test_a_directory_of_ones_own_is_removed_by_its_name_and_nothing_else_is(tmp_path):
     """It said "Nothing is installed", and left the directory."""
     gpuguard, path = Gpuguard(tmp_path, None), tmp_path / "own"
+    start(str(tmp_path / "node"), "1xH100-80GB")
     gpuguard("setup", "--dir", str(path))
     done, again = (gpuguard("setup", "--remove", "--dir", str(path)) for _ in range(2))
 
@@ -387,6 +388,16 @@ def listed_by_0_1(machine: Machine, *paths: Path, **more: object) -> None:
     files = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     machine.list.parent.mkdir(exist_ok=True)
     machine.list.write_text(json.dumps({"schema": 1, "files": files, "folders": [], "user": None, **more}))
+
+
+def test_before_a_simulated_node_is_started_none_is_made_behind_ones_back(tmp_path):
+    gpuguard = Gpuguard(tmp_path, None)
+    early = gpuguard("setup", "--dir", str(tmp_path / "claims"))
+    started = gpuguard("sim", "start", "2xA100-40GB")
+    late = gpuguard("setup", "--dir", str(tmp_path / "claims"))
+
+    assert early.returncode == 2 and "no simulated node yet" in early.stderr
+    assert started.returncode == 0 and "is ready: 2 GPUs" in late.stdout
 
 
 def test_what_0_1_installed_and_listed_is_removed_unless_it_was_changed(machine, capsys):

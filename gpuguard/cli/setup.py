@@ -23,7 +23,7 @@ import stat
 import sys
 from dataclasses import replace
 
-from gpuguard.backends import is_recorded
+from gpuguard.backends import is_recorded, simulated, simulated_node
 from gpuguard.claims.directory import (
     ADMIN_DIRECTORY,
     BROKERED,
@@ -155,7 +155,14 @@ def _say_ready(path: str, own: str | None, gpus: int) -> None:
 
 
 def _uuids(args: argparse.Namespace) -> list[str]:
+    name, _, spec = args.backend.partition(":")
     try:
+        if name == simulated.Simulated.name and simulated_node.load(simulated.directory(spec)) is None:
+            # One would be made, of the default kind, whose GPUs are others than those of the node that is meant.
+            raise InvalidRequest(
+                f"there is no simulated node yet.  Start the one that you want first, such as `gpuguard sim start "
+                f"{simulated.DEFAULT_SPEC}`, so that its GPUs get their lock files."
+            )
         devices = sampled(args, {HEALTH}).devices
     except BackendError as error:
         print(f"gpuguard: no lock files for GPUs yet, because {error}", file=sys.stderr)
