@@ -109,10 +109,10 @@ def grab_gpus(
 ) -> Claim:
     """Claim devices for this process, the best free ones first, and set CUDA_VISIBLE_DEVICES in os.environ.
 
-    Call it before CUDA is initialised.  The claim lasts until release() or the end of the process and of its forked
-    workers, also where the process goes on as another program (os.execvp); give a child that you start the claim's
-    pass_fds to let it keep the devices beyond your own end.  What os.system() or a C library leaves running keeps them
-    without.
+    Call it before CUDA is initialised.  The claim lasts until release(), which restores os.environ, or the end of the
+    process and of its forked workers, also where the process goes on as another program (os.execvp); give a child that
+    you start the claim's pass_fds to let it keep the devices beyond your own end.  What os.system() or a C library
+    leaves running keeps them without.
     The same call again (a cell that runs once more, the next task of a worker, another thread) returns the claim that
     it made, while that lasts.
 
@@ -186,7 +186,6 @@ def grab_gpus(
             except BaseException:
                 if claim is not None:  # interrupted: the program would not know of it
                     claim.release()
-                    _restore(claim)
                 raise
             return claim
         except GpuguardError as error:
@@ -202,10 +201,7 @@ def grab_gpus(
 def claim(num_gpus: int = 1, **options: Any) -> Iterator[Claim]:
     """grab_gpus() for a ``with`` block, beside what the process has; restores os.environ at its end."""
     with grab_gpus(num_gpus, further=True, **options) as claimed:
-        try:
-            yield claimed
-        finally:
-            _restore(claimed)
+        yield claimed
 
 
 def select_devices(
@@ -350,6 +346,7 @@ def _apply(own: OwnClaim) -> None:
         # Those that were released are forgotten: a server claims and releases for months.
         _made[:] = [made for made in _made if (made.claim.pass_fds or not made.claim.devices) and made is not own]
         _made.append(own)
+        own.claim.on_release = _restore
         _keep_across_exec(own.claim)
         _write(environment, before or {})
 
@@ -373,14 +370,19 @@ def _close_at_exec() -> None:  # pragma: no cover: runs in a forked child, where
 
 
 def _restore(claim: Claim) -> None:
-    """Let os.environ name what it would name without *claim*; threads may leave in any order."""
+    """Let os.environ name what it would without *claim*, but for what the program has set since.
+
+    Threads may leave in any order.
+    """
     with _mutex:
         if all(made.claim is not claim for made in _made):
             return
         _made[:] = [made for made in _made if made.claim is not claim]
         own = [made.claim for made in _made if made.pid == os.getpid()]
         left = [made for made in own if made.pass_fds or not made.devices]
-        _write(left[-1].environment() if left else {}, claim.environment())
+        above, under = claim.environment(), left[-1].environment() if left else {}
+        ours = {name for name in {*above, *under} if os.environ.get(name) == above.get(name, _outside.get(name))}
+        _write(*({name: value for name, value in of.items() if name in ours} for of in (under, above)))
 
 
 def _write(environment: Mapping[str, str], before: Mapping[str, str]) -> None:
@@ -431,7 +433,6 @@ def _claimed_before(asked: object, strict: bool) -> Claim | None:
         before.claim.reassert()
     except ClaimLost:
         before.claim.release()
-        _restore(before.claim)
         if cuda_runs():
             raise
         return None

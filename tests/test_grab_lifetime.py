@@ -135,7 +135,7 @@ def test_released_devices_are_free_and_can_be_grabbed_again_and_the_claims_take_
         assert len(gpuguard.grab_gpus(4)) == 4
         api._made[-1].claim.release()
 
-    assert (claimed(), len(api._made)) == ([], 1)
+    assert (claimed(), len(api._made)) == ([], 0)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -279,6 +279,27 @@ def test_a_bound_that_the_program_sets_after_its_first_claim_holds_for_all_later
     assert indices(gpuguard.grab_gpus(1, further=True)) == [1]
     with pytest.raises(NotEnoughGpus, match="device 1: claimed by"):
         gpuguard.grab_gpus(1, further=True)
+
+
+def test_a_released_claim_leaves_the_environment_as_it_was_before():
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+    first = gpuguard.grab_gpus(1)
+    second = gpuguard.grab_gpus(1, further=True)
+    seen = [visible()]
+    for claim in (second, first):
+        claim.release()
+        seen.append(visible())
+
+    assert seen == ["0", "1", "0,1"]
+    assert [name for name in NAMES if name in os.environ] == ["CUDA_VISIBLE_DEVICES"]
+
+
+def test_what_the_program_has_set_itself_since_its_claim_stays_after_the_release():
+    claim = gpuguard.grab_gpus(2)
+    os.environ["CUDA_VISIBLE_DEVICES"] = "3"
+    claim.release()
+
+    assert visible() == "3" and "GPUGUARD_CLAIM" not in os.environ
 
 
 def test_two_threads_at_once_get_different_devices_and_leave_the_environment_as_it_was():

@@ -107,6 +107,7 @@ class Claim(Sequence[Device]):
         self.since: float | None = None  # unix time of its record
         self.warning: str | None = None  # what went wrong without harm to the claim, for people
         self.arrival_files: tuple[str, ...] = ()  # their times say when this user last had a claim: see queue
+        self.on_release: Callable[[Claim], None] | None = None  # called once, after the release
         self.locks = locks  # () after the release
         self._record: Lock | None = None
         self._pid = os.getpid()
@@ -183,6 +184,9 @@ class Claim(Sequence[Device]):
         """Release the devices now, also if a leftover of the job still has the descriptors.  Idempotent."""
         with self._mutex:
             self._release()
+            on_release, self.on_release = self.on_release, None
+        if on_release is not None:
+            on_release(self)
 
     def _release(self) -> None:
         ours = self._pid == os.getpid()
