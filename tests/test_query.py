@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 from builders import GIB, MIB, a_device, a_mig_instance, a_process, a_snapshot
+from fake_nvml import NOT_SUPPORTED, FakeNvml
 from nodes import Gpuguard
 
 from gpuguard import model
@@ -138,6 +139,17 @@ def test_only_what_is_asked_for_is_read(names, groups):
 def test_a_field_that_does_not_exist_is_told_with_what_may_be_meant(wrong, meant):
     with pytest.raises(InvalidRequest, match=re.escape(meant)):
         query_of(f"index,{wrong}", apps=False)
+
+
+def test_a_board_without_mig_has_no_mig_mode_and_is_whole(tmp_path):
+    with FakeNvml(tmp_path, devices=2) as fake:
+        fake.fail("nvmlDeviceGetMigMode", NOT_SUPPORTED, device=1)
+        gpuguard = Gpuguard(tmp_path, fake)
+        modes = gpuguard("query", "--query-gpu=mig.mode.current", "--format=csv,noheader").stdout.splitlines()
+        chosen = gpuguard("select", "-n", "2").stdout
+
+        assert modes == ["Disabled", "[N/A]"] and chosen == "0,1\n"
+        assert "mig_mode" not in gpuguard("who").stdout
 
 
 def test_help_lists_every_field_and_spelling():

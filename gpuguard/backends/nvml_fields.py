@@ -428,6 +428,7 @@ def read_health(reading: Reading) -> None:
     reading.fault("nvmlDeviceGetMigMode", mig)
     if mig.code in NEVER:
         reading.values["mig_mode"] = False  # a device or driver without MIG is not in MIG mode
+        reading.gap("mig_mode", mig.reason)  # and has none to tell
     else:
         reading.set_field("mig_mode", mig, lambda modes: modes[0] == 1)
 

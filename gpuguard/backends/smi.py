@@ -369,9 +369,10 @@ def _add_up(reading: SmiReading, field: str, ways: list[list[str]]) -> None:
 def read_health(reading: SmiReading) -> None:
     """problems, mig_mode."""
     mode = reading.word("mig_mode/current_mig")
-    if mode in (None, "N/A", "[N/A]", "[Not Supported]", "Disabled", "Enabled"):
-        reading.values["mig_mode"] = mode == "Enabled"  # a device or driver without MIG is not in MIG mode
-    else:
+    without = mode in (None, "N/A", "[N/A]", "[Not Supported]")  # a device or driver without MIG is not in MIG mode
+    if without or mode in _SWITCH:
+        reading.values["mig_mode"] = mode == "Enabled"
+    if mode not in _SWITCH:
         reading.gap("mig_mode", _reason(mode))
     for place, problem in _PROBLEMS.items():
         if reading.word(place) in ("Yes", "True"):

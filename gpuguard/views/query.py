@@ -74,6 +74,12 @@ def _switch(name: str) -> Callable[[QuerySubject], Value]:
     return _device(name, {True: "Enabled", False: "Disabled"}.get)
 
 
+def _mig_mode(of: QuerySubject) -> Value:
+    """A board without MIG has none, though it counts as off elsewhere."""
+    without = any(gap.device == of.device.uuid and gap.field == "mig_mode" for gap in of.snapshot.gaps)
+    return None if without else _switch("mig_mode")(of)
+
+
 def _bus(part: slice) -> Callable[[QuerySubject], Value]:
     """A part of "00000000:83:00.0", as nvidia-smi writes it."""
     return _device("pci_bus_id", lambda bus_id: f"0x{bus_id[part]}")
@@ -144,7 +150,7 @@ GPU_FIELDS: Mapping[str, Field] = {
         for kind in ("corrected", "uncorrected")
         for since, began in (("volatile", "the driver was loaded"), ("aggregate", "the device was made"))
     },
-    "mig.mode.current": Field("Enabled or Disabled", _switch("mig_mode"), model.HEALTH),
+    "mig.mode.current": Field("Enabled or Disabled", _mig_mode, model.HEALTH),
 }
 
 
