@@ -1,9 +1,10 @@
-"""A full server in simulated time: how long jobs wait in our line, and how long by other rules.
+"""A full server in simulated time: how long jobs wait in our queue, and how long by other rules.
 
     python benchmarks/replay.py TRACE.csv [--devices 8]
 
-TRACE has the columns t_submit_s, gpus, duration_s and user.  The line is the one of `gpuguard run --wait` (line.order
-and plan.plan) with a clock of its own; the other rules are written here, in a few lines each.  Waits are in hours.
+TRACE has the columns t_submit_s, gpus, duration_s and user.  The queue is the one of `gpuguard run --wait`
+(priority.order and backfill.plan) with a clock of its own; the other rules are written here, in a few lines each.
+Waits are in hours.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from gpuguard.queue.backfill import Fit, Machine, plan, promise, starting_now
+from gpuguard.queue.backfill import Fit, Machine, backlog, plan, promise, starting_now
 from gpuguard.queue.estimates import NEWEST, estimate, probable_end
 from gpuguard.queue.priority import TYPICAL_SECONDS, QueueRules, Ticket, bound_now, order
 from gpuguard.request import Request
@@ -182,7 +183,8 @@ class Line:
         tickets = [replace(each, served=self.served.get(each.uid)) for each in self.tickets.values()]
         fits = {request: Fit(uuids, opened) for each in tickets for request in each.requests}
         machine = Machine(fits, limits, estimates=limits | estimates, guesses=guesses)
-        rules = bound_now(self.rules, [since - ticket.since for ticket, since in self.running.values()])
+        waits = [since - ticket.since for ticket, since in self.running.values()]
+        rules = bound_now(self.rules, waits, backlog(tickets, machine, server.now))
         self.bound = rules.bound
         return planning(order(tickets, self.usage, rules, server.now), machine, self.usage, rules, server.now)
 

@@ -139,7 +139,7 @@ def policies(extent: Extent) -> str:
 
 
 def waiters(extent: Extent) -> str:
-    """One plan of the line for 8 devices in use, 1 to 500 who wait; half of them with a time limit."""
+    """One plan of the queue for 8 devices in use, 1 to 500 who wait; half of them with a time limit."""
     points: dict[int, float] = {}
     uuids = tuple(f"GPU-{number}" for number in range(8))
     for size in [size for size in (1, 10, 50, 100, 500) if size <= extent.largest]:
@@ -153,7 +153,7 @@ def waiters(extent: Extent) -> str:
             return time.thread_time() - begun
 
         points[size] = _median_ms(look, extent.pairs)
-    return grown("waiters", {"plan of the line": points})
+    return grown("waiters", {"plan of the queue": points})
 
 
 def _ticket(number: int) -> Ticket:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from queues import HOUR, SHARE, a_fit, a_machine, a_ticket, planned, started
 
 from gpuguard.queue import backfill as plans
-from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan, promise, starting_now
+from gpuguard.queue.backfill import Fit, Machine, QueuePosition, backlog, plan, promise, starting_now
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import QueueRules, Ticket, order
 from gpuguard.request import Request
@@ -133,16 +133,19 @@ def test_a_short_job_of_a_user_further_back_needs_a_higher_ratio() -> None:
     ("waited", "lasts", "passes"),
     [
         (23 * HOUR, 1000 * HOUR, True),
-        (25 * HOUR, 15.0 * HOUR, True),
-        (25 * HOUR, 15.5 * HOUR, False),
-        (49 * HOUR, 4.9 * HOUR, True),
-        (49 * HOUR, 5.1 * HOUR, False),
+        (25 * HOUR, 14.3 * HOUR, True),
+        (25 * HOUR, 14.5 * HOUR, False),
+        (48 * HOUR, 7.4 * HOUR, True),
+        (48 * HOUR, 7.6 * HOUR, False),
+        (72 * HOUR, 4.9 * HOUR, True),
+        (72 * HOUR, 5.1 * HOUR, False),
         (25 * HOUR, None, False),
     ],
 )
-def test_beyond_the_bound_passes_only_what_may_end_in_time_and_beyond_twice_that_what_probably_does(
+def test_beyond_the_bound_passes_what_may_end_in_time_and_the_longer_it_waits_the_surer_that_must_be(
     waited, lasts, passes
 ) -> None:
+    """A third of its length must fit at 24 h, two thirds at 48 h and all of it at 72 h."""
     queue = [a_ticket(1, 2, since=-waited), a_ticket(1, since=-HOUR, expected=lasts)]
     positions = planned(queue, a_machine(queue, 2, free=1, estimates={"d1": 5 * HOUR}))
 
@@ -157,17 +160,76 @@ def test_what_is_left_over_beside_a_request_beyond_the_bound_is_for_jobs_of_any_
     assert started(planned(queue, a_machine(queue, 2, free=1, estimates=ends))) == []
 
 
-@pytest.mark.parametrize(("lasts", "passes"), [(44 * HOUR, True), (46 * HOUR, False)])
+@pytest.mark.parametrize(
+    ("late", "later", "passes"),
+    [
+        ({}, {}, False),
+        ({"priority": -1}, {}, True),
+        ({"set_back": True}, {}, True),
+        ({}, {"priority": -1}, False),
+        ({}, {"since": -26 * HOUR}, True),  # it came first
+    ],
+)
+def test_a_request_beyond_the_bound_is_not_passed_by_a_later_one_of_a_user_who_had_less(late, later, passes) -> None:
+    """Unless that one has a higher priority, or it was moved to the end of the queue."""
+    had_much = a_ticket(1, 2, since=-25 * HOUR, served=-HOUR, **late)
+    had_nothing = a_ticket(2, **{"since": -HOUR, "expected": 100 * HOUR, **later})
+    queue = order([had_much, had_nothing], {1: 1e9}, QueueRules(), 0.0)
+
+    assert bool(started(planned(queue, a_machine(queue, 2, free=1, estimates={"d1": HOUR}), {1: 1e9}))) is passes
+
+
+def test_devices_are_kept_for_one_request_beyond_the_bound_at_a_time() -> None:
+    """A job on what the oldest leaves over may delay the second one, which can have nothing before the oldest."""
+    oldest, second = a_ticket(1, 2, since=-30 * HOUR), a_ticket(2, 3, since=-25 * HOUR)
+    job = a_ticket(3, since=-HOUR, expected=100 * HOUR)
+    machine = a_machine([oldest, second, job], 3, free=1, estimates={"d1": HOUR, "d2": HOUR})
+
+    assert started(planned([oldest, second, job], machine)) == [job.id]
+    assert started(planned([second, job], machine)) == []
+
+
+def test_of_two_requests_beyond_the_bound_that_want_other_devices_each_has_its_own_kept() -> None:
+    big, small = Request(num_gpus=2, models=("big",)), Request(num_gpus=2, models=("small",))
+    queue = [
+        a_ticket(1, requests=[big], since=-30 * HOUR),
+        a_ticket(2, requests=[small], since=-25 * HOUR),
+        a_ticket(3, requests=[Request(models=("small",))], since=-HOUR, expected=100 * HOUR),
+    ]
+    fits = {
+        big: a_fit("b0 b1", free="b0"),
+        small: a_fit("s0 s1", free="s0"),
+        queue[2].requests[0]: a_fit("s0 s1", free="s0"),
+    }
+    machine = Machine(fits, estimates={"b1": HOUR, "s1": HOUR})
+
+    assert [position.held_back_by for position in planned(queue, machine)][2] == queue[1].id
+
+
+@pytest.mark.parametrize(("lasts", "passes"), [(40 * HOUR, True), (41 * HOUR, False)])
 def test_what_has_just_passed_counts_when_the_next_one_would(lasts: float, passes: bool) -> None:
     queue = [
         a_ticket(1, 3, since=-25 * HOUR),
-        a_ticket(1, since=-2 * HOUR, expected=15 * HOUR),
+        a_ticket(1, since=-2 * HOUR, expected=14 * HOUR),
         a_ticket(1, since=-HOUR, expected=lasts),
     ]
     machine = a_machine(queue, 3, free=2, estimates={"d2": 5 * HOUR})
 
     assert started(planned(queue, machine)) == [ticket.id for ticket in queue[1 : 2 + passes]]
     assert starting_now(queue, machine, {}, QueueRules(), 0.0) == queue[1 : 2 + passes]
+
+
+def test_the_backlog_is_what_runs_and_what_waits_shared_out_among_the_devices() -> None:
+    waiting = [
+        a_ticket(1, 2, expected=3 * HOUR),
+        a_ticket(1),  # of which nothing is known: an hour
+        a_ticket(1, expected=99 * HOUR, after="another"),  # it is not queued yet
+    ]
+    guesses = {"d0": HOUR, "d1": HOUR}
+
+    machine = a_machine(waiting, 4, free=2, guesses=guesses, estimates={"d1": 4 * HOUR})
+    assert backlog(waiting, machine, 0.0) == (HOUR + 4 * HOUR + 6 * HOUR + HOUR) / 4
+    assert backlog(waiting[1:2], machine, 0.0) == math.inf
 
 
 def test_an_estimate_says_when_a_request_starts_and_promises_nothing() -> None:
@@ -364,7 +426,10 @@ def test_the_first_starts_however_many_shorter_ones_were_refused_for_it() -> Non
 
 def test_however_many_behind_one_that_waits_too_long_are_refused_those_before_it_are_not() -> None:
     first = a_ticket(1, time_limit=2000.0, promise=5000.0)
-    before, behind = a_ticket(2, time_limit=1000.0), [a_ticket(2, time_limit=1.0 + n) for n in range(70)]
+    before, behind = (
+        a_ticket(2, time_limit=1000.0, since=-3 * HOUR),
+        [a_ticket(2, time_limit=1.0 + n) for n in range(70)],
+    )
     queue = [first, before, a_ticket(3, 2, since=-2 * HOUR), *behind]
 
     assert started(planned(queue, a_machine(queue, 2, free=1), bound=HOUR)) == [before.id]

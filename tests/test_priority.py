@@ -74,10 +74,17 @@ def test_without_a_promise_patience_ends_with_the_bound_and_no_promise_is_in_the
 def test_the_bound_follows_the_waits_of_the_jobs_that_run_and_is_never_below_that_of_the_site():
     rules = QueueRules(bound=HOUR)
 
-    assert bound_now(rules, []).bound == bound_now(rules, [0.0, HOUR]).bound == HOUR
-    assert bound_now(rules, [HOUR, 3 * HOUR]).bound == 3 * HOUR
+    assert bound_now(rules, [], 9e9).bound == bound_now(rules, [0.0, HOUR / 2], 9e9).bound == HOUR
+    assert bound_now(rules, [HOUR, 3 * HOUR], 9e9).bound == 6 * HOUR
     # What a claim says of its wait could be forged.
-    assert bound_now(rules, [0.0, 1e12]).bound == bound_now(rules, [0.0, 20 * DAY]).bound == 15 * DAY
+    assert bound_now(rules, [0.0, 1e12], 9e9).bound == bound_now(rules, [0.0, 20 * DAY], 9e9).bound == 30 * DAY
+
+
+def test_the_bound_is_at_most_seven_tenths_of_the_time_for_which_there_is_work():
+    rules = QueueRules(bound=HOUR)
+
+    assert bound_now(rules, [DAY], 10 * HOUR).bound == pytest.approx(7 * HOUR)
+    assert bound_now(rules, [DAY], 0.0).bound == HOUR
 
 
 def test_of_one_users_tickets_only_the_oldest_that_could_start_is_overdue():

@@ -4,17 +4,17 @@ Each request in the order of the queue is planned on the devices that will do an
 A request that joins the queue is promised that start plus a quarter of the wait until then.  Shorter jobs may go first
 as long as all others start as promised, and a user who had more GPU time cannot put off one who had less.  Where no
 start can be planned, because jobs without a time limit run, it goes by estimates, which promise nothing: requests pass
-each other by response ratio until one has waited for the bound, see priority.bound_now; from then on a request passes
+each other by response ratio until one has waited for the bound, see priority.bound_now; from then on a later one passes
 that one only if it probably ends before the devices suffice, or on what is left over.  What is kept for a
 reservation goes to no other user, and to its user without waiting for others: see calendar.
 
-On 92 days of a full server (Philly, 356 jobs) this has a mean wait of 79 h and a longest one of 377 h, with time limits
+On 92 days of a full server (Philly, 356 jobs) this has a mean wait of 79 h and a longest one of 374 h, with time limits
 37 and 386 h, against 162 and 472 in order of arrival: benchmarks/replay.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpuguard.queue.calendar import (
@@ -51,9 +51,9 @@ MOST_PLANNED = 256  # tickets; those behind them get no planned start yet
 FIRST_OF_USER = 4  # tickets of each user that are planned in any case, so that no user can fill the plan
 MOST_TRIED = 64  # lengths that are tried one by one
 SHORTEST_SECONDS = 60.0  # no job counts as shorter in the order
-# An estimate says little of one job, and devices that stay empty cost all.  So a job passes a request that waits beyond
-# the bound where this part of its probable length fits, and after so many times the bound where all of it does.
-DOUBT, SURE = 1 / 3, 2.0
+# An estimate says little of one job, and devices that stay empty cost all.  So a job passes a request that has waited
+# for the bound where this part of its probable length fits, for twice the bound where twice this part does, and so on.
+DOUBT = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,26 @@ def _without(waiting: Sequence[Ticket], started: Ticket) -> list[Ticket]:
     places = [index for index, ticket in enumerate(waiting) if is_alike(ticket)]
     moved = dict(zip(places[1:], own, strict=True))
     return [moved.get(index, ticket) for index, ticket in enumerate(waiting) if index != places[0]]
+
+
+def backlog(tickets: Collection[Ticket], machine: Machine, now: float) -> float:
+    """For how long (seconds) the devices probably have work if none comes: what runs and what waits, shared evenly.
+
+    UNKNOWN where nothing is known of any that waits.
+    """
+    if all(ticket.lasts is None for ticket in tickets):
+        return UNKNOWN
+    devices = {uuid for fit in machine.fits.values() for uuid in fit.eligible}
+    ends = {**machine.guesses, **machine.estimates}
+    running = sum(max(0.0, ends.get(uuid, now) - now) for uuid in devices)
+    waiting = sum(ticket.num_gpus * _probable_seconds(ticket) for ticket in tickets if ticket.after is None)
+    return (running + waiting) / max(1, len(devices))
+
+
+def _goes_before(ticket: Ticket, other: Ticket) -> bool:
+    """Whether a ticket came before another one, and is not behind it for another reason than fair share."""
+    is_older = (ticket.since, ticket.id) < (other.since, other.id)
+    return is_older and (ticket.set_back, -ticket.priority) <= (other.set_back, -other.priority)
 
 
 def _probable_seconds(ticket: Ticket) -> float:
@@ -436,21 +456,24 @@ class _Planner:
     def _kept_free_for(
         self, ticket: Ticket, planned: PlannedStart, waiting: Sequence[Ticket], base: Mapping[str, PlannedStart]
     ) -> str | None:
-        """The id of the oldest ticket before it that has waited beyond the bound, if this one would probably delay it.
+        """The id of the request beyond the bound that wants these devices longest, if this one would probably delay it.
 
         That is EASY backfill by estimates (Tsafrir, Etsion and Feitelson 2007): what probably ends before the devices
-        suffice may pass, and what takes devices that are left over then.
+        suffice may pass, and what takes devices that are left over then.  Only one request has devices kept for it at a
+        time: several that wait for all devices start one after another when the first one has got them.
         """
         if self.calendars.uses_own_reservations(ticket.uid, planned.devices, self.started):
             return None
-        late = [other for other in waiting[: waiting.index(ticket)] if other.id in self.late]
+        devices = set(planned.devices)
+        late = [other for other in waiting if other.id in self.late and _goes_before(other, ticket)]
         for other in sorted(late, key=lambda other: other.since):
             if ticket.time_limit is not None and base[other.id].start != UNKNOWN:
                 continue  # which gpuguard keeps, so that one is not put off beyond its promise
-            for alternative in self.alternatives(other):
-                wanted = set(alternative.fit.eligible).intersection(planned.devices)
-                if wanted and self._delays(alternative, len(wanted), ticket, self.now - other.since):
-                    return other.id
+            wanted = [(kind, len(devices.intersection(kind.fit.eligible))) for kind in self.alternatives(other)]
+            if any(taken for _, taken in wanted):
+                waited = self.now - other.since
+                delays = any(taken and self._delays(kind, taken, ticket, waited) for kind, taken in wanted)
+                return other.id if delays else None
         return None
 
     def _delays(self, alternative: _Alternative, taken: int, passing: Ticket, waited: float) -> bool:
@@ -466,7 +489,7 @@ class _Planner:
         left_over = sum(end <= suffice for end in ends) - count
         if suffice == UNKNOWN or passing.lasts is None:
             return True
-        doubt = 1.0 if passing.time_limit is not None or waited > SURE * self.rules.bound else DOUBT
+        doubt = 1.0 if passing.time_limit is not None else DOUBT * waited / self.rules.bound
         return taken > left_over and self.now + doubt * passing.lasts > suffice
 
     def _probably_busy(self) -> dict[str, float]:

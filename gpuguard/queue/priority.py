@@ -19,7 +19,8 @@ from gpuguard.units import parse_duration, parse_leftover, parse_percent
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1}
 TYPICAL_SECONDS = 3600.0  # the length of a job without a time limit or an estimate, in fair share and in doubt
-USUAL_WAITS = 1.5  # times the usual wait, after which a request is passed only by what ends in time
+# A request is passed freely until it has waited for so many times the usual wait, or this part of the backlog.
+USUAL_WAITS, OF_BACKLOG = 3.0, 0.7
 LONGEST_WAIT = 20 * 86400.0  # that counts as usual
 
 
@@ -134,14 +135,16 @@ def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: QueueR
     return queue
 
 
-def bound_now(rules: QueueRules, waits: Collection[float]) -> QueueRules:
-    """*rules* with the bound that fits the load: *waits* are those (seconds) of the jobs that run now.
+def bound_now(rules: QueueRules, waits: Collection[float], backlog: float) -> QueueRules:
+    """*rules* with the bound that fits the load.
 
     Where all wait for days a day is nothing: every request would be beyond it, and all would start in order of arrival.
-    What a job says of its wait could be forged, so of each no more than LONGEST_WAIT counts.
+    *waits* are those (seconds) of the jobs that run now.  What a job says of its wait could be forged, so of each no
+    more than LONGEST_WAIT counts.  *backlog* (seconds) is about the wait in order of arrival, see backfill.backlog; one
+    job that goes on and on makes it endless.  So the lower one of the two counts.
     """
     usual = sum(min(LONGEST_WAIT, wait) for wait in waits) / len(waits) if waits else 0.0
-    return replace(rules, bound=max(rules.bound, USUAL_WAITS * usual))
+    return replace(rules, bound=max(rules.bound, min(USUAL_WAITS * usual, OF_BACKLOG * backlog)))
 
 
 def permitted(ticket: Ticket, rules: QueueRules) -> int:

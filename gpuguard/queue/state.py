@@ -28,7 +28,7 @@ from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.queries import query_store, store_path
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.procfs import stat_of
-from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan
+from gpuguard.queue.backfill import Fit, Machine, QueuePosition, backlog, plan
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.estimates import probable_end
 from gpuguard.queue.priority import TYPICAL_SECONDS, QueueRules, Ticket, bound_now, order
@@ -145,7 +145,7 @@ def queue_state(
     unresponsive: dict[str, str] = {}
     usage = usage_of_owners(used_by(facts.claims, now) if facts.usage is None else facts.usage)
     machine = _machine(snapshot, facts, {request for ticket in tickets for request in ticket.requests}, now)
-    rules = bound_now(rules, [claim.waited or 0.0 for claim in facts.claims])
+    rules = bound_now(rules, [claim.waited or 0.0 for claim in facts.claims], backlog(tickets, machine, now))
     denied = {ticket.id: "its user may make no claim now" for ticket in tickets if ticket.uid in facts.denied}
     tickets = _passed_over(tickets, denied)
     while True:
