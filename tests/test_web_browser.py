@@ -214,12 +214,12 @@ def test_events_are_a_table_with_the_number_of_the_gpu_and_words_for_people(tmp_
 def test_the_page_shows_the_states_that_who_tells(tmp_path, browser):
     with a_page(a_node(tmp_path)) as port, a_tab(browser, port) as tab:
         seen = json.loads(ask(port, "/api/now")[1])
+        event: dict[str, str] = {"content_type": "text/event-stream"}
+        tab.route("**/api/stream", lambda route: route.fulfill(**event))
         for seed in range(20):
             snapshot, stats = a_random_machine(seed)
             told = who.to_json(snapshot, uses(snapshot, stats))
-            frame = json.dumps({**seen, "devices": told["devices"], "users": told["users"]})
-            event = {"body": f"data: {frame}\n\n", "content_type": "text/event-stream"}
-            tab.route("**/api/stream", lambda route, event=event: route.fulfill(**event))
+            event["body"] = f"data: {json.dumps({**seen, 'devices': told['devices'], 'users': told['users']})}\n\n"
             tab.reload()
             tab.wait_for_selector(".card .state")
 

@@ -29,7 +29,7 @@ def main() -> None:
         gpuguard("sim", "start", "8xH100-80GB")
         with a_busy_node(gpuguard), a_page(gpuguard) as port, sync_playwright() as player:
             browser = player.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-            options: Any = {"viewport": {"width": 1420, "height": 1180}, "locale": "en-US", "color_scheme": "dark"}
+            options: Any = {"viewport": {"width": 1420, "height": 1400}, "locale": "en-US", "color_scheme": "dark"}
             tab = browser.new_context(**options).new_page()
             tab.goto(f"http://127.0.0.1:{port}/")
             tab.wait_for_selector("#chart canvas")
@@ -37,7 +37,7 @@ def main() -> None:
             gpuguard("sim", "set", "--device", "4", "--utilization", "95%..30%", "--over", "60s")
             gpuguard("sim", "set", "--device", "3", "--utilization", "0%..60%", "--over", "90s")
             tab.wait_for_timeout(CHART_SECONDS * 1000)
-            bottom = tab.evaluate("document.getElementById('users-title').getBoundingClientRect().top")
+            bottom = tab.evaluate("document.getElementById('week-title').getBoundingClientRect().top")
             picture = tab.screenshot(clip={"x": 0, "y": 0, "width": 1420, "height": bottom})
             browser.close()
     if len(picture) > MOST_BYTES:
