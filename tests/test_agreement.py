@@ -311,13 +311,13 @@ def check(site: Site, seed: int) -> str:
             "run": lambda: wait_for_claim(args, driver, site.directory, [request], JobDetails(), 0.0),
             "grab_gpus": lambda: gpuguard.claim(**conditions),
         }
-        for name, way in ways.items():  # "in the queue": a run says where it would stand, if there is one
+        for name, way in ways.items():  # "queue": a run says where it would stand, if there is one
             said, devices, found, errors = claimed(way)
             assert (said, devices) == (outcome, chosen), (name, said, devices, errors, against)
             if said == WAIT:
                 assert ageless(found) == first, (name, ageless(found), first)
             assert not found or all(ageless(text) in against[uuid] for uuid, text in found.items()), (name, found)
-            assert "in the queue" in "".join(errors[:1]) or errors[:1] == lines[:1], (name, errors, lines)
+            assert "queue" in "".join(errors[:1]) or errors[:1] == lines[:1], (name, errors, lines)
         if "GPUGUARD_CLAIM" not in os.environ and outcome != INVALID:
             position = queued(site, driver, request)
             says = START if position["starts_now"] else NEVER if "no devices" in position["why"] else WAIT
