@@ -148,33 +148,31 @@ def grab_gpus(
         InvalidRequest: the request makes no sense.
         BackendError: the driver cannot be reached.
     """
-    # Two threads that make one call at once get one claim.  A forked child has a lock of its own.
-    with nullcontext() if further else _calls.setdefault(os.getpid(), threading.RLock()):
+    try:
+        _refuse_texts({"num_gpus": num_gpus, "wait": wait, "max_procs": max_procs, "gpu_min_memory": gpu_min_memory})
+        if gpu_select is not None:
+            conditions["devices"] = gpu_select
+        if max_procs >= 0:
+            conditions["max_processes"] = max_procs
+        if gpu_min_memory is not None:
+            conditions["min_total"] = int(gpu_min_memory * 2**20)
+        conditions.setdefault("min_free_fraction", gpu_fraction)
+        ways, name, claim = _ways(num_gpus, conditions, alternatives), _backend_name(backend), None
         try:
-            _refuse_texts(
-                {"num_gpus": num_gpus, "wait": wait, "max_procs": max_procs, "gpu_min_memory": gpu_min_memory}
-            )
-            if gpu_select is not None:
-                conditions["devices"] = gpu_select
-            if max_procs >= 0:
-                conditions["max_processes"] = max_procs
-            if gpu_min_memory is not None:
-                conditions["min_total"] = int(gpu_min_memory * 2**20)
-            conditions.setdefault("min_free_fraction", gpu_fraction)
-            ways, name = _ways(num_gpus, conditions, alternatives), _backend_name(backend)
-            environ, claim = _outer_environment(), None
-            asked = None if further else (ways, name, directory, environ.get(CUDA_VARIABLE))
-            if ways and asked and (again := _claimed_before(asked, strict)):
-                return again
-            _refuse_late(environ, env_set_ok)
-            if not ways:
-                nothing = Claim("none", (), ())
-                _apply(OwnClaim(os.getpid(), nothing, ""))
-                return nothing
-            if priority not in PRIORITIES:
-                raise InvalidRequest(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}.")
-            job = JobDetails(note or _notebook(), sys.orig_argv or sys.argv, priority=PRIORITIES[priority])
-            try:
+            # Two threads that make one call at once get one claim.  A forked child has a lock of its own.
+            with nullcontext() if further else _calls.setdefault(os.getpid(), threading.RLock()):
+                environ = _outer_environment()
+                asked = None if further else (ways, name, directory, environ.get(CUDA_VARIABLE))
+                if ways and asked and (again := _claimed_before(asked, strict)):
+                    return again
+                _refuse_late(environ, env_set_ok)
+                if not ways:
+                    nothing = Claim("none", (), ())
+                    _apply(OwnClaim(os.getpid(), nothing, ""))
+                    return nothing
+                if priority not in PRIORITIES:
+                    raise InvalidRequest(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}.")
+                job = JobDetails(note or _notebook(), sys.orig_argv or sys.argv, priority=PRIORITIES[priority])
                 with open_worker(name) as driver:  # a process of its own: NVML must not hang in this one
                     locks = _lock_directory(directory, name)
                     if (of_script := claim_of_the_script(driver, locks, environ)) is not None:
@@ -183,18 +181,18 @@ def grab_gpus(
                     claim = _acquired(allocator, wait, strict)
                 _apply(OwnClaim(os.getpid(), claim, _line_of_the_caller(), asked if claim else None))
                 warn_of_workers(os.environ[CUDA_VARIABLE])
-            except BaseException:
-                if claim is not None:  # interrupted: the program would not know of it
-                    claim.release()
-                raise
-            return claim
-        except GpuguardError as error:
-            is_for_now = isinstance(error, NotEnoughGpus) and not isinstance(error, ImpossibleRequest)
-            if is_for_now and (own := _own_claims()):
-                has = "; ".join(made.in_words() for made in own)
-                error.args = (f"{error}\nThis process itself has {has}.", *error.args[1:])
-            # What there is to mend is the line of the caller, so the traceback ends there.
-            raise error.with_traceback(None) from None
+        except BaseException:
+            if claim is not None:  # interrupted: the program would not know of it
+                claim.release()
+            raise
+        return claim
+    except GpuguardError as error:
+        is_for_now = isinstance(error, NotEnoughGpus) and not isinstance(error, ImpossibleRequest)
+        if is_for_now and (own := _own_claims()):
+            has = "; ".join(made.in_words() for made in own)
+            error.args = (f"{error}\nThis process itself has {has}.", *error.args[1:])
+        # What there is to mend is the line of the caller, so the traceback ends there.
+        raise error.with_traceback(None) from None
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def test_instances_of_one_gpu_are_closest():
     gpus = [a_device(i, mig_mode=True) for i in range(2)]
     instances = [a_mig_instance(gpu, number) for gpu in gpus for number in range(2)]
     machine = a_snapshot(*gpus, *instances, topology=((a_uuid(0), a_uuid(1), "NVLINK"),))
-    choice = choose(machine, Request(2, prefer=(instances[1].uuid,)), {})
+    choice = choose(machine, Request(2, prefer=(instances[1].uuid,), allow_mig_set=True), {})
 
     assert {device.parent_uuid for device in choice.devices} == {gpus[0].uuid}
 
