@@ -20,7 +20,7 @@ from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import MOST_OF_ONE, locked_devices, read_records, write_record
 from gpuguard.errors import ClaimError, ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
-from gpuguard.lock import go_on_waiting, pause_waiting
+from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.model import HEALTH, IDLE_PROCESSES, Snapshot
 from gpuguard.queue import reservations, tickets
 from gpuguard.queue.calendar import Reservation
@@ -178,6 +178,14 @@ def tells_late(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_the_instance_that_is_left_is_found_although_the_lock_of_its_gpu_is_held(directory, tells_late):
     with acquire(tells_late, Request(), directory) as first, acquire(tells_late, Request(), directory) as second:
         assert {first[0].uuid, second[0].uuid} == {device.uuid for device in tells_late.devices[1:]}
+
+
+def test_an_instance_that_shows_late_is_refused_where_another_user_has_it(directory, tells_late):
+    instance = tells_late.devices[1]
+    with acquire(divided(), Request(devices=(instance.uuid,)), directory):
+        _, choice = Allocator(tells_late, directory, [Request()]).preview()
+
+        assert [device.uuid for device in choice.devices] == [tells_late.devices[2].uuid]
 
 
 def test_more_gpus_than_the_driver_shows_at_first_are_looked_for_among_instances(directory, tells_late):
