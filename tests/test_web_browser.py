@@ -233,7 +233,7 @@ def test_it_begins_with_what_is_free_and_what_needs_attention(tmp_path, browser)
     with a_page(gpuguard) as port, a_tab(browser, port) as tab:
         tab.locator("#alerts", has_text="XID 79").wait_for()
 
-        assert tab.locator("#summary").text_content() == "3 of 4 GPUs free, nobody waits"
+        assert tab.locator("#summary").text_content() == "3 of 4 GPUs free, none waiting"
         assert tab.locator("#alert-list li").all_text_contents() == ["GPU 3 quarantined: XID 79 (by the administrator)"]
         assert tab.title().startswith("3 of 4 GPUs free")
 

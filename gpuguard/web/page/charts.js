@@ -49,7 +49,7 @@ const CHARTS = {
     values.forEach((value, number) => {
       pen.globalAlpha = value === null ? 1 : 0.08 + 0.92 * value / 100;
       pen.fillStyle = value === null ? rule : colour;
-      if (value === null) pen.fillRect(number, 3, 1, 1);  // a thin line: nobody looked
+      if (value === null) pen.fillRect(number, 3, 1, 1);  // a thin line: no sample
       else pen.fillRect(number, 0, 1, 8);
     });
   },

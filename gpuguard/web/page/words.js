@@ -4,7 +4,7 @@ const WORDS = {
   "en": {
     "language": "中文", "dark": "dark", "light": "light", "durations": ["d", "h", "m", "s", "ms"],
     "live": "live", "lost": "connection lost, trying again", "seen": "seen by the daemon {} ago", "simulated": "SIMULATED",
-    "unknown": "n/a", "summary": "{} of {} GPUs free", "waiting_none": "nobody waits", "waiting_some": "{} waiting",
+    "unknown": "n/a", "summary": "{} of {} GPUs free", "waiting_none": "none waiting", "waiting_some": "{} waiting",
     "next_start": "next start about {}", "only": "Only {}", "show_all": "show all",
     "alerts": "Needs attention", "alert": "{}: {}", "more": "and {} more",
     "finding": "policy {}: {} since {}", "finding_next": "{} at {}", "finding_refused": "{} was refused: {}",
@@ -35,7 +35,7 @@ const WORDS = {
     "kinds": {}, "outcomes": {}, "facts": {},
     "phrases": [
       ["quarantined by (.+?): (.+)", "$2 (by $1)"],
-      ["starts in about (\\S+?), (.+)", "$2"], ["starts in about \\S+", ""], ["(?:nobody knows when it starts|start unknown): (.+)", "$1"]
+      ["starts in about (\\S+?), (.+)", "$2"], ["starts in about \\S+", ""], ["start unknown: (.+)", "$1"]
     ]
   },
   "zh": {
@@ -98,7 +98,7 @@ const WORDS = {
     },
     "phrases": [
       ["starts now", "现在开始"],
-      ["starts in about (\\S+?), (.+)", "$2"], ["starts in about \\S+", ""], ["(?:nobody knows when it starts|start unknown): (.+)", "$1"],
+      ["starts in about (\\S+?), (.+)", "$2"], ["starts in about \\S+", ""], ["start unknown: (.+)", "$1"],
       ["quarantined by (.+?): (.+)", "$2（操作者：$1）"], ["the administrator", "管理员"],
       ["not queued yet: (.+)", "尚未进入队列：$1"],
       ["held back: it would delay (.+?)'s request for (\\d+), which came before", "暂缓：会推迟 $1 先提交的 $2 块 GPU 的请求"],
@@ -120,7 +120,7 @@ const WORDS = {
       ["a job is over its time", "有任务已超过预计时间"],
       ["a running job exceeded its estimate", "有任务已超过预计时间"],
       ["a device is in use without a claim", "有设备在无占用声明的情况下被使用"],
-      ["a device is not free, though nobody has claimed it", "有设备并不空闲，但没有人占用"],
+      ["a device is not free, though it has no claim", "有设备并不空闲，但没有人占用"],
       ["memory is in use, by processes that are not listed", "显存被未列出的进程占用"],
       ["the process list makes no sense", "进程列表不合理"],
       ["no process list: judged by its memory in use", "没有进程列表：按已用显存判断"],
