@@ -247,7 +247,7 @@ def every_code(world: World) -> Iterator[Case]:
     """Each function that a sample calls x each code, with somebody innocent and with an offender on the device."""
     world.lay_out("innocent")
     world.fake.reset_calls()
-    nvml.Nvml().sample(ALL_FIELDS - {"topology", "nvlink", "nvlink_flow", "pcie"})  # of which no rule knows
+    nvml.Nvml().sample(ALL_FIELDS - {"topology", "nvlink", "nvlink_flow", "pcie", "media"})  # of which no rule knows
     names = [name for name in world.fake.calls() if "Device" in name and name != "nvmlDeviceGetCount_v2"]
     assert len(names) > 20, names
     for name in names:

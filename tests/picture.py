@@ -103,6 +103,7 @@ def comparable(kind: str, screen: str) -> str:
         screen = re.sub(r"[█▉▊▋▌▍▎▏░]+", "BAR", screen)
         screen = re.sub(r'"[^"\n]*…', "NOTE", screen)
         screen = re.sub(r"(python|bash|sleep)\S* .*", "COMMAND", screen)
+        screen = re.sub(r"(: \S+) \w+…", r"\1…", screen)  # how long it is claimed
     screen = re.sub(r"\b[0-9a-f]{8}\b", "ID", screen)
     screen = re.sub(r"\b(\d+(ms|[dhms]))+\b", "TIME", screen)
     return re.sub(r"[ \t]+", " ", re.sub(r"\d+(\.\d+)?", "0", screen)).strip()

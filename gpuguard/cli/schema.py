@@ -10,10 +10,10 @@ any release.  For policy files: `gpuguard policy schema`.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.jsonio import loads
 from gpuguard.views.text import put, put_json
 
 
@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    schemas = json.loads(Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"))
+    schemas = loads(Path(__file__).with_name("schemas.json").read_bytes())
     if args.output is None:
         put([f"{name:<10} {schema['title']}" for name, schema in schemas.items()])
     elif args.output in schemas:
