@@ -349,6 +349,7 @@ def check_all(site: Site, seeds: range, checked: Callable[[Site, int], Any] = ch
     return outcomes
 
 
+@pytest.mark.root
 def test_explain_queue_run_select_and_grab_gpus_agree_on_random_machines(site):
     assert check_all(site, range(NUMBER, NUMBER + MACHINES)) == {INVALID, START, WAIT, NEVER}
 
@@ -372,6 +373,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_command_that_disagrees_is_found(site, monkeypatch, fault):
     monkeypatch.setattr(*FAULTS[fault])
@@ -429,6 +431,7 @@ def check_states(site: Site, seed: int) -> None:
             assert could, ("explain", state, why)
 
 
+@pytest.mark.root
 def test_who_top_the_page_metrics_json_and_explain_agree_on_the_state_of_each_device(site):
     check_all(site, range(NUMBER, NUMBER + STATES), check_states)
 
