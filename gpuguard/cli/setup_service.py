@@ -386,7 +386,8 @@ def _empty(folder: int) -> None:
         for name in subfolders:
             inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             try:
-                os.fchown(inner, 0, 0)  # a user who goes on writing there would keep it from being removed
+                # Another user who goes on writing there would keep it from being removed.
+                os.fchown(inner, os.geteuid(), os.getegid())
                 os.fchmod(inner, 0o700)
                 for deeper in _without_files(inner):
                     os.rename(deeper, os.urandom(8).hex(), src_dir_fd=inner, dst_dir_fd=folder)
