@@ -465,18 +465,23 @@ def test_a_watcher_asks_every_process_now_and_then(directory: LockDirectory, mon
     assert asked == [1000.0, 1010.0]
 
 
-def test_a_lock_without_a_visible_holder_makes_a_watcher_ask_every_process_now_and_then_only(directory, monkeypatch):
+@pytest.mark.parametrize(
+    ("hidden", "searches"), [(False, [1000.0, 1010.0]), (True, [1000.0, 1001.0, 1009.9, 1010.0, 1011.0])]
+)
+def test_a_watcher_searches_all_processes_for_an_unseen_holder_now_and_then_and_for_a_hidden_lock_at_each_look(
+    directory, monkeypatch, hidden, searches
+):
     asked: list[float] = []
     clock = [1000.0]
     monkeypatch.setattr("gpuguard.claims.records.time.monotonic", lambda: clock[0])
     monkeypatch.setattr(records, "holders_of", lambda *_: asked.append(clock[0]) or {})
-    monkeypatch.setattr(records, "held_by_no_process", lambda _directory, names: set(names))
+    monkeypatch.setattr(records, "held_by_no_process", lambda _directory, names: set(names) if hidden else set())
     watcher = ClaimWatcher()
     with a_lock(directory):
         for clock[0] in (1000.0, 1001.0, 1009.9, 1010.0, 1011.0):
-            assert [claim.hidden for claim in watcher.probe(directory, [UUID])] == [True]
+            assert [claim.hidden for claim in watcher.probe(directory, [UUID])] == [hidden]
 
-    assert sorted(set(asked)) == [1000.0, 1010.0]
+    assert sorted(set(asked)) == searches
 
 
 def test_a_new_claim_of_a_device_whose_holder_was_sought_in_vain_is_seen_at_once(directory, monkeypatch):

@@ -330,7 +330,7 @@ def probe(
 
     *known* are claims that were found a moment ago.  Of those that still live the holders are believed, less those that
     have ended since: to find them anew, every process of the machine is read.  *sought* were found by this process:
-    where it saw no holder of the same locks, it does not search again.
+    where it saw no holder of the same locks, it does not search again, but for those that it took for hidden.
     """
     with Gate(directory):
         locked, granted = _held_and_granted(directory, uuids)
@@ -417,11 +417,9 @@ def _claims(
         return ()
     records = read_records(directory)
     holders = remembered(known, records)
-    in_vain = {_locks_of(claim): claim.hidden for claim in sought if not claim.holders}
-    claims = tuple(
-        replace(claim, hidden=not claim.holders and in_vain.get(_locks_of(claim), False))
-        for claim in _join(locked, records, holders, granted)
-    )
+    claims = _join(locked, records, holders, granted)
+    # Not of a hidden one: that no process holds it, so that it protects none, must be true at each look.
+    in_vain = {_locks_of(claim) for claim in sought if not claim.holders and not claim.hidden}
     sought_before = {name for claim in claims if _locks_of(claim) in in_vain for name in claim.slots or claim.devices}
     if locked.keys() <= holders.keys() | sought_before:
         return claims
