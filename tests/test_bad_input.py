@@ -15,7 +15,7 @@ from proc import born_with
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import locked_devices
-from gpuguard.cli import run_command_line
+from gpuguard.cli import COMMANDS, run_command_line
 
 # What a number behind --gpus could be.
 WHICH = "{0} can mean a count or a device: write {1}, or `--devices {0}` for GPU number {0}"
@@ -256,6 +256,14 @@ def test_what_no_command_understands_is_one_clear_message(place, monkeypatch, ca
     output, error = capsys.readouterr()
     assert message in error
     check(line, place, output, error)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_wrong_usage_is_125_where_2_could_be_the_code_of_the_job_and_else_2(capsys, command):
+    codes = {run_command_line([command, *words]) for words in (["--no-such-option"], ["--gpus", "2"])}
+
+    assert codes == {125 if command in ("run", "submit") else 2}
+    assert capsys.readouterr().out == ""
 
 
 def test_a_job_that_was_refused_did_not_run(place: Path) -> None:

@@ -343,6 +343,52 @@ def test_a_program_that_does_not_exist_is_named_without_its_escape_codes(gpuguar
     assert "started on" not in done.stderr and "ended on" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("program", "status", "advice"),
+    [
+        ("nosuchprogram", 127, "Is it installed, and in PATH?"),
+        ("train.py", 127, "not found in PATH, but here.  Write `gpuguard run ... -- python train.py`."),
+        ("./train.py", 126, "Write `gpuguard run ... -- python ./train.py`."),
+        ("below/nosuch", 127, "command not found"),
+        ("./below", 126, "it is a directory"),
+    ],
+)
+def test_a_command_that_cannot_be_started_is_refused_before_it_waits(
+    gpuguard, both_taken, tmp_path, program, status, advice
+):
+    (tmp_path / "work" / "below").mkdir(parents=True)
+    (tmp_path / "work" / "train.py").write_text("print()")
+
+    done = gpuguard("run", "--", program, cwd=tmp_path / "work")
+
+    assert (done.returncode, advice in done.stderr, "queued" in done.stderr) == (status, True, False)
+
+
+@pytest.mark.parametrize("words", [("job",), ("./bin/job",)])
+def test_what_the_path_of_the_job_or_its_directory_has_waits_and_starts(gpuguard, tmp_path, words):
+    program = tmp_path / "bin" / "job"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho ran\n")
+    program.chmod(0o755)
+    gpuguard.environment["PATH"] = f"{tmp_path / 'unreadable'}:bin:{gpuguard.environment['PATH']}"
+
+    assert gpuguard("run", "--", *words, cwd=tmp_path).stdout == "ran\n"
+
+
+def test_a_program_that_the_job_before_it_makes_may_be_missing_while_it_waits(gpuguard, tmp_path):
+    script = "until [ -e go ]; do sleep 0.05; done; echo '#!/bin/sh\necho made' >made; chmod +x made"
+    with gpuguard.start("run", "--note", "make", "--", "sh", "-c", script, cwd=tmp_path) as maker:
+        until(lambda: claims(gpuguard))
+        after = claims(gpuguard)[0]["id"]
+        with gpuguard.start("run", "--after", after, "--", "./made", cwd=tmp_path) as user:
+            until(lambda: gpuguard.json("queue")["places"])
+            (tmp_path / "go").touch()
+            said = user.stdout.read()
+        maker.wait()
+
+    assert said == "made\n"
+
+
 def test_devices_are_named_by_index_or_by_uuid(gpuguard):
     by_index, by_uuid = gpuguard("run", "-n", "2", *LOOK), gpuguard("run", "--visible", "uuid", *LOOK)
 

@@ -1,8 +1,8 @@
 """The command line, from its words to the exit code; one file per command, with add_options() and main(), or ACTIONS.
 
 Only the module of the command that was asked for is imported, because `gpuguard run` stands before every job.
-Exit codes: the job's own for `run` (else 124, 125, 126, 127, 75), for the others 0, 1 no, 2 usage, 4 no driver, and
-124 when the time of `wait` ran out.
+Exit codes: the job's own for `run` and `submit` (else 124, 125, 126, 127, 75: 2 could be the job's, so wrong usage is
+125, as of env(1) and docker run); for the others 0, 1 no, 2 usage, 4 no driver, 124 when the time of `wait` ran out.
 """
 
 from __future__ import annotations

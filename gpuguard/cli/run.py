@@ -7,8 +7,8 @@ gpuguard run --time-limit 4h --checkpoint-signal USR1 --grace 5m -- ...   and SI
 
 The command sees only its GPUs (CUDA_VISIBLE_DEVICES).  The claim lasts as long as any process of the job (--leftover),
 however gpuguard itself ends.  Exit codes: the command's own; 128+N when signal N ended it; 124 the wait or the
-time limit ran out, or it ended with 0 at another limit; 125 gpuguard failed or the request can never be met; 126 not
-executable; 127 not found; 75 not now.
+time limit ran out, or it ended with 0 at another limit; 125 wrong usage, gpuguard failed, or the request can never be
+met; 126 not executable; 127 not found, at once but with --after; 75 not now.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
 import signal
 import threading
 import time
@@ -33,7 +32,7 @@ from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.files import exists_in_place
 from gpuguard.history.audit_log import devices_of
-from gpuguard.jobs.processes import become_subreaper
+from gpuguard.jobs.processes import become_subreaper, exec_fault, failure
 from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.model import ClaimRecord
 from gpuguard.procfs import in_first_pid_namespace
@@ -144,6 +143,12 @@ def main(args: argparse.Namespace) -> int:
     policies, checkpoint = limits_of(args, time_limit)
     leftover = options.quantity("--leftover", args.leftover, parse_leftover)
     requests = (options.request_of(args), *alternatives_of(args))
+    # Found missing before hours in the queue; but what --after waits for may be what makes the program.
+    if args.after is None and (fault := exec_fault(command[0])):
+        status, message = failure(command[0], fault)
+        log.warn(message)
+        messages.send("not_started", f"not started: {message}")
+        return status
     _set_environment(args)
     directory = options.directory_of(args, make=True)
     backend = options.backend_of(args)
@@ -175,7 +180,7 @@ def main(args: argparse.Namespace) -> int:
             raise
     devices = f"{gpus(claim)}{' (SIMULATED)' * backend.simulated}"
     started = _started_text(devices, claim.id, time.monotonic() - began, command)
-    if shutil.which(command[0]):  # else it will not start, which is said then
+    if exec_fault(command[0]) is None:  # else it will not start, which is said then
         log.say(started, f"{devices} · claim {claim.id}")
     if args.exec:
         status, message = exec_command(command, claim, backend, visible=args.visible, isolation=isolation)

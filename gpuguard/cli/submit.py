@@ -7,7 +7,7 @@ gpuguard submit --via slurm --print -n 2 -- python train.py     shows the comman
 gpuguard submit --via ray -n 2 -- python tune.py                through Ray's job API
 
 The engine chooses the machine and its GPUs; there the command runs under `gpuguard run`, with the same options, limits
-and exit codes.  Exit codes: 0 submitted; with --attach those of `gpuguard run`, 125 also when the engine refuses.  Ray
+and exit codes.  Exit codes: 0 submitted, 125 not, also for wrong usage; with --attach those of `gpuguard run`.  Ray
 knows only 1 for a command that failed.
 """
 

@@ -15,6 +15,7 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from gpuguard import procfs
@@ -184,6 +185,28 @@ def execute(
         os.execvpe(command[0], list(command), environment)
     except OSError as error:
         return error.errno or errno.EINVAL
+
+
+def exec_fault(program: str) -> int | None:
+    """The errno with which execute() of *program* would fail by now; None: it is there, or only exec can tell.
+
+    It is looked for as exec does: without a slash in our PATH, which the job gets, else from this directory on.
+    """
+    if not program:
+        return errno.ENOENT
+    fault = errno.ENOENT
+    for path in [program] if "/" in program else [os.path.join(place, program) for place in os.get_exec_path()]:
+        try:
+            is_executable = S_ISREG(os.stat(path).st_mode) and os.access(path, os.X_OK)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):  # as of a file server that is away
+                return None
+            fault = errno.EACCES if error.errno == errno.EACCES else fault
+            continue
+        if is_executable:
+            return None
+        fault = errno.EACCES
+    return fault
 
 
 def failure(program: str, code: int) -> tuple[int, str]:
