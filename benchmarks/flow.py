@@ -1,7 +1,7 @@
 """How far a reader has to go: files of gpuguard that a job's start executes, and moves from one file to another.
 
-    python benchmarks/flow.py            gpuguard run -n 2 -- true, on a simulated node of 8 devices; then a tick of
-                                         the guard that sends one SIGTERM there, to a real process
+    python benchmarks/flow.py            gpuguard run --quiet -n 2 -- true, on 8 fake devices; then, on simulated ones,
+                                         a tick of the guard that sends one SIGTERM to a real process
     python benchmarks/flow.py --list     and which files, with the calls into each
 
 Counted by sys.setprofile in the process of the command: a file counts when a function of it runs (what an import runs
@@ -27,6 +27,11 @@ from types import FrameType
 from typing import Any
 
 import gpuguard
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from fake_nvml import FakeNvml
+from starters import surroundings
 
 ROOT = os.path.dirname(gpuguard.__file__) + os.sep
 
@@ -142,15 +147,16 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="the files, with the calls into each")
     options = parser.parse_args()
 
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, FakeNvml(Path(place)) as fake:
         node = str(Path(place, "node"))
         os.environ["GPUGUARD_SIM_DIR"] = node
         os.environ["GPUGUARD_EVENTS"] = str(Path(place, "events"))
         command("sim", "start", "8xH100-80GB")
-        words = ("run", "--quiet", "--backend", f"simulated:{node}", "-n", "2", "--", "true")
         # In this order: `gpuguard run` makes this process adopt every orphan, and the guard spares its own children.
         tick = a_tick(node, str(Path(place, "claims")))
-        flows = {"run -n 2 -- true": flow_of(lambda: command(*words)), "a tick with one SIGTERM": tick}
+        os.environ.update(surroundings(fake, Path(place, "claims")))
+        start = flow_of(lambda: command("run", "--quiet", "-n", "2", "--", "true"))
+        flows = {"run -n 2 -- true": start, "a tick with one SIGTERM": tick}
     for name, flow in flows.items():
         print(f"{name}: {len(flow.calls)} files, {flow.moves} moves between them")
         if options.list:

@@ -125,9 +125,10 @@ def _has_no_list(device: Device, terms: Terms) -> bool:
 
 def occupancy(device: Device, terms: Terms) -> tuple[bool, bool, int]:
     """Whether others may use it, whether its list of processes cannot be read, and how many of theirs are known."""
-    others = len(_others_on(device, terms))
-    in_use = bool(others) or device.memory_used is None or hides_use(device, terms.request.tolerance)
-    return in_use, _has_no_list(device, terms), others
+    request, others = terms.request, len(_others_on(device, terms))
+    # Only where processes may be there is hidden use no reason against it.
+    hidden = bool(request.max_processes) and hides_use(device, request.tolerance)
+    return bool(others) or device.memory_used is None or hidden, _has_no_list(device, terms), others
 
 
 def no_share_left(device: Device, terms: Terms) -> Iterator[Reason]:

@@ -535,7 +535,7 @@ def next_sample_seconds(every: float, *, limited: bool) -> float:
 
 def log_claim(kind: str, outcome: str, claim: Claim, message: str | None = None, **facts: float | str | None) -> None:
     """Write into the audit log what became of a claim of this process."""
-    user, devices = os.environ.get("LOGNAME") or os.environ.get("USER"), tuple(device.uuid for device in claim)
+    user, devices = os.environ.get("LOGNAME") or os.environ.get("USER"), tuple(device.uuid for device in claim.devices)
     numbers = ("uid", os.getuid()), *facts.items()
     audit_log.append(Event(time.time(), kind, outcome, user, devices, os.getpid(), claim.id, message, numbers))
 

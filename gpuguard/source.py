@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from gpuguard.backends import Backend, is_recorded
+from gpuguard.backends import RECORDED, Backend
 from gpuguard.claims.directory import LockDirectory, daemon_files, open_lock_file, try_flock
 from gpuguard.claims.holders import inode_of
 from gpuguard.claims.records import ClaimWatcher, probe
@@ -93,7 +93,7 @@ class SnapshotSource:
             self._backend.close()
 
     def _published(self, clock: float) -> Snapshot | None:
-        if is_recorded(self._name):
+        if self._name.startswith(RECORDED):
             return None
         directory = None
         with suppress(ClaimError):  # the claims will be missing, and that will be said

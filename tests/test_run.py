@@ -19,7 +19,7 @@ from nodes import Gpuguard, on_terminal, until
 from proc import children_of
 from wrapped import UUIDS, end, first_line, python
 
-from gpuguard.cli.run import summary_line
+from gpuguard.cli.job_log import summary_line
 from gpuguard.history.schema import DEVICE_COLUMNS, UsageSums
 from gpuguard.run import JobEnd, JobMeter
 

@@ -19,7 +19,7 @@ from test_who import DOCUMENT, documented, printed
 
 from gpuguard.claims.records import read_records
 from gpuguard.cli import terminal as progress
-from gpuguard.cli.run import WaitProgress
+from gpuguard.cli.job_log import WaitProgress
 from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import NotEnoughGpus
 from gpuguard.queue.tickets import read_tickets

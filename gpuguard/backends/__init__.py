@@ -47,11 +47,8 @@ BACKENDS = {
     "replay": "a file of `gpuguard record`, as in replay:FILE or replay:FILE?speed=60",
     "simulated": "a node that exists only in a file: see `gpuguard sim`",
 }
-
-
-def is_recorded(name: str) -> bool:
-    """Whether the backend *name* shows a file of another time, on which nothing may be claimed or signalled."""
-    return name.startswith(("smi:", "replay"))
+# How backends begin that show a file of another time, on which nothing may be claimed or signalled.
+RECORDED = ("smi:", "replay")
 
 
 def open_backend(name: str) -> Backend:

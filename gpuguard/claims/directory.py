@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 
-from gpuguard.backends import is_recorded
+from gpuguard.backends import RECORDED
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import file_system, open_in_place, status_in_place
 
@@ -97,7 +97,7 @@ def lock_directory(path: str | None = None, *, backend: str = "nvml", make: bool
 
         path = directory(backend.partition(":")[2])
         return _subdirectories(path, own=True, make=make, check_file_system=False)
-    if is_recorded(backend):
+    if backend.startswith(RECORDED):
         raise LockDirectoryError(f"{backend} is of another time or machine: nothing on it can be claimed or guarded.")
     if path is not None:
         path = os.path.abspath(path)

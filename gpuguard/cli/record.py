@@ -19,7 +19,7 @@ import threading
 import time
 from contextlib import closing
 
-from gpuguard.backends import Backend, is_recorded
+from gpuguard.backends import RECORDED, Backend
 from gpuguard.backends.replay import RecordingWriter
 from gpuguard.backtest.masking import Mask
 from gpuguard.backtest.recordings import pack
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidRequest("--every needs at least 100ms between two samples.")
     if most is not None and most < SMALLEST_BYTES:
         raise InvalidRequest("--max-size needs at least 64KiB.")
-    if is_recorded(args.backend):
+    if args.backend.startswith(RECORDED):
         raise InvalidRequest(f"{args.backend} is a recording already.")
     if args.append and args.mask:
         raise InvalidRequest("--append and --mask exclude each other: the former masks are not known any more.")

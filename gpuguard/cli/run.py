@@ -17,7 +17,6 @@ import argparse
 import os
 import shlex
 import signal
-import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -26,7 +25,8 @@ from typing import TYPE_CHECKING
 from gpuguard.claims.claim import JobDetails
 from gpuguard.claims.records import probe
 from gpuguard.cli import options
-from gpuguard.cli.terminal import JobLog, is_terminal, print_notice, rewrites, write
+from gpuguard.cli.job_log import JobLog, JobReport, WaitProgress
+from gpuguard.cli.terminal import print_notice
 from gpuguard.device_state import device_title
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -37,18 +37,9 @@ from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.model import ClaimRecord
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
-from gpuguard.run import GRACE_SECONDS, LEFT, NOT_STARTED, JobEnd, JobSettings, exec_command, run
-from gpuguard.sanitize import neutral_command
+from gpuguard.run import GRACE_SECONDS, LEFT, NOT_STARTED, JobSettings, exec_command, run
 from gpuguard.select import instances_note
-from gpuguard.units import (
-    format_bytes,
-    format_count,
-    format_duration,
-    parse_celsius,
-    parse_duration,
-    parse_leftover,
-    parse_memory_amount,
-)
+from gpuguard.units import parse_celsius, parse_duration, parse_leftover, parse_memory_amount
 from gpuguard.users import user_name
 
 if TYPE_CHECKING:
@@ -59,11 +50,8 @@ if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.claims.claim import Claim
     from gpuguard.claims.directory import LockDirectory
-    from gpuguard.errors import NotEnoughGpus
     from gpuguard.jobs.isolation import Isolation
     from gpuguard.jobs.limits import JobLimits
-    from gpuguard.model import Device
-    from gpuguard.notify.targets import Target
     from gpuguard.policies.policy import Policy
     from gpuguard.request import Request
 
@@ -73,11 +61,6 @@ _BUSY_TO_SHARE = 50.0
 _FOR_EVER = "for ever"  # --wait without a duration
 MOST_ALTERNATIVES = 3  # as many as a ticket takes beside the first choice, see tickets.MOST_ALTERNATIVES
 PRIORITY_NAMES = ("low", "normal", "high")  # queue.priority.PRIORITIES, not imported for a job that need not wait
-
-STANDS_ASIDE = "stopped, so it stands aside: others in the queue may start first.  It keeps its place; `fg` goes on."
-LONGEST_MESSAGE_SECONDS = 60.0  # for one that tells of the start, when the job has ended
-MOST_CHARACTERS = 200  # of a command line in the log of its job
-WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a terminal has one line, written anew
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +122,7 @@ def main(args: argparse.Namespace) -> int:
     command = command_of(args)
     targets = [target for where in args.notify if (target := options.message_target(where)) is not None]
     log = JobLog(quiet=args.quiet, path=args.log_file)
-    messages = JobMessages(targets, command, log)
+    report = JobReport(log, targets, command)
     policies, checkpoint = limits_of(args, time_limit)
     leftover = options.quantity("--leftover", args.leftover, parse_leftover)
     requests = (options.request_of(args), *alternatives_of(args))
@@ -147,7 +130,7 @@ def main(args: argparse.Namespace) -> int:
     if args.after is None and (fault := exec_fault(command[0])):
         status, message = failure(command[0], fault)
         log.warn(message)
-        messages.send("not_started", f"not started: {message}")
+        report.not_started(message)
         return status
     _set_environment(args)
     directory = options.directory_of(args, make=True)
@@ -164,7 +147,7 @@ def main(args: argparse.Namespace) -> int:
         claim = wait_for_claim(args, backend, directory, requests, details, wait, log)
     except GpuguardError as error:
         log.only_in_file(f"not started: {error}")
-        messages.send("not_started", str(error))
+        report.not_started(str(error))
         raise
     if claim.warning:
         log.warn(claim.warning)
@@ -178,10 +161,7 @@ def main(args: argparse.Namespace) -> int:
         except GpuguardError:
             claim.release()
             raise
-    devices = f"{gpus(claim)}{' (SIMULATED)' * backend.simulated}"
-    started = _started_text(devices, claim.id, time.monotonic() - began, command)
-    if exec_fault(command[0]) is None:  # else it will not start, which is said then
-        log.say(started, f"{devices} · claim {claim.id}")
+    report.started(claim, time.monotonic() - began, simulated=backend.simulated)
     if args.exec:
         status, message = exec_command(command, claim, backend, visible=args.visible, isolation=isolation)
         log.warn(message)
@@ -191,16 +171,14 @@ def main(args: argparse.Namespace) -> int:
     settings = JobSettings(args.visible, *numbers, isolation=isolation, leftover=leftover, directory=directory)
 
     def later() -> None:
-        messages.send_meanwhile("started", started)
+        report.send_start()
         _preload_for_job(claim, None if time_limit else command)
 
     ended = run(command, claim, backend, settings, later=later, notify=log.warn)
     if ended.outcome == NOT_STARTED:
-        messages.send("not_started", f"not started: {ended.why}", ended)
+        report.not_started(str(ended.why), ended)
     else:
-        text = f"ended on {gpus(claim)}: {end_in_words(ended)}"
-        log.say(text, summary_line(claim, ended))
-        messages.send("ended_by_policy" if ended.policy else "failed" if ended.status else "ended", text, ended)
+        report.ended(claim, ended)
     backend.close()
     if ended.die_of is not None:
         signals.die_of(ended.die_of)
@@ -253,11 +231,6 @@ def _set_environment(args: argparse.Namespace) -> None:
         os.environ["GPUGUARD_BACKEND"] = kind + colon + (os.path.abspath(path) if path else "")
     if args.dir:
         os.environ["GPUGUARD_DIR"] = os.path.abspath(args.dir)
-
-
-def _started_text(devices: str, claim_id: str, waited: float, command: Sequence[str]) -> str:
-    after = f" after {format_duration(waited)} in the queue" if waited >= 1 else ""
-    return f"started on {devices}, claim {claim_id}{after}: {neutral_command(command)[:MOST_CHARACTERS]}"
 
 
 def _notes_on(claim: Claim, request: Request) -> Iterator[str]:
@@ -317,53 +290,6 @@ def command_of(args: argparse.Namespace) -> list[str]:
     if words[0].startswith("-") and words is args.command:
         raise InvalidRequest(f"there is no option {words[0]}.  Write `--` before a command that begins with a dash.")
     return list(words)
-
-
-def summary_line(devices: Sequence[Device], ended: JobEnd) -> str:
-    """``"GPU 2,3 · 12m31s · peak 61.2GiB · mean 87% · 0.14kWh · exit 0"``; an unknown number is left out."""
-    return " · ".join([gpus(devices), format_duration(ended.wall_time), *_numbers(ended), f"exit {ended.status}"])
-
-
-def _numbers(ended: JobEnd) -> list[str]:
-    parts = (
-        None if ended.peak_memory is None else f"peak {format_bytes(ended.peak_memory)}",
-        None if ended.utilization is None else f"mean {ended.utilization:.0f}%",
-        None if ended.energy is None else format_energy(ended.energy),
-    )
-    return [part for part in parts if part is not None]
-
-
-def end_in_words(ended: JobEnd) -> str:
-    """``"exit 137, killed by SIGKILL; ran 12m31s; peak 61.2GiB, mean 87%, 0.14kWh"``."""
-    how = f"exit {ended.status}"
-    if ended.why:
-        how += f", {ended.why}"
-    elif ended.killed_by is not None:
-        how += f", killed by {signal_name(ended.killed_by)}"
-        how += ", not by gpuguard run: perhaps memory of the host ran out" * (ended.killed_by == signal.SIGKILL)
-    parts = [how, f"ran {format_duration(ended.wall_time)}", ", ".join(_numbers(ended))]
-    if ended.outcome == LEFT:
-        parts.append(f"the claim is {LEFT}")
-    return "; ".join(filter(None, parts))
-
-
-def signal_name(signum: int) -> str:
-    """``"SIGKILL"``; a real-time signal as its number."""
-    return signal.Signals(signum).name if signum in set(signal.Signals) else f"signal {signum}"
-
-
-def gpus(devices: Sequence[Device]) -> str:
-    """``"GPU 2,3"``, a MIG instance as ``"0.1[3g.40gb]"``."""
-    names = [f"{device.label}[{device.mig_profile}]" if device.parent_uuid else device.label for device in devices]
-    return f"GPU {','.join(names)}"
-
-
-def format_energy(joules: float) -> str:
-    """``"12.3Wh"``, ``"0.14kWh"``."""
-    watt_hours = joules / 3600
-    if watt_hours >= 100:
-        return f"{watt_hours / 1000:.2f}kWh"
-    return f"{watt_hours:.1f}Wh" if watt_hours >= 1 else f"{watt_hours:.2g}Wh"
 
 
 # The options about waiting in the queue, of run and wait, and what they do.
@@ -431,118 +357,6 @@ def priority_of(args: argparse.Namespace) -> int:
     if highest < wanted:
         print_notice(f"--priority {args.priority} is not yours at this site: {PRIORITY_NAMES[highest + 1]} it is.")
     return min(wanted, highest)
-
-
-class JobMessages:
-    """What --notify tells of a job.  Nothing waits for an endpoint but the end of `run`, for the last message."""
-
-    def __init__(self, targets: Sequence[str | Target], command: Sequence[str], log: JobLog) -> None:
-        self._targets, self._command, self._log = targets, neutral_command(command)[:MOST_CHARACTERS], log
-        self._thread: threading.Thread | None = None
-        if targets:
-            from gpuguard.notify import sender  # noqa: F401  # now: gpuguard may be upgraded under the job
-
-    def send_meanwhile(self, event: str, text: str) -> None:
-        """In a thread, while the job runs; signals are blocked by now, and stay the main thread's."""
-        if self._targets:
-            self._thread = threading.Thread(target=self._send, args=(event, text, None), daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError:  # no thread is left for this user
-                self._thread = None
-                self._log.warn(f"the message ({event}) could not be sent: no thread can be started.")
-
-    def send(self, event: str, text: str, ended: JobEnd | None = None) -> None:
-        """Now, after what is under way; a fault is said."""
-        if self._thread:
-            self._thread.join(LONGEST_MESSAGE_SECONDS)
-        if self._targets:
-            self._send(event, text, ended)
-
-    def _send(self, event: str, text: str, ended: JobEnd | None) -> None:
-        from gpuguard.notify.sender import attempt  # 30 ms, for --notify alone
-        from gpuguard.notify.templates import Fact, Message
-
-        host = os.uname().nodename
-        facts: list[Fact] = [("event", event), ("host", host), ("command", self._command)]
-        if ended:
-            facts += [
-                ("exit_status", ended.status),
-                ("wall_time_seconds", round(ended.wall_time, 3)),
-                ("why", ended.why),
-                ("policy", ended.policy),
-            ]
-        body = f"{text}\n\nCommand: {self._command}\nHost: {host}\n"
-        message = Message(f"{event.replace('_', ' ')} on {host}: {self._command}"[:MOST_CHARACTERS], body, tuple(facts))
-        for target in self._targets:
-            if isinstance(target, str):
-                tell_terminals(f"gpuguard: {message.subject}\n{text}")
-                continue
-            sent, why = attempt(target, message)
-            if not sent:
-                self._log.warn(f"the message ({event}) could not be sent: {why}.")
-
-
-def tell_terminals(text: str) -> None:
-    """Ring the bell of this terminal; without one, write *text* to all of this user that take messages."""
-    if is_terminal():
-        write("\a")
-        return
-    with suppress(OSError, ImportError):  # it was upgraded while the job ran
-        from gpuguard.enforcement.actions import write_to_terminal  # for --notify terminal alone
-
-        for terminal in os.scandir("/dev/pts"):
-            if (status := terminal.stat()).st_uid == os.getuid():
-                write_to_terminal(status.st_rdev, status.st_uid, text)
-
-
-class WaitProgress:
-    """Says what a command waits for: in a line of the terminal that is written anew, or once a minute in a log."""
-
-    def __init__(self, quiet: bool, log: JobLog | None = None) -> None:
-        self._quiet, self._began, self._last = quiet, time.monotonic(), 0.0
-        self._log, self._logged_at, self._logged = log, 0.0, ""
-
-    def missing(self, missing: NotEnoughGpus) -> None:
-        """Say what is missing; on a terminal, whose one line is soon full, without what was asked for just now."""
-        text, wanted = str(missing), f"wanted {format_count(missing.wanted, 'GPU')}: "
-        self.report(missing.brief or text.removeprefix(wanted) if rewrites() else text)
-
-    def report(self, text: str) -> None:
-        """Say it, if it is time; the first time all of its lines in a log."""
-        now, terminal = time.monotonic(), rewrites()
-        if self._log:
-            self._add_to_log(self._log, text, now)
-            if not terminal:
-                return
-        if self._quiet or (self._last and now - self._last < (1.0 if terminal else WAITING_LINE_SECONDS)):
-            return
-        shown = text.splitlines()[0] if self._last else text
-        self._last = now
-        print_notice(f"waiting for {format_duration(round(now - self._began))}: {shown}", again=terminal)
-
-    def _add_to_log(self, log: JobLog, text: str, now: float) -> None:
-        """A line when it begins to wait, and one for what is new, at most once a minute."""
-        first, *_ = text.splitlines()
-        if self._logged == first or (self._logged and now - self._logged_at < WAITING_LINE_SECONDS):
-            return
-        waited = f"waiting for {format_duration(round(now - self._began))}"
-        log.say(f"{waited}: {first}" if self._logged else f"queued: {text}")
-        self._logged, self._logged_at = first, now
-
-    def stopped(self) -> None:
-        """Say that others go first while this process is stopped; from a signal handler, at any moment."""
-        if not self._quiet:
-            clear = "\r\x1b[K" if self._last and rewrites() else ""
-            # Not by print: the signal may have come while it writes.
-            with suppress(OSError):
-                os.write(2, f"{clear}gpuguard: {STANDS_ASIDE}\n".encode())
-
-    def done(self) -> None:
-        """Leave a clean line."""
-        if self._last and rewrites():
-            write("\r\x1b[K")
-        self._last = 0.0
 
 
 def wait_for_claim(

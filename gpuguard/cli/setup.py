@@ -23,7 +23,7 @@ import stat
 import sys
 from dataclasses import replace
 
-from gpuguard.backends import is_recorded, simulated, simulated_node
+from gpuguard.backends import RECORDED, simulated, simulated_node
 from gpuguard.claims.directory import (
     ADMIN_DIRECTORY,
     BROKERED,
@@ -138,7 +138,7 @@ def _refuse_what_cannot_be(args: argparse.Namespace) -> None:
         if args.dir:
             raise InvalidRequest(f"--systemd is about {ADMIN_DIRECTORY}: leave --dir away, and GPUGUARD_DIR.")
         setup_service.refuse_where_it_cannot_work(args.daemon_user or USER)
-    if args.dir is None and not args.print and (is_recorded(args.backend) or args.backend.startswith("simulated")):
+    if args.dir is None and not args.print and args.backend.startswith((*RECORDED, "simulated")):
         raise InvalidRequest(
             f"{ADMIN_DIRECTORY} is for the GPUs of this machine, not for those of --backend {args.backend}.\n"
             "`unset GPUGUARD_BACKEND`, or name another directory with --dir.  The simulated node needs no setup."

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from gpuguard.errors import InvalidRequest
 from gpuguard.sanitize import neutralise
-from gpuguard.units import local_time
 from gpuguard.views.text import put, shorten
 
 if TYPE_CHECKING:
@@ -32,49 +29,6 @@ def rewrite(line: str) -> None:
     """Write *line* over the last one of the terminal; an empty one clears it."""
     # With room for the ^C of a user who has waited long enough: on a second row it would keep the line there.
     write("\r\x1b[K" + shorten(line, (width(2) or 80) - 1 - len("^C")))
-
-
-class JobLog:
-    """What `run` says of its job: on a terminal as before, elsewhere in lines with their time; in a file all of them.
-
-    Args:
-        quiet: say only what goes wrong, but for the file.
-        path: of the file, to which lines are added.
-    """
-
-    def __init__(self, *, quiet: bool = False, path: str | None = None) -> None:
-        self.quiet, self._file = quiet, -1
-        if path is not None:
-            try:
-                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            except OSError as error:
-                raise InvalidRequest(f"--log-file {path}: {error.strerror}.") from None
-
-    def say(self, text: str, on_terminal: str | None = None) -> None:
-        """How it goes; a terminal gets *on_terminal* instead."""
-        self.only_in_file(text)
-        if self.quiet:
-            return
-        if not is_terminal():
-            print_notice(_with_time(text))
-        elif on_terminal is not None:
-            print_notice(on_terminal)
-
-    def warn(self, text: str) -> None:
-        """What goes wrong."""
-        self.only_in_file(text)
-        print_notice(text if is_terminal() else _with_time(text))
-
-    def only_in_file(self, text: str) -> None:
-        """What is said in another way, too."""
-        if self._file >= 0:
-            lines = "".join(f"{neutralise(line)}\n" for line in _with_time(text).splitlines())
-            with suppress(OSError):  # a full disk ends no job
-                os.write(self._file, lines.encode(errors="replace"))
-
-
-def _with_time(text: str) -> str:
-    return f"{local_time(time.time(), '%Y-%m-%d %H:%M:%S')} {text}"
 
 
 def write(text: str) -> None:

@@ -421,10 +421,12 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
 
 def _tell_on_terminal(target: Preflight, event: Event) -> None:
     """Write on the terminal of the process what was done to it, where no `gpuguard run` says it."""
-    text, facts = deed_text(line_of(event)), target.facts
+    facts = target.facts
+    if not facts or not facts.terminal:
+        return
     claim = claim_named(target.snapshot.claims, target.uid, event.claim)
-    supervisor = claim.pid if claim else None
-    if text and facts and facts.terminal and not (supervisor and unlock.is_supervisor(supervisor)):
+    supervised = claim is not None and claim.pid is not None and unlock.is_supervisor(claim.pid)
+    if not supervised and (text := deed_text(line_of(event))):
         write_to_terminal(facts.terminal, facts.uids[0], f"gpuguard: {text}", last=target.verdict.action in HARMFUL)
 
 

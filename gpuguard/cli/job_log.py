@@ -1,0 +1,270 @@
+"""What `run` and `wait` say of a job and of its wait in the queue: on stderr, in --log-file, to those of --notify.
+
+A terminal gets short notices and one line that is written anew, anything else lines with their time.  What has no
+reader is not composed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from gpuguard.cli.terminal import is_terminal, print_notice, rewrites, write
+from gpuguard.errors import InvalidRequest
+from gpuguard.jobs.processes import exec_fault
+from gpuguard.run import LEFT
+from gpuguard.sanitize import neutral_command, neutralise
+from gpuguard.units import format_bytes, format_count, format_duration, local_time
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpuguard.claims.claim import Claim
+    from gpuguard.errors import NotEnoughGpus
+    from gpuguard.model import Device
+    from gpuguard.notify.targets import Target
+    from gpuguard.run import JobEnd
+
+STANDS_ASIDE = "stopped, so it stands aside: others in the queue may start first.  It keeps its place; `fg` goes on."
+LONGEST_MESSAGE_SECONDS = 60.0  # for one that tells of the start, when the job has ended
+MOST_CHARACTERS = 200  # of a command line in the log of its job
+WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a terminal has one line, written anew
+
+
+class JobLog:
+    """What `run` says of its job: on a terminal as before, elsewhere in lines with their time; in a file all of them.
+
+    Args:
+        quiet: say only what goes wrong, but for the file.
+        path: of the file, to which lines are added.
+    """
+
+    def __init__(self, *, quiet: bool = False, path: str | None = None) -> None:
+        self.quiet, self._file = quiet, -1
+        if path is not None:
+            try:
+                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                raise InvalidRequest(f"--log-file {path}: {error.strerror}.") from None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether anything but what goes wrong is said anywhere."""
+        return not self.quiet or self._file >= 0
+
+    def say(self, text: str, on_terminal: str | None = None) -> None:
+        """How it goes; a terminal gets *on_terminal* instead."""
+        self.only_in_file(text)
+        if self.quiet:
+            return
+        if not is_terminal():
+            print_notice(_with_time(text))
+        elif on_terminal is not None:
+            print_notice(on_terminal)
+
+    def warn(self, text: str) -> None:
+        """What goes wrong."""
+        self.only_in_file(text)
+        print_notice(text if is_terminal() else _with_time(text))
+
+    def only_in_file(self, text: str) -> None:
+        """What is said in another way, too."""
+        if self._file >= 0:
+            lines = "".join(f"{neutralise(line)}\n" for line in _with_time(text).splitlines())
+            with suppress(OSError):  # a full disk ends no job
+                os.write(self._file, lines.encode(errors="replace"))
+
+
+def _with_time(text: str) -> str:
+    return f"{local_time(time.time(), '%Y-%m-%d %H:%M:%S')} {text}"
+
+
+class JobReport:
+    """How a job starts and ends, in its log and by --notify.
+
+    Nothing waits for an endpoint of --notify but the end of `run`, for the last message.
+    """
+
+    def __init__(self, log: JobLog, targets: Sequence[str | Target], command: Sequence[str]) -> None:
+        self._log, self._targets, self._command = log, targets, command
+        self._started = ""
+        self._thread: threading.Thread | None = None
+        if targets:
+            from gpuguard.notify import sender  # noqa: F401  # now: gpuguard may be upgraded under the job
+
+    def started(self, claim: Claim, waited: float, *, simulated: bool) -> None:
+        """Say on which devices it starts; the message is sent by send_start()."""
+        if not (self._log.is_read or self._targets):
+            return
+        devices = f"{gpus(claim.devices)}{' (SIMULATED)' * simulated}"
+        after = f" after {format_duration(waited)} in the queue" if waited >= 1 else ""
+        self._started = f"started on {devices}, claim {claim.id}{after}: {self._command_line}"
+        if exec_fault(self._command[0]) is None:  # else it will not start, which is said then
+            self._log.say(self._started, f"{devices} · claim {claim.id}")
+
+    def send_start(self) -> None:
+        """In a thread, while the job runs; signals are blocked by now, and stay the main thread's."""
+        if self._targets:
+            self._thread = threading.Thread(target=self._send, args=("started", self._started, None), daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # no thread is left for this user
+                self._thread = None
+                self._log.warn("the message (started) could not be sent: no thread can be started.")
+
+    def not_started(self, why: str, ended: JobEnd | None = None) -> None:
+        """Send that it could not start, which stderr says already; *ended* where it was tried."""
+        self._send_last("not_started", f"not started: {why}", ended)
+
+    def ended(self, claim: Claim, ended: JobEnd) -> None:
+        """Say how it ended."""
+        if self._log.is_read or self._targets:
+            text = f"ended on {gpus(claim.devices)}: {end_in_words(ended)}"
+            self._log.say(text, summary_line(claim.devices, ended))
+            self._send_last("ended_by_policy" if ended.policy else "failed" if ended.status else "ended", text, ended)
+
+    @property
+    def _command_line(self) -> str:
+        return neutral_command(self._command)[:MOST_CHARACTERS]
+
+    def _send_last(self, event: str, text: str, ended: JobEnd | None) -> None:
+        if self._thread:
+            self._thread.join(LONGEST_MESSAGE_SECONDS)
+        if self._targets:
+            self._send(event, text, ended)
+
+    def _send(self, event: str, text: str, ended: JobEnd | None) -> None:
+        from gpuguard.notify.sender import attempt  # 30 ms, for --notify alone
+        from gpuguard.notify.templates import Fact, Message
+
+        host, command = os.uname().nodename, self._command_line
+        facts: list[Fact] = [("event", event), ("host", host), ("command", command)]
+        if ended:
+            facts += [
+                ("exit_status", ended.status),
+                ("wall_time_seconds", round(ended.wall_time, 3)),
+                ("why", ended.why),
+                ("policy", ended.policy),
+            ]
+        body = f"{text}\n\nCommand: {command}\nHost: {host}\n"
+        message = Message(f"{event.replace('_', ' ')} on {host}: {command}"[:MOST_CHARACTERS], body, tuple(facts))
+        for target in self._targets:
+            if isinstance(target, str):
+                tell_terminals(f"gpuguard: {message.subject}\n{text}")
+                continue
+            sent, why = attempt(target, message)
+            if not sent:
+                self._log.warn(f"the message ({event}) could not be sent: {why}.")
+
+
+def tell_terminals(text: str) -> None:
+    """Ring the bell of this terminal; without one, write *text* to all of this user that take messages."""
+    if is_terminal():
+        write("\a")
+        return
+    with suppress(OSError, ImportError):  # it was upgraded while the job ran
+        from gpuguard.enforcement.actions import write_to_terminal  # for --notify terminal alone
+
+        for terminal in os.scandir("/dev/pts"):
+            if (status := terminal.stat()).st_uid == os.getuid():
+                write_to_terminal(status.st_rdev, status.st_uid, text)
+
+
+class WaitProgress:
+    """Says what a command waits for: in a line of the terminal that is written anew, or once a minute in a log."""
+
+    def __init__(self, quiet: bool, log: JobLog | None = None) -> None:
+        self._quiet, self._began, self._last = quiet, time.monotonic(), 0.0
+        self._log, self._logged_at, self._logged = log, 0.0, ""
+
+    def missing(self, missing: NotEnoughGpus) -> None:
+        """Say what is missing; on a terminal, whose one line is soon full, without what was asked for just now."""
+        text, wanted = str(missing), f"wanted {format_count(missing.wanted, 'GPU')}: "
+        self.report(missing.brief or text.removeprefix(wanted) if rewrites() else text)
+
+    def report(self, text: str) -> None:
+        """Say it, if it is time; the first time all of its lines in a log."""
+        now, terminal = time.monotonic(), rewrites()
+        if self._log:
+            self._add_to_log(self._log, text, now)
+            if not terminal:
+                return
+        if self._quiet or (self._last and now - self._last < (1.0 if terminal else WAITING_LINE_SECONDS)):
+            return
+        shown = text.splitlines()[0] if self._last else text
+        self._last = now
+        print_notice(f"waiting for {format_duration(round(now - self._began))}: {shown}", again=terminal)
+
+    def _add_to_log(self, log: JobLog, text: str, now: float) -> None:
+        """A line when it begins to wait, and one for what is new, at most once a minute."""
+        first, *_ = text.splitlines()
+        if self._logged == first or (self._logged and now - self._logged_at < WAITING_LINE_SECONDS):
+            return
+        waited = f"waiting for {format_duration(round(now - self._began))}"
+        log.say(f"{waited}: {first}" if self._logged else f"queued: {text}")
+        self._logged, self._logged_at = first, now
+
+    def stopped(self) -> None:
+        """Say that others go first while this process is stopped; from a signal handler, at any moment."""
+        if not self._quiet:
+            clear = "\r\x1b[K" if self._last and rewrites() else ""
+            # Not by print: the signal may have come while it writes.
+            with suppress(OSError):
+                os.write(2, f"{clear}gpuguard: {STANDS_ASIDE}\n".encode())
+
+    def done(self) -> None:
+        """Leave a clean line."""
+        if self._last and rewrites():
+            write("\r\x1b[K")
+        self._last = 0.0
+
+
+def summary_line(devices: Sequence[Device], ended: JobEnd) -> str:
+    """``"GPU 2,3 · 12m31s · peak 61.2GiB · mean 87% · 0.14kWh · exit 0"``; an unknown number is left out."""
+    return " · ".join([gpus(devices), format_duration(ended.wall_time), *_numbers(ended), f"exit {ended.status}"])
+
+
+def _numbers(ended: JobEnd) -> list[str]:
+    parts = (
+        None if ended.peak_memory is None else f"peak {format_bytes(ended.peak_memory)}",
+        None if ended.utilization is None else f"mean {ended.utilization:.0f}%",
+        None if ended.energy is None else format_energy(ended.energy),
+    )
+    return [part for part in parts if part is not None]
+
+
+def end_in_words(ended: JobEnd) -> str:
+    """``"exit 137, killed by SIGKILL; ran 12m31s; peak 61.2GiB, mean 87%, 0.14kWh"``."""
+    how = f"exit {ended.status}"
+    if ended.why:
+        how += f", {ended.why}"
+    elif ended.killed_by is not None:
+        how += f", killed by {signal_name(ended.killed_by)}"
+        how += ", not by gpuguard run: perhaps memory of the host ran out" * (ended.killed_by == signal.SIGKILL)
+    parts = [how, f"ran {format_duration(ended.wall_time)}", ", ".join(_numbers(ended))]
+    if ended.outcome == LEFT:
+        parts.append(f"the claim is {LEFT}")
+    return "; ".join(filter(None, parts))
+
+
+def signal_name(signum: int) -> str:
+    """``"SIGKILL"``; a real-time signal as its number."""
+    return signal.Signals(signum).name if signum in set(signal.Signals) else f"signal {signum}"
+
+
+def gpus(devices: Sequence[Device]) -> str:
+    """``"GPU 2,3"``, a MIG instance as ``"0.1[3g.40gb]"``."""
+    names = [f"{device.label}[{device.mig_profile}]" if device.parent_uuid else device.label for device in devices]
+    return f"GPU {','.join(names)}"
+
+
+def format_energy(joules: float) -> str:
+    """``"12.3Wh"``, ``"0.14kWh"``."""
+    watt_hours = joules / 3600
+    if watt_hours >= 100:
+        return f"{watt_hours / 1000:.2f}kWh"
+    return f"{watt_hours:.1f}Wh" if watt_hours >= 1 else f"{watt_hours:.2g}Wh"
