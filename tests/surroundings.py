@@ -25,6 +25,7 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
                 patch.delenv(name)
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("TERM", "xterm-256color")
+        patch.setenv("LANGUAGE", "en")  # the developer may read another one
         yield
 
 

@@ -11,8 +11,8 @@ import pytest
 from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
-    "errors", "units", "users", "capabilities", "sanitize", "files", "jsonio", "model", "device_state", "deadline",
-    "procfs", "clusters.visible_devices", "backends", "clusters", "request", "eligibility", "select",
+    "translation", "errors", "units", "users", "capabilities", "sanitize", "files", "jsonio", "model", "device_state",
+    "deadline", "procfs", "clusters.visible_devices", "backends", "clusters", "request", "eligibility", "select",
     "policies", "claims.directory", "daemon.client", "claims", "history", "queue", "source", "daemon.broker_client",
     "lock", "api", "ray", "notify", "enforcement", "policies.files.keys", "policies.files.checks",
     "policies.files.loader", "backtest", "host", "watchdog", "training_log", "jobs", "run", "daemon", "fleet",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from gpuguard.cli.options import Parser, SubcommandRow, with_actions, with_joined_alternatives
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout, shortage
 from gpuguard.sanitize import neutralise
+from gpuguard.translation import _, use_english, use_language_of_user
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,6 +71,7 @@ EXIT_NO_DRIVER = 4
 EXIT_NOT_NOW = 75  # EX_TEMPFAIL of sysexits.h
 EXIT_TIMEOUT = 124  # as timeout(1)
 EXIT_RUN_FAILED = 125  # as env(1), timeout(1), docker run
+SPEAK_ENGLISH = ("completion", "daemon", "metrics", "query", "schema", "serve-ssh", "slurm", "web")  # programs read it
 STARTING = ("run", "submit")  # commands whose other exit codes are the job's
 
 
@@ -105,9 +107,9 @@ def _sentence(error: Exception) -> str:
     if short := shortage(error):
         return short
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = error.filename or "what this command prints"
-        return f"{what} could not be written: {error.strerror}.  Make room (see `df` and `quota`), or write elsewhere."
-    return f"an error inside gpuguard: {error!r}.  GPUGUARD_DEBUG=1 shows where."
+        text = _("{file} could not be written: {error}.  Make room (see `df` and `quota`), or write elsewhere.")
+        return text.format(file=error.filename or _("what this command prints"), error=error.strerror)
+    return _("an error inside gpuguard: {error}.  GPUGUARD_DEBUG=1 shows where.").format(error=repr(error))
 
 
 def exit_code(command: str, error: GpuguardError) -> int:
@@ -140,6 +142,8 @@ def _dispatch(command: str, words: list[str]) -> int:
         args = parser.parse_args(with_joined_alternatives(parser, words[1:]))
     except SystemExit as end:  # --help
         return end.code if isinstance(end.code, int) else EXIT_USAGE
+    if command in SPEAK_ENGLISH or getattr(args, "json", False):
+        use_english()
     return subcommand(command).main(args)
 
 
@@ -165,32 +169,36 @@ def subcommand(command: str) -> SubcommandRow:
 
 def overview() -> str:
     """What `gpuguard --help` prints."""
-    rows = "\n".join(f"  {name:<10} {purpose}" for name, purpose in COMMANDS.items())
-    return (
-        "usage: gpuguard COMMAND [options]\n\n"
-        "Picks free GPUs on a shared server, claims them so that no other job gets them, and runs the job.\n\n"
-        f"{rows}\n\n"
-        "  gpuguard run -n 2 -- python train.py     two free GPUs for one job\n"
-        "  gpuguard who                             who holds what\n"
-        "  gpuguard COMMAND --help                  all options of a command"
+    parts = (
+        _("usage: gpuguard COMMAND [options]"),
+        _("Picks free GPUs on a shared server, claims them so that no other job gets them, and runs the job."),
+        "\n".join(f"  {name:<10} {_(purpose)}" for name, purpose in COMMANDS.items()),
+        _("""\
+  gpuguard run -n 2 -- python train.py     two free GPUs for one job
+  gpuguard who                             who holds what
+  gpuguard COMMAND --help                  all options of a command"""),
     )
+    return "\n\n".join(parts)
 
 
 def _unknown(command: str) -> str:
     if not command:
-        return f"a command is missing.\n\n{overview()}"
+        return _("a command is missing.") + f"\n\n{overview()}"
+    missing = _("there is no command '{command}': ").format(command=command)
     if command.startswith("-"):
-        return f"there is no command {command!r}: options stand behind the command, as in `gpuguard run -n 2 -- CMD`."
+        return missing + _("options stand behind the command, as in `gpuguard run -n 2 -- CMD`.")
     import difflib  # for a mistake
 
     near = [_ELSEWHERE[command]] if command in _ELSEWHERE else difflib.get_close_matches(command, COMMANDS, n=1)
-    hint = f"did you mean `gpuguard {near[0]}`?" if near else f"choose one of {', '.join(COMMANDS)}."
-    return f"there is no command {command!r}: {hint}"
+    if near:
+        return missing + _("did you mean `gpuguard {command}`?").format(command=near[0])
+    return missing + _("choose one of {commands}.").format(commands=", ".join(COMMANDS))
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command line, and end the process with its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    use_language_of_user()
     if None in (sys.stdin, sys.stdout, sys.stderr):
         _fill_standard_streams()
     status = run_command_line(words)

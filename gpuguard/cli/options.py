@@ -20,8 +20,10 @@ from gpuguard.history import audit_log
 from gpuguard.model import WHO_FIELDS, Event, Snapshot
 from gpuguard.request import SLOTS, STRATEGIES, Request
 from gpuguard.source import SnapshotSource
+from gpuguard.translation import _
 from gpuguard.units import format_count, parse_bytes, parse_celsius, parse_percent
 from gpuguard.users import user_name
+from gpuguard.views.text import wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -47,13 +49,35 @@ class SubcommandRow:
     main: Callable[[argparse.Namespace], int]
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """argparse's formatter, in the language of the user: docs/translations.md says where the texts come from."""
+
+    def add_usage(self, usage: str | None, *args: Any, **more: Any) -> None:
+        """What stands behind "usage:", where the command says it itself."""
+        super().add_usage(_(usage) if usage else usage, *args, **more)
+
+    def start_section(self, heading: str | None) -> None:
+        """The title of a group."""
+        super().start_section(_(heading) if heading else heading)
+
+    def add_text(self, text: str | None) -> None:
+        """The description, paragraph by paragraph, as it is translated."""
+        super().add_text("\n\n".join(map(_, text.rstrip().split("\n\n"))) if text else text)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return _(action.help) if action.help else ""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrapped(text, width)
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose faults are InvalidRequest, so that each command can choose its exit code."""
 
     def __init__(self, **settings: Any) -> None:
         if sys.version_info >= (3, 14):
             settings["color"] = False  # it would get into manual pages and whatever else help is written to
-        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        settings.setdefault("formatter_class", HelpFormatter)
         settings.setdefault("allow_abbrev", False)
         super().__init__(**settings)
 
@@ -71,8 +95,9 @@ class Parser(argparse.ArgumentParser):
             # Without the dashes, which all have: --json was like --slots by them.
             flags = {flag.lstrip("-"): flag for action in self.actions for flag in action.option_strings}
             near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), flags, n=1)
-            similar = f" (did you mean {flags[near[0]]}?)" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{similar}{self._taken(namespace)}")
+            similar = _(" (did you mean {option}?)").format(option=flags[near[0]]) if near else ""
+            text = _("unrecognized arguments: {words}").format(words=" ".join(unknown))
+            self.error(f"{text}{similar}{self._taken(namespace)}")
         return namespace, unknown
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
@@ -84,7 +109,8 @@ class Parser(argparse.ArgumentParser):
         """What argparse calls for every fault."""
         for before, after in _CLEARER.items():
             message = message.replace(before, after)
-        raise InvalidRequest(f"{message.removeprefix('argument ').rstrip('.')}.\nSee `{self.prog} --help`.")
+        fault = message.removeprefix("argument ").rstrip(".")
+        raise InvalidRequest(_("{fault}.\nSee `{command} --help`.").format(fault=fault, command=self.prog))
 
     def _taken(self, namespace: Any) -> str:
         """Which option may have taken the command for its value, as in ``run --wait python -V``."""
@@ -92,7 +118,9 @@ class Parser(argparse.ArgumentParser):
             value = getattr(namespace, action.dest, None) if action.nargs == "?" and action.option_strings else None
             if isinstance(value, str) and value != action.const and value[:1].isalpha():
                 flag = action.option_strings[-1]
-                return f".\n{value!r} was taken for the value of {flag}: write `{flag} -- {value}` if it is the command"
+                return _(
+                    ".\n'{word}' was taken for the value of {option}: write `{option} -- {word}` if it is the command"
+                ).format(word=value, option=flag)
         return ""
 
 

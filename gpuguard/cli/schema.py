@@ -4,7 +4,7 @@ gpuguard schema          which outputs have one, a line each
 gpuguard schema who      that of `gpuguard who --json`
 
 The schemas say the fields, their types and whether they can be null, as docs/json.md does; further fields may come with
-any release.  For policy files: `gpuguard policy schema`.
+any version.  For policy files: `gpuguard policy schema`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
@@ -31,6 +32,23 @@ def shorten(text: str, width: int | None) -> str:
             break
         kept.append(character)
     return ("".join(kept) + "…") if width > 0 else ""
+
+
+# A word, or a Chinese character with the punctuation that may not begin or end a line.
+_WORD = re.compile(
+    r"[（「《“]*[\u2e80-\u9fff\uff00-\uffef][，。：；、！？）」》”…]*|[^\s\u2e80-\u9fff\uff00-\uffef]+|\s+"
+)
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """*text* in lines of at most *width* columns; Chinese, which has no blanks, breaks between any two characters."""
+    lines = [""]
+    for word in _WORD.findall(" ".join(text.split())):
+        if lines[-1] and display_width(lines[-1] + word.rstrip()) > width:
+            lines[-1] = lines[-1].rstrip()
+            lines.append("")
+        lines[-1] += word if lines[-1] else word.lstrip()
+    return lines
 
 
 def table(

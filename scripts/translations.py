@@ -1,0 +1,176 @@
+"""The catalogues of gpuguard/locale, from the sources and from the help of all commands.  See docs/translations.md.
+
+.venv/bin/python scripts/translations.py update    after a message was added or changed: then translate, update again
+.venv/bin/python scripts/translations.py check     prints what is missing or wrong, as scripts/lint does
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from babel.messages.catalog import Catalog, Message
+from babel.messages.extract import extract_from_dir
+from babel.messages.mofile import read_mo, write_mo
+from babel.messages.pofile import read_po, write_po
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from gpuguard.cli import COMMANDS, build_parser
+from gpuguard.translation import LANGUAGES
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCALE = ROOT / "gpuguard" / "locale"
+GLOSSARY = ROOT / "docs" / "translations.md"
+
+# What argparse says to users of gpuguard, in the words of any Python that we support.
+ARGPARSE = (
+    "usage: ", "options", "positional arguments", "show this help message and exit",
+    "argument %(argument_name)s: %(message)s", "the following arguments are required: %s", "expected one argument",
+    "expected at least one argument", "ignored explicit argument %r", "not allowed with argument %s",
+    "one of the arguments %s is required", "invalid choice: %(value)r (choose from %(choices)s)",
+    "invalid %(type)s value: %(value)r",
+)  # fmt: skip
+_NOT_PROSE = re.compile(r"`[^`]*`|--?[\w-]+|\{\w+\}|%\(\w+\)s|gpuguard [\w-]+")
+_PLACES = re.compile(r"%\(\w+\)[sr]|%[sr%]|\{\w*[^{}]*\}")
+
+
+def main() -> int:
+    """Update or check all languages."""
+    if sys.argv[1:] not in (["update"], ["check"]):
+        sys.exit(__doc__)
+    for name in [name for name in os.environ if name.startswith("GPUGUARD_")]:
+        del os.environ[name]  # they are defaults in the help
+    faults = []
+    for language in LANGUAGES:
+        folder = LOCALE / language / "LC_MESSAGES"
+        catalog = read(folder / "gpuguard.po", language)
+        template = extracted()
+        if sys.argv[1] == "update":
+            update(catalog, template)
+            (folder / "gpuguard.po").write_bytes(written(catalog))
+            (folder / "gpuguard.mo").write_bytes(compiled(catalog))
+        found = [*problems(catalog, template), *words_beside_the_glossary(catalog, glossary())]
+        if said(folder / "gpuguard.mo") != {message.id: message.string for message in catalog if message.id}:
+            found.append("gpuguard.mo is not what gpuguard.po says: run scripts/translations.py update")
+        sys.stdout.write(f"{language}: {len(template)} messages, {len(found)} faults\n")
+        faults += [f"{language}: {fault}\n" for fault in found]
+    sys.stdout.writelines(faults)
+    return 1 if faults else 0
+
+
+def extracted() -> Catalog:
+    """All messages: those that `_`, `N_` and ngettext mark, those of argparse, and the help of all commands."""
+    template = Catalog(project="gpuguard", charset="utf-8")
+    keywords = {"_": None, "N_": None, "ngettext": (1, 2)}
+    for name, _, message, _, _ in extract_from_dir(ROOT / "gpuguard", [("**.py", "python")], keywords=keywords):
+        template.add(message, locations=[(f"gpuguard/{name}", 0)])
+    for message in ARGPARSE:
+        template.add(message, locations=[("argparse", 0)])
+    for command, purpose in COMMANDS.items():
+        for message in (purpose, *help_of(build_parser(command))):
+            if message not in template:
+                template.add(message, locations=[(f"help/{command}", 0)])
+    return template
+
+
+def help_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """What `--help` of *parser* says, and of the commands below it, in the pieces in which it is translated."""
+    texts = [*(parser.description or "").rstrip().split("\n\n"), parser.usage]
+    for group in parser._action_groups:
+        texts += [group.title, group.description]
+    for action in parser._actions:
+        texts.append(action.help)
+        if isinstance(action, argparse._SubParsersAction):
+            texts += [choice.help for choice in action._choices_actions]
+            for below in action.choices.values():
+                yield from help_of(below)
+    yield from (text for text in texts if text and text != argparse.SUPPRESS)
+
+
+def read(path: Path, language: str) -> Catalog:
+    """The catalogue of a language; an empty one for a new language."""
+    if not path.exists():
+        return Catalog(locale=language, project="gpuguard", charset="utf-8", fuzzy=False)
+    with path.open("rb") as file:
+        return read_po(file, locale=language)
+
+
+def update(catalog: Catalog, template: Catalog) -> None:
+    """Bring the messages of *template* into *catalog*, and drop those that the code has no more."""
+    catalog.update(template, no_fuzzy_matching=True, update_header_comment=False, update_creation_date=False)
+    catalog.obsolete.clear()
+
+
+def written(catalog: Catalog) -> bytes:
+    """The .po file: file names without line numbers, which would change with every line of code."""
+    file = io.BytesIO()
+    write_po(file, catalog, width=110, omit_header=False, include_lineno=False, sort_by_file=True)
+    return file.getvalue()
+
+
+def compiled(catalog: Catalog) -> bytes:
+    """The .mo file."""
+    file = io.BytesIO()
+    write_mo(file, catalog)
+    return file.getvalue()
+
+
+def said(path: Path) -> dict[object, object]:
+    """What a .mo file says, without its header."""
+    with path.open("rb") as file:
+        return {message.id: message.string for message in read_mo(file) if message.id}
+
+
+def problems(catalog: Catalog, template: Catalog) -> Iterator[str]:
+    """What is missing, fuzzy, left over, or has other placeholders than the English."""
+    for message in template:
+        if message.id and message.id not in catalog:
+            yield f"not in gpuguard.po: {_shown(message)}"
+    for message in catalog:
+        translated, english = _translated(message), _english(message)
+        if not english:
+            continue  # the header
+        if english and message.id not in template:
+            yield f"no code says it: {_shown(message)}"
+        if message.fuzzy or not translated:
+            yield f"{'fuzzy' if message.fuzzy else 'missing'}: {_shown(message)}"
+        elif set(_PLACES.findall(translated)) != set(_PLACES.findall(english)):
+            yield f"other placeholders: {_shown(message)}"
+
+
+def glossary() -> dict[str, tuple[str, ...]]:
+    """English word -> what it may be called, of the table in docs/translations.md."""
+    rows = re.findall(r"^\| ([a-z ]+) \| ([^|]+) \|", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
+    return {term: tuple(words.split(", ")) for term, words in rows}
+
+
+def words_beside_the_glossary(catalog: Catalog, terms: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    """Messages in which a term of the glossary is called something else."""
+    for message in catalog:
+        text, plain = _translated(message), _NOT_PROSE.sub("", _english(message))
+        for term, words in terms.items():
+            if text and re.search(rf"\b{term}s?\b", plain) and not any(word in text for word in (term, *words)):
+                yield f"{term} is called {' or '.join(words)}: {_shown(message)}"
+
+
+def _english(message: Message) -> str:
+    return message.id if isinstance(message.id, str) else message.id[1]
+
+
+def _translated(message: Message) -> str:
+    strings = message.string if isinstance(message.string, (list, tuple)) else (message.string,)
+    return strings[0] or "" if strings else ""
+
+
+def _shown(message: Message) -> str:
+    return " ".join(_english(message).split())[:90]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

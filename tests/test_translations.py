@@ -1,0 +1,135 @@
+"""The commands in Chinese: help, messages and errors; and that what programs read stays English."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+import translations
+from babel.messages.catalog import Catalog
+
+from gpuguard.sanitize import display_width
+from gpuguard.translation import LANGUAGES, language_of_user
+from gpuguard.views.text import wrapped
+
+CHINESE = {"LANG": "zh_CN.UTF-8", "LANGUAGE": "zh_CN:en"}
+
+
+def ran(tmp_path, *words: str, language: Mapping[str, str] = CHINESE) -> subprocess.CompletedProcess[str]:
+    """What `gpuguard` says to a user of that language, on a simulated node."""
+    place = {"GPUGUARD_SIM_DIR": str(tmp_path / "node"), "GPUGUARD_DIR": str(tmp_path / "claims"), "COLUMNS": "100"}
+    unset = ("LC_ALL", "LC_MESSAGES", "LANG", "LANGUAGE")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"GPUGUARD_BACKEND": "simulated", "PYTHONIOENCODING": "utf-8", **place, **language}
+    command = [sys.executable, "-m", "gpuguard", *words]
+    return subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=60)
+
+
+@pytest.fixture
+def node(tmp_path):
+    assert ran(tmp_path, "sim", "start", "2xH100-80GB").returncode == 0
+    return tmp_path
+
+
+def a_catalog(**texts: str) -> Catalog:
+    catalog = Catalog(locale="zh_CN")
+    for english, chinese in texts.items():
+        catalog.add(english.replace("_", " "), chinese)
+    return catalog
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_message_is_translated_with_its_placeholders_in_the_terms_of_the_glossary(language):
+    catalog = translations.read(translations.LOCALE / language / "LC_MESSAGES" / "gpuguard.po", language)
+    template = translations.extracted()
+
+    assert len(template) > 300
+    assert list(translations.problems(catalog, template)) == [], "run: python scripts/translations.py update"
+    assert list(translations.words_beside_the_glossary(catalog, translations.glossary())) == []
+
+
+def test_the_compiled_catalogue_is_that_of_the_sources():
+    folder = translations.LOCALE / "zh_CN" / "LC_MESSAGES"
+    catalog = translations.read(folder / "gpuguard.po", "zh_CN")
+
+    assert translations.said(folder / "gpuguard.mo") == {entry.id: entry.string for entry in catalog if entry.id}
+
+
+def test_a_planted_fault_of_a_catalogue_is_found():
+    template = a_catalog(**{"missing": "", "new": "", "{a} of {b}": ""})
+    catalog = a_catalog(**{"missing": "", "{a} of {b}": "{a}", "gone": "没有"})
+
+    assert [fault.partition(":")[0] for fault in translations.problems(catalog, template)] == [
+        "not in gpuguard.po", "missing", "other placeholders", "no code says it",
+    ]  # fmt: skip
+
+
+def test_a_term_that_is_not_that_of_the_glossary_is_found():
+    catalog = a_catalog(an_idle_GPU="空闲的 GPU", the_idle_device="闲置的设备")
+
+    faults = list(translations.words_beside_the_glossary(catalog, translations.glossary()))
+
+    assert faults == ["idle is called 闲置: an idle GPU"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "language"),
+    [
+        ({}, None),
+        ({"LANG": "zh_CN.UTF-8"}, "zh_CN"),
+        ({"LANG": "en_US.UTF-8", "LC_MESSAGES": "zh_CN"}, "zh_CN"),
+        ({"LANG": "zh_CN.UTF-8", "LC_ALL": "de_DE.UTF-8"}, None),
+        ({"LANG": "de_DE.UTF-8", "LANGUAGE": "zh_CN:en"}, "zh_CN"),
+        ({"LANG": "zh_CN.UTF-8", "LANGUAGE": "en_US:zh_CN"}, None),
+        ({"LC_ALL": "C", "LANGUAGE": "zh_CN"}, None),
+        ({"LC_ALL": "C.UTF-8", "LANG": "zh_CN.UTF-8"}, None),
+        ({"LC_ALL": "", "LANG": "zh_CN.UTF-8"}, "zh_CN"),
+    ],
+)
+def test_the_environment_names_the_language_as_for_gettext(environment, language):
+    assert language_of_user(environment) == language
+
+
+def test_help_is_chinese_down_to_the_words_of_argparse(tmp_path):
+    helped = ran(tmp_path, "run", "--help").stdout
+
+    assert helped.startswith("用法：gpuguard run [选项] [--] CMD [ARG ...]\n")
+    assert "显示本帮助并退出" in helped and "每块至少有这么多空闲显存" in helped
+    assert max(map(display_width, helped.split("选项:")[1].splitlines())) <= 100
+
+
+def test_the_list_of_commands_is_chinese(tmp_path):
+    assert "在共享服务器上挑选空闲的 GPU" in ran(tmp_path, "--help").stdout
+
+
+def test_a_mistake_is_explained_in_chinese(tmp_path):
+    said = ran(tmp_path, "who", "--jsn")
+
+    assert said.stderr == "gpuguard: 无法识别的参数：--jsn（是否想用 --json？）。\n参见 `gpuguard who --help`。\n"
+    assert said.returncode == 2
+
+
+def test_what_programs_read_stays_english(node):
+    texts = [ran(node, *words, language=language) for language in (CHINESE, {}) for words in (["explain", "--json"],)]
+    chinese, english = (json.loads(done.stdout) for done in texts)
+
+    assert chinese["devices"] == english["devices"]
+    assert ran(node, "completion", "bash").stdout.isascii()
+
+
+def test_a_terminal_that_has_no_chinese_characters_gets_english(tmp_path):
+    said = ran(tmp_path, "--help", language={**CHINESE, "PYTHONIOENCODING": "ascii"})
+
+    assert said.stdout.startswith("usage: gpuguard COMMAND")
+
+
+def test_chinese_text_is_wrapped_by_columns_and_no_line_begins_with_a_comma():
+    lines = wrapped("每块至少有这么多，例如 20GiB（默认：全部）", 18)
+
+    assert max(map(display_width, lines)) <= 18
+    assert [line for line in lines if line[0] in "，。：）"] == []
+    assert "".join(lines).replace(" ", "") == "每块至少有这么多，例如20GiB（默认：全部）"
