@@ -227,6 +227,15 @@ def test_a_request_for_an_idle_device_starts_when_its_work_is_done(tmp_path: Pat
         assert eventually(lambda: waiter.runs, LONG)
 
 
+def test_a_request_starts_on_free_devices_when_time_alone_lets_it_pass(tmp_path: Path) -> None:
+    """The job exceeds its time limit, so that no start of the request before it is known which it could put off."""
+    room = Room(tmp_path, devices=2, times="OWN_CHECK_SECONDS=300 HEALTH_SECONDS=300 SAMPLE_SECONDS=0.5")
+    with room.job("--time-limit", "10s") as holder:
+        holder.signal(signal.SIGSTOP)  # it does not end its job
+        with room.wait("-n", "2"), room.wait("-n", "1") as waiter:
+            assert eventually(lambda: waiter.runs, LONG)
+
+
 def test_nothing_is_read_and_nothing_but_a_sign_of_life_is_given_while_nothing_changes(tmp_path: Path) -> None:
     room = Room(tmp_path)
     with room.job(), room.wait() as one, room.wait() as two:

@@ -278,7 +278,11 @@ class Leader:
         )
         without_record = any(claim.since is None for claim in queue.facts.claims)  # its end is not reported
         is_blind = bool(unwatched) or len(pids) > MOST_WATCHED
-        pause = SAMPLE_SECONDS if is_blind or waits_for_values or without_record else HEALTH_SECONDS
+        # What it waits for, although devices are free, can change by time alone: a job exceeds its limit or its usual
+        # length, another request its promise or the bound.
+        is_held_back = any(position.held_back_by for position in queue.positions)
+        polls = is_blind or waits_for_values or without_record or is_held_back
+        pause = SAMPLE_SECONDS if polls else HEALTH_SECONDS
         # A device in use by no process that can be watched: mostly memory of a job that was killed just now.
         if unwatched or any(
             device.processes is None
