@@ -201,6 +201,20 @@ def test_a_claim_without_a_process_is_found_after_its_time():
     assert rule.needs() == (("memory_used", HOUR),)
 
 
+@pytest.mark.parametrize(("late", "finds"), [(0.0, 1), (0.4, 1), (1.0, 0)])
+def test_in_a_window_of_ten_intervals_a_sample_may_be_late_but_none_may_be_missing(late, finds):
+    """At `--interval 200ms` a window of 2 s never fired: no sample comes on the dot."""
+    device, interval = a_device(), HOUR / 10
+    clocks = [10_000.0 - interval * (number - late * (number == 5)) for number in range(12)]
+    past = [(clock, 4.0 * MIB) for clock in sorted(set(clocks))]
+    claims = [a_claim("x", device, age=7100)]
+
+    assert (
+        len(found(AgeRule(claim_without_process_above=HOUR), device, claims=claims, past=a_past(device, *past)))
+        == finds
+    )
+
+
 @pytest.mark.parametrize(
     ("device", "age", "past"),
     [

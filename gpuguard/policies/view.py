@@ -271,7 +271,8 @@ MOST = 2048
 LARGEST_DISTANCE = 3  # intervals between two samples: whatever happened in a longer pause was not seen
 REMEMBERED_DISTANCES = 9
 FEWEST_IN_WINDOW = 10  # samples: where a window has fewer, it is unknown how the time was spent
-LARGEST_HOLE = 1.02 / FEWEST_IN_WINDOW  # of a window: no sample comes on the dot
+LARGEST_HOLE = 1.02 / FEWEST_IN_WINDOW  # of a window
+LATE = 1.5  # intervals between two samples, where a window has just enough of them: no sample comes on the dot
 PROBES = 64  # places of a series at which a hole is looked for
 
 
@@ -378,9 +379,11 @@ def covers(series: Sequence[Sample], first: int, now: float, seconds: float) -> 
     """Whether *series*, from the place *first* on, covers the last *seconds* without a large hole."""
     if first == len(series):
         return False
-    step = -(-(len(series) - first) // PROBES)
+    count = len(series) - first
+    step = -(-count // PROBES)
     clocks = [now - seconds, *(series[place][0] for place in range(first, len(series), step)), series[-1][0], now]
-    return max(later - earlier for earlier, later in pairwise(clocks)) <= LARGEST_HOLE * seconds
+    largest = max(LARGEST_HOLE, LATE / (count - 1)) if count >= FEWEST_IN_WINDOW else LARGEST_HOLE
+    return max(later - earlier for earlier, later in pairwise(clocks)) <= largest * seconds
 
 
 class Rule(Protocol):
