@@ -33,6 +33,7 @@ IDLE = ["GetMemoryInfo_v2"] * DEVICES  # the first look
 ONCE = ["InitWithFlags", "GetCount_v2"] + ["GetHandleByIndex_v2", "GetUUID"] * DEVICES
 WINNER = [  # the second look, behind the lock
     "GetMemoryInfo_v2", "GetComputeRunningProcesses_v3", "GetComputeMode", "GetMigMode", "GetRemappedRows",
+    "GetGpuFabricInfoV",
 ]  # fmt: skip
 AFTERWARDS = ["GetMemoryInfo_v2"]  # whether it is free again
 

@@ -452,6 +452,7 @@ def test_a_list_that_grows_too_fast_is_read_again(fake: FakeNvml) -> None:
     [
         ({"remap_pending": 1}, "row remap pending"),
         ({"remap_failed": 1}, "row remap failed"),
+        ({"fabric_health": 1 << 4 | 2 << 2 | 2}, "the NVLink fabric has an unhealthy route"),
         ({"error": RESET_REQUIRED}, "reset required"),
     ],
 )
@@ -462,6 +463,21 @@ def test_a_sick_device_has_a_problem(fake: FakeNvml, fault: dict[str, int], prob
 
     assert problems[4] == (problem,)
     assert [*problems[:4], *problems[5:]] == [()] * 7
+
+
+@pytest.mark.parametrize("mask", [0, 2 << 4, 1 | 1 << 2 | 2 << 4 | 1 << 6])
+def test_a_device_in_a_fabric_whose_routes_are_sound_or_unknown_has_no_problem(fake: FakeNvml, mask: int) -> None:
+    fake.devices[4].fabric_health = mask
+
+    assert [device.problems for device in sampled(fake, "VERIFY_FIELDS").devices] == [()] * 8
+
+
+def test_a_device_in_no_fabric_is_asked_for_it_once(fake: FakeNvml) -> None:
+    calls = answer_of(
+        fake, "backend = nvml.open(); backend.sample({HEALTH}); backend.sample({HEALTH})\nanswer = fake.calls()"
+    )
+
+    assert calls["nvmlDeviceGetGpuFabricInfoV"] == 8
 
 
 def test_pending_page_retirement_of_an_older_device_is_a_problem(fake: FakeNvml) -> None:

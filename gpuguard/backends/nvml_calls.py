@@ -70,7 +70,9 @@ def call(nvml: Any, function: str, *arguments: Any, tries: Mapping[int, int] = _
     while True:
         made += 1
         try:
-            asked = process_list(nvml, function) if function in PROCESS_LISTS else getattr(nvml, function, None)
+            asked = (
+                OWN_FUNCTIONS[function](nvml, function) if function in OWN_FUNCTIONS else getattr(nvml, function, None)
+            )
             if asked is None:
                 return CallResult(None, FUNCTION_NOT_FOUND, "this nvidia-ml-py does not have it")
             return CallResult(asked(*arguments))
@@ -117,6 +119,30 @@ def process_list(nvml: Any, function: str) -> Callable[[Any], list[tuple[int, in
         return [(row.pid, None if row.usedGpuMemory == unknown else row.usedGpuMemory) for row in listed]
 
     return list_of
+
+
+FABRIC = "nvmlDeviceGetGpuFabricInfoV"
+
+
+def fabric_health(nvml: Any, function: str) -> Callable[[Any], int] | None:
+    """A function for the health mask of a device in an NVLink fabric; None: this nvidia-ml-py does not know it."""
+    kind, asked = getattr(nvml, "c_nvmlGpuFabricInfo_v2_t", None), getattr(nvml, function, None)
+    if kind is None or asked is None:
+        return None
+
+    def health_of(handle: Any) -> int:
+        info = kind()
+        asked(handle, ctypes.byref(info))
+        return int(info.healthMask)
+
+    return health_of
+
+
+# In place of those of the binding: (nvml, function) -> a function of the handle, or None.
+OWN_FUNCTIONS: Mapping[str, Callable[[Any, str], Callable[[Any], Any] | None]] = {
+    **dict.fromkeys(PROCESS_LISTS, process_list),
+    FABRIC: fabric_health,
+}
 
 
 def start() -> Any:

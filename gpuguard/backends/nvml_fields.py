@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from gpuguard import model, procfs
 from gpuguard.backends.nvml_calls import (
     ABSENT,
+    FABRIC,
     FUNCTION_NOT_FOUND,
     INVALID_ARGUMENT,
     NEVER,
@@ -40,6 +41,9 @@ _THROTTLE_REASONS = {  # nvmlClocksEventReason*, by bit
     0: "gpu_idle", 1: "applications_clocks_setting", 2: "sw_power_cap", 3: "hw_slowdown", 4: "sync_boost",
     5: "sw_thermal_slowdown", 6: "hw_thermal_slowdown", 7: "hw_power_brake_slowdown", 8: "display_clock_setting",
 }  # fmt: skip
+
+# NVML_GPU_FABRIC_HEALTH_MASK_*_ROUTE_UNHEALTHY: its place and width in the mask, and the value for "yes".
+_ROUTE_SHIFT, _ROUTE_WIDTH, _ROUTE_UNHEALTHY = 4, 0x3, 1
 
 MEMORY_V2 = 0x02000028  # version 2 of nvmlMemory_t and its size, 40 bytes
 KEPT_SECONDS = 4.0  # twice the shortest time between two samples of the guard: no older sample may lead to an act
@@ -445,6 +449,10 @@ def read_health(reading: Reading) -> None:
             reading.problem("row remap pending")
         if failed:
             reading.problem("row remap failed")
+
+    fabric = reading.call_kept("setting", FABRIC)
+    if not fabric.code and fabric.value >> _ROUTE_SHIFT & _ROUTE_WIDTH == _ROUTE_UNHEALTHY:
+        reading.problem("the NVLink fabric has an unhealthy route")
 
 
 def remapped_rows(reading: Reading) -> CallResult:

@@ -85,6 +85,7 @@ _DEVICE_NUMBERS = {
     "ecc": 1, "ecc_corrected_volatile": 0, "ecc_uncorrected_volatile": 0,
     "ecc_corrected_aggregate": 0, "ecc_uncorrected_aggregate": 0, "retired_pages": 0, "retired_pages_pending": 0,
     "remapped_corrected": 0, "remapped_uncorrected": 0, "remap_pending": 0, "remap_failed": 0,
+    "fabric_health": -1,  # the mask; -1: it is in no NVLink fabric
     "pcie_generation": 5, "pcie_width": 16, "pcie_tx_kbs": 100, "pcie_rx_kbs": 200, "mig_mode": 0, "process_stride": 24,
     "nvlink_tx_kib": 0, "nvlink_rx_kib": 0, "nvlink_time_us": 1,  # of each link that is active
     "process_count": 0, "sample_count": 0, "mig_count": 0, "last_seen_time_stamp": -1,

@@ -256,6 +256,19 @@ API(nvmlDeviceGetMemoryInfo)(Handle handle, unsigned long long *info) {
   return OK;
 }
 
+#if DRIVER >= 545
+typedef struct { unsigned version; unsigned char cluster[16]; int status; unsigned clique; unsigned char state; unsigned health; } Fabric;
+
+API(nvmlDeviceGetGpuFabricInfoV)(Handle handle, Fabric *info) {
+  DEVICE(nvmlDeviceGetGpuFabricInfoV);
+  if (mig || device->fabric_health < 0) return NOT_SUPPORTED;
+  if (info->version != (0x02000000 | sizeof *info)) return 25;
+  info->state = 3;
+  info->health = device->fabric_health;
+  return OK;
+}
+#endif
+
 #if DRIVER >= 510
 typedef struct { unsigned version; Memory memory; } MemoryV2;
 
