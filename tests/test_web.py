@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import http.client
+import inspect
 import itertools
 import json
 import re
@@ -24,13 +26,17 @@ from proc import free_port
 from web_pages import a_page, a_server, answers, ask
 
 from gpuguard import device_state
+from gpuguard.clusters import slurm
 from gpuguard.daemon.client import SO_PASSRIGHTS
+from gpuguard.enforcement import limits, preflight
 from gpuguard.views import who
 from gpuguard.web.feed import MAX_CLAIMS, MAX_COMMAND, MAX_NAMELESS, MAX_POSITIONS, MAX_PROCESSES, MAX_ROWS, bounded
 
 pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
 pytest.importorskip("uvicorn", reason="NOT TESTED: needs the extra web")
 
+ROOT = Path(__file__).parent.parent
+LONGEST_NAME = len("one per device")  # of a check
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m 训练"
 
 
@@ -45,6 +51,32 @@ def test_the_page_brings_all_that_it_needs_and_lets_nothing_else_in(gpuguard):
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
     assert page.headers["x-content-type-options"] == "nosniff"
+
+
+def refusals() -> set[str]:
+    """What the checks before a signal say, as their source has it, with 7 for what is put in."""
+    said = set()
+    for module, starts in ((preflight, "_"), (limits, "_"), (slurm, "against_")):
+        for function in ast.walk(ast.parse(inspect.getsource(module))):
+            if not isinstance(function, ast.FunctionDef) or not function.name.startswith(starts):
+                continue
+            body = function.body[ast.get_docstring(function) is not None :]
+            for node in itertools.chain.from_iterable(map(ast.walk, body)):
+                parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+                text = "".join(str(part.value) if isinstance(part, ast.Constant) else "7" for part in parts)
+                if isinstance(node, ast.JoinedStr | ast.Constant) and " " in text and len(text) > LONGEST_NAME:
+                    said.add(text)
+    whole = {text for text in said if not any(text != other and text in other for other in said)}
+    return {text for text in whole if not text.startswith(", and the ")}
+
+
+def test_what_speaks_against_a_signal_has_chinese_words_on_the_page():
+    words = json.loads((ROOT / "gpuguard/web/page/words.js").read_text().partition("const WORDS = ")[2].rstrip("; \n"))
+    patterns = [pattern for pattern, _ in words["zh"]["phrases"] if pattern != "(.+); (.+)"]
+    found = refusals()
+
+    assert len(found) > 50
+    assert [text for text in sorted(found) if not any(re.fullmatch(pattern, text) for pattern in patterns)] == []
 
 
 def test_what_it_shows_is_what_who_and_queue_know(gpuguard):
