@@ -34,24 +34,6 @@ def indices(claim: Claim) -> list[int]:
     return [device.index for device in claim]
 
 
-def test_a_waiting_request_starts_when_the_device_is_released_and_does_not_ask_the_driver_meanwhile(machine, directory):
-    holder = acquire(machine, Request(), directory)
-    asked: list[int] = []
-
-    def let_go() -> None:
-        asked.append(len(machine.asked))
-        holder.release()
-
-    def tell(_: NotEnoughGpus) -> None:
-        if not asked:
-            asked.append(len(machine.asked))
-            threading.Timer(0.3, let_go).start()
-
-    with acquire(machine, Request(), directory, wait=30, on_wait=tell) as claim:
-        assert indices(claim) == [0]
-        assert asked[0] == asked[1]
-
-
 @pytest.fixture
 def machine() -> Machine:
     """One device."""
@@ -150,15 +132,6 @@ def test_a_claim_for_others_has_the_record_that_they_write(directory: LockDirect
     claim.release()
 
 
-def test_mig_instances_are_claimed_one_by_one_and_go_by_uuid(directory: LockDirectory) -> None:
-    machine = divided()
-    with acquire(machine, Request(), directory) as first, acquire(machine, Request(), directory) as second:
-        assert {first[0].uuid, second[0].uuid} == {device.uuid for device in machine.devices[1:]}
-        assert first.environment()["CUDA_VISIBLE_DEVICES"] == first[0].uuid
-        with pytest.raises(NotEnoughGpus):
-            acquire(machine, Request(), directory)
-
-
 @pytest.fixture
 def tells_late(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """A GPU with two instances, which the driver shows with the health alone."""
@@ -215,13 +188,6 @@ def test_the_name_of_a_claim_that_is_over_does_not_count(machine, directory, mon
     monkeypatch.setenv("GPUGUARD_CLAIM", over.id)
 
     acquire(machine, Request(), directory).release()
-
-
-def test_set_but_empty_means_no_device(directory: LockDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-    with pytest.raises(ImpossibleRequest):
-        acquire(Machine(), Request(), directory)
 
 
 def test_a_record_that_cannot_be_written_does_not_cost_the_claim(directory, monkeypatch):

@@ -150,12 +150,6 @@ def test_each_ticket_counts_as_if_its_job_had_run_already(gpus, fields, charged)
     assert charged == 0.0 or second(charged - 0.5) == "another user's"
 
 
-def test_500_tickets_get_a_user_no_further_than_one():
-    flood = [a_ticket(1, since=NOW - 1000 + number) for number in range(500)]
-
-    assert ids([*flood, a_ticket(2, id="another user's", since=NOW)])[1] == "another user's"
-
-
 def test_a_higher_class_goes_first_and_in_it_the_same_order():
     tickets = [
         a_ticket(id=f"{name} {n}", user=1, since=NOW + n, priority=PRIORITIES[name])

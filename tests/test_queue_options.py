@@ -168,14 +168,12 @@ def test_a_claim_that_ends_while_it_is_looked_at_is_over(directory, follow, monk
         assert follow("abcd1111") == []
 
 
-@pytest.mark.parametrize("inotify", [True, False])
-def test_the_end_of_a_holder_that_is_killed_is_heard(directory, follow, monkeypatch, inotify):
+def test_without_inotify_the_end_of_a_holder_that_is_killed_is_heard(directory, monkeypatch):
     def none_left(path):
         raise OSError("no more instances")
 
-    if not inotify:
-        monkeypatch.setattr(waiter, "DirectoryWatch", none_left)
-        monkeypatch.setattr(waiter, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(waiter, "DirectoryWatch", none_left)
+    monkeypatch.setattr(waiter, "POLL_SECONDS", 0.05)
     with a_holder(directory, "GPU-a", name="abcd1111") as holder:
         told, ticket = [], new_ticket([Request()])
         waiter.wait_until_over("abcd", directory, ticket, lambda text: told.append(text) or holder.child.kill(), {})

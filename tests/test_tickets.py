@@ -32,7 +32,6 @@ from gpuguard.queue.tickets import (
     OwnTicket,
     last_heartbeat,
     read_tickets,
-    record_start,
     ticket_content,
     unread_since,
     waiting_tickets,
@@ -99,23 +98,6 @@ def test_a_ticket_comes_back_as_it_was_written(directory: LockDirectory) -> None
     assert ignored == []
     assert abs(after.since - time.time()) < 60.0
     assert replace(after, since=before.since) == replace(before, id=held.id, user=after.user)
-
-
-def test_the_ticket_of_a_process_that_died_is_none_and_is_removed(directory: LockDirectory) -> None:
-    reading, writing = os.pipe()
-    if not (child := os.fork()):
-        OwnTicket(directory, ticket_content(a_ticket()))
-        os.write(writing, b"x")
-        time.sleep(600)
-    try:
-        os.read(reading, 1)
-        assert len(read_tickets(directory)[0]) == 1
-    finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-
-    assert read_tickets(directory) == ([], [])
-    assert os.listdir(directory.records) == []
 
 
 def test_a_request_that_is_too_long_is_refused_and_leaves_nothing(directory: LockDirectory) -> None:
@@ -271,27 +253,12 @@ def test_a_ticket_without_a_waker_of_its_owner_cannot_be_woken(directory: LockDi
     assert victim.read_text() == "kept"
 
 
-def test_the_owner_sees_that_a_ticket_was_removed(directory: LockDirectory, held: OwnTicket) -> None:
-    assert held.counts
-    for name in os.listdir(directory.records):
-        os.unlink(f"{directory.records}/{name}")
-
-    assert not held.counts
-
-
 def test_a_sign_of_life_can_be_seen(directory: LockDirectory, held: OwnTicket, ticket: Ticket) -> None:
     os.utime(file_of(directory, held.id, "bell"), (1.0, 1.0))
     assert last_heartbeat(directory, ticket) == 1.0
     held.send_heartbeat()
 
     assert eventually(lambda: last_heartbeat(directory, ticket) > time.time() - 60.0)
-
-
-def test_when_a_user_was_served_is_known_to_the_others(directory: LockDirectory, ticket: Ticket) -> None:
-    assert ticket.served is None
-    record_start(directory, ME)
-
-    assert abs((read_tickets(directory)[0][0].served or 0.0) - time.time()) < 60.0
 
 
 @pytest.mark.parametrize(("gpus", "most"), [((2, 3), 5), ((2**50,), tickets.MOST_WANTED)])

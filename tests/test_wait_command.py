@@ -53,11 +53,6 @@ def test_the_document_describes_exactly_the_fields_that_are_printed(wait):
     assert [device["index"] for device in json.loads(output)["devices"]] == [0, 1] and status == 0
 
 
-@pytest.mark.parametrize(("name", "code"), [("wait", 1), ("run", 75)])
-def test_the_help_says_how_the_command_ends_with_no_wait(command, name, code):
-    assert f"--no-wait             exit {code} when there are not enough GPUs now\n" in command(name, "--help")[1]
-
-
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
@@ -140,12 +135,6 @@ def test_it_returns_when_the_devices_are_given_back(waiting, both_taken):
     output, error = waiting.communicate(timeout=30)
 
     assert (waiting.returncode, output, error) == (0, "0,1\n", "")
-
-
-def test_others_see_what_waits(gpuguard, waiting):
-    (place,) = gpuguard.json("queue")["places"]
-
-    assert (place["pid"], place["command"], place["requests"]) == (waiting.pid, ["gpuguard", "wait"], ["-n 2"])
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -167,20 +167,6 @@ def calmly(room: Room) -> int:
             return before
 
 
-ENDS = {"SIGKILL of wrapper and job": Waiter.kill, "SIGTERM": lambda holder: holder.signal(signal.SIGTERM)}
-
-
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_a_request_starts_when_the_claim_before_it_ends(room: Room, end: Callable[[Waiter], None]) -> None:
-    with room.job() as holder, room.wait() as waiter:
-        looked = calmly(room)
-        assert not waiter.runs
-        end(holder)
-
-        assert eventually(lambda: waiter.runs, LONG)
-        assert room.looks() - looked <= 6
-
-
 def test_a_request_starts_when_the_job_of_a_killed_wrapper_ends(room: Room) -> None:
     with room.job() as holder, room.wait() as waiter:
         holder.signal(signal.SIGKILL)
@@ -268,15 +254,6 @@ def test_when_the_leader_ends_another_one_leads(room: Room, number: int) -> None
         leader.signal(number)
         assert eventually(lambda: follower.leads, LONG)
         holder.kill()
-
-        assert eventually(lambda: follower.runs, LONG)
-
-
-def test_when_the_leader_has_started_its_job_another_one_leads(room: Room) -> None:
-    with room.job() as holder, room.wait() as leader, room.wait() as follower:
-        holder.kill()
-        assert eventually(lambda: leader.runs and follower.leads, LONG)
-        leader.kill()
 
         assert eventually(lambda: follower.runs, LONG)
 
