@@ -170,18 +170,6 @@ def test_a_claim_on_an_instance_leaves_its_sibling_free(node):
     ] == [75, 0, 0]
 
 
-def test_several_processes_share_one_claim_until_the_last_has_ended(node):
-    first, second = node.job("1"), node.job("1,3")
-    said = node.adopt(first.pid, second.pid)
-    assert node.locked() == said["indices"] == [1, 3]
-
-    first.kill()
-    until(lambda: gone(first.pid))
-    assert node.locked() == [1, 3]
-    second.kill()
-    until(lambda: node.locked() == [])
-
-
 def test_a_tree_that_grows_keeps_its_claim_until_the_last_of_it_has_ended(node):
     job = node.job("1")
     said = node.adopt(job.pid, "--tree")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,16 +45,6 @@ def test_nobody_adopts_the_job_of_another_user_or_a_device_on_which_a_stranger_c
     assert f"process {of_bob} belongs to {BOB.pw_name}: only its owner or root" in stranger.stderr
     assert f"{BOB.pw_name} computes on GPU 3 too (pid {of_bob})" in neighbour.stderr
     assert admin.locked() == []
-
-
-def test_an_adopted_device_is_kept_from_the_other_user_until_the_job_ends(admin, sleepers):
-    job = sleepers(ALICE, *range(8))
-    assert admin(ALICE, "adopt", str(job), "--note", "mine").returncode == 0
-
-    refused = admin(BOB, "run", "--no-wait", "--", "true")
-    assert (refused.returncode, refused.stderr.count(f"claimed by {ALICE.pw_name}, ")) == (75, 8)
-    os.kill(job, signal.SIGKILL)
-    until(lambda: admin.locked() == [])
 
 
 def test_what_root_adopts_belongs_to_the_owner_of_the_job(admin, sleepers):

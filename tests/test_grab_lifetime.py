@@ -357,15 +357,6 @@ print(os.environ["CUDA_VISIBLE_DEVICES"])
 """
 
 
-def test_a_with_block_has_the_devices_and_leaves_everything_as_it_was():
-    with gpuguard.claim(2) as devices:
-        inside = (indices(devices), visible(), claimed())
-
-    assert inside == ([2, 3], "2,3", [2, 3])
-    assert not [name for name in NAMES if name in os.environ]
-    assert claimed() == []
-
-
 @pytest.mark.parametrize(("number", "error"), [(1, ZeroDivisionError), (3, NotEnoughGpus)], ids=["fails", "no begin"])
 def test_a_with_block_that_fails_or_never_began_leaves_everything_as_it_was(number, error):
     os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"

@@ -8,10 +8,8 @@ from functools import partial
 
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance, a_process, a_uuid
-from claiming import acquire
 
 from gpuguard.errors import DriverNotFound
-from gpuguard.request import Request
 
 BUSY = a_device(2, processes=(a_process(pid=812, user="bob"),), memory_used=10 * GIB)
 
@@ -94,13 +92,6 @@ def test_mig_instances_go_by_uuid(select, machine):
     assert select() == (0, f"{instance.uuid}\n", "")
 
 
-def test_claimed_devices_are_not_chosen(select, machine, directory):
-    with acquire(machine, Request(devices=("3",)), directory):
-        assert select() == (0, "1\n", "")
-
-    assert select() == (0, "3\n", "")
-
-
 def test_it_stays_inside_cuda_visible_devices(select, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     assert select() == (0, "0\n", "")
@@ -169,13 +160,6 @@ def test_a_request_that_does_not_fit_now_is_exit_code_1(explain, words, verdict)
     status, output = explain(*words)
 
     assert status == 1 and verdict in output
-
-
-def test_a_claim_is_named_with_its_holder(explain, three_devices, directory):
-    with acquire(three_devices, Request(devices=("2",)), directory, note="my paper"):
-        _, output = explain()
-
-    assert "device 2  REFUSED  claimed by " in output and "my paper" in output
 
 
 def test_every_reason_is_shown(explain, three_devices):

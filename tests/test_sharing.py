@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from builders import GIB, Machine, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
-from claiming import acquire, preview
+from claiming import acquire
 
 from gpuguard.claims import claim as hold
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
-from gpuguard.claims.records import locked_devices, locked_slots, probe, write_record
+from gpuguard.claims.records import probe, write_record
 from gpuguard.eligibility import UNSHARED, Sharing, memory_left, sharing_on, slots_left
 from gpuguard.errors import NotEnoughGpus
 from gpuguard.model import ClaimRecord, Device
@@ -140,22 +140,6 @@ def a_record(directory: LockDirectory, slot: str, **content: Any) -> int:
     return write_record(directory, facts)[1]
 
 
-def test_several_shares_fit_on_one_device_until_its_memory_is_promised(machine, directory):
-    with acquire(machine, wanting(30), directory), acquire(machine, wanting(30), directory):
-        with pytest.raises(NotEnoughGpus, match=r"only 20\.0GiB left beside .*30\.0GiB"):
-            acquire(machine, wanting(30), directory)
-        with acquire(machine, wanting(19), directory) as third:
-            assert third[0].index == 0
-
-
-def test_a_share_excludes_an_exclusive_claim_which_is_told_who_shares(machine, directory):
-    with acquire(machine, wanting(10), directory):
-        with pytest.raises(NotEnoughGpus, match=r"shared by \w+ \(10\.0GiB\)"):
-            acquire(machine, ALONE, directory)
-        assert preview(machine, ALONE, directory)[1].devices == ()
-    acquire(machine, ALONE, directory).release()
-
-
 def test_the_kernel_bounds_how_many_share_a_device(machine, directory):
     held = [acquire(machine, wanting(1), directory) for _ in range(8)]
     assert "shared by 8 already" in refusal(machine, wanting(1), directory)
@@ -232,16 +216,6 @@ def test_a_record_without_a_locked_slot_promises_nothing(machine, directory):
     write_record(directory, {"id": "lie", "devices": [uuid], "slots": [f"{uuid}.slot3"], "memory": 80 * GIB})
 
     acquire(machine, wanting(70), directory).release()
-
-
-def test_a_share_is_seen_by_probe_with_its_part(machine, directory):
-    uuid = machine.devices[0].uuid
-    with acquire(machine, wanting(10), directory, note="small") as claim:
-        (record,) = probe(directory, [uuid])
-        seen = (record.id, record.memory, record.slots, record.note)
-        assert seen == (claim.id, 10 * GIB, (f"{uuid}.slot0",), "small")
-        assert locked_devices(directory, [uuid]) == {uuid}
-    assert (probe(directory, [uuid]), locked_slots(directory, uuid)) == ((), ())
 
 
 def test_one_share_can_span_devices(directory):
