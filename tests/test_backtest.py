@@ -97,13 +97,6 @@ def test_a_job_that_two_policies_end_is_ended_by_the_first(tmp_path):
     assert (len(result.acts), len(result.endings)) == (2, 1)
 
 
-def test_a_ladder_takes_its_steps_at_their_times(tmp_path):
-    path = a_recording(tmp_path, ("a", "0 x 200", 2000))
-    result = replayed(path, an_idle_policy(steps="[warn, {after: 30m, do: warn}, {after: 15m, do: terminate}]"))
-
-    assert [(act.action, act.time) for act in result.acts] == [("warn", 1800), ("warn", 3600), ("terminate", 4500)]
-
-
 def test_the_breaker_counts_the_jobs_of_one_machine_together(tmp_path):
     jobs = [(f"job{n},server,{n},user{n}", "0 x 40", 2**31) for n in range(4)]
     path = a_recording(tmp_path, *jobs, header="job,host,device,user,time_seconds,utilization_percent,memory_bytes")

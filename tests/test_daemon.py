@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -13,7 +12,7 @@ import time
 from functools import partial
 
 import pytest
-from daemons import SOMEBODY, DaemonUnderTest, a_daemon, somebodys
+from daemons import DaemonUnderTest, a_daemon, somebodys
 from endpoints import a_web_server
 from nodes import GIB, a_user, change, eventually
 from proc import children_of
@@ -268,24 +267,6 @@ def test_the_command_refuses_such_an_environment(tmp_path):
         done = daemon.gpuguard("daemon", "--once")
 
     assert (done.returncode, "LD_LIBRARY_PATH" in done.stderr) == (2, True)
-
-
-@pytest.mark.root
-@pytest.mark.skipif(not shutil.which("setpriv"), reason="NOT TESTED: needs setpriv (util-linux)")
-def test_the_capabilities_of_the_unit_are_enough(tmp_path):
-    """A root that may do nothing else ends the offender, and knows who holds a claim."""
-    [granted] = re.findall(r"^CapabilityBoundingSet=(.*)$", UNIT.read_text(), re.MULTILINE)
-    bounds = ",".join(["-all", *("+" + name.removeprefix("CAP_").lower() for name in granted.split())])
-    with (
-        a_daemon(tmp_path, TERMINATE, "--enforce", named=True, under=["setpriv", "--bounding-set", bounds]) as daemon,
-        somebodys(daemon.node, "0", 40 * GIB) as offender,
-    ):
-        assert offender.wait(20) == -signal.SIGTERM
-        with somebodys(daemon.node, "1", 1 * GIB, lock=f"{tmp_path}/claims/lock/{daemon.uuid(1)}") as holder:
-            assert eventually(lambda: daemon.state()["snapshot"]["claims"])
-            [claim] = daemon.state()["snapshot"]["claims"]
-
-    assert (claim["uid"], claim["holders"]) == (SOMEBODY, [holder.pid])
 
 
 def test_a_message_goes_out_and_the_loop_does_not_wait_for_it(tmp_path):

@@ -73,30 +73,6 @@ def test_once_says_that_there_is_nothing_against_anybody_and_writes_its_log_wher
     assert "in force" in (tmp_path / "elsewhere.jsonl").read_text()
 
 
-def test_a_file_with_faults_is_shown_line_by_line(once, policy):
-    policy.write_text(HOGS.replace("hogs", "no way"))
-    done = once()
-
-    assert done.returncode == 1
-    assert f"{policy}:6:" in done.stderr
-    assert "no policy has anything against" not in done.stderr, "nothing was judged"
-
-
-@pytest.mark.root
-def test_a_file_that_another_user_can_change_is_no_policy(once, policy):
-    os.chown(policy, 20001, 20001)
-    done = once()
-
-    assert (done.returncode, "20001" in done.stderr) == (1, True), done.stderr
-
-
-def test_without_a_driver_once_says_so(gpuguard, tmp_path):
-    (tmp_path / "node" / "node.json").write_text("{")
-    done = gpuguard("daemon", "--once")
-
-    assert (done.returncode, "nothing can be judged" in done.stderr) == (4, True), done.stderr
-
-
 @pytest.mark.parametrize("gone", ["disk", "reader"])
 def test_a_daemon_whose_output_cannot_be_written_guards_all_the_same(gpuguard, policy, tmp_path, gone):
     reader, writer = os.pipe()

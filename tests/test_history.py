@@ -374,9 +374,3 @@ def test_a_fifo_in_the_place_of_the_log_is_refused_and_hangs_nobody(log):
 
     with pytest.raises(OSError, match="ordinary file"):
         list(audit_log.read_log(str(log)))
-
-
-def test_the_page_shows_events_from_before_a_rotation(rotated, monkeypatch):
-    monkeypatch.setattr(web, "MACHINE_EVENTS", "/nonexistent")
-
-    assert [event["message"] for event in web.newest_events({})] == [f"event {n}" for n in range(4)]

@@ -198,17 +198,6 @@ def test_a_store_that_is_of_no_use_is_an_error_with_advice_and_is_not_touched(st
     assert {path.name: path.read_bytes() for path in place.iterdir()} == before
 
 
-def test_reading_leaves_the_store_as_it_was(said, store):
-    def seen() -> tuple[int, list[str]]:
-        return os.stat(store).st_mtime_ns, sorted(os.listdir(os.path.dirname(store)))
-
-    before = seen()
-    said("report")
-    said("history")
-
-    assert seen() == before
-
-
 def test_output_without_unicode_is_drawn_in_ascii(store, tmp_path):
     gpuguard = Gpuguard(tmp_path, None, PYTHONIOENCODING="ascii")
     done = gpuguard("history", "--from", "1h", "--metric", "temperature")

@@ -117,13 +117,6 @@ def test_users_end_only_what_they_keep_themselves(granting):
     assert [event.outcome for event in granting.events] == ["kept"] * 3 + ["ended"] * 2
 
 
-def test_what_is_over_is_not_kept(directory):
-    over = {"1001": Restriction("1001", 0.0, time.time() - 1)}
-    change(directory, KEPT, lambda restrictions: restrictions.update(over))
-
-    assert Granting(directory).kept == {}
-
-
 @pytest.mark.parametrize("uids", [range(100_000, 100_000 + MAX_CHANGES + 1), [ALICE.pw_uid] * (MAX_CHANGES + 1)])
 def test_no_user_and_no_uids_without_a_name_fill_the_log(granting, uids):
     *some, last = uids

@@ -297,17 +297,6 @@ def test_a_secret_behind_a_link_or_a_fifo_is_not_used_and_does_not_hang(tmp_path
         assert f"the secret {tmp_path}/{name}" in why
 
 
-def test_a_secret_can_come_from_the_environment(monkeypatch):
-    monkeypatch.setenv("HOOK_TOKEN", PASSWORD)
-    with a_web_server() as web:
-        assert attempt(Webhook(web.url, token=Secret(env="HOOK_TOKEN")), a_message())[0]
-        monkeypatch.delenv("HOOK_TOKEN")
-        _, why = attempt(Webhook(web.url, token=Secret(env="HOOK_TOKEN")), a_message())
-
-    assert [headers["Authorization"] for headers, _ in web.requests] == [f"Bearer {PASSWORD}"]
-    assert "$HOOK_TOKEN is empty or missing" in why
-
-
 def test_no_secret_shows_in_any_output_representation_or_event(tmp_path, monkeypatch, capfd):
     events = []
     monkeypatch.setenv("TOKEN", PASSWORD)
@@ -329,18 +318,6 @@ def test_no_secret_shows_in_any_output_representation_or_event(tmp_path, monkeyp
     assert {event.outcome for event in events} == {"given up"}
     assert PASSWORD not in shown + "".join(capfd.readouterr())
     assert mail.logins, "the secret was really used"
-
-
-def test_problems_names_what_is_wrong_before_the_first_alarm(tmp_path):
-    targets = {
-        "fine": Hook(("/bin/true",)),
-        "gone": Hook(("/nonexistent/tell",)),
-        "mail": Email("root", sendmail="/nonexistent/sendmail"),
-        "open": Webhook("https://example.org/", token=a_secret(tmp_path, mode=0o644)),
-    }
-
-    assert [problem.partition(":")[0] for problem in problems(targets)] == ["gone", "mail", "open"]
-    assert attempt(targets["mail"], a_message()) == (False, "No such file or directory")
 
 
 @pytest.mark.root

@@ -133,12 +133,6 @@ def test_nothing_is_told_of_claims_that_cannot_be_read():
     assert the_one(page, "gpuguard_sample_gaps", field="claims") == 1
 
 
-def test_memory_of_which_a_part_is_unknown_is_unknown():
-    page = page_about(a_device(processes=(a_process(8), a_process(9, memory_used=None))))
-
-    assert "gpuguard_user_memory_used_bytes" not in page
-
-
 @pytest.mark.parametrize(
     ("waiting", "told_of"),
     [

@@ -308,19 +308,6 @@ def test_the_verdicts_on_a_recording_are_those_of_the_dry_run_that_was_recorded(
     ]
 
 
-def test_a_backtest_on_a_recording_speaks_of_its_people(tmp_path):
-    write(tmp_path / "a.rec", *(a_view(second) for second in range(60)))
-    (tmp_path / "policy.yaml").write_text(POLICY, encoding="utf-8")
-    gpuguard = Gpuguard(tmp_path, None)
-    done = gpuguard("policy", "backtest", str(tmp_path / "policy.yaml"), "--on", str(tmp_path / "a.rec"), "--json")
-
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["jobs"] == 40 and result["interval_seconds"] == 1.0
-    assert {act["policy"] for act in result["acts"]} >= {"hot", "boson"}
-    assert any(act["user"] == f"{SECRETS['user']}0" for act in result["acts"] if act["policy"] == "boson")
-
-
 HARSH = """
 version: 1
 policies:

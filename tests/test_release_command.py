@@ -430,14 +430,6 @@ def test_a_request_behind_junk_is_read_and_a_record_that_is_full_says_so(tmp_pat
         write_request(a_record(tmp_path, b"x" * (FULL_BYTES + 1)), ReleaseRequest(YIELD, "bob"))
 
 
-def test_a_claim_whose_descriptors_the_program_has_closed_reads_no_requests():
-    reader, writer = os.pipe()
-    os.close(reader)
-    os.close(writer)
-
-    assert (released_by(writer), pending_request(writer)) == (None, None)
-
-
 @pytest.mark.parametrize(
     ("status", "waits"),
     [

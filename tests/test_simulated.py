@@ -12,26 +12,13 @@ import pytest
 from nodes import GIB, a_user, change, eventually, one, start
 
 from gpuguard.backends import simulated, simulated_node
-from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
+from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import ALL_FIELDS, Device
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> str:
     return str(tmp_path / "node")
-
-
-def test_a_process_that_registers_is_seen_with_its_memory_by_everybody(place):
-    backend = start(place)
-    with a_user(place, "1,2", 10 * GIB, 80.0) as child:
-        used, free = one(backend, 1), one(backend, 0)
-
-        assert used.processes and [process.pid for process in used.processes] == [child.pid]
-        assert used.processes[0].memory_used == 10 * GIB
-        assert used.memory_used == 10 * GIB + simulated_node.IDLE_MEMORY
-        assert (used.utilization, free.utilization, free.processes) == (80.0, 0.0, ())
-        assert used.temperature > free.temperature
-        assert used.power_draw > free.power_draw
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
@@ -66,14 +53,6 @@ def test_released_memory_stays_visible_for_the_delay_but_its_process_does_not(pl
 
     assert one(backend).memory_used > 10 * GIB
     assert eventually(lambda: one(backend).memory_used == simulated_node.IDLE_MEMORY)
-
-
-def test_more_memory_than_there_is_cannot_be_had(place):
-    backend = start(place)
-    with a_user(place, "0", 60 * GIB), pytest.raises(GpuguardError, match="out of memory"):
-        simulated.use([1, 0], 30 * GIB, spec=place)
-
-    assert one(backend, 1).processes == ()
 
 
 def test_everything_that_a_real_h100_tells_is_told(place):
@@ -132,17 +111,6 @@ def test_uuids_come_back_with_the_node_and_are_never_those_of_another_node():
 def test_what_names_no_single_device_is_refused(names):
     with pytest.raises(InvalidRequest):
         simulated_node.find(simulated_node.new_node("3xT4", "/a", 0.0), names)
-
-
-def test_a_device_that_needs_a_reset_is_named_and_the_others_are_read(place):
-    backend = start(place)
-    change(place, 1, faults=("reset",))
-    snapshot = backend.sample(ALL_FIELDS)
-    broken = snapshot.devices[1]
-
-    assert (broken.problems, broken.memory_used, broken.processes) == (("reset required",), None, None)
-    assert {gap.field for gap in snapshot.gaps if gap.device == broken.uuid} == ALL_FIELDS
-    assert [device.problems for device in snapshot.devices if device.index != 1] == [()] * 3
 
 
 @pytest.mark.parametrize("name", ["temperature", "memory_used", "processes", "power_draw", "name", "utilization"])
