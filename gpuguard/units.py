@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.translation import ngettext
 
 _BYTES = {
     "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -115,7 +116,8 @@ def format_rounded(value: float | None, unit: str) -> str:
 
 def format_count(number: int, noun: str, plural: str = "") -> str:
     """``"1 policy"``, ``"2,000 faults"``; *plural* where it is not the noun with an s."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    one, several = f"{{number:,}} {noun}", f"{{number:,}} {plural or noun + 's'}"  # scripts/translations.py finds them
+    return ngettext(one, several, number).format(number=number)
 
 
 @dataclass(frozen=True)

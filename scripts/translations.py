@@ -36,6 +36,9 @@ ARGPARSE = (
     "one of the arguments %s is required", "invalid choice: %(value)r (choose from %(choices)s)",
     "invalid %(type)s value: %(value)r",
 )  # fmt: skip
+_COUNT = re.compile(
+    r"""\bformat_count\((?:[^()"]|\([^()]*\)|\([^()]*\([^()]*\)[^()]*\))*, "([\w -]+)"(?:, "([\w -]+)")?\)"""
+)
 _NOT_PROSE = re.compile(r"`[^`]*`|--?[\w-]+|\{\w+\}|%\(\w+\)s|gpuguard [\w-]+")
 _PLACES = re.compile(r"%\(\w+\)[sr]|%[sr%]|\{\w*[^{}]*\}")
 
@@ -56,7 +59,7 @@ def main() -> int:
             (folder / "gpuguard.po").write_bytes(written(catalog))
             (folder / "gpuguard.mo").write_bytes(compiled(catalog))
         found = [*problems(catalog, template), *words_beside_the_glossary(catalog, glossary())]
-        if said(folder / "gpuguard.mo") != {message.id: message.string for message in catalog if message.id}:
+        if said(folder / "gpuguard.mo") != texts(catalog):
             found.append("gpuguard.mo is not what gpuguard.po says: run scripts/translations.py update")
         sys.stdout.write(f"{language}: {len(template)} messages, {len(found)} faults\n")
         faults += [f"{language}: {fault}\n" for fault in found]
@@ -70,6 +73,8 @@ def extracted() -> Catalog:
     keywords = {"_": None, "N_": None, "ngettext": (1, 2)}
     for name, _, message, _, _ in extract_from_dir(ROOT / "gpuguard", [("**.py", "python")], keywords=keywords):
         template.add(message, locations=[(f"gpuguard/{name}", 0)])
+    for message in counts():
+        template.add(message, locations=[("gpuguard/units.py", 0)])
     for message in ARGPARSE:
         template.add(message, locations=[("argparse", 0)])
     for command, purpose in COMMANDS.items():
@@ -77,6 +82,14 @@ def extracted() -> Catalog:
             if message not in template:
                 template.add(message, locations=[(f"help/{command}", 0)])
     return template
+
+
+def counts() -> Iterator[tuple[str, str]]:
+    """What format_count() says of each noun that the sources call it with."""
+    for path in sorted((ROOT / "gpuguard").rglob("*.py")):
+        for noun, plural in _COUNT.findall(path.read_text(encoding="utf-8")):
+            yield f"{{number:,}} {noun}", f"{{number:,}} {plural or noun + 's'}"
+    yield "{number:,} warning", "{number:,} warnings"  # of doctor, as its status
 
 
 def help_of(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -121,10 +134,15 @@ def compiled(catalog: Catalog) -> bytes:
     return file.getvalue()
 
 
-def said(path: Path) -> dict[object, object]:
+def said(path: Path) -> dict[str, str]:
     """What a .mo file says, without its header."""
     with path.open("rb") as file:
-        return {message.id: message.string for message in read_mo(file) if message.id}
+        return texts(read_mo(file))
+
+
+def texts(catalog: Catalog) -> dict[str, str]:
+    """English -> translation, without the header."""
+    return {_english(message): _translated(message) for message in catalog if message.id}
 
 
 def problems(catalog: Catalog, template: Catalog) -> Iterator[str]:

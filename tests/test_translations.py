@@ -56,7 +56,7 @@ def test_the_compiled_catalogue_is_that_of_the_sources():
     folder = translations.LOCALE / "zh_CN" / "LC_MESSAGES"
     catalog = translations.read(folder / "gpuguard.po", "zh_CN")
 
-    assert translations.said(folder / "gpuguard.mo") == {entry.id: entry.string for entry in catalog if entry.id}
+    assert translations.said(folder / "gpuguard.mo") == translations.texts(catalog)
 
 
 def test_a_planted_fault_of_a_catalogue_is_found():

@@ -26,6 +26,7 @@ from gpuguard.errors import ClaimLost, InvalidRequest
 from gpuguard.jobs.adopt import ENDING, ProcessFamily, adopt, detach, wake_pipe
 from gpuguard.procfs import uid_of
 from gpuguard.run import log_claim
+from gpuguard.translation import _
 from gpuguard.views.text import json_text, put
 
 
@@ -69,7 +70,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _pid(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**22 + 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no process id: `gpuguard who` shows those that use a GPU.")
+        raise argparse.ArgumentTypeError(
+            _("{text!r} is no process id: `gpuguard who` shows those that use a GPU.").format(text=text)
+        )
     return int(text)
 
 
@@ -79,11 +82,12 @@ def _become_owner(pids: list[int]) -> None:
     if os.geteuid() != 0 or owners <= {0}:
         return
     if len(owners) > 1:
-        raise InvalidRequest("these processes belong to several users: adopt those of each by themselves.")
+        raise InvalidRequest(_("these processes belong to several users: adopt those of each by themselves."))
     [uid] = owners
     name, group, home = str(uid), uid, "/"
     with suppress(KeyError):
-        name, _, _, group, _, home, _ = pwd.getpwuid(uid)
+        account = pwd.getpwuid(uid)
+        name, group, home = account.pw_name, account.pw_gid, account.pw_dir
     os.setgroups([])
     os.setresgid(group, group, group)
     os.setresuid(uid, uid, uid)
@@ -112,9 +116,17 @@ def _print(args: argparse.Namespace, claim: Claim, family: ProcessFamily) -> Non
         }
         put([json_text(answer)], sys.stdout)
         return
-    many = f"{len(family.members)} processes" if len(family.members) > 1 else f"process {next(iter(family.members))}"
-    where = "here" if args.foreground else f"by process {os.getpid()}"
-    lines = [f"GPU {','.join(map(str, indices))} · claim {claim.id} · for {many} · held {where}"]
+    many = (
+        _("{members} processes").format(members=len(family.members))
+        if len(family.members) > 1
+        else _("process {pid}").format(pid=next(iter(family.members)))
+    )
+    where = "here" if args.foreground else _("by process {pid}").format(pid=os.getpid())
+    lines = [
+        _("GPU {devices} · claim {id} · for {many} · held {where}").format(
+            devices=",".join(map(str, indices)), id=claim.id, many=many, where=where
+        )
+    ]
     put([*lines, *([claim.warning] if claim.warning else [])], sys.stdout)
 
 

@@ -25,6 +25,7 @@ from gpuguard.history.audit_log import MACHINE_EVENTS, Line, LogFollower, decode
 from gpuguard.model import HEALTH
 from gpuguard.procfs import boot_clock
 from gpuguard.source import read_state
+from gpuguard.translation import _
 from gpuguard.units import format_count, parse_duration
 from gpuguard.views import events
 from gpuguard.views.text import json_text, put, put_json
@@ -55,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
         since=None if seconds is None else time.time() - seconds,
     )
     if "" in args.device:
-        raise InvalidRequest("--device is empty: name a uuid or its beginning.")
+        raise InvalidRequest(_("--device is empty: name a uuid or its beginning."))
     labels: dict[str, str] | None = None
     logs = [_Log(path, named=True) for path in args.file] or [_Log(path, named=False) for path in _paths()[:-1]]
     if not args.file:
@@ -82,9 +83,12 @@ def main(args: argparse.Namespace) -> int:
 def _report_no_events(args: argparse.Namespace, logs: list[_Log]) -> None:
     if not args.file:  # of another machine, perhaps
         check_users(args.user)
-    by_uuid = ": it names devices by uuid, not by index" if any(map(str.isdecimal, args.device)) else ""
+    by_uuid = _(": it names devices by uuid, not by index") if any(map(str.isdecimal, args.device)) else ""
     readable = " or ".join(log.path for log in logs if log.is_readable)
-    print(f"gpuguard: no such events in {readable}{by_uuid}.", file=sys.stderr)
+    print(
+        _("gpuguard: no such events in {readable}{by_uuid}.").format(readable=readable, by_uuid=by_uuid),
+        file=sys.stderr,
+    )
 
 
 def read_events() -> list[Line]:
@@ -113,14 +117,19 @@ class _Log:
             return read()
         except OSError as error:
             if named:
-                raise GpuguardError(f"{self.path} cannot be read: {error.strerror}.") from error
+                raise GpuguardError(
+                    _("{path} cannot be read: {strerror}.").format(path=self.path, strerror=error.strerror)
+                ) from error
             if isinstance(error, PermissionError) and self.is_readable:
                 self.is_readable = False
                 self._report_unreadable()
             return []
 
     def _report_unreadable(self) -> None:
-        print(f"gpuguard: {self.path} is not readable for you: its events are left out.", file=sys.stderr)
+        print(
+            _("gpuguard: {path} is not readable for you: its events are left out.").format(path=self.path),
+            file=sys.stderr,
+        )
 
 
 class _MachineLog(_Log):
@@ -182,4 +191,9 @@ def _paths() -> list[str]:
 def _warn_of_torn_lines(torn: int) -> None:
     if torn:
         lines = format_count(torn, "line")
-        print(f"gpuguard: {lines} of the log cannot be read (torn by a full disk?) and are left out.", file=sys.stderr)
+        print(
+            _("gpuguard: {lines} of the log cannot be read (torn by a full disk?) and are left out.").format(
+                lines=lines
+            ),
+            file=sys.stderr,
+        )

@@ -20,6 +20,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.fleet.answers import HostReply, reply_of
 from gpuguard.fleet.hosts import PROGRAM, host_names, words_of
 from gpuguard.fleet.ssh import PARALLEL, TIMEOUT, FleetQuery, Pool
+from gpuguard.translation import _
 from gpuguard.units import parse_duration
 from gpuguard.views import fleet as view
 from gpuguard.views.text import put, put_json, style
@@ -38,25 +39,27 @@ def refuse(args: argparse.Namespace, usual: dict[str, object], why: str) -> None
     """Refuse options that have no meaning beside --hosts: name -> the value that says nothing."""
     for name, value in usual.items():
         if getattr(args, name) != value:
-            raise InvalidRequest(f"--{name.replace('_', '-')} does not go with --hosts: {why}.")
+            raise InvalidRequest(
+                _("--{name} does not go with --hosts: {why}.").format(name=name.replace("_", "-"), why=why)
+            )
 
 
 def query_of(args: argparse.Namespace, words: Sequence[str]) -> tuple[tuple[str, ...], FleetQuery]:
     """The hosts, and how each is asked *words*."""
-    there = "it is of this machine; GPUGUARD_BACKEND and GPUGUARD_DIR of the account over there decide"
+    there = _("it is of this machine; GPUGUARD_BACKEND and GPUGUARD_DIR of the account over there decide")
     refuse(args, {"backend": os.environ.get("GPUGUARD_BACKEND") or "nvml"}, there)
     refuse(args, {"dir": os.environ.get("GPUGUARD_DIR") or None}, there)
     timeout = quantity("--timeout", args.timeout, parse_duration)
     parallel = whole_number("--parallel", args.parallel)
     if timeout is not None and not 0.1 <= timeout <= 600:
-        raise InvalidRequest("--timeout is between 100ms and 10m.")
+        raise InvalidRequest(_("--timeout is between 100ms and 10m."))
     if parallel is not None and not 1 <= parallel <= 256:
-        raise InvalidRequest("--parallel is between 1 and 256.")
+        raise InvalidRequest(_("--parallel is between 1 and 256."))
     try:
         remote = shlex.split(args.remote or os.environ.get("GPUGUARD_REMOTE") or PROGRAM)
         ssh = shlex.split(args.ssh or os.environ.get("GPUGUARD_SSH") or "ssh")
     except ValueError:
-        raise InvalidRequest("--remote or --ssh: a quote is open.") from None
+        raise InvalidRequest(_("--remote or --ssh: a quote is open.")) from None
     return host_names(args.hosts, args.hosts_file), FleetQuery(
         shlex.join([*remote, *words]),
         tuple(ssh),
@@ -66,7 +69,7 @@ def query_of(args: argparse.Namespace, words: Sequence[str]) -> tuple[tuple[str,
 
 
 def who(args: argparse.Namespace) -> int:
-    refuse(args, {"watch": None}, "`gpuguard top --hosts` shows them again and again")
+    refuse(args, {"watch": None}, _("`gpuguard top --hosts` shows them again and again"))
     return _shown(args, "who", view.host_lines)
 
 
@@ -90,7 +93,7 @@ def _shown(args: argparse.Namespace, name: str, lines_of: Callable[..., list[str
 def select(args: argparse.Namespace) -> int:
     """`gpuguard select --hosts`: a line per host with room, ``HOST DEVICES``; on a terminal the others, too."""
     if args.sep in ("\n", "\0"):
-        raise InvalidRequest("--newline and --null do not go with --hosts: there a line is one host.")
+        raise InvalidRequest(_("--newline and --null do not go with --hosts: there a line is one host."))
     hosts, how = query_of(args, words_of("select", vars(args)))
     width, paint, people = terminal.width(), style(), sys.stdout.isatty()
 
@@ -117,11 +120,11 @@ def top(args: argparse.Namespace) -> int:
     refuse(
         args,
         {"only_visible": False, "compute_only": False, "filter": None, "sort": "gpu", "tree": False, "mode": "auto"},
-        "a host is one line there; `ssh -t HOST gpuguard top` has its processes",
+        _("a host is one line there; `ssh -t HOST gpuguard top` has its processes"),
     )
     every = quantity("--every", args.every, parse_duration) if args.every is not None else _EVERY
     if every is None or every < 1.0:
-        raise InvalidRequest("--every needs at least 1s between two questions to a host.")
+        raise InvalidRequest(_("--every needs at least 1s between two questions to a host."))
     hosts, how = query_of(args, words_of("who", vars(args)))
     ascii_only = args.ascii or not (sys.stdout.encoding or "ascii").lower().startswith("utf")
     if args.once or not sys.stdout.isatty():
@@ -154,7 +157,7 @@ def _watch(hosts: Sequence[str], how: FleetQuery, every: float, ascii_only: bool
             if now - drawn >= (0.2 if replies else 1.0):
                 drawn = now
                 lines = view.page(hosts, known, now, width=terminal.width(), paint=paint, ascii_only=ascii_only)
-                terminal.draw(terminal.fitting(lines, "name fewer hosts"))
+                terminal.draw(terminal.fitting(lines, _("name fewer hosts")))
 
 
 def gathered(
@@ -181,7 +184,13 @@ def gathered(
                 line = _rewrite_line("", line)
                 put(line for reply in fresh for line in show(reply))
             silent = pool.waiting_for
-            status = f"waiting for {len(silent)} of {len(hosts)} hosts: {', '.join(silent[:20])}" if silent else ""
+            status = (
+                _("waiting for {count} of {hosts} hosts: {silent}").format(
+                    count=len(silent), hosts=len(hosts), silent=", ".join(silent[:20])
+                )
+                if silent
+                else ""
+            )
             line = _rewrite_line(status, line)
         _rewrite_line("", line)
     return [replies[host] for host in hosts]

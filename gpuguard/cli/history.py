@@ -21,6 +21,7 @@ from gpuguard.cli import terminal
 from gpuguard.cli.options import add_source_options, directory_of, quantity, selectors
 from gpuguard.errors import InvalidRequest
 from gpuguard.history.queries import SeenDevice, Usage, Watch, query_store, store_path
+from gpuguard.translation import _
 from gpuguard.units import parse_duration
 from gpuguard.views import history
 from gpuguard.views.text import put, put_json, style
@@ -88,8 +89,8 @@ def _named(known: Sequence[SeenDevice], word: str) -> SeenDevice:
     if len(meant) == 1:
         return meant[0]
     there = ", ".join(str(device.uuid if device.index is None else device.index) for device in known) or "none"
-    what = "names several devices: write more of the uuid" if meant else "is no device that the daemon has seen"
-    raise InvalidRequest(f"--device {word} {what}.  There are {there}.")
+    what = _("names several devices: write more of the uuid") if meant else _("is no device that the daemon has seen")
+    raise InvalidRequest(_("--device {word} {what}.  There are {there}.").format(word=word, what=what, there=there))
 
 
 def add_moment_options(parser: argparse.ArgumentParser, first: str, last: str, usual: str) -> None:
@@ -114,9 +115,15 @@ def period(first: tuple[str, str], last: tuple[str, str], now: float) -> tuple[f
     """
     begin, end = (_moment(*option, now) for option in (first, last))
     if begin >= now:
-        raise InvalidRequest(f"{first[0]} {first[1]} lies in the future: nothing has happened there.")
+        raise InvalidRequest(
+            _("{option} {time} lies in the future: nothing has happened there.").format(option=first[0], time=first[1])
+        )
     if begin >= end:
-        raise InvalidRequest(f"there is no time between {first[0]} {first[1]} and {last[0]} {last[1]}: swap them.")
+        raise InvalidRequest(
+            _("there is no time between {first} and {last}: swap them.").format(
+                first=" ".join(first), last=" ".join(last)
+            )
+        )
     return begin, min(end, now)
 
 
@@ -133,9 +140,11 @@ def _moment(option: str, text: str, now: float) -> float:
         moment = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", word)).timestamp()
     except (ValueError, OverflowError, OSError):
         raise InvalidRequest(
-            f"{option}: {text!r} is no point in time: write 7d or 12h for so long ago,"
-            " or a date like 2026-11-13, 2026-11-13T08:30 or 2026-11-13T08:30+08:00."
+            _(
+                "{option}: {text!r} is no point in time: write 7d or 12h for so long ago, or a date like "
+                "2026-11-13, 2026-11-13T08:30 or 2026-11-13T08:30+08:00."
+            ).format(option=option, text=text)
         ) from None
     if not 0 <= moment < _LAST:
-        raise InvalidRequest(f"{option}: {text!r} lies before 1970 or after 9999.")
+        raise InvalidRequest(_("{option}: {text!r} lies before 1970 or after 9999.").format(option=option, text=text))
     return moment

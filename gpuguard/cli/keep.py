@@ -28,6 +28,7 @@ from gpuguard.daemon.client import EndedReply, ExemptionReply, StatusReply, quer
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.sanitize import neutralise
+from gpuguard.translation import _
 from gpuguard.units import format_duration
 from gpuguard.views.policy import status_lines
 from gpuguard.views.text import json_text, put, put_json
@@ -64,22 +65,22 @@ def main(args: argparse.Namespace) -> int:
         return 0
     seconds, reason = seconds_of(args), reason_of(args)
     if args.end == (seconds is not None):
-        raise InvalidRequest("say for how long, by --for 4h; or --end, or --list.")
+        raise InvalidRequest(_("say for how long, by --for 4h; or --end, or --list."))
     if directory.owner is None:
-        raise GpuguardError("without a directory of root's no daemon can be asked: run `sudo gpuguard setup` once.")
+        raise GpuguardError(_("without a directory of root's no daemon can be asked: run `sudo gpuguard setup` once."))
     if args.device is not None:
         target["device"] = args.device
     if args.end:
         ended = query_daemon(directory, {"do": "end", **target}, EndedReply)
-        _put(args, ended, f"ended: {ended.ended}." if ended.ended else "nothing was kept.")
+        _put(args, ended, _("ended: {ended}.").format(ended=ended.ended) if ended.ended else _("nothing was kept."))
         return 0 if ended.ended else 1
     request = {"do": "keep", "for_seconds": seconds, "reason": reason, **target}
     kept = query_daemon(directory, request, ExemptionReply)
     own = kept.user is not None and target.get("uid") in (None, os.getuid())
-    what = "what you have" if own else kept.user or "everybody"
-    where = f" on {kept.device}" if kept.device else ""
+    what = _("what you have") if own else kept.user or "everybody"
+    where = _(" on {device}").format(device=kept.device) if kept.device else ""
     left = format_duration(round(kept.until_unix_seconds - time.time()))
-    _put(args, kept, f"{what}{where} is left alone for {left}.")
+    _put(args, kept, _("{what}{where} is left alone for {left}.").format(what=what, where=where, left=left))
     return 0
 
 

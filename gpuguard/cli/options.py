@@ -68,7 +68,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return _(action.help) if action.help else ""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return wrapped(text, width)
+        return wrapped(" ".join(text.split()), width)
 
 
 class Parser(argparse.ArgumentParser):
@@ -201,7 +201,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 
 def _path(text: str) -> str:
     if not text:  # --dir "$UNSET"
-        raise argparse.ArgumentTypeError("the name of the directory is empty.")
+        raise argparse.ArgumentTypeError(_("the name of the directory is empty."))
     return text
 
 
@@ -222,8 +222,13 @@ def directory_of(args: argparse.Namespace, *, make: bool = False) -> LockDirecto
     if args.dir and args.dir not in _reported and directory.is_missing():
         _reported.add(args.dir)
         named_by = "GPUGUARD_DIR" if args.dir == os.environ.get("GPUGUARD_DIR") else "--dir"
-        why = "no claim was ever made there" if os.path.lexists(args.dir) else "it does not exist yet"
-        print(f"gpuguard: nothing is claimed in {args.dir} ({named_by}): {why}.", file=sys.stderr)
+        why = _("no claim was ever made there") if os.path.lexists(args.dir) else _("it does not exist yet")
+        print(
+            _("gpuguard: nothing is claimed in {dir} ({named_by}): {why}.").format(
+                dir=args.dir, named_by=named_by, why=why
+            ),
+            file=sys.stderr,
+        )
     return directory
 
 
@@ -255,7 +260,7 @@ def check_users(names: list[str]) -> None:
         for name in names:
             uid = accounts.user(name)
             if name.isdecimal() and user_name(uid) != name:
-                raise InvalidRequest(f"--user {name}: write the name, {user_name(uid)}.")
+                raise InvalidRequest(_("--user {name}: write the name, {uid}.").format(name=name, uid=user_name(uid)))
 
 
 _OPTIONS = (
@@ -313,9 +318,11 @@ def _no_number_alone(text: str) -> str:
     if not number.isdecimal() or len(number) > 4:
         return text
     count = format_count(int(number), "GPU") if number.strip("0") else ""
-    either = f"`-n {number}` for {count}" if count else "`-n N` for N GPUs"
+    either = _("`-n {number}` for {count}").format(number=number, count=count) if count else "`-n N` for N GPUs"
     raise argparse.ArgumentTypeError(
-        f"{number} can mean a count or a device: write {either}, or `--devices {number}` for GPU number {number}"
+        _(
+            "{number} can mean a count or a device: write {either}, or `--devices {number}` for GPU number {number}"
+        ).format(number=number, either=either)
     )
 
 
@@ -334,10 +341,16 @@ def request_of(args: argparse.Namespace) -> Request:
     given = vars(args).get
     devices, number = selectors("--devices", args.devices), whole_number("-n", args.num_gpus)
     if devices is not None and number is not None and number > len(devices):
-        raise InvalidRequest(f"-n {number} wants more than the {len(devices)} that --devices {args.devices} names.")
+        raise InvalidRequest(
+            _("-n {number} wants more than the {count} that --devices {devices} names.").format(
+                number=number, count=len(devices), devices=args.devices
+            )
+        )
     exclude = selectors("--exclude", args.exclude) or ()
     if both := set(devices or ()) & set(exclude):
-        raise InvalidRequest(f"{', '.join(sorted(both))} stands in --devices and in --exclude: decide for one.")
+        raise InvalidRequest(
+            _("{both} stands in --devices and in --exclude: decide for one.").format(both=", ".join(sorted(both)))
+        )
     slots = whole_number("--slots", given("slots"))
     tolerance = quantity("--tolerance", given("tolerance"), parse_bytes)
     amounts: dict[str, Any] = {
@@ -364,7 +377,11 @@ def request_of(args: argparse.Namespace) -> Request:
 def whole_number(option: str, text: str | None) -> int | None:
     """A count; None when the option was not given."""
     if text is not None and not re.fullmatch(r"\s*-?\d{1,9}\s*", text):
-        raise InvalidRequest(f"{option}: {text[:40]!r} is not a whole number: write it like {option} 2.")
+        raise InvalidRequest(
+            _("{option}: {text!r} is not a whole number: write it like {option} 2.").format(
+                option=option, text=text[:40]
+            )
+        )
     return None if text is None else int(text)
 
 
@@ -374,10 +391,14 @@ def selectors(option: str, text: str | None) -> tuple[str, ...] | None:
         return None
     parts = tuple(part.strip() for part in text.split(","))
     if "" in parts:
-        raise InvalidRequest(f"{option} {text!r} names no device in one place: write it like 0,3.")
+        raise InvalidRequest(
+            _("{option} {text!r} names no device in one place: write it like 0,3.").format(option=option, text=text)
+        )
     twice = next((part for part in parts if parts.count(part) > 1), None)
     if twice is not None:
-        raise InvalidRequest(f"{option} names device {twice} twice: name each device once.")
+        raise InvalidRequest(
+            _("{option} names device {twice} twice: name each device once.").format(option=option, twice=twice)
+        )
     return parts
 
 
@@ -422,7 +443,7 @@ def message_target(where: str | None) -> str | Target | None:
             to = user_name(os.geteuid()) if where == "mail" else where
             target = Hook((where,)) if where.startswith("/") else Email((to,))
         for problem in problems({"--notify": target}):
-            server = ": name a server, smtp://SERVER/me@example.org" if isinstance(target, Email) else ""
+            server = _(": name a server, smtp://SERVER/me@example.org") if isinstance(target, Email) else ""
             raise InvalidRequest(f"{problem.removeprefix('--notify: ')}{server}")
     except InvalidRequest as fault:
         raise InvalidRequest(f"--notify {where}: {fault}") from None
@@ -441,7 +462,10 @@ def log_event(args: argparse.Namespace, event: Event) -> None:
     """Write down what a command did by hand, or say that it cannot be written down."""
     choose_log(args)
     if not audit_log.append(event):
-        print(f"gpuguard: done, but the log cannot be written: {audit_log.complaint()}.", file=sys.stderr)
+        print(
+            _("gpuguard: done, but the log cannot be written: {complaint}.").format(complaint=audit_log.complaint()),
+            file=sys.stderr,
+        )
 
 
 def snapshot_source(args: argparse.Namespace, fields: Collection[str] = WHO_FIELDS) -> SnapshotSource:
@@ -476,5 +500,7 @@ def has_hosts(args: argparse.Namespace) -> bool:
         return True
     for name in ("timeout", "parallel", "remote", "ssh"):
         if getattr(args, name) is not None:
-            raise InvalidRequest(f"--{name} is about other hosts: name them with --hosts or --hosts-file.")
+            raise InvalidRequest(
+                _("--{name} is about other hosts: name them with --hosts or --hosts-file.").format(name=name)
+            )
     return False

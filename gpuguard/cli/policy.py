@@ -23,6 +23,7 @@ from gpuguard.notify.sender import problems
 from gpuguard.policies.files.decoder import unknown
 from gpuguard.policies.files.loader import load_policies
 from gpuguard.sanitize import neutralise
+from gpuguard.translation import _
 from gpuguard.units import format_count, parse_duration
 from gpuguard.views.backtest import backtest_json, backtest_lines, trial_json, trial_lines
 from gpuguard.views.policy import sentences
@@ -82,14 +83,20 @@ def _check(args: argparse.Namespace) -> int:
     lines = [line for fault in file.faults[:MOST] for line in fault.lines(path)]
     for warning in file.warnings:
         first, *rest = warning.lines(path)
-        lines += [f"warning: {first}", *rest]
+        lines += [_("warning: {first}").format(first=first), *rest]
     lines += [neutralise(f"warning: {path}: notify: {problem}") for problem in here]
     if file.faults:
-        shown = f", the first {MOST} are shown" if len(file.faults) > MOST else ""
-        lines.append(f"{path}: {format_count(len(file.faults), 'fault')}{shown}.")
+        shown = _(", the first {most} are shown").format(most=MOST) if len(file.faults) > MOST else ""
+        lines.append(
+            _("{path}: {count}{shown}.").format(path=path, count=format_count(len(file.faults), "fault"), shown=shown)
+        )
     else:
         enforced = sum(policy.enforce for policy in file.policies)
-        lines.append(f"{path}: ok, {format_count(len(file.policies), 'policy', 'policies')}, {enforced} enforced.")
+        lines.append(
+            _("{path}: ok, {count}, {enforced} enforced.").format(
+                path=path, count=format_count(len(file.policies), "policy", "policies"), enforced=enforced
+            )
+        )
     put(lines, sys.stdout)
     return int(bad)
 
@@ -111,7 +118,7 @@ def _rules(args: argparse.Namespace) -> int:
     known = [name for nouns in SECTIONS.values() for name in nouns]
     for name in args.name:
         if name not in known:
-            raise InvalidRequest("  ".join(unknown(name, known, "rule, action or part of a policy")))
+            raise InvalidRequest("  ".join(unknown(name, known, _("rule, action or part of a policy"))))
     put(describe(args.name), sys.stdout)
     return 0
 

@@ -27,6 +27,7 @@ from gpuguard.cli.options import add_source_options, add_table, backend_of, dire
 from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import BackendError, ClaimError, GpuguardError, InvalidRequest
 from gpuguard.policies.view import RuleView
+from gpuguard.translation import _
 from gpuguard.units import format_bytes, format_count, format_duration, parse_bytes, parse_duration
 from gpuguard.watchdog import ViewReader
 
@@ -51,13 +52,13 @@ def main(args: argparse.Namespace) -> int:
     every, lasting = quantity("--every", args.every, parse_duration), quantity("--for", args.lasting, parse_duration)
     most = args.max_size = quantity("--max-size", args.max_size, parse_bytes)
     if every is None or every < SHORTEST_SECONDS:
-        raise InvalidRequest("--every needs at least 100ms between two samples.")
+        raise InvalidRequest(_("--every needs at least 100ms between two samples."))
     if most is not None and most < SMALLEST_BYTES:
-        raise InvalidRequest("--max-size needs at least 64KiB.")
+        raise InvalidRequest(_("--max-size needs at least 64KiB."))
     if args.backend.startswith(RECORDED):
-        raise InvalidRequest(f"{args.backend} is a recording already.")
+        raise InvalidRequest(_("{backend} is a recording already.").format(backend=args.backend))
     if args.append and args.mask:
-        raise InvalidRequest("--append and --mask exclude each other: the former masks are not known any more.")
+        raise InvalidRequest(_("--append and --mask exclude each other: the former masks are not known any more."))
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
@@ -73,7 +74,7 @@ def _record(
     try:
         directory = directory_of(args)
     except ClaimError as error:
-        print_notice(f"claims will be missing: {error}")
+        print_notice(_("claims will be missing: {error}").format(error=error))
         directory = None
     reader = ViewReader(backend, directory)
     mask = Mask() if args.mask else None
@@ -96,13 +97,19 @@ def _record(
             except BackendError as error:
                 view, before, trouble = None, trouble, str(error)
                 if trouble != before:
-                    print_notice(f"no sample for now: {trouble}")
+                    print_notice(_("no sample for now: {trouble}").format(trouble=trouble))
     except OSError as error:
         raise GpuguardError(
-            f"{args.file} cannot be written any more: {error.strerror}.  It is whole up to here."
+            _("{file} cannot be written any more: {strerror}.  It is whole up to here.").format(
+                file=args.file, strerror=error.strerror
+            )
         ) from None
     finally:
         tape.close()
     size = format_bytes(os.stat(args.file).st_size)
     over = format_duration(round(time.monotonic() - began, 1))
-    print_notice(f"{format_count(count, 'sample')} over {over} in {args.file}, {size}.")
+    print_notice(
+        _("{count} over {over} in {file}, {size}.").format(
+            count=format_count(count, "sample"), over=over, file=args.file, size=size
+        )
+    )

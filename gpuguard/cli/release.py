@@ -27,6 +27,7 @@ from gpuguard.daemon import release
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Event
 from gpuguard.sanitize import neutralise
+from gpuguard.translation import _
 from gpuguard.units import format_count
 from gpuguard.users import user_name
 from gpuguard.views.text import picked, put, put_json, table
@@ -48,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
     directory = directory_of(args)
     if args.claim is None:
         if args.stop or args.reason:
-            raise InvalidRequest("which one?  Name a claim: `gpuguard release ID`.")
+            raise InvalidRequest(_("which one?  Name a claim: `gpuguard release ID`."))
         return _print_claims(args, directory)
     claim = release.releasable_claim(directory, args.claim, os.geteuid())
     request = ReleaseRequest(YIELD, user_name(os.geteuid()), reason_of(args), time.time())
@@ -61,8 +62,10 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         put_json({"schema": 1, "claim": claim.id, **picked(claim, "uid", "devices"), "how": how})
     else:
-        what = f"{format_count(len(claim.devices), 'device')} of {neutralise(claim.user)}"
-        put([f"released: the claim {claim.id}, {what}, {how}."])
+        what = _("{count} of {user}").format(
+            count=format_count(len(claim.devices), "device"), user=neutralise(claim.user)
+        )
+        put([_("released: the claim {id}, {what}, {how}.").format(id=claim.id, what=what, how=how)])
     return 0
 
 
@@ -74,9 +77,9 @@ def _print_claims(args: argparse.Namespace, directory: LockDirectory) -> int:
         content = [{"claim": claim.id, **picked(claim, "user", "uid", "devices"), "in_use": why} for claim, why in rows]
         put_json({"schema": 1, "claims": content})
     elif not rows:
-        put(["no claim is yours." if os.geteuid() else "there is no claim."])
+        put([_("no claim is yours.") if os.geteuid() else _("there is no claim.")])
     else:
-        free = "no process computes: can be released"
+        free = _("no process computes: can be released")
         cells = [
             (claim.id, neutralise(claim.user), str(len(claim.devices)), neutralise(why or free)) for claim, why in rows
         ]

@@ -32,6 +32,7 @@ from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.files import write_file
 from gpuguard.history.queries import Watch, query_store, store_path
 from gpuguard.history.report import BY, ClaimRow, Report, claim_rows, running_claims, usage_report
+from gpuguard.translation import _
 from gpuguard.users import user_name
 from gpuguard.views import report as view
 from gpuguard.views.text import put, put_json, style
@@ -59,7 +60,9 @@ def main(args: argparse.Namespace) -> int:
     now = time.time()
     begin, end = period(("--since", args.since), ("--until", args.until), now)
     if args.user and args.by not in ("user", "claim"):
-        raise InvalidRequest(f"--user goes with --by user or claim: the sums by {args.by} are of all users together.")
+        raise InvalidRequest(
+            _("--user goes with --by user or claim: the sums by {by} are of all users together.").format(by=args.by)
+        )
     check_users(args.user)
     metrics = _DRAWN if args.html else ()
     running = _running(args, now) if end >= now else []
@@ -103,10 +106,14 @@ def _write(path: str, page: str) -> None:
         return
     try:
         if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
-            raise GpuguardError(f"--html {path}: this is no regular file.  Name one, or - for standard output.")
+            raise GpuguardError(
+                _("--html {path}: this is no regular file.  Name one, or - for standard output.").format(path=path)
+            )
         write_file(path, encoded, mode=None)
     except OSError as error:
-        raise GpuguardError(f"--html {path}: it cannot be written: {error.strerror}.") from error
+        raise GpuguardError(
+            _("--html {path}: it cannot be written: {strerror}.").format(path=path, strerror=error.strerror)
+        ) from error
 
 
 def _groups_of(uid: int) -> Collection[str]:

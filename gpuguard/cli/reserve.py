@@ -41,12 +41,13 @@ from gpuguard.queue.reservations import (
 from gpuguard.request import Request
 from gpuguard.sanitize import neutralise
 from gpuguard.select import choose, not_enough, possible, usable_together
+from gpuguard.translation import N_, _
 from gpuguard.units import format_count, parse_duration
 from gpuguard.users import user_name
 from gpuguard.views import queue as view
 from gpuguard.views.text import put, put_json
 
-_FORMS = 'write 09:00, "tomorrow 09:00", 2026-11-23T14:00, "in 2h" or now'
+_FORMS = N_('write 09:00, "tomorrow 09:00", 2026-11-23T14:00, "in 2h" or now')
 _MOMENT = re.compile(r"(?:(\d{4})-(\d{1,2})-(\d{1,2})[T ]|(tomorrow) )?(\d{1,2}):(\d{2})")
 
 
@@ -77,9 +78,9 @@ def main(args: argparse.Namespace) -> int:
     if args.cancel is None and wanted:
         return _make(args)
     if args.cancel is not None and wanted:
-        raise InvalidRequest("--cancel ends a reservation: leave out what makes one.")
+        raise InvalidRequest(_("--cancel ends a reservation: leave out what makes one."))
     with closing(options.snapshot_source(args)) as source:
-        snapshot, _ = source.sample()
+        snapshot, _age = source.sample()
     directory = options.directory_of(args)
     calendar = _calendar(directory, snapshot)
     if args.cancel is not None:
@@ -87,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         put_json({"schema": 1, "reservations": view.reservations_json(calendar)})
     else:
-        put(view.reservations_text(calendar, width=terminal.width()) or ["nothing is reserved."])
+        put(view.reservations_text(calendar, width=terminal.width()) or [_("nothing is reserved.")])
     return 0
 
 
@@ -100,7 +101,7 @@ def _make(args: argparse.Namespace) -> int:
     begins, ends = _times(args)
     uid = os.geteuid() if args.user is None else Accounts().user(args.user)
     if os.geteuid() not in (0, uid):
-        raise InvalidRequest("only root can reserve for others: leave --user out, or ask an administrator.")
+        raise InvalidRequest(_("only root can reserve for others: leave --user out, or ask an administrator."))
     # Several jobs may use the reservation, each one instance.
     request = replace(options.request_of(args), allow_mig_set=True)
     directory = options.directory_of(args, make=True)
@@ -109,14 +110,20 @@ def _make(args: argparse.Namespace) -> int:
     now = time.time()
     wanted = Reservation("", os.geteuid(), uid, user_name(uid), request.num_gpus, begins, ends, devices, now, args.note)
     if why := what_if(wanted, _calendar(directory, snapshot), [device.uuid for device in snapshot.devices]):
-        raise GpuguardError(f"this cannot be reserved: {why}.\n`gpuguard reserve` shows what is reserved already.")
+        raise GpuguardError(
+            _("this cannot be reserved: {why}.\n`gpuguard reserve` shows what is reserved already.").format(why=why)
+        )
     made = write_reservation(directory, wanted)
     try:
         # Another user may have done the same at the same moment: then the first one has it.
         statuses = _calendar(directory, snapshot).statuses
         status = next((status for status in statuses if status.reservation.key == made.key), None)
         if status is None or status.why_not:
-            raise GpuguardError(f"this cannot be reserved: {status.why_not if status else 'its file is gone'}.")
+            raise GpuguardError(
+                _("this cannot be reserved: {why_not}.").format(
+                    why_not=status.why_not if status else "its file is gone"
+                )
+            )
     except BaseException:  # also where that cannot be seen: no user would know that it is there
         remove_reservation(directory, made)
         raise
@@ -133,12 +140,12 @@ def _times(args: argparse.Namespace) -> tuple[float, float]:
     now = time.time()
     seconds = options.quantity("--for", args.for_, parse_duration)
     if seconds is None:
-        raise InvalidRequest("say for how long: --for 3h.")
+        raise InvalidRequest(_("say for how long: --for 3h."))
     begins = parse_when(args.from_ or "now", now)
     if seconds < 60 or begins + seconds <= now:
-        raise InvalidRequest("that would be over at once: reserve for at least 1m, and not in the past.")
+        raise InvalidRequest(_("that would be over at once: reserve for at least 1m, and not in the past."))
     if args.note and len(args.note) > MOST_NOTE:
-        raise InvalidRequest(f"--note has at most {MOST_NOTE} characters.")
+        raise InvalidRequest(_("--note has at most {most_note} characters.").format(most_note=MOST_NOTE))
     return round(begins, 3), round(begins + seconds, 3)
 
 
@@ -157,17 +164,19 @@ def parse_when(text: str, now: float) -> float:
         return now + (options.quantity("--from", words[3:], parse_duration) or 0.0)
     match = _MOMENT.fullmatch(words.replace("t", " ") if words[:1].isdecimal() else words)
     if not match:
-        raise InvalidRequest(f"--from: {text[:40]!r} is no time: {_FORMS}.")
+        raise InvalidRequest(_("--from: {text!r} is no time: {forms}.").format(text=text[:40], forms=_(_FORMS)))
     year, month, day, tomorrow, hour, minute = match.groups()
     date = datetime.fromtimestamp(now).replace(second=0, microsecond=0) + timedelta(days=bool(tomorrow))
     try:
         date = date.replace(int(year), int(month), int(day)) if year else date
         when = date.replace(hour=int(hour), minute=int(minute))
     except ValueError:  # as 25:00, or the 30th of February
-        raise InvalidRequest(f"--from: there is no {text[:40]!r}: {_FORMS}.") from None
+        raise InvalidRequest(
+            _("--from: there is no {text!r}: {forms}.").format(text=text[:40], forms=_(_FORMS))
+        ) from None
     if when.timestamp() < now - 60:
         if year:
-            raise InvalidRequest(f"--from {text[:40]} is in the past: {_FORMS}.")
+            raise InvalidRequest(_("--from {text} is in the past: {forms}.").format(text=text[:40], forms=_(_FORMS)))
         when += timedelta(days=1)
     return when.timestamp()
 
@@ -184,22 +193,32 @@ def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, whe
     kind = usable_together(could, request.num_gpus)
     if len(kind) < request.num_gpus:
         reasons = "; ".join(sorted({quarantine_text(restriction) for restriction in quarantined.values()}))
-        why = reasons or "whole GPUs and instances do not mix"
-        raise GpuguardError(f"too few devices are in service then ({why}).")
+        why = reasons or _("whole GPUs and instances do not mix")
+        raise GpuguardError(_("too few devices are in service then ({why}).").format(why=why))
     return tuple(device.uuid for device in kind)
 
 
 def _made_lines(status: ReservationStatus, snapshot: Snapshot, now: float) -> list[str]:
     made = status.reservation
-    until = f"{clock_text(made.begins, now)} to {clock_text(made.ends, now)}"
-    lines = [f"reserved: {format_count(made.num_gpus, 'GPU')} for {made.user} from {until} (id {made.id})."]
+    until = _("{begin} to {end}").format(begin=clock_text(made.begins, now), end=clock_text(made.ends, now))
+    lines = [
+        _("reserved: {count} for {user} from {until} (id {id}).").format(
+            count=format_count(made.num_gpus, "GPU"), user=made.user, until=until, id=made.id
+        )
+    ]
     if status.no_show_at is not None:
-        lines.append(f"It is over at {clock_text(status.no_show_at, now)} unless {made.user} makes a claim by then.")
+        lines.append(
+            _("It is over at {time} unless {user} makes a claim by then.").format(
+                time=clock_text(status.no_show_at, now), user=made.user
+            )
+        )
     busy = sum(device.uuid in made.devices and bool(device.processes) for device in snapshot.devices)
     if len(made.devices) - busy < made.num_gpus:
         lines.append(
-            f"Now {busy} of the {len(made.devices)} devices that will do are in use, and no job is ended for it: "
-            "`gpuguard who` shows whose."
+            _(
+                "Now {busy} of the {devices} devices that will do are in use, and no job is ended for it: "
+                "`gpuguard who` shows whose."
+            ).format(busy=busy, devices=len(made.devices))
         )
     return lines
 
@@ -208,16 +227,28 @@ def _cancel(args: argparse.Namespace, directory: LockDirectory, calendar: Reserv
     named = [status for status in calendar.statuses if status.reservation.id == args.cancel]
     own = [status for status in named if status.reservation.maker == os.geteuid()] or named
     if not own:
-        raise GpuguardError(f"there is no reservation {args.cancel}: `gpuguard reserve` shows those that there are.")
+        raise GpuguardError(
+            _("there is no reservation {cancel}: `gpuguard reserve` shows those that there are.").format(
+                cancel=args.cancel
+            )
+        )
     if len(own) > 1:
-        raise GpuguardError(f"several users have a reservation {args.cancel}: run this as one of them.")
+        raise GpuguardError(
+            _("several users have a reservation {cancel}: run this as one of them.").format(cancel=args.cancel)
+        )
     cancelled = own[0].reservation
     remove_reservation(directory, cancelled)
     _log(args, "cancelled", cancelled)
     if args.json:
         put_json({"schema": 1, "reservations": [view.reservation_json(own[0], calendar.now)]})
     else:
-        put([f"cancelled: reservation {args.cancel} of {neutralise(cancelled.user)}."])
+        put(
+            [
+                _("cancelled: reservation {cancel} of {user}.").format(
+                    cancel=args.cancel, user=neutralise(cancelled.user)
+                )
+            ]
+        )
     return 0
 
 

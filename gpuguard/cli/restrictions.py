@@ -36,6 +36,7 @@ from gpuguard.model import Event
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.request import resolve
 from gpuguard.sanitize import neutralise
+from gpuguard.translation import _
 from gpuguard.units import format_duration, parse_duration
 from gpuguard.users import user_name
 from gpuguard.views.text import json_text, put
@@ -79,13 +80,13 @@ def _deny_options(parser: argparse.ArgumentParser) -> None:
 def _deny(args: argparse.Namespace) -> int:
     if args.user is None:
         if args.for_ or args.reason or args.end:
-            raise InvalidRequest("which user?  Name one: `gpuguard deny USER --for 2h`.")
+            raise InvalidRequest(_("which user?  Name one: `gpuguard deny USER --for 2h`."))
         return show(directory_of(args), DENIED, as_json=args.json)
     uid = Accounts().user(args.user)
     if uid == 0:
-        raise InvalidRequest("root cannot be denied anything.")
+        raise InvalidRequest(_("root cannot be denied anything."))
     if args.end == (seconds_of(args) is not None):
-        raise InvalidRequest("say for how long, by --for 2h; or --end.")
+        raise InvalidRequest(_("say for how long, by --for 2h; or --end."))
     return _change(args, directory_of(args, make=not args.end), "deny", str(uid), user_name(uid))
 
 
@@ -101,10 +102,10 @@ def _quarantine(args: argparse.Namespace) -> int:
     directory = directory_of(args, make=args.device is not None and not args.end)
     if args.device is None:
         if args.for_ or args.reason or args.end:
-            raise InvalidRequest("which device?  Name one: `gpuguard quarantine 3`.")
+            raise InvalidRequest(_("which device?  Name one: `gpuguard quarantine 3`."))
         return show(directory, QUARANTINED, as_json=args.json)
     if args.end and seconds_of(args) is not None:
-        raise InvalidRequest("either --for or --end.")
+        raise InvalidRequest(_("either --for or --end."))
     known = read_restrictions(directory, QUARANTINED, time.time()) if args.end else ()
     beginning = [uuid for uuid in known if uuid.startswith(args.device)]
     if _WHOLE_UUID.fullmatch(args.device) or (len(beginning) == 1 and not args.device.isdigit()):
@@ -138,7 +139,7 @@ def _change(
     if not (args.end and directory.is_missing()):  # whose name is misspelt: nothing is to be made there
         change(directory, kind, update)
     if args.end and not ended:
-        print(f"{user or name} was not {kind}.")
+        print(_("{user} was not {kind}.").format(user=user or name, kind=_(kind)))
         return 1
     facts = (("until_unix_seconds", until), ("by_uid", os.getuid()))
     devices = () if command == "deny" else (name,)
@@ -151,28 +152,32 @@ def seconds_of(args: argparse.Namespace) -> float | None:
     """The value of --for, between a second and a year."""
     seconds = quantity("--for", args.for_, parse_duration)
     if seconds is not None and not 1 <= seconds <= LONGEST_SECONDS:
-        raise InvalidRequest("--for: write 1s to 365d.")
+        raise InvalidRequest(_("--for: write 1s to 365d."))
     return seconds
 
 
 def reason_of(args: argparse.Namespace) -> str:
     reason: str = args.reason or ""
     if len(reason) > MAX_REASON:
-        raise InvalidRequest(f"--reason has at most {MAX_REASON} characters.")
+        raise InvalidRequest(_("--reason has at most {max_reason} characters.").format(max_reason=MAX_REASON))
     return reason
 
 
 def show(directory: LockDirectory, kind: str, *, as_json: bool) -> int:
     if directory.owner is None:
         raise GpuguardError(
-            "nothing is denied, quarantined or kept without a directory of root's: run `sudo gpuguard setup` once."
+            _("nothing is denied, quarantined or kept without a directory of root's: run `sudo gpuguard setup` once.")
         )
     now = time.time()
     restrictions = sorted(read_restrictions(directory, kind, now).values(), key=lambda restriction: restriction.since)
     if as_json:
         put([json_text({"schema": 1, kind: [to_json(restriction) for restriction in restrictions]})], sys.stdout)
     else:
-        put([line_of(restriction, now) for restriction in restrictions] or [f"nothing is {kind}."], sys.stdout)
+        put(
+            [line_of(restriction, now) for restriction in restrictions]
+            or [_("nothing is {kind}.").format(kind=_(kind))],
+            sys.stdout,
+        )
     return 0
 
 
@@ -180,6 +185,12 @@ def line_of(restriction: Restriction, now: float) -> str:
     """``"bob  for another 1h59m  by the administrator: too many jobs"``."""
     what = f"{restriction.user} ({restriction.name})" if restriction.user else restriction.name
     until = restriction.until
-    left = "until it is ended" if until is None else f"for another {format_duration(round(until - now))}"
+    left = (
+        _("until it is ended")
+        if until is None
+        else _("for another {until}").format(until=format_duration(round(until - now)))
+    )
     reason = f": {restriction.reason}" if restriction.reason else ""
-    return neutralise(f"{what}  {left}  by {restriction.by}{reason}")
+    return neutralise(
+        _("{what}  {left}  by {by}{reason}").format(what=what, left=left, by=restriction.by, reason=reason)
+    )

@@ -39,6 +39,7 @@ from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
 from gpuguard.run import GRACE_SECONDS, LEFT, NOT_STARTED, JobSettings, exec_command, run
 from gpuguard.select import instances_note
+from gpuguard.translation import _
 from gpuguard.units import parse_celsius, parse_duration, parse_leftover, parse_memory_amount
 from gpuguard.users import user_name
 
@@ -146,7 +147,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         claim = wait_for_claim(args, backend, directory, requests, details, wait, log)
     except GpuguardError as error:
-        log.only_in_file(f"not started: {error}")
+        log.only_in_file(_("not started: {error}").format(error=error))
         report.not_started(str(error))
         raise
     if claim.warning:
@@ -191,9 +192,9 @@ def durations_of(args: argparse.Namespace) -> tuple[float | None, float | None, 
     time_limit = options.quantity("--time-limit", args.time_limit, parse_duration)
     grace = options.quantity("--grace", args.grace, parse_duration)
     if time_limit == 0:
-        raise InvalidRequest("--time-limit 0s leaves the job no time: leave the option out for no limit.")
+        raise InvalidRequest(_("--time-limit 0s leaves the job no time: leave the option out for no limit."))
     if args.exec and time_limit is not None:
-        raise InvalidRequest("--time-limit needs a supervisor: drop --exec, or use `timeout 4h CMD`.")
+        raise InvalidRequest(_("--time-limit needs a supervisor: drop --exec, or use `timeout 4h CMD`."))
     return wait, time_limit, GRACE_SECONDS if grace is None else grace
 
 
@@ -206,7 +207,9 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
         from gpuguard.jobs.limits import policies_of
 
         if args.memory_limit == "share" and not args.share:
-            raise InvalidRequest("--memory-limit share is for a job that shares its GPUs: add --share --memory SIZE.")
+            raise InvalidRequest(
+                _("--memory-limit share is for a job that shares its GPUs: add --share --memory SIZE.")
+            )
         text = args.memory if args.memory_limit == "share" else args.memory_limit
         memory = options.quantity("--memory-limit", text, parse_memory_amount)
         temperature = options.quantity("--temperature-limit", args.temperature_limit, parse_celsius)
@@ -216,11 +219,13 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
 
         checkpoint = options.quantity("--checkpoint-signal", args.checkpoint_signal, parse_checkpoint_signal)
         if not policies and time_limit is None:
-            raise InvalidRequest("--checkpoint-signal is sent when a limit is reached: add one, as in --time-limit 4h.")
+            raise InvalidRequest(
+                _("--checkpoint-signal is sent when a limit is reached: add one, as in --time-limit 4h.")
+            )
     if args.exec:
         for option, value in (("a limit", policies), ("--leftover", args.leftover), ("--notify", args.notify)):
             if value:
-                raise InvalidRequest(f"{option} needs a supervisor: drop --exec.")
+                raise InvalidRequest(_("{option} needs a supervisor: drop --exec.").format(option=option))
     return policies, checkpoint
 
 
@@ -240,8 +245,12 @@ def _notes_on(claim: Claim, request: Request) -> Iterator[str]:
     for device in claim if request.share else ():
         if device.utilization is not None and device.utilization > _BUSY_TO_SHARE:
             yield (
-                f"{device_title(device)} is {device.utilization:.0f}% busy, so its jobs slow each other down: "
-                f"--max-util {_BUSY_TO_SHARE:.0f}% waits for one that is less busy."
+                _(
+                    "{device_title} is {utilization:.0f}% busy, so its jobs slow each other down: --max-util "
+                    "{busy_to_share:.0f}% waits for one that is less busy."
+                ).format(
+                    device_title=device_title(device), utilization=device.utilization, busy_to_share=_BUSY_TO_SHARE
+                )
             )
 
 
@@ -286,9 +295,13 @@ def command_of(args: argparse.Namespace) -> list[str]:
     """The command line of the job, without the ``--`` before it."""
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not words:
-        raise InvalidRequest("a command to run is missing, as in `gpuguard run -n 2 -- python train.py`.")
+        raise InvalidRequest(_("a command to run is missing, as in `gpuguard run -n 2 -- python train.py`."))
     if words[0].startswith("-") and words is args.command:
-        raise InvalidRequest(f"there is no option {words[0]}.  Write `--` before a command that begins with a dash.")
+        raise InvalidRequest(
+            _("there is no option {words}.  Write `--` before a command that begins with a dash.").format(
+                words=words[0]
+            )
+        )
     return list(words)
 
 
@@ -320,7 +333,9 @@ def wait_of(args: argparse.Namespace) -> float | None:
     try:
         return None if args.wait == _FOR_EVER else options.quantity("--wait", args.wait, parse_duration)
     except InvalidRequest as fault:
-        raise InvalidRequest(f"{fault}\nWithout a duration, write `--` behind it: `--wait -- CMD`.") from None
+        raise InvalidRequest(
+            _("{fault}\nWithout a duration, write `--` behind it: `--wait -- CMD`.").format(fault=fault)
+        ) from None
 
 
 def alternatives_of(args: argparse.Namespace) -> list[Request]:
@@ -330,7 +345,11 @@ def alternatives_of(args: argparse.Namespace) -> list[Request]:
         InvalidRequest: one cannot be understood, or there are too many.
     """
     if len(args.alternatives) > MOST_ALTERNATIVES:
-        raise InvalidRequest(f"--or can be given {MOST_ALTERNATIVES} times: leave out what you like least.")
+        raise InvalidRequest(
+            _("--or can be given {most_alternatives} times: leave out what you like least.").format(
+                most_alternatives=MOST_ALTERNATIVES
+            )
+        )
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     options.add_choice_options(parser)
     requests = []
@@ -338,11 +357,19 @@ def alternatives_of(args: argparse.Namespace) -> list[Request]:
         try:
             parsed, unknown = parser.parse_known_args(shlex.split(text))
             if unknown or not text.strip():
-                raise InvalidRequest(f"{unknown[0] if unknown else 'nothing'} is no option that says which GPUs")
+                raise InvalidRequest(
+                    _("{unknown} is no option that says which GPUs").format(
+                        unknown=unknown[0] if unknown else "nothing"
+                    )
+                )
             requests.append(options.request_of(parsed))
         except (argparse.ArgumentError, ValueError) as fault:
             reason = str(fault).removeprefix("argument ").rstrip(".")
-            raise InvalidRequest(f"--or {text!r}: {reason}.\nWrite options that say which GPUs: --or '-n 1'.") from None
+            raise InvalidRequest(
+                _("--or {text!r}: {reason}.\nWrite options that say which GPUs: --or '-n 1'.").format(
+                    text=text, reason=reason
+                )
+            ) from None
     return requests
 
 
@@ -355,7 +382,11 @@ def priority_of(args: argparse.Namespace) -> int:
 
     highest = read_queue_settings().rules.highest(os.geteuid())
     if highest < wanted:
-        print_notice(f"--priority {args.priority} is not yours at this site: {PRIORITY_NAMES[highest + 1]} it is.")
+        print_notice(
+            _("--priority {priority} is not yours at this site: {priority_names} it is.").format(
+                priority=args.priority, priority_names=PRIORITY_NAMES[highest + 1]
+            )
+        )
     return min(wanted, highest)
 
 
@@ -397,7 +428,7 @@ def _wait_until_over(
         if not _has_ended(claim, directory):
             return False
         if not args.quiet:
-            print_notice(f"the claim {claim} has ended already: nothing to wait for.")
+            print_notice(_("the claim {claim} has ended already: nothing to wait for.").format(claim=claim))
         return True
 
     try:

@@ -25,6 +25,7 @@ from gpuguard.lock import Allocator
 from gpuguard.model import MODEL, Device
 from gpuguard.request import Request
 from gpuguard.select import not_enough
+from gpuguard.translation import _
 from gpuguard.views.text import picked, put_json
 
 _NVISEL = {
@@ -100,9 +101,9 @@ def _request(args: argparse.Namespace) -> Request:
     request = options.request_of(args)
     least, most = options.whole_number("-c", args.min_count), options.whole_number("-C", args.max_count)
     if args.num_gpus is not None and (least is not None or most is not None):
-        raise InvalidRequest("-n says exactly how many: leave it out with -c (at least) or -C (at most).")
+        raise InvalidRequest(_("-n says exactly how many: leave it out with -c (at least) or -C (at most)."))
     if args.inherit and args.devices:
-        raise InvalidRequest("-i and --devices both name devices to choose among: use one of them.")
+        raise InvalidRequest(_("-i and --devices both name devices to choose among: use one of them."))
     if least is not None or most is not None:
         request = replace(request, num_gpus=1 if least is None else least, max_gpus=most)
     if args.inherit:

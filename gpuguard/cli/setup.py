@@ -41,21 +41,23 @@ from gpuguard.cli.options import add_source_options, add_table, sampled
 from gpuguard.cli.setup_service import fault_as
 from gpuguard.errors import BackendError, InvalidRequest, LockDirectoryError
 from gpuguard.model import HEALTH
+from gpuguard.translation import N_, _
 from gpuguard.units import format_count
 from gpuguard.users import user_name
 
-_HOW_TO_GUARD = """\
-To guard them by policies, as the user {user}:
-  1. sudo gpuguard setup --systemd
-  2. gpuguard policy explain /etc/gpuguard/policy.yaml: what it would do.  Change the file as you like
-  3. gpuguard events --follow: what it would have done.  It acts only when you switch it on twice: see docs/daemon.md"""
-_HOW_TO_BROKER = """\
-The daemon alone gives the GPUs of this machine from now on.  Without it nothing can be claimed; what is claimed stays.
-  1. systemctl edit gpuguard, and add, so that it can make lock files anew:
-       [Service]
-       ReadWritePaths={path}/lock
-  2. systemctl restart gpuguard: a daemon that runs already does not know of it
-Back: gpuguard setup --no-broker.  What it stops, and what it does not: docs/daemon.md, "Hostile users"."""
+_HOW_TO_GUARD = N_(
+    "To guard them by policies, as the user {user}:\n  1. sudo gpuguard setup --systemd\n  2. "
+    "gpuguard policy explain /etc/gpuguard/policy.yaml: what it would do.  Change the file as you "
+    "like\n  3. gpuguard events --follow: what it would have done.  It acts only when you switch it "
+    "on twice: see docs/daemon.md"
+)
+_HOW_TO_BROKER = N_(
+    "The daemon alone gives the GPUs of this machine from now on.  Without it nothing can be "
+    "claimed; what is claimed stays.\n  1. systemctl edit gpuguard, and add, so that it can make "
+    "lock files anew:\n       [Service]\n       ReadWritePaths={path}/lock\n  2. systemctl restart "
+    "gpuguard: a daemon that runs already does not know of it\nBack: gpuguard setup --no-broker.  "
+    'What it stops, and what it does not: docs/daemon.md, "Hostile users".'
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -108,15 +110,17 @@ def main(args: argparse.Namespace) -> int:
     if args.dir is None:
         if os.geteuid() != 0:
             raise LockDirectoryError(
-                f"only root can make {ADMIN_DIRECTORY}.  Run `sudo gpuguard setup`; or `gpuguard setup --dir PATH` "
-                "for a directory of your own, which only you will use."
+                _(
+                    "only root can make {admin_directory}.  Run `sudo gpuguard setup`; or `gpuguard setup --dir "
+                    "PATH` for a directory of your own, which only you will use."
+                ).format(admin_directory=ADMIN_DIRECTORY)
             )
         if user != "root":
             setup_service.make_user(user)
         setup_service.write(setup_service.TMPFILES, "\n".join(lines) + "\n")
         setup_service.mount_claims(f"{ADMIN_DIRECTORY}/claims")
     if args.broker and os.geteuid() != 0:
-        raise LockDirectoryError("only root can give the lock files to the daemon alone.  Run it with sudo.")
+        raise LockDirectoryError(_("only root can give the lock files to the daemon alone.  Run it with sudo."))
     make_directory(path, uuids)
     if user != "root":
         _make_daemon_directory(path, user)
@@ -127,31 +131,42 @@ def main(args: argparse.Namespace) -> int:
     if args.systemd:
         setup_service.install_service(user)
     if broker:
-        print(_HOW_TO_BROKER.format(path=path))
+        print(_(_HOW_TO_BROKER).format(path=path))
     elif args.dir is None and not args.systemd:
-        print(_HOW_TO_GUARD.format(user=user))
+        print(_(_HOW_TO_GUARD).format(user=user))
     return 0
 
 
 def _refuse_what_cannot_be(args: argparse.Namespace) -> None:
     if args.systemd:
         if args.dir:
-            raise InvalidRequest(f"--systemd is about {ADMIN_DIRECTORY}: leave --dir away, and GPUGUARD_DIR.")
+            raise InvalidRequest(
+                _("--systemd is about {admin_directory}: leave --dir away, and GPUGUARD_DIR.").format(
+                    admin_directory=ADMIN_DIRECTORY
+                )
+            )
         setup_service.refuse_where_it_cannot_work(args.daemon_user or USER)
     if args.dir is None and not args.print and args.backend.startswith((*RECORDED, "simulated")):
         raise InvalidRequest(
-            f"{ADMIN_DIRECTORY} is for the GPUs of this machine, not for those of --backend {args.backend}.\n"
-            "`unset GPUGUARD_BACKEND`, or name another directory with --dir.  The simulated node needs no setup."
+            _(
+                "{admin_directory} is for the GPUs of this machine, not for those of --backend {backend}.\n"
+                "`unset GPUGUARD_BACKEND`, or name another directory with --dir.  The simulated node needs no "
+                "setup."
+            ).format(admin_directory=ADMIN_DIRECTORY, backend=args.backend)
         )
 
 
 def _say_ready(path: str, own: str | None, gpus: int) -> None:
-    next_step = "Try `gpuguard who`." if gpus else "Run it again when the driver works."
+    next_step = _("Try `gpuguard who`.") if gpus else _("Run it again when the driver works.")
     if own:
-        next_step = f"Use it with --dir {own} or GPUGUARD_DIR={own}."
-    print(f"{path} is ready: {format_count(gpus, 'GPU')}.  {next_step}")
+        next_step = _("Use it with --dir {own} or GPUGUARD_DIR={own}.").format(own=own)
+    print(
+        _("{path} is ready: {count}.  {next_step}").format(
+            path=path, count=format_count(gpus, "GPU"), next_step=next_step
+        )
+    )
     if own is None and not os.path.ismount(f"{path}/claims"):
-        print(setup_service.UNBOUNDED.format(path=path))
+        print(_(setup_service.UNBOUNDED).format(path=path))
 
 
 def _uuids(args: argparse.Namespace) -> list[str]:
@@ -160,12 +175,14 @@ def _uuids(args: argparse.Namespace) -> list[str]:
         if name == simulated.Simulated.name and simulated_node.load(simulated.directory(spec)) is None:
             # One would be made, of the default kind, whose GPUs are others than those of the node that is meant.
             raise InvalidRequest(
-                f"there is no simulated node yet.  Start the one that you want first, such as `gpuguard sim start "
-                f"{simulated.DEFAULT_SPEC}`, so that its GPUs get their lock files."
+                _(
+                    "there is no simulated node yet.  Start the one that you want first, such as `gpuguard sim "
+                    "start {default_spec}`, so that its GPUs get their lock files."
+                ).format(default_spec=simulated.DEFAULT_SPEC)
             )
         devices = sampled(args, {HEALTH}).devices
     except BackendError as error:
-        print(f"gpuguard: no lock files for GPUs yet, because {error}", file=sys.stderr)
+        print(_("gpuguard: no lock files for GPUs yet, because {error}").format(error=error), file=sys.stderr)
         return []
     return [device.uuid for device in devices if not device.uuid.startswith("unknown")]
 
@@ -174,7 +191,7 @@ def make_directory(path: str, uuids: list[str]) -> None:
     """Make the directory with a lock file for each device; harmless when it is there already."""
     root = os.geteuid() == 0
     modes = {path: 0o755, f"{path}/lock": 0o755, f"{path}/claims": 0o1777 if root else 0o755}
-    with fault_as(f"{path} cannot be made", "  Name another directory with --dir."):
+    with fault_as(_("{path} cannot be made").format(path=path), _("  Name another directory with --dir.")):
         for folder, mode in modes.items():
             if not os.path.lexists(folder):
                 os.mkdir(folder)
@@ -186,8 +203,8 @@ def _make_daemon_directory(path: str, name: str) -> None:
     """Make the directory of the daemon in *path*, or give the one that is there to *name*."""
     place = f"{path}/{NAME}"
     if (account := setup_service.account_of(name)) is None:
-        raise LockDirectoryError(f"there is no user {name}.  `sudo gpuguard setup` makes gpuguard.")
-    with fault_as(f"{place} cannot be made for {name}"):
+        raise LockDirectoryError(_("there is no user {name}.  `sudo gpuguard setup` makes gpuguard.").format(name=name))
+    with fault_as(_("{place} cannot be made for {name}").format(place=place, name=name)):
         if not os.path.lexists(place):
             os.mkdir(place, 0o700)
         # Through a descriptor: what is given away must be the directory itself.
@@ -240,7 +257,7 @@ def change_broker(path: str, user: str, *, brokered: bool) -> None:
     account = pwd.getpwnam(user)
     directory = lock_directory(path)
     directory = replace(directory, keeper=account.pw_uid if brokered else directory.keeper)
-    with fault_as(f"{directory.locks} cannot be changed", "  Run it again."):
+    with fault_as(_("{locks} cannot be changed").format(locks=directory.locks), _("  Run it again.")):
         with Gate(directory):
             if not brokered and _is_brokered(path):
                 # A share that the daemon gave holds its slot alone, which excludes no process that takes the device's
@@ -248,8 +265,10 @@ def change_broker(path: str, user: str, *, brokered: bool) -> None:
                 slots = grant_of(directory, [name for name in names_of(directory) if ".slot" in name])
                 if shared := sorted({name.partition(".slot")[0] for name in slots}):
                     raise LockDirectoryError(
-                        f"{len(shared)} devices are shared by claims that the daemon gave ({', '.join(shared)}): wait "
-                        "until these have ended (`gpuguard who` shows them), then run it again.  Nothing was changed."
+                        _(
+                            "{count} devices are shared by claims that the daemon gave ({devices}): wait until these "
+                            "have ended (`gpuguard who` shows them), then run it again.  Nothing was changed."
+                        ).format(count=len(shared), devices=", ".join(shared))
                     )
             for name in names_of(directory):
                 _change_file(directory, name, account, brokered=brokered)

@@ -26,6 +26,7 @@ from gpuguard.files import open_in_place, read_file, write_file
 from gpuguard.history.audit_log import MACHINE_EVENTS
 from gpuguard.history.queries import MACHINE_STATE
 from gpuguard.jsonio import loads
+from gpuguard.translation import N_, _
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,9 +41,9 @@ LIST = "/etc/gpuguard/installed.json"  # gpuguard 0.1 kept the SHA-256 of what i
 PACKAGED = ("/usr/lib/systemd/system", "/lib/systemd/system")  # where a package puts its units
 FSTAB = "/etc/fstab"
 BOOTED = "/run/systemd/system"  # there while systemd is the first process: sd_booted(3)
-UNBOUNDED = (
-    "{path}/claims lies on the file system of {path}, which any user can fill by writing there, until the next boot "
-    "(without systemd: until it is mounted by /etc/fstab)."
+UNBOUNDED = N_(
+    "{path}/claims lies on the file system of {path}, which any user can fill by writing there, "
+    "until the next boot (without systemd: until it is mounted by /etc/fstab)."
 )
 
 SYSUSERS_LINES = """\
@@ -52,11 +53,12 @@ u {name} - "gpuguard, the guard of the GPUs" - -
 _LARGEST = 2**20  # bytes: no file of ours has more
 _SEAL = "# Written by `gpuguard setup`.  The SHA-256 of what follows: "
 _PYTHON = "/usr/bin/python3"  # in the unit as it is packaged
-_SYSTEM_WIDE = "Install gpuguard for the system, for example into /opt/gpuguard, and call setup from there."
-_STARTED = """\
-The service runs, and only observes: `systemctl status gpuguard`, `gpuguard events --follow`.
-It judges by {policy}.  To switch it on, twice: see docs/daemon.md.
-Away again: {program} setup --remove"""
+_SYSTEM_WIDE = N_("Install gpuguard for the system, for example into /opt/gpuguard, and call setup from there.")
+_STARTED = N_(
+    "The service runs, and only observes: `systemctl status gpuguard`, `gpuguard events --follow`.\n"
+    "It judges by {policy}.  To switch it on, twice: see docs/daemon.md.\nAway again: {program} "
+    "setup --remove"
+)
 
 
 @contextmanager
@@ -70,19 +72,27 @@ def fault_as(text: str, advice: str = "") -> Iterator[None]:
 
 def fault_of(*command: str) -> str | None:
     """Run a program; returns why it failed, in its words."""
-    with fault_as(f"{command[0]} cannot be started"):
+    with fault_as(_("{command} cannot be started").format(command=command[0])):
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    return (" ".join(done.stderr.split()) or f"exit code {done.returncode}") if done.returncode else None
+    return (
+        (" ".join(done.stderr.split()) or _("exit code {returncode}").format(returncode=done.returncode))
+        if done.returncode
+        else None
+    )
 
 
 def systemctl(*words: str, advice: str = "") -> None:
     if reason := fault_of("systemctl", *words):
-        raise LockDirectoryError(f"`systemctl {' '.join(words)}` failed: {reason}  {advice}".rstrip())
+        raise LockDirectoryError(
+            _("`systemctl {words}` failed: {reason}  {advice}")
+            .format(words=" ".join(words), reason=reason, advice=advice)
+            .rstrip()
+        )
 
 
 def write(path: str, text: str) -> None:
     """Write a file of root's that everybody may read, sealed as ours."""
-    with fault_as(f"{path} cannot be written"):
+    with fault_as(_("{path} cannot be written").format(path=path)):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         write_file(path, _sealed(text.encode()))
 
@@ -126,7 +136,9 @@ def packaged(name: str) -> str:
                 return file.read()
         except FileNotFoundError:
             continue
-    raise GpuguardError(f"{name} is not installed with this package: take it from packaging/ of its sources.")
+    raise GpuguardError(
+        _("{name} is not installed with this package: take it from packaging/ of its sources.").format(name=name)
+    )
 
 
 def account_of(name: str) -> pwd.struct_passwd | None:
@@ -151,13 +163,17 @@ def make_user(name: str) -> None:
     if account is None:
         os.unlink(SYSUSERS)
         raise LockDirectoryError(
-            f"the user {name} cannot be made here: neither systemd-sysusers nor useradd does it.  Make it by hand, or "
-            "let the daemon run as root: `gpuguard setup --daemon-user root`."
+            _(
+                "the user {name} cannot be made here: neither systemd-sysusers nor useradd does it.  Make it by "
+                "hand, or let the daemon run as root: `gpuguard setup --daemon-user root`."
+            ).format(name=name)
         )
     if account.pw_uid >= uid_min() and name == USER:
         raise LockDirectoryError(
-            f"{name} is the account of a person here (uid {account.pw_uid}).  Name another user for the daemon with "
-            "--daemon-user, one with a uid of the system's."
+            _(
+                "{name} is the account of a person here (uid {pw_uid}).  Name another user for the daemon with "
+                "--daemon-user, one with a uid of the system's."
+            ).format(name=name, pw_uid=account.pw_uid)
         )
 
 
@@ -203,19 +219,23 @@ def _is_packaged(unit: str) -> str | None:
 def refuse_where_it_cannot_work(user: str) -> None:
     """Check everything that the service needs before anything is changed."""
     if os.geteuid() != 0:
-        raise LockDirectoryError("only root can install a service.  Run `sudo gpuguard setup --systemd`.")
+        raise LockDirectoryError(_("only root can install a service.  Run `sudo gpuguard setup --systemd`."))
     if not shutil.which("systemctl"):
-        raise LockDirectoryError("there is no systemd here.  Let what starts services here start `gpuguard daemon`.")
+        raise LockDirectoryError(_("there is no systemd here.  Let what starts services here start `gpuguard daemon`."))
     if path := _is_packaged(SERVICE):
-        raise LockDirectoryError(f"a package has installed {path}: run `sudo systemctl enable --now gpuguard`.")
+        raise LockDirectoryError(
+            _("a package has installed {path}: run `sudo systemctl enable --now gpuguard`.").format(path=path)
+        )
     package = os.path.dirname(os.path.dirname(__file__))
     if doubt := doubts_about(sys.executable) or open_to_others(sys.executable, package):
-        raise LockDirectoryError(f"{doubt}\nNothing was changed.")
+        raise LockDirectoryError(_("{doubt}\nNothing was changed.").format(doubt=doubt))
     ours = is_as_written(UNIT) or content_of(UNIT) == unit_for(user).encode()
     if os.path.lexists(UNIT) and not ours:
         raise LockDirectoryError(
-            f"{UNIT} is there, and it is not the one that would be installed.  Remove it (your own lines belong into "
-            "`systemctl edit gpuguard`), and run this again.  Nothing was changed."
+            _(
+                "{unit} is there, and it is not the one that would be installed.  Remove it (your own lines "
+                "belong into `systemctl edit gpuguard`), and run this again.  Nothing was changed."
+            ).format(unit=UNIT)
         )
 
 
@@ -229,12 +249,12 @@ def install_service(user: str) -> None:
     write(UNIT, unit_for(user))
     systemctl("enable", SERVICE)
     if not is_booted():
-        print("systemd does not run now: the service starts with the next boot.")
+        print(_("systemd does not run now: the service starts with the next boot."))
         return
     systemctl("daemon-reload")
-    systemctl("restart", SERVICE, advice="`journalctl -u gpuguard -n 20` says why.")
+    systemctl("restart", SERVICE, advice=_("`journalctl -u gpuguard -n 20` says why."))
     program = os.path.join(os.path.dirname(sys.executable), "gpuguard")
-    print(_STARTED.format(policy=POLICY, program=program if os.path.exists(program) else "gpuguard"))
+    print(_(_STARTED).format(policy=POLICY, program=program if os.path.exists(program) else "gpuguard"))
 
 
 def unit_for(user: str) -> str:
@@ -247,11 +267,13 @@ def doubts_about(executable: str) -> str | None:
     real = os.path.realpath(executable)
     if not any(path.startswith(("/home/", "/root/", "/run/user/")) for path in (executable, real)):
         return None
-    whole = executable if real == executable else f"{executable} (really {real})"
-    return (
-        f"{whole} lies in a home directory, which the service cannot see (ProtectHome=) and its owner could "
-        f"change.  {_SYSTEM_WIDE}"
+    whole = (
+        executable if real == executable else _("{executable} (really {real})").format(executable=executable, real=real)
     )
+    return _(
+        "{whole} lies in a home directory, which the service cannot see (ProtectHome=) and its owner "
+        "could change.  {system_wide}"
+    ).format(whole=whole, system_wide=_(_SYSTEM_WIDE))
 
 
 def open_to_others(*paths: str) -> str | None:
@@ -262,13 +284,13 @@ def open_to_others(*paths: str) -> str | None:
             try:
                 status = os.stat(path)
             except OSError as error:
-                return f"{path} cannot be looked at: {error.strerror}."
+                return _("{path} cannot be looked at: {strerror}.").format(path=path, strerror=error.strerror)
             sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
             if status.st_uid != 0 or (status.st_mode & 0o022 and not sticky):
-                return (
-                    f"{path} can be changed by others than root, and the service would run what they put there.  "
-                    f"{_SYSTEM_WIDE}"
-                )
+                return _(
+                    "{path} can be changed by others than root, and the service would run what they put there.  "
+                    "{system_wide}"
+                ).format(path=path, system_wide=_(_SYSTEM_WIDE))
             if path == "/":
                 break
             path = os.path.dirname(path)
@@ -285,27 +307,33 @@ def is_booted() -> bool:
 def remove(directory: str) -> int:
     """Remove it all, saying what; returns 1 where there was nothing."""
     if os.geteuid() != 0:
-        raise LockDirectoryError("only root can remove what root has installed.  Run `sudo gpuguard setup --remove`.")
+        raise LockDirectoryError(
+            _("only root can remove what root has installed.  Run `sudo gpuguard setup --remove`.")
+        )
     files = [path for path in (UNIT, MOUNT_UNIT, POLICY, SYSUSERS, TMPFILES) if os.path.lexists(path)]
     ours = [path for path in files if is_as_written(path)]
     sealed = [path for path in files if (content_of(path) or b"").startswith(_SEAL.encode())]
     changed = [path for path in files if path not in ours and (path in sealed or listed("files", path) is not None)]
     user = made_user()
     if not ours and not user and not os.path.lexists(directory):
-        print("Nothing is installed.")
+        print(_("Nothing is installed."))
         return 1
     has_systemd = shutil.which("systemctl") is not None
     if has_systemd and UNIT in ours:
         systemctl("disable", *(["--now"] if is_booted() else []), SERVICE)
-        print("The service is stopped.  Jobs and their claims go on.")
+        print(_("The service is stopped.  Jobs and their claims go on."))
     elif has_systemd and UNIT in files:
-        print(f"The service goes on: {UNIT} is not as setup wrote it.  `systemctl disable --now gpuguard` ends it.")
+        print(
+            _(
+                "The service goes on: {unit} is not as setup wrote it.  `systemctl disable --now gpuguard` ends it."
+            ).format(unit=UNIT)
+        )
     if has_systemd and MOUNT_UNIT in ours:
         systemctl("disable", MOUNT)
     for path in ours:
-        with fault_as(f"{path} cannot be removed"):
+        with fault_as(_("{path} cannot be removed").format(path=path)):
             os.unlink(path)
-        print(f"{path} is removed.")
+        print(_("{path} is removed.").format(path=path))
     if has_systemd and {UNIT, MOUNT_UNIT} & {*ours} and is_booted():
         systemctl("daemon-reload")
     clear(directory)
@@ -316,17 +344,17 @@ def remove(directory: str) -> int:
     with suppress(OSError):  # something is in it, which is not ours
         os.rmdir(os.path.dirname(POLICY))
     for path in changed:
-        print(f"{path} stays: it has been changed since it was installed.")
+        print(_("{path} stays: it has been changed since it was installed.").format(path=path))
     stay = [path for path in (os.path.dirname(MACHINE_EVENTS), MACHINE_STATE, f"{UNIT}.d") if os.path.lexists(path)]
     if stay:
-        print(f"What stays: {', '.join(stay)} (log, history, what you wrote yourself).")
+        print(_("What stays: {stay} (log, history, what you wrote yourself).").format(stay=", ".join(stay)))
     return 0
 
 
 def remove_directory(path: str) -> int:
     """Remove a directory of claims that --dir or GPUGUARD_DIR names, and nothing else; 1 where there is none."""
     if not os.path.lexists(path):
-        print(f"{path} does not exist: nothing was removed.")
+        print(_("{path} does not exist: nothing was removed.").format(path=path))
         return 1
     clear(path)
     return 0
@@ -339,20 +367,20 @@ def clear(path: str) -> None:
     lock_directory(path)  # or it is not what it should be, and nothing for us to remove
     held: list[int] = []
     try:
-        with fault_as(f"{path} cannot be removed"):
+        with fault_as(_("{path} cannot be removed").format(path=path)):
             if busy := lock_all(path, held):
-                print(f"{path} stays until the next boot: {busy}.")
+                print(_("{path} stays until the next boot: {busy}.").format(path=path, busy=busy))
                 return
             # With all locks in our hands no claim can be made; those who wait for one find then that its file is gone.
             if os.path.ismount(f"{path}/claims") and (reason := fault_of("umount", "--lazy", f"{path}/claims")):
-                raise LockDirectoryError(f"{path}/claims stays: {reason}.")
+                raise LockDirectoryError(_("{path}/claims stays: {reason}.").format(path=path, reason=reason))
             held.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
             _empty(held[-1])
             os.rmdir(path)
     finally:
         for descriptor in held:
             os.close(descriptor)
-    print(f"{path} is removed: there was no claim.")
+    print(_("{path} is removed: there was no claim.").format(path=path))
 
 
 def lock_all(path: str, held: list[int]) -> str | None:
@@ -369,11 +397,13 @@ def lock_all(path: str, held: list[int]) -> str | None:
                 descriptor = open_in_place(file)
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-                    return f"whether {file} is held cannot be seen ({error.strerror})"
+                    return _("whether {file} is held cannot be seen ({strerror})").format(
+                        file=file, strerror=error.strerror
+                    )
                 continue  # it is gone meanwhile
             held.append(descriptor)
             if not try_flock(descriptor) or not is_same_file(descriptor, file):
-                return f"{file} is held, by a claim, a request in the queue, or a daemon"
+                return _("{file} is held, by a claim, a request in the queue, or a daemon").format(file=file)
     return None
 
 
@@ -417,5 +447,9 @@ def _remove_user(name: str) -> None:
                 if os.lstat(path).st_uid == account.pw_uid:
                     os.lchown(path, 0, 0)
     program = shutil.which("userdel")
-    reason = fault_of(program, name) if program else "there is no userdel here."
-    print(f"The user {name} stays: {reason}" if reason else f"The user {name} is removed.")
+    reason = fault_of(program, name) if program else _("there is no userdel here.")
+    print(
+        _("The user {name} stays: {reason}").format(name=name, reason=reason)
+        if reason
+        else _("The user {name} is removed.").format(name=name)
+    )

@@ -34,6 +34,7 @@ from gpuguard.cli.setup import make_lock_files
 from gpuguard.clusters.visible_devices import is_restricted
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import HEALTH, Device
+from gpuguard.translation import _
 from gpuguard.units import format_bytes, format_count, parse_bytes, parse_celsius, parse_duration, parse_percent
 from gpuguard.views.text import json_text, picked
 
@@ -56,8 +57,10 @@ def _options(table: dict[str, Options], parser: argparse.ArgumentParser) -> None
 def _start(args: argparse.Namespace) -> int:
     if args.shared and os.geteuid() != 0:
         raise GpuguardError(
-            "only root can share a simulated node: others would trust neither devices nor locks in a directory of "
-            "yours.  Run it with sudo; without --shared the node is yours alone."
+            _(
+                "only root can share a simulated node: others would trust neither devices nor locks in a "
+                "directory of yours.  Run it with sudo; without --shared the node is yours alone."
+            )
         )
     unnamed = args.shared and not _spec(args) and not os.environ.get("GPUGUARD_SIM_DIR")
     directory = simulated.directory(SHARED) if unnamed else _directory(args)
@@ -67,26 +70,46 @@ def _start(args: argparse.Namespace) -> int:
     node, new = simulated_node.create(directory, lambda: made, replace=args.force)
     if not new:
         raise GpuguardError(
-            f"a simulated node ({node.spec}) runs in {directory} already: `gpuguard sim stop` ends it, --force "
-            "replaces it."
+            _(
+                "a simulated node ({spec}) runs in {directory} already: `gpuguard sim stop` ends it, --force "
+                "replaces it."
+            ).format(spec=node.spec, directory=directory)
         )
     backend = "simulated" if directory == simulated.directory("") else shlex.quote(f"simulated:{directory}")
-    print(f"SIMULATED node of {format_count(len(node.devices), 'device')} ({node.spec}) in {directory}")
+    print(
+        _("SIMULATED node of {count} ({spec}) in {directory}").format(
+            count=format_count(len(node.devices), "device"), spec=node.spec, directory=directory
+        )
+    )
     if args.shared:
         _share(directory)
-        print(f"It is for all users.  Each of them sees it after: export GPUGUARD_BACKEND={backend}")
-    print(f"Try: gpuguard run --backend {backend} -n 1 -- gpuguard sim use --memory 10GiB --for 30s")
+        print(
+            _("It is for all users.  Each of them sees it after: export GPUGUARD_BACKEND={backend}").format(
+                backend=backend
+            )
+        )
+    print(
+        _("Try: gpuguard run --backend {backend} -n 1 -- gpuguard sim use --memory 10GiB --for 30s").format(
+            backend=backend
+        )
+    )
     return 0
 
 
 def _check_reachable(directory: str) -> None:
     status = os.lstat(directory)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != 0:
-        raise GpuguardError(f"{directory} is not a directory of root's: name another one, as simulated:DIRECTORY.")
+        raise GpuguardError(
+            _("{directory} is not a directory of root's: name another one, as simulated:DIRECTORY.").format(
+                directory=directory
+            )
+        )
     path = os.path.dirname(directory)
     while path != "/":
         if not os.stat(path).st_mode & 0o001:
-            raise GpuguardError(f"other users cannot enter {path}: name another directory, as simulated:DIRECTORY.")
+            raise GpuguardError(
+                _("other users cannot enter {path}: name another directory, as simulated:DIRECTORY.").format(path=path)
+            )
         path = os.path.dirname(path)
 
 
@@ -104,7 +127,7 @@ def _use(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if args.device is None and not is_restricted(os.environ):
         raise InvalidRequest(
-            "say which devices: --device 0,1, or start this with `gpuguard run --backend simulated -- ...`."
+            _("say which devices: --device 0,1, or start this with `gpuguard run --backend simulated -- ...`.")
         )
     uuids = simulated.use(
         args.device,
@@ -119,12 +142,16 @@ def _use(args: argparse.Namespace) -> int:
         try:
             os.execvp(command[0], command)
         except FileNotFoundError:
-            raise InvalidRequest(f"there is no command {command[0]!r}: is it installed, and in PATH?") from None
+            raise InvalidRequest(
+                _("there is no command {command!r}: is it installed, and in PATH?").format(command=command[0])
+            ) from None
         except OSError as error:
-            raise InvalidRequest(f"{command[0]!r} cannot be run: {error.strerror}.") from None
-    until = f"for {args.lasting:g} s" if args.lasting is not None else "until Ctrl-C"
-    used = f"{format_bytes(args.memory)} on {format_count(len(uuids), 'device')}"
-    print(f"SIMULATED: pid {os.getpid()} uses {used} {until}.", flush=True)
+            raise InvalidRequest(
+                _("{command!r} cannot be run: {strerror}.").format(command=command[0], strerror=error.strerror)
+            ) from None
+    until = _("for {lasting:g} s").format(lasting=args.lasting) if args.lasting is not None else "until Ctrl-C"
+    used = _("{memory} on {count}").format(memory=format_bytes(args.memory), count=format_count(len(uuids), "device"))
+    print(_("SIMULATED: pid {pid} uses {used} {until}.").format(pid=os.getpid(), used=used, until=until), flush=True)
     time.sleep(args.lasting if args.lasting is not None else 10**8)
     return 0
 
@@ -135,9 +162,11 @@ def _set(args: argparse.Namespace) -> int:
     change = {name: _course(given[name], parse, args.over) for name, parse in courses.items() if name in given}
     change |= {name: given[name] for name in ("latency", "compute_mode") if name in given}
     if not change and args.release_delay is None:
-        raise InvalidRequest("nothing to set.  See `gpuguard sim set --help`.")
+        raise InvalidRequest(_("nothing to set.  See `gpuguard sim set --help`."))
     if change and not args.device:
-        raise InvalidRequest(f"say on which device: --device 0, or --device all ({', '.join(change)}).")
+        raise InvalidRequest(
+            _("say on which device: --device 0, or --device all ({change}).").format(change=", ".join(change))
+        )
 
     def set_it(state: SimulatedNode) -> SimulatedNode:
         state = simulated.advanced_now(state)
@@ -152,9 +181,11 @@ def _set(args: argparse.Namespace) -> int:
 def _course(text: str, parse: Callable[[str], float], over: float) -> WorkPattern | None:
     if text == "auto":
         return None
-    start, _, end = text.partition("..")
+    start, _dots, end = text.partition("..")
     if over and not end:
-        raise InvalidRequest(f"--over needs a start and an end: write '{text}' as A..B, for instance '40C..95C'.")
+        raise InvalidRequest(
+            _("--over needs a start and an end: write '{text}' as A..B, for instance '40C..95C'.").format(text=text)
+        )
     return WorkPattern(parse(start), parse(end or start), time.clock_gettime(time.CLOCK_BOOTTIME), over)
 
 
@@ -165,8 +196,12 @@ def _fault(args: argparse.Namespace) -> int:
         known = unknown if fault.startswith("na:") else [*FAULTS, "none"]
         if fault not in known:
             near = difflib.get_close_matches(fault, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join([*FAULTS, 'na:FIELD', 'none'])}."
-            raise InvalidRequest(f"there is no fault {fault!r}: {hint}")
+            hint = (
+                _("did you mean {near}?").format(near=near[0])
+                if near
+                else _("choose one of {commands}.").format(commands=", ".join([*FAULTS, "na:FIELD", "none"]))
+            )
+            raise InvalidRequest(_("there is no fault {fault!r}: {hint}").format(fault=fault, hint=hint))
 
     def fail(state: SimulatedNode) -> SimulatedNode:
         named = simulated_node.find(state, args.device)
@@ -201,7 +236,11 @@ def _show(args: argparse.Namespace) -> int:
         content["shared"] = state.shared
         print(json_text(content, indent=None))
         return 0
-    print(f"SIMULATED node {state.spec} in {directory}{', for all users' if state.shared else ''}")
+    print(
+        _("SIMULATED node {spec} in {directory}{remark}").format(
+            spec=state.spec, directory=directory, remark=_(", for all users") if state.shared else ""
+        )
+    )
     for row in rows:
         used, total = (format_bytes(row[f"memory_{name}_bytes"]) for name in ("used", "total"))
         odd = [*row["faults"], *(f"MIG {instance['mig_profile']}" for instance in row["instances"])]
@@ -243,15 +282,21 @@ def _facts(state: SimulatedNode, device: NodeDevice) -> dict[str, Any]:
 def _stop(args: argparse.Namespace) -> int:
     directory = _directory(args)
     was_there = simulated_node.remove(directory)
-    print(f"The simulated node in {directory} is gone." if was_there else f"No simulated node was in {directory}.")
+    print(
+        _("The simulated node in {directory} is gone.").format(directory=directory)
+        if was_there
+        else _("No simulated node was in {directory}.").format(directory=directory)
+    )
     return 0
 
 
 def _spec(args: argparse.Namespace) -> str:
     # GPUGUARD_BACKEND=nvml is no reason to refuse: `sim` can only mean the simulated node.
-    kind, _, spec = str(args.backend or os.environ.get("GPUGUARD_BACKEND", "")).partition(":")
+    kind, _colon, spec = str(args.backend or os.environ.get("GPUGUARD_BACKEND", "")).partition(":")
     if args.backend and kind != "simulated":
-        raise InvalidRequest(f"--backend {args.backend}: `sim` steers simulated or simulated:DIRECTORY.")
+        raise InvalidRequest(
+            _("--backend {backend}: `sim` steers simulated or simulated:DIRECTORY.").format(backend=args.backend)
+        )
     return spec if kind == "simulated" else ""
 
 

@@ -33,6 +33,7 @@ from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.jsonio import loads
 from gpuguard.ray import HOW_TO_INSTALL
 from gpuguard.sanitize import neutralise
+from gpuguard.translation import N_, _
 from gpuguard.views.text import put
 
 ENGINES = ("slurm", "ray")
@@ -97,17 +98,23 @@ def check(args: argparse.Namespace) -> None:
     """
     for name in DEVICE_OPTIONS:
         if getattr(args, name) is not None:
-            raise InvalidRequest(f"--{name}: {args.via} chooses the machine and its GPUs.  Drop it, or say --model.")
+            raise InvalidRequest(
+                _("--{name}: {via} chooses the machine and its GPUs.  Drop it, or say --model.").format(
+                    name=name, via=args.via
+                )
+            )
     if args.mine_as_free or args.strategy != "spread":
-        raise InvalidRequest(f"--mine-as-free and --strategy choose among GPUs, as {args.via} does: drop it.")
+        raise InvalidRequest(
+            _("--mine-as-free and --strategy choose among GPUs, as {via} does: drop it.").format(via=args.via)
+        )
     if (args.wait or args.no_wait) and not args.attach:
-        raise InvalidRequest("--wait and --no-wait are about staying until it starts: add --attach.")
+        raise InvalidRequest(_("--wait and --no-wait are about staying until it starts: add --attach."))
     try:
         os.getcwd()
     except OSError:
-        raise InvalidRequest("the directory in which the command should start is gone: go to another one.") from None
+        raise InvalidRequest(_("the directory in which the command should start is gone: go to another one.")) from None
     request_of(args)
-    _, time_limit, _ = durations_of(args)
+    _wait, time_limit, _grace = durations_of(args)
     limits_of(args, time_limit)
 
 
@@ -140,9 +147,11 @@ def inner_words(args: argparse.Namespace) -> list[str]:
 
 STOP_SECONDS = 30  # Ray's own 3 s are short for saving a state; so much has a job under Slurm
 
-_RAY_ADVICE = """\
-RAY_API_SERVER_ADDRESS=http://head:8265 or --with '--address http://head:8265' names its dashboard; RAY_AUTH_TOKEN,
-RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token its token.  `gpuguard submit --print ...` shows what it is asked for."""
+_RAY_ADVICE = N_(
+    "RAY_API_SERVER_ADDRESS=http://head:8265 or --with '--address http://head:8265' names its "
+    "dashboard; RAY_AUTH_TOKEN,\nRAY_AUTH_TOKEN_PATH or ~/.ray/auth_token its token.  `gpuguard "
+    "submit --print ...` shows what it is asked for."
+)
 
 
 def submit_to_ray(args: argparse.Namespace) -> int:
@@ -160,7 +169,7 @@ def submit_to_ray(args: argparse.Namespace) -> int:
     # That of PATH, as in the user's shell; in a virtual environment that is not activated, the one beside gpuguard.
     program = shutil.which("ray") or shutil.which("ray", path=os.path.dirname(sys.executable))
     if program is None:
-        raise InvalidRequest(f"Ray is not installed here: {HOW_TO_INSTALL}.")
+        raise InvalidRequest(_("Ray is not installed here: {how_to_install}.").format(how_to_install=HOW_TO_INSTALL))
     environment = dict(os.environ)
     has_token = bool({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environment.keys())
     if has_token or (Path.home() / ".ray" / "auth_token").exists():
@@ -169,27 +178,36 @@ def submit_to_ray(args: argparse.Namespace) -> int:
     words = [program, *ray_words(job, more, "--submission-id", name, *([] if args.attach else ["--no-wait"]))]
 
     if args.attach:
-        print_notice(f"Ray job {name}")
+        print_notice(_("Ray job {name}").format(name=name))
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL) as child:
             try:
                 return child.wait()
             except KeyboardInterrupt:
-                print_notice(f"asking Ray to end the job {name}.")
+                print_notice(_("asking Ray to end the job {name}.").format(name=name))
                 address = ["--address", more.address] if more.address else []
                 subprocess.run([program, "job", "stop", *address, name], env=environment, check=False)
                 return 128 + signal.SIGINT
 
-    end = f"`ray job stop {name}` ends it"
+    end = _("`ray job stop {name}` ends it").format(name=name)
     try:
         done = subprocess.run(words, env=environment, capture_output=True, text=True, errors="replace", check=False)
     except KeyboardInterrupt:
-        print_notice(f"Ray may have the job all the same: {end}.")
+        print_notice(_("Ray may have the job all the same: {end}.").format(end=end))
         raise
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise GpuguardError(f"Ray refuses: {lines[-1] if lines else f'exit code {done.returncode}'}\n{_RAY_ADVICE}")
-    return _queued(args, name, f"Ray job {name} is queued: `ray job logs {name}` shows its output, {end}.")
+        raise GpuguardError(
+            _("Ray refuses: {lines}\n{ray_advice}").format(
+                lines=lines[-1] if lines else _("exit code {code}").format(code=done.returncode),
+                ray_advice=_(_RAY_ADVICE),
+            )
+        )
+    return _queued(
+        args,
+        name,
+        _("Ray job {name} is queued: `ray job logs {name}` shows its output, {end}.").format(name=name, end=end),
+    )
 
 
 def engine_words(texts: list[str]) -> argparse.Namespace:
@@ -211,9 +229,13 @@ def engine_words(texts: list[str]) -> argparse.Namespace:
         if not isinstance(found.runtime_env_json.get("env_vars", {}), dict):
             raise ValueError("env_vars of --runtime-env-json is no JSON object")
     except (argparse.ArgumentError, ValueError) as fault:
-        raise InvalidRequest(f"--with: {str(fault).removeprefix('argument ')}.  Ray is given {known}.") from None
+        raise InvalidRequest(
+            _("--with: {fault}.  Ray is given {known}.").format(fault=str(fault).removeprefix("argument "), known=known)
+        ) from None
     if unknown:
-        raise InvalidRequest(f"--with: there is no word {unknown[0]} for Ray, only {known}.")
+        raise InvalidRequest(
+            _("--with: there is no word {unknown} for Ray, only {known}.").format(unknown=unknown[0], known=known)
+        )
     return found
 
 
@@ -223,7 +245,7 @@ def _number(text: str) -> float:
     except ValueError:
         found = -1.0
     if not 0 <= found < 2**63:  # nor is it NaN
-        raise argparse.ArgumentTypeError(f"{text!r} is no number")
+        raise argparse.ArgumentTypeError(_("{text!r} is no number").format(text=text))
     return found
 
 
@@ -233,7 +255,7 @@ def _json_object(text: str) -> dict[str, object]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, as in '{{\"a\": 1}}'")
+        raise argparse.ArgumentTypeError(_("{text!r} is no JSON object, as in '{{\"a\": 1}}'").format(text=text))
     return found
 
 
@@ -286,7 +308,7 @@ def ray_words(job: dict[str, object], more: argparse.Namespace, *further: str) -
 
 LATER_SECONDS = 90.0  # after the last signal of gpuguard's own escalation
 
-_SLURM_ADVICE = "Does `sinfo` answer here?  `gpuguard submit --print ...` shows what was asked of Slurm."
+_SLURM_ADVICE = N_("Does `sinfo` answer here?  `gpuguard submit --print ...` shows what was asked of Slurm.")
 
 
 def submit_to_slurm(args: argparse.Namespace) -> int:
@@ -301,8 +323,10 @@ def submit_to_slurm(args: argparse.Namespace) -> int:
         return 0
     if shutil.which(words[0]) is None:
         raise GpuguardError(
-            f"there is no {words[0]} here: install Slurm's commands (apt install slurm-client), or log in where they "
-            "are.  `gpuguard run` needs no Slurm."
+            _(
+                "there is no {words} here: install Slurm's commands (apt install slurm-client), or log in where "
+                "they are.  `gpuguard run` needs no Slurm."
+            ).format(words=words[0])
         )
     # With these srun ends where the job did not start, so that the codes are those of `gpuguard run`.
     own = {"SLURM_EXIT_ERROR": EXIT_RUN_FAILED, "SLURM_EXIT_IMMEDIATE": EXIT_NOT_NOW if args.no_wait else EXIT_TIMEOUT}
@@ -316,19 +340,25 @@ def submit_to_slurm(args: argparse.Namespace) -> int:
             words, env=environment, capture_output=True, text=True, errors="backslashreplace", check=False
         )
     except KeyboardInterrupt:
-        print_notice("the job may be queued all the same: `squeue --me` shows it.")
+        print_notice(_("the job may be queued all the same: `squeue --me` shows it."))
         raise
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"sbatch ended with {done.returncode}"])[-1]
-        raise GpuguardError(f"Slurm refuses: {re.sub('^sbatch: (error|fatal): ', '', why)}\n{_SLURM_ADVICE}")
+        raise GpuguardError(
+            _("Slurm refuses: {sub}\n{slurm_advice}").format(
+                sub=re.sub("^sbatch: (error|fatal): ", "", why), slurm_advice=_(_SLURM_ADVICE)
+            )
+        )
     # With a cluster behind it, and what a wrapper of the site's says before; people type it behind scancel.
     found = re.search(r"^([0-9]+)(;\S*)?\s*\Z", done.stdout, re.MULTILINE)
     if found is None:
-        raise GpuguardError("sbatch does not say a number, so the job may be queued or not: `squeue --me` shows it.")
+        raise GpuguardError(_("sbatch does not say a number, so the job may be queued or not: `squeue --me` shows it."))
     job = found[1]
     if not args.json:
         put(map(neutralise, done.stderr.strip().splitlines()), sys.stderr)
-    return _queued(args, job, f"Slurm job {job} is queued: `gpuguard queue` shows it, `scancel {job}` ends it.")
+    return _queued(
+        args, job, _("Slurm job {job} is queued: `gpuguard queue` shows it, `scancel {job}` ends it.").format(job=job)
+    )
 
 
 def command_line(args: argparse.Namespace) -> list[str]:
@@ -347,7 +377,9 @@ def command_line(args: argparse.Namespace) -> list[str]:
         try:
             words += shlex.split(more)
         except ValueError as fault:
-            raise InvalidRequest(f"--with: {more[:60]!r} cannot be split into words: {fault}.") from None
+            raise InvalidRequest(
+                _("--with: {more!r} cannot be split into words: {fault}.").format(more=more[:60], fault=fault)
+            ) from None
     # This very gpuguard, on another machine of the same kind.
     program = os.path.abspath(sys.argv[0])
     is_script = os.path.basename(program) == "gpuguard" and os.access(program, os.X_OK)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from gpuguard.sanitize import neutralise
+from gpuguard.translation import _
 from gpuguard.views.text import put, shorten
 
 if TYPE_CHECKING:
@@ -90,7 +91,9 @@ def fitting(lines: list[str], else_use: str) -> list[str]:
     room = max(2, (rows or 24) - 1)
     if len(lines) <= room:
         return lines
-    more = f"... {len(lines) - room + 1} more lines: enlarge the window, or {else_use}"
+    more = _("... {lines} more lines: enlarge the window, or {else_use}").format(
+        lines=len(lines) - room + 1, else_use=else_use
+    )
     return [*lines[: room - 1], shorten(more, columns or 80)]
 
 

@@ -31,6 +31,7 @@ from gpuguard.model import Snapshot
 from gpuguard.top.feed import SAMPLING_THREAD, SceneFeed
 from gpuguard.top.page import page, painted, title
 from gpuguard.top.scene import MODES, SORTS, History, Scene, ScreenLine, ScreenView
+from gpuguard.translation import _
 from gpuguard.units import parse_duration
 from gpuguard.views.text import put, style
 
@@ -70,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
         return fleet.top(args)
     every = options.quantity("--every", args.every or "1s", parse_duration)
     if every is None or every < 0.1:
-        raise InvalidRequest("--every needs at least 100ms between two samples.")
+        raise InvalidRequest(_("--every needs at least 100ms between two samples."))
     feed = SceneFeed(
         args.backend,
         lambda: options.backend_of(args),
@@ -109,7 +110,7 @@ def _view(args: argparse.Namespace, snapshot: Snapshot) -> ScreenView:
         visible = visible_devices(snapshot, os.environ)
         devices = devices & visible if devices else visible
         if not devices:
-            raise InvalidRequest("no GPU is visible: see $CUDA_VISIBLE_DEVICES and --device.")
+            raise InvalidRequest(_("no GPU is visible: see $CUDA_VISIBLE_DEVICES and --device."))
     encoding = (sys.stdout.encoding or "ascii").lower()
     return ScreenView(
         mode=args.mode,
@@ -150,7 +151,7 @@ def _plain(feed: SceneFeed, view: ScreenView, scene: Scene, every: float) -> Non
             columns, rows = terminal.size()
             room = max(3, (rows or 24) - 2)
             body = _lines(scene, history, view, columns, room)
-            hint = trouble or f"Ctrl-C leaves.  For keys, mouse and signals: {HINT}"
+            hint = trouble or _("Ctrl-C leaves.  For keys, mouse and signals: {hint}").format(hint=HINT)
             terminal.draw([*body[:room], *[""] * (room - len(body)), hint[:columns]])
             time.sleep(every)
             try:

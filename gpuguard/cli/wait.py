@@ -29,6 +29,7 @@ from gpuguard.cli.options import (
 )
 from gpuguard.cli.run import add_queue_options, alternatives_of, priority_of, wait_for_claim, wait_of
 from gpuguard.cli.terminal import print_notice
+from gpuguard.translation import _, ngettext
 from gpuguard.views.text import picked, put, put_json
 
 if TYPE_CHECKING:
@@ -80,7 +81,17 @@ def _notify(target: str | Target, names: str) -> None:
     from gpuguard.notify.templates import Message
 
     host = os.uname().nodename
-    text = f"gpuguard wait: GPU {names} of {host} would fit now.\nIt is not kept for you: `gpuguard run` claims it.\n"
-    sent, why = attempt(target, Message(f"GPU {names} of {host} {'are' if ',' in names else 'is'} free", text))
+    text = _(
+        "gpuguard wait: GPU {names} of {host} would fit now.\nIt is not kept for you: `gpuguard run` claims it.\n"
+    ).format(names=names, host=host)
+    sent, why = attempt(
+        target,
+        Message(
+            ngettext("GPU {names} of {host} is free", "GPU {names} of {host} are free", names.count(",") + 1).format(
+                names=names, host=host
+            ),
+            text,
+        ),
+    )
     if not sent:
-        print_notice(f"the message could not be sent: {why}.")
+        print_notice(_("the message could not be sent: {why}.").format(why=why))

@@ -27,6 +27,7 @@ from gpuguard.procfs import process_facts
 from gpuguard.request import resolve
 from gpuguard.sanitize import neutralise
 from gpuguard.source import SnapshotSource
+from gpuguard.translation import _
 from gpuguard.units import local_time, parse_duration
 from gpuguard.views import who
 from gpuguard.views.text import json_text, put, style
@@ -67,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
         return fleet.who(args)
     every = None if args.watch is None else options.quantity("--watch", args.watch, parse_duration)
     if every is not None and every < 0.1:
-        raise InvalidRequest("--watch needs at least 100ms between two looks.")
+        raise InvalidRequest(_("--watch needs at least 100ms between two looks."))
     with closing(options.snapshot_source(args, WHO_FIELDS if args.json else TEXT_FIELDS)) as source:
         if every is None:
             put(_lines(args, source))
@@ -151,7 +152,7 @@ def _watch(args: argparse.Namespace, source: SnapshotSource, every: float) -> No
     with terminal.screen(alternate=on_screen):
         while True:
             if on_screen:
-                terminal.draw(terminal.fitting(lines, "use --device or --user"))
+                terminal.draw(terminal.fitting(lines, _("use --device or --user")))
             else:
                 put(lines)
             time.sleep(every)

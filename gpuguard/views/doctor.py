@@ -6,7 +6,6 @@ so this file reads nothing.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +17,14 @@ from gpuguard.claims.disk_room import SCARCE, Room
 from gpuguard.clusters.visible_devices import ORDER_VARIABLE, PCI_ORDER
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.model import Device, Snapshot
-from gpuguard.sanitize import neutralise
+from gpuguard.sanitize import display_width, neutralise
+from gpuguard.translation import N_, _
 from gpuguard.units import format_count
-from gpuguard.views.text import Paint, table
+from gpuguard.views.text import Paint, table, wrapped
 
-OK, WARNING, FAULT = "ok", "warning", "fault"
+OK, WARNING, FAULT = N_("ok"), N_("warning"), N_("fault")
 _COLOURS = {OK: "green", WARNING: "yellow", FAULT: "bold red"}
-_SIMULATE = "To try gpuguard without a GPU: `gpuguard sim start`, then give every command `--backend simulated`."
+_SIMULATE = N_("To try gpuguard without a GPU: `gpuguard sim start`, then give every command `--backend simulated`.")
 
 
 @dataclass(frozen=True)
@@ -103,54 +103,75 @@ def _library(facts: DoctorFacts) -> Finding | None:
     if facts.simulated or facts.backend.startswith(("smi", "replay")):
         return None  # it is not needed
     if facts.library_error is None:
-        return OK, "libnvidia-ml.so.1 loads", None
+        return OK, _("libnvidia-ml.so.1 loads"), None
     if not facts.glibc:
-        found, _, advice = NEEDS_GLIBC.partition("\n")
+        found, _end, advice = NEEDS_GLIBC.partition("\n")
         return FAULT, found, advice
     if facts.device_nodes or facts.kernel_version:
-        inside = " with --gpus all (NVIDIA Container Toolkit)" if facts.container else ""
+        inside = _(" with --gpus all (NVIDIA Container Toolkit)") if facts.container else ""
         return (
             FAULT,
             facts.library_error,
-            f"Install the driver's user space of the same version, or start{inside} again.  "
-            "Until then `--backend smi` may work: it asks the program nvidia-smi.",
+            _(
+                "Install the driver's user space of the same version, or start{inside} again.  Until then "
+                "`--backend smi` may work: it asks the program nvidia-smi."
+            ).format(inside=inside),
         )
-    return FAULT, "libnvidia-ml.so.1 is not installed", None
+    return FAULT, _("libnvidia-ml.so.1 is not installed"), None
 
 
 def _driver(facts: DoctorFacts) -> Finding:
     if facts.error is None and facts.snapshot:
-        seconds = "" if facts.answer_seconds is None else f", answers in {facts.answer_seconds:.2f} s"
+        seconds = (
+            ""
+            if facts.answer_seconds is None
+            else _(", answers in {answer_seconds:.2f} s").format(answer_seconds=facts.answer_seconds)
+        )
         if facts.simulated:
-            return OK, "simulated node: no driver is needed", None
+            return OK, _("simulated node: no driver is needed"), None
         if facts.recorded:
-            return OK, "a file of another time: no driver is needed", None
-        return OK, f"driver {facts.snapshot.driver_version or 'of unknown version'}{seconds}", None
+            return OK, _("a file of another time: no driver is needed"), None
+        return (
+            OK,
+            _("driver {driver_version}{seconds}").format(
+                driver_version=facts.snapshot.driver_version or _("of unknown version"), seconds=seconds
+            ),
+            None,
+        )
     if isinstance(facts.error, DriverNotFound) and not facts.device_nodes and not facts.kernel_version:
         if facts.container and facts.glibc:
-            advice = f"Start the container with --gpus all (NVIDIA Container Toolkit).  {_SIMULATE}"
-            return FAULT, "this container sees no GPU", advice
-        return FAULT, "this machine has no NVIDIA driver, and perhaps no NVIDIA GPU", _SIMULATE
+            advice = _("Start the container with --gpus all (NVIDIA Container Toolkit).") + f"  {_(_SIMULATE)}"
+            return FAULT, _("this container sees no GPU"), advice
+        return FAULT, _("this machine has no NVIDIA driver, and perhaps no NVIDIA GPU"), _(_SIMULATE)
     hangs = isinstance(facts.error, DriverUnresponsive)
-    return FAULT, str(facts.error), "`sudo dmesg | grep -i -e nvrm -e xid` may say why." if hangs else None
+    return FAULT, str(facts.error), _("`sudo dmesg | grep -i -e nvrm -e xid` may say why.") if hangs else None
 
 
 def _versions(facts: DoctorFacts) -> Finding | None:
     if facts.simulated or facts.recorded:
         return None
     if isinstance(facts.error, DriverMismatch):
-        found = f"library {facts.error.library_version or '?'}, kernel module {facts.error.kernel_version or '?'}"
-        advice = (
-            "The driver was upgraded while it ran.  Reboot; or stop all GPU work and `systemctl stop gpuguard`; run "
-            "`sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia`."
+        found = _("library {library_version}, kernel module {kernel_version}").format(
+            library_version=facts.error.library_version or "?", kernel_version=facts.error.kernel_version or "?"
+        )
+        advice = _(
+            "The driver was upgraded while it ran.  Reboot; or stop all GPU work and `systemctl stop "
+            "gpuguard`; run `sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe "
+            "nvidia`."
         )
         return FAULT, found, advice
     library = facts.snapshot.driver_version if facts.snapshot else None
     if library is None or facts.kernel_version is None:
         return None
     if library != facts.kernel_version:
-        return WARNING, f"library {library}, kernel module {facts.kernel_version}", "Reboot when the machine is free."
-    return OK, f"library and kernel module are both {library}", None
+        return (
+            WARNING,
+            _("library {library}, kernel module {kernel_version}").format(
+                library=library, kernel_version=facts.kernel_version
+            ),
+            _("Reboot when the machine is free."),
+        )
+    return OK, _("library and kernel module are both {library}").format(library=library), None
 
 
 def _devices(facts: DoctorFacts) -> Finding | None:
@@ -158,16 +179,33 @@ def _devices(facts: DoctorFacts) -> Finding | None:
         return None
     whole = [device for device in facts.snapshot.devices if not device.parent_uuid]
     if not whole:
-        return FAULT, "the driver lists no device", "See `lspci | grep -i nvidia` and `dmesg | grep -i nvrm`."
-    ill = [f"GPU {device.index}: {', '.join(device.problems)}" for device in whole if device.problems]
+        return FAULT, _("the driver lists no device"), _("See `lspci | grep -i nvidia` and `dmesg | grep -i nvrm`.")
+    ill = [
+        _("GPU {index}: {problems}").format(index=device.index, problems=", ".join(device.problems))
+        for device in whole
+        if device.problems
+    ]
     if ill:
-        advice = (
-            "Jobs get the other devices.  See `dmesg | grep -i xid`.  Reboot; or `sudo nvidia-smi -r -i INDEX` once "
-            "no process has it open (`sudo fuser -v /dev/nvidia*`), so after `sudo systemctl stop gpuguard`."
+        advice = _(
+            "Jobs get the other devices.  See `dmesg | grep -i xid`.  Reboot; or `sudo nvidia-smi -r -i "
+            "INDEX` once no process has it open (`sudo fuser -v /dev/nvidia*`), so after `sudo systemctl "
+            "stop gpuguard`."
         )
-        return FAULT, f"{len(ill)} of {len(whole)} unhealthy: {'; '.join(ill)}", advice
+        return (
+            FAULT,
+            _("{count} of {whole} unhealthy: {problems}").format(
+                count=len(ill), whole=len(whole), problems="; ".join(ill)
+            ),
+            advice,
+        )
     instances = len(facts.snapshot.devices) - len(whole)
-    return OK, f"{len(whole)} healthy{f', and {instances} MIG instances' if instances else ''}", None
+    return (
+        OK,
+        _("{whole} healthy, and {instances} MIG instances").format(whole=len(whole), instances=instances)
+        if instances
+        else _("{whole} healthy").format(whole=len(whole)),
+        None,
+    )
 
 
 def _processes(facts: DoctorFacts) -> Finding | None:
@@ -176,17 +214,19 @@ def _processes(facts: DoctorFacts) -> Finding | None:
         return None
     silent = [device for device in devices if device.processes is None and not device.problems]
     if blind := [device for device in silent if device.memory_used is None]:
-        found = f"neither a process list nor the memory in use of GPU {_indices(blind)}: nothing says that it is free"
-        return FAULT, found, "No job gets such a GPU.  A newer driver may tell one of them."
+        found = _("neither a process list nor the memory in use of GPU {indices}: nothing says that it is free").format(
+            indices=_indices(blind)
+        )
+        return FAULT, found, _("No job gets such a GPU.  A newer driver may tell one of them.")
     if silent:
-        found = f"no process list of GPU {_indices(silent)}"
-        return WARNING, found, "gpuguard goes by memory in use instead: give it exact names with a newer driver."
+        found = _("no process list of GPU {indices}").format(indices=_indices(silent))
+        return WARNING, found, _("gpuguard goes by memory in use instead: give it exact names with a newer driver.")
     if odd := [device for device in devices if not device.processes_plausible]:
-        advice = "nvidia-ml-py and the driver may not fit together: `pip install -U nvidia-ml-py`."
+        advice = _("nvidia-ml-py and the driver may not fit together: `pip install -U nvidia-ml-py`.")
         if not facts.first_pid_namespace:
-            advice = "These are pids of the host.  Start the container with --pid=host to see whose they are."
-        return WARNING, f"the process list of GPU {_indices(odd)} makes no sense", advice
-    return OK, "the driver lists the processes of every device", None
+            advice = _("These are pids of the host.  Start the container with --pid=host to see whose they are.")
+        return WARNING, _("the process list of GPU {indices} makes no sense").format(indices=_indices(odd)), advice
+    return OK, _("the driver lists the processes of every device"), None
 
 
 def _persistence(facts: DoctorFacts) -> Finding | None:
@@ -195,11 +235,15 @@ def _persistence(facts: DoctorFacts) -> Finding | None:
     if facts.simulated or not modes or all(mode is None for mode in modes):
         return None
     if False in modes:
-        advice = (
-            "The first use of an idle device then takes seconds.  `sudo systemctl enable --now nvidia-persistenced` "
-            "changes that, and `sudo nvidia-smi -pm 1` until the next boot."
+        advice = _(
+            "The first use of an idle device then takes seconds.  `sudo systemctl enable --now "
+            "nvidia-persistenced` changes that, and `sudo nvidia-smi -pm 1` until the next boot."
         )
-        return WARNING, f"off on {modes.count(False)} of {len(modes)} devices", advice
+        return (
+            WARNING,
+            _("off on {count} of {modes} devices").format(count=modes.count(False), modes=len(modes)),
+            advice,
+        )
     return OK, "on", None
 
 
@@ -209,25 +253,43 @@ def _lock_directory(facts: DoctorFacts) -> Finding | None:
     if facts.lock_error:
         return FAULT, facts.lock_error, None
     if facts.lock_missing:
-        advice = "The first claim makes it.  If that is not the name you meant: it is that of --dir or GPUGUARD_DIR."
-        return WARNING, f"{facts.lock_path} is not there yet: nothing is claimed in it", advice
+        advice = _("The first claim makes it.  If that is not the name you meant: it is that of --dir or GPUGUARD_DIR.")
+        return (
+            WARNING,
+            _("{lock_path} is not there yet: nothing is claimed in it").format(lock_path=facts.lock_path),
+            advice,
+        )
     if facts.broker_error:
-        found = f"the daemon alone gives the locks in {facts.lock_path}, and gives none: {facts.broker_error}"
-        return FAULT, found, "`sudo systemctl restart gpuguard`; or `sudo gpuguard setup --no-broker`."
+        found = _("the daemon alone gives the locks in {lock_path}, and gives none: {broker_error}").format(
+            lock_path=facts.lock_path, broker_error=facts.broker_error
+        )
+        return FAULT, found, _("`sudo systemctl restart gpuguard`; or `sudo gpuguard setup --no-broker`.")
     if facts.keeper is not None:
-        return OK, f"{facts.lock_path}, root's; the daemon alone gives the locks, to all users", None
+        return (
+            OK,
+            _("{lock_path}, root's; the daemon alone gives the locks, to all users").format(lock_path=facts.lock_path),
+            None,
+        )
     if facts.lock_faults:
-        found = f"{format_count(len(facts.lock_faults), 'GPU')} cannot be claimed by you: {facts.lock_faults[0]}"
+        found = _("{count} cannot be claimed by you: {lock_faults}").format(
+            count=format_count(len(facts.lock_faults), "GPU"), lock_faults=facts.lock_faults[0]
+        )
         return FAULT, found, None
     if facts.simulated:
-        return OK, f"{facts.lock_path}, beside the simulated node", None
+        return OK, _("{lock_path}, beside the simulated node").format(lock_path=facts.lock_path), None
     if facts.lock_owner == 0:
-        return OK, f"{facts.lock_path}, root's, for all users", None
+        return OK, _("{lock_path}, root's, for all users").format(lock_path=facts.lock_path), None
     if facts.lock_owner is not None:
-        advice = "Who uses another directory does not see these claims: `sudo gpuguard setup` makes one for all users."
-        return WARNING, f"{facts.lock_path}, of uid {facts.lock_owner} alone", advice
-    advice = "Claims work.  `sudo gpuguard setup` makes /run/gpuguard, whose lock files only root could tamper with."
-    return WARNING, f"{facts.lock_path}, files of all users in a sticky directory", advice
+        advice = _(
+            "Who uses another directory does not see these claims: `sudo gpuguard setup` makes one for all users."
+        )
+        return (
+            WARNING,
+            _("{lock_path}, of uid {lock_owner} alone").format(lock_path=facts.lock_path, lock_owner=facts.lock_owner),
+            advice,
+        )
+    advice = _("Claims work.  `sudo gpuguard setup` makes /run/gpuguard, whose lock files only root could tamper with.")
+    return WARNING, _("{lock_path}, files of all users in a sticky directory").format(lock_path=facts.lock_path), advice
 
 
 def _room(facts: DoctorFacts) -> Finding | None:
@@ -235,36 +297,42 @@ def _room(facts: DoctorFacts) -> Finding | None:
     if room is None or facts.lock_owner != 0 or facts.lock_path != ADMIN_DIRECTORY or facts.simulated:
         return None
     if not room.own:
-        found = f"{room.path} lies on /run, which any user can fill by writing there"
-        on = ", on the host" if facts.container else ""
-        return WARNING, found, f"`sudo gpuguard setup`{on} gives it a file system of its own at the next boot."
-    found = f"{room.path}, a file system of its own: {room.in_words()}"
+        found = _("{path} lies on /run, which any user can fill by writing there").format(path=room.path)
+        on = _(", on the host") if facts.container else ""
+        return (
+            WARNING,
+            found,
+            _("`sudo gpuguard setup`{on} gives it a file system of its own at the next boot.").format(on=on),
+        )
+    found = _("{path}, a file system of its own: {in_words}").format(path=room.path, in_words=room.in_words())
     if room.used < SCARCE:
         return OK, found, None
     if room.who:
         uid = room.who.uid
-        advice = (
-            f"`sudo find {room.path} -xdev -mindepth 1 -user {uid} -delete` takes away what uid {uid} wrote: claims "
-            "hold without it, who waits gets a new place in the queue.  `sudo gpuguard deny` keeps that user from new "
-            "claims."
-        )
+        advice = _(
+            "`sudo find {path} -xdev -mindepth 1 -user {uid} -delete` takes away what uid {uid} wrote: "
+            "claims hold without it, who waits gets a new place in the queue.  `sudo gpuguard deny` keeps "
+            "that user from new claims."
+        ).format(path=room.path, uid=uid)
     else:
-        advice = f"`sudo ls -l {room.path}` shows whose files these are; `sudo lsof +L1`, those without a name."
+        advice = _("`sudo ls -l {path}` shows whose files these are; `sudo lsof +L1`, those without a name.").format(
+            path=room.path
+        )
     return (FAULT if room.used >= 1 else WARNING), found, advice
 
 
 def _daemon(facts: DoctorFacts) -> Finding | None:
     if facts.daemon_fault is None:
         return None
-    found = f"{facts.daemon_fault}: what the daemon writes there counts for nothing"
-    return FAULT, found, "Remove it, and run `sudo gpuguard setup` again."
+    found = _("{daemon_fault}: what the daemon writes there counts for nothing").format(daemon_fault=facts.daemon_fault)
+    return FAULT, found, _("Remove it, and run `sudo gpuguard setup` again.")
 
 
 def _audit_log(facts: DoctorFacts) -> Finding | None:
     if facts.full_log is None:
         return None
-    found = f"no room for the next line of {facts.full_log}: the file system is full"
-    advice = "The daemon signals no process until there is room: see `df -h`.  Then see `gpuguard events`."
+    found = _("no room for the next line of {full_log}: the file system is full").format(full_log=facts.full_log)
+    advice = _("The daemon signals no process until there is room: see `df -h`.  Then see `gpuguard events`.")
     return FAULT, found, advice
 
 
@@ -272,98 +340,114 @@ def _queue(facts: DoctorFacts) -> Finding | None:
     if facts.line_path is None:
         return None
     if not facts.line_faults:
-        return OK, f"as {facts.line_path} says", None
-    found = f"{format_count(len(facts.line_faults), 'fault')}, the first: {facts.line_faults[0]}"
-    return FAULT, found, f"None of {facts.line_path} counts until they are mended: the defaults hold."
+        return OK, _("as {line_path} says").format(line_path=facts.line_path), None
+    found = _("{count}, the first: {line_faults}").format(
+        count=format_count(len(facts.line_faults), "fault"), line_faults=facts.line_faults[0]
+    )
+    return (
+        FAULT,
+        found,
+        _("None of {line_path} counts until they are mended: the defaults hold.").format(line_path=facts.line_path),
+    )
 
 
 def _file_system(facts: DoctorFacts) -> Finding | None:
     if facts.lock_error or facts.file_system is None:
         return None
-    return OK, f"{facts.file_system}: locks are kept by this kernel", None
+    return OK, _("{file_system}: locks are kept by this kernel").format(file_system=facts.file_system), None
 
 
 def _pid_namespace(facts: DoctorFacts) -> Finding | None:
     if facts.first_pid_namespace is None:
         return None
     if facts.first_pid_namespace:
-        return OK, "the machine's own", None
-    advice = "The driver names the host's pids: `who` cannot say whose they are.  Start the container with --pid=host."
-    return WARNING, "of a container", advice
+        return OK, _("the machine's own"), None
+    advice = _(
+        "The driver names the host's pids: `who` cannot say whose they are.  Start the container with --pid=host."
+    )
+    return WARNING, _("of a container"), advice
 
 
 def _hidepid(facts: DoctorFacts) -> Finding | None:
     if facts.hidepid in (None, "", "0", "off"):
-        return OK, "/proc shows the processes of all users", None
+        return OK, _("/proc shows the processes of all users"), None
     if facts.uid == 0:
-        return OK, f"/proc is mounted with hidepid={facts.hidepid}, which does not concern root", None
-    advice = "Users and commands of others stay unknown to you.  Root sees them: `sudo gpuguard who`."
-    return WARNING, f"/proc is mounted with hidepid={facts.hidepid}", advice
+        return (
+            OK,
+            _("/proc is mounted with hidepid={hidepid}, which does not concern root").format(hidepid=facts.hidepid),
+            None,
+        )
+    advice = _("Users and commands of others stay unknown to you.  Root sees them: `sudo gpuguard who`.")
+    return WARNING, _("/proc is mounted with hidepid={hidepid}").format(hidepid=facts.hidepid), advice
 
 
 def _environment(facts: DoctorFacts) -> Finding:
     if facts.outer and facts.outer[0] == 0:
-        advice = "No GPU can be had in this shell.  Unset the variable, or ask the outer scheduler for GPUs."
+        advice = _("No GPU can be had in this shell.  Unset the variable, or ask the outer scheduler for GPUs.")
         return WARNING, facts.outer[1], advice
     if facts.environ.get(ORDER_VARIABLE) not in (None, PCI_ORDER):
-        advice = "`gpuguard run` sets PCI_BUS_ID for its jobs.  Elsewhere device 0 may be another than nvidia-smi's."
+        advice = _("`gpuguard run` sets PCI_BUS_ID for its jobs.  Elsewhere device 0 may be another than nvidia-smi's.")
         return WARNING, f"{ORDER_VARIABLE}={facts.environ[ORDER_VARIABLE]}", advice
     if facts.outer:
-        return WARNING, facts.outer[1], "gpuguard stays inside that.  Unset it to choose among all devices."
+        return WARNING, facts.outer[1], _("gpuguard stays inside that.  Unset it to choose among all devices.")
     names = ", ".join(f"{name}={value}" for name, value in facts.environ.items())
-    return OK, names or "no variable limits the devices", None
+    return OK, names or _("no variable limits the devices"), None
 
 
 def _container(facts: DoctorFacts) -> Finding | None:
     if facts.container is None or facts.simulated or facts.recorded:
         return None
     if (facts.lock_path or "").startswith("/run/gpuguard"):
-        return OK, f"{facts.container}, with the claims of the host", None
-    advice = (
-        "Claims made in here are not seen outside.  `sudo gpuguard setup` on the host, then start the container with "
-        "-v /run/gpuguard:/run/gpuguard."
+        return OK, _("{container}, with the claims of the host").format(container=facts.container), None
+    advice = _(
+        "Claims made in here are not seen outside.  `sudo gpuguard setup` on the host, then start the "
+        "container with -v /run/gpuguard:/run/gpuguard."
     )
-    return WARNING, f"{facts.container}, without the host's /run/gpuguard", advice
+    return WARNING, _("{container}, without the host's /run/gpuguard").format(container=facts.container), advice
 
 
 def _kernel(facts: DoctorFacts) -> Finding | None:
     if facts.protected_hardlinks == 0:
-        advice = "`sudo sysctl -w fs.protected_hardlinks=1`, and the same in /etc/sysctl.d."
-        return WARNING, "fs.protected_hardlinks=0: a link to a lock file keeps its device from everybody", advice
+        advice = _("`sudo sysctl -w fs.protected_hardlinks=1`, and the same in /etc/sysctl.d.")
+        return WARNING, _("fs.protected_hardlinks=0: a link to a lock file keeps its device from everybody"), advice
     if facts.protected_regular is None:
         return None
-    meaning = "lock files of others are opened, never created anew" if facts.protected_regular else "off"
+    meaning = _("lock files of others are opened, never created anew") if facts.protected_regular else _("off")
     return OK, f"fs.protected_regular={facts.protected_regular}: {meaning}", None
 
 
 def _versions_of_python(facts: DoctorFacts) -> Finding:
-    packages = ", ".join(f"{name} {version or 'missing'}" for name, version in facts.packages.items())
+    packages = ", ".join(f"{name} {version or _('missing')}" for name, version in facts.packages.items())
     found = f"Python {facts.python}, {packages}"
     missing = [name for name, version in facts.packages.items() if version is None]
     if missing and not facts.simulated:
-        return FAULT, found, f"`pip install {' '.join(missing)}` into the environment of gpuguard."
+        return (
+            FAULT,
+            found,
+            _("`pip install {missing}` into the environment of gpuguard.").format(missing=" ".join(missing)),
+        )
     return OK, found, None
 
 
 CHECKS: Mapping[str, Callable[[DoctorFacts], Finding | None]] = {
-    "library": _library,
-    "driver": _driver,
-    "versions": _versions,
-    "devices": _devices,
-    "processes": _processes,
-    "persistence mode": _persistence,
-    "lock directory": _lock_directory,
-    "room": _room,
-    "daemon": _daemon,
-    "audit log": _audit_log,
-    "queue": _queue,
-    "file system": _file_system,
-    "pid namespace": _pid_namespace,
-    "hidepid": _hidepid,
-    "environment": _environment,
-    "container": _container,
-    "kernel": _kernel,
-    "python": _versions_of_python,
+    N_("library"): _library,
+    N_("driver"): _driver,
+    N_("versions"): _versions,
+    N_("devices"): _devices,
+    N_("processes"): _processes,
+    N_("persistence mode"): _persistence,
+    N_("lock directory"): _lock_directory,
+    N_("room"): _room,
+    N_("daemon"): _daemon,
+    N_("audit log"): _audit_log,
+    N_("queue"): _queue,
+    N_("file system"): _file_system,
+    N_("pid namespace"): _pid_namespace,
+    N_("hidepid"): _hidepid,
+    N_("environment"): _environment,
+    N_("container"): _container,
+    N_("kernel"): _kernel,
+    N_("python"): _versions_of_python,
 }
 
 
@@ -371,18 +455,23 @@ def to_text(
     facts: DoctorFacts, found: Sequence[Check], *, width: int | None = None, paint: Paint = lambda text, _: text
 ) -> list[str]:
     """A line per check, what to do behind an arrow below it, and the sum of it all."""
-    kind = "SIMULATED node on " if facts.simulated else ""
-    lines = [paint(neutralise(f"{kind}{facts.host}, backend {facts.backend}"), "bold")]
-    heads = table([[check.status, check.name, ""] for check in found])
-    margin = max(len(check.name) for check in found) + max(len(check.status) for check in found) + 4
+    kind = _("SIMULATED node on ") if facts.simulated else ""
+    lines = [
+        paint(
+            neutralise(_("{kind}{host}, backend {backend}").format(kind=kind, host=facts.host, backend=facts.backend)),
+            "bold",
+        )
+    ]
+    heads = table([[_(check.status), _(check.name), ""] for check in found])
+    margin = max(map(display_width, heads)) + 2
     for check, head in zip(found, heads, strict=True):
         text = [*_wrapped(check.found, width, margin), *_wrapped(check.advice, width, margin, "-> ")]
-        first = head.ljust(margin) + text[0]
-        lines.append(paint(check.status, _COLOURS[check.status]) + first[len(check.status) :])
+        first = head + " " * (margin - display_width(head)) + text[0]
+        lines.append(paint(_(check.status), _COLOURS[check.status]) + first[len(_(check.status)) :])
         lines += [" " * margin + line for line in text[1:]]
     counts = [(sum(check.status == status for check in found), status) for status in (FAULT, WARNING)]
     told = [format_count(count, status) for count, status in counts if count]
-    return [*lines, "", f"{' and '.join(told)}." if told else "Everything is fine."]
+    return [*lines, "", _("{faults}.").format(faults=_(" and ").join(told)) if told else _("Everything is fine.")]
 
 
 def to_json(facts: DoctorFacts, found: Sequence[Check]) -> dict[str, Any]:
@@ -397,10 +486,11 @@ def to_json(facts: DoctorFacts, found: Sequence[Check]) -> dict[str, Any]:
 
 
 def _wrapped(text: str | None, width: int | None, margin: int, arrow: str = "") -> list[str]:
-    paragraph = arrow + neutralise(" ".join(text.split())) if text else ""
-    if width is None or not text:
-        return [paragraph] if text else []
-    return textwrap.wrap(paragraph, max(20, width - margin), subsequent_indent=" " * len(arrow), break_on_hyphens=False)
+    if not text:
+        return []
+    paragraph = neutralise(" ".join(text.split()))
+    first, *more = [paragraph] if width is None else wrapped(paragraph, max(20, width - margin) - len(arrow))
+    return [arrow + first, *(" " * len(arrow) + line for line in more)]
 
 
 def _indices(devices: Sequence[Device]) -> str:

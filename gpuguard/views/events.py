@@ -11,7 +11,8 @@ from typing import Any
 
 from gpuguard.history.audit_log import Line, devices_of, facts_of, is_number
 from gpuguard.notify.templates import deed_text
-from gpuguard.sanitize import neutralise
+from gpuguard.sanitize import display_width, neutralise
+from gpuguard.translation import N_, _
 from gpuguard.units import format_bytes, format_duration, local_time
 from gpuguard.users import user_name
 from gpuguard.views.text import table
@@ -19,9 +20,29 @@ from gpuguard.views.text import table
 MOST_DEEDS = 5  # that `who` shows a user
 # By these the guard knows its actions again after a restart; people know them by user, pid and policy.
 _FOR_THE_GUARD = frozenset({"start_time_seconds", "signature", "clock_seconds", "boot"})
-_HEADERS = ("TIME", "EVENT", "GPU", "USER", "NOTE")
+_HEADERS = (N_("TIME"), N_("EVENT"), "GPU", N_("USER"), N_("NOTE"))
 _LEAST = (14, 16, 5, 8, 0)  # columns, so that what comes later stands under what was there (--follow)
 _OUTCOMES = {"settled": "ended"}  # of the JSON, in words for people
+# The words of the log that have another name in other languages: kinds and outcomes of events, and names of facts.
+WORDS = (
+    N_("claim"), N_("claim lost"), N_("release"), N_("log"), N_("warn"), N_("notify"), N_("checkpoint"),
+    N_("terminate"), N_("kill"), N_("pause"), N_("resume"), N_("renice"), N_("deny"), N_("quarantine"),
+    N_("cancel"), N_("run_hook"), N_("keep"), N_("reserve"), N_("queue"), N_("policy"), N_("daemon"),
+    N_("watchdog"), N_("note"), N_("slurm"), N_("ended"), N_("started"), N_("stopped"), N_("sent"), N_("dry run"),
+    N_("refused"), N_("failed"), N_("about to"), N_("not done"), N_("done"), N_("gone"), N_("not permitted"),
+    N_("not recorded"), N_("unkillable"), N_("written"), N_("no terminal"), N_("given up"), N_("in force"),
+    N_("kept"), N_("denied"), N_("quarantined"), N_("released"), N_("left to its processes"),
+    N_("memory did not settle"), N_("driver unreachable"), N_("driver unresponsive"), N_("watching again"),
+    N_("interrupted"), N_("adopted"), N_("handed over"), N_("job goes on"), N_("hidden"), N_("slurm job"),
+    N_("made"), N_("cancelled"), N_("over"), N_("writable again"), N_("not set aside"), N_("past unknown"),
+    N_("will fail"), N_("not tended"), N_("request set back"), N_("user set back"), N_("cleared"), N_("cooldown"),
+    N_("breaker"), N_("nobody"), N_("gap"), N_("resampling"), N_("left out"), N_("hours"), N_("load"),
+    N_("the terminal belongs to another user"), N_("the terminal takes no messages"),
+    N_("the terminal does not read"), N_("pid"), N_("by"), N_("rule"), N_("step"), N_("exit_status"),
+    N_("wall_time"), N_("peak_memory"), N_("mean_utilization"), N_("energy"), N_("until"), N_("container"),
+    N_("target"), N_("users"), N_("count"), N_("retry_after"), N_("num_gpus"), N_("begins"), N_("ends"),
+    N_("harm_action"), N_("harm"), N_("path"), N_("slurm_job"), N_("ticket"), N_("lines"), N_("waited"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,7 +106,10 @@ def to_table(lines: Sequence[Line], labels: Mapping[str, str], *, headers: bool 
     *labels*: numbers of the devices by uuid; of one without a number the beginning of its uuid is shown.
     """
     rows = [_row(line, labels) for line in lines]
-    padded = [[cell.ljust(least) for cell, least in zip(row, _LEAST, strict=True)] for row in (_HEADERS, *rows)]
+    padded = [
+        [cell + " " * (least - display_width(cell)) for cell, least in zip(row, _LEAST, strict=True)]
+        for row in (list(map(_, _HEADERS)), *rows)
+    ]
     return table(padded[0 if headers else 1 :]) if rows else []
 
 
@@ -93,11 +117,11 @@ def _row(line: Line, labels: Mapping[str, str]) -> list[str]:
     outcome = str(line.get("outcome", "n/a"))
     told = []
     for name, value in _facts_shown(line):
-        what, _, text = _fact_text(name, value).partition("=")
-        told.append(f"{what.replace('_', ' ')} {text}")
+        what, _equals, text = _fact_text(name, value).partition("=")
+        told.append(f"{_(what).replace('_', ' ')} {text}")
     cells = [
         _moment(line["time_unix_seconds"]),
-        f"{line.get('kind', 'n/a')} {_OUTCOMES.get(outcome, outcome)}",
+        f"{_(str(line.get('kind', 'n/a')))} {_(_OUTCOMES.get(outcome, outcome))}",
         ",".join(_devices_shown(line, labels)),
         str(line.get("user") or ""),
         "; ".join(filter(None, [str(line.get("message") or ""), ", ".join(told)])),
@@ -141,7 +165,7 @@ def _facts_shown(line: Line) -> Iterator[tuple[str, object]]:
 def deeds(events: Iterable[Line]) -> list[str]:
     """The newest lines on what policies did to a user, under a heading; [] for nothing."""
     texts = [f"  {_moment(line['time_unix_seconds'])}  {text}" for line in events if (text := deed_text(line))]
-    return ["what policies did to you within the hour:", *texts[-MOST_DEEDS:]] if texts else []
+    return [_("what policies did to you within the hour:"), *texts[-MOST_DEEDS:]] if texts else []
 
 
 def _fact_text(name: str, value: object) -> str:

@@ -14,6 +14,7 @@ from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS, Request, spelled
 from gpuguard.sanitize import neutralise
 from gpuguard.select import Choice, instances_note, not_enough
+from gpuguard.translation import _
 from gpuguard.units import format_bytes, format_count
 from gpuguard.views.text import Paint, picked, table
 from gpuguard.views.who import share_left
@@ -43,12 +44,12 @@ def to_text(
         limits: what an outer scheduler or CUDA_VISIBLE_DEVICES allows, "" for no limit.
         start: (whether it could start now, its place in the queue in words); None where no request waits.
     """
-    simulated = "  SIMULATED" * snapshot.simulated
+    simulated = _("  SIMULATED") * snapshot.simulated
     rows = [row for device in _all(choice) for row in _rows(device, choice)]
-    colours = {"ELIGIBLE": "green", "REFUSED": "red", "CHOSEN": "bold green"}
+    colours = {_("ELIGIBLE"): "green", _("REFUSED"): "red", _("CHOSEN"): "bold green"}
     lines = [f"{neutralise(snapshot.host)}{simulated}: gpuguard run {spelled(request)}"]
-    lines += [neutralise(f"limit: {limits}")] if limits else []
-    lines += table(rows, paint=lambda cell, _: paint(cell, colours.get(cell.strip(), "")))
+    lines += [neutralise(_("limit: {limits}").format(limits=limits))] if limits else []
+    lines += table(rows, paint=lambda cell, _column: paint(cell, colours.get(cell.strip(), "")))
     return [*lines, *_verdict(snapshot, request, choice, start)]
 
 
@@ -89,17 +90,25 @@ def _sharing(device: Device, choice: Choice) -> Sharing:
 def _rows(device: Device, choice: Choice) -> list[list[str]]:
     reasons = [neutralise(reason.text) for reason in _reasons(device, choice)]
     if reasons:
-        return [[device_title(device), "REFUSED", reasons[0]], *(["", "", more] for more in reasons[1:])]
-    facts = [f"choice {choice.eligible.index(device) + 1}"]
-    facts += [f"{format_bytes(device.memory_free)} free" if device.memory_free is not None else "free memory unknown"]
+        return [[device_title(device), _("REFUSED"), reasons[0]], *(["", "", more] for more in reasons[1:])]
+    facts = [_("choice {number}").format(number=choice.eligible.index(device) + 1)]
+    facts += [
+        _("{memory_free} free").format(memory_free=format_bytes(device.memory_free))
+        if device.memory_free is not None
+        else _("free memory unknown")
+    ]
     sharing = _sharing(device, choice)
     if sharing.count:
         left = format_bytes(share_left(device, sharing))
         slots = format_count(slots_left(sharing, SLOTS), "slot")
-        facts.append(f"shared by {shared_by(sharing)}: {left} and {slots} left")
-    facts += ["its list of processes is unknown: judged by memory alone"] if device.processes is None else []
+        facts.append(
+            _("shared by {shared_by}: {left} and {slots} left").format(
+                shared_by=shared_by(sharing), left=left, slots=slots
+            )
+        )
+    facts += [_("its list of processes is unknown: judged by memory alone")] if device.processes is None else []
     facts += [why] if (why := _passed_over(device, choice)) else []
-    return [[device_title(device), "CHOSEN" if device in choice.devices else "ELIGIBLE", ", ".join(facts)]]
+    return [[device_title(device), _("CHOSEN") if device in choice.devices else _("ELIGIBLE"), ", ".join(facts)]]
 
 
 def _passed_over(device: Device, choice: Choice) -> str | None:
@@ -109,23 +118,29 @@ def _passed_over(device: Device, choice: Choice) -> str | None:
     if choice.eligible.index(device) > max(map(choice.eligible.index, choice.devices)):
         return None
     if bool(device.parent_uuid) is not bool(choice.devices[0].parent_uuid):
-        return "not chosen: one job cannot use both whole GPUs and MIG instances"
-    return "not chosen: the others are closer to each other (nvidia-smi topo -m)"
+        return _("not chosen: one job cannot use both whole GPUs and MIG instances")
+    return _("not chosen: the others are closer to each other (nvidia-smi topo -m)")
 
 
 def _verdict(snapshot: Snapshot, request: Request, choice: Choice, start: tuple[bool, str] | None) -> list[str]:
     what = outcome(snapshot, request, choice)
-    position = [f"It would be {neutralise(start[1])}."] if start else []
+    position = [_("It would be {start}.").format(start=neutralise(start[1]))] if start else []
     names = ", ".join(device_title(device) for device in choice.devices)
     if what == START and start and not start[0]:
-        return [f"It would wait although {names} could be had: others wait before it.", *position]
+        return [_("It would wait although {names} could be had: others wait before it.").format(names=names), *position]
     if what == START:
         note = instances_note(choice.devices, request)
-        return [f"It would start at once on {names}.", *([f"Note: {note}"] if note else [])]
+        return [
+            _("It would start at once on {names}.").format(names=names),
+            *([_("Note: {note}").format(note=note)] if note else []),
+        ]
     first, *rest = str(not_enough(snapshot, request, choice)).splitlines()
     if what == WAIT:
-        return [f"It would wait: {first}", *position]
-    return [f"It can never start: {first}", *(line for line in rest if line.startswith(("Ask", "Drop")))]
+        return [_("It would wait: {first}").format(first=first), *position]
+    return [
+        _("It can never start: {first}").format(first=first),
+        *(line for line in rest if line.startswith(("Ask", "Drop"))),
+    ]
 
 
 def _all(choice: Choice) -> list[Device]:

@@ -17,6 +17,7 @@ from gpuguard import device_state
 from gpuguard.device_state import UserTotal
 from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply, HostUser
 from gpuguard.sanitize import neutral_command
+from gpuguard.translation import _
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import sparkline
 from gpuguard.views.text import Paint, picked, shorten, table
@@ -58,7 +59,7 @@ def in_words(counted: Iterable[FleetSums]) -> str:
     """``"8 GPUs: 3 free, 5 in use; 2 wait"``, of all of *counted* together."""
     hosts = list(counted)
     states, waiting = sum((host.states for host in hosts), Counter()), sum(host.waiting for host in hosts)
-    parts = [f"{states[state]} {LABELS[state][0]}" for state in LABELS if states[state]]
+    parts = [f"{states[state]} {_(LABELS[state][0])}" for state in LABELS if states[state]]
     words = format_count(states.total(), "GPU") + (f": {', '.join(parts)}" if parts else "")
     return words + (f"; {waiting} wait{'s' * (waiting == 1)}" if waiting else "")
 

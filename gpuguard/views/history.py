@@ -16,6 +16,7 @@ from typing import Any
 
 from gpuguard.history.queries import Point, SeenDevice, Watch
 from gpuguard.sanitize import neutralise
+from gpuguard.translation import N_, _
 from gpuguard.units import format_duration, local_time
 from gpuguard.views.charts import bucketed, plot, scale_of
 from gpuguard.views.text import Paint, picked, shorten
@@ -39,9 +40,9 @@ class Metric:
 
 METRICS = {
     "utilization": Metric("utilization_percent", 1.0, "utilization_percent", "utilization", "%", highest=100.0),
-    "memory": Metric("memory_used_mib", 2.0**20, "memory_used_bytes", "memory used", "GiB", shown=2.0**-30),
+    "memory": Metric("memory_used_mib", 2.0**20, "memory_used_bytes", N_("memory used"), "GiB", shown=2.0**-30),
     "temperature": Metric("temperature_celsius", 1.0, "temperature_celsius", "temperature", "°C", lowest=20.0),
-    "power": Metric("power_draw_watts", 1.0, "power_draw_watts", "power draw", "W"),
+    "power": Metric("power_draw_watts", 1.0, "power_draw_watts", N_("power draw"), "W"),
     "claimed": Metric("claimed_percent", 1.0, "claimed_percent", "claimed", "%", highest=100.0),
 }
 
@@ -68,7 +69,7 @@ def to_text(
     """
     columns = max(30, width or PLAIN_COLUMNS)
     lines = [
-        paint(shorten(f"{metric.title}, {format_span(watch.begin, watch.end)} {zone(watch.end)}", columns), "bold"),
+        paint(shorten(f"{_(metric.title)}, {format_span(watch.begin, watch.end)} {zone(watch.end)}", columns), "bold"),
         *remarks(watch, columns),
     ]
     unit = "C" if ascii_only and metric.unit == "°C" else metric.unit
@@ -91,17 +92,25 @@ def remarks(watch: Watch, width: int | None) -> list[str]:
     """What is not known of that time, in sentences; none if everything is."""
     span = max(watch.end - watch.begin, 1e-9)
     if watch.store_begins is None:
-        return ["The daemon has written nothing down yet."]
+        return [_("The daemon has written nothing down yet.")]
     if watch.end <= watch.begin:
-        return [f"No slot of the record begins in so short a time: they are {watch.width} s wide."]
+        return [
+            _("No slot of the record begins in so short a time: they are {width} s wide.").format(width=watch.width)
+        ]
     sentences = []
     if watch.store_begins >= watch.begin + watch.width:
-        sentences.append(f"The record begins {local_time(watch.store_begins)}: nothing is known of the time before.")
+        sentences.append(
+            _("The record begins {store_begins}: nothing is known of the time before.").format(
+                store_begins=local_time(watch.store_begins)
+            )
+        )
     if watch.seen < span * 0.995 - 2 * watch.width:
         share = min(99, math.floor(100 * watch.seen / span))
-        part = f"{share} %" if share or not watch.seen else "less than 1 %"
+        part = f"{share} %" if share or not watch.seen else _("less than 1 %")
         seen = format_duration(watch.seen)
-        sentences.append(f"The daemon saw {part} of this time ({seen}); of the rest nothing is known.")
+        sentences.append(
+            _("The daemon saw {part} of this time ({seen}); of the rest nothing is known.").format(part=part, seen=seen)
+        )
     if width is None:
         return sentences
     return [line for sentence in sentences for line in textwrap.wrap(sentence, max(20, width))]
@@ -115,17 +124,19 @@ def zone(moment: float) -> str:
 
 def format_span(begin: float, end: float) -> str:
     """``"2026-11-20 08:00 to 2026-11-21 08:00"`` of two unix times."""
-    return f"{local_time(begin)} to {local_time(end)}"
+    return _("{begin} to {end}").format(begin=local_time(begin), end=local_time(end))
 
 
 def _summary(points: Sequence[Point], metric: Metric, unit: str) -> str:
     known = sum(point.known for point in points if point.mean is not None)
     if not known:
-        return "nothing is known of it in this time"
+        return _("nothing is known of it in this time")
     factor = metric.factor * metric.shown
     mean = sum((point.mean or 0.0) * point.known for point in points if point.mean is not None) / known * factor
     peaks = [point.highest for point in points if point.highest is not None]
-    return f"mean {mean:.3g} {unit}" + (f", highest {max(peaks) * factor:.3g} {unit}" if peaks else "")
+    return _("mean {mean:.3g} {unit}").format(mean=mean, unit=unit) + (
+        _(", highest {highest:.3g} {unit}").format(highest=max(peaks) * factor, unit=unit) if peaks else ""
+    )
 
 
 def to_json(metric: Metric, courses: Sequence[DeviceHistory], watch: Watch) -> dict[str, Any]:

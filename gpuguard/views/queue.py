@@ -17,8 +17,9 @@ from gpuguard.queue.settings import QueueSettings
 from gpuguard.queue.state import QueueState
 from gpuguard.request import spelled
 from gpuguard.sanitize import display_width, neutral_command, neutralise
+from gpuguard.translation import _
 from gpuguard.units import format_count, format_duration, local_time
-from gpuguard.views.text import Paint, picked, shorten, table
+from gpuguard.views.text import Paint, picked, shorten, table, wrapped
 
 
 def slurm_text(
@@ -26,12 +27,14 @@ def slurm_text(
 ) -> list[str]:
     """A table of *jobs*, or why it cannot be shown."""
     if isinstance(jobs, str):
-        return [f"Slurm does not say who waits there: {neutralise(jobs)}"]
+        return [_("Slurm does not say who waits there: {jobs}").format(jobs=neutralise(jobs))]
     waiting = sum(job.state == "PENDING" for job in jobs)
-    title = f"Slurm: {len(jobs) - waiting or 'no'} jobs with GPUs, {waiting or 'none'} waiting"
+    title = _("Slurm: {running} jobs with GPUs, {waiting} waiting").format(
+        running=len(jobs) - waiting or _("no"), waiting=waiting or _("none")
+    )
     lines = [paint(shorten(title, width), "bold")]
     rows = [_slurm_row(job, now) for job in jobs]
-    heads = ["JOB", "USER", "GPUS", "SINCE", "STATE", "NAME"]
+    heads = [_("JOB"), _("USER"), _("GPUS"), _("SINCE"), _("STATE"), _("NAME")]
     return lines + (table(rows, heads, align="<<>><<", width=width) if rows else [])
 
 
@@ -39,8 +42,8 @@ def _slurm_row(job: Queued, now: float) -> list[str]:
     pending = job.state == "PENDING"
     since = job.submitted if pending else job.start
     ago = "" if since is None else format_duration(round(max(0.0, now - since)))
-    state = f"waits: {job.reason}" if pending and job.reason else job.state.lower()
-    where = f"{state} on {job.nodes}" if job.nodes and not pending else state
+    state = _("waits: {reason}").format(reason=job.reason) if pending and job.reason else job.state.lower()
+    where = _("{state} on {nodes}").format(state=state, nodes=job.nodes) if job.nodes and not pending else state
     return [neutralise(job.job), neutralise(job.user), str(job.gpus), ago, neutralise(where), neutralise(job.name)]
 
 
@@ -67,11 +70,20 @@ def reservations_text(reserved: ReservationCalendar, *, width: int | None = None
         note = f'"{neutralise(reservation.note)}"  ' if reservation.note else ""
         cells = neutralise(reservation.user), str(reservation.num_gpus), *times, neutralise(reservation.id)
         rows.append([*cells, note + neutralise(state(status, now))])
-    heads = ["RESERVED FOR", "GPUS", "FROM", "UNTIL", "ID", "NOW"]
+    heads = [_("RESERVED FOR"), _("GPUS"), _("FROM"), _("UNTIL"), "ID", _("NOW")]
     lines = table(rows, heads, align="<>", width=width) if rows else []
     for ignored in reserved.ignored:
-        owner = "an unknown user" if ignored.uid < 0 else f"uid {ignored.uid}"
-        lines.append(shorten(neutralise(f"not counted: reservation {ignored.id} of {owner}: {ignored.reason}"), width))
+        owner = _("an unknown user") if ignored.uid < 0 else _("uid {uid}").format(uid=ignored.uid)
+        lines.append(
+            shorten(
+                neutralise(
+                    _("not counted: reservation {id} of {owner}: {reason}").format(
+                        id=ignored.id, owner=owner, reason=ignored.reason
+                    )
+                ),
+                width,
+            )
+        )
     return lines
 
 
@@ -79,14 +91,20 @@ def state(status: ReservationStatus, now: float) -> str:
     """``"begins in 3h"``, ``"1 of 2 used"``, ``"over at 09:30 unless alice comes"``."""
     reservation = status.reservation
     if status.why_not:
-        return f"does not count: {status.why_not}"
+        return _("does not count: {why_not}").format(why_not=status.why_not)
     if status.over and status.no_show_at is not None:
-        return f"over: {reservation.user} had no claim by {clock_text(status.no_show_at, now)}"
+        return _("over: {user} had no claim by {time}").format(
+            user=reservation.user, time=clock_text(status.no_show_at, now)
+        )
     if reservation.begins > now:
-        return f"begins in {format_duration(round(reservation.begins - now))}"
+        return _("begins in {begins}").format(begins=format_duration(round(reservation.begins - now)))
     if status.no_show_at is not None:
-        return f"over at {clock_text(status.no_show_at, now)} unless {reservation.user} comes"
-    return f"{min(reservation.num_gpus, len(reservation.held))} of {reservation.num_gpus} used"
+        return _("over at {time} unless {user} comes").format(
+            time=clock_text(status.no_show_at, now), user=reservation.user
+        )
+    return _("{used} of {num_gpus} used").format(
+        used=min(reservation.num_gpus, len(reservation.held)), num_gpus=reservation.num_gpus
+    )
 
 
 def reservations_json(reserved: ReservationCalendar) -> list[dict[str, Any]]:
@@ -115,24 +133,34 @@ def to_text(
     queue: QueueState, site: QueueSettings, *, width: int | None = None, paint: Paint = lambda text, _: text
 ) -> list[str]:
     """The screen: a row per request, when it starts and why not earlier below it; then what does not count."""
-    host = "SIMULATED node " * queue.snapshot.simulated + neutralise(queue.snapshot.host)
-    count = format_count(len(queue.positions), "request") if queue.positions else "no requests"
-    title = f"{host}: {count} in the queue ({'fair share' if site.rules.fair_share else 'order of arrival'})"
+    host = _("SIMULATED node ") * queue.snapshot.simulated + neutralise(queue.snapshot.host)
+    count = format_count(len(queue.positions), "request") if queue.positions else _("no requests")
+    title = _("{host}: {count} in the queue ({order})").format(
+        host=host, count=count, order=_("fair share") if site.rules.fair_share else _("order of arrival")
+    )
     lines = [paint(shorten(title, width), "bold")]
     rows = [_row(position, queue) for position in queue.positions]
-    body = table(rows, ["#", "USER", "GPUS", "WAITED", "COMMAND"], align="><>>", width=width) if rows else []
+    body = (
+        table(rows, ["#", _("USER"), _("GPUS"), _("WAITED"), _("COMMAND")], align="><>>", width=width) if rows else []
+    )
     lines += body[:1]
     for text, position in zip(body[1:], queue.positions, strict=True):
         lines += [text, *_folded(_prospects(position, queue), _INDENT, width)]
     if kept := reservations_text(queue.facts.reserved, width=width):
         lines += ["", *kept]
     if queue.ignored:
-        lines += ["", "Not counted:"]
+        lines += ["", _("Not counted:")]
         for ignored in queue.ignored:
-            owner = "an unknown user" if ignored.uid < 0 else f"uid {ignored.uid}"
-            lines += _folded(neutralise(f"ticket {ignored.id} of {owner}: {ignored.reason}"), "  ", width)
+            owner = _("an unknown user") if ignored.uid < 0 else _("uid {uid}").format(uid=ignored.uid)
+            lines += _folded(
+                neutralise(
+                    _("ticket {id} of {owner}: {reason}").format(id=ignored.id, owner=owner, reason=ignored.reason)
+                ),
+                "  ",
+                width,
+            )
     if site.faults:
-        lines += ["", *_folded("The rules of this site do not count, because their file has faults:", "", width)]
+        lines += ["", *_folded(_("The rules of this site do not count, because their file has faults:"), "", width)]
         lines += [text for fault in site.faults for text in fault.lines(neutralise(site.path))]
     return lines
 
@@ -141,20 +169,13 @@ def _folded(text: str, indent: str, width: int | None) -> list[str]:
     """*text* in lines of at most *width* columns; one word that is longer is shortened."""
     if width is None:
         return [indent + text]
-    lines = [""]
-    for word in text.split(" "):
-        longer = f"{lines[-1]} {word}" if lines[-1] else word
-        if display_width(indent + longer) <= width or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    return [shorten(indent + line, width) for line in lines]
+    return [shorten(indent + line, width) for line in wrapped(text, width - display_width(indent))]
 
 
 def _row(position: QueuePosition, queue: QueueState) -> list[str]:
     ticket = position.ticket
     note = f'"{neutralise(ticket.note)}"  ' if ticket.note else ""
-    wanted = " or ".join(str(way.num_gpus) for way in ticket.requests)
+    wanted = _(" or ").join(str(way.num_gpus) for way in ticket.requests)
     if ticket.priority:
         note = f"[{_NAMES.get(ticket.priority, ticket.priority)}] {note}"
     waited = format_duration(round(max(0.0, queue.now - ticket.since)))
@@ -166,7 +187,7 @@ def _prospects(position: QueuePosition, queue: QueueState) -> str:
     promise = position.ticket.promise
     if promise is not None and promise > queue.now and not position.now:
         form = "%H:%M" if promise - queue.now < 20 * 3600 else "%a %d %b %H:%M"
-        text += f"; at the latest {local_time(promise, form)}, if time limits are kept"
+        text += _("; at the latest {promise}, if time limits are kept").format(promise=local_time(promise, form))
     passing = passing_text(position, queue)
     return f"{text}; {passing}" if passing else text
 

@@ -17,6 +17,7 @@ from typing import Any
 from gpuguard.history.queries import TIMES, DeviceTotal, Point
 from gpuguard.history.report import ClaimRow, Report, UsageRow
 from gpuguard.sanitize import display_width, neutralise
+from gpuguard.translation import N_, _
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import bucketed, known_period, round_marks, stacked
 from gpuguard.views.history import csv_lines, format_span, period_json, remarks, zone
@@ -24,15 +25,15 @@ from gpuguard.views.text import Paint, picked, shorten, table
 
 HOUR, KWH = 3600.0, 3.6e6
 _SHARED = "*"
-SHARED_TEXT = "Claims shared this GPU, and each counts whole: together they are more than the time of the GPU."
+SHARED_TEXT = N_("Claims shared this GPU, and each counts whole: together they are more than the time of the GPU.")
 MIN_BAR = 12  # columns: in a narrower terminal numbers tell more
 MAX_NAME = 24
 # The parts of a bar: what, in words, character, in ASCII, colour.
 PARTS = (
-    ("used", "used", "█", "#", "green"),
-    ("idle", "claimed but idle", "▒", "-", "yellow"),
-    ("unknown", "claimed, use unknown", "░", "?", "dim"),
-    ("unclaimed", "used without a claim", "▚", "!", "red"),
+    ("used", N_("used"), "█", "#", "green"),
+    ("idle", N_("claimed but idle"), "▒", "-", "yellow"),
+    ("unknown", N_("claimed, use unknown"), "░", "?", "dim"),
+    ("unclaimed", N_("used without a claim"), "▚", "!", "red"),
 )
 
 Claims = tuple[Sequence[ClaimRow], int]  # those that have ended or run, and of how many the end is not known
@@ -47,15 +48,22 @@ class Column:
     is_text: bool = False  # of any length, to the left
 
 
+HEADS = {
+    "user": N_("User"), "group": N_("Group"), "device": N_("Device"), "used": N_("Used"), "idle": N_("Idle"),
+    "unclaimed": N_("Unclaimed"), "unknown": N_("Unknown"),
+}  # fmt: skip
+BY = (N_("user"), N_("group"), N_("device"))
+
+
 def usage_columns(report: Report) -> list[Column]:
     """Those of users, groups or devices, in GPU-hours; what holds nothing at all is left out."""
-    columns = [Column(report.by.capitalize(), lambda row: row.name, is_text=True)]
+    columns = [Column(HEADS[report.by], lambda row: row.name, is_text=True)]
     for part in TIMES:
         if part == "claimed":
-            columns.append(Column("Claimed", lambda row: hours(row.claimed) + _SHARED * is_shared(row, report)))
+            columns.append(Column(N_("Claimed"), lambda row: hours(row.claimed) + _SHARED * is_shared(row, report)))
         elif part != "unknown" or _has(report.rows, part):
-            columns.append(Column(part.capitalize(), partial(_hours_of, part)))
-    columns.append(Column("kWh", lambda row: kilowatt_hours(row.energy)))
+            columns.append(Column(HEADS[part], partial(_hours_of, part)))
+    columns.append(Column(N_("kWh"), lambda row: kilowatt_hours(row.energy)))
     if report.by != "device" and any(row.wanted is None or row.wanted > 0 for row in report.rows):
         whole = sum(row.wanted or 0.0 for row in report.users)
 
@@ -63,39 +71,41 @@ def usage_columns(report: Report) -> list[Column]:
             share = "" if row.wanted is None or whole <= 0 else f" ({100 * row.wanted / whole:.0f} %)"
             return hours(row.wanted) + share
 
-        columns += [Column("Waited", lambda row: hours(row.waiting)), Column("Wanted", wanted)]
+        columns += [Column(N_("Waited"), lambda row: hours(row.waiting)), Column(N_("Wanted"), wanted)]
     return columns
 
 
 DEVICE_COLUMNS = (  # of DeviceTotal, in hours that they were watched
-    Column("Device", lambda total: total.device.label, is_text=True),
-    Column("Watched", lambda total: hours(total.seen)),
-    Column("Claimed", lambda total: hours(_claimed(total))),
-    Column("Free", lambda total: hours(_free(total))),
-    Column("Utilization", lambda total: format_rounded(total.utilization, " %")),
-    Column("kWh", lambda total: kilowatt_hours(total.energy)),
-    Column("Model", lambda total: total.device.name or "", is_text=True),
+    Column(N_("Device"), lambda total: total.device.label, is_text=True),
+    Column(N_("Watched"), lambda total: hours(total.seen)),
+    Column(N_("Claimed"), lambda total: hours(_claimed(total))),
+    Column(N_("Free"), lambda total: hours(_free(total))),
+    Column(N_("Utilization"), lambda total: format_rounded(total.utilization, " %")),
+    Column(N_("kWh"), lambda total: kilowatt_hours(total.energy)),
+    Column(N_("Model"), lambda total: total.device.name or "", is_text=True),
 )
 CLAIM_COLUMNS = (  # of ClaimRow
-    Column("Claim", lambda claim: claim.id, is_text=True),
-    Column("User", lambda claim: claim.user or "n/a", is_text=True),
+    Column(N_("Claim"), lambda claim: claim.id, is_text=True),
+    Column(N_("User"), lambda claim: claim.user or "n/a", is_text=True),
     Column(
-        "Ended", lambda claim: "runs" if claim.ended is None else local_time(claim.ended, "%m-%d %H:%M"), is_text=True
+        N_("Ended"),
+        lambda claim: "runs" if claim.ended is None else local_time(claim.ended, "%m-%d %H:%M"),
+        is_text=True,
     ),
-    Column("Took", lambda claim: format_duration(claim.wall_time_seconds)),
-    Column("GPUs", lambda claim: str(len(claim.devices))),
-    Column("GPU-hours", lambda claim: hours(claim.gpu_seconds)),
-    Column("Utilization", lambda claim: format_rounded(claim.mean_utilization_percent, " %")),
-    Column("kWh", lambda claim: kilowatt_hours(claim.energy_joules)),
-    Column("Peak", lambda claim: format_bytes(claim.peak_memory_bytes)),
-    Column("Exit", lambda claim: "n/a" if claim.exit_status is None else str(claim.exit_status)),
-    Column("Command", lambda claim: claim.command or "n/a", is_text=True),
+    Column(N_("Took"), lambda claim: format_duration(claim.wall_time_seconds)),
+    Column(N_("GPUs"), lambda claim: str(len(claim.devices))),
+    Column(N_("GPU-hours"), lambda claim: hours(claim.gpu_seconds)),
+    Column(N_("Utilization"), lambda claim: format_rounded(claim.mean_utilization_percent, " %")),
+    Column(N_("kWh"), lambda claim: kilowatt_hours(claim.energy_joules)),
+    Column(N_("Peak"), lambda claim: format_bytes(claim.peak_memory_bytes)),
+    Column(N_("Exit"), lambda claim: "n/a" if claim.exit_status is None else str(claim.exit_status)),
+    Column(N_("Command"), lambda claim: claim.command or "n/a", is_text=True),
 )
 WASTER_COLUMNS = (  # of UsageRow
-    Column("User", lambda row: row.name, is_text=True),
-    Column("Claimed but idle", lambda row: hours(row.idle)),
-    Column("of claimed", lambda row: hours(row.claimed)),
-    Column("Used without a claim", lambda row: hours(row.unclaimed)),
+    Column(N_("User"), lambda row: row.name, is_text=True),
+    Column(N_("Claimed but idle"), lambda row: hours(row.idle)),
+    Column(N_("of claimed"), lambda row: hours(row.claimed)),
+    Column(N_("Used without a claim"), lambda row: hours(row.unclaimed)),
 )
 
 
@@ -150,24 +160,26 @@ def to_text(
         width: columns of the terminal; None: it goes elsewhere, so bars are left out and nothing is shortened.
     """
     watch = report.watch
-    title = f"GPU time by {report.by}, {format_span(watch.begin, watch.end)} {zone(watch.end)}"
+    title = _("GPU time by {by}, {span} {zone}").format(
+        by=_(report.by), span=format_span(watch.begin, watch.end), zone=zone(watch.end)
+    )
     lines = [paint(shorten(title, width), "bold")]
     if claims is not None:
         return [*lines, "", *_claim_lines(*claims, width)]
     lines += remarks(watch, width)
     if not report.users and not report.devices:
-        return [*lines, "", "Nothing was seen in this time."]
+        return [*lines, "", _("Nothing was seen in this time.")]
     if width is not None and (bars := _bars(report.rows, width, paint, ascii_only=ascii_only)):
         lines += ["", *bars]
     lines += ["", *_usage_lines(report, width)]
     if any(is_shared(row, report) for row in report.rows):
-        lines += [f"{_SHARED} {SHARED_TEXT}"]
+        lines += [f"{_SHARED} {_(SHARED_TEXT)}"]
     if report.by != "device":
         lines += ["", *_table_lines(DEVICE_COLUMNS, report.devices, width)]
     lines += _waster_lines(report, width, paint)
     if report.queue_unknown >= 60:
         unknown = format_duration(report.queue_unknown)
-        lines += ["", f"For {unknown} of this time it is not known who waited in the queue."]
+        lines += ["", _("For {unknown} of this time it is not known who waited in the queue.").format(unknown=unknown)]
     return lines
 
 
@@ -184,10 +196,16 @@ def _bars(rows: Sequence[UsageRow], width: int, paint: Paint, *, ascii_only: boo
     most = max(row.claimed + row.unclaimed for row in shown)
     lines = []
     for row, name, number in zip(shown, names, numbers, strict=True):
-        parts = [(getattr(row, part), plain if ascii_only else mark, colour) for part, _, mark, plain, colour in PARTS]
+        parts = [
+            (getattr(row, part), plain if ascii_only else mark, colour) for part, _words, mark, plain, colour in PARTS
+        ]
         bar = stacked(parts, most, room, paint)
         lines.append(f"{name}{' ' * (margin - display_width(name))}  {bar} {number}")
-    legend = [f"{plain if ascii_only else mark} {words}" for part, words, mark, plain, _ in PARTS if _has(shown, part)]
+    legend = [
+        f"{plain if ascii_only else mark} {_(words)}"
+        for part, words, mark, plain, _colour in PARTS
+        if _has(shown, part)
+    ]
     below = "   ".join(legend)
     indent = margin + 2 if margin + 2 + display_width(below) <= width else 0
     return [*lines, shorten(" " * indent + below, width)]
@@ -195,10 +213,10 @@ def _bars(rows: Sequence[UsageRow], width: int, paint: Paint, *, ascii_only: boo
 
 def _usage_lines(report: Report, width: int | None) -> list[str]:
     if not report.rows:
-        return [f"No {report.by} had a GPU in this time."]
+        return [_("No {by} had a GPU in this time.").format(by=_(report.by))]
     columns = usage_columns(report)
     longest = None if width is None else max(8, min(MAX_NAME, width - 60))
-    title = "GPU-hours" + (" (WAITED: hours)" if columns[-1].header == "Wanted" else "")
+    title = _("GPU-hours") + (_(" (WAITED: hours)") if columns[-1].header == "Wanted" else "")
     return [title, *_table_lines(columns, report.rows, width, longest)]
 
 
@@ -209,7 +227,7 @@ def _table_lines(
 
     Text in the last column is shortened instead, and that in the first one where it is *longest*.
     """
-    headers = [column.header if column.header == "kWh" else column.header.upper() for column in columns]
+    headers = [_(column.header) if column.header == "kWh" else _(column.header).upper() for column in columns]
     cells = [[neutralise(column.cell(row)) for column in columns] for row in rows]
     if longest is not None:
         cells = [[shorten(first, longest), *rest] for first, *rest in cells]
@@ -234,18 +252,28 @@ def _table_lines(
 def _waster_lines(report: Report, width: int | None, paint: Paint) -> list[str]:
     lines = []
     for number, row in enumerate(report.wasters, 1):
-        parts = [f"{hours(row.idle)} of {hours(row.claimed)} claimed GPU-hours idle"] if row.idle else []
-        parts += [f"{hours(row.unclaimed)} GPU-hours used without a claim"] if row.unclaimed else []
+        parts = (
+            [_("{idle} of {claimed} claimed GPU-hours idle").format(idle=hours(row.idle), claimed=hours(row.claimed))]
+            if row.idle
+            else []
+        )
+        parts += (
+            [_("{unclaimed} GPU-hours used without a claim").format(unclaimed=hours(row.unclaimed))]
+            if row.unclaimed
+            else []
+        )
         lines.append(shorten(f"{number}. {neutralise(row.name)}: {', '.join(parts)}", width))
-    return ["", paint("Least used for most time", "bold"), *lines] if lines else []
+    return ["", paint(_("Least used for most time"), "bold"), *lines] if lines else []
 
 
 def _claim_lines(rows: Sequence[ClaimRow], unfinished: int, width: int | None) -> list[str]:
-    lines = _table_lines(CLAIM_COLUMNS, rows, width) if rows else ["No claim ended in this time, and none runs."]
-    lines += ["", "From the audit logs that you may read: your own, and the machine's."]
+    lines = _table_lines(CLAIM_COLUMNS, rows, width) if rows else [_("No claim ended in this time, and none runs.")]
+    lines += ["", _("From the audit logs that you may read: your own, and the machine's.")]
     if unfinished:
         lines.append(
-            f"{unfinished} more began in this time and have no end in the log: they were killed, or run elsewhere."
+            _(
+                "{unfinished} more began in this time and have no end in the log: they were killed, or run elsewhere."
+            ).format(unfinished=unfinished)
         )
     return lines
 
@@ -350,32 +378,42 @@ td.bar { width: 40%; } .axis { stroke: var(--line); stroke-width: 1; } .course {
 def to_html(report: Report, claims: Claims | None, host: str, now: float) -> str:
     """The whole page, written at the unix time *now*; light or dark as the reader's system is."""
     watch = report.watch
-    title = f"GPU time on {_text(host)}, {format_span(watch.begin, watch.end)}"
-    body = [f"<h1>{title}</h1>", f'<p class="faint">Times are {_text(zone(watch.end))}.</p>']
+    title = _("GPU time on {host}, {span}").format(host=_text(host), span=format_span(watch.begin, watch.end))
+    body = [f"<h1>{title}</h1>", _('<p class="faint">Times are {zone}.</p>').format(zone=_text(zone(watch.end)))]
     if claims is not None:
         rows, unfinished = claims
-        body += ["<h2>By claim</h2>", "<p>From the audit logs that the author of this page may read.</p>"]
-        body += [f"<p>{unfinished} more began in this time and have no end in the log.</p>"] if unfinished else []
-        body.append(_table_html(CLAIM_COLUMNS, rows) if rows else "<p>No claim ended in this time, and none runs.</p>")
+        body += [_("<h2>By claim</h2>"), _("<p>From the audit logs that the author of this page may read.</p>")]
+        body += (
+            [_("<p>{unfinished} more began in this time and have no end in the log.</p>").format(unfinished=unfinished)]
+            if unfinished
+            else []
+        )
+        body.append(
+            _table_html(CLAIM_COLUMNS, rows) if rows else _("<p>No claim ended in this time, and none runs.</p>")
+        )
     else:
         body += [f'<p class="remark">{_text(line)}</p>' for line in remarks(watch, None)]
         body += _facts_html(report)
     if claims is None and report.rows:
         most = max(row.claimed + row.unclaimed for row in report.rows)
         bars = [_bar_svg(row, most) for row in report.rows]
-        legend = [_legend(f"--{part}", words) for part, words, *_ in PARTS]
-        body += [f"<h2>By {_text(report.by)}</h2>", f'<p class="key">{"".join(legend)}</p>']
+        legend = [_legend(f"--{part}", _(words)) for part, words, *_drawn in PARTS]
+        body += [_("<h2>By {by}</h2>").format(by=_text(_(report.by))), f'<p class="key">{"".join(legend)}</p>']
         body.append(_table_html(usage_columns(report), report.rows, bars))
     if report.wasters:
-        body += ["<h2>Least used for most time</h2>", _table_html(WASTER_COLUMNS, report.wasters)]
+        body += [_("<h2>Least used for most time</h2>"), _table_html(WASTER_COLUMNS, report.wasters)]
     if report.devices:
-        body += ["<h2>Devices</h2>", _table_html(DEVICE_COLUMNS, report.devices), *_courses(report)]
+        body += [_("<h2>Devices</h2>"), _table_html(DEVICE_COLUMNS, report.devices), *_courses(report)]
     elif claims is None:
-        body.append("<p>Nothing was seen in this time.</p>")
+        body.append(_("<p>Nothing was seen in this time.</p>"))
     written = local_time(now)
-    body.append(f'<p class="faint">Written by gpuguard on {written}.  GPU-hours count each user of a shared GPU.</p>')
+    body.append(
+        _('<p class="faint">Written by gpuguard on {written}.  GPU-hours count each user of a shared GPU.</p>').format(
+            written=written
+        )
+    )
     return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<!DOCTYPE html>\n<html lang="{_("en")}">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
         f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
@@ -395,14 +433,18 @@ def _facts_html(report: Report) -> list[str]:
     joules = [total.energy for total in devices if total.energy is not None]
     waiting = [row.waiting for row in report.users if row.waiting]
     facts = [
-        (format_count(len(devices), "GPU"), f"{hours(seen)} GPU-hours watched"),
-        (f"{100 * sum(total.claimed for total in devices) / seen:.0f} %", "of them claimed"),
-        (f"{100 * used / (used + idle):.0f} %", "of the claimed time used, where it is known") if used + idle else None,
-        (hours(idle), "GPU-hours claimed but idle"),
-        (hours(unclaimed), "GPU-hours used without a claim") if unclaimed else None,
-        (format_count(sum(row.claimed + row.unclaimed > 0 for row in report.users), "user"), "had a GPU"),
-        (hours(sum(waiting)), f"hours waited, by {format_count(len(waiting), 'user')}") if waiting else None,
-        (f"{kilowatt_hours(sum(joules))} kWh", "taken by the GPUs") if joules else None,
+        (format_count(len(devices), "GPU"), _("{hours} GPU-hours watched").format(hours=hours(seen))),
+        (f"{100 * sum(total.claimed for total in devices) / seen:.0f} %", _("of them claimed")),
+        (f"{100 * used / (used + idle):.0f} %", _("of the claimed time used, where it is known"))
+        if used + idle
+        else None,
+        (hours(idle), _("GPU-hours claimed but idle")),
+        (hours(unclaimed), _("GPU-hours used without a claim")) if unclaimed else None,
+        (format_count(sum(row.claimed + row.unclaimed > 0 for row in report.users), "user"), _("had a GPU")),
+        (hours(sum(waiting)), _("hours waited, by {count}").format(count=format_count(len(waiting), "user")))
+        if waiting
+        else None,
+        (f"{kilowatt_hours(sum(joules))} kWh", _("taken by the GPUs")) if joules else None,
     ]
     return [f'<div class="facts">{"".join(f"<p><b>{fact[0]}</b> {fact[1]}</p>" for fact in facts if fact)}</div>']
 
@@ -415,8 +457,8 @@ def _text(text: str) -> str:
 def _table_html(columns: Sequence[Column], rows: Sequence[object], bars: Sequence[str] = ()) -> str:
     """A table; *bars* stand behind the first column."""
     kinds = [' class="text"' if column.is_text else "" for column in columns]
-    heads = [f"<th{kind}>{escape(column.header)}</th>" for kind, column in zip(kinds, columns, strict=True)]
-    named = [f' data-head="{escape(column.header)}"' if number else "" for number, column in enumerate(columns)]
+    heads = [f"<th{kind}>{escape(_(column.header))}</th>" for kind, column in zip(kinds, columns, strict=True)]
+    named = [f' data-head="{escape(_(column.header))}"' if number else "" for number, column in enumerate(columns)]
     lines = [
         [
             f"<td{kind}{name}>{_text(column.cell(row))}</td>"
@@ -438,12 +480,12 @@ def _legend(colour: str, text: str) -> str:
 
 def _bar_svg(row: UsageRow, most: float) -> str:
     drawn, told, left = [], [], 0.0
-    for part, words, *_ in PARTS:
+    for part, words, *_drawn in PARTS:
         value = getattr(row, part)
         if value > 0:
             size = max(1.0, value / most * 200)
             place = f'x="{left:.1f}" width="{size:.1f}" height="{BAR_HEIGHT}" fill="var(--{part})"'
-            told.append(f"{words}: {hours(value)} GPU-hours")
+            told.append(_("{words}: {hours} GPU-hours").format(words=_(words), hours=hours(value)))
             drawn.append(f"<rect {place}><title>{told[-1]}</title></rect>")
             left += size
     label = ", ".join(told) or "nothing"
@@ -458,8 +500,8 @@ def _courses(report: Report) -> list[str]:
     begin, end = known_period(points, report.watch.begin, report.watch.end)
     legend = _legend("--course", "utilization") + _legend("--claimed", "claimed")
     drawn = [f"<h3>{_text(device.label)}</h3>" + _course(course, begin, end) for device, course in courses]
-    period = f"<p>{format_span(begin, end)}.  Nothing is drawn for times without samples.</p>"
-    return ["<h2>Over the time</h2>", period, f'<p class="key">{legend}</p>', *drawn]
+    period = _("<p>{span}.  Nothing is drawn for times without samples.</p>").format(span=format_span(begin, end))
+    return [_("<h2>Over the time</h2>"), period, f'<p class="key">{legend}</p>', *drawn]
 
 
 def _course(course: Mapping[str, Sequence[Point]], begin: float, end: float) -> str:
@@ -482,7 +524,13 @@ def _course(course: Mapping[str, Sequence[Point]], begin: float, end: float) -> 
         points = " ".join(f"{x:.1f},{height:.1f}" for x, height in corners)
         drawn.append(f'<polyline class="course" points="{points}"/>')
     known = [value for value in busy if value is not None]
-    label = f"utilization: mean {sum(known) / len(known):.0f} %, highest {max(known):.0f} %" if known else "not known"
+    label = (
+        _("utilization: mean {mean:.0f} %, highest {highest:.0f} %").format(
+            mean=sum(known) / len(known), highest=max(known)
+        )
+        if known
+        else _("not known")
+    )
     marks = [
         f'<span style="left:{100 * (moment - begin) / (end - begin):.1f}%">{escape(text)}</span>'
         for moment, text in round_marks(begin, end, MARKS)

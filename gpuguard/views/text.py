@@ -41,9 +41,9 @@ _WORD = re.compile(
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """*text* in lines of at most *width* columns; Chinese, which has no blanks, breaks between any two characters."""
+    """*text*, one paragraph, in lines of at most *width* columns; Chinese breaks between any two characters."""
     lines = [""]
-    for word in _WORD.findall(" ".join(text.split())):
+    for word in _WORD.findall(text):
         if lines[-1] and display_width(lines[-1] + word.rstrip()) > width:
             lines[-1] = lines[-1].rstrip()
             lines.append("")

@@ -14,7 +14,8 @@ from gpuguard.device_state import ClaimUse, DeviceUse, ProcessUse, computes, may
 from gpuguard.eligibility import Sharing, memory_left, sharing_on, slots_left
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS
-from gpuguard.sanitize import neutral_command, neutralise
+from gpuguard.sanitize import display_width, neutral_command, neutralise
+from gpuguard.translation import N_, _
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.text import Paint, picked, shorten, table
 
@@ -23,18 +24,18 @@ if TYPE_CHECKING:
     from gpuguard.queue.reservations import ReservationCalendar
 
 LABELS = {  # exact state: (words, colour)
-    device_state.FREE: ("free", "green"),
-    device_state.CLAIMED: ("claimed, no process yet", "yellow"),
-    device_state.IN_USE: ("in use", "bold"),
-    device_state.IDLE: ("claimed but idle", "yellow"),
-    device_state.UNCLAIMED_USE: ("used without a claim", "red"),
-    device_state.UNHEALTHY: ("unhealthy", "bold red"),
-    device_state.UNKNOWN: ("unknown", "yellow"),
-    device_state.QUARANTINED: ("quarantined", "bold red"),
-    device_state.DIVIDED: ("divided (MIG)", "dim"),
-    device_state.RESERVED: ("reserved", "yellow"),
+    device_state.FREE: (N_("free"), "green"),
+    device_state.CLAIMED: (N_("claimed, no process yet"), "yellow"),
+    device_state.IN_USE: (N_("in use"), "bold"),
+    device_state.IDLE: (N_("claimed but idle"), "yellow"),
+    device_state.UNCLAIMED_USE: (N_("used without a claim"), "red"),
+    device_state.UNHEALTHY: (N_("unhealthy"), "bold red"),
+    device_state.UNKNOWN: (N_("unknown"), "yellow"),
+    device_state.QUARANTINED: (N_("quarantined"), "bold red"),
+    device_state.DIVIDED: (N_("divided (MIG)"), "dim"),
+    device_state.RESERVED: (N_("reserved"), "yellow"),
 }
-TOTALS = ("USER", "GPUS", "PROCESSES", "MEMORY", "CLAIMED", "IDLE")
+TOTALS = (N_("USER"), N_("GPUS"), N_("PROCESSES"), N_("MEMORY"), N_("CLAIMED"), N_("IDLE"))
 _INDENT = "     "
 _SHORTEST_NAME = 16  # columns of it: "GeForce RTX 4090"
 MOST_CLAIMS = 10  # lines of a user below a device: 8 can share it, but there may be any number of records about it
@@ -66,17 +67,20 @@ def to_text(
     title = _title(snapshot, age)
     lines = [paint(shorten(title, width), "bold"), *_device_lines(snapshot, uses, width, paint)]
     if totals := device_state.user_totals(tuple(uses)):
-        lines += ["", *table(map(total_cells, totals), TOTALS, align="<>>>>>", width=width)]
+        lines += ["", *table(map(total_cells, totals), list(map(_, TOTALS)), align="<>>>>>", width=width)]
     if waiting:
         rows = [_waiting_row(ticket, snapshot.taken_at) for ticket in waiting]
-        lines += ["", *table(rows, ["WAITING", "GPUS", "SINCE", "PID", "COMMAND"], align="<>>>", width=width)]
+        lines += [
+            "",
+            *table(rows, [_("WAITING"), _("GPUS"), _("SINCE"), "PID", _("COMMAND")], align="<>>>", width=width),
+        ]
     if reserved:
         from gpuguard.views.queue import reservations_text  # loads the queue: only where something is reserved
 
         kept = reservations_text(reserved, width=width)
         lines += ["", *kept] if kept else []
     if gaps := gap_lines(snapshot):
-        lines += ["", "Not known:", *(shorten(f"  {gap}", width) for gap in gaps)]
+        lines += ["", _("Not known:"), *(shorten(f"  {gap}", width) for gap in gaps)]
     return lines
 
 
@@ -84,24 +88,24 @@ def _title(snapshot: Snapshot, age: float | None) -> str:
     whole = [device for device in snapshot.devices if not device.parent_uuid]
     parts = [format_count(len(whole), "GPU")]
     if snapshot.driver_version:
-        parts.append(f"driver {snapshot.driver_version}")
+        parts.append(_("driver {driver_version}").format(driver_version=snapshot.driver_version))
     parts.append(local_time(snapshot.taken_at, "%Y-%m-%d %H:%M:%S"))
     if age is not None:
-        parts.append(f"seen by the daemon {format_duration(age)} ago")
-    kind = f"{'RECORDED ' * snapshot.recorded}{'SIMULATED node ' * snapshot.simulated}"
+        parts.append(_("seen by the daemon {age} ago").format(age=format_duration(age)))
+    kind = f"{_('RECORDED ') * snapshot.recorded}{_('SIMULATED node ') * snapshot.simulated}"
     return neutralise(f"{kind}{snapshot.host}: {', '.join(parts)}")
 
 
 def _device_lines(snapshot: Snapshot, uses: Sequence[DeviceUse], width: int | None, paint: Paint) -> list[str]:
     if not uses:
-        return ["nothing to show"]
-    heads = ["GPU", "NAME", "MEMORY", "UTIL", "TEMP", "POWER", "STATE"]
+        return [_("nothing to show")]
+    heads = ["GPU", _("NAME"), _("MEMORY"), _("UTIL"), _("TEMP"), _("POWER"), _("STATE")]
     cells = [device_cells(use.device, use.state) for use in uses]
     for row, use in zip(cells, uses, strict=True):
         row[-1] += _left(use)
     if width is not None:  # the name gives way to the state, not the profile of a MIG instance at its end
-        over = sum(2 + max(map(len, column)) for column in zip(heads, *cells, strict=True)) - 2 - width
-        room = max(_SHORTEST_NAME, max(len(row[1]) for row in cells) - max(0, over))
+        over = sum(2 + max(map(display_width, column)) for column in zip(heads, *cells, strict=True)) - 2 - width
+        room = max(_SHORTEST_NAME, max(display_width(row[1]) for row in cells) - max(0, over))
         for row, use in zip(cells, uses, strict=True):
             row[1] = row[1] if use.device.mig_profile else shorten(row[1], room)
 
@@ -115,7 +119,7 @@ def _device_lines(snapshot: Snapshot, uses: Sequence[DeviceUse], width: int | No
     for line, use, rows in zip(devices[1:], uses, below, strict=True):
         lines.append(line)
         if use.reason:
-            lines.append(shorten(f"{_INDENT}why: {neutralise(use.reason)}", width))
+            lines.append(shorten(_INDENT + _("why: {reason}").format(reason=neutralise(use.reason)), width))
         lines += [_INDENT + next(texts) for _ in rows]
     return lines
 
@@ -130,7 +134,7 @@ def device_cells(device: Device, state: str) -> list[str]:
         format_rounded(device.utilization, "%"),
         format_rounded(device.temperature, "C"),
         format_rounded(device.power_draw, "W"),
-        LABELS[state][0],
+        _(LABELS[state][0]),
     ]
 
 
@@ -139,8 +143,10 @@ def _left(use: DeviceUse) -> str:
     sharing = _sharing(use)
     if not sharing.count:
         return ""
-    left = "an unknown part" if sharing.unknown else format_bytes(share_left(use.device, sharing))
-    return f", shared: {left} and {format_count(slots_left(sharing, SLOTS), 'slot')} left"
+    left = _("an unknown part") if sharing.unknown else format_bytes(share_left(use.device, sharing))
+    return _(", shared: {left} and {count} left").format(
+        left=left, count=format_count(slots_left(sharing, SLOTS), "slot")
+    )
 
 
 def _sharing(use: DeviceUse) -> Sharing:
@@ -163,8 +169,8 @@ def _rows_below(use: DeviceUse, snapshot: Snapshot, brief: bool) -> Iterable[lis
             yield _claim_row(held, snapshot, brief)
     for user, number in of_user.items():
         if number > MOST_CLAIMS:
-            more = f"and {number - MOST_CLAIMS} more"
-            yield ["claim", more, neutralise(user_label(user)), "", "", "", "which --json shows"]
+            more = _("and {number} more").format(number=number - MOST_CLAIMS)
+            yield [_("claim"), more, neutralise(user_label(user)), "", "", "", _("which --json shows")]
     for running in use.processes or ():
         yield _process_row(running, snapshot, brief)
 
@@ -172,12 +178,12 @@ def _rows_below(use: DeviceUse, snapshot: Snapshot, brief: bool) -> Iterable[lis
 def _claim_row(held: ClaimUse, snapshot: Snapshot, brief: bool) -> list[str]:
     record = held.record
     note = f'"{neutralise(record.note)}"  ' if record.note else ""
-    remarks = [word for word, true in (("orphaned", held.orphaned), ("stopped", held.stopped)) if true]
-    remarks += ["its share"] if record.slots else []
-    remarks += ["no process holds it: counts as no claim"] if record.hidden else []
+    remarks = [word for word, true in ((_("orphaned"), held.orphaned), (_("stopped"), held.stopped)) if true]
+    remarks += [_("its share")] if record.slots else []
+    remarks += [_("no process holds it: counts as no claim")] if record.hidden else []
     since = None if record.since is None else snapshot.taken_at - record.since
     return [
-        "claim",
+        _("claim"),
         neutralise(record.id),
         neutralise(user_label(held.user)),
         format_duration(since),
@@ -190,12 +196,12 @@ def _claim_row(held: ClaimUse, snapshot: Snapshot, brief: bool) -> list[str]:
 def _process_row(running: ProcessUse, snapshot: Snapshot, brief: bool) -> list[str]:
     process = running.process
     if running.claim is not None:
-        remarks = [f"{'perhaps ' * running.guessed}{running.claim}"]
+        remarks = [_("perhaps ") * running.guessed + running.claim]
     else:
-        remarks = ["no claim"] if may_compute(process) else []
+        remarks = [_("no claim")] if may_compute(process) else []
     remarks += [process.kind] if process.kind != "compute" else []
-    remarks += ["stopped"] if running.stopped else []
-    container = f"in {neutralise(process.container[:12])}: " if process.container else ""
+    remarks += [_("stopped")] if running.stopped else []
+    container = _("in {container}: ").format(container=neutralise(process.container[:12])) if process.container else ""
     return [
         "pid",
         str(process.pid),
@@ -236,7 +242,7 @@ def gap_lines(snapshot: Snapshot) -> list[str]:
     lines = []
     for (fields, reason), uuids in alike.items():
         labels = [known[uuid] for uuid in uuids if uuid in known]
-        where = "all GPUs: " if 1 < len(labels) == len(known) else f"GPU {', '.join(labels)}: " if labels else ""
+        where = _("all GPUs: ") if 1 < len(labels) == len(known) else f"GPU {', '.join(labels)}: " if labels else ""
         lines.append(neutralise(f"{where}{fields}: {reason}"))
     return lines
 
@@ -320,4 +326,4 @@ def _running(running: ProcessUse, snapshot: Snapshot) -> float | None:
 
 def state_colour(label: str) -> str:
     """The colour of a cell that begins with the words of a state."""
-    return next((colour for words, colour in LABELS.values() if label.startswith(words)), "")
+    return next((colour for words, colour in LABELS.values() if label.startswith(_(words))), "")
