@@ -116,8 +116,12 @@ def format_rounded(value: float | None, unit: str) -> str:
 
 def format_count(number: int, noun: str, plural: str = "") -> str:
     """``"1 policy"``, ``"2,000 faults"``; *plural* where it is not the noun with an s."""
-    one, several = f"{{number:,}} {noun}", f"{{number:,}} {plural or noun + 's'}"  # scripts/translations.py finds them
-    return ngettext(one, several, number).format(number=number)
+    return ngettext(*count_forms(noun, plural), number).format(number=number)
+
+
+def count_forms(noun: str, plural: str = "") -> tuple[str, str]:
+    """The messages by which format_count() counts."""
+    return f"{{number:,}} {noun}", f"{{number:,}} {plural or noun + 's'}"
 
 
 @dataclass(frozen=True)

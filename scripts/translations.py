@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import io
 import os
 import re
@@ -15,14 +16,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from babel.messages.catalog import Catalog, Message
-from babel.messages.extract import extract_from_dir
 from babel.messages.mofile import read_mo, write_mo
 from babel.messages.pofile import read_po, write_po
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpuguard.cli import COMMANDS, build_parser
+from gpuguard.enforcement.actions import ACTION_KEYS
+from gpuguard.policies.rules import RULES
 from gpuguard.translation import LANGUAGES
+from gpuguard.units import count_forms
+from gpuguard.views.policy import first_sentence
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCALE = ROOT / "gpuguard" / "locale"
@@ -36,9 +40,6 @@ ARGPARSE = (
     "one of the arguments %s is required", "invalid choice: %(value)r (choose from %(choices)s)",
     "invalid %(type)s value: %(value)r",
 )  # fmt: skip
-_COUNT = re.compile(
-    r"""\bformat_count\((?:[^()"]|\([^()]*\)|\([^()]*\([^()]*\)[^()]*\))*, "([\w -]+)"(?:, "([\w -]+)")?\)"""
-)
 _NOT_PROSE = re.compile(r"`[^`]*`|--?[\w-]+|\{\w+\}|%\(\w+\)s|gpuguard [\w-]+")
 _PLACES = re.compile(r"%\(\w+\)[sr]|%[sr%]|\{\w*[^{}]*\}")
 
@@ -68,15 +69,15 @@ def main() -> int:
 
 
 def extracted() -> Catalog:
-    """All messages: those that `_`, `N_` and ngettext mark, those of argparse, and the help of all commands."""
+    """All messages: those that the sources mark, those of argparse, and what the help of all commands says."""
     template = Catalog(project="gpuguard", charset="utf-8")
-    keywords = {"_": None, "N_": None, "ngettext": (1, 2)}
-    for name, _, message, _, _ in extract_from_dir(ROOT / "gpuguard", [("**.py", "python")], keywords=keywords):
-        template.add(message, locations=[(f"gpuguard/{name}", 0)])
-    for message in counts():
-        template.add(message, locations=[("gpuguard/units.py", 0)])
+    for path in sorted((ROOT / "gpuguard").rglob("*.py")):
+        for message in messages_of(path.read_text(encoding="utf-8")):
+            template.add(message, locations=[(str(path.relative_to(ROOT)), 0)])
     for message in ARGPARSE:
         template.add(message, locations=[("argparse", 0)])
+    for noun in (*RULES.values(), *ACTION_KEYS.values()):  # `policy explain`
+        template.add(first_sentence(noun), locations=[("gpuguard/policies", 0)])
     for command, purpose in COMMANDS.items():
         for message in (purpose, *help_of(build_parser(command))):
             if message not in template:
@@ -84,12 +85,18 @@ def extracted() -> Catalog:
     return template
 
 
-def counts() -> Iterator[tuple[str, str]]:
-    """What format_count() says of each noun that the sources call it with."""
-    for path in sorted((ROOT / "gpuguard").rglob("*.py")):
-        for noun, plural in _COUNT.findall(path.read_text(encoding="utf-8")):
-            yield f"{{number:,}} {noun}", f"{{number:,}} {plural or noun + 's'}"
-    yield "{number:,} warning", "{number:,} warnings"  # of doctor, as its status
+def messages_of(source: str) -> Iterator[str | tuple[str, str]]:
+    """What *source* marks with `_`, `N_` and ngettext, and what it counts with format_count(), in its order."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
+        words = [word.value for word in call.args if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        if name in ("_", "N_") and words:
+            yield words[0]
+        elif name == "ngettext" and words:
+            yield words[0], words[1]
+        elif name == "format_count" and words:
+            yield count_forms(*words)
 
 
 def help_of(parser: argparse.ArgumentParser) -> Iterator[str]:

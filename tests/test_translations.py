@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 import pytest
 import translations
 from babel.messages.catalog import Catalog
+from sources import module_name, modules
 
 from gpuguard.sanitize import display_width
 from gpuguard.translation import LANGUAGES, language_of_user
@@ -33,6 +35,21 @@ def ran(tmp_path, *words: str, language: Mapping[str, str] = CHINESE) -> subproc
 def node(tmp_path):
     assert ran(tmp_path, "sim", "start", "2xH100-80GB").returncode == 0
     return tmp_path
+
+
+def shadowed(source: str) -> list[str]:
+    """Functions that say a message with `_` although it is a variable of theirs."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            inner = [node for part in ast.walk(function) if isinstance(part, _SCOPES) for node in ast.walk(part)]
+            own = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == "_"]
+            if any(isinstance(node.ctx, ast.Store) and node not in inner for node in own):
+                found += [function.name] if any(isinstance(node.ctx, ast.Load) for node in own) else []
+    return found
+
+
+_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)  # their variables are their own
 
 
 def a_catalog(**texts: str) -> Catalog:
@@ -74,6 +91,22 @@ def test_a_term_that_is_not_that_of_the_glossary_is_found():
     faults = list(translations.words_beside_the_glossary(catalog, translations.glossary()))
 
     assert faults == ["idle is called 闲置: an idle GPU"]
+
+
+def test_messages_are_found_in_sources_wherever_they_stand():
+    source = 'f"{_(\'a\')}"; x(N_("b")); ngettext("c", "d", 2); format_count(number(3), "e"); _(name); str("f")'
+
+    assert list(translations.messages_of(source)) == ["a", "b", ("c", "d"), ("{number:,} e", "{number:,} es")]
+
+
+@pytest.mark.parametrize("path", modules(), ids=module_name)
+def test_no_function_takes_the_underscore_for_a_variable_and_for_a_message(path):
+    assert shadowed(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_planted_underscore_that_is_both_is_found():
+    assert shadowed('def f():\n    a, _ = g()\n    return _("b")') == ["f"]
+    assert shadowed('def f():\n    print([1 for _ in "ab"], lambda _: 2)\n    return _("b")') == []
 
 
 @pytest.mark.parametrize(

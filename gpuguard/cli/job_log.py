@@ -18,6 +18,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.jobs.processes import exec_fault
 from gpuguard.run import LEFT
 from gpuguard.sanitize import neutral_command, neutralise
+from gpuguard.translation import N_, _
 from gpuguard.units import format_bytes, format_count, format_duration, local_time
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from gpuguard.notify.targets import Target
     from gpuguard.run import JobEnd
 
-STANDS_ASIDE = "stopped, so it stands aside: others in the queue may start first.  It keeps its place; `fg` goes on."
+STANDS_ASIDE = N_(
+    "stopped, so it stands aside: others in the queue may start first.  It keeps its place; `fg` goes on."
+)
 LONGEST_MESSAGE_SECONDS = 60.0  # for one that tells of the start, when the job has ended
 MOST_CHARACTERS = 200  # of a command line in the log of its job
 WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a terminal has one line, written anew
@@ -100,11 +103,13 @@ class JobReport:
         """Say on which devices it starts; the message is sent by send_start()."""
         if not (self._log.is_read or self._targets):
             return
-        devices = f"{gpus(claim.devices)}{' (SIMULATED)' * simulated}"
-        after = f" after {format_duration(waited)} in the queue" if waited >= 1 else ""
-        self._started = f"started on {devices}, claim {claim.id}{after}: {self._command_line}"
+        devices = f"{gpus(claim.devices)}{_(' (SIMULATED)') * simulated}"
+        after = _(" after {waited} in the queue").format(waited=format_duration(waited)) if waited >= 1 else ""
+        self._started = _("started on {devices}, claim {id}{after}: {command_line}").format(
+            devices=devices, id=claim.id, after=after, command_line=self._command_line
+        )
         if exec_fault(self._command[0]) is None:  # else it will not start, which is said then
-            self._log.say(self._started, f"{devices} · claim {claim.id}")
+            self._log.say(self._started, _("{devices} · claim {id}").format(devices=devices, id=claim.id))
 
     def send_start(self) -> None:
         """In a thread, while the job runs; signals are blocked by now, and stay the main thread's."""
@@ -114,16 +119,16 @@ class JobReport:
                 self._thread.start()
             except RuntimeError:  # no thread is left for this user
                 self._thread = None
-                self._log.warn("the message (started) could not be sent: no thread can be started.")
+                self._log.warn(_("the message (started) could not be sent: no thread can be started."))
 
     def not_started(self, why: str, ended: JobEnd | None = None) -> None:
         """Send that it could not start, which stderr says already; *ended* where it was tried."""
-        self._send_last("not_started", f"not started: {why}", ended)
+        self._send_last("not_started", _("not started: {why}").format(why=why), ended)
 
     def ended(self, claim: Claim, ended: JobEnd) -> None:
         """Say how it ended."""
         if self._log.is_read or self._targets:
-            text = f"ended on {gpus(claim.devices)}: {end_in_words(ended)}"
+            text = _("ended on {gpus}: {end}").format(gpus=gpus(claim.devices), end=end_in_words(ended))
             self._log.say(text, summary_line(claim.devices, ended))
             self._send_last("ended_by_policy" if ended.policy else "failed" if ended.status else "ended", text, ended)
 
@@ -150,7 +155,7 @@ class JobReport:
                 ("why", ended.why),
                 ("policy", ended.policy),
             ]
-        body = f"{text}\n\nCommand: {command}\nHost: {host}\n"
+        body = _("{text}\n\nCommand: {command}\nHost: {host}\n").format(text=text, command=command, host=host)
         message = Message(f"{event.replace('_', ' ')} on {host}: {command}"[:MOST_CHARACTERS], body, tuple(facts))
         for target in self._targets:
             if isinstance(target, str):
@@ -158,7 +163,7 @@ class JobReport:
                 continue
             sent, why = attempt(target, message)
             if not sent:
-                self._log.warn(f"the message ({event}) could not be sent: {why}.")
+                self._log.warn(_("the message ({event}) could not be sent: {why}.").format(event=event, why=why))
 
 
 def tell_terminals(text: str) -> None:
@@ -197,15 +202,18 @@ class WaitProgress:
             return
         shown = text.splitlines()[0] if self._last else text
         self._last = now
-        print_notice(f"waiting for {format_duration(round(now - self._began))}: {shown}", again=terminal)
+        print_notice(
+            _("waiting for {time}: {shown}").format(time=format_duration(round(now - self._began)), shown=shown),
+            again=terminal,
+        )
 
     def _add_to_log(self, log: JobLog, text: str, now: float) -> None:
         """A line when it begins to wait, and one for what is new, at most once a minute."""
-        first, *_ = text.splitlines()
+        first, *_more = text.splitlines()
         if self._logged == first or (self._logged and now - self._logged_at < WAITING_LINE_SECONDS):
             return
-        waited = f"waiting for {format_duration(round(now - self._began))}"
-        log.say(f"{waited}: {first}" if self._logged else f"queued: {text}")
+        waited = _("waiting for {time}").format(time=format_duration(round(now - self._began)))
+        log.say(f"{waited}: {first}" if self._logged else _("queued: {text}").format(text=text))
         self._logged, self._logged_at = first, now
 
     def stopped(self) -> None:
@@ -214,7 +222,7 @@ class WaitProgress:
             clear = "\r\x1b[K" if self._last and rewrites() else ""
             # Not by print: the signal may have come while it writes.
             with suppress(OSError):
-                os.write(2, f"{clear}gpuguard: {STANDS_ASIDE}\n".encode())
+                os.write(2, f"{clear}gpuguard: {_(STANDS_ASIDE)}\n".encode())
 
     def done(self) -> None:
         """Leave a clean line."""
@@ -225,13 +233,22 @@ class WaitProgress:
 
 def summary_line(devices: Sequence[Device], ended: JobEnd) -> str:
     """``"GPU 2,3 · 12m31s · peak 61.2GiB · mean 87% · 0.14kWh · exit 0"``; an unknown number is left out."""
-    return " · ".join([gpus(devices), format_duration(ended.wall_time), *_numbers(ended), f"exit {ended.status}"])
+    return " · ".join(
+        [
+            gpus(devices),
+            format_duration(ended.wall_time),
+            *_numbers(ended),
+            _("exit {status}").format(status=ended.status),
+        ]
+    )
 
 
 def _numbers(ended: JobEnd) -> list[str]:
     parts = (
-        None if ended.peak_memory is None else f"peak {format_bytes(ended.peak_memory)}",
-        None if ended.utilization is None else f"mean {ended.utilization:.0f}%",
+        None
+        if ended.peak_memory is None
+        else _("peak {peak_memory}").format(peak_memory=format_bytes(ended.peak_memory)),
+        None if ended.utilization is None else _("mean {utilization:.0f}%").format(utilization=ended.utilization),
         None if ended.energy is None else format_energy(ended.energy),
     )
     return [part for part in parts if part is not None]
@@ -239,21 +256,21 @@ def _numbers(ended: JobEnd) -> list[str]:
 
 def end_in_words(ended: JobEnd) -> str:
     """``"exit 137, killed by SIGKILL; ran 12m31s; peak 61.2GiB, mean 87%, 0.14kWh"``."""
-    how = f"exit {ended.status}"
+    how = _("exit {status}").format(status=ended.status)
     if ended.why:
         how += f", {ended.why}"
     elif ended.killed_by is not None:
-        how += f", killed by {signal_name(ended.killed_by)}"
-        how += ", not by gpuguard run: perhaps memory of the host ran out" * (ended.killed_by == signal.SIGKILL)
-    parts = [how, f"ran {format_duration(ended.wall_time)}", ", ".join(_numbers(ended))]
+        how += _(", killed by {signal}").format(signal=signal_name(ended.killed_by))
+        how += _(", not by gpuguard run: perhaps memory of the host ran out") * (ended.killed_by == signal.SIGKILL)
+    parts = [how, _("ran {wall_time}").format(wall_time=format_duration(ended.wall_time)), ", ".join(_numbers(ended))]
     if ended.outcome == LEFT:
-        parts.append(f"the claim is {LEFT}")
+        parts.append(_("the claim is {left}").format(left=LEFT))
     return "; ".join(filter(None, parts))
 
 
 def signal_name(signum: int) -> str:
     """``"SIGKILL"``; a real-time signal as its number."""
-    return signal.Signals(signum).name if signum in set(signal.Signals) else f"signal {signum}"
+    return signal.Signals(signum).name if signum in set(signal.Signals) else _("signal {signum}").format(signum=signum)
 
 
 def gpus(devices: Sequence[Device]) -> str:

@@ -170,7 +170,7 @@ def _say_ready(path: str, own: str | None, gpus: int) -> None:
 
 
 def _uuids(args: argparse.Namespace) -> list[str]:
-    name, _, spec = args.backend.partition(":")
+    name, _settings, spec = args.backend.partition(":")
     try:
         if name == simulated.Simulated.name and simulated_node.load(simulated.directory(spec)) is None:
             # One would be made, of the default kind, whose GPUs are others than those of the node that is meant.

@@ -19,16 +19,16 @@ from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.enforcement.signals import GONE
 from gpuguard.model import WHO_FIELDS, Event, Finding, Subject, Verdict
-from gpuguard.policies.policy import KILL_AFTER
 from gpuguard.procfs import boot_clock
+from gpuguard.translation import N_
 from gpuguard.users import user_name
 
 # Nothing that asks for a handler or for options: checkpoint and renice are for policies, which name them.
 BY_HAND = {
-    "terminate": "SIGTERM: end it, it may save first",
-    "kill": f"SIGKILL: end it at once ({KILL_AFTER:.0f} s after SIGTERM)",
-    "pause": "SIGSTOP: stop it for a while",
-    "resume": "SIGCONT: let it go on",
+    "terminate": N_("SIGTERM: end it, it may save first"),
+    "kill": N_("SIGKILL: end it at once (30 s after SIGTERM)"),  # KILL_AFTER
+    "pause": N_("SIGSTOP: stop it for a while"),
+    "resume": N_("SIGCONT: let it go on"),
 }
 NAME = "by hand"
 

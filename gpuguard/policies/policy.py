@@ -16,6 +16,7 @@ from gpuguard.eligibility import is_model
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Subject, Verdict
 from gpuguard.policies.view import Rule, SampleIndex, interactive_use, reach_of
+from gpuguard.translation import N_
 from gpuguard.units import format_duration
 
 # What actions take away, each set within the next; what they do stands in enforcement.actions.
@@ -183,21 +184,21 @@ class Note:
 
 
 NOTES: Mapping[str, str] = {
-    "gap": "it could not be seen whether the condition still holds",
-    "resampling": "samples are missing or came out of order, so it is unknown what was in between",
-    "unknown": "who the process is is not known",
-    "exempt": "inside `except`",
-    "kept": "a user asked to keep it",
-    "grace": "younger than start_grace",
-    "devices": "on fewer devices than devices_at_least",
-    "hours": "outside the hours or days of the policy",
-    "load": "not so much of the node is claimed",
-    "cleared": "the condition holds no more, the escalation is cancelled",
-    "cancelled": "the policy is gone or was changed, the escalation is cancelled",
-    "cooldown": "the last step is not long ago",
-    "breaker": "too many would be acted on at once, so none is",
-    "nobody": "a step has nothing there that it could act on, so the next one is waited for",
-    "waiting": "another step on the same device has not shown its effect yet",
+    "gap": N_("it could not be seen whether the condition still holds"),
+    "resampling": N_("samples are missing or came out of order, so it is unknown what was in between"),
+    "unknown": N_("who the process is is not known"),
+    "exempt": N_("inside `except`"),
+    "kept": N_("a user asked to keep it"),
+    "grace": N_("younger than start_grace"),
+    "devices": N_("on fewer devices than devices_at_least"),
+    "hours": N_("outside the hours or days of the policy"),
+    "load": N_("not so much of the node is claimed"),
+    "cleared": N_("the condition holds no more, the escalation is cancelled"),
+    "cancelled": N_("the policy is gone or was changed, the escalation is cancelled"),
+    "cooldown": N_("the last step is not long ago"),
+    "breaker": N_("too many would be acted on at once, so none is"),
+    "nobody": N_("a step has nothing there that it could act on, so the next one is waited for"),
+    "waiting": N_("another step on the same device has not shown its effect yet"),
 }
 
 

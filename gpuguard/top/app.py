@@ -36,6 +36,7 @@ from gpuguard.top.feed import SAMPLING_THREAD, SceneFeed
 from gpuguard.top.page import page, title
 from gpuguard.top.processes import ProcessRow, moved, rows_of
 from gpuguard.top.scene import MODES, SORTS, History, Identity, Scene, ScreenLine, ScreenView
+from gpuguard.translation import N_, _
 from gpuguard.users import user_name
 from gpuguard.views.charts import fitted
 
@@ -86,32 +87,24 @@ def plain_text(words: str, width: int) -> Text:
     return Text(fitted([(neutralise(words), "")], width)[0][0], no_wrap=True)
 
 
-HELP = """\
-  ↑ ↓ j k PgUp PgDn End  choose a process; or click it
-  Home                   to the top, choose no process
-  ← →                    sideways, through long command lines
-  /                      filter: words, user:NAME, gpu:0,1
-  s  S  r                sort by the next, the one before, reversed;
-                         or click a heading
-  u                      only my processes, all processes
-  t                      processes below their parents
-  m                      lines per GPU: auto, full, compact
-  c                      no desktop processes
-  Enter                  the chosen process over time; the plots
-                         show it, too, or else the mean of all GPUs
-  e                      its environment (your own processes)
-  x                      signal it, after a question (your own;
-                         root: those of people)
-  f                      ask the driver, or show what the daemon saw
-  a  l                   ASCII; light or dark
-  Ctrl-P                 hold the screen, and go on
-  q  Ctrl-C              leave
-
-Memory is blue, work is green.  Yellow: near a limit; red: at it.
-Limits are the temperature at which a device slows down and its
-power limit, or what the site's policies say, where you may read
-them.  n/a: not known.  A red ! or "no claim": used unclaimed.
-"""
+HELP = N_(
+    "  ↑ ↓ j k PgUp PgDn End  choose a process; or click it\n  Home                   to the top, "
+    "choose no process\n  ← →                    sideways, through long command lines\n  "
+    "/                      filter: words, user:NAME, gpu:0,1\n  s  S  r                sort by the "
+    "next, the one before, reversed;\n                         or click a heading\n  "
+    "u                      only my processes, all processes\n  t                      processes "
+    "below their parents\n  m                      lines per GPU: auto, full, compact\n  "
+    "c                      no desktop processes\n  Enter                  the chosen process over "
+    "time; the plots\n                         show it, too, or else the mean of all GPUs\n  "
+    "e                      its environment (your own processes)\n  x                      signal "
+    "it, after a question (your own;\n                         root: those of people)\n  "
+    "f                      ask the driver, or show what the daemon saw\n  a  l                   "
+    "ASCII; light or dark\n  Ctrl-P                 hold the screen, and go on\n  q  "
+    "Ctrl-C              leave\n\nMemory is blue, work is green.  Yellow: near a limit; red: at it.\n"
+    "Limits are the temperature at which a device slows down and its\npower limit, or what the "
+    'site\'s policies say, where you may read\nthem.  n/a: not known.  A red ! or "no claim": used '
+    "unclaimed.\n"
+)
 
 
 class TextScreen(ModalScreen[None]):
@@ -128,8 +121,8 @@ class TextScreen(ModalScreen[None]):
             yield Static(Text(self._heading, style="bold"), id="heading")
             with VerticalScroll():
                 yield Static(id="body")
-            more = "   v shows what is hidden" if self._reveal else ""
-            yield Static(Text(f"Esc closes{more}", style="dim"), id="foot")
+            more = _("   v shows what is hidden") if self._reveal else ""
+            yield Static(Text(_("Esc closes{more}").format(more=more), style="dim"), id="foot")
 
     def on_mount(self) -> None:
         self.call_after_refresh(self.fill)
@@ -155,7 +148,7 @@ class FilterScreen(ModalScreen[str | None]):
         self._text = text
 
     def compose(self) -> ComposeResult:
-        yield Input(self._text, placeholder="words, user:NAME, gpu:0,1 (empty: all; Esc: as before)", id="filter")
+        yield Input(self._text, placeholder=_("words, user:NAME, gpu:0,1 (empty: all; Esc: as before)"), id="filter")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         self.dismiss(event.value)
@@ -174,24 +167,26 @@ class SignalScreen(ModalScreen[str | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical(id="box", classes="small"):
-            yield Static(Text("Signal this process?", style="bold"))
+            yield Static(Text(_("Signal this process?"), style="bold"))
             yield Static(Text("\n".join(self._process)), id="process")
-            rows = [f"  {key}  {BY_HAND[action]}" for key, action in self.KEYS.items()]
-            yield Static(Text("\n".join(["", *rows, "", "  Esc  nothing"])), id="question")
+            rows = [f"  {key}  {_(BY_HAND[action])}" for key, action in self.KEYS.items()]
+            yield Static(Text("\n".join(["", *rows, "", _("  Esc  nothing")])), id="question")
 
     def on_key(self, event: object) -> None:
         key = getattr(event, "key", "")
         if self._chosen is None:
             self._chosen = self.KEYS.get(key)
             if self._chosen:
-                words = f"\nReally?  {BY_HAND[self._chosen]}\n\n  y  yes, send it\n  any other key: nothing"
+                words = _("\nReally?  {action}\n\n  y  yes, send it\n  any other key: nothing").format(
+                    action=_(BY_HAND[self._chosen])
+                )
                 self.query_one("#question", Static).update(Text(words, style="bold"))
         else:
             self.dismiss(self._chosen if key == "y" else None)
 
 
 SILENT = 3.0  # intervals without an answer from which on the screen says so
-_FOOT = " ?:help /:filter s:sort t:tree u:mine m:mode Enter:past e:env x:signal q:quit"
+_FOOT = N_(" ?:help /:filter s:sort t:tree u:mine m:mode Enter:past e:env x:signal q:quit")
 
 
 class Top(App[None]):
@@ -316,7 +311,7 @@ class Top(App[None]):
             return
         board = self.screen_stack[0].query_one(Board)
         width, height = max(20, self.size.width), self.size.height
-        for _ in range(2):  # a page that is longer than before has a column less, for the scroll bar
+        for _attempt in range(2):  # a page that is longer than before has a column less, for the scroll bar
             columns = width - self._longer + self._sideways
             lines = page(self.scene, self.history, self.view, columns, height - 2)
             was, self._longer = self._longer, len(lines) > board.size.height
@@ -335,14 +330,14 @@ class Top(App[None]):
         styled = [(words, rich_style(style, colours)) for words, style in parts]
         self._write("#title", Text.assemble(*styled, no_wrap=True))
         late = self.silent > max(SILENT * self._every, SILENT)
-        if words := self._problem or ("the driver does not answer" if late else ""):
-            words = f" {words} -- what you see is {self.silent:.0f}s old"
+        if words := self._problem or (_("the driver does not answer") if late else ""):
+            words = _(" {words} -- what you see is {silent:.0f}s old").format(words=words, silent=self.silent)
         elif self._held:
             held = max(0.0, time.time() - self.scene.snapshot.taken_at)
-            words = f" held for {held:.0f}s: Ctrl-P goes on"
+            words = _(" held for {held:.0f}s: Ctrl-P goes on").format(held=held)
         self.screen_stack[0].query_one("#alert", Static).display = bool(words)
         self._write("#alert", plain_text(words, width))
-        self._write("#foot", plain_text(f" {self.notice}" if self.notice else _FOOT, width))
+        self._write("#foot", plain_text(f" {self.notice}" if self.notice else _(_FOOT), width))
 
     def _write(self, name: str, text: Text) -> None:
         """Change a line, if it changes.  It stays one line: nothing else need be laid out anew for it."""
@@ -356,7 +351,7 @@ class Top(App[None]):
         self.notice = ""
 
     def action_help(self) -> None:
-        self.push_screen(TextScreen("gpuguard top", lambda width: HELP))
+        self.push_screen(TextScreen("gpuguard top", lambda width: _(HELP)))
 
     def action_filter(self) -> None:
         former = self.view.text
@@ -393,8 +388,8 @@ class Top(App[None]):
 
     def action_fresh(self) -> None:
         self._feed.source.fresh = fresh = not self._feed.source.fresh
-        daemon = "what the daemon saw is shown, while it is fresh"
-        self.notice = "the driver itself is asked" if fresh else daemon
+        daemon = _("what the daemon saw is shown, while it is fresh")
+        self.notice = _("the driver itself is asked") if fresh else daemon
         self._tick()
 
     def action_hold(self) -> None:
@@ -419,13 +414,13 @@ class Top(App[None]):
         if (row := self._chosen()) is None or row.identity is None:
             return
         if self.scene.snapshot.recorded:
-            self._notify_user("this is a recording: no process of it can be signalled")
+            self._notify_user(_("this is a recording: no process of it can be signalled"))
             return
         identity, devices = row.identity, row.uuids
 
         def answered(action: str | None) -> None:
             if action:
-                self._notify_user(f"{action} pid {row.pid} ...")
+                self._notify_user(_("{action} pid {pid} ...").format(action=action, pid=row.pid))
                 self._jobs.put(lambda: self._send(action, identity, devices))
 
         self.push_screen(SignalScreen(processes.description(row)), answered)
@@ -434,16 +429,20 @@ class Top(App[None]):
         try:
             outcome = self._feed.send(action, process, devices)
         except GpuguardError as error:
-            self.call_later(self._notify_user, f"nothing was done: {' '.join(str(error).split())}")
+            self.call_later(
+                self._notify_user, _("nothing was done: {error}").format(error=" ".join(str(error).split()))
+            )
             return
         words = f"{action} pid {process[0]}: {outcome.word}" + (f": {outcome.why}" if outcome.why else "")
-        self.call_later(self._notify_user, words if outcome.word == SENT else f"not done: {words}")
+        self.call_later(
+            self._notify_user, words if outcome.word == SENT else _("not done: {words}").format(words=words)
+        )
 
     def _chosen(self) -> ProcessRow | None:
         rows = rows_of(self.scene, self.view)
         row = next((row for row in rows if row.identity and row.identity == self.view.selected), None)
         if row is None:
-            self._notify_user("choose a process first: arrow keys, or a click")
+            self._notify_user(_("choose a process first: arrow keys, or a click"))
         return row
 
     def _notify_user(self, text: str) -> None:

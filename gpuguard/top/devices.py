@@ -12,9 +12,10 @@ from gpuguard.device_state import FREE, DeviceUse, model_name
 from gpuguard.model import Device
 from gpuguard.sanitize import neutralise
 from gpuguard.top.scene import SLOWDOWN_MARGIN, History, Scene, ScreenLine, ScreenView, Thresholds
+from gpuguard.translation import _
 from gpuguard.units import format_duration, format_rounded
 from gpuguard.views.charts import Part, alarm, bar, fitted, sparkline
-from gpuguard.views.text import shorten
+from gpuguard.views.text import padded, shorten
 from gpuguard.views.who import LABELS
 
 FULL_LINES = 3
@@ -57,7 +58,7 @@ def folded(uses: Sequence[DeviceUse]) -> tuple[list[DeviceUse], str]:
     """*uses* without the whole devices that are free, and which those are: ``"free: 5-12, 40"``."""
     kept = [use for use in uses if use.state != FREE or use.device.parent_uuid]
     free = [use.device.index for use in uses if use.state == FREE and not use.device.parent_uuid]
-    return kept, f"{len(free)} free: {ranges(free)}" if free else ""
+    return kept, _("{free} free: {ranges}").format(free=len(free), ranges=ranges(free)) if free else ""
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -74,7 +75,7 @@ def ranges(numbers: Iterable[int]) -> str:
 def _full(scene: Scene, history: History, view: ScreenView, use: DeviceUse, width: int) -> list[ScreenLine]:
     device, meters = use.device, _meters(use.device, scene.thresholds)
     label = (f"{device.label:>4} ", f"bold {LABELS[use.state][1]}".strip())
-    further = [("MBW", device.memory_utilization), ("fan", device.fan_speed)]
+    further = [("MBW", device.memory_utilization), (_("fan"), device.fan_speed)]
     numbers = "".join(f"  {title} {format_rounded(value, '%')}" for title, value in further if value is not None)
     name: list[Part] = [label, (f"{neutralise(model_name(device))}  ", "bold"), *_state(scene, use), (numbers, "dim")]
     cell = min(_WIDEST_CELL, max(12, (width - _INDENT - 2 * (len(meters) - 1)) // len(meters)))
@@ -116,9 +117,11 @@ class TableColumns:
     def header(self, width: int) -> ScreenLine:
         """The headings of the columns."""
         memory, busy = self.memory + (15 if self.is_roomy else 11), self.utilization + 7
-        words = f"{'GPU':>4} {'MODEL' if self.names else '':<{self.names}}{'MEMORY':<{memory}}{'UTILIZATION':<{busy}}"
-        words += f"{'MBW':>4} " * self.is_roomy + f"{'PAST':<{self.past + 1}}" * bool(self.past)
-        words += f"{'TEMP':>4} " + f"{'FAN':>4} " * self.is_roomy + f"{'POWER':<{9 if self.is_roomy else 5}} STATE"
+        words = " GPU " + padded(_("MODEL") if self.names else "", self.names)
+        words += padded(_("MEMORY"), memory) + padded(_("UTILIZATION"), busy)
+        words += " MBW " * self.is_roomy + padded(_("PAST"), self.past + 1) * bool(self.past)
+        words += padded(_("TEMP"), 4, ">") + " " + f"{padded(_('FAN'), 4, '>')} " * self.is_roomy
+        words += padded(_("POWER"), 9 if self.is_roomy else 5) + " " + _("STATE")
         return ScreenLine(tuple(fitted([(words, "dim")], width)))
 
 
@@ -192,15 +195,15 @@ def _power(device: Device, limits: Thresholds) -> BarMeter:
 def _state(scene: Scene, use: DeviceUse) -> list[Part]:
     """``"in use: alice (ablation 3) 2h"``."""
     words, colour = LABELS[use.state]
-    parts: list[Part] = [(words, colour)]
+    parts: list[Part] = [(_(words), colour)]
     if use.reason:
         parts.append((f" ({neutralise(use.reason)})", colour))
     for number, held in enumerate(use.claims):
         record = held.record
         since = "" if record.since is None else f" {format_duration(max(0.0, scene.snapshot.taken_at - record.since))}"
         note = f' "{neutralise(record.note)}"' if record.note else ""
-        remarks = f"{', orphaned' if held.orphaned else ''}{', stopped' if held.stopped else ''}"
-        parts.append((f"{', ' if number else ': '}{neutralise(held.user or 'unknown')}{since}{note}{remarks}", ""))
+        remarks = _(", orphaned") * bool(held.orphaned) + _(", stopped") * bool(held.stopped)
+        parts.append((f"{', ' if number else ': '}{neutralise(held.user or _('unknown'))}{since}{note}{remarks}", ""))
     return parts
 
 

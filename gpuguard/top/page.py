@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpuguard.device_state import DeviceUse, model_name, user_totals
-from gpuguard.sanitize import neutralise
+from gpuguard.sanitize import display_width, neutralise
 from gpuguard.top.devices import FULL_LINES, device_lines, folded
 from gpuguard.top.plots import FEWEST_ROWS, plot_lines
 from gpuguard.top.processes import process_lines, rows_of
 from gpuguard.top.scene import History, Scene, ScreenLine, ScreenView
+from gpuguard.translation import _
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import Part, alarm, bar, fitted
 from gpuguard.views.text import Paint
@@ -43,7 +44,7 @@ def page(scene: Scene, history: History, view: ScreenView, width: int, height: i
     if free:
         lines.append(_line([("     ", ""), (free, "green")], width))
     if not uses:
-        lines.append(_line([("no devices" + (" that match" if scene.uses else ""), "dim")], width))
+        lines.append(_line([(_("no devices that match") if scene.uses else _("no devices"), "dim")], width))
     lines += _users(scene, view, width)
     lines += _waiting(scene, width)
     below = [_line([], width), *process_lines(scene, view, width), *_gaps(scene, width)]
@@ -70,23 +71,23 @@ def title(scene: Scene, view: ScreenView, width: int, silent: float = 0.0) -> Sc
     """The first line: which machine, when, seen by what."""
     snapshot = scene.snapshot
     whole = [device for device in snapshot.devices if not device.parent_uuid]
-    kind = f"{'RECORDED ' * snapshot.recorded}{'SIMULATED ' * snapshot.simulated}"
+    kind = _("RECORDED ") * snapshot.recorded + _("SIMULATED ") * snapshot.simulated
     models = {model_name(device) for device in whole}
     of = f" {neutralise(*models)}" if len(models) == 1 and any(device.name for device in whole) else ""
     words = [f"{format_count(len(whole), 'GPU')}{of}"]
     if snapshot.driver_version and width >= 100:
-        words.append(f"driver {neutralise(snapshot.driver_version)}")
+        words.append(_("driver {driver_version}").format(driver_version=neutralise(snapshot.driver_version)))
     if snapshot.cuda_version and width >= 100:
         words.append(f"CUDA {neutralise(snapshot.cuda_version)}")
     words.append(local_time(snapshot.taken_at, "%H:%M:%S"))
     if scene.age is not None:
-        words.append(f"seen by the daemon {format_duration(round(scene.age + silent))} ago")
-    shown = [f"sort {view.sort}{' reversed' * view.reverse}", view.mode]
-    shown += [f"users {','.join(sorted(map(neutralise, view.users)))}"] if view.users else []
-    shown += [f"filter {neutralise(view.text)}"] if view.text else []
+        words.append(_("seen by the daemon {age} ago").format(age=format_duration(round(scene.age + silent))))
+    shown = [_("sort {column}").format(column=view.sort) + _(" reversed") * view.reverse, view.mode]
+    shown += [_("users {names}").format(names=",".join(sorted(map(neutralise, view.users))))] if view.users else []
+    shown += [_("filter {text}").format(text=neutralise(view.text))] if view.text else []
     right = f" {', '.join(shown)}"
     left = [(f"{kind}{neutralise(snapshot.host)}", "bold"), (f"  {', '.join(words)}", "")]
-    room = width - len(right)
+    room = width - display_width(right)
     return _line([*fitted(left, room), (right, "dim")] if room > 40 else left, width)
 
 
@@ -94,17 +95,21 @@ def _machine(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
     """CPU, memory and swap of the machine, each a meter, and its load."""
     if (machine := scene.machine) is None:
         return []
-    memory = f"{format_bytes(machine.memory_used)} of {format_bytes(machine.memory_total)}"
-    swap = f"{format_bytes(machine.swap_used)} of {format_bytes(machine.swap_total)}"
+    memory = _("{memory_used} of {memory_total}").format(
+        memory_used=format_bytes(machine.memory_used), memory_total=format_bytes(machine.memory_total)
+    )
+    swap = _("{swap_used} of {swap_total}").format(
+        swap_used=format_bytes(machine.swap_used), swap_total=format_bytes(machine.swap_total)
+    )
     meters = [
         ("CPU", None if machine.cpu is None else machine.cpu / 100, format_rounded(machine.cpu, "%")),
         ("MEM", machine.memory_used / machine.memory_total, memory),
     ]
     if machine.swap_total:
         meters.append(("SWAP", machine.swap_used / machine.swap_total, swap))
-    cores = f" of {format_count(machine.cores, 'core')}" if machine.cores else ""
+    cores = _(" of {count}").format(count=format_count(machine.cores, "core")) if machine.cores else ""
     load = f"LOAD {machine.load:.1f}{cores}"
-    taken = len(load) + sum(len(name) + len(words) + 4 for name, _, words in meters) + 1
+    taken = display_width(load) + sum(len(name) + display_width(words) + 4 for name, _share, words in meters) + 1
     room = (width - taken) // len(meters)
     parts: list[Part] = [(" ", "")]
     for name, share, words in meters:
@@ -129,12 +134,12 @@ def _users(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
     totals = [row for row in user_totals(scene.uses) if not view.users or row.user in view.users]
     if not totals:
         return []
-    parts: list[Part] = [("USERS ", "dim")]
+    parts: list[Part] = [(_("USERS "), "dim")]
     for number, row in enumerate(totals):
         gpus = max(row.devices, row.claimed)
         memory = "" if row.memory_used is None else f" {format_bytes(row.memory_used)}"
-        idle = f", {row.idle} idle" if row.idle else ""
-        parts += [("  " if number else "", ""), (neutralise(row.user or "unknown"), "bold")]
+        idle = _(", {idle} idle").format(idle=row.idle) if row.idle else ""
+        parts += [("  " if number else "", ""), (neutralise(row.user or _("unknown")), "bold")]
         parts += [(f" {format_count(gpus, 'GPU')}{memory}", ""), (idle, "yellow")]
     return [_line(parts, width)]
 
@@ -144,21 +149,28 @@ def _waiting(scene: Scene, width: int) -> list[ScreenLine]:
     for number, (ticket, start) in enumerate(scene.waiting[:_WAITING]):
         since = format_duration(round(max(0.0, scene.snapshot.taken_at - ticket.since)))
         note = f' "{neutralise(ticket.note)}"' if ticket.note else ""
-        label = f"WAITS {number + 1}. " if not number else f"      {number + 1}. "
+        label = f"{_('WAITS')} {number + 1}. " if not number else f"{' ' * display_width(_('WAITS'))} {number + 1}. "
         parts: list[Part] = [(label, "dim"), (neutralise(ticket.user), "bold")]
         gpus = format_count(ticket.num_gpus, "GPU")
-        parts.append((f" {gpus} for {since}{note}: {neutralise(start)}", ""))
+        parts.append(
+            (
+                _(" {gpus} for {since}{note}: {start}").format(
+                    gpus=gpus, since=since, note=note, start=neutralise(start)
+                ),
+                "",
+            )
+        )
         lines.append(_line(parts, width))
     if (more := len(scene.waiting) - _WAITING) > 0:
-        lines.append(_line([(f"      and {more} more in the queue: gpuguard queue", "dim")], width))
+        lines.append(_line([(_("      and {more} more in the queue: gpuguard queue").format(more=more), "dim")], width))
     return lines
 
 
 def _gaps(scene: Scene, width: int) -> list[ScreenLine]:
     gaps = gap_lines(scene.snapshot)
-    shown = [f"not known: {gap}" for gap in gaps[:_GAPS]]
+    shown = [_("not known: {gap}").format(gap=gap) for gap in gaps[:_GAPS]]
     if len(gaps) > _GAPS:
-        shown.append(f"and {len(gaps) - _GAPS} more: gpuguard who")
+        shown.append(_("and {gaps} more: gpuguard who").format(gaps=len(gaps) - _GAPS))
     return [_line([], width), *(_line([(text, "dim")], width) for text in shown)] if shown else []
 
 

@@ -14,6 +14,7 @@ from gpuguard.device_state import DeviceUse
 from gpuguard.model import Snapshot
 from gpuguard.top.processes import ProcessRow, heading
 from gpuguard.top.scene import History, ScreenLine
+from gpuguard.translation import _
 from gpuguard.units import format_bytes, format_count, format_rounded
 from gpuguard.views.charts import Part, Scale, fitted, plot, scale_of
 
@@ -72,9 +73,9 @@ def plot_lines(
 def of_devices(history: History, uses: Sequence[DeviceUse]) -> list[PlottedSeries]:
     """The means of the whole devices of *uses*."""
     rings = [history.devices[use.device.uuid] for use in uses if use.device.uuid in history.devices]
-    of = f"mean of {format_count(len(rings), 'GPU')}"
+    of = _("mean of {count}").format(count=format_count(len(rings), "GPU"))
     series = []
-    for metric, name, colour in (("utilization", "utilization", "green"), ("memory", "memory in use", "cyan")):
+    for metric, name, colour in (("utilization", _("utilization"), "green"), ("memory", _("memory in use"), "cyan")):
         values = [_mean(moment) for moment in zip(*(reversed(ring[metric]) for ring in rings), strict=False)][::-1]
         now = format_rounded(values[-1] if values else None, "%")
         series.append(PlottedSeries(f"{name}, {of}", values, now, Scale(0.0, 100.0, "%"), colour))
@@ -85,10 +86,10 @@ def of_process(history: History, row: ProcessRow) -> list[PlottedSeries]:
     """What is known of its utilization, its memory on all of its devices, its CPU time and its memory of the host."""
     moments = list(history.processes.get(row.identity, ())) if row.identity else []
     return [
-        _rate("its utilization", [moment.sm for moment in moments], highest=100.0),
-        _size("its memory", [moment.memory for moment in moments]),
+        _rate(_("its utilization"), [moment.sm for moment in moments], highest=100.0),
+        _size(_("its memory"), [moment.memory for moment in moments]),
         _rate("CPU", [moment.cpu for moment in moments]),
-        _size("memory of the host", [moment.host for moment in moments]),
+        _size(_("memory of the host"), [moment.host for moment in moments]),
     ]
 
 
@@ -107,7 +108,7 @@ def _size(title: str, values: Sequence[int | None]) -> PlottedSeries:
 def over_time(history: History, row: ProcessRow, now: float, width: int, *, ascii_only: bool) -> str:
     """All that is known of a process over time, one plot below the other."""
     drawn = [_drawn(one, history, now, (width, FEWEST_ROWS), ascii_only=ascii_only) for one in of_process(history, row)]
-    plots = ["\n".join("".join(text for text, _ in line) for line in lines) for lines in drawn]
+    plots = ["\n".join("".join(text for text, _style in line) for line in lines) for lines in drawn]
     return "\n\n".join(plots)
 
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 from gpuguard.device_state import DeviceUse, ProcessUse, may_compute
 from gpuguard.procfs import read_memory, start_time
-from gpuguard.sanitize import display_width, neutral_command, neutralise
+from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.top.devices import ranges
 from gpuguard.top.scene import Identity, Moment, Scene, ScreenLine, ScreenView, moment_of
+from gpuguard.translation import N_, _
 from gpuguard.units import format_bytes, format_duration, format_rounded
 from gpuguard.views.charts import Part, fitted
-from gpuguard.views.text import shorten
+from gpuguard.views.text import padded, shorten
 
 _ROOMY = range(100, 100_000)  # columns of a screen with room for more than what matters most
 _FORKS = ("├─ ", "└─ ", "│  ", "   ")
@@ -59,14 +60,14 @@ def _row(scene: Scene, places: Sequence[tuple[DeviceUse, ProcessUse]]) -> Proces
     start = process.start_time
     identity = None if start is None else (process.pid, start)
     host = scene.host.get(identity) if identity else None
-    container = f"in {neutralise(process.container[:12])}: " if process.container else ""
+    container = _("in {container}: ").format(container=neutralise(process.container[:12])) if process.container else ""
     return ProcessRow(
         identity=identity,
         pid=process.pid,
         user=process.user,
-        devices=tuple(use.device.label for use, _ in places),
-        uuids=tuple(use.device.uuid for use, _ in places),
-        now=moment_of([running.process for _, running in places], host),
+        devices=tuple(use.device.label for use, _running in places),
+        uuids=tuple(use.device.uuid for use, _running in places),
+        now=moment_of([running.process for _use, running in places], host),
         seconds=None if start is None else int(max(0.0, scene.snapshot.clock - start)),
         claim=first.claim,
         stopped=bool(first.stopped),
@@ -126,7 +127,7 @@ class _Column:
 def _claim(row: ProcessRow) -> Part:
     if row.claim:
         return neutralise(row.claim)[:8], ""
-    return ("", "") if row.kind == "graphics" else ("no claim", "red")
+    return ("", "") if row.kind == "graphics" else (_("no claim"), "red")
 
 
 def _known(value: object, text: str) -> Part:
@@ -136,16 +137,21 @@ def _known(value: object, text: str) -> Part:
 _COLUMNS = (
     _Column("gpu", "GPU", 5, ">", lambda row: (_devices(row), "bold")),
     _Column("pid", "PID", 7, ">", lambda row: (str(row.pid), "")),
-    _Column("user", "USER", 9, "<", lambda row: (neutralise(row.user or "unknown"), "")),
-    _Column("memory", "MEM", 8, ">", lambda row: _known(row.now.memory, format_bytes(row.now.memory))),
+    _Column("user", N_("USER"), 9, "<", lambda row: (neutralise(row.user or _("unknown")), "")),
+    _Column("memory", N_("MEM"), 8, ">", lambda row: _known(row.now.memory, format_bytes(row.now.memory))),
     _Column("sm", "SM%", 4, ">", lambda row: _known(row.now.sm, format_rounded(row.now.sm, ""))),
     _Column("cpu", "CPU%", 5, ">", lambda row: _known(row.now.cpu, format_rounded(row.now.cpu, ""))),
-    _Column("host", "HOST", 8, ">", lambda row: _known(row.now.host, format_bytes(row.now.host)), _ROOMY),
-    _Column("time", "TIME", 6, ">", lambda row: _known(row.seconds, format_duration(row.seconds))),
-    _Column("", "CLAIM", 8, "<", _claim, _ROOMY),
+    _Column("host", N_("HOST"), 8, ">", lambda row: _known(row.now.host, format_bytes(row.now.host)), _ROOMY),
+    _Column("time", N_("TIME"), 6, ">", lambda row: _known(row.seconds, format_duration(row.seconds))),
+    _Column("", N_("CLAIM"), 8, "<", _claim, _ROOMY),
     _Column("", "C", 1, "<", lambda row: ("!" if _claim(row)[1] else "", "bold red"), range(_ROOMY.start)),
     _Column(
-        "", "KIND", 9, "<", lambda row: (row.kind.replace("compute+graphics", "C+G"), "dim"), range(140, _ROOMY.stop)
+        "",
+        N_("KIND"),
+        9,
+        "<",
+        lambda row: (row.kind.replace("compute+graphics", "C+G"), "dim"),
+        range(140, _ROOMY.stop),
     ),
 )
 
@@ -162,7 +168,7 @@ def process_lines(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine
     rows = rows_of(scene, view)
     if not rows:
         filtered = view.users or view.devices or view.text or view.compute_only
-        return [ScreenLine((("no processes" + (" that match the filter" if filtered else ""), "dim"),))]
+        return [ScreenLine(((_("no processes that match the filter") if filtered else _("no processes"), "dim"),))]
     lines = [_header(columns, view, width)]
     for row, prefix, command in _forest(rows, scene, view) if view.tree else ((row, "", None) for row in rows):
         if row is None:
@@ -179,12 +185,12 @@ def _header(columns: Sequence[_Column], view: ScreenView, width: int) -> ScreenL
     at = 0
     for column in columns:
         style = "bold reverse" if column.key == view.sort else "bold"
-        parts += [(f"{column.header:{column.align}{column.width}}", style), (" ", "")]
+        parts += [(padded(_(column.header), column.width, column.align), style), (" ", "")]
         if column.key:
             keys.append((at, at + column.width, column.key))
         at += column.width + 1
     keys.append((at, width, "command"))
-    parts.append(("COMMAND", "bold reverse" if view.sort == "command" else "bold"))
+    parts.append((_("COMMAND"), "bold reverse" if view.sort == "command" else "bold"))
     return ScreenLine(tuple(fitted(parts, width)), keys=tuple(keys))
 
 
@@ -192,13 +198,11 @@ def _line(row: ProcessRow, columns: Sequence[_Column], prefix: str, view: Screen
     parts: list[Part] = []
     for column in columns:
         text, style = column.cell(row)
-        text = shorten(text, column.width)
-        blanks = " " * (column.width - display_width(text))
-        parts += [(blanks + text if column.align == ">" else text + blanks, style), (" ", "")]
-    parts += [(prefix, "dim"), ("[stopped] " if row.stopped else "", "yellow"), (row.command, "")]
+        parts += [(padded(shorten(text, column.width), column.width, column.align), style), (" ", "")]
+    parts += [(prefix, "dim"), (_("[stopped] ") if row.stopped else "", "yellow"), (row.command, "")]
     parts = fitted([part for part in parts if part[0]], width)
     if row.identity is not None and row.identity == view.selected:
-        parts = [(text, "reverse") for text, _ in parts]
+        parts = [(text, "reverse") for text, _style in parts]
     return ScreenLine(tuple(parts), process=row.identity)
 
 
@@ -258,17 +262,21 @@ _LARGEST = 1 << 20  # bytes of an environment: the kernel allows 6 MiB, which is
 
 def heading(row: ProcessRow) -> str:
     """``"pid 4711 of alice: python train.py"``."""
-    return f"pid {row.pid} of {neutralise(row.user or 'unknown')}: {row.command}"
+    return _("pid {pid} of {user}: {command}").format(
+        pid=row.pid, user=neutralise(row.user or _("unknown")), command=row.command
+    )
 
 
 def description(row: ProcessRow) -> list[str]:
     """Which process it is, for the user who is about to signal it."""
     memory = format_bytes(row.now.memory)
-    since = "an unknown time" if row.seconds is None else format_duration(row.seconds)
-    claim = f"claim {neutralise(row.claim)}" if row.claim else "no claim"
+    since = _("an unknown time") if row.seconds is None else format_duration(row.seconds)
+    claim = _("claim {claim}").format(claim=neutralise(row.claim)) if row.claim else _("no claim")
     return [
-        f"  pid {row.pid} of {neutralise(row.user or 'unknown')}",
-        f"  GPU {','.join(row.devices)}, {memory}, for {since}, {claim}",
+        _("  pid {pid} of {user}").format(pid=row.pid, user=neutralise(row.user or _("unknown"))),
+        _("  GPU {devices}, {memory}, for {since}, {claim}").format(
+            devices=",".join(row.devices), memory=memory, since=since, claim=claim
+        ),
         f"  {row.command}",
     ]
 
@@ -276,13 +284,13 @@ def description(row: ProcessRow) -> list[str]:
 def environment(row: ProcessRow, *, hide: bool = True) -> str:
     """The variables of a process, one per line; why not, for one that is not ours."""
     if row.identity is None or start_time(row.pid) != row.identity[1]:
-        return "it has ended"
+        return _("it has ended")
     text = read_memory(row.pid, "environ", _LARGEST)
     if text is None:
-        return "its environment cannot be read: it belongs to another user, or has ended"
+        return _("its environment cannot be read: it belongs to another user, or has ended")
     variables = []
     for word in sorted(filter(None, text.split(b"\0"))):
-        name, _, value = word.decode("utf-8", "surrogateescape").partition("=")
+        name, _equals, value = word.decode("utf-8", "surrogateescape").partition("=")
         hidden = hide and value and _SECRET.search(name)
-        variables.append(neutralise(f"{name}={'(hidden)' if hidden else value}"))
-    return "\n".join(variables) or "it has no variables"
+        variables.append(neutralise(f"{name}={_('(hidden)') if hidden else value}"))
+    return "\n".join(variables) or _("it has no variables")

@@ -13,6 +13,7 @@ from gpuguard.backtest.recordings import Recording
 from gpuguard.backtest.unit_tests import Got, TestOutcome, Trial
 from gpuguard.policies.policy import NOTES
 from gpuguard.sanitize import neutralise
+from gpuguard.translation import _
 from gpuguard.units import format_count, format_duration, local_time
 from gpuguard.views.text import picked, table
 
@@ -31,26 +32,35 @@ def backtest_lines(
     span = recording.rows[-1].time - recording.start
     machines = format_count(len({row.host for row in recording.rows}), "machine")
     yield (
-        f"{len(recording.rows):,} samples of {format_count(len(jobs), 'job')} on {machines}, "
-        f"one per {format_duration(recording.interval)}, over {format_duration(span)}; "
-        f"{result.held / HOUR:,.1f} GPU-hours held."
+        _(
+            "{rows:,} samples of {count} on {machines}, one per {interval}, over {span}; {held:,.1f} GPU-hours held."
+        ).format(
+            rows=len(recording.rows),
+            count=format_count(len(jobs), "job"),
+            machines=machines,
+            interval=format_duration(recording.interval),
+            span=format_duration(span),
+            held=result.held / HOUR,
+        )
     )
     if result.holes:
         yield (
-            f"{format_count(result.holes, 'pause')} between samples longer than {format_duration(result.longest_gap)}: "
-            "all durations start anew after them, as with a daemon that slept (--longest-gap changes that)."
+            _(
+                "{count} between samples longer than {longest_gap}: all durations start anew after them, as "
+                "with a daemon that slept (--longest-gap changes that)."
+            ).format(count=format_count(result.holes, "pause"), longest_gap=format_duration(result.longest_gap))
         )
     if each and result.acts:
         rows = []
         for act in result.acts:
-            texts = (", ".join(act.jobs) or f"device {act.device}", act.user or "", act.why)
+            texts = (", ".join(act.jobs) or _("device {device}").format(device=act.device), act.user or "", act.why)
             rows.append((clock_text(act.time, recording), act.policy, act.action, *map(neutralise, texts)))
         yield ""
-        yield from table(rows, ("AT", "POLICY", "ACTION", "JOB", "USER", "WHY"))
+        yield from table(rows, [_("AT"), _("POLICY"), _("ACTION"), _("JOB"), _("USER"), _("WHY")])
     yield ""
     yield from table(
-        _summary(result, policies, {policy for policy, *_ in blind}),
-        ("POLICY", "ACTION", "TIMES", "JOBS", "USERS"),
+        _summary(result, policies, {policy for policy, *_more in blind}),
+        [_("POLICY"), _("ACTION"), _("TIMES"), _("JOBS"), _("USERS")],
         align="<<>>>",
     )
     for policy in policies:
@@ -58,18 +68,20 @@ def backtest_lines(
         if ended:
             yield ""
             yield from _worth(policy, ended, result, len(jobs))
-    reasons = [(kind, f"{count:,}", NOTES[kind]) for kind, count in sorted(result.notes.items()) if kind in SPARED]
+    reasons = [(kind, f"{count:,}", _(NOTES[kind])) for kind, count in sorted(result.notes.items()) if kind in SPARED]
     if reasons:
         yield ""
-        yield "Left alone although the rule was met, in samples:"
+        yield _("Left alone although the rule was met, in samples:")
         yield from table([(f"  {kind}", *rest) for kind, *rest in reasons], align="<><")
     if blind:
         yield ""
-        yield "The recording cannot judge these rules, so that they found nothing:"
-        yield from table([(f"  {policy}", rule, f"it does not tell {what}") for policy, rule, what in blind])
+        yield _("The recording cannot judge these rules, so that they found nothing:")
+        yield from table(
+            [(f"  {policy}", rule, _("it does not tell {what}").format(what=what)) for policy, rule, what in blind]
+        )
     if "memory" not in recording.columns or "utilization" not in recording.columns:
         yield ""
-        yield "The recording lacks memory or utilization: rules that need them found nothing."
+        yield _("The recording lacks memory or utilization: rules that need them found nothing.")
 
 
 def _summary(result: Backtest, policies: Sequence[str], blind: Collection[str]) -> list[tuple[str, ...]]:
@@ -82,18 +94,24 @@ def _summary(result: Backtest, policies: Sequence[str], blind: Collection[str]) 
             users = {act.user for act in done if act.user}
             rows.append((policy, action, str(len(done)), str(len(jobs)), str(len(users))))
         if not acts:
-            rows.append((policy, "cannot be judged" if policy in blind else "nothing", "0", "0", "0"))
+            rows.append((policy, _("cannot be judged") if policy in blind else _("nothing"), "0", "0", "0"))
     return rows
 
 
 def _worth(policy: str, ended: Sequence[PredictedEnd], result: Backtest, jobs: int) -> Iterator[str]:
     freed, lost = sum(end.freed for end in ended), sum(end.lost for end in ended)
     again = sum(end.lost > 0 for end in ended)
-    yield f"{policy} ends {len(ended)} of {format_count(jobs, 'job')}:"
-    yield f"  {freed / HOUR:,.1f} idle GPU-hours become free ({_share(freed, result.held)} of what was held);"
+    yield _("{policy} ends {ended} of {count}:").format(
+        policy=policy, ended=len(ended), count=format_count(jobs, "job")
+    )
+    yield _("  {freed:,.1f} idle GPU-hours become free ({share} of what was held);").format(
+        freed=freed / HOUR, share=_share(freed, result.held)
+    )
     yield (
-        f"  {again} of the {len(ended)} worked again later ({_share(again, len(ended))}), "
-        f"and {lost / HOUR:,.1f} GPU-hours of their work would be lost."
+        _(
+            "  {again} of the {ended} worked again later ({share}), and {lost:,.1f} GPU-hours of their work "
+            "would be lost."
+        ).format(again=again, ended=len(ended), share=_share(again, len(ended)), lost=lost / HOUR)
     )
 
 
@@ -159,34 +177,46 @@ def trial_lines(trial: Trial) -> Iterator[str]:
         yield from fault.lines(neutralise(path))
     path = neutralise(trial.path)
     if trial.faults:
-        yield f"{path}: no test was run."
+        yield _("{path}: no test was run.").format(path=path)
         return
     for warning in trial.warnings:
         first, *rest = warning.lines(neutralise(trial.policies))
-        yield f"warning: {first}"
+        yield _("warning: {first}").format(first=first)
         yield from rest
     for outcome in trial.outcomes:
-        yield f"{'ok    ' if outcome.passed else 'FAILED'}  {neutralise(outcome.name)}"
+        yield f"{_('ok    ') if outcome.passed else _('FAILED')}  {neutralise(outcome.name)}"
         if not outcome.passed:
             yield from (f"          {neutralise(line)}" for line in _differences(outcome))
     failed = sum(not outcome.passed for outcome in trial.outcomes)
-    yield f"{path}: {format_count(len(trial.outcomes), 'test')}, {f'{failed} failed' if failed else 'all passed'}."
+    yield _("{path}: {tests}, {result}.").format(
+        path=path,
+        tests=format_count(len(trial.outcomes), "test"),
+        result=_("{number} failed").format(number=failed) if failed else _("all passed"),
+    )
 
 
 def _differences(outcome: TestOutcome) -> Iterator[str]:
     for expected in outcome.missing:
-        words = [f"at {format_duration(expected.at)}: {expected.action}"]
-        words += [f"by {expected.policy}"] if expected.policy else []
-        words += [f"for {expected.user}"] if expected.user else []
-        words += [f"on device {expected.device}"] if expected.device is not None else []
-        yield f"expected  {' '.join(words)}"
+        words = [_("at {at}: {action}").format(at=format_duration(expected.at), action=expected.action)]
+        words += [_("by {policy}").format(policy=expected.policy)] if expected.policy else []
+        words += [_("for {user}").format(user=expected.user)] if expected.user else []
+        words += [_("on device {device}").format(device=expected.device)] if expected.device is not None else []
+        yield _("expected  {words}").format(words=" ".join(words))
     for got in outcome.surplus:
-        users = f" for {', '.join(got.users)}" if got.users else ""
-        where = f" on device {got.device}" if got.device is not None else ""
-        yield f"got       at {format_duration(got.at)}: {got.action} by {got.policy}{users}{where}, because {got.why}"
+        users = _(" for {users}").format(users=", ".join(got.users)) if got.users else ""
+        where = _(" on device {device}").format(device=got.device) if got.device is not None else ""
+        yield _("got       at {at}: {action} by {policy}{users}{where}, because {why}").format(
+            at=format_duration(got.at), action=got.action, policy=got.policy, users=users, where=where, why=got.why
+        )
     if outcome.missing and not outcome.surplus:
-        met = ", ".join(f"{got.action} at {format_duration(got.at)}" for got in outcome.got)
-        yield f"got       nothing but what was expected: {met}" if met else "got       nothing at all"
+        met = ", ".join(
+            _("{action} at {at}").format(action=got.action, at=format_duration(got.at)) for got in outcome.got
+        )
+        yield (
+            _("got       nothing but what was expected: {met}").format(met=met)
+            if met
+            else _("got       nothing at all")
+        )
 
 
 def trial_json(trial: Trial) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.translation import N_, _
 from gpuguard.units import format_count
-from gpuguard.views.text import Paint, table, wrapped
+from gpuguard.views.text import Paint, padded, table, wrapped
 
 OK, WARNING, FAULT = N_("ok"), N_("warning"), N_("fault")
 _COLOURS = {OK: "green", WARNING: "yellow", FAULT: "bold red"}
@@ -466,11 +466,12 @@ def to_text(
     margin = max(map(display_width, heads)) + 2
     for check, head in zip(found, heads, strict=True):
         text = [*_wrapped(check.found, width, margin), *_wrapped(check.advice, width, margin, "-> ")]
-        first = head + " " * (margin - display_width(head)) + text[0]
+        first = padded(head, margin) + text[0]
         lines.append(paint(_(check.status), _COLOURS[check.status]) + first[len(_(check.status)) :])
         lines += [" " * margin + line for line in text[1:]]
-    counts = [(sum(check.status == status for check in found), status) for status in (FAULT, WARNING)]
-    told = [format_count(count, status) for count, status in counts if count]
+    faults, warnings = (sum(check.status == status for check in found) for status in (FAULT, WARNING))
+    told = [format_count(faults, "fault")] if faults else []
+    told += [format_count(warnings, "warning")] if warnings else []
     return [*lines, "", _("{faults}.").format(faults=_(" and ").join(told)) if told else _("Everything is fine.")]
 
 

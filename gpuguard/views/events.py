@@ -11,11 +11,11 @@ from typing import Any
 
 from gpuguard.history.audit_log import Line, devices_of, facts_of, is_number
 from gpuguard.notify.templates import deed_text
-from gpuguard.sanitize import display_width, neutralise
+from gpuguard.sanitize import neutralise
 from gpuguard.translation import N_, _
 from gpuguard.units import format_bytes, format_duration, local_time
 from gpuguard.users import user_name
-from gpuguard.views.text import table
+from gpuguard.views.text import padded, table
 
 MOST_DEEDS = 5  # that `who` shows a user
 # By these the guard knows its actions again after a restart; people know them by user, pid and policy.
@@ -107,7 +107,7 @@ def to_table(lines: Sequence[Line], labels: Mapping[str, str], *, headers: bool 
     """
     rows = [_row(line, labels) for line in lines]
     padded = [
-        [cell + " " * (least - display_width(cell)) for cell, least in zip(row, _LEAST, strict=True)]
+        [padded(cell, least) for cell, least in zip(row, _LEAST, strict=True)]
         for row in (list(map(_, _HEADERS)), *rows)
     ]
     return table(padded[0 if headers else 1 :]) if rows else []

@@ -17,7 +17,7 @@ from gpuguard import device_state
 from gpuguard.device_state import UserTotal
 from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply, HostUser
 from gpuguard.sanitize import neutral_command
-from gpuguard.translation import _
+from gpuguard.translation import N_, _, ngettext
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import sparkline
 from gpuguard.views.text import Paint, picked, shorten, table
@@ -61,7 +61,9 @@ def in_words(counted: Iterable[FleetSums]) -> str:
     states, waiting = sum((host.states for host in hosts), Counter()), sum(host.waiting for host in hosts)
     parts = [f"{states[state]} {_(LABELS[state][0])}" for state in LABELS if states[state]]
     words = format_count(states.total(), "GPU") + (f": {', '.join(parts)}" if parts else "")
-    return words + (f"; {waiting} wait{'s' * (waiting == 1)}" if waiting else "")
+    return words + (
+        "; " + ngettext("{number} waits", "{number} wait", waiting).format(number=waiting) if waiting else ""
+    )
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
@@ -79,7 +81,7 @@ def host_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
     for device in answer.devices[:SHOWN_ROWS]:
         known = (state for state in (device.exact_state, device.state) if state in LABELS)
         cells = device_cells(device.device, next(known, None) or device_state.UNKNOWN)
-        label, name, memory, utilization, *_, state = cells
+        label, name, memory, utilization, *_more, state = cells
         rows.append([label, shorten(name, 40), memory, utilization, state, _users_of(device, answer.taken_at)])
     body = table(
         rows,
@@ -87,10 +89,10 @@ def host_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
         width=None if width is None else width - 2,
         paint=lambda cell, place: paint(cell, state_colour(cell)) if place == 4 else cell,
     )
-    title = f"{'RECORDED ' * answer.recorded}{_simulated(answer)}{reply.host}: {in_words([sums(answer)])}"
+    title = f"{_('RECORDED ') * answer.recorded}{_simulated(answer)}{reply.host}: {in_words([sums(answer)])}"
     more = len(answer.devices) - SHOWN_ROWS
     lines = [paint(_fit(title, width), "bold"), *(f"  {line}" for line in body)]
-    return lines + ([f"  ... and {more} more"] if more > 0 else [])
+    return lines + ([f"  ... {_('and {number} more').format(number=more)}"] if more > 0 else [])
 
 
 def _users_of(device: HostDevice, now: float | None) -> str:
@@ -99,7 +101,7 @@ def _users_of(device: HostDevice, now: float | None) -> str:
     for claim in device.claims[:_CLAIMS]:
         words = [_name(claim.user)]
         if now is not None and claim.since is not None:
-            words.append(f"for {format_duration(round(max(0.0, now - claim.since)))}")
+            words.append(_("for {time}").format(time=format_duration(round(max(0.0, now - claim.since)))))
         if claim.note:
             words.append(f'"{shorten(claim.note, 60)}"')
         if claim.command:
@@ -107,7 +109,7 @@ def _users_of(device: HostDevice, now: float | None) -> str:
         parts.append(" ".join(words))
     claimants = {claim.user for claim in device.claims}
     users = dict.fromkeys(process.user for process in device.processes or () if process.claim is None)
-    without = "" if device.state == device_state.UNCLAIMED_USE and not device.claims else " without a claim"
+    without = "" if device.state == device_state.UNCLAIMED_USE and not device.claims else _(" without a claim")
     return ", ".join(parts + [_name(user) + without for user in users if user not in claimants])
 
 
@@ -120,16 +122,16 @@ def queue_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
     for ticket in answer.places[:SHOWN_ROWS]:
         waited, why = format_duration(round(ticket.waited_seconds)), shorten(ticket.why, 200)
         cells.append([str(ticket.number), _name(ticket.user), str(ticket.num_gpus), waited, why])
-    heads = ["#", "USER", "GPUS", "WAITED", "STARTS"]
+    heads = ["#", _("USER"), _("GPUS"), _("WAITED"), _("STARTS")]
     body = table(cells, heads, align="><>>", width=None if width is None else width - 2)
-    title = f"{_simulated(answer)}{reply.host}: {len(answer.places)} in the queue"
+    title = _simulated(answer) + _("{host}: {number} in the queue").format(host=reply.host, number=len(answer.places))
     return [paint(_fit(title, width), "bold"), *(f"  {line}" for line in body)]
 
 
 def idle_queue_lines(replies: Sequence[HostReply]) -> list[str]:
     """On how many hosts no request waits."""
     count = sum(reply.answer is not None and not reply.answer.places for reply in replies)
-    return [f"No request waits on {format_count(count, 'host')}."] if count else []
+    return [_("No request waits on {hosts}.").format(hosts=format_count(count, "host"))] if count else []
 
 
 def room(reply: HostReply, form: str, separator: str) -> str | None:
@@ -149,9 +151,9 @@ def chosen(reply: HostReply) -> HostReply:
     names = (room(reply, "index", ",") or "").split(",")
     fault = None
     if not devices or not all(0 <= device.index < 10_000 and _UUID.fullmatch(device.uuid) for device in devices):
-        fault = "its answer names no devices"
+        fault = _("its answer names no devices")
     elif len(set(names)) < len(names):  # of such a list CUDA sees none
-        fault = "its answer names a device twice"
+        fault = _("its answer names a device twice")
     return replace(reply, answer=None, facts=None, error=fault) if fault else reply
 
 
@@ -162,7 +164,7 @@ def room_line(reply: HostReply, devices: str | None, hosts: Sequence[str], width
         models = Counter(shorten(device.name or "n/a", 40) for device in reply.answer.devices)
         what = ", ".join(f"{count} x {model}" for model, count in models.items())
         return paint(_fit(f"{name}  {devices}  ({what})", width), "green")
-    why = f"no room: {reply.refusal}" if reply.refusal else reply.error or ""
+    why = _("no room: {why}").format(why=reply.refusal) if reply.refusal else reply.error or ""
     return paint(_fit(f"{name}  {shorten(why, 200)}", width), "" if reply.refusal else "red")
 
 
@@ -181,14 +183,15 @@ def total_lines(replies: Sequence[HostReply], width: int | None) -> list[str]:
         total = UserTotal(name, devices, processes, None if memory is None else int(memory), claimed, idle)
         cells = total_cells(total)
         rows.append((-devices, name, [cells[0], str(len(on_hosts)), *cells[1:]]))
-    heads = [TOTALS[0], "HOSTS", *TOTALS[1:]]
-    return table([cells for *_, cells in sorted(rows)], heads, align="<>>>>>>", width=width) if rows else []
+    heads = [_(head) for head in (TOTALS[0], N_("HOSTS"), *TOTALS[1:])]
+    return table([cells for *_key, cells in sorted(rows)], heads, align="<>>>>>>", width=width) if rows else []
 
 
 def end_lines(replies: Sequence[HostReply], width: int | None, paint: Paint) -> list[str]:
     """How many hosts answered, and which did not, each with its reason."""
     silent = [reply for reply in replies if reply.error is not None]
-    lines = [f"{len(replies) - len(silent)} of {len(replies)} hosts answered{'.' if not silent else '; not these:'}"]
+    answered = _("{number} of {hosts} hosts answered").format(number=len(replies) - len(silent), hosts=len(replies))
+    lines = [answered + (_("; not these:") if silent else ".")]
     cells = [[reply.host, shorten(reply.error or "", 200)] for reply in silent]
     return lines + [paint(f"  {line}", "red") for line in table(cells, width=None if width is None else width - 2)]
 
@@ -226,6 +229,11 @@ def after(known: KnownHost, reply: HostReply, now: float) -> KnownHost:
     return KnownHost(sums(reply.answer), now)
 
 
+_HEADS = (
+    N_("HOST"), N_("GPUS"), N_("FREE"), N_("UTILIZATION"), N_("MEMORY"), N_("WAIT"), N_("AGE"), N_("USERS"),
+)  # fmt: skip
+
+
 def page(
     hosts: Sequence[str],
     fleet: Mapping[str, KnownHost],
@@ -239,10 +247,14 @@ def page(
     silent = sum(known.error is not None for known in fleet.values())
     counted = in_words(known.counted for known in fleet.values() if known.counted)
     title = f"{format_count(len(hosts), 'host')}, {counted}"
-    title += f"; {silent} do{'es' * (silent == 1)} not answer" if silent else ""
+    title += (
+        "; " + ngettext("{number} does not answer", "{number} do not answer", silent).format(number=silent)
+        if silent
+        else ""
+    )
     names = max(map(len, hosts))
     rows = [_known_row(host.ljust(names), fleet.get(host), now, ascii_only) for host in hosts]
-    heads = ["HOST", "GPUS", "FREE", "UTILIZATION", "MEMORY", "WAIT", "AGE", "USERS"]
+    heads = [_(head) for head in _HEADS]
     whole = iter(table([row for row in rows if len(row) > 2], heads, align="<>><>>>", width=width) or [heads[0]])
     lines = [paint(_fit(f"{local_time(time.time(), '%H:%M:%S')}  {title}", width), "bold"), next(whole)]
     for host, row in zip(hosts, rows, strict=True):  # why a host is unknown needs the room of its numbers
@@ -254,12 +266,14 @@ def page(
 
 def _known_row(host: str, known: KnownHost | None, now: float, ascii_only: bool) -> list[str]:
     if known is None or (known.counted is None and known.error is None):
-        return [host, "asked"]
+        return [host, _("asked")]
     error, counted = shorten(known.error or "", 200), known.counted
     if counted is None:
         return [host, error]
     users = ", ".join(f"{user} {count}" for user, count in counted.users.most_common(_USERS))
-    users += f" and {len(counted.users) - _USERS} more" if len(counted.users) > _USERS else ""
+    users += (
+        " " + _("and {number} more").format(number=len(counted.users) - _USERS) if len(counted.users) > _USERS else ""
+    )
     return [
         host,
         str(counted.states.total()),
@@ -281,11 +295,11 @@ def _utilization(values: tuple[float | None, ...], ascii_only: bool) -> str:
 
 
 def _name(user: str | None) -> str:
-    return shorten(user or "unknown", 40)
+    return shorten(user or _("unknown"), 40)
 
 
 def _simulated(answer: HostAnswer) -> str:
-    return "SIMULATED node " * answer.simulated
+    return _("SIMULATED node ") * answer.simulated
 
 
 def _fit(line: str, width: int | None) -> str:

@@ -23,6 +23,7 @@ from gpuguard.policies.files.keys import DAYS
 from gpuguard.policies.files.loader import PolicyFile
 from gpuguard.policies.policy import DISRUPTIVE, Policy, Scope, Step
 from gpuguard.sanitize import neutralise
+from gpuguard.translation import N_, _
 from gpuguard.units import (
     format_bytes,
     format_count,
@@ -47,11 +48,13 @@ _WRITTEN: Mapping[Any, Callable[[Any], str]] = {
 def sentences(file: PolicyFile) -> Iterator[str]:
     """The lines for a person; one paragraph per policy."""
     yield f"{file.path}: {format_count(len(file.policies), 'policy', 'policies')}."
-    yield "Nothing is ever done to root, to system accounts, or to a process that cannot be identified for certain."
+    yield _("Nothing is ever done to root, to system accounts, or to a process that cannot be identified for certain.")
     yield from _protected(file.protected)
     if any(step.action in DISRUPTIVE for policy in file.policies for step in policy.steps):
         more = format_duration(INTERACTIVE_SECONDS)
-        yield f"What is on a terminal, a notebook or being debugged has {more} more before it is ended or stopped."
+        yield _(
+            "What is on a terminal, a notebook or being debugged has {time} more before it is ended or stopped."
+        ).format(time=more)
     for policy in file.policies:
         yield ""
         yield policy.name
@@ -60,60 +63,67 @@ def sentences(file: PolicyFile) -> Iterator[str]:
 
 def _protected(protected: Protected) -> Iterator[str]:
     parts = [
-        ("users", map(user_name, sorted(protected.uids))),
-        ("members of", sorted(protected.groups)),
-        ("programs", protected.executables),
+        (_("users"), map(user_name, sorted(protected.uids))),
+        (_("members of"), sorted(protected.groups)),
+        (_("programs"), protected.executables),
     ]
     named = [f"{what} {', '.join(names)}" for what, values in parts if (names := list(values))]
     if named:
-        yield f"Nor to {'; '.join(named)}."
+        yield _("Nor to {names}.").format(names="; ".join(named))
 
 
 def _policy(policy: Policy) -> Iterator[str]:
-    held = f"for {format_duration(policy.hold)} without a break" if policy.hold else "at one moment"
-    conditions = "this" if len(policy.rules) == 1 else f"{policy.join} of this"
-    yield f"When {conditions} holds {held}:"
+    held = (
+        _("for {time} without a break").format(time=format_duration(policy.hold)) if policy.hold else _("at one moment")
+    )
+    several = {"all": N_("all of this"), "any": N_("any of this")}
+    conditions = _("this") if len(policy.rules) == 1 else _(several[policy.join])
+    yield _("When {conditions} holds {held}:").format(conditions=conditions, held=held)
     for rule in policy.rules:
         values = ", ".join(f"{key}: {text}" for key, text in written(rule))
-        yield f"  - {first_sentence(type(rule))}" + (f"  ({values})" if values else "")
-    yield f"It is about {scope_text(policy.only) if policy.only else 'everybody'}."
+        yield f"  - {_(first_sentence(type(rule)))}" + (f"  ({values})" if values else "")
+    yield _("It is about {scope}.").format(scope=scope_text(policy.only) if policy.only else _("everybody"))
     for scope in policy.exempt:
-        until = f" until {local_time(scope.until)}" if scope.until is not None else ""
-        yield f"It spares {scope_text(scope)}{until}."
+        until = _(" until {time}").format(time=local_time(scope.until)) if scope.until is not None else ""
+        yield _("It spares {scope}{until}.").format(scope=scope_text(scope), until=until)
     if policy.start_grace:
-        yield f"Processes and claims younger than {format_duration(policy.start_grace)} are innocent."
+        yield _("Processes and claims younger than {time} are innocent.").format(
+            time=format_duration(policy.start_grace)
+        )
     if policy.devices_at_least > 1:
-        yield f"It must hold on {policy.devices_at_least} devices of the same user at once."
+        yield _("It must hold on {number} devices of the same user at once.").format(number=policy.devices_at_least)
     yield from _schedule(policy)
-    yield "Then, counted from when it began:"
+    yield _("Then, counted from when it began:")
     rows, elapsed = [], policy.hold
     for step in policy.steps:
         elapsed += step.after
-        rows.append((f"  after {format_duration(elapsed)}", step_text(step)))
+        rows.append((_("  after {time}").format(time=format_duration(elapsed)), step_text(step)))
     yield from table(rows)
-    yield (
-        f"If that would hit more than {format_count(policy.at_most_users, 'user')} or "
-        f"{format_count(policy.at_most_processes, 'process', 'processes')} at the same moment, "
-        f"{'only as many as that are, the oldest breach first' if policy.some_beyond else 'none is hit'}."
+    yield _("If that would hit more than {users} or {processes} at the same moment, {then}.").format(
+        users=format_count(policy.at_most_users, "user"),
+        processes=format_count(policy.at_most_processes, "process", "processes"),
+        then=_("only as many as that are, the oldest breach first") if policy.some_beyond else _("none is hit"),
     )
     if policy.cooldown:
-        yield f"After the last step the same one is left alone for {format_duration(policy.cooldown)}."
+        yield _("After the last step the same one is left alone for {time}.").format(
+            time=format_duration(policy.cooldown)
+        )
     if policy.enforce:
-        yield "Enforced, if the daemon is started with --enforce; else only logged."
+        yield _("Enforced, if the daemon is started with --enforce; else only logged.")
     else:
-        yield "Dry run: mode is observe, so what would be done is only logged."
+        yield _("Dry run: mode is observe, so what would be done is only logged.")
 
 
 def _schedule(policy: Policy) -> Iterator[str]:
     times = []
     if policy.hours is not None:
-        times.append(" to ".join(f"{int(at // 3600):02}:{int(at // 60 % 60):02}" for at in policy.hours))
+        times.append(_(" to ").join(f"{int(at // 3600):02}:{int(at // 60 % 60):02}" for at in policy.hours))
     if policy.days is not None:
-        times.append("on " + ", ".join(DAYS[day] for day in sorted(policy.days)))
+        times.append(_("on {days}").format(days=", ".join(DAYS[day] for day in sorted(policy.days))))
     if times:
-        yield f"Only {' '.join(times)}, local time; outside of that every ladder ends."
+        yield _("Only {times}, local time; outside of that every ladder ends.").format(times=" ".join(times))
     if policy.claimed_above is not None:
-        yield f"Only while more than {policy.claimed_above:g}% of the devices are claimed."
+        yield _("Only while more than {percent:g}% of the devices are claimed.").format(percent=policy.claimed_above)
 
 
 def first_sentence(noun: type) -> str:
@@ -124,10 +134,10 @@ def first_sentence(noun: type) -> str:
 
 def step_text(step: Step) -> str:
     """What a step does."""
-    text = first_sentence(ACTION_KEYS[step.action])
+    text = _(first_sentence(ACTION_KEYS[step.action]))
     text = f"{step.action}: {text[:1].lower()}{text[1:]}"
     values: list[tuple[str, Any]] = list(step.options)
-    hints, _ = keys_of(ACTION_KEYS[step.action])
+    hints, _required = keys_of(ACTION_KEYS[step.action])
     options = [
         f"{key}: {signal.Signals(value).name if key == 'signal' else _text_of(value, hints.get(key))}"
         for key, value in values
@@ -139,19 +149,19 @@ def scope_text(scope: Scope) -> str:
     """``users alice, bob on devices 0, 1``."""
     parts = []
     if scope.users is not None:
-        parts.append("users " + ", ".join(sorted(map(user_name, scope.users))))
-    for what, names in (("groups", scope.groups), ("devices", scope.devices), ("models", scope.models)):
+        parts.append(_("users") + " " + ", ".join(sorted(map(user_name, scope.users))))
+    for what, names in ((_("groups"), scope.groups), (_("devices"), scope.devices), (_("models"), scope.models)):
         if names is not None:
             parts.append(f"{what} {', '.join(sorted(names))}")
     if scope.kinds is not None:
-        parts.append(f"{', '.join(sorted(scope.kinds))} processes")
-    return " and at the same time ".join(parts)
+        parts.append(_("{kinds} processes").format(kinds=", ".join(sorted(scope.kinds))))
+    return _(" and at the same time ").join(parts)
 
 
 def written(noun: Any) -> Iterator[tuple[str, str]]:
     """(key, value as one writes it) of what is not at its default, and of what has no default."""
     kind: Any = type(noun)
-    hints, _ = keys_of(kind)
+    hints, _required = keys_of(kind)
     for field in fields(noun):
         if (value := getattr(noun, field.name)) != field.default:
             yield key_of(field), _text_of(value, hints[key_of(field)])
@@ -173,7 +183,7 @@ def _notes(hint: Any) -> tuple[Any, ...]:
     return own + tuple(note for part in typing.get_args(hint) for note in _notes(part))
 
 
-def status_lines(status: StatusReply, now: float, person: str = "you") -> list[str]:
+def status_lines(status: StatusReply, now: float, person: str = "") -> list[str]:
     """For whom which condition holds since when, what was done, what comes when.
 
     Args:
@@ -183,28 +193,42 @@ def status_lines(status: StatusReply, now: float, person: str = "you") -> list[s
     """
     lines = [_status_line(row, now, status.enforcing and row.enforce) for row in status.standing]
     if status.left_out:
-        lines.append(f"and {status.left_out} more")
-    return [neutralise(line) for line in lines] or [f"no policy has anything against {person} now."]
+        lines.append(_("and {number} more").format(number=status.left_out))
+    return [neutralise(line) for line in lines] or [
+        _("no policy has anything against {person} now.").format(person=person or _("you"))
+    ]
 
 
 def _status_line(row: PolicyStatusReply, now: float, enforced: bool) -> str:
-    what = {"process": f"pid {row.pid}", "claim": f"claim {row.claim}", "user": "all of it"}.get(row.kind, row.kind)
+    what = {
+        "process": _("process {pid}").format(pid=row.pid),
+        "claim": _("claim {claim}").format(claim=row.claim),
+        "user": _("all of it"),
+    }.get(row.kind, row.kind)
     user = f"{row.user}, " if row.user else ""
-    where = f" on GPU {row.device_label}" if row.device_label else f" on {row.device}" if row.device else ""
+    where = (
+        _(" on GPU {device}").format(device=row.device_label or row.device) if row.device_label or row.device else ""
+    )
     since = format_duration(max(0, round(now - row.since_unix_seconds)))
-    done = f", last step {row.last}" if row.last and not row.refused else ""
-    done = f", {row.last} was refused ({row.refused})" if row.refused else done
+    done = _(", last step {step}").format(step=_(row.last)) if row.last and not row.refused else ""
+    done = _(", {step} was refused ({why})").format(step=_(row.last or "n/a"), why=row.refused) if row.refused else done
     if row.next is None:
-        then = "no step is left"
+        then = _("no step is left")
     elif row.next_unix_seconds is None:
-        then = f"{row.next} waits for the step before it"
+        then = _("{step} waits for the step before it").format(step=_(row.next))
     else:
         left = round(row.next_unix_seconds - now)
-        when = f"in {format_duration(left)}" if left > 0 else "with the next look"
-        then = f"{row.next} {when}"
+        when = _("in {time}").format(time=format_duration(left)) if left > 0 else _("with the next look")
+        then = _("{step} {when}").format(step=_(row.next), when=when)
         if row.harm and row.harm_unix_seconds is not None:
             at = local_time(row.harm_unix_seconds, "%Y-%m-%d %H:%M:%S")
-            then += f", at {at}" if row.harm == row.next else f", {row.harm} at {at}"
-        then += f", if nothing changes{'' if enforced else ' (a dry run: only written down)'}"
+            then += (
+                _(", at {time}").format(time=at)
+                if row.harm == row.next
+                else _(", {step} at {time}").format(step=_(row.harm), time=at)
+            )
+        then += _(", if nothing changes") + ("" if enforced else _(" (a dry run: only written down)"))
     seen = f" ({row.why})" if row.why else ""
-    return f"{user}{what}{where}: {row.policy} for {since}{seen}{done}; {then}"
+    return _("{user}{what}{where}: {policy} for {since}{seen}{done}; {then}").format(
+        user=user, what=what, where=where, policy=row.policy, since=since, seen=seen, done=done, then=then
+    )

@@ -412,8 +412,9 @@ def to_html(report: Report, claims: Claims | None, host: str, now: float) -> str
             written=written
         )
     )
+    language = _("en")
     return (
-        '<!DOCTYPE html>\n<html lang="{_("en")}">\n<head>\n<meta charset="utf-8">\n'
+        f'<!DOCTYPE html>\n<html lang="{language}">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
         f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
@@ -496,7 +497,7 @@ def _courses(report: Report) -> list[str]:
     courses = [(total.device, course) for total in report.devices if (course := report.courses.get(total.device.uuid))]
     if not courses:
         return []
-    points = [series for _, course in courses for series in course.values()]
+    points = [series for _device, course in courses for series in course.values()]
     begin, end = known_period(points, report.watch.begin, report.watch.end)
     legend = _legend("--course", "utilization") + _legend("--claimed", "claimed")
     drawn = [f"<h3>{_text(device.label)}</h3>" + _course(course, begin, end) for device, course in courses]
@@ -519,7 +520,7 @@ def _course(course: Mapping[str, Sequence[Point]], begin: float, end: float) -> 
             continue
         corners = [(number + 0.5, 100 - min(100.0, value or 0.0)) for number, value in stretch]
         if len(corners) == 1:
-            (x, height), *_ = corners
+            (x, height), *_more = corners
             corners = [(x - 0.5, height), (x + 0.5, height)]
         points = " ".join(f"{x:.1f},{height:.1f}" for x, height in corners)
         drawn.append(f'<polyline class="course" points="{points}"/>')

@@ -51,6 +51,12 @@ def wrapped(text: str, width: int) -> list[str]:
     return lines
 
 
+def padded(text: str, width: int, align: str = "<") -> str:
+    """*text* with blanks behind it, or before it (``>``), so that it takes at least *width* columns."""
+    blanks = " " * (width - display_width(text))
+    return blanks + text if align == ">" else text + blanks
+
+
 def table(
     rows: Iterable[Sequence[str]],
     headers: Sequence[str] | None = None,
@@ -75,11 +81,11 @@ def table(
         left, cells = width, []
         last = max((column for column, cell in enumerate(row) if cell), default=0)
         for column, cell in enumerate(row[: last + 1]):
-            blanks = " " * (widths[column] - display_width(cell))
-            if align[column : column + 1] == ">":
-                cell = blanks + cell
-            elif column != last:  # no blanks at the end of a line: they wrap on a terminal, and show up in a diff
-                cell += blanks
+            is_right = align[column : column + 1] == ">"
+            if (
+                is_right or column != last
+            ):  # no blanks at the end of a line: they wrap on a terminal, and show in a diff
+                cell = padded(cell, widths[column], ">" if is_right else "<")
             if left is not None:
                 cell = shorten(cell, left)
                 left = max(0, left - widths[column] - 2)
