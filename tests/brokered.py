@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from daemons import ask
 from nodes import eventually, remove, start
 from proc import born_with
@@ -29,6 +30,7 @@ from gpuguard.model import HEALTH
 
 KEEPER = pwd.getpwnam("games")  # as whom the daemon runs where it has a user of its own
 KINDS = ("everybody", "broker", "keeper")
+FOR_BOTH_BROKERS = pytest.mark.parametrize("broker", ["broker", "keeper"], indirect=True)
 # Connects as the client does, and shows what comes back.
 CALL = """
 import json, os, sys, time

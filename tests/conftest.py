@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from fake_nvml import FakeNvml
-from side_by_side import alone, pytest_collection_modifyitems  # noqa: F401
+from side_by_side import alone, pytest_addoption, pytest_collection_modifyitems  # noqa: F401
 from surroundings import clean_environment, pytest_runtest_setup, pytest_terminal_summary  # noqa: F401  (hooks)
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ def open_place() -> Iterator[Path]:
         yield place
 
 
-@pytest.fixture(params=["admin", "sticky"])
+@pytest.fixture
 def machine(request: pytest.FixtureRequest, site: Path) -> Iterator[Machine]:
-    """A machine of two users, for tests as root."""
+    """A machine of two users with a sticky directory, for tests as root; IN_BOTH_DIRECTORIES: also with root's."""
     from users import a_shared_machine
 
-    with a_shared_machine(site, request.param) as machine:
+    with a_shared_machine(site, getattr(request, "param", "sticky")) as machine:
         yield machine
 
 
@@ -65,21 +65,12 @@ def admin(site: Path) -> Iterator[Machine]:
         yield machine
 
 
-@pytest.fixture(params=["broker", "keeper"])
-def broker(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
-    """A machine whose daemon gives the locks, for tests as root."""
-    from brokered import a_machine
-
-    with a_machine(site, request.param) as machine:
-        yield machine
-
-
 @pytest.fixture
-def own(site: Path) -> Iterator[Brokered]:
-    """A machine whose daemon has a user of its own, for tests as root."""
+def broker(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
+    """A machine whose daemon, of a user of its own, gives the locks, as root; FOR_BOTH_BROKERS: also one of root."""
     from brokered import a_machine
 
-    with a_machine(site, "keeper") as machine:
+    with a_machine(site, getattr(request, "param", "keeper")) as machine:
         yield machine
 
 

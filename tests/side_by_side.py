@@ -1,5 +1,7 @@
 """How the files of tests run in several workers at once: the longest first, and what a machine has once in turns.
 
+`scripts/test --covered "$(scripts/coverage --tests)"` leaves out what scripts/coverage has just run.
+
 `scripts/test -n 3 --dist loadfile --no-loadscope-reorder` gives each worker that is free the next file, in this order.
 tests/conftest.py imports these names, which is how pytest learns of them.  A serial run keeps its order.
 """
@@ -24,7 +26,17 @@ LONGEST = (
 )  # fmt: skip
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--covered", default="", help="files (NAME of test_NAME.py) that scripts/coverage has run")
+
+
+@pytest.hookimpl(trylast=True)  # hypothesis marks its tests in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    covered = {f"test_{name}" for name in config.getoption("covered").split()}
+    done = {item for item in items if item.path.stem in covered and not item.get_closest_marker("hypothesis")}
+    if done:
+        config.hook.pytest_deselected(items=list(done))
+        items[:] = [item for item in items if item not in done]
     if hasattr(config, "workerinput"):
         longest_first(items)
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import accumulate, permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
-from brokered import KEEPER, Brokered, a_machine
+from brokered import FOR_BOTH_BROKERS, KEEPER, a_machine
 from builders import a_device
-from chances import luck
+from chances import luck, often
 from guarded import Listing
 from nodes import USE, eventually
 from test_broker_hostile import UNREAD
@@ -31,6 +30,7 @@ pytestmark = pytest.mark.root
 LOOK = ("--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
 
 
+@FOR_BOTH_BROKERS
 def test_the_unfinished_file_of_a_killed_daemon_is_gone_when_the_next_one_answers(broker):
     broker.kill_daemon()
     unfinished = Path(broker.directory.lock_path(f"{broker.uuids[0]}.0123456789abcdef.new"))
@@ -51,6 +51,7 @@ def test_what_a_killed_command_of_another_user_left_of_the_node_is_in_no_way(sit
         assert (done.returncode, left.exists()) == (0, False), done.stderr
 
 
+@FOR_BOTH_BROKERS
 def test_two_users_get_different_devices_and_see_each_other(broker):
     with broker.job(ALICE, "-n", "2", "--note", "hers") as (_, alices), broker.job(BOB, "-n", "2") as (_, bobs):
         refused = broker(BOB, "run", "--no-wait", "true")
@@ -99,6 +100,7 @@ def test_a_request_that_waits_starts_when_the_device_is_free(broker):
     assert (waiting.returncode, said) == (0, "3\n"), errors
 
 
+@FOR_BOTH_BROKERS
 def test_without_a_daemon_claims_fail_and_those_that_live_stay(broker):
     with broker.job(ALICE, "-n", "2"):
         broker.kill_daemon()
@@ -128,6 +130,7 @@ def test_a_request_goes_on_waiting_while_the_daemon_is_started_again(broker):
     assert (waiting.returncode, said) == (0, "3\n"), errors
 
 
+@FOR_BOTH_BROKERS
 def test_a_denied_user_gets_nothing(broker):
     assert broker(None, "deny", BOB.pw_name, "--for", "1h").returncode == 0
     said = broker.asks(BOB, broker.uuids[0])
@@ -136,31 +139,31 @@ def test_a_denied_user_gets_nothing(broker):
     assert broker.locked() == []
 
 
-def test_back_to_locks_of_all_users_and_to_the_daemon_again_keeps_the_claims(own):
-    with own.job(ALICE, "-n", "1"):
-        own.setup("--no-broker")
-        own.kill_daemon()
-        with own.job(BOB, "-n", "3") as (_, devices):
-            own.setup("--broker")
-            own.start_daemon()
-            assert (sorted(devices), own.locked()) == (sorted("0,1,2"), [0, 1, 2, 3])
-            assert own(BOB, "run", "--no-wait", "true").returncode == 75
-        assert eventually(lambda: own.locked() == [3])
-        done = own(BOB, "run", "--no-wait", "-n", "3", "true")
+def test_back_to_locks_of_all_users_and_to_the_daemon_again_keeps_the_claims(broker):
+    with broker.job(ALICE, "-n", "1"):
+        broker.setup("--no-broker")
+        broker.kill_daemon()
+        with broker.job(BOB, "-n", "3") as (_, devices):
+            broker.setup("--broker")
+            broker.start_daemon()
+            assert (sorted(devices), broker.locked()) == (sorted("0,1,2"), [0, 1, 2, 3])
+            assert broker(BOB, "run", "--no-wait", "true").returncode == 75
+        assert eventually(lambda: broker.locked() == [3])
+        done = broker(BOB, "run", "--no-wait", "-n", "3", "true")
         assert done.returncode == 0, done.stderr
 
 
-def test_setting_up_again_keeps_the_mode_and_whose_it_is(own):
-    assert own(None, "setup", "--dir", own.directory.path).returncode == 0
+def test_setting_up_again_keeps_the_mode_and_whose_it_is(broker):
+    assert broker(None, "setup", "--dir", broker.directory.path).returncode == 0
 
-    assert own.directory.keeper == KEEPER.pw_uid
-    assert own(BOB, "run", "--no-wait", "true").returncode == 0
+    assert broker.directory.keeper == KEEPER.pw_uid
+    assert broker(BOB, "run", "--no-wait", "true").returncode == 0
 
 
-def test_doctor_says_who_gives_the_locks_and_when_no_daemon_does(own):
-    well = own(BOB, "doctor")
-    own.kill_daemon()
-    ill = own(BOB, "doctor")
+def test_doctor_says_who_gives_the_locks_and_when_no_daemon_does(broker):
+    well = broker(BOB, "doctor")
+    broker.kill_daemon()
+    ill = broker(BOB, "doctor")
 
     assert "the daemon alone gives the locks, to all users" in well.stdout
     assert ill.returncode == 1 and "gives none: no daemon answers" in ill.stdout
@@ -175,17 +178,18 @@ def test_a_daemon_that_was_started_before_says_so(site):
         assert said.returncode == 125 and "it was started before" in said.stderr
 
 
-def test_a_daemon_that_cannot_make_files_anew_gives_nothing_and_says_so(own):
-    own.kill_daemon()
-    os.chown(own.directory.locks, 0, 0)
-    own.start_daemon()
-    said = own(BOB, "run", "--no-wait", "true")
+def test_a_daemon_that_cannot_make_files_anew_gives_nothing_and_says_so(broker):
+    broker.kill_daemon()
+    os.chown(broker.directory.locks, 0, 0)
+    broker.start_daemon()
+    said = broker(BOB, "run", "--no-wait", "true")
 
     assert said.returncode == 125 and "cannot be made anew: Permission denied" in said.stderr
-    assert "cannot be written, so no locks can be given" in own.said()
-    assert own.locked() == []
+    assert "cannot be written, so no locks can be given" in broker.said()
+    assert broker.locked() == []
 
 
+@FOR_BOTH_BROKERS
 def test_a_running_job_is_adopted_and_its_claim_ends_with_it(broker):
     node = broker.environment["GPUGUARD_BACKEND"].partition(":")[2]
     with broker.running(ALICE, USE, node, "0", "1000000000", "0") as job:  # it uses device 0 without a claim
@@ -215,24 +219,18 @@ while True""",
 )
 
 
-@pytest.fixture(params=["broker_of_two", "keeper"])
-def broker_of_two(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
-    with a_machine(site, request.param) as machine:
-        yield machine
-
-
 @pytest.mark.parametrize("code", [HOARD, RECORDED, UNREAD], ids=["locks again", "with a record", "unread"])
-def test_a_claim_that_is_released_by_a_policy_is_over_whatever_its_owner_does(broker_of_two, monkeypatch, code):
+def test_a_claim_that_is_released_by_a_policy_is_over_whatever_its_owner_does(broker, monkeypatch, code):
     monkeypatch.setattr(identity, "uid_min", lambda: 1)  # the users of these tests are the system's
-    machine = Listing(a_device(0, uuid=broker_of_two.uuids[0]))
+    machine = Listing(a_device(0, uuid=broker.uuids[0]))
     with (
-        broker_of_two.running(BOB, code, broker_of_two.uuids[0]) as hostile,
-        broker_of_two.job(ALICE, "--devices", "1"),
+        broker.running(BOB, code, broker.uuids[0]) as hostile,
+        broker.job(ALICE, "--devices", "1"),
     ):
-        assert eventually(lambda: broker_of_two.locked() == [0, 1])
-        [claim] = probe(broker_of_two.directory, broker_of_two.uuids[:1])
+        assert eventually(lambda: broker.locked() == [0, 1])
+        [claim] = probe(broker.directory, broker.uuids[:1])
         context = ActionContext(
-            machine, lambda event: True, lambda verdict, now: True, enforce=True, directory=broker_of_two.directory
+            machine, lambda event: True, lambda verdict, now: True, enforce=True, directory=broker.directory
         )
         finding = Finding("age", Subject("claim", uid=claim.uid, claim=claim.id), "held for 3h without a process", ())
         snapshot = machine.sample((), None)
@@ -243,8 +241,8 @@ def test_a_claim_that_is_released_by_a_policy_is_over_whatever_its_owner_does(br
         )
 
         assert (claim.uid, outcome.word, outcome.why) == (BOB.pw_uid, actions.DONE, "")
-        assert broker_of_two.locked() == [1] and hostile.poll() is None
-        assert broker_of_two(ALICE, "run", "--no-wait", "--devices", "0", "true").returncode == 0
+        assert broker.locked() == [1] and hostile.poll() is None
+        assert broker(ALICE, "run", "--no-wait", "--devices", "0", "true").returncode == 0
 
 
 def test_a_lock_file_that_is_replaced_by_a_link_has_root_write_into_nothing_else(tmp_path, monkeypatch):
@@ -269,7 +267,7 @@ def test_a_lock_file_that_is_replaced_by_a_link_has_root_write_into_nothing_else
     assert victim.read_text() == "root's"
 
 
-KILLS = {"whole": 30, "shares": 20, "instances": 15}
+KILLS = {"whole": often(32), "shares": often(20), "instances": often(16)}
 MIG = "1xH100-80GB:mig=3g.40gb,3g.40gb"
 GIB = 2**30
 
@@ -400,5 +398,5 @@ def most_at_once(claims: list[list[Any]], uuid: str) -> float:
     alone = [(began, ended) for wanted, memory, began, ended, _ in claims if uuid in wanted and memory is None]
     for began, ended in alone:
         others = [one for one in claims if uuid in one[0] and one[2] < ended and one[3] > began]
-        assert len(others) == 1, "a whole GPU was given while another user had it, or a part of it"
+        assert len(others) == 1, "a whole device was given while another user had it, or a part of it"
     return max(accumulate(size for _, size in sorted(changes)), default=0)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokered import Brokered
+from brokered import FOR_BOTH_BROKERS, Brokered
 from nodes import SECONDS, a_user, eventually
 from users import ALICE, BOB
 
@@ -38,10 +38,12 @@ for name in os.listdir(directory.locks):
 """
 
 
+@FOR_BOTH_BROKERS
 def test_no_lock_can_be_taken_or_tampered_with_by_hand(broker):
     assert set(broker.python(BOB, BY_HAND).split()) <= {"queue"}
 
 
+@FOR_BOTH_BROKERS
 def test_what_was_given_cannot_be_opened_again_or_written(broker):
     code = """
 _, (descriptor,) = exchange(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
@@ -90,6 +92,7 @@ for claim in claims:
 """
 
 
+@FOR_BOTH_BROKERS
 def test_forged_requests_get_nothing(broker):
     with broker.job(ALICE, "--devices", "0"):
         said = broker.python(BOB, FORGED, broker.uuids[0], str(ALICE.pw_uid), broker.uuids[1])
@@ -143,6 +146,7 @@ for line in sys.stdin:
 """
 
 
+@FOR_BOTH_BROKERS
 def test_a_descriptor_that_was_kept_is_worth_nothing(broker):
     path = broker.directory.lock_path(broker.uuids[0])
     with broker.running(BOB, KEPT, broker.uuids[0]) as hostile:
@@ -219,6 +223,7 @@ while time.monotonic() < until:
 """
 
 
+@FOR_BOTH_BROKERS
 def test_a_flood_with_descriptors_in_it_keeps_no_other_out_and_leaves_nothing_open(broker):
     assert broker.daemon
     here = f"/proc/{broker.daemon.pid}/fd"
@@ -334,7 +339,7 @@ for each in (inside_a_share, inside_that):
 def test_no_lock_is_given_beside_a_share_or_inside_of_what_is_inside(broker):
     said = broker.python(BOB, DEEPER, *broker.uuids[1:3])
 
-    assert said.splitlines() == ["these GPUs are not yours by that claim."] * 2
+    assert said.splitlines() == ["these devices are not yours by that claim."] * 2
     names = os.listdir(broker.directory.locks)
     assert not [name for name in names if name.endswith((".nested.nested", "slot0.nested"))]
 

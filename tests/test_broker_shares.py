@@ -74,9 +74,9 @@ def test_roots_own_share_beside_those_of_users(broker):
     assert {os.stat(f"{broker.directory.locks}/{name}").st_mode & 0o777 for name in names} == {BROKERED}
 
 
-def test_commands_inside_a_share_run(own):
-    inner = f"{own.python_path} -m gpuguard run --no-wait -- true"
-    done = own(ALICE, "run", "--no-wait", *share("1GiB"), "--", "sh", "-c", inner)
+def test_commands_inside_a_share_run(broker):
+    inner = f"{broker.python_path} -m gpuguard run --no-wait -- true"
+    done = broker(ALICE, "run", "--no-wait", *share("1GiB"), "--", "sh", "-c", inner)
 
     assert done.returncode == 0, done.stderr
 
@@ -117,33 +117,35 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("lie", [1, 79 * 2**30])
-def test_what_a_record_says_of_a_share_changes_nothing(own, lie):
-    with own.job(ALICE, *share("40GiB", "--slots", "3")), own.running(ALICE, FORGE, str(lie)):
-        assert "(40.0GiB)" in tried(own, BOB, *share("50GiB")), "more is promised than there is"
-        assert "(40.0GiB)" in tried(own, None, *share("50GiB"))
-        assert tried(own, BOB, *share("30GiB")) == ""
+def test_what_a_record_says_of_a_share_changes_nothing(broker, lie):
+    with broker.job(ALICE, *share("40GiB", "--slots", "3")), broker.running(ALICE, FORGE, str(lie)):
+        assert "(40.0GiB)" in tried(broker, BOB, *share("50GiB")), "more is promised than there is"
+        assert "(40.0GiB)" in tried(broker, None, *share("50GiB"))
+        assert tried(broker, BOB, *share("30GiB")) == ""
 
 
 SHARE_KEPT = KEPT.replace('"conditions": {}', '"conditions": {"share": True, "memory": 70 * 2**30}')
 
 
-def test_a_slot_that_was_kept_is_worth_nothing_and_one_held_shared_counts(own):
-    with own.running(BOB, SHARE_KEPT, own.uuids[0]) as hostile:
+def test_a_slot_that_was_kept_is_worth_nothing_and_one_held_shared_counts(broker):
+    with broker.running(BOB, SHARE_KEPT, broker.uuids[0]) as hostile:
         say(hostile, "LOCK_SH")
         for user in (ALICE, None):
-            assert tried(own, user, "--devices", "0") and tried(own, user, *share("70GiB"))
+            assert tried(broker, user, "--devices", "0") and tried(broker, user, *share("70GiB"))
         say(hostile, "LOCK_UN")
-        assert own.locked() == []
+        assert broker.locked() == []
         say(hostile, "LOCK_EX")
-        assert own.locked() == [] and tried(own, ALICE, *share("70GiB")) == "" == tried(own, None, "--devices", "0")
+        assert broker.locked() == [] and tried(broker, ALICE, *share("70GiB")) == "" == tried(
+            broker, None, "--devices", "0"
+        )
 
 
-def test_the_locks_are_not_those_of_all_users_again_while_shares_hold_nothing_else(own):
-    with own.job(ALICE, *share("1GiB")):
-        refused = own(None, "setup", "--dir", own.directory.path, "--no-broker")
+def test_the_locks_are_not_those_of_all_users_again_while_shares_hold_nothing_else(broker):
+    with broker.job(ALICE, *share("1GiB")):
+        refused = broker(None, "setup", "--dir", broker.directory.path, "--no-broker")
         assert refused.returncode != 0 and "shared by claims that the daemon gave" in refused.stderr
-        assert tried(own, BOB, "--devices", "0") and not tried(own, BOB, *share("1GiB"))
-    assert eventually(lambda: own(None, "setup", "--dir", own.directory.path, "--no-broker").returncode == 0)
+        assert tried(broker, BOB, "--devices", "0") and not tried(broker, BOB, *share("1GiB"))
+    assert eventually(lambda: broker(None, "setup", "--dir", broker.directory.path, "--no-broker").returncode == 0)
 
 
 def test_a_share_from_before_the_daemon_keeps_all_others_away(site):
@@ -153,13 +155,13 @@ def test_a_share_from_before_the_daemon_keeps_all_others_away(site):
         assert tried(machine, BOB, "--devices", "0") and tried(machine, BOB, *share("1GiB"))
 
 
-def test_shares_live_on_without_the_daemon_and_it_knows_them_again(own):
-    with own.job(ALICE, *share("50GiB")):
-        own.kill_daemon()
-        [claim] = own.claims(BOB)
+def test_shares_live_on_without_the_daemon_and_it_knows_them_again(broker):
+    with broker.job(ALICE, *share("50GiB")):
+        broker.kill_daemon()
+        [claim] = broker.claims(BOB)
         assert (claim["user"], claim["memory_bytes"]) == (ALICE.pw_name, 50 * 2**30)
-        own.start_daemon()
-        assert tried(own, BOB, *share("50GiB")) and not tried(own, BOB, *share("20GiB"))
+        broker.start_daemon()
+        assert tried(broker, BOB, *share("50GiB")) and not tried(broker, BOB, *share("20GiB"))
 
 
 def uuids_of(machine: Brokered) -> tuple[str, list[str]]:
@@ -220,26 +222,26 @@ def test_a_gpu_and_its_instances_exclude_each_other_also_when_the_driver_shows_t
                 assert refused == {}
 
 
-def test_a_share_that_came_behind_the_look_at_the_queue_is_counted(own):
-    own.kill_daemon()
-    backend, quicker = open_backend(own.environment["GPUGUARD_BACKEND"]), list[int]()
+def test_a_share_that_came_behind_the_look_at_the_queue_is_counted(broker):
+    broker.kill_daemon()
+    backend, quicker = open_backend(broker.environment["GPUGUARD_BACKEND"]), list[int]()
 
     class Overtaken:
         def sample(self, fields, devices=None):
             if devices and not quicker:  # the look behind the locks
-                quicker.extend(given(own, own.uuids[0], memory=50 * 2**30)[0])
+                quicker.extend(given(broker, broker.uuids[0], memory=50 * 2**30)[0])
             return backend.sample(fields, devices)
 
-    asked = {"devices": own.uuids[:1], "conditions": {"share": True, "memory": 50 * 2**30}}
-    said = Broker(own.directory, Overtaken).claim(BOB.pw_uid, asked)
+    asked = {"devices": broker.uuids[:1], "conditions": {"share": True, "memory": 50 * 2**30}}
+    said = Broker(broker.directory, Overtaken).claim(BOB.pw_uid, asked)
 
     assert len(quicker) == 1
-    assert isinstance(said, dict) and "left beside" in said["refused"][own.uuids[0]], said
+    assert isinstance(said, dict) and "left beside" in said["refused"][broker.uuids[0]], said
     os.close(quicker[0])
 
 
-def test_a_lock_file_that_root_makes_is_the_daemons_alone(own):
-    lock = lock_device(own.directory, "MIG-made-just-now", fcntl.LOCK_EX)
+def test_a_lock_file_that_root_makes_is_the_daemons_alone(broker):
+    lock = lock_device(broker.directory, "MIG-made-just-now", fcntl.LOCK_EX)
     assert lock
     found = os.fstat(lock.descriptor)
     os.close(lock.descriptor)
@@ -247,10 +249,10 @@ def test_a_lock_file_that_root_makes_is_the_daemons_alone(own):
     assert (found.st_mode & 0o7777, found.st_uid) == (BROKERED, KEEPER.pw_uid)
 
 
-def test_a_share_is_looked_at_behind_its_lock(own):
+def test_a_share_is_looked_at_behind_its_lock(broker):
     """So root, who takes the device directly at that moment, and it never overlook each other."""
-    own.kill_daemon()
-    lock = lock_device(own.directory, own.uuids[0], fcntl.LOCK_EX)
+    broker.kill_daemon()
+    lock = lock_device(broker.directory, broker.uuids[0], fcntl.LOCK_EX)
     assert lock
-    assert given(own, own.uuids[0], memory=2**30) == ([], {own.uuids[0]: CLAIMED})
+    assert given(broker, broker.uuids[0], memory=2**30) == ([], {broker.uuids[0]: CLAIMED})
     os.close(lock.descriptor)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from nodes import Gpuguard, until
 from test_who import DOCUMENT, documented, printed
-from users import ALICE, BOB, DEVICES, Machine
+from users import ALICE, BOB, DEVICES, IN_BOTH_DIRECTORIES, Machine
 
 pytestmark = pytest.mark.root
 
@@ -33,6 +33,7 @@ def listed(machine: Machine, user: Any = BOB) -> list[dict[str, Any]]:
     return list(json.loads(machine(user, "reserve", "--json").stdout)["reservations"])
 
 
+@IN_BOTH_DIRECTORIES
 def test_what_is_reserved_is_kept_from_others_and_given_to_its_user(machine):
     reserve(machine, ALICE, "-n", "2", "--for", "1h", "--note", "course")
     many, few = machine(BOB, "run", "--no-wait", "-n", "7", *LOOK), machine(BOB, "run", "--no-wait", "-n", "6", *LOOK)

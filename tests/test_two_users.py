@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 from chances import luck
 from nodes import SECONDS, eventually
-from users import ALICE, BOB, DEVICES, HOG, Machine, a_shared_machine
+from users import ALICE, BOB, DEVICES, HOG, IN_BOTH_DIRECTORIES, Machine
 
 from gpuguard.claims.records import read_records
 
@@ -26,12 +26,7 @@ LOOK = ("--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
 Done = CompletedProcess[str]
 
 
-@pytest.fixture
-def sticky(site: Path) -> Iterator[Machine]:
-    with a_shared_machine(site, "sticky") as made:
-        yield made
-
-
+@IN_BOTH_DIRECTORIES
 def test_a_refused_user_is_told_whose_the_devices_are_and_for_what(machine):
     with machine.job(ALICE, "-n", str(DEVICES), "--note", "night run", umask=0o077):
         refused = machine(BOB, "run", "--no-wait", "--", "true")
@@ -48,7 +43,7 @@ def test_a_refused_user_is_told_whose_the_devices_are_and_for_what(machine):
     }
 
 
-@pytest.mark.parametrize("options", [("--share", "--memory", "10GiB"), ("--devices", "3")], ids=["a share", "a GPU"])
+@pytest.mark.parametrize("options", [("--share", "--memory", "10GiB"), ("--devices", "3")], ids=["a share", "a device"])
 def test_where_root_made_the_directory_by_running_a_job_a_user_is_refused_for_good_with_what_to_do(admin, options):
     """Only the lock files that root's job needed are there, and a user can make none."""
     place = admin.place / "made-by-a-job"
@@ -70,6 +65,7 @@ def test_where_root_made_the_directory_by_running_a_job_a_user_is_refused_for_go
     assert admin(BOB, "run", *options, "--", "true", **own).returncode == 0
 
 
+@IN_BOTH_DIRECTORIES
 def test_a_umask_of_077_locks_nobody_out(machine):
     with machine.job(ALICE, "-n", str(DEVICES), umask=0o077):
         pass
@@ -103,6 +99,7 @@ fcntl.flock(os.open(lock, os.O_RDONLY), fcntl.LOCK_UN)
 """
 
 
+@IN_BOTH_DIRECTORIES
 def test_nobody_can_end_release_or_change_the_claim_of_another_user(machine):
     with machine.job(ALICE, "--note", "mine") as (wrapper, device):
         [record] = machine.records()
@@ -179,6 +176,7 @@ GATED = [
 ]
 
 
+@IN_BOTH_DIRECTORIES
 def test_holding_the_gate_for_ever_delays_the_others_by_two_seconds_and_blocks_nobody(machine):
     assert machine(ALICE, "run", "--no-wait", "--", "true").returncode == 0  # in the sticky directory it makes the gate
 
@@ -241,18 +239,18 @@ def answers(machine: Machine, planted: str, path: str) -> Answers:
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_something_planted_in_place_of_a_lock_file_costs_that_device_and_no_more(sticky, planted):
+def test_something_planted_in_place_of_a_lock_file_costs_that_device_and_no_more(machine, planted):
     best = DEVICES - 1
-    run, select, who, explain = answers(sticky, planted, str(sticky.lock_path(best)))
+    run, select, who, explain = answers(machine, planted, str(machine.lock_path(best)))
 
     assert [done.returncode for done in (run, select, who, explain)] == [0, 0, 0, 0]
     assert run.stdout == select.stdout == f"{best - 1}\n"
-    assert f"GPU {best}  REFUSED" in explain.stdout
+    assert f"device {best}  REFUSED" in explain.stdout
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_something_planted_in_place_of_the_gate_is_refused_with_advice(sticky, planted):
-    run, select, who, explain = answers(sticky, planted, sticky.directory.lock_path("gate"))
+def test_something_planted_in_place_of_the_gate_is_refused_with_advice(machine, planted):
+    run, select, who, explain = answers(machine, planted, machine.directory.lock_path("gate"))
 
     assert [done.returncode for done in (run, select, who, explain)] == [125, 1, 0, 1]
     assert run.stdout == select.stdout == ""
@@ -277,7 +275,7 @@ def test_a_lock_file_of_another_user_is_refused_among_those_of_root(admin):
     without_a_gate = admin(ALICE, "run", "--no-wait", *LOOK)
 
     assert (run.returncode, run.stdout) == (0, "6\n")
-    assert "GPU 7  REFUSED" in explain.stdout
+    assert "device 7  REFUSED" in explain.stdout
     assert (without_a_gate.returncode, without_a_gate.stdout) == (125, "")
     assert f"/lock/gate belongs to uid {BOB.pw_uid}" in without_a_gate.stderr
     assert "remove it as root" in without_a_gate.stderr
@@ -306,14 +304,14 @@ def test_a_directory_that_cannot_be_trusted_or_read_is_refused_with_advice(admin
     assert f"{path} {message}" in done.stderr and "Run `sudo gpuguard setup`" in done.stderr
 
 
-def test_where_bob_made_the_lock_file_bob_can_remove_it_and_alice_is_told(sticky):
+def test_where_bob_made_the_lock_file_bob_can_remove_it_and_alice_is_told(machine):
     """The limit of a directory without setup: the maker of a file may remove it.  The device still looks used."""
-    assert sticky(BOB, "run", "--no-wait", "--devices", "0", "--", "true").returncode == 0
-    with sticky.job(ALICE, "--devices", "0") as (wrapper, _):
-        sticky.python(BOB, "import os, sys; os.unlink(sys.argv[1])", str(sticky.lock_path(0)))
+    assert machine(BOB, "run", "--no-wait", "--devices", "0", "--", "true").returncode == 0
+    with machine.job(ALICE, "--devices", "0") as (wrapper, _):
+        machine.python(BOB, "import os, sys; os.unlink(sys.argv[1])", str(machine.lock_path(0)))
 
         assert "started on GPU 0" in wrapper.stderr.readline()
-        assert "was removed or replaced: others can claim the GPU now" in wrapper.stderr.readline()
+        assert "was removed or replaced: others can claim the device now" in wrapper.stderr.readline()
 
 
 def claims_of(done) -> list[dict]:
@@ -327,6 +325,7 @@ def claim_id(machine: Machine, user=ALICE) -> str:
     return claim.id
 
 
+@IN_BOTH_DIRECTORIES
 def test_alice_and_root_release_alices_claim_and_bob_does_not(machine):
     for who in (ALICE, None):
         with machine.job(ALICE, "-n", "3"), machine.job(BOB, "-n", "2") as (_, his):
@@ -390,7 +389,7 @@ def test_releaser_and_holder_are_killed_at_random_instants_and_the_claim_is_held
     chance, seen, longest = luck(machine.kind), {0: 0, 3: 0}, 0.1
     with machine.job(BOB, "-n", "2") as (_, his):
         bystander = sorted(map(int, his.split(",")))
-        for turn in range(16):  # of each of the two kinds of directories
+        for turn in range(12):
             with machine.job(ALICE, "-n", "3") as (run, _):
                 releaser = machine.start(ALICE, "release", claim_id(machine))
                 time.sleep(chance.uniform(0, longest))

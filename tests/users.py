@@ -47,6 +47,7 @@ fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
 print("ready", flush=True)
 time.sleep(100)
 """
+IN_BOTH_DIRECTORIES = pytest.mark.parametrize("machine", ["admin", "sticky"], indirect=True)
 HOLD = ("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"; exec sleep 100')
 
 
