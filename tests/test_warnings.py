@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -209,3 +210,19 @@ def test_a_process_without_a_supervisor_is_told_on_its_terminal_what_was_done_to
         assert scene.act("terminate").word == "sent"
         said = os.read(ours, 65536).decode()
         assert f"gpuguard: policy a-policy asked pid {scene.pid} to end (SIGTERM): uses 41.0GiB" in said
+
+
+@pytest.mark.terminal
+def test_where_its_supervisor_tells_it_nothing_more_is_written_on_the_terminal():
+    with at_a_terminal() as (scene, ours, _):
+        scene.context(interactive_grace=0.0)
+        supervised = a_claim_record(id="1dea", uid=scene.process.uid, pid=os.getpid(), holders=(scene.pid,))
+        scene.snapshot = replace(scene.snapshot, claims=(supervised,))
+        before = signal.signal(signal.SIGURG, lambda *_: None)  # as `gpuguard run` waits for
+        outcome = scene.act("terminate")
+        signal.signal(signal.SIGURG, before)
+
+        os.set_blocking(ours, False)
+        assert outcome.word == "sent"
+        with pytest.raises(BlockingIOError):
+            os.read(ours, 4096)
