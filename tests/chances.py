@@ -15,8 +15,8 @@ import pytest
 NUMBER = int(os.environ.get("GPUGUARD_CHANCE", "0"))
 THE_SAME = not NUMBER  # for hypothesis: derandomize
 
-# A planted fault beside one of its kind that every run plants: seconds each.
-IN_CAMPAIGNS = pytest.mark.skipif(THE_SAME, reason="planted by scripts/torture --only checkers")
+# A case beside one of its kind that every run has, as a second planted fault: seconds each.
+IN_CAMPAIGNS = pytest.mark.skipif(THE_SAME, reason="tested by scripts/torture --only checkers")
 
 
 def often(count: int) -> int:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from builders import a_claim_record, a_snapshot, written
+from chances import THE_SAME
 from fake_nvml import ABORT, GIB, HANG, LOST, NO_PERMISSION, NOT_SUPPORTED, RESET_REQUIRED, TIMEOUT, UNKNOWN, FakeNvml
 from guarded import SOMEBODY as GUILTY
 from guarded import a_child, started
@@ -85,6 +86,7 @@ AGGRESSIVE: dict[str, Rule] = {
     "expression": ExpressionRule(parse_expression("memory_used > 20GiB and utilization < 5% and user == 'alice'")),
 }
 A_GREEDY_USER = MachineUse(100 * GIB, 10, {GUILTY: UserUse("alice", 900.0, 90 * GIB)})
+LOOKS_BACK = {"memory_growth", "forecast"}
 # These would find everybody, whatever they do.
 BY_PERSON = {"processes", "quota", "age", "command"}
 
@@ -169,7 +171,8 @@ def guards(world: World, driver: Driver) -> dict[str, Watchdog]:
         guard = Watchdog(driver, (policy,), enforce=True, append=written, share_host_pids=True)
         guard._context = replace(guard._context, jobs=Everybody(), interactive_grace=0.0)
         setattr(guard, "_view_of", surrounded(guard._view_of, world, name))  # noqa: B010
-        seed(guard, driver.newest)
+        if name in LOOKS_BACK:
+            seed(guard, driver.newest)
         found[name] = guard
     return found
 
@@ -225,11 +228,11 @@ def faults_of(world: World, hit: dict[str, set[int]], innocent: Collection[str])
     wrong = []
     for rule, pids in hit.items():
         if world.offender not in pids:
-            wrong.append(f"{rule} missed the offender on the whole GPU")
+            wrong.append(f"{rule} missed the offender on the whole device")
         if world.bystander in pids:
             wrong.append(f"{rule} hit a bystander")
         if rule in innocent and pids - {world.offender, world.bystander}:
-            wrong.append(f"{rule} hit somebody on the broken GPU")
+            wrong.append(f"{rule} hit somebody on the broken device")
     return wrong
 
 
@@ -244,14 +247,15 @@ Case = tuple[str, list[str]]
 
 
 def every_code(world: World) -> Iterator[Case]:
-    """Each function that a sample calls x each code, with somebody innocent and with an offender on the device."""
+    """Each function that a sample calls x two codes in turn (in campaigns: all), with an innocent user and an offender
+    on the device."""
     world.lay_out("innocent")
     world.fake.reset_calls()
     nvml.Nvml().sample(ALL_FIELDS - {"topology", "nvlink", "nvlink_flow", "pcie", "media"})  # of which no rule knows
     names = [name for name in world.fake.calls() if "Device" in name and name != "nvmlDeviceGetCount_v2"]
     assert len(names) > 20, names
-    for name in names:
-        for code in CODES:
+    for place, name in enumerate(names):
+        for code in CODES[place % 3 :: 3] if THE_SAME else CODES:
             for second in ("innocent", "guilty"):
                 world.lay_out(second)
                 driver = Driver(world)

@@ -10,21 +10,22 @@ from pathlib import Path
 import contention
 import pytest
 import sharing
-from chances import IN_CAMPAIGNS
+from chances import IN_CAMPAIGNS, often
 
 SHARE = 30 * contention.GIB  # of 80: two of them fit
+ROUNDS = often(24)
 
 
 def test_no_overlap_and_no_stale_lock_under_random_sigkill(tmp_path: Path) -> None:
     enough = {"holds": 500, "kills": 50}
-    rounds = fought(lambda place, seed: contention.fight(place, seconds=5, processes=60, seed=seed), tmp_path, enough)
+    rounds = fought(lambda place, seed: contention.fight(place, seconds=2, processes=60, seed=seed), tmp_path, enough)
 
     assert [(outcome.overlaps, outcome.stale) for outcome in rounds] == [(0, 0)] * len(rounds)
 
 
 def test_no_promise_is_broken_and_no_lock_stays_under_random_sigkill(tmp_path: Path) -> None:
     enough = {"kills": 30, "shares": 100, "alone": 10}
-    rounds = fought(lambda place, seed: sharing.fight(place, seconds=5, seed=seed), tmp_path, enough)
+    rounds = fought(lambda place, seed: sharing.fight(place, seconds=2, seed=seed), tmp_path, enough)
 
     assert [(outcome.broken, outcome.stale) for outcome in rounds] == [(0, 0)] * len(rounds)
 
@@ -41,24 +42,24 @@ def fought(fight, place: Path, enough: dict[str, int]) -> list:
 
 @pytest.mark.parametrize("variant", ["break-stale", pytest.param("no-exclusion", marks=IN_CAMPAIGNS)])
 def test_the_checker_sees_locks_that_are_broken_as_stale_or_exclude_nobody(tmp_path: Path, variant: str) -> None:
-    assert contention.fight(tmp_path, seconds=2, processes=60, variant=variant).overlaps > 0
+    assert contention.fight(tmp_path, seconds=1.5, processes=60, variant=variant).overlaps > 0
 
 
 @pytest.mark.parametrize("variant", ["no-exclusion", pytest.param("no-look", marks=IN_CAMPAIGNS)])
 def test_the_checker_sees_promises_that_are_broken(tmp_path: Path, variant: str) -> None:
-    assert sharing.fight(tmp_path, seconds=2, processes=40, variant=variant).broken > 0
+    assert sharing.fight(tmp_path, seconds=1.5, processes=40, variant=variant).broken > 0
 
 
 def test_of_starters_at_one_moment_exactly_those_that_fit_get_their_share(tmp_path: Path) -> None:
-    assert sharing.race(tmp_path, starters=10, rounds=20, memory=SHARE) == [2] * 20
+    assert sharing.race(tmp_path, starters=8, rounds=ROUNDS, memory=SHARE) == [2] * ROUNDS
 
 
 @pytest.mark.parametrize("variant", ["none", "no-first-look"])
 def test_without_the_gate_never_more_than_fit_get_their_share(tmp_path: Path, variant: str) -> None:
-    won = sharing.race(tmp_path, starters=10, rounds=20, memory=SHARE, gate=False, variant=variant)
+    won = sharing.race(tmp_path, starters=8, rounds=ROUNDS, memory=SHARE, gate=False, variant=variant)
 
     assert max(won) <= 2
-    assert sum(won) > 10  # going back for each other is not for ever
+    assert sum(won) > ROUNDS // 2  # going back for each other is not for ever
 
 
 @pytest.mark.parametrize(

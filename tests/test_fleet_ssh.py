@@ -1,4 +1,4 @@
-"""A fleet over the real ssh and a real sshd on loopback: 50 hosts of which 5 are dead, an account that is locked down.
+"""A fleet over the real ssh and a real sshd on loopback: 25 hosts of which 5 are dead, an account that is locked down.
 
 Where sshd is missing these tests are skipped: apt-get install openssh-server.
 """
@@ -21,7 +21,7 @@ from gpuguard.backends import simulated
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with a_fleet(tmp_path_factory.mktemp("fleet"), 45) as fleet:
+    with a_fleet(tmp_path_factory.mktemp("fleet"), 20) as fleet:
         yield fleet
 
 
@@ -35,11 +35,11 @@ def ssh(fleet: Fleet, host: str, command: str) -> subprocess.CompletedProcess[st
     return subprocess.run(words, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False)
 
 
-def test_of_fifty_hosts_five_dead_ones_are_named_and_the_others_right_within_one_timeout(fleet, gpuguard):
+def test_of_25_hosts_five_dead_ones_are_named_and_the_others_right_within_one_timeout(fleet, gpuguard):
     hosts = [*DEAD[:3], *fleet.hosts, *DEAD[3:]]
-    # How fast logins are is a matter of this machine, which is all 50 hosts; one that hangs costs the time-out on any.
+    # How fast logins are is a matter of this machine, which is all hosts; one that hangs costs the time-out on any.
     began = time.monotonic()
-    gpuguard("who", "--json", "--timeout", "50s", "--hosts", ",".join(fleet.hosts[:9]))
+    gpuguard("who", "--json", "--timeout", "50s", "--hosts", ",".join(fleet.hosts[:4]))
     timeout = max(6, round(2 * 5 * (time.monotonic() - began)))
     began = time.monotonic()
     done = gpuguard("who", "--json", "--timeout", f"{timeout}s", "--hosts", ",".join(hosts))
@@ -48,7 +48,7 @@ def test_of_fifty_hosts_five_dead_ones_are_named_and_the_others_right_within_one
     found = {host["host"]: host for host in content["hosts"]}
 
     assert done.returncode == 1
-    assert (content["asked"], content["answered"], list(found)) == (50, 45, hosts)
+    assert (content["asked"], content["answered"], list(found)) == (25, 20, hosts)
     assert {host for host in found if found[host]["error"]} == set(DEAD)
     for host in fleet.hosts:
         there = simulated.open(fleet.node(host)).sample({"model"}).devices
@@ -98,7 +98,7 @@ def test_an_ordinary_account_needs_no_forced_command(fleet, gpuguard):
     done = gpuguard("who", "--json", "--hosts", "shell", "--remote", python, "--timeout", "50s")
     missing = gpuguard("who", "--hosts", "shell", "--remote", "/no/gpuguard", "--timeout", "50s")
 
-    assert len(json.loads(done.stdout)["hosts"][0]["answer"]["devices"]) == 45 % 8 + 1
+    assert len(json.loads(done.stdout)["hosts"][0]["answer"]["devices"]) == 20 % 8 + 1
     assert missing.returncode == 4
     assert "gpuguard is not on the PATH there" in missing.stdout
 

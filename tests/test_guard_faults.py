@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chances import IN_CAMPAIGNS
+from chances import IN_CAMPAIGNS, NUMBER
 from driven import driven
 from fake_nvml import GIB, FakeNvml
 from guarded import a_child
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.root  # the processes are those of other users
 def campaign(fake: FakeNvml, *words: str) -> Any:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("faulty_driver.py")), *words],
-        env={**os.environ, **fake.environment()},
+        env={**os.environ, **fake.environment(), "GPUGUARD_CHANCE": str(NUMBER)},
         capture_output=True,
         text=True,
         timeout=900,  # against a hang: the longest takes a minute alone, and five where others compute
@@ -34,7 +34,7 @@ def campaign(fake: FakeNvml, *words: str) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "cases"),
-    [("every_code", 250), ("the_last_look", 30), ("values", 25), ("lists", 20), ("desktops", 6), ("silence", 8)],
+    [("every_code", 80), ("the_last_look", 30), ("values", 25), ("lists", 20), ("desktops", 6), ("silence", 8)],
 )
 def test_nobody_is_hit_by_what_a_broken_driver_says(tmp_path: Path, name: str, cases: int) -> None:
     with FakeNvml(tmp_path, devices=3) as fake:
@@ -48,7 +48,7 @@ def test_nobody_is_hit_by_what_a_broken_driver_says(tmp_path: Path, name: str, c
     ("name", "fault", "found"),
     [
         ("values", "take_unknown_for_zero", "idle hit somebody"),
-        pytest.param("lists", "believe_every_list", "broken GPU", marks=IN_CAMPAIGNS),
+        pytest.param("lists", "believe_every_list", "broken device", marks=IN_CAMPAIGNS),
     ],
 )
 def test_a_guard_that_believes_the_driver_is_caught(tmp_path: Path, name: str, fault: str, found: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot, written
-from chances import THE_SAME
-from faulty_driver import AGGRESSIVE, GUILTY, OTHER
+from chances import THE_SAME, often
+from faulty_driver import AGGRESSIVE, GUILTY, LOOKS_BACK, OTHER
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +34,6 @@ RULES = {
     "memory_growth": MemoryGrowthRule(parse_rate("1MiB/10m"), WINDOW),
     "forecast": ForecastRule(1e7, WINDOW, per="process"),
 }
-LOOKS_BACK = {"memory_growth", "forecast"}
 # What a rule reads of a device, and of a process there, beside who it is.
 OF_DEVICE = {
     "temperature": ("temperature",),
@@ -177,7 +176,7 @@ def _is_meant(row: GpuProcess, verdict: Verdict) -> bool:
     return row.uid == subject.uid
 
 
-EXAMPLES = 2000
+EXAMPLES = often(240)  # of each rule
 LADDERS = ((Step("terminate"),), (Step("warn"), Step("terminate", 20.0)), (Step("pause"), Step("resume", 10.0)))
 
 # Most of the time nothing is wrong: otherwise nobody would ever be hit.
@@ -190,12 +189,15 @@ schedule = st.builds(
     st.sampled_from([0, 0, 3, 11]),
     st.lists(moment, min_size=4, max_size=14),
 )
-policy = st.builds(
-    lambda rule, hold, steps: Policy(rule, (RULES[rule],), hold=hold, enforce=True, steps=steps),
-    st.sampled_from(sorted(RULES)),
-    st.sampled_from([0.0, 20.0]),
-    st.sampled_from(LADDERS),
-)
+
+
+def a_policy(names: Collection[str]) -> st.SearchStrategy[Policy]:
+    return st.builds(
+        lambda rule, hold, steps: Policy(rule, (RULES[rule],), hold=hold, enforce=True, steps=steps),
+        st.sampled_from(sorted(names)),
+        st.sampled_from([0.0, 20.0]),
+        st.sampled_from(LADDERS),
+    )
 
 
 def hits(verdict: Verdict) -> bool:
@@ -266,12 +268,12 @@ def laws(examples: int, same: bool) -> settings:
     )
 
 
-def search(examples: int, *, same: bool = THE_SAME) -> Counter[str]:
+def search(names: Collection[str], examples: int, *, same: bool = THE_SAME) -> Counter[str]:
     """How often something destructive was done, by rule; *same*: with the dice of all other runs."""
     done: Counter[str] = Counter()
 
     @laws(examples, same)
-    @given(policy, schedule, st.lists(st.booleans(), max_size=3))
+    @given(a_policy(names), schedule, st.lists(st.booleans(), min_size=1, max_size=3))
     def run(policy: Policy, schedule: Any, waits: list[bool]) -> None:
         law = guarded(policy, schedule, waits)
         done[policy.name] += sum(map(hits, law.done))
@@ -280,11 +282,9 @@ def search(examples: int, *, same: bool = THE_SAME) -> Counter[str]:
     return done
 
 
-def test_nobody_is_hit_whose_data_was_bad_within_the_window():
-    done = search(EXAMPLES)
-
-    assert set(done) == set(RULES)
-    assert min(done.values()) > 5, done
+@pytest.mark.parametrize("rule", RULES)
+def test_nobody_is_hit_whose_data_was_bad_within_the_window(rule: str) -> None:
+    assert search([rule], EXAMPLES)[rule] > 5
 
 
 def evaluated_without_pauses(*of: Any, _evaluate: Any = engine.evaluate, **more: Any) -> Any:
@@ -315,4 +315,4 @@ def evaluated_without_pauses(*of: Any, _evaluate: Any = engine.evaluate, **more:
 def test_a_planted_fault_is_found(monkeypatch, where, name, broken):
     monkeypatch.setattr(where, name, broken)
     with pytest.raises(AssertionError):
-        search(EXAMPLES, same=True)  # with other dice some need more examples than there are: seen once
+        search(RULES, 2000, same=True)  # with other dice some need more examples than there are: seen once

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance
+from chances import often
 from claiming import acquire
 from nodes import Gpuguard, start, until
 from sharing import winners
@@ -124,7 +126,7 @@ def test_a_gpu_that_is_divided_behind_the_first_look_is_not_shared_as_a_whole(di
 @pytest.mark.parametrize("gate", [True, False], ids=["with the gate", "without the gate"])
 @pytest.mark.parametrize("shared", [False, True], ids=["instances alone", "instances shared"])
 def test_of_starters_at_one_moment_either_the_whole_gpu_or_instances_are_claimed(tmp_path, shared, gate):
-    won = rounds(tmp_path, Request(share=True, memory=GIB, max_util=100.0) if shared else Request(), gate=gate)
+    won = list(rounds(tmp_path, Request(share=True, memory=GIB, max_util=100.0) if shared else Request(), gate=gate))
 
     assert not any(whole and parts for whole, parts in won)
     assert all(whole + bool(parts) == 1 for whole, parts in won) or not gate
@@ -135,10 +137,11 @@ def test_the_race_shows_locks_that_exclude_nobody(tmp_path: Path) -> None:
     assert any(whole and parts for whole, parts in rounds(tmp_path, Request(), gate=False, variant="no-exclusion"))
 
 
-def rounds(place: Path, part: Request, *, gate: bool, variant: str = "none") -> list[tuple[int, int]]:
-    """20 races for one GPU: how many got it whole, and how many an instance."""
+def rounds(place: Path, part: Request, *, gate: bool, variant: str = "none") -> Iterator[tuple[int, int]]:
+    """Races for one GPU: how many got it whole, and how many an instance."""
     parent, directory = a_device(0, mig_mode=True), lock_directory(str(place))
     whole, parts = Machine(a_device(0)), Machine(parent, a_mig_instance(parent, 0), a_mig_instance(parent, 1))
     contenders = [(whole, Request()), (parts, part)] * 4
-    won = [winners(directory, contenders, gate=gate, variant=variant) for _ in range(20)]
-    return [(sum(of_one[::2]), sum(of_one[1::2])) for of_one in won]
+    for _ in range(often(24)):
+        won = winners(directory, contenders, gate=gate, variant=variant)
+        yield sum(won[::2]), sum(won[1::2])

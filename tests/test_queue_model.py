@@ -262,7 +262,7 @@ CALM: dict[str, Any] = {
 
 
 def test_queue_claims_shares_mig_and_reservations_do_what_the_model_does() -> None:
-    QueueMachine.steps, examples = 0, often(240)
+    QueueMachine.steps, examples = 0, often(120)
     test = QueueMachine.TestCase
     test.settings = settings(max_examples=examples, stateful_step_count=60, **CALM)
     test().runTest()

@@ -220,7 +220,7 @@ def test_a_quarantined_device_is_never_claimed_and_refused_with_its_reason(direc
     assert [reason.text for reason in choice.refused[0].reasons] == ["quarantined by the administrator: a good reason"]
     with acquire(devices, Request(num_gpus=1), directory, environ={}) as claim:
         assert [device.index for device in claim] == [0]
-    with pytest.raises(NotEnoughGpus, match=r"GPU 1: quarantined by the administrator: a good reason"):
+    with pytest.raises(NotEnoughGpus, match=r"device 1: quarantined by the administrator: a good reason"):
         acquire(devices, Request(num_gpus=2), directory, environ={})
 
 
@@ -258,7 +258,7 @@ def test_a_waiting_user_gets_the_device_when_the_denial_is_over(directory):
 
 
 def a_verdict(action: str, subject: Subject, enforce: bool = True, **options: float) -> Verdict:
-    finding = Finding("quota", subject, "has 6 GPUs, 4 are allowed", ())
+    finding = Finding("quota", subject, "has 6 devices, 4 are allowed", ())
     return Verdict("greedy", finding, action, 0, 0.0, enforce=enforce, options=tuple(options.items()))
 
 

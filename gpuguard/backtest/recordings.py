@@ -14,7 +14,6 @@ Does not judge: see backtest.
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -101,8 +100,8 @@ class Recording:
         return sum(distance > longest for distance in _distances(self.rows))
 
 
-def read_recording(path: str, advance: Callable[[float], None] = lambda share: None) -> Recording:
-    """Read a file of `gpuguard record`, or a table with a header; *advance* is told the share that has been read.
+def read_recording(path: str) -> Recording:
+    """Read a file of `gpuguard record`, or a table with a header.
 
     Raises:
         InvalidRequest: it is a table that cannot be understood, or has fewer than two samples.
@@ -112,9 +111,9 @@ def read_recording(path: str, advance: Callable[[float], None] = lambda share: N
         with open(path, "rb") as file:
             compressed = file.read(2) == b"\x1f\x8b"
         if compressed:
-            return _read_recorded(path, advance)
+            return _read_recorded(path)
         with open(path, encoding="utf-8-sig", newline="") as lines:
-            rows, columns = _rows(path, _told(lines, os.stat(path).st_size or 1, advance))
+            rows, columns = _rows(path, lines)
     except OSError as error:
         raise InvalidRequest(f"{path} cannot be read: {error.strerror}.") from error
     except (UnicodeDecodeError, csv.Error) as error:
@@ -123,15 +122,6 @@ def read_recording(path: str, advance: Callable[[float], None] = lambda share: N
     if not distances:
         raise InvalidRequest(f"{path} has no job with two samples: there is nothing to judge.")
     return Recording(tuple(rows), median(distances), columns)
-
-
-def _told(lines: Iterable[str], size: int, advance: Callable[[float], None]) -> Iterator[str]:
-    """*lines* of a file of *size* bytes."""
-    read = 0
-    for line in lines:
-        read += len(line)
-        advance(read / size)
-        yield line
 
 
 def _rows(path: str, lines: Iterable[str]) -> tuple[list[RecordedRow], frozenset[str]]:
@@ -290,11 +280,11 @@ def _device(index: int, name: str, rows: list[RecordedRow], processes: tuple[Gpu
     )
 
 
-def _read_recorded(path: str, advance: Callable[[float], None]) -> Recording:
+def _read_recorded(path: str) -> Recording:
     rows: list[RecordedRow] = []
     times: list[float] = []
     uids: dict[str, int] = {}
-    for view in views(path, advance):
+    for view in views(path):
         times.append(view.snapshot.taken_at)
         for device in view.snapshot.devices:
             for process in device.processes or ():
@@ -388,6 +378,6 @@ def unpack(sample: Mapping[str, Any]) -> RuleView:
         raise BackendError(f"what this recording says of processes cannot be understood: {error!r:.100}.") from None
 
 
-def views(path: str, advance: Callable[[float], None] = lambda share: None) -> Iterator[RuleView]:
+def views(path: str) -> Iterator[RuleView]:
     """The samples of a recording, the oldest first.  Raises BackendError."""
-    return map(unpack, replay.read_samples(path, advance))
+    return map(unpack, replay.read_samples(path))
