@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 import pytest
 import translations
 from babel.messages.catalog import Catalog
-from sources import module_name, modules
+from sources import ROOT, module_name, modules
 
 from gpuguard.sanitize import display_width
 from gpuguard.translation import LANGUAGES, language_of_user
@@ -24,6 +25,7 @@ CHINESE = {"LANG": "zh_CN.UTF-8", "LANGUAGE": "zh_CN:en"}
 def ran(tmp_path, *words: str, language: Mapping[str, str] = CHINESE) -> subprocess.CompletedProcess[str]:
     """What `gpuguard` says to a user of that language, on a simulated node."""
     place = {"GPUGUARD_SIM_DIR": str(tmp_path / "node"), "GPUGUARD_DIR": str(tmp_path / "claims"), "COLUMNS": "100"}
+    place["GPUGUARD_EVENTS"] = str(tmp_path / "events.jsonl")
     unset = ("LC_ALL", "LC_MESSAGES", "LANG", "LANGUAGE")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     environment |= {"GPUGUARD_BACKEND": "simulated", "PYTHONIOENCODING": "utf-8", **place, **language}
@@ -166,3 +168,44 @@ def test_chinese_text_is_wrapped_by_columns_and_no_line_begins_with_a_comma():
     assert max(map(display_width, lines)) <= 18
     assert [line for line in lines if line[0] in "，。：）"] == []
     assert "".join(lines).replace(" ", "") == "每块至少有这么多，例如20GiB（默认：全部）"
+
+
+def test_a_job_and_all_that_is_said_of_it_is_chinese(node):
+    done = ran(node, "run", "-n", "1", "--", "true")
+    told = ran(node, "events")
+
+    assert "在 GPU 0 (SIMULATED)" not in done.stderr and "结束：退出码 0" in done.stderr
+    assert re.search(r"时间 +事件 +GPU +用户 +备注\n.*占用 开始 .*\n.*释放 结束 ", told.stdout)
+
+
+def test_tables_are_aligned_by_columns_of_the_terminal(node):
+    head, first, *_ = ran(node, "who").stdout.splitlines()[1:]
+
+    place = display_width(head[: head.index("状态")])
+    assert display_width(first[: first.index("空闲")]) == place
+    assert {"名称", "显存", "利用率", "温度", "功率"} <= set(head.split())
+
+
+def test_what_a_job_leaves_in_the_log_stays_english(node):
+    ran(node, "run", "-n", "1", "--", "true")
+    told = json.loads(ran(node, "events", "--json").stdout)["events"]
+
+    assert [(event["kind"], event["outcome"]) for event in told] == [("claim", "started"), ("release", "settled")]
+    assert json.dumps(told, ensure_ascii=False).isascii()
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["explain", "-n", "1"], ("选中", "会立即在")),
+        (["doctor"], ("正常  驱动", "模拟节点：不需要驱动")),
+        (["top", "--once"], ("2 块 GPU", "空闲", "没有进程")),
+        (["queue"], ("队列中",)),
+        (["report", "--by", "claim"], ("按占用统计的 GPU 时间", "没有占用结束")),
+        (["policy", "explain", str(ROOT / "examples" / "policies" / "lab.yaml")], ("设备被占用", "演练：")),
+    ],
+)
+def test_the_screens_of_the_commands_are_chinese(words, shown, node):
+    text = ran(node, *words).stdout
+
+    assert [part for part in shown if part not in text] == []

@@ -106,11 +106,11 @@ def to_table(lines: Sequence[Line], labels: Mapping[str, str], *, headers: bool 
     *labels*: numbers of the devices by uuid; of one without a number the beginning of its uuid is shown.
     """
     rows = [_row(line, labels) for line in lines]
-    padded = [
+    cells = [
         [padded(cell, least) for cell, least in zip(row, _LEAST, strict=True)]
         for row in (list(map(_, _HEADERS)), *rows)
     ]
-    return table(padded[0 if headers else 1 :]) if rows else []
+    return table(cells[0 if headers else 1 :]) if rows else []
 
 
 def _row(line: Line, labels: Mapping[str, str]) -> list[str]:
