@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance, a_process
-from claiming import acquire, lock_best, preview
+from claiming import acquire, preview
 
 from gpuguard import model
 from gpuguard.claims.claim import Claim
@@ -124,14 +124,6 @@ def divided() -> Machine:
     return Machine(parent, a_mig_instance(parent, 0), a_mig_instance(parent, 1))
 
 
-def test_a_claim_for_others_has_the_record_that_they_write(directory: LockDirectory) -> None:
-    claim = lock_best(Machine(), Request(), directory, {})
-
-    assert claim and read_records(directory) == []
-    assert locked_devices(directory, [claim[0].uuid]) == {claim[0].uuid}
-    claim.release()
-
-
 @pytest.fixture
 def tells_late(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """A GPU with two instances, which the driver shows with the health alone."""
@@ -164,14 +156,6 @@ def test_an_instance_that_shows_late_is_refused_where_another_user_has_it(direct
 def test_more_gpus_than_the_driver_shows_at_first_are_looked_for_among_instances(directory, tells_late):
     with acquire(tells_late, Request(num_gpus=2, allow_mig_set=True), directory) as claim:
         assert {device.uuid for device in claim} == {device.uuid for device in tells_late.devices[1:]}
-
-
-@pytest.mark.parametrize("first_divided", [True, False], ids=["instance first", "whole first"])
-def test_a_gpu_and_its_instances_exclude_each_other(directory: LockDirectory, first_divided: bool) -> None:
-    machines = [divided(), Machine(a_device(0))]
-    first, second = machines if first_divided else machines[::-1]
-    with acquire(first, Request(), directory), pytest.raises(NotEnoughGpus):
-        acquire(second, Request(), directory)
 
 
 def test_inside_a_claim_the_devices_are_free_although_the_job_uses_them_already(machine, directory, monkeypatch):

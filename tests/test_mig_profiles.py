@@ -29,17 +29,6 @@ def divided() -> Machine:
     )
 
 
-def test_a_profile_chooses_among_the_instances_that_have_it(directory: LockDirectory) -> None:
-    machine = divided()
-    with acquire(machine, Request(num_gpus=2, mig="3g.40gb"), directory) as big:
-        assert [device.mig_profile for device in big] == ["3g.40gb", "3g.40gb"]
-        assert big.environment()["CUDA_VISIBLE_DEVICES"] == f"{big[0].uuid},{big[1].uuid}"
-        with pytest.raises(NotEnoughGpus):
-            acquire(machine, Request(mig="3G.40GB"), directory)
-        with acquire(machine, Request(mig="1g.10gb"), directory) as small:
-            assert small[0].mig_profile == "1g.10gb"
-
-
 def test_what_can_never_be_met_is_refused_at_once_although_others_wait_in_line(tmp_path: Path) -> None:
     gpuguard = Gpuguard(tmp_path, None)
     start(str(tmp_path / "node"), "1xH100-80GB")

@@ -73,16 +73,6 @@ def test_the_state_of_a_dead_daemon_is_not_believed(directory, who):
     assert seen(directory) is None
 
 
-def test_all_users_may_read_it_and_only_its_owner_may_write_it(directory):
-    before = os.umask(0o077)
-    try:
-        source.write_state(directory, A_SNAPSHOT, 10.0)
-    finally:
-        os.umask(before)
-
-    assert os.stat(f"{directory.path}/state.json").st_mode & 0o7777 == 0o644
-
-
 def test_what_only_root_may_see_of_a_process_does_not_go_in(directory, alive):
     secret = a_process(executable="/home/alice/x", working_directory="/home/alice", conda_environment="vault")
     source.write_state(directory, replace(A_SNAPSHOT, devices=(a_device(processes=(secret,)),)), 10.0)

@@ -29,7 +29,7 @@ from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.restrictions import DENIED, KEPT, QUARANTINED, Restriction, change, read_restrictions
 from gpuguard.enforcement import actions, identity
 from gpuguard.enforcement.preflight import ActionContext
-from gpuguard.errors import LockDirectoryError, NotEnoughGpus
+from gpuguard.errors import LockDirectoryError
 from gpuguard.model import Event, Finding, Subject, Verdict
 from gpuguard.request import Request
 
@@ -210,20 +210,6 @@ def test_a_longer_restriction_is_not_shortened_by_a_policy():
     assert (found["1"], len(found["2"].reason)) == (longer, restrictions.MAX_REASON)
 
 
-def test_a_quarantined_device_is_never_claimed_and_refused_with_its_reason(directory):
-    devices = Devices(a_device(0), a_device(1))
-    restrict(directory, QUARANTINED, devices.devices[1].uuid)
-
-    _, choice = preview(devices, Request(num_gpus=1), directory)
-
-    assert [device.index for device in choice.devices] == [0]
-    assert [reason.text for reason in choice.refused[0].reasons] == ["quarantined by the administrator: a good reason"]
-    with acquire(devices, Request(num_gpus=1), directory, environ={}) as claim:
-        assert [device.index for device in claim] == [0]
-    with pytest.raises(NotEnoughGpus, match=r"device 1: quarantined by the administrator: a good reason"):
-        acquire(devices, Request(num_gpus=2), directory, environ={})
-
-
 def test_a_quarantined_gpu_takes_its_instances_along(directory):
     parent = a_device(0, mig_mode=True)
     child = a_device(0, uuid="MIG-1", parent_uuid=parent.uuid, gpu_instance_id=1)
@@ -232,13 +218,6 @@ def test_a_quarantined_gpu_takes_its_instances_along(directory):
     _, choice = preview(Devices(parent, child), Request(num_gpus=1), directory)
 
     assert choice.devices == ()
-
-
-def test_a_denied_user_gets_no_new_claim_and_is_told_until_when(directory):
-    restrict(directory, DENIED, str(os.geteuid()), user="carol", until=time.time() + 3600)
-
-    with pytest.raises(NotEnoughGpus, match=r"new claims of carol are denied by the administrator until .*: a good"):
-        acquire(Devices(a_device(0)), Request(), directory, environ={})
 
 
 def test_a_denied_user_may_divide_the_claim_that_they_have(directory):

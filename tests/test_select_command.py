@@ -7,9 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from builders import GIB, Machine, a_device, a_mig_instance, a_process, a_uuid
-
-from gpuguard.errors import DriverNotFound
+from builders import GIB, Machine, a_device, a_process, a_uuid
 
 BUSY = a_device(2, processes=(a_process(pid=812, user="bob"),), memory_used=10 * GIB)
 
@@ -67,29 +65,12 @@ def test_when_it_fails_nothing_is_printed_but_the_reason(select, words, status, 
     assert message in error and "Traceback" not in error
 
 
-def test_no_driver_is_exit_code_4(select, monkeypatch):
-    def no_driver(args):
-        raise DriverNotFound("there is no libnvidia-ml.so.1")
-
-    monkeypatch.setattr("gpuguard.cli.options.backend_of", no_driver)
-
-    assert select() == (4, "", "gpuguard: there is no libnvidia-ml.so.1\n")
-
-
 def test_json_names_the_devices(select):
     status, output, _ = select("-n", "2", "--json")
 
     name = "NVIDIA H100 80GB HBM3"
     devices = [{"index": index, "uuid": a_uuid(index), "name": name} for index in (1, 3)]
     assert (status, json.loads(output)) == (0, {"schema": 1, "devices": devices})
-
-
-def test_mig_instances_go_by_uuid(select, machine):
-    gpu = a_device(0, mig_mode=True)
-    instance = a_mig_instance(gpu)
-    machine.devices = [gpu, instance]
-
-    assert select() == (0, f"{instance.uuid}\n", "")
 
 
 def test_it_stays_inside_cuda_visible_devices(select, monkeypatch):

@@ -285,12 +285,6 @@ def test_what_is_unknown_is_counted_as_unknown_time_and_never_as_zero():
         assert row["energy_unknown_ms"] == 10_000
 
 
-def test_an_energy_counter_that_began_anew_is_unknown():
-    (slot,) = summed(a_device(total_energy=100.0), energy=5000.0).values()
-
-    assert (of_device(slot)["energy_joules"], of_device(slot)["energy_unknown_ms"]) == (0, 10_000)
-
-
 def test_claims_that_cannot_be_read_are_unknown_and_nobodys():
     gap = Gap(None, "claims", "no directory")
     (slot,) = summed(a_device(processes=(a_process(),)), gaps=(gap,)).values()
