@@ -260,7 +260,7 @@ def race(extent: Extent) -> str:
             if not outcome.ran:  # a program that cannot run here has not lost the race
                 cells = [f"does not run: {last_words(outcome.complaint)}", *[""] * 4]
             rows.append([str(starters), f"`{program.name}`", *cells])
-    return table(["starters", "", "ran", "doubles", "tracebacks", "unused devices", "s"], rows) + UNCLAIMED
+    return table(["starters", "", "ran", "doubles", "tracebacks", "unused GPUs", "s"], rows) + UNCLAIMED
 
 
 def release(extent: Extent) -> str:
@@ -339,7 +339,7 @@ def _after_death(words: Sequence[str], wrapper: subprocess.Popen[bytes], begun: 
     if job == wrapper.pid or not Path(f"/proc/{job}").exists():
         return "there is no wrapper beside the job" if job == wrapper.pid else "the job has ended with it"
     second = subprocess.run([*words, "true"], env=on.environment, capture_output=True, check=False, timeout=60)
-    return "the next one gets the same device" if second.returncode == 0 else "the device stays claimed"
+    return "the next one gets the same GPU" if second.returncode == 0 else "the GPU stays claimed"
 
 
 def _until(holds: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -371,10 +371,10 @@ def chosen(found: Sequence[DeviceUse], users: frozenset[str], devices: frozenset
 
 
 def device_title(device: Device) -> str:
-    """For sentences: ``"device 3"``, ``"device 3.1 (MIG 3g.40gb)"`` for GPU instance 1 of it."""
+    """For sentences: ``"GPU 3"``, ``"MIG instance 3.1 (3g.40gb)"`` for GPU instance 1 of it."""
     if device.parent_uuid is None:
-        return f"device {device.label}"
-    return f"device {device.label} (MIG{' ' * bool(device.mig_profile)}{device.mig_profile or ''})"
+        return f"GPU {device.label}"
+    return f"MIG instance {device.label}" + (f" ({device.mig_profile})" if device.mig_profile else "")
 
 
 def model_name(device: Device) -> str:

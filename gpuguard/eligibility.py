@@ -182,7 +182,7 @@ def _out_of_scope(device: Device, terms: Terms) -> Iterator[Reason]:
     if family & terms.excluded:
         yield Reason(f"in --exclude {','.join(request.exclude)}", True, "--exclude")
     if request.within is not None and not family & set(request.within):
-        yield Reason(request.within_reason or "outside the devices that are allowed here", True, OUTER)
+        yield Reason(request.within_reason or "outside the GPUs that are allowed here", True, OUTER)
 
 
 def _wrongly_divided(device: Device, terms: Terms) -> Iterator[Reason]:
@@ -281,7 +281,7 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
         rest, most = unlisted_memory(device, request.tolerance), idle_limit(device, request.tolerance)
         whose = "" if device.processes is None else ", by no process that is visible"
         whose = ", the driver gives no list of processes" if _has_no_list(device, terms) else whose
-        holds = f"an idle device may hold {format_bytes(most)} (--tolerance)"
+        holds = f"an idle GPU may hold {format_bytes(most)} (--tolerance)"
         yield Reason(f"{format_bytes(rest)} in use{whose}; {holds}", False, MEMORY_IN_USE)
 
 

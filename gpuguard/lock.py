@@ -418,7 +418,7 @@ class Allocator:
             and (allowed is None or allowed & {device.uuid, device.parent_uuid})
         )
         fault = next(iter(faults.values()))
-        fault = fault if len(faults) == 1 else f"{len(faults)} devices cannot be locked, the first one because {fault}"
+        fault = fault if len(faults) == 1 else f"{len(faults)} GPUs cannot be locked, the first one because {fault}"
         reasons = dict.fromkeys([*request.within_reason.split("; "), *fault.split("; ")])  # each once
         return replace(request, within=left, within_reason="; ".join(filter(None, reasons)))
 

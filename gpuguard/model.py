@@ -132,7 +132,7 @@ class Device:
 
     @property
     def label(self) -> str:
-        """What people call it: ``"3"``; a MIG instance of device 3 is ``"3.1"``, with its GPU instance id."""
+        """What people call it: ``"3"``; a MIG instance of GPU 3 is ``"3.1"``, with its GPU instance id."""
         if self.parent_uuid is None:
             return str(self.index)
         return f"{self.index}.{'?' if self.gpu_instance_id is None else self.gpu_instance_id}"

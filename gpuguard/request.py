@@ -33,8 +33,8 @@ ANY_MEMORY = 2**53  # bytes, as many as JSON can say: the tolerance inside a cla
 SLOTS = 8  # claims that can share one device: each holds one lock of as many, so the kernel bounds their number
 
 STRATEGIES = {
-    "spread": "the emptiest devices first",
-    "pack": "the fullest devices that still fit, and broken NUMA nodes, so that big gaps stay whole",
+    "spread": "the emptiest GPUs first",
+    "pack": "the fullest GPUs that still fit, and broken NUMA nodes, so that big gaps stay whole",
     "first": "the lowest index first, whatever its load",
 }
 
@@ -47,7 +47,7 @@ class Request:
     """How many devices are wanted, and what each must satisfy.  None: no such condition.
 
     Selectors (devices, exclude, prefer) are an index, a uuid or a unique beginning of one, or "3.1" for GPU instance 1
-    of device 3; naming a GPU that is divided into MIG instances names its instances.
+    of GPU 3; naming a GPU that is divided into MIG instances names its instances.
 
     Raises:
         InvalidRequest: the conditions make no sense, whatever the machine.
@@ -69,7 +69,7 @@ class Request:
     strategy: str = "spread"
     mine_as_free: frozenset[int] = frozenset()  # uids whose processes do not make a device busy
     within: tuple[str, ...] | None = None  # uuids that an outer scheduler or CUDA_VISIBLE_DEVICES allows
-    within_reason: str = ""  # "CUDA_VISIBLE_DEVICES=3 allows only device 3"
+    within_reason: str = ""  # "CUDA_VISIBLE_DEVICES=3 allows only GPU 3"
     tolerance: int = IDLE_TOLERANCE  # bytes that an idle device may hold
     share: bool = False  # others may claim the rest of each device
     memory: int | None = None  # bytes of each device that a share is good for
@@ -83,23 +83,23 @@ class Request:
         if self.max_gpus is not None and self.max_gpus < self.num_gpus:
             raise InvalidRequest(f"at most {self.max_gpus} GPUs are fewer than the {self.num_gpus} that are wanted.")
         if self.max_processes is not None and self.max_processes < 0:
-            raise InvalidRequest(f"a device cannot have {self.max_processes} processes: permit 0 or more.")
+            raise InvalidRequest(f"a GPU cannot have {self.max_processes} processes: permit 0 or more.")
         if self.min_free_fraction is not None and not 0 <= self.min_free_fraction <= 1:
             raise InvalidRequest(f"{self.min_free_fraction} is no fraction of the memory: ask for 0 to 1.")
         if self.devices is not None and not self.devices:
-            raise InvalidRequest("the list of devices is empty: name some, as in 0,3, or leave it out.")
+            raise InvalidRequest("the list of GPUs is empty: name some, as in 0,3, or leave it out.")
         if self.strategy not in STRATEGIES:
             raise InvalidRequest(f"there is no strategy {self.strategy!r}: choose one of {', '.join(STRATEGIES)}.")
         if self.share and self.memory is None:
-            raise InvalidRequest("how much memory of a device is to be shared? Say so, as in --share --memory 10GiB.")
+            raise InvalidRequest("how much memory of a GPU is to be shared? Say so, as in --share --memory 10GiB.")
         if not self.share and self.memory is not None:
-            raise InvalidRequest("--memory is the part of a shared device: add --share, or use --min-free.")
+            raise InvalidRequest("--memory is the part of a shared GPU: add --share, or use --min-free.")
         if self.memory is not None and self.memory < 1:
             raise InvalidRequest("a share of no memory is none: ask for some, as in --memory 10GiB.")
         if not 1 <= self.slots <= SLOTS:
-            raise InvalidRequest(f"{self.slots} claims cannot share a device: write --slots 1 to --slots {SLOTS}.")
+            raise InvalidRequest(f"{self.slots} claims cannot share a GPU: write --slots 1 to --slots {SLOTS}.")
         if self.slots != SLOTS and not self.share:
-            raise InvalidRequest("--slots is about shared devices: add --share --memory SIZE.")
+            raise InvalidRequest("--slots is about shared GPUs: add --share --memory SIZE.")
         if self.mig is not None and not re.fullmatch(_PROFILE, self.mig):
             raise InvalidRequest(f"{self.mig[:40]!r} is no MIG profile: write it like 3g.40gb.")
 
@@ -164,7 +164,7 @@ def resolve(selectors: Iterable[str], devices: Sequence[Device], option: str = "
         uuid = _resolve_one(selector, devices, option)
         if uuid in found:
             again = "twice" if found[uuid] == selector else f"as {found[uuid]} and as {selector}"
-            raise InvalidRequest(f"{option} names device {selector} {again}: name each device once.")
+            raise InvalidRequest(f"{option} names GPU {selector} {again}: name each GPU once.")
         found[uuid] = selector
     return tuple(found)
 
@@ -235,4 +235,4 @@ def _resolve_one(selector: str, devices: Sequence[Device], option: str) -> str:
     if matches:
         raise InvalidRequest(f"{option} {selector} could be {', '.join(d.uuid for d in matches)}: write more of it.")
     there = "\n".join(f"  {device.index}  {device.uuid}" for device in devices)
-    raise InvalidRequest(f"{option} {selector} names no device of this machine.  It has\n{there or '  none at all'}")
+    raise InvalidRequest(f"{option} {selector} names no GPU of this machine.  It has\n{there or '  none at all'}")

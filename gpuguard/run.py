@@ -281,7 +281,7 @@ class JobSupervisor:
         except ClaimLost as lost:
             if str(lost) not in self.reported:
                 self.reported.add(str(lost))
-                self.notify(f"CLAIM LOST: {lost}  The job goes on, but another job may use its device now.")
+                self.notify(f"CLAIM LOST: {lost}  The job goes on, but another job may use its GPU now.")
                 log_claim("claim lost", "job goes on", self.claim, str(lost))
         if time.monotonic() >= self.sample_at:
             self.sample(self.meter.add)

@@ -139,7 +139,7 @@ def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoug
         f"wanted {format_count(request.num_gpus, 'GPU')}, but {_there('is', usable)} free now.",
         *_explained(passing),
         *_mixed(choice.eligible),
-        f"`gpuguard explain {spelled(request)}` shows each device.",
+        f"`gpuguard explain {spelled(request)}` shows each GPU.",
     ]
     return NotEnoughGpus("\n".join(lines), request.num_gpus, usable, choice.refused)
 
@@ -164,7 +164,7 @@ def instances_note(devices: Sequence[Device], request: Request) -> str | None:
 
 
 def refusal_text(refusal: Refusal) -> str:
-    """``"device 2: claimed by bob, 5m ago: python train.py; 12.0GiB in use"``."""
+    """``"GPU 2: claimed by bob, 5m ago: python train.py; 12.0GiB in use"``."""
     return f"{device_title(refusal.device)}: {'; '.join(reason.text for reason in refusal.reasons)}"
 
 
@@ -286,7 +286,7 @@ def _never(request: Request, could: Choice) -> str:
         *_profiles(request, could),
         *_mixed(could.devices),
         *[f"{', or '.join(advice).capitalize()}."] * bool(advice),
-        f"`gpuguard explain {spelled(request)}` shows each device.",
+        f"`gpuguard explain {spelled(request)}` shows each GPU.",
     ]
     return "\n".join(lines)
 
@@ -297,11 +297,11 @@ def _explained(refusals: Sequence[Refusal], most: int = 16) -> list[str]:
 
 
 def _lacking(could: Choice) -> list[str]:
-    """What the devices have instead of what is asked for: ``"  its model is NVIDIA L40S (4 devices)"``."""
+    """What the devices have instead of what is asked for: ``"  its model is NVIDIA L40S (4 GPUs)"``."""
     own_words = ("", OUTER, "--devices", "--exclude", "--mig")  # said elsewhere, or what was typed
     reasons = (reason for refusal in could.refused for reason in refusal.reasons if reason.option not in own_words)
     counts = Counter(reason.text for reason in reasons)
-    lines = [f"  {text} ({format_count(count, 'device')})" for text, count in counts.most_common(_MOST_FACTS)]
+    lines = [f"  {text} ({format_count(count, 'GPU')})" for text, count in counts.most_common(_MOST_FACTS)]
     return lines + [f"  and {len(counts) - len(lines)} more"] * (len(counts) > len(lines))
 
 

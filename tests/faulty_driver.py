@@ -228,11 +228,11 @@ def faults_of(world: World, hit: dict[str, set[int]], innocent: Collection[str])
     wrong = []
     for rule, pids in hit.items():
         if world.offender not in pids:
-            wrong.append(f"{rule} missed the offender on the whole device")
+            wrong.append(f"{rule} missed the offender on the whole GPU")
         if world.bystander in pids:
             wrong.append(f"{rule} hit a bystander")
         if rule in innocent and pids - {world.offender, world.bystander}:
-            wrong.append(f"{rule} hit somebody on the broken device")
+            wrong.append(f"{rule} hit somebody on the broken GPU")
     return wrong
 
 

@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[Callable[..., dict[str, Any]], str]] = {
     "another claim": (judged(subject=Subject("claim", uid=SOMEBODY, claim="1dea")), "claim"),
     "no claim": (lambda c, *_: {"subject": Subject("device", device=c.uuids[0])}, "claim"),
     "a path": (judged(subject=Subject("claim", uid=SOMEBODY, claim="../1dea1234")), "claim"),
-    "a claim that loses a device": (loses_a_device, "claim"),
+    "a claim that loses a GPU": (loses_a_device, "claim"),
     "a claim whose holder ends": (holder_ends, "files"),
     "a claim that gpuguard runs in": (runs_gpuguard, "family"),
 }
@@ -183,7 +183,7 @@ def test_whatever_is_not_exactly_as_it_was_judged_is_left_alone(claimed, holder,
 
     assert (outcome.word, [against.check for against in outcome.failed]) == (actions.REFUSED, [check])
     assert [event.outcome for event in claimed.events] == ["refused"]
-    assert claimed.locked() == (1 if what == "a claim that loses a device" else 2)
+    assert claimed.locked() == (1 if what == "a claim that loses a GPU" else 2)
 
 
 def test_an_idle_claim_of_no_slurm_job_is_not_cancelled(claimed, holder):

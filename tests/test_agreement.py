@@ -320,11 +320,11 @@ def check(site: Site, seed: int) -> str:
             assert "queue" in "".join(errors[:1]) or errors[:1] == lines[:1], (name, errors, lines)
         if "GPUGUARD_CLAIM" not in os.environ and outcome != INVALID:
             position = queued(site, driver, request)
-            says = START if position["starts_now"] else NEVER if "no devices" in position["why"] else WAIT
+            says = START if position["starts_now"] else NEVER if "no GPUs" in position["why"] else WAIT
             is_denied = "may make no claim" in position["why"]
             assert says == outcome or (is_denied and outcome != START), ("queue", position["why"], outcome, against)
             assert says != START or not first.keys() & set(position["devices"]), ("queue", position["devices"], first)
-            if kept := re.search(r"unknown|device \S+?: (.*)", position["why"]):
+            if kept := re.search(r"unknown|GPU \S+?: (.*)", position["why"]):
                 assert kept[1] is None or any(kept[1] in texts for texts in reasons.values()), position["why"]
         return outcome
 
@@ -497,4 +497,4 @@ def test_the_real_commands_agree_on_a_simulated_node(tmp_path, number):
             waiting = stack.enter_context(on.start("run", *words, "--", "true"))
             stack.callback(waiting.terminate)
             [position] = until(lambda: on.json("queue")["places"])
-            assert not position["starts_now"] and "no devices" not in position["why"], position["why"]
+            assert not position["starts_now"] and "no GPUs" not in position["why"], position["why"]

@@ -24,7 +24,7 @@ WAYS = {
     "as another user by name": ({"USER": ALICE.pw_name, "LOGNAME": ALICE.pw_name}, ["run", "--no-wait", "--", "true"]),
     "with a share": ({}, ["run", "--no-wait", "--share", "--memory", "1GiB", "--", "true"]),
     "by an alternative": ({}, ["run", "--no-wait", "-n", "2", "--or", "-n 1", "--", "true"]),
-    "on a device by number": ({}, ["run", "--no-wait", "--devices", "0", "--", "true"]),
+    "on a GPU by number": ({}, ["run", "--no-wait", "--devices", "0", "--", "true"]),
     "by a claim that does not exist": ({"GPUGUARD_CLAIM": "f0f0f0f0"}, ["run", "--no-wait", "--", "true"]),
 }
 

@@ -398,5 +398,5 @@ def most_at_once(claims: list[list[Any]], uuid: str) -> float:
     alone = [(began, ended) for wanted, memory, began, ended, _ in claims if uuid in wanted and memory is None]
     for began, ended in alone:
         others = [one for one in claims if uuid in one[0] and one[2] < ended and one[3] > began]
-        assert len(others) == 1, "a whole device was given while another user had it, or a part of it"
+        assert len(others) == 1, "a whole GPU was given while another user had it, or a part of it"
     return max(accumulate(size for _, size in sorted(changes)), default=0)

@@ -339,7 +339,7 @@ for each in (inside_a_share, inside_that):
 def test_no_lock_is_given_beside_a_share_or_inside_of_what_is_inside(broker):
     said = broker.python(BOB, DEEPER, *broker.uuids[1:3])
 
-    assert said.splitlines() == ["these devices are not yours by that claim."] * 2
+    assert said.splitlines() == ["these GPUs are not yours by that claim."] * 2
     names = os.listdir(broker.directory.locks)
     assert not [name for name in names if name.endswith((".nested.nested", "slot0.nested"))]
 

@@ -61,7 +61,7 @@ def test_the_limits_of_the_guard_hold_from_one_signal_to_the_next(desk):
     assert desk.child.lives()
 
 
-@pytest.mark.parametrize("who", ["has the pid now", "has left the device"])
+@pytest.mark.parametrize("who", ["has the pid now", "has left the GPU"])
 def test_only_whoever_was_chosen_and_is_still_there_is_signalled(desk, who):
     if who == "has the pid now":
         desk.process = replace(desk.process, start_time=desk.process.start_time - 1)

@@ -195,7 +195,7 @@ def test_of_a_machine_only_what_belongs_to_some_users_on_some_devices_is_shown()
 @pytest.mark.parametrize(
     ("before", "now", "watts"),
     [(100.0, 400.0, 150.0), (None, 400.0, None), (100.0, None, None), (400.0, 100.0, None), (0.0, 1e9, None)],
-    ids=["drawn", "unknown before", "unknown now", "began anew", "more than any device draws"],
+    ids=["drawn", "unknown before", "unknown now", "began anew", "more than any GPU draws"],
 )
 def test_what_a_device_has_drawn_is_told_by_its_counter_where_that_can_be(before, now, watts):
     assert mean_watts(a_device(total_energy=before), a_device(total_energy=now), 2.0) == watts

@@ -112,7 +112,7 @@ DIAGNOSES = [
     ("hidepid", {"hidepid": "2"}, WARNING, "hidepid=2", "sudo gpuguard who"),
     ("hidepid", {"hidepid": "invisible", "uid": 0}, OK, "root", None),
     ("environment", {"outer": (0, "CUDA_VISIBLE_DEVICES is empty")}, WARNING, "empty", "Unset"),
-    ("environment", {"outer": (1, "CUDA_VISIBLE_DEVICES=3 allows only device 3")}, WARNING, "only device 3", "Unset"),
+    ("environment", {"outer": (1, "CUDA_VISIBLE_DEVICES=3 allows only GPU 3")}, WARNING, "only GPU 3", "Unset"),
     ("environment", {"environ": {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}}, WARNING, "FASTEST_FIRST", "PCI_BUS_ID"),
     ("container", {"container": "docker", "lock_path": "/run/lock"}, WARNING,
      "docker", "-v /run/gpuguard:/run/gpuguard"),

@@ -39,7 +39,7 @@ def reasons(device, request=None, taken=None, **snapshot_fields):
     [
         (a_device(processes=(BOB,), memory_used=41 * GIB), {}, "41.0GiB used by bob (pid 812, python train.py, 3h12m)"),
         (a_device(memory_used=600 * MIB), {}, "600MiB in use, by no process that is visible"),
-        (a_device(memory_used=600 * MIB, processes=None), {}, "600MiB in use; an idle device may hold"),
+        (a_device(memory_used=600 * MIB, processes=None), {}, "600MiB in use; an idle GPU may hold"),
         (a_device(memory_used=None, processes=None), {}, "neither its processes nor its memory in use are known"),
         (a_device(processes=(BOB,), processes_plausible=False), {}, "its process list is not plausible"),
         (a_device(problems=("lost",)), {}, "lost"),
@@ -77,7 +77,7 @@ def test_who_uses_the_memory_is_said_to_be_untold_where_the_driver_was_asked():
     device, gap = a_device(memory_used=600 * MIB, processes=None), Gap(a_uuid(0), "processes", "Not Supported")
 
     assert reasons(device, gaps=(gap,)) == [
-        "600MiB in use, the driver gives no list of processes; an idle device may hold 512MiB (--tolerance)"
+        "600MiB in use, the driver gives no list of processes; an idle GPU may hold 512MiB (--tolerance)"
     ]
 
 
@@ -154,9 +154,9 @@ def test_a_claimed_device_is_refused_before_its_memory_shows_up():
 
 
 def test_an_instance_is_called_by_its_gpu_its_number_and_its_profile():
-    assert device_title(a_device(3)) == "device 3"
-    assert device_title(INSTANCE) == "device 0.1 (MIG 3g.40gb)"
-    assert device_title(replace(INSTANCE, mig_profile=None, gpu_instance_id=None)) == "device 0.? (MIG)"
+    assert device_title(a_device(3)) == "GPU 3"
+    assert device_title(INSTANCE) == "MIG instance 0.1 (3g.40gb)"
+    assert device_title(replace(INSTANCE, mig_profile=None, gpu_instance_id=None)) == "MIG instance 0.?"
 
 
 def test_a_claim_that_has_ended_takes_nothing():
@@ -201,11 +201,11 @@ def test_selectors_are_indices_uuids_and_beginnings_of_uuids():
     [
         (("0", a_uuid(0)), "as 0 and as GPU-0"),
         (("0", "0"), "twice"),
-        (("9",), "--devices 9 names no device of this machine"),
+        (("9",), "--devices 9 names no GPU of this machine"),
         (("GPU-0",), "could be GPU-00000000"),
-        (("GPU-",), "names no device"),
-        (("-1",), "names no device"),
-        (("9" * 5000,), "names no device"),
+        (("GPU-",), "names no GPU"),
+        (("-1",), "names no GPU"),
+        (("9" * 5000,), "names no GPU"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -93,7 +93,7 @@ def test_a_process_on_several_devices_is_asked_once():
 
     (verdict,) = watch.sees(busy(30, *both)).verdicts
 
-    assert verdict.finding.why == "uses memory (and the like on 1 more devices)"
+    assert verdict.finding.why == "uses memory (and the like on 1 more GPUs)"
     assert watch.until(300, *both, begin=40) == [(90, "terminate")]
 
 

@@ -82,7 +82,7 @@ def test_the_bad_one_is_named_and_the_others_are_described(one_bad_device, answe
     eligible = {device["index"]: device["eligible"] for device in explained}
     states = {device["index"]: device["state"] for device in seen}
     assert (code, out) == (1, "")
-    assert f"device {BAD}:" in refused
+    assert f"GPU {BAD}:" in refused
     assert [index for index, fits in eligible.items() if not fits] == [BAD]
     assert [index for index, state in states.items() if state != "free"] == [BAD]
 
@@ -132,7 +132,7 @@ def test_a_pid_of_another_namespace_makes_its_device_busy_and_the_list_untrusted
     seven, explained = gpuguard("select", "-n", "7"), gpuguard("explain")
 
     assert seven.stdout == "1,2,3,4,5,6,7\n"
-    assert "device 0  REFUSED" in explained.stdout
+    assert "GPU 0  REFUSED" in explained.stdout
 
 
 def test_slow_calls_are_not_taken_for_hanging_ones(fake, gpuguard):
@@ -175,9 +175,9 @@ def test_who_takes_any_text_for_the_name_of_a_device_is_found(three: FakeNvml, t
 
 
 WHOSE = {
-    "another device's": lambda devices: devices[2],
-    "its own device's": lambda devices: devices[1],
-    "that of an instance of another device": lambda devices: devices[0].mig[0],
+    "another GPU's": lambda devices: devices[2],
+    "its own GPU's": lambda devices: devices[1],
+    "that of an instance of another GPU": lambda devices: devices[0].mig[0],
     "its sibling's": lambda devices: devices[1].mig[1],
 }
 
@@ -199,7 +199,7 @@ def test_a_driver_that_counts_what_cannot_be_is_not_believed(three: FakeNvml, co
     three.device_count = count
     look = "try:\n    answer = nvml.open().sample(ALL_FIELDS)\nexcept Exception as error:\n    answer = str(error)"
 
-    assert answer_of(three, look) == f"the driver counts {count} devices, which cannot be.  Try `nvidia-smi`."
+    assert answer_of(three, look) == f"the driver counts {count} GPUs, which cannot be.  Try `nvidia-smi`."
 
 
 @pytest.mark.parametrize("uuid", [a_uuid(0), "", "GPU-", "gate", "GPU-../gate", "GPU-1/gate", "GPU-\u202e"])
@@ -207,7 +207,7 @@ def test_what_nvidia_smi_does_not_tell_from_another_device_is_nobodys(tmp_path: 
     file = write_smi(tmp_path / "smi.xml", a_snapshot(a_device(0), a_device(1)))
     file.write_text(file.read_text().replace(a_uuid(1), uuid))
     first, second = open_backend(f"smi:{file}").sample(ALL_FIELDS).devices
-    why = "another device has the same uuid" if uuid == a_uuid(0) else "nvidia-smi does not tell its uuid"
+    why = "another GPU has the same uuid" if uuid == a_uuid(0) else "nvidia-smi does not tell its uuid"
 
     assert (first.uuid, first.problems) == (a_uuid(0), ())
     assert (second.uuid, second.problems) == ("unknown-1", (why,))

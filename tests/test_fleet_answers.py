@@ -211,7 +211,7 @@ def test_a_list_that_names_a_device_twice_is_not_passed_on(hosts, uuids):
     done = hosts("select", "-n", "2", "--hosts", "a")
 
     assert (done.returncode, done.stdout) == (4, "")
-    assert done.stderr == "gpuguard: a: its answer names a device twice\n"
+    assert done.stderr == "gpuguard: a: its answer names a GPU twice\n"
 
 
 def test_the_queues_of_hosts_are_shown_where_somebody_waits(hosts):

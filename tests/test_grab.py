@@ -59,9 +59,9 @@ def test_zero_takes_none_and_cuda_sees_none():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"gpu_select": []}, "the list of devices is empty"),
-        *(({"gpu_select": wrong}, "names no device of this machine") for wrong in (7, [7], -1)),
-        ({"gpu_select": [1, 1]}, "names device 1 twice"),
+        ({"gpu_select": []}, "the list of GPUs is empty"),
+        *(({"gpu_select": wrong}, "names no GPU of this machine") for wrong in (7, [7], -1)),
+        ({"gpu_select": [1, 1]}, "names GPU 1 twice"),
         ({"num_gpus": -5}, "ask for at least 1"),
         ({"gpu_fraction": 1.5}, "1.5 is no fraction of the memory: ask for 0 to 1"),
         *(({"gpu_fraction": wrong}, "is no fraction") for wrong in (-0.1, float("nan"))),

@@ -141,7 +141,7 @@ def test_released_devices_are_free_and_can_be_grabbed_again_and_the_claims_take_
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_claim_has_no_copies_that_seem_to_hold_it_and_its_devices_have(copied):
     with gpuguard.claim(2) as claim:
-        with pytest.raises(TypeError, match="pickle or copy its devices instead"):
+        with pytest.raises(TypeError, match="pickle or copy its GPUs instead"):
             copied(claim)
 
         assert pickle.loads(pickle.dumps(claim.devices)) == claim.devices
@@ -277,7 +277,7 @@ def test_a_bound_that_the_program_sets_after_its_first_claim_holds_for_all_later
     with pytest.raises(AlreadyClaimed):
         gpuguard.grab_gpus(1)
     assert indices(gpuguard.grab_gpus(1, further=True)) == [1]
-    with pytest.raises(NotEnoughGpus, match="device 1: claimed by"):
+    with pytest.raises(NotEnoughGpus, match="GPU 1: claimed by"):
         gpuguard.grab_gpus(1, further=True)
 
 

@@ -48,7 +48,7 @@ def test_nobody_is_hit_by_what_a_broken_driver_says(tmp_path: Path, name: str, c
     ("name", "fault", "found"),
     [
         ("values", "take_unknown_for_zero", "idle hit somebody"),
-        pytest.param("lists", "believe_every_list", "broken device", marks=IN_CAMPAIGNS),
+        pytest.param("lists", "believe_every_list", "broken GPU", marks=IN_CAMPAIGNS),
     ],
 )
 def test_a_guard_that_believes_the_driver_is_caught(tmp_path: Path, name: str, fault: str, found: str) -> None:

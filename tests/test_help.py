@@ -19,11 +19,13 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 
 _HEAD = """# The command line
 
-What `gpuguard --help` and `gpuguard COMMAND --help` print, except what an earlier command says word for word: an option
-that a usage shows and no text explains stands with the first command that has it, mostly `gpuguard run`.
-This page is written by `python tests/test_help.py --write`; a test compares it with the program.
+What `gpuguard --help` and `gpuguard COMMAND --help` print, without their examples. What two commands explain word for
+word stands with the first of them, and the others name it.
 
 """
+
+EVERY = "Options of every command"
+EXAMPLE = re.compile(r" *(sudo )?gpuguard [a-z-]+ |eval ")
 
 
 def parsers(command: str) -> dict[str, Parser]:
@@ -44,31 +46,56 @@ def help_texts() -> dict[str, str]:
 
 
 def page(texts: dict[str, str]) -> str:
-    shorter = without_repetition(texts)
+    usage, purpose, *_ = texts["gpuguard"].split("\n\n")  # not the list: each command has a section
+    _, _, everywhere = texts["gpuguard doctor"].partition("\n\noptions:\n")  # it has these and no others
+    head = {"gpuguard": f"{usage}\n\n{purpose}", EVERY: f"\n\n{everywhere}"}
+    shorter = without_repetition(head | {name: text for name, text in texts.items() if name not in head})
     return _HEAD + "\n".join(f"## {name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in shorter.items())
 
 
 def without_repetition(texts: dict[str, str]) -> dict[str, str]:
-    """*texts* without options that an earlier command explains word for word.
+    """*texts* without examples and what an earlier one has word for word; options of which that is so are named."""
+    first: dict[str, str] = {}  # option -> the text that has it first
+    sentences = ""
 
-    Every option stays named: those that the usage does not show stand where they were explained.
-    """
-    first: dict[str, str] = {}
+    def shortened(name: str, text: str) -> str:
+        nonlocal sentences
+        usage, *paragraphs = text.rstrip().split("\n\n")
+        kept = [re.sub(r"\s+\[-(?!h\]|-\])(?:[^\[\]]|\[[^\[\]]*\])*\]", "", usage)]
+        elsewhere: dict[str, str] = {}  # option -> where it is explained
+        for paragraph in paragraphs:
+            title, *options = re.split(r"(?:^|\n)(?=  --?\w)", paragraph)
+            new = [option for option in options if first.setdefault(" ".join(option.split()), name) == name]
+            for option in options:
+                if option not in new:
+                    elsewhere |= dict.fromkeys(spellings(option), first[" ".join(option.split())])
+            if new or not (options or EXAMPLE.match(title) or as_said(title) in sentences):
+                kept.append("\n".join(filter(None, [title, *new])))
+        sentences += as_said(text)
+        return "\n\n".join(filter(None, [*kept, named(elsewhere)]))
 
-    def shortened(paragraph: str, name: str, usage: str) -> str:
-        title, *options = re.split(r"(?:^|\n)(?=  --?\w)", paragraph)
-        old = [option for option in options if first.setdefault(" ".join(option.split()), name) != name]
-        lines = [option for option in options if option not in old]
-        names = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][\w-]+", "\n".join(old)))
-        unnamed = [option for option in names if option not in usage.replace("[-h]", "--help")]
-        if unnamed:
-            line = f"  {', '.join(unnamed)}: as in {first[' '.join(old[0].split())]} --help"
-            lines.append(textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False))
-        return "\n".join(filter(None, [title, *lines])) if lines or not options else ""
+    return {name: shortened(name, text) for name, text in texts.items()}
 
-    paragraphs = {name: text.rstrip().split("\n\n") for name, text in texts.items()}
-    shorter = {name: [shortened(part, name, parts[0]) for part in parts] for name, parts in paragraphs.items()}
-    return {name: "\n\n".join(filter(None, parts)) for name, parts in shorter.items()}
+
+def as_said(sentence: str) -> str:
+    """As a list of sub-commands has it: without a capital, a full stop and line ends."""
+    return " ".join(sentence.lower().rstrip(".").split())
+
+
+def spellings(option: str) -> list[str]:
+    """``["--num-gpus"]`` of "-n N, --num-gpus N    how many": the long ones; --help is of every command."""
+    names = re.split(r"  |\n", option.strip())[0]
+    return [name for name in re.findall(r"(?<![\w-])--[a-z][\w-]+", names) if name != "--help"]
+
+
+def named(elsewhere: dict[str, str]) -> str:
+    """Options by name, with where they are explained."""
+    lines = []
+    for place in dict.fromkeys(elsewhere.values()):
+        where = "every command has" if place == EVERY else f"{place} --help"
+        line = f"  {', '.join(option for option in elsewhere if elsewhere[option] == place)}: as {where}"
+        lines.append(textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False))
+    return "\n".join(lines)
 
 
 def comparable(text: str) -> str:
@@ -117,13 +144,16 @@ def test_a_changed_option_is_noticed():
 
 
 def test_what_two_commands_explain_word_for_word_stands_with_the_first_and_stays_named():
-    options = "where:\n  -h, --help  this\n  --a-b X  one\n           line more\n  --cd     two"
-    texts = {"one": f"o [options]\n\n{options}", "two": f"t [-h] [--cd]\n\n{options}\n  --ef  4"}
-
-    assert without_repetition({**texts, "three": f"[-h] --a-b --cd\n\n{options}"}) == {
+    options = "where:\n  -h, --help  this\n  --a-b X  one\n           line more\n  --cd     two --ef"
+    texts = {
         "one": f"o [options]\n\n{options}",
-        "two": "t [-h] [--cd]\n\nwhere:\n  --ef  4\n  --a-b: as in one --help",
-        "three": "[-h] --a-b --cd",
+        "two": f"t [-h] [--cd | -e [X]] X\n\ngpuguard two 1\n\n{options}\n  --ef  4",
+    }
+
+    assert without_repetition({**texts, "three": f"[-h] --cd\n\nIt does.\n\n{options}"}) == {
+        "one": f"o [options]\n\n{options}",
+        "two": "t [-h] X\n\nwhere:\n  --ef  4\n\n  --a-b, --cd: as one --help",
+        "three": "[-h] --cd\n\nIt does.\n\n  --a-b, --cd: as one --help",
     }
 
 

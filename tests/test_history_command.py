@@ -108,7 +108,7 @@ def test_a_device_is_named_by_index_or_uuid(said, word):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("history", "-d", "7"), "--device 7 is no device that the daemon has seen.  There are 0."),
+        (("history", "-d", "7"), "--device 7 is no GPU that the daemon has seen.  There are 0."),
         (("history", "--from", "tomorrow"), "--from: 'tomorrow' is no point in time: write 7d or 12h"),
         (("history", "--from", "5"), "no point in time"),
         (("history", "--from", "2999-01-01"), "lies in the future"),

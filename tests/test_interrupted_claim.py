@@ -98,7 +98,7 @@ def locked_files(place: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "request_", [Request(num_gpus=2), Request(share=True, memory=10 * GIB)], ids=["whole devices", "a share"]
+    "request_", [Request(num_gpus=2), Request(share=True, memory=10 * GIB)], ids=["whole GPUs", "a share"]
 )
 def test_an_interrupt_leaves_nothing_locked(tmp_path: Path, request_: Request) -> None:
     machine, directory = Machine(), lock_directory(str(tmp_path / "locks"))

@@ -234,8 +234,8 @@ def test_what_is_denied_and_quarantined_outside_is_so_inside_an_isolated_job(ali
         go.touch()
         said = job.stderr.read()
 
-    assert "device 3: quarantined by the administrator" in said, said
-    assert f"device 1: new claims of {ALICE.pw_name} are denied by the administrator" in said, said
+    assert "GPU 3: quarantined by the administrator" in said, said
+    assert f"GPU 1: new claims of {ALICE.pw_name} are denied by the administrator" in said, said
 
 
 @isolated

@@ -72,10 +72,10 @@ def beside_a_stranger(uid: int) -> Device:
 SEEN: dict[str, tuple[dict[str, Any], list[Any], list[bool]]] = {
     "three samples in a row": ({"memory": "30GiB"}, [MUCH] * 3, [False, False, True]),
     "one below": ({"memory": "30GiB"}, [MUCH, MUCH, LITTLE, MUCH, MUCH, MUCH], [False] * 5 + [True]),
-    "a share of the device": ({"memory": "50%"}, [using(41 * GIB)] * 3, [False, False, True]),
+    "a share of the GPU": ({"memory": "50%"}, [using(41 * GIB)] * 3, [False, False, True]),
     "less than that share": ({"memory": "50%"}, [using(39 * GIB)] * 3, [False] * 3),
-    "two processes on one device": ({"memory": "30GiB"}, [TWICE] * 3, [False, False, True]),
-    "two processes on two devices": ({"memory": "30GiB", **BOTH}, [APART] * 3, [False] * 3),
+    "two processes on one GPU": ({"memory": "30GiB"}, [TWICE] * 3, [False, False, True]),
+    "two processes on two GPUs": ({"memory": "30GiB", **BOTH}, [APART] * 3, [False] * 3),
     "a reused pid": ({"memory": "30GiB"}, [REUSED] * 5, [False] * 5),
     **{
         f"a stranger, uid {uid}": ({"memory": "30GiB"}, [beside_a_stranger(uid)] * 5, [False] * 5)
@@ -85,9 +85,9 @@ SEEN: dict[str, tuple[dict[str, Any], list[Any], list[bool]]] = {
     "heat": ({"temperature": 85.0}, [HOT] * 13, [False] * int(TEMPERATURE_SECONDS / 2.5) + [True]),
     "rest": ({"idle": 10.0}, [IDLE] * 5, [False] * 4 + [True]),
     "a busy sample": ({"idle": 10.0}, [*[IDLE] * 4, using(GIB, utilization=6.0), *[IDLE] * 4], []),
-    "one of two devices is used": ({"idle": 10.0, **BOTH}, [(IDLE, a_device(1, utilization=90.0))] * 9, []),
+    "one of two GPUs is used": ({"idle": 10.0, **BOTH}, [(IDLE, a_device(1, utilization=90.0))] * 9, []),
     "both rest": ({"idle": 10.0, **BOTH}, [(IDLE, a_device(1))] * 5, [False] * 4 + [True]),
-    "a device that the job never came to": ({"idle": 10.0}, [a_device(0)] * 5, [False] * 4 + [True]),
+    "a GPU that the job never came to": ({"idle": 10.0}, [a_device(0)] * 5, [False] * 4 + [True]),
 }
 
 
@@ -111,7 +111,7 @@ def test_the_reason_names_the_option_the_device_and_both_numbers():
     reached = judged.judge(a_snapshot(MUCH, clock=10_005), FAMILY, 2.5).reached
 
     assert reached
-    assert reached.why == "the job uses 31.0GiB of device 0, 30GiB is allowed (--memory-limit)"
+    assert reached.why == "the job uses 31.0GiB of GPU 0, 30GiB is allowed (--memory-limit)"
     assert (reached.limit, reached.pids) == ("memory-limit", (4711,))
 
 
@@ -202,7 +202,7 @@ def test_a_job_over_its_share_is_told_once_until_it_uses_less():
     told = [judged.judge(sample, FAMILY, 2.5) for sample in samples]
 
     assert [len(one.over) for one in told] == [0, 1, 0, 0, 0, 0, 1, 0]
-    assert "uses 12.0GiB of device 0, 10.0GiB is allowed (--memory)" in told[1].over[0]
+    assert "uses 12.0GiB of GPU 0, 10.0GiB is allowed (--memory)" in told[1].over[0]
     assert {one.reached for one in told} == {None}
     assert [one.used for one in told[3:5]] == [12 * GIB, 9 * GIB]
 
@@ -253,7 +253,7 @@ UNLISTED = a_device(0, processes=(), memory_used=33 * GIB)
 SEEN_ALONE: dict[str, tuple[list[Device], dict[str, Any], list[bool]]] = {
     "more than before": ([unnamed(33 * GIB)] * 3, {}, [False, False, True]),
     "no more than before": ([unnamed(31 * GIB)] * 3, {}, []),
-    "others may use the device": ([unnamed(70 * GIB)] * 9, {"before": {}}, []),
+    "others may use the GPU": ([unnamed(70 * GIB)] * 9, {"before": {}}, []),
     "unknown memory": ([unnamed(None)] * 9, {}, []),
     "what is left after the command": (
         [unnamed(70 * GIB, temperature=90.0)] * 20, {"memory": "1GiB", "temperature": 50.0, "pid": None}, [],
@@ -368,6 +368,6 @@ def test_in_a_container_the_memory_limit_is_kept_by_the_memory_of_the_device(fak
         rest = wrapper.communicate(timeout=30)[1]
 
     assert "where the driver's pids name no process: --memory-limit is judged by the whole GPU" in first
-    why = "the job uses 40.0GiB of device 0, 30GiB is allowed (--memory-limit)"
+    why = "the job uses 40.0GiB of GPU 0, 30GiB is allowed (--memory-limit)"
     assert ended.endswith(f" {why}: SIGTERM to the job.\n")
     assert (wrapper.returncode, "SIGKILL" in rest) == (143, False)

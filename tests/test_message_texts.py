@@ -51,7 +51,7 @@ def test_a_warning_names_the_step_that_harms_and_its_time_of_day_whatever_comes_
 
 def test_a_message_about_a_claim_names_its_devices():
     claim = a_claim_record(a_device(3), a_device(5), id="c1ai", uid=7)
-    finding = Finding("quota", Subject("claim", uid=7, claim="c1ai"), "holds 2 devices")
+    finding = Finding("quota", Subject("claim", uid=7, claim="c1ai"), "holds 2 GPUs")
     snapshot = a_snapshot(a_device(3), a_device(5), claims=(claim,))
 
     assert "GPU 3 (NVIDIA H100 80GB HBM3), GPU 5 (" in message_for(replace(a_verdict(), finding=finding), snapshot).body

@@ -40,10 +40,13 @@ def names_in(root: Path) -> dict[str, list[str]]:
     """Kind -> the names that the pages below *root* (a checkout) promise, each with where it stands."""
     pages = {page.stem: page.read_text(encoding="utf-8") for page in (root / "docs").glob("*.md")}
     source = "\n".join(path.read_text(encoding="utf-8") for path in (root / "gpuguard").rglob("*.py"))
+    commands = sections(pages["cli"])
+    everywhere = "--help" * bool(commands.pop("Options of every command", ""))
     options = {
-        f"{command} {option}"
-        for command, text in sections(pages["cli"]).items()
-        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text.replace("[-h]", "--help"))
+        f"{owner} {option}"
+        for command, text in commands.items()
+        for owner in {command, " ".join(command.split()[:2])}  # what an action has, its command has
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", f"{text} {everywhere}".replace("[-h]", "--help"))
     }
     fields = {
         f"{place} {field}"

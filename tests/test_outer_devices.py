@@ -40,8 +40,8 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(value, allowed):
 @pytest.mark.parametrize(
     ("environ", "reason"),
     [
-        ({"CUDA_VISIBLE_DEVICES": "3"}, "CUDA_VISIBLE_DEVICES=3 allows only device 3"),
-        ({"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES= allows no device"),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, "CUDA_VISIBLE_DEVICES=3 allows only GPU 3"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES= allows no GPU"),
         ({"SLURM_JOB_ID": "7"}, "Slurm job 7 was given no GPU (ask Slurm for one: --gres=gpu:1)"),
     ],
 )

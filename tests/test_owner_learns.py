@@ -287,7 +287,7 @@ notify:
   script: {hook: {command: [/bin/true]}}
 """
 # Rule, and numbers; release is about claims under which nothing computes.
-HOGS, UNUSED = ("memory", "uses 40.0GiB of device"), ("idle", "5%")
+HOGS, UNUSED = ("memory", "uses 40.0GiB of GPU"), ("idle", "5%")
 
 
 class Jobs(GuardedMachine):
@@ -358,7 +358,7 @@ class Jobs(GuardedMachine):
         if claim is None and self.action == "release":  # of a notebook and of --exec: no line says which claim it is
             deeds, rows = [line for line in events if line["kind"] == "release"], standing
         if self.action in ("notify", "run_hook"):  # what becomes of messages is the administrator's
-            deeds = [] if self.action == "notify" and f"40.0GiB of device {device}," not in self.mails() else rows
+            deeds = [] if self.action == "notify" and f"40.0GiB of GPU {device}," not in self.mails() else rows
         elif not any(self.numbers in line["message"] and line["facts"]["rule"] == self.rule for line in deeds):
             return f"no event of {self.action}: {mine}"
         lasts = self.action not in ("kill", "release") or any(line["outcome"] == "refused" for line in deeds)

@@ -120,7 +120,7 @@ POLICY = {  # lines of a policy
     "there is no user '0777'": ("only: {users: [«0777]}",),
     "is no uid": ("only: {users: [«4294967295]}",),
     "there is no group '50'": ("only: {groups: [«50]}",),
-    "is no device": (
+    "is no GPU": (
         "only: {devices: [«card0]}", "only: {devices: [«00]}", "only: {devices: [«-1]}", "only: {devices: [«GPU-]}",
         "only: {devices: [«gpu0]}",
     ),

@@ -125,7 +125,7 @@ def test_a_series_that_is_none_is_refused(text):
         (a_test(), "exactly one of expect"),
         (a_test(expect_none="true", expect=BOTH), "exactly one of expect"),
         (a_test(expect="[{at: 1h, action: wran}]"), "no action"),
-        (a_test(expect_none="true", processes="[{user: a, devices: [1]}]"), "no device 1"),
+        (a_test(expect_none="true", processes="[{user: a, devices: [1]}]"), "no GPU 1"),
         (a_test(expect_none="true", proceses="[]"), "Did you mean 'processes'"),
         (a_test(expect_none="true", every="0s"), "out of range"),
         (a_test(expect_none="true", **{"for": "9000h"}), "samples"),
@@ -171,7 +171,7 @@ def test_a_failure_shows_what_was_expected_and_what_came_with_times(tmp_path, gp
     assert done.returncode == 1
     assert "FAILED  t\n" in done.stdout
     assert "expected  at 2h: warn for bob\n" in done.stdout
-    assert "got       at 1h: warn by idle for alice on device 0, because device 0 is idle" in done.stdout
+    assert "got       at 1h: warn by idle for alice on GPU 0, because GPU 0 is idle" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ INNOCENTS: dict[str, tuple[Innocent, str, tuple[str, ...]]] = {
     ),
     "successor of the pid": (successor_of_the_pid, "start time", ()),
     "started at the time of the sample": (sampled_at(lambda scene: scene.start_time + 0.015), "sample time", ()),
-    "off the device by now": (lambda scene, _: scene.listed(), "listed", ("owner",)),
+    "off the GPU by now": (lambda scene, _: scene.listed(), "listed", ("owner",)),
     "list is implausible now": (lambda scene, _: scene.machine.change(0, processes_plausible=False), "listed", ()),
     "older answer of the driver": (
         lambda scene, patch: answers(clock=scene.snapshot.clock - 1)(scene, patch), "listed", ()
@@ -122,7 +122,7 @@ INNOCENTS: dict[str, tuple[Innocent, str, tuple[str, ...]]] = {
     "without the driver": (without_the_driver, "driver", ()),
     "graphics": (lambda scene, _: scene.row(kind="graphics"), "kind", ()),
     "graphics too": (lambda scene, _: scene.row(kind="compute+graphics"), "kind", ()),
-    "graphics on another device": (graphics_on_another_device, "kind", ()),
+    "graphics on another GPU": (graphics_on_another_device, "kind", ()),
     "mps client": (lambda scene, _: scene.row(kind="mps"), "kind", ()),
     "beside an mps client": (lambda scene, _: scene.listed(scene.process, a_process(2, kind="mps")), "kind", ()),
     "of another user than judged": (of_another_user_than_judged, "owner", ()),

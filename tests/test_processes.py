@@ -49,7 +49,7 @@ def judged(rows: Rows, gate: Callable[..., str | None] = plausibility.implausibi
         ([(PID_MAX + 1, 1)], "cannot"),
         ([(100, 1), (200, 1), (100, 1)], "pid 100 is listed twice"),
         ([(6000, 1)], "pid 6000 is not in this pid namespace"),
-        ([(100, TOTAL + 1)], "pid 100 has more memory than the device"),
+        ([(100, TOTAL + 1)], "pid 100 has more memory than the GPU"),
         ([(100, -1)], "pid 100 has -1 bytes"),
         ([(100, 60 * GIB), (200, 60 * GIB)], "more memory than is used"),
     ],
@@ -62,7 +62,7 @@ def test_processes_that_need_more_than_the_device_has_are_not_believed_whatever_
     rows = [(100, TOTAL - GIB), (200, GIB)]
 
     assert judged(rows, memory_used=None) is None
-    assert "more memory than the device" in (judged([*rows, (300, 1)], memory_used=None) or "")
+    assert "more memory than the GPU" in (judged([*rows, (300, 1)], memory_used=None) or "")
 
 
 def test_a_process_that_grew_between_two_calls_is_within_the_slack() -> None:

@@ -170,7 +170,7 @@ def test_records_of_any_number_and_length_do_not_hide_the_state(directory, alive
         source.write_state(directory, replace(A_SNAPSHOT, claims=(*more, here)), 10.0)
         shown = seen(directory)
 
-        assert shown is not None and shown.claims[-1].id == here.id, "what holds a device is told in any case"
+        assert shown is not None and shown.claims[-1].id == here.id, "what holds a GPU is told in any case"
     assert len(shown.claims) == 1
 
 

@@ -70,7 +70,7 @@ def test_each_request_has_a_row_and_its_prospects_below_it():
         "node1: 2 requests in the queue (fair share)",
         "#  USER      GPUS  WAITED  COMMAND",
         "1  alice        2    1m5s  \"sweep\"  python 'a b.py'",
-        "    starts in about 2h, when device 0 is free: time limit of alice's job; "
+        "    starts in about 2h, when GPU 0 is free: time limit of alice's job; "
         f"at the latest {promise}, if time limits are kept",
         "2  李小明  1 or 4    1m5s  [high] n/a",
         f"    start unknown: alice's request before it has no time limit; shorter jobs may start first until {bound}",
@@ -202,7 +202,7 @@ def test_who_waits_is_shown_with_the_reason(queue, waits, job):
     shown = queue()
 
     assert (place["id"], place["number"], place["pid"]) == (ticket.id, 1, os.getpid())
-    assert re.search("starts in about (2h|1h59m), when device 1 is free: time limit of ", shown)
+    assert re.search("starts in about (2h|1h59m), when GPU 1 is free: time limit of ", shown)
     assert place["expected_start"] == pytest.approx(time.time() + 7200, abs=30)
 
 
@@ -240,7 +240,7 @@ def test_a_strangers_process_keeps_a_request_waiting_and_is_named(queue, waits, 
     waits()
     machine.change(0, processes=(a_process(user="bob"),), memory_used=2**34)
 
-    assert "start unknown: a device is in use without a claim" in queue()
+    assert "start unknown: a GPU is in use without a claim" in queue()
 
 
 def test_what_the_daemon_saw_is_used_instead_of_the_driver(queue, machine, monkeypatch):
@@ -276,7 +276,7 @@ def explained(position: QueuePosition, *before: QueuePosition, **fields) -> str:
 def test_what_needs_no_plan():
     assert explained(a_position(after="job 7 to end")) == "not queued yet: job 7 to end"
     assert explained(a_position(now=True)) == "starts now"
-    assert explained(a_position(request=None)) == "no devices for it as things are"
+    assert explained(a_position(request=None)) == "no GPUs for it as things are"
     assert explained(a_position(devices=())) == "too far behind for a plan"
     assert explained(a_position(start=NOW + 7200)) == "starts in about 2h"
     assert explained(a_position(start=NOW - 5)) == "starts in about 0s"
@@ -330,10 +330,10 @@ def test_what_would_delay_a_reservation(begins, limit, start, text):
 @pytest.mark.parametrize(
     ("claim", "text"),
     [
-        ({"ends": NOW + HOUR}, "when device 1 is free: time limit of bob's job"),
-        ({"expected": NOW + HOUR}, "when device 1 is free, if bob's job takes as long as their earlier ones"),
-        ({"ends": NOW + HOUR, "expected": NOW + 9 * HOUR}, "when device 1 is free: time limit of bob's job"),
-        ({"ends": NOW + HOUR + 0.9}, "when device 1 is free: time limit of bob's job"),
+        ({"ends": NOW + HOUR}, "when GPU 1 is free: time limit of bob's job"),
+        ({"expected": NOW + HOUR}, "when GPU 1 is free, if bob's job takes as long as their earlier ones"),
+        ({"ends": NOW + HOUR, "expected": NOW + 9 * HOUR}, "when GPU 1 is free: time limit of bob's job"),
+        ({"ends": NOW + HOUR + 0.9}, "when GPU 1 is free: time limit of bob's job"),
         ({"ends": NOW + HOUR + 1}, ""),
         ({"ends": NOW + 2 * HOUR}, ""),
         ({}, ""),
@@ -372,9 +372,9 @@ def test_where_the_start_is_unknown_the_reason_is_given():
 
     assert explained(a_position(number=2), bob) == f"{unknown}bob's request before it has no time limit"
     used = replace(a_queue(a_position()), snapshot=a_snapshot(a_device(0, processes=(a_process(),))))
-    assert start_text(a_position(), used) == f"{unknown}a device is in use without a claim"
+    assert start_text(a_position(), used) == f"{unknown}a GPU is in use without a claim"
     # In quarantine, or too hot.
-    assert explained(a_position()) == f"{unknown}a device is not free, though it has no claim"
+    assert explained(a_position()) == f"{unknown}a GPU is not free, though it has no claim"
     assert explained(both, claims=(free,)) == f"{unknown}the job of bob has no time limit"
     assert explained(both, claims=(zoes, free)) == f"{unknown}the jobs of bob and zoe have no time limit"
     late = a_claim_record(FIRST, id="a", ends=NOW - 10)

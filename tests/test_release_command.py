@@ -102,7 +102,7 @@ def test_an_idle_job_gives_its_devices_up_lives_on_and_is_told(site):
         others = site.gpuguard("run", "--no-wait", "-n", "4", "--", "true")
 
         assert (done.returncode, free, others.returncode) == (0, 4, 0), done.stderr + others.stderr
-        assert done.stdout.startswith(f"released: the claim {name}, 3 devices of")
+        assert done.stdout.startswith(f"released: the claim {name}, 3 GPUs of")
         assert "by the gpuguard run of its job" in done.stdout
         assert run.poll() is None
         assert run.stderr

@@ -90,12 +90,12 @@ def test_users_may_not_have_more_longer_or_earlier_and_root_may(reservation, key
 def test_a_reservation_for_which_earlier_ones_leave_no_room_does_not_count_even_if_it_is_roots():
     first, second = a_reservation(gpus=6, maker=0, made=NOW - 1), a_reservation(gpus=3, maker=0)
 
-    assert reasons(first, second) == ["", "earlier reservations leave too few devices at that time"]
+    assert reasons(first, second) == ["", "earlier reservations leave too few GPUs at that time"]
     assert reasons(first, replace(second, begins=first.ends, ends=first.ends + 1)) == ["", ""]
 
 
 def test_a_reservation_of_devices_that_are_gone_does_not_count():
-    assert reasons(a_reservation(gpus=2, devices=("d0", "gone"))) == ["only 1 of its devices is there"]
+    assert reasons(a_reservation(gpus=2, devices=("d0", "gone"))) == ["only 1 of its GPUs is there"]
 
 
 def test_a_refusal_says_from_when_on_there_are_enough():

@@ -237,7 +237,7 @@ def test_a_waiting_user_gets_the_device_when_the_denial_is_over(directory):
 
 
 def a_verdict(action: str, subject: Subject, enforce: bool = True, **options: float) -> Verdict:
-    finding = Finding("quota", subject, "has 6 devices, 4 are allowed", ())
+    finding = Finding("quota", subject, "has 6 GPUs, 4 are allowed", ())
     return Verdict("greedy", finding, action, 0, 0.0, enforce=enforce, options=tuple(options.items()))
 
 

@@ -33,7 +33,7 @@ def test_use_of_a_device_that_nobody_has_claimed_is_found():
     [finding] = found(UnclaimedRule(), used_by(a_process(**BOB)))
 
     assert (finding.subject.kind, finding.subject.pid, finding.subject.user) == ("process", 4711, "bob")
-    assert finding.why == "uses 10.0GiB of a device without a claim"
+    assert finding.why == "uses 10.0GiB of a GPU without a claim"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_another_user_on_a_claimed_device_is_a_trespasser_and_the_owner_is_not()
 
     [finding] = found(TrespassRule(), device, claims=[a_claim_record(**ALICE)])
     assert pids([finding]) == [3]
-    assert finding.why == "uses 10.0GiB of a device that alice has claimed"
+    assert finding.why == "uses 10.0GiB of a GPU that alice has claimed"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_process_is_outside_the_scheduler_where_the_device_was_not_given_to_it
     findings = found(rule, device, scheduled=scheduled)
     assert pids(findings) == outside
     if len(outside) == 2:
-        assert findings[0].why == "uses 10.0GiB of a device that the scheduler has given to no user"
+        assert findings[0].why == "uses 10.0GiB of a GPU that the scheduler has given to no user"
 
 
 def test_an_instance_is_given_with_its_device():
@@ -300,7 +300,7 @@ def test_the_newest_claims_are_in_excess_and_the_oldest_never():
     assert subjects(found(QuotaRule(devices=5), *devices, claims=claims)) == []
     assert subjects(found(QuotaRule(devices=4), *devices, claims=claims)) == ["new"]
     assert subjects(found(QuotaRule(devices=3), *devices, claims=claims)) == ["middle", "new"]
-    assert found(QuotaRule(devices=4), *devices, claims=claims)[0].why == "alice has 5 devices, 4 are allowed"
+    assert found(QuotaRule(devices=4), *devices, claims=claims)[0].why == "alice has 5 GPUs, 4 are allowed"
 
 
 def test_an_action_means_the_processes_of_the_claim_in_excess_and_no_others():
@@ -379,7 +379,7 @@ def test_a_group_shares_a_quota():
     groups = {1001: frozenset({"lab"}), 1002: frozenset({"lab"}), 1003: frozenset({"other"})}
 
     [finding] = found(QuotaRule(devices=1, shared_by=("lab",)), *devices, groups=groups)
-    assert (finding.subject.pid, finding.why) == (3, "group lab has 2 devices, 1 are allowed")
+    assert (finding.subject.pid, finding.why) == (3, "group lab has 2 GPUs, 1 are allowed")
 
 
 def test_a_member_of_two_groups_is_found_once():
@@ -398,7 +398,7 @@ def test_a_share_of_the_memory_is_a_share_of_all_devices():
     [finding] = found(QuotaRule(memory=25.0), *devices)
     assert (finding.subject.pid, finding.why) == (
         3,
-        "alice uses 50.0GiB, 31.2% of the memory of all devices, 25% is allowed",
+        "alice uses 50.0GiB, 31.2% of the memory of all GPUs, 25% is allowed",
     )
     assert found(QuotaRule(memory=25.0), *devices, a_device(2, memory_total=None, memory_used=0)) == []
     assert TOTAL == 80 * GIB

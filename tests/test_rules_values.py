@@ -82,7 +82,7 @@ def test_a_process_above_the_limit_is_found_with_its_use_and_the_limit_and_only_
     big, small = a_process(1, memory_used=75 * GIB), a_process(2, memory_used=72 * GIB)
 
     (finding,) = found(MemoryRule(parse_memory_amount("90%")), a_device(processes=(big, small)))
-    assert (pids([finding]), finding.why) == ([1], "uses 75.0GiB of device 0, 90% of 80.0GiB is allowed")
+    assert (pids([finding]), finding.why) == ([1], "uses 75.0GiB of GPU 0, 90% of 80.0GiB is allowed")
 
 
 def test_the_memory_of_a_user_is_that_of_all_processes_of_theirs_on_one_device():
@@ -136,7 +136,7 @@ def test_a_claim_is_held_to_the_share_that_it_asked_for():
 
     (finding,) = found(OVER_SHARE, device, claims=claims)
     assert (finding.subject.claim, pids([finding])) == ("c1", [1])
-    assert finding.why == "uses 12.0GiB of device 0, its share of 10.0GiB is allowed"
+    assert finding.why == "uses 12.0GiB of GPU 0, its share of 10.0GiB is allowed"
 
 
 def test_a_claim_that_shares_nothing_has_no_share_to_exceed():
@@ -188,7 +188,7 @@ def test_a_divided_device_is_not_judged_beside_its_instances():
 def test_a_device_above_the_limit_is_too_hot_and_at_the_limit_it_is_not():
     (finding,) = found(TemperatureRule(85.0), a_device(temperature=91.0), a_device(1, temperature=85.0))
 
-    assert finding.why == "device 0 has 91C, 85C is allowed"
+    assert finding.why == "GPU 0 has 91C, 85C is allowed"
 
 
 def test_processes_on_a_hot_device_are_not_meant_unless_the_policy_says_so():
@@ -286,7 +286,7 @@ def test_steady_growth_is_found():
 
     assert finding.subject == A_PROCESS
     assert finding.why == (
-        "memory on device 0 grows by 2.0GiB in 10m (trend over 10m), 1GiB/10m is allowed"
+        "memory on GPU 0 grows by 2.0GiB in 10m (trend over 10m), 1GiB/10m is allowed"
     )  # fmt: skip
 
 
@@ -345,7 +345,7 @@ def test_the_forecast_says_when_memory_is_full_and_how_sure_it_is():
     (finding,) = found(ForecastRule(full_within=900.0), device, **growing(lambda t: (60 + t / 60) * GIB, A_DEVICE))
     assert finding.processes == ()
     assert finding.why == (
-        "memory of device 0 is full in about 10m: 10.0GiB is free and 1.0GiB more is used each minute "
+        "memory of GPU 0 is full in about 10m: 10.0GiB is free and 1.0GiB more is used each minute "
         "(confidence 100%); less than 15m is not enough"
     )
 
@@ -453,7 +453,7 @@ def test_a_device_whose_memory_is_held_at_rest_is_idle():
     (finding,) = found(IdleRule(below=5.0), HELD)
 
     assert finding.subject == A_PROCESS
-    assert finding.why == "device 0 is idle: utilization 0%, at most 5% is idle, while 20.0GiB is held"
+    assert finding.why == "GPU 0 is idle: utilization 0%, at most 5% is idle, while 20.0GiB is held"
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def enters(node: str, pid: int, memory: int) -> None:
 def test_a_job_that_grows_over_its_memory_limit_is_asked_to_end_and_keeps_its_own_status(job):
     status, _, err = job("--memory-limit", "30GiB", job=job.uses())
 
-    why = "the job uses 40.0GiB of device 0, 30GiB is allowed (--memory-limit)"
+    why = "the job uses 40.0GiB of GPU 0, 30GiB is allowed (--memory-limit)"
     assert status == 128 + 15
     assert f" {why}: SIGTERM to the job.\n" in err
     limit, release = job.gpuguard.events()[-2:]
@@ -130,7 +130,7 @@ def test_a_job_below_its_limits_never_hears_of_them(job):
 @pytest.mark.parametrize(
     ("option", "limit", "utilization", "why"),
     [
-        ("--temperature-limit", "85C", 90.0, "device 0 has 95C, 85C is allowed"),
+        ("--temperature-limit", "85C", 90.0, "GPU 0 has 95C, 85C is allowed"),
         ("--idle-limit", "1s", 0.0, "is idle: utilization 0%.* for 1s"),
     ],
     ids=["hot", "idle"],
@@ -179,7 +179,7 @@ subprocess.Popen([sys.executable, "-c", {holds!r}], stdout=subprocess.PIPE).stdo
         said = wrapper.stderr.read()
 
     assert (wrapper.returncode, time.monotonic() - began < 30) == (0, True), "they sleep for 60 s"
-    assert "uses 41.0GiB of device 0, 30GiB is allowed (--memory-limit): SIGTERM to the job." in said
+    assert "uses 41.0GiB of GPU 0, 30GiB is allowed (--memory-limit): SIGTERM to the job." in said
 
 
 @pytest.mark.parametrize(("options", "is_released", "status"), [(["--time-limit", "1s"], False, 124), ([], True, 143)])

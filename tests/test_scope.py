@@ -69,7 +69,7 @@ ALSO_ON_1 = a_device(1, processes=(a_process(1), a_process(2)))
         (Exemption(devices=(PARENT.uuid,)), [PARENT, INSTANCE], {1}, set()),
         (Exemption(devices=("0",)), [DEVICE_0, ALSO_ON_1], {1}, {2}),
     ],
-    ids=["nobody", "all keys", "index", "beginning", "small letters", "uuid", "instances", "on a spared device, too"],
+    ids=["nobody", "all keys", "index", "beginning", "small letters", "uuid", "instances", "on a spared GPU, too"],
 )
 def test_whom_a_scope_means_as_only_and_leaves_as_except(scope, devices, meant, left):
     found = [
@@ -148,7 +148,7 @@ def test_what_is_no_process_is_of_no_kind():
 @pytest.mark.parametrize(
     ("subject", "kind", "said"),
     [
-        (Subject("device", "GPU-gone"), "gap", "the device is missing from the sample"),
+        (Subject("device", "GPU-gone"), "gap", "the GPU is missing from the sample"),
         (Subject("claim", uid=ALICE, claim="gone"), "gap", "the claim is missing from the sample"),
         (Subject("user"), "unknown", "the user is unknown"),
         (Subject("claim", uid=-1, claim="?"), "gap", "the claim is missing from the sample"),
@@ -298,7 +298,7 @@ def test_the_load_of_a_node_without_devices_is_unknown():
     rule = Finds(lambda view: [Finding("x", Subject("node"), "why")])
     judgement = Watch(a_policy("warn", rules=(rule,), claimed_above=0)).sees(nothing)
 
-    assert [note.text for note in judgement.notes] == ["unknown of the devices is claimed, not above 0%"]
+    assert [note.text for note in judgement.notes] == ["unknown of the GPUs are claimed, not above 0%"]
 
 
 def test_a_divided_device_counts_as_its_parts():

@@ -80,7 +80,7 @@ def mib_free(*free):
             ANY,
             [{"memory_used": TOLERANCE, **SMALL}, {"memory_used": TOLERANCE + 1, **SMALL}],
             [0, 1],
-            id="what an idle device may hold",
+            id="what an idle GPU may hold",
         ),
         pytest.param(
             ANY, [{"memory_used": 0}, {"memory_used": TOLERANCE, "memory_free": 10 * GIB}], [1, 0], id="empty and idle"
@@ -202,7 +202,7 @@ def test_the_plan_of_the_queue_is_about_the_devices_that_would_be_chosen(divided
     ("request_", "devices", "kind", "text"),
     [
         (Request(9), [a_device(i) for i in range(8)], ImpossibleRequest, "wanted 9 GPUs, but only 8 exist.\nAsk for 8"),
-        (Request(2), [a_device(0), a_device(1, problems=("lost",))], ImpossibleRequest, "device 1: lost"),
+        (Request(2), [a_device(0), a_device(1, problems=("lost",))], ImpossibleRequest, "GPU 1: lost"),
         (Request(), [a_device(problems=("unresponsive",))], NotEnoughGpus, "unresponsive"),
         (Request(2), [a_device(problems=None)], NotEnoughGpus, "only 1 is free now"),
     ],
@@ -222,9 +222,9 @@ def test_what_can_never_be_met_says_what_to_ask_for_instead():
     assert isinstance(fault, ImpossibleRequest)
     assert str(fault) == (
         "wanted 5 GPUs, but only 4 exist that can satisfy --model 'A100*'.\n"
-        "  its model is NVIDIA H100 80GB HBM3 (4 devices)\n"
+        "  its model is NVIDIA H100 80GB HBM3 (4 GPUs)\n"
         "Ask for 4, or drop --model.\n"
-        "`gpuguard explain -n 5 --model 'A100*'` shows each device."
+        "`gpuguard explain -n 5 --model 'A100*'` shows each GPU."
     )
     assert (fault.wanted, fault.available, len(fault.refused)) == (5, 4, 4)
 
@@ -260,7 +260,7 @@ def test_what_may_pass_says_who_is_in_the_way():
     assert type(fault) is NotEnoughGpus
     assert str(fault).splitlines()[:2] == [
         "wanted 2 GPUs, but only 1 is free now.",
-        "  device 0: 41.0GiB used by bob (pid 812, python train.py, 3h12m)",
+        "  GPU 0: 41.0GiB used by bob (pid 812, python train.py, 3h12m)",
     ]
 
 
@@ -271,7 +271,7 @@ def test_a_request_that_waits_says_why_and_the_reasons_that_are_known():
     assert str(waiting_error(2)) == "wanted 2 GPUs."
     assert str(waiting_error(1, "number 2 of 3", missing)).splitlines()[:2] == [
         "wanted 1 GPU: number 2 of 3.",
-        "  device 0: 41.0GiB used by bob (pid 812, python train.py, 3h12m)",
+        "  GPU 0: 41.0GiB used by bob (pid 812, python train.py, 3h12m)",
     ]
     assert waiting_error(1, "", missing).refused == missing.refused
 
@@ -451,7 +451,7 @@ def test_at_most_16_devices_are_explained(count, more):
 
     lines = said(Request(), *busy).splitlines()
     assert [line for line in lines if line.startswith("  and ")] == ["  and 1 more"] * more
-    assert said(Request(), *busy).count("device") >= 16
+    assert said(Request(), *busy).count("GPU") >= 16
 
 
 def test_what_an_outer_limit_leaves_is_said_as_what_can_be_used():

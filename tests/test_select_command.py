@@ -53,8 +53,8 @@ def test_the_chosen_devices_are_printed(select, words, output):
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (["-n", "4"], 1, "wanted 4 GPUs, but only 3 are free now.\n  device 2: 10.0GiB used by bob (pid 812"),
-        (["--devices", "GPU-ffff"], 2, f"names no device of this machine.  It has\n  0  {a_uuid(0)}"),
+        (["-n", "4"], 1, "wanted 4 GPUs, but only 3 are free now.\n  GPU 2: 10.0GiB used by bob (pid 812"),
+        (["--devices", "GPU-ffff"], 2, f"names no GPU of this machine.  It has\n  0  {a_uuid(0)}"),
         (["-i", "0", "--devices", "1"], 2, "use one of them"),
     ],
 )
@@ -78,7 +78,7 @@ def test_it_stays_inside_cuda_visible_devices(select, monkeypatch):
     assert select() == (0, "0\n", "")
 
     status, output, error = select("-n", "3")
-    assert (status, output) == (1, "") and "CUDA_VISIBLE_DEVICES=0,2 allows only devices 0, 2" in error
+    assert (status, output) == (1, "") and "CUDA_VISIBLE_DEVICES=0,2 allows only GPUs 0, 2" in error
 
 
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3600)
@@ -104,11 +104,11 @@ def test_each_device_has_its_line_and_then_comes_what_run_would_do(explain):
     assert status == 0
     assert output.splitlines() == [
         "node1: gpuguard run -n 2",
-        "device 0  REFUSED  41.0GiB used by bob (pid 812, python train.py, 1h)",
-        "device 1  REFUSED  lost",
-        "device 2  CHOSEN   choice 2, 80.0GiB free",
-        "device 3  CHOSEN   choice 1, 80.0GiB free",
-        "It would start at once on device 2, device 3.",
+        "GPU 0  REFUSED  41.0GiB used by bob (pid 812, python train.py, 1h)",
+        "GPU 1  REFUSED  lost",
+        "GPU 2  CHOSEN   choice 2, 80.0GiB free",
+        "GPU 3  CHOSEN   choice 1, 80.0GiB free",
+        "It would start at once on GPU 2, GPU 3.",
     ]
 
 
@@ -122,10 +122,9 @@ def test_a_device_that_is_passed_over_has_its_reason(command, directory, monkeyp
     _, output = command("explain", "--dir", directory.path, "-n", "2")[:2]
 
     assert output.splitlines()[1:4] == [
-        "device 0  CHOSEN    choice 3, 80.0GiB free",
-        "device 1  CHOSEN    choice 2, 80.0GiB free",
-        "device 2  ELIGIBLE  choice 1, 80.0GiB free, "
-        "not chosen: the others are closer to each other (nvidia-smi topo -m)",
+        "GPU 0  CHOSEN    choice 3, 80.0GiB free",
+        "GPU 1  CHOSEN    choice 2, 80.0GiB free",
+        "GPU 2  ELIGIBLE  choice 1, 80.0GiB free, not chosen: the others are closer to each other (nvidia-smi topo -m)",
     ]
 
 
@@ -149,9 +148,9 @@ def test_every_reason_is_shown(explain, three_devices):
 
     lines = output.splitlines()
     assert lines[1:4] == [
-        "device 0  REFUSED  its model is NVIDIA H100 80GB HBM3",
-        "                   reset required",
-        "                   41.0GiB used by bob (pid 812, python train.py, 1h)",
+        "GPU 0  REFUSED  its model is NVIDIA H100 80GB HBM3",
+        "                reset required",
+        "                41.0GiB used by bob (pid 812, python train.py, 1h)",
     ]
 
 
@@ -171,5 +170,5 @@ def test_what_is_unknown_is_said_and_never_shown_as_0(explain, three_devices):
     three_devices.change(2, processes=None)
     _, output = explain()
 
-    assert "device 3  ELIGIBLE  choice 2, free memory unknown" in output
+    assert "GPU 3  ELIGIBLE  choice 2, free memory unknown" in output
     assert "its list of processes is unknown: judged by memory alone" in output

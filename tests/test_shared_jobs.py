@@ -54,7 +54,7 @@ def test_a_job_over_its_share_is_warned_once_and_lives_on_as_do_its_neighbours(n
         until(lambda: node.gpuguard.events("share"))
         time.sleep(1.0)  # five more looks: nothing else to wait for shows that nothing follows
 
-        why = "the job uses 6.0GiB of device 0, 5.0GiB is allowed (--memory): its neighbours can run out of memory."
+        why = "the job uses 6.0GiB of GPU 0, 5.0GiB is allowed (--memory): its neighbours can run out of memory."
         assert [event["message"] for event in node.gpuguard.events("share")] == [
             f"{why}  --memory-limit ends such a job."
         ]
@@ -103,8 +103,8 @@ def test_the_example_of_the_docs_shares_a_gpu_that_works_hard_and_a_bound_says_w
         waits.terminate()
         waits.communicate()
 
-    assert joined.returncode == 0 and "device 0 is 90% busy" in joined.stderr
-    assert "start unknown: device 0: utilization is 90%, more than 50% (--max-util)" in queued
+    assert joined.returncode == 0 and "GPU 0 is 90% busy" in joined.stderr
+    assert "start unknown: GPU 0: utilization is 90%, more than 50% (--max-util)" in queued
 
 
 def test_who_explain_and_select_show_shares_and_what_is_left(node: Node) -> None:

@@ -49,7 +49,7 @@ def using(*words: str, **options) -> subprocess.Popen[str]:
 def test_start_says_what_there_is_where_it_is_and_what_to_try(place, sim):
     status, said, _ = sim("start", "2xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb")
 
-    assert status == 0 and said.startswith("SIMULATED node of 3 devices") and place in said
+    assert status == 0 and said.startswith("SIMULATED node of 3 GPUs") and place in said
     assert "Try: gpuguard run --backend simulated -n 1 -- gpuguard sim use" in said
 
 
@@ -81,7 +81,7 @@ def test_a_damaged_node_is_replaced_with_force_and_removed_by_stop(a_node, sim):
 
 def test_use_holds_memory_until_it_is_ended_and_show_lists_it(a_node, devices):
     with using("--device", "0,1", "--memory", "10GiB", "--utilization", "90%") as child:
-        assert child.stdout.readline().startswith(f"SIMULATED: pid {child.pid} uses 10.0GiB on 2 devices")
+        assert child.stdout.readline().startswith(f"SIMULATED: pid {child.pid} uses 10.0GiB on 2 GPUs")
         busy, _, idle, _ = devices()
         child.terminate()
 
@@ -129,7 +129,7 @@ def test_a_mig_instance_cannot_be_broken_alone(sim, devices):
     sim("start", "1xA100-40GB:mig=3g.20gb")
     status, _, complaint = sim("fault", "--device", devices()[0]["instances"][0]["uuid"], "lost")
 
-    assert status == 2 and "the device that it belongs to" in complaint
+    assert status == 2 and "the GPU that it belongs to" in complaint
 
 
 class SharedNode(SharedMachine):

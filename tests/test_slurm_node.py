@@ -357,7 +357,7 @@ def test_a_process_outside_the_scheduler_is_found_live(live):
     events = live(a_job("gpu:1(IDX:1)", uid=os.getuid()))
 
     assert len(events) == 1
-    assert "of a device that the scheduler has given to no user" in (events[0].message or "")
+    assert "of a GPU that the scheduler has given to no user" in (events[0].message or "")
     assert "has given to other users" in (live(a_job("gpu:1(IDX:0)", uid=BOB))[0].message or "")
 
 

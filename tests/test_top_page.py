@@ -142,7 +142,7 @@ def test_the_colour_is_that_of_the_device_s_own_limits_or_of_the_site_s_policies
 def test_a_machine_without_devices_says_so():
     shown = texts(page_of(a_scene(snapshot=replace(a_snapshot(), devices=()))))
 
-    assert shown[0] == "no devices" and shown[-1] == "no processes"
+    assert shown[0] == "no GPUs" and shown[-1] == "no processes"
 
 
 TWO = (

@@ -50,7 +50,7 @@ def test_it_trains_on_the_visible_devices_of_the_simulated_node_and_says_that_th
         said = [child.stdout.readline() for _ in range(3)]
         devices = backend.sample({PROCESSES, UTILIZATION}).devices
 
-    assert said[0] == "SIMULATED: training on 2 devices of the simulated node\n"
+    assert said[0] == "SIMULATED: training on 2 GPUs of the simulated node\n"
     assert said[1].startswith("step 1/10000  loss 2.4")
     used = [sum(process.memory_used or 0 for process in device.processes or ()) for device in devices[:4]]
     assert used == [0, 2 * 2**30, 0, 2 * 2**30]

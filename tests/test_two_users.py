@@ -43,7 +43,7 @@ def test_a_refused_user_is_told_whose_the_devices_are_and_for_what(machine):
     }
 
 
-@pytest.mark.parametrize("options", [("--share", "--memory", "10GiB"), ("--devices", "3")], ids=["a share", "a device"])
+@pytest.mark.parametrize("options", [("--share", "--memory", "10GiB"), ("--devices", "3")], ids=["a share", "a GPU"])
 def test_where_root_made_the_directory_by_running_a_job_a_user_is_refused_for_good_with_what_to_do(admin, options):
     """Only the lock files that root's job needed are there, and a user can make none."""
     place = admin.place / "made-by-a-job"
@@ -245,7 +245,7 @@ def test_something_planted_in_place_of_a_lock_file_costs_that_device_and_no_more
 
     assert [done.returncode for done in (run, select, who, explain)] == [0, 0, 0, 0]
     assert run.stdout == select.stdout == f"{best - 1}\n"
-    assert f"device {best}  REFUSED" in explain.stdout
+    assert f"GPU {best}  REFUSED" in explain.stdout
 
 
 @pytest.mark.parametrize("planted", PLANTED)
@@ -275,7 +275,7 @@ def test_a_lock_file_of_another_user_is_refused_among_those_of_root(admin):
     without_a_gate = admin(ALICE, "run", "--no-wait", *LOOK)
 
     assert (run.returncode, run.stdout) == (0, "6\n")
-    assert "device 7  REFUSED" in explain.stdout
+    assert "GPU 7  REFUSED" in explain.stdout
     assert (without_a_gate.returncode, without_a_gate.stdout) == (125, "")
     assert f"/lock/gate belongs to uid {BOB.pw_uid}" in without_a_gate.stderr
     assert "remove it as root" in without_a_gate.stderr
@@ -311,7 +311,7 @@ def test_where_bob_made_the_lock_file_bob_can_remove_it_and_alice_is_told(machin
         machine.python(BOB, "import os, sys; os.unlink(sys.argv[1])", str(machine.lock_path(0)))
 
         assert "started on GPU 0" in wrapper.stderr.readline()
-        assert "was removed or replaced: others can claim the device now" in wrapper.stderr.readline()
+        assert "was removed or replaced: others can claim the GPU now" in wrapper.stderr.readline()
 
 
 def claims_of(done) -> list[dict]:

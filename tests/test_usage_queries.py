@@ -322,7 +322,7 @@ USES = {  # what it shows: devices, claims, and by uid and device the seconds cl
             (BOB, WORKS.uuid): (0, 0, 0, 10),
         },
     ),
-    "two claims of a user on a device count once": (
+    "two claims of a user on a GPU count once": (
         (EMPTY,), (a_claim_record(EMPTY, id="a"), a_claim_record(EMPTY, id="b")), {(ALICE, EMPTY.uuid): (10, 0, 10, 0)},
     ),
     "whether it is used may be unknown": (

@@ -129,8 +129,8 @@ def waiting(gpuguard, both_taken):
 
 
 def test_it_returns_when_the_devices_are_given_back(waiting, both_taken):
-    assert [waiting.stderr.readline()[:12] for _ in range(2)] == ["  device 0: ", "  device 1: "]
-    assert waiting.stderr.readline() == "`gpuguard explain -n 2` shows each device.\n"
+    assert [waiting.stderr.readline()[:9] for _ in range(2)] == ["  GPU 0: ", "  GPU 1: "]
+    assert waiting.stderr.readline() == "`gpuguard explain -n 2` shows each GPU.\n"
     both_taken.terminate()
     output, error = waiting.communicate(timeout=30)
 
@@ -147,7 +147,7 @@ def test_who_gives_up_leaves_no_ticket(gpuguard, waiting, signum, tmp_path):
     until(lambda: not list((tmp_path / "claims").rglob("*ticket.*")), "its file is removed")
 
 
-MISSING = NotEnoughGpus("wanted 2 GPUs: number 1 of 1 in the queue, starts now.\n  device 0: busy\nadvice", 2, 0)
+MISSING = NotEnoughGpus("wanted 2 GPUs: number 1 of 1 in the queue, starts now.\n  GPU 0: busy\nadvice", 2, 0)
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_a_log_gets_all_reasons_once_and_then_a_line_a_minute(clock, capsys):
 
     assert capsys.readouterr().err.splitlines() == [
         "gpuguard: waiting for 0s: wanted 2 GPUs: number 1 of 1 in the queue, starts now.",
-        "  device 0: busy",
+        "  GPU 0: busy",
         "advice",
         "gpuguard: waiting for 1m: wanted 2 GPUs: number 1 of 1 in the queue, starts now.",
         "gpuguard: waiting for 2m: wanted 2 GPUs: number 1 of 1 in the queue, starts now.",
@@ -251,7 +251,7 @@ def test_a_waiting_run_keeps_to_one_line_and_leaves_none(gpuguard, both_taken, c
 
     lines = before.split("\r\x1b[K")[1:]
     assert "\n" not in before and all(display_width(line + "^C") < columns for line in lines)
-    reason = "gpuguard: waiting for 0s: starts in about 2h, when device "
+    reason = "gpuguard: waiting for 0s: starts in about 2h, when GPU "
     whole = columns - 4 - len("1h59m10s") + len("2h0s")  # of a line that was cut before its times were made equal
     assert any(undated(line).startswith(reason[:whole].rstrip()) for line in lines)
     assert re.search(r"\r\x1b\[Kgpuguard: GPU 0,1 \(SIMULATED\) · claim \w+\r\nit runs\r\n", shown)

@@ -120,7 +120,7 @@ OWNERS = {  # what it shows: (the process, the claims, what is known of processe
     "the same user": (ALICE, (a_claim_record(id="b", uid=1002), a_claim_record(id="a")), None, "a"),
     "root in a container, for the only claim": (ROOT, (a_claim_record(),), None, "a1b2c3"),
     "root in a container, of two claims": (ROOT, (a_claim_record(id="a"), a_claim_record(id="b")), None, None),
-    "a claim on another device": (ALICE, (a_claim_record(a_uuid(7), holders=(ALICE.pid,)),), None, None),
+    "a claim on another GPU": (ALICE, (a_claim_record(a_uuid(7), holders=(ALICE.pid,)),), None, None),
 }
 
 

@@ -84,7 +84,7 @@ class WorkerBackend:
             except BrokenPipeError:
                 self.close()
                 raise errors.DriverUnresponsive(
-                    "the process that reads the devices ended by itself.  Try again."
+                    "the process that reads the GPUs ended by itself.  Try again."
                 ) from None
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class WorkerBackend:
         try:
             return spawn.start_worker(self.name)
         except OSError as error:  # a caller that tries again and again can go on: a job, or a waiting request
-            why = errors.shortage(error) or f"no process could be started that reads the devices: {error.strerror}."
+            why = errors.shortage(error) or f"no process could be started that reads the GPUs: {error.strerror}."
             raise errors.BackendError(why) from error
 
     def _await_ready(self, channel: spawn.Channel) -> None:

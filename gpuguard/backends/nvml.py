@@ -193,7 +193,7 @@ class Nvml:
             if (owner := self._owners.setdefault(instance.uuid, instance.index)) == instance.index:
                 found.append((instance, gaps))
             else:
-                reading.gap("mig instances", f"device {owner} has {instance.uuid}, too")
+                reading.gap("mig instances", f"GPU {owner} has {instance.uuid}, too")
         return found
 
     def _named(self, opened: KnownDevice) -> KnownDevice | CallResult:
@@ -202,7 +202,7 @@ class Nvml:
         if owner == opened.index:
             return opened
         self._devices.pop(opened.index, None)
-        same = f"device {owner} has the same uuid" if owner is not None else f"its uuid is {opened.uuid!r:.40}"
+        same = f"GPU {owner} has the same uuid" if owner is not None else f"its uuid is {opened.uuid!r:.40}"
         return CallResult(None, BAD_TEXT, same)
 
     def _read_ahead(self, fields: Collection[str]) -> Ahead:
@@ -227,9 +227,9 @@ class Nvml:
         if self._count is None:
             answer = call(self._nvml, "nvmlDeviceGetCount")
             if answer.code:
-                raise BackendError(f"the driver does not count its devices: {answer.reason}.  Try `nvidia-smi`.")
+                raise BackendError(f"the driver does not count its GPUs: {answer.reason}.  Try `nvidia-smi`.")
             if not 0 <= answer.value <= MOST_DEVICES:
-                raise BackendError(f"the driver counts {answer.value} devices, which cannot be.  Try `nvidia-smi`.")
+                raise BackendError(f"the driver counts {answer.value} GPUs, which cannot be.  Try `nvidia-smi`.")
             self._count = int(answer.value)
         return self._count
 
@@ -300,7 +300,7 @@ def _by_nvlink(one: Device, other: Device, buses: Mapping[str, str | None]) -> b
 
 def _lost(opened: KnownDevice, fields: Collection[str]) -> tuple[Device, list[Gap]]:
     """A device that was lost before or while it was read: nothing that was just read counts."""
-    reason = "the device is lost"
+    reason = "the GPU is lost"
     name = opened.facts.get(("nvmlDeviceGetName",), CallResult()).value
     device = Device(opened.index, opened.uuid, name=name, problems=("lost",))
     return device, [Gap(opened.uuid, group, reason) for group in sorted(set(fields) - {model.BRIEF})]

@@ -32,8 +32,8 @@ BAD_TEXT = -1  # not of nvml.h: a string that is no UTF-8
 
 REASONS = {
     NOT_SUPPORTED: "not supported", NO_PERMISSION: "no permission", NOT_FOUND: "nothing found",
-    FUNCTION_NOT_FOUND: "this driver does not have it", LOST: "the device is lost",
-    RESET_REQUIRED: "the device needs a reset", NO_DATA: "no value", DEPRECATED: "deprecated in this driver",
+    FUNCTION_NOT_FOUND: "this driver does not have it", LOST: "the GPU is lost",
+    RESET_REQUIRED: "the GPU needs a reset", NO_DATA: "no value", DEPRECATED: "deprecated in this driver",
     TIMEOUT: "the driver timed out", UNKNOWN: "unknown driver error", BAD_TEXT: "the text is not UTF-8",
 }  # fmt: skip
 

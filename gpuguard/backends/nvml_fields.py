@@ -212,7 +212,7 @@ def read_memory(reading: Reading) -> None:
             return
         answer = CallResult(reason=f"implausible values {parts}")
     if answer.code not in ABSENT:
-        reading.memory_doubt = f"the memory of the device cannot be checked against it: {answer.reason}"
+        reading.memory_doubt = f"the memory of the GPU cannot be checked against it: {answer.reason}"
     for name in ("memory_total", "memory_used", "memory_free", "memory_reserved"):
         reading.gap(name, answer.reason)
 
@@ -343,7 +343,7 @@ def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | N
     for pid, memory in (row for rows in lists.values() for row in rows):
         most[pid] = max(memory or 0, most.get(pid, 0))
     if total is not None and sum(most.values()) > total:
-        return "the processes of all kinds have more memory than the device"
+        return "the processes of all kinds have more memory than the GPU"
     return None
 
 

@@ -75,12 +75,12 @@ def implausibility(
         if memory is not None and memory < 0:
             return f"pid {pid} has {memory} bytes"
         if memory is not None and memory > most:
-            return f"pid {pid} has more memory than the device"
+            return f"pid {pid} has more memory than the GPU"
         if not alive(pid):
             return f"pid {pid} is not in this pid namespace"
     total = sum(memory or 0 for _, memory in rows)
     if memory_used is not None and total > memory_used + SLACK:
         return "the processes have more memory than is used"
     if total > most:
-        return "the processes have more memory than the device"
+        return "the processes have more memory than the GPU"
     return None

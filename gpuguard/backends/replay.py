@@ -15,6 +15,7 @@ there.
 
 from __future__ import annotations
 
+import builtins
 import gzip
 import json
 import os
@@ -102,10 +103,13 @@ class RecordingWriter:
         write_all(self._descriptor, piece)
 
 
-def read_samples(path: str) -> Iterator[dict[str, Any]]:
-    """The samples of a recording, the oldest first, up to where it was cut off.  Raises BackendError."""
+def read_samples(path: str, advance: Callable[[float], None] = lambda share: None) -> Iterator[dict[str, Any]]:
+    """The samples of a recording, the oldest first, up to where it was cut off.  Raises BackendError.
+
+    *advance* is told which share of the file has been read.
+    """
     before: Any = None
-    for number, line in enumerate(_lines(path)):
+    for number, line in enumerate(_lines(path, advance)):
         try:
             content = loads(line)
             if not isinstance(content, dict):
@@ -127,13 +131,15 @@ def read_samples(path: str) -> Iterator[dict[str, Any]]:
         yield before
 
 
-def _lines(path: str) -> Iterator[bytes]:
+def _lines(path: str, advance: Callable[[float], None]) -> Iterator[bytes]:
     """The whole lines of a gzip file of any number of members; ends where it is cut off or damaged."""
     begun = False
     try:
-        with gzip.open(path, "rb") as file:
+        with builtins.open(path, "rb") as raw, gzip.open(raw, "rb") as file:
+            size = os.fstat(raw.fileno()).st_size or 1
             while line := file.readline(MAX_LINE + 1):
                 begun = True
+                advance(raw.tell() / size)
                 if len(line) > MAX_LINE:
                     raise BackendError(f"{path}: a line is longer than any sample.")
                 if line.endswith(b"\n"):

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 DEFAULT_SPEC = "8xH100-80GB"
 HANG_LOOK_SECONDS = 0.5  # how often a hanging call looks whether it still has to
 _VERSIONS = ("550.54.15", "12.550.54.15", "12.4")  # driver, NVML, CUDA
-_BROKEN = {"lost": ("lost", "the device is lost"), "reset": ("reset required", "the device needs a reset")}
+_BROKEN = {"lost": ("lost", "the GPU is lost"), "reset": ("reset required", "the GPU needs a reset")}
 
 
 def open(spec: str = "") -> Simulated:
@@ -219,9 +219,7 @@ def _chosen(node: SimulatedNode, devices: str | Sequence[int | str] | None) -> t
         ]
         uuids = visible_uuids(os.environ, everything)
         if uuids == ():
-            raise InvalidRequest(
-                "CUDA_VISIBLE_DEVICES leaves no device: name devices, or start this with `gpuguard run`."
-            )
+            raise InvalidRequest("CUDA_VISIBLE_DEVICES leaves no GPU: name GPUs, or start this with `gpuguard run`.")
         uuids = find(node, "all" if uuids is None else ",".join(uuids))
     else:
         uuids = find(node, devices if isinstance(devices, str) else ",".join(map(str, devices)))
@@ -233,14 +231,14 @@ def _chosen(node: SimulatedNode, devices: str | Sequence[int | str] | None) -> t
 def _check_room(node: SimulatedNode, uuid: str, memory: int, clock: float) -> None:
     device = next(device for device in node.devices if uuid in node.of(device))
     if {"lost", "reset"} & set(device.faults) or device.compute_mode == "prohibited":
-        raise GpuguardError(f"device {device.index} lets no process in: `gpuguard sim show` says why.")
+        raise GpuguardError(f"GPU {device.index} lets no process in: `gpuguard sim show` says why.")
     if device.compute_mode == "exclusive_process" and any(use.device == uuid for use in node.uses):
-        raise GpuguardError(f"device {device.index} is in exclusive_process mode and has a process already.")
+        raise GpuguardError(f"GPU {device.index} is in exclusive_process mode and has a process already.")
     total = memory_total(node, uuid)
     free = total - memory_reserved(total) - memory_used(node, {uuid}, clock)
     if memory > free:
         raise GpuguardError(
-            f"out of memory on simulated device {device.index}: "
+            f"out of memory on simulated GPU {device.index}: "
             f"{format_bytes(memory)} wanted, {format_bytes(free)} are free."
         )
 
@@ -326,7 +324,7 @@ def read(context: ReadingContext, fields: Collection[str]) -> tuple[Device, tupl
             values |= reader(context)
     gaps = [Gap(uuid, name, "this model does not have it") for name, value in values.items() if value is None]
     if device.instances:
-        gaps += [Gap(uuid, name, "not told while the device is divided") for name in _NOT_WITH_MIG if name in values]
+        gaps += [Gap(uuid, name, "not told while the GPU is divided") for name in _NOT_WITH_MIG if name in values]
     faulty = [name for name in device.unknown if name in values and values[name] is not None]
     gaps += [Gap(uuid, name, "the simulated driver does not tell it") for name in faulty]
     if "unlisted" in device.faults and "processes" in values:

@@ -90,7 +90,7 @@ def parse_spec(spec: str) -> tuple[SpecPart, ...]:
     """
     parts = [part for group in spec.strip().split("+") for part in _group(group.strip(), spec)]
     if len(parts) > DEVICES_AT_MOST:
-        raise InvalidRequest(f"{spec!r} has {len(parts)} devices: at most {DEVICES_AT_MOST} fit in a node.")
+        raise InvalidRequest(f"{spec!r} has {len(parts)} GPUs: at most {DEVICES_AT_MOST} fit in a node.")
     return tuple(parts)
 
 
@@ -108,7 +108,7 @@ def _group(group: str, spec: str) -> list[SpecPart]:
         )
     count, name, gibibytes, profiles = match.groups()
     if not 0 < int(count or 1) <= DEVICES_AT_MOST:
-        raise InvalidRequest(f"{group!r} has {int(count)} devices: a node has 1 to {DEVICES_AT_MOST}.")
+        raise InvalidRequest(f"{group!r} has {int(count)} GPUs: a node has 1 to {DEVICES_AT_MOST}.")
     model = _find_model(name, None if gibibytes is None else int(gibibytes))
     divided = tuple(profiles.split(",")) if profiles else ()
     _check_profiles(model, divided, group)
@@ -143,7 +143,7 @@ def _check_profiles(model: Model, profiles: tuple[str, ...], group: str) -> None
     memory = sum(instance_memory(profile) for profile in profiles)
     if slices > 7 or memory > model.memory_total:
         raise InvalidRequest(
-            f"{group!r}: a device has 7 slices and {model.memory_total / 2**30:.0f} GiB; "
+            f"{group!r}: a GPU has 7 slices and {model.memory_total / 2**30:.0f} GiB; "
             f"these profiles need {slices} slices and {memory / 2**30:.0f} GiB."
         )
 
@@ -274,11 +274,11 @@ def find(node: SimulatedNode, names: str) -> tuple[str, ...]:
             if (str(device.index) == name and uuid == device.uuid) or (len(name) > 4 and uuid.startswith(name))
         ]
         if len(matches) != 1:
-            problem = "means several devices" if matches else "is no device of the simulated node"
+            problem = "means several GPUs" if matches else "is no GPU of the simulated node"
             raise InvalidRequest(f"{name!r} {problem} ({node.spec}).  `gpuguard sim show` lists them.")
         found += matches
     if not found:
-        raise InvalidRequest("no device is named: write an index ('0' or '0,1'), a uuid, or 'all'.")
+        raise InvalidRequest("no GPU is named: write an index ('0' or '0,1'), a uuid, or 'all'.")
     return tuple(dict.fromkeys(found))
 
 
@@ -366,7 +366,7 @@ def changed(node: SimulatedNode, uuids: tuple[str, ...], change: Mapping[str, ob
     """*node* with these fields of these devices replaced.  Raises InvalidRequest for a MIG instance."""
     for uuid in uuids:
         if uuid not in {device.uuid for device in node.devices}:
-            raise InvalidRequest(f"{uuid} is a MIG instance: name the device that it belongs to.")
+            raise InvalidRequest(f"{uuid} is a MIG instance: name the GPU that it belongs to.")
     devices = tuple(replace(device, **change) if device.uuid in uuids else device for device in node.devices)  # type: ignore[arg-type]
     return replace(node, devices=devices)
 
@@ -515,10 +515,10 @@ def _decoded(raw: dict[str, Any]) -> SimulatedNode:
         raise ValueError(f"written by another version, schema {raw['schema']}")
     node = decode(SimulatedNode, raw)
     if len(node.devices) > DEVICES_AT_MOST or any(len(device.instances) > DEVICES_AT_MOST for device in node.devices):
-        raise ValueError(f"no node has more than {DEVICES_AT_MOST} devices")
+        raise ValueError(f"no node has more than {DEVICES_AT_MOST} GPUs")
     for device in node.devices:
         if not 0 <= device.latency <= _LONGEST:
-            raise ValueError(f"device {device.index} cannot take {device.latency} s")
+            raise ValueError(f"GPU {device.index} cannot take {device.latency} s")
         if device.model.pcie_generation not in LANES_BYTES:
             raise ValueError(f"there is no PCIe {device.model.pcie_generation}")
     return node

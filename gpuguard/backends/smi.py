@@ -563,7 +563,7 @@ class Smi:
         if _is_lost(element):
             name, bus_id = name_of(word_at(element, "product_name") or ""), _bus_id(bus)
             lost = Device(index, uuid, name=name, pci_bus_id=bus_id, problems=("lost",))
-            return [(lost, [Gap(uuid, group, "the device is lost") for group in sorted(fields)])]
+            return [(lost, [Gap(uuid, group, "the GPU is lost") for group in sorted(fields)])]
         reading = SmiReading(element, uuid, fields, live=not self.path)
         for group in sorted(fields):
             read_rows(reading, group)
@@ -643,7 +643,7 @@ def _distinct(family: list[_Read], known: set[str]) -> list[_Read]:
     """*family* without those that have the uuid of an earlier one: by its uuid a device is claimed."""
     index = family[0][0].index
     if family[0][0].uuid in known:
-        return [(Device(index, f"unknown-{index}", problems=("another device has the same uuid",)), [])]
+        return [(Device(index, f"unknown-{index}", problems=("another GPU has the same uuid",)), [])]
     distinct = []
     for device, gaps in family:
         if device.uuid not in known:
@@ -704,7 +704,7 @@ def _output(options: list[str], progress: Callable[[int | None], object]) -> byt
         said = (result.stdout.strip() or result.stderr.strip()).decode("utf-8", "replace")
         text = " ".join(said.split())[:300]
         if "permission" in text.lower():
-            raise DriverPermission(f"nvidia-smi may not read the devices: {text}")
+            raise DriverPermission(f"nvidia-smi may not read the GPUs: {text}")
         kind = DriverNotFound if "communicate with the NVIDIA driver" in text else BackendError
         raise kind(f"nvidia-smi ended with {result.returncode}: {text or 'it said nothing'}")
     return result.stdout

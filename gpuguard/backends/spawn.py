@@ -108,7 +108,7 @@ def start_worker(name: str) -> Channel:
     if getattr(sys, "frozen", False):
         # What PyInstaller makes is its own sys.executable: it would start itself, and that one itself again.
         raise BackendError(
-            "this program brings its own Python, so no process can be started that reads the devices.  Ask for GPUs "
+            "this program brings its own Python, so no process can be started that reads the GPUs.  Ask for GPUs "
             "before threads are started and much is imported; or start it with `gpuguard run`."
         )
     request_read, request_write, reply_read, reply_write, life_read, life_write = opened = pipes(3)

@@ -32,7 +32,7 @@ def serve(name: str, requests: int, replies: int, mark: int, life: int) -> NoRet
     except BrokenPipeError:
         pass
     except BaseException as error:  # noqa: BLE001  the border of this process: a fault must reach the parent as a message
-        send(replies, ("error", "BackendError", f"reading the devices failed inside gpuguard: {error!r}", {}))
+        send(replies, ("error", "BackendError", f"reading the GPUs failed inside gpuguard: {error!r}", {}))
     os._exit(0)
 
 

@@ -7,7 +7,7 @@ preflight) is not rehearsed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpuguard.backtest.recordings import Numbering, RecordedRow, Recording, views_of
@@ -19,8 +19,8 @@ from gpuguard.policies.view import LARGEST_DISTANCE, ProcessIdentity, RuleView
 
 _UNTOLD = {
     "outside_scheduler": "what a scheduler gave out",
-    "health": "faults of devices",
-    "forecast": "how much memory a device has",
+    "health": "faults of GPUs",
+    "forecast": "how much memory a GPU has",
 }
 HELD = 2**30  # bytes above which a device counts as held; below it is what a driver keeps for itself
 
@@ -81,7 +81,7 @@ def blind_spots(recording: Recording, policies: Iterable[Policy]) -> list[tuple[
             elif getattr(rule, "reads_host", False):
                 found.append((policy.name, name, "what processes did on the CPU and the network"))
             elif name in ("temperature", "power") and name not in recording.columns:
-                found.append((policy.name, name, f"the {name} of devices"))
+                found.append((policy.name, name, f"the {name} of GPUs"))
     return found
 
 
@@ -92,20 +92,25 @@ def backtest(
     *,
     longest_gap: float | None = None,
     zone: float = 0.0,
+    advance: Callable[[float], None] = lambda share: None,
 ) -> Backtest:
     """Judge a whole recording, every machine with a memory of its own, by all *policies*, enforced or not.
 
     *uid_of* says who is who, as it did for the policies.  *longest_gap*: seconds without a sample after which durations
-    start anew; 3 intervals, as in the daemon, if None.  *zone*: seconds east of UTC.
+    start anew; 3 intervals, as in the daemon, if None.  *zone*: seconds east of UTC.  *advance* is told the share that
+    has been judged.
     """
     gap = LARGEST_DISTANCE * recording.interval if longest_gap is None else longest_gap
     acts: list[Act] = []
     notes: dict[str, int] = {}
+    judged = 0
     for views in views_of(recording, uid_of):
         for view, judgement in rehearse(views, policies, interval=gap / LARGEST_DISTANCE, zone=zone):
             acts += [_act(verdict, view, recording) for verdict in judgement.verdicts]
             for note in judgement.notes:
                 notes[note.kind] = notes.get(note.kind, 0) + 1
+            judged += sum(len(device.processes or ()) for device in view.snapshot.devices)
+            advance(judged / len(recording.rows))
     acts.sort(key=lambda act: act.time)
 
     jobs = recording.jobs()

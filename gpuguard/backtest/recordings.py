@@ -14,6 +14,7 @@ Does not judge: see backtest.
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -100,8 +101,8 @@ class Recording:
         return sum(distance > longest for distance in _distances(self.rows))
 
 
-def read_recording(path: str) -> Recording:
-    """Read a file of `gpuguard record`, or a table with a header.
+def read_recording(path: str, advance: Callable[[float], None] = lambda share: None) -> Recording:
+    """Read a file of `gpuguard record`, or a table with a header; *advance* is told the share that has been read.
 
     Raises:
         InvalidRequest: it is a table that cannot be understood, or has fewer than two samples.
@@ -111,9 +112,9 @@ def read_recording(path: str) -> Recording:
         with open(path, "rb") as file:
             compressed = file.read(2) == b"\x1f\x8b"
         if compressed:
-            return _read_recorded(path)
+            return _read_recorded(path, advance)
         with open(path, encoding="utf-8-sig", newline="") as lines:
-            rows, columns = _rows(path, lines)
+            rows, columns = _rows(path, _told(lines, os.stat(path).st_size or 1, advance))
     except OSError as error:
         raise InvalidRequest(f"{path} cannot be read: {error.strerror}.") from error
     except (UnicodeDecodeError, csv.Error) as error:
@@ -122,6 +123,15 @@ def read_recording(path: str) -> Recording:
     if not distances:
         raise InvalidRequest(f"{path} has no job with two samples: there is nothing to judge.")
     return Recording(tuple(rows), median(distances), columns)
+
+
+def _told(lines: Iterable[str], size: int, advance: Callable[[float], None]) -> Iterator[str]:
+    """*lines* of a file of *size* bytes."""
+    read = 0
+    for line in lines:
+        read += len(line)
+        advance(read / size)
+        yield line
 
 
 def _rows(path: str, lines: Iterable[str]) -> tuple[list[RecordedRow], frozenset[str]]:
@@ -280,11 +290,11 @@ def _device(index: int, name: str, rows: list[RecordedRow], processes: tuple[Gpu
     )
 
 
-def _read_recorded(path: str) -> Recording:
+def _read_recorded(path: str, advance: Callable[[float], None]) -> Recording:
     rows: list[RecordedRow] = []
     times: list[float] = []
     uids: dict[str, int] = {}
-    for view in views(path):
+    for view in views(path, advance):
         times.append(view.snapshot.taken_at)
         for device in view.snapshot.devices:
             for process in device.processes or ():
@@ -378,6 +388,6 @@ def unpack(sample: Mapping[str, Any]) -> RuleView:
         raise BackendError(f"what this recording says of processes cannot be understood: {error!r:.100}.") from None
 
 
-def views(path: str) -> Iterator[RuleView]:
+def views(path: str, advance: Callable[[float], None] = lambda share: None) -> Iterator[RuleView]:
     """The samples of a recording, the oldest first.  Raises BackendError."""
-    return map(unpack, replay.read_samples(path))
+    return map(unpack, replay.read_samples(path, advance))

@@ -216,7 +216,7 @@ class Test:
         holders: tuple[ProcessKeys | ClaimKeys, ...] = (*self.processes, *self.claims)
         last = max((index for holder in holders for index in holder.devices), default=0)
         if last >= len(self.devices):
-            raise InvalidRequest(f"there is no device {last}: the test has {len(self.devices)}.")
+            raise InvalidRequest(f"there is no GPU {last}: the test has {len(self.devices)}.")
         if self.samples > _MOST:
             raise InvalidRequest(f"{self.samples} samples: at most {_MOST}, write a longer `every`.")
 

@@ -122,7 +122,7 @@ class Claim(Sequence[Device]):
     def __repr__(self) -> str:
         released = ", released" if self.devices and not self.locks else ""
         indices = ", ".join(str(device.index) for device in self.devices)
-        return f"<Claim {self.id} of {indices or 'no device'}{released}>"
+        return f"<Claim {self.id} of {indices or 'no GPU'}{released}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -131,9 +131,7 @@ class Claim(Sequence[Device]):
         return of_held(self)
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a claim is of one process, which hands it to its children: pickle or copy its devices instead."
-        )
+        raise TypeError("a claim is of one process, which hands it to its children: pickle or copy its GPUs instead.")
 
     def __enter__(self) -> Claim:
         return self
@@ -423,7 +421,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 def _fault(lock: Lock) -> str | None:
     """What is wrong with a lock that should be held; locks it again where it was only unlocked."""
     if not is_same_file(lock.descriptor, lock.path, unsure=True):
-        return f"the lock file {lock.path} was removed or replaced: others can claim the device now."
+        return f"the lock file {lock.path} was removed or replaced: others can claim the GPU now."
     for _ in range(_REASSERT_TRIES):
         if try_flock(lock.descriptor, lock.operation):
             return None

@@ -118,7 +118,7 @@ def _check_seen_by_all(path: str, node: str) -> None:
     if os.lstat(node).st_uid == uid and os.path.lexists(path) and os.lstat(path).st_uid != uid:
         raise LockDirectoryError(
             f"{path} is for all users, and the simulated node in {node} is yours alone: others who claim there see "
-            "other devices.  Leave out --dir and GPUGUARD_DIR, or let root start a node for all: `gpuguard sim start "
+            "other GPUs.  Leave out --dir and GPUGUARD_DIR, or let root start a node for all: `gpuguard sim start "
             "--shared`."
         )
 
@@ -284,7 +284,7 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
             continue
         except OSError as error:
             named = "" if directory.path == ADMIN_DIRECTORY else f" --dir {directory.path}"
-            again = f"Run `sudo gpuguard setup{named}`: it makes the lock files of all devices, for all users"
+            again = f"Run `sudo gpuguard setup{named}`: it makes the lock files of all GPUs, for all users"
             advice = _IN_CONTAINERS if error.errno == errno.EROFS else again
             raise LockDirectoryError(
                 f"{path} does not exist and cannot be made ({error.strerror}).  {advice}."

@@ -157,7 +157,7 @@ def _open_nowhere(inodes: Collection[str]) -> set[str]:
 def hidden_claim_text(paths: Iterable[str]) -> str:
     """What it means that no process has the locks at *paths* open, and what helps."""
     text = (
-        "the device is locked, and no process has its lock file open: the open file lies in a message that no process "
+        "the GPU is locked, and no process has its lock file open: the open file lies in a message that no process "
         "receives (descriptors in flight over a unix socket), in a mapping or in an io_uring.  It counts as no claim"
     )
     hiders = {pid: uid for path in paths for pid, uid in _possible_hiders(path).items()}

@@ -31,7 +31,7 @@ from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, try_flo
 from gpuguard.claims.holders import as_written, hangs, inode_of, locked_by
 from gpuguard.claims.records import MAX_BYTES, ReleaseRequest, probe, read_record, record_path, write_request
 from gpuguard.deadline import in_time
-from gpuguard.device_state import Processes, claim_of, may_compute
+from gpuguard.device_state import Processes, claim_of, device_title, may_compute
 from gpuguard.errors import ClaimError
 from gpuguard.files import open_in_place
 from gpuguard.jsonio import loads
@@ -75,10 +75,10 @@ def computing_under(
     for uuid in claim.devices:
         parts = [device for device in snapshot.devices if uuid in (device.uuid, device.parent_uuid)]
         if not parts:
-            return (), "the driver does not show one of its devices"
+            return (), "the driver does not show one of its GPUs"
         for device in parts:
             if device.processes is None or not device.processes_plausible:
-                return (), f"the driver gives no list of the processes on device {device.index} that could be believed"
+                return (), f"the driver gives no list of the processes on {device_title(device)} that could be believed"
             for process in filter(may_compute, device.processes):
                 if not process.uid or process.uid == claim.uid or claim_of(process, (claim,), facts):
                     users[process.pid] = process

@@ -5,10 +5,9 @@ gpuguard adopt 4711 --tree           and what it started and will start, until t
 gpuguard adopt 4711 4712             one claim for both
 sudo gpuguard adopt 4711             anybody's: the claim belongs to the owner of the job
 
-A small process in the background holds the claim (it sleeps until a process of the job ends).  If that is killed the
-claim is gone, and the job runs on; the job itself does not notice anything.  All or nothing: refused when a GPU of the
-job is claimed already, or another process computes on it too.  A process that the job starts after this and that
-leaves its session is found only while its parent lives.
+A small process in the background holds the claim: if it is killed, the claim is gone and the job runs on.  Refused when
+a GPU of the job is claimed already, or another process computes on it too.  A process that the job starts later and
+that leaves its session is found only while its parent lives.
 Exit codes: 0 claimed, 1 it cannot be and why, 2 usage, 4 no driver.
 """
 

@@ -1,4 +1,4 @@
-"""Print a script that lets your shell complete commands, options, devices, users and claims.
+"""Print a script that lets your shell complete commands, options, GPUs, users and claims.
 
 eval "$(gpuguard completion bash)"                                     in ~/.bashrc
 gpuguard completion zsh > ~/.zfunc/_gpuguard                           and fpath+=(~/.zfunc) before compinit

@@ -1,4 +1,4 @@
-"""Check driver, devices, lock directory and permissions on this machine, and say what to do.
+"""Check driver, GPUs, lock directory and permissions on this machine, and say what to do.
 
 Exit code: 0 all is well or there are only warnings, 1 something is at fault, 4 the driver cannot be reached.
 """

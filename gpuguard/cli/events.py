@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_repeatable(
         parser,
         ("--user", "NAME", "only about this user (repeatable)"),
-        ("--device", "UUID", "only about this device, GPU-ab.. (repeatable)"),
+        ("--device", "UUID", "only about this GPU, GPU-ab.. (repeatable)"),
         ("--policy", "NAME", "only of this one (repeatable)"),
         ("--file", "PATH", "read this log instead (repeatable)"),
     )
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
 def _report_no_events(args: argparse.Namespace, logs: list[_Log]) -> None:
     if not args.file:  # of another machine, perhaps
         check_users(args.user)
-    by_uuid = _(": it names devices by uuid, not by index") if any(map(str.isdecimal, args.device)) else ""
+    by_uuid = _(": it names GPUs by uuid, not by index") if any(map(str.isdecimal, args.device)) else ""
     readable = " or ".join(log.path for log in logs if log.is_readable)
     print(
         _("gpuguard: no such events in {readable}{by_uuid}.").format(readable=readable, by_uuid=by_uuid),

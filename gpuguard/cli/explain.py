@@ -1,7 +1,6 @@
 """Say for each GPU why `gpuguard run` with the same options would or would not take it, and what it would do now.
 
 gpuguard explain -n 4 --min-free 20GiB
-gpuguard explain --json --model H100
 
 Exits with 0 when the request could start now, with 1 when it could not.  Claims nothing.
 """

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
 from gpuguard.cli.options import quantity, whole_number
+from gpuguard.cli.progress import bar
 from gpuguard.errors import InvalidRequest
 from gpuguard.fleet.answers import HostReply, reply_of
 from gpuguard.fleet.hosts import PROGRAM, host_names, words_of
@@ -191,7 +192,7 @@ def gathered(
                 if silent
                 else ""
             )
-            line = _rewrite_line(status, line)
+            line = _rewrite_line(status and f"{bar(len(replies) / len(hosts))} {status}", line)
         _rewrite_line("", line)
     return [replies[host] for host in hosts]
 

@@ -19,6 +19,7 @@ from datetime import datetime
 
 from gpuguard.cli import terminal
 from gpuguard.cli.options import add_source_options, directory_of, quantity, selectors
+from gpuguard.cli.progress import progress
 from gpuguard.errors import InvalidRequest
 from gpuguard.history.queries import SeenDevice, Usage, Watch, query_store, store_path
 from gpuguard.translation import _
@@ -42,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters alone")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
-    form.add_argument("--csv", action="store_true", help="a line for each slot of each device")
+    form.add_argument("--csv", action="store_true", help="a line for each slot of each GPU")
     add_source_options(parser)
 
 
@@ -58,7 +59,8 @@ def main(args: argparse.Namespace) -> int:
         courses = [(device, usage.series(device.uuid, metric.stored, begin, end)) for device in devices]
         return [course for course in courses if args.device or course[1]], usage.watched(begin, end)
 
-    courses, watch = query_store(store_path(directory_of(args)), read, now)
+    with progress("reading the record"):
+        courses, watch = query_store(store_path(directory_of(args)), read, now)
     if args.json:
         put_json(history.to_json(metric, courses, watch), indent=None)
         return 0
@@ -89,7 +91,7 @@ def _named(known: Sequence[SeenDevice], word: str) -> SeenDevice:
     if len(meant) == 1:
         return meant[0]
     there = ", ".join(str(device.uuid if device.index is None else device.index) for device in known) or "none"
-    what = _("names several devices: write more of the uuid") if meant else _("is no device that the daemon has seen")
+    what = _("names several GPUs: write more of the uuid") if meant else _("is no GPU that the daemon has seen")
     raise InvalidRequest(_("--device {word} {what}.  There are {there}.").format(word=word, what=what, there=there))
 
 

@@ -1,12 +1,12 @@
 """Ask the daemon to leave your processes and claims alone for a time, although a policy finds something against them.
 
 gpuguard keep --for 4h --reason "a checkpoint is being written"
-gpuguard keep --for 4h --device 3    only what you have on that device
+gpuguard keep --for 4h --device 3    only what you have on that GPU
 gpuguard keep --status               what policies have against you now, what comes next when, and what they did
 gpuguard keep --list                 what everybody keeps
 gpuguard keep --end                  end what you keep
 sudo gpuguard keep --for 1d --user bob
-sudo gpuguard keep --for 1d --device 3    everybody on that device
+sudo gpuguard keep --for 1d --device 3    everybody on that GPU
 
 The policy file says for how long at most (`keep: {longest: 24h}`).  Each request is written into the log, with its
 reason.  Nothing else changes: limits of `gpuguard run` and claims of others stay.

@@ -273,7 +273,7 @@ _OPTIONS = (
     (
         "--max-processes",
         "N",
-        "share a device with up to N processes of others; then --min-free decides about memory, not --tolerance",
+        "share a GPU with up to N processes of others; then --min-free decides about memory, not --tolerance",
     ),
     ("--max-temperature", "TEMP", "each is at most so hot, as in 70C"),
 )
@@ -293,8 +293,8 @@ def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Seque
         group,
         ("--mig", "PROFILE", "MIG instances of this profile, as in 3g.40gb"),
         ("--allow-mig-set", None, "several MIG instances will do: one process is started for each"),
-        ("--mine-as-free", None, "my own processes do not make a device busy"),
-        ("--tolerance", "SIZE", f"memory that an idle device may hold (default: {IDLE_TOLERANCE // 2**20}MiB)"),
+        ("--mine-as-free", None, "my own processes do not make a GPU busy"),
+        ("--tolerance", "SIZE", f"memory that an idle GPU may hold (default: {IDLE_TOLERANCE // 2**20}MiB)"),
     )
     add_table(
         parser.add_argument_group("sharing a GPU with others who share it too"),
@@ -320,9 +320,9 @@ def _no_number_alone(text: str) -> str:
     count = format_count(int(number), "GPU") if number.strip("0") else ""
     either = _("`-n {number}` for {count}").format(number=number, count=count) if count else "`-n N` for N GPUs"
     raise argparse.ArgumentTypeError(
-        _(
-            "{number} can mean a count or a device: write {either}, or `--devices {number}` for GPU number {number}"
-        ).format(number=number, either=either)
+        _("{number} can mean a count or a GPU: write {either}, or `--devices {number}` for GPU number {number}").format(
+            number=number, either=either
+        )
     )
 
 
@@ -392,12 +392,12 @@ def selectors(option: str, text: str | None) -> tuple[str, ...] | None:
     parts = tuple(part.strip() for part in text.split(","))
     if "" in parts:
         raise InvalidRequest(
-            _("{option} {text!r} names no device in one place: write it like 0,3.").format(option=option, text=text)
+            _("{option} {text!r} names no GPU in one place: write it like 0,3.").format(option=option, text=text)
         )
     twice = next((part for part in parts if parts.count(part) > 1), None)
     if twice is not None:
         raise InvalidRequest(
-            _("{option} names device {twice} twice: name each device once.").format(option=option, twice=twice)
+            _("{option} names GPU {twice} twice: name each GPU once.").format(option=option, twice=twice)
         )
     return parts
 

@@ -18,6 +18,7 @@ from gpuguard.backtest.backtest import backtest, blind_spots
 from gpuguard.backtest.recordings import people, read_recording
 from gpuguard.backtest.unit_tests import accounts, run_tests
 from gpuguard.cli.options import SubcommandRow, add_table, quantity
+from gpuguard.cli.progress import progress
 from gpuguard.errors import InvalidRequest
 from gpuguard.notify.sender import problems
 from gpuguard.policies.files.decoder import unknown
@@ -36,14 +37,16 @@ MOST = 50  # faults that are shown at a time: more are not read
 
 def _backtest(args: argparse.Namespace) -> int:
     longest_gap = quantity("--longest-gap", args.longest_gap, parse_duration)
-    recording = read_recording(args.on)
+    with progress(f"reading {args.on}") as advance:
+        recording = read_recording(args.on, advance)
     uid_of = people(recording.people)
     file = load_policies(args.file, trusted_owner=False, accounts=accounts(uid_of))
     if file.faults:
         put((line for fault in file.faults for line in fault.lines(neutralise(args.file))), sys.stderr)
         return 1
     zone = float(time.localtime(recording.start).tm_gmtoff) if recording.dated else 0.0
-    result = backtest(recording, file.policies, uid_of, longest_gap=longest_gap, zone=zone)
+    with progress(f"judging {args.on}") as advance:
+        result = backtest(recording, file.policies, uid_of, longest_gap=longest_gap, zone=zone, advance=advance)
     names, blind = [policy.name for policy in file.policies], blind_spots(recording, file.policies)
     if args.json:
         put_json(backtest_json(result, recording, args.on, names, blind))
@@ -149,7 +152,7 @@ def _test_options(parser: argparse.ArgumentParser) -> None:
 
 def _backtest_options(parser: argparse.ArgumentParser) -> None:
     _file_options(parser)
-    recording = "a file of `gpuguard record`, or CSV with a row per time, job and device"
+    recording = "a file of `gpuguard record`, or CSV with a row per time, job and GPU"
     parser.add_argument("--on", metavar="RECORDING", required=True, help=recording)
     gap = "durations go on over pauses up to this long (default: 3 times the usual distance of samples)"
     each = ("--each", None, "show each step, not only their numbers")

@@ -2,11 +2,9 @@
 
 gpuguard queue
 gpuguard queue --hosts a,b     those of other hosts, over ssh: see docs/fleet.md
-gpuguard queue --json          one object for programs: see docs/json.md
 
-A request is planned by the time limits of the jobs before it (`run --time-limit`), else by what their users' jobs took
-before.  Shorter jobs may go first as long as no request starts later than promised; see docs/waiting.md.  Where
-there is Slurm, its jobs with GPUs are shown too, in its own order.
+Starts are estimated from the jobs' time limits, else from what their users' jobs took before: see docs/waiting.md.
+Where there is Slurm, its jobs with GPUs are shown too, in its own order.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 gpuguard record node7.rec                        every second, until Ctrl-C
 gpuguard record node7.rec --every 10s --for 8h   a night
-gpuguard record node7.rec --mask                 without names of people, programs and devices: to hand to others
+gpuguard record node7.rec --mask                 without names of people, programs and GPUs: to hand to others
 gpuguard who --backend replay:node7.rec          and then
 gpuguard policy backtest policy.yaml --on node7.rec
 

@@ -5,10 +5,9 @@ gpuguard release 1f2e         the claim whose id begins like that (`gpuguard who
 gpuguard release 1f2e --stop  although its job computes: the job is asked to end first
 sudo gpuguard release 1f2e    anybody's
 
-No process is signalled without --stop, and a claim under which a process computes is left alone.  With --stop the
-`gpuguard run` of the job ends it as a time limit would: its checkpoint signal, SIGTERM, and after its --grace SIGKILL.
-The owner of the claim learns it from their `gpuguard run`; a program that called grab_gpus() learns it by reassert().
-Exit codes: 0 the devices are free, 1 they are not and why, 2 usage, 4 no driver.
+Without --stop no process is signalled, and a claim under which one computes is left alone.  With --stop the job is
+ended as by a time limit.  The owner learns it from their `gpuguard run`, a program by reassert().
+Exit codes: 0 the GPUs are free, 1 they are not and why, 2 usage, 4 no driver.
 """
 
 from __future__ import annotations
@@ -62,9 +61,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         put_json({"schema": 1, "claim": claim.id, **picked(claim, "uid", "devices"), "how": how})
     else:
-        what = _("{count} of {user}").format(
-            count=format_count(len(claim.devices), "device"), user=neutralise(claim.user)
-        )
+        what = _("{count} of {user}").format(count=format_count(len(claim.devices), "GPU"), user=neutralise(claim.user))
         put([_("released: the claim {id}, {what}, {how}.").format(id=claim.id, what=what, how=how)])
     return 0
 

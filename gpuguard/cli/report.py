@@ -28,6 +28,7 @@ from gpuguard.cli import terminal
 from gpuguard.cli.events import read_events
 from gpuguard.cli.history import add_moment_options, period, writes_braille
 from gpuguard.cli.options import add_repeatable, add_source_options, check_users, directory_of
+from gpuguard.cli.progress import progress
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.files import write_file
 from gpuguard.history.queries import Watch, query_store, store_path
@@ -48,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_repeatable(parser, ("--user", "NAME", "only this user, by user or claim (repeatable)"))
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
-    form.add_argument("--csv", action="store_true", help="a line for each user, group, device or claim")
+    form.add_argument("--csv", action="store_true", help="a line for each user, group, GPU or claim")
     form.add_argument(
         "--html", metavar="FILE", help="write a page with charts, without scripts, to FILE (- for stdout)"
     )
@@ -68,11 +69,12 @@ def main(args: argparse.Namespace) -> int:
     running = _running(args, now) if end >= now else []
     claims = claim_rows(read_events(), begin, end, user_name, running) if args.by == "claim" else None
     try:
-        report = query_store(
-            store_path(directory_of(args)),
-            lambda usage: usage_report(usage, args.by, begin, end, user_name, _groups_of, metrics),
-            now,
-        )
+        with progress("adding up the hours"):
+            report = query_store(
+                store_path(directory_of(args)),
+                lambda usage: usage_report(usage, args.by, begin, end, user_name, _groups_of, metrics),
+                now,
+            )
     except GpuguardError:
         if claims is None:
             raise

@@ -194,7 +194,7 @@ def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, whe
     if len(kind) < request.num_gpus:
         reasons = "; ".join(sorted({quarantine_text(restriction) for restriction in quarantined.values()}))
         why = reasons or _("whole GPUs and instances do not mix")
-        raise GpuguardError(_("too few devices are in service then ({why}).").format(why=why))
+        raise GpuguardError(_("too few GPUs are in service then ({why}).").format(why=why))
     return tuple(device.uuid for device in kind)
 
 
@@ -216,7 +216,7 @@ def _made_lines(status: ReservationStatus, snapshot: Snapshot, now: float) -> li
     if len(made.devices) - busy < made.num_gpus:
         lines.append(
             _(
-                "Now {busy} of the {devices} devices that will do are in use, and no job is ended for it: "
+                "Now {busy} of the {devices} GPUs that will do are in use, and no job is ended for it: "
                 "`gpuguard who` shows whose."
             ).format(busy=busy, devices=len(made.devices))
         )

@@ -50,18 +50,17 @@ sudo gpuguard deny bob --for 2h --reason "ask me first"
 sudo gpuguard deny bob --end
 gpuguard deny                        who is denied now
 
-It is a file in the directory of the claims that root alone can write: it holds without a daemon, and ends by itself.
-It is about claims; use of a device without one is found by policies (the rules unclaimed and trespass).
+It holds without a daemon, and ends by itself.  Use of a GPU without a claim is found by policies (the rules unclaimed
+and trespass).
 """
-_QUARANTINE = """Take a device out of service: no user gets a new claim of it.  The owner of a claim keeps it.
+_QUARANTINE = """Take a GPU out of service: no user gets a new claim of it.  The owner of a claim keeps it.
 
 sudo gpuguard quarantine 3 --reason "XID 79, being replaced"
 sudo gpuguard quarantine GPU-8f31c2d4-... --for 2d
 sudo gpuguard quarantine 3 --end
 gpuguard quarantine                  what is quarantined now
 
-A whole uuid is taken as it is, without asking a driver that may hang.  It is a file in the directory of the claims that
-root alone can write: it holds without a daemon, until the next boot.
+A whole uuid is taken as it is, without asking a driver that may hang.  It holds without a daemon, until the next boot.
 """
 
 
@@ -93,7 +92,7 @@ def _deny(args: argparse.Namespace) -> int:
 def _quarantine_options(parser: argparse.ArgumentParser) -> None:
     device = "index or uuid; without it, show what is quarantined"
     parser.add_argument("device", metavar="DEVICE", nargs="?", help=device)
-    add_for_and_reason(parser, "how long, like 2d (default: until --end)", "shown to everybody who wants the device")
+    add_for_and_reason(parser, "how long, like 2d (default: until --end)", "shown to everybody who wants the GPU")
     add_table(parser, ("--end", None, "put it into service again"), JSON)
     add_source_options(parser)
 
@@ -102,7 +101,7 @@ def _quarantine(args: argparse.Namespace) -> int:
     directory = directory_of(args, make=args.device is not None and not args.end)
     if args.device is None:
         if args.for_ or args.reason or args.end:
-            raise InvalidRequest(_("which device?  Name one: `gpuguard quarantine 3`."))
+            raise InvalidRequest(_("which GPU?  Name one: `gpuguard quarantine 3`."))
         return show(directory, QUARANTINED, as_json=args.json)
     if args.end and seconds_of(args) is not None:
         raise InvalidRequest(_("either --for or --end."))

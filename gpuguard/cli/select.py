@@ -2,7 +2,6 @@
 
 gpuguard select -n 2 --min-free 20GiB
 export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES="$(gpuguard select -n 2)" || exit
-gpuguard select -n 2 --json
 gpuguard select -n 2 --hosts a,b,c        which of these hosts has room, as in `b 3,5`: see docs/fleet.md
 
 When there are not enough it prints nothing on standard output, says why on standard error, and exits with 1.
@@ -55,10 +54,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-O", "--format", choices=("index", "uuid"), default="index", help="default: index; MIG instances go by uuid"
     )
     ends = output.add_mutually_exclusive_group()
-    ends.add_argument(
-        "-s", "--sep", "--separator", metavar="TEXT", default=",", help="between two devices (default: ,)"
-    )
-    ends.add_argument("--newline", dest="sep", action="store_const", const="\n", help="one device per line")
+    ends.add_argument("-s", "--sep", "--separator", metavar="TEXT", default=",", help="between two GPUs (default: ,)")
+    ends.add_argument("--newline", dest="sep", action="store_const", const="\n", help="one GPU per line")
     ends.add_argument(
         "-0", "--null", dest="sep", action="store_const", const="\0", help="a NUL behind each, for xargs -0"
     )
@@ -103,7 +100,7 @@ def _request(args: argparse.Namespace) -> Request:
     if args.num_gpus is not None and (least is not None or most is not None):
         raise InvalidRequest(_("-n says exactly how many: leave it out with -c (at least) or -C (at most)."))
     if args.inherit and args.devices:
-        raise InvalidRequest(_("-i and --devices both name devices to choose among: use one of them."))
+        raise InvalidRequest(_("-i and --devices both name GPUs to choose among: use one of them."))
     if least is not None or most is not None:
         request = replace(request, num_gpus=1 if least is None else least, max_gpus=most)
     if args.inherit:

@@ -2,8 +2,7 @@
 
 It is /run/gpuguard: root's, with one lock file per GPU that everybody can lock and no user can remove.  A tmpfiles.d
 file makes it again after each boot.  Without it claims work too, by files in /run/lock or /tmp, but containers and
-services with a private /tmp would not share them.  The daemon gets a user of its own, gpuguard, with a directory in it.
-What users write there (records, tickets) lies on a small file system of its own, so that no user can fill /run.
+services with a private /tmp do not share them.
 
   sudo gpuguard setup              install /etc/tmpfiles.d/gpuguard.conf and make user and directories now
   sudo gpuguard setup --systemd    and the service that guards them: it only observes, by /etc/gpuguard/policy.yaml
@@ -38,6 +37,7 @@ from gpuguard.claims.grants import EARLIER, grant_of, names_of, renew, replace_f
 from gpuguard.claims.records import slot_names
 from gpuguard.cli import setup_service
 from gpuguard.cli.options import add_source_options, add_table, sampled
+from gpuguard.cli.progress import progress
 from gpuguard.cli.setup_service import fault_as
 from gpuguard.errors import BackendError, InvalidRequest, LockDirectoryError
 from gpuguard.model import HEALTH
@@ -180,7 +180,8 @@ def _uuids(args: argparse.Namespace) -> list[str]:
                     "start {default_spec}`, so that its GPUs get their lock files."
                 ).format(default_spec=simulated.DEFAULT_SPEC)
             )
-        devices = sampled(args, {HEALTH}).devices
+        with progress("reading the GPUs"):
+            devices = sampled(args, {HEALTH}).devices
     except BackendError as error:
         print(_("gpuguard: no lock files for GPUs yet, because {error}").format(error=error), file=sys.stderr)
         return []
@@ -266,7 +267,7 @@ def change_broker(path: str, user: str, *, brokered: bool) -> None:
                 if shared := sorted({name.partition(".slot")[0] for name in slots}):
                     raise LockDirectoryError(
                         _(
-                            "{count} devices are shared by claims that the daemon gave ({devices}): wait until these "
+                            "{count} GPUs are shared by claims that the daemon gave ({devices}): wait until these "
                             "have ended (`gpuguard who` shows them), then run it again.  Nothing was changed."
                         ).format(count=len(shared), devices=", ".join(shared))
                     )

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import USER, is_same_file, lock_directory, try_flock
+from gpuguard.cli.progress import progress
 from gpuguard.enforcement.identity import uid_min
 from gpuguard.errors import GpuguardError, LockDirectoryError
 from gpuguard.files import open_in_place, read_file, write_file
@@ -82,7 +83,9 @@ def fault_of(*command: str) -> str | None:
 
 
 def systemctl(*words: str, advice: str = "") -> None:
-    if reason := fault_of("systemctl", *words):
+    with progress(f"systemctl {' '.join(words)}"):
+        reason = fault_of("systemctl", *words)
+    if reason:
         raise LockDirectoryError(
             _("`systemctl {words}` failed: {reason}  {advice}")
             .format(words=" ".join(words), reason=reason, advice=advice)

@@ -1,16 +1,14 @@
-"""Steer the simulated node: devices that exist only in a file, used by real processes.
+"""Steer the simulated node: GPUs that exist only in a file, used by real processes.
 
-Several terminals see one node, in $GPUGUARD_SIM_DIR (default: a directory of this user):
+Several terminals see one node, in $GPUGUARD_SIM_DIR (default: a directory of this user).  It is yours alone; as root
+you can make one that all users of the machine see, use and claim on.
 
   gpuguard sim start 4xRTX4090
   gpuguard run --backend simulated -n 2 -- gpuguard sim use --memory 10GiB --utilization 80%
   gpuguard sim set --device 3 --temperature 40C..95C --over 2m
   gpuguard sim fault --device 3 hang
   gpuguard who --backend simulated
-
-A node of yours is yours alone.  As root you can make one that all users of the machine see, use and claim on:
-
-  gpuguard sim start --shared 8xH100-80GB
+  sudo gpuguard sim start --shared 8xH100-80GB
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ from gpuguard.units import format_bytes, format_count, parse_bytes, parse_celsiu
 from gpuguard.views.text import json_text, picked
 
 FAULTS = {
-    "lost": "the device has fallen off the bus",
-    "reset": "the device needs a reset",
+    "lost": "the GPU has fallen off the bus",
+    "reset": "the GPU needs a reset",
     "hang": "driver calls for it do not come back",
     "unlisted": "the driver gives no process list",
     "implausible": "the driver gives a process list that cannot be true",
@@ -58,7 +56,7 @@ def _start(args: argparse.Namespace) -> int:
     if args.shared and os.geteuid() != 0:
         raise GpuguardError(
             _(
-                "only root can share a simulated node: others would trust neither devices nor locks in a "
+                "only root can share a simulated node: others would trust neither GPUs nor locks in a "
                 "directory of yours.  Run it with sudo; without --shared the node is yours alone."
             )
         )
@@ -78,7 +76,7 @@ def _start(args: argparse.Namespace) -> int:
     backend = "simulated" if directory == simulated.directory("") else shlex.quote(f"simulated:{directory}")
     print(
         _("SIMULATED node of {count} ({spec}) in {directory}").format(
-            count=format_count(len(node.devices), "device"), spec=node.spec, directory=directory
+            count=format_count(len(node.devices), "GPU"), spec=node.spec, directory=directory
         )
     )
     if args.shared:
@@ -127,7 +125,7 @@ def _use(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if args.device is None and not is_restricted(os.environ):
         raise InvalidRequest(
-            _("say which devices: --device 0,1, or start this with `gpuguard run --backend simulated -- ...`.")
+            _("say which GPUs: --device 0,1, or start this with `gpuguard run --backend simulated -- ...`.")
         )
     uuids = simulated.use(
         args.device,
@@ -150,7 +148,7 @@ def _use(args: argparse.Namespace) -> int:
                 _("{command!r} cannot be run: {strerror}.").format(command=command[0], strerror=error.strerror)
             ) from None
     until = _("for {lasting:g} s").format(lasting=args.lasting) if args.lasting is not None else "until Ctrl-C"
-    used = _("{memory} on {count}").format(memory=format_bytes(args.memory), count=format_count(len(uuids), "device"))
+    used = _("{memory} on {count}").format(memory=format_bytes(args.memory), count=format_count(len(uuids), "GPU"))
     print(_("SIMULATED: pid {pid} uses {used} {until}.").format(pid=os.getpid(), used=used, until=until), flush=True)
     time.sleep(args.lasting if args.lasting is not None else 10**8)
     return 0
@@ -165,7 +163,7 @@ def _set(args: argparse.Namespace) -> int:
         raise InvalidRequest(_("nothing to set.  See `gpuguard sim set --help`."))
     if change and not args.device:
         raise InvalidRequest(
-            _("say on which device: --device 0, or --device all ({change}).").format(change=", ".join(change))
+            _("say on which GPU: --device 0, or --device all ({change}).").format(change=", ".join(change))
         )
 
     def set_it(state: SimulatedNode) -> SimulatedNode:
@@ -333,7 +331,7 @@ _START: dict[str, Options] = {
 }
 _USE: dict[str, Options] = {
     "--device": {"metavar": "D,..", "help": "indices, uuids or 'all' (default: what CUDA_VISIBLE_DEVICES names)"},
-    "--memory": _quantity(parse_bytes, "SIZE", "on each device, as in 10GiB", required=True),
+    "--memory": _quantity(parse_bytes, "SIZE", "on each GPU, as in 10GiB", required=True),
     "--utilization": _quantity(parse_percent, "PERCENT", "as in 90%% (default: 0%%)", default=0.0),
     "--ramp-to": _quantity(parse_bytes, "SIZE", "what the memory grows to, evenly"),
     "--over": _quantity(parse_duration, "DURATION", "within this time, as in 1m", default=0.0),
@@ -351,12 +349,12 @@ _SET: dict[str, Options] = {
     "--utilization": _course_option("the utilization", "50%% or 0%%..100%%"),
     "--memory": _course_option("memory that no process accounts for", "10GiB or 0GiB..60GiB"),
     "--over": _quantity(parse_duration, "DURATION", "how long it takes from A to B", default=0.0),
-    "--latency": _quantity(parse_duration, "DURATION", "how long the driver takes per device"),
+    "--latency": _quantity(parse_duration, "DURATION", "how long the driver takes per GPU"),
     "--compute-mode": {
         "choices": ("default", "exclusive_process", "prohibited"),
-        "help": "how many processes the device lets in: any, one, none",
+        "help": "how many processes the GPU lets in: any, one, none",
     },
-    "--release-delay": _quantity(parse_duration, "DURATION", "how long memory outlives its process, on all devices"),
+    "--release-delay": _quantity(parse_duration, "DURATION", "how long memory outlives its process, on all GPUs"),
 }
 _FAULT: dict[str, Options] = {
     "--device": {"metavar": "D,..", "required": True, "help": "indices, uuids or 'all'"},
@@ -364,16 +362,16 @@ _FAULT: dict[str, Options] = {
         "nargs": "+",
         "metavar": "FAULT",
         "help": "; ".join(f"{name}: {meaning}" for name, meaning in FAULTS.items())
-        + "; na:FIELD: the driver does not tell it; none: the device is well again",
+        + "; na:FIELD: the driver does not tell it; none: the GPU is well again",
     },
 }
 _SHOW: dict[str, Options] = {"--json": {"action": "store_true", "help": "one JSON object"}}
 
 ACTIONS = {
     "start": SubcommandRow("make a node", partial(_options, _START), _start),
-    "use": SubcommandRow("be a process that uses devices", partial(_options, _USE), _use),
-    "set": SubcommandRow("set or move what the devices report", partial(_options, _SET), _set),
-    "fault": SubcommandRow("break a device, or mend it", partial(_options, _FAULT), _fault),
+    "use": SubcommandRow("be a process that uses GPUs", partial(_options, _USE), _use),
+    "set": SubcommandRow("set or move what the GPUs report", partial(_options, _SET), _set),
+    "fault": SubcommandRow("break a GPU, or mend it", partial(_options, _FAULT), _fault),
     "show": SubcommandRow("show the node as it really is, also behind faults", partial(_options, _SHOW), _show),
     "stop": SubcommandRow("remove the node", partial(_options, {}), _stop),
 }

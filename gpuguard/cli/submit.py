@@ -6,9 +6,8 @@ gpuguard submit --via slurm --with '--partition=a100' -- ...    more words for s
 gpuguard submit --via slurm --print -n 2 -- python train.py     shows the command line, and submits nothing
 gpuguard submit --via ray -n 2 -- python tune.py                through Ray's job API
 
-The engine chooses the machine and its GPUs; there the command runs under `gpuguard run`, with the same options, limits
-and exit codes.  Exit codes: 0 submitted, 125 not, also for wrong usage; with --attach those of `gpuguard run`.  Ray
-knows only 1 for a command that failed.
+The engine chooses the machine and its GPUs; there the command runs under `gpuguard run`.  Exit codes: 0 submitted, 125
+not, also for wrong usage; with --attach those of `gpuguard run` (Ray: 1 for any failure).
 """
 
 from __future__ import annotations

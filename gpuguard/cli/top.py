@@ -24,6 +24,7 @@ from dataclasses import replace
 
 from gpuguard import device_state
 from gpuguard.cli import options, terminal
+from gpuguard.cli.progress import progress
 from gpuguard.cli.who import add_filter_options, chosen_devices
 from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -80,7 +81,8 @@ def main(args: argparse.Namespace) -> int:
     )
     feed.source.fresh, feed.tree = args.fresh, args.tree
     try:
-        scene = feed.sample()  # a fault of the first sample ends the command; later ones are shown and may pass
+        with progress("reading the GPUs"):
+            scene = feed.sample()  # a fault of the first sample ends the command; later ones are shown and may pass
         view = _view(args, scene.snapshot)
         if not (device_state.chosen(scene.uses, view.users, view.devices) or scene.snapshot.recorded):
             options.check_users(args.user)

@@ -1,10 +1,10 @@
-"""Wait until a request fits, print the devices that it would get, and claim nothing.
+"""Wait until a request fits, print the GPUs that it would get, and claim nothing.
 
 gpuguard wait -n 1                            waits in the queue like `gpuguard run`, and returns when it is its turn
 gpuguard wait -n 2 --wait 1h || echo no       exit 124 when it takes longer; with --no-wait 1 when not now
 gpuguard wait -n 1 --notify me@example.org    and sends a mail; or to a webhook, a program, a chat (env:NAME)
 
-The devices are not held for you afterwards: `gpuguard run` claims them.  Exit codes: 0 it fits, 1 not now or never,
+The GPUs are not held for you afterwards: `gpuguard run` claims them.  Exit codes: 0 it fits, 1 not now or never,
 2 wrong usage, 4 the driver cannot be reached, 124 the time to wait ran out.
 """
 

@@ -4,7 +4,6 @@ gpuguard who                   all GPUs, their claims and processes, totals per 
 gpuguard who --user alice      only what is alice's
 gpuguard who --watch 5s        again every 5 s, until Ctrl-C
 gpuguard who --hosts a,b,c     those of other hosts, over ssh: see docs/fleet.md
-gpuguard who --json            one object for programs: see docs/json.md
 
 While `gpuguard daemon` runs, its last look is shown, a few seconds old; --fresh asks the driver all the same.
 """
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 from gpuguard import device_state
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli import options, terminal
+from gpuguard.cli.progress import progress
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.model import TEXT_FIELDS, WHO_FIELDS, Snapshot
 from gpuguard.procfs import process_facts
@@ -71,7 +71,9 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidRequest(_("--watch needs at least 100ms between two looks."))
     with closing(options.snapshot_source(args, WHO_FIELDS if args.json else TEXT_FIELDS)) as source:
         if every is None:
-            put(_lines(args, source))
+            with progress("reading the GPUs"):  # of a recording: up to the moment that is meant
+                lines = _lines(args, source)
+            put(lines)
         else:
             _watch(args, source, every)
     return 0

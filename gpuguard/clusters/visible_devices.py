@@ -38,7 +38,7 @@ class Outer:
     """The outer set."""
 
     uuids: tuple[str, ...] | None = None  # in the order of the outer list; None when nothing restricts them
-    reason: str = ""  # for people: "CUDA_VISIBLE_DEVICES=3 allows only device 3"
+    reason: str = ""  # for people: "CUDA_VISIBLE_DEVICES=3 allows only GPU 3"
     warning: str = ""  # why the list may mean other devices than its author thought, "" when it is clear
 
 
@@ -106,11 +106,11 @@ def cuda_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opini
         if uuid is None:
             break
         if uuid in uuids:
-            return (), f"{CUDA_VARIABLE}={text} names a device twice, so CUDA sees none"
+            return (), f"{CUDA_VARIABLE}={text} names a GPU twice, so CUDA sees none"
         uuids.append(uuid)
     indices = {device.uuid: str(device.index) for device in gpus}
     names = [indices.get(uuid, uuid) for uuid in uuids]
-    allowed = f"only device{'s' * (len(names) > 1)} {', '.join(names)}" if names else "no device"
+    allowed = f"only GPU{'s' * (len(names) > 1)} {', '.join(names)}" if names else "no GPU"
     return tuple(uuids), f"{CUDA_VARIABLE}={text} allows {allowed}"
 
 
@@ -157,7 +157,7 @@ def slurm_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opin
     if variable == "GPU_DEVICE_ORDINAL" or len(given) >= len(gpus) > 0:
         return None
     uuids = tuple(gpus[number] for number in given if number in gpus)
-    allowed = f"{len(uuids) or 'no'} of {len(gpus)} devices"
+    allowed = f"{len(uuids) or 'no'} of {len(gpus)} GPUs"
     return uuids, f"{variable}={environ[variable]} of Slurm job {job} allows {allowed}"
 
 

@@ -48,7 +48,7 @@ from gpuguard.units import format_count
 from gpuguard.users import user_name
 
 CLAIMED = "claimed just now"
-PART_CLAIMED = "a part of the device, or the whole of it, is claimed"
+PART_CLAIMED = "a part of the GPU, or the whole of it, is claimed"
 OFFER_SECONDS = 5.0  # a request that may start, was woken, and does not claim within so many goes to the end
 SET_BACK_SECONDS = 3600.0  # for so long; the second time within them all requests of its user do
 _MAX_SECONDS = 10 * 365 * 86400.0
@@ -234,7 +234,7 @@ class Broker:
                 # A user with a share, or a lock inside a claim, does not own the device.
                 whole = owned is not None and owned.memory is None and "." not in owned.claim
                 if not (owned and whole and (owned.uid, owned.claim) == (uid, outer)):
-                    raise GpuguardError("these devices are not yours by that claim.")
+                    raise GpuguardError("these GPUs are not yours by that claim.")
             for name in names:
                 descriptor = lock_for(self._directory, f"{name}.nested", grant)
                 if descriptor is None:
@@ -248,9 +248,9 @@ class Broker:
 def _device_names(message: Mapping[str, Any]) -> list[str]:
     names = message.get("devices")
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise InvalidRequest("say which devices, by their uuids.")
+        raise InvalidRequest("say which GPUs, by their uuids.")
     if not 0 < len(names) <= MAX_DESCRIPTORS or len(set(names)) < len(names):
-        raise InvalidRequest(f"name 1 to {MAX_DESCRIPTORS} devices, each of them once.")
+        raise InvalidRequest(f"name 1 to {MAX_DESCRIPTORS} GPUs, each of them once.")
     return names
 
 

@@ -19,6 +19,7 @@ from gpuguard.claims.claim import Claim, Lock, lock_of, sharing_now
 from gpuguard.claims.directory import LockDirectory, is_same_file
 from gpuguard.claims.records import slot_names
 from gpuguard.daemon.client import DaemonBusy, GrantReply, NoDaemonSocket, close_all, decoded, exchange
+from gpuguard.device_state import device_title
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.queue.priority import Ticket
@@ -45,7 +46,7 @@ def request_grant(
         ClaimError: there is no daemon, and the request has not waited before.
     """
     if request.share and outer and not _excludes_nothing(outer):
-        raise InvalidRequest(f"inside a claim the daemon gives whole devices alone ({outer.id}): leave out --share.")
+        raise InvalidRequest(f"inside a claim the daemon gives whole GPUs alone ({outer.id}): leave out --share.")
     while True:
         # Read anew each time: a request that was quicker has a share now.
         sharing = sharing_now(directory, {}, snapshot) if request.share and not outer else {}
@@ -155,11 +156,11 @@ def _fault_of_reply(reply: GrantReply, devices: Sequence[Device], received: int,
     if not _ID_CHARACTERS.issuperset(reply.claim):
         return "its id is none"  # a record of that name would lie elsewhere
     if not len(reply.locks) == received == len(devices):
-        return "there are fewer locks than devices"
+        return "there are fewer locks than GPUs"
     for device, name in zip(devices, reply.locks, strict=True):
         allowed = slot_names(device.uuid) if shared else (device.uuid, f"{device.uuid}.nested")
         if name not in allowed:
-            return f"{name[:80]} is no lock of device {device.index}"
+            return f"{name[:80]} is no lock of {device_title(device)}"
     return None
 
 

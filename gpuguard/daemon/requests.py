@@ -101,7 +101,7 @@ def _release(context: RequestContext, uid: int, request: Request) -> Reply:
     context.exemptions.count_change(uid)
     snapshot = context.snapshot()
     if boot_clock() - snapshot.clock > INTERVALS * context.interval():
-        raise ClaimError("the daemon does not see the devices now, so it is unknown whether they are used.  Try again.")
+        raise ClaimError("the daemon does not see the GPUs now, so it is unknown whether they are used.  Try again.")
     known = claim_named(snapshot.claims, claim.uid, claim.id) or claim
     processes, unknown = computing_under(known, snapshot, process_facts(snapshot))
     if processes or unknown:

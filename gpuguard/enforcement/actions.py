@@ -101,7 +101,7 @@ def _terminate(target: Preflight) -> Result:
 
 @dataclass(frozen=True)
 class KillKeys:
-    """End the process by SIGKILL; not before 30 s after a terminate.  It can lose work and wedge the device."""
+    """End the process by SIGKILL; not before 30 s after a terminate.  It can lose work and wedge the GPU."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def _deny(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Actio
 
 @dataclass(frozen=True)
 class QuarantineKeys:
-    """Take the device out of service: no user gets a new claim of it.  Never more than half of the devices.
+    """Take the GPU out of service: no user gets a new claim of it.  Never more than half of the GPUs.
 
     The owner of a claim keeps it.  See `gpuguard quarantine`.
 
@@ -309,11 +309,11 @@ def _quarantine(verdict: Verdict, snapshot: Snapshot, context: ActionContext) ->
     """No new claims of the device.  A driver that talks nonsense must not take the whole machine out of service."""
     uuid = verdict.finding.subject.device
     if uuid is None:
-        return _logged(verdict, context, REFUSED, "no device is meant")
+        return _logged(verdict, context, REFUSED, "no GPU is meant")
     if context.directory is not None:
         out = restrictions.read_restrictions(context.directory, restrictions.QUARANTINED, time.time()).keys() - {uuid}
         if sum(device.uuid in out for device in snapshot.devices) >= max(1, len(snapshot.devices) // 2):
-            return _logged(verdict, context, REFUSED, "half of the devices are out of service: ask an administrator")
+            return _logged(verdict, context, REFUSED, "half of the GPUs are out of service: ask an administrator")
     return _restrict(verdict, context, restrictions.QUARANTINED, uuid)
 
 
@@ -517,13 +517,13 @@ def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[Acti
         if over and past.process not in unkillable and identity.is_alive(past.process):
             unkillable[past.process] = past.devices
             outlived = f"outlived SIGKILL by {now - past.clock:.0f}s"
-            why = f"it {outlived}: its devices need a reset, and are left alone"
+            why = f"it {outlived}: its GPUs need a reset, and are left alone"
             pid, facts = past.process[0], (("policy", past.policy or None),)
             outcomes.append(ActionOutcome(UNKILLABLE, why, pid))
             context.append(
                 Event(time.time(), "kill", UNKILLABLE, None, past.devices, pid=pid, message=why, facts=facts)
             )
-            _quarantine_devices(past, f"pid {pid} {outlived}: the device needs a reset", context, snapshot)
+            _quarantine_devices(past, f"pid {pid} {outlived}: the GPU needs a reset", context, snapshot)
     return tuple(outcomes)
 
 

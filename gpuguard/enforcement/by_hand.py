@@ -57,7 +57,7 @@ def signal_process(
     rows = [(device, row) for device in snapshot.devices for row in device.processes or ()]
     listed = [(device, row) for device, row in rows if (row.pid, row.start_time) == process]
     if not listed:
-        return ActionOutcome(GONE, "it is not on the device any more", process[0])
+        return ActionOutcome(GONE, "it is not on the GPU any more", process[0])
     device, row = listed[0]
     if os.geteuid() and row.uid != os.geteuid():
         owner = row.user or "a user who is not known"

@@ -124,7 +124,7 @@ class ActionLimits:
         if action.process in self.unkillable:
             return FailedCheck("unkillable", "it outlived SIGKILL: no further signal can help")
         if any(not set(action.devices).isdisjoint(devices) for devices in self.unkillable.values()):
-            return FailedCheck("unkillable", "a process on this device outlived SIGKILL: the device is left alone")
+            return FailedCheck("unkillable", "a process on this GPU outlived SIGKILL: the GPU is left alone")
         if _times_of(lately, action.process, "kill"):
             return FailedCheck("unkillable", "it was killed before: no further signal can help")
         return None
@@ -167,10 +167,10 @@ def _busy_device(
             continue
         age, pid = action.clock - past.clock, past.process[0]
         if age < BETWEEN_ACTIONS:
-            text = f"pid {pid} on this device comes first"
+            text = f"pid {pid} on this GPU comes first"
             return FailedCheck("one per device", text, BETWEEN_ACTIONS - age)
         if age < EFFECT_SECONDS and not effect_seen(past):
-            text = f"the effect on pid {pid} on this device is not seen yet"
+            text = f"the effect on pid {pid} on this GPU is not seen yet"
             return FailedCheck("one per device", text, EFFECT_SECONDS - age)
     return None
 

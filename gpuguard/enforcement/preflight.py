@@ -303,7 +303,7 @@ def _fresh(target: Preflight) -> str | None:
 
 
 def _sampled(target: Preflight) -> str | None:
-    return _unlisted(target, target.snapshot) if target.devices else "it is on no device"
+    return _unlisted(target, target.snapshot) if target.devices else "it is on no GPU"
 
 
 def _namespace(target: Preflight) -> str | None:
@@ -338,7 +338,7 @@ def _unlisted(target: Preflight, snapshot: Snapshot) -> str | None:
         if device is None or device.processes is None or not device.processes_plausible:
             return "the driver's list of processes cannot be believed"
         if [row.start_time for row in device.processes if row.pid == pid] != [started]:
-            return "the driver does not list it on that device"
+            return "the driver does not list it on that GPU"
     return None
 
 
@@ -359,7 +359,7 @@ def _kind(target: Preflight) -> str | None:
     if other:
         return f"it is a {other.pop()} process: only compute processes are signalled"
     if any(row.kind == "mps" for row in rows):
-        return "an MPS server shares this device: its other clients would suffer"
+        return "an MPS server shares this GPU: its other clients would suffer"
     return None
 
 

@@ -24,7 +24,7 @@ from gpuguard.claims.claim import Claim, JobDetails, lock_parts, unlock
 from gpuguard.claims.directory import Gate, LockDirectory
 from gpuguard.claims.records import probe
 from gpuguard.claims.restrictions import restrictions_against
-from gpuguard.device_state import may_compute, usable_devices
+from gpuguard.device_state import device_title, may_compute, usable_devices
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
 from gpuguard.procfs import LONGEST, Stat, in_first_pid_namespace, processes, read_proc, stat_of, uid_of
@@ -185,7 +185,7 @@ def adopt(
         restrictions = restrictions_against(directory, uuids, os.geteuid(), time.time())
         for device in devices:
             if device.uuid in restrictions:
-                raise ClaimError(f"GPU {device.index} cannot be claimed: {restrictions[device.uuid]}.")
+                raise ClaimError(f"{device_title(device)} cannot be claimed: {restrictions[device.uuid]}.")
         granted = _from_daemon(directory, snapshot, devices, held) if directory.closed else None
         with Gate(directory):
             for device in devices if not granted else ():
@@ -248,15 +248,19 @@ def _computing(device: Device) -> list[GpuProcess]:
 def _refuse_others(devices: Iterable[Device], family: ProcessFamily) -> None:
     for device in devices:
         if not device.processes_plausible:
-            raise ClaimError(f"the driver's list of the processes on GPU {device.index} contradicts itself: try again.")
+            raise ClaimError(
+                f"the driver's list of the processes on {device_title(device)} contradicts itself: try again."
+            )
         for process in _computing(device):
             if family.includes(process):
                 continue
             if process.uid == os.geteuid():
                 hint = " adopt both (several pids can be named), or --tree if one started the other."
-                raise ClaimError(f"process {process.pid} of yours computes on GPU {device.index} too:{hint}")
+                raise ClaimError(f"process {process.pid} of yours computes on {device_title(device)} too:{hint}")
             user = process.user or "an unknown user"
-            raise ClaimError(f"{user} computes on GPU {device.index} too (pid {process.pid}): it is not yours alone.")
+            raise ClaimError(
+                f"{user} computes on {device_title(device)} too (pid {process.pid}): it is not yours alone."
+            )
 
 
 def _from_daemon(directory: LockDirectory, snapshot: Snapshot, devices: Sequence[Device], held: list[Lock]) -> str:
@@ -277,7 +281,7 @@ def _from_daemon(directory: LockDirectory, snapshot: Snapshot, devices: Sequence
             if "claimed" in taken.get(device.uuid, ""):
                 raise ClaimError(_claimed_text(directory, device))
             if device.uuid in taken:
-                raise ClaimError(f"GPU {device.index} cannot be claimed: {taken[device.uuid]}.")
+                raise ClaimError(f"{device_title(device)} cannot be claimed: {taken[device.uuid]}.")
         raise ClaimError("the GPUs of this job cannot be claimed now: `gpuguard explain` says why.")
     held.extend(claim.locks)
     return claim.id
@@ -289,8 +293,10 @@ def _claimed_text(directory: LockDirectory, device: Device) -> str:
     for record in probe(directory, uuids):
         note = f" ({record.note})" if record.note else ""
         user = "you" if record.uid == os.geteuid() else record.user
-        return f"GPU {device.index} is claimed already, by {user}: claim {record.id}{note}.  `gpuguard who` shows it."
-    return f"GPU {device.index} was being claimed by another command at this moment: try again."
+        return (
+            f"{device_title(device)} is claimed already, by {user}: claim {record.id}{note}.  `gpuguard who` shows it."
+        )
+    return f"{device_title(device)} was being claimed by another command at this moment: try again."
 
 
 def _confirmed(again: Snapshot, devices: Sequence[Device], family: ProcessFamily) -> tuple[Device, ...]:
@@ -298,6 +304,6 @@ def _confirmed(again: Snapshot, devices: Sequence[Device], family: ProcessFamily
     fresh = [again.device(device.uuid) for device in devices]
     used = tuple(device for device in fresh if device and any(map(family.includes, _computing(device))))
     if len(used) < len(devices):
-        raise ClaimError("the job ended, or left one of its devices, while it was adopted: nothing is claimed.")
+        raise ClaimError("the job ended, or left one of its GPUs, while it was adopted: nothing is claimed.")
     _refuse_others(used, family)
     return used

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from gpuguard.backends import CAPABILITY_MINORS
 from gpuguard.claims.directory import TRUSTED, LockDirectory, is_roots
 from gpuguard.clusters import visible_devices
+from gpuguard.device_state import device_title
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.files import mounts
 from gpuguard.model import HEALTH, MODEL, Device
@@ -133,7 +134,9 @@ def nodes_of(
     for device in (known.get(device.uuid, device) for device in claimed):
         minor = device.minor_number
         if minor is None:
-            raise GpuguardError(f"the driver does not say which node GPU {device.index} has: it cannot be isolated.")
+            raise GpuguardError(
+                f"the driver does not say which node {device_title(device)} has: it cannot be isolated."
+            )
         gpus.add(minor)
         if device.parent_uuid is None:
             wanted.append(rf"gpu{minor}/.*")

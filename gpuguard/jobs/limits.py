@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import IDLE_TOLERANCE, computes
+from gpuguard.device_state import IDLE_TOLERANCE, computes, device_title
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import (
     MEMORY,
@@ -244,7 +244,7 @@ class JobLimits:
                 device = replace(device, processes=rows, processes_plausible=True)
                 if self.pids_known and device.uuid not in self._reported:
                     self._reported.add(device.uuid)
-                    what = f"the driver lists no processes on GPU {device.index}"
+                    what = f"the driver lists no processes on {device_title(device)}"
                     texts.append(f"{what}: the limits of the job are judged by the whole GPU.")
             devices.append(device)
         return replace(own, devices=tuple(devices)), texts
@@ -289,7 +289,7 @@ class JobLimits:
                     self._reported.add(mark)
                     who = process.user or f"uid {process.uid}"
                     texts.append(
-                        f"{who} (pid {process.pid}) computes on GPU {device.index} too, which you have claimed."
+                        f"{who} (pid {process.pid}) computes on {device_title(device)} too, which you have claimed."
                     )
         return texts
 

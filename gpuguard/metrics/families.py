@@ -41,17 +41,17 @@ class MetricFamily:
 _RATIO, _HERTZ = 0.01, 1e6
 # name behind gpuguard_device_, kind, help, field of Device, factor
 DEVICE_VALUES: tuple[tuple[str, str, str, str, float], ...] = (
-    ("memory_total_bytes", "gauge", "Memory of the device.", "memory_total", 1),
+    ("memory_total_bytes", "gauge", "Memory of the GPU.", "memory_total", 1),
     ("memory_used_bytes", "gauge", "Memory in use.", "memory_used", 1),
     ("memory_free_bytes", "gauge", "Memory that is free.", "memory_free", 1),
     ("memory_reserved_bytes", "gauge", "Memory that driver and firmware keep.", "memory_reserved", 1),
     ("utilization_ratio", "gauge", "Share of time in which a kernel ran, 0 to 1.", "utilization", _RATIO),
     ("memory_utilization_ratio", "gauge", "Share of time in which memory was used.", "memory_utilization", _RATIO),
-    ("temperature_celsius", "gauge", "Temperature of the device.", "temperature", 1),
+    ("temperature_celsius", "gauge", "Temperature of the GPU.", "temperature", 1),
     ("slowdown_temperature_celsius", "gauge", "Temperature from which on it slows down.", "temperature_slowdown", 1),
     ("shutdown_temperature_celsius", "gauge", "Temperature at which it switches off.", "temperature_shutdown", 1),
     ("fan_speed_ratio", "gauge", "Speed of the fans, 0 to 1.", "fan_speed", _RATIO),
-    ("power_draw_watts", "gauge", "Power that the device draws.", "power_draw", 1),
+    ("power_draw_watts", "gauge", "Power that the GPU draws.", "power_draw", 1),
     ("power_limit_watts", "gauge", "Power that it may draw.", "power_limit", 1),
     ("energy_joules_total", "counter", "Energy since the driver was loaded.", "total_energy", 1),
     ("clock_sm_hertz", "gauge", "Clock of the SMs.", "clock_sm", _HERTZ),
@@ -161,14 +161,14 @@ def _health(facts: MetricFacts) -> Iterator[MetricFamily]:
         for gap in snapshot.gaps
         if gap.field not in RARE_FIELDS  # those are read so rarely that it would come and go
     ]
-    text = "Devices of which a field could not be read, 1 for the machine."
+    text = "GPUs of which a field could not be read, 1 for the machine."
     yield family("gpuguard_sample_gaps", text, gaps)
 
 
 def _waiting(facts: MetricFacts) -> Iterator[MetricFamily]:
     if facts.waiting is None:
         return
-    yield _single("waiting_requests", "Requests that wait for devices.", len(facts.waiting))
+    yield _single("waiting_requests", "Requests that wait for GPUs.", len(facts.waiting))
     oldest = max((facts.now - since for _, since in facts.waiting), default=None)
     waited = None if oldest is None else max(0.0, round(oldest, 3))
     yield _single("waiting_oldest_seconds", "How long the oldest request has waited.", waited)
@@ -181,9 +181,9 @@ def _identity(snapshot: Snapshot) -> Iterator[MetricFamily]:
     infos = [
         (labels(**{name: getattr(device, name) for name in _IDENTITY}), 1) for device in distinct(snapshot.devices)
     ]
-    yield family("gpuguard_device_info", "What a device is; join it by uuid.", infos)
+    yield family("gpuguard_device_info", "What a GPU is; join it by uuid.", infos)
     count = sum(device.parent_uuid is None for device in snapshot.devices)
-    yield _single("devices", "Devices of this machine; parts of divided ones do not count.", count)
+    yield _single("devices", "GPUs of this machine; parts of divided ones do not count.", count)
 
 
 def _device_values(snapshot: Snapshot) -> Iterator[MetricFamily]:
@@ -192,7 +192,7 @@ def _device_values(snapshot: Snapshot) -> Iterator[MetricFamily]:
         yield _per_device(name, text, [(device, number(getattr(device, field), factor)) for device in devices], kind)
     for name, text, column in (
         ("ecc_errors_total", "Errors of the memory since the driver was loaded.", 1),
-        ("ecc_lifetime_errors_total", "Errors of the memory since the device was built.", 2),
+        ("ecc_lifetime_errors_total", "Errors of the memory since the GPU was built.", 2),
     ):
         values = [
             (labels(uuid=device.uuid, error=row[0]), number(getattr(device, row[column])))
@@ -211,9 +211,9 @@ def _device_words(facts: MetricFacts) -> Iterator[MetricFamily]:
         for use in on_devices
         for state in device_state.STATES
     ]
-    yield family("gpuguard_device_state", "1 for the state that the device is in, 0 for the others.", states)
+    yield family("gpuguard_device_state", "1 for the state that the GPU is in, 0 for the others.", states)
     for name, text, field, label_name, known in (
-        ("problem", "1 for each thing that is wrong with the device.", "problems", "problem", _PROBLEMS),
+        ("problem", "1 for each thing that is wrong with the GPU.", "problems", "problem", _PROBLEMS),
         (
             "throttled",
             "1 for each reason for which the clocks are held down.",
@@ -229,15 +229,15 @@ def _device_words(facts: MetricFacts) -> Iterator[MetricFamily]:
         ]
         yield family(f"gpuguard_device_{name}", text, words)
     healthy = [(use.device, None if use.device.problems is None else not use.device.problems) for use in on_devices]
-    yield _per_device("healthy", "1 when nothing is wrong with the device.", healthy)
+    yield _per_device("healthy", "1 when nothing is wrong with the GPU.", healthy)
     running = [
         (use.device, len(use.processes) if use.processes is not None and use.device.processes_plausible else None)
         for use in on_devices
     ]
-    yield _per_device("processes", "Processes on the device.", running)
+    yield _per_device("processes", "Processes on the GPU.", running)
     if (out := facts.quarantined) is not None:
         quarantined = [(use.device, use.device.uuid in out or use.device.parent_uuid in out) for use in on_devices]
-        yield _per_device("quarantined", "1 when the device is out of service.", quarantined)
+        yield _per_device("quarantined", "1 when the GPU is out of service.", quarantined)
 
 
 def _claims(facts: MetricFacts, snapshot: Snapshot) -> Iterator[MetricFamily]:
@@ -256,9 +256,9 @@ def _claims(facts: MetricFacts, snapshot: Snapshot) -> Iterator[MetricFamily]:
             if job and (job in named or len(named) < MAX_JOBS):
                 named.add(job)
                 jobs.append((labels(**whose, job=job), 1))
-    yield family("gpuguard_device_claims", "Claims of a user on a device.", held)
+    yield family("gpuguard_device_claims", "Claims of a user on a GPU.", held)
     yield family("gpuguard_device_idle_claims", "Those of them under which nothing works.", idle)
-    yield family("gpuguard_device_slurm_job", "1 for the Slurm job that has the device.", jobs)
+    yield family("gpuguard_device_slurm_job", "1 for the Slurm job that has the GPU.", jobs)
     for name, text, field in _USER_VALUES:
         yield _per_user(name, text, [(name_of(total.user), getattr(total, field)) for total in totals])
     unclaimed = {
@@ -268,15 +268,15 @@ def _claims(facts: MetricFacts, snapshot: Snapshot) -> Iterator[MetricFamily]:
         for running in use.processes or ()
         if running.claim is None and computes(running.process)
     }
-    text = "Devices that a user computes on without a claim."
+    text = "GPUs that a user computes on without a claim."
     yield _per_user("unclaimed_devices", text, [(user, 1) for user, _ in sorted(unclaimed)])
 
 
 _USER_VALUES = (  # name behind gpuguard_user_, help, field of UserTotal
-    ("claimed_devices", "Devices that a user has claimed.", "claimed"),
-    ("idle_devices", "Devices that a user has claimed, and nothing works there.", "idle"),
-    ("used_devices", "Devices on which a user has processes.", "devices"),
-    ("memory_used_bytes", "Memory that a user's processes have on devices.", "memory_used"),
+    ("claimed_devices", "GPUs that a user has claimed.", "claimed"),
+    ("idle_devices", "GPUs that a user has claimed, and nothing works there.", "idle"),
+    ("used_devices", "GPUs on which a user has processes.", "devices"),
+    ("memory_used_bytes", "Memory that a user's processes have on GPUs.", "memory_used"),
 )
 
 

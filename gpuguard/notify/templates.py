@@ -56,7 +56,7 @@ gpuguard on $host, $time
 What was done:  $done
 What was seen:  $why
 For how long:   $since
-Device:         $device
+GPU:            $device
 User:           $user
 Processes:      $processes
 Policy:         $policy (rule: $rule)
@@ -74,7 +74,7 @@ How to stop it: $stop
             "resume": "the process is continued (SIGCONT)",
             "renice": "the process gets a lower priority",
             "deny": "the user gets no new claims for a time",
-            "quarantine": "the device is taken out of service",
+            "quarantine": "the GPU is taken out of service",
             "release": "the claim is released",
             "cancel": "the Slurm job is cancelled (scancel)",
             "run_hook": "a program of the administrator is run",
@@ -86,19 +86,19 @@ How to stop it: $stop
         nothing_next="Nothing: this was the last step.",
         observing="(This policy only observes: nothing of it is carried out.)",
         stop={
-            "idle": "Use the device again, or free it: end the process.",
-            "utilization": "Use the device again, or free it: end the process.",
+            "idle": "Use the GPU again, or free it: end the process.",
+            "utilization": "Use the GPU again, or free it: end the process.",
             "memory": "Use less memory, or end the process.",
             "memory_growth": "Look for what keeps growing, or end the process.",
-            "unclaimed": "Claim the device as it runs: `gpuguard adopt PID`.  Next time start it with `gpuguard run`.",
-            "trespass": "End the process: the device is claimed by another user.  `gpuguard select` names a free one.",
-            "temperature": "Let the device cool down: end or reduce what runs on it.",
-            "power": "Reduce what runs on the device.",
+            "unclaimed": "Claim the GPU as it runs: `gpuguard adopt PID`.  Next time start it with `gpuguard run`.",
+            "trespass": "End the process: the GPU is claimed by another user.  `gpuguard select` names a free one.",
+            "temperature": "Let the GPU cool down: end or reduce what runs on it.",
+            "power": "Reduce what runs on the GPU.",
             "host_memory": "Use less of the machine's memory, also beside the GPU, or end what you do not need.",
             "host_cpu": "Use fewer cores (threads, data loaders), or end what you do not need.",
-            "health": "Save your work and leave the device: an administrator has to look at it.",
+            "health": "Save your work and leave the GPU: an administrator has to look at it.",
         },
-        stop_otherwise="End the process and so free the device.",
+        stop_otherwise="End the process and so free the GPU.",
         stop_claim="Release what you do not use: `gpuguard release {claim}`.",
         keep="  `gpuguard keep --for {duration}` buys time.",
         more="{count} findings in all; after the one above:",
@@ -113,7 +113,7 @@ gpuguard，主机 $host，$time
 已执行：   $done
 发现情况： $why
 已持续：   $since
-设备：     $device
+GPU：      $device
 用户：     $user
 进程：     $processes
 策略：     $policy（规则：$rule）

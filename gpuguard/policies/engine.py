@@ -314,7 +314,7 @@ def _gap(ended: EscalationState, index: SampleIndex, before: SampleIndex) -> str
 def _verdict(due: DueStep, further: int) -> Verdict:
     policy, number, finding = due.policy, due.state.done, due.finding
     if further:
-        finding = replace(finding, why=f"{finding.why} (and the like on {further} more devices)")
+        finding = replace(finding, why=f"{finding.why} (and the like on {further} more GPUs)")
     after = policy.steps[number + 1] if number + 1 < len(policy.steps) else None
     harm = _harm(policy, number + 1, finding)
     return Verdict(
@@ -493,7 +493,7 @@ def _obstacle(due: DueStep, index: SampleIndex, memory: EngineMemory) -> tuple[s
             return "gap", blind
         effect = memory.effects.get((due.policy.enforce, uuid))
         if effect is not None and (effect.policy, effect.subject) != (due.policy.name, due.identity):
-            return "waiting", f"a step of {effect.policy} on the same device has not shown its effect yet"
+            return "waiting", f"a step of {effect.policy} on the same GPU has not shown its effect yet"
     return None
 
 

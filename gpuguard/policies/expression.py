@@ -110,7 +110,7 @@ def _process_count(device: Device) -> Value:
 
 # A name about a process makes the whole expression one about processes; without any it is about devices.
 NAMES: dict[str, Name] = {
-    "memory_used": _of_process(BYTES, "of the process on the device", lambda process: process.memory_used),
+    "memory_used": _of_process(BYTES, "of the process on the GPU", lambda process: process.memory_used),
     "process_utilization": _of_process(PERCENT, "of the SMs, by the process", lambda process: process.utilization),
     "run_time": Name(SECONDS, True, "since the start of the process", _run_time),
     "user": _of_process(TEXT, "name of the user", lambda process: process.user),
@@ -122,19 +122,19 @@ NAMES: dict[str, Name] = {
     "cpu": Name(PERCENT, True, "of one core, by the process", lambda source: source.host.cpu),
     "host_memory": Name(BYTES, True, "resident, beside the GPU", lambda source: source.host.memory),
     "network": Name(RATE, True, "of the process, both ways", lambda source: source.host.network),
-    "utilization": _of_device(PERCENT, "of the device", lambda device: device.utilization),
+    "utilization": _of_device(PERCENT, "of the GPU", lambda device: device.utilization),
     "memory_utilization": _of_device(PERCENT, "of its memory's bandwidth", lambda device: device.memory_utilization),
     "device_memory_used": _of_device(BYTES, "by all processes", lambda device: device.memory_used),
-    "device_memory_free": _of_device(BYTES, "of the device", lambda device: device.memory_free),
-    "device_memory_total": _of_device(BYTES, "of the device", lambda device: device.memory_total),
-    "temperature": _of_device(CELSIUS, "of the device", lambda device: device.temperature),
+    "device_memory_free": _of_device(BYTES, "of the GPU", lambda device: device.memory_free),
+    "device_memory_total": _of_device(BYTES, "of the GPU", lambda device: device.memory_total),
+    "temperature": _of_device(CELSIUS, "of the GPU", lambda device: device.temperature),
     "temperature_slowdown": _of_device(CELSIUS, "at which it slows down", lambda device: device.temperature_slowdown),
-    "power_draw": _of_device(WATTS, "of the device", lambda device: device.power_draw),
-    "power_limit": _of_device(WATTS, "of the device", lambda device: device.power_limit),
-    "device_index": _of_device(NUMBER, "0 is the first device", lambda device: device.index),
-    "model": _of_device(TEXT, "name of the device", lambda device: device.name),
-    "processes": _of_device(NUMBER, "how many compute on the device", _process_count),
-    "claimed": Name(TRUTH, False, "whether the device is claimed", _claimed),
+    "power_draw": _of_device(WATTS, "of the GPU", lambda device: device.power_draw),
+    "power_limit": _of_device(WATTS, "of the GPU", lambda device: device.power_limit),
+    "device_index": _of_device(NUMBER, "0 is the first GPU", lambda device: device.index),
+    "model": _of_device(TEXT, "name of the GPU", lambda device: device.name),
+    "processes": _of_device(NUMBER, "how many compute on the GPU", _process_count),
+    "claimed": Name(TRUTH, False, "whether the GPU is claimed", _claimed),
     "claimed_by": Name(TEXTS, False, "names of the users who have claimed it: user not in claimed_by", _claimed_by),
 }
 NAMES_OF_HOST = frozenset({"cpu", "host_memory", "network"})  # those that RuleView.host is wanted for
@@ -533,7 +533,7 @@ class ExpressionRule:
     expr: names, compared with amounts (30GiB, 5%, 2h, 85C, 300W, 1MB/s, 3) or texts ('alice'), by < <= > >= == != and
         by in, like, joined by and, or, not; + - * / for amounts.
 
-    With a name about processes it is judged for each process on each device, else for each device.  What compares
+    With a name about processes it is judged for each process on each GPU, else for each GPU.  What compares
     something unknown is neither true nor false.
 
     Names about processes are memory_used, process_utilization, run_time, user, uid, groups, executable, command,

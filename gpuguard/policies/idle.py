@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gpuguard.device_state import claim_of, claims_on, idle_limit, may_compute, usable_devices
+from gpuguard.device_state import claim_of, claims_on, device_title, idle_limit, may_compute, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, GpuProcess, Subject
 from gpuguard.policies.view import (
@@ -23,15 +23,15 @@ from gpuguard.units import Rate, format_bytes, format_duration, parse_bytes, par
 
 @dataclass(frozen=True)
 class IdleRule:
-    """A device is claimed, or its memory is held, but its utilization is at most `below`.
+    """A GPU is claimed, or its memory is held, but its utilization is at most `below`.
 
     below: percent of time; 0% means no kernel at all.
     window: fixed (the policy's `for` counts from the first idle sample, and any sample that is not idle starts it
         again) or sliding (`share` of the samples of the last `over` were idle: a short burst does not help).
-    over: the sliding window.  It finds no user who holds the device for a shorter time.
+    over: the sliding window.  It finds no user who holds the GPU for a shorter time.
     share: of the samples of the sliding window that must be idle.
-    memory_above: unclaimed devices count only while more than this is held.
-    cpu_below: and every process on the device uses less than this, in percent of one core.
+    memory_above: unclaimed GPUs count only while more than this is held.
+    cpu_below: and every process on the GPU uses less than this, in percent of one core.
     network_below: and each sends and receives less than this.
 
     Unknown utilization is never idle, and so is unknown CPU or network where a limit for it is given.  Give users time:
@@ -69,7 +69,7 @@ class IdleRule:
             if resting is not None and (not self.reads_host or self._host_rests(view, device)):
                 for subject, seconds, processes in self._held(view, device):
                     if self.over is None or (seconds is not None and seconds >= self.over):
-                        yield Finding("idle", subject, f"device {device.index} {resting}", processes)
+                        yield Finding("idle", subject, f"{device_title(device)} {resting}", processes)
 
     def _resting(self, view: RuleView, device: Device) -> str | None:
         """Why the device counts as resting, None if it does not."""
@@ -126,7 +126,7 @@ class AgeRule:
     """A process has run for too long, or a claim was held for too long without a process.
 
     run_time_above: since the start of the process.
-    claim_without_process_above: in all that time no memory was used on any device of the claim, and none of them has a
+    claim_without_process_above: in all that time no memory was used on any GPU of the claim, and none of them has a
         process now.  Known only after gpuguard has watched for so long.
 
         when: {age: {run_time_above: 72h, claim_without_process_above: 2h}}

@@ -60,7 +60,7 @@ _DEVICE = re.compile(r"0|[1-9]\d{0,2}|(?:0|[1-9]\d{0,2})\.\d{1,2}|(?:GPU|MIG)-[0
 def parse_device(text: str) -> str:
     """An index, a uuid or the beginning of one."""
     if not _DEVICE.fullmatch(text):
-        raise InvalidRequest(f"{text!r} is no device: write an index like 0, or a uuid like 'GPU-8f31c2'.")
+        raise InvalidRequest(f"{text!r} is no GPU: write an index like 0, or a uuid like 'GPU-8f31c2'.")
     return text
 
 
@@ -190,7 +190,7 @@ NOTES: Mapping[str, str] = {
     "exempt": N_("inside `except`"),
     "kept": N_("a user asked to keep it"),
     "grace": N_("younger than start_grace"),
-    "devices": N_("on fewer devices than devices_at_least"),
+    "devices": N_("on fewer GPUs than devices_at_least"),
     "hours": N_("outside the hours or days of the policy"),
     "load": N_("not so much of the node is claimed"),
     "cleared": N_("the condition holds no more, the escalation is cancelled"),
@@ -198,7 +198,7 @@ NOTES: Mapping[str, str] = {
     "cooldown": N_("the last step is not long ago"),
     "breaker": N_("too many would be acted on at once, so none is"),
     "nobody": N_("a step has nothing there that it could act on, so the next one is waited for"),
-    "waiting": N_("another step on the same device has not shown its effect yet"),
+    "waiting": N_("another step on the same GPU has not shown its effect yet"),
 }
 
 
@@ -250,7 +250,7 @@ def drop_protected(
 def _unseen(subject: Subject, index: SampleIndex) -> Protection | None:
     """Why it is not known whether a subject is there at all; None when it is."""
     if subject.device is not None and subject.device not in index.devices:
-        return "gap", "the device is missing from the sample"
+        return "gap", "the GPU is missing from the sample"
     claim = index.claim_of(subject)
     if subject.claim is not None and claim is None:
         return "gap", "the claim is missing from the sample"
@@ -351,7 +351,7 @@ def outside_schedule(policy: Policy, index: SampleIndex) -> Note | None:
         share = 100 * sum(uuid in index.claims_on for uuid in parts) / len(parts) if parts else None
         if share is None or not share > policy.claimed_above:
             seen = "unknown" if share is None else f"{share:.0f}%"
-            return Note("load", f"{seen} of the devices is claimed, not above {policy.claimed_above:g}%", policy.name)
+            return Note("load", f"{seen} of the GPUs are claimed, not above {policy.claimed_above:g}%", policy.name)
     return None
 
 
@@ -388,7 +388,7 @@ def on_enough_devices(
         if left or (not finding.processes and enough & _places(finding, index).keys()):
             kept.append(finding if len(left) == len(finding.processes) else replace(finding, processes=left))
         else:
-            text = f"on fewer than {policy.devices_at_least} devices of the same user"
+            text = f"on fewer than {policy.devices_at_least} GPUs of the same user"
             notes.append(Note("devices", text, policy.name, finding.subject))
     return kept, notes
 

@@ -22,7 +22,7 @@ class QuotaRule:
     devices: so many, or a share of the machine's (rounded down, but at least one), claimed or in use without a claim; a
         MIG instance counts as one.
     claims: so many at a time.
-    memory: share of the memory of all devices together.
+    memory: share of the memory of all GPUs together.
     gpu_hours: GPU time claimed within `within`, like 100h; over it, only the newest claim or process is in excess.
     within: the time before now in which gpu_hours are counted, like 7d.
     shared_by: groups; the members of each have all this together.  Absent: every user has it.
@@ -89,14 +89,14 @@ class QuotaRule:
                 of_all = f" ({limit.text} of {present})"
                 limit = int(limit.of(present) or 0) or min(1, ceil(limit.value))
             if count := _excess(held, _devices, limit):
-                yield count, f"has {_devices(held):.0f} devices, {limit}{of_all} are allowed"
+                yield count, f"has {_devices(held):.0f} GPUs, {limit}{of_all} are allowed"
         if self.claims is not None and (count := _excess(held, _claims, self.claims)):
             yield count, f"has {_claims(held):.0f} claims, {self.claims} are allowed"
         sizes = [device.memory_total for device in view.snapshot.devices if device.parent_uuid is None]
         total = 0 if None in sizes else sum(size for size in sizes if size is not None)
         if self.memory is not None and total and (count := _excess(held, _memory, self.memory / 100 * total)):
             share = 100 * _memory(held) / total
-            uses = f"uses {format_bytes(_memory(held))}, {share:.3g}% of the memory of all devices"
+            uses = f"uses {format_bytes(_memory(held))}, {share:.3g}% of the memory of all GPUs"
             yield count, f"{uses}, {self.memory:g}% is allowed"
         if self.gpu_hours is not None and self.within is not None and held:
             known = (view.gpu_seconds.get(uid, {}).get(self.within) for uid in uids)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
-from gpuguard.device_state import claims_on, usable_devices
+from gpuguard.device_state import claims_on, device_title, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import CLOCKS, ECC, Device, Finding, GpuProcess, Subject, claim_named
 from gpuguard.policies.view import (
@@ -47,11 +47,11 @@ def _findings_of_whole(rule: str, view: RuleView, per: str, why: Callable[[Devic
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """More memory of one device is in use than allowed, by one process, user or claim, or altogether.
+    """More memory of one GPU is in use than allowed, by one process, user or claim, or altogether.
 
-    above: bytes, or percent of the device's memory; or share, with per: claim: what the claim asked for when it began
-        to share its devices (gpuguard run --share --memory).  A claim that shares nothing cannot exceed it.
-    per: process, user (all processes of a user on the device), claim (all its processes on one of its devices), or
+    above: bytes, or percent of the GPU's memory; or share, with per: claim: what the claim asked for when it began
+        to share its GPUs (gpuguard run --share --memory).  A claim that shares nothing cannot exceed it.
+    per: process, user (all processes of a user on the GPU), claim (all its processes on one of its GPUs), or
         device (then it is no user's fault in particular: no action on a process follows).
 
     Memory that the driver does not tell is not counted.
@@ -75,19 +75,19 @@ class MemoryRule:
                 return None
             whole = f" of {format_bytes(device.memory_total)}" if self.above.relative else ""
             allowed = f"its share of {format_bytes(share)}" if self.above.promised else self.above.text
-            return f"uses {format_bytes(memory)} of device {device.index}, {allowed}{whole} is allowed"
+            return f"uses {format_bytes(memory)} of {device_title(device)}, {allowed}{whole} is allowed"
 
         return findings_where("memory", view, self.per, why)
 
 
 @dataclass(frozen=True)
 class TemperatureRule:
-    """A device is hotter than allowed.
+    """A GPU is hotter than allowed.
 
     above: degrees Celsius.
     per: device (no action on a process follows) or process (each process that computes there is meant).
 
-    The user of a hot device may not be the cause (a fan, the room, the neighbour): processes are meant only by
+    The user of a hot GPU may not be the cause (a fan, the room, the neighbour): processes are meant only by
     `per: process`.
 
         when: {temperature: {above: 85C}}
@@ -102,16 +102,16 @@ class TemperatureRule:
         def why(device: Device) -> str | None:
             if device.temperature is None or device.temperature <= self.above:
                 return None
-            return f"device {device.index} has {device.temperature:.0f}C, {self.above:g}C is allowed"
+            return f"{device_title(device)} has {device.temperature:.0f}C, {self.above:g}C is allowed"
 
         return _findings_of_whole("temperature", view, self.per, why)
 
 
 @dataclass(frozen=True)
 class PowerRule:
-    """A device draws more power than allowed.
+    """A GPU draws more power than allowed.
 
-    above: watts, or percent of the device's power limit.
+    above: watts, or percent of the GPU's power limit.
     per: device (no action on a process follows) or process (each process that computes there is meant).
 
         when: {power: {above: 95%}}
@@ -128,14 +128,14 @@ class PowerRule:
             if device.power_draw is None or limit is None or device.power_draw <= limit:
                 return None
             whole = f" of {device.power_limit:.0f}W" if self.above.relative else ""
-            return f"device {device.index} draws {device.power_draw:.0f}W, {self.above.text}{whole} is allowed"
+            return f"{device_title(device)} draws {device.power_draw:.0f}W, {self.above.text}{whole} is allowed"
 
         return _findings_of_whole("power", view, self.per, why)
 
 
 @dataclass(frozen=True)
 class UtilizationRule:
-    """The GPU is busier than `above`, or less busy than `below`.  For devices that are held but rest, see idle.
+    """The GPU is busier than `above`, or less busy than `below`.  For GPUs that are held but rest, see idle.
 
     above: percent of time.  Exactly one of above and below.
     below: percent of time.
@@ -160,7 +160,7 @@ class UtilizationRule:
             percent = processes[0].utilization if self.per == "process" else device.utilization
             if percent is None:
                 return None
-            seen = f"utilization of device {device.index} is {percent:.3g}%"
+            seen = f"utilization of {device_title(device)} is {percent:.3g}%"
             if self.above is not None and percent > self.above:
                 return f"{seen}, at most {self.above:g}% is allowed"
             if self.below is not None and percent < self.below:
@@ -172,7 +172,7 @@ class UtilizationRule:
 
 @dataclass(frozen=True)
 class ProcessesRule:
-    """More processes compute on one device than allowed, altogether or by one user.
+    """More processes compute on one GPU than allowed, altogether or by one user.
 
     above: how many are allowed.
     per: device (no action on a process follows) or user (all processes of that user there are meant).
@@ -192,16 +192,16 @@ class ProcessesRule:
             count = len(processes if self.per == "user" else computing(device))
             if count <= self.above:
                 return None
-            return f"{count} processes compute on device {device.index}, {self.above} processes are allowed"
+            return f"{count} processes compute on {device_title(device)}, {self.above} processes are allowed"
 
         return findings_where("processes", view, self.per, why)
 
 
 @dataclass(frozen=True)
 class HealthRule:
-    """A device has a problem, is slowed down, or counts too many errors.
+    """A GPU has a problem, is slowed down, or counts too many errors.
 
-    The finding is about the device, since hardly ever its user is the cause.
+    The finding is about the GPU, since hardly ever its user is the cause.
 
     problems: globs; "*" is any problem that the driver reports: lost, unresponsive, reset required, ...
     throttle_reasons: globs, for the names that nvidia-smi gives to the reasons of slower clocks.
@@ -209,7 +209,7 @@ class HealthRule:
     ecc_uncorrected_above: likewise, errors that could not be corrected.
     retired_pages_above: more pages of memory were given up than that.
     remapped_rows_above: more rows of memory were replaced than that.
-    with_processes: an action means the processes on the device, too.
+    with_processes: an action means the processes on the GPU, too.
 
         when: {health: {problems: ["lost", "reset required", "*pending*"], ecc_uncorrected_above: 0}}
     """

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from gpuguard.device_state import device_title
 from gpuguard.model import Device, Finding, GpuProcess, Subject
 from gpuguard.policies.view import RuleView, clock_of, covers, findings_where, key_of
 from gpuguard.units import Rate, format_bytes, format_duration, parse_duration, parse_percent, parse_rate
@@ -86,7 +87,7 @@ class MemoryGrowthRule:
                 return None
             grown = f"{format_bytes(middle(rates) * self.above.seconds)} in {format_duration(self.above.seconds)}"
             return (
-                f"memory on device {device.index} grows by {grown} (trend over {format_duration(self.over)}), "
+                f"memory on {device_title(device)} grows by {grown} (trend over {format_duration(self.over)}), "
                 f"{self.above.text} is allowed"
             )
 
@@ -95,7 +96,7 @@ class MemoryGrowthRule:
 
 @dataclass(frozen=True)
 class ForecastRule:
-    """The memory of a device will be full soon, if it grows on as it did.  An estimate: made for warnings.
+    """The memory of a GPU will be full soon, if it grows on as it did.  An estimate: made for warnings.
 
     full_within: how soon.
     over: the window of the trend; nothing is found before gpuguard has watched for so long.
@@ -129,7 +130,7 @@ class ForecastRule:
             if confidence < self.confidence:
                 return None
             return (
-                f"memory of device {device.index} is full in about {format_duration(free / rate)}: "
+                f"memory of {device_title(device)} is full in about {format_duration(free / rate)}: "
                 f"{format_bytes(free)} is free and {format_bytes(rate * 60)} more is used each minute "
                 f"(confidence {confidence:.0f}%); less than {format_duration(self.full_within)} is not enough"
             )

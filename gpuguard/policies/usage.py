@@ -20,7 +20,7 @@ from gpuguard.units import format_bytes, parse_bytes
 
 @dataclass(frozen=True)
 class UnclaimedRule:
-    """A process computes on a device without a claim.
+    """A process computes on a GPU without a claim.
 
     min_memory: processes with less memory there do not count; absent: all count.
 
@@ -42,13 +42,13 @@ class UnclaimedRule:
             for process in computing(device):
                 if self.min_memory and (process.memory_used is None or process.memory_used < self.min_memory):
                     continue
-                why = f"uses {format_bytes(process.memory_used)} of a device without a claim{limit}"
+                why = f"uses {format_bytes(process.memory_used)} of a GPU without a claim{limit}"
                 yield Finding("unclaimed", process_subject(device, process), why, (process,))
 
 
 @dataclass(frozen=True)
 class TrespassRule:
-    """A process computes on a device that another user has claimed.
+    """A process computes on a GPU that another user has claimed.
 
     The holder of the lock of the claim is at home there, and so are the other processes of its owner.  In favour of
     the process: root's are taken for containers of the claim, and a lock without a record may be anybody's.
@@ -72,7 +72,7 @@ class TrespassRule:
                     continue
                 if claim_of(process, here, view.seen) is None:
                     owners = ", ".join(user_label(record.user, record.uid) for record in here)
-                    why = f"uses {format_bytes(process.memory_used)} of a device that {owners} has claimed"
+                    why = f"uses {format_bytes(process.memory_used)} of a GPU that {owners} has claimed"
                     yield Finding("trespass", process_subject(device, process), why, (process,))
 
 
@@ -164,11 +164,11 @@ def _matches(text: str, globs: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True)
 class OutsideSchedulerRule:
-    """A process computes on a device that the scheduler (Slurm, for one) has not given to its user.
+    """A process computes on a GPU that the scheduler (Slurm, for one) has not given to its user.
 
     containers: false spares processes in containers, where jobs start some whose user is not the user of the job.
 
-    Holds nowhere without a scheduler, and not on devices of which it says nothing.
+    Holds nowhere without a scheduler, and not on GPUs of which it says nothing.
 
         when: {outside_scheduler: {}}
     """
@@ -184,5 +184,5 @@ class OutsideSchedulerRule:
             if given is None or process.uid in given or (process.container and not self.containers):
                 continue
             to = "other users" if given else "no user"
-            why = f"uses {format_bytes(process.memory_used)} of a device that the scheduler has given to {to}"
+            why = f"uses {format_bytes(process.memory_used)} of a GPU that the scheduler has given to {to}"
             yield Finding("outside_scheduler", process_subject(device, process), why, (process,))

@@ -212,7 +212,7 @@ class SampleIndex:
         """Why the processes of a device cannot be judged; None when they can."""
         device = self.devices.get(uuid)
         if device is None:
-            return "the device is missing from the sample"
+            return "the GPU is missing from the sample"
         if device.processes is None:
             gaps = self.gaps.get(uuid, {})
             return gaps.get("processes") or gaps.get("device") or "the driver gives no list of processes"

@@ -86,7 +86,7 @@ def position_text(position: QueuePosition, queue: QueueState) -> str:
 
 
 def start_text(position: QueuePosition, queue: QueueState) -> str:
-    """When it starts and why not earlier: ``"starts in about 2h, when device 3 is free: time limit of al's job"``."""
+    """When it starts and why not earlier: ``"starts in about 2h, when GPU 3 is free: time limit of al's job"``."""
     if position.ticket.after:
         return f"not queued yet: {position.ticket.after}"
     if position.now:
@@ -94,7 +94,7 @@ def start_text(position: QueuePosition, queue: QueueState) -> str:
     if position.held_back_by:
         return f"held back: it would delay {_held_back_text(position.held_back_by, position, queue)}"
     if position.request is None:
-        return "no devices for it as things are"
+        return "no GPUs for it as things are"
     if not position.devices:
         return "too far behind for a plan"
     if kept_out := _kept_out_text(position.request, position.devices, queue):
@@ -149,7 +149,7 @@ def passing_text(position: QueuePosition, queue: QueueState) -> str | None:
     until = ticket.since + queue.bound
     if until > queue.now:
         return f"shorter jobs may start first until {clock_text(until, queue.now)}"
-    return "only jobs that probably end before its devices are free start first"
+    return "only jobs that probably end before its GPUs are free start first"
 
 
 def _until(start: float, queue: QueueState) -> str:
@@ -168,7 +168,7 @@ def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str
         end = expected_end(claim, queue.now)
         if end is not None and abs(end - start) < 1.0:
             device = queue.snapshot.device(uuid)
-            freed = f"when device {device.label if device else uuid} is free"
+            freed = f"when {device_title(device) if device else uuid} is free"
             if claim.ends is None:
                 return f"{freed}, if {claim.user}'s job takes as long as their earlier ones"
             return f"{freed}: time limit of {claim.user}'s job"
@@ -185,7 +185,7 @@ def _unknown_end_text(position: QueuePosition, queue: QueueState) -> str:
         return "a job is over its time"
     if not endless:
         used = any(device.processes for device in queue.snapshot.devices if device.uuid in position.devices)
-        return "a device is in use without a claim" if used else "a device is not free, though it has no claim"
+        return "a GPU is in use without a claim" if used else "a GPU is not free, though it has no claim"
     names = sorted({claim.user for claim in endless})
     jobs = "jobs of {} have" if len(endless) > 1 else "job of {} has"
     return f"the {jobs.format(' and '.join(names))} no time limit"

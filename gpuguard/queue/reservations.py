@@ -43,7 +43,7 @@ MOST_OF_ONE = 100  # of a user; a quota counts their devices, but only once all 
 MOST_NOTE = 200  # characters
 MOST_COUNTED = 256  # with more, planning would take too long
 MOST_GPUS = 4096
-_NO_ROOM = "earlier reservations leave too few devices at that time"
+_NO_ROOM = "earlier reservations leave too few GPUs at that time"
 
 Arrivals = Mapping[tuple[int, str], float]  # (uid, key of a reservation) -> when its user last began or ended a claim
 
@@ -179,7 +179,7 @@ def _why_not(wanted: Reservation, counted: Sequence[Reservation], uuids: Collect
         return why_not
     present = len(set(wanted.devices) & set(uuids))
     if present < wanted.num_gpus:
-        return f"only {present} of its devices {'is' if present == 1 else 'are'} there"
+        return f"only {present} of its GPUs {'is' if present == 1 else 'are'} there"
     if not can_be_met(wanted, counted, uuids):
         return _NO_ROOM
     return "" if len(counted) < MOST_COUNTED else f"there are more than {MOST_COUNTED} already"
@@ -221,7 +221,7 @@ def write_reservation(directory: LockDirectory, wanted: Reservation) -> Reservat
     content = {"schema": 1, **asdict(fields), "note": wanted.note and wanted.note[:MOST_NOTE]}
     encoded = json.dumps(content).encode()
     if len(encoded) > MAX_BYTES:
-        raise InvalidRequest("the reservation is too long to be written: name fewer devices with --devices.")
+        raise InvalidRequest("the reservation is too long to be written: name fewer GPUs with --devices.")
     number = os.urandom(4).hex()
     path = _path(directory, os.geteuid(), number)
     try:

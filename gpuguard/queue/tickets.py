@@ -98,7 +98,7 @@ class OwnTicket:
             self.waker = os.open(waker, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             os.fchmod(self.waker, 0o622)
             if len(encoded) > MAX_BYTES:
-                raise InvalidRequest("the request is too long to wait with: name fewer devices or models.")
+                raise InvalidRequest("the request is too long to wait with: name fewer GPUs or models.")
             self._descriptor = create_file(ticket)
             try_flock(self._descriptor)
             write_all(self._descriptor, encoded)

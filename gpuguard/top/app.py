@@ -101,7 +101,7 @@ HELP = N_(
     "f                      ask the driver, or show what the daemon saw\n  a  l                   "
     "ASCII; light or dark\n  Ctrl-P                 hold the screen, and go on\n  q  "
     "Ctrl-C              leave\n\nMemory is blue, work is green.  Yellow: near a limit; red: at it.\n"
-    "Limits are the temperature at which a device slows down and its\npower limit, or what the "
+    "Limits are the temperature at which a GPU slows down and its\npower limit, or what the "
     'site\'s policies say, where you may read\nthem.  n/a: not known.  A red ! or "no claim": used '
     "unclaimed.\n"
 )

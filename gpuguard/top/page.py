@@ -44,7 +44,7 @@ def page(scene: Scene, history: History, view: ScreenView, width: int, height: i
     if free:
         lines.append(_line([("     ", ""), (free, "green")], width))
     if not uses:
-        lines.append(_line([(_("no devices that match") if scene.uses else _("no devices"), "dim")], width))
+        lines.append(_line([(_("no GPUs that match") if scene.uses else _("no GPUs"), "dim")], width))
     lines += _users(scene, view, width)
     lines += _waiting(scene, width)
     below = [_line([], width), *process_lines(scene, view, width), *_gaps(scene, width)]

@@ -71,8 +71,10 @@ def plot_lines(
 
 
 def of_devices(history: History, uses: Sequence[DeviceUse]) -> list[PlottedSeries]:
-    """The means of the whole devices of *uses*."""
-    rings = [history.devices[use.device.uuid] for use in uses if use.device.uuid in history.devices]
+    """The means of the whole devices of *uses*, of its instances where it has no other."""
+    known = [use.device for use in uses if use.device.uuid in history.devices]
+    counted = [device for device in known if device.parent_uuid is None] or known
+    rings = [history.devices[device.uuid] for device in counted]
     of = _("mean of {count}").format(count=format_count(len(rings), "GPU"))
     series = []
     for metric, name, colour in (("utilization", _("utilization"), "green"), ("memory", _("memory in use"), "cyan")):

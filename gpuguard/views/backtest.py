@@ -53,7 +53,7 @@ def backtest_lines(
     if each and result.acts:
         rows = []
         for act in result.acts:
-            texts = (", ".join(act.jobs) or _("device {device}").format(device=act.device), act.user or "", act.why)
+            texts = (", ".join(act.jobs) or _("GPU {device}").format(device=act.device), act.user or "", act.why)
             rows.append((clock_text(act.time, recording), act.policy, act.action, *map(neutralise, texts)))
         yield ""
         yield from table(rows, [_("AT"), _("POLICY"), _("ACTION"), _("JOB"), _("USER"), _("WHY")])
@@ -200,11 +200,11 @@ def _differences(outcome: TestOutcome) -> Iterator[str]:
         words = [_("at {at}: {action}").format(at=format_duration(expected.at), action=expected.action)]
         words += [_("by {policy}").format(policy=expected.policy)] if expected.policy else []
         words += [_("for {user}").format(user=expected.user)] if expected.user else []
-        words += [_("on device {device}").format(device=expected.device)] if expected.device is not None else []
+        words += [_("on GPU {device}").format(device=expected.device)] if expected.device is not None else []
         yield _("expected  {words}").format(words=" ".join(words))
     for got in outcome.surplus:
         users = _(" for {users}").format(users=", ".join(got.users)) if got.users else ""
-        where = _(" on device {device}").format(device=got.device) if got.device is not None else ""
+        where = _(" on GPU {device}").format(device=got.device) if got.device is not None else ""
         yield _("got       at {at}: {action} by {policy}{users}{where}, because {why}").format(
             at=format_duration(got.at), action=got.action, policy=got.policy, users=users, where=where, why=got.why
         )

@@ -179,7 +179,7 @@ def _devices(facts: DoctorFacts) -> Finding | None:
         return None
     whole = [device for device in facts.snapshot.devices if not device.parent_uuid]
     if not whole:
-        return FAULT, _("the driver lists no device"), _("See `lspci | grep -i nvidia` and `dmesg | grep -i nvrm`.")
+        return FAULT, _("the driver lists no GPU"), _("See `lspci | grep -i nvidia` and `dmesg | grep -i nvrm`.")
     ill = [
         _("GPU {index}: {problems}").format(index=device.index, problems=", ".join(device.problems))
         for device in whole
@@ -187,7 +187,7 @@ def _devices(facts: DoctorFacts) -> Finding | None:
     ]
     if ill:
         advice = _(
-            "Jobs get the other devices.  See `dmesg | grep -i xid`.  Reboot; or `sudo nvidia-smi -r -i "
+            "Jobs get the other GPUs.  See `dmesg | grep -i xid`.  Reboot; or `sudo nvidia-smi -r -i "
             "INDEX` once no process has it open (`sudo fuser -v /dev/nvidia*`), so after `sudo systemctl "
             "stop gpuguard`."
         )
@@ -226,7 +226,7 @@ def _processes(facts: DoctorFacts) -> Finding | None:
         if not facts.first_pid_namespace:
             advice = _("These are pids of the host.  Start the container with --pid=host to see whose they are.")
         return WARNING, _("the process list of GPU {indices} makes no sense").format(indices=_indices(odd)), advice
-    return OK, _("the driver lists the processes of every device"), None
+    return OK, _("the driver lists the processes of every GPU"), None
 
 
 def _persistence(facts: DoctorFacts) -> Finding | None:
@@ -236,12 +236,12 @@ def _persistence(facts: DoctorFacts) -> Finding | None:
         return None
     if False in modes:
         advice = _(
-            "The first use of an idle device then takes seconds.  `sudo systemctl enable --now "
+            "The first use of an idle GPU then takes seconds.  `sudo systemctl enable --now "
             "nvidia-persistenced` changes that, and `sudo nvidia-smi -pm 1` until the next boot."
         )
         return (
             WARNING,
-            _("off on {count} of {modes} devices").format(count=modes.count(False), modes=len(modes)),
+            _("off on {count} of {modes} GPUs").format(count=modes.count(False), modes=len(modes)),
             advice,
         )
     return OK, "on", None
@@ -386,12 +386,12 @@ def _environment(facts: DoctorFacts) -> Finding:
         advice = _("No GPU can be had in this shell.  Unset the variable, or ask the outer scheduler for GPUs.")
         return WARNING, facts.outer[1], advice
     if facts.environ.get(ORDER_VARIABLE) not in (None, PCI_ORDER):
-        advice = _("`gpuguard run` sets PCI_BUS_ID for its jobs.  Elsewhere device 0 may be another than nvidia-smi's.")
+        advice = _("`gpuguard run` sets PCI_BUS_ID for its jobs.  Elsewhere GPU 0 may be another than nvidia-smi's.")
         return WARNING, f"{ORDER_VARIABLE}={facts.environ[ORDER_VARIABLE]}", advice
     if facts.outer:
-        return WARNING, facts.outer[1], _("gpuguard stays inside that.  Unset it to choose among all devices.")
+        return WARNING, facts.outer[1], _("gpuguard stays inside that.  Unset it to choose among all GPUs.")
     names = ", ".join(f"{name}={value}" for name, value in facts.environ.items())
-    return OK, names or _("no variable limits the devices"), None
+    return OK, names or _("no variable limits the GPUs"), None
 
 
 def _container(facts: DoctorFacts) -> Finding | None:
@@ -409,7 +409,7 @@ def _container(facts: DoctorFacts) -> Finding | None:
 def _kernel(facts: DoctorFacts) -> Finding | None:
     if facts.protected_hardlinks == 0:
         advice = _("`sudo sysctl -w fs.protected_hardlinks=1`, and the same in /etc/sysctl.d.")
-        return WARNING, _("fs.protected_hardlinks=0: a link to a lock file keeps its device from everybody"), advice
+        return WARNING, _("fs.protected_hardlinks=0: a link to a lock file keeps its GPU from everybody"), advice
     if facts.protected_regular is None:
         return None
     meaning = _("lock files of others are opened, never created anew") if facts.protected_regular else _("off")

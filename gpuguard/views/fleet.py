@@ -151,9 +151,9 @@ def chosen(reply: HostReply) -> HostReply:
     names = (room(reply, "index", ",") or "").split(",")
     fault = None
     if not devices or not all(0 <= device.index < 10_000 and _UUID.fullmatch(device.uuid) for device in devices):
-        fault = _("its answer names no devices")
+        fault = _("its answer names no GPUs")
     elif len(set(names)) < len(names):  # of such a list CUDA sees none
-        fault = _("its answer names a device twice")
+        fault = _("its answer names a GPU twice")
     return replace(reply, answer=None, facts=None, error=fault) if fault else reply
 
 

@@ -91,7 +91,7 @@ def _policy(policy: Policy) -> Iterator[str]:
             time=format_duration(policy.start_grace)
         )
     if policy.devices_at_least > 1:
-        yield _("It must hold on {number} devices of the same user at once.").format(number=policy.devices_at_least)
+        yield _("It must hold on {number} GPUs of the same user at once.").format(number=policy.devices_at_least)
     yield from _schedule(policy)
     yield _("Then, counted from when it began:")
     rows, elapsed = [], policy.hold
@@ -123,7 +123,7 @@ def _schedule(policy: Policy) -> Iterator[str]:
     if times:
         yield _("Only {times}, local time; outside of that every ladder ends.").format(times=" ".join(times))
     if policy.claimed_above is not None:
-        yield _("Only while more than {percent:g}% of the devices are claimed.").format(percent=policy.claimed_above)
+        yield _("Only while more than {percent:g}% of the GPUs are claimed.").format(percent=policy.claimed_above)
 
 
 def first_sentence(noun: type) -> str:

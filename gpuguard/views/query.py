@@ -148,7 +148,7 @@ GPU_FIELDS: Mapping[str, Field] = {
     **{
         f"ecc.errors.{kind}.{since}.total": Field(f"since {began}", _device(f"ecc_{kind}_{since}"), model.ECC)
         for kind in ("corrected", "uncorrected")
-        for since, began in (("volatile", "the driver was loaded"), ("aggregate", "the device was made"))
+        for since, began in (("volatile", "the driver was loaded"), ("aggregate", "the GPU was made"))
     },
     "mig.mode.current": Field("Enabled or Disabled", _mig_mode, model.HEALTH),
 }

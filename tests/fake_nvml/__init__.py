@@ -294,7 +294,7 @@ class FakeDevice:
         elif hasattr(type(state), name):
             setattr(state, name, value.encode() if isinstance(value, str) else value)
         else:
-            raise AttributeError(f"a fake device has no {name!r}")
+            raise AttributeError(f"a fake GPU has no {name!r}")
 
 
 @functools.cache

@@ -131,10 +131,10 @@ class _PolicyChecks:
                 text = f"release reaches no claim: {all_names} finds no claim without a process."
                 self._warn(place, text, "Only age (claim_without_process_above), idle and quota do.")
             elif of_devices and step.name in AT_PROCESSES:
-                text = f"{step.name} reaches no process: {all_names} finds devices, not processes."
+                text = f"{step.name} reaches no process: {all_names} finds GPUs, not processes."
                 self._warn(place, text, "Notify an administrator instead, or name processes with `per: process`.")
             elif innocent_harmed and not step.common.even_if_innocent:
-                text = f"{step.name} for {blameless}: a user of such a device may not be the cause."
+                text = f"{step.name} for {blameless}: a user of such a GPU may not be the cause."
                 self._fault(place, text, f"If it is meant: {{do: {step.name}, even_if_innocent: true}}.")
             elif step.common.even_if_innocent and not innocent_harmed:
                 self._warn(place, f"even_if_innocent has no meaning for {step.name} here.")

@@ -102,7 +102,7 @@ class StepKeys:
     Args:
         after: since the step before; for the first step, since the condition has held for `for`.
         even_if_innocent: must be true to terminate, kill, pause or deny for a temperature, power or forecast rule:
-            the user of a hot or full device may not be the cause.
+            the user of a hot or full GPU may not be the cause.
     """
 
     after: Annotated[float, parse_duration] = 0.0
@@ -121,10 +121,10 @@ class PolicyKeys:
         start_grace: processes and claims younger than this are innocent.
         only: whom it is about; everybody by default.
         except: whom it spares; one group of keys, or a list of them.
-        devices_at_least: the condition must hold on so many devices of the same user at once.
+        devices_at_least: the condition must hold on so many GPUs of the same user at once.
         hours: only then, local time, as in 22:00-07:30.
         days: only on these days; hours that pass midnight belong to the day on which they begin.
-        claimed_above: only while more than this share of the devices is claimed.
+        claimed_above: only while more than this share of the GPUs is claimed.
         at_most: if more would be acted on at once, none is.
         cooldown: after the last step, the subject is left alone for so long (default 15m).
         mode: observe or enforce; the file's when absent.

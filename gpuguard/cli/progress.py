@@ -1,0 +1,66 @@
+"""A bar on the terminal for what lasts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from gpuguard.cli.terminal import rewrite, rewrites
+from gpuguard.units import format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SHOWN_AFTER = 2.0  # seconds from which on a wait wants an explanation
+_COLUMNS = 24
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[float], None]]:
+    """A bar on a terminal's stderr for what lasts longer, gone at the end; nothing elsewhere.
+
+    What comes back takes the share that is done, 0 to 1; until it is called the bar only shows that time passes.
+    """
+    share: float | None = None
+    ended = threading.Event()
+
+    def advance(done: float) -> None:
+        nonlocal share
+        share = min(done, 1.0)
+
+    def draw() -> None:
+        began = time.monotonic()
+        if ended.wait(SHOWN_AFTER):
+            return
+        while not ended.is_set():
+            seconds = time.monotonic() - began
+            rewrite(f"{what}  {bar(share, seconds)} {_how_long(share, seconds)}")
+            ended.wait(0.2)
+        rewrite("")
+
+    drawing = threading.Thread(target=draw, daemon=True) if rewrites() else None
+    if drawing:
+        drawing.start()
+    try:
+        yield advance
+    finally:
+        ended.set()
+        if drawing:
+            drawing.join()
+
+
+def bar(share: float | None, seconds: float = 0.0) -> str:
+    """``"[#########...........]"``; where the share that is done is unknown, a mark that moves with time."""
+    if share is None:
+        at = int(seconds * 5) % (_COLUMNS - 2)
+        return f"[{'.' * at}###{'.' * (_COLUMNS - 3 - at)}]"
+    return f"[{'#' * int(share * _COLUMNS):.<{_COLUMNS}}]"
+
+
+def _how_long(share: float | None, seconds: float) -> str:
+    """``"45%, 7s left"``, or how much time has passed."""
+    if share is None:
+        return format_duration(seconds)
+    return f"{share:.0%}" + (f", {format_duration(seconds * (1 - share) / share)} left" if share >= 0.05 else "")
