@@ -77,11 +77,11 @@ def mutants(document: Any, *, brief: bool = False) -> Iterator[tuple[str, bytes]
         for name, value in VALUES.items():
             if not brief or name in BRIEF:
                 yield f"{where} = {name}", before + value + after
-        for name, value in _bent(_at(document, path)):
+        for name, value in _bent(_at(document, path), MANY // 50 if brief else MANY):
             yield f"{where} {name}", before + value + after
 
 
-def _bent(node: Any) -> Iterator[tuple[str, bytes]]:
+def _bent(node: Any, many: int) -> Iterator[tuple[str, bytes]]:
     """(what is other, the node) for each part that is missing, doubled or too much."""
     if isinstance(node, dict):
         for key in node:
@@ -97,7 +97,7 @@ def _bent(node: Any) -> Iterator[tuple[str, bytes]]:
     if isinstance(node, list) and node:
         yield "doubled", json.dumps([*node, *node]).encode()
         yield "less one", json.dumps(node[:-1]).encode()
-        yield "many times", json.dumps(node[:1] * MANY).encode()
+        yield "many times", json.dumps(node[:1] * many).encode()
 
 
 def _paths(node: Any, path: Path = ()) -> Iterator[Path]:
