@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpuguard.model import ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
+from gpuguard.translation import _
 
 FREE, CLAIMED, IN_USE, IDLE = "free", "claimed", "in_use", "idle"
 UNCLAIMED_USE, UNHEALTHY, UNKNOWN = "unclaimed_use", "unhealthy", "unknown"
@@ -234,11 +235,11 @@ def _use(device: Device, snapshot: Snapshot, stats: Processes, quarantined: Mapp
     if device.problems:
         state, reason = UNHEALTHY, ", ".join(problems or ())
     elif device.compute_mode == "prohibited":
-        state, reason = UNHEALTHY, ", ".join(filter(None, ("its compute mode is 'prohibited'", barred)))
+        state, reason = UNHEALTHY, ", ".join(filter(None, (_("its compute mode is 'prohibited'"), barred)))
     elif barred:
         state, reason = QUARANTINED, barred
     elif not claims_readable(snapshot):
-        state, reason = UNKNOWN, "the claims cannot be read"
+        state, reason = UNKNOWN, _("the claims cannot be read")
     else:
         state, reason = _usage(device, bool(held) or of_whole, bool(owners), processes)
         reserved = dict(snapshot.reserved)
@@ -258,14 +259,14 @@ def _usage(
         belongs = any(use.claim is not None and use.process in listed for use in processes or ())
         return (working if belongs else UNCLAIMED_USE), None
     if hides_use(device):
-        return (working, None) if owned else (UNCLAIMED_USE, "memory is in use, by processes that are not listed")
+        return (working, None) if owned else (UNCLAIMED_USE, _("memory is in use, by processes that are not listed"))
     if listed:
-        return UNKNOWN, "the process list makes no sense"
+        return UNKNOWN, _("the process list makes no sense")
     if processes is None and (locked or device.memory_used is None):
-        return UNKNOWN, "no process list"
+        return UNKNOWN, _("no process list")
     if locked:
         return CLAIMED, None
-    return FREE, "no process list: judged by its memory in use" if processes is None else None
+    return FREE, _("no process list: judged by its memory in use") if processes is None else None
 
 
 def _processes_on(device: Device, claims: Sequence[ClaimRecord], stats: Processes) -> tuple[ProcessUse, ...] | None:
@@ -287,7 +288,7 @@ def _divided(use: DeviceUse, found: Sequence[DeviceUse]) -> DeviceUse:
     if use.plain_state == UNHEALTHY:
         return use
     if not instances:
-        reason = "divided (MIG), and without an instance"
+        reason = _("divided (MIG), and without an instance")
         return replace(use, state=UNHEALTHY, plain_state=UNHEALTHY, reason=reason)
     elsewhere = {running.process.pid for other in instances for running in other.processes or ()}
     own = tuple(running for running in use.processes or () if running.process.pid not in elsewhere)

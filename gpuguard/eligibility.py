@@ -16,7 +16,8 @@ from gpuguard.device_state import hides_use, idle_limit, may_compute, occupants,
 from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.request import Request, resolve
 from gpuguard.sanitize import neutralise
-from gpuguard.units import format_bytes, format_duration
+from gpuguard.translation import N_, _
+from gpuguard.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -137,20 +138,28 @@ def no_share_left(device: Device, terms: Terms) -> Iterator[Reason]:
     if not request.share or request.memory is None:
         return
     if device.compute_mode == "exclusive_process":
-        yield Reason("in exclusive-process mode: only one process can use it (nvidia-smi -c DEFAULT)", True)
+        yield Reason(_("in exclusive-process mode: only one process can use it (nvidia-smi -c DEFAULT)"), True)
     if sharing.unknown:
-        yield Reason("shared by a claim whose record cannot be read: how much is left is unknown")
+        yield Reason(_("shared by a claim whose record cannot be read: how much is left is unknown"))
         return
     if not slots_left(sharing, request.slots):
-        yield Reason(f"shared by {sharing.count} already, and no more may join: {shared_by(sharing)}", False, "--slots")
+        yield Reason(
+            _("shared by {count} already, and no more may join: {shared_by}").format(
+                count=sharing.count, shared_by=shared_by(sharing)
+            ),
+            False,
+            "--slots",
+        )
     room, left = capacity(device), memory_left(device, sharing)
     if room is not None and room < request.memory:
-        yield Reason(f"has {format_bytes(room)} of memory even when it is empty", True, "--memory")
+        yield Reason(_("has {room} of memory even when it is empty").format(room=format_bytes(room)), True, "--memory")
     elif left is None:
-        yield _unknown(device, "memory_used", "its memory in use", terms)
+        yield _unknown(device, "memory_used", _("its memory in use"), terms)
     elif left < request.memory:
-        among = f" beside {shared_by(sharing)}" if sharing.count else ""
-        yield Reason(f"only {format_bytes(max(0, left))} left{among}", False, "--memory")
+        among = _(" beside {shared_by}").format(shared_by=shared_by(sharing)) if sharing.count else ""
+        yield Reason(
+            _("only {left} left{among}").format(left=format_bytes(max(0, left)), among=among), False, "--memory"
+        )
 
 
 def used_by(processes: Sequence[GpuProcess], clock: float) -> str:
@@ -166,7 +175,7 @@ def used_by(processes: Sequence[GpuProcess], clock: float) -> str:
         text = ", ".join(facts)
         is_owned = process.user is not None or process.uid is not None
         texts.append(f"{shown(user_label(process.user, process.uid))} ({text})" if is_owned else text)
-    return ", ".join(texts) + (f" and {len(biggest) - 2} more" if len(biggest) > 2 else "")
+    return ", ".join(texts) + (_(" and {count} more").format(count=len(biggest) - 2) if len(biggest) > 2 else "")
 
 
 def shown(text: str, width: int = 60) -> str:
@@ -178,58 +187,65 @@ def shown(text: str, width: int = 60) -> str:
 def _out_of_scope(device: Device, terms: Terms) -> Iterator[Reason]:
     request, family = terms.request, {device.uuid, device.parent_uuid}
     if terms.wanted is not None and not family & terms.wanted:
-        yield Reason(f"not in --devices {','.join(request.devices or ())}", True, "--devices")
+        yield Reason(_("not in --devices {devices}").format(devices=",".join(request.devices or ())), True, "--devices")
     if family & terms.excluded:
-        yield Reason(f"in --exclude {','.join(request.exclude)}", True, "--exclude")
+        yield Reason(_("in --exclude {exclude}").format(exclude=",".join(request.exclude)), True, "--exclude")
     if request.within is not None and not family & set(request.within):
-        yield Reason(request.within_reason or "outside the GPUs that are allowed here", True, OUTER)
+        yield Reason(request.within_reason or _("outside the GPUs that are allowed here"), True, OUTER)
 
 
 def _wrongly_divided(device: Device, terms: Terms) -> Iterator[Reason]:
     wanted, count = terms.request.mig, terms.instances.get(device.uuid, 0)
     if device.parent_uuid is None and device.mig_mode and count:
-        yield Reason(f"divided into {count} MIG instance{'s' * (count != 1)}: jobs run on those", True)
+        instances = format_count(count, "MIG instance")
+        yield Reason(_("divided into {instances}: jobs run on those").format(instances=instances), True)
     elif device.parent_uuid is None and device.mig_mode:
-        yield Reason("MIG mode is on, but it has no MIG instance (an administrator makes them: nvidia-smi mig)", True)
+        yield Reason(
+            _("MIG mode is on, but it has no MIG instance (an administrator makes them: nvidia-smi mig)"), True
+        )
     elif device.parent_uuid and terms.request.num_gpus > 1 and not terms.request.takes_mig_set:
-        yield Reason(f"a MIG instance: one process can use only one ({MIG_SET})", True, MIG_SET)
+        yield Reason(
+            _("a MIG instance: one process can use only one ({mig_set})").format(mig_set=MIG_SET), True, MIG_SET
+        )
     elif wanted is None:
         return
     elif device.parent_uuid is None:
-        yield Reason("not divided into MIG instances", True, "--mig")
+        yield Reason(_("not divided into MIG instances"), True, "--mig")
     elif device.mig_profile is None:
-        yield _unknown(device, "mig_profile", "its profile", terms, "--mig", permanent=True)
+        yield _unknown(device, "mig_profile", _("its profile"), terms, "--mig", permanent=True)
     elif device.mig_profile.lower() != wanted.lower():
-        yield Reason(f"its profile is {shown(device.mig_profile)}", True, "--mig")
+        yield Reason(_("its profile is {name}").format(name=shown(device.mig_profile)), True, "--mig")
 
 
 def _wrong_model(device: Device, terms: Terms) -> Iterator[Reason]:
     globs = terms.request.models
     if globs and device.name is None:
-        yield _unknown(device, "name", "its model", terms, "--model", permanent=True)
+        yield _unknown(device, "name", _("its model"), terms, "--model", permanent=True)
     elif globs and not any(is_model(device.name or "", glob) for glob in globs):
-        yield Reason(f"its model is {shown(device.name or '')}", True, "--model")
+        yield Reason(_("its model is {name}").format(name=shown(device.name or "")), True, "--model")
 
 
 def _too_small(device: Device, terms: Terms) -> Iterator[Reason]:
     request, room, free, total = terms.request, capacity(device), device.memory_free, device.memory_total
     if request.min_total is not None and total is None:
-        yield _unknown(device, "memory_total", "its memory", terms, "--min-total", permanent=True)
+        yield _unknown(device, "memory_total", _("its memory"), terms, "--min-total", permanent=True)
     elif request.min_total is not None and (total or 0) < request.min_total:
-        yield Reason(f"has {format_bytes(total)} of memory in all", True, "--min-total")
+        yield Reason(_("has {total} of memory in all").format(total=format_bytes(total)), True, "--min-total")
 
     if request.min_free is not None and room is not None and room < request.min_free:
-        yield Reason(f"has {format_bytes(room)} of memory even when it is empty", True, "--min-free")
+        yield Reason(
+            _("has {room} of memory even when it is empty").format(room=format_bytes(room)), True, "--min-free"
+        )
     elif request.min_free is not None and free is None:
-        yield _unknown(device, "memory_free", "its free memory", terms, "--min-free")
+        yield _unknown(device, "memory_free", _("its free memory"), terms, "--min-free")
     elif request.min_free is not None and (free or 0) < request.min_free:
-        yield Reason(f"only {format_bytes(free)} free", False, "--min-free")
+        yield Reason(_("only {free} free").format(free=format_bytes(free)), False, "--min-free")
 
     fraction = request.min_free_fraction
     if fraction is not None and room is None:
-        yield _unknown(device, "memory_total", "its memory", terms)
+        yield _unknown(device, "memory_total", _("its memory"), terms)
     elif fraction is not None and free is None:
-        yield _unknown(device, "memory_free", "its free memory", terms)
+        yield _unknown(device, "memory_free", _("its free memory"), terms)
     elif fraction is not None and room is not None and free is not None and free < fraction * room:
         yield Reason(f"only {free / room:.1%} of its memory is free, less than {fraction:.1%}")
 
@@ -242,9 +258,11 @@ def _unhealthy(device: Device, terms: Terms) -> Iterator[Reason]:
         )
         yield Reason(shown(problem, 200) + why, not problem.lower().startswith(_PASSING))
     if device.compute_mode == "prohibited" and not any("prohibited" in problem for problem in device.problems or ()):
-        yield Reason("its compute mode is prohibited (an administrator permits work: nvidia-smi -c DEFAULT)", True)
+        yield Reason(_("its compute mode is prohibited (an administrator permits work: nvidia-smi -c DEFAULT)"), True)
     if device.compute_mode == "exclusive_process" and (owners := occupants(device)):
-        yield Reason(f"in exclusive-process mode and taken by {used_by(owners, terms.snapshot.clock)}")
+        yield Reason(
+            _("in exclusive-process mode and taken by {used_by}").format(used_by=used_by(owners, terms.snapshot.clock))
+        )
 
 
 def _claimed(device: Device, terms: Terms) -> Iterator[Reason]:
@@ -252,7 +270,7 @@ def _claimed(device: Device, terms: Terms) -> Iterator[Reason]:
     holder = terms.taken.get(device.uuid) or terms.taken.get(device.parent_uuid or "")
     whole = terms.sharing.get(device.parent_uuid or "", UNSHARED)
     if not holder and whole.count:
-        holder = f"its whole GPU is shared by {shared_by(whole)}"
+        holder = _("its whole GPU is shared by {shared_by}").format(shared_by=shared_by(whole))
     if holder:
         yield Reason(holder)
 
@@ -261,35 +279,43 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
     request, others = terms.request, _others_on(device, terms)
     allowed, shared = request.max_processes or 0, terms.sharing_of(device).count
     if not device.processes_plausible and occupants(device, request.tolerance):
-        yield Reason("its process list is not plausible, so who uses it is unknown")
+        yield Reason(_("its process list is not plausible, so who uses it is unknown"))
         return
     if device.processes is None and (request.max_processes or request.mine_as_free or shared):
         option = "--max-processes" if request.max_processes else "--mine-as-free" if request.mine_as_free else "--share"
-        reason = _unknown(device, "processes", "its list of processes", terms, option)
+        reason = _unknown(device, "processes", _("its list of processes"), terms, option)
         yield replace(reason, permanent=reason.permanent and not shared)  # a share that ends leaves it alone
     elif len(others) > allowed:
         memory = "" if device.memory_used is None else f"{format_bytes(device.memory_used)} "
-        limit = f" ({len(others)} processes)" if allowed else ""
-        whose = ", whose share is unknown" if shared else ""
-        yield Reason(f"{memory}used by {used_by(others, terms.snapshot.clock)}{limit}{whose}")
+        limit = _(" ({count} processes)").format(count=len(others)) if allowed else ""
+        whose = _(", whose share is unknown") if shared else ""
+        yield Reason(
+            _("{memory}used by {used_by}{limit}{whose}").format(
+                memory=memory, used_by=used_by(others, terms.snapshot.clock), limit=limit, whose=whose
+            )
+        )
     elif not allowed and device.memory_used is None:
         if device.processes is None and not device.problems:
-            text = "neither its processes nor its memory in use are known, so nothing says that it is free"
+            text = _("neither its processes nor its memory in use are known, so nothing says that it is free")
             fields = ("processes", "memory_used")
             yield Reason(text, all((gap := _gap(device, field, terms)) and gap.is_lasting for field in fields))
     elif not allowed and hides_use(device, request.tolerance):
         rest, most = unlisted_memory(device, request.tolerance), idle_limit(device, request.tolerance)
-        whose = "" if device.processes is None else ", by no process that is visible"
-        whose = ", the driver gives no list of processes" if _has_no_list(device, terms) else whose
-        holds = f"an idle GPU may hold {format_bytes(most)} (--tolerance)"
-        yield Reason(f"{format_bytes(rest)} in use{whose}; {holds}", False, MEMORY_IN_USE)
+        whose = "" if device.processes is None else _(", by no process that is visible")
+        whose = _(", the driver gives no list of processes") if _has_no_list(device, terms) else whose
+        holds = _("an idle GPU may hold {most} (--tolerance)").format(most=format_bytes(most))
+        yield Reason(
+            _("{rest} in use{whose}; {holds}").format(rest=format_bytes(rest), whose=whose, holds=holds),
+            False,
+            MEMORY_IN_USE,
+        )
 
 
 # option, the request's limit, the device's value, what it is, its unit
 _LIMITS = (
-    ("--max-util", "max_util", "utilization", "utilization", "%"),
-    ("--max-memory-util", "max_memory_util", "memory_utilization", "memory utilization", "%"),
-    ("--max-temperature", "max_temperature", "temperature", "temperature", "C"),
+    ("--max-util", "max_util", "utilization", N_("utilization"), "%"),
+    ("--max-memory-util", "max_memory_util", "memory_utilization", N_("memory utilization"), "%"),
+    ("--max-temperature", "max_temperature", "temperature", N_("temperature"), "C"),
 )
 
 
@@ -300,9 +326,15 @@ def _above_limit(device: Device, terms: Terms) -> Iterator[Reason]:
         if limit is None or (option == "--max-util" and request.share and limit >= 100):
             continue
         if value is None:
-            yield _unknown(device, field, f"its {what}", terms, option)
+            yield _unknown(device, field, _("its {what}").format(what=_(what)), terms, option)
         elif value > limit:
-            yield Reason(f"{what} is {value:.0f}{unit}, more than {limit:g}{unit} ({option})", False, option)
+            yield Reason(
+                _("{what} is {value:.0f}{unit}, more than {limit:g}{unit} ({option})").format(
+                    what=_(what), value=value, unit=unit, limit=limit, option=option
+                ),
+                False,
+                option,
+            )
 
 
 _RULES: tuple[Callable[[Device, Terms], Iterator[Reason]], ...] = (
@@ -370,7 +402,11 @@ def _unknown(
     """The reason of a value that is not known; waiting does not change what the driver never tells."""
     gap = _gap(device, field, terms)
     why = f" ({shown(gap.reason)})" if gap else ""
-    return Reason(f"{what} is unknown{why}", permanent or (gap is not None and gap.is_lasting), option)
+    return Reason(
+        _("{what} is unknown{why}").format(what=what, why=why),
+        permanent or (gap is not None and gap.is_lasting),
+        option,
+    )
 
 
 def _gap(device: Device, field: str, terms: Terms) -> Gap | None:
@@ -431,7 +467,7 @@ def slots_left(sharing: Sharing, slots: int) -> int:
 def shared_by(sharing: Sharing) -> str:
     """``"alice (10GiB) and bob (20GiB)"``."""
     names = [f"{neutralise(record.user)} ({format_bytes(record.memory)})" for record in sharing.claims]
-    names += [f"{sharing.unknown} without a record"] if sharing.unknown else []
+    names += [_("{unknown} without a record").format(unknown=sharing.unknown)] if sharing.unknown else []
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 

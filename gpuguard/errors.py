@@ -25,6 +25,8 @@ import errno
 import os
 from typing import TYPE_CHECKING
 
+from gpuguard.translation import N_, _
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -35,7 +37,7 @@ INSTALLED_ANEW = (
     "{} was installed while this program, of gpuguard {}, was running.  "
     "Start it again; the guard by `systemctl restart gpuguard`."
 )
-CROWDED = (
+CROWDED = N_(
     "no further process or thread can be started here: see `ulimit -u`, TasksMax= of a service, and what runs "
     "(`ps -eLf`)."
 )
@@ -46,15 +48,19 @@ def shortage(error: Exception) -> str | None:
     code = error.errno if isinstance(error, OSError) else None
     if code == errno.EMFILE:
         most = os.sysconf("SC_OPEN_MAX")
-        return f"no more than {most} files may be open here, which is too few: see `ulimit -n`, and raise it."
+        return _("no more than {most} files may be open here, which is too few: see `ulimit -n`, and raise it.").format(
+            most=most
+        )
     if code == errno.ENFILE:
-        return "this machine has no file left that could be opened: see /proc/sys/fs/file-nr, and what opens so many."
+        return _(
+            "this machine has no file left that could be opened: see /proc/sys/fs/file-nr, and what opens so many."
+        )
     if (code == errno.EAGAIN and error.args[1:] == (os.strerror(errno.EAGAIN),)) or "start new thread" in str(error):
-        return CROWDED
+        return _(CROWDED)
     if code == errno.ENOLCK:
-        return "the kernel gives no further lock now: see `free -h` and /proc/locks; of NFS, its service for locks."
+        return _("the kernel gives no further lock now: see `free -h` and /proc/locks; of NFS, its service for locks.")
     if code == errno.ENOMEM or isinstance(error, MemoryError):
-        return "no memory is left for this: see `free -h`, `ulimit -v`, and the limit of your cgroup."
+        return _("no memory is left for this: see `free -h`, `ulimit -v`, and the limit of your cgroup.")
     return None
 
 
@@ -129,15 +135,15 @@ class WaitTimeout(NotEnoughGpus):
     @classmethod
     def after(cls, missing: NotEnoughGpus) -> WaitTimeout:
         """For what was still missing when it was over."""
-        return cls(f"{_OVER}{missing}", missing.wanted, missing.available, missing.refused)
+        return cls(f"{_(_OVER)}{missing}", missing.wanted, missing.available, missing.refused)
 
     @property
     def missing(self) -> NotEnoughGpus:
         """The same for a request that was not to wait."""
-        return NotEnoughGpus(str(self).removeprefix(_OVER), self.wanted, self.available, self.refused)
+        return NotEnoughGpus(str(self).removeprefix(_(_OVER)), self.wanted, self.available, self.refused)
 
 
-_OVER = "the time to wait is over: "
+_OVER = N_("the time to wait is over: ")
 
 
 class ClaimError(GpuguardError):

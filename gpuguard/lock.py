@@ -51,6 +51,7 @@ from gpuguard.model import (
 )
 from gpuguard.request import ANY_MEMORY, Request, fields_needed, fields_to_verify
 from gpuguard.select import Choice, choose, claimed_by, not_enough, unread_devices, waiting_error
+from gpuguard.translation import N_, _
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +69,7 @@ POLL_SECONDS = 0.25  # between two looks at the locks while waiting inside a cla
 DRIVER_SECONDS = 600.0  # for which a driver may fail a request that waits: it is being loaded anew, or was killed
 SAMPLE_SECONDS = 2.0  # between two samples while locks are free but devices look busy, or nothing can be seen
 
-_JUST_NOW = "claimed just now"
+_JUST_NOW = N_("claimed just now")
 
 _waiting: list[WaitingRequest] = []  # requests of this process that may wait, for pause_waiting()
 
@@ -259,7 +260,7 @@ class Allocator:
         claims, claimed = self._claims_against(request, snapshot)
         # An instance whose lock could not be had has been claimed with its whole GPU.
         lost = {device.uuid for device in snapshot.devices if device.parent_uuid in claimed}
-        taken = {uuid: why for uuid, why in taken.items() if why != _JUST_NOW or uuid not in lost}
+        taken = {uuid: why for uuid, why in taken.items() if why != _(_JUST_NOW) or uuid not in lost}
         taken |= claimed | self._restricted(snapshot)
         choice = choose(snapshot, request, taken, self._sharing(request, snapshot, claims))
         return replace(snapshot, claims=claims), choice
@@ -329,7 +330,7 @@ class Allocator:
                 unlock(held.pop(uuid))
             lost = next((device for device in devices if not self._lock_device(request, device, taken, held)), None)
             if lost:
-                is_claimed = taken[lost.uuid] == _JUST_NOW
+                is_claimed = taken[lost.uuid] == _(_JUST_NOW)
                 if is_claimed and lost.uuid not in divisible and self._may_be_divided(lost):
                     divisible.add(lost.uuid)
                     del taken[lost.uuid]
@@ -355,7 +356,7 @@ class Allocator:
             taken[device.uuid] = str(error)
             return False
         if locks is None:
-            taken.setdefault(device.uuid, _JUST_NOW)
+            taken.setdefault(device.uuid, _(_JUST_NOW))
             return False
         held[device.uuid] = locks
         return True
@@ -390,7 +391,7 @@ class Allocator:
         within, reason = limits.uuids, limits.reason
         if self.outer:
             within = tuple(uuid for uuid in self.outer.devices if within is None or uuid in within)
-            reason = f"outside the claim {self.outer.id} that this runs in"
+            reason = _("outside the claim {id} that this runs in").format(id=self.outer.id)
             # The outer claim's own processes do not make its devices busy, nor does the memory that they use.
             own = frozenset({os.geteuid()})
             requests = [
@@ -418,7 +419,13 @@ class Allocator:
             and (allowed is None or allowed & {device.uuid, device.parent_uuid})
         )
         fault = next(iter(faults.values()))
-        fault = fault if len(faults) == 1 else f"{len(faults)} GPUs cannot be locked, the first one because {fault}"
+        fault = (
+            fault
+            if len(faults) == 1
+            else _("{count} GPUs cannot be locked, the first one because {fault}").format(
+                count=len(faults), fault=fault
+            )
+        )
         reasons = dict.fromkeys([*request.within_reason.split("; "), *fault.split("; ")])  # each once
         return replace(request, within=left, within_reason="; ".join(filter(None, reasons)))
 
@@ -429,7 +436,7 @@ class Allocator:
         """*snapshot* with a fresh look at the winners; one that is not shown any more counts as taken."""
         fresh = self.backend.sample(fields_to_verify(request), uuids)
         for uuid in set(uuids) - {device.uuid for device in fresh.devices}:
-            taken[uuid] = "the driver does not show it any more"
+            taken[uuid] = _("the driver does not show it any more")
         updated = snapshot.updated(fresh)
         if len(updated.devices) > len(snapshot.devices):  # instances that were not seen before
             taken.update(self._restricted(updated))
@@ -443,7 +450,7 @@ class Allocator:
             exclusive = [record for record in claims if not (request.share and record.slots)]
             return claims, claimed_by(exclusive, time.time())
         inner = locked_devices(self.directory, [f"{uuid}.nested" for uuid in uuids])
-        text = f"used by another command inside the claim {self.outer.id}"
+        text = _("used by another command inside the claim {id}").format(id=self.outer.id)
         return claims, {uuid: text for uuid in uuids if f"{uuid}.nested" in inner}
 
     def _restricted(self, snapshot: Snapshot) -> dict[str, str]:
@@ -478,7 +485,8 @@ class Allocator:
         if self._queued and self._queued.waiter:
             self._queued.waiter.resign()
         error = waiting_error(
-            self.requests[0].num_gpus, f"what is free cannot be seen now, and is tried again: {why.rstrip('.')}"
+            self.requests[0].num_gpus,
+            _("what is free cannot be seen now, and is tried again: {why}").format(why=why.rstrip(".")),
         )
         if self.on_wait:
             self.on_wait(error)

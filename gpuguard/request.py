@@ -24,6 +24,7 @@ from gpuguard.model import (
     UTILIZATION,
     Device,
 )
+from gpuguard.translation import _
 from gpuguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -79,29 +80,51 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.num_gpus < 1:
-            raise InvalidRequest(f"{self.num_gpus} GPUs cannot be asked for: ask for at least 1.")
+            raise InvalidRequest(
+                _("{num_gpus} GPUs cannot be asked for: ask for at least 1.").format(num_gpus=self.num_gpus)
+            )
         if self.max_gpus is not None and self.max_gpus < self.num_gpus:
-            raise InvalidRequest(f"at most {self.max_gpus} GPUs are fewer than the {self.num_gpus} that are wanted.")
+            raise InvalidRequest(
+                _("at most {max_gpus} GPUs are fewer than the {num_gpus} that are wanted.").format(
+                    max_gpus=self.max_gpus, num_gpus=self.num_gpus
+                )
+            )
         if self.max_processes is not None and self.max_processes < 0:
-            raise InvalidRequest(f"a GPU cannot have {self.max_processes} processes: permit 0 or more.")
+            raise InvalidRequest(
+                _("a GPU cannot have {max_processes} processes: permit 0 or more.").format(
+                    max_processes=self.max_processes
+                )
+            )
         if self.min_free_fraction is not None and not 0 <= self.min_free_fraction <= 1:
-            raise InvalidRequest(f"{self.min_free_fraction} is no fraction of the memory: ask for 0 to 1.")
+            raise InvalidRequest(
+                _("{min_free_fraction} is no fraction of the memory: ask for 0 to 1.").format(
+                    min_free_fraction=self.min_free_fraction
+                )
+            )
         if self.devices is not None and not self.devices:
-            raise InvalidRequest("the list of GPUs is empty: name some, as in 0,3, or leave it out.")
+            raise InvalidRequest(_("the list of GPUs is empty: name some, as in 0,3, or leave it out."))
         if self.strategy not in STRATEGIES:
-            raise InvalidRequest(f"there is no strategy {self.strategy!r}: choose one of {', '.join(STRATEGIES)}.")
+            raise InvalidRequest(
+                _("there is no strategy {strategy!r}: choose one of {strategies}.").format(
+                    strategy=self.strategy, strategies=", ".join(STRATEGIES)
+                )
+            )
         if self.share and self.memory is None:
-            raise InvalidRequest("how much memory of a GPU is to be shared? Say so, as in --share --memory 10GiB.")
+            raise InvalidRequest(_("how much memory of a GPU is to be shared? Say so, as in --share --memory 10GiB."))
         if not self.share and self.memory is not None:
-            raise InvalidRequest("--memory is the part of a shared GPU: add --share, or use --min-free.")
+            raise InvalidRequest(_("--memory is the part of a shared GPU: add --share, or use --min-free."))
         if self.memory is not None and self.memory < 1:
-            raise InvalidRequest("a share of no memory is none: ask for some, as in --memory 10GiB.")
+            raise InvalidRequest(_("a share of no memory is none: ask for some, as in --memory 10GiB."))
         if not 1 <= self.slots <= SLOTS:
-            raise InvalidRequest(f"{self.slots} claims cannot share a GPU: write --slots 1 to --slots {SLOTS}.")
+            raise InvalidRequest(
+                _("{slots} claims cannot share a GPU: write --slots 1 to --slots {most}.").format(
+                    slots=self.slots, most=SLOTS
+                )
+            )
         if self.slots != SLOTS and not self.share:
-            raise InvalidRequest("--slots is about shared GPUs: add --share --memory SIZE.")
+            raise InvalidRequest(_("--slots is about shared GPUs: add --share --memory SIZE."))
         if self.mig is not None and not re.fullmatch(_PROFILE, self.mig):
-            raise InvalidRequest(f"{self.mig[:40]!r} is no MIG profile: write it like 3g.40gb.")
+            raise InvalidRequest(_("{mig!r} is no MIG profile: write it like 3g.40gb.").format(mig=self.mig[:40]))
 
     @property
     def most(self) -> int:
@@ -163,8 +186,16 @@ def resolve(selectors: Iterable[str], devices: Sequence[Device], option: str = "
     for selector in selectors:
         uuid = _resolve_one(selector, devices, option)
         if uuid in found:
-            again = "twice" if found[uuid] == selector else f"as {found[uuid]} and as {selector}"
-            raise InvalidRequest(f"{option} names GPU {selector} {again}: name each GPU once.")
+            again = (
+                _("twice")
+                if found[uuid] == selector
+                else _("as {found} and as {selector}").format(found=found[uuid], selector=selector)
+            )
+            raise InvalidRequest(
+                _("{option} names GPU {selector} {again}: name each GPU once.").format(
+                    option=option, selector=selector, again=again
+                )
+            )
         found[uuid] = selector
     return tuple(found)
 
@@ -233,6 +264,14 @@ def _resolve_one(selector: str, devices: Sequence[Device], option: str) -> str:
     if len(matches) == 1:
         return matches[0].uuid
     if matches:
-        raise InvalidRequest(f"{option} {selector} could be {', '.join(d.uuid for d in matches)}: write more of it.")
+        raise InvalidRequest(
+            _("{option} {selector} could be {matches}: write more of it.").format(
+                option=option, selector=selector, matches=", ".join(d.uuid for d in matches)
+            )
+        )
     there = "\n".join(f"  {device.index}  {device.uuid}" for device in devices)
-    raise InvalidRequest(f"{option} {selector} names no GPU of this machine.  It has\n{there or '  none at all'}")
+    raise InvalidRequest(
+        _("{option} {selector} names no GPU of this machine.  It has\n{there}").format(
+            option=option, selector=selector, there=there or _("  none at all")
+        )
+    )

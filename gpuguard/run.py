@@ -45,6 +45,7 @@ from gpuguard.jobs.processes import (
     start,
 )
 from gpuguard.model import HEALTH, MEMORY, POWER, UTILIZATION, Event
+from gpuguard.translation import _
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -228,7 +229,11 @@ class JobSupervisor:
             return
         if signals.forward(self.pidfd, received.si_signo) == signals.NOT_PERMITTED:
             name = signal.Signals(received.si_signo).name
-            self.notify(f"may not pass {name} on to the job, which runs as another user: send it as that user or root.")
+            self.notify(
+                _(
+                    "may not pass {name} on to the job, which runs as another user: send it as that user or root."
+                ).format(name=name)
+            )
 
     def reap(self) -> None:
         """Collect every child that has ended, also adopted ones; stop with the job when the terminal has stopped it."""
@@ -259,7 +264,9 @@ class JobSupervisor:
         try:
             self.tick()
         except (OSError, ClaimError, MemoryError) as fault:
-            text = f"the claim and the limits of the job cannot be looked after now: {shortage(fault) or fault}"
+            text = _("the claim and the limits of the job cannot be looked after now: {shortage}").format(
+                shortage=shortage(fault) or fault
+            )
             try:
                 if text not in self.reported:
                     self.notify(text)
@@ -281,7 +288,9 @@ class JobSupervisor:
         except ClaimLost as lost:
             if str(lost) not in self.reported:
                 self.reported.add(str(lost))
-                self.notify(f"CLAIM LOST: {lost}  The job goes on, but another job may use its GPU now.")
+                self.notify(
+                    _("CLAIM LOST: {lost}  The job goes on, but another job may use its GPU now.").format(lost=lost)
+                )
                 log_claim("claim lost", "job goes on", self.claim, str(lost))
         if time.monotonic() >= self.sample_at:
             self.sample(self.meter.add)
@@ -341,7 +350,7 @@ class JobSupervisor:
             count(snapshot)
             if "driver" in self.reported:
                 self.reported.discard("driver")
-                self.notify("the driver answers again: the limits of the job are kept.")
+                self.notify(_("the driver answers again: the limits of the job are kept."))
             self.judge(snapshot)
             # Limits are judged with every tick.
             self.sample_every = 0.0 if self.limits else min(SAMPLE_SECONDS, time.monotonic() - self.began)
@@ -349,7 +358,11 @@ class JobSupervisor:
             self.sample_every = next_sample_seconds(self.sample_every, limited=bool(self.limits))
             if self.limits and "driver" not in self.reported:
                 self.reported.add("driver")
-                self.notify(f"the limits of the job cannot be kept as long as the driver does not answer: {fault}")
+                self.notify(
+                    _("the limits of the job cannot be kept as long as the driver does not answer: {fault}").format(
+                        fault=fault
+                    )
+                )
         self.sample_at = time.monotonic() + self.sample_every
 
     def judge(self, snapshot: Snapshot) -> None:
@@ -444,13 +457,17 @@ class JobSupervisor:
             die_of = left.signum
             if any(self.claim.is_held_by(pid) for pid in left.pids):
                 # Without LOCK_UN: our descriptors close with this process, and theirs keep the claim.
-                self.notify(f"not waiting any longer: {left.words}, and the claim is theirs now.")
+                self.notify(_("not waiting any longer: {words}, and the claim is theirs now.").format(words=left.words))
                 outcome = LEFT
             else:
-                self.notify(f"not waiting any longer: {left.words}, but without the locks of the claim, which ends.")
+                self.notify(
+                    _("not waiting any longer: {words}, but without the locks of the claim, which ends.").format(
+                        words=left.words
+                    )
+                )
                 outcome = INTERRUPTED
         numbers = self.meter.peak_memory, self.meter.utilization(), self.meter.energy()
-        why = f"ended by gpuguard run: {self.escalation.why}" if self.escalation.why else None
+        why = _("ended by gpuguard run: {why}").format(why=self.escalation.why) if self.escalation.why else None
         ended = JobEnd(status, die_of, wall_time, outcome, *numbers, self.killed_by, by_policy or why, policy)
         _log_end(self.claim, ended, by_policy or self.escalation.why)
         return ended

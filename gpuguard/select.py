@@ -31,6 +31,7 @@ from gpuguard.eligibility import (
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.request import Request, options_of, spelled
+from gpuguard.translation import _, ngettext
 from gpuguard.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
@@ -136,20 +137,28 @@ def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoug
     passing = [refusal for refusal in choice.refused if refusal.device.uuid not in lasting]
     usable = len(_usable(choice.eligible, request))
     lines = [
-        f"wanted {format_count(request.num_gpus, 'GPU')}, but {_there('is', usable)} free now.",
+        _("wanted {count}, but {there} free now.").format(
+            count=format_count(request.num_gpus, "GPU"), there=_there("is", usable)
+        ),
         *_explained(passing),
         *_mixed(choice.eligible),
-        f"`gpuguard explain {spelled(request)}` shows each GPU.",
+        _("`gpuguard explain {spelled}` shows each GPU.").format(spelled=spelled(request)),
     ]
     return NotEnoughGpus("\n".join(lines), request.num_gpus, usable, choice.refused)
 
 
+def wanted_text(wanted: int) -> str:
+    """``"wanted 2 GPUs: "``, how the error of a request that waits begins."""
+    return _("wanted {count}: ").format(count=format_count(wanted, "GPU"))
+
+
 def waiting_error(wanted: int, why: str = "", missing: NotEnoughGpus | None = None) -> NotEnoughGpus:
     """The error of a request that waits: *why*, and below it the reasons of *missing* where they are known."""
-    first = f"wanted {format_count(wanted, 'GPU')}{f': {why}' if why else ''}."
+    text = _("wanted {count}: {why}.") if why else _("wanted {count}.")
+    first = text.format(count=format_count(wanted, "GPU"), why=why)
     if missing is None:
         return NotEnoughGpus(first, wanted)
-    _, *reasons = str(missing).split("\n")
+    _first, *reasons = str(missing).split("\n")
     return NotEnoughGpus("\n".join([first, *reasons]), missing.wanted, missing.available, missing.refused)
 
 
@@ -157,10 +166,10 @@ def instances_note(devices: Sequence[Device], request: Request) -> str | None:
     """What to know of a claim of several MIG instances; None: it is none, or the request says that it is known."""
     if request.allow_mig_set or len(devices) < 2 or not all(device.parent_uuid for device in devices):
         return None
-    return (
-        f"these are {len(devices)} MIG instances, of which one process can use only one: "
-        "start one process for each, or ask for one larger instance with --mig."
-    )
+    return _(
+        "these are {devices} MIG instances, of which one process can use only one: start one process "
+        "for each, or ask for one larger instance with --mig."
+    ).format(devices=len(devices))
 
 
 def refusal_text(refusal: Refusal) -> str:
@@ -175,16 +184,18 @@ def claimed_by(claims: Sequence[ClaimRecord], now: float) -> dict[str, str]:
     for claim in claims:
         if not claim.alive:
             continue
-        ago = f", {format_duration(int(now - claim.since))} ago" if claim.since is not None else ""
+        ago = _(", {now} ago").format(now=format_duration(int(now - claim.since))) if claim.since is not None else ""
         what = claim.note or " ".join(claim.command or ())
-        text = f"claimed by {shown(claim.user)}{ago}" + (f": {shown(what)}" if what else "")
+        text = _("claimed by {shown}{ago}").format(shown=shown(claim.user), ago=ago) + (
+            _(": {shown}").format(shown=shown(what)) if what else ""
+        )
         for uuid in claim.devices:
             if is_share_of(claim, uuid):
                 part = f" ({format_bytes(claim.memory)})" if claim.memory is not None else ""
                 shares.setdefault(uuid, []).append(f"{shown(claim.user)}{part}")
             else:
                 taken[uuid] = text
-    return {uuid: f"shared by {', '.join(users)}" for uuid, users in shares.items()} | taken
+    return {uuid: _("shared by {users}").format(users=", ".join(users)) for uuid, users in shares.items()} | taken
 
 
 def usable_together(devices: Sequence[Device], wanted: int, free: Collection[str] | None = None) -> Sequence[Device]:
@@ -271,29 +282,34 @@ def _never(request: Request, could: Choice) -> str:
     names = list(dict.fromkeys(option.split()[0] for option in asked))
     faults = [refusal for refusal in could.refused if not any(reason.option for reason in refusal.reasons)]
     outer = {reason.text: None for refusal in could.refused for reason in refusal.reasons if reason.option == OUTER}
-    used = " that one job can use together" if len(kinds) > 1 else " that can be used" if faults or outer else ""
-    condition = f" that can satisfy {' '.join(asked)}" if asked else used
-    there = f"one process can use only {fit} here" if alone and not asked else f"{_there('exist', fit)}{condition}"
+    used = _(" that one job can use together") if len(kinds) > 1 else _(" that can be used") if faults or outer else ""
+    condition = _(" that can satisfy {asked}").format(asked=" ".join(asked)) if asked else used
+    there = f"{_there('exist', fit)}{condition}"
+    if alone and not asked:
+        there = _("one process can use only {count} here").format(count=fit)
     droppable = [name for name in names if name != "--memory"]  # which a share must have
-    advice = [f"ask for {fit}"] * bool(fit) + [f"drop {' or '.join(droppable)}"] * bool(droppable)
-    advice += ["ask for less --memory"] * (droppable != names)
-    advice += [f"add {MIG_SET} if a launcher starts one process for each instance"] * (alone >= request.num_gpus)
+    advice = [_("ask for {count}").format(count=fit)] * bool(fit)
+    advice += [_("drop {options}").format(options=_(" or ").join(droppable))] * bool(droppable)
+    advice += [_("ask for less --memory")] * (droppable != names)
+    advice += [_("add {mig_set} if a launcher starts one process for each instance").format(mig_set=MIG_SET)] * (
+        alone >= request.num_gpus
+    )
     lines = [
-        f"wanted {format_count(request.num_gpus, 'GPU')}, but {there}.",
+        _("wanted {count}, but {there}.").format(count=format_count(request.num_gpus, "GPU"), there=there),
         *(f"  {limit}" for limit in outer),
         *_explained(faults),
         *_lacking(could),
         *_profiles(request, could),
         *_mixed(could.devices),
-        *[f"{', or '.join(advice).capitalize()}."] * bool(advice),
-        f"`gpuguard explain {spelled(request)}` shows each GPU.",
+        *[_("{advice}.").format(advice=_(", or ").join(advice).capitalize())] * bool(advice),
+        _("`gpuguard explain {spelled}` shows each GPU.").format(spelled=spelled(request)),
     ]
     return "\n".join(lines)
 
 
 def _explained(refusals: Sequence[Refusal], most: int = 16) -> list[str]:
     lines = [f"  {refusal_text(refusal)}" for refusal in refusals[:most]]
-    return lines + [f"  and {len(refusals) - most} more"] * (len(refusals) > most)
+    return lines + [_("  and {count} more").format(count=len(refusals) - most)] * (len(refusals) > most)
 
 
 def _lacking(could: Choice) -> list[str]:
@@ -301,8 +317,11 @@ def _lacking(could: Choice) -> list[str]:
     own_words = ("", OUTER, "--devices", "--exclude", "--mig")  # said elsewhere, or what was typed
     reasons = (reason for refusal in could.refused for reason in refusal.reasons if reason.option not in own_words)
     counts = Counter(reason.text for reason in reasons)
-    lines = [f"  {text} ({format_count(count, 'GPU')})" for text, count in counts.most_common(_MOST_FACTS)]
-    return lines + [f"  and {len(counts) - len(lines)} more"] * (len(counts) > len(lines))
+    lines = [
+        _("  {text} ({count})").format(text=text, count=format_count(count, "GPU"))
+        for text, count in counts.most_common(_MOST_FACTS)
+    ]
+    return lines + [_("  and {count} more").format(count=len(counts) - len(lines))] * (len(counts) > len(lines))
 
 
 def _profiles(request: Request, could: Choice) -> list[str]:
@@ -312,22 +331,27 @@ def _profiles(request: Request, could: Choice) -> list[str]:
     every = [*could.devices, *(refusal.device for refusal in could.refused)]
     names = [device.mig_profile or "unknown" for device in every if device.parent_uuid]
     if not names:
-        return ["  no GPU here is divided into MIG instances (an administrator does it: nvidia-smi mig)"]
+        return [_("  no GPU here is divided into MIG instances (an administrator does it: nvidia-smi mig)")]
     counts = ", ".join(f"{shown(name)} ({names.count(name)})" for name in sorted(set(names)))
-    return [f"  the MIG profiles here: {counts}"]
+    return [_("  the MIG profiles here: {counts}").format(counts=counts)]
 
 
 def _mixed(devices: Sequence[Device]) -> list[str]:
     divided = sum(bool(device.parent_uuid) for device in devices)
     whole = format_count(len(devices) - divided, "whole GPU")
     both = 0 < divided < len(devices)
-    return [f"  {whole} and {format_count(divided, 'MIG instance')}: one job cannot use both kinds"] * both
+    instances = format_count(divided, "MIG instance")
+    text = _("  {whole} and {instances}: one job cannot use both kinds").format(whole=whole, instances=instances)
+    return [text] * both
 
 
 def _there(verb: str, count: int) -> str:
     """ "none is" "only 1 is" "only 4 are", likewise with "exist"."""
-    one, many = {"is": ("is", "are"), "exist": ("exists", "exist")}[verb]
-    return f"{f'only {count}' if count else 'none'} {many if count > 1 else one}"
+    if not count:
+        return _("none is") if verb == "is" else _("none exists")
+    if verb == "is":
+        return ngettext("only {count} is", "only {count} are", count).format(count=count)
+    return ngettext("only {count} exists", "only {count} exist", count).format(count=count)
 
 
 # Which of equally good devices work best together: those with the shortest ways between them.

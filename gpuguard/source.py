@@ -26,6 +26,7 @@ from gpuguard.files import mounts, read_file, write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.model import WHO_FIELDS, ClaimRecord, Gap, Snapshot
 from gpuguard.procfs import in_first_pid_namespace, start_time
+from gpuguard.translation import _
 from gpuguard.users import user_name
 
 FindDirectory = Callable[[], "LockDirectory | None"]
@@ -119,7 +120,7 @@ def with_claims(snapshot: Snapshot, find_directory: FindDirectory, read: ReadCla
     try:
         directory = find_directory()
         if directory is None:
-            raise ClaimError("no directory of claims was named")
+            raise ClaimError(_("no directory of claims was named"))
         claims = read(directory, [device.uuid for device in snapshot.devices], snapshot.claims)
     except (ClaimError, OSError) as error:
         reason = " ".join((shortage(error) or str(error)).split())
@@ -198,11 +199,13 @@ def lock_daemon(directory: LockDirectory) -> int | None:
     try:
         descriptor = open_lock_file(files, "daemon.lock")
     except OSError as error:
-        owner = "the owner of the directory" if files.owner is None else user_name(files.owner)
-        user = "root" if files.owner == 0 else f"root or as {owner}"
+        owner = _("the owner of the directory") if files.owner is None else user_name(files.owner)
+        user = "root" if files.owner == 0 else _("root or as {owner}").format(owner=owner)
         raise LockDirectoryError(
-            f"{path} cannot be opened: {error.strerror}.  Run the daemon as {user}; "
-            f"`sudo gpuguard setup` gives it a directory for a user of its own."
+            _(
+                "{path} cannot be opened: {strerror}.  Run the daemon as {user}; `sudo gpuguard setup` gives it "
+                "a directory for a user of its own."
+            ).format(path=path, strerror=error.strerror, user=user)
         ) from error
     locked = False
     try:

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.translation import ngettext
+from gpuguard.translation import N_, _, ngettext
 
 _BYTES = {
     "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -39,30 +39,30 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s?([KMGgT])", text.strip())
     if match:
         return int(float(match[1]) * _AS_SLURM[match[2]])
-    return round(_quantity(text, _BYTES, "a memory size", "20GiB"))
+    return round(_quantity(text, _BYTES, N_("a memory size"), "20GiB"))
 
 
 def parse_percent(text: str) -> float:
     """Percent of ``"10%"``, 0 to 100."""
     percent = parse_cores(text)
     if percent > 100:
-        raise InvalidRequest(f"{text!r} is more than 100%: write at most 100%.")
+        raise InvalidRequest(_("{text!r} is more than 100%: write at most 100%.").format(text=text))
     return percent
 
 
 def parse_cores(text: str) -> float:
     """Percent of one core, as in ``"150%"``: more than 100 of several."""
-    return _quantity(text, _PERCENT, "a percentage", "10%")
+    return _quantity(text, _PERCENT, N_("a percentage"), "10%")
 
 
 def parse_celsius(text: str) -> float:
     """Degrees Celsius of ``"85C"``."""
-    return _quantity(text, _CELSIUS, "a temperature", "85C")
+    return _quantity(text, _CELSIUS, N_("a temperature"), "85C")
 
 
 def parse_watts(text: str) -> float:
     """Watts of ``"300W"``."""
-    return _quantity(text, _WATTS, "a power", "300W")
+    return _quantity(text, _WATTS, N_("a power"), "300W")
 
 
 def parse_duration(text: str) -> float:
@@ -78,7 +78,9 @@ def parse_leftover(text: str) -> float:
     try:
         return {"keep": float("inf"), "release": 0.0}[text] if text in ("keep", "release") else parse_duration(text)
     except InvalidRequest:
-        raise InvalidRequest(f"{text!r} is none of keep, release, or a duration such as 10m.") from None
+        raise InvalidRequest(
+            _("{text!r} is none of keep, release, or a duration such as 10m.").format(text=text)
+        ) from None
 
 
 def format_bytes(count: float | None) -> str:
@@ -177,7 +179,9 @@ def parse_device_amount(text: str) -> int | Amount:
     if text.strip().endswith("%"):
         return Amount(parse_percent(text), text.strip(), relative=True)
     if not re.fullmatch(r"0|[1-9][0-9]{0,5}", text):
-        raise InvalidRequest(f"{text!r} is not a whole number or a share: write plain digits, like 4, or 66%.")
+        raise InvalidRequest(
+            _("{text!r} is not a whole number or a share: write plain digits, like 4, or 66%.").format(text=text)
+        )
     return int(text)
 
 
@@ -193,10 +197,10 @@ def parse_rate(text: str) -> Rate:
     count, slash, per = text.partition("/")
     per = per.strip()
     if not slash or not per:
-        raise InvalidRequest(f"{text!r} is not a rate: write it like '1GiB/10m' or '1MB/s'.")
+        raise InvalidRequest(_("{text!r} is not a rate: write it like '1GiB/10m' or '1MB/s'.").format(text=text))
     seconds = parse_duration(per if per[0].isdigit() else f"1{per}")
     if seconds <= 0:
-        raise InvalidRequest(f"{text!r} is per no time at all: write it like '1GiB/10m'.")
+        raise InvalidRequest(_("{text!r} is per no time at all: write it like '1GiB/10m'.").format(text=text))
     return Rate(parse_bytes(count), seconds, text.strip())
 
 
@@ -208,7 +212,11 @@ def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str, ex
 
 
 def _complaint(text: str, what: str, example: str, units: dict[str, float] | dict[str, int]) -> str:
-    known = f" (units: {', '.join(units)})" if len(units) > 1 else ""
+    known = _(" (units: {units})").format(units=", ".join(units)) if len(units) > 1 else ""
     if re.fullmatch(r"\d+(\.\d+)?", text.strip()):
-        return f"{text!r} has no unit: write {what} like {example!r}{known}."
-    return f"{text!r} is not {what}: write it like {example!r}{known}."
+        return _("{text!r} has no unit: write {what} like {example!r}{known}.").format(
+            text=text, what=_(what), example=example, known=known
+        )
+    return _("{text!r} is not {what}: write it like {example!r}{known}.").format(
+        text=text, what=_(what), example=example, known=known
+    )

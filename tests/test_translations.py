@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import pytest
 import translations
 from babel.messages.catalog import Catalog
+from nodes import a_user
 from sources import ROOT, module_name, modules
 
 from gpuguard.sanitize import display_width
@@ -148,6 +149,49 @@ def test_a_mistake_is_explained_in_chinese(tmp_path):
     assert said.returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "run -n 9 -- true",
+            "需要 9 块 GPU，但只有 2 块。\n请改为请求 2 块。\n`gpuguard explain -n 9` 逐个说明设备。\n",
+        ),
+        ("run --model A100 -- true", "没有一块能满足 --model 'A100'。\n  型号为 NVIDIA H100 80GB HBM3（2 块 GPU）\n"),
+        ("run --min-free 20 -- true", "'20' 没有单位：请写内存或显存大小，例如 '20GiB'"),
+        ("run -- nosuchprogram", "nosuchprogram: 找不到命令。它是否已安装，并且在 PATH 中？"),
+        ("release 12ab", "没有编号以 '12ab' 开头的占用。"),
+        ("reserve -n 3 --for 1h", "需要 3 块 GPU，但只有 2 块"),
+    ],
+)
+def test_what_cannot_be_had_is_explained_in_chinese(node, words, said):
+    assert said in ran(node, *words.split()).stderr
+
+
+def test_a_request_that_waits_is_told_in_chinese_why(node):
+    with a_user(str(node / "node"), "0,1", 10 * 2**30):
+        waited = ran(node, "run", "--wait", "1s", "--", "true")
+
+    assert waited.returncode == 124
+    assert "开始排队：需要 1 块 GPU：队列第 1（共 1），" in waited.stderr and "等待时间已到：" in waited.stderr
+
+
+def test_the_faults_of_a_policy_file_are_chinese(node):
+    (node / "policy.yaml").write_text("version: 1\npolicies:\n- {name: a, wehn: {idle: {}}, steps: [warn]}\n")
+    said = ran(node, "policy", "check", str(node / "policy.yaml")).stdout
+
+    assert "'wehn' 不是 'policies' 的键。" in said and "您是指 'when' 吗？" in said and "缺少键 'when'。" in said
+
+
+def test_what_is_recorded_of_a_job_stays_english(node):
+    events = node / "events.jsonl"
+    said = ran(
+        node, "run", "--time-limit", "1s", "--", "sleep", "60", language={**CHINESE, "GPUGUARD_EVENTS": str(events)}
+    )
+
+    assert "时限已到：向任务发送 SIGTERM。" in said.stderr
+    assert '"the time limit is over"' in events.read_text() and events.read_text().isascii()
+
+
 def test_what_programs_read_stays_english(node):
     texts = [ran(node, *words, language=language) for language in (CHINESE, {}) for words in (["explain", "--json"],)]
     chinese, english = (json.loads(done.stdout) for done in texts)
@@ -202,7 +246,7 @@ def test_what_a_job_leaves_in_the_log_stays_english(node):
         (["top", "--once"], ("2 块 GPU", "空闲", "没有进程")),
         (["queue"], ("队列中",)),
         (["report", "--by", "claim"], ("按占用统计的 GPU 时间", "没有占用结束")),
-        (["policy", "explain", str(ROOT / "examples" / "policies" / "lab.yaml")], ("设备被占用", "演练：")),
+        (["policy", "explain", str(ROOT / "examples" / "policies" / "lab.yaml")], ("GPU 被占用", "演练：")),
     ],
 )
 def test_the_screens_of_the_commands_are_chinese(words, shown, node):

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.translation import _
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -56,9 +57,11 @@ def open_backend(name: str) -> Backend:
 
     Raises InvalidRequest when there is no such backend, BackendError when the source cannot be reached.
     """
-    kind, _, spec = name.partition(":")
+    kind, _colon, spec = name.partition(":")
     if kind not in BACKENDS:
-        raise InvalidRequest(f"there is no backend {kind!r}: choose one of {', '.join(BACKENDS)}.")
+        raise InvalidRequest(
+            _("there is no backend {kind!r}: choose one of {backends}.").format(kind=kind, backends=", ".join(BACKENDS))
+        )
     return import_module(f"gpuguard.backends.{kind}").open(spec)  # type: ignore[no-any-return]
 
 

@@ -18,6 +18,7 @@ from gpuguard import __version__, errors
 from gpuguard.backends import spawn
 from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.procfs import stat_of
+from gpuguard.translation import _
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -84,7 +85,7 @@ class WorkerBackend:
             except BrokenPipeError:
                 self.close()
                 raise errors.DriverUnresponsive(
-                    "the process that reads the GPUs ended by itself.  Try again."
+                    _("the process that reads the GPUs ended by itself.  Try again.")
                 ) from None
 
     def close(self) -> None:
@@ -132,13 +133,15 @@ class WorkerBackend:
             if _overdue(channel, SLOW_SECONDS):
                 if self._on_slow:
                     self._on_slow(
-                        "the driver takes long to start (persistence mode off? `nvidia-smi -pm 1` as root helps) ..."
+                        _("the driver takes long to start (persistence mode off? `nvidia-smi -pm 1` as root helps) ...")
                     )
                 if _overdue(channel, INIT_SECONDS - SLOW_SECONDS):
                     raise _unresponsive(f"the driver did not initialise within {INIT_SECONDS:.0f} s")
             reply = spawn.receive(channel.replies, lambda: _in_time(channel, INIT_SECONDS))
             if reply is None:
-                raise errors.DriverUnresponsive("the driver library crashed while it initialised.  Try `nvidia-smi`.")
+                raise errors.DriverUnresponsive(
+                    _("the driver library crashed while it initialised.  Try `nvidia-smi`.")
+                )
             _raise_error(reply)
             if reply[1:] != (__version__,):
                 another = f"gpuguard {reply[1]}" if reply[1:] else "another gpuguard"
@@ -185,7 +188,7 @@ class _Stuck(Exception):
 
 
 def _unresponsive(reason: str) -> errors.DriverUnresponsive:
-    return errors.DriverUnresponsive(f"{reason}.  Try `nvidia-smi`; if it hangs too, reboot.")
+    return errors.DriverUnresponsive(_("{reason}.  Try `nvidia-smi`; if it hangs too, reboot.").format(reason=reason))
 
 
 def _overdue(channel: spawn.Channel, seconds: float) -> spawn.Mark | None:

@@ -22,6 +22,7 @@ from weakref import finalize
 
 from gpuguard import capabilities
 from gpuguard.errors import BackendError
+from gpuguard.translation import _
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,8 +109,10 @@ def start_worker(name: str) -> Channel:
     if getattr(sys, "frozen", False):
         # What PyInstaller makes is its own sys.executable: it would start itself, and that one itself again.
         raise BackendError(
-            "this program brings its own Python, so no process can be started that reads the GPUs.  Ask for GPUs "
-            "before threads are started and much is imported; or start it with `gpuguard run`."
+            _(
+                "this program brings its own Python, so no process can be started that reads the GPUs.  Ask "
+                "for GPUs before threads are started and much is imported; or start it with `gpuguard run`."
+            )
         )
     request_read, request_write, reply_read, reply_write, life_read, life_write = opened = pipes(3)
     try:

@@ -27,6 +27,7 @@ from io import FileIO
 from gpuguard.backends import RECORDED
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import file_system, open_in_place, status_in_place
+from gpuguard.translation import _
 
 ADMIN_DIRECTORY = "/run/gpuguard"
 FALLBACK_DIRECTORIES = ("/run/lock", "/tmp")
@@ -98,7 +99,11 @@ def lock_directory(path: str | None = None, *, backend: str = "nvml", make: bool
         path = directory(backend.partition(":")[2])
         return _subdirectories(path, own=True, make=make, check_file_system=False)
     if backend.startswith(RECORDED):
-        raise LockDirectoryError(f"{backend} is of another time or machine: nothing on it can be claimed or guarded.")
+        raise LockDirectoryError(
+            _("{backend} is of another time or machine: nothing on it can be claimed or guarded.").format(
+                backend=backend
+            )
+        )
     if path is not None:
         path = os.path.abspath(path)
         if backend.startswith("simulated"):
@@ -117,9 +122,11 @@ def _check_seen_by_all(path: str, node: str) -> None:
     node, uid = directory(node), os.geteuid()
     if os.lstat(node).st_uid == uid and os.path.lexists(path) and os.lstat(path).st_uid != uid:
         raise LockDirectoryError(
-            f"{path} is for all users, and the simulated node in {node} is yours alone: others who claim there see "
-            "other GPUs.  Leave out --dir and GPUGUARD_DIR, or let root start a node for all: `gpuguard sim start "
-            "--shared`."
+            _(
+                "{path} is for all users, and the simulated node in {node} is yours alone: others who claim "
+                "there see other GPUs.  Leave out --dir and GPUGUARD_DIR, or let root start a node for all: "
+                "`gpuguard sim start --shared`."
+            ).format(path=path, node=node)
         )
 
 
@@ -133,7 +140,11 @@ def _subdirectories(path: str, *, own: bool, make: bool = True, check_file_syste
     for subdirectory in (locks, records):
         if not os.path.lexists(subdirectory):
             root = "" if os.geteuid() == 0 else "sudo "
-            raise LockDirectoryError(f"{subdirectory} does not exist.  Run `{root}gpuguard setup --dir {path}` once.")
+            raise LockDirectoryError(
+                _("{subdirectory} does not exist.  Run `{root}gpuguard setup --dir {path}` once.").format(
+                    subdirectory=subdirectory, root=root, path=path
+                )
+            )
     keeper, closed = _keeper(path, f"{locks}/gate")
     owner = _check_directory(locks, own=own, keeper=keeper)
     if owner == keeper:
@@ -173,7 +184,9 @@ def _make_ready(path: str, *subdirectories: str) -> bool:
             _make_directory(subdirectory, 0o1777 if subdirectory.endswith("claims") and os.geteuid() == 0 else 0o755)
     except OSError as error:
         raise LockDirectoryError(
-            f"{path} cannot be made ready for claims: {error.strerror}.  Name another directory with --dir."
+            _("{path} cannot be made ready for claims: {strerror}.  Name another directory with --dir.").format(
+                path=path, strerror=error.strerror
+            )
         ) from error
     return True
 
@@ -197,8 +210,10 @@ def _sticky_directory() -> LockDirectory:
             _check_file_system(path)
             return LockDirectory(path, path, path, prefix="gpuguard.")
     raise LockDirectoryError(
-        f"neither {' nor '.join(FALLBACK_DIRECTORIES)} is a sticky directory of root.  "
-        "Run `sudo gpuguard setup` once, or name a directory with --dir."
+        _(
+            "neither {directories} is a sticky directory of root.  Run `sudo gpuguard setup` once, "
+            "or name a directory with --dir."
+        ).format(directories=_(" nor ").join(FALLBACK_DIRECTORIES))
     )
 
 
@@ -207,19 +222,29 @@ def _check_directory(path: str, *, own: bool, sticky: bool = False, keeper: int 
     try:
         status = os.lstat(path)
     except OSError as error:
-        raise LockDirectoryError(f"{path} cannot be used: {error.strerror}.  Run `sudo gpuguard setup`.") from error
+        raise LockDirectoryError(
+            _("{path} cannot be used: {strerror}.  Run `sudo gpuguard setup`.").format(
+                path=path, strerror=error.strerror
+            )
+        ) from error
     mode = stat.S_IMODE(status.st_mode)
     fault = None
     if not stat.S_ISDIR(status.st_mode):
-        fault = "is not a directory (a symbolic link is not followed)"
+        fault = _("is not a directory (a symbolic link is not followed)")
     elif not is_roots(status) and not (own and status.st_uid == os.geteuid()) and status.st_uid != keeper:
-        fault = f"belongs to uid {status.st_uid}, who could replace the lock files under everybody else"
+        fault = _("belongs to uid {st_uid}, who could replace the lock files under everybody else").format(
+            st_uid=status.st_uid
+        )
     elif mode & 0o022 and not (sticky and mode & 0o1000):
-        fault = f"is writable for others (mode {mode:04o}), who could replace the lock files"
+        fault = _("is writable for others (mode {mode:04o}), who could replace the lock files").format(mode=mode)
     elif not os.access(path, os.R_OK | os.X_OK):
-        fault = f"is not readable for you (mode {mode:04o})"
+        fault = _("is not readable for you (mode {mode:04o})").format(mode=mode)
     if fault:
-        raise LockDirectoryError(f"{path} {fault}.  Run `sudo gpuguard setup`, or name another directory with --dir.")
+        raise LockDirectoryError(
+            _("{path} {fault}.  Run `sudo gpuguard setup`, or name another directory with --dir.").format(
+                path=path, fault=fault
+            )
+        )
     return status.st_uid
 
 
@@ -235,8 +260,11 @@ def _check_file_system(path: str) -> None:
     kind = file_system(path)
     if kind and kind.startswith(_UNSAFE_FILE_SYSTEMS):
         raise LockDirectoryError(
-            f"{path} lies on {kind}, where a lock does not exclude everybody who shares the GPUs.  {_IN_CONTAINERS}; "
-            "if no user outside uses the GPUs, name a directory on a volume or another local disk with --dir."
+            _(
+                "{path} lies on {kind}, where a lock does not exclude everybody who shares the GPUs.  "
+                "{in_containers}; if no user outside uses the GPUs, name a directory on a volume or another "
+                "local disk with --dir."
+            ).format(path=path, kind=kind, in_containers=_IN_CONTAINERS)
         )
 
 
@@ -247,10 +275,12 @@ def open_lock(directory: LockDirectory, name: str) -> int:
         LockDirectoryError: the file is missing and cannot be made, or it is not what it should be.
     """
     if name[:1] not in _FIRST or not _LETTERS.issuperset(name) or len(name) > _LONGEST:
-        raise LockDirectoryError(f"{name!r} is no name for a lock file.")
+        raise LockDirectoryError(_("{name!r} is no name for a lock file.").format(name=name))
     path = directory.lock_path(name)
     if directory.closed and name != "queue":
-        raise LockDirectoryError(f"{path} is the daemon's alone here, and what you do cannot be asked of it.")
+        raise LockDirectoryError(
+            _("{path} is the daemon's alone here, and what you do cannot be asked of it.").format(path=path)
+        )
     descriptor = _open_or_make(directory, path)
     try:
         _check_file(descriptor, path, (directory.owner, directory.keeper, 0))
@@ -261,7 +291,7 @@ def open_lock(directory: LockDirectory, name: str) -> int:
 
 
 def _open_or_make(directory: LockDirectory, path: str) -> int:
-    for _ in range(50):
+    for _attempt in range(50):
         try:
             # Without O_CREAT first: fs.protected_regular refuses O_CREAT on another user's file, even to root.
             return open_in_place(path) if directory.prefix else os.open(path, _OPEN_FLAGS)  # users made it there
@@ -273,9 +303,15 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
         except OSError as error:
             if shortage(error):  # nothing is wrong with the file
                 raise
-            reason = "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be opened ({error.strerror})"
+            reason = (
+                _("is a symbolic link")
+                if error.errno == errno.ELOOP
+                else _("cannot be opened ({strerror})").format(strerror=error.strerror)
+            )
             raise LockDirectoryError(
-                f"{path} {reason}.  It was planted: look at it with `ls -l`, and remove it as root."
+                _("{path} {reason}.  It was planted: look at it with `ls -l`, and remove it as root.").format(
+                    path=path, reason=reason
+                )
             ) from error
         try:
             mode = 0o444 if directory.keeper is None else BROKERED
@@ -287,14 +323,16 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
             again = f"Run `sudo gpuguard setup{named}`: it makes the lock files of all GPUs, for all users"
             advice = _IN_CONTAINERS if error.errno == errno.EROFS else again
             raise LockDirectoryError(
-                f"{path} does not exist and cannot be made ({error.strerror}).  {advice}."
+                _("{path} does not exist and cannot be made ({strerror}).  {advice}.").format(
+                    path=path, strerror=error.strerror, advice=advice
+                )
             ) from error
         if directory.keeper is None:
             os.fchmod(descriptor, 0o444)  # whatever the umask: everybody must be able to open it
         elif os.geteuid() == 0:
             os.fchown(descriptor, directory.keeper, -1)
         return descriptor
-    raise LockDirectoryError(f"{path} is not readable.  Run `sudo gpuguard setup` again.")
+    raise LockDirectoryError(_("{path} is not readable.  Run `sudo gpuguard setup` again.").format(path=path))
 
 
 def lock_fault(directory: LockDirectory, name: str) -> str | None:
@@ -305,7 +343,7 @@ def lock_fault(directory: LockDirectory, name: str) -> str | None:
     if may_make and not os.path.lexists(directory.lock_path(name)):
         return None
     fault = None
-    for _ in range(2):  # what is just being replaced is well again at the second look
+    for _attempt in range(2):  # what is just being replaced is well again at the second look
         try:
             os.close(open_lock(directory, name))
         except LockDirectoryError as error:
@@ -321,15 +359,19 @@ def _check_file(descriptor: int, path: str, owners: tuple[int | None, ...]) -> N
     status = os.fstat(descriptor)
     fault = None
     if not stat.S_ISREG(status.st_mode):
-        fault = "is not a regular file"
+        fault = _("is not a regular file")
     elif status.st_nlink != 1:
-        fault = "is also known under another name (hard link)" if status.st_nlink else "was removed just now"
+        fault = _("is also known under another name (hard link)") if status.st_nlink else _("was removed just now")
     elif owners[0] is not None and status.st_uid not in owners:
-        fault = f"belongs to uid {status.st_uid}"
+        fault = _("belongs to uid {st_uid}").format(st_uid=status.st_uid)
     elif not is_same_file(descriptor, path, unsure=None):
-        fault = "was replaced while it was opened"
+        fault = _("was replaced while it was opened")
     if fault:
-        raise LockDirectoryError(f"{path} {fault}.  Look at it with `ls -l`, and remove it as root if it was planted.")
+        raise LockDirectoryError(
+            _("{path} {fault}.  Look at it with `ls -l`, and remove it as root if it was planted.").format(
+                path=path, fault=fault
+            )
+        )
 
 
 def is_same_file(descriptor: int, path: str, *, unsure: bool | None = False) -> bool:
@@ -360,7 +402,9 @@ def try_flock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
         return False
     except OSError as error:  # a file system without locks: never carry on without one
         raise LockDirectoryError(
-            f"this file system cannot lock ({error.strerror}).  Name another directory with --dir."
+            _("this file system cannot lock ({strerror}).  Name another directory with --dir.").format(
+                strerror=error.strerror
+            )
         ) from error
     return True
 

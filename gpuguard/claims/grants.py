@@ -22,6 +22,7 @@ from gpuguard.errors import GpuguardError, LockDirectoryError
 from gpuguard.files import write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.model import ClaimRecord
+from gpuguard.translation import _
 
 _MAX_BYTES = 256
 EARLIER = b"{}\n"  # in a file that every user could open before
@@ -60,7 +61,9 @@ def lock_for(directory: LockDirectory, name: str, to: Grant) -> int | None:
         return _renewed(directory, name, json.dumps(content).encode() + b"\n")
     except OSError as error:
         raise LockDirectoryError(
-            f"{directory.lock_path(name)} cannot be made anew: {error.strerror}; the log of the daemon says why."
+            _("{lock_path} cannot be made anew: {strerror}; the log of the daemon says why.").format(
+                lock_path=directory.lock_path(name), strerror=error.strerror
+            )
         ) from error
     finally:
         os.close(before)

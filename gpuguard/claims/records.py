@@ -39,6 +39,7 @@ from gpuguard.files import create_file, exists_in_place, open_regular, status_in
 from gpuguard.jsonio import loads, sound_fields
 from gpuguard.model import ClaimRecord
 from gpuguard.request import SLOTS
+from gpuguard.translation import _
 from gpuguard.units import local_time
 from gpuguard.users import accountable_uids, user_name
 
@@ -234,7 +235,7 @@ def write_request(descriptor: int, request: ReleaseRequest) -> None:
         end = MAX_BYTES  # of the record itself
         os.ftruncate(descriptor, end)
     if end > FULL_BYTES:
-        raise ClaimError("the record of this claim is full of release requests: end its processes instead.")
+        raise ClaimError(_("the record of this claim is full of release requests: end its processes instead."))
     content = {
         "what": request.what,
         "by": request.by[:LONGEST],

@@ -26,6 +26,7 @@ from gpuguard.files import read_file, write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.procfs import boot_clock, boot_id
 from gpuguard.sanitize import neutralise
+from gpuguard.translation import _
 from gpuguard.units import local_time
 
 if TYPE_CHECKING:
@@ -125,8 +126,10 @@ def change(
                 if os.path.lexists(_path(files, kind)):
                     os.unlink(_path(files, kind))
     except OSError as error:
-        root = "" if os.geteuid() == 0 else "  Only the owner of the directory can: run it with sudo."
-        raise LockDirectoryError(f"{path} cannot be written: {error.strerror}.{root}") from error
+        root = "" if os.geteuid() == 0 else _("  Only the owner of the directory can: run it with sudo.")
+        raise LockDirectoryError(
+            _("{path} cannot be written: {strerror}.{root}").format(path=path, strerror=error.strerror, root=root)
+        ) from error
     return restrictions
 
 
@@ -211,7 +214,9 @@ def _write(path: str, kind: str, restrictions: dict[str, Restriction]) -> None:
     entries = [to_json(restriction) for restriction in restrictions.values()]
     content = json.dumps({**facts, "marks": entries}, indent=1).encode("ascii")
     if len(restrictions) > MAX_RESTRICTIONS or len(content) >= MAX_BYTES:
-        raise LockDirectoryError(f"{path} would become too long: end some of what is {kind} first.")
+        raise LockDirectoryError(
+            _("{path} would become too long: end some of what is {kind} first.").format(path=path, kind=kind)
+        )
     write_file(path, content, sync=True)
 
 
@@ -228,6 +233,6 @@ def _only_writer(folders: Sequence[DaemonFiles]) -> Iterator[None]:
             try:
                 held.enter_context(FileLock(path, timeout=max(0.0, deadline - time.monotonic())))
             except Timeout:
-                text = f"{path} is held by another command that does not end.  Try again."
+                text = _("{path} is held by another command that does not end.  Try again.").format(path=path)
                 raise LockDirectoryError(text) from None
         yield

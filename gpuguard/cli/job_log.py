@@ -18,8 +18,9 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.jobs.processes import exec_fault
 from gpuguard.run import LEFT
 from gpuguard.sanitize import neutral_command, neutralise
+from gpuguard.select import wanted_text
 from gpuguard.translation import N_, _
-from gpuguard.units import format_bytes, format_count, format_duration, local_time
+from gpuguard.units import format_bytes, format_duration, local_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -188,8 +189,8 @@ class WaitProgress:
 
     def missing(self, missing: NotEnoughGpus) -> None:
         """Say what is missing; on a terminal, whose one line is soon full, without what was asked for just now."""
-        text, wanted = str(missing), f"wanted {format_count(missing.wanted, 'GPU')}: "
-        self.report(missing.brief or text.removeprefix(wanted) if rewrites() else text)
+        text = str(missing)
+        self.report(missing.brief or text.removeprefix(wanted_text(missing.wanted)) if rewrites() else text)
 
     def report(self, text: str) -> None:
         """Say it, if it is time; the first time all of its lines in a log."""

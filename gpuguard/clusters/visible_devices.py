@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from gpuguard.model import Device
+from gpuguard.translation import _, ngettext
 
 CUDA_VARIABLE, ORDER_VARIABLE = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 CONTAINER_VARIABLE = "NVIDIA_VISIBLE_DEVICES"
@@ -106,12 +107,19 @@ def cuda_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opini
         if uuid is None:
             break
         if uuid in uuids:
-            return (), f"{CUDA_VARIABLE}={text} names a GPU twice, so CUDA sees none"
+            return (), _("{variable}={text} names a GPU twice, so CUDA sees none").format(
+                variable=CUDA_VARIABLE, text=text
+            )
         uuids.append(uuid)
     indices = {device.uuid: str(device.index) for device in gpus}
     names = [indices.get(uuid, uuid) for uuid in uuids]
-    allowed = f"only GPU{'s' * (len(names) > 1)} {', '.join(names)}" if names else "no GPU"
-    return tuple(uuids), f"{CUDA_VARIABLE}={text} allows {allowed}"
+    allowed = _("no GPU")
+    if names:
+        listed = ", ".join(names)
+        allowed = ngettext("only GPU {names}", "only GPUs {names}", len(names)).format(names=listed)
+    return tuple(uuids), _("{variable}={text} allows {allowed}").format(
+        variable=CUDA_VARIABLE, text=text, allowed=allowed
+    )
 
 
 def container_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opinion | None:
@@ -119,7 +127,7 @@ def container_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> 
     text = environ.get(CONTAINER_VARIABLE)
     if text is None or text.strip().lower() not in ("", "void", "none"):
         return None
-    return (), f"{CONTAINER_VARIABLE}={text} gives no GPU to this container"
+    return (), _("{variable}={text} gives no GPU to this container").format(variable=CONTAINER_VARIABLE, text=text)
 
 
 def doubt(environ: Mapping[str, str], devices: Sequence[Device]) -> str:
@@ -127,10 +135,10 @@ def doubt(environ: Mapping[str, str], devices: Sequence[Device]) -> str:
     same = len({device.name for device in devices if device.parent_uuid is None}) < 2
     if same or environ.get(ORDER_VARIABLE) == PCI_ORDER or not any(map(str.isdecimal, entries(environ))):
         return ""
-    return (
-        f"the GPUs of this machine differ, and without {ORDER_VARIABLE}={PCI_ORDER} CUDA numbers the fastest first: "
-        f"here {CUDA_VARIABLE} counts in PCI order, as nvidia-smi does"
-    )
+    return _(
+        "the GPUs of this machine differ, and without {order} CUDA numbers the "
+        "fastest first: here {variable} counts in PCI order, as nvidia-smi does"
+    ).format(order=f"{ORDER_VARIABLE}={PCI_ORDER}", variable=CUDA_VARIABLE)
 
 
 def _uuid_of(entry: str, gpus: Sequence[Device], devices: Sequence[Device]) -> str | None:
@@ -151,14 +159,16 @@ def slurm_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opin
         return None
     variable = next((name for name in SLURM_VARIABLES if name in environ), None)
     if variable is None:
-        return (), f"Slurm job {job} was given no GPU (ask Slurm for one: --gres=gpu:1)"
+        return (), _("Slurm job {job} was given no GPU (ask Slurm for one: --gres=gpu:1)").format(job=job)
     gpus = {device.index: device.uuid for device in devices if device.parent_uuid is None}
     given = _numbers(environ[variable])
     if variable == "GPU_DEVICE_ORDINAL" or len(given) >= len(gpus) > 0:
         return None
     uuids = tuple(gpus[number] for number in given if number in gpus)
-    allowed = f"{len(uuids) or 'no'} of {len(gpus)} GPUs"
-    return uuids, f"{variable}={environ[variable]} of Slurm job {job} allows {allowed}"
+    allowed = _("{count} of {total} GPUs").format(count=len(uuids) or _("no"), total=len(gpus))
+    return uuids, _("{variable}={value} of Slurm job {job} allows {allowed}").format(
+        variable=variable, value=environ[variable], job=job, allowed=allowed
+    )
 
 
 def _of_whole_machine(environ: Mapping[str, str], devices: Sequence[Device]) -> Mapping[str, str]:

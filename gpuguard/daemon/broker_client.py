@@ -26,6 +26,7 @@ from gpuguard.queue.priority import Ticket
 from gpuguard.queue.tickets import as_json
 from gpuguard.request import Request
 from gpuguard.select import choose
+from gpuguard.translation import _
 
 REPLY_SECONDS = 60.0  # the daemon's driver may have to start first
 BUSY_SECONDS = 10.0  # many may ask at once: those who wait are woken together
@@ -46,7 +47,9 @@ def request_grant(
         ClaimError: there is no daemon, and the request has not waited before.
     """
     if request.share and outer and not _excludes_nothing(outer):
-        raise InvalidRequest(f"inside a claim the daemon gives whole GPUs alone ({outer.id}): leave out --share.")
+        raise InvalidRequest(
+            _("inside a claim the daemon gives whole GPUs alone ({id}): leave out --share.").format(id=outer.id)
+        )
     while True:
         # Read anew each time: a request that was quicker has a share now.
         sharing = sharing_now(directory, {}, snapshot) if request.share and not outer else {}
@@ -69,7 +72,7 @@ def request_grant(
         close_all(descriptors)
         uuids, rows = [device.uuid for device in devices], content["refused"]
         refused = {uuid: str(rows[uuid]) for uuid in uuids if isinstance(rows, dict) and uuid in rows}
-        taken.update(refused or dict.fromkeys(uuids, "refused by the daemon"))
+        taken.update(refused or dict.fromkeys(uuids, _("refused by the daemon")))
 
 
 def refuse_without_daemon(directory: LockDirectory) -> None:
@@ -120,8 +123,10 @@ def _exchange(directory: LockDirectory, message: Mapping[str, Any]) -> tuple[dic
 def _refusal(directory: LockDirectory, error: GpuguardError) -> ClaimError:
     if isinstance(error, NoDaemonSocket):
         return ClaimError(
-            f"{str(error).rstrip('.')}.  It alone gives the GPUs of this machine, so nothing can be claimed until it "
-            "runs; what is claimed already stays claimed."
+            _(
+                "{error}.  It alone gives the GPUs of this machine, so nothing can be claimed until it runs; "
+                "what is claimed already stays claimed."
+            ).format(error=str(error).rstrip("."))
         )
     return ClaimError(str(error))
 
@@ -146,7 +151,11 @@ def _checked_locks(
         except GpuguardError as error:
             fault = str(error)
         if fault:
-            raise ClaimError(f"what the daemon gave is no claim: {fault}.  Nothing is claimed; ask an administrator.")
+            raise ClaimError(
+                _("what the daemon gave is no claim: {fault}.  Nothing is claimed; ask an administrator.").format(
+                    fault=fault
+                )
+            )
         stack.pop_all()
     locks = zip(descriptors, paths, strict=True)
     return reply.claim, tuple(lock_of(descriptor, path, fcntl.LOCK_EX) for descriptor, path in locks)
@@ -154,23 +163,23 @@ def _checked_locks(
 
 def _fault_of_reply(reply: GrantReply, devices: Sequence[Device], received: int, *, shared: bool) -> str | None:
     if not _ID_CHARACTERS.issuperset(reply.claim):
-        return "its id is none"  # a record of that name would lie elsewhere
+        return _("its id is none")  # a record of that name would lie elsewhere
     if not len(reply.locks) == received == len(devices):
-        return "there are fewer locks than GPUs"
+        return _("there are fewer locks than GPUs")
     for device, name in zip(devices, reply.locks, strict=True):
         allowed = slot_names(device.uuid) if shared else (device.uuid, f"{device.uuid}.nested")
         if name not in allowed:
-            return f"{name[:80]} is no lock of {device_title(device)}"
+            return _("{name} is no lock of {gpu}").format(name=name[:80], gpu=device_title(device))
     return None
 
 
 def _fault_of_lock(directory: LockDirectory, descriptor: int, path: str) -> str | None:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or not is_same_file(descriptor, path, unsure=None):
-        return f"it is not {path}"
+        return _("it is not {path}").format(path=path)
     if status.st_uid not in (0, directory.owner, directory.keeper):
-        return f"{path} belongs to uid {status.st_uid}"
+        return _("{path} belongs to uid {st_uid}").format(path=path, st_uid=status.st_uid)
     with open(f"/proc/self/fdinfo/{descriptor}", encoding="ascii", errors="replace") as lines:
         if not any(line.startswith("lock:") and " FLOCK " in line and " WRITE " in line for line in lines):
-            return f"{path} is not locked"
+            return _("{path} is not locked").format(path=path)
     return None

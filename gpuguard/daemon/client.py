@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from gpuguard.claims.directory import LockDirectory, daemon_files, last_about
 from gpuguard.errors import GpuguardError
 from gpuguard.jsonio import decode, loads
+from gpuguard.translation import N_, _
 
 SOCKET_NAME = "daemon.sock"
 MAX_REQUEST_BYTES = 4096  # with the end of the line
@@ -27,7 +28,7 @@ MAX_DESCRIPTORS = 64  # that come with one reply
 SO_PASSRIGHTS = 83  # of Linux 6.16, asm-generic: every machine that NVIDIA has drivers for
 REPLY_SECONDS = 10.0
 CLOCK_TICK = 0.02  # seconds by which the time of a file may be behind the clock
-_ADVICE = "An administrator starts one: see `gpuguard daemon --help`."
+_ADVICE = N_("An administrator starts one: see `gpuguard daemon --help`.")
 
 _Reply = TypeVar("_Reply")
 
@@ -171,17 +172,27 @@ def exchange(
             connect(connection, directory, seconds)
             files = daemon_files(directory)
             if directory.owner is None or peer_uid(connection) not in files.owners():
-                raise GpuguardError(f"{files.file(SOCKET_NAME)} is not that of the daemon.  Look at it with `ls -l`.")
+                raise GpuguardError(
+                    _("{file} is not that of the daemon.  Look at it with `ls -l`.").format(
+                        file=files.file(SOCKET_NAME)
+                    )
+                )
             connection.sendall(encoded(request))
             line, descriptors = _receive(connection)
     except TimeoutError as error:
         raise NoDaemonSocket(
-            f"no daemon answers in {directory.path} in time.  Try again; `gpuguard doctor` looks at the machine."
+            _("no daemon answers in {path} in time.  Try again; `gpuguard doctor` looks at the machine.").format(
+                path=directory.path
+            )
         ) from error
     except (ConnectionResetError, BrokenPipeError) as error:
         raise _busy(directory) from error
     except OSError as error:
-        raise NoDaemonSocket(f"no daemon answers in {directory.path} ({error.strerror}).  {_ADVICE}") from error
+        raise NoDaemonSocket(
+            _("no daemon answers in {path} ({strerror}).  {advice}").format(
+                path=directory.path, strerror=error.strerror, advice=_(_ADVICE)
+            )
+        ) from error
     try:
         return _accepted(directory, line), descriptors
     except BaseException:
@@ -195,7 +206,10 @@ def decoded(content: Mapping[str, Any], kind: type[_Reply]) -> _Reply:
         return decode(kind, dict(content))
     except ValueError as error:
         raise GpuguardError(
-            f"the daemon gave an answer that cannot be understood: {error}.  Restart it: it may be of another version."
+            _(
+                "the daemon gave an answer that cannot be understood: {error}.  Restart it: it may be of "
+                "another version."
+            ).format(error=error)
         ) from None
 
 
@@ -265,9 +279,9 @@ def _accepted(directory: LockDirectory, line: bytes) -> dict[str, Any]:
         raise _busy(directory) from error
     reply = reply if isinstance(reply, dict) else {}
     if reply.pop("ok", None) is not True:
-        raise GpuguardError(str(reply.get("error") or "the daemon gave an answer that cannot be understood."))
+        raise GpuguardError(str(reply.get("error") or _("the daemon gave an answer that cannot be understood.")))
     return reply
 
 
 def _busy(directory: LockDirectory) -> DaemonBusy:
-    return DaemonBusy(f"the daemon in {directory.path} is busy.  Try again.")
+    return DaemonBusy(_("the daemon in {path} is busy.  Try again.").format(path=directory.path))

@@ -34,6 +34,7 @@ from gpuguard.enforcement.identity import has_ended
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.files import open_in_place
 from gpuguard.model import WHO_FIELDS, ClaimRecord, claim_named
+from gpuguard.translation import _
 
 ANSWER_SECONDS = 5.0  # a run looks at once when it is woken; it asks the driver before it answers
 POLL_SECONDS = 0.02
@@ -55,14 +56,26 @@ def releasable_claim(directory: LockDirectory, beginning: str, uid: int) -> Clai
     mine = [claim for claim in exact or named if uid in (0, claim.uid)]
     if len(mine) > 1:
         ids = ", ".join(f"{claim.user}.{claim.id}" for claim in mine)
-        raise ClaimError(f"{len(mine)} claims begin with {beginning!r}: {ids}.  Write one of these.")
+        raise ClaimError(
+            _("{count} claims begin with {beginning!r}: {ids}.  Write one of these.").format(
+                count=len(mine), beginning=beginning, ids=ids
+            )
+        )
     if mine:
         return mine[0]
     if named:
         owner = named[0].user
-        others = "" if owner == "root" else f"{owner} and "
-        raise ClaimError(f"the claim {named[0].id} is {owner}'s: only {others}root can release it.")
-    raise ClaimError(f"no claim has an id that begins with {beginning!r}.  `gpuguard release` shows yours.")
+        others = "" if owner == "root" else _("{owner} and ").format(owner=owner)
+        raise ClaimError(
+            _("the claim {id} is {owner}'s: only {others}root can release it.").format(
+                id=named[0].id, owner=owner, others=others
+            )
+        )
+    raise ClaimError(
+        _("no claim has an id that begins with {beginning!r}.  `gpuguard release` shows yours.").format(
+            beginning=beginning
+        )
+    )
 
 
 def current_use(directory: LockDirectory, claim: ClaimRecord, backend: Backend) -> str | None:
@@ -80,11 +93,15 @@ def release(directory: LockDirectory, claim: ClaimRecord, request: ReleaseReques
         BackendError: the driver cannot be read.
     """
     if use := current_use(directory, claim, backend):
-        raise ClaimError(f"the claim {claim.id} is in use: {use}.  `--stop` ends its job first.")
+        raise ClaimError(
+            _("the claim {id} is in use: {use}.  `--stop` ends its job first.").format(id=claim.id, use=use)
+        )
     with SupervisorChannel(directory, claim) as supervisor:
         answer = supervisor.send(replace(request, what=YIELD)) if supervisor else None
         if answer and answer.what == REFUSED:
-            raise ClaimError(f"the claim {claim.id} is in use: {answer.why}.  `--stop` ends its job first.")
+            raise ClaimError(
+                _("the claim {id} is in use: {why}.  `--stop` ends its job first.").format(id=claim.id, why=answer.why)
+            )
         if answer:
             return BY_JOB
     if read_record(directory, claim.uid, claim.id) is None:
@@ -94,15 +111,19 @@ def release(directory: LockDirectory, claim: ClaimRecord, request: ReleaseReques
             actions.release_claim(locks, replace(request, what=RELEASED))
         return FROM_HERE
     except OSError as error:
-        raise ClaimError(f"the claim {claim.id} cannot be released: {error.strerror}.  Try again.") from error
+        raise ClaimError(
+            _("the claim {id} cannot be released: {strerror}.  Try again.").format(id=claim.id, strerror=error.strerror)
+        ) from error
     except NotPermitted as error:
         refusal = error
     try:
         exchange(directory, {"do": "release", "claim": claim.id, "uid": claim.uid, "reason": request.why})
     except GpuguardError as refused:
         raise ClaimError(
-            f"{refusal}  {refused}\nCall release() in the program itself, end it, or ask an administrator: "
-            f"`sudo gpuguard release {claim.id}`."
+            _(
+                "{refusal}  {refused}\nCall release() in the program itself, end it, or ask an administrator: "
+                "`sudo gpuguard release {id}`."
+            ).format(refusal=refusal, refused=refused, id=claim.id)
         ) from refused
     return BY_DAEMON
 
@@ -116,8 +137,14 @@ def stop(
             raise _unsupervised(directory, claim)
         answer = supervisor.send(replace(request, what=STOP))
         if answer is None or answer.what not in (ENDING, RELEASED):
-            raise ClaimError(f"the gpuguard run of the claim {claim.id} (pid {claim.pid}) does not answer.  Try again.")
-        report(f"asked: the gpuguard run of the job (pid {claim.pid}) ends it now, as its --grace says.")
+            raise ClaimError(
+                _("the gpuguard run of the claim {id} (pid {pid}) does not answer.  Try again.").format(
+                    id=claim.id, pid=claim.pid
+                )
+            )
+        report(
+            _("asked: the gpuguard run of the job (pid {pid}) ends it now, as its --grace says.").format(pid=claim.pid)
+        )
         report_at = time.monotonic() + REPORT_SECONDS
         while True:
             unsupervised = supervisor.has_ended()
@@ -126,16 +153,18 @@ def stop(
             if unsupervised:
                 raise _unsupervised(directory, claim)
             if time.monotonic() >= report_at:
-                report("it has not ended yet.  Ctrl-C ends this wait, not what was asked.")
+                report(_("it has not ended yet.  Ctrl-C ends this wait, not what was asked."))
                 report_at = float("inf")
             time.sleep(5 * POLL_SECONDS)
 
 
 def _unsupervised(directory: LockDirectory, claim: ClaimRecord) -> ClaimError:
-    pids = " ".join(str(pid) for pid in _holders(directory, claim)) or "of it"
+    pids = " ".join(str(pid) for pid in _holders(directory, claim)) or _("of it")
     return ClaimError(
-        f"no gpuguard run supervises the claim {claim.id} that could end its job.  "
-        f"It ends with its processes: end {pids} yourself."
+        _(
+            "no gpuguard run supervises the claim {id} that could end its job.  It ends with its processes: "
+            "end {pids} yourself."
+        ).format(id=claim.id, pids=pids)
     )
 
 

@@ -29,6 +29,7 @@ from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
 from gpuguard.procfs import LONGEST, Stat, in_first_pid_namespace, processes, read_proc, stat_of, uid_of
 from gpuguard.request import ANY_MEMORY, Request
+from gpuguard.translation import _
 from gpuguard.users import user_name
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class ProcessFamily:
         for pid in pids:
             if not self._add(pid):
                 self.close()
-                raise GpuguardError(f"there is no process {pid}, or it has ended.")
+                raise GpuguardError(_("there is no process {pid}, or it has ended.").format(pid=pid))
         self.grow()
 
     @property
@@ -174,7 +175,7 @@ def adopt(
         BackendError: the devices cannot be read.
     """
     if not backend.simulated and in_first_pid_namespace() is False:
-        raise ClaimError("pids in a container are not those that the driver names: adopt the job from the host.")
+        raise ClaimError(_("pids in a container are not those that the driver names: adopt the job from the host."))
     family = ProcessFamily(pids, tree=tree)
     held: list[Lock] = []
     try:
@@ -185,7 +186,9 @@ def adopt(
         restrictions = restrictions_against(directory, uuids, os.geteuid(), time.time())
         for device in devices:
             if device.uuid in restrictions:
-                raise ClaimError(f"{device_title(device)} cannot be claimed: {restrictions[device.uuid]}.")
+                raise ClaimError(
+                    _("{gpu} cannot be claimed: {why}.").format(gpu=device_title(device), why=restrictions[device.uuid])
+                )
         granted = _from_daemon(directory, snapshot, devices, held) if directory.closed else None
         with Gate(directory):
             for device in devices if not granted else ():
@@ -212,10 +215,14 @@ def _check_owners(pids: Iterable[int]) -> tuple[str, ...]:
     for pid in pids:
         uid = uid_of(pid)
         if uid is not None and uid != os.geteuid():
-            raise ClaimError(f"process {pid} belongs to {user_name(uid)}: only its owner or root can adopt it.")
+            raise ClaimError(
+                _("process {pid} belongs to {user}: only its owner or root can adopt it.").format(
+                    pid=pid, user=user_name(uid)
+                )
+            )
         words = read_proc(f"/proc/{pid}/cmdline", LONGEST)
         if words is None:
-            raise ClaimError(f"there is no process {pid} any more.")
+            raise ClaimError(_("there is no process {pid} any more.").format(pid=pid))
         commands.append(words.rstrip(b"\0").decode(errors="replace").split("\0"))
     return tuple(commands[0])
 
@@ -226,19 +233,31 @@ def _used_by(family: ProcessFamily, snapshot: Snapshot, pids: Sequence[int]) -> 
     if devices:
         _refuse_others(devices, family)
         return devices
-    what = f"process {pids[0]} uses no GPU now" if len(pids) == 1 else "none of these processes uses a GPU now"
+    what = (
+        _("process {pid} uses no GPU now").format(pid=pids[0])
+        if len(pids) == 1
+        else _("none of these processes uses a GPU now")
+    )
     if not family.tree:
         whole = ProcessFamily(pids, tree=True)
         on_devices = [process for device in usable_devices(snapshot) for process in _computing(device)]
         children = sorted({process.pid for process in on_devices if whole.includes(process)})
         whole.close()
         if children:
-            raise ClaimError(f"{what}, but what it started does (pid {', '.join(map(str, children))}): add --tree.")
+            raise ClaimError(
+                _("{what}, but what it started does (pid {pids}): add --tree.").format(
+                    what=what, pids=", ".join(map(str, children))
+                )
+            )
     unknown = [device.label for device in usable_devices(snapshot) if device.processes is None]
     if unknown:
         gpus = f"GPU {', '.join(unknown)}"
-        raise ClaimError(f"{what}, as far as can be seen: the driver does not list the processes on {gpus}.")
-    raise ClaimError(f"{what}: adopt it when it does, or start such a job with `gpuguard run`.")
+        raise ClaimError(
+            _("{what}, as far as can be seen: the driver does not list the processes on {gpus}.").format(
+                what=what, gpus=gpus
+            )
+        )
+    raise ClaimError(_("{what}: adopt it when it does, or start such a job with `gpuguard run`.").format(what=what))
 
 
 def _computing(device: Device) -> list[GpuProcess]:
@@ -249,17 +268,25 @@ def _refuse_others(devices: Iterable[Device], family: ProcessFamily) -> None:
     for device in devices:
         if not device.processes_plausible:
             raise ClaimError(
-                f"the driver's list of the processes on {device_title(device)} contradicts itself: try again."
+                _("the driver's list of the processes on {gpu} contradicts itself: try again.").format(
+                    gpu=device_title(device)
+                )
             )
         for process in _computing(device):
             if family.includes(process):
                 continue
             if process.uid == os.geteuid():
-                hint = " adopt both (several pids can be named), or --tree if one started the other."
-                raise ClaimError(f"process {process.pid} of yours computes on {device_title(device)} too:{hint}")
-            user = process.user or "an unknown user"
+                hint = _(" adopt both (several pids can be named), or --tree if one started the other.")
+                raise ClaimError(
+                    _("process {pid} of yours computes on {gpu} too:{hint}").format(
+                        pid=process.pid, gpu=device_title(device), hint=hint
+                    )
+                )
+            user = process.user or _("an unknown user")
             raise ClaimError(
-                f"{user} computes on {device_title(device)} too (pid {process.pid}): it is not yours alone."
+                _("{user} computes on {gpu} too (pid {pid}): it is not yours alone.").format(
+                    user=user, gpu=device_title(device), pid=process.pid
+                )
             )
 
 
@@ -281,8 +308,10 @@ def _from_daemon(directory: LockDirectory, snapshot: Snapshot, devices: Sequence
             if "claimed" in taken.get(device.uuid, ""):
                 raise ClaimError(_claimed_text(directory, device))
             if device.uuid in taken:
-                raise ClaimError(f"{device_title(device)} cannot be claimed: {taken[device.uuid]}.")
-        raise ClaimError("the GPUs of this job cannot be claimed now: `gpuguard explain` says why.")
+                raise ClaimError(
+                    _("{gpu} cannot be claimed: {why}.").format(gpu=device_title(device), why=taken[device.uuid])
+                )
+        raise ClaimError(_("the GPUs of this job cannot be claimed now: `gpuguard explain` says why."))
     held.extend(claim.locks)
     return claim.id
 
@@ -293,10 +322,10 @@ def _claimed_text(directory: LockDirectory, device: Device) -> str:
     for record in probe(directory, uuids):
         note = f" ({record.note})" if record.note else ""
         user = "you" if record.uid == os.geteuid() else record.user
-        return (
-            f"{device_title(device)} is claimed already, by {user}: claim {record.id}{note}.  `gpuguard who` shows it."
+        return _("{gpu} is claimed already, by {user}: claim {id}{note}.  `gpuguard who` shows it.").format(
+            gpu=device_title(device), user=user, id=record.id, note=note
         )
-    return f"{device_title(device)} was being claimed by another command at this moment: try again."
+    return _("{gpu} was being claimed by another command at this moment: try again.").format(gpu=device_title(device))
 
 
 def _confirmed(again: Snapshot, devices: Sequence[Device], family: ProcessFamily) -> tuple[Device, ...]:
@@ -304,6 +333,6 @@ def _confirmed(again: Snapshot, devices: Sequence[Device], family: ProcessFamily
     fresh = [again.device(device.uuid) for device in devices]
     used = tuple(device for device in fresh if device and any(map(family.includes, _computing(device))))
     if len(used) < len(devices):
-        raise ClaimError("the job ended, or left one of its GPUs, while it was adopted: nothing is claimed.")
+        raise ClaimError(_("the job ended, or left one of its GPUs, while it was adopted: nothing is claimed."))
     _refuse_others(used, family)
     return used

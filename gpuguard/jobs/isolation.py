@@ -31,6 +31,7 @@ from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.files import mounts
 from gpuguard.model import HEALTH, MODEL, Device
 from gpuguard.procfs import read_text
+from gpuguard.translation import _
 
 if TYPE_CHECKING:
     from gpuguard.backends import Backend
@@ -82,7 +83,7 @@ class Isolation:
 def check(backend: Backend) -> None:
     """Whether jobs can be isolated here, asked before anybody waits for devices.  Raises GpuguardError: what to do."""
     if backend.simulated:
-        raise InvalidRequest("--isolate hides device nodes, and a simulated GPU has none: drop --isolate.")
+        raise InvalidRequest(_("--isolate hides device nodes, and a simulated GPU has none: drop --isolate."))
     if os.geteuid() == 0:
         check_device_filter()
     else:
@@ -105,8 +106,10 @@ def isolate(
     if missing:
         # The driver's libraries make nodes through the setuid nvidia-modprobe, which can do nothing in a namespace.
         raise GpuguardError(
-            f"{', '.join(missing)} does not exist yet, and could not be made once the job is isolated.  "
-            "Run `nvidia-modprobe -u -c 0`, or any program with CUDA, once, and start this again."
+            _(
+                "{missing} does not exist yet, and could not be made once the job is isolated.  Run "
+                "`nvidia-modprobe -u -c 0`, or any program with CUDA, once, and start this again."
+            ).format(missing=", ".join(missing))
         )
     # It lets a gpuguard in the job know the directories of root's, which look like another user's to it.
     seen = [os.stat(path) for path in dict.fromkeys((directory.path, directory.locks, directory.records))]
@@ -135,13 +138,17 @@ def nodes_of(
         minor = device.minor_number
         if minor is None:
             raise GpuguardError(
-                f"the driver does not say which node {device_title(device)} has: it cannot be isolated."
+                _("the driver does not say which node {gpu} has: it cannot be isolated.").format(
+                    gpu=device_title(device)
+                )
             )
         gpus.add(minor)
         if device.parent_uuid is None:
             wanted.append(rf"gpu{minor}/.*")
         elif device.gpu_instance_id is None or device.compute_instance_id is None:
-            raise GpuguardError(f"the driver does not say the numbers of {device.uuid}: it cannot be isolated.")
+            raise GpuguardError(
+                _("the driver does not say the numbers of {uuid}: it cannot be isolated.").format(uuid=device.uuid)
+            )
         else:
             instance = rf"gpu{minor}/gi{device.gpu_instance_id}"
             wanted += [rf"{instance}/access", rf"{instance}/ci{device.compute_instance_id}/access"]
@@ -197,7 +204,7 @@ def prepare_namespace(hidden: Collection[str], dev: str) -> tuple[Callable[[], N
     try:
         directory = os.getcwd()
     except FileNotFoundError:
-        raise GpuguardError("the directory that you are in was removed: `cd` to another one.") from None
+        raise GpuguardError(_("the directory that you are in was removed: `cd` to another one.")) from None
     options = ["--dev-bind", "/", "/", *_folder(dev, hidden), "--chdir", directory]
     descriptors = _build(options)
     library = ctypes.CDLL(None, use_errno=True)
@@ -236,7 +243,10 @@ def _build(options: list[str]) -> tuple[int, int]:
     program = shutil.which("bwrap")
     if program is None:
         raise GpuguardError(
-            "--isolate needs bubblewrap, which is not installed: `apt install bubblewrap` or `dnf install bubblewrap`."
+            _(
+                "--isolate needs bubblewrap, which is not installed: `apt install bubblewrap` or `dnf install "
+                "bubblewrap`."
+            )
         )
     arguments = os.memfd_create("bubblewrap", os.MFD_CLOEXEC)
     with os.fdopen(arguments, "wb", closefd=False) as file:
@@ -265,10 +275,12 @@ def _build(options: list[str]) -> tuple[int, int]:
 
 def _no_namespace(message: str) -> GpuguardError:
     return GpuguardError(
-        f"--isolate cannot be had: {message or 'bubblewrap ended at once'}.\n"
-        "Ordinary users need user namespaces here.  As root: `sysctl user.max_user_namespaces=10000`; on Debian also "
-        "`sysctl kernel.unprivileged_userns_clone=1`; on Ubuntu from 23.10 on an AppArmor profile for bwrap "
-        "(bwrap-userns-restrict) or `sysctl kernel.apparmor_restrict_unprivileged_userns=0`."
+        _(
+            "--isolate cannot be had: {message}.\nOrdinary users need user namespaces here.  As root: "
+            "`sysctl user.max_user_namespaces=10000`; on Debian also `sysctl "
+            "kernel.unprivileged_userns_clone=1`; on Ubuntu from 23.10 on an AppArmor profile for bwrap "
+            "(bwrap-userns-restrict) or `sysctl kernel.apparmor_restrict_unprivileged_userns=0`."
+        ).format(message=message or _("bubblewrap ended at once"))
     )
 
 
@@ -349,7 +361,9 @@ def _load_filter(rules: FilterRules) -> int:
     try:
         descriptor = bpf(_PROG_LOAD, attributes)
     except OSError as error:  # EPERM without the right to do it, ENOSYS or EINVAL where there are no such programs
-        raise _no_filter(f"the kernel takes no device filter from us ({error.strerror})") from error
+        raise _no_filter(
+            _("the kernel takes no device filter from us ({strerror})").format(strerror=error.strerror)
+        ) from error
     os.set_inheritable(descriptor, False)
     return descriptor
 
@@ -425,13 +439,13 @@ def own_cgroup() -> str:
             path = (mount.point + own[len(below) :]).rstrip("/")
             if os.access(path, os.W_OK):
                 return path
-            raise _no_filter(f"{path} cannot be written to, as in a container")
-    raise _no_filter("no cgroup file system of version 2 is mounted")
+            raise _no_filter(_("{path} cannot be written to, as in a container").format(path=path))
+    raise _no_filter(_("no cgroup file system of version 2 is mounted"))
 
 
 def _make_cgroup(path: str) -> int:
     """Make the directory and lock it."""
-    for _ in range(_TRIES):
+    for _attempt in range(_TRIES):
         try:
             os.mkdir(path)
             directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -447,7 +461,9 @@ def _make_cgroup(path: str) -> int:
 
 def _no_filter(why: str) -> GpuguardError:
     return GpuguardError(
-        f"--isolate cannot be had: {why}.\n"
-        "Root needs a writable cgroup file system of version 2 and the right to use bpf(2) (not in an ordinary "
-        "container).  Or run the job as an ordinary user with bubblewrap installed."
+        _(
+            "--isolate cannot be had: {why}.\nRoot needs a writable cgroup file system of version 2 and the "
+            "right to use bpf(2) (not in an ordinary container).  Or run the job as an ordinary user with "
+            "bubblewrap installed."
+        ).format(why=why)
     )

@@ -34,13 +34,14 @@ from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.thresholds import MemoryRule, TemperatureRule
 from gpuguard.policies.view import judged_processes
+from gpuguard.translation import N_, _, ngettext
 from gpuguard.units import Amount, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from gpuguard.policies.view import Rule
 
 MEMORY_LIMITS = ("memory", "memory-limit")  # the share of a device, and what ends a job
-_HERE = "this is a pid namespace of its own (a container), where the driver's pids name no process"
+_HERE = N_("this is a pid namespace of its own (a container), where the driver's pids name no process")
 
 
 def used_before(devices: Sequence[Device]) -> dict[str, int]:
@@ -100,7 +101,7 @@ def policies_of(memory: Amount | None, temperature: float | None, idle: float | 
         InvalidRequest: a limit of nothing, which ends every job.
     """
     if (memory and not memory.value) or temperature == 0 or idle == 0:
-        raise InvalidRequest("a limit of 0 ends every job: leave the option out for no limit.")
+        raise InvalidRequest(_("a limit of 0 ends every job: leave the option out for no limit."))
     policies = []
     if memory is not None:
         policies.append(_policy("memory-limit", MemoryRule(memory, per="user"), 0.0, _THIRD_SAMPLE))
@@ -158,12 +159,17 @@ class JobLimits:
         kept = [f"--{limit}" for limit in limits if limit not in MEMORY_LIMITS or not all_open]
         unkept = [f"--{limit}" for limit in limits if limit in MEMORY_LIMITS and open_to_others]
         if kept:
-            are = "are" if len(kept) > 1 else "is"
-            yield f"{_HERE}: {', '.join(kept)} {are} judged by the whole GPU, with all that others do there."
+            yield ngettext(
+                "{here}: {limits} is judged by the whole GPU, with all that others do there.",
+                "{here}: {limits} are judged by the whole GPU, with all that others do there.",
+                len(kept),
+            ).format(here=_(_HERE), limits=", ".join(kept))
         if unkept:
             yield (
-                f"{', '.join(unkept)} cannot be kept on GPU {','.join(open_to_others)}: {_HERE}, and others may use "
-                "that GPU too.  Claim it for this job alone, or start the container with its host's pids (--pid=host)."
+                _(
+                    "{limits} cannot be kept on GPU {devices}: {here}, and others may use that GPU too.  "
+                    "Claim it for this job alone, or start the container with its host's pids (--pid=host)."
+                ).format(limits=", ".join(unkept), devices=",".join(open_to_others), here=_(_HERE))
             )
 
     @property
@@ -244,8 +250,8 @@ class JobLimits:
                 device = replace(device, processes=rows, processes_plausible=True)
                 if self.pids_known and device.uuid not in self._reported:
                     self._reported.add(device.uuid)
-                    what = f"the driver lists no processes on {device_title(device)}"
-                    texts.append(f"{what}: the limits of the job are judged by the whole GPU.")
+                    what = _("the driver lists no processes on {gpu}").format(gpu=device_title(device))
+                    texts.append(_("{what}: the limits of the job are judged by the whole GPU.").format(what=what))
             devices.append(device)
         return replace(own, devices=tuple(devices)), texts
 
@@ -306,7 +312,9 @@ class JobLimits:
         self._reported |= lasting
         index = {device.uuid: device.index for device in own.devices}
         return [
-            f"--{limit} cannot be kept on GPU {index[uuid]} now: the driver does not tell what it is judged by."
+            _("--{limit} cannot be kept on GPU {index} now: the driver does not tell what it is judged by.").format(
+                limit=limit, index=index[uuid]
+            )
             for limit, uuid in sorted(lasting)
         ]
 

@@ -26,6 +26,7 @@ from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError, shortage
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, ClaimRecord
 from gpuguard.procfs import read_stat
+from gpuguard.translation import N_, _, ngettext
 from gpuguard.units import format_duration
 from gpuguard.users import user_name
 
@@ -90,7 +91,7 @@ def children() -> frozenset[Process] | None:
 
 def patiently(call: Callable[..., Any], *words: Any, **more: Any) -> Any:
     """What *call* returns, tried again for a while where no file or memory is left: the job runs, and needs us."""
-    for _ in range(TRIES):
+    for _attempt in range(TRIES):
         try:
             return call(*words, **more)
         except OSError as error:
@@ -213,26 +214,26 @@ def failure(program: str, code: int) -> tuple[int, str]:
     """Exit code and message for a *program* that could not be started, as a shell has them."""
     reason, is_missing = os.strerror(code), code in (errno.ENOENT, errno.ENOTDIR)
     is_absent, is_denied, is_script = code == errno.ENOENT, code == errno.EACCES, program.endswith(".py")
-    variable, has_value, _ = program.partition("=")
+    variable, has_value, _value = program.partition("=")
     if is_absent and os.path.isfile(program) and "/" not in program:
         how = f"python {program}" if is_script else f"./{program}"
-        text = f"command not found in PATH, but here.  Write `gpuguard run ... -- {how}`."
+        text = _("command not found in PATH, but here.  Write `gpuguard run ... -- {how}`.").format(how=how)
     elif is_absent and "/" in program and os.path.exists(program):
-        text = "the interpreter that its first line names does not exist."
+        text = _("the interpreter that its first line names does not exist.")
     elif is_missing and " " in program.strip():
-        text = "command not found.  Leave out the quotes around the command; where it needs a shell: sh -c '...'."
+        text = _("command not found.  Leave out the quotes around the command; where it needs a shell: sh -c '...'.")
     elif is_absent and has_value and variable.isidentifier():
-        text = f"command not found.  To set a variable: env {program} CMD."
+        text = _("command not found.  To set a variable: env {program} CMD.").format(program=program)
     elif is_missing:
-        text = "command not found.  Is it installed, and in PATH?"
+        text = _("command not found.  Is it installed, and in PATH?")
     elif code == errno.ENOEXEC:
-        text = f"{reason}.  A script needs a first line such as #!/bin/sh."
+        text = _("{reason}.  A script needs a first line such as #!/bin/sh.").format(reason=reason)
     elif is_denied and is_script:
-        text = f"{reason}.  Write `gpuguard run ... -- python {program}`."
+        text = _("{reason}.  Write `gpuguard run ... -- python {program}`.").format(reason=reason, program=program)
     elif is_denied and os.path.isdir(program):
-        text = "it is a directory, not a program."
+        text = _("it is a directory, not a program.")
     elif is_denied:
-        text = f"{reason}.  `chmod +x` makes a file a program."
+        text = _("{reason}.  `chmod +x` makes a file a program.").format(reason=reason)
     else:
         text = f"{reason}."
     return EXIT_NOT_FOUND if is_missing else EXIT_NOT_EXECUTABLE, f"{program or repr(program)}: {text}"
@@ -260,8 +261,8 @@ class EscalationStep:
     @property
     def words(self) -> str:
         """For the owner of the job."""
-        target = "the job and all its processes" if self.signum == signal.SIGKILL else "the job"
-        return f"{self.short_why}: {self.name} to {target}."
+        target = _("the job and all its processes") if self.signum == signal.SIGKILL else _("the job")
+        return _("{why}: {signal} to {target}.").format(why=_(self.short_why), signal=self.name, target=target)
 
 
 class Escalation:
@@ -277,7 +278,7 @@ class Escalation:
         self._ahead: tuple[EscalationStep, ...] = ()
         if time_limit is None:
             return
-        over = "the time limit is over"
+        over = N_("the time limit is over")
         self.due, self._ahead = began + time_limit, self._last_steps(TIME_LIMIT, over, over)
         if checkpoint:
             # Never at once: a job in its first moments has no handler yet, and would end of the signal.
@@ -290,7 +291,7 @@ class Escalation:
         """Begin an escalation at once, unless another one goes on already."""
         if self.why is not None:
             return
-        short_why = "the grace is over" if self._checkpoint else why
+        short_why = N_("the grace is over") if self._checkpoint else why
         self.due, self._ahead = now, self._last_steps(kind, why, short_why, limit)
         if self._checkpoint:
             self._ahead = (EscalationStep(self._checkpoint, self._grace, kind, why, why, limit), *self._ahead)
@@ -308,7 +309,7 @@ class Escalation:
     ) -> tuple[EscalationStep, EscalationStep]:
         return (
             EscalationStep(signal.SIGTERM, self._grace, kind, why, short_why, limit),
-            EscalationStep(signal.SIGKILL, NEVER, kind, why, "the grace is over too", limit),
+            EscalationStep(signal.SIGKILL, NEVER, kind, why, N_("the grace is over too"), limit),
         )
 
 
@@ -366,12 +367,20 @@ def answer_release_request(
     try:
         claim.answer(answer)
     except (OSError, ClaimError) as error:
-        notify(f"a request to release the claim {request.in_words()} could not be answered: {error}")
+        notify(
+            _("a request to release the claim {in_words} could not be answered: {error}").format(
+                in_words=request.in_words(), error=error
+            )
+        )
         return
     if answer.what == ENDING:
         escalation.begin(time.monotonic(), "release", f"to be released {request.in_words()}")
     elif answer.what == REFUSED:
-        notify(f"the claim was to be released {request.in_words()}.  Refused: {answer.why}.")
+        notify(
+            _("the claim was to be released {in_words}.  Refused: {why}.").format(
+                in_words=request.in_words(), why=answer.why
+            )
+        )
 
 
 def _in_use(claim: Claim, backend: Backend) -> str | None:
@@ -443,21 +452,29 @@ class Drain:
             if users:
                 used = now
                 if not users.keys() <= known:
-                    self.notify(f"the job ended, but {words}: the claim stays until that ends.")
+                    self.notify(_("the job ended, but {words}: the claim stays until that ends.").format(words=words))
                     known |= users.keys()
             elif now - used >= (keep := self.leftover() if keep < 0 else keep):
                 if keep:
-                    self.notify(f"{words}, for {format_duration(keep)} without a GPU: the claim is released.")
+                    self.notify(
+                        _("{words}, for {seconds} without a GPU: the claim is released.").format(
+                            words=words, seconds=format_duration(keep)
+                        )
+                    )
                 return snapshot
             elif not notified and now - began > QUIET_SECONDS:
                 notified = True
                 until = (
-                    f"until {'it ends' if len(living) == 1 else 'they end'}"
+                    ngettext("until it ends", "until they end", len(living))
                     if keep == NEVER
-                    else f"for {format_duration(keep)}, longer if they use a GPU"
+                    else _("for {seconds}, longer if they use a GPU").format(seconds=format_duration(keep))
                 )
-                command = f"`gpuguard release {self.claim_id}` releases it before."
-                self.notify(f"the job ended, but {words}: the claim stays {until}.  {command}")
+                command = _("`gpuguard release {claim_id}` releases it before.").format(claim_id=self.claim_id)
+                self.notify(
+                    _("the job ended, but {words}: the claim stays {until}.  {command}").format(
+                        words=words, until=until, command=command
+                    )
+                )
             if signum := self.pause(USER_POLL_SECONDS if users else delay):
                 raise StillInUse(signum, users or living, words)
             delay = min(delay * 1.5, USER_POLL_SECONDS)
@@ -473,7 +490,9 @@ class Drain:
                 return NOT_DRAINED
             if waited > QUIET_SECONDS and not notified:
                 gpus = ", ".join(map(str, full))
-                self.notify(f"the job ended; waiting for the driver to free the memory of GPU {gpus} ...")
+                self.notify(
+                    _("the job ended; waiting for the driver to free the memory of GPU {gpus} ...").format(gpus=gpus)
+                )
                 notified = True
             if self.pause(delay):
                 return INTERRUPTED
@@ -514,9 +533,11 @@ def users_of(snapshot: Snapshot, devices: Sequence[Device], family: Collection[i
 def _named(living: Collection[int]) -> str:
     """``"2 processes of it still run (pid 4321 tmux, pid 4322 python)"``."""
     names = [f"pid {pid} {_name(pid)}" for pid in sorted(living)]
-    more = f", and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    run = "process of it still runs" if len(names) == 1 else "processes of it still run"
-    return f"{len(names)} {run} ({', '.join(names[:MOST_NAMED])}{more})"
+    more = _(", and {count} more").format(count=len(names) - MOST_NAMED) if len(names) > MOST_NAMED else ""
+    listed = f"{', '.join(names[:MOST_NAMED])}{more}"
+    return ngettext(
+        "{count} process of it still runs ({names})", "{count} processes of it still run ({names})", len(names)
+    ).format(count=len(names), names=listed)
 
 
 def _residue(snapshot: Snapshot, before: Device) -> int:
@@ -540,8 +561,12 @@ def _in_words(users: dict[int, tuple[int, ...]]) -> str:
     """``"pid 4321 (tensorboard) still uses GPU 3"``, with a name that the process chose itself."""
     texts = []
     for pid, indices in users.items():
-        texts.append(f"pid {pid} ({_name(pid)}) still uses GPU {','.join(map(str, indices))}")
-    return " and ".join(texts)
+        texts.append(
+            _("pid {pid} ({name}) still uses GPU {devices}").format(
+                pid=pid, name=_name(pid), devices=",".join(map(str, indices))
+            )
+        )
+    return _(" and ").join(texts)
 
 
 def _name(pid: int) -> str:

@@ -19,20 +19,23 @@ from gpuguard.queue.reservations import ReservationCalendar, clock_text
 from gpuguard.queue.state import QueueFacts, QueueState, choose_for, expected_end, kept_from, read_queue_facts
 from gpuguard.queue.tickets import new_ticket
 from gpuguard.request import Request
+from gpuguard.translation import N_, _, ngettext
 from gpuguard.units import format_duration
 
-_UNKNOWN_START = "start unknown: "
+_UNKNOWN_START = N_("start unknown: ")
 
 
 def reservation_text(reservation: Reservation, now: float) -> str:
     """``"kept for alice's reservation from 09:00"``, ``"... until 12:00"`` once it has begun."""
-    return f"kept for {reservation.user}'s reservation {_from_or_until(reservation, now)}"
+    return _("kept for {user}'s reservation {time}").format(
+        user=reservation.user, time=_from_or_until(reservation, now)
+    )
 
 
 def _from_or_until(reservation: Reservation, now: float) -> str:
     if reservation.begins > now:
-        return f"from {clock_text(reservation.begins, now)}"
-    return f"until {clock_text(reservation.ends, now)}"
+        return _("from {time}").format(time=clock_text(reservation.begins, now))
+    return _("until {time}").format(time=clock_text(reservation.ends, now))
 
 
 def kept_for_others(queue: QueueState, ticket_id: str) -> dict[str, str]:
@@ -43,7 +46,7 @@ def kept_for_others(queue: QueueState, ticket_id: str) -> dict[str, str]:
     mine = queue.of(ticket_id)
     shares = mine.request is not None and mine.request.share
     return {uuid: reservation_text(reservation, queue.now) for uuid, reservation in mine.kept.items()} | {
-        uuid: f"about to be claimed by {other.ticket.user}, who waited for it"
+        uuid: _("about to be claimed by {user}, who waited for it").format(user=other.ticket.user)
         for other in queue.positions
         if other.now and other.ticket.id != ticket_id and not (shares and other.request and other.request.share)
         for uuid in other.devices
@@ -73,8 +76,12 @@ def reserved_now(snapshot: Snapshot, reserved: ReservationCalendar) -> dict[str,
 
 def brief_text(position: QueuePosition, queue: QueueState) -> str:
     """The same for one line of a terminal, the reason first: ``"the job of bob has no time limit (2 of 3)"``."""
-    text = start_text(position, queue).removeprefix(_UNKNOWN_START)
-    return text if position.ticket.after else f"{text} ({position.number} of {len(queue.positions)} in the queue)"
+    text = start_text(position, queue).removeprefix(_(_UNKNOWN_START))
+    if position.ticket.after:
+        return text
+    return _("{text} ({number} of {count} in the queue)").format(
+        text=text, number=position.number, count=len(queue.positions)
+    )
 
 
 def position_text(position: QueuePosition, queue: QueueState) -> str:
@@ -82,27 +89,32 @@ def position_text(position: QueuePosition, queue: QueueState) -> str:
     text = start_text(position, queue)
     if position.ticket.after:
         return text
-    return f"number {position.number} of {len(queue.positions)} in the queue, {text}"
+    return _("number {number} of {count} in the queue, {text}").format(
+        number=position.number, count=len(queue.positions), text=text
+    )
 
 
 def start_text(position: QueuePosition, queue: QueueState) -> str:
     """When it starts and why not earlier: ``"starts in about 2h, when GPU 3 is free: time limit of al's job"``."""
     if position.ticket.after:
-        return f"not queued yet: {position.ticket.after}"
+        return _("not queued yet: {after}").format(after=position.ticket.after)
     if position.now:
-        return "starts now"
+        return _("starts now")
     if position.held_back_by:
-        return f"held back: it would delay {_held_back_text(position.held_back_by, position, queue)}"
+        return _("held back: it would delay {request}").format(
+            request=_held_back_text(position.held_back_by, position, queue)
+        )
     if position.request is None:
-        return "no GPUs for it as things are"
+        return _("no GPUs for it as things are")
     if not position.devices:
-        return "too far behind for a plan"
+        return _("too far behind for a plan")
     if kept_out := _kept_out_text(position.request, position.devices, queue):
-        return f"{_UNKNOWN_START}{kept_out}"
+        return f"{_(_UNKNOWN_START)}{kept_out}"
     if position.start is None:
-        return f"{_UNKNOWN_START}{_unknown_end_text(position, queue)}"
+        return f"{_(_UNKNOWN_START)}{_unknown_end_text(position, queue)}"
     why = _freed_text(position, position.start, queue)
-    return f"starts in about {_until(position.start, queue)}{', ' + why if why else ''}"
+    text = _("starts in about {seconds}").format(seconds=_until(position.start, queue))
+    return _("{text}, {why}").format(text=text, why=why) if why else text
 
 
 def _kept_out_text(request: Request, devices: Sequence[str], queue: QueueState) -> str | None:
@@ -126,18 +138,21 @@ def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) ->
     """The ticket or the reservation that it would delay; of a reservation also when it starts instead, or could."""
     for other in queue.positions:
         if other.ticket.id == delayed:
-            text = f"{other.ticket.user}'s request for {other.ticket.num_gpus}, which "
+            facts = {"user": other.ticket.user, "count": other.ticket.num_gpus}
             if other.ticket.since + queue.bound >= queue.now:
-                return f"{text}came before"
-            return f"{text}has waited for {format_duration(round(queue.now - other.ticket.since))}"
+                return _("{user}'s request for {count}, which came before").format(**facts)
+            waited = format_duration(round(queue.now - other.ticket.since))
+            return _("{user}'s request for {count}, which has waited for {waited}").format(**facts, waited=waited)
     reservation = next((reserved for reserved in queue.facts.reservations if reserved.key == delayed), None)
     if reservation is None:
-        return f"reservation {delayed}"
-    text = f"the reservation of {reservation.user} {_from_or_until(reservation, queue.now)}"
+        return _("reservation {delayed}").format(delayed=delayed)
+    text = _("the reservation of {user} {time}").format(
+        user=reservation.user, time=_from_or_until(reservation, queue.now)
+    )
     if position.start is not None:
-        text += f"; starts in about {_until(position.start, queue)}"
+        text += _("; starts in about {seconds}").format(seconds=_until(position.start, queue))
     if reservation.begins > queue.now and position.ticket.time_limit is None:
-        text += "; with a --time-limit that ends before, it could start now"
+        text += _("; with a --time-limit that ends before, it could start now")
     return text
 
 
@@ -148,8 +163,8 @@ def passing_text(position: QueuePosition, queue: QueueState) -> str | None:
         return None
     until = ticket.since + queue.bound
     if until > queue.now:
-        return f"shorter jobs may start first until {clock_text(until, queue.now)}"
-    return "only jobs that probably end before its GPUs are free start first"
+        return _("shorter jobs may start first until {time}").format(time=clock_text(until, queue.now))
+    return _("only jobs that probably end before its GPUs are free start first")
 
 
 def _until(start: float, queue: QueueState) -> str:
@@ -160,7 +175,9 @@ def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str
     """Which device is the last one to be free, and what says so."""
     for reservation in queue.facts.reservations:
         if abs(reservation.ends - start) < 1.0:
-            return f"after the reservation of {reservation.user} {_from_or_until(reservation, queue.now)}"
+            return _("after the reservation of {user} {time}").format(
+                user=reservation.user, time=_from_or_until(reservation, queue.now)
+            )
     for uuid in position.devices:
         claim = _claim_on(uuid, queue)
         if claim is None:
@@ -168,27 +185,30 @@ def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str
         end = expected_end(claim, queue.now)
         if end is not None and abs(end - start) < 1.0:
             device = queue.snapshot.device(uuid)
-            freed = f"when {device_title(device) if device else uuid} is free"
+            freed = _("when {gpu} is free").format(gpu=device_title(device) if device else uuid)
             if claim.ends is None:
-                return f"{freed}, if {claim.user}'s job takes as long as their earlier ones"
-            return f"{freed}: time limit of {claim.user}'s job"
+                return _("{freed}, if {user}'s job takes as long as their earlier ones").format(
+                    freed=freed, user=claim.user
+                )
+            return _("{freed}: time limit of {user}'s job").format(freed=freed, user=claim.user)
     before = _on_the_same_devices(position, queue)
-    return f"after {before.ticket.user}'s request" if before else ""
+    return _("after {user}'s request").format(user=before.ticket.user) if before else ""
 
 
 def _unknown_end_text(position: QueuePosition, queue: QueueState) -> str:
     if before := _on_the_same_devices(position, queue):
-        return f"{before.ticket.user}'s request before it has no time limit"
+        return _("{user}'s request before it has no time limit").format(user=before.ticket.user)
     claims = {claim.id: claim for uuid in position.devices if (claim := _claim_on(uuid, queue))}
     endless = [claim for claim in claims.values() if claim.ends is None and claim.expected is None]
     if claims and not endless:
-        return "a job is over its time"
+        return _("a job is over its time")
     if not endless:
         used = any(device.processes for device in queue.snapshot.devices if device.uuid in position.devices)
-        return "a GPU is in use without a claim" if used else "a GPU is not free, though it has no claim"
-    names = sorted({claim.user for claim in endless})
-    jobs = "jobs of {} have" if len(endless) > 1 else "job of {} has"
-    return f"the {jobs.format(' and '.join(names))} no time limit"
+        return _("a GPU is in use without a claim") if used else _("a GPU is not free, though it has no claim")
+    users = _(" and ").join(sorted({claim.user for claim in endless}))
+    return ngettext(
+        "the job of {users} has no time limit", "the jobs of {users} have no time limit", len(endless)
+    ).format(users=users)
 
 
 def _on_the_same_devices(position: QueuePosition, queue: QueueState) -> QueuePosition | None:

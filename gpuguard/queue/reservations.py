@@ -35,6 +35,7 @@ from gpuguard.queue.calendar import Reservation, can_be_met
 from gpuguard.queue.priority import ReservationKeys
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import LAST_TIME, IgnoredFile, checked_number, read_document, read_documents, touch
+from gpuguard.translation import N_, _, ngettext
 from gpuguard.units import format_duration, local_time
 from gpuguard.users import accountable_uids, user_name
 
@@ -43,7 +44,7 @@ MOST_OF_ONE = 100  # of a user; a quota counts their devices, but only once all 
 MOST_NOTE = 200  # characters
 MOST_COUNTED = 256  # with more, planning would take too long
 MOST_GPUS = 4096
-_NO_ROOM = "earlier reservations leave too few GPUs at that time"
+_NO_ROOM = N_("earlier reservations leave too few GPUs at that time")
 
 Arrivals = Mapping[tuple[int, str], float]  # (uid, key of a reservation) -> when its user last began or ended a claim
 
@@ -162,12 +163,12 @@ def what_if(wanted: Reservation, known: ReservationCalendar, uuids: Collection[s
     """Why a new reservation would not count; "" when it would.  Says when there would be room for it."""
     others = known.reservations
     why_not = _why_not(wanted, others, uuids, read_queue_settings().rules.reservations)
-    if why_not != _NO_ROOM:
+    if why_not != _(_NO_ROOM):
         return why_not
     for begins in sorted(other.ends for other in others if other.ends > wanted.begins):
         moved = replace(wanted, begins=begins, ends=begins + wanted.ends - wanted.begins)
         if can_be_met(moved, others, uuids):
-            return f"{why_not}, and enough from {clock_text(begins, known.now)} on"
+            return _("{why_not}, and enough from {time} on").format(why_not=why_not, time=clock_text(begins, known.now))
     return why_not
 
 
@@ -179,22 +180,26 @@ def _why_not(wanted: Reservation, counted: Sequence[Reservation], uuids: Collect
         return why_not
     present = len(set(wanted.devices) & set(uuids))
     if present < wanted.num_gpus:
-        return f"only {present} of its GPUs {'is' if present == 1 else 'are'} there"
+        return ngettext("only {count} of its GPUs is there", "only {count} of its GPUs are there", present).format(
+            count=present
+        )
     if not can_be_met(wanted, counted, uuids):
-        return _NO_ROOM
-    return "" if len(counted) < MOST_COUNTED else f"there are more than {MOST_COUNTED} already"
+        return _(_NO_ROOM)
+    return "" if len(counted) < MOST_COUNTED else _("there are more than {count} already").format(count=MOST_COUNTED)
 
 
 def _beyond(reservation: Reservation, keys: ReservationKeys, before: int) -> str:
     """Why a user may not have this one beside so many devices in earlier ones; "" when it is allowed."""
     if before + reservation.num_gpus > keys.devices:
-        beside = f" ({before} of them in earlier ones)" if before else ""
+        beside = _(" ({before} of them in earlier ones)").format(before=before) if before else ""
         gpus = f"{keys.devices} GPU{'s' * (keys.devices != 1)}" if keys.devices else "no GPUs"
-        return f"users may reserve {gpus} at a time here{beside}, all their reservations together"
+        return _("users may reserve {gpus} at a time here{beside}, all their reservations together").format(
+            gpus=gpus, beside=beside
+        )
     if reservation.ends - reservation.begins > keys.longest + 1:
-        return f"users may reserve for {format_duration(keys.longest)} at most here"
+        return _("users may reserve for {longest} at most here").format(longest=format_duration(keys.longest))
     if reservation.begins - reservation.made > keys.ahead + 1:
-        return f"users may reserve {format_duration(keys.ahead)} ahead at most here"
+        return _("users may reserve {ahead} ahead at most here").format(ahead=format_duration(keys.ahead))
     return ""
 
 
@@ -221,7 +226,7 @@ def write_reservation(directory: LockDirectory, wanted: Reservation) -> Reservat
     content = {"schema": 1, **asdict(fields), "note": wanted.note and wanted.note[:MOST_NOTE]}
     encoded = json.dumps(content).encode()
     if len(encoded) > MAX_BYTES:
-        raise InvalidRequest("the reservation is too long to be written: name fewer GPUs with --devices.")
+        raise InvalidRequest(_("the reservation is too long to be written: name fewer GPUs with --devices."))
     number = os.urandom(4).hex()
     path = _path(directory, os.geteuid(), number)
     try:
@@ -229,7 +234,9 @@ def write_reservation(directory: LockDirectory, wanted: Reservation) -> Reservat
         return _reservation_of(content, status_in_place(path), number)
     except OSError as error:
         why = why_full(directory, error)
-        raise LockDirectoryError(f"no reservation can be made in {directory.records}: {why}.") from error
+        raise LockDirectoryError(
+            _("no reservation can be made in {records}: {why}.").format(records=directory.records, why=why)
+        ) from error
 
 
 def remove_reservation(directory: LockDirectory, reservation: Reservation) -> None:
@@ -239,8 +246,10 @@ def remove_reservation(directory: LockDirectory, reservation: Reservation) -> No
     except FileNotFoundError:
         return
     except OSError as error:
-        who = f"{user_name(reservation.maker)} or root" if reservation.maker else "root"
-        raise LockDirectoryError(f"reservation {reservation.id}: only {who} can cancel it.") from error
+        who = _("{maker} or root").format(maker=user_name(reservation.maker)) if reservation.maker else "root"
+        raise LockDirectoryError(
+            _("reservation {id}: only {who} can cancel it.").format(id=reservation.id, who=who)
+        ) from error
 
 
 def record_arrival(directory: LockDirectory, reservations: Iterable[Reservation]) -> tuple[str, ...]:

@@ -62,6 +62,7 @@ from gpuguard.queue.tickets import (
 )
 from gpuguard.request import Request, fields_needed
 from gpuguard.select import waiting_error
+from gpuguard.translation import _
 
 NEW_LEADER = b"l"
 OWN_CHECK_SECONDS = 30.0  # a leader and a deputy that both do nothing delay the others by so much at most
@@ -177,7 +178,9 @@ class WaitingRequest:
         except OSError as error:
             why = why_full(self._directory, error)
             raise LockDirectoryError(
-                f"no ticket can be written into {self._directory.records}: {why}.  Try --no-wait."
+                _("no ticket can be written into {records}: {why}.  Try --no-wait.").format(
+                    records=self._directory.records, why=why
+                )
             ) from error
 
     def _sample_for_all(self, before: QueueState, with_health: bool) -> QueueState:
@@ -237,7 +240,7 @@ class QueueAnswer:
             return error
         text, ticket = position_text(self.position, self.queue), self.position.ticket
         if not ticket.id and not ticket.after:  # not queued, but could be
-            text = f"not now; it would be {text}"
+            text = _("not now; it would be {text}").format(text=text)
         explained = waiting_error(ticket.num_gpus, text, error)
         explained.brief = brief_text(self.position, self.queue)
         return explained
@@ -429,7 +432,7 @@ class Waiter:
     def _becomes_leader(self) -> bool:
         if self._leads:
             return False
-        for _ in range(2):  # the leader may end before its pid is known, and its end would go unnoticed
+        for _attempt in range(2):  # the leader may end before its pid is known, and its end would go unnoticed
             if try_flock(self._queue):
                 break
             pid = flock_holder(self._queue)
@@ -483,7 +486,7 @@ def wait_until_over(
         InvalidRequest: there is no such claim or process, or it cannot end before this process does.
     """
     if not what:  # --after "$UNSET"
-        raise InvalidRequest("--after is empty: name a claim or a process.")
+        raise InvalidRequest(_("--after is empty: name a claim or a process."))
     # The id of a claim has eight hexadecimal digits: one that looks like a pid is taken for a claim if there is one.
     claims = [claim for claim in read_records(directory) if claim.id.startswith(what)]
     claims = [claim for claim in claims if claim.id == what] or claims
@@ -496,15 +499,23 @@ def wait_until_over(
         raise InvalidRequest(_which_one(what, claims))
     own = environ.get("GPUGUARD_CLAIM", "")
     if own == claims[0].id or own.startswith(f"{claims[0].id}."):
-        raise InvalidRequest(f"--after {what} is the claim that this runs in: it would wait for itself.")
+        raise InvalidRequest(
+            _("--after {what} is the claim that this runs in: it would wait for itself.").format(what=what)
+        )
     _wait_for_claim(claims[0], directory, ticket, report)
 
 
 def _which_one(what: str, claims: list[ClaimRecord]) -> str:
     if claims:
-        return f"--after {what} could be {', '.join(claim.id for claim in claims)}: write more of it."
-    advice = "`gpuguard who` shows the claims, `gpuguard queue` who waits, `gpuguard events` which claims have ended."
-    return f"--after {what}: there is no such claim or process now, and no event of such a claim.\n{advice}"
+        return _("--after {what} could be {claims}: write more of it.").format(
+            what=what, claims=", ".join(claim.id for claim in claims)
+        )
+    advice = _(
+        "`gpuguard who` shows the claims, `gpuguard queue` who waits, `gpuguard events` which claims have ended."
+    )
+    return _("--after {what}: there is no such claim or process now, and no event of such a claim.\n{advice}").format(
+        what=what, advice=advice
+    )
 
 
 def _wait_for_process(pid: int, directory: LockDirectory, ticket: Ticket, report: Callable[[str], object]) -> None:
@@ -514,7 +525,9 @@ def _wait_for_process(pid: int, directory: LockDirectory, ticket: Ticket, report
         raise InvalidRequest(_which_one(str(pid), [])) from None
     except OSError as error:
         raise InvalidRequest(
-            f"--after {pid}: its end cannot be waited for ({error.strerror}).  Name the process itself, or a claim."
+            _("--after {pid}: its end cannot be waited for ({strerror}).  Name the process itself, or a claim.").format(
+                pid=pid, strerror=error.strerror
+            )
         ) from None
     after = f"waits until process {pid} has ended"
     with ExitStack() as stack:
@@ -564,4 +577,6 @@ def _visible_ticket(directory: LockDirectory, ticket: Ticket, after: str) -> Own
         return OwnTicket(directory, ticket_content(replace(ticket, after=after)))
     except OSError as error:
         why = why_full(directory, error)
-        raise LockDirectoryError(f"no ticket can be written into {directory.records}: {why}.") from error
+        raise LockDirectoryError(
+            _("no ticket can be written into {records}: {why}.").format(records=directory.records, why=why)
+        ) from error

@@ -15,6 +15,7 @@ from gpuguard.policies.files.decoder import Decoder, Path, unknown
 from gpuguard.policies.files.keys import IntervalKeys, PolicyKeys
 from gpuguard.policies.policy import DAY, HARMFUL, KILL_AFTER, ON_PROCESSES, Exemption, Scope, early_kills
 from gpuguard.policies.view import FEWEST_IN_WINDOW
+from gpuguard.translation import _
 from gpuguard.units import Amount, format_duration
 
 WHOM = ("users", "groups", "devices", "models", "kinds")
@@ -46,8 +47,8 @@ def check(decoder: Decoder, longest: float | None = None) -> None:
         place = (*path, "name")
         first = names.setdefault(policy.name, place)
         if first != place:
-            hint = f"The first is in line {nodes[first].line}."
-            source.fault(nodes[place], f"a second policy is called {policy.name!r}.", hint)
+            hint = _("The first is in line {line}.").format(line=nodes[first].line)
+            source.fault(nodes[place], _("a second policy is called {name!r}.").format(name=policy.name), hint)
     for path, policy in policies.items():
         checks = _PolicyChecks(decoder, policy, path)
         checks.check_steps(policy.mode or mode)
@@ -74,21 +75,27 @@ class _PolicyChecks:
         steps = self.policy.steps
         for number, seconds in early_kills((step.name, step.common.after) for step in steps):
             if seconds is None:
-                hint = f"Put `- terminate` at least {KILL_AFTER:.0f}s before it."
-                self._fault(("steps", number), "kill without a terminate before it.", hint)
+                hint = _("Put `- terminate` at least {kill_after:.0f}s before it.").format(kill_after=KILL_AFTER)
+                self._fault(("steps", number), _("kill without a terminate before it."), hint)
             else:
-                text = f"kill {format_duration(seconds)} after the terminate: a job needs time to end."
-                self._fault(("steps", number), text, f"Write {{after: {KILL_AFTER:.0f}s, do: kill}} or longer.")
+                text = _("kill {seconds} after the terminate: a job needs time to end.").format(
+                    seconds=format_duration(seconds)
+                )
+                self._fault(
+                    ("steps", number),
+                    text,
+                    _("Write {{after: {seconds:.0f}s, do: kill}} or longer.").format(seconds=KILL_AFTER),
+                )
         for number, (previous, step) in enumerate(pairwise(steps), 1):
             if previous.name == "kill":
-                self._warn(("steps", number), "after a kill no process is left for this step.")
+                self._warn(("steps", number), _("after a kill no process is left for this step."))
             elif (step.name, step.own) == (previous.name, previous.own) and not step.common.after:
-                text = f"{step.name} twice at the same moment."
-                self._warn(("steps", number), text, "Give the second one an `after`.")
+                text = _("{name} twice at the same moment.").format(name=step.name)
+                self._warn(("steps", number), text, _("Give the second one an `after`."))
         harmful = next((number for number, step in enumerate(steps) if step.name in HARMFUL), None)
         if mode == "enforce" and harmful is not None and MESSAGES.isdisjoint(step.name for step in steps[:harmful]):
-            text = f"{steps[harmful].name} without a warning."
-            self._warn(("steps", harmful), text, "Put `- warn` some time before it.")
+            text = _("{name} without a warning.").format(name=steps[harmful].name)
+            self._warn(("steps", harmful), text, _("Put `- warn` some time before it."))
 
     def check_targets(self, targets: Mapping[str, tuple[str, Any]] | None) -> None:
         for number, step in enumerate(self.policy.steps):
@@ -98,18 +105,22 @@ class _PolicyChecks:
                     continue
                 place = ("steps", number, key)
                 if target not in targets:
-                    self._fault(place, *unknown(target, targets, "target under `notify`"))
+                    self._fault(place, *unknown(target, targets, _("target under `notify`")))
                 elif key == "hook" and targets[target][0] != "hook":
-                    self._fault(place, f"{target!r} is no hook.", "Name one that is written {hook: ...}.")
+                    self._fault(
+                        place,
+                        _("{target!r} is no hook.").format(target=target),
+                        _("Name one that is written {hook: ...}."),
+                    )
 
     def check_rules(self) -> None:
         rules = list(_rules_of(self.policy))
         for name, rule, place in rules:
             for key, why in _never(name, rule):
                 at = (*place, key) if (*self.path, *place, key) in self.nodes else place
-                self._warn(at, f"{name} can never fire: {why}.")
+                self._warn(at, _("{name} can never fire: {why}.").format(name=name, why=why))
             if sum(rule == other for _, other, _ in rules) > 1:
-                self._warn(place, f"the same {name} rule twice.")
+                self._warn(place, _("the same {name} rule twice.").format(name=name))
         all_names = " and ".join(dict.fromkeys(name for name, _, _ in rules))
         blameless = " and ".join(dict.fromkeys(name for name, _, _ in rules if name in INNOCENT))
         of_devices = all(
@@ -125,27 +136,37 @@ class _PolicyChecks:
             place = ("steps", number)
             innocent_harmed = blameless and step.name in HARMFUL
             if without_process and step.name in ON_PROCESSES:
-                text = f"{step.name} reaches no process: such a claim has no process."
-                self._warn(place, text, "Write `release` to take it back.")
+                text = _("{name} reaches no process: such a claim has no process.").format(name=step.name)
+                self._warn(place, text, _("Write `release` to take it back."))
             elif step.name == "release" and not of_claims:
-                text = f"release reaches no claim: {all_names} finds no claim without a process."
-                self._warn(place, text, "Only age (claim_without_process_above), idle and quota do.")
+                text = _("release reaches no claim: {all_names} finds no claim without a process.").format(
+                    all_names=all_names
+                )
+                self._warn(place, text, _("Only age (claim_without_process_above), idle and quota do."))
             elif of_devices and step.name in AT_PROCESSES:
-                text = f"{step.name} reaches no process: {all_names} finds GPUs, not processes."
-                self._warn(place, text, "Notify an administrator instead, or name processes with `per: process`.")
+                text = _("{name} reaches no process: {all_names} finds GPUs, not processes.").format(
+                    name=step.name, all_names=all_names
+                )
+                self._warn(place, text, _("Notify an administrator instead, or name processes with `per: process`."))
             elif innocent_harmed and not step.common.even_if_innocent:
-                text = f"{step.name} for {blameless}: a user of such a GPU may not be the cause."
-                self._fault(place, text, f"If it is meant: {{do: {step.name}, even_if_innocent: true}}.")
+                text = _("{name} for {blameless}: a user of such a GPU may not be the cause.").format(
+                    name=step.name, blameless=blameless
+                )
+                self._fault(
+                    place, text, _("If it is meant: {{do: {name}, even_if_innocent: true}}.").format(name=step.name)
+                )
             elif step.common.even_if_innocent and not innocent_harmed:
-                self._warn(place, f"even_if_innocent has no meaning for {step.name} here.")
+                self._warn(place, _("even_if_innocent has no meaning for {name} here.").format(name=step.name))
 
     def check_times(self, longest: float | None) -> None:
         policy = self.policy
         if longest is not None and policy.for_ < longest:
             place = ("for",) if (*self.path, "for") in self.nodes else ("name",)
             times = format_duration(policy.for_), format_duration(longest)
-            text = "for: {} is shorter than the {} between two samples: one reading decides.".format(*times)
-            self._warn(place, text, "Write a longer `for`, or a shorter interval.")
+            text = _("for: {seconds} is shorter than the {longest} between two samples: one reading decides.").format(
+                seconds=times[0], longest=times[1]
+            )
+            self._warn(place, text, _("Write a longer `for`, or a shorter interval."))
         if longest is not None:
             self._check_windows(longest)
         if policy.hours is not None and policy.hours != (0, DAY):
@@ -154,41 +175,54 @@ class _PolicyChecks:
             for number, step in enumerate(policy.steps):
                 elapsed += step.common.after
                 if elapsed > room:
-                    when = f"it comes {format_duration(elapsed)} after the condition began"
-                    over = f"the hours are over after {format_duration(room)}"
-                    self._warn(("steps", number), f"{step.name} is never reached: {when}, and {over}.")
+                    when = _("it comes {elapsed} after the condition began").format(elapsed=format_duration(elapsed))
+                    over = _("the hours are over after {room}").format(room=format_duration(room))
+                    self._warn(
+                        ("steps", number),
+                        _("{name} is never reached: {when}, and {over}.").format(name=step.name, when=when, over=over),
+                    )
                     break
         if policy.claimed_above is not None and policy.claimed_above >= 100:
-            self._warn(("claimed_above",), "never: not more than 100% can be claimed.")
+            self._warn(("claimed_above",), _("never: not more than 100% can be claimed."))
         if policy.days and len(set(policy.days)) != len(policy.days):
-            self._fault(("days",), "a day is named twice.", "Name each day once.")
+            self._fault(("days",), _("a day is named twice."), _("Name each day once."))
 
     def _check_windows(self, longest: float) -> None:
         """Warn of windows that hold too few samples to be judged by."""
-        for _, rule, path in _rules_of(self.policy):
+        for _name, rule, path in _rules_of(self.policy):
             window = max((seconds for _, seconds in getattr(rule, "needs", tuple)()), default=0.0)
             if not 0 < window < FEWEST_IN_WINDOW * longest:
                 continue
             keys = [key for key, value in vars(rule).items() if value == window]
             key = next((key for key in keys if (*self.path, *path, key) in self.nodes), None)
             least, shorter = map(format_duration, (FEWEST_IN_WINDOW * longest, window / FEWEST_IN_WINDOW))
-            between = f"{FEWEST_IN_WINDOW} times the {format_duration(longest)} between two samples"
-            text = f"{format_duration(window)} is shorter than {between}: it may never fire."
-            self._warn((*path, key) if key else path, text, f"Write {least}, or `interval: {{longest: {shorter}}}`.")
+            between = _("{number} times the {longest} between two samples").format(
+                number=FEWEST_IN_WINDOW, longest=format_duration(longest)
+            )
+            text = _("{window} is shorter than {between}: it may never fire.").format(
+                window=format_duration(window), between=between
+            )
+            self._warn(
+                (*path, key) if key else path,
+                text,
+                _("Write {least}, or `interval: {{longest: {shorter}}}`.").format(least=least, shorter=shorter),
+            )
 
     def check_scopes(self) -> None:
         only, exempt = self.policy.only, list(_exempt(self.policy))
         for place, spared in exempt:
             if spared.until is not None and spared.until < time.time():
-                self._warn((*place, "until"), "this exemption is over.", "Delete it.")
+                self._warn((*place, "until"), _("this exemption is over."), _("Delete it."))
         if only and only.users and all(uid < 1000 for uid in only.users):
-            text = "these are only root and system accounts, which are always protected: nothing will be done to them."
+            text = _(
+                "these are only root and system accounts, which are always protected: nothing will be done to them."
+            )
             self._warn(("only", "users"), text)
         for key in WHOM[:4] if only else ():
             wanted = getattr(only, key)
             named = [{name: value for name, value in vars(spared).items() if value is not None} for _, spared in exempt]
             if wanted and any(spared.keys() == {key} and set(wanted) <= set(spared[key]) for spared in named):
-                self._warn(("only", key), "`except` spares all of these: none is left.")
+                self._warn(("only", key), _("`except` spares all of these: none is left."))
 
 
 def _rules_of(policy: PolicyKeys) -> Iterator[tuple[str, Any, Path]]:
@@ -212,15 +246,18 @@ def _never(name: str, rule: Any) -> Iterator[tuple[str, str]]:
     """(key, why) for limits that nothing can pass."""
     for key, value in vars(rule).items():
         if key.endswith("above") and isinstance(value, Amount) and value.relative and value.value >= 100:
-            yield key, "more than 100% is not possible"
+            yield key, _("more than 100% is not possible")
         if isinstance(value, Amount) and value.promised and rule.per != "claim":
-            yield key, "only a claim has a share (per: claim)"
+            yield key, _("only a claim has a share (per: claim)")
         if name in ("utilization", "host_cpu") and key == "above" and value is not None and value >= 100:
-            yield key, "no utilization is above 100%" if name == "utilization" else "more than 100% is not possible"
+            yield (
+                key,
+                _("no utilization is above 100%") if name == "utilization" else _("more than 100% is not possible"),
+            )
         if key.endswith("below") and name != "idle" and isinstance(value, float) and value <= 0:
-            yield key, "nothing is below 0%"
+            yield key, _("nothing is below 0%")
         if name == "temperature" and key == "above" and value >= HOTTEST:
-            yield key, f"readings above {HOTTEST:.0f}C are not believed"
+            yield key, _("readings above {hottest:.0f}C are not believed").format(hottest=HOTTEST)
 
 
 def _compare(decoder: Decoder, policies: Mapping[Path, PolicyKeys], mode: str) -> None:
@@ -254,15 +291,19 @@ def _undone(path: Path, policy: PolicyKeys, other: PolicyKeys, name: str) -> Ite
     """Exemptions that have no effect, because another policy ends them all the same: where, what, advice."""
     for place, spared in _exempt(policy) if _contains(other.only, policy.only) else ():
         if not any(_covers(each, _whom(spared)) for _, each in _exempt(other)):
-            text = f"whom this spares, {other.name!r} ends for {name} all the same."
-            yield path + place, text, f"Give {other.name!r} the same `except`, or an `only` without them."
+            text = _("whom this spares, {name!r} ends for {rule} all the same.").format(name=other.name, rule=name)
+            yield (
+                path + place,
+                text,
+                _("Give {name!r} the same `except`, or an `only` without them.").format(name=other.name),
+            )
 
 
 def _overlaps(
     first: tuple[Path, PolicyKeys], second: tuple[Path, PolicyKeys], name: str, same_rule: bool
 ) -> Iterator[tuple[Path, str, str]]:
     """What two policies do to each other that both end processes for the same reason: where, what, advice."""
-    (_, one), (place, two) = first, second
+    (_path, one), (place, two) = first, second
     inner, outer = _contains(one.only, two.only), _contains(two.only, one.only)
     if inner != outer:
         # One for some that never comes to its end, because the one for more is there before.
@@ -271,16 +312,22 @@ def _overlaps(
         if same_rule and sooner <= later and _acts_wherever(wide, narrow):
             yield (
                 place,
-                f"{wide.name!r} ends the same processes for {name} after {format_duration(sooner)}, so this one, "
-                f"after {format_duration(later)}, changes nothing.",
-                f"Spare them in {wide.name!r} by `except`.",
+                _(
+                    "{name!r} ends the same processes for {rule} after {sooner}, so this one, after {later}, "
+                    "changes nothing."
+                ).format(name=wide.name, rule=name, sooner=format_duration(sooner), later=format_duration(later)),
+                _("Spare them in {name!r} by `except`.").format(name=wide.name),
             )
     elif inner:
-        text = f"{one.name!r} ends processes of the same users for {name}, too: whichever is faster wins."
-        yield place, text, "Give them different `only`, or make one policy of both."
+        text = _("{name!r} ends processes of the same users for {rule}, too: whichever is faster wins.").format(
+            name=one.name, rule=name
+        )
+        yield place, text, _("Give them different `only`, or make one policy of both.")
     else:
-        text = f"{one.name!r} ends some of the same processes for {name}, too: whichever is faster wins."
-        yield place, text, "Give them `only` that have no user in common, or make one policy of both."
+        text = _("{name!r} ends some of the same processes for {rule}, too: whichever is faster wins.").format(
+            name=one.name, rule=name
+        )
+        yield place, text, _("Give them `only` that have no user in common, or make one policy of both.")
 
 
 def _delay(policy: PolicyKeys) -> float:

@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.policies.files.source import YamlNode, YamlSource
+from gpuguard.translation import N_, _
 
 Reader = Callable[[str], Any]
 Path = tuple[str | int, ...]
@@ -45,7 +46,9 @@ USER, GROUP, DATE = "user", "group", "date"  # names of readers
 
 _WHOLE = re.compile(r"(0|[1-9][0-9]{0,14})")
 _BOOLEANS = {"true": True, "false": False}
-_KINDS = {"scalar": "single value", "sequence": "list", "mapping": "group of keys", "alias": "alias"}
+_KINDS = {
+    "scalar": N_("single value"), "sequence": N_("list"), "mapping": N_("group of keys"), "alias": N_("alias")
+}  # fmt: skip
 
 
 class Broken(Exception):
@@ -109,8 +112,8 @@ class Decoder:
             raise Broken
         hint, notes = _plain(hint, node)
         if node.kind == "scalar" and not node.text and node.plain:
-            advice = "Write {} when it needs no keys." if is_dataclass(hint) else "Write one, or delete the key."
-            self._broken(node, f"{_name(path)}the value is missing.", advice)
+            advice = _("Write {} when it needs no keys.") if is_dataclass(hint) else _("Write one, or delete the key.")
+            self._broken(node, _("{name}the value is missing.").format(name=_name(path)), advice)
         note = notes[0] if notes else None
         if isinstance(note, TaggedChoice):
             value: Any = self._choice(node, note, path)
@@ -130,9 +133,17 @@ class Decoder:
         if origin in (tuple, frozenset):
             if node.kind != "sequence":
                 example = f"[{node.text}]" if node.kind == "scalar" else "[...]"
-                self._broken(node, f"{_name(path)}must be a list, not a {_KINDS[node.kind]}.", f"Write {example}.")
+                self._broken(
+                    node,
+                    _("{name}must be a list, not a {kind}.").format(name=_name(path), kind=_(_KINDS[node.kind])),
+                    _("Write {example}.").format(example=example),
+                )
             if not node.items:
-                self._broken(node, f"{_name(path)}the list is empty.", "Name at least one, or delete the key.")
+                self._broken(
+                    node,
+                    _("{name}the list is empty.").format(name=_name(path)),
+                    _("Name at least one, or delete the key."),
+                )
             items = {number: (item, arguments[0]) for number, item in enumerate(node.items)}
             return origin(self._all(items, path).values())
         if origin is collections.abc.Mapping:
@@ -144,11 +155,19 @@ class Decoder:
 
     def _read(self, node: YamlNode, reader: Reader, path: Path) -> Any:
         if node.kind != "scalar":
-            self._broken(node, f"{_name(path)}must be one value, not a {_KINDS[node.kind]}.")
+            self._broken(
+                node, _("{name}must be one value, not a {kind}.").format(name=_name(path), kind=_(_KINDS[node.kind]))
+            )
         if node.plain and node.last_line > node.line:
-            self._broken(node, f"{_name(path)}the value goes on in the next line.", "Write it in one line.")
+            self._broken(
+                node,
+                _("{name}the value goes on in the next line.").format(name=_name(path)),
+                _("Write it in one line."),
+            )
         if not node.text.strip():
-            self._broken(node, f"{_name(path)}the value is empty.", "Write one, or delete the key.")
+            self._broken(
+                node, _("{name}the value is empty.").format(name=_name(path)), _("Write one, or delete the key.")
+            )
         try:
             return reader(node.text)
         except ValueError as error:
@@ -159,10 +178,14 @@ class Decoder:
         hints, optional = keys_of(noun)
         strange = pairs.keys() - hints.keys()
         for key in sorted(strange):
-            self.source.fault(self._key(path, key), *unknown(key, hints, f"key of {title}"))
+            self.source.fault(self._key(path, key), *unknown(key, hints, _("key of {title}").format(title=title)))
         missing = hints.keys() - pairs.keys() - optional
         for key in sorted(missing):
-            self.source.fault(node, f"{title} lacks the key {key!r}.", f"Add {key}: ...")
+            self.source.fault(
+                node,
+                _("{title} lacks the key {key!r}.").format(title=title, key=key),
+                _("Add {key}: ...").format(key=key),
+            )
         values = self._all({key: (value, hints[key]) for key, value in pairs.items() if key in hints}, path)
         if missing or strange:
             raise Broken
@@ -177,7 +200,11 @@ class Decoder:
         word = pairs.pop(tagged.key, None)
         if word is None:
             meant = next((key for key in pairs if key in tagged.table), "...")
-            self._broken(node, f"{_title(path)}: the key {tagged.key!r} is missing.", f"Add {tagged.key}: {meant}")
+            self._broken(
+                node,
+                _("{title}: the key {key!r} is missing.").format(title=_title(path), key=tagged.key),
+                _("Add {key}: {meant}").format(key=tagged.key, meant=meant),
+            )
         place = (*path, tagged.key)
         self.nodes[place] = word
         name = self._read(word, str, place)
@@ -188,7 +215,7 @@ class Decoder:
         rest = {key: value for key, value in pairs.items() if key not in shared}
         for key in sorted(rest.keys() - keys_of(own)[0].keys()):
             known = [tagged.key, *shared, *keys_of(own)[0]]
-            self.source.fault(self._key(path, key), *unknown(key, known, f"key of {name!r}"))
+            self.source.fault(self._key(path, key), *unknown(key, known, _("key of {name!r}").format(name=name)))
             del rest[key]
         parts = []
         for noun, its in ((tagged.common, mine), (own, rest)):
@@ -212,11 +239,16 @@ class Decoder:
 
     def _choice(self, node: YamlNode, choice: TaggedChoice, path: Path) -> Any:
         pairs = self._pairs(node, path, choice.table)
-        for key, _ in pairs:
+        for key, _value in pairs:
             if key not in choice.table:
                 self.source.fault(self._key(path, key), *unknown(key, choice.table, choice.what))
         if len(pairs) != 1:
-            self.source.fault(node, f"{_name(path)}exactly one {choice.what} is needed, and here are {len(pairs)}.")
+            self.source.fault(
+                node,
+                _("{name}exactly one {what} is needed, and here are {pairs}.").format(
+                    name=_name(path), what=choice.what, pairs=len(pairs)
+                ),
+            )
         known = {key: (value, choice.table[key]) for key, value in pairs if key in choice.table}
         for key, (value, hint) in known.items():
             if value.kind == "scalar" and value.text and (first := text_key(hint)):
@@ -230,17 +262,27 @@ class Decoder:
 
     def _pairs(self, node: YamlNode, path: Path, known: Iterable[str] = ()) -> list[tuple[str, YamlNode]]:
         if node.kind != "mapping":
-            hint = f"Known: {names}." if (names := ", ".join(known)) else ""
-            self._broken(node, f"{_title(path)} must have keys (key: value), not be a {_KINDS[node.kind]}.", hint)
+            hint = _("Known: {names}.").format(names=names) if (names := ", ".join(known)) else ""
+            self._broken(
+                node,
+                _("{title} must have keys (key: value), not be a {kind}.").format(
+                    title=_title(path), kind=_(_KINDS[node.kind])
+                ),
+                hint,
+            )
         found: dict[str, YamlNode] = {}
         for key, value in node.pairs:
             if key.kind != "scalar" or not key.text:
-                self.source.fault(key, f"a key of {_title(path)} must be a name.")
+                self.source.fault(key, _("a key of {title} must be a name.").format(title=_title(path)))
             elif key.text == "<<" and key.plain:
-                self.source.fault(key, "a merge key (<<) is not allowed.", "Write the keys out.")
+                self.source.fault(key, _("a merge key (<<) is not allowed."), _("Write the keys out."))
             elif key.text in found:
                 first = self._key(path, key.text).line
-                self.source.fault(key, f"the key {key.text!r} stands here a second time.", f"First in line {first}.")
+                self.source.fault(
+                    key,
+                    _("the key {text!r} stands here a second time.").format(text=key.text),
+                    _("First in line {first}.").format(first=first),
+                )
             else:
                 found[key.text] = value
                 place = (*path, key.text)
@@ -287,8 +329,12 @@ def unknown(word: str, known: Iterable[str], what: str) -> tuple[str, str]:
     names = list(known)
     wanted = (_OTHER_WORDS.get(word.lower(), ""), word, word.lower())
     near = [name for text in wanted for name in get_close_matches(text, names, n=1)]
-    hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names) or 'none'}."
-    return f"{word!r} is no {what}.", hint
+    hint = (
+        _("Did you mean {near!r}?").format(near=near[0])
+        if near
+        else _("Known: {names}.").format(names=", ".join(names) or _("none"))
+    )
+    return _("{word!r} is no {what}.").format(word=word, what=what), hint
 
 
 # What others call it, for "did you mean": nvidia-smi, Slurm, kill, and plain speech.
@@ -337,7 +383,9 @@ def text_key(hint: Any) -> str | None:
 
 def _one_of(text: str, choices: tuple[Any, ...]) -> str:
     if text not in choices:
-        raise ValueError("\n".join(unknown(text, choices, f"choice: write one of {', '.join(choices)}")))
+        raise ValueError(
+            "\n".join(unknown(text, choices, _("choice: write one of {choices}").format(choices=", ".join(choices))))
+        )
     return text
 
 
@@ -370,7 +418,7 @@ def _name(path: Path) -> str:
 
 def _title(path: Path) -> str:
     name = next((str(step) for step in reversed(path) if isinstance(step, str)), "")
-    return repr(name) if name else "the file"
+    return repr(name) if name else _("the file")
 
 
 SECONDS = 5.0
@@ -401,9 +449,11 @@ class Accounts:
         """
         if _NUMBER.fullmatch(text):
             if int(text) > _LARGEST:
-                raise InvalidRequest(f"{text} is no uid: the largest is {_LARGEST}.")
+                raise InvalidRequest(
+                    _("{text} is no uid: the largest is {largest}.").format(text=text, largest=_LARGEST)
+                )
             return int(text)
-        return self._number("user", text, self.user_number, "/etc/passwd")
+        return self._number(N_("user"), text, self.user_number, "/etc/passwd")
 
     def group(self, text: str) -> str:
         """The name of a group, known to exist.
@@ -411,7 +461,7 @@ class Accounts:
         Raises:
             InvalidRequest: there is none, or there was no answer in time.
         """
-        self._number("group", text, self.group_number, "/etc/group")
+        self._number(N_("group"), text, self.group_number, "/etc/group")
         return text
 
     def _number(self, what: str, name: str, look_up: Callable[[str], int], names: str) -> int:
@@ -435,11 +485,17 @@ class Accounts:
         except Empty:
             self._waited = self.seconds
             raise InvalidRequest(
-                f"{what} {name!r} is unknown: the directory service did not answer within {self.seconds:g} s.\n"
-                "Is LDAP or SSSD up?  A uid in digits needs no answer."
+                _(
+                    "{what} {name!r} is unknown: the directory service did not answer within {seconds:g} s.\nIs LDAP "
+                    "or SSSD up?  A uid in digits needs no answer."
+                ).format(what=_(what), name=name, seconds=self.seconds)
             ) from None
         if number is None:
-            raise InvalidRequest(f"there is no {what} {name!r} on this machine.\n{_similar(name, names)}")
+            raise InvalidRequest(
+                _("there is no {what} {name!r} on this machine.\n{similar}").format(
+                    what=_(what), name=name, similar=_similar(name, names)
+                )
+            )
         self._known[what, name] = number
         return number
 
@@ -449,4 +505,8 @@ def _similar(name: str, path: str) -> str:
     near = []
     with suppress(OSError), open(path, encoding="utf-8", errors="replace") as lines:
         near = get_close_matches(name, [line.partition(":")[0] for line in lines], n=1)
-    return f"Did you mean {near[0]!r}?" if near else "Write another name, or make the account first."
+    return (
+        _("Did you mean {near!r}?").format(near=near[0])
+        if near
+        else _("Write another name, or make the account first.")
+    )

@@ -20,6 +20,7 @@ from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, T
 from gpuguard.policies.policy import Exemption, Scope, parse_path
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import Rule
+from gpuguard.translation import _
 from gpuguard.units import parse_duration, parse_percent
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
@@ -32,7 +33,9 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d(?:T\d\d:\d\d)?")
 def parse_name(text: str) -> str:
     """A name that is safe in logs, mails and file names."""
     if not _NAME.fullmatch(text):
-        raise InvalidRequest(f"{text!r} is no name: write small letters, digits and dashes, like 'idle-gpus'.")
+        raise InvalidRequest(
+            _("{text!r} is no name: write small letters, digits and dashes, like 'idle-gpus'.").format(text=text)
+        )
     return text
 
 
@@ -40,12 +43,12 @@ def parse_hours(text: str) -> tuple[float, float]:
     """(begin, end) in seconds since midnight of ``"22:00-07:30"``."""
     match = _HOURS.fullmatch(text.strip())
     if not match:
-        raise InvalidRequest(f"{text!r} are no hours: write them like '22:00-07:30'.")
+        raise InvalidRequest(_("{text!r} are no hours: write them like '22:00-07:30'.").format(text=text))
     begin, end = (int(hour) * 3600 + int(minute) * 60 for hour, minute in (match.group(1, 2), match.group(3, 4)))
     if begin >= 86400 or end > 86400:
-        raise InvalidRequest(f"{text!r} are no hours: a day has the hours 00:00 to 24:00.")
+        raise InvalidRequest(_("{text!r} are no hours: a day has the hours 00:00 to 24:00.").format(text=text))
     if begin == end:
-        raise InvalidRequest(f"{text!r} begins when it ends: leave hours out to mean always.")
+        raise InvalidRequest(_("{text!r} begins when it ends: leave hours out to mean always.").format(text=text))
     return float(begin), float(end)
 
 
@@ -57,13 +60,17 @@ def parse_until(text: str) -> float:
         moment = datetime.fromisoformat(text)
         return (moment if "T" in text else moment + timedelta(days=1)).timestamp()
     except (ValueError, OverflowError):
-        raise InvalidRequest(f"{text!r} is no date: write it like '2026-12-24' or '2026-12-24T18:00'.") from None
+        raise InvalidRequest(
+            _("{text!r} is no date: write it like '2026-12-24' or '2026-12-24T18:00'.").format(text=text)
+        ) from None
 
 
 def parse_count(text: str) -> int:
     """A whole number from 1 on."""
     if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
-        raise InvalidRequest(f"{text!r} is not a whole number from 1 on: write plain digits, like 3.")
+        raise InvalidRequest(
+            _("{text!r} is not a whole number from 1 on: write plain digits, like 3.").format(text=text)
+        )
     return int(text)
 
 
@@ -71,7 +78,7 @@ def parse_interval(text: str) -> float:
     """Seconds, 100 ms to 1 h."""
     seconds = parse_duration(text)
     if not 0.1 <= seconds <= 3600:
-        raise InvalidRequest(f"{text!r} is out of range: write 100ms to 1h.")
+        raise InvalidRequest(_("{text!r} is out of range: write 100ms to 1h.").format(text=text))
     return seconds
 
 
@@ -160,7 +167,7 @@ class IntervalKeys:
 
     def __post_init__(self) -> None:
         if self.shortest > self.longest:
-            raise InvalidRequest("shortest is longer than longest: exchange them.")
+            raise InvalidRequest(_("shortest is longer than longest: exchange them."))
 
 
 @dataclass(frozen=True)
@@ -192,7 +199,7 @@ class ProtectKeys:
 
     def __post_init__(self) -> None:
         if not any(vars(self).values()):
-            raise InvalidRequest("no user or program is named: write users, groups or executables.")
+            raise InvalidRequest(_("no user or program is named: write users, groups or executables."))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from gpuguard.policies.files.decoder import DATE, GROUP, USER, Accounts, Decoder
 from gpuguard.policies.files.keys import DAYS, FileKeys, PolicyKeys, parse_until
 from gpuguard.policies.files.source import Fault, YamlSource, in_order, read_file
 from gpuguard.policies.policy import Policy, Step
+from gpuguard.translation import _
 
 if TYPE_CHECKING:
     from gpuguard.notify.targets import Target
@@ -71,9 +72,11 @@ def load_in_time(path: str, longest: float | None = None) -> PolicyFile:
         threading.Thread(target=lambda: read.put(load_policies(path, longest=longest)), daemon=True).start()
         return read.get(timeout=READ_SECONDS)
     except RuntimeError as error:
-        return faulty(path, f"no thread could be started that reads the file: {error}.")
+        return faulty(path, _("no thread could be started that reads the file: {error}.").format(error=error))
     except queue.Empty:
-        return faulty(path, f"reading the file took more than {READ_SECONDS:.0f} s.", TOO_LONG)
+        return faulty(
+            path, _("reading the file took more than {seconds:.0f} s.").format(seconds=READ_SECONDS), TOO_LONG
+        )
 
 
 def content_of(path: str, *, trusted_owner: bool | None = None) -> bytes | PolicyFile:
@@ -82,9 +85,9 @@ def content_of(path: str, *, trusted_owner: bool | None = None) -> bytes | Polic
     try:
         return read_file(path, only_root=only_root)
     except OSError as error:
-        return faulty(path, f"the file cannot be read: {error.strerror or error}.")
+        return faulty(path, _("the file cannot be read: {strerror}.").format(strerror=error.strerror or error))
     except InvalidRequest as error:
-        text, _, hint = str(error).partition("\n")
+        text, _newline, hint = str(error).partition("\n")
         return faulty(path, text, hint)
 
 

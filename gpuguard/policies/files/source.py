@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.sanitize import display_width, neutralise
+from gpuguard.translation import _
 
 if TYPE_CHECKING:
     import yaml
@@ -75,19 +76,21 @@ def read_file(path: str, *, only_root: bool, only_public: bool = False) -> bytes
         OSError: it cannot be read.
     """
     if not path:
-        raise InvalidRequest("the name of the file is empty.\nWrite where it is.")
+        raise InvalidRequest(_("the name of the file is empty.\nWrite where it is."))
     descriptor = _open_by_root(os.path.abspath(path)) if only_root else os.open(path, _FILE)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise InvalidRequest("this is not a regular file.\nName a file, not a directory or a device.")
+            raise InvalidRequest(_("this is not a regular file.\nName a file, not a directory or a device."))
         if only_root:
             _must_be_roots(found, path)
         if only_public and not found.st_mode & stat.S_IROTH:
-            raise InvalidRequest("not everybody may read this file.\nRun: chmod o+r, if nothing secret is in it.")
+            raise InvalidRequest(_("not everybody may read this file.\nRun: chmod o+r, if nothing secret is in it."))
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:
-        raise InvalidRequest(f"the file is larger than {LARGEST // 1024} KiB.\nSplit it, or delete what is not used.")
+        raise InvalidRequest(
+            _("the file is larger than {size} KiB.\nSplit it, or delete what is not used.").format(size=LARGEST // 1024)
+        )
     return content
 
 
@@ -110,18 +113,22 @@ def _open_by_root(path: str) -> int:
 def _open_without_link(name: str, flags: int, directory: int, path: str) -> int:
     # O_DIRECTORY with O_NOFOLLOW says "not a directory" of a link, so that it must be asked first.
     if stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
-        raise InvalidRequest(f"{path} is a symbolic link, and its owner could turn it.\nName the file itself.")
+        raise InvalidRequest(
+            _("{path} is a symbolic link, and its owner could turn it.\nName the file itself.").format(path=path)
+        )
     return os.open(name, flags, dir_fd=directory)
 
 
 def _must_be_roots(found: os.stat_result, path: str) -> None:
     if found.st_uid != 0:
-        why = f"belongs to uid {found.st_uid}, who could change what root does.\nRun: chown root: {path}"
+        why = _("belongs to uid {st_uid}, who could change what root does.\nRun: chown root: {path}").format(
+            st_uid=found.st_uid, path=path
+        )
         raise InvalidRequest(f"{path} {why}")
     # In a sticky directory (/tmp) others can add names, but not take away or replace what is root's.
     sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
     if found.st_mode & 0o022 and not sticky:
-        why = f"can be written by others, who could change what root does.\nRun: chmod go-w {path}"
+        why = _("can be written by others, who could change what root does.\nRun: chmod go-w {path}").format(path=path)
         raise InvalidRequest(f"{path} {why}")
 
 
@@ -165,8 +172,8 @@ class YamlSource:
         except UnicodeDecodeError as error:
             before = content[: error.start]
             line, column = before.count(b"\n") + 1, len(before[before.rfind(b"\n") + 1 :].decode()) + 1
-            text = f"byte 0x{content[error.start]:02x} is not UTF-8."
-            self.faults.append(Fault(line, column, text, "Save the file as UTF-8."))
+            text = _("byte 0x{byte:02x} is not UTF-8.").format(byte=content[error.start])
+            self.faults.append(Fault(line, column, text, _("Save the file as UTF-8.")))
             return ""
 
     def fault(self, place: YamlNode | tuple[int, int], text: str, hint: str = "") -> None:
@@ -196,10 +203,10 @@ class YamlSource:
                 if not isinstance(event, yaml.DocumentStartEvent):
                     continue
                 if root is not None:
-                    self.fault(_mark(event), "a second document begins here.", "Keep one document per file.")
+                    self.fault(_mark(event), _("a second document begins here."), _("Keep one document per file."))
                     return None
                 if event.version or event.tags:
-                    self.fault((1, 1), "a directive (%) is not allowed.", "Delete the line that begins with %.")
+                    self.fault((1, 1), _("a directive (%) is not allowed."), _("Delete the line that begins with %."))
                     return None
                 root = self._node(next(events), events, 1)
                 if root is None:
@@ -209,13 +216,17 @@ class YamlSource:
             unclosed = "stream" in (error.problem or "")
             mark = (unclosed and error.context_mark) or error.problem_mark or error.context_mark
             place = (mark.line + 1, mark.column + 1) if mark else (0, 0)
-            self.fault(place, f"this is not YAML: {error.problem or error.context}.", _advice(error.problem or ""))
+            self.fault(
+                place,
+                _("this is not YAML: {problem}.").format(problem=error.problem or error.context),
+                _advice(error.problem or ""),
+            )
             return None
         except yaml.YAMLError as error:
-            self.fault((0, 0), f"this is not YAML: {' '.join(str(error).split())}.")
+            self.fault((0, 0), _("this is not YAML: {text}.").format(text=" ".join(str(error).split())))
             return None
         if root is None and self.begin is not None:
-            self.fault((1, 1), "the file is empty.", f'Begin with "{self.begin}".')
+            self.fault((1, 1), _("the file is empty."), _('Begin with "{begin}".').format(begin=self.begin))
         return root
 
     def _visible(self) -> bool:
@@ -226,8 +237,10 @@ class YamlSource:
                 continue
             for column, character in enumerate(row, 1):
                 if unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") and character != "\t":
-                    text = f"an invisible character, U+{ord(character):04X}: what is read is not what is seen."
-                    self.fault((number, column), text, "Delete it.")
+                    text = _("an invisible character, U+{number:04X}: what is read is not what is seen.").format(
+                        number=ord(character)
+                    )
+                    self.fault((number, column), text, _("Delete it."))
                     good = False
         return good
 
@@ -236,20 +249,30 @@ class YamlSource:
 
         line, column = _mark(event)
         if isinstance(event, yaml.AliasEvent):
-            self.fault((line, column), f"an alias (*{event.anchor}) is not allowed.", "Write it out.")
+            self.fault(
+                (line, column),
+                _("an alias (*{anchor}) is not allowed.").format(anchor=event.anchor),
+                _("Write it out."),
+            )
             return YamlNode("alias", line, column)
         if not isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
             raise AssertionError(f"no node begins with {event!r}")
         if event.anchor is not None:
-            self.fault((line, column), f"an anchor (&{event.anchor}) is not allowed.", "Delete it.")
+            self.fault(
+                (line, column), _("an anchor (&{anchor}) is not allowed.").format(anchor=event.anchor), _("Delete it.")
+            )
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            self.fault((line, column), f"a tag ({tag}) is not allowed.", "Delete it: each key knows its kind of value.")
+            self.fault(
+                (line, column),
+                _("a tag ({tag}) is not allowed.").format(tag=tag),
+                _("Delete it: each key knows its kind of value."),
+            )
         if isinstance(event, yaml.ScalarEvent):
             last = _mark(event, end=True)[0]
             return YamlNode("scalar", line, column, text=event.value, plain=not event.style, last_line=last)
         if depth > DEEPEST:
-            self.fault((line, column), f"more than {DEEPEST} levels within each other.")
+            self.fault((line, column), _("more than {deepest} levels within each other.").format(deepest=DEEPEST))
             return None
         mapping = isinstance(event, yaml.MappingStartEvent)
         node = YamlNode("mapping" if mapping else "sequence", line, column)
@@ -273,9 +296,9 @@ def _mark(event: yaml.Event, *, end: bool = False) -> tuple[int, int]:
 
 def _advice(problem: str) -> str:
     if "'\\t'" in problem:
-        return "Indent with blanks, not with tabs."
+        return _("Indent with blanks, not with tabs.")
     if any(sign in problem for sign in ("'%'", "'@'", "'`'", "'*'")):
-        return "Put the value into quotes."
+        return _("Put the value into quotes.")
     if "mapping values" in problem:
-        return "A text with a colon needs quotes; else check the indentation."
-    return "Check the indentation, the quotes and the brackets before this place."
+        return _("A text with a colon needs quotes; else check the indentation.")
+    return _("Check the indentation, the quotes and the brackets before this place.")
