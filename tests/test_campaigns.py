@@ -6,8 +6,10 @@ import importlib.util
 import re
 import sys
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 
 import pytest
+from side_by_side import pytest_collection_modifyitems
 from sources import ROOT, modules
 
 
@@ -92,3 +94,17 @@ def test_whatever_no_test_need_reach_says_why():
     spared = [line for line in lines if "pragma: no" in line]
 
     assert [line for line in spared if not re.search(r"# pragma: no (cover|branch): \w", line)] == []
+
+
+@pytest.mark.parametrize(("name", "by_chance", "stays"), [("model", False, 0), ("model", True, 1), ("run", False, 1)])
+def test_the_suite_leaves_out_what_has_run_for_coverage_but_not_what_is_thrown_by_chance(
+    mocker, name, by_chance, stays
+):
+    item = mocker.Mock(path=Path(f"tests/test_{name}.py"), get_closest_marker=lambda _: by_chance)
+    items = [item]
+    config = mocker.Mock(spec=["getoption", "hook"], getoption=lambda _: "model lock")
+
+    pytest_collection_modifyitems(config, items)
+
+    assert len(items) == stays
+    assert config.hook.pytest_deselected.call_count == 1 - stays

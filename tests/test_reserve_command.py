@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chances import often
 from nodes import Gpuguard, until
 from test_who import DOCUMENT, documented, printed
 from users import ALICE, BOB, DEVICES, IN_BOTH_DIRECTORIES, Machine
@@ -186,7 +187,7 @@ def test_two_who_reserve_at_once_never_both_get_what_only_one_can(admin):
 def test_a_command_that_is_killed_at_any_moment_leaves_a_whole_reservation_or_none(admin):
     rng = random.Random(5)
     killed, longest = 0, 0.2
-    for turn in range(24):
+    for turn in range(often(48)):
         words: tuple[str, ...] = ("reserve", "-n", "1", "--for", "1h")
         before = listed(admin)
         if before and turn % 2:
@@ -206,7 +207,7 @@ def test_a_command_that_is_killed_at_any_moment_leaves_a_whole_reservation_or_no
         free = DEVICES - len(after["reservations"])
         if turn % 8 == 0:
             assert admin(BOB, "run", "--no-wait", "-n", str(free), "--", "true").returncode == 0
-    assert killed > 5
+    assert killed > 2
 
 
 @pytest.mark.parametrize("victim", ["wrapper", "job"])
