@@ -2,7 +2,7 @@
 
 The code says it in English; locale/zh_CN/LC_MESSAGES/gpuguard.mo has it in Chinese.  Only the command line calls
 use_language_of_user(), and only where people read: JSON, records, the audit log, metrics, what daemon and clients say
-to each other and a program that imports gpuguard stay English.  docs/translations.md says how to translate.
+to each other and a program that imports gpuguard stay English.  gpuguard/locale/README.md says how to translate.
 """
 
 from __future__ import annotations

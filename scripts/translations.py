@@ -1,4 +1,4 @@
-"""The catalogues of gpuguard/locale, from the sources and from the help of all commands.  See docs/translations.md.
+"""The catalogues of gpuguard/locale, from the sources and the help of all commands.  See gpuguard/locale/README.md.
 
 .venv/bin/python scripts/translations.py update    after a message was added or changed: then translate, update again
 .venv/bin/python scripts/translations.py check     prints what is missing or wrong, as scripts/lint does
@@ -30,7 +30,7 @@ from gpuguard.views.policy import first_sentence
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCALE = ROOT / "gpuguard" / "locale"
-GLOSSARY = ROOT / "docs" / "translations.md"
+GLOSSARY = LOCALE / "README.md"
 
 # What argparse says to users of gpuguard, in the words of any Python that we support.
 ARGPARSE = (
@@ -170,7 +170,7 @@ def problems(catalog: Catalog, template: Catalog) -> Iterator[str]:
 
 
 def glossary() -> dict[str, tuple[str, ...]]:
-    """English word -> what it may be called, of the table in docs/translations.md."""
+    """English word -> what it may be called, of the table in gpuguard/locale/README.md."""
     rows = re.findall(r"^\| ([a-z ]+) \| ([^|]+) \|", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
     return {term: tuple(words.split(", ")) for term, words in rows}
 

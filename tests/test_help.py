@@ -61,20 +61,27 @@ def without_repetition(texts: dict[str, str]) -> dict[str, str]:
     def shortened(name: str, text: str) -> str:
         nonlocal sentences
         usage, *paragraphs = text.rstrip().split("\n\n")
-        kept = [re.sub(r"\s+\[-(?!h\]|-\])(?:[^\[\]]|\[[^\[\]]*\])*\]", "", usage)]
+        usage = re.sub(r"\s+\[-(?!-\])(?:[^\[\]]|\[[^\[\]]*\])*\]", "", usage)
+        kept = [] if usage == f"usage: {name}" else [usage]
         elsewhere: dict[str, str] = {}  # option -> where it is explained
         for paragraph in paragraphs:
             title, *options = re.split(r"(?:^|\n)(?=  --?\w)", paragraph)
-            new = [option for option in options if first.setdefault(" ".join(option.split()), name) == name]
+            new = [option for option in options if first.setdefault(as_explained(option), name) == name]
             for option in options:
                 if option not in new:
-                    elsewhere |= dict.fromkeys(spellings(option), first[" ".join(option.split())])
+                    elsewhere |= dict.fromkeys(spellings(option), first[as_explained(option)])
             if new or not (options or EXAMPLE.match(title) or as_said(title) in sentences):
                 kept.append("\n".join(filter(None, [title, *new])))
         sentences += as_said(text)
         return "\n\n".join(filter(None, [*kept, named(elsewhere)]))
 
     return {name: shortened(name, text) for name, text in texts.items()}
+
+
+def as_explained(option: str) -> str:
+    """The first long name of an option and what it does: a further spelling needs no explanation of its own."""
+    _, _, text = re.sub(r"\n {4,}", "  ", option.strip()).partition("  ")
+    return " ".join([*spellings(option)[:1], *text.split()])
 
 
 def as_said(sentence: str) -> str:
@@ -147,13 +154,13 @@ def test_what_two_commands_explain_word_for_word_stands_with_the_first_and_stays
     options = "where:\n  -h, --help  this\n  --a-b X  one\n           line more\n  --cd     two --ef"
     texts = {
         "one": f"o [options]\n\n{options}",
-        "two": f"t [-h] [--cd | -e [X]] X\n\ngpuguard two 1\n\n{options}\n  --ef  4",
+        "two": f"usage: two [-h] [--cd | -e [X]] X\n\ngpuguard two 1\n\n{options}\n  --ef  4",
     }
 
-    assert without_repetition({**texts, "three": f"[-h] --cd\n\nIt does.\n\n{options}"}) == {
+    assert without_repetition({**texts, "three": f"usage: three [-h]\n\nIt does.\n\n{options}"}) == {
         "one": f"o [options]\n\n{options}",
-        "two": "t [-h] X\n\nwhere:\n  --ef  4\n\n  --a-b, --cd: as one --help",
-        "three": "[-h] --cd\n\nIt does.\n\n  --a-b, --cd: as one --help",
+        "two": "usage: two X\n\nwhere:\n  --ef  4\n\n  --a-b, --cd: as one --help",
+        "three": "It does.\n\n  --a-b, --cd: as one --help",
     }
 
 

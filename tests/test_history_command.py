@@ -84,6 +84,13 @@ def test_a_gap_has_no_points_and_is_a_gap_of_the_chart(said):
     assert re.search(r"The daemon saw (49|50) % of this time", text)
 
 
+def test_a_young_record_fills_the_chart_of_a_long_time(said):
+    text = said("history", "--from", "2h", "--ascii")
+
+    assert re.search(r"\*{10,} {20,}\*{10,}", text)
+    assert "nothing is known of the time before" in text
+
+
 def test_memory_that_is_unknown_is_empty_and_null(said):
     (row, *_) = csv.DictReader(said("history", "--metric", "memory", "--from", "1h", "--csv").splitlines())
     (point, *_) = points(said("history", "--metric", "claimed", "--from", "1h", "--json"))

@@ -4,8 +4,7 @@ gpuguard history                                   the utilization of all GPUs i
 gpuguard history -d 3 --metric memory --from -2d   the memory of GPU 3 in the last two days
 gpuguard history --from 2026-11-13 --to 2026-11-14 --csv
 
-Reads what `gpuguard daemon` has written down: every 10 s for 2 hours, every minute for 2 days, every 15 minutes for 400
-days.  Where it did not run there is a gap.
+Reads what `gpuguard daemon` has written down, up to 400 days: see docs/report.md.  Where it did not run there is a gap.
 """
 
 from __future__ import annotations

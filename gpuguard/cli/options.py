@@ -50,7 +50,7 @@ class SubcommandRow:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """argparse's formatter, in the language of the user: docs/translations.md says where the texts come from."""
+    """argparse's formatter, in the language of the user: gpuguard/locale/README.md says where the texts come from."""
 
     def add_usage(self, usage: str | None, *args: Any, **more: Any) -> None:
         """What stands behind "usage:", where the command says it itself."""

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from gpuguard.claims.claim import JobDetails
 from gpuguard.cli.options import (
-    TARGETS_IN_WORDS,
     TERMINAL,
     add_choice_options,
     add_source_options,
@@ -45,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="WHERE",
         nargs="?",
         const=TERMINAL,
-        help=f"ring the bell of the terminal, or tell {TARGETS_IN_WORDS}",
+        help="ring the bell of the terminal, or tell what `gpuguard run --notify` can tell",
     )
     group.add_argument("--quiet", action="store_true", help="say nothing while waiting")
     group.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")

@@ -4,9 +4,7 @@ gpuguard web                                          http://127.0.0.1:8466
 gpuguard web --listen unix:/run/user/1000/gpus.sock   for a proxy
 gpuguard web --listen 0.0.0.0:8466 --host gpu1.example.org --token-file /etc/gpuguard/web-token
 
-On another address than loopback a token is needed, since the page shows who runs what; put a proxy with TLS before
-it.  Root's page shows root's audit log: it makes a token at each start and prints the address with it, unless
---token-file names one or --no-token lets every user of this machine see the page.
+On another address than loopback, and as root, a token is needed, since the page shows who runs what: see docs/web.md.
 
 Needs the extra web: pip install 'gpuguard[web]'.
 """

@@ -18,7 +18,7 @@ from gpuguard.history.queries import Point, SeenDevice, Watch
 from gpuguard.sanitize import neutralise
 from gpuguard.translation import N_, _
 from gpuguard.units import format_duration, local_time
-from gpuguard.views.charts import bucketed, plot, scale_of
+from gpuguard.views.charts import bucketed, known_period, plot, scale_of
 from gpuguard.views.text import Paint, picked, shorten
 
 PLAIN_COLUMNS = 80  # of a chart that goes into a file
@@ -63,13 +63,14 @@ def to_text(
     """A chart for each device, below each other.
 
     Args:
-        watch: the time, and how much of it was seen.
+        watch: the time, of which the part is drawn in which something is known, and how much of it was seen.
         width: columns of the terminal; None: it goes elsewhere.
         rows: lines of each drawing.
     """
     columns = max(30, width or PLAIN_COLUMNS)
+    begin, end = known_period((points for _device, points in courses), watch.begin, watch.end)
     lines = [
-        paint(shorten(f"{_(metric.title)}, {format_span(watch.begin, watch.end)} {zone(watch.end)}", columns), "bold"),
+        paint(shorten(f"{_(metric.title)}, {format_span(begin, end)} {zone(end)}", columns), "bold"),
         *remarks(watch, columns),
     ]
     unit = "C" if ascii_only and metric.unit == "°C" else metric.unit
@@ -82,9 +83,9 @@ def to_text(
         lowest = min(metric.lowest, 10.0 * math.floor(min(known) / 10.0))
         scale = scale_of(known, unit, lowest=lowest, highest=metric.highest)
         room = columns - 3 - max(len(f"{scale.highest:.3g} {unit}"), len(f"{scale.lowest:.3g}"))
-        drawn = bucketed(points, watch.begin, watch.end, room if ascii_only else room * 2)
+        drawn = bucketed(points, begin, end, room if ascii_only else room * 2)
         values = [None if value is None else value * metric.factor * metric.shown for value in drawn]
-        lines += plot(values, scale, watch.begin, watch.end, rows, ascii_only=ascii_only)
+        lines += plot(values, scale, begin, end, rows, ascii_only=ascii_only)
     return lines
 
 

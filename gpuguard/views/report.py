@@ -49,10 +49,10 @@ class Column:
 
 
 HEADS = {
-    "user": N_("User"), "group": N_("Group"), "device": N_("Device"), "used": N_("Used"), "idle": N_("Idle"),
+    "user": N_("User"), "group": N_("Group"), "device": N_("GPU"), "used": N_("Used"), "idle": N_("Idle"),
     "unclaimed": N_("Unclaimed"), "unknown": N_("Unknown"),
 }  # fmt: skip
-BY = (N_("user"), N_("group"), N_("device"))
+BY = {"user": N_("user"), "group": N_("group"), "device": N_("GPU"), "claim": N_("claim")}
 
 
 def usage_columns(report: Report) -> list[Column]:
@@ -76,7 +76,7 @@ def usage_columns(report: Report) -> list[Column]:
 
 
 DEVICE_COLUMNS = (  # of DeviceTotal, in hours that they were watched
-    Column(N_("Device"), lambda total: total.device.label, is_text=True),
+    Column(N_("GPU"), lambda total: total.device.label, is_text=True),
     Column(N_("Watched"), lambda total: hours(total.seen)),
     Column(N_("Claimed"), lambda total: hours(_claimed(total))),
     Column(N_("Free"), lambda total: hours(_free(total))),
@@ -161,7 +161,7 @@ def to_text(
     """
     watch = report.watch
     title = _("GPU time by {by}, {span} {zone}").format(
-        by=_(report.by), span=format_span(watch.begin, watch.end), zone=zone(watch.end)
+        by=_(BY[report.by]), span=format_span(watch.begin, watch.end), zone=zone(watch.end)
     )
     lines = [paint(shorten(title, width), "bold")]
     if claims is not None:
@@ -213,7 +213,7 @@ def _bars(rows: Sequence[UsageRow], width: int, paint: Paint, *, ascii_only: boo
 
 def _usage_lines(report: Report, width: int | None) -> list[str]:
     if not report.rows:
-        return [_("No {by} had a GPU in this time.").format(by=_(report.by))]
+        return [_("No {by} had a GPU in this time.").format(by=_(BY[report.by]))]
     columns = usage_columns(report)
     longest = None if width is None else max(8, min(MAX_NAME, width - 60))
     title = _("GPU-hours") + (_(" (WAITED: hours)") if columns[-1].header == "Wanted" else "")
@@ -398,7 +398,7 @@ def to_html(report: Report, claims: Claims | None, host: str, now: float) -> str
         most = max(row.claimed + row.unclaimed for row in report.rows)
         bars = [_bar_svg(row, most) for row in report.rows]
         legend = [_legend(f"--{part}", _(words)) for part, words, *_drawn in PARTS]
-        body += [_("<h2>By {by}</h2>").format(by=_text(_(report.by))), f'<p class="key">{"".join(legend)}</p>']
+        body += [_("<h2>By {by}</h2>").format(by=_text(_(BY[report.by]))), f'<p class="key">{"".join(legend)}</p>']
         body.append(_table_html(usage_columns(report), report.rows, bars))
     if report.wasters:
         body += [_("<h2>Least used for most time</h2>"), _table_html(WASTER_COLUMNS, report.wasters)]
