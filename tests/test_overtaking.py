@@ -147,6 +147,7 @@ def test_the_oracle_sees_that_no_process_is_woken(tmp_path: Path) -> None:
     assert bout(tmp_path, "no-ring", patience=8.0).lost > 0
 
 
+@IN_CAMPAIGNS
 def test_the_recorded_order_shows_that_whatever_fits_may_pass(tmp_path: Path) -> None:
     # Who meets whom is a matter of chance.
     for round_ in range(5):
