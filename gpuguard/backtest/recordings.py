@@ -27,6 +27,7 @@ from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.jsonio import decode
 from gpuguard.model import Device, Gap, GpuProcess, ProcessStat, Snapshot
 from gpuguard.policies.view import HostUse, MachineUse, ProcessIdentity, RuleView, UserUse
+from gpuguard.translation import _
 
 # Name of a column -> what it says, and by how much its numbers are multiplied.  pod, t_s, util and mem_mib are the
 # names in the traces of alibaba/clusterdata.
@@ -116,12 +117,14 @@ def read_recording(path: str, advance: Callable[[float], None] = lambda share: N
         with open(path, encoding="utf-8-sig", newline="") as lines:
             rows, columns = _rows(path, _told(lines, os.stat(path).st_size or 1, advance))
     except OSError as error:
-        raise InvalidRequest(f"{path} cannot be read: {error.strerror}.") from error
+        raise InvalidRequest(
+            _("{path} cannot be read: {strerror}.").format(path=path, strerror=error.strerror)
+        ) from error
     except (UnicodeDecodeError, csv.Error) as error:
-        raise InvalidRequest(f"{path} is not CSV in UTF-8: {error}.") from error
+        raise InvalidRequest(_("{path} is not CSV in UTF-8: {error}.").format(path=path, error=error)) from error
     distances = _distances(rows)
     if not distances:
-        raise InvalidRequest(f"{path} has no job with two samples: there is nothing to judge.")
+        raise InvalidRequest(_("{path} has no job with two samples: there is nothing to judge.").format(path=path))
     return Recording(tuple(rows), median(distances), columns)
 
 
@@ -139,10 +142,14 @@ def _rows(path: str, lines: Iterable[str]) -> tuple[list[RecordedRow], frozenset
     header = [name.strip().lower() for name in next(reader, [])]
     places = {COLUMNS[name][0]: (place, COLUMNS[name][1]) for place, name in enumerate(header) if name in COLUMNS}
     if len(places) < sum(name in COLUMNS for name in header):
-        raise InvalidRequest(f"{path}:1: two columns say the same: keep one of them.")
+        raise InvalidRequest(_("{path}:1: two columns say the same: keep one of them.").format(path=path))
     for column, name in (("time", "time_seconds"), ("job", "job")):
         if column not in places:
-            raise InvalidRequest(f"{path}:1: there is no column {name!r}.\nKnown columns: {', '.join(COLUMNS)}.")
+            raise InvalidRequest(
+                _("{path}:1: there is no column {name!r}.\nKnown columns: {columns}.").format(
+                    path=path, name=name, columns=", ".join(COLUMNS)
+                )
+            )
     rows = [_row(f"{path}:{reader.line_num}", cells, places) for cells in reader if cells]
     rows.sort(key=lambda row: row.time)
     return rows, frozenset(places)
@@ -159,11 +166,15 @@ def _row(place: str, cells: list[str], places: Mapping[str, tuple[int, float]]) 
             numbers[column] = _number(place, column, cell, scale)
     time = numbers.pop("time")
     if time is None:
-        raise InvalidRequest(f"{place}: the time is missing.")
+        raise InvalidRequest(_("{place}: the time is missing.").format(place=place))
     if time > _LATEST:
-        raise InvalidRequest(f"{place}: the time {time:g} is not in seconds.")
+        raise InvalidRequest(_("{place}: the time {time:g} is not in seconds.").format(place=place, time=time))
     if texts["kind"] not in ("", *_KINDS):
-        raise InvalidRequest(f"{place}: kind: {texts['kind']!r} is none of {', '.join(_KINDS)}.")
+        raise InvalidRequest(
+            _("{place}: kind: {kind!r} is none of {kinds}.").format(
+                place=place, kind=texts["kind"], kinds=", ".join(_KINDS)
+            )
+        )
     own = "" if "device" in places or "host" in places else texts["job"]
     return RecordedRow(
         time,
@@ -183,9 +194,15 @@ def _number(place: str, column: str, cell: str, scale: float) -> float | None:
     try:
         number = float(cell) * scale
     except ValueError:
-        raise InvalidRequest(f"{place}: {column}: {cell!r} is not a number.") from None
+        raise InvalidRequest(
+            _("{place}: {column}: {cell!r} is not a number.").format(place=place, column=column, cell=cell)
+        ) from None
     if not isfinite(number) or (column != "temperature" and number < 0):
-        raise InvalidRequest(f"{place}: {column}: {cell!r} is not possible; leave unknown cells empty.")
+        raise InvalidRequest(
+            _("{place}: {column}: {cell!r} is not possible; leave unknown cells empty.").format(
+                place=place, column=column, cell=cell
+            )
+        )
     return number
 
 
@@ -317,7 +334,7 @@ def _read_recorded(path: str, advance: Callable[[float], None]) -> Recording:
                 uids.setdefault(claim.user, claim.uid)
     distances = [later - earlier for earlier, later in pairwise(times) if later > earlier]
     if not distances:
-        raise InvalidRequest(f"{path} has fewer than two samples: there is nothing to judge.")
+        raise InvalidRequest(_("{path} has fewer than two samples: there is nothing to judge.").format(path=path))
     if not rows:  # an idle machine: a row without a job, so that it has a beginning and an end
         rows = [RecordedRow(time, "", "", "", "") for time in (times[0], times[-1])]
 

@@ -27,6 +27,7 @@ from gpuguard.policies.files.source import Fault, YamlSource, in_order
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.quota import windows_of
 from gpuguard.policies.view import HostUse, MachineUse, RuleView, UserUse
+from gpuguard.translation import _
 from gpuguard.units import (
     parse_bytes,
     parse_celsius,
@@ -70,7 +71,9 @@ def series_of(parse: Callable[[str], float]) -> Callable[[str], TestSeries]:
                 end = parse(last.strip()) if ramp else begin
                 values += [begin + (end - begin) * step / max(1, count - 1) for step in range(count)]
             if len(values) > _MOST:
-                raise InvalidRequest(f"{len(values)} samples: at most {_MOST} are looked at.")
+                raise InvalidRequest(
+                    _("{count} samples: at most {most} are looked at.").format(count=len(values), most=_MOST)
+                )
         return TestSeries(tuple(values))
 
     return read
@@ -86,7 +89,7 @@ def parse_words(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise InvalidRequest(f"{text!r} is no command line: {error}.") from None
+        raise InvalidRequest(_("{text!r} is no command line: {error}.").format(text=text, error=error)) from None
 
 
 def parse_start(text: str) -> float:
@@ -94,13 +97,15 @@ def parse_start(text: str) -> float:
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):
-        raise InvalidRequest(f"{text!r} is no time: write it like '2026-11-20T09:00'.") from None
+        raise InvalidRequest(_("{text!r} is no time: write it like '2026-11-20T09:00'.").format(text=text)) from None
 
 
 def parse_action(text: str) -> str:
     """The name of an action."""
     if text not in ACTION_KEYS:
-        raise InvalidRequest(f"{text!r} is no action: known are {', '.join(ACTION_KEYS)}.")
+        raise InvalidRequest(
+            _("{text!r} is no action: known are {actions}.").format(text=text, actions=", ".join(ACTION_KEYS))
+        )
     return text
 
 
@@ -212,13 +217,17 @@ class Test:
 
     def __post_init__(self) -> None:
         if bool(self.expect) == self.expect_none:
-            raise InvalidRequest("exactly one of expect and `expect_none: true` is needed.")
+            raise InvalidRequest(_("exactly one of expect and `expect_none: true` is needed."))
         holders: tuple[ProcessKeys | ClaimKeys, ...] = (*self.processes, *self.claims)
         last = max((index for holder in holders for index in holder.devices), default=0)
         if last >= len(self.devices):
-            raise InvalidRequest(f"there is no GPU {last}: the test has {len(self.devices)}.")
+            raise InvalidRequest(
+                _("there is no GPU {last}: the test has {count}.").format(last=last, count=len(self.devices))
+            )
         if self.samples > _MOST:
-            raise InvalidRequest(f"{self.samples} samples: at most {_MOST}, write a longer `every`.")
+            raise InvalidRequest(
+                _("{count} samples: at most {most}, write a longer `every`.").format(count=self.samples, most=_MOST)
+            )
 
     @property
     def samples(self) -> int:

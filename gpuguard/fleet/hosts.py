@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.translation import _
 
 MOST = 10_000
 _FILE_BYTES = 2**20
@@ -37,16 +38,24 @@ def host_names(text: str | None, path: str | None) -> tuple[str, ...]:
         for name in _spread(word):
             if len(name) > 255 or not _HOST.fullmatch(name):
                 raise InvalidRequest(
-                    f"{where}: {name[:60]!r} is no name of a host.  Write gpu1, alice@gpu1, ssh://alice@gpu1:2222 or "
-                    "gpu[01-16]; whatever else it needs belongs into ~/.ssh/config, under an alias."
+                    _(
+                        "{where}: {name!r} is no name of a host.  Write gpu1, alice@gpu1, ssh://alice@gpu1:2222 or "
+                        "gpu[01-16]; whatever else it needs belongs into ~/.ssh/config, under an alias."
+                    ).format(where=where, name=name[:60])
                 )
             found[name] = None
     if not found:
-        raise InvalidRequest(f"{path or '--hosts'} names no host: write them like --hosts gpu1,gpu2, or one per line.")
+        raise InvalidRequest(
+            _("{path} names no host: write them like --hosts gpu1,gpu2, or one per line.").format(
+                path=path or "--hosts"
+            )
+        )
     if len(found) > MOST:
         raise InvalidRequest(
-            f"{len(found)} hosts are more than the {MOST} that can be asked at once.  "
-            "Prometheus is made for that many: see docs/scale.md."
+            _(
+                "{count} hosts are more than the {most} that can be asked at once.  Prometheus is made for that "
+                "many: see docs/scale.md."
+            ).format(count=len(found), most=MOST)
         )
     return tuple(found)
 
@@ -58,7 +67,11 @@ def _spread(word: str) -> list[str]:
         return [word]
     before, first, last, behind = found.groups()
     if int(last) < int(first) or int(last) - int(first) >= MOST:
-        raise InvalidRequest(f"{word[:60]!r}: the range goes from {first} to {last}; at most {MOST} hosts, upwards.")
+        raise InvalidRequest(
+            _("{word!r}: the range goes from {first} to {last}; at most {most} hosts, upwards.").format(
+                word=word[:60], first=first, last=last, most=MOST
+            )
+        )
     return [f"{before}{number:0{len(first)}}{behind}" for number in range(int(first), int(last) + 1)]
 
 
@@ -70,9 +83,13 @@ def _lines(path: str) -> list[str]:
             with open(path, "rb") as file:
                 content = file.read(_FILE_BYTES + 1)
     except OSError as error:
-        raise InvalidRequest(f"--hosts-file: {path} cannot be read: {error.strerror}.") from None
+        raise InvalidRequest(
+            _("--hosts-file: {path} cannot be read: {strerror}.").format(path=path, strerror=error.strerror)
+        ) from None
     if len(content) > _FILE_BYTES:
-        raise InvalidRequest(f"--hosts-file: {path} is larger than 1MiB: it should hold one host per line.")
+        raise InvalidRequest(
+            _("--hosts-file: {path} is larger than 1MiB: it should hold one host per line.").format(path=path)
+        )
     return content.decode("utf-8", "replace").splitlines()
 
 

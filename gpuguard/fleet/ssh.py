@@ -21,6 +21,7 @@ from types import FrameType
 
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError
+from gpuguard.translation import _
 from gpuguard.units import format_duration
 
 TIMEOUT = 10.0  # seconds per host
@@ -105,7 +106,7 @@ class Pool:
         now = time.monotonic()
         soonest = min((query.began + self._how.timeout - now for query in self._running.values()), default=seconds)
         ended: list[Reply] = []
-        for key, _ in self._selector.select(max(0.0, min(seconds, soonest))):
+        for key, _events in self._selector.select(max(0.0, min(seconds, soonest))):
             query: _HostQuery = key.data
             if query.pidfd not in self._running:
                 continue  # given up in this very step
@@ -144,8 +145,10 @@ class Pool:
                     self._todo.appendleft(host)  # so many at once as this machine lets us
                     return
                 raise GpuguardError(
-                    f"{self._how.ssh[0]} cannot be run: {error.strerror}.  Install it (apt-get install "
-                    "openssh-client), or name another one with --ssh."
+                    _(
+                        "{ssh} cannot be run: {strerror}.  Install it (apt-get install openssh-client), or name "
+                        "another one with --ssh."
+                    ).format(ssh=self._how.ssh[0], strerror=error.strerror)
                 ) from None
             query = _HostQuery(host, process, os.pidfd_open(process.pid), began)
             for pipe in (process.stdout, process.stderr):

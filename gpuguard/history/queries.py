@@ -25,6 +25,7 @@ from gpuguard.claims.directory import ADMIN_DIRECTORY, LockDirectory, daemon_fil
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.schema import COARSEST, GAUGES, SLOTS, USER_COLUMNS, VERSION, holdings, key, rows
 from gpuguard.jsonio import LARGEST
+from gpuguard.translation import _
 
 if TYPE_CHECKING:
     import sqlite3
@@ -171,7 +172,11 @@ class Usage:
         How far back *begin* is decides how wide the slots are.  Raises InvalidRequest: *metric* is none of METRICS.
         """
         if metric not in METRICS:
-            raise InvalidRequest(f"there is no metric {metric!r}.  There are {', '.join(METRICS)}.")
+            raise InvalidRequest(
+                _("there is no metric {metric!r}.  There are {metrics}.").format(
+                    metric=metric, metrics=", ".join(METRICS)
+                )
+            )
         value, highest, unknown = METRICS[metric]
         width = self.width(begin)
         columns = f"slot, {value}, {highest} AS highest, seen_ms - {unknown}"
@@ -291,7 +296,7 @@ def query_store(path: str, question: Callable[[Usage], _Answer], now: float | No
     """
     now = time.time() if now is None else now
     former = None
-    for _ in range(READ_TRIES):
+    for _attempt in range(READ_TRIES):
         versions, reply = _versions(path), None
         if versions[1] is None:  # no journal: whole
             reply = _query(path, question, now)
@@ -305,8 +310,10 @@ def query_store(path: str, question: Callable[[Usage], _Answer], now: float | No
         former = versions
         time.sleep(READ_PAUSE)
     raise GpuguardError(
-        f"{path} is being written all the time, or nothing is in it.  Try again in a minute; if it stays so, start the "
-        "daemon anew, which says what is wrong with it."
+        _(
+            "{path} is being written all the time, or nothing is in it.  Try again in a minute; if it stays "
+            "so, start the daemon anew, which says what is wrong with it."
+        ).format(path=path)
     )
 
 
@@ -316,21 +323,30 @@ def _versions(path: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         file = os.lstat(path)
     except FileNotFoundError:
         raise GpuguardError(
-            f"there is no usage store at {path}: `gpuguard daemon` makes it, and what no daemon watched is not known.  "
-            "Ask your administrator for one, or start your own (docs/daemon.md); jobs that gpuguard ran are in "
-            "`gpuguard report --by claim` without it.  GPUGUARD_STATE_DIR names another place."
+            _(
+                "there is no usage store at {path}: `gpuguard daemon` makes it, and what no daemon watched is "
+                "not known.  Ask your administrator for one, or start your own (docs/daemon.md); jobs that "
+                "gpuguard ran are in `gpuguard report --by claim` without it.  GPUGUARD_STATE_DIR names another "
+                "place."
+            ).format(path=path)
         ) from None
     except OSError as error:
-        raise GpuguardError(f"{path} cannot be read: {error.strerror}.") from error
+        raise GpuguardError(
+            _("{path} cannot be read: {strerror}.").format(path=path, strerror=error.strerror)
+        ) from error
     if not os.access(path, os.R_OK):
         raise GpuguardError(
-            f"{path} cannot be read: Permission denied.  The daemon opens it to everybody when it starts."
+            _("{path} cannot be read: Permission denied.  The daemon opens it to everybody when it starts.").format(
+                path=path
+            )
         )
     # The daemon's files are believed: root's, our own, and those of the user to whom root gave the directory.
     parent = os.stat(os.path.dirname(path))
     owners = {0, os.geteuid(), *(() if parent.st_mode & 0o022 else (parent.st_uid,))}
     if not stat.S_ISREG(file.st_mode) or file.st_uid not in owners:
-        raise GpuguardError(f"{path} is not a file of the daemon's alone.  Look at it with `ls -l`.")
+        raise GpuguardError(
+            _("{path} is not a file of the daemon's alone.  Look at it with `ls -l`.").format(path=path)
+        )
     try:
         journal = os.lstat(path + JOURNAL)
     except OSError:
@@ -362,8 +378,10 @@ def _query(
             return GpuguardError(other)
     except sqlite3.Error as error:
         return GpuguardError(
-            f"{path} cannot be read: {error}.  If it is damaged, the daemon sets it aside at its next start; what it "
-            "leaves in its place then, move away while no daemon runs: it makes a new one."
+            _(
+                "{path} cannot be read: {error}.  If it is damaged, the daemon sets it aside at its next start; "
+                "what it leaves in its place then, move away while no daemon runs: it makes a new one."
+            ).format(path=path, error=error)
         )
 
 
@@ -380,4 +398,6 @@ def _query_copy(path: str, question: Callable[[Usage], _Answer], now: float) -> 
     except FileNotFoundError:
         return None  # a daemon has just put it right
     except OSError as error:
-        raise GpuguardError(f"{path} cannot be copied, which its journal demands: {error}.") from error
+        raise GpuguardError(
+            _("{path} cannot be copied, which its journal demands: {error}.").format(path=path, error=error)
+        ) from error

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.translation import _
 from gpuguard.units import parse_duration
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -48,9 +49,11 @@ class Secret:
 
     def __post_init__(self) -> None:
         if bool(self.file) == bool(self.env):
-            raise InvalidRequest("a secret is {file: PATH} or {env: NAME}: write one of the two.")
+            raise InvalidRequest(_("a secret is {file: PATH} or {env: NAME}: write one of the two."))
         if self.file and not os.path.isabs(self.file):
-            raise InvalidRequest(f"the file of a secret needs a path that starts with /, not {self.file!r}.")
+            raise InvalidRequest(
+                _("the file of a secret needs a path that starts with /, not {file!r}.").format(file=self.file)
+            )
 
     def read(self) -> str:
         """The secret itself, without the end of its line.
@@ -119,19 +122,27 @@ class Email:
     def __post_init__(self) -> None:
         for address in self.addresses:
             if not _ADDRESS.fullmatch(USERS.sub("user", address)):
-                raise InvalidRequest(f"{address!r} is not an address: write it like ops@example.org.")
+                raise InvalidRequest(
+                    _("{address!r} is not an address: write it like ops@example.org.").format(address=address)
+                )
         if self.from_ and not _ADDRESS.fullmatch(self.from_):
-            raise InvalidRequest(f"{self.from_!r} is not an address: write it like gpuguard@example.org.")
+            raise InvalidRequest(
+                _("{address!r} is not an address: write it like gpuguard@example.org.").format(address=self.from_)
+            )
         if bool(self.user) != (self.password is not None):
-            raise InvalidRequest("user and password go together: add the other one.")
+            raise InvalidRequest(_("user and password go together: add the other one."))
         if self.password and not self.server:
-            raise InvalidRequest("a password needs a server: add server: smtp.example.org.")
+            raise InvalidRequest(_("a password needs a server: add server: smtp.example.org."))
         if self.password and self.security == "none" and self.server not in LOOPBACK:
-            raise InvalidRequest("a password would go out in clear text: use security: starttls.")
+            raise InvalidRequest(_("a password would go out in clear text: use security: starttls."))
         if not self.server and not self.sendmail.startswith("/"):
-            raise InvalidRequest(f"the sendmail program needs a path that starts with /, not {self.sendmail!r}.")
+            raise InvalidRequest(
+                _("the sendmail program needs a path that starts with /, not {sendmail!r}.").format(
+                    sendmail=self.sendmail
+                )
+            )
         if not 0 <= self.port <= 65535:
-            raise InvalidRequest(f"{self.port} is not a port: write 1 to 65535.")
+            raise InvalidRequest(_("{port} is not a port: write 1 to 65535.").format(port=self.port))
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -166,7 +177,7 @@ class Webhook:
 
     def __post_init__(self) -> None:
         if isinstance(self.url, str) and (fault := url_fault(self.url, insecure=self.insecure)):
-            raise InvalidRequest(f"url: {fault}")
+            raise InvalidRequest(_("url: {fault}").format(fault=fault))
 
 
 def url_fault(url: str, *, insecure: bool) -> str | None:
@@ -205,9 +216,11 @@ class Hook:
 
     def __post_init__(self) -> None:
         if not self.command or not os.path.isabs(self.command[0]):
-            raise InvalidRequest("command: write a list that begins with a path, like [/usr/local/bin/tell, --urgent].")
+            raise InvalidRequest(
+                _("command: write a list that begins with a path, like [/usr/local/bin/tell, --urgent].")
+            )
         if any("\0" in word for word in self.command):
-            raise InvalidRequest("command: a word cannot hold a null character.")
+            raise InvalidRequest(_("command: a word cannot hold a null character."))
 
 
 @dataclass(frozen=True)

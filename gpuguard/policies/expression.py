@@ -24,6 +24,7 @@ from gpuguard.device_state import claims_on, claims_readable, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, GpuProcess
 from gpuguard.policies.view import HostUse, RuleView, computing, device_subject, process_subject
+from gpuguard.translation import N_, _
 from gpuguard.units import (
     format_bytes,
     format_duration,
@@ -36,8 +37,9 @@ from gpuguard.units import (
 )
 
 # Types, as they are called in faults.
-BYTES, PERCENT, SECONDS, CELSIUS, WATTS, RATE = "memory size", "percentage", "duration", "temperature", "power", "rate"
-NUMBER, TEXT, TEXTS, TRUTH = "number", "text", "list of texts", "truth"
+BYTES, PERCENT, SECONDS = N_("memory size"), N_("percentage"), N_("duration")
+CELSIUS, WATTS, RATE = N_("temperature"), N_("power"), N_("rate")
+NUMBER, TEXT, TEXTS, TRUTH = N_("number"), N_("text"), N_("list of texts"), N_("truth")
 EXAMPLES = {BYTES: "30GiB", PERCENT: "5%", SECONDS: "2h", CELSIUS: "85C", WATTS: "300W", RATE: "1MB/s"}
 
 Value = float | str | bool | frozenset[str] | frozenset[float | str] | None
@@ -156,11 +158,11 @@ _READERS: dict[str, Callable[[str], float]] = {  # type -> reader of number and 
     BYTES: parse_bytes, PERCENT: parse_cores, SECONDS: parse_duration,
     CELSIUS: parse_celsius, WATTS: parse_watts, RATE: lambda text: parse_rate(text).per_second,
 }  # fmt: skip
-_QUOTES = "a text ends with the quote that it began with, and has no \\ in it"
+_QUOTES = N_("a text ends with the quote that it began with, and has no \\ in it")
 _ADVICE = {
-    "=": "== compares", "&": "write: and", "|": "write: or", "!": "write: not", ";": "an expression is one condition",
-    "'": _QUOTES, '"': _QUOTES, "**": "there is no power",
-    "//": "write /", ".": "a name has no parts", "{": "lists stand in ( )", "`": "texts stand in ' '",
+    "=": N_("== compares"), "&": N_("write: and"), "|": N_("write: or"), "!": N_("write: not"),
+    ";": N_("an expression is one condition"), "'": _QUOTES, '"': _QUOTES, "**": N_("there are no exponents"),
+    "//": N_("write /"), ".": N_("a name has no parts"), "{": N_("lists stand in ( )"), "`": N_("texts stand in ' '"),
 }  # fmt: skip
 
 
@@ -176,21 +178,29 @@ class Token:
 
 
 def _fault(column: int, text: str) -> InvalidRequest:
-    return InvalidRequest(f"column {column}: {text}")
+    return InvalidRequest(_("column {column}: {text}").format(column=column, text=text))
 
 
 def _words(expression: str) -> list[Token]:
     """The words of *expression*, an end behind them."""
     if len(expression) > LONGEST:
-        raise _fault(LONGEST, f"an expression has at most {LONGEST} characters, this one {len(expression)}.")
+        raise _fault(
+            LONGEST,
+            _("an expression has at most {most} characters, this one {count}.").format(
+                most=LONGEST, count=len(expression)
+            ),
+        )
     found: list[Token] = []
     position = 0
     while position < len(expression):
         match = _WORD.match(expression, position)
         if match is None:
             advice = next((advice for start, advice in _ADVICE.items() if expression.startswith(start, position)), "")
-            hint = f": {advice}" if advice else ""
-            raise _fault(position + 1, f"{expression[position]!r} has no meaning here{hint}.")
+            hint = f": {_(advice)}" if advice else ""
+            raise _fault(
+                position + 1,
+                _("{letter!r} has no meaning here{hint}.").format(letter=expression[position], hint=hint),
+            )
         if match["number"]:
             found.append(_number(match["number"], match["unit"], position + 1))
         elif match["text"]:
@@ -198,23 +208,28 @@ def _words(expression: str) -> list[Token]:
         elif match.lastgroup != "blank":
             found.append(Token("name" if match["name"] else "sign", match[0], position + 1))
         if len(found) > MOST:
-            raise _fault(position + 1, f"an expression has at most {MOST} words.")
+            raise _fault(position + 1, _("an expression has at most {most} words.").format(most=MOST))
         position = match.end()
     return [*found, Token("end", "the end", position + 1)]
 
 
 def _number(digits: str, unit: str, column: int) -> Token:
-    whole, _, part = digits.partition(".")
+    whole, _point, part = digits.partition(".")
     if len(whole) > 15 or len(part) > 9:
-        raise _fault(column, "a number has at most 15 digits, and 9 behind the point.")
+        raise _fault(column, _("a number has at most 15 digits, and 9 behind the point."))
     if len(whole) > 1 and whole[0] == "0":
-        raise _fault(column, f"{digits} begins with 0: write {whole.lstrip('0') or '0'}.")
+        raise _fault(
+            column, _("{digits} begins with 0: write {whole}.").format(digits=digits, whole=whole.lstrip("0") or "0")
+        )
     if not unit:
         return Token("number", digits, column, NUMBER, float(digits))
     for kind, read in _READERS.items():
         with suppress(InvalidRequest):
             return Token("number", digits + unit, column, kind, float(read(digits + unit)))
-    raise _fault(column, f"{unit!r} is no unit: write an amount like {', '.join(EXAMPLES.values())}.")
+    raise _fault(
+        column,
+        _("{unit!r} is no unit: write an amount like {values}.").format(unit=unit, values=", ".join(EXAMPLES.values())),
+    )
 
 
 ORDER = ("<", "<=", ">", ">=")
@@ -237,14 +252,21 @@ class ExpressionPart:
 
 def _compared(left: ExpressionPart, sign: Token, right: ExpressionPart) -> ExpressionPart:
     if sign.text in ORDER and left.type in (TEXT, TEXTS, TRUTH):
-        raise _fault(sign.column, f"{sign.text} is for amounts, and {left.word.text} is a {left.type}.")
+        raise _fault(
+            sign.column,
+            _("{sign} is for amounts, and {text} is a {type}.").format(
+                sign=sign.text, text=left.word.text, type=_(left.type)
+            ),
+        )
     if left.type != right.type:
         raise _fault(right.word.column, _mismatch(left, right))
     if left.type in (TEXTS, TRUTH):
         name = left.word.text
-        either = f"{name}, or not {name}" if left.word.kind == "name" else "it without a comparison"
+        either = (
+            _("{name}, or not {name}").format(name=name) if left.word.kind == "name" else _("it without a comparison")
+        )
         way = f"'alice' in {name}" if left.type == TEXTS else either
-        raise _fault(sign.column, f"{name} is a {left.type}: write {way}.")
+        raise _fault(sign.column, _("{name} is a {type}: write {way}.").format(name=name, type=_(left.type), way=way))
     compare = _COMPARISONS[sign.text]
 
     def value(source: NameSource) -> Value:
@@ -260,12 +282,17 @@ def _calculated(left: ExpressionPart, sign: Token, right: ExpressionPart) -> Exp
     """Sum, difference, product or quotient; unknown when it is no finite number."""
     for part in (left, right):
         if part.type in (TEXT, TEXTS, TRUTH):
-            raise _fault(part.word.column, f"nothing can be calculated with {part.word.text}, a {part.type}.")
+            raise _fault(
+                part.word.column,
+                _("nothing can be calculated with {text}, a {type}.").format(text=part.word.text, type=_(part.type)),
+            )
     if sign.text in "+-" and left.type != right.type:
         raise _fault(right.word.column, _mismatch(left, right))
     kind = left.type
     if sign.text == "*" and NUMBER not in (left.type, right.type):
-        raise _fault(sign.column, f"a {left.type} times a {right.type} makes no sense.")
+        raise _fault(
+            sign.column, _("a {left} times a {right} makes no sense.").format(left=_(left.type), right=_(right.type))
+        )
     if sign.text == "*" and left.type == NUMBER:
         kind = right.type
     if sign.text == "/" and right.type != NUMBER:
@@ -285,13 +312,19 @@ def _calculated(left: ExpressionPart, sign: Token, right: ExpressionPart) -> Exp
 def _mismatch(left: ExpressionPart, right: ExpressionPart) -> str:
     for bare, other in ((right, left), (left, right)):
         if bare.word.kind == "number" and bare.type == NUMBER and other.type in EXAMPLES:
-            return f"{bare.word.text} has no unit: write a {other.type}, like {EXAMPLES[other.type]}."
-    return f"{right.word.text} is a {right.type}, and {left.word.text} is a {left.type}: they cannot be compared."
+            return _("{text} has no unit: write a {type}, like {example}.").format(
+                text=bare.word.text, type=_(other.type), example=EXAMPLES[other.type]
+            )
+    return _("{text} is a {type}, and {other} is a {other_type}: they cannot be compared.").format(
+        text=right.word.text, type=_(right.type), other=left.word.text, other_type=_(left.type)
+    )
 
 
 def _must_be_truth(part: ExpressionPart) -> None:
     if part.type != TRUTH:
-        text = f"{part.word.text} is a {part.type}, not a condition: compare it with something."
+        text = _("{text} is a {type}, not a condition: compare it with something.").format(
+            text=part.word.text, type=_(part.type)
+        )
         raise _fault(part.word.column, text)
 
 
@@ -352,10 +385,12 @@ def parse_expression(text: str) -> Expression:
     reader = _Reader(_words(text))
     condition = reader.condition()
     if reader.next.kind != "end":
-        raise _fault(reader.next.column, f"{reader.next.text!r} comes after the end of the condition.")
+        raise _fault(
+            reader.next.column, _("{text!r} comes after the end of the condition.").format(text=reader.next.text)
+        )
     _must_be_truth(condition)
     if not reader.names:
-        raise _fault(1, "this is about nothing on the machine: compare a name, like memory_used > 30GiB.")
+        raise _fault(1, _("this is about nothing on the machine: compare a name, like memory_used > 30GiB."))
     return Expression(text, tuple(dict.fromkeys(reader.names)), condition.value)
 
 
@@ -414,11 +449,11 @@ class _Reader:
             if sign is None and negated is None:
                 return left
             if sign is None:
-                raise _fault(self.next.column, "after this 'not' comes 'in' or 'like'.")
+                raise _fault(self.next.column, _("after this 'not' comes 'in' or 'like'."))
             value = self._membership(left) if sign.text == "in" else self._likeness(left)
             part = ExpressionPart(TRUTH, left.word, _opposite(value) if negated else value)
         if again := self.take(*_COMPARISONS, "in", "like"):
-            raise _fault(again.column, "one comparison at a time: write a < b and b < c.")
+            raise _fault(again.column, _("one comparison at a time: write a < b and b < c."))
         return part
 
     def _sum(self) -> ExpressionPart:
@@ -440,24 +475,32 @@ class _Reader:
             part = self.condition()
             self.depth -= 1
             if not self.take(")"):
-                raise _fault(self.next.column, f"a ) is missing for the ( in column {word.column}.")
+                raise _fault(
+                    self.next.column, _("a ) is missing for the ( in column {column}.").format(column=word.column)
+                )
             return part
         if word.kind in ("number", "text"):
             self.position += 1
             return ExpressionPart(word.type, word, lambda source: word.value)
         if word.kind != "name" or word.text in _KEYWORDS:
-            raise _fault(word.column, f"a name, a number or a text is expected here, not {word.text!r}.")
+            raise _fault(
+                word.column, _("a name, a number or a text is expected here, not {text!r}.").format(text=word.text)
+            )
         return self._name(word)
 
     def _name(self, word: Token) -> ExpressionPart:
         self.position += 1
         known = NAMES.get(word.text)
         if self.next.text == "(" and self.next.kind == "sign":
-            raise _fault(self.next.column, f"{word.text!r} cannot be called: there are no functions.")
+            raise _fault(
+                self.next.column, _("{text!r} cannot be called: there are no functions.").format(text=word.text)
+            )
         if known is None:
             near = get_close_matches(word.text, NAMES, n=1)
-            advice = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(NAMES)}."
-            raise _fault(word.column, f"there is no name {word.text!r}.\n{advice}")
+            advice = _("Known: {names}.").format(names=", ".join(NAMES))
+            if near:
+                advice = _("Did you mean {near!r}?").format(near=near[0])
+            raise _fault(word.column, _("there is no name {text!r}.\n{advice}").format(text=word.text, advice=advice))
         self.names.append(word.text)
         return ExpressionPart(known.type, word, known.value)
 
@@ -465,7 +508,7 @@ class _Reader:
         if self.next.kind == "name" and self.next.text in NAMES:
             right = self._name(self.next)
             if right.type != TEXTS or left.type != TEXT:
-                raise _fault(right.word.column, f"{right.word.text} is no list: compare with == .")
+                raise _fault(right.word.column, _("{text} is no list: compare with == .").format(text=right.word.text))
             among: Evaluate = right.value
         else:
             several = self._list(left)
@@ -479,30 +522,38 @@ class _Reader:
 
     def _list(self, left: ExpressionPart) -> frozenset[float | str]:
         if left.type not in (TEXT, NUMBER):
-            raise _fault(left.word.column, f"'in' is for texts and plain numbers, and this is a {left.type}.")
+            raise _fault(
+                left.word.column,
+                _("'in' is for texts and plain numbers, and this is a {type}.").format(type=_(left.type)),
+            )
         opening = self.take("(", "[")
         if opening is None:
-            raise _fault(self.next.column, "after 'in' comes a list, like ('alice', 'bob').")
+            raise _fault(self.next.column, _("after 'in' comes a list, like ('alice', 'bob')."))
         closing = ")" if opening.text == "(" else "]"
         listed: set[float | str] = set()
         while not self.take(closing):
             word = self.next
             if word.type != left.type or not isinstance(word.value, (float, str)):
-                raise _fault(word.column, f"{word.text!r} is no {left.type}, and the list is compared with one.")
+                raise _fault(
+                    word.column,
+                    _("{text!r} is no {type}, and the list is compared with one.").format(
+                        text=word.text, type=_(left.type)
+                    ),
+                )
             self.position += 1
             listed.add(word.value)
             if not self.take(",") and self.next.text != closing:
-                raise _fault(self.next.column, f"a , or {closing} is missing in the list.")
+                raise _fault(self.next.column, _("a , or {closing} is missing in the list.").format(closing=closing))
         if not listed:
-            raise _fault(opening.column, "the list is empty.")
+            raise _fault(opening.column, _("the list is empty."))
         return frozenset(listed)
 
     def _likeness(self, left: ExpressionPart) -> Evaluate:
         glob = self.next
         if left.type != TEXT:
-            raise _fault(left.word.column, f"'like' is for texts, and this is a {left.type}.")
+            raise _fault(left.word.column, _("'like' is for texts, and this is a {type}.").format(type=_(left.type)))
         if glob.kind != "text" or not isinstance(glob.value, str):
-            raise _fault(glob.column, "after 'like' comes a text with * for anything, like '/opt/*'.")
+            raise _fault(glob.column, _("after 'like' comes a text with * for anything, like '/opt/*'."))
         self.position += 1
         pattern = glob.value  # which the admin wrote; the text is its user's
 
@@ -515,7 +566,9 @@ class _Reader:
     def _deeper(self, word: Token) -> None:
         self.depth += 1
         if self.depth > DEEPEST:
-            raise _fault(word.column, f"more than {DEEPEST} brackets and nots within each other.")
+            raise _fault(
+                word.column, _("more than {deepest} brackets and nots within each other.").format(deepest=DEEPEST)
+            )
 
 
 _LONGEST_SHOWN = 80  # characters

@@ -18,6 +18,7 @@ from gpuguard.policies.view import (
     process_subject,
     recent,
 )
+from gpuguard.translation import _
 from gpuguard.units import Rate, format_bytes, format_duration, parse_bytes, parse_duration, parse_percent, parse_rate
 
 
@@ -51,7 +52,9 @@ class IdleRule:
 
     def __post_init__(self) -> None:
         if (self.window == "sliding") != (self.over is not None):
-            raise InvalidRequest("idle wants over with window: sliding, and only there: {window: sliding, over: 4h}.")
+            raise InvalidRequest(
+                _("idle wants over with window: sliding, and only there: {window: sliding, over: 4h}.")
+            )
 
     def needs(self) -> tuple[tuple[str, float], ...]:
         """The series of utilization, for a sliding window."""
@@ -137,7 +140,7 @@ class AgeRule:
 
     def __post_init__(self) -> None:
         if self.run_time_above is None and self.claim_without_process_above is None:
-            raise InvalidRequest("no age is given: write run_time_above or claim_without_process_above.")
+            raise InvalidRequest(_("no age is given: write run_time_above or claim_without_process_above."))
 
     def needs(self) -> tuple[tuple[str, float], ...]:
         """The memory of the devices, for claims."""

@@ -16,7 +16,7 @@ from gpuguard.eligibility import is_model
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Subject, Verdict
 from gpuguard.policies.view import Rule, SampleIndex, interactive_use, reach_of
-from gpuguard.translation import N_
+from gpuguard.translation import N_, _
 from gpuguard.units import format_duration
 
 # What actions take away, each set within the next; what they do stands in enforcement.actions.
@@ -50,7 +50,9 @@ class Step:
 def parse_path(text: str) -> str:
     """A whole path, or a glob of one."""
     if not text.startswith("/"):
-        raise InvalidRequest(f"{text!r} is no path: write it in full from / on, like '/usr/bin/{text}'.")
+        raise InvalidRequest(
+            _("{text!r} is no path: write it in full from / on, like '/usr/bin/{text}'.").format(text=text)
+        )
     return text
 
 
@@ -60,7 +62,9 @@ _DEVICE = re.compile(r"0|[1-9]\d{0,2}|(?:0|[1-9]\d{0,2})\.\d{1,2}|(?:GPU|MIG)-[0
 def parse_device(text: str) -> str:
     """An index, a uuid or the beginning of one."""
     if not _DEVICE.fullmatch(text):
-        raise InvalidRequest(f"{text!r} is no GPU: write an index like 0, or a uuid like 'GPU-8f31c2'.")
+        raise InvalidRequest(
+            _("{text!r} is no GPU: write an index like 0, or a uuid like 'GPU-8f31c2'.").format(text=text)
+        )
     return text
 
 
@@ -88,7 +92,7 @@ class Scope:
 
     def __post_init__(self) -> None:
         if not any(value is not None for key, value in vars(self).items() if key != "until"):
-            raise InvalidRequest("nothing is named: write users, groups, devices, models or kinds.")
+            raise InvalidRequest(_("nothing is named: write users, groups, devices, models or kinds."))
 
 
 @dataclass(frozen=True)
@@ -137,16 +141,22 @@ class Policy:
 
     def __post_init__(self) -> None:
         if not self.rules:
-            raise InvalidRequest(f"policy {self.name} has no rule: say in `when` what must be the case.")
+            raise InvalidRequest(
+                _("policy {name} has no rule: say in `when` what must be the case.").format(name=self.name)
+            )
         if self.join not in ("all", "any"):
-            raise InvalidRequest(f"policy {self.name} joins its rules by {self.join!r}: write all or any.")
+            raise InvalidRequest(
+                _("policy {name} joins its rules by {join!r}: write all or any.").format(name=self.name, join=self.join)
+            )
         times = (self.hold, self.start_grace, self.cooldown, *(step.after for step in self.steps))
         if not all(0 <= seconds < float("inf") for seconds in times):
-            raise InvalidRequest(f"policy {self.name} has a duration that is negative or endless.")
+            raise InvalidRequest(_("policy {name} has a duration that is negative or endless.").format(name=self.name))
         if any(early_kills((step.action, step.after) for step in self.steps)):
             raise InvalidRequest(
-                f"policy {self.name} kills without warning: "
-                f"put a `terminate` at least {KILL_AFTER:.0f}s before the `kill`."
+                _(
+                    "policy {name} kills without warning: put a `terminate` at least {kill_after:.0f}s before the "
+                    "`kill`."
+                ).format(name=self.name, kill_after=KILL_AFTER)
             )
 
 

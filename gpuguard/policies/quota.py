@@ -12,6 +12,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, GpuProcess, Subject
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.view import RuleView, claim_subject, computing, key_of, process_subject
+from gpuguard.translation import _
 from gpuguard.units import Amount, format_bytes, parse_device_amount, parse_duration, parse_percent
 
 
@@ -43,13 +44,13 @@ class QuotaRule:
 
     def __post_init__(self) -> None:
         if self.devices is self.claims is self.memory is self.gpu_hours is None:
-            raise InvalidRequest("no limit is given: write devices, claims, memory or gpu_hours.")
+            raise InvalidRequest(_("no limit is given: write devices, claims, memory or gpu_hours."))
         if (self.gpu_hours is None) != (self.within is None):
-            raise InvalidRequest("gpu_hours and within belong together: write both, like 100h within 7d.")
+            raise InvalidRequest(_("gpu_hours and within belong together: write both, like 100h within 7d."))
         if any(isinstance(limit, int) and limit < 0 for limit in (self.devices, self.claims)):
-            raise InvalidRequest("a limit below 0 makes no sense: write 0 for none at all.")
+            raise InvalidRequest(_("a limit below 0 makes no sense: write 0 for none at all."))
         if self.per == "claim" and not (self.claims is self.gpu_hours is None and not self.shared_by):
-            raise InvalidRequest("per: claim knows devices and memory only: delete claims, gpu_hours and shared_by.")
+            raise InvalidRequest(_("per: claim knows devices and memory only: delete claims, gpu_hours and shared_by."))
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per claim, or process without one, that is in excess."""

@@ -22,6 +22,7 @@ from gpuguard.policies.view import (
     findings_where,
     uses_of,
 )
+from gpuguard.translation import _
 from gpuguard.units import (
     Amount,
     format_bytes,
@@ -41,7 +42,7 @@ def _findings_of_whole(rule: str, view: RuleView, per: str, why: Callable[[Devic
             continue
         parts = [part for part in usable if whole.uuid in (part.uuid, part.parent_uuid)]
         for part in parts if per == "process" else (whole,):
-            for subject, _, processes in uses_of(view, part, per):
+            for subject, _memory, processes in uses_of(view, part, per):
                 yield Finding(rule, subject, text, processes)
 
 
@@ -151,7 +152,7 @@ class UtilizationRule:
 
     def __post_init__(self) -> None:
         if (self.above is None) == (self.below is None):
-            raise InvalidRequest("utilization wants exactly one of above and below: {utilization: {above: 95%}}.")
+            raise InvalidRequest(_("utilization wants exactly one of above and below: {utilization: {above: 95%}}."))
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Who is beyond the limit."""
@@ -224,7 +225,7 @@ class HealthRule:
 
     def __post_init__(self) -> None:
         if not (self.problems or self.throttle_reasons or self._limits()):
-            raise InvalidRequest("no condition is given: write problems, throttle_reasons or one of the ..._above.")
+            raise InvalidRequest(_("no condition is given: write problems, throttle_reasons or one of the ..._above."))
 
     @property
     def further_fields(self) -> frozenset[str]:

@@ -15,6 +15,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding
 from gpuguard.policies.policy import parse_path
 from gpuguard.policies.view import RuleView, computing, computing_processes, process_subject
+from gpuguard.translation import _
 from gpuguard.units import format_bytes, parse_bytes
 
 
@@ -97,7 +98,9 @@ class UsersRule:
 
     def __post_init__(self) -> None:
         if not (self.allow or self.allow_groups or self.deny or self.deny_groups):
-            raise InvalidRequest("no user is named: write users or groups in allow, allow_groups, deny or deny_groups.")
+            raise InvalidRequest(
+                _("no user is named: write users or groups in allow, allow_groups, deny or deny_groups.")
+            )
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
@@ -141,7 +144,7 @@ class CommandRule:
 
     def __post_init__(self) -> None:
         if not (self.executables or self.executables_other_than):
-            raise InvalidRequest("no program is named: write executables or executables_other_than.")
+            raise InvalidRequest(_("no program is named: write executables or executables_other_than."))
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""

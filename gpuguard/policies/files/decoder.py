@@ -241,12 +241,12 @@ class Decoder:
         pairs = self._pairs(node, path, choice.table)
         for key, _value in pairs:
             if key not in choice.table:
-                self.source.fault(self._key(path, key), *unknown(key, choice.table, choice.what))
+                self.source.fault(self._key(path, key), *unknown(key, choice.table, _(choice.what)))
         if len(pairs) != 1:
             self.source.fault(
                 node,
                 _("{name}exactly one {what} is needed, and here are {pairs}.").format(
-                    name=_name(path), what=choice.what, pairs=len(pairs)
+                    name=_name(path), what=_(choice.what), pairs=len(pairs)
                 ),
             )
         known = {key: (value, choice.table[key]) for key, value in pairs if key in choice.table}

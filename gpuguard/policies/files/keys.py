@@ -20,7 +20,7 @@ from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, T
 from gpuguard.policies.policy import Exemption, Scope, parse_path
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import Rule
-from gpuguard.translation import _
+from gpuguard.translation import N_, _
 from gpuguard.units import parse_duration, parse_percent
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
@@ -82,7 +82,7 @@ def parse_interval(text: str) -> float:
     return seconds
 
 
-_Rule = Annotated[tuple[str, Rule], TaggedChoice(RULES, "rule")]
+_Rule = Annotated[tuple[str, Rule], TaggedChoice(RULES, N_("rule"))]
 # One rule, or the names of two ways to join several.
 CONDITIONS: Mapping[str, Any] = {**RULES, "all": tuple[_Rule, ...], "any": tuple[_Rule, ...]}
 
@@ -138,7 +138,7 @@ class PolicyKeys:
     """
 
     name: Annotated[str, parse_name]
-    when: Annotated[tuple[str, Any], TaggedChoice(CONDITIONS, "rule")]
+    when: Annotated[tuple[str, Any], TaggedChoice(CONDITIONS, N_("rule"))]
     steps: tuple[Annotated[TaggedValue, Tagged("do", StepKeys, ACTION_KEYS, "action")], ...]
     for_: Annotated[float, parse_duration] = 30.0
     start_grace: Annotated[float, parse_duration] = 0.0
@@ -221,9 +221,9 @@ class FileKeys:
     version: Literal["1"]
     policies: tuple[PolicyKeys, ...]
     mode: Literal["observe", "enforce"] = "observe"
-    notify: Mapping[Annotated[str, parse_name], Annotated[tuple[str, Any], TaggedChoice(TARGETS, "way to send")]] = (
-        field(default_factory=dict)
-    )
+    notify: Mapping[
+        Annotated[str, parse_name], Annotated[tuple[str, Any], TaggedChoice(TARGETS, N_("way to send"))]
+    ] = field(default_factory=dict)
     messages: Mapping[Literal["en", "zh"], Template] = field(default_factory=dict)
     interval: IntervalKeys = field(default_factory=IntervalKeys)
     keep: KeepKeys = field(default_factory=KeepKeys)
