@@ -190,7 +190,7 @@ def test_without_a_name_about_processes_it_is_about_the_device():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_name_stands_in_the_help_and_on_the_page(name):
-    of = "process" if NAMES[name].of_process else "device"
+    of = "process" if NAMES[name].of_process else "GPU"
     row = f"| `{name}` | {NAMES[name].type} | {NAMES[name].meaning} | {of} |"
 
     assert re.search(rf"\b{name}\b", ExpressionRule.__doc__ or "")
