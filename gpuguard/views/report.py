@@ -403,7 +403,7 @@ def to_html(report: Report, claims: Claims | None, host: str, now: float) -> str
     if report.wasters:
         body += [_("<h2>Least used for most time</h2>"), _table_html(WASTER_COLUMNS, report.wasters)]
     if report.devices:
-        body += [_("<h2>Devices</h2>"), _table_html(DEVICE_COLUMNS, report.devices), *_courses(report)]
+        body += [_("<h2>GPUs</h2>"), _table_html(DEVICE_COLUMNS, report.devices), *_courses(report)]
     elif claims is None:
         body.append(_("<p>Nothing was seen in this time.</p>"))
     written = local_time(now)
@@ -499,7 +499,7 @@ def _courses(report: Report) -> list[str]:
         return []
     points = [series for _device, course in courses for series in course.values()]
     begin, end = known_period(points, report.watch.begin, report.watch.end)
-    legend = _legend("--course", "utilization") + _legend("--claimed", "claimed")
+    legend = _legend("--course", _("utilization")) + _legend("--claimed", _("claimed"))
     drawn = [f"<h3>{_text(device.label)}</h3>" + _course(course, begin, end) for device, course in courses]
     period = _("<p>{span}.  Nothing is drawn for times without samples.</p>").format(span=format_span(begin, end))
     return [_("<h2>Over the time</h2>"), period, f'<p class="key">{legend}</p>', *drawn]
