@@ -401,7 +401,7 @@ def _unknown(
 ) -> Reason:
     """The reason of a value that is not known; waiting does not change what the driver never tells."""
     gap = _gap(device, field, terms)
-    why = f" ({shown(gap.reason)})" if gap else ""
+    why = f" ({shown(_(gap.reason))})" if gap else ""
     return Reason(
         _("{what} is unknown{why}").format(what=what, why=why),
         permanent or (gap is not None and gap.is_lasting),

@@ -536,7 +536,7 @@ def test_a_version_mismatch_names_both_versions(fake: FakeNvml, tmp_path: Path) 
     patch = f"from gpuguard import backends; backends._VERSIONS = ({str(version)!r},)\n"
     name, text, facts = answer_of(fake, patch + OPEN_ERROR)
 
-    assert (name, facts) == ("DriverMismatch", {"library_version": "580.65.06", "kernel_version": "535.129.03"})
+    assert (name, facts["library_version"], facts["kernel_version"]) == ("DriverMismatch", "580.65.06", "535.129.03")
     assert "580.65.06" in text and "535.129.03" in text and "Reboot" in text
 
 

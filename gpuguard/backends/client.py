@@ -222,9 +222,12 @@ def _where(index: int | None) -> str:
 
 def _raise_error(reply: tuple[object, ...]) -> None:
     if reply[0] == "error":
-        _, name, message, attributes = reply
+        _kind, name, message, attributes = reply
+        facts = dict(attributes)  # type: ignore[call-overload]
+        if template := facts.pop("template", None):
+            message = _(template).format(**facts.pop("facts"))
         error: errors.GpuguardError = getattr(errors, str(name))(message)
-        vars(error).update(attributes)  # type: ignore[call-overload]
+        vars(error).update(facts)
         raise error
 
 

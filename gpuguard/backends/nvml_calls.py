@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gpuguard.backends import kernel_version
 from gpuguard.backends.plausibility import PLAUSIBLE
-from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission
+from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission, error_of
 from gpuguard.model import BRIEF, Gap
+from gpuguard.translation import N_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -31,10 +32,11 @@ NO_DATA, DEPRECATED, NOT_READY, UNKNOWN = 21, 26, 27, 999
 BAD_TEXT = -1  # not of nvml.h: a string that is no UTF-8
 
 REASONS = {
-    NOT_SUPPORTED: "not supported", NO_PERMISSION: "no permission", NOT_FOUND: "nothing found",
-    FUNCTION_NOT_FOUND: "this driver does not have it", LOST: "the GPU is lost",
-    RESET_REQUIRED: "the GPU needs a reset", NO_DATA: "no value", DEPRECATED: "deprecated in this driver",
-    TIMEOUT: "the driver timed out", UNKNOWN: "unknown driver error", BAD_TEXT: "the text is not UTF-8",
+    NOT_SUPPORTED: N_("not supported"), NO_PERMISSION: N_("no permission"), NOT_FOUND: N_("nothing found"),
+    FUNCTION_NOT_FOUND: N_("this driver does not have it"), LOST: N_("the GPU is lost"),
+    RESET_REQUIRED: N_("the GPU needs a reset"), NO_DATA: N_("no value"),
+    DEPRECATED: N_("deprecated in this driver"),
+    TIMEOUT: N_("the driver timed out"), UNKNOWN: N_("unknown driver error"), BAD_TEXT: N_("the text is not UTF-8"),
 }  # fmt: skip
 
 PROBLEMS = {LOST: "lost", RESET_REQUIRED: "reset required"}
@@ -47,11 +49,11 @@ NEVER = frozenset({NOT_SUPPORTED, FUNCTION_NOT_FOUND, DEPRECATED})
 # Calls in all before the code is believed.  INSUFFICIENT_SIZE: a list grew faster than the buffer for it.
 _TRIES = {INSUFFICIENT_SIZE: 4, TIMEOUT: 2, IN_USE: 2, NOT_READY: 2, UNKNOWN: 2}
 
-_SIMULATE = "`--backend simulated` tries gpuguard without a GPU."
 # 535.261 loads nowhere else: "dlvsym: symbol not found", and its programs ask for glibc's loader.
-NEEDS_GLIBC = (
+NEEDS_GLIBC = N_(
     "NVIDIA's driver library needs glibc, and this Python stands on another C library (musl, as in Alpine).\n"
-    "Use a Python, in a container an image, of a distribution with glibc: Debian, Ubuntu, Rocky."
+    "Use a Python, in a container an image, of a distribution with glibc: Debian, Ubuntu, Rocky.  "
+    "`--backend simulated` tries gpuguard without a GPU."
 )
 
 
@@ -150,7 +152,8 @@ def start() -> Any:
     try:
         import pynvml as nvml  # may be missing, and only the process that reads the devices needs it
     except ImportError:
-        raise DriverNotFound("the Python package nvidia-ml-py is missing: `pip install nvidia-ml-py`.") from None
+        text = N_("the Python package nvidia-ml-py is missing: `pip install nvidia-ml-py`.")
+        raise error_of(DriverNotFound, text) from None
     answer = call(nvml, "nvmlInit", tries={})
     if answer.code:
         raise _init_error(nvml, answer)
@@ -167,35 +170,42 @@ def has_glibc() -> bool:
 
 def _init_error(nvml: Any, answer: CallResult) -> BackendError:
     if answer.code == LIBRARY_NOT_FOUND and not has_glibc():
-        return DriverNotFound(f"{NEEDS_GLIBC}  {_SIMULATE}")
+        return error_of(DriverNotFound, NEEDS_GLIBC)
     if answer.code == LIBRARY_NOT_FOUND:
-        return DriverNotFound(
+        text = N_(
             "libnvidia-ml.so.1 was not found: there is no NVIDIA driver here, or this container was started without "
-            f"it.\nInstall the driver, or start the container with `--gpus all`.  {_SIMULATE}"
+            "it.\nInstall the driver, or start the container with `--gpus all`.  "
+            "`--backend simulated` tries gpuguard without a GPU."
         )
+        return error_of(DriverNotFound, text)
     # This one answers without an initialisation: "13.580.65.06" is CUDA 13, driver 580.65.06.
     library = str(call(nvml, "nvmlSystemGetNVMLVersion").value or "").partition(".")[2] or None
     kernel = kernel_version()
     if answer.code == DRIVER_NOT_LOADED:
-        return DriverNotFound(
-            f"libnvidia-ml.so.1 ({library or 'of unknown version'}) is there, but no NVIDIA kernel module answers.\n"
-            f"Load it with `sudo modprobe nvidia` (after a kernel update: reboot), or see `dmesg`.  {_SIMULATE}"
+        text = N_(
+            "libnvidia-ml.so.1 ({library}) is there, but no NVIDIA kernel module answers.\n"
+            "Load it with `sudo modprobe nvidia` (after a kernel update: reboot), or see `dmesg`.  "
+            "`--backend simulated` tries gpuguard without a GPU."
         )
+        return error_of(DriverNotFound, text, library=library or "of unknown version")
     if answer.code == VERSION_MISMATCH:
-        return DriverMismatch(
-            f"the driver library is of version {library or 'unknown'}, the loaded kernel module of version "
-            f"{kernel or 'unknown'}: the driver was updated while the old module was in use.\n"
+        text = N_(
+            "the driver library is of version {library}, the loaded kernel module of version {kernel}: "
+            "the driver was updated while the old module was in use.\n"
             "Reboot; or end all GPU processes and who watches them (`systemctl stop gpuguard`) and reload the module: "
-            "`sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia`.",
-            library,
-            kernel,
+            "`sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia`."
         )
+        mismatch = error_of(DriverMismatch, text, library=library or "unknown", kernel=kernel or "unknown")
+        mismatch.library_version, mismatch.kernel_version = library, kernel
+        return mismatch
     if answer.code == NO_PERMISSION:
-        return DriverPermission(
+        text = N_(
             "the driver refuses this user.  "
             "Look at `ls -l /dev/nvidiactl /dev/nvidia0` and ask for the group that may open them."
         )
-    return BackendError(f"the driver cannot be initialised: {answer.reason}.  Try `nvidia-smi`, and see `dmesg`.")
+        return error_of(DriverPermission, text)
+    text = N_("the driver cannot be initialised: {reason}.  Try `nvidia-smi`, and see `dmesg`.")
+    return error_of(BackendError, text, reason=answer.reason)
 
 
 # How long an answer is kept: a fact for ever, a setting for nvml.SETTINGS_SECONDS and, where BRIEF is wanted, a recent

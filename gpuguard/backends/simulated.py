@@ -33,9 +33,10 @@ from gpuguard.backends.simulated_node import (
     new_node,
 )
 from gpuguard.clusters.visible_devices import visible_uuids
-from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
+from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, error_of
 from gpuguard.model import Device, Gap, GpuProcess
 from gpuguard.procfs import boot_clock
+from gpuguard.translation import N_
 from gpuguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -198,7 +199,8 @@ def current(place: str) -> SimulatedNode:
     """The node in *place* without its dead processes.  Raises BackendError where there is none, or it is damaged."""
     node = simulated_node.load(place)
     if node is None:
-        raise BackendError(f"no simulated node is in {place}: `gpuguard sim start {DEFAULT_SPEC}` starts one.")
+        text = N_("no simulated node is in {place}: `gpuguard sim start {spec}` starts one.")
+        raise error_of(BackendError, text, place=place, spec=DEFAULT_SPEC)
     if all(_is_alive(use) for use in node.uses):
         return node
     try:

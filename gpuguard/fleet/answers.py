@@ -15,6 +15,7 @@ from gpuguard.fleet.ssh import Reply
 from gpuguard.jsonio import decode, loads
 from gpuguard.model import Device
 from gpuguard.sanitize import neutralise
+from gpuguard.translation import _
 
 DEPTH = 32  # of an answer: `who --json` has 6
 ROWS = 4096  # of a list; one of a million would hold up the answers of all other hosts
@@ -151,14 +152,14 @@ def reply_of(reply: Reply) -> HostReply:
         return reply_with(host, seconds, _object(reply.out))
     except ValueError as error:
         if reply.status == 0:
-            return HostReply(host, seconds, error=f"its answer cannot be read: {error}")
+            return HostReply(host, seconds, error=_("its answer cannot be read: {error}").format(error=error))
     if reply.status == _NOT_FOUND:
-        fault = "gpuguard is not on the PATH there: install it, or name it with --remote /path/to/gpuguard"
+        fault = _("gpuguard is not on the PATH there: install it, or name it with --remote /path/to/gpuguard")
     elif reply.status == _SSH_FAILED:
         more = next((what.format(host=host) for word, what in _NEXT.items() if word.encode() in reply.err), "")
-        fault = (said or "ssh failed and said nothing") + (f" ({more})" if more else "")
+        fault = (said or _("ssh failed and said nothing")) + (f" ({more})" if more else "")
     else:
-        fault = said or f"gpuguard ended there with status {reply.status} and said nothing"
+        fault = said or _("gpuguard ended there with status {status} and said nothing").format(status=reply.status)
     return HostReply(host, seconds, error=fault)
 
 
@@ -170,10 +171,10 @@ def reply_with(host: str, seconds: float, facts: Facts) -> HostReply:
     """
     if "refused" in facts:
         reason = facts.get("reason")
-        line = " ".join(reason.split()) if isinstance(reason, str) else "it does not answer that"
-        return HostReply(host, seconds, error=f"refused there: {_harmless(line)[:_LINE]}")
+        line = " ".join(reason.split()) if isinstance(reason, str) else _("it does not answer that")
+        return HostReply(host, seconds, error=_("refused there: {harmless}").format(harmless=_harmless(line)[:_LINE]))
     if facts.get("schema") != 1:
-        return HostReply(host, seconds, error="its gpuguard is of another version: its JSON has not schema 1")
+        return HostReply(host, seconds, error=_("its gpuguard is of another version: its JSON has not schema 1"))
     return HostReply(host, seconds, decode(HostAnswer, _harmless(facts)), facts)
 
 

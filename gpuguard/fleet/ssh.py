@@ -113,7 +113,10 @@ class Pool:
             ended += [self._ended(query)] if key.fd == query.pidfd else self._read(query, key.fd)
         now = time.monotonic()
         late = [query for query in self._running.values() if now - query.began >= self._how.timeout]
-        ended += [self._given_up(query, f"no answer within {format_duration(self._how.timeout)}") for query in late]
+        ended += [
+            self._given_up(query, _("no answer within {timeout}").format(timeout=format_duration(self._how.timeout)))
+            for query in late
+        ]
         self._reap()
         return ended
 
@@ -176,7 +179,9 @@ class Pool:
         else:
             said += piece
         if len(said) > OUT_MOST:
-            return [self._given_up(query, f"it answered with more than {OUT_MOST // 2**20}MiB")]
+            return [
+                self._given_up(query, _("it answered with more than {out_most}MiB").format(out_most=OUT_MOST // 2**20))
+            ]
         return []
 
     def _ended(self, query: _HostQuery) -> Reply:

@@ -36,6 +36,7 @@ from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecor
 from gpuguard.queue.reasons import reserved_for_others
 from gpuguard.request import Request, fields_needed
 from gpuguard.select import refusal_text
+from gpuguard.translation import _
 
 POLL_SECONDS = 0.25  # between two searches for the first slurmstepd
 ALONE_SECONDS = 2.0  # without any: one step may end before the next one is started
@@ -99,7 +100,7 @@ class JobSteps:
 
     def refresh(self) -> None:
         """Find those that have started since."""
-        for pid, (_, step) in slurm.steps(self.job).items():
+        for pid, (_name, step) in slurm.steps(self.job).items():
             if pid in self.pidfds.values():
                 continue
             with suppress(OSError):
@@ -125,7 +126,7 @@ def hold(claim: Claim, given: Allocation, woken: int) -> str:
         poll = select.poll()
         for descriptor in (woken, *steps.pidfds):
             poll.register(descriptor, select.POLLIN)
-        for descriptor, _ in poll.poll(None if steps.pidfds and steps.contained else POLL_SECONDS * 1000):
+        for descriptor, _events in poll.poll(None if steps.pidfds and steps.contained else POLL_SECONDS * 1000):
             if descriptor != woken:
                 del steps.pidfds[descriptor]
                 os.close(descriptor)
@@ -170,7 +171,9 @@ def end_claim(directory: LockDirectory, given: Allocation) -> ClaimRecord | None
             actions.release_claim(handle, ReleaseRequest(RELEASED, "Slurm's epilog", f"job {given.job} is over"))
     except (ClaimError, OSError) as error:
         if claim_of_job(directory, given):
-            raise ClaimError(f"the claim {claim.id} cannot be released: {error}") from error
+            raise ClaimError(
+                _("the claim {id} cannot be released: {error}").format(id=claim.id, error=error)
+            ) from error
     deadline = time.monotonic() + END_SECONDS
     while claim_of_job(directory, given) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.request import Request
+from gpuguard.translation import _
 from gpuguard.units import parse_duration, parse_leftover, parse_percent
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1}
@@ -105,7 +106,7 @@ class QueueRules:
 
     def __post_init__(self) -> None:
         if self.half_life <= 0:
-            raise InvalidRequest("half_life must be more than 0: write fair_share: false to count nothing.")
+            raise InvalidRequest(_("half_life must be more than 0: write fair_share: false to count nothing."))
 
     def highest(self, uid: int) -> int:
         """The highest priority that *uid* gets."""

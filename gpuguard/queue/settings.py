@@ -20,6 +20,7 @@ from gpuguard.errors import InvalidRequest, shortage
 from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Decoder
 from gpuguard.policies.files.source import Fault, YamlSource, read_file
 from gpuguard.queue.priority import QueueRules
+from gpuguard.translation import _
 
 PATH = "/etc/gpuguard/line.yaml"
 
@@ -46,10 +47,10 @@ def read_queue_settings(path: str | None = None) -> QueueSettings:
     except OSError as error:
         if shortage(error):  # which says nothing of the file: the site's rules hold
             raise
-        fault = Fault(0, 0, f"the file cannot be read: {error.strerror or error}.")
+        fault = Fault(0, 0, _("the file cannot be read: {strerror}.").format(strerror=error.strerror or error))
         return QueueSettings(faults=(fault,), path=path)
     except InvalidRequest as error:
-        text, _, hint = str(error).partition("\n")
+        text, _end, hint = str(error).partition("\n")
         return QueueSettings(faults=(Fault(0, 0, text, hint),), path=path)
     return QueueSettings(*parse(content, Accounts()), path)
 

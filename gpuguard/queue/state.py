@@ -37,6 +37,7 @@ from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import IgnoredFile, read_tickets, unread_since
 from gpuguard.request import Request
 from gpuguard.select import Choice, choose, claimed_by, possible, usable_together
+from gpuguard.translation import _
 from gpuguard.users import accountable_uids
 
 UNRESPONSIVE_SECONDS = 15.0  # a ticket whose waker is not read for so long is passed over
@@ -146,12 +147,12 @@ def queue_state(
     usage = usage_of_owners(used_by(facts.claims, now) if facts.usage is None else facts.usage)
     machine = _machine(snapshot, facts, {request for ticket in tickets for request in ticket.requests}, now)
     rules = bound_now(rules, [claim.waited or 0.0 for claim in facts.claims], backlog(tickets, machine, now))
-    denied = {ticket.id: "its user may make no claim now" for ticket in tickets if ticket.uid in facts.denied}
+    denied = {ticket.id: _("its user may make no claim now") for ticket in tickets if ticket.uid in facts.denied}
     tickets = _passed_over(tickets, denied)
     while True:
         positions = plan(order(tickets, usage, rules, now), machine, usage, rules, now)
         if directory.keeper is not None and (further := _further_offers(positions)):
-            tickets = _passed_over(tickets, dict.fromkeys(further, "another request of its user starts first"))
+            tickets = _passed_over(tickets, dict.fromkeys(further, _("another request of its user starts first")))
             continue
         starting = [position.ticket for position in positions if position.now]
         if all(ticket.id == own or is_responsive(directory, ticket) for ticket in starting):

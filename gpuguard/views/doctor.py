@@ -105,7 +105,7 @@ def _library(facts: DoctorFacts) -> Finding | None:
     if facts.library_error is None:
         return OK, _("libnvidia-ml.so.1 loads"), None
     if not facts.glibc:
-        found, _end, advice = NEEDS_GLIBC.partition("\n")
+        found, _end, advice = _(NEEDS_GLIBC).partition("\n")
         return FAULT, found, advice
     if facts.device_nodes or facts.kernel_version:
         inside = _(" with --gpus all (NVIDIA Container Toolkit)") if facts.container else ""

@@ -139,7 +139,7 @@ def _verdict(snapshot: Snapshot, request: Request, choice: Choice, start: tuple[
         return [_("It would wait: {first}").format(first=first), *position]
     return [
         _("It can never start: {first}").format(first=first),
-        *(line for line in rest if line.startswith(("Ask", "Drop"))),
+        *(line for line in rest if not line.startswith((" ", "`"))),
     ]
 
 

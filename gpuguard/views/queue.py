@@ -189,7 +189,7 @@ def _prospects(position: QueuePosition, queue: QueueState) -> str:
         form = "%H:%M" if promise - queue.now < 20 * 3600 else "%a %d %b %H:%M"
         text += _("; at the latest {promise}, if time limits are kept").format(promise=local_time(promise, form))
     passing = passing_text(position, queue)
-    return f"{text}; {passing}" if passing else text
+    return _("{text}; {passing}").format(text=text, passing=passing) if passing else text
 
 
 def to_json(queue: QueueState, site: QueueSettings, jobs: Sequence[Queued] | str = ()) -> dict[str, Any]:

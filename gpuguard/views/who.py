@@ -243,7 +243,7 @@ def gap_lines(snapshot: Snapshot) -> list[str]:
     for (fields, reason), uuids in alike.items():
         labels = [known[uuid] for uuid in uuids if uuid in known]
         where = _("all GPUs: ") if 1 < len(labels) == len(known) else f"GPU {', '.join(labels)}: " if labels else ""
-        lines.append(neutralise(f"{where}{fields}: {reason}"))
+        lines.append(neutralise(f"{where}{fields}: {_(reason) if reason else reason}"))
     return lines
 
 
