@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gpuguard.locale import _
 from gpuguard.model import ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
-from gpuguard.translation import _
 
 FREE, CLAIMED, IN_USE, IDLE = "free", "claimed", "in_use", "idle"
 UNCLAIMED_USE, UNHEALTHY, UNKNOWN = "unclaimed_use", "unhealthy", "unknown"

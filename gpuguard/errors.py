@@ -25,7 +25,7 @@ import errno
 import os
 from typing import TYPE_CHECKING, TypeVar
 
-from gpuguard.translation import N_, _
+from gpuguard.locale import N_, _
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -38,6 +38,7 @@ from gpuguard.errors import (
     WaitTimeout,
     passing,
 )
+from gpuguard.locale import N_, _
 from gpuguard.model import (
     HEALTH,
     IDLE_PROCESSES,
@@ -51,7 +52,6 @@ from gpuguard.model import (
 )
 from gpuguard.request import ANY_MEMORY, Request, fields_needed, fields_to_verify
 from gpuguard.select import Choice, choose, claimed_by, not_enough, unread_devices, waiting_error
-from gpuguard.translation import N_, _
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

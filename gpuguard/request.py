@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.device_state import IDLE_TOLERANCE
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import _
 from gpuguard.model import (
     HEALTH,
     MEMORY,
@@ -24,7 +25,6 @@ from gpuguard.model import (
     UTILIZATION,
     Device,
 )
-from gpuguard.translation import _
 from gpuguard.units import format_bytes
 
 if TYPE_CHECKING:

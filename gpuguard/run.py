@@ -44,8 +44,8 @@ from gpuguard.jobs.processes import (
     signal_tree,
     start,
 )
+from gpuguard.locale import _
 from gpuguard.model import HEALTH, MEMORY, POWER, UTILIZATION, Event
-from gpuguard.translation import _
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

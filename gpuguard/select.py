@@ -29,9 +29,9 @@ from gpuguard.eligibility import (
     terms_of,
 )
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
+from gpuguard.locale import _, ngettext
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.request import Request, options_of, spelled
-from gpuguard.translation import _, ngettext
 from gpuguard.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import mounts, read_file, write_file
 from gpuguard.jsonio import decode, loads
+from gpuguard.locale import _
 from gpuguard.model import WHO_FIELDS, ClaimRecord, Gap, Snapshot
 from gpuguard.procfs import in_first_pid_namespace, start_time
-from gpuguard.translation import _
 from gpuguard.users import user_name
 
 FindDirectory = Callable[[], "LockDirectory | None"]

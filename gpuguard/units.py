@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.translation import N_, _, ngettext
+from gpuguard.locale import N_, _, ngettext
 
 _BYTES = {
     "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

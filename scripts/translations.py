@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpuguard.cli import COMMANDS, build_parser
 from gpuguard.enforcement.actions import ACTION_KEYS
+from gpuguard.locale import LANGUAGES
 from gpuguard.policies.rules import RULES
-from gpuguard.translation import LANGUAGES
 from gpuguard.units import count_forms
 from gpuguard.views.policy import first_sentence
 

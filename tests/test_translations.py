@@ -16,8 +16,8 @@ from babel.messages.catalog import Catalog
 from nodes import a_user
 from sources import ROOT, module_name, modules
 
+from gpuguard.locale import LANGUAGES, language_of_user
 from gpuguard.sanitize import display_width
-from gpuguard.translation import LANGUAGES, language_of_user
 from gpuguard.views.text import wrapped
 
 CHINESE = {"LANG": "zh_CN.UTF-8", "LANGUAGE": "zh_CN:en"}

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.translation import _
+from gpuguard.locale import _
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from gpuguard import __version__, errors
 from gpuguard.backends import spawn
+from gpuguard.locale import _
 from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.procfs import stat_of
-from gpuguard.translation import _
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

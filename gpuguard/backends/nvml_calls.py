@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from gpuguard.backends import kernel_version
 from gpuguard.backends.plausibility import PLAUSIBLE
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission, error_of
+from gpuguard.locale import N_
 from gpuguard.model import BRIEF, Gap
-from gpuguard.translation import N_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping

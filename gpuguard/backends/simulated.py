@@ -34,9 +34,9 @@ from gpuguard.backends.simulated_node import (
 )
 from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, error_of
+from gpuguard.locale import N_
 from gpuguard.model import Device, Gap, GpuProcess
 from gpuguard.procfs import boot_clock
-from gpuguard.translation import N_
 from gpuguard.units import format_bytes
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from weakref import finalize
 
 from gpuguard import capabilities
 from gpuguard.errors import BackendError
-from gpuguard.translation import _
+from gpuguard.locale import _
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -25,9 +25,9 @@ from typing import Any
 from gpuguard.backends import replay
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.jsonio import decode
+from gpuguard.locale import _
 from gpuguard.model import Device, Gap, GpuProcess, ProcessStat, Snapshot
 from gpuguard.policies.view import HostUse, MachineUse, ProcessIdentity, RuleView, UserUse
-from gpuguard.translation import _
 
 # Name of a column -> what it says, and by how much its numbers are multiplied.  pod, t_s, util and mem_mib are the
 # names in the traces of alibaba/clusterdata.

@@ -19,6 +19,7 @@ from gpuguard.backtest.backtest import rehearse
 from gpuguard.backtest.recordings import Numbering, people
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import _
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot, Verdict
 from gpuguard.policies.files.decoder import Accounts, Decoder, parse_whole
 from gpuguard.policies.files.keys import parse_count, parse_interval
@@ -27,7 +28,6 @@ from gpuguard.policies.files.source import Fault, YamlSource, in_order
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.quota import windows_of
 from gpuguard.policies.view import HostUse, MachineUse, RuleView, UserUse
-from gpuguard.translation import _
 from gpuguard.units import (
     parse_bytes,
     parse_celsius,

@@ -27,7 +27,7 @@ from io import FileIO
 from gpuguard.backends import RECORDED
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import file_system, open_in_place, status_in_place
-from gpuguard.translation import _
+from gpuguard.locale import _
 
 ADMIN_DIRECTORY = "/run/gpuguard"
 FALLBACK_DIRECTORIES = ("/run/lock", "/tmp")

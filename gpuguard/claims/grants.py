@@ -21,8 +21,8 @@ from gpuguard.claims.directory import BROKERED, LockDirectory, is_same_file, ope
 from gpuguard.errors import GpuguardError, LockDirectoryError
 from gpuguard.files import write_file
 from gpuguard.jsonio import decode, loads
+from gpuguard.locale import _
 from gpuguard.model import ClaimRecord
-from gpuguard.translation import _
 
 _MAX_BYTES = 256
 EARLIER = b"{}\n"  # in a file that every user could open before

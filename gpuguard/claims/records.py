@@ -37,9 +37,9 @@ from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import create_file, exists_in_place, open_regular, status_in_place, write_all
 from gpuguard.jsonio import loads, sound_fields
+from gpuguard.locale import _
 from gpuguard.model import ClaimRecord
 from gpuguard.request import SLOTS
-from gpuguard.translation import _
 from gpuguard.units import local_time
 from gpuguard.users import accountable_uids, user_name
 

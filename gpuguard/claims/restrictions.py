@@ -24,9 +24,9 @@ from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files, 
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import read_file, write_file
 from gpuguard.jsonio import decode, loads
+from gpuguard.locale import _
 from gpuguard.procfs import boot_clock, boot_id
 from gpuguard.sanitize import neutralise
-from gpuguard.translation import _
 from gpuguard.units import local_time
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from gpuguard.cli.options import Parser, SubcommandRow, with_actions, with_joined_alternatives
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout, shortage
+from gpuguard.locale import _, use_english, use_language_of_user
 from gpuguard.sanitize import neutralise
-from gpuguard.translation import _, use_english, use_language_of_user
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,9 +23,9 @@ from gpuguard.claims.claim import Claim
 from gpuguard.cli.options import JSON, add_source_options, add_table, backend_of, directory_of
 from gpuguard.errors import ClaimLost, InvalidRequest
 from gpuguard.jobs.adopt import ENDING, ProcessFamily, adopt, detach, wake_pipe
+from gpuguard.locale import _
 from gpuguard.procfs import uid_of
 from gpuguard.run import log_claim
-from gpuguard.translation import _
 from gpuguard.views.text import json_text, put
 
 

@@ -22,10 +22,10 @@ from gpuguard.cli.options import add_repeatable, add_source_options, check_users
 from gpuguard.daemon import client
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, Line, LogFollower, decoded, events_path
+from gpuguard.locale import _
 from gpuguard.model import HEALTH
 from gpuguard.procfs import boot_clock
 from gpuguard.source import read_state
-from gpuguard.translation import _
 from gpuguard.units import format_count, parse_duration
 from gpuguard.views import events
 from gpuguard.views.text import json_text, put, put_json

@@ -21,7 +21,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.fleet.answers import HostReply, reply_of
 from gpuguard.fleet.hosts import PROGRAM, host_names, words_of
 from gpuguard.fleet.ssh import PARALLEL, TIMEOUT, FleetQuery, Pool
-from gpuguard.translation import _
+from gpuguard.locale import _
 from gpuguard.units import parse_duration
 from gpuguard.views import fleet as view
 from gpuguard.views.text import put, put_json, style

@@ -21,7 +21,7 @@ from gpuguard.cli.options import add_source_options, directory_of, quantity, sel
 from gpuguard.cli.progress import progress
 from gpuguard.errors import InvalidRequest
 from gpuguard.history.queries import SeenDevice, Usage, Watch, query_store, store_path
-from gpuguard.translation import _
+from gpuguard.locale import _
 from gpuguard.units import parse_duration
 from gpuguard.views import history
 from gpuguard.views.text import put, put_json, style

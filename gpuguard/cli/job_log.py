@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from gpuguard.cli.terminal import is_terminal, print_notice, rewrites, write
 from gpuguard.errors import InvalidRequest
 from gpuguard.jobs.processes import exec_fault
+from gpuguard.locale import N_, _
 from gpuguard.run import LEFT
 from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.select import wanted_text
-from gpuguard.translation import N_, _
 from gpuguard.units import format_bytes, format_duration, local_time
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from gpuguard.cli.options import JSON, add_source_options, add_table, directory_
 from gpuguard.cli.restrictions import add_for_and_reason, reason_of, seconds_of, show
 from gpuguard.daemon.client import EndedReply, ExemptionReply, StatusReply, query_daemon
 from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.locale import _
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.sanitize import neutralise
-from gpuguard.translation import _
 from gpuguard.units import format_duration
 from gpuguard.views.policy import status_lines
 from gpuguard.views.text import json_text, put, put_json

@@ -17,10 +17,10 @@ from gpuguard.claims.directory import LockDirectory, last_about, lock_directory
 from gpuguard.device_state import IDLE_TOLERANCE
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
+from gpuguard.locale import _
 from gpuguard.model import WHO_FIELDS, Event, Snapshot
 from gpuguard.request import SLOTS, STRATEGIES, Request
 from gpuguard.source import SnapshotSource
-from gpuguard.translation import _
 from gpuguard.units import format_count, parse_bytes, parse_celsius, parse_percent
 from gpuguard.users import user_name
 from gpuguard.views.text import wrapped

@@ -20,11 +20,11 @@ from gpuguard.backtest.unit_tests import accounts, run_tests
 from gpuguard.cli.options import SubcommandRow, add_table, quantity
 from gpuguard.cli.progress import progress
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import _
 from gpuguard.notify.sender import problems
 from gpuguard.policies.files.decoder import unknown
 from gpuguard.policies.files.loader import load_policies
 from gpuguard.sanitize import neutralise
-from gpuguard.translation import _
 from gpuguard.units import format_count, parse_duration
 from gpuguard.views.backtest import backtest_json, backtest_lines, trial_json, trial_lines
 from gpuguard.views.policy import sentences

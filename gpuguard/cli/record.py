@@ -26,8 +26,8 @@ from gpuguard.backtest.recordings import pack
 from gpuguard.cli.options import add_source_options, add_table, backend_of, directory_of, quantity
 from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import BackendError, ClaimError, GpuguardError, InvalidRequest
+from gpuguard.locale import _
 from gpuguard.policies.view import RuleView
-from gpuguard.translation import _
 from gpuguard.units import format_bytes, format_count, format_duration, parse_bytes, parse_duration
 from gpuguard.watchdog import ViewReader
 

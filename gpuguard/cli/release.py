@@ -24,9 +24,9 @@ from gpuguard.cli.options import add_source_options, backend_of, directory_of, l
 from gpuguard.cli.restrictions import reason_of
 from gpuguard.daemon import release
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import _
 from gpuguard.model import Event
 from gpuguard.sanitize import neutralise
-from gpuguard.translation import _
 from gpuguard.units import format_count
 from gpuguard.users import user_name
 from gpuguard.views.text import picked, put, put_json, table

@@ -33,7 +33,7 @@ from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.files import write_file
 from gpuguard.history.queries import Watch, query_store, store_path
 from gpuguard.history.report import BY, ClaimRow, Report, claim_rows, running_claims, usage_report
-from gpuguard.translation import _
+from gpuguard.locale import _
 from gpuguard.users import user_name
 from gpuguard.views import report as view
 from gpuguard.views.text import put, put_json, style

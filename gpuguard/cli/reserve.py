@@ -25,6 +25,7 @@ from gpuguard.claims.records import probe
 from gpuguard.claims.restrictions import QUARANTINED, quarantine_text, read_restrictions
 from gpuguard.cli import options, terminal
 from gpuguard.errors import GpuguardError, ImpossibleRequest, InvalidRequest
+from gpuguard.locale import N_, _
 from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESSES, Event, Snapshot
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.queue.calendar import Reservation
@@ -41,7 +42,6 @@ from gpuguard.queue.reservations import (
 from gpuguard.request import Request
 from gpuguard.sanitize import neutralise
 from gpuguard.select import choose, not_enough, possible, usable_together
-from gpuguard.translation import N_, _
 from gpuguard.units import format_count, parse_duration
 from gpuguard.users import user_name
 from gpuguard.views import queue as view

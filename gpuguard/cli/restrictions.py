@@ -32,11 +32,11 @@ from gpuguard.cli.options import (
     sampled,
 )
 from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.locale import _
 from gpuguard.model import Event
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.request import resolve
 from gpuguard.sanitize import neutralise
-from gpuguard.translation import _
 from gpuguard.units import format_duration, parse_duration
 from gpuguard.users import user_name
 from gpuguard.views.text import json_text, put

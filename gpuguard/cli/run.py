@@ -33,13 +33,13 @@ from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.files import exists_in_place
 from gpuguard.history.audit_log import devices_of
 from gpuguard.jobs.processes import become_subreaper, exec_fault, failure
+from gpuguard.locale import _
 from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.model import ClaimRecord
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
 from gpuguard.run import GRACE_SECONDS, LEFT, NOT_STARTED, JobSettings, exec_command, run
 from gpuguard.select import instances_note
-from gpuguard.translation import _
 from gpuguard.units import parse_celsius, parse_duration, parse_leftover, parse_memory_amount
 from gpuguard.users import user_name
 

@@ -20,11 +20,11 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli import options
 from gpuguard.clusters.visible_devices import names_of
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import _
 from gpuguard.lock import Allocator
 from gpuguard.model import MODEL, Device
 from gpuguard.request import Request
 from gpuguard.select import not_enough
-from gpuguard.translation import _
 from gpuguard.views.text import picked, put_json
 
 _NVISEL = {

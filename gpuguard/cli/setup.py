@@ -40,8 +40,8 @@ from gpuguard.cli.options import add_source_options, add_table, sampled
 from gpuguard.cli.progress import progress
 from gpuguard.cli.setup_service import fault_as
 from gpuguard.errors import BackendError, InvalidRequest, LockDirectoryError
+from gpuguard.locale import N_, _
 from gpuguard.model import HEALTH
-from gpuguard.translation import N_, _
 from gpuguard.units import format_count
 from gpuguard.users import user_name
 

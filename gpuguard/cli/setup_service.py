@@ -27,7 +27,7 @@ from gpuguard.files import open_in_place, read_file, write_file
 from gpuguard.history.audit_log import MACHINE_EVENTS
 from gpuguard.history.queries import MACHINE_STATE
 from gpuguard.jsonio import loads
-from gpuguard.translation import N_, _
+from gpuguard.locale import N_, _
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

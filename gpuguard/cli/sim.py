@@ -31,8 +31,8 @@ from gpuguard.cli.options import SubcommandRow
 from gpuguard.cli.setup import make_lock_files
 from gpuguard.clusters.visible_devices import is_restricted
 from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.locale import _
 from gpuguard.model import HEALTH, Device
-from gpuguard.translation import _
 from gpuguard.units import format_bytes, format_count, parse_bytes, parse_celsius, parse_duration, parse_percent
 from gpuguard.views.text import json_text, picked
 

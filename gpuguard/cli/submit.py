@@ -30,9 +30,9 @@ from gpuguard.cli.run import add_limit_options, command_of, durations_of, limits
 from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.jsonio import loads
+from gpuguard.locale import N_, _
 from gpuguard.ray import HOW_TO_INSTALL
 from gpuguard.sanitize import neutralise
-from gpuguard.translation import N_, _
 from gpuguard.views.text import put
 
 ENGINES = ("slurm", "ray")

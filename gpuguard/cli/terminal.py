@@ -8,8 +8,8 @@ import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from gpuguard.locale import _
 from gpuguard.sanitize import neutralise
-from gpuguard.translation import _
 from gpuguard.views.text import put, shorten
 
 if TYPE_CHECKING:

@@ -28,11 +28,11 @@ from gpuguard.cli.progress import progress
 from gpuguard.cli.who import add_filter_options, chosen_devices
 from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.locale import _
 from gpuguard.model import Snapshot
 from gpuguard.top.feed import SAMPLING_THREAD, SceneFeed
 from gpuguard.top.page import page, painted, title
 from gpuguard.top.scene import MODES, SORTS, History, Scene, ScreenLine, ScreenView
-from gpuguard.translation import _
 from gpuguard.units import parse_duration
 from gpuguard.views.text import put, style
 

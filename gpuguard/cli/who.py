@@ -22,12 +22,12 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli import options, terminal
 from gpuguard.cli.progress import progress
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
+from gpuguard.locale import _
 from gpuguard.model import TEXT_FIELDS, WHO_FIELDS, Snapshot
 from gpuguard.procfs import process_facts
 from gpuguard.request import resolve
 from gpuguard.sanitize import neutralise
 from gpuguard.source import SnapshotSource
-from gpuguard.translation import _
 from gpuguard.units import local_time, parse_duration
 from gpuguard.views import who
 from gpuguard.views.text import json_text, put, style

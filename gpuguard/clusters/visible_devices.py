@@ -22,8 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from gpuguard.locale import _, ngettext
 from gpuguard.model import Device
-from gpuguard.translation import _, ngettext
 
 CUDA_VARIABLE, ORDER_VARIABLE = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 CONTAINER_VARIABLE = "NVIDIA_VISIBLE_DEVICES"

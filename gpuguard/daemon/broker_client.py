@@ -21,12 +21,12 @@ from gpuguard.claims.records import slot_names
 from gpuguard.daemon.client import DaemonBusy, GrantReply, NoDaemonSocket, close_all, decoded, exchange
 from gpuguard.device_state import device_title
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
+from gpuguard.locale import _
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.tickets import as_json
 from gpuguard.request import Request
 from gpuguard.select import choose
-from gpuguard.translation import _
 
 REPLY_SECONDS = 60.0  # the daemon's driver may have to start first
 BUSY_SECONDS = 10.0  # many may ask at once: those who wait are woken together

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from gpuguard.claims.directory import LockDirectory, daemon_files, last_about
 from gpuguard.errors import GpuguardError
 from gpuguard.jsonio import decode, loads
-from gpuguard.translation import N_, _
+from gpuguard.locale import N_, _
 
 SOCKET_NAME = "daemon.sock"
 MAX_REQUEST_BYTES = 4096  # with the end of the line

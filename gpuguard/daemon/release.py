@@ -33,8 +33,8 @@ from gpuguard.enforcement import actions, signals
 from gpuguard.enforcement.identity import has_ended
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.files import open_in_place
+from gpuguard.locale import _
 from gpuguard.model import WHO_FIELDS, ClaimRecord, claim_named
-from gpuguard.translation import _
 
 ANSWER_SECONDS = 5.0  # a run looks at once when it is woken; it asks the driver before it answers
 POLL_SECONDS = 0.02

@@ -18,9 +18,9 @@ from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.enforcement.signals import GONE
+from gpuguard.locale import N_
 from gpuguard.model import WHO_FIELDS, Event, Finding, Subject, Verdict
 from gpuguard.procfs import boot_clock
-from gpuguard.translation import N_
 from gpuguard.users import user_name
 
 # Nothing that asks for a handler or for options: checkpoint and renice are for policies, which name them.

@@ -13,9 +13,9 @@ from typing import Any
 
 from gpuguard.fleet.ssh import Reply
 from gpuguard.jsonio import decode, loads
+from gpuguard.locale import _
 from gpuguard.model import Device
 from gpuguard.sanitize import neutralise
-from gpuguard.translation import _
 
 DEPTH = 32  # of an answer: `who --json` has 6
 ROWS = 4096  # of a list; one of a million would hold up the answers of all other hosts

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.translation import _
+from gpuguard.locale import _
 
 MOST = 10_000
 _FILE_BYTES = 2**20

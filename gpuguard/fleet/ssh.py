@@ -21,7 +21,7 @@ from types import FrameType
 
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError
-from gpuguard.translation import _
+from gpuguard.locale import _
 from gpuguard.units import format_duration
 
 TIMEOUT = 10.0  # seconds per host

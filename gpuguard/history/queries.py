@@ -25,7 +25,7 @@ from gpuguard.claims.directory import ADMIN_DIRECTORY, LockDirectory, daemon_fil
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.schema import COARSEST, GAUGES, SLOTS, USER_COLUMNS, VERSION, holdings, key, rows
 from gpuguard.jsonio import LARGEST
-from gpuguard.translation import _
+from gpuguard.locale import _
 
 if TYPE_CHECKING:
     import sqlite3

@@ -26,10 +26,10 @@ from gpuguard.claims.records import probe
 from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.device_state import device_title, may_compute, usable_devices
 from gpuguard.errors import ClaimError, GpuguardError
+from gpuguard.locale import _
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
 from gpuguard.procfs import LONGEST, Stat, in_first_pid_namespace, processes, read_proc, stat_of, uid_of
 from gpuguard.request import ANY_MEMORY, Request
-from gpuguard.translation import _
 from gpuguard.users import user_name
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from gpuguard.clusters import visible_devices
 from gpuguard.device_state import device_title
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.files import mounts
+from gpuguard.locale import _
 from gpuguard.model import HEALTH, MODEL, Device
 from gpuguard.procfs import read_text
-from gpuguard.translation import _
 
 if TYPE_CHECKING:
     from gpuguard.backends import Backend

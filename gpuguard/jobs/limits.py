@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.device_state import IDLE_TOLERANCE, computes, device_title
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import N_, _, ngettext
 from gpuguard.model import (
     MEMORY,
     PROCESS_DETAILS,
@@ -34,7 +35,6 @@ from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.thresholds import MemoryRule, TemperatureRule
 from gpuguard.policies.view import judged_processes
-from gpuguard.translation import N_, _, ngettext
 from gpuguard.units import Amount, format_bytes, format_duration
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from gpuguard.claims.records import ENDING, REFUSED, RELEASED, STOP, ReleaseRequ
 from gpuguard.claims.unlock import in_use
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError, shortage
+from gpuguard.locale import N_, _, ngettext
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, ClaimRecord
 from gpuguard.procfs import read_stat
-from gpuguard.translation import N_, _, ngettext
 from gpuguard.units import format_duration
 from gpuguard.users import user_name
 

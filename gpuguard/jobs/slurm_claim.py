@@ -31,12 +31,12 @@ from gpuguard.clusters.slurm import Allocation
 from gpuguard.enforcement import actions, signals
 from gpuguard.errors import ClaimError, ClaimLost, NotEnoughGpus
 from gpuguard.jobs.adopt import ENDING
+from gpuguard.locale import _
 from gpuguard.lock import Allocator, has_queue
 from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecord
 from gpuguard.queue.reasons import reserved_for_others
 from gpuguard.request import Request, fields_needed
 from gpuguard.select import refusal_text
-from gpuguard.translation import _
 
 POLL_SECONDS = 0.25  # between two searches for the first slurmstepd
 ALONE_SECONDS = 2.0  # without any: one step may end before the next one is started

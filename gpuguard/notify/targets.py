@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.translation import _
+from gpuguard.locale import _
 from gpuguard.units import parse_duration
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")

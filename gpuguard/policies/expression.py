@@ -22,9 +22,9 @@ from typing import Annotated
 
 from gpuguard.device_state import claims_on, claims_readable, usable_devices
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import N_, _
 from gpuguard.model import Device, Finding, GpuProcess
 from gpuguard.policies.view import HostUse, RuleView, computing, device_subject, process_subject
-from gpuguard.translation import N_, _
 from gpuguard.units import (
     format_bytes,
     format_duration,

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from gpuguard.device_state import claim_of, claims_on, device_title, idle_limit, may_compute, usable_devices
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import _
 from gpuguard.model import Device, Finding, GpuProcess, Subject
 from gpuguard.policies.view import (
     RuleView,
@@ -18,7 +19,6 @@ from gpuguard.policies.view import (
     process_subject,
     recent,
 )
-from gpuguard.translation import _
 from gpuguard.units import Rate, format_bytes, format_duration, parse_bytes, parse_duration, parse_percent, parse_rate
 
 

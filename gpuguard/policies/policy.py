@@ -14,9 +14,9 @@ from typing import Annotated, Literal
 
 from gpuguard.eligibility import is_model
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import N_, _
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Subject, Verdict
 from gpuguard.policies.view import Rule, SampleIndex, interactive_use, reach_of
-from gpuguard.translation import N_, _
 from gpuguard.units import format_duration
 
 # What actions take away, each set within the next; what they do stands in enforcement.actions.

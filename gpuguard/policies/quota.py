@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 from gpuguard.device_state import claim_of, claims_on, usable_devices, user_label
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import _
 from gpuguard.model import Finding, GpuProcess, Subject
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.view import RuleView, claim_subject, computing, key_of, process_subject
-from gpuguard.translation import _
 from gpuguard.units import Amount, format_bytes, parse_device_amount, parse_duration, parse_percent
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from gpuguard.device_state import claims_on, device_title, usable_devices
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import _
 from gpuguard.model import CLOCKS, ECC, Device, Finding, GpuProcess, Subject, claim_named
 from gpuguard.policies.view import (
     RuleView,
@@ -22,7 +23,6 @@ from gpuguard.policies.view import (
     findings_where,
     uses_of,
 )
-from gpuguard.translation import _
 from gpuguard.units import (
     Amount,
     format_bytes,

@@ -12,10 +12,10 @@ from typing import Annotated
 
 from gpuguard.device_state import claim_of, claims_on, claims_readable, usable_devices, user_label
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import _
 from gpuguard.model import Finding
 from gpuguard.policies.policy import parse_path
 from gpuguard.policies.view import RuleView, computing, computing_processes, process_subject
-from gpuguard.translation import _
 from gpuguard.units import format_bytes, parse_bytes
 
 

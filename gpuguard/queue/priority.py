@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import _
 from gpuguard.request import Request
-from gpuguard.translation import _
 from gpuguard.units import parse_duration, parse_leftover, parse_percent
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1}

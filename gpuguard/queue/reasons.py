@@ -11,6 +11,7 @@ from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.device_state import device_title
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import N_, _, ngettext
 from gpuguard.model import HEALTH, MEMORY, PROCESSES, ClaimRecord, Snapshot
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
@@ -19,7 +20,6 @@ from gpuguard.queue.reservations import ReservationCalendar, clock_text
 from gpuguard.queue.state import QueueFacts, QueueState, choose_for, expected_end, kept_from, read_queue_facts
 from gpuguard.queue.tickets import new_ticket
 from gpuguard.request import Request
-from gpuguard.translation import N_, _, ngettext
 from gpuguard.units import format_duration
 
 _UNKNOWN_START = N_("start unknown: ")

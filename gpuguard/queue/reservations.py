@@ -30,12 +30,12 @@ from gpuguard.claims.records import unfinished_path
 from gpuguard.errors import InvalidRequest, LockDirectoryError, shortage
 from gpuguard.files import remove_leftover, status_in_place, write_file
 from gpuguard.jsonio import decode
+from gpuguard.locale import N_, _, ngettext
 from gpuguard.model import HEALTH, MEMORY, PROCESSES, ClaimRecord, Snapshot
 from gpuguard.queue.calendar import Reservation, can_be_met
 from gpuguard.queue.priority import ReservationKeys
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import LAST_TIME, IgnoredFile, checked_number, read_document, read_documents, touch
-from gpuguard.translation import N_, _, ngettext
 from gpuguard.units import format_duration, local_time
 from gpuguard.users import accountable_uids, user_name
 

@@ -17,10 +17,10 @@ import os
 from dataclasses import dataclass, field
 
 from gpuguard.errors import InvalidRequest, shortage
+from gpuguard.locale import _
 from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Decoder
 from gpuguard.policies.files.source import Fault, YamlSource, read_file
 from gpuguard.queue.priority import QueueRules
-from gpuguard.translation import _
 
 PATH = "/etc/gpuguard/line.yaml"
 

@@ -26,6 +26,7 @@ from gpuguard.claims.restrictions import (
 )
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.queries import query_store, store_path
+from gpuguard.locale import _
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.procfs import stat_of
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, backlog, plan
@@ -37,7 +38,6 @@ from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import IgnoredFile, read_tickets, unread_since
 from gpuguard.request import Request
 from gpuguard.select import Choice, choose, claimed_by, possible, usable_together
-from gpuguard.translation import _
 from gpuguard.users import accountable_uids
 
 UNRESPONSIVE_SECONDS = 15.0  # a ticket whose waker is not read for so long is passed over

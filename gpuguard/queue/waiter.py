@@ -33,6 +33,7 @@ from gpuguard.errors import (
     NotEnoughGpus,
     passing,
 )
+from gpuguard.locale import _
 from gpuguard.model import MEMORY, PROCESSES, VERIFY_FIELDS, ClaimRecord, Snapshot
 from gpuguard.queue.backfill import QueuePosition, promise
 from gpuguard.queue.calendar import Reservation
@@ -62,7 +63,6 @@ from gpuguard.queue.tickets import (
 )
 from gpuguard.request import Request, fields_needed
 from gpuguard.select import waiting_error
-from gpuguard.translation import _
 
 NEW_LEADER = b"l"
 OWN_CHECK_SECONDS = 30.0  # a leader and a deputy that both do nothing delay the others by so much at most

@@ -30,13 +30,13 @@ from textual.widgets import Input, Static
 from gpuguard.enforcement.by_hand import BY_HAND
 from gpuguard.enforcement.signals import SENT
 from gpuguard.errors import GpuguardError
+from gpuguard.locale import N_, _
 from gpuguard.sanitize import neutralise
 from gpuguard.top import plots, processes
 from gpuguard.top.feed import SAMPLING_THREAD, SceneFeed
 from gpuguard.top.page import page, title
 from gpuguard.top.processes import ProcessRow, moved, rows_of
 from gpuguard.top.scene import MODES, SORTS, History, Identity, Scene, ScreenLine, ScreenView
-from gpuguard.translation import N_, _
 from gpuguard.users import user_name
 from gpuguard.views.charts import fitted
 

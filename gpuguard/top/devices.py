@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpuguard.device_state import FREE, DeviceUse, model_name
+from gpuguard.locale import _
 from gpuguard.model import Device
 from gpuguard.sanitize import neutralise
 from gpuguard.top.scene import SLOWDOWN_MARGIN, History, Scene, ScreenLine, ScreenView, Thresholds
-from gpuguard.translation import _
 from gpuguard.units import format_duration, format_rounded
 from gpuguard.views.charts import Part, alarm, bar, fitted, sparkline
 from gpuguard.views.text import padded, shorten

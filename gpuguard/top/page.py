@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpuguard.device_state import DeviceUse, model_name, user_totals
+from gpuguard.locale import _
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.top.devices import FULL_LINES, device_lines, folded
 from gpuguard.top.plots import FEWEST_ROWS, plot_lines
 from gpuguard.top.processes import process_lines, rows_of
 from gpuguard.top.scene import History, Scene, ScreenLine, ScreenView
-from gpuguard.translation import _
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import Part, alarm, bar, fitted
 from gpuguard.views.text import Paint

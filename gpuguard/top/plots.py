@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from gpuguard.device_state import DeviceUse
+from gpuguard.locale import _
 from gpuguard.model import Snapshot
 from gpuguard.top.processes import ProcessRow, heading
 from gpuguard.top.scene import History, ScreenLine
-from gpuguard.translation import _
 from gpuguard.units import format_bytes, format_count, format_rounded
 from gpuguard.views.charts import Part, Scale, fitted, plot, scale_of
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gpuguard.device_state import DeviceUse, ProcessUse, may_compute
+from gpuguard.locale import N_, _
 from gpuguard.procfs import read_memory, start_time
 from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.top.devices import ranges
 from gpuguard.top.scene import Identity, Moment, Scene, ScreenLine, ScreenView, moment_of
-from gpuguard.translation import N_, _
 from gpuguard.units import format_bytes, format_duration, format_rounded
 from gpuguard.views.charts import Part, fitted
 from gpuguard.views.text import padded, shorten

@@ -11,9 +11,9 @@ from typing import Any
 from gpuguard.backtest.backtest import Backtest, PredictedEnd
 from gpuguard.backtest.recordings import Recording
 from gpuguard.backtest.unit_tests import Got, TestOutcome, Trial
+from gpuguard.locale import _
 from gpuguard.policies.policy import NOTES
 from gpuguard.sanitize import neutralise
-from gpuguard.translation import _
 from gpuguard.units import format_count, format_duration, local_time
 from gpuguard.views.text import picked, table
 

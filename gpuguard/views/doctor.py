@@ -16,9 +16,9 @@ from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.claims.disk_room import SCARCE, Room
 from gpuguard.clusters.visible_devices import ORDER_VARIABLE, PCI_ORDER
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
+from gpuguard.locale import N_, _
 from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import display_width, neutralise
-from gpuguard.translation import N_, _
 from gpuguard.units import format_count
 from gpuguard.views.text import Paint, padded, table, wrapped
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuguard.history.audit_log import Line, devices_of, facts_of, is_number
+from gpuguard.locale import N_, _
 from gpuguard.notify.templates import deed_text
 from gpuguard.sanitize import neutralise
-from gpuguard.translation import N_, _
 from gpuguard.units import format_bytes, format_duration, local_time
 from gpuguard.users import user_name
 from gpuguard.views.text import padded, table

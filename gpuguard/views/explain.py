@@ -10,11 +10,11 @@ from typing import Any
 from gpuguard.device_state import device_title
 from gpuguard.eligibility import UNSHARED, Reason, Sharing, shared_by, slots_left
 from gpuguard.errors import ImpossibleRequest
+from gpuguard.locale import _
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS, Request, spelled
 from gpuguard.sanitize import neutralise
 from gpuguard.select import Choice, instances_note, not_enough
-from gpuguard.translation import _
 from gpuguard.units import format_bytes, format_count
 from gpuguard.views.text import Paint, picked, table
 from gpuguard.views.who import share_left

@@ -16,8 +16,8 @@ from typing import Any
 from gpuguard import device_state
 from gpuguard.device_state import UserTotal
 from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply, HostUser
+from gpuguard.locale import N_, _, ngettext
 from gpuguard.sanitize import neutral_command
-from gpuguard.translation import N_, _, ngettext
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import sparkline
 from gpuguard.views.text import Paint, picked, shorten, table

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuguard.history.queries import Point, SeenDevice, Watch
+from gpuguard.locale import N_, _
 from gpuguard.sanitize import neutralise
-from gpuguard.translation import N_, _
 from gpuguard.units import format_duration, local_time
 from gpuguard.views.charts import bucketed, known_period, plot, scale_of
 from gpuguard.views.text import Paint, picked, shorten

@@ -18,12 +18,12 @@ from gpuguard.daemon.client import PolicyStatusReply, StatusReply
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.preflight import INTERACTIVE_SECONDS
+from gpuguard.locale import N_, _
 from gpuguard.policies.files.decoder import key_of, keys_of
 from gpuguard.policies.files.keys import DAYS
 from gpuguard.policies.files.loader import PolicyFile
 from gpuguard.policies.policy import DISRUPTIVE, Policy, Scope, Step
 from gpuguard.sanitize import neutralise
-from gpuguard.translation import N_, _
 from gpuguard.units import (
     format_bytes,
     format_count,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpuguard.clusters.slurm import Queued
+from gpuguard.locale import _
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.priority import PRIORITIES
 from gpuguard.queue.reasons import passing_text, start_text
@@ -17,7 +18,6 @@ from gpuguard.queue.settings import QueueSettings
 from gpuguard.queue.state import QueueState
 from gpuguard.request import spelled
 from gpuguard.sanitize import display_width, neutral_command, neutralise
-from gpuguard.translation import _
 from gpuguard.units import format_count, format_duration, local_time
 from gpuguard.views.text import Paint, picked, shorten, table, wrapped
 

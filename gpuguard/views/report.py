@@ -16,8 +16,8 @@ from typing import Any
 
 from gpuguard.history.queries import TIMES, DeviceTotal, Point
 from gpuguard.history.report import ClaimRow, Report, UsageRow
+from gpuguard.locale import N_, _
 from gpuguard.sanitize import display_width, neutralise
-from gpuguard.translation import N_, _
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import bucketed, known_period, round_marks, stacked
 from gpuguard.views.history import csv_lines, format_span, period_json, remarks, zone

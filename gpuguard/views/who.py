@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from gpuguard import device_state
 from gpuguard.device_state import ClaimUse, DeviceUse, ProcessUse, computes, may_compute, model_name, user_label
 from gpuguard.eligibility import Sharing, memory_left, sharing_on, slots_left
+from gpuguard.locale import N_, _
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.sanitize import display_width, neutral_command, neutralise
-from gpuguard.translation import N_, _
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.text import Paint, picked, shorten, table
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+from gpuguard.locale import _
 from gpuguard.policies.files.decoder import Decoder, Path, unknown
 from gpuguard.policies.files.keys import IntervalKeys, PolicyKeys
 from gpuguard.policies.policy import DAY, HARMFUL, KILL_AFTER, ON_PROCESSES, Exemption, Scope, early_kills
 from gpuguard.policies.view import FEWEST_IN_WINDOW
-from gpuguard.translation import _
 from gpuguard.units import Amount, format_duration
 
 WHOM = ("users", "groups", "devices", "models", "kinds")

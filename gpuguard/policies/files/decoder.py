@@ -35,8 +35,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import N_, _
 from gpuguard.policies.files.source import YamlNode, YamlSource
-from gpuguard.translation import N_, _
 
 Reader = Callable[[str], Any]
 Path = tuple[str | int, ...]

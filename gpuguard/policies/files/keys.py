@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal
 
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import N_, _
 from gpuguard.notify.targets import TARGETS
 from gpuguard.notify.templates import Template
 from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, TaggedValue
 from gpuguard.policies.policy import Exemption, Scope, parse_path
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import Rule
-from gpuguard.translation import N_, _
 from gpuguard.units import parse_duration, parse_percent
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from gpuguard import capabilities
 from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import _
 from gpuguard.notify.templates import Template
 from gpuguard.policies.files.checks import check
 from gpuguard.policies.files.decoder import DATE, GROUP, USER, Accounts, Decoder, TaggedValue
 from gpuguard.policies.files.keys import DAYS, FileKeys, PolicyKeys, parse_until
 from gpuguard.policies.files.source import Fault, YamlSource, in_order, read_file
 from gpuguard.policies.policy import Policy, Step
-from gpuguard.translation import _
 
 if TYPE_CHECKING:
     from gpuguard.notify.targets import Target

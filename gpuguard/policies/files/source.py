@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import _
 from gpuguard.sanitize import display_width, neutralise
-from gpuguard.translation import _
 
 if TYPE_CHECKING:
     import yaml

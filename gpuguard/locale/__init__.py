@@ -1,6 +1,6 @@
 """What people read, in their language: ``_("{device} is not free.").format(device=label)``.
 
-The code says it in English; locale/zh_CN/LC_MESSAGES/gpuguard.mo has it in Chinese.  Only the command line calls
+The code says it in English; zh_CN/LC_MESSAGES/gpuguard.mo has it in Chinese.  Only the command line calls
 use_language_of_user(), and only where people read: JSON, records, the audit log, metrics, what daemon and clients say
 to each other and a program that imports gpuguard stay English.  gpuguard/locale/README.md says how to translate.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gettext import NullTranslations
 
 DOMAIN = "gpuguard"
-LOCALE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "locale")
+LOCALE = os.path.dirname(os.path.abspath(__file__))
 LANGUAGES = ("zh_CN",)
 
 _catalogue: NullTranslations | None = None  # None: English
