@@ -293,7 +293,7 @@ def test_the_page_gets_the_cells_of_that_table_with_numbers_that_it_writes_itsel
     [
         ([], 0, "gpuguard: no such events in {log} or {machine_log}.\n"),
         (["--user", "no-body"], 2, "there is no user 'no-body'"),
-        (["--device", "3"], 0, "devices by uuid, not by index"),
+        (["--device", "3"], 0, "it names GPUs by uuid, not by index"),
         (["--file", "/nonexistent"], 1, "cannot be read"),
     ],
 )
