@@ -101,7 +101,9 @@ def _held(options: dict[str, Any]) -> Iterator[None]:
     devices = tuple(map(str, context.get_accelerator_ids().get("GPU", ())))  # as CUDA_VISIBLE_DEVICES names them
     if not devices:
         raise InvalidRequest("Ray gave this no GPU: write @ray.remote(num_gpus=1) above @gpuguard.ray.guarded.")
-    if 0 < float(context.get_assigned_resources().get("GPU", 0)) < 1 and not options.get("share"):
+    # Ray has types only where it is installed, and this function has none there.
+    resources = context.get_assigned_resources()  # type: ignore[no-untyped-call,unused-ignore]
+    if 0 < float(resources.get("GPU", 0)) < 1 and not options.get("share"):
         raise InvalidRequest(
             "Ray gave only a part of a GPU: write @gpuguard.ray.guarded(share=True, memory=10 * 2**30) to share it."
         )

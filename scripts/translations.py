@@ -153,7 +153,7 @@ def texts(catalog: Catalog) -> dict[str, str]:
 
 
 def problems(catalog: Catalog, template: Catalog) -> Iterator[str]:
-    """What is missing, fuzzy, left over, or has other placeholders than the English."""
+    """What is missing, fuzzy, left over, or has other placeholders or another end than the English."""
     for message in template:
         if message.id and message.id not in catalog:
             yield f"not in gpuguard.po: {_shown(message)}"
@@ -161,12 +161,14 @@ def problems(catalog: Catalog, template: Catalog) -> Iterator[str]:
         translated, english = _translated(message), _english(message)
         if not english:
             continue  # the header
-        if english and message.id not in template:
+        if message.id not in template:
             yield f"no code says it: {_shown(message)}"
         if message.fuzzy or not translated:
             yield f"{'fuzzy' if message.fuzzy else 'missing'}: {_shown(message)}"
         elif set(_PLACES.findall(translated)) != set(_PLACES.findall(english)):
             yield f"other placeholders: {_shown(message)}"
+        elif translated.endswith("\n") != english.endswith("\n"):
+            yield f"another end of the line: {_shown(message)}"
 
 
 def glossary() -> dict[str, tuple[str, ...]]:

@@ -80,11 +80,11 @@ def test_the_compiled_catalogue_is_that_of_the_sources():
 
 
 def test_a_planted_fault_of_a_catalogue_is_found():
-    template = a_catalog(**{"missing": "", "new": "", "{a} of {b}": ""})
-    catalog = a_catalog(**{"missing": "", "{a} of {b}": "{a}", "gone": "没有"})
+    template = a_catalog(**{"missing": "", "new": "", "{a} of {b}": "", "line\n": ""})
+    catalog = a_catalog(**{"missing": "", "{a} of {b}": "{a}", "line\n": "行", "gone": "没有"})
 
     assert [fault.partition(":")[0] for fault in translations.problems(catalog, template)] == [
-        "not in gpuguard.po", "missing", "other placeholders", "no code says it",
+        "not in gpuguard.po", "missing", "other placeholders", "another end of the line", "no code says it",
     ]  # fmt: skip
 
 

@@ -206,9 +206,8 @@ def _status_line(row: PolicyStatusReply, now: float, enforced: bool) -> str:
         "user": _("all of it"),
     }.get(row.kind, row.kind)
     user = f"{row.user}, " if row.user else ""
-    where = (
-        _(" on GPU {device}").format(device=row.device_label or row.device) if row.device_label or row.device else ""
-    )
+    device = f"GPU {row.device_label}" if row.device_label else row.device  # a uuid says itself what it is
+    where = _(" on {device}").format(device=device) if device else ""
     since = format_duration(max(0, round(now - row.since_unix_seconds)))
     done = _(", last step {step}").format(step=_(row.last)) if row.last and not row.refused else ""
     done = _(", {step} was refused ({why})").format(step=_(row.last or "n/a"), why=row.refused) if row.refused else done

@@ -82,9 +82,7 @@ def table(
         last = max((column for column, cell in enumerate(row) if cell), default=0)
         for column, cell in enumerate(row[: last + 1]):
             is_right = align[column : column + 1] == ">"
-            if (
-                is_right or column != last
-            ):  # no blanks at the end of a line: they wrap on a terminal, and show in a diff
+            if is_right or column != last:  # no blanks at the end of a line: they would wrap on a terminal
                 cell = padded(cell, widths[column], ">" if is_right else "<")
             if left is not None:
                 cell = shorten(cell, left)
