@@ -40,6 +40,7 @@ def backtest(*program):
     return [sys.executable, *program, "policy", "backtest", "p.yaml", "--on", "week.csv"]
 
 
+@pytest.mark.terminal
 def test_a_backtest_says_how_far_it_is_in_reading_and_in_judging(week):
     with on_terminal(backtest("-c", AT_ONCE), os.environ, cwd=week, columns=100) as (_, shown_until):
         shown = shown_until()
@@ -55,6 +56,7 @@ def test_a_pipe_gets_no_bar(week):
     assert (done.stderr, "[" in done.stdout) == ("", False)
 
 
+@pytest.mark.terminal
 @pytest.mark.parametrize(
     ("after", "step", "shows"),
     [
