@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from fake_nvml import FakeNvml
 from side_by_side import alone, pytest_addoption, pytest_collection_modifyitems  # noqa: F401
-from surroundings import clean_environment, pytest_runtest_setup, pytest_terminal_summary  # noqa: F401  (hooks)
+from surroundings import clean_environment, pytest_runtest_setup, pytest_runtest_teardown, pytest_terminal_summary  # noqa: F401  (hooks)
 
 if TYPE_CHECKING:
     from brokered import Brokered

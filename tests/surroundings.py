@@ -5,6 +5,7 @@ tests/conftest.py imports these names, which is how pytest learns of them.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -29,6 +30,8 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         yield
 
 
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
+
 # A marker, what such a test needs, and how to have it.
 _NEEDS = {
     "root": ("root (a second user id, device nodes)", "As root: scripts/test -m root"),
@@ -40,6 +43,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, (what, _) in _NEEDS.items():
         if item.get_closest_marker(marker) and not _has(marker):
             pytest.skip(f"needs {what}")
+
+
+def pytest_runtest_teardown() -> None:
+    """A test in which this process began to adopt orphans, as `gpuguard run` does: the guard would spare them later."""
+    adopts, libc = ctypes.c_int(), ctypes.CDLL(None)
+    libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0)
+    if adopts.value:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        pytest.fail("`gpuguard run` ran in the process of the tests: start it as one of its own")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

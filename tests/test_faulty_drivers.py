@@ -105,7 +105,7 @@ NO_DRIVER = {
 
 
 @pytest.mark.parametrize("case", NO_DRIVER)
-def test_without_a_working_driver_each_command_says_what_to_do(fake, answer, case):
+def test_without_a_working_driver_each_command_says_what_to_do(fake, answer, gpuguard, case):
     code, hint = NO_DRIVER[case]
     fake.fail("nvmlInitWithFlags", code)
 
@@ -113,7 +113,7 @@ def test_without_a_working_driver_each_command_says_what_to_do(fake, answer, cas
         status, out, error = answer(*words)
         assert (status, out) == (4, "")
         assert hint.lower() in error.lower()
-    assert answer("run", "--no-wait", "--", "true")[0] == 125
+    assert gpuguard("run", "--no-wait", "--", "true").returncode == 125
 
 
 def test_without_process_lists_memory_alone_decides(fake, gpuguard):
