@@ -267,7 +267,7 @@ def test_queue_claims_shares_mig_and_reservations_do_what_the_model_does() -> No
     test.settings = settings(max_examples=examples, stateful_step_count=60, **CALM)
     test().runTest()
 
-    assert QueueMachine.steps >= 40 * examples
+    assert QueueMachine.steps >= 20 * examples  # about 45 by chance, and any number between 1 and 60 in one example
 
 
 PLANTED = {

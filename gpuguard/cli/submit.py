@@ -13,6 +13,7 @@ not, also for wrong usage; with --attach those of `gpuguard run` (Ray: 1 for any
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -179,8 +180,9 @@ def submit_to_ray(args: argparse.Namespace) -> int:
     if args.attach:
         print_notice(_("Ray job {name}").format(name=name))
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL) as child:
-            try:
+        with contextlib.ExitStack() as stack:
+            try:  # around Popen too: an interrupt may come while it waits for the new process to be `ray`
+                child = stack.enter_context(subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL))
                 return child.wait()
             except KeyboardInterrupt:
                 print_notice(_("asking Ray to end the job {name}.").format(name=name))
