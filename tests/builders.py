@@ -4,8 +4,6 @@ from builders import GIB, a_device, a_process, a_snapshot
 a_snapshot(a_device(), a_device(memory_used=40 * GIB), a_device(processes=(a_process(user="bob"),)))
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import replace

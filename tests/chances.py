@@ -5,8 +5,6 @@
 Without this a test that is repeated for a night finds on its first run whatever it ever finds.
 """
 
-from __future__ import annotations
-
 import os
 import random
 

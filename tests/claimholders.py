@@ -3,8 +3,6 @@
 with a_holder(directory, uuid, other) as holder: holder.id, holder.pid; holder.does("claim.reassert()")
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Claims of this process, as `gpuguard run` and grab_gpus() make them, and what they would take."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any

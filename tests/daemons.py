@@ -3,8 +3,6 @@
 with a_daemon(tmp_path, POLICY, "--interval", "200ms") as daemon: daemon.until("terminate"); daemon.events()
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

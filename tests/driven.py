@@ -3,8 +3,6 @@
 with driven(tmp_path, fake, POLICY) as daemon: daemon.until("terminate")
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ with a_mail_server() as server:        server.port, server.letters, server.login
 with a_web_server(status=503) as web:  web.url, web.requests
 """
 
-from __future__ import annotations
-
 import base64
 import http.server
 import shutil

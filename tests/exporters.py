@@ -6,8 +6,6 @@ with a_prometheus(tmp_path, target) as prometheus: prometheus.query("up")
 with an_influxdb(tmp_path) as influx: influx.url, influx.query("SHOW MEASUREMENTS")
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

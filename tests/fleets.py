@@ -3,8 +3,6 @@
 hosts = Hosts(tmp_path); hosts.say("a", an_answer()); hosts.say("slow", waits=True); hosts("who", "--hosts", "a,slow")
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

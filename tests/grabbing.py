@@ -3,8 +3,6 @@
 from grabbing import a_node, claimed, indices, script, visible        a_node: the fixture "node" of every test there
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

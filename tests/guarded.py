@@ -5,8 +5,6 @@ with a_scene() as scene:                one offender, whom nothing protects: sce
     scene.act("kill"); scene.lives()
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -4,8 +4,6 @@ for where, change in changes(fake): change()   where: "memory_used = -1", "uuid 
 findings(fake, place)   what is wrong with what the commands say, as lines; in the process of nvml_child
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -7,8 +7,6 @@ starts at once gets different devices, the others are told so; who shows them; e
 job no lock is held.  Ends with a sentence that says where the claims were.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The JSON Schemas of `gpuguard schema`, from docs/json.md.  Anew: ``python tests/json_schemas.py --write``."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """For tests of the engine: rules that find what they are told, policies in one line, and time that passes in steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

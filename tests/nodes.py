@@ -5,8 +5,6 @@ backend = start(place, "4xH100-80GB"); change(place, 1, faults=("lost",)); one(b
 with a_user(place, "0", 10 * GIB) as child: ...
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

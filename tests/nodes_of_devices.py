@@ -6,8 +6,6 @@ there".
 with private_dev(place, devices=4) as inside: subprocess.run([*inside(BOB), "ls", "/dev"])
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pwd

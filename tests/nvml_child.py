@@ -3,8 +3,6 @@
 The script's `answer` comes back; `fake` there is the same machine as here.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

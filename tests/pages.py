@@ -12,8 +12,6 @@ The blocks of a page run one after the other in one empty directory, beside exam
 node of 8 idle devices, unless the page itself starts one.  Does not check what a page says: see test_docs.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@
 trains, one has claimed a device and does nothing, and one has no claim.
 """
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

@@ -5,8 +5,6 @@ python pid_reuse.py CAMPAIGN COUNT [FAULT]      prints {"hit": .., "spared": ..}
 A process is sampled, ends, and another one gets its pid at once (ns_last_pid), at the worst moment that there is.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import os

@@ -3,8 +3,6 @@
 A ``«`` in a text marks a place: marked() takes it out and says at which line and column it stood.
 """
 
-from __future__ import annotations
-
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.policies.files.loader import PolicyFile, parse
 

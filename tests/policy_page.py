@@ -1,7 +1,5 @@
 """The lists of docs/policies.md, from the classes.  After a change: ``python tests/policy_page.py --write``."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What /proc says of processes, and a free port.  Not ps: a bare machine has none."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

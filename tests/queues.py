@@ -4,8 +4,6 @@ from queues import a_ticket, a_machine
 order([a_ticket(user=1), a_ticket(user=2, gpus=4)], {}, QueueRules(), 0.0)
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

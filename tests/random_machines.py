@@ -6,8 +6,6 @@ no process holds.
 snapshot, stats = a_random_machine(seed)        stats: what /proc says of the processes
 """
 
-from __future__ import annotations
-
 import random
 
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot

@@ -8,8 +8,6 @@ The witness is a directory: whoever computes on a device makes a file of its num
 the file "overlap".
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -6,8 +6,6 @@
 tests/conftest.py imports these names, which is how pytest learns of them.  A serial run keeps its order.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator

@@ -5,8 +5,6 @@
 The last argument puts other texts in the place of values on every device; None leaves the element out.
 """
 
-from __future__ import annotations
-
 import stat
 import sys
 from collections.abc import Mapping

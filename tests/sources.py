@@ -1,7 +1,5 @@
 """The project's own source as syntax trees, for the tests on its structure."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

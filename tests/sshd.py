@@ -7,8 +7,6 @@ whose only command is `gpuguard serve-ssh`; the alias ``shell`` has a key withou
 is skipped.
 """
 
-from __future__ import annotations
-
 import getpass
 import os
 import shutil

@@ -3,8 +3,6 @@
 fill(path, range(100, 200)); total(path) -> seconds; with a_fork(job, path) as child: child.kill()
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 import sqlite3

@@ -7,8 +7,6 @@ for name, encoded in mutants({"uid": 7, "devices": ["GPU-1"]}): ...
 All of them, in the same order each time: nothing is left to dice.  test_damaged_documents throws dice at bytes, too.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

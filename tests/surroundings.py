@@ -3,8 +3,6 @@
 tests/conftest.py imports these names, which is how pytest learns of them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Iterator

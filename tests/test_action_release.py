@@ -1,7 +1,5 @@
 """The action release: a policy takes a claim back under which nobody computes, and no other one."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """A claim for a job that runs already lasts as long as the job or its holder, and is made for nobody else's devices."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Adopting on a machine that two users share: each user their own jobs, and root the jobs of each for that user."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Each table of attacks is shown to work where the defence is absent: the same wor
 job, the same directory runs the planted module for a Python that looks there, the same note would harm a terminal.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

@@ -1,7 +1,5 @@
 """What every backend promises, tried on each one in the process of its own in which gpuguard runs it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Which requests of the queue start now, which when, and why not earlier."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

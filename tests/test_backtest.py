@@ -1,7 +1,5 @@
 """Policies on recorded samples: the same engine as in the daemon, judged by hand on small recordings."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpuguard.backtest.backtest import Backtest, backtest

@@ -1,7 +1,5 @@
 """Whatever is typed wrongly: one message that names the fault and says what to do, and nothing is left behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """benchmarks/run: one tiny row of each kind, without the programs that it compares with."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Not too many at once: the breaker, and one destructive step per device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

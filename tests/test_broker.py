@@ -1,7 +1,5 @@
 """The daemon gives the locks: the same commands work, also while it dies at random instants, and no claim is lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

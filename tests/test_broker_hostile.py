@@ -1,7 +1,5 @@
 """A hostile user and a daemon that gives the locks: nothing is got past it, by hand, by forgery or by what was kept."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

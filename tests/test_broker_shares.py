@@ -1,7 +1,5 @@
 """Shares and MIG instances where the daemon gives the locks: what excludes what, and which lies are in vain."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

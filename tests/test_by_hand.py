@@ -1,7 +1,5 @@
 """Signals by hand: every check of the guard, on real processes; a line in the audit log before each signal."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Reservations in the plan: what is kept for them, and that no job that keeps its limit ever breaks one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """scripts/torture and coverage: they find what is there, and say so when something breaks or is missed."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

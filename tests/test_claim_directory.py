@@ -1,7 +1,5 @@
 """The claim directory: which is accepted, what a planted file can do, and records: alive by the kernel, harmless."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Numbers for a training log: right sums, nested tags, any thread, and a driver that fails costs only its numbers."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`gpuguard completion`: what the scripts offer in real shells, and what they ask for behind a TAB."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The long forms are `python benchmarks/contention.py --seconds 60`, with 200 of them, and `benchmarks/sharing.py`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import contention

@@ -1,7 +1,5 @@
 """The daemon as a process: what it does to whom, what it survives, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

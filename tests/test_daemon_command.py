@@ -1,7 +1,5 @@
 """`gpuguard daemon` on the command line: what it refuses, what --once says, and its exit codes."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import re

@@ -1,7 +1,5 @@
 """The directory in which a daemon with a user of its own writes: what counts there, and what does not."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

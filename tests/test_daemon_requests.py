@@ -1,7 +1,5 @@
 """What the daemon does on request: own claims and processes for every user, the machine for root alone."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

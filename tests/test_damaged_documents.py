@@ -5,8 +5,6 @@ no time.  Views show it in harmless characters.  Whole commands beside such file
 test_socket_server; YAML: test_policy_mutations; XML: test_smi; HTTP: test_metrics; recordings: test_recordings.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -4,8 +4,6 @@ Each command ends in time and with a status that is documented, nobody gets a de
 wrote is read as it stands.  Many files lie there at once: one that hides another is found when it is mended.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """What a process has in its memory keeps nobody waiting who asks for it, however long its owner lets them wait."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading

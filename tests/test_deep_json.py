@@ -3,8 +3,6 @@
 Whoever may write a record, a ticket or a line to the door's socket could end the daemon otherwise.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

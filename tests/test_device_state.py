@@ -3,8 +3,6 @@
 Random machines: see random_machines.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -3,8 +3,6 @@
 Real mounts, in a mount namespace of each test.  After a boot, with a real systemd: scripts/boot-test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

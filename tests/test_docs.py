@@ -3,8 +3,6 @@
 The convention for blocks is in pages.py.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

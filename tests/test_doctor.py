@@ -1,7 +1,5 @@
 """What is wrong with a machine, and what to do."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

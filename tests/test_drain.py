@@ -1,7 +1,5 @@
 """The end of a job: who keeps its claim, until when, and what its time limit does about it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """How many driver calls a start, `who` and a look of the guard make, and that what is left out changes no answer."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A dry run shows what would happen: its events are those of the real thing, but for one word in each."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator

@@ -1,7 +1,5 @@
 """What makes a device eligible, what the refused hear, and how requests and selectors are read."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Whoever answers a message without end, or a byte at a time, gets no more of our time and memory than was meant."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """The engine: since when, which step, and who is left alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

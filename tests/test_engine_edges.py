@@ -1,7 +1,5 @@
 """The engine at its edges: the hour without a zone, a rhythm of fractions, what is recorded, noted and comes next."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Laws of the engine, over random histories of a small machine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How long a job will take, by the audit log of its user: hints, never more."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

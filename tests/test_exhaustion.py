@@ -3,8 +3,6 @@
 The disk is a real one, of 16 pages, in a mount namespace; which limits are tried is thrown by the dice of chances.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

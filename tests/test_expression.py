@@ -1,7 +1,5 @@
 """The language of conditions: what it says, what it refuses, and that nobody can turn it against the daemon."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The fake driver library itself: the real binding must not be able to tell it from a driver."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Who belongs to a job that did not start here, and until when; with real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Every command on drivers that hang, fail, crash, lack or lie: the others are served and the bad device is named."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

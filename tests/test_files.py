@@ -1,7 +1,5 @@
 """Files that others read are written whole, by one function, and read only where they can be trusted."""
 
-from __future__ import annotations
-
 import ast
 import os
 import stat

@@ -3,8 +3,6 @@
 The real ssh and a real sshd are in test_fleet_ssh, what strangers answer in test_fleet_answers.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -3,8 +3,6 @@
 What docs/scale.md shows is taken by a real Prometheus, and the pages that its figures come from are ours.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -3,8 +3,6 @@
 Where sshd is missing these tests are skipped: apt-get install openssh-server.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Records that copy what others have, and locks that only seem to be held: they harm no other user."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json

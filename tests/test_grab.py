@@ -1,7 +1,5 @@
 """grab_gpus() and the looks at the machine, as a training script uses them: what they take, refuse and say."""
 
-from __future__ import annotations
-
 import os
 import sys
 

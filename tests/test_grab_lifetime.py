@@ -1,7 +1,5 @@
 """How long the devices of grab_gpus() and claim() are ours: processes, workers, threads, blocks, claims in claims."""
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """What the guard does to others: to the one process that is meant, written down before it is done."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

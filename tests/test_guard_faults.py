@@ -1,7 +1,5 @@
 """A driver that fails, lies or hangs, under every rule: nobody is hit by it, and the other devices are guarded."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Random schedules of faults: what is hit was seen, without a hole, as long as the policy says."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace

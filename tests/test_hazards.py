@@ -1,7 +1,5 @@
 """HAZARDS.md is complete and true; and what the package never does, because it goes wrong somewhere."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

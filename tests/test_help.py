@@ -1,7 +1,5 @@
 """docs/cli.md is what `--help` says.  After a change of an option: ``python tests/test_help.py --write``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

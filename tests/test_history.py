@@ -1,7 +1,5 @@
 """The audit log: whole lines for the owner alone, never a reason for a job to fail; and `gpuguard events`."""
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

@@ -1,7 +1,5 @@
 """`gpuguard history` and `gpuguard report` as a user runs them, and their charts: what is unknown is a gap."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What /proc says of a process to a guard that may look into processes, but not open every file of the machine."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

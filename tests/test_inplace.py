@@ -1,7 +1,5 @@
 """What a user mounts over a file of his keeps nobody waiting who reads the files of all users."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -4,8 +4,6 @@ The interpreter runs a signal's handler at the entry of a function and behind a 
 result is lost then: each of them in gpuguard is one such point.
 """
 
-from __future__ import annotations
-
 import fcntl
 import inspect
 import os

@@ -1,7 +1,5 @@
 """An isolated job reaches the nodes of its own devices and of no others; and is otherwise a job like any other."""
 
-from __future__ import annotations
-
 import os
 import random
 import shlex

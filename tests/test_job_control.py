@@ -1,7 +1,5 @@
 """A job behind gpuguard obeys the terminal as a bare one: real pseudo-terminals, real shells."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

@@ -1,7 +1,5 @@
 """Several rules in one condition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`gpuguard schema`: the schemas are those of docs/json.md, and what commands really print is as they say."""
 
-from __future__ import annotations
-
 import copy
 import json
 import time

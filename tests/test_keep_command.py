@@ -1,7 +1,5 @@
 """gpuguard keep: users who ask the daemon to leave them alone, and what it grants."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import signal

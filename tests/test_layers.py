@@ -1,7 +1,5 @@
 """The directory listing of ARCHITECTURE.md is the import order: a module imports only what stands above it."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

@@ -1,7 +1,5 @@
 """The limits of a job, judged on given samples: what counts, for how long, and who never counts."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Claims: all or nothing, kept as long as any process of the job lives, never taken away; what they wait for."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

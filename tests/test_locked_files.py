@@ -1,7 +1,5 @@
 """What others have locked is learned by a process apart; who hides a lock, or never answers, harms nobody else."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import select

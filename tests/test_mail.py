@@ -1,7 +1,5 @@
 """Mail arrives, by SMTP and by sendmail; nothing of it is anything but text, and no password gets out."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

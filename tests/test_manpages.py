@@ -1,7 +1,5 @@
 """The man pages that scripts/build-man writes, and where scripts/build-completions puts its files."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

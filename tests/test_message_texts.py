@@ -1,7 +1,5 @@
 """What is said about a verdict: every fact in its place, and nothing of what users wrote does anything."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from string import Formatter

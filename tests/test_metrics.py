@@ -1,7 +1,5 @@
 """What gpuguard tells monitoring systems: right numbers, nothing for what is unknown, and no stranger's mischief."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """`gpuguard metrics` as one uses it: a page, a file for node_exporter, a port; and `gpuguard daemon --metrics`."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

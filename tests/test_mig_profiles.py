@@ -1,7 +1,5 @@
 """MIG instances by profile, and how instances and their whole GPU exclude each other, at one moment too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

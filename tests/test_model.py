@@ -1,7 +1,5 @@
 """The nouns: frozen, plain, unknown by default; quantities with their units, errors and their exit codes."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

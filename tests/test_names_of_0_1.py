@@ -4,8 +4,6 @@ names_of_0_1.json was written once, by `python tests/test_names_of_0_1.py CHECKO
 hold that the pages say what the program does.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """`%gpus` in a real kernel: devices for it and nobody else, until it ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

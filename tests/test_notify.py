@@ -1,7 +1,5 @@
 """Messages go out without anybody waiting for them, and nothing that an endpoint does reaches us."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

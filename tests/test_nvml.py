@@ -1,7 +1,5 @@
 """Reading NVIDIA devices, through the real nvidia-ml-py and a fake driver library behind it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

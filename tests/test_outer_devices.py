@@ -1,7 +1,5 @@
 """What CUDA_VISIBLE_DEVICES, Slurm or a container left is where devices are chosen, and nowhere else."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

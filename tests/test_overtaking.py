@@ -3,8 +3,6 @@
 The long form, with a trace of 92 days, is `python benchmarks/replay.py TRACE.csv`.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The owner of a process that a policy warned, ended or slowed down learns of it without root; others do not."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

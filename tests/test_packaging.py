@@ -3,8 +3,6 @@
 Installed, booted, upgraded and purged: scripts/boot-test.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib

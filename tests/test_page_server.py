@@ -1,7 +1,5 @@
 """The small web server: what it answers, whom it refuses, and that no request harms it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

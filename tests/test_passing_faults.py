@@ -1,7 +1,5 @@
 """A shortage that passes during a wait: the position stays, the waiter says what it cannot see, no lock is left."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """A pid that changes hands at the worst moment: the successor is never hit, and the one who is meant always is."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Files that another user puts where those of this one are looked for: in directories that many can write."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shlex

@@ -1,7 +1,5 @@
 """gpuguard policy check, explain, rules and schema, as one types them; which policies contradict each other."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Policy files that are refused, each with the place and the reason.  A ``«`` marks where the fault must be found."""
 
-from __future__ import annotations
-
 import pytest
 from policies import document, marked, read
 

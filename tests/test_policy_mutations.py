@@ -4,8 +4,6 @@ The second opinion is shown_by(): all keys and texts as YAML's own composer give
 with the few spellings that mean the same made equal.  Two files mean the same if, and only if, they read the same.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

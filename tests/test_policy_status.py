@@ -1,7 +1,5 @@
 """What people hear of what policies have against them, and when which step comes next."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Unit tests of policies: what they find, and what they say when something else came."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

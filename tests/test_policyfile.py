@@ -1,7 +1,5 @@
 """Policy files that are right: what the keys become; who may have written the file; names that do not resolve."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Before a signal: for each check an innocent whom it alone protects, and who is hit when it is switched off."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

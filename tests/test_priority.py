@@ -1,7 +1,5 @@
 """The order of the queue at its edges, and the numbers by which it goes: the site's, or those of no file."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import fields
 

@@ -1,7 +1,5 @@
 """Who a pid is, and which process lists are believed."""
 
-from __future__ import annotations
-
 import builtins
 import io
 import itertools

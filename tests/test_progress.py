@@ -1,7 +1,5 @@
 """What lasts longer than two seconds says on a terminal how far it is, and nowhere else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

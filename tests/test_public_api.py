@@ -1,7 +1,5 @@
 """What `import gpuguard` offers: exactly `__all__`, and nothing is loaded before it is used."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

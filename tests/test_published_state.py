@@ -1,7 +1,5 @@
 """state.json: what the daemon saw, for all users, as long as the daemon lives and what it saw is fresh."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`gpuguard query` answers as nvidia-smi does: names, units and forms, and reads no more than it is asked for."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`gpuguard queue`, `explain` and `who`: why a request waits and when it starts, in words and in JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ The queue is in order of arrival, so that one rule is left: what fits starts, th
 off for which a start is planned.
 """
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from contextlib import closing

@@ -1,7 +1,5 @@
 """--or, --after and --priority: what they mean, what they refuse, and what becomes of them on real claims."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -4,8 +4,6 @@ A head of Ray with 8 devices of a simulated node, three of which outsiders hold.
 which bear a variable of this test: `ray stop` ends whatever has the right name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

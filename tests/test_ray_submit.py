@@ -1,7 +1,5 @@
 """`gpuguard submit --via ray` and `@guarded` without Ray: what is submitted, and what comes of what `ray` says."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """A guard that is started again knows what it did: no crash loop signals more often than the limits allow."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

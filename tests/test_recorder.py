@@ -1,7 +1,5 @@
 """The thread that writes the usage store: whatever happens to the disk, nobody waits, and nothing counts twice."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Recordings: what was seen comes back, however the recorder ended; nobody acts on it; masks let no name through."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """A claim is released from outside, by command or policy: politely, all of it, for good, and nothing else."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """What a report says of GPU time: nothing twice, nothing made up, and what is unknown is said to be."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

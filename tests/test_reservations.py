@@ -1,7 +1,5 @@
 """Reservations: which count, what their files may contain, and what is left of those that were forged or killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

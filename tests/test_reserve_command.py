@@ -1,7 +1,5 @@
 """`gpuguard reserve` of two users and root: who gets what is kept, whoever is killed at whatever moment."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Denied users and quarantined devices: for everybody, without a daemon, from files that root alone can write."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

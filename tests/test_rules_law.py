@@ -3,8 +3,6 @@
 Every rule is taken as its docstring shows it, and the machine is one on which it finds somebody.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Rules about people: whose device it is, who may compute, how much, for how long, and with which program."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Rules about values that a device or a process shows, and where memory is going: growth is found, a jump is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`gpuguard run`: what the job gets, what reaches it, how long its claim lasts, and what the user is told."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`gpuguard run` with limits of the job, on a simulated node with real processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Whom a policy is about, whom it spares, and when it applies."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

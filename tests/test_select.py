@@ -1,7 +1,5 @@
 """Choosing devices: which are eligible, which are best, and what the errors say."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`gpuguard select`: devices on standard output, or nothing at all; `gpuguard explain`: why, for each device."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

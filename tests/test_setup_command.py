@@ -3,8 +3,6 @@
 All that was installed goes away again, and nothing else.  With a real systemd: scripts/boot-test.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

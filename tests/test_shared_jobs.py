@@ -1,7 +1,5 @@
 """Jobs that share a device: `gpuguard run --share --memory` on a simulated node with real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What is left of a shared device, by what was promised and what the driver shows."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """`gpuguard sim`: a simulated node as a user makes, steers and breaks it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

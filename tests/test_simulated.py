@@ -1,7 +1,5 @@
 """Simulated nodes: what uses them, how they are written down, and their faults."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

@@ -1,7 +1,5 @@
 """A site without packages: the module file under the real Environment Modules, the snippet for /etc/profile.d."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

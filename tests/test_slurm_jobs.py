@@ -1,7 +1,5 @@
 """Slurm's jobs on a node, where no Slurm is needed: what a prolog is told, who belongs to a job, cancelling one."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

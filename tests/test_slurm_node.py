@@ -1,7 +1,5 @@
 """What Slurm says of a node, and that no user is accused of what it does not say for certain."""
 
-from __future__ import annotations
-
 import os
 import threading
 import tracemalloc

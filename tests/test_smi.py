@@ -1,7 +1,5 @@
 """nvidia-smi's XML: every odd value is a gap, a hostile document is refused, and nothing old leads to an act."""
 
-from __future__ import annotations
-
 import random
 import re
 import subprocess

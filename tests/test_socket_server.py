@@ -1,7 +1,5 @@
 """The daemon's socket: the user is the one that the kernel names, and no client can keep others from asking."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

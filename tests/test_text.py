@@ -1,7 +1,5 @@
 """Text that strangers wrote, on a terminal that somebody else reads."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

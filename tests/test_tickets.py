@@ -1,7 +1,5 @@
 """Tickets of the queue: what the file system says counts, and what strangers write harms no user."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -3,8 +3,6 @@
 A user to whom root has given 65536 more uids (rootless containers) has the share of one user, not of a crowd.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pwd

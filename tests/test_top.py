@@ -1,7 +1,5 @@
 """The screen of `gpuguard top`, driven by textual's Pilot: keys, mouse, sizes, drivers that hang, signals."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os

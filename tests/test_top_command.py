@@ -1,7 +1,5 @@
 """`gpuguard top` as a command: what it costs the driver, --once, pipes, thresholds, recordings, a real terminal."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

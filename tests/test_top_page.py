@@ -1,7 +1,5 @@
 """The page of `gpuguard top`: what stands where, in which colour, and what is not there because nobody knows it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

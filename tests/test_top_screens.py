@@ -5,8 +5,6 @@ letters mean in the dark and the light theme: so a change of a word or a colour 
 After a change that is meant: ``python tests/test_top_screens.py --write``, and look at the pictures of ``--svg DIR``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import html
 import math

@@ -1,7 +1,5 @@
 """Several devices: the best connected ones among equally good ones."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

@@ -1,7 +1,5 @@
 """The commands in Chinese: help, messages and errors; and that what programs read stays English."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

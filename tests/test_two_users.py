@@ -1,7 +1,5 @@
 """Two users who do not trust each other: what one of them does never frees, takes or hangs what is the other's."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """packaging/gpuguard.service: systemd finds little to fear in it, and the daemon guards with what it gives."""
 
-from __future__ import annotations
-
 import fcntl
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """A process that no signal reaches, for once a real one: it writes to a file system that is frozen."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

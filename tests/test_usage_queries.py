@@ -1,7 +1,5 @@
 """What the usage store can be asked: its units are exact enough, and small enough for 400 days; nothing is made up."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

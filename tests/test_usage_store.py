@@ -1,7 +1,5 @@
 """The file of the usage store: what is written is read, by everybody, also when a writer dies or it is damaged."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import mmap

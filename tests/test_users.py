@@ -1,7 +1,5 @@
 """The names of users: a directory service that hangs costs a second once, and never a name its meaning."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pwd

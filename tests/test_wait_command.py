@@ -1,7 +1,5 @@
 """What waits: `gpuguard wait`, which prints devices and claims none, and the line that a terminal or a log shows."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The action warn: what appears on the terminal of a process, in whose words, and on which terminals nothing does."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The watchdog: sample, judge, act, record, in a loop that nothing ends and that looks sooner when something rises."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

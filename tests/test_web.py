@@ -1,7 +1,5 @@
 """`gpuguard web`: what it answers, to whom, and what it does not; what strangers try: nonsense, slowness, floods."""
 
-from __future__ import annotations
-
 import ast
 import http.client
 import inspect

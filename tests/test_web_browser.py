@@ -4,8 +4,6 @@ Skipped, and said so at the end, where one of the two is missing: `apt-get insta
 (165 MB, so it is no dependency of development; scripts/test fetches it where a Chromium is).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Charts of the page: a client that asks for them without end delays no sample, fills no memory, and has to wait."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

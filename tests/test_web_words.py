@@ -3,8 +3,6 @@
 They are JSON behind a line of JavaScript, so that what can be checked needs no browser.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Who uses what, judged from a snapshot, and the screen and the JSON of it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

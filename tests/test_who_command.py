@@ -1,7 +1,5 @@
 """`gpuguard who` on a simulated node with real processes and real locks."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

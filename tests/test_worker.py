@@ -1,7 +1,5 @@
 """The worker that reads the devices: a driver that hangs or crashes costs one device, never the client."""
 
-from __future__ import annotations
-
 import errno
 import marshal
 import os

@@ -4,8 +4,6 @@ Hundreds of wrappers are killed, terminated or made to raise at random instants,
 watches each lock: *lost* is a living job without its lock, *stale* is a lock without a living process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -3,8 +3,6 @@
 a_scene(a_device(processes=(a_process(),))); texts(page_of(a_scene(), width=80))
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

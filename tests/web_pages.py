@@ -3,8 +3,6 @@
 with a_page(gpuguard) as port: answer, text = ask(port, "/api/now")
 """
 
-from __future__ import annotations
-
 import http.client
 import os
 import socket

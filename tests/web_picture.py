@@ -3,8 +3,6 @@
 A simulated node, real jobs, Debian's Chromium and playwright.  Writes docs/web.png, at most 200 KB.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tempfile

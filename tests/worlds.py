@@ -3,8 +3,6 @@
 from worlds import a_bad_day, shown
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import replace

@@ -3,8 +3,6 @@
 What has to last for a time lasts for it by a clock that nobody can set.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path
