@@ -132,7 +132,7 @@ class NotEnoughGpus(GpuguardError):
         self.wanted = wanted
         self.available = available
         self.refused = tuple(refused)
-        self.brief = ""  # of a request in the queue: why it waits, for one line of a terminal
+        self.brief = ""  # of a request that waits: why, for one line of a terminal
 
 
 class ImpossibleRequest(NotEnoughGpus):
@@ -145,15 +145,8 @@ class WaitTimeout(NotEnoughGpus):
     @classmethod
     def after(cls, missing: NotEnoughGpus) -> WaitTimeout:
         """For what was still missing when it was over."""
-        return cls(f"{_(_OVER)}{missing}", missing.wanted, missing.available, missing.refused)
-
-    @property
-    def missing(self) -> NotEnoughGpus:
-        """The same for a request that was not to wait."""
-        return NotEnoughGpus(str(self).removeprefix(_(_OVER)), self.wanted, self.available, self.refused)
-
-
-_OVER = N_("the time to wait is over: ")
+        text = _("the time to wait is over: {missing}").format(missing=missing)
+        return cls(text, missing.wanted, missing.available, missing.refused)
 
 
 class ClaimError(GpuguardError):

@@ -38,7 +38,7 @@ from gpuguard.errors import (
     WaitTimeout,
     passing,
 )
-from gpuguard.locale import N_, _
+from gpuguard.locale import _
 from gpuguard.model import (
     HEALTH,
     IDLE_PROCESSES,
@@ -69,7 +69,6 @@ POLL_SECONDS = 0.25  # between two looks at the locks while waiting inside a cla
 DRIVER_SECONDS = 600.0  # for which a driver may fail a request that waits: it is being loaded anew, or was killed
 SAMPLE_SECONDS = 2.0  # between two samples while locks are free but devices look busy, or nothing can be seen
 
-_JUST_NOW = N_("claimed just now")
 
 _waiting: list[WaitingRequest] = []  # requests of this process that may wait, for pause_waiting()
 
@@ -258,9 +257,9 @@ class Allocator:
         snapshot = snapshot.updated(self.backend.sample(details))
         request = self._lockable(request, snapshot)
         claims, claimed = self._claims_against(request, snapshot)
-        # An instance whose lock could not be had has been claimed with its whole GPU.
+        # Of an instance that was claimed with its whole GPU, who has claimed that says more.
         lost = {device.uuid for device in snapshot.devices if device.parent_uuid in claimed}
-        taken = {uuid: why for uuid, why in taken.items() if why != _(_JUST_NOW) or uuid not in lost}
+        taken = {uuid: why for uuid, why in taken.items() if uuid not in lost}
         taken |= claimed | self._restricted(snapshot)
         choice = choose(snapshot, request, taken, self._sharing(request, snapshot, claims))
         return replace(snapshot, claims=claims), choice
@@ -330,11 +329,13 @@ class Allocator:
                 unlock(held.pop(uuid))
             lost = next((device for device in devices if not self._lock_device(request, device, taken, held)), None)
             if lost:
-                is_claimed = taken[lost.uuid] == _(_JUST_NOW)
-                if is_claimed and lost.uuid not in divisible and self._may_be_divided(lost):
+                if lost.uuid in taken:  # its lock file is at fault
+                    continue
+                if lost.uuid not in divisible and self._may_be_divided(lost):
                     divisible.add(lost.uuid)
-                    del taken[lost.uuid]
                     snapshot = self._verify(request, snapshot, [lost.uuid], taken)
+                else:
+                    taken[lost.uuid] = _("claimed just now")
                 continue
             if unread := wanted - verified:
                 # Whatever happened between the first look and the lock shows now: a foreign process, a lost device.
@@ -356,7 +357,6 @@ class Allocator:
             taken[device.uuid] = str(error)
             return False
         if locks is None:
-            taken.setdefault(device.uuid, _(_JUST_NOW))
             return False
         held[device.uuid] = locks
         return True

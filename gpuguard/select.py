@@ -147,19 +147,17 @@ def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoug
     return NotEnoughGpus("\n".join(lines), request.num_gpus, usable, choice.refused)
 
 
-def wanted_text(wanted: int) -> str:
-    """``"wanted 2 GPUs: "``, how the error of a request that waits begins."""
-    return _("wanted {count}: ").format(count=format_count(wanted, "GPU"))
-
-
 def waiting_error(wanted: int, why: str = "", missing: NotEnoughGpus | None = None) -> NotEnoughGpus:
     """The error of a request that waits: *why*, and below it the reasons of *missing* where they are known."""
     text = _("wanted {count}: {why}.") if why else _("wanted {count}.")
     first = text.format(count=format_count(wanted, "GPU"), why=why)
     if missing is None:
-        return NotEnoughGpus(first, wanted)
-    _first, *reasons = str(missing).split("\n")
-    return NotEnoughGpus("\n".join([first, *reasons]), missing.wanted, missing.available, missing.refused)
+        error = NotEnoughGpus(first, wanted)
+    else:
+        _first, *reasons = str(missing).split("\n")
+        error = NotEnoughGpus("\n".join([first, *reasons]), missing.wanted, missing.available, missing.refused)
+    error.brief = why
+    return error
 
 
 def instances_note(devices: Sequence[Device], request: Request) -> str | None:

@@ -142,7 +142,7 @@ def test_no_line_ends_in_blanks():
 
 def test_colour_changes_no_column():
     plain = table([["free", "x"], ["in use", "y"]], width=20)
-    rows, paint = [["free", "x"], ["in use", "y"]], lambda cell, column: cell if column else f"<{cell}>"
+    rows, paint = [["free", "x"], ["in use", "y"]], lambda cell, _row, column: cell if column else f"<{cell}>"
     painted = table(rows, width=20, paint=paint)
 
     assert [line.replace("<", "").replace(">", "") for line in painted] == plain

@@ -146,6 +146,7 @@ def test_who_gives_up_leaves_no_ticket(gpuguard, waiting, signum, tmp_path):
 
 
 MISSING = NotEnoughGpus("wanted 2 GPUs: number 1 of 1 in the queue, starts now.\n  GPU 0: busy\nadvice", 2, 0)
+MISSING.brief = "number 1 of 1 in the queue, starts now"
 
 
 @pytest.fixture

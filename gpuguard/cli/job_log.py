@@ -19,7 +19,6 @@ from gpuguard.jobs.processes import exec_fault
 from gpuguard.locale import N_, _
 from gpuguard.run import LEFT
 from gpuguard.sanitize import neutral_command, neutralise
-from gpuguard.select import wanted_text
 from gpuguard.units import format_bytes, format_duration, local_time
 
 if TYPE_CHECKING:
@@ -189,8 +188,7 @@ class WaitProgress:
 
     def missing(self, missing: NotEnoughGpus) -> None:
         """Say what is missing; on a terminal, whose one line is soon full, without what was asked for just now."""
-        text = str(missing)
-        self.report(missing.brief or text.removeprefix(wanted_text(missing.wanted)) if rewrites() else text)
+        self.report(missing.brief if missing.brief and rewrites() else str(missing))
 
     def report(self, text: str) -> None:
         """Say it, if it is time; the first time all of its lines in a log."""

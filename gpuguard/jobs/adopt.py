@@ -194,7 +194,8 @@ def adopt(
             for device in devices if not granted else ():
                 locks = lock_parts(directory, device, Request(), None)
                 if locks is None:
-                    raise ClaimError(_claimed_text(directory, device))
+                    at_once = _("{gpu} was being claimed by another command at this moment: try again.")
+                    raise ClaimError(_claimed_text(directory, device) or at_once.format(gpu=device_title(device)))
                 held.extend(locks)
             # Whatever happened between the first sample and the locks shows now.
             again = backend.sample(_FIELDS, uuids)
@@ -305,19 +306,16 @@ def _from_daemon(directory: LockDirectory, snapshot: Snapshot, devices: Sequence
     claim = request_grant(snapshot, request, directory, None, taken, None)
     if claim is None:
         for device in devices:
-            if "claimed" in taken.get(device.uuid, ""):
-                raise ClaimError(_claimed_text(directory, device))
             if device.uuid in taken:
-                raise ClaimError(
-                    _("{gpu} cannot be claimed: {why}.").format(gpu=device_title(device), why=taken[device.uuid])
-                )
+                text = _("{gpu} cannot be claimed: {why}.").format(gpu=device_title(device), why=taken[device.uuid])
+                raise ClaimError(_claimed_text(directory, device) or text)
         raise ClaimError(_("the GPUs of this job cannot be claimed now: `gpuguard explain` says why."))
     held.extend(claim.locks)
     return claim.id
 
 
-def _claimed_text(directory: LockDirectory, device: Device) -> str:
-    """Who has the device."""
+def _claimed_text(directory: LockDirectory, device: Device) -> str | None:
+    """Who has the device; None: no record says so."""
     uuids = [device.uuid, *([device.parent_uuid] if device.parent_uuid else [])]
     for record in probe(directory, uuids):
         note = f" ({record.note})" if record.note else ""
@@ -325,7 +323,7 @@ def _claimed_text(directory: LockDirectory, device: Device) -> str:
         return _("{gpu} is claimed already, by {user}: claim {id}{note}.  `gpuguard who` shows it.").format(
             gpu=device_title(device), user=user, id=record.id, note=note
         )
-    return _("{gpu} was being claimed by another command at this moment: try again.").format(gpu=device_title(device))
+    return None
 
 
 def _confirmed(again: Snapshot, devices: Sequence[Device], family: ProcessFamily) -> tuple[Device, ...]:

@@ -11,7 +11,7 @@ from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.device_state import device_title
 from gpuguard.errors import InvalidRequest
-from gpuguard.locale import N_, _, ngettext
+from gpuguard.locale import _, ngettext
 from gpuguard.model import HEALTH, MEMORY, PROCESSES, ClaimRecord, Snapshot
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
@@ -21,8 +21,6 @@ from gpuguard.queue.state import QueueFacts, QueueState, choose_for, expected_en
 from gpuguard.queue.tickets import new_ticket
 from gpuguard.request import Request
 from gpuguard.units import format_duration
-
-_UNKNOWN_START = N_("start unknown: ")
 
 
 def reservation_text(reservation: Reservation, now: float) -> str:
@@ -76,7 +74,7 @@ def reserved_now(snapshot: Snapshot, reserved: ReservationCalendar) -> dict[str,
 
 def brief_text(position: QueuePosition, queue: QueueState) -> str:
     """The same for one line of a terminal, the reason first: ``"the job of bob has no time limit (2 of 3)"``."""
-    text = start_text(position, queue).removeprefix(_(_UNKNOWN_START))
+    text = start_text(position, queue, brief=True)
     if position.ticket.after:
         return text
     return _("{text} ({number} of {count} in the queue)").format(
@@ -94,8 +92,11 @@ def position_text(position: QueuePosition, queue: QueueState) -> str:
     )
 
 
-def start_text(position: QueuePosition, queue: QueueState) -> str:
-    """When it starts and why not earlier: ``"starts in about 2h, when GPU 3 is free: time limit of al's job"``."""
+def start_text(position: QueuePosition, queue: QueueState, *, brief: bool = False) -> str:
+    """When it starts and why not earlier: ``"starts in about 2h, when GPU 3 is free: time limit of al's job"``.
+
+    *brief*: where it is not known when, only why.
+    """
     if position.ticket.after:
         return _("not queued yet: {after}").format(after=position.ticket.after)
     if position.now:
@@ -108,10 +109,11 @@ def start_text(position: QueuePosition, queue: QueueState) -> str:
         return _("no GPUs for it as things are")
     if not position.devices:
         return _("too far behind for a plan")
-    if kept_out := _kept_out_text(position.request, position.devices, queue):
-        return f"{_(_UNKNOWN_START)}{kept_out}"
-    if position.start is None:
-        return f"{_(_UNKNOWN_START)}{_unknown_end_text(position, queue)}"
+    unknown = _kept_out_text(position.request, position.devices, queue)
+    if unknown is None and position.start is None:
+        unknown = _unknown_end_text(position, queue)
+    if unknown is not None or position.start is None:
+        return unknown or "" if brief else _("start unknown: {why}").format(why=unknown)
     why = _freed_text(position, position.start, queue)
     text = _("starts in about {seconds}").format(seconds=_until(position.start, queue))
     return _("{text}, {why}").format(text=text, why=why) if why else text

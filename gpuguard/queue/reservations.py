@@ -151,7 +151,9 @@ def judge(
         if now >= deadline and not present:
             statuses.append(ReservationStatus(reservation, no_show_at=deadline, over=True))
             continue
-        why_not = _why_not(reservation, counted, uuids, keys)
+        why_not = _not_allowed(reservation, counted, uuids, keys)
+        if not why_not and not can_be_met(reservation, counted, uuids):
+            why_not = _(_NO_ROOM)
         if not why_not:
             counted.append(reservation)
         no_show_at = None if present and now >= reservation.begins else deadline
@@ -162,18 +164,23 @@ def judge(
 def what_if(wanted: Reservation, known: ReservationCalendar, uuids: Collection[str]) -> str:
     """Why a new reservation would not count; "" when it would.  Says when there would be room for it."""
     others = known.reservations
-    why_not = _why_not(wanted, others, uuids, read_queue_settings().rules.reservations)
-    if why_not != _(_NO_ROOM):
+    if why_not := _not_allowed(wanted, others, uuids, read_queue_settings().rules.reservations):
         return why_not
+    if can_be_met(wanted, others, uuids):
+        return ""
     for begins in sorted(other.ends for other in others if other.ends > wanted.begins):
         moved = replace(wanted, begins=begins, ends=begins + wanted.ends - wanted.begins)
         if can_be_met(moved, others, uuids):
-            return _("{why_not}, and enough from {time} on").format(why_not=why_not, time=clock_text(begins, known.now))
-    return why_not
+            return _("{why_not}, and enough from {time} on").format(
+                why_not=_(_NO_ROOM), time=clock_text(begins, known.now)
+            )
+    return _(_NO_ROOM)
 
 
-def _why_not(wanted: Reservation, counted: Sequence[Reservation], uuids: Collection[str], keys: ReservationKeys) -> str:
-    """Why it does not count beside those that do; "" when it does."""
+def _not_allowed(
+    wanted: Reservation, counted: Sequence[Reservation], uuids: Collection[str], keys: ReservationKeys
+) -> str:
+    """Why it does not count beside those that do, however much room they leave; "" when it may."""
     owners = accountable_uids((wanted.maker, *(reservation.maker for reservation in counted)))
     own = [reservation for reservation in counted if owners[reservation.maker] == owners[wanted.maker]]
     if wanted.maker and (why_not := _beyond(wanted, keys, sum(reservation.num_gpus for reservation in own))):
@@ -183,8 +190,6 @@ def _why_not(wanted: Reservation, counted: Sequence[Reservation], uuids: Collect
         return ngettext("only {count} of its GPUs is there", "only {count} of its GPUs are there", present).format(
             count=present
         )
-    if not can_be_met(wanted, counted, uuids):
-        return _(_NO_ROOM)
     return "" if len(counted) < MOST_COUNTED else _("there are more than {count} already").format(count=MOST_COUNTED)
 
 

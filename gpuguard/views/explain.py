@@ -45,11 +45,14 @@ def to_text(
         start: (whether it could start now, its place in the queue in words); None where no request waits.
     """
     simulated = _("  SIMULATED") * snapshot.simulated
-    rows = [row for device in _all(choice) for row in _rows(device, choice)]
-    colours = {_("ELIGIBLE"): "green", _("REFUSED"): "red", _("CHOSEN"): "bold green"}
+    rows, colours = [], []
+    for device in _all(choice):
+        rows += (of_device := _rows(device, choice))
+        chosen = "bold green" if device in choice.devices else "green"
+        colours += ["red" if _reasons(device, choice) else chosen, *[""] * (len(of_device) - 1)]
     lines = [f"{neutralise(snapshot.host)}{simulated}: gpuguard run {spelled(request)}"]
     lines += [neutralise(_("limit: {limits}").format(limits=limits))] if limits else []
-    lines += table(rows, paint=lambda cell, _column: paint(cell, colours.get(cell.strip(), "")))
+    lines += table(rows, paint=lambda cell, row, column: paint(cell, colours[row]) if column == 1 else cell)
     return [*lines, *_verdict(snapshot, request, choice, start)]
 
 
@@ -134,12 +137,12 @@ def _verdict(snapshot: Snapshot, request: Request, choice: Choice, start: tuple[
             _("It would start at once on {names}.").format(names=names),
             *([_("Note: {note}").format(note=note)] if note else []),
         ]
-    first, *rest = str(not_enough(snapshot, request, choice)).splitlines()
+    first, *rest, _hint = str(not_enough(snapshot, request, choice)).splitlines()
     if what == WAIT:
         return [_("It would wait: {first}").format(first=first), *position]
     return [
         _("It can never start: {first}").format(first=first),
-        *(line for line in rest if not line.startswith((" ", "`"))),
+        *(line for line in rest if not line.startswith(" ")),  # these stand above, by device
     ]
 
 

@@ -21,7 +21,7 @@ from gpuguard.sanitize import neutral_command
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import sparkline
 from gpuguard.views.text import Paint, picked, shorten, table
-from gpuguard.views.who import LABELS, TOTALS, device_cells, state_colour, total_cells
+from gpuguard.views.who import LABELS, TOTALS, device_cells, total_cells
 
 SHOWN_ROWS = 256  # of one host: a machine has 8 devices, or 56 instances
 _CLAIMS = 8  # of a device
@@ -77,17 +77,18 @@ def host_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
     answer = reply.answer
     if answer is None:
         return []  # the end names all of those together
-    rows = []
+    rows, states = [], []
     for device in answer.devices[:SHOWN_ROWS]:
         known = (state for state in (device.exact_state, device.state) if state in LABELS)
-        cells = device_cells(device.device, next(known, None) or device_state.UNKNOWN)
+        states.append(next(known, device_state.UNKNOWN))
+        cells = device_cells(device.device, states[-1])
         label, name, memory, utilization, *_more, state = cells
         rows.append([label, shorten(name, 40), memory, utilization, state, _users_of(device, answer.taken_at)])
     body = table(
         rows,
         align="<<>>",
         width=None if width is None else width - 2,
-        paint=lambda cell, place: paint(cell, state_colour(cell)) if place == 4 else cell,
+        paint=lambda cell, row, place: paint(cell, LABELS[states[row]][1]) if place == 4 else cell,
     )
     title = f"{_('RECORDED ') * answer.recorded}{_simulated(answer)}{reply.host}: {in_words([sums(answer)])}"
     more = len(answer.devices) - SHOWN_ROWS

@@ -63,7 +63,7 @@ def table(
     *,
     align: str = "",
     width: int | None = None,
-    paint: Callable[[str, int], str] | None = None,
+    paint: Callable[[str, int, int], str] | None = None,
 ) -> list[str]:
     """Lines with the columns of *rows* under each other, two spaces between them.
 
@@ -72,12 +72,12 @@ def table(
         headers: a first row, never painted.
         align: ``<`` or ``>`` per column; left where it is too short.
         width: columns of the terminal; the last column is shortened to fit.  None (a pipe): nothing is.
-        paint: puts colour on a cell: (padded cell, its column) -> cell.
+        paint: puts colour on a cell: (padded cell, its row, its column) -> cell.
     """
     whole = [*([headers] if headers else []), *rows]
     widths = [max(map(display_width, column)) for column in zip(*whole, strict=True)]
     lines = []
-    for number, row in enumerate(whole):
+    for number, row in enumerate(whole, -1 if headers else 0):
         left, cells = width, []
         last = max((column for column, cell in enumerate(row) if cell), default=0)
         for column, cell in enumerate(row[: last + 1]):
@@ -87,7 +87,7 @@ def table(
             if left is not None:
                 cell = shorten(cell, left)
                 left = max(0, left - widths[column] - 2)
-            cells.append(paint(cell, column) if paint and (number or not headers) else cell)
+            cells.append(paint(cell, number, column) if paint and number >= 0 else cell)
             if left == 0:
                 break
         lines.append("  ".join(cells))

@@ -109,8 +109,8 @@ def _device_lines(snapshot: Snapshot, uses: Sequence[DeviceUse], width: int | No
         for row, use in zip(cells, uses, strict=True):
             row[1] = row[1] if use.device.mig_profile else shorten(row[1], room)
 
-    def coloured(cell: str, column: int) -> str:
-        return paint(cell, state_colour(cell)) if column == 6 else cell
+    def coloured(cell: str, row: int, column: int) -> str:
+        return paint(cell, LABELS[uses[row].state][1]) if column == 6 else cell
 
     devices = table(cells, heads, align="<<>>>>", width=width, paint=coloured)
     below = [list(_rows_below(use, snapshot, width is not None)) for use in uses]
@@ -322,8 +322,3 @@ def _process_json(running: ProcessUse, snapshot: Snapshot) -> dict[str, Any]:
 def _running(running: ProcessUse, snapshot: Snapshot) -> float | None:
     start = running.process.start_time
     return None if start is None else round(max(0.0, snapshot.clock - start), 2)
-
-
-def state_colour(label: str) -> str:
-    """The colour of a cell that begins with the words of a state."""
-    return next((colour for words, colour in LABELS.values() if label.startswith(_(words))), "")
