@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpuguard.sanitize import of_claim, of_snapshot
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -36,6 +34,11 @@ TOPOLOGY = "topology"  # Snapshot.topology: one call per pair of devices
 BRIEF = "brief"
 
 BUSY_MEMORY = 2 * 2**30  # bytes in use from which on IDLE_PROCESSES asks no more: no idle device holds as much
+# What an idle device may still hold.  NVIDIA's resiliency extension takes memory for given back below the same 512 MB.
+IDLE_TOLERANCE = 512 * 2**20
+# What driver and firmware may keep for themselves on an idle device, where the driver counts it as used (before 510
+# there is no other figure): nvidia-smi -q shows 205 MiB on an 8 GB board, 614 on an H200, 869 on an A100 80GB.
+UNKNOWN_RESERVE = 2**30
 
 SELECT_FIELDS = frozenset({MEMORY})  # who is on a device is read of the winners alone: see lock.first_sample
 VERIFY_FIELDS = frozenset({MEMORY, PROCESSES, HEALTH, UTILIZATION})
@@ -147,6 +150,11 @@ _NEVER_TOLD = frozenset({
 })  # fmt: skip
 
 
+def idle_limit(device: Device | None, tolerance: int = IDLE_TOLERANCE) -> int:
+    """Bytes that may be in use on *device* (None: on any) while nothing uses it."""
+    return tolerance if device and device.memory_reserved is not None else tolerance + UNKNOWN_RESERVE
+
+
 @dataclass(frozen=True)
 class Gap:
     """A field that could not be read, and why.  device is a uuid, or None for the whole machine."""
@@ -185,6 +193,8 @@ class ClaimRecord:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
+        from gpuguard.sanitize import of_claim  # for notebooks alone: the worker would load it for nothing
+
         return of_claim(self)
 
 
@@ -219,6 +229,8 @@ class Snapshot:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
+        from gpuguard.sanitize import of_snapshot
+
         return of_snapshot(self)
 
     def updated(self, newer: Snapshot) -> Snapshot:

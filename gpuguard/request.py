@@ -9,11 +9,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import IDLE_TOLERANCE
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.model import (
     HEALTH,
+    IDLE_TOLERANCE,
     MEMORY,
     MODEL,
     NVLINK,

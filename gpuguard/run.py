@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import last_about
-from gpuguard.device_state import IDLE_TOLERANCE, mean_watts
+from gpuguard.device_state import mean_watts
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError, ClaimLost, GpuguardError, shortage
 from gpuguard.history import audit_log
@@ -45,7 +45,7 @@ from gpuguard.jobs.processes import (
     start,
 )
 from gpuguard.locale import _
-from gpuguard.model import HEALTH, MEMORY, POWER, UTILIZATION, Event
+from gpuguard.model import HEALTH, IDLE_TOLERANCE, MEMORY, POWER, UTILIZATION, Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -24,8 +24,16 @@ from gpuguard.backends.nvml_calls import (
     Reading,
 )
 from gpuguard.backends.plausibility import LARGEST_MEMORY, SLACK, implausibility
-from gpuguard.device_state import IDLE_TOLERANCE, idle_limit
-from gpuguard.model import BRIEF, BUSY_MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess
+from gpuguard.model import (
+    BRIEF,
+    BUSY_MEMORY,
+    IDLE_TOLERANCE,
+    PROCESS_DETAILS,
+    PROCESSES,
+    Device,
+    GpuProcess,
+    idle_limit,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

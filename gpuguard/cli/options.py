@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 from gpuguard.backends import Backend
 from gpuguard.backends.client import open_worker
 from gpuguard.claims.directory import LockDirectory, last_about, lock_directory
-from gpuguard.device_state import IDLE_TOLERANCE
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
 from gpuguard.locale import _
-from gpuguard.model import WHO_FIELDS, Event, Snapshot
+from gpuguard.model import IDLE_TOLERANCE, WHO_FIELDS, Event, Snapshot
 from gpuguard.request import SLOTS, STRATEGIES, Request
 from gpuguard.source import SnapshotSource
 from gpuguard.units import format_count, parse_bytes, parse_celsius, parse_percent

@@ -14,10 +14,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import IDLE_TOLERANCE, computes, device_title
+from gpuguard.device_state import computes, device_title
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _, ngettext
 from gpuguard.model import (
+    IDLE_TOLERANCE,
     MEMORY,
     PROCESS_DETAILS,
     PROCESSES,

@@ -35,15 +35,13 @@ def shorten(text: str, width: int | None) -> str:
 
 
 # A word, or a Chinese character with the punctuation that may not begin or end a line.
-_WORD = re.compile(
-    r"[（「《“]*[\u2e80-\u9fff\uff00-\uffef][，。：；、！？）」》”…]*|[^\s\u2e80-\u9fff\uff00-\uffef]+|\s+"
-)
+_WORD = r"[（「《“]*[\u2e80-\u9fff\uff00-\uffef][，。：；、！？）」》”…]*|[^\s\u2e80-\u9fff\uff00-\uffef]+|\s+"
 
 
 def wrapped(text: str, width: int) -> list[str]:
     """*text*, one paragraph, in lines of at most *width* columns; Chinese breaks between any two characters."""
     lines = [""]
-    for word in _WORD.findall(text):
+    for word in re.findall(_WORD, text):
         if lines[-1] and display_width(lines[-1] + word.rstrip()) > width:
             lines[-1] = lines[-1].rstrip()
             lines.append("")
