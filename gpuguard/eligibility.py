@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import hides_use, may_compute, occupants, unlisted_memory, user_label
+from gpuguard.device_state import hides_use, idle_limit, may_compute, occupants, unlisted_memory, user_label
 from gpuguard.locale import N_, _
-from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot, idle_limit
+from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.request import Request, resolve
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_bytes, format_count, format_duration

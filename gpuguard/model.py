@@ -36,9 +36,6 @@ BRIEF = "brief"
 BUSY_MEMORY = 2 * 2**30  # bytes in use from which on IDLE_PROCESSES asks no more: no idle device holds as much
 # What an idle device may still hold.  NVIDIA's resiliency extension takes memory for given back below the same 512 MB.
 IDLE_TOLERANCE = 512 * 2**20
-# What driver and firmware may keep for themselves on an idle device, where the driver counts it as used (before 510
-# there is no other figure): nvidia-smi -q shows 205 MiB on an 8 GB board, 614 on an H200, 869 on an A100 80GB.
-UNKNOWN_RESERVE = 2**30
 
 SELECT_FIELDS = frozenset({MEMORY})  # who is on a device is read of the winners alone: see lock.first_sample
 VERIFY_FIELDS = frozenset({MEMORY, PROCESSES, HEALTH, UTILIZATION})
@@ -148,11 +145,6 @@ _NEVER_TOLD = frozenset({
     "this model does not have it", "the simulated driver does not tell it",
     "the simulated driver gives no process list",
 })  # fmt: skip
-
-
-def idle_limit(device: Device | None, tolerance: int = IDLE_TOLERANCE) -> int:
-    """Bytes that may be in use on *device* (None: on any) while nothing uses it."""
-    return tolerance if device and device.memory_reserved is not None else tolerance + UNKNOWN_RESERVE
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from itertools import combinations
 from math import comb
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import device_title
+from gpuguard.device_state import device_title, idle_limit
 from gpuguard.eligibility import (
     MIG_SET,
     OUTER,
@@ -30,7 +30,7 @@ from gpuguard.eligibility import (
 )
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.locale import _, ngettext
-from gpuguard.model import ClaimRecord, Device, Snapshot, idle_limit
+from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.request import Request, options_of, spelled
 from gpuguard.units import format_bytes, format_count, format_duration
 

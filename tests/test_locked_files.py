@@ -21,7 +21,7 @@ from nodes import eventually
 from proc import state
 
 from gpuguard import deadline
-from gpuguard.backends import frames, spawn
+from gpuguard.backends import spawn
 from gpuguard.claims import holders
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
 from gpuguard.claims.holders import as_written, inode_of
@@ -196,7 +196,7 @@ def test_looks_that_take_next_to_nothing_are_never_too_many(locked):
 def test_a_reader_that_has_ended_is_replaced(locked):
     holders.locked_files(os.getpid(), os.getuid(), 5)
     _, process, ask, _ = holders._reader[0]
-    frames.send(ask, ())  # what ends it
+    spawn.send(ask, ())  # what ends it
 
     assert eventually(lambda: os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT) is not None)
     holders.locked_files(os.getpid(), os.getuid(), 5)

@@ -20,7 +20,7 @@ from proc import runs
 
 from gpuguard import __main__ as program
 from gpuguard import cli
-from gpuguard.backends import client, frames, open_backend, spawn, worker
+from gpuguard.backends import client, open_backend, spawn, worker
 from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.errors import BackendError, DriverUnresponsive, InvalidRequest
 from gpuguard.model import ALL_FIELDS, MEMORY, POWER, SELECT_FIELDS, WHO_FIELDS, Gap, Snapshot
@@ -188,11 +188,11 @@ def silent() -> Iterator[spawn.Channel]:
 def test_only_a_device_whose_mark_stays_too_long_is_blamed(silent, monkeypatch, marks):
     begun, left = time.monotonic(), list(marks)
 
-    def read_mark(_: int) -> frames.Mark:
+    def read_mark(_: int) -> spawn.Mark:
         index, later = left.pop(0) if left else (9, 0.0)
         return index, begun + later
 
-    monkeypatch.setattr(frames, "read_mark", read_mark)
+    monkeypatch.setattr(spawn, "read_mark", read_mark)
 
     assert client._overdue(silent, 0.01) == (9, begun)
 
@@ -202,7 +202,7 @@ def test_a_worker_that_gets_no_cpu_has_a_grace_and_no_more(silent, monkeypatch):
     asked: list[int] = []
     runnable = SimpleNamespace(state="R")
     monkeypatch.setattr(client, "stat_of", lambda pid: asked.append(pid) or runnable)
-    frames.write_mark(silent.mark, 4)
+    spawn.write_mark(silent.mark, 4)
     begun = time.monotonic()
     late = client._overdue(silent, 0.01)
 
@@ -210,9 +210,9 @@ def test_a_worker_that_gets_no_cpu_has_a_grace_and_no_more(silent, monkeypatch):
 
 
 def test_an_answer_that_comes_at_the_last_moment_counts(silent: spawn.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    frames.write_mark(silent.mark, 0)
+    spawn.write_mark(silent.mark, 0)
     runnable = SimpleNamespace(state="R")
-    monkeypatch.setattr(client, "stat_of", lambda pid: frames.send(silent.requests, ("ready",)) or runnable)
+    monkeypatch.setattr(client, "stat_of", lambda pid: spawn.send(silent.requests, ("ready",)) or runnable)
 
     assert client._overdue(silent, 0.01) is None
 
@@ -225,8 +225,8 @@ def test_the_worker_ends_with_its_reader_however_that_ends_even_while_a_call_han
         "import sys; from gpuguard.backends.client import open_worker\n"
         "source = open_worker(sys.argv[1])\n"
         "print(source._channel.process.pid, flush=True)\n"
-        "from gpuguard.backends import frames\n"
-        "frames.send(source._channel.requests, (('memory',), None, ()))\n"
+        "from gpuguard.backends import spawn\n"
+        "spawn.send(source._channel.requests, (('memory',), None, ()))\n"
         "input()"
     )
     reader = subprocess.Popen(
@@ -294,7 +294,7 @@ def test_a_worker_of_another_version_is_not_believed(told: tuple[str, ...], monk
     requests_read, requests = os.pipe()
     replies, replies_write = os.pipe()
     life, life_held = os.pipe()
-    frames.send(replies_write, told)
+    spawn.send(replies_write, told)
     channel = spawn.Channel(subprocess.Popen(["true"]), requests, replies, os.memfd_create("mark"), life_held)
     monkeypatch.setattr(spawn, "start_worker", lambda name: channel)
     source = WorkerBackend("nvml")

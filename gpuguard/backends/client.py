@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuguard import __version__, errors
-from gpuguard.backends import frames, spawn
+from gpuguard.backends import spawn
 from gpuguard.locale import _
 from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.procfs import stat_of
@@ -112,9 +112,9 @@ class WorkerBackend:
 
     def _send_request(self, request: tuple[object, ...]) -> None:
         channel = self._channel = self._channel or self._started()
-        frames.write_mark(channel.mark, None)
+        spawn.write_mark(channel.mark, None)
         try:
-            frames.send(channel.requests, request)
+            spawn.send(channel.requests, request)
         except BrokenPipeError:
             if self._ready:
                 raise
@@ -137,7 +137,7 @@ class WorkerBackend:
                     )
                 if _overdue(channel, INIT_SECONDS - SLOW_SECONDS):
                     raise _unresponsive(f"the driver did not initialise within {INIT_SECONDS:.0f} s")
-            reply = frames.receive(channel.replies, lambda: _in_time(channel, INIT_SECONDS))
+            reply = spawn.receive(channel.replies, lambda: _in_time(channel, INIT_SECONDS))
             if reply is None:
                 raise errors.DriverUnresponsive(
                     _("the driver library crashed while it initialised.  Try `nvidia-smi`.")
@@ -157,9 +157,9 @@ class WorkerBackend:
     def _reply(self, seconds: float) -> Snapshot:
         channel = self._channel
         assert channel is not None
-        reply = frames.receive(channel.replies, lambda: _in_time(channel, seconds))
+        reply = spawn.receive(channel.replies, lambda: _in_time(channel, seconds))
         if reply is None:
-            index, _ = frames.read_mark(channel.mark)
+            index, _ = spawn.read_mark(channel.mark)
             raise _Stuck(index, f"the driver library crashed ({_where(index)})")
         _raise_error(reply)
         return unpack(reply[1], self._sent)
@@ -191,21 +191,21 @@ def _unresponsive(reason: str) -> errors.DriverUnresponsive:
     return errors.DriverUnresponsive(_("{reason}.  Try `nvidia-smi`; if it hangs too, reboot.").format(reason=reason))
 
 
-def _overdue(channel: spawn.Channel, seconds: float) -> frames.Mark | None:
+def _overdue(channel: spawn.Channel, seconds: float) -> spawn.Mark | None:
     """What takes longer than *seconds*, without waiting for a CPU; None as soon as the worker answers, or has ended."""
     poll = select.poll()
     poll.register(channel.replies, select.POLLIN)
-    late: frames.Mark | None = None
+    late: spawn.Mark | None = None
     starved_until, pause = 0.0, seconds
     while not poll.poll(pause * 1000):
-        mark, now = frames.read_mark(channel.mark), time.monotonic()
+        mark, now = spawn.read_mark(channel.mark), time.monotonic()
         if (left := mark[1] + seconds - now) > 0:
             pause = min(left, seconds)  # no longer, should the mark have been read half
         elif mark != late:
             late, starved_until, pause = mark, now + STARVED_SECONDS, 0.0
         elif now < starved_until and (stat := stat_of(channel.process.pid)) and stat.state == "R":
             pause = 0.2
-        elif frames.read_mark(channel.mark) == mark:  # else it goes on with another device
+        elif spawn.read_mark(channel.mark) == mark:  # else it goes on with another device
             return None if poll.poll(0) else mark
     return None
 

@@ -24,16 +24,7 @@ from gpuguard.backends.nvml_calls import (
     Reading,
 )
 from gpuguard.backends.plausibility import LARGEST_MEMORY, SLACK, implausibility
-from gpuguard.model import (
-    BRIEF,
-    BUSY_MEMORY,
-    IDLE_TOLERANCE,
-    PROCESS_DETAILS,
-    PROCESSES,
-    Device,
-    GpuProcess,
-    idle_limit,
-)
+from gpuguard.model import BRIEF, BUSY_MEMORY, IDLE_TOLERANCE, PROCESS_DETAILS, PROCESSES, GpuProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -263,9 +254,8 @@ def _kinds(reading: Reading) -> list[str]:
 def _may_be_a_desktop(reading: Reading, rows: Sequence[tuple[int, int | None]]) -> bool:
     """Whether what is in use can be a desktop's, which shows only in the list of graphics processes."""
     used = reading.values.get("memory_used")
-    device = Device(0, "", memory_used=used, memory_reserved=reading.values.get("memory_reserved"))
     small = all(memory is not None and memory <= IDLE_TOLERANCE for _, memory in rows)
-    return small and (bool(rows) or (used is not None and used > idle_limit(device)))
+    return small and (bool(rows) or (used is not None and used > IDLE_TOLERANCE))
 
 
 def read_idle_processes(reading: Reading) -> None:

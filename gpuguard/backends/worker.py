@@ -1,7 +1,7 @@
 """The process that reads the devices for another one, its client: it answers over two pipes.
 
 A request is (fields, devices, skip, ahead), a reply ("ready", version), ("snapshot", packed) or ("error", class,
-message, attributes).  How they travel: see frames; how it is started: see spawn; what takes too long: see client.
+message, attributes).  How it is started, and how both travel: see spawn; what takes too long: see client.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from gpuguard import __version__
 from gpuguard.backends import open_backend
-from gpuguard.backends.frames import receive, send, write_mark
+from gpuguard.backends.spawn import receive, send, write_mark
 from gpuguard.errors import CROWDED, BackendError, GpuguardError
 from gpuguard.model import Device, GpuProcess, Snapshot
 

@@ -20,7 +20,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from gpuguard import procfs
-from gpuguard.backends import frames, spawn
+from gpuguard.backends import spawn
 from gpuguard.deadline import charge, owed_by, stopwatch
 from gpuguard.files import device_of, hold_in_place, status_in_place
 from gpuguard.procfs import in_first_pid_namespace, uid_behind
@@ -233,8 +233,8 @@ def locked_inode(pid: str | int, descriptor: str) -> str:
 
 def holders_answer() -> NoReturn:
     """Read what processes have locked until no further request comes: the life of the reader process."""
-    frames.send(1, ("ready",))
-    while request := frames.receive(0):
+    spawn.send(1, ("ready",))
+    while request := spawn.receive(0):
         pid, seconds = request
         until, took = monotonic() + seconds, stopwatch()
         found: list[tuple[int, str]] = []
@@ -248,7 +248,7 @@ def holders_answer() -> NoReturn:
                     found.append((int(number), inode))
         except OSError:  # it has ended
             pass
-        frames.send(1, (found, took(), whole))
+        spawn.send(1, (found, took(), whole))
     os._exit(0)
 
 
@@ -319,13 +319,13 @@ def _read_by_reader(pid: int | str, uid: int, seconds: float) -> tuple[list[tupl
         try:
             _, reader, ask, answers = _started()
             begun = monotonic()
-            frames.send(ask, (pid, seconds))
+            spawn.send(ask, (pid, seconds))
             if not _has_answer(answers, seconds + (SLACK_AGAIN if _hanging else SLACK_SECONDS)):
                 _hanging[uid] = reader
                 charge((uid, _KIND), (now := monotonic()) - begun, now)
                 _close()
                 return None
-            answer = frames.receive(answers)
+            answer = spawn.receive(answers)
         except OSError:  # no further process or file; or it has ended
             answer = None
         if answer is None:
@@ -362,7 +362,7 @@ def _start() -> tuple[int, subprocess.Popen[bytes], int, int]:
         spawn.close_all(opened)
         raise
     spawn.close_all((request_end, answer_end))
-    if not _has_answer(answers, START_SECONDS) or frames.receive(answers) is None:
+    if not _has_answer(answers, START_SECONDS) or spawn.receive(answers) is None:
         spawn.close_all((ask, answers))
         _ended.append(process)
         raise OSError(errno.ETIME, os.strerror(errno.ETIME))

@@ -22,11 +22,12 @@ from gpuguard.claims.records import probe, read_record
 from gpuguard.claims.unlock import LockHandle, NotPermitted, computing_under, lock_handle
 from gpuguard.clusters import slurm
 from gpuguard.deadline import in_time
+from gpuguard.device_state import idle_limit
 from gpuguard.enforcement import identity
 from gpuguard.enforcement.identity import ProcessFacts
 from gpuguard.enforcement.limits import ActionLimits, FailedCheck, PastAction
 from gpuguard.errors import BackendError, ClaimError
-from gpuguard.model import WHO_FIELDS, ClaimRecord, Event, GpuProcess, Snapshot, Verdict, claim_named, idle_limit
+from gpuguard.model import WHO_FIELDS, ClaimRecord, Event, GpuProcess, Snapshot, Verdict, claim_named
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
 from gpuguard.policies.policy import DISRUPTIVE
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, start_time

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gpuguard.device_state import claim_of, claims_on, device_title, may_compute, usable_devices
+from gpuguard.device_state import claim_of, claims_on, device_title, idle_limit, may_compute, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
-from gpuguard.model import Device, Finding, GpuProcess, Subject, idle_limit
+from gpuguard.model import Device, Finding, GpuProcess, Subject
 from gpuguard.policies.view import (
     RuleView,
     claim_subject,

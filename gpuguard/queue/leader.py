@@ -22,7 +22,7 @@ from contextlib import suppress
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.holders import as_written
 from gpuguard.claims.records import locks_held
-from gpuguard.model import idle_limit
+from gpuguard.device_state import idle_limit
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.state import QueueState, is_responsive
 from gpuguard.queue.tickets import wake
