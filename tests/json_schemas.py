@@ -35,7 +35,6 @@ def schemas(page: str) -> dict[str, Schema]:
     titles: dict[str, str] = {}
     lists: Lists = {}
     for title, body in re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", page, re.M | re.S):
-        complete = not re.search(r"fields\s+are left out", body)
         for heading, section in re.findall(r"^### (\S+(?:, \S+)*)\n(.*?)(?=^#|\Z)", body, re.M | re.S):
             fields = {
                 name: " ".join(words.removeprefix(":").split())
@@ -44,7 +43,7 @@ def schemas(page: str) -> dict[str, Schema]:
             }
             for path in heading.split(", "):
                 titles.setdefault(path, title)
-                lists[path] = fields, complete
+                lists[path] = fields, not re.search(r"fields\s+are left out", body.partition("\n### ")[0] + section)
     return {
         path: {"$schema": DIALECT, "title": titles[path], **_object(path, lists)}
         for path in lists

@@ -13,6 +13,7 @@ import pytest
 from builders import a_device, a_uuid
 from hypothesis import given
 from hypothesis import strategies as st
+from json_schemas import PAGE, faults, schemas
 from nodes import Gpuguard
 from stores import fill, set_version
 from test_who import DOCUMENT, documented, printed
@@ -100,7 +101,9 @@ def test_memory_that_is_unknown_is_empty_and_null(said):
 def test_the_document_describes_exactly_the_fields_that_are_printed(said):
     found: dict[str, set[str]] = {}
     for metric in METRICS:
-        printed("history", json.loads(said("history", "--from", "1h", "--metric", metric, "--json")), found)
+        content = json.loads(said("history", "--from", "1h", "--metric", metric, "--json"))
+        printed("history", content, found)
+        assert faults(content, schemas(PAGE.read_text(encoding="utf-8"))["history"]) == []
 
     assert documented("history", DOCUMENT.read_text(encoding="utf-8")) == found
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
+from json_schemas import PAGE, faults, schemas
 from stores import FIRST, at, written
 from test_who import DOCUMENT, documented, printed
 
@@ -190,7 +191,9 @@ def test_the_document_describes_exactly_the_fields_that_are_printed(hour):
     found: dict[str, set[str]] = {}
     for by in BY:
         claims = claim_rows(LOG, 0.0, 1e10) if by == "claim" else None
-        printed("report", json.loads(json_text(view.to_json(reported(hour, by), claims, "node"))), found)
+        content = json.loads(json_text(view.to_json(reported(hour, by), claims, "node")))
+        printed("report", content, found)
+        assert faults(content, schemas(PAGE.read_text(encoding="utf-8"))["report"]) == []
 
     assert documented("report", DOCUMENT.read_text(encoding="utf-8")) == found
 
