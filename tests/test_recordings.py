@@ -116,6 +116,14 @@ def test_devices_and_processes_that_come_and_go_come_back(tmp_path):
     assert list(views(path)) == [recorded(view) for view in seen]
 
 
+def test_a_recording_of_an_idle_machine_has_all_its_samples_and_no_pause(tmp_path):
+    idle = (RuleView(a_snapshot(a_device(0), clock=100.0 + at, taken_at=1_700_000_000.0 + at)) for at in range(9))
+
+    recording = read_recording(write(tmp_path / "night", *idle))
+
+    assert (len(recording.rows), recording.jobs(), recording.holes(longest=3.0)) == (9, {}, 0)
+
+
 def test_a_file_that_was_cut_off_anywhere_is_read_up_to_there(tmp_path):
     seen = [a_view(second) for second in range(70)]
     whole = Path(write(tmp_path / "a.rec", *seen)).read_bytes()

@@ -335,8 +335,8 @@ def _read_recorded(path: str, advance: Callable[[float], None]) -> Recording:
     distances = [later - earlier for earlier, later in pairwise(times) if later > earlier]
     if not distances:
         raise InvalidRequest(_("{path} has fewer than two samples: there is nothing to judge.").format(path=path))
-    if not rows:  # an idle machine: a row without a job, so that it has a beginning and an end
-        rows = [RecordedRow(time, "", "", "", "") for time in (times[0], times[-1])]
+    if not rows:  # an idle machine: rows without a job, so that it has a beginning, an end and no pause between them
+        rows = [RecordedRow(time, "", "", "", "") for time in times]
 
     def replayed() -> Iterator[Iterator[RuleView]]:
         for host in dict.fromkeys(view.snapshot.host for view in views(path)):
