@@ -291,7 +291,7 @@ class JobSupervisor:
                 self.notify(
                     _("CLAIM LOST: {lost}  The job goes on, but another job may use its GPU now.").format(lost=lost)
                 )
-                log_claim("claim lost", "job goes on", self.claim, str(lost))
+                log_claim("claim lost", "job goes on", self.claim, str(lost).rstrip("."))
         if time.monotonic() >= self.sample_at:
             self.sample(self.meter.add)
 

@@ -116,6 +116,14 @@ def format_rounded(value: float | None, unit: str) -> str:
     return "n/a" if value is None else f"{value:.0f}{unit}"
 
 
+def format_energy(joules: float) -> str:
+    """``"12.3Wh"``, ``"0.14kWh"``."""
+    watt_hours = joules / 3600
+    if watt_hours >= 100:
+        return f"{watt_hours / 1000:.2f}kWh"
+    return f"{watt_hours:.1f}Wh" if watt_hours >= 1 else f"{watt_hours:.2g}Wh"
+
+
 def format_count(number: int, noun: str, plural: str = "") -> str:
     """``"1 policy"``, ``"2,000 faults"``; *plural* where it is not the noun with an s."""
     return ngettext(*count_forms(noun, plural), number).format(number=number)

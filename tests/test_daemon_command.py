@@ -67,7 +67,7 @@ def test_once_says_what_would_follow_if_the_daemon_went_on(once, policy, tmp_pat
 def test_once_says_that_there_is_nothing_against_anybody_and_writes_its_log_where_it_was_told_to(once, tmp_path):
     done = once("--events", str(tmp_path / "elsewhere.jsonl"))
 
-    assert done.stderr.splitlines()[-1] == "gpuguard: no policy has anything against anybody now."
+    assert done.stderr.splitlines()[-1] == "gpuguard: no policy has anything against any user now."
     assert "in force" in (tmp_path / "elsewhere.jsonl").read_text()
 
 

@@ -277,7 +277,8 @@ def test_what_needs_no_plan():
     assert explained(a_position(request=None)) == "no GPUs for it as things are"
     assert explained(a_position(devices=())) == "too far behind for a plan"
     assert explained(a_position(start=NOW + 7200)) == "starts in about 2h"
-    assert explained(a_position(start=NOW - 5)) == "starts in about 0s"
+    assert explained(a_position(start=NOW - 5)) == "starts in a moment"
+    assert explained(a_position(start=NOW + 0.4)) == "starts in a moment"
 
 
 def test_a_request_that_is_not_queued_yet_has_no_number():
@@ -379,6 +380,19 @@ def test_where_the_start_is_unknown_the_reason_is_given():
     expected = a_claim_record(SECOND, id="b", expected=NOW - 10)
     assert explained(both, claims=(late, expected)) == f"{unknown}a job is over its time"
     assert explained(both, claims=(late, zoes)) == f"{unknown}the job of zoe has no time limit"
+    assert explained(both, claims=(replace(free, uid=-1, user="unknown"),)) == (
+        f"{unknown}the job of an unknown user has no time limit"
+    )
+
+
+def test_a_job_within_its_time_is_not_blamed_for_a_gpu_that_is_used_without_a_claim():
+    both = a_position(devices=(FIRST, SECOND))
+    within = a_claim_record(FIRST, ends=NOW + HOUR)
+    used = a_snapshot(a_device(0), a_device(1, processes=(a_process(),)))
+
+    told = start_text(both, replace(a_queue(both, claims=(within,)), snapshot=used))
+
+    assert told == "start unknown: a GPU is in use without a claim"
 
 
 def test_where_no_request_waits_there_is_no_position_in_the_queue(gpuguard, job):
@@ -392,7 +406,7 @@ def test_explain_says_that_a_request_would_delay_another_and_leaves_no_ticket(gp
 
     why = f"number 2 of 2 in the queue, held back: it would delay {me}'s request for 2, which came before"
     until = "; shorter jobs may start first until "
-    assert (text[0], text[1].splitlines()[-1].partition(until)[0]) == (1, f"It would be {why}")
+    assert (text[0], text[1].splitlines()[-1].partition(until)[0]) == (1, f"If you ran it now: {why}")
     line = json.loads(answer[1])["line"]
     assert (answer[0], json.loads(answer[1])["outcome"], line.partition(until)[0]) == (1, "wait", why)
     assert "It would start at once" not in text[1]

@@ -164,7 +164,7 @@ def test_stop_ends_the_job_by_its_own_steps_first(site, trap):
         assert (asked.returncode, status) == (0, 128 + (signal.SIGKILL if trap else signal.SIGTERM)), error
         assert "its job was ended" in said and site.free() == 4
         told = run.stderr.read() if run.stderr else ""
-        assert "to be released by" in told and "maintenance" in told and ("SIGKILL" in told) == bool(trap)
+        assert "stopped by" in told and "maintenance" in told and ("SIGKILL" in told) == bool(trap)
 
 
 def test_stop_says_that_it_waits_and_does_not_wait_for_a_run_that_was_killed(site):

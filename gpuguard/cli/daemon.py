@@ -128,7 +128,7 @@ def _print_status(guard: service.Daemon, judgement: Judgement, enforcing: bool) 
         _print(f"{note.policy or 'all policies'}: nothing is done, {note.kind}: {note.text}")
     rows = tuple(map(status_reply, guard.watchdog.status()))
     if rows or not judgement.notes:
-        for line in status_lines(StatusReply(enforcing, rows, 0), time.time(), "anybody"):
+        for line in status_lines(StatusReply(enforcing, rows, 0), time.time(), "any user"):
             _print(line)
 
 

@@ -19,7 +19,7 @@ from gpuguard.jobs.processes import exec_fault
 from gpuguard.locale import N_, _
 from gpuguard.run import LEFT
 from gpuguard.sanitize import neutral_command, neutralise
-from gpuguard.units import format_bytes, format_duration, local_time
+from gpuguard.units import format_bytes, format_duration, format_energy, local_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -276,11 +276,3 @@ def gpus(devices: Sequence[Device]) -> str:
     """``"GPU 2,3"``, a MIG instance as ``"0.1[3g.40gb]"``."""
     names = [f"{device.label}[{device.mig_profile}]" if device.parent_uuid else device.label for device in devices]
     return f"GPU {','.join(names)}"
-
-
-def format_energy(joules: float) -> str:
-    """``"12.3Wh"``, ``"0.14kWh"``."""
-    watt_hours = joules / 3600
-    if watt_hours >= 100:
-        return f"{watt_hours / 1000:.2f}kWh"
-    return f"{watt_hours:.1f}Wh" if watt_hours >= 1 else f"{watt_hours:.2g}Wh"

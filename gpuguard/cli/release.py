@@ -24,7 +24,7 @@ from gpuguard.cli.options import add_source_options, backend_of, directory_of, l
 from gpuguard.cli.restrictions import reason_of
 from gpuguard.daemon import release
 from gpuguard.errors import InvalidRequest
-from gpuguard.locale import _
+from gpuguard.locale import N_, _
 from gpuguard.model import Event
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count
@@ -34,6 +34,15 @@ from gpuguard.views.text import picked, put, put_json, table
 if TYPE_CHECKING:
     from gpuguard.claims.directory import LockDirectory
     from gpuguard.model import ClaimRecord
+
+
+# How a claim was released, as people read it; in the JSON stand the words of 0.1.
+_WAYS = {
+    release.BY_JOB: N_("by the gpuguard run of its job"),
+    release.FROM_HERE: N_("by this command"),
+    release.BY_DAEMON: N_("by the daemon"),
+    release.JOB_ENDED: N_("its job was ended"),
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
         put_json({"schema": 1, "claim": claim.id, **picked(claim, "uid", "devices"), "how": how})
     else:
         what = _("{count} of {user}").format(count=format_count(len(claim.devices), "GPU"), user=neutralise(claim.user))
-        put([_("released: the claim {id}, {what}, {how}.").format(id=claim.id, what=what, how=how)])
+        put([_("released: the claim {id}, {what}, {how}.").format(id=claim.id, what=what, how=_(_WAYS[how]))])
     return 0
 
 
@@ -86,6 +95,6 @@ def _print_claims(args: argparse.Namespace, directory: LockDirectory) -> int:
 
 def _log(args: argparse.Namespace, claim: ClaimRecord, how: str) -> None:
     facts = (("uid", claim.uid), ("by_uid", os.getuid()))
-    message = f"{how}: {args.reason}" if args.reason else how
+    message = f"{_WAYS[how]}: {args.reason}" if args.reason else _WAYS[how]
     event = Event(time.time(), "release", "released", claim.user, claim.devices, None, claim.id, message, facts)
     log_event(args, event)

@@ -374,7 +374,7 @@ def answer_release_request(
         )
         return
     if answer.what == ENDING:
-        escalation.begin(time.monotonic(), "release", f"to be released {request.in_words()}")
+        escalation.begin(time.monotonic(), "release", f"stopped {request.in_words()}")
     elif answer.what == REFUSED:
         notify(
             _("the claim was to be released {in_words}.  Refused: {why}.").format(

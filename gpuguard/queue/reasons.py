@@ -115,7 +115,7 @@ def start_text(position: QueuePosition, queue: QueueState, *, brief: bool = Fals
     if unknown is not None or position.start is None:
         return unknown or "" if brief else _("start unknown: {why}").format(why=unknown)
     why = _freed_text(position, position.start, queue)
-    text = _("starts in about {seconds}").format(seconds=_until(position.start, queue))
+    text = _start_in_words(position.start, queue)
     return _("{text}, {why}").format(text=text, why=why) if why else text
 
 
@@ -152,7 +152,7 @@ def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) ->
         user=reservation.user, time=_from_or_until(reservation, queue.now)
     )
     if position.start is not None:
-        text += _("; starts in about {seconds}").format(seconds=_until(position.start, queue))
+        text += f"; {_start_in_words(position.start, queue)}"
     if reservation.begins > queue.now and position.ticket.time_limit is None:
         text += _("; with a --time-limit that ends before, it could start now")
     return text
@@ -169,8 +169,10 @@ def passing_text(position: QueuePosition, queue: QueueState) -> str | None:
     return _("only jobs that probably end before its GPUs are free start first")
 
 
-def _until(start: float, queue: QueueState) -> str:
-    return format_duration(round(max(0.0, start - queue.now)))
+def _start_in_words(start: float, queue: QueueState) -> str:
+    if (seconds := round(start - queue.now)) <= 0:
+        return _("starts in a moment")
+    return _("starts in about {seconds}").format(seconds=format_duration(seconds))
 
 
 def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str:
@@ -200,14 +202,17 @@ def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str
 def _unknown_end_text(position: QueuePosition, queue: QueueState) -> str:
     if before := _on_the_same_devices(position, queue):
         return _("{user}'s request before it has no time limit").format(user=before.ticket.user)
-    claims = {claim.id: claim for uuid in position.devices if (claim := _claim_on(uuid, queue))}
+    claimed = {uuid: claim for uuid in position.devices if (claim := _claim_on(uuid, queue))}
+    claims = {claim.id: claim for claim in claimed.values()}
     endless = [claim for claim in claims.values() if claim.ends is None and claim.expected is None]
-    if claims and not endless:
-        return _("a job is over its time")
     if not endless:
-        used = any(device.processes for device in queue.snapshot.devices if device.uuid in position.devices)
-        return _("a GPU is in use without a claim") if used else _("a GPU is not free, though it has no claim")
-    users = _(" and ").join(sorted({claim.user for claim in endless}))
+        others = set(position.devices) - set(claimed)
+        is_used = any(device.processes for device in queue.snapshot.devices if device.uuid in others)
+        is_late = any((expected_end(claim, queue.now) or 0.0) <= queue.now for claim in claims.values())
+        if claims and (is_late or not is_used):
+            return _("a job is over its time")
+        return _("a GPU is in use without a claim") if is_used else _("a GPU is not free, though it has no claim")
+    users = _(" and ").join(sorted({claim.user if claim.uid >= 0 else _("an unknown user") for claim in endless}))
     return ngettext(
         "the job of {users} has no time limit", "the jobs of {users} have no time limit", len(endless)
     ).format(users=users)

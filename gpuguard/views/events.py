@@ -13,7 +13,7 @@ from gpuguard.history.audit_log import Line, devices_of, facts_of, is_number
 from gpuguard.locale import N_, _
 from gpuguard.notify.templates import deed_text
 from gpuguard.sanitize import neutralise
-from gpuguard.units import format_bytes, format_duration, local_time
+from gpuguard.units import format_bytes, format_duration, format_energy, local_time
 from gpuguard.users import user_name
 from gpuguard.views.text import padded, table
 
@@ -186,5 +186,5 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {  # the first that fits
     "_seconds": format_duration,
     "_bytes": format_bytes,
     "_percent": "{:g}%".format,
-    "_joules": lambda joules: f"{joules / 3.6e6:.2g}kWh" if joules >= 36000 else f"{joules / 3600:.2g}Wh",
+    "_joules": format_energy,
 }

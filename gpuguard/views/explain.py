@@ -127,7 +127,7 @@ def _passed_over(device: Device, choice: Choice) -> str | None:
 
 def _verdict(snapshot: Snapshot, request: Request, choice: Choice, start: tuple[bool, str] | None) -> list[str]:
     what = outcome(snapshot, request, choice)
-    position = [_("It would be {start}.").format(start=neutralise(start[1]))] if start else []
+    position = [_("If you ran it now: {start}.").format(start=neutralise(start[1]))] if start else []
     names = ", ".join(device_title(device) for device in choice.devices)
     if what == START and start and not start[0]:
         return [_("It would wait although {names} could be had: others wait before it.").format(names=names), *position]

@@ -23,6 +23,10 @@ const UNITS = {
     return first < 0 ? `0${names[3]}` : parts.slice(first, first + 2).filter(([count]) => count).map((part) => part.join("")).join("");
   },
   rounded: (value, unit, digits = 0) => (UNITS.isUnknown(value) ? null : `${value.toFixed(digits)}${unit}`),
+  energy(wattHours) {
+    if (wattHours >= 100) return `${(wattHours / 1000).toFixed(2)}kWh`;
+    return wattHours >= 1 ? `${wattHours.toFixed(1)}Wh` : `${Number(wattHours.toPrecision(2))}Wh`;
+  },
   clock: (at, language, { seconds = true } = {}) => new Date(at * 1000).toLocaleTimeString(language,
     { hour: "2-digit", minute: "2-digit", second: seconds ? "2-digit" : undefined, hourCycle: "h23" }),
   day: (at, language) => new Date(at * 1000).toLocaleDateString(language, { month: "short", day: "numeric" }),
@@ -36,7 +40,7 @@ const UNITS = {
       seconds: () => UNITS.duration(value, names),
       bytes: () => UNITS.bytes(value),
       percent: () => `${Number(value.toPrecision(6))}%`,
-      joules: () => (value >= 36000 ? `${Number((value / 3.6e6).toPrecision(2))}kWh` : `${Number((value / 3600).toPrecision(2))}Wh`),
+      joules: () => UNITS.energy(value / 3600),
     };
     return [bare, texts[name.slice(bare.length + 1)]?.() ?? String(Number(value.toPrecision(6)))];
   },

@@ -35,7 +35,8 @@ const WORDS = {
     "kinds": {}, "outcomes": {}, "facts": {},
     "phrases": [
       ["quarantined by (.+?): (.+)", "$2 (by $1)"],
-      ["starts in about (\\S+?), (.+)", "$2"], ["starts in about \\S+", ""], ["start unknown: (.+)", "$1"]
+      ["starts in about (\\S+?), (.+)", "$2"], ["starts in about \\S+", ""], ["starts in a moment", "即将开始"],
+      ["start unknown: (.+)", "$1"]
     ]
   },
   "zh": {
@@ -98,7 +99,8 @@ const WORDS = {
     },
     "phrases": [
       ["starts now", "现在开始"],
-      ["starts in about (\\S+?), (.+)", "$2"], ["starts in about \\S+", ""], ["start unknown: (.+)", "$1"],
+      ["starts in about (\\S+?), (.+)", "$2"], ["starts in about \\S+", ""], ["starts in a moment", "即将开始"],
+      ["start unknown: (.+)", "$1"],
       ["quarantined by (.+?): (.+)", "$2（操作者：$1）"], ["the administrator", "管理员"],
       ["not queued yet: (.+)", "尚未进入队列：$1"],
       ["held back: it would delay (.+?)'s request for (\\d+), which came before", "暂缓：会推迟 $1 先提交的 $2 块 GPU 的请求"],
