@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 MEMORY = "memory"  # 1    memory_*
 PROCESSES = "processes"  # 1..3 processes: pid, memory_used, kind
 IDLE_PROCESSES = "idle_processes"  # PROCESSES, but not where memory_used says already that the device is busy
-PROCESS_DETAILS = "process_details"  # 1    who a process is (from /proc) and its SM utilization
+PROCESS_DETAILS = "process_details"  # 1    who a process is (from /proc) and its utilization
 UTILIZATION = "utilization"  # 1..2 utilization, memory_utilization
 HEALTH = "health"  # ~4   problems, compute_mode, mig_mode; expands MIG instances
 MODEL = "model"  # static: name, pci_bus_id, minor_number, numa_node, cpu_affinity
 THERMAL = "thermal"  # temperature, fan_speed; thresholds are static
 POWER = "power"  # power_draw, power_limit, total_energy
-CLOCKS = "clocks"  # clocks and their maxima, pstate, throttle_reasons, persistence_mode
+CLOCKS = "clocks"  # clocks and their maxima, pstate, throttle_reasons, persistence_mode, display_active
 ECC = "ecc"  # ecc_*, retired_pages, remapped_rows
 MEDIA = "media"  # 4    clock_graphics, clock_video, encoder_utilization, decoder_utilization
 PCIE = "pcie"  # link and throughput: about 20 ms per device in a real driver
@@ -55,6 +55,9 @@ class GpuProcess:
     uid: int | None = None
     user: str | None = None
     utilization: float | None = None  # percent of the SMs
+    memory_utilization: float | None = None  # percent of the time in which it read or wrote memory
+    encoder_utilization: float | None = None  # percent
+    decoder_utilization: float | None = None
     command: tuple[str, ...] | None = None
     executable: str | None = None
     container: str | None = None  # id, from /proc/PID/cgroup
@@ -106,6 +109,7 @@ class Device:
     pstate: int | None = None  # 0 is the fastest
     throttle_reasons: tuple[str, ...] | None = None
     persistence_mode: bool | None = None
+    display_active: bool | None = None  # a desktop is set up on it, with or without a monitor
 
     ecc_mode: bool | None = None
     ecc_corrected_volatile: int | None = None

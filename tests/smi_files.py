@@ -87,6 +87,7 @@ def _gpu(device: Device, instances: list[Device], odd: Odd) -> str:
     rows = {
         "product_name": device.name,
         "persistence_mode": _enabled(device.persistence_mode),
+        "display_active": _enabled(device.display_active),
         "mig_mode/current_mig": "N/A" if device.mig_mode is None else _enabled(device.mig_mode),
         "mig_devices": "".join(_instance(number, each, odd) for number, each in enumerate(instances)) or "None",
         "uuid": device.uuid,

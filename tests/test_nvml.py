@@ -37,10 +37,10 @@ def test_a_device_is_read_in_full(fake: FakeNvml) -> None:
         "mig_mode": False, "temperature": 34, "temperature_slowdown": 89, "temperature_shutdown": 92, "fan_speed": 30,
         "power_draw": 71, "power_limit": 700, "total_energy": 5000, "clock_sm": 345, "clock_sm_max": 1980,
         "clock_memory": 2619, "clock_memory_max": 2619, "pstate": 0, "throttle_reasons": ("gpu_idle",),
-        "persistence_mode": True, "ecc_mode": True, "ecc_uncorrected_aggregate": 0, "retired_pages": 0,
-        "remapped_rows": 0, "pcie_generation": 5, "pcie_width": 16, "pcie_tx": 102400, "pcie_rx": 204800,
-        "remapped_rows_uncorrected": 0, "clock_graphics": 345, "clock_video": 765, "encoder_utilization": 12,
-        "decoder_utilization": 34,
+        "persistence_mode": True, "display_active": False, "ecc_mode": True, "ecc_uncorrected_aggregate": 0,
+        "retired_pages": 0, "remapped_rows": 0, "pcie_generation": 5, "pcie_width": 16, "pcie_tx": 102400,
+        "pcie_rx": 204800, "remapped_rows_uncorrected": 0, "clock_graphics": 345, "clock_video": 765,
+        "encoder_utilization": 12, "decoder_utilization": 34,
     }  # fmt: skip
 
     assert {name: getattr(snapshot.devices[3], name) for name in told} == told
@@ -49,11 +49,13 @@ def test_a_device_is_read_in_full(fake: FakeNvml) -> None:
 
 
 def test_a_process_is_read_in_full(fake: FakeNvml, sleeper: int) -> None:
-    fake.add_process(3, os.getpid(), 5 * GIB, sm_utilization=40, time_stamp=100)
+    video = {"memory_utilization": 9, "encoder_utilization": 41, "decoder_utilization": 101}  # more than there can be
+    fake.add_process(3, os.getpid(), 5 * GIB, sm_utilization=40, time_stamp=100, **video)
     fake.add_process(3, sleeper, GIB, "compute+graphics")
     first, second = sampled(fake, "WHO_FIELDS").devices[3].processes or ()
 
     assert (first.pid, first.memory_used, first.kind, first.utilization) == (os.getpid(), 5 * GIB, "compute", 40)
+    assert (first.memory_utilization, first.encoder_utilization, first.decoder_utilization) == (9, 41, None)
     assert (first.uid, first.working_directory) == (os.getuid(), str(Path.cwd()))
     assert (second.kind, second.utilization) == ("compute+graphics", None)
 

@@ -25,8 +25,9 @@ from gpuguard.views.query import (
 DEVICE = a_device(
     3, memory_used=32362 * MIB, memory_free=110796 * MIB, memory_total=143771 * MIB, memory_reserved=614 * MIB,
     utilization=99.6, memory_utilization=7.0, temperature=52.0, power_draw=627.4, power_limit=700.0, pstate=0,
-    pci_bus_id="00000000:83:00.0", persistence_mode=True, fan_speed=38.0, clock_sm=1980, ecc_mode=True,
-    ecc_corrected_volatile=0, throttle_reasons=("sw_power_cap",), pcie_generation=5, pcie_width=16, mig_mode=False,
+    pci_bus_id="00000000:83:00.0", persistence_mode=True, display_active=False, fan_speed=38.0, clock_sm=1980,
+    ecc_mode=True, ecc_corrected_volatile=0, throttle_reasons=("sw_power_cap",), pcie_generation=5, pcie_width=16,
+    mig_mode=False,
 )  # fmt: skip
 # As nvidia-smi writes them: (field, header, value, value without its unit).
 SPELLINGS = [
@@ -51,6 +52,7 @@ SPELLINGS = [
     ("clocks_event_reasons.sw_power_cap", "clocks_event_reasons.sw_power_cap", "Active", "Active"),
     ("clocks_throttle_reasons.hw_slowdown", "clocks_event_reasons.hw_slowdown", "Not Active", "Not Active"),
     ("persistence_mode", "persistence_mode", "Enabled", "Enabled"),
+    ("display_active", "display_active", "Disabled", "Disabled"),
     ("compute_mode", "compute_mode", "Default", "Default"),
     ("ecc.mode.current", "ecc.mode.current", "Enabled", "Enabled"),
     ("ecc.errors.corrected.volatile.total", "ecc.errors.corrected.volatile.total", "0", "0"),

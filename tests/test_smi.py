@@ -23,7 +23,7 @@ from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, Driv
 from gpuguard.model import ALL_FIELDS, WHO_FIELDS, Device, Snapshot
 
 FULL = a_device(
-    pstate=2, persistence_mode=True, fan_speed=40.0, ecc_mode=True, ecc_corrected_volatile=1,
+    pstate=2, persistence_mode=True, display_active=False, fan_speed=40.0, ecc_mode=True, ecc_corrected_volatile=1,
     ecc_uncorrected_volatile=2, ecc_corrected_aggregate=3, ecc_uncorrected_aggregate=4, retired_pages=5,
     remapped_rows=6, remapped_rows_uncorrected=2, clock_graphics=1210, clock_video=1125, encoder_utilization=3.0,
     decoder_utilization=4.0, pcie_generation=4, pcie_width=16, pcie_tx=550 * 1024.0, pcie_rx=1024.0, clock_sm=1200,

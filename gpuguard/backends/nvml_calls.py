@@ -212,6 +212,7 @@ def _init_error(nvml: Any, answer: CallResult) -> BackendError:
 # one for nvml.RECENT_SECONDS.  Of other calls only the refusal is kept, as a setting: the device does not have it.
 Keep = Literal["fact", "setting", "recent", "refusal"]
 Answers = dict[tuple[Any, ...], CallResult]  # by function and arguments
+Rates = dict[str, Any]  # of a process: the field of the model, percent or None
 
 
 class KnownDevice:
@@ -232,7 +233,7 @@ class KnownDevice:
         self.utilization_seen = 0  # time stamp of the newest process utilization sample
         # (when, KiB since ever by link and field) of what goes over NVLink
         self.flow: tuple[float, dict[tuple[int, str], int]] | None = None
-        self.utilizations: dict[tuple[int, float | None], tuple[float, float]] = {}  # (read at, percent), of processes
+        self.utilizations: dict[tuple[int, float | None], tuple[float, Rates]] = {}  # when read and what, of processes
 
 
 class DeviceLost(Exception):

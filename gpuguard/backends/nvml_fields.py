@@ -21,6 +21,7 @@ from gpuguard.backends.nvml_calls import (
     NOT_FOUND,
     CallResult,
     Keep,
+    Rates,
     Reading,
 )
 from gpuguard.backends.plausibility import LARGEST_MEMORY, SLACK, implausibility
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
 
 UTILIZATION_SAMPLES = 1  # nvmlSamplingType_t
 _SAMPLE_VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by nvmlValueType_t
+# Of a process, in percent, by the name in nvmlProcessUtilizationSample_t.
+_PROCESS_RATES = {
+    "utilization": "smUtil", "memory_utilization": "memUtil",
+    "encoder_utilization": "encUtil", "decoder_utilization": "decUtil",
+}  # fmt: skip
 _NVLINK_COUNTERS = {138: "nvlink_tx", 139: "nvlink_rx"}  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_*, KiB, of each link
 _COMPUTE_MODES = {0: "default", 1: "exclusive_process", 2: "prohibited", 3: "exclusive_process"}
 _THROTTLE_REASONS = {  # nvmlClocksEventReason*, by bit
@@ -156,6 +162,7 @@ ROWS: dict[str, tuple[FieldRow, ...]] = {
             throttle_reasons,
         ),
         FieldRow("persistence_mode", ("nvmlDeviceGetPersistenceMode",), (), bool, keep="setting"),
+        FieldRow("display_active", ("nvmlDeviceGetDisplayActive",), (), bool, keep="setting"),
     ),
     model.MEDIA: (
         FieldRow("clock_graphics", ("nvmlDeviceGetClockInfo",), (0,)),
@@ -367,7 +374,7 @@ def _merged(lists: Lists, memory_total: int | None) -> list[GpuProcess]:
 
 
 def _with_utilization(reading: Reading, rows: list[GpuProcess]) -> list[GpuProcess]:
-    """SM utilization of each process: mean of the driver's samples since the last time, else what was read just before.
+    """Utilization of each process: mean of the driver's samples since the last time, else what was read just before.
 
     The driver gives each sample once, to a caller that names the newest that it has.  The second reading before a
     signal would know nothing, so a mean is kept for KEPT_SECONDS, for that very process.
@@ -380,19 +387,25 @@ def _with_utilization(reading: Reading, rows: list[GpuProcess]) -> list[GpuProce
     if answer.code and answer.code != NOT_FOUND:  # NOT_FOUND: no sample since the last time
         reading.gap("processes (utilization)", answer.reason)
         return rows
-    samples: dict[int, list[int]] = {}
+    samples: dict[int, list[Any]] = {}
     for sample in answer.value or ():
         device.utilization_seen = max(device.utilization_seen, sample.timeStamp)
-        samples.setdefault(sample.pid, []).extend([sample.smUtil] if 0 <= sample.smUtil <= 100 else [])
-    means: dict[tuple[int, float | None], tuple[float, float]] = {}
+        samples.setdefault(sample.pid, []).append(sample)
+    means: dict[tuple[int, float | None], tuple[float, Rates]] = {}
     for key in ((row.pid, row.start_time) for row in rows):
-        sound, kept = samples.get(key[0]), device.utilizations.get(key)
-        if sound:
-            means[key] = now, sum(sound) / len(sound)
-        elif sound is None and kept and now - kept[0] <= KEPT_SECONDS:  # []: a sample that cannot be true
+        fresh, kept = samples.get(key[0]), device.utilizations.get(key)
+        if fresh:
+            means[key] = now, {name: _mean_of(fresh, field) for name, field in _PROCESS_RATES.items()}
+        elif kept and now - kept[0] <= KEPT_SECONDS:
             means[key] = kept
     device.utilizations = {key: mean for key, mean in means.items() if key[1] is not None}
-    return [replace(row, utilization=means.get((row.pid, row.start_time), (0.0, None))[1]) for row in rows]
+    return [replace(row, **means.get((row.pid, row.start_time), (0.0, {}))[1]) for row in rows]
+
+
+def _mean_of(samples: Sequence[Any], field: str) -> float | None:
+    """Of those values that can be true."""
+    sound = [value for value in (getattr(sample, field) for sample in samples) if 0 <= value <= 100]
+    return sum(sound) / len(sound) if sound else None
 
 
 def read_utilization(reading: Reading) -> None:

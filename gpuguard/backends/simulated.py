@@ -398,11 +398,23 @@ def _process(use: Use, context: ReadingContext, memory: int) -> GpuProcess:
     found = procfs.described(registered) if context.detailed else procfs.identified(registered)
     if found.start_time != use.start_time:
         return registered  # it has just ended, and the pid may be another process's already
-    return replace(found, utilization=use.utilization) if context.detailed else found
+    if not context.detailed:
+        return found
+    return replace(
+        found,
+        utilization=use.utilization,
+        memory_utilization=_memory_utilization(use.utilization),
+        encoder_utilization=0.0,
+        decoder_utilization=0.0,
+    )
 
 
 def _utilization(context: ReadingContext) -> Values:
-    return {"utilization": context.utilization, "memory_utilization": round(context.utilization * 0.55, 1)}
+    return {"utilization": context.utilization, "memory_utilization": _memory_utilization(context.utilization)}
+
+
+def _memory_utilization(utilization: float) -> float:
+    return round(utilization * 0.55, 1)
 
 
 def _health(context: ReadingContext) -> Values:
@@ -462,6 +474,7 @@ def _clocks(context: ReadingContext) -> Values:
         "pstate": 0 if busy or facts.nvlinks else 8,
         "throttle_reasons": ("hw_thermal_slowdown",) if hot else () if busy else ("gpu_idle",),
         "persistence_mode": True,
+        "display_active": False,
     }
 
 

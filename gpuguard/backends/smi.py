@@ -228,6 +228,7 @@ ROWS: dict[str, dict[str, tuple[Callable[[str], Any], tuple[str, ...]]]] = {
         "clock_memory_max": (megahertz, ("max_clocks/mem_clock",)),
         "pstate": (_pstate, ("performance_state",)),
         "persistence_mode": (_SWITCH.get, ("persistence_mode",)),
+        "display_active": (_SWITCH.get, ("display_active",)),
     },
     model.ECC: {"ecc_mode": (_SWITCH.get, ("ecc_mode/current_ecc",))},
     model.MEDIA: {

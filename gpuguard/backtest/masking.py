@@ -22,13 +22,14 @@ _FIELDS_OF = {
         "processes_plausible utilization memory_utilization compute_mode mig_mode mig_profile gpu_instance_id "
         "compute_instance_id temperature temperature_slowdown temperature_shutdown fan_speed power_draw power_limit "
         "total_energy clock_sm clock_sm_max clock_memory clock_memory_max pstate throttle_reasons persistence_mode "
-        "ecc_mode ecc_corrected_volatile ecc_uncorrected_volatile ecc_corrected_aggregate ecc_uncorrected_aggregate "
-        "retired_pages remapped_rows remapped_rows_uncorrected clock_graphics clock_video encoder_utilization "
-        "decoder_utilization pcie_generation pcie_width pcie_tx pcie_rx nvlink_tx nvlink_rx nvlink_flow",
+        "display_active ecc_mode ecc_corrected_volatile ecc_uncorrected_volatile ecc_corrected_aggregate "
+        "ecc_uncorrected_aggregate retired_pages remapped_rows remapped_rows_uncorrected clock_graphics clock_video "
+        "encoder_utilization decoder_utilization pcie_generation pcie_width pcie_tx pcie_rx nvlink_tx nvlink_rx "
+        "nvlink_flow",
         "uuid parent_uuid pci_bus_id processes problems nvlink_links",
     ),
     "process": (
-        "pid memory_used kind start_time utilization",
+        "pid memory_used kind start_time utilization memory_utilization encoder_utilization decoder_utilization",
         "uid user command executable container working_directory conda_environment",
     ),
     "claim": (

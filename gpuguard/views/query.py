@@ -115,6 +115,7 @@ GPU_FIELDS: Mapping[str, Field] = {
     "pcie.link.gen.current": Field("generation of the link now", _device("pcie_generation"), model.PCIE),
     "pcie.link.width.current": Field("lanes of the link now", _device("pcie_width"), model.PCIE),
     "persistence_mode": Field("Enabled or Disabled", _switch("persistence_mode"), model.CLOCKS),
+    "display_active": Field("Enabled or Disabled: a desktop is set up on it", _switch("display_active"), model.CLOCKS),
     "fan.speed": Field("of what is possible", _device("fan_speed", float), model.THERMAL, "%"),
     "pstate": Field("P0 is the fastest, P15 the slowest", _device("pstate", "P{}".format), model.CLOCKS),
     **{

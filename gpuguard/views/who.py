@@ -289,7 +289,8 @@ def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
         **picked(use, "reason", "problems"),
         **picked(device, "memory_total_bytes", "memory_used_bytes", "memory_free_bytes"),
         **picked(device, "utilization_percent", "memory_utilization_percent"),
-        **picked(device, "temperature_celsius", "power_draw_watts", "power_limit_watts", "processes_plausible"),
+        **picked(device, "temperature_celsius", "fan_speed_percent", "power_draw_watts", "power_limit_watts"),
+        "processes_plausible": device.processes_plausible,
         "claims": [_claim_json(held) for held in use.claims],
         "share_left_bytes": share_left(use.device, sharing) if sharing.count else None,
         "slots_left": slots_left(sharing, SLOTS) if sharing.count else None,
@@ -312,6 +313,7 @@ def _process_json(running: ProcessUse, snapshot: Snapshot) -> dict[str, Any]:
     return {
         **picked(process, "pid", "user", "uid", "kind", "command", "executable", "container"),
         **picked(process, "working_directory", "conda_environment", "memory_used_bytes", "utilization_percent"),
+        **picked(process, "memory_utilization_percent", "encoder_utilization_percent", "decoder_utilization_percent"),
         "computes": computes(process),
         **picked(running, "claim", "stopped"),
         "claim_guessed": running.guessed,

@@ -53,6 +53,7 @@ class Process(ctypes.Structure):
         *[(name, Number) for name in ("pid", "memory", "kind", "gi", "ci", "sm_utilization", "time_stamp")],
         ("counted", Number),  # its memory is part of the device's used memory
         ("stays", Number),  # listed although the pid is dead
+        *[(f"{name}_utilization", Number) for name in ("memory", "encoder", "decoder")],
     ]
 
 
@@ -195,7 +196,7 @@ class FakeNvml:
     def add_process(self, device: int, pid: int, memory: int, kind: str = "compute", **more: int) -> None:
         """List a process until its pid is gone (stays=1: longer).  Its memory counts as used (counted=0: not)."""
         state = self._state.devices[device]
-        row = Process(pid, memory, KINDS[kind], 0xFFFFFFFF, 0xFFFFFFFF, 0, 0, 1, 0)
+        row = Process(pid, memory, KINDS[kind], 0xFFFFFFFF, 0xFFFFFFFF, 0, 0, 1, 0, 1)
         for field, value in more.items():
             setattr(row, field, value)
         state.processes[state.process_count] = row

@@ -174,6 +174,8 @@ NUMBER(nvmlDeviceGetPersistenceMode, unsigned, persistence)
 NUMBER(nvmlDeviceGetComputeMode, unsigned, compute_mode)
 NUMBER(nvmlDeviceGetCurrPcieLinkGeneration, unsigned, pcie_generation)
 NUMBER(nvmlDeviceGetCurrPcieLinkWidth, unsigned, pcie_width)
+NUMBER(nvmlDeviceGetMaxPcieLinkGeneration, unsigned, pcie_generation)
+NUMBER(nvmlDeviceGetMaxPcieLinkWidth, unsigned, pcie_width)
 NUMBER(nvmlDeviceGetRetiredPagesPendingStatus, unsigned, retired_pages_pending)
 NUMBER(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, throttle_reasons)
 #if DRIVER >= 535
@@ -498,7 +500,13 @@ API(nvmlDeviceGetProcessUtilization)(Handle handle, ProcessSample *samples, unsi
   for (int i = 0; i < device->process_count; i++) {
     Process *process = &device->processes[i];
     if (!listed(process, NULL, ~0) || stamp_of(process) <= since) continue;
-    if (have < room) samples[have] = (ProcessSample){process->pid, stamp_of(process), process->sm_utilization, 1, 0, 0};
+    if (have < room)
+      samples[have] = (ProcessSample){process->pid,
+                                      stamp_of(process),
+                                      process->sm_utilization,
+                                      process->memory_utilization,
+                                      process->encoder_utilization,
+                                      process->decoder_utilization};
     have++;
   }
   *count = have;
