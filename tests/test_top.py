@@ -18,6 +18,7 @@ from gpuguard.enforcement.actions import SENT, ActionOutcome
 from gpuguard.enforcement.by_hand import Operator, signal_process
 from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.errors import DriverUnresponsive
+from gpuguard.model import PCIE
 from gpuguard.top.scene import Scene, ScreenView
 from gpuguard.users import user_name
 
@@ -258,6 +259,19 @@ async def test_a_process_over_time_and_help(stage):
     assert "CPU: n/a" in stage.dialog() and "pid 10 of alice: python a.py" in stage.dialog()
     await stage.press("escape", "question_mark")
     await stage.until(lambda: "choose a process" in stage.dialog())
+
+
+@on_screen()
+async def test_all_that_is_known_is_read_while_it_is_shown(stage):
+    assert PCIE not in stage.feed.more
+    await stage.press("d")
+    await stage.until(lambda: "GPU 1 " in stage.dialog())
+    assert PCIE in stage.feed.more
+    await stage.press("escape", "down", "d")
+    await stage.until(lambda: "pid 10 of alice" in stage.dialog())
+    assert "GPU 1 " not in stage.dialog()
+    await stage.press("escape")
+    await stage.until(lambda: PCIE not in stage.feed.more)
 
 
 @on_screen()

@@ -19,7 +19,7 @@ from gpuguard.backends import open_backend
 from gpuguard.claims.directory import lock_directory
 from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import DriverUnresponsive
-from gpuguard.model import HEALTH, POWER, WHO_FIELDS, Gap
+from gpuguard.model import CLOCKS, HEALTH, PCIE, POWER, WHO_FIELDS, Gap
 from gpuguard.source import write_state
 from gpuguard.top import feed as top_feed
 from gpuguard.top.feed import SceneFeed, site_rules
@@ -27,16 +27,16 @@ from gpuguard.top.scene import Thresholds
 
 _SILENT = ("name", "memory_total", "memory_used", "temperature", "power_draw", "compute_mode")
 COUNTED = """
-from gpuguard.top import feed
-backend, before, answer = nvml.open(), None, []
+from gpuguard.top.devices import fields_shown
+from gpuguard.top.feed import SceneFeed
+backend, answer = nvml.open(), []
+feed = SceneFeed("nvml", lambda: backend, lambda: None, lambda: None)
+feed.source.fresh, feed.more = True, fields_shown({width})
 for number in range(21):
     fake.reset_calls()
-    read, first = feed.groups(before), before is None
-    before = feed.merged(before, backend.sample(read), read)
-    if not first:
-        before = feed.refreshed(before, backend.sample(feed.IN_TURNS, feed.due_devices(number, before)))
+    seen, _ = feed.source.sample()
     answer.append(sum(fake.calls().values()))
-answer = answer, before
+answer = answer, seen
 """
 
 
@@ -49,13 +49,18 @@ def jobs():
             child.kill()
 
 
-def test_a_refresh_of_8_devices_with_5_processes_each_takes_at_most_72_driver_calls(tmp_path, jobs):
+@pytest.mark.parametrize(("width", "most"), [(100, 72), (120, 98), (200, 114)])  # as docs/top.md says
+def test_so_many_driver_calls_at_most_take_8_devices_with_5_processes_each(tmp_path, jobs, width, most):
     with FakeNvml(tmp_path, devices=8) as fake:
         for number, pid in enumerate(jobs):
             fake.add_process(number % 8, pid, GIB)
-        calls, seen = answer_of(fake, COUNTED)
+        calls, seen = answer_of(fake, COUNTED.format(width=width))
 
-    assert max(calls[1:]) <= 72, calls  # as docs/top.md says
+    assert max(calls[1:]) <= most, calls
+    assert all(
+        (device.pstate is not None, device.pcie_rx is not None) == (width >= 120, width >= 170)
+        for device in seen.devices
+    )
     assert all(len(device.processes) == 5 for device in seen.devices)
     everything = ("name", "temperature", "power_draw", "power_limit", "utilization", "problems", "memory_used")
     assert all(getattr(device, name) is not None for device in seen.devices for name in everything)
@@ -69,6 +74,23 @@ def test_power_temperature_and_health_of_each_device_take_turns_and_the_first_lo
     assert top_feed.groups(before).isdisjoint({POWER, HEALTH})
     assert sorted(uuid for turn in turns for uuid in turn) == [device.uuid for device in before.devices]
     assert top_feed.due_devices(4, before) == turns[0]
+
+
+def test_of_many_devices_no_more_than_two_are_asked_what_takes_long():
+    asked = []
+
+    def sample(fields, uuids=None):
+        asked.append((PCIE in fields, list(uuids or ())))
+        return a_snapshot(*[a_device(index) for index in range(64)])
+
+    feed = a_feed(SimpleNamespace(name="simulated", simulated=True, sample=sample))
+    feed.source.fresh, feed.more = True, frozenset({PCIE})
+    for _ in range(33):
+        feed.source.sample()
+    slow = [uuids for is_slow, uuids in asked[1:] if is_slow]
+
+    assert {len(uuids) for uuids in slow} == {2}
+    assert len({uuid for uuids in slow for uuid in uuids}) == 64
 
 
 def test_the_instances_of_a_divided_device_are_looked_for_every_time():
@@ -113,6 +135,16 @@ def test_what_was_not_read_this_time_is_as_it_was():
 
     assert merged.devices == (a_device(0, temperature=50.0, power_limit=None, **new),)
     assert (merged.driver_version, len(merged.gaps)) == ("550.54.15", 1)
+
+
+def test_what_is_not_shown_any_more_is_forgotten_instead_of_growing_old():
+    before, now = a_snapshot(a_device(0, pstate=0, fan_speed=30.0)), a_snapshot(a_device(0))
+    wanted = WHO_FIELDS | {CLOCKS}
+    kept = top_feed.merged(before, now, top_feed.EVERY_TIME, wanted)
+    (device,) = top_feed.merged(before, now, top_feed.EVERY_TIME).devices
+
+    assert kept.devices[0].pstate == 0
+    assert (device.pstate, device.fan_speed) == (None, 30.0)
 
 
 def a_feed(backend):

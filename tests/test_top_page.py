@@ -1,5 +1,6 @@
 """The page of `gpuguard top`: what stands where, in which colour, and what is not there because nobody knows it."""
 
+import dataclasses
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from top_scenes import a_scene, colours, page_of, texts
 
-from gpuguard.model import Gap
+from gpuguard.model import Device, Gap
 from gpuguard.policies.view import HostUse
 from gpuguard.queue.priority import Ticket
 from gpuguard.request import Request
 from gpuguard.sanitize import display_width
+from gpuguard.top.details import details
 from gpuguard.top.page import title
-from gpuguard.top.processes import moved, rows_of
+from gpuguard.top.processes import chosen_row, moved, rows_of
 from gpuguard.top.scene import KEPT, MODES, SORTS, Ancestor, History, HostMeters, ScreenView, Thresholds
 
 HOT = {"temperature_slowdown": 90.0}
@@ -42,6 +44,92 @@ def test_a_device_is_one_line_with_bars_numbers_state_and_claim():
 
     assert heading == " GPU MEMORY             UTILIZATION  TEMP POWER STATE"
     assert line == '   3 ████░░░░ 40.0/80G  ████▌░ 75%    35C 70W   in use: alice 1h "run 7"'
+
+
+FULL = {
+    "pstate": 2, "clock_sm": 1755, "clock_sm_max": 1980, "clock_memory": 2619, "encoder_utilization": 41.0,
+    "decoder_utilization": 26.0, "pcie_generation": 5, "pcie_width": 16, "pcie_rx": 3 * GIB, "pcie_tx": 40 * 1024.0,
+    "pci_bus_id": "00000000:1B:00.0", "persistence_mode": True, "display_active": False, "mig_mode": False,
+    "ecc_mode": True, "ecc_uncorrected_volatile": 2, "ecc_uncorrected_aggregate": 5,
+    "throttle_reasons": ("sw_power_cap",), "compute_mode": "exclusive_process", "utilization": 50.0,
+    "power_draw": 350.0,
+}  # fmt: skip
+
+
+NUMBERS = ["PERF", "CLOCK", "ENC", "DEC", "PCIE", "RX/s", "TX/s"]
+
+
+@pytest.mark.parametrize(("width", "columns"), [(119, []), (120, NUMBERS[:1]), (200, NUMBERS)])
+def test_a_wide_screen_has_clocks_video_and_pcie(width, columns):
+    heading, line, *_ = texts(page_of(a_scene(a_device(**FULL), a_device(1)), width=width, mode="compact"))
+    numbers = ["P2", "1755MHz", "41%", "26%", "5x16", "3.0GiB", "40KiB"][: len(columns)]
+
+    assert [word for word in heading.split() if word in NUMBERS] == columns
+    assert " ".join(numbers) in " ".join(line.split())
+
+
+def test_columns_that_nobody_reads_are_not_there_and_a_number_that_is_not_known_is_said():
+    heading, line, *_ = texts(page_of(a_scene(a_device(pstate=0), a_device(1)), width=200, mode="compact"))
+    _, _, other, *_ = texts(page_of(a_scene(a_device(pstate=0), a_device(1)), width=200, mode="compact"))
+
+    assert "PERF" in heading and "CLOCK" not in heading
+    assert " P0 " in line and " n/a " in other
+
+
+def test_three_lines_for_a_device_have_the_same_numbers():
+    line, *_ = texts(page_of(a_scene(a_device(fan_speed=30.0, **FULL)), width=200, height=60))
+
+    assert "fan 30%  P2  CLOCK 1755MHz  ENC 41%  DEC 26%  PCIE 5x16  RX/s 3.0GiB  TX/s 40KiB  00000000:1B:00.0" in line
+
+
+def test_a_mode_and_errors_that_matter_to_a_user_stand_behind_the_state():
+    lines = page_of(a_scene(a_device(**FULL)), width=120, mode="compact")
+
+    assert colours(lines, "exclusive") == colours(lines, "ECC errors: 2") == {"yellow"}
+
+
+def test_details_are_all_that_is_known_of_a_device():
+    scene = a_scene(a_device(**FULL))
+    told = details(scene, scene.uses, None)
+
+    for words in (
+        *("by power 25%", "PERF P2  SM 1755/1980MHz  memory 2619MHz  video n/a  slowed down sw_power_cap"),
+        *(
+            "bus id 00000000:1B:00.0  PCIe 5  lanes 16  RX/s 3.0GiB  TX/s 40KiB",
+            "ECC on  uncorrected 2  in all 5  corrected n/a",
+        ),
+        "compute mode exclusive_process  MIG off  persistence on  display off",
+    ):
+        assert words in told
+    assert "daemon" not in told
+
+
+def test_details_of_a_device_that_tells_nothing_have_no_number():
+    fields = {field.name: None for field in dataclasses.fields(Device) if field.default is None}
+    scene = a_scene(a_device(**{**fields, "power_limit": None, "processes": ()}))
+    told = "\n".join(details(scene, scene.uses, None).splitlines()[1:])
+
+    assert told.count("n/a") > 20 and not re.search(r"\d", told)
+
+
+def test_details_of_a_chosen_process_are_its_own_and_those_of_its_gpus():
+    job = a_process(
+        10, memory_used=20 * GIB, utilization=90.0, memory_utilization=55.0, encoder_utilization=0.0, kind="mps"
+    )
+    machine = HostMeters(34.0, 120 * GIB, 512 * GIB, 0, 0, (12.4, 11.0, 9.8), 64)
+    host = {(10, job.start_time): HostUse(cpu=151.4, memory=128 * GIB)}
+    scene = a_scene(a_device(0, processes=(job,)), a_device(1), machine=machine, host=host)
+    told = details(scene, scene.uses, chosen_row(scene, ScreenView(selected=(10, job.start_time))))
+
+    assert "kind mps" in told and "MEM 25.0%  SM 90%  MBW 55%  ENC 0%  DEC n/a" in told
+    assert "CPU 151%  memory of the host 128.0GiB  MEM 25.0%" in told
+    assert "GPU 0 " in told and "GPU 1 " not in told
+
+
+def test_details_say_what_a_daemon_does_not_read():
+    scene = a_scene(a_device(0), age=1.0)
+
+    assert details(scene, scene.uses, None).startswith("The daemon does not read all of it")
 
 
 @pytest.mark.parametrize("width", [80, 99, 100, 119, 120, 149, 150, 200])
@@ -75,7 +163,7 @@ def test_a_process_that_is_chosen_is_plotted_instead():
     shown = texts(page_of(scene, width=120, height=36, looks=9, selected=(10, 9_000.0)))
 
     (line,) = [line for line in shown if line.startswith("its ")]
-    assert line == "its memory: 10.0GiB"
+    assert line == "its memory: 10.0GiB, at most 10.0GiB"
 
 
 @pytest.mark.parametrize("height", range(10, 40))
@@ -86,10 +174,15 @@ def test_plots_never_push_a_process_off_the_screen(height):
 
 
 def test_the_machine_beside_its_gpus_has_meters():
-    machine = HostMeters(34.0, 120 * GIB, 512 * GIB, 0, 0, 12.4, 64)
+    machine = HostMeters(34.0, 120 * GIB, 512 * GIB, 0, 0, (12.4, 11.0, 9.8), 64)
     (line, *_) = texts(page_of(a_scene(a_device(), machine=machine), width=120))
 
-    assert "34%" in line and "120.0GiB of 512.0GiB" in line and "LOAD 12.4 of 64 cores" in line and "SWAP" not in line
+    assert (
+        "34%" in line
+        and "120.0GiB of 512.0GiB" in line
+        and "LOAD 12.4 11.0 9.8 of 64 cores" in line
+        and "SWAP" not in line
+    )
 
 
 def test_where_even_one_line_each_is_too_much_the_free_ones_share_one():
@@ -154,15 +247,44 @@ def test_a_process_is_one_row_with_what_it_takes_on_the_device_and_beside_it():
     lines = page_of(a_scene(a_device(processes=TWO[:1]), host=host), width=120)
 
     assert row_with(lines, "a.py").split() == [
-        *["0", "10", "alice", "1.0GiB", "30", "151", "3.0GiB", "16m40s"], "no", "claim", "python", "a.py",
+        *["0", "10", "alice", "1.0GiB", "30", "n/a", "151", "3.0GiB", "16m40s"], "no", "claim", "C", "python", "a.py",
     ]  # fmt: skip
+
+
+def test_a_wide_screen_has_all_rates_and_shares_of_a_process():
+    job = replace(
+        TWO[0], memory_used=20 * GIB, memory_utilization=8.0, encoder_utilization=41.0, kind="compute+graphics"
+    )
+    machine = HostMeters(34.0, 120 * GIB, 512 * GIB, 0, 0, (12.4, 11.0, 9.8), 64)
+    host = {(10, 9_000.0): HostUse(cpu=151.4, memory=4 * GIB)}
+    lines = page_of(a_scene(a_device(processes=(job,)), host=host, machine=machine), width=160)
+
+    assert row_with(lines, "a.py").split() == [
+        *["0", "10", "alice", "20.0GiB", "25.0", "30", "8", "41", "n/a", "151", "4.0GiB", "0.8", "16m40s"],
+        *["no", "claim", "C+G", "python", "a.py"],
+    ]
+
+
+def test_no_language_cuts_what_says_that_there_is_no_claim(monkeypatch):
+    monkeypatch.setattr("gpuguard.top.processes._", lambda text: "无占用声明" if text == "no claim" else text)
+    heading, line = page_of(a_scene(a_device(processes=TWO[:1])), width=100)[-2:]
+
+    assert "无占用声明" in line.text
+    assert display_width(heading.text.split("COMMAND")[0]) == display_width(line.text.split("python")[0])
+
+
+def test_a_very_wide_screen_plots_the_machine_too():
+    machine = HostMeters(34.0, 128 * GIB, 512 * GIB, 0, 0, (12.4, 11.0, 9.8), 64)
+    shown = texts(page_of(a_scene(a_device(0, utilization=80.0), machine=machine), width=200, height=36, looks=9))
+
+    assert any("CPU: 34%, at most 34%" in line and "memory of the host: 25%" in line for line in shown)
 
 
 def test_what_is_not_known_of_a_process_is_said():
     blank = a_process(10, memory_used=None, utilization=None, start_time=None, user=None, uid=None, command=None)
 
     assert texts(page_of(a_scene(a_device(processes=(blank,))), width=120))[-1].split() == [
-        *["0", "10", "unknown", "n/a", "n/a", "n/a", "n/a", "n/a", "no", "claim", "n/a"]
+        *["0", "10", "unknown", "n/a", "n/a", "n/a", "n/a", "n/a", "n/a", "no", "claim", "C", "n/a"]
     ]
 
 

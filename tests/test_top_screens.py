@@ -46,12 +46,20 @@ def the_node(count: int, moment: int) -> Scene:
         work = a_process(
             4000 + index, user=user, uid=1001 + index % 2, command=("python", name, "--fold", str(index)),
             memory_used=62 * GIB, utilization=float(load), start_time=10_000.0 - 3_700 * (index + 1),
+            memory_utilization=load * 0.55, encoder_utilization=0.0, decoder_utilization=0.0,
         )  # fmt: skip
+        told: dict[str, Any] = {
+            "pstate": 0 if load else 8, "clock_sm": 1980 if load else 345, "encoder_utilization": 0.0,
+            "decoder_utilization": 0.0, "pcie_generation": 5, "pcie_width": 16, "pcie_rx": load * 4e7,
+            "pcie_tx": load * 1e7, "pci_bus_id": f"00000000:{16 + index:02X}:00.0", "persistence_mode": True,
+            "ecc_uncorrected_volatile": int(index == 7),
+        }  # fmt: skip
         busy: dict[str, Any] = {
             "memory_used": 62 * GIB, "utilization": float(load), "power_draw": 300.0 + 4 * load, "processes": (work,),
             "temperature": 50.0 + load / 4, "temperature_slowdown": 80.0,
         }  # fmt: skip
-        device = a_device(index, **(busy if kind in ("busy", "idle", "unclaimed") else {"mig_mode": kind == "divided"}))
+        more = busy if kind in ("busy", "idle", "unclaimed") else {"mig_mode": kind == "divided"}
+        device = a_device(index, **told, **more)
         if kind == "ill":
             device = a_device(index, problems=("lost",), memory_used=None, memory_free=None, utilization=None)
         devices.append(device)
@@ -68,7 +76,7 @@ def the_node(count: int, moment: int) -> Scene:
         (Ticket("t1", 1003, "carol", 1_699_999_000.0, (Request(2),), note="ablation"), "starts in about 2h"),
         (Ticket("t2", 1002, "bob", 1_699_999_900.0, (Request(4),)), "start unknown: a GPU is in use without a claim"),
     ]
-    machine = HostMeters(34.0, 120 * GIB, 512 * GIB, 2 * GIB, 8 * GIB, 12.4, 64)
+    machine = HostMeters(34.0, 120 * GIB, 512 * GIB, 2 * GIB, 8 * GIB, (12.4, 11.0, 9.8), 64)
     return a_scene(snapshot=snapshot, waiting=tuple(waiting), machine=machine)
 
 

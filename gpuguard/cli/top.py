@@ -29,7 +29,8 @@ from gpuguard.cli.who import add_filter_options, chosen_devices
 from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.locale import _
-from gpuguard.model import Snapshot
+from gpuguard.model import PCIE, Snapshot
+from gpuguard.top.devices import fields_shown
 from gpuguard.top.feed import SAMPLING_THREAD, SceneFeed
 from gpuguard.top.page import page, painted, title
 from gpuguard.top.scene import MODES, SORTS, History, Scene, ScreenLine, ScreenView
@@ -80,13 +81,17 @@ def main(args: argparse.Namespace) -> int:
         lambda: options.choose_log(args),
     )
     feed.source.fresh, feed.tree = args.fresh, args.tree
+    is_once = args.once or not sys.stdout.isatty()
+    feed.more = fields_shown(terminal.size()[0] or _UNBOUNDED)
+    if not is_once:
+        feed.more -= {PCIE}  # a driver needs 40 ms for each GPU: not before the first picture
     try:
         with progress("reading the GPUs"):
             scene = feed.sample()  # a fault of the first sample ends the command; later ones are shown and may pass
         view = _view(args, scene.snapshot)
         if not (device_state.chosen(scene.uses, view.users, view.devices) or scene.snapshot.recorded):
             options.check_users(args.user)
-        if args.once or not sys.stdout.isatty():
+        if is_once:
             time.sleep(_APART)
             second, history = feed.sample(), History()
             history.add(second)
@@ -151,6 +156,7 @@ def _plain(feed: SceneFeed, view: ScreenView, scene: Scene, every: float) -> Non
             if not trouble:
                 history.add(scene)
             columns, rows = terminal.size()
+            feed.more = fields_shown(columns or _UNBOUNDED)
             room = max(3, (rows or 24) - 2)
             body = _lines(scene, history, view, columns, room)
             hint = trouble or _("Ctrl-C leaves.  For keys, mouse and signals: {hint}").format(hint=HINT)

@@ -4,6 +4,7 @@ gpuguard who                   all GPUs, their claims and processes, totals per 
 gpuguard who --user alice      only what is alice's
 gpuguard who --watch 5s        again every 5 s, until Ctrl-C
 gpuguard who --hosts a,b,c     those of other hosts, over ssh: see docs/fleet.md
+gpuguard top --once            with limits, fans, clocks, video and PCIe as well
 
 While `gpuguard daemon` runs, its last look is shown, a few seconds old; --fresh asks the driver all the same.
 """

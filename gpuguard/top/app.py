@@ -33,9 +33,11 @@ from gpuguard.errors import GpuguardError
 from gpuguard.locale import N_, _
 from gpuguard.sanitize import neutralise
 from gpuguard.top import plots, processes
+from gpuguard.top.details import FIELDS, details
+from gpuguard.top.devices import fields_shown
 from gpuguard.top.feed import SAMPLING_THREAD, SceneFeed
-from gpuguard.top.page import page, title
-from gpuguard.top.processes import ProcessRow, moved, rows_of
+from gpuguard.top.page import page, shown_uses, title
+from gpuguard.top.processes import ProcessRow, chosen_row, moved
 from gpuguard.top.scene import MODES, SORTS, History, Identity, Scene, ScreenLine, ScreenView
 from gpuguard.users import user_name
 from gpuguard.views.charts import fitted
@@ -96,6 +98,8 @@ HELP = N_(
     "below their parents\n  m                      lines per GPU: auto, full, compact\n  "
     "c                      no desktop processes\n  Enter                  the chosen process over "
     "time; the plots\n                         show it, too, or else the mean of all GPUs\n  "
+    "d                      all that is known of the GPUs, or of the chosen\n                         "
+    "process and its GPUs\n  "
     "e                      its environment (your own processes)\n  x                      signal "
     "it, after a question (your own;\n                         root: those of people)\n  "
     "f                      ask the driver, or show what the daemon saw\n  a  l                   "
@@ -186,7 +190,7 @@ class SignalScreen(ModalScreen[str | None]):
 
 
 SILENT = 3.0  # intervals without an answer from which on the screen says so
-_FOOT = N_(" ?:help /:filter s:sort t:tree u:mine m:mode Enter:past e:env x:signal q:quit")
+_FOOT = N_(" ?:help /:filter s:sort t:tree u:mine Enter:past d:details e:env x:signal q:quit")
 
 
 class Top(App[None]):
@@ -229,6 +233,7 @@ class Top(App[None]):
         Binding("f", "fresh", "fresh"),
         Binding("ctrl+p", "hold", "hold"),
         Binding("enter", "over_time", "over time"),
+        Binding("d", "details", "details"),
         Binding("e", "environment", "environment"),
         Binding("x,ctrl+k", "signal", "signal"),
     ]
@@ -242,6 +247,7 @@ class Top(App[None]):
         self.notice = ""
         self._problem, self._sampled_at, self._light = "", time.monotonic(), light
         self._held, self._sideways = False, 0
+        self._in_detail = False  # whether the page of details is open
         self._written: dict[str, Text] = {}
         self._longer = False  # the page than the board
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -311,6 +317,7 @@ class Top(App[None]):
             return
         board = self.screen_stack[0].query_one(Board)
         width, height = max(20, self.size.width), self.size.height
+        self._feed.more = fields_shown(width) | (FIELDS if self._in_detail else frozenset())
         for _attempt in range(2):  # a page that is longer than before has a column less, for the scroll bar
             columns = width - self._longer + self._sideways
             lines = page(self.scene, self.history, self.view, columns, height - 2)
@@ -405,6 +412,18 @@ class Top(App[None]):
 
             self.push_screen(TextScreen(processes.heading(row), draw))
 
+    def action_details(self) -> None:
+        def text(_width: int) -> str:
+            return details(self.scene, shown_uses(self.scene, self.view), chosen_row(self.scene, self.view))
+
+        def closed(_nothing: object) -> None:
+            self._in_detail = False
+            self.draw()
+
+        self._in_detail = True
+        self.draw()
+        self.push_screen(TextScreen(_("All that is known"), text), closed)
+
     def action_environment(self) -> None:
         if row := self._chosen():
             shown, hidden = processes.environment(row), processes.environment(row, hide=False)
@@ -439,8 +458,7 @@ class Top(App[None]):
         )
 
     def _chosen(self) -> ProcessRow | None:
-        rows = rows_of(self.scene, self.view)
-        row = next((row for row in rows if row.identity and row.identity == self.view.selected), None)
+        row = chosen_row(self.scene, self.view)
         if row is None:
             self._notify_user(_("choose a process first: arrow keys, or a click"))
         return row

@@ -5,15 +5,15 @@ A row of a table per device (compact) or three lines (full).  A number that is n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gpuguard.device_state import FREE, DeviceUse, model_name
-from gpuguard.locale import _
-from gpuguard.model import Device
+from gpuguard.locale import N_, _
+from gpuguard.model import CLOCKS, ECC, MEDIA, PCIE, Device
 from gpuguard.sanitize import neutralise
 from gpuguard.top.scene import SLOWDOWN_MARGIN, History, Scene, ScreenLine, ScreenView, Thresholds
-from gpuguard.units import format_duration, format_rounded
+from gpuguard.units import format_bytes, format_duration, format_rounded
 from gpuguard.views.charts import Part, alarm, bar, fitted, sparkline
 from gpuguard.views.text import padded, shorten
 from gpuguard.views.who import LABELS
@@ -24,7 +24,59 @@ _WIDEST_CELL = 60  # columns of a meter: more of them tell no more
 _ROOMY = 100  # columns of a screen from which on the table has bandwidth, fans and limits
 _WITH_MODELS = 120  # from which on it has the models, where they differ
 _WIDE = 150  # from which on it has the past, too
+_WIDEST = 170  # from which on it has clocks, video and PCIe
 _STATE = 32  # columns that the state should have
+_LEAST_BARS = 10  # columns that both bars should have: what would leave less is left out
+
+
+@dataclass(frozen=True)
+class NumberColumn:
+    """A number that stands in the table where a screen is wide enough and the driver tells it."""
+
+    from_width: int
+    header: str
+    width: int
+    words: Callable[[Device], str | None]  # None: not known
+
+
+def _with_unit(name: str, unit: str) -> Callable[[Device], str | None]:
+    def words(device: Device) -> str | None:
+        value = getattr(device, name)
+        return None if value is None else format_rounded(value, unit)
+
+    return words
+
+
+def _flow(name: str) -> Callable[[Device], str | None]:
+    def words(device: Device) -> str | None:
+        flow = getattr(device, name)
+        return None if flow is None else format_bytes(flow)
+
+    return words
+
+
+def _link(device: Device) -> str | None:
+    """Generation and lanes: ``"5x16"``."""
+    known = device.pcie_generation is not None and device.pcie_width is not None
+    return f"{device.pcie_generation}x{device.pcie_width}" if known else None
+
+
+_NUMBERS = (
+    NumberColumn(_WITH_MODELS, "PERF", 4, lambda device: None if device.pstate is None else f"P{device.pstate}"),
+    NumberColumn(_WIDEST, N_("CLOCK"), 7, _with_unit("clock_sm", "MHz")),
+    NumberColumn(_WIDEST, "ENC", 4, _with_unit("encoder_utilization", "%")),
+    NumberColumn(_WIDEST, "DEC", 4, _with_unit("decoder_utilization", "%")),
+    NumberColumn(_WIDEST, "PCIE", 4, _link),
+    NumberColumn(_WIDEST, "RX/s", 7, _flow("pcie_rx")),
+    NumberColumn(_WIDEST, "TX/s", 7, _flow("pcie_tx")),
+)
+
+
+def fields_shown(width: int) -> frozenset[str]:
+    """The groups of fields beside model.WHO_FIELDS that a screen of so many columns has room for."""
+    if width < _WITH_MODELS:
+        return frozenset()
+    return frozenset({CLOCKS, ECC, MEDIA, PCIE} if width >= _WIDEST else {CLOCKS, ECC})
 
 
 @dataclass(frozen=True)
@@ -75,8 +127,7 @@ def ranges(numbers: Iterable[int]) -> str:
 def _full(scene: Scene, history: History, view: ScreenView, use: DeviceUse, width: int) -> list[ScreenLine]:
     device, meters = use.device, _meters(use.device, scene.thresholds)
     label = (f"{device.label:>4} ", f"bold {LABELS[use.state][1]}".strip())
-    further = [("MBW", device.memory_utilization), (_("fan"), device.fan_speed)]
-    numbers = "".join(f"  {title} {format_rounded(value, '%')}" for title, value in further if value is not None)
+    numbers = "".join(f"  {words}" for words in further_numbers(device, width))
     name: list[Part] = [label, (f"{neutralise(model_name(device))}  ", "bold"), *_state(scene, use), (numbers, "dim")]
     cell = min(_WIDEST_CELL, max(12, (width - _INDENT - 2 * (len(meters) - 1)) // len(meters)))
     values: list[Part] = [(" " * _INDENT, "")]
@@ -95,6 +146,21 @@ def _full(scene: Scene, history: History, view: ScreenView, use: DeviceUse, widt
     return [ScreenLine(tuple(fitted(parts, width))) for parts in shown]
 
 
+def further_numbers(device: Device, width: int) -> list[str]:
+    """What is known of a device and has no meter, with its name, what matters most first."""
+    percent = _with_unit("memory_utilization", "%")(device), _with_unit("fan_speed", "%")(device)
+    words = [f"{name} {value}" for name, value in zip(("MBW", _("fan")), percent, strict=True) if value is not None]
+    for column in _NUMBERS:
+        value = column.words(device) if width >= column.from_width else None
+        if value is not None:
+            words.append(value if column.header == "PERF" else f"{_(column.header)} {value}")
+    if width >= _WIDEST:
+        words += [neutralise(device.pci_bus_id)] if device.pci_bus_id else []
+        if device.persistence_mode is not None:
+            words.append(_("persistence on") if device.persistence_mode else _("persistence off"))
+    return words
+
+
 @dataclass(frozen=True)
 class TableColumns:
     """How wide the columns of the table are, of which each device is a row."""
@@ -104,6 +170,7 @@ class TableColumns:
     utilization: int
     is_roomy: bool  # units are written out; bandwidth and fan have a column
     past: int  # of the sparkline
+    numbers: tuple[NumberColumn, ...]
 
     @classmethod
     def of(cls, devices: Sequence[Device], view: ScreenView, width: int) -> TableColumns:
@@ -111,8 +178,15 @@ class TableColumns:
         is_roomy = width >= _ROOMY
         names = 23 if width >= _WITH_MODELS and len({model_name(device) for device in devices}) > 1 else 0
         past = max(10, min(40, (width - 110) // 2)) if width >= _WIDE and view.past else 0
+        numbers = [column for column in _NUMBERS if width >= column.from_width]
+        # A daemon need not read them.
+        numbers = [column for column in numbers if any(column.words(device) is not None for device in devices)]
         left = width - names - past - (52 if is_roomy else 34) - _STATE
-        return cls(names, max(8, min(30, left * 3 // 5)), max(6, min(20, left * 2 // 5)), is_roomy, past)
+        while numbers and left - sum(column.width + 1 for column in numbers) < _LEAST_BARS:
+            numbers.pop()
+        left -= sum(column.width + 1 for column in numbers)
+        memory, busy = max(8, min(30, left * 3 // 5)), max(6, min(20, left * 2 // 5))
+        return cls(names, memory, busy, is_roomy, past, tuple(numbers))
 
     def header(self, width: int) -> ScreenLine:
         """The headings of the columns."""
@@ -121,7 +195,8 @@ class TableColumns:
         words += padded(_("MEMORY"), memory) + padded(_("UTILIZATION"), busy)
         words += " MBW " * self.is_roomy + padded(_("PAST"), self.past + 1) * bool(self.past)
         words += padded(_("TEMP"), 4, ">") + " " + f"{padded(_('FAN'), 4, '>')} " * self.is_roomy
-        words += padded(_("POWER"), 9 if self.is_roomy else 5) + " " + _("STATE")
+        words += padded(_("POWER"), 9 if self.is_roomy else 5) + " "
+        words += "".join(f"{padded(_(column.header), column.width, '>')} " for column in self.numbers) + _("STATE")
         return ScreenLine(tuple(fitted([(words, "dim")], width)))
 
 
@@ -146,7 +221,11 @@ def _row(scene: Scene, history: History, view: ScreenView, use: DeviceUse, colum
     if columns.is_roomy:
         parts.append(_number(device.fan_speed))
     draw = f"{power.words:<9} " if columns.is_roomy else f"{power.short:<5} "
-    return [*parts, (draw, power.colour), *_state(scene, use)]
+    parts.append((draw, power.colour))
+    for column in columns.numbers:
+        known = column.words(device)
+        parts.append((f"{known or 'n/a':>{column.width}} ", "dim" if known is None else ""))
+    return [*parts, *_state(scene, use)]
 
 
 def _number(percent: float | None) -> Part:
@@ -204,7 +283,15 @@ def _state(scene: Scene, use: DeviceUse) -> list[Part]:
         note = f' "{neutralise(record.note)}"' if record.note else ""
         remarks = _(", orphaned") * bool(held.orphaned) + _(", stopped") * bool(held.stopped)
         parts.append((f"{', ' if number else ': '}{neutralise(held.user or _('unknown'))}{since}{note}{remarks}", ""))
-    return parts
+    return [*parts, *((f"  {words}", "yellow") for words in _unusual(use.device))]
+
+
+def _unusual(device: Device) -> list[str]:
+    """What a user should know before they start a job there."""
+    words = [_("exclusive")] if device.compute_mode == "exclusive_process" else []
+    if device.ecc_uncorrected_volatile:
+        words.append(_("ECC errors: {count}").format(count=device.ecc_uncorrected_volatile))
+    return words
 
 
 def _of(used: int | None, total: int | None, unit: str) -> str:

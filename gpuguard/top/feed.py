@@ -5,7 +5,8 @@ them in a thread.  Draws nothing.
 
 Memory, processes and utilization are read every time, 9 driver calls per device; power, temperature and health of one
 device in four, in turns, 8 more for those.  All of them at once would be 17 for each, and the driver serves one caller
-at a time.  The first sample reads everything.
+at a time.  The first sample reads everything.  Clocks, errors, video and PCIe, 21 more calls, are read in the same
+turns, and only while they are shown.
 """
 
 from __future__ import annotations
@@ -43,34 +44,51 @@ SAMPLING_THREAD = "gpuguard-samples"  # in which the screen uses a feed
 EVERY_TIME = frozenset({model.MEMORY, model.PROCESSES, model.PROCESS_DETAILS, model.UTILIZATION})
 IN_TURNS = frozenset({model.POWER, model.THERMAL, model.HEALTH})
 TURNS = 4
+SLOW = frozenset({model.PCIE})  # a driver needs 40 ms for each device: no more than ...
+SLOW_DEVICES = 2  # ... of so many in one sample
 FIELDS = {  # group: the fields of a device that come with it
     model.POWER: ("power_draw", "power_limit", "total_energy"),
     model.THERMAL: ("temperature", "temperature_slowdown", "temperature_shutdown", "fan_speed"),
     model.HEALTH: ("problems", "compute_mode", "mig_mode"),
     model.MODEL: ("name", "pci_bus_id", "minor_number", "numa_node", "cpu_affinity"),
+    model.CLOCKS: (
+        *("clock_sm", "clock_memory", "clock_sm_max", "clock_memory_max", "pstate", "throttle_reasons"),
+        *("persistence_mode", "display_active"),
+    ),
+    model.ECC: (
+        *("ecc_mode", "ecc_corrected_volatile", "ecc_uncorrected_volatile", "ecc_corrected_aggregate"),
+        *("ecc_uncorrected_aggregate", "retired_pages", "remapped_rows", "remapped_rows_uncorrected"),
+    ),
+    model.MEDIA: ("clock_graphics", "clock_video", "encoder_utilization", "decoder_utilization"),
+    model.PCIE: ("pcie_generation", "pcie_width", "pcie_tx", "pcie_rx"),
 }
 
 
-def groups(before: Snapshot | None) -> frozenset[str]:
-    """What to read of all devices, after *before*."""
+def groups(before: Snapshot | None, new: frozenset[str] = frozenset()) -> frozenset[str]:
+    """What to read of all devices, after *before*; *new* was not wanted until now."""
     if before is None:
-        return model.WHO_FIELDS
+        return model.WHO_FIELDS | new
     # Only model.HEALTH finds the instances of a divided device, and without them their processes would be gone.
-    return EVERY_TIME | ({model.HEALTH} if any(device.mig_mode for device in before.devices) else set())
+    return EVERY_TIME | new | ({model.HEALTH} if any(device.mig_mode for device in before.devices) else set())
 
 
-def due_devices(number: int, now: Snapshot) -> list[str]:
-    """The uuids of the devices of *now* of which IN_TURNS is to be read in the *number*-th sample."""
+def due_devices(number: int, now: Snapshot, turns: int = TURNS) -> list[str]:
+    """The uuids of the devices of *now* whose turn it is in the *number*-th sample, each once in *turns*."""
     whole = [device.uuid for device in now.devices if not device.parent_uuid]
-    return whole[number % TURNS :: TURNS]
+    return whole[number % turns :: turns]
 
 
-def merged(before: Snapshot | None, now: Snapshot, read: frozenset[str]) -> Snapshot:
-    """*now*, with what was not *read* this time as it was *before*; a device that fails keeps nothing but its name."""
+def merged(
+    before: Snapshot | None, now: Snapshot, read: frozenset[str], wanted: frozenset[str] = model.WHO_FIELDS
+) -> Snapshot:
+    """*now*, with what is *wanted* and was not *read* this time as it was *before*.
+
+    A device that fails keeps nothing but its name.
+    """
     if before is None:
         return now
     former = {device.uuid: device for device in before.devices}
-    kept = {name for group, names in FIELDS.items() if group not in read for name in names}
+    kept = {name for group, names in FIELDS.items() if group in wanted - read for name in names}
     devices = tuple(_completed(device, former.get(device.uuid), kept) for device in now.devices)
     alive = {None, *(device.uuid for device in devices if not _fails(device))}
     gaps = tuple(gap for gap in before.gaps if gap.field in kept and gap.device in alive)
@@ -79,10 +97,10 @@ def merged(before: Snapshot | None, now: Snapshot, read: frozenset[str]) -> Snap
     return replace(now, devices=devices, gaps=(*gaps, *now.gaps), **versions)
 
 
-def refreshed(now: Snapshot, more: Snapshot) -> Snapshot:
-    """*now* with what *more* has read of IN_TURNS, of some devices."""
+def refreshed(now: Snapshot, more: Snapshot, read: frozenset[str] = IN_TURNS) -> Snapshot:
+    """*now* with what *more* has *read*, of some devices."""
     fresh = {device.uuid: device for device in more.devices}
-    names = {name for group in IN_TURNS for name in FIELDS[group]}
+    names = {name for group in read for name in FIELDS[group]}
     devices = tuple(
         _completed(fresh[device.uuid], device, set(vars(device)) - names) if device.uuid in fresh else device
         for device in now.devices
@@ -120,6 +138,7 @@ class SceneFeed:
         choose_log: decides in which audit log a signal is written, before the first one.
 
     Attributes:
+        more: groups of fields beside WHO_FIELDS that are shown.
         every: seconds between two scenes; once the daemon's sample is older, the driver is asked.
             None: the daemon's is good enough.
     """
@@ -132,10 +151,12 @@ class SceneFeed:
         choose_log: Callable[[], object],
     ) -> None:
         self.tree = False  # whether a scene has the processes above those that compute
+        self.more: frozenset[str] = frozenset()
         self.every: float | None = None
         self.source = SnapshotSource(backend, open_backend, find_directory, read=self._read_driver)
         self._find_directory, self._choose_log = find_directory, choose_log
-        self._before: Snapshot | None = None  # of the driver
+        self._before: Snapshot | None = None  # of the driver, with ...
+        self._wanted: frozenset[str] = frozenset()  # ... these groups
         self._samples = self._driver_samples = 0
         self._host = HostUses()
         self._queue: tuple[float, tuple[tuple[Ticket, str], ...]] = (float("-inf"), ())
@@ -166,16 +187,20 @@ class SceneFeed:
         return signal_process(operator, action, process, devices)
 
     def _read_driver(self, backend: Backend) -> Snapshot:
-        before, read = self._before, groups(self._before)
+        before, more = self._before, self.more
+        wanted = model.WHO_FIELDS | more
+        read = groups(before, wanted - self._wanted if before else more)
         self._driver_samples += 1
         try:
-            now = merged(before, backend.sample(read), read)
-            if before and (due := due_devices(self._driver_samples, now)):
-                now = refreshed(now, backend.sample(IN_TURNS, due))
+            now = merged(before, backend.sample(read), read, wanted)
+            for turn, turns in (IN_TURNS | (more - SLOW), TURNS), (more & SLOW, len(now.devices) // SLOW_DEVICES):
+                due = due_devices(self._driver_samples, now, max(TURNS, turns)) if turn and before else []
+                if due:
+                    now = refreshed(now, backend.sample(turn, due), turn)
         except GpuguardError:
             self._before = None  # once it answers again, everything is read anew
             raise
-        self._before = now
+        self._before, self._wanted = now, wanted
         return now
 
     def _planned(self, snapshot: Snapshot) -> tuple[tuple[Ticket, str], ...]:
@@ -196,8 +221,9 @@ def host_meters(*, is_first: bool) -> HostMeters:
 
     cpu, memory, swap = psutil.cpu_percent(), psutil.virtual_memory(), psutil.swap_memory()
     used = memory.total - memory.available
-    load, cores = os.getloadavg()[0], os.cpu_count()
-    return HostMeters(None if is_first else cpu, used, memory.total, swap.used, swap.total, load, cores)
+    return HostMeters(
+        None if is_first else cpu, used, memory.total, swap.used, swap.total, os.getloadavg(), os.cpu_count()
+    )
 
 
 def _above(stats: Mapping[int, ProcessStat | None]) -> dict[int, Ancestor]:

@@ -13,7 +13,7 @@ from gpuguard.locale import _
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.top.devices import FULL_LINES, device_lines, folded
 from gpuguard.top.plots import FEWEST_ROWS, plot_lines
-from gpuguard.top.processes import process_lines, rows_of
+from gpuguard.top.processes import chosen_row, process_lines
 from gpuguard.top.scene import History, Scene, ScreenLine, ScreenView
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import Part, alarm, bar, fitted
@@ -35,9 +35,7 @@ def page(scene: Scene, history: History, view: ScreenView, width: int, height: i
         width: columns, each line takes exactly as many.
         height: rows of the screen, from which the mode "auto" chooses; the page may be longer.
     """
-    uses = [use for use in scene.uses if _shown(use, view)]
-    if not uses:  # of users who have nothing here the processes are none, and the machine is what it is
-        uses = [use for use in scene.uses if _shown(use, replace(view, users=frozenset()))]
+    uses = shown_uses(scene, view)
     mode, rest = mode_for(uses, view, height)
     kept, free = folded(uses) if rest else (uses, "")
     lines = [*_machine(scene, view, width), *device_lines(scene, history, view, kept, mode, width)]
@@ -50,10 +48,16 @@ def page(scene: Scene, history: History, view: ScreenView, width: int, height: i
     below = [_line([], width), *process_lines(scene, view, width), *_gaps(scene, width)]
     room = height - len(lines) - len(below) - 1
     if view.past and room >= FEWEST_ROWS:
-        chosen = next((row for row in rows_of(scene, view) if row.identity and row.identity == view.selected), None)
-        plots = plot_lines(scene.snapshot, history, uses, chosen, (width, room), ascii_only=view.ascii_only)
+        chosen, size = chosen_row(scene, view), (width, room)
+        plots = plot_lines(scene.snapshot, history, uses, chosen, size, ascii_only=view.ascii_only)
         lines += [_line([], width), *plots] if plots else []
     return lines + below
+
+
+def shown_uses(scene: Scene, view: ScreenView) -> list[DeviceUse]:
+    """The devices that *view* lets through; those of the machine for users who have nothing there."""
+    uses = [use for use in scene.uses if _shown(use, view)]
+    return uses or [use for use in scene.uses if _shown(use, replace(view, users=frozenset()))]
 
 
 def mode_for(uses: Sequence[DeviceUse], view: ScreenView, height: int) -> tuple[str, bool]:
@@ -108,9 +112,12 @@ def _machine(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
     if machine.swap_total:
         meters.append(("SWAP", machine.swap_used / machine.swap_total, swap))
     cores = _(" of {count}").format(count=format_count(machine.cores, "core")) if machine.cores else ""
-    load = f"LOAD {machine.load:.1f}{cores}"
-    taken = display_width(load) + sum(len(name) + display_width(words) + 4 for name, _share, words in meters) + 1
-    room = (width - taken) // len(meters)
+    averages = [f"{average:.1f}" for average in machine.load]
+    taken = sum(len(name) + display_width(words) + 4 for name, _share, words in meters) + 1
+    load = f"LOAD {' '.join(averages)}{cores}"
+    if taken + display_width(load) > width:
+        load = f"LOAD {averages[0]}{cores}"
+    room = (width - taken - display_width(load)) // len(meters)
     parts: list[Part] = [(" ", "")]
     for name, share, words in meters:
         parts += [(f"{name} ", "dim")]

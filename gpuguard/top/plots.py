@@ -1,13 +1,13 @@
 """The middle of `gpuguard top`, where the screen has room: plots of the last minutes with a time axis.
 
-They show the mean of the GPUs that are listed; once a process is chosen, that process.  Two plots stand side by side on
-a wide screen, utilization alone on a narrow one.
+They show the mean of the GPUs that are listed and, on a very wide screen, the machine; once a process is chosen, that
+process.  Two or four plots stand side by side on a wide screen, utilization alone on a narrow one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from gpuguard.device_state import DeviceUse
@@ -23,6 +23,7 @@ MOST_ROWS = 16
 _FRAME = 3  # of them not the drawing
 _MARGIN = 10  # columns of the numbers and the axis at the left of a drawing
 _SIDE_BY_SIDE = 100  # columns of a screen on which there are two
+_FOUR = 160  # ... and four
 _GIB = 2**30
 
 
@@ -35,6 +36,7 @@ class PlottedSeries:
     now: str
     scale: Scale
     colour: str
+    highest: str = ""  # in words, since the start
 
     @property
     def is_known(self) -> bool:
@@ -53,16 +55,14 @@ def plot_lines(
 ) -> list[ScreenLine]:
     """The lines of the plots, *size* (columns, rows) at most; none where there is no room, or nothing to plot."""
     width, rows = size[0], min(size[1], MOST_ROWS)
-    series = of_process(history, chosen)[:2] if chosen else of_devices(history, uses)
-    series = [one for one in series if one.is_known]
+    series = of_process(history, chosen) if chosen else [*of_devices(history, uses), *of_machine(history)]
+    series = [one for one in series[: 4 if width >= _FOUR else 2 if width >= _SIDE_BY_SIDE else 1] if one.is_known]
     if rows < FEWEST_ROWS or not series or width < 2 * _MARGIN:
         return []
     lines: list[list[Part]] = []
     if chosen:
         lines.append([(heading(chosen), "bold")])
         rows -= 1
-    if width < _SIDE_BY_SIDE:
-        series = series[:1]
     columns = (width - 2 * (len(series) - 1)) // len(series)
     drawn = [_drawn(one, history, snapshot.taken_at, (columns, rows), ascii_only=ascii_only) for one in series]
     for row in zip_longest(*drawn, fillvalue=[("", "")]):
@@ -84,6 +84,15 @@ def of_devices(history: History, uses: Sequence[DeviceUse]) -> list[PlottedSerie
     return series
 
 
+def of_machine(history: History) -> list[PlottedSeries]:
+    """CPU and memory of the machine."""
+    shares = [100 * machine.memory_used / machine.memory_total for machine in history.machine]
+    return [
+        _rate("CPU", [machine.cpu for machine in history.machine], highest=100.0),
+        replace(_rate(_("memory of the host"), shares, highest=100.0), colour="cyan"),
+    ]
+
+
 def of_process(history: History, row: ProcessRow) -> list[PlottedSeries]:
     """What is known of its utilization, its memory on all of its devices, its CPU time and its memory of the host."""
     moments = list(history.processes.get(row.identity, ())) if row.identity else []
@@ -97,14 +106,15 @@ def of_process(history: History, row: ProcessRow) -> list[PlottedSeries]:
 
 def _rate(title: str, values: Sequence[float | None], *, highest: float | None = None) -> PlottedSeries:
     known = [value for value in values if value is not None]
-    now = format_rounded(values[-1] if values else None, "%")
-    return PlottedSeries(title, values, now, scale_of(known, "%", highest=highest), "green")
+    now, most = (format_rounded(value, "%") for value in (values[-1] if values else None, max(known, default=None)))
+    return PlottedSeries(title, values, now, scale_of(known, "%", highest=highest), "green", most)
 
 
 def _size(title: str, values: Sequence[int | None]) -> PlottedSeries:
+    known = [value for value in values if value is not None]
+    now, most = (format_bytes(value) for value in (values[-1] if values else None, max(known, default=None)))
     sizes = [None if value is None else value / _GIB for value in values]
-    scale = scale_of([size for size in sizes if size is not None], "GiB")
-    return PlottedSeries(title, sizes, format_bytes(values[-1] if values else None), scale, "cyan")
+    return PlottedSeries(title, sizes, now, scale_of([value / _GIB for value in known], "GiB"), "cyan", most)
 
 
 def over_time(history: History, row: ProcessRow, now: float, width: int, *, ascii_only: bool) -> str:
@@ -120,6 +130,8 @@ def _drawn(
     heading: list[Part] = [(f"{series.title}: ", ""), (series.now, f"bold {series.colour}")]
     if not series.is_known:
         return [heading]
+    if series.highest:
+        heading.append((_(", at most {highest}").format(highest=series.highest), "dim"))
     room = size[0] - _MARGIN
     values = list(series.values)[-(room if ascii_only else 2 * room) :]
     seconds = history.seconds_between * len(values)

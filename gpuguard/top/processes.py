@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from gpuguard.device_state import DeviceUse, ProcessUse, may_compute
 from gpuguard.locale import N_, _
 from gpuguard.procfs import read_memory, start_time
-from gpuguard.sanitize import neutral_command, neutralise
+from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.top.devices import ranges
 from gpuguard.top.scene import Identity, Moment, Scene, ScreenLine, ScreenView, moment_of
 from gpuguard.units import format_bytes, format_duration, format_rounded
@@ -20,6 +20,8 @@ from gpuguard.views.charts import Part, fitted
 from gpuguard.views.text import padded, shorten
 
 _ROOMY = range(100, 100_000)  # columns of a screen with room for more than what matters most
+_WITH_BANDWIDTH, _WITH_ALL = range(120, _ROOMY.stop), range(150, _ROOMY.stop)
+_KINDS = {"compute": "C", "graphics": "G", "compute+graphics": "C+G", "mps": "M+C"}  # as nvidia-smi writes them
 _FORKS = ("├─ ", "└─ ", "│  ", "   ")
 _ASCII_FORKS = ("|- ", "`- ", "|  ", "   ")
 
@@ -34,6 +36,8 @@ class ProcessRow:
     devices: tuple[str, ...]  # labels
     uuids: tuple[str, ...]
     now: Moment
+    memory_share: float | None  # percent of its devices' memory
+    host_share: float | None  # percent of the machine's memory
     seconds: int | None  # since its start
     claim: str | None
     stopped: bool
@@ -55,25 +59,38 @@ def rows_of(scene: Scene, view: ScreenView) -> list[ProcessRow]:
     return sorted(rows, key=_key(view), reverse=view.reverse)
 
 
+def chosen_row(scene: Scene, view: ScreenView) -> ProcessRow | None:
+    """The process under the cursor, if it is shown."""
+    return next((row for row in rows_of(scene, view) if row.identity and row.identity == view.selected), None)
+
+
 def _row(scene: Scene, places: Sequence[tuple[DeviceUse, ProcessUse]]) -> ProcessRow:
     first, process = places[0][1], places[0][1].process
     start = process.start_time
     identity = None if start is None else (process.pid, start)
     host = scene.host.get(identity) if identity else None
     container = _("in {container}: ").format(container=neutralise(process.container[:12])) if process.container else ""
+    now = moment_of([running.process for _use, running in places], host)
+    totals = [use.device.memory_total for use, _running in places]
     return ProcessRow(
         identity=identity,
         pid=process.pid,
         user=process.user,
         devices=tuple(use.device.label for use, _running in places),
         uuids=tuple(use.device.uuid for use, _running in places),
-        now=moment_of([running.process for _use, running in places], host),
+        now=now,
+        memory_share=_percent(now.memory, None if None in totals else sum(total or 0 for total in totals)),
+        host_share=_percent(now.host, scene.machine.memory_total if scene.machine else None),
         seconds=None if start is None else int(max(0.0, scene.snapshot.clock - start)),
         claim=first.claim,
         stopped=bool(first.stopped),
         kind=neutralise(process.kind),
         command=container + neutral_command(process.command, brief=True),
     )
+
+
+def _percent(part: int | None, whole: int | None) -> float | None:
+    return 100 * part / whole if part is not None and whole else None
 
 
 def _wanted(row: ProcessRow, view: ScreenView) -> bool:
@@ -134,25 +151,36 @@ def _known(value: object, text: str) -> Part:
     return text, "dim" if value is None else ""
 
 
+def _rate(percent: float | None) -> Part:
+    return _known(percent, format_rounded(percent, ""))
+
+
+def _share(percent: float | None) -> Part:
+    return _known(percent, "n/a" if percent is None else f"{percent:.1f}")
+
+
+def _room(column: _Column) -> int:
+    """Its width; that of claims has room for all of "no claim" in every language."""
+    return max(column.width, display_width(_("no claim"))) if column.cell is _claim else column.width
+
+
 _COLUMNS = (
     _Column("gpu", "GPU", 5, ">", lambda row: (_devices(row), "bold")),
     _Column("pid", "PID", 7, ">", lambda row: (str(row.pid), "")),
     _Column("user", N_("USER"), 9, "<", lambda row: (neutralise(row.user or _("unknown")), "")),
     _Column("memory", N_("MEM"), 8, ">", lambda row: _known(row.now.memory, format_bytes(row.now.memory))),
-    _Column("sm", "SM%", 4, ">", lambda row: _known(row.now.sm, format_rounded(row.now.sm, ""))),
-    _Column("cpu", "CPU%", 5, ">", lambda row: _known(row.now.cpu, format_rounded(row.now.cpu, ""))),
+    _Column("", N_("MEM%"), 5, ">", lambda row: _share(row.memory_share), _WITH_ALL),
+    _Column("sm", "SM%", 4, ">", lambda row: _rate(row.now.sm)),
+    _Column("", "MBW%", 4, ">", lambda row: _rate(row.now.bandwidth), _WITH_BANDWIDTH),
+    _Column("", "ENC%", 4, ">", lambda row: _rate(row.now.encoder), _WITH_ALL),
+    _Column("", "DEC%", 4, ">", lambda row: _rate(row.now.decoder), _WITH_ALL),
+    _Column("cpu", "CPU%", 5, ">", lambda row: _rate(row.now.cpu)),
     _Column("host", N_("HOST"), 8, ">", lambda row: _known(row.now.host, format_bytes(row.now.host)), _ROOMY),
+    _Column("", N_("HOST%"), 5, ">", lambda row: _share(row.host_share), _WITH_ALL),
     _Column("time", N_("TIME"), 6, ">", lambda row: _known(row.seconds, format_duration(row.seconds))),
     _Column("", N_("CLAIM"), 8, "<", _claim, _ROOMY),
     _Column("", "C", 1, "<", lambda row: ("!" if _claim(row)[1] else "", "bold red"), range(_ROOMY.start)),
-    _Column(
-        "",
-        N_("KIND"),
-        9,
-        "<",
-        lambda row: (row.kind.replace("compute+graphics", "C+G"), "dim"),
-        range(140, _ROOMY.stop),
-    ),
+    _Column("", N_("KIND"), 4, "<", lambda row: (_KINDS.get(row.kind, row.kind), "dim"), _ROOMY),
 )
 
 
@@ -172,7 +200,7 @@ def process_lines(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine
     lines = [_header(columns, view, width)]
     for row, prefix, command in _forest(rows, scene, view) if view.tree else ((row, "", None) for row in rows):
         if row is None:
-            blank = " " * (sum(column.width + 1 for column in columns))
+            blank = " " * (sum(_room(column) + 1 for column in columns))
             lines.append(ScreenLine(tuple(fitted([(blank, ""), (prefix, "dim"), (command or "", "dim")], width))))
         else:
             lines.append(_line(row, columns, prefix, view, width))
@@ -185,10 +213,11 @@ def _header(columns: Sequence[_Column], view: ScreenView, width: int) -> ScreenL
     at = 0
     for column in columns:
         style = "bold reverse" if column.key == view.sort else "bold"
-        parts += [(padded(_(column.header), column.width, column.align), style), (" ", "")]
+        room = _room(column)
+        parts += [(padded(_(column.header), room, column.align), style), (" ", "")]
         if column.key:
-            keys.append((at, at + column.width, column.key))
-        at += column.width + 1
+            keys.append((at, at + room, column.key))
+        at += room + 1
     keys.append((at, width, "command"))
     parts.append((_("COMMAND"), "bold reverse" if view.sort == "command" else "bold"))
     return ScreenLine(tuple(fitted(parts, width)), keys=tuple(keys))
@@ -197,8 +226,8 @@ def _header(columns: Sequence[_Column], view: ScreenView, width: int) -> ScreenL
 def _line(row: ProcessRow, columns: Sequence[_Column], prefix: str, view: ScreenView, width: int) -> ScreenLine:
     parts: list[Part] = []
     for column in columns:
-        text, style = column.cell(row)
-        parts += [(padded(shorten(text, column.width), column.width, column.align), style), (" ", "")]
+        (text, style), room = column.cell(row), _room(column)
+        parts += [(padded(shorten(text, room), room, column.align), style), (" ", "")]
     parts += [(prefix, "dim"), (_("[stopped] ") if row.stopped else "", "yellow"), (row.command, "")]
     parts = fitted([part for part in parts if part[0]], width)
     if row.identity is not None and row.identity == view.selected:

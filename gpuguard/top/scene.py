@@ -6,7 +6,7 @@ Reads nothing and draws nothing: see feed and page.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuguard.device_state import DeviceUse
@@ -51,7 +51,7 @@ class HostMeters:
     memory_total: int
     swap_used: int
     swap_total: int
-    load: float  # average over a minute
+    load: tuple[float, float, float]  # averages over 1, 5 and 15 minutes
     cores: int | None
 
 
@@ -111,21 +111,31 @@ class Moment:
     """One process in one sample; None = unknown."""
 
     memory: int | None  # bytes, on all devices together
-    sm: float | None
+    sm: float | None  # percent, the mean of its devices, as the next three
+    bandwidth: float | None  # of their memory
+    encoder: float | None
+    decoder: float | None
     cpu: float | None
     host: int | None
 
 
 def moment_of(parts: Sequence[GpuProcess], host: HostUse | None) -> Moment:
     """One process, of which each device that it is on has a part."""
-    memory, rates = [part.memory_used for part in parts], [part.utilization for part in parts]
-    known = [rate for rate in rates if rate is not None]
+    memory = [part.memory_used for part in parts]
     return Moment(
-        None if None in memory else sum(size or 0 for size in memory),
-        sum(known) / len(known) if known else None,
-        host.cpu if host else None,
-        host.memory if host else None,
+        memory=None if None in memory else sum(size or 0 for size in memory),
+        sm=_mean(part.utilization for part in parts),
+        bandwidth=_mean(part.memory_utilization for part in parts),
+        encoder=_mean(part.encoder_utilization for part in parts),
+        decoder=_mean(part.decoder_utilization for part in parts),
+        cpu=host.cpu if host else None,
+        host=host.memory if host else None,
     )
+
+
+def _mean(rates: Iterable[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) / len(known) if known else None
 
 
 class History:
@@ -134,6 +144,7 @@ class History:
     def __init__(self) -> None:
         self.devices: dict[str, dict[str, deque[float | None]]] = {}
         self.processes: dict[Identity, deque[Moment]] = {}
+        self.machine: deque[HostMeters] = deque(maxlen=KEPT)
         self._seen: dict[Identity, int] = {}
         self._samples = 0
         self._times: deque[float] = deque(maxlen=KEPT)  # of the machine's clock
@@ -142,6 +153,8 @@ class History:
         """Remember what *scene* shows."""
         self._samples += 1
         self._times.append(scene.snapshot.taken_at)
+        if scene.machine:
+            self.machine.append(scene.machine)
         for device in scene.snapshot.devices:
             rings = self.devices.setdefault(device.uuid, {name: deque(maxlen=KEPT) for name in METRICS})
             known = device.memory_used is not None and device.memory_total
