@@ -126,6 +126,14 @@ def test_details_of_a_chosen_process_are_its_own_and_those_of_its_gpus():
     assert "GPU 0 " in told and "GPU 1 " not in told
 
 
+def test_details_of_a_process_on_several_gpus_have_its_part_of_each():
+    parts = [a_process(10, memory_used=size * GIB, utilization=size * 10.0) for size in (2, 3)]
+    scene = a_scene(*[a_device(index, processes=(part,)) for index, part in enumerate(parts)])
+    told = details(scene, scene.uses, chosen_row(scene, ScreenView(selected=(10, parts[0].start_time))))
+
+    assert "memory 5.0GiB" in told and "GPU 0 2.0GiB  SM 20%  MBW n/a" in told and "GPU 1 3.0GiB  SM 30%" in told
+
+
 def test_details_say_what_a_daemon_does_not_read():
     scene = a_scene(a_device(0), age=1.0)
 

@@ -27,7 +27,7 @@ def details(scene: Scene, uses: Sequence[DeviceUse], row: ProcessRow | None) -> 
     if scene.age is not None and all(use.device.pstate is None for use in uses):
         blocks.append([_("The daemon does not read all of it: Esc, then f, asks the driver.")])
     if row:
-        blocks.append([heading(row), *_lines(_of_process(row, _found(row, uses)))])
+        blocks.append([heading(row), *_lines(_of_process(row, _parts(row, uses)))])
     for use in uses:
         names = f"GPU {use.device.label}  {model_name(use.device)}  {use.device.uuid}"
         blocks.append([neutralise(names), *_lines(_of_device(use.device))])
@@ -38,12 +38,13 @@ def _lines(rows: Sequence[Sequence[Pair]]) -> list[str]:
     return ["  " + "  ".join(f"{label} {'n/a' if value is None else value}" for label, value in row) for row in rows]
 
 
-def _found(row: ProcessRow, uses: Sequence[DeviceUse]) -> GpuProcess | None:
-    processes = (running.process for use in uses for running in use.processes or ())
-    return next((process for process in processes if (process.pid, process.start_time) == row.identity), None)
+def _parts(row: ProcessRow, uses: Sequence[DeviceUse]) -> list[tuple[Device, GpuProcess]]:
+    """The process of *row* on each of its GPUs."""
+    pairs = ((use.device, running.process) for use in uses for running in use.processes or ())
+    return [(device, part) for device, part in pairs if (part.pid, part.start_time) == row.identity]
 
 
-def _of_process(row: ProcessRow, process: GpuProcess | None) -> list[list[Pair]]:
+def _of_process(row: ProcessRow, parts: Sequence[tuple[Device, GpuProcess]]) -> list[list[Pair]]:
     now = row.now
     rows: list[list[Pair]] = [
         [
@@ -59,7 +60,9 @@ def _of_process(row: ProcessRow, process: GpuProcess | None) -> list[list[Pair]]
             ("MEM", _share(row.host_share)),
         ],
     ]  # fmt: skip
-    if process:
+    if len(parts) > 1:
+        rows += [_of_part(device, part) for device, part in parts]
+    for _device, process in parts[:1]:
         told = (
             (_("program"), process.executable),
             (_("directory"), process.working_directory),
@@ -68,6 +71,16 @@ def _of_process(row: ProcessRow, process: GpuProcess | None) -> list[list[Pair]]
         )
         rows += [[(label, neutralise(value))] for label, value in told if value]
     return rows
+
+
+def _of_part(device: Device, part: GpuProcess) -> list[Pair]:
+    return [
+        (f"GPU {device.label}", format_bytes(part.memory_used)),
+        ("SM", _percent(part.utilization)),
+        ("MBW", _percent(part.memory_utilization)),
+        ("ENC", _percent(part.encoder_utilization)),
+        ("DEC", _percent(part.decoder_utilization)),
+    ]
 
 
 def _of_device(device: Device) -> list[list[Pair]]:

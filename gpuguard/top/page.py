@@ -83,7 +83,7 @@ def title(scene: Scene, view: ScreenView, width: int, silent: float = 0.0) -> Sc
         words.append(_("driver {driver_version}").format(driver_version=neutralise(snapshot.driver_version)))
     if snapshot.cuda_version and width >= 100:
         words.append(f"CUDA {neutralise(snapshot.cuda_version)}")
-    words.append(local_time(snapshot.taken_at, "%H:%M:%S"))
+    words.append(local_time(snapshot.taken_at, "%Y-%m-%d %H:%M:%S" if width >= 120 else "%H:%M:%S"))
     if scene.age is not None:
         words.append(_("seen by the daemon {age} ago").format(age=format_duration(round(scene.age + silent))))
     shown = [_("sort {column}").format(column=view.sort) + _(" reversed") * view.reverse, view.mode]
