@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.model import IDLE_TOLERANCE, ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
 
 FREE, CLAIMED, IN_USE, IDLE = "free", "claimed", "in_use", "idle"
@@ -231,18 +231,21 @@ def _use(device: Device, snapshot: Snapshot, stats: Processes, quarantined: Mapp
     problems = device.problems if barred is None else (*(device.problems or ()), barred)
     reason: str | None
     if device.problems:
-        state, reason = UNHEALTHY, ", ".join(problems or ())
+        state, reason = UNHEALTHY, ", ".join(map(translated, problems or ()))
     elif device.compute_mode == "prohibited":
-        state, reason = UNHEALTHY, ", ".join(filter(None, (_("its compute mode is 'prohibited'"), barred)))
+        state, reason = (
+            UNHEALTHY,
+            ", ".join(filter(None, (_("its compute mode is 'prohibited'"), barred and translated(barred)))),
+        )
     elif barred:
-        state, reason = QUARANTINED, barred
+        state, reason = QUARANTINED, translated(barred)
     elif not claims_readable(snapshot):
         state, reason = UNKNOWN, _("the claims cannot be read")
     else:
         state, reason = _usage(device, bool(held) or of_whole, bool(owners), processes)
         reserved = dict(snapshot.reserved)
         if state == FREE and (kept := reserved.get(device.uuid) or reserved.get(device.parent_uuid or "")):
-            state, reason = RESERVED, kept
+            state, reason = RESERVED, translated(kept)
     plain = {QUARANTINED: UNHEALTHY, RESERVED: FREE}.get(state, state)
     claims = tuple(_claim_use(claim, plain, snapshot, stats) for claim in held)
     return DeviceUse(device, state, plain, reason, problems, claims, processes)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from gpuguard.device_state import hides_use, idle_limit, may_compute, occupants, unlisted_memory, user_label
-from gpuguard.locale import N_, _
+from gpuguard.locale import N_, _, translated
 from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.request import Request, resolve
 from gpuguard.sanitize import neutralise
@@ -247,16 +247,22 @@ def _too_small(device: Device, terms: Terms) -> Iterator[Reason]:
     elif fraction is not None and free is None:
         yield _unknown(device, "memory_free", _("its free memory"), terms)
     elif fraction is not None and room is not None and free is not None and free < fraction * room:
-        yield Reason(f"only {free / room:.1%} of its memory is free, less than {fraction:.1%}")
+        text = _("only {part:.1%} of its memory is free, less than {least:.1%}")
+        yield Reason(text.format(part=free / room, least=fraction))
 
 
 def _unhealthy(device: Device, terms: Terms) -> Iterator[Reason]:
     for problem in device.problems or ():
         gaps = terms.snapshot.gaps
         why = next(
-            (f" ({shown(gap.reason)})" for gap in gaps if (gap.device, gap.field) == (device.uuid, "problems")), ""
+            (
+                f" ({shown(translated(gap.reason))})"
+                for gap in gaps
+                if (gap.device, gap.field) == (device.uuid, "problems")
+            ),
+            "",
         )
-        yield Reason(shown(problem, 200) + why, not problem.lower().startswith(_PASSING))
+        yield Reason(shown(translated(problem), 200) + why, not problem.lower().startswith(_PASSING))
     if device.compute_mode == "prohibited" and not any("prohibited" in problem for problem in device.problems or ()):
         yield Reason(_("its compute mode is prohibited (an administrator permits work: nvidia-smi -c DEFAULT)"), True)
     if device.compute_mode == "exclusive_process" and (owners := occupants(device)):
@@ -272,7 +278,7 @@ def _claimed(device: Device, terms: Terms) -> Iterator[Reason]:
     if not holder and whole.count:
         holder = _("its whole GPU is shared by {shared_by}").format(shared_by=shared_by(whole))
     if holder:
-        yield Reason(holder)
+        yield Reason(translated(holder))
 
 
 def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
@@ -401,7 +407,7 @@ def _unknown(
 ) -> Reason:
     """The reason of a value that is not known; waiting does not change what the driver never tells."""
     gap = _gap(device, field, terms)
-    why = f" ({shown(_(gap.reason))})" if gap else ""
+    why = f" ({shown(translated(gap.reason))})" if gap else ""
     return Reason(
         _("{what} is unknown{why}").format(what=what, why=why),
         permanent or (gap is not None and gap.is_lasting),

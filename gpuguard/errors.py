@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from gpuguard.locale import N_, _
 
@@ -72,16 +72,6 @@ def passing(error: Exception) -> str | None:
 
 class GpuguardError(Exception):
     """Base of every error that gpuguard raises on purpose."""
-
-
-E = TypeVar("E", bound=GpuguardError)
-
-
-def error_of(kind: type[E], template: str, **facts: str | float) -> E:
-    """An error whose message the process that shows it can translate: the worker that reads the GPUs speaks English."""
-    error = kind(template.format(**facts))
-    vars(error).update(template=template, facts=facts)
-    return error
 
 
 class InvalidRequest(GpuguardError, ValueError):

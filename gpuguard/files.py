@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpuguard.errors import shortage
+from gpuguard.locale import _
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -47,7 +48,7 @@ def open_regular(path: str, flags: int = READING) -> tuple[int, os.stat_result]:
         status = os.fstat(descriptor)
         # One without a name was replaced since it was opened: it is whole, and a denial is not overlooked for that.
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            raise UntrustedFile("it is no ordinary file", status.st_uid)
+            raise UntrustedFile(_("it is no ordinary file"), status.st_uid)
     except BaseException:
         os.close(descriptor)
         raise
@@ -67,10 +68,10 @@ def read_file(path: str, limit: int, owners: Collection[int] | None = None) -> b
     descriptor, status = open_regular(path)
     with os.fdopen(descriptor, "rb") as file:
         if owners is not None and (status.st_uid not in owners or status.st_mode & 0o022):
-            raise UntrustedFile("others could have written it", status.st_uid)
+            raise UntrustedFile(_("others could have written it"), status.st_uid)
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise UntrustedFile("it is too long", status.st_uid)
+        raise UntrustedFile(_("it is too long"), status.st_uid)
     return content
 
 

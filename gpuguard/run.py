@@ -44,7 +44,7 @@ from gpuguard.jobs.processes import (
     signal_tree,
     start,
 )
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.model import HEALTH, IDLE_TOLERANCE, MEMORY, POWER, UTILIZATION, Event
 
 if TYPE_CHECKING:
@@ -289,7 +289,9 @@ class JobSupervisor:
             if str(lost) not in self.reported:
                 self.reported.add(str(lost))
                 self.notify(
-                    _("CLAIM LOST: {lost}  The job goes on, but another job may use its GPU now.").format(lost=lost)
+                    _("CLAIM LOST: {lost}  The job goes on, but another job may use its GPU now.").format(
+                        lost=translated(str(lost))
+                    )
                 )
                 log_claim("claim lost", "job goes on", self.claim, str(lost).rstrip("."))
         if time.monotonic() >= self.sample_at:
@@ -377,7 +379,7 @@ class JobSupervisor:
             for text in texts:
                 if kind:
                     log_claim(kind, "owner warned", self.claim, text)
-                self.notify(text)
+                self.notify(translated(text))
         if finding.reached and (self.status is None or finding.reached.pids):
             self.escalation.begin(time.monotonic(), "limit", finding.reached.why, finding.reached.limit)
 
@@ -467,7 +469,11 @@ class JobSupervisor:
                 )
                 outcome = INTERRUPTED
         numbers = self.meter.peak_memory, self.meter.utilization(), self.meter.energy()
-        why = _("ended by gpuguard run: {why}").format(why=self.escalation.why) if self.escalation.why else None
+        why = (
+            _("ended by gpuguard run: {why}").format(why=translated(self.escalation.why))
+            if self.escalation.why
+            else None
+        )
         ended = JobEnd(status, die_of, wall_time, outcome, *numbers, self.killed_by, by_policy or why, policy)
         _log_end(self.claim, ended, by_policy or self.escalation.why)
         return ended

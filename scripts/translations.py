@@ -11,6 +11,8 @@ import ast
 import io
 import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +23,15 @@ from babel.messages.pofile import read_po, write_po
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gpuguard.cli import COMMANDS, build_parser
+from gpuguard.cli import COMMANDS, build_parser, notebook
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.locale import LANGUAGES
+from gpuguard.locale.sentences import SENTENCES
 from gpuguard.policies.rules import RULES
 from gpuguard.units import count_forms
 from gpuguard.views.policy import first_sentence
+from gpuguard.views.policy_language import SECTIONS, paragraphs
+from gpuguard.views.query import APP_FIELDS, GPU_FIELDS
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCALE = ROOT / "gpuguard" / "locale"
@@ -41,7 +46,8 @@ ARGPARSE = (
     "invalid %(type)s value: %(value)r",
 )  # fmt: skip
 _NOT_PROSE = re.compile(r"`[^`]*`|--?[\w-]+|\{\w+\}|%\(\w+\)s|gpuguard [\w-]+")
-_PLACES = re.compile(r"%\(\w+\)[sr]|%[sr%]|\{\w*[^{}]*\}")
+_PERCENT = re.compile(r"%\(\w+\)[sr]|%[sr%]")
+_PLACES = re.compile(rf"{_PERCENT.pattern}|\{{\w*[^{{}}]*\}}")
 
 
 def main() -> int:
@@ -62,6 +68,7 @@ def main() -> int:
         found = [*problems(catalog, template), *words_beside_the_glossary(catalog, glossary())]
         if said(folder / "gpuguard.mo") != texts(catalog):
             found.append("gpuguard.mo is not what gpuguard.po says: run scripts/translations.py update")
+        found += complaints(folder / "gpuguard.po")
         sys.stdout.write(f"{language}: {len(template)} messages, {len(found)} faults\n")
         faults += [f"{language}: {fault}\n" for fault in found]
     sys.stdout.writelines(faults)
@@ -76,12 +83,23 @@ def extracted() -> Catalog:
             template.add(message, locations=[(str(path.relative_to(ROOT)), 0)])
     for message in ARGPARSE:
         template.add(message, locations=[("argparse", 0)])
+    for message in SENTENCES:
+        template.add(message, locations=[("gpuguard/locale/sentences.py", 0)])
+    for field in (*GPU_FIELDS.values(), *APP_FIELDS.values()):  # `query --help-query`
+        template.add(field.text, locations=[("gpuguard/views/query.py", 0)])
     for noun in (*RULES.values(), *ACTION_KEYS.values()):  # `policy explain`
         template.add(first_sentence(noun), locations=[("gpuguard/policies", 0)])
+    for noun in [noun for nouns in SECTIONS.values() for noun in nouns.values()]:  # `policy rules`
+        for message in paragraphs(noun):
+            if not message.startswith(" "):  # an example
+                template.add(message, locations=[("gpuguard/policies", 0)])
     for command, purpose in COMMANDS.items():
         for message in (purpose, *help_of(build_parser(command))):
             if message not in template:
                 template.add(message, locations=[(f"help/{command}", 0)])
+    for message in help_of(notebook.parser()):
+        if message not in template:
+            template.add(message, locations=[("help/%gpus", 0)])
     return template
 
 
@@ -129,6 +147,9 @@ def update(catalog: Catalog, template: Catalog) -> None:
 
 def written(catalog: Catalog) -> bytes:
     """The .po file: file names without line numbers, which would change with every line of code."""
+    for message in catalog:  # Babel takes any % for the format of Python that argparse alone has here
+        if not _PERCENT.search(_english(message)):
+            message.flags.discard("python-format")
     file = io.BytesIO()
     write_po(file, catalog, width=110, omit_header=False, include_lineno=False, sort_by_file=True)
     return file.getvalue()
@@ -169,6 +190,15 @@ def problems(catalog: Catalog, template: Catalog) -> Iterator[str]:
             yield f"other placeholders: {_shown(message)}"
         elif translated.endswith("\n") != english.endswith("\n"):
             yield f"another end of the line: {_shown(message)}"
+
+
+def complaints(path: Path) -> list[str]:
+    """What msgfmt of gettext, where it is installed, has against a .po file."""
+    if not (msgfmt := shutil.which("msgfmt")):
+        return []
+    command = [msgfmt, "--check", "--statistics", f"--output-file={os.devnull}", str(path)]
+    done = subprocess.run(command, env={"LC_ALL": "C"}, capture_output=True, text=True, check=False)
+    return [line for line in done.stderr.splitlines() if not re.fullmatch(r"\d+ translated messages\.", line)]
 
 
 def glossary() -> dict[str, tuple[str, ...]]:

@@ -122,7 +122,7 @@ def test_in_the_read_only_image_of_a_container_the_directory_of_the_machine_is_a
     )
 
     assert "Read-only file system" in done.stderr
-    assert "apptainer exec --bind /run/gpuguard" in done.stderr
+    assert "apptainer exec --bind /none" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from babel.messages.catalog import Catalog
 from nodes import a_user
 from sources import ROOT, module_name, modules
 
-from gpuguard.locale import LANGUAGES, language_of_user
+from gpuguard.locale import LANGUAGES, catalogue, language_of_user
+from gpuguard.locale.sentences import SENTENCES, in_words, phrases
 from gpuguard.sanitize import display_width
 from gpuguard.views.text import wrapped
 
@@ -68,6 +69,7 @@ def test_every_message_is_translated_with_its_placeholders_in_the_terms_of_the_g
     assert len(template) > 300
     assert list(translations.problems(catalog, template)) == [], "run: python scripts/translations.py update"
     assert list(translations.words_beside_the_glossary(catalog, translations.glossary())) == []
+    assert translations.complaints(translations.LOCALE / language / "LC_MESSAGES" / "gpuguard.po") == []
 
 
 def test_the_compiled_catalogue_is_that_of_the_sources():
@@ -86,6 +88,15 @@ def test_a_planted_fault_of_a_catalogue_is_found():
     ]  # fmt: skip
 
 
+def test_what_msgfmt_complains_of_is_found(tmp_path, monkeypatch):
+    msgfmt = tmp_path / "msgfmt"
+    msgfmt.write_text("#!/bin/sh\necho \"$4:7: a fault\" >&2; echo '3 translated messages.' >&2\n")
+    msgfmt.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert translations.complaints(tmp_path / "x.po") == [f"{tmp_path}/x.po:7: a fault"]
+
+
 def test_a_term_that_is_not_that_of_the_glossary_is_found():
     catalog = a_catalog(an_idle_GPU="空闲的 GPU", the_idle_device="闲置的设备")
 
@@ -98,6 +109,32 @@ def test_messages_are_found_in_sources_wherever_they_stand():
     source = 'f"{_(\'a\')}"; x(N_("b")); ngettext("c", "d", 2); format_count(number(3), "e"); _(name); str("f")'
 
     assert list(translations.messages_of(source)) == ["a", "b", ("c", "d"), ("{number:,} e", "{number:,} es")]
+
+
+def test_each_sentence_of_a_record_is_found_again_by_its_own_line_of_the_list():
+    filled = [re.sub(r"\{(\w+)\}", lambda place: SAMPLES.get(place[1], "x1"), text) for text in SENTENCES]
+    patterns = [pattern for pattern, _ in phrases(str)]
+    found = [next(number for number, pattern in enumerate(patterns) if re.fullmatch(pattern, text)) for text in filled]
+
+    assert [SENTENCES[number] for number, first in enumerate(found) if first != number] == []
+
+
+SAMPLES = {"gpu": "GPU 3", "number": "1,024"}
+
+
+@pytest.mark.parametrize(
+    ("english", "chinese"),
+    [
+        ("uses 4.0GiB of GPU 0, 3GiB is allowed; bob has 3 GPUs, 2 are allowed",
+         "占用 GPU 0 显存 4.0GiB，上限 3GiB；bob 占用 3 块 GPU，上限 2"),
+        ("when GPU 3 is free: time limit of al's job", "GPU 3 空闲时（al 的任务到时限）"),
+        ("quarantined by the policy hot until 12:00: too hot", "已隔离至 12:00（操作者：策略 hot）：too hot"),
+        ("python -c 'a; b'", "python -c 'a; b'"),
+        ("who", "who"),
+    ],
+)  # fmt: skip
+def test_what_was_written_in_english_is_shown_in_chinese_but_for_the_words_of_users(english, chinese):
+    assert in_words(english, catalogue("zh_CN").gettext) == chinese
 
 
 @pytest.mark.parametrize("path", modules(), ids=module_name)
@@ -159,6 +196,7 @@ def test_a_mistake_is_explained_in_chinese(tmp_path):
         ("run -- nosuchprogram", "nosuchprogram: 找不到命令。它是否已安装，并且在 PATH 中？"),
         ("release 12ab", "没有编号以 '12ab' 开头的占用。"),
         ("reserve -n 3 --for 1h", "需要 3 块 GPU，但只有 2 块"),
+        ("who --backend replay:no.rec", "无法读取 no.rec：No such file or directory。"),  # the words of the worker
     ],
 )
 def test_what_cannot_be_had_is_explained_in_chinese(node, words, said):
@@ -188,6 +226,7 @@ def test_what_is_recorded_of_a_job_stays_english(node):
 
     assert "时限已到：向任务发送 SIGTERM。" in said.stderr
     assert '"the time limit is over"' in events.read_text() and events.read_text().isascii()
+    assert re.search(r"时限 +SIGTERM .* 时限已到; 进程 ", ran(node, "events").stdout)
 
 
 def test_what_programs_read_stays_english(node):
@@ -243,6 +282,8 @@ def test_what_a_job_leaves_in_the_log_stays_english(node):
         (["doctor"], ("正常  驱动", "模拟节点：不需要驱动")),
         (["top", "--once"], ("2 块 GPU", "空闲", "没有进程")),
         (["queue"], ("队列中",)),
+        (["query", "--help-query"], ("GPU 的字段", "产品的正式名称")),
+        (["policy", "rules", "memory"], ("驱动没有给出的显存不计算在内。", "键：above (如 40GiB、90% 或 share，必需)")),
         (["report", "--by", "claim"], ("按占用统计的 GPU 时间", "没有占用结束")),
         (["policy", "explain", str(ROOT / "examples" / "policies" / "lab.yaml")], ("GPU 被占用", "演练：")),
     ],

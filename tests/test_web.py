@@ -27,6 +27,7 @@ from gpuguard import device_state
 from gpuguard.clusters import slurm
 from gpuguard.daemon.client import SO_PASSRIGHTS
 from gpuguard.enforcement import limits, preflight
+from gpuguard.locale.sentences import phrases
 from gpuguard.views import who
 from gpuguard.web.feed import MAX_CLAIMS, MAX_COMMAND, MAX_NAMELESS, MAX_POSITIONS, MAX_PROCESSES, MAX_ROWS, bounded
 
@@ -69,8 +70,7 @@ def refusals() -> set[str]:
 
 
 def test_what_speaks_against_a_signal_has_chinese_words_on_the_page():
-    words = json.loads((ROOT / "gpuguard/web/page/words.js").read_text().partition("const WORDS = ")[2].rstrip("; \n"))
-    patterns = [pattern for pattern, _ in words["zh"]["phrases"] if pattern != "(.+); (.+)"]
+    patterns = [pattern for pattern, _ in phrases(str)]
     found = refusals()
 
     assert len(found) > 50

@@ -17,12 +17,15 @@ from worlds import a_bad_day, shown
 
 from gpuguard import device_state
 from gpuguard.enforcement.actions import ACTIONS
+from gpuguard.locale.sentences import phrases
 from gpuguard.policies.rules import RULES
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.reasons import reservation_text, start_text
 from gpuguard.queue.state import QueueFacts, QueueState
 from gpuguard.request import Request
+from gpuguard.views import events
+from gpuguard.web.server import chinese_words
 
 PAGE = PACKAGE / "web" / "page"
 SOURCE = (PAGE / "words.js").read_text(encoding="utf-8")
@@ -33,7 +36,8 @@ DEVICE = a_device(0)
 
 def untold(sentence: str) -> bool:
     """Whether a reader of Chinese gets it in English."""
-    return not any(re.fullmatch(pattern, sentence) for pattern, _ in WORDS["zh"]["phrases"])
+    patterns = [pattern for pattern, _ in phrases(str)]
+    return not all(any(re.fullmatch(pattern, part) for pattern in patterns) for part in sentence.split("; "))
 
 
 def braces(words: dict[str, Any]) -> dict[str, int]:
@@ -61,7 +65,7 @@ def test_every_state_of_a_device_has_words():
 
 
 def test_every_action_of_a_policy_has_a_chinese_name():
-    assert set(ACTIONS) - WORDS["zh"]["kinds"].keys() == set()
+    assert set(ACTIONS) - set(events.WORDS) == set()
 
 
 def a_position(number: int = 1, start: float | None = None, user: str = "ada", **fields: Any) -> QueuePosition:
@@ -122,6 +126,13 @@ def test_why_a_device_is_in_its_state_is_told_in_chinese_too():
 
     assert len(reasons) >= 3
     assert [reason for reason in reasons if untold(reason)] == []
+
+
+def test_the_page_has_the_words_of_the_log_and_the_sentences_from_the_catalogue():
+    log, sentences = re.findall(r"(?<= = |\.\.\.)(.*?)\)?;\n", chinese_words())
+
+    assert json.loads(log)["claim lost"] == "占用丢失"
+    assert dict(json.loads(sentences))["starts now"] == "现在开始"
 
 
 def test_a_sentence_without_chinese_words_is_found():

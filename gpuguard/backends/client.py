@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard import __version__, errors
 from gpuguard.backends import spawn
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.procfs import stat_of
 
@@ -224,9 +224,7 @@ def _raise_error(reply: tuple[object, ...]) -> None:
     if reply[0] == "error":
         _kind, name, message, attributes = reply
         facts = dict(attributes)  # type: ignore[call-overload]
-        if template := facts.pop("template", None):
-            message = _(template).format(**facts.pop("facts"))
-        error: errors.GpuguardError = getattr(errors, str(name))(message)
+        error: errors.GpuguardError = getattr(errors, str(name))(translated(str(message)))
         vars(error).update(facts)
         raise error
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gpuguard.backends import kernel_version
 from gpuguard.backends.plausibility import PLAUSIBLE
-from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission, error_of
+from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission
 from gpuguard.locale import N_
 from gpuguard.model import BRIEF, Gap
 
@@ -153,7 +153,7 @@ def start() -> Any:
         import pynvml as nvml  # may be missing, and only the process that reads the devices needs it
     except ImportError:
         text = N_("the Python package nvidia-ml-py is missing: `pip install nvidia-ml-py`.")
-        raise error_of(DriverNotFound, text) from None
+        raise DriverNotFound(text) from None
     answer = call(nvml, "nvmlInit", tries={})
     if answer.code:
         raise _init_error(nvml, answer)
@@ -170,42 +170,38 @@ def has_glibc() -> bool:
 
 def _init_error(nvml: Any, answer: CallResult) -> BackendError:
     if answer.code == LIBRARY_NOT_FOUND and not has_glibc():
-        return error_of(DriverNotFound, NEEDS_GLIBC)
+        return DriverNotFound(NEEDS_GLIBC)
     if answer.code == LIBRARY_NOT_FOUND:
         text = N_(
             "libnvidia-ml.so.1 was not found: there is no NVIDIA driver here, or this container was started without "
             "it.\nInstall the driver, or start the container with `--gpus all`.  "
             "`--backend simulated` tries gpuguard without a GPU."
         )
-        return error_of(DriverNotFound, text)
+        return DriverNotFound(text)
     # This one answers without an initialisation: "13.580.65.06" is CUDA 13, driver 580.65.06.
     library = str(call(nvml, "nvmlSystemGetNVMLVersion").value or "").partition(".")[2] or None
     kernel = kernel_version()
     if answer.code == DRIVER_NOT_LOADED:
-        text = N_(
-            "libnvidia-ml.so.1 ({library}) is there, but no NVIDIA kernel module answers.\n"
+        return DriverNotFound(
+            f"libnvidia-ml.so.1 ({library or 'of unknown version'}) is there, but no NVIDIA kernel module answers.\n"
             "Load it with `sudo modprobe nvidia` (after a kernel update: reboot), or see `dmesg`.  "
             "`--backend simulated` tries gpuguard without a GPU."
         )
-        return error_of(DriverNotFound, text, library=library or "of unknown version")
     if answer.code == VERSION_MISMATCH:
-        text = N_(
-            "the driver library is of version {library}, the loaded kernel module of version {kernel}: "
-            "the driver was updated while the old module was in use.\n"
+        text = (
+            f"the driver library is of version {library or 'unknown'}, the loaded kernel module of version "
+            f"{kernel or 'unknown'}: the driver was updated while the old module was in use.\n"
             "Reboot; or end all GPU processes and who watches them (`systemctl stop gpuguard`) and reload the module: "
             "`sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia`."
         )
-        mismatch = error_of(DriverMismatch, text, library=library or "unknown", kernel=kernel or "unknown")
-        mismatch.library_version, mismatch.kernel_version = library, kernel
-        return mismatch
+        return DriverMismatch(text, library, kernel)
     if answer.code == NO_PERMISSION:
         text = N_(
             "the driver refuses this user.  "
             "Look at `ls -l /dev/nvidiactl /dev/nvidia0` and ask for the group that may open them."
         )
-        return error_of(DriverPermission, text)
-    text = N_("the driver cannot be initialised: {reason}.  Try `nvidia-smi`, and see `dmesg`.")
-    return error_of(BackendError, text, reason=answer.reason)
+        return DriverPermission(text)
+    return BackendError(f"the driver cannot be initialised: {answer.reason}.  Try `nvidia-smi`, and see `dmesg`.")
 
 
 # How long an answer is kept: a fact for ever, a setting for nvml.SETTINGS_SECONDS and, where BRIEF is wanted, a recent

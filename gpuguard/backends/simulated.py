@@ -33,8 +33,8 @@ from gpuguard.backends.simulated_node import (
     new_node,
 )
 from gpuguard.clusters.visible_devices import visible_uuids
-from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, error_of
-from gpuguard.locale import N_
+from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
+from gpuguard.locale import _
 from gpuguard.model import Device, Gap, GpuProcess
 from gpuguard.procfs import boot_clock
 from gpuguard.units import format_bytes
@@ -199,8 +199,7 @@ def current(place: str) -> SimulatedNode:
     """The node in *place* without its dead processes.  Raises BackendError where there is none, or it is damaged."""
     node = simulated_node.load(place)
     if node is None:
-        text = N_("no simulated node is in {place}: `gpuguard sim start {spec}` starts one.")
-        raise error_of(BackendError, text, place=place, spec=DEFAULT_SPEC)
+        raise BackendError(f"no simulated node is in {place}: `gpuguard sim start {DEFAULT_SPEC}` starts one.")
     if all(_is_alive(use) for use in node.uses):
         return node
     try:
@@ -221,7 +220,7 @@ def _chosen(node: SimulatedNode, devices: str | Sequence[int | str] | None) -> t
         ]
         uuids = visible_uuids(os.environ, everything)
         if uuids == ():
-            raise InvalidRequest("CUDA_VISIBLE_DEVICES leaves no GPU: name GPUs, or start this with `gpuguard run`.")
+            raise InvalidRequest(_("CUDA_VISIBLE_DEVICES leaves no GPU: name GPUs, or start this with `gpuguard run`."))
         uuids = find(node, "all" if uuids is None else ",".join(uuids))
     else:
         uuids = find(node, devices if isinstance(devices, str) else ",".join(map(str, devices)))
@@ -233,15 +232,20 @@ def _chosen(node: SimulatedNode, devices: str | Sequence[int | str] | None) -> t
 def _check_room(node: SimulatedNode, uuid: str, memory: int, clock: float) -> None:
     device = next(device for device in node.devices if uuid in node.of(device))
     if {"lost", "reset"} & set(device.faults) or device.compute_mode == "prohibited":
-        raise GpuguardError(f"GPU {device.index} lets no process in: `gpuguard sim show` says why.")
+        raise GpuguardError(
+            _("GPU {index} lets no process in: `gpuguard sim show` says why.").format(index=device.index)
+        )
     if device.compute_mode == "exclusive_process" and any(use.device == uuid for use in node.uses):
-        raise GpuguardError(f"GPU {device.index} is in exclusive_process mode and has a process already.")
+        raise GpuguardError(
+            _("GPU {index} is in exclusive_process mode and has a process already.").format(index=device.index)
+        )
     total = memory_total(node, uuid)
     free = total - memory_reserved(total) - memory_used(node, {uuid}, clock)
     if memory > free:
         raise GpuguardError(
-            f"out of memory on simulated GPU {device.index}: "
-            f"{format_bytes(memory)} wanted, {format_bytes(free)} are free."
+            _("out of memory on simulated GPU {index}: {memory} wanted, {free} are free.").format(
+                index=device.index, memory=format_bytes(memory), free=format_bytes(free)
+            )
         )
 
 

@@ -27,6 +27,7 @@ from typing import Any
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.files import open_regular, read_file, write_file
 from gpuguard.jsonio import decode, loads
+from gpuguard.locale import _
 
 MiB = 2**20
 DEVICES_AT_MOST = 64
@@ -90,7 +91,11 @@ def parse_spec(spec: str) -> tuple[SpecPart, ...]:
     """
     parts = [part for group in spec.strip().split("+") for part in _group(group.strip(), spec)]
     if len(parts) > DEVICES_AT_MOST:
-        raise InvalidRequest(f"{spec!r} has {len(parts)} GPUs: at most {DEVICES_AT_MOST} fit in a node.")
+        raise InvalidRequest(
+            _("{spec!r} has {parts} GPUs: at most {most} fit in a node.").format(
+                spec=spec, parts=len(parts), most=DEVICES_AT_MOST
+            )
+        )
     return tuple(parts)
 
 
@@ -103,12 +108,18 @@ def _group(group: str, spec: str) -> list[SpecPart]:
     match = _PART.fullmatch(group)
     if not match:
         raise InvalidRequest(
-            f"{spec!r} is no node: {group!r} is not COUNTxMODEL-MEMORY.  "
-            "Write it like '8xH100-80GB', '4xRTX4090' or '2xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb'."
+            _(
+                "{spec!r} is no node: {group!r} is not COUNTxMODEL-MEMORY.  Write it like '8xH100-80GB', "
+                "'4xRTX4090' or '2xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb'."
+            ).format(spec=spec, group=group)
         )
     count, name, gibibytes, profiles = match.groups()
     if not 0 < int(count or 1) <= DEVICES_AT_MOST:
-        raise InvalidRequest(f"{group!r} has {int(count)} GPUs: a node has 1 to {DEVICES_AT_MOST}.")
+        raise InvalidRequest(
+            _("{group!r} has {count} GPUs: a node has 1 to {most}.").format(
+                group=group, count=int(count), most=DEVICES_AT_MOST
+            )
+        )
     model = _find_model(name, None if gibibytes is None else int(gibibytes))
     divided = tuple(profiles.split(",")) if profiles else ()
     _check_profiles(model, divided, group)
@@ -117,34 +128,56 @@ def _group(group: str, spec: str) -> list[SpecPart]:
 
 def _find_model(name: str, gibibytes: int | None) -> Model:
     known = {key: model for key, model in MODELS.items() if key[0].lower() == name.lower()}
-    for (_, memory), model in known.items():
+    for (_name, memory), model in known.items():
         if gibibytes in (memory, None):
             return model
     if known:
         sizes = " or ".join(f"{key[0]}-{key[1]}GB" for key in known)
-        raise InvalidRequest(f"there is no {name} with {gibibytes} GB: write {sizes}, or give it a name of your own.")
+        raise InvalidRequest(
+            _("there is no {name} with {gibibytes} GB: write {sizes}, or give it a name of your own.").format(
+                name=name, gibibytes=gibibytes, sizes=sizes
+            )
+        )
     if not gibibytes:
         names = sorted({key[0] for key in MODELS})
         near = difflib.get_close_matches(name.upper(), names, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}."
-        raise InvalidRequest(f"the model {name!r} is not known: {hint}  Any name will do with a memory: '{name}-24GB'.")
+        hint = (
+            _("did you mean {near}?").format(near=near[0])
+            if near
+            else _("known are {names}.").format(names=", ".join(names))
+        )
+        raise InvalidRequest(
+            _("the model {name!r} is not known: {hint}  Any name will do with a memory: '{name}-24GB'.").format(
+                name=name, hint=hint
+            )
+        )
     return Model(f"NVIDIA {name}", gibibytes * 1024 * MiB, 300, 25, 2000, 8000, 4, fan=True)
 
 
 def _check_profiles(model: Model, profiles: tuple[str, ...], group: str) -> None:
     if profiles and not model.mig:
-        raise InvalidRequest(f"{group!r}: {model.name} cannot be divided; A100, H100, H200 and B200 can.")
+        raise InvalidRequest(
+            _("{group!r}: {name} cannot be divided; A100, H100, H200 and B200 can.").format(
+                group=group, name=model.name
+            )
+        )
     slices = 0
     for profile in profiles:
         match = _PROFILE.fullmatch(profile)
         if not match or not int(match[2]):
-            raise InvalidRequest(f"{group!r}: {profile!r} is no MIG profile; write them like 'mig=3g.20gb,3g.20gb'.")
+            raise InvalidRequest(
+                _("{group!r}: {profile!r} is no MIG profile; write them like 'mig=3g.20gb,3g.20gb'.").format(
+                    group=group, profile=profile
+                )
+            )
         slices += int(match[1])
     memory = sum(instance_memory(profile) for profile in profiles)
     if slices > 7 or memory > model.memory_total:
         raise InvalidRequest(
-            f"{group!r}: a GPU has 7 slices and {model.memory_total / 2**30:.0f} GiB; "
-            f"these profiles need {slices} slices and {memory / 2**30:.0f} GiB."
+            _(
+                "{group!r}: a GPU has 7 slices and {memory_total:.0f} GiB; these profiles need {slices} slices "
+                "and {memory:.0f} GiB."
+            ).format(group=group, memory_total=model.memory_total / 2**30, slices=slices, memory=memory / 2**30)
         )
 
 
@@ -274,11 +307,15 @@ def find(node: SimulatedNode, names: str) -> tuple[str, ...]:
             if (str(device.index) == name and uuid == device.uuid) or (len(name) > 4 and uuid.startswith(name))
         ]
         if len(matches) != 1:
-            problem = "means several GPUs" if matches else "is no GPU of the simulated node"
-            raise InvalidRequest(f"{name!r} {problem} ({node.spec}).  `gpuguard sim show` lists them.")
+            problem = _("means several GPUs") if matches else _("is no GPU of the simulated node")
+            raise InvalidRequest(
+                _("{name!r} {problem} ({spec}).  `gpuguard sim show` lists them.").format(
+                    name=name, problem=problem, spec=node.spec
+                )
+            )
         found += matches
     if not found:
-        raise InvalidRequest("no GPU is named: write an index ('0' or '0,1'), a uuid, or 'all'.")
+        raise InvalidRequest(_("no GPU is named: write an index ('0' or '0,1'), a uuid, or 'all'."))
     return tuple(dict.fromkeys(found))
 
 
@@ -366,7 +403,7 @@ def changed(node: SimulatedNode, uuids: tuple[str, ...], change: Mapping[str, ob
     """*node* with these fields of these devices replaced.  Raises InvalidRequest for a MIG instance."""
     for uuid in uuids:
         if uuid not in {device.uuid for device in node.devices}:
-            raise InvalidRequest(f"{uuid} is a MIG instance: name the GPU that it belongs to.")
+            raise InvalidRequest(_("{uuid} is a MIG instance: name the GPU that it belongs to.").format(uuid=uuid))
     devices = tuple(replace(device, **change) if device.uuid in uuids else device for device in node.devices)  # type: ignore[arg-type]
     return replace(node, devices=devices)
 
@@ -465,7 +502,9 @@ def _locked(directory: str) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise BackendError(f"a stopped process holds {path}: `fuser -v {path}` shows it.") from None
+                    raise BackendError(
+                        _("a stopped process holds {path}: `fuser -v {path}` shows it.").format(path=path)
+                    ) from None
                 time.sleep(0.002)
         yield
     finally:
@@ -479,7 +518,7 @@ def _save(directory: str, node: SimulatedNode) -> None:
         content = json.dumps({"schema": _SCHEMA, **asdict(kept)}).encode()
         write_file(path, content, mode=0o644 if node.shared else None)
     except OSError as error:
-        why = "  It is shared: all users use it, and root steers it." if node.shared else ""
+        why = _("  It is shared: all users use it, and root steers it.") if node.shared else ""
         raise BackendError(f"the simulated node cannot be changed: {error}.{why}") from None
 
 
@@ -507,7 +546,9 @@ def _save_uses(directory: str, before: tuple[Use, ...], after: tuple[Use, ...]) 
             # A name that no other user can have taken before.
             write_file(os.path.join(place, f"{os.urandom(8).hex()}.json"), json.dumps(asdict(use)).encode())
     except OSError as error:
-        raise BackendError(f"the use of the simulated node cannot be written down: {error}.") from None
+        raise BackendError(
+            _("the use of the simulated node cannot be written down: {error}.").format(error=error)
+        ) from None
 
 
 def _decoded(raw: dict[str, Any]) -> SimulatedNode:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpuguard.backtest.recordings import Numbering, RecordedRow, Recording, views_of
+from gpuguard.locale import N_
 from gpuguard.model import Snapshot, Verdict
 from gpuguard.policies.engine import EngineMemory, evaluate, victims_of
 from gpuguard.policies.policy import ENDING, Judgement, Policy
@@ -18,9 +19,9 @@ from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import LARGEST_DISTANCE, ProcessIdentity, RuleView
 
 _UNTOLD = {
-    "outside_scheduler": "what a scheduler gave out",
-    "health": "faults of GPUs",
-    "forecast": "how much memory a GPU has",
+    "outside_scheduler": N_("what a scheduler gave out"),
+    "health": N_("faults of GPUs"),
+    "forecast": N_("how much memory a GPU has"),
 }
 HELD = 2**30  # bytes above which a device counts as held; below it is what a driver keeps for itself
 

@@ -441,8 +441,11 @@ def run_tests(path: str) -> Trial:
         for name in sorted({*test.of, *(step.policy for step in test.expect if step.policy is not None)} - known)
     ]
     if unknown:
-        hint = f"Its policies: {', '.join(sorted(known))}."
-        texts = (f"test {test!r}: {file.policies} has no policy {name!r}." for test, name in unknown)
+        hint = _("Its policies: {known}.").format(known=", ".join(sorted(known)))
+        texts = (
+            _("test {test!r}: {policies} has no policy {name!r}.").format(test=test, policies=file.policies, name=name)
+            for test, name in unknown
+        )
         return Trial(path, where, faults=tuple((path, Fault(0, 0, text, hint)) for text in texts))
     outcomes = []
     for test in file.tests:

@@ -44,6 +44,7 @@ from gpuguard.clusters import visible_devices
 from gpuguard.device_state import started_by
 from gpuguard.eligibility import Sharing, is_share_of, no_share_left, sharing_on, terms_of
 from gpuguard.errors import ClaimError, ClaimLost
+from gpuguard.locale import _
 from gpuguard.model import Device
 from gpuguard.procfs import process_facts
 
@@ -243,7 +244,9 @@ class Claim(Sequence[Device]):
             from gpuguard.claims.disk_room import why_full  # for this fault alone
 
             why = why_full(directory, error)
-            self.warning = f"others cannot see what this claim is for: no record in {directory.records} ({why})"
+            self.warning = _("others cannot see what this claim is for: no record in {records} ({why})").format(
+                records=directory.records, why=why
+            )
             return
         _remove_dead_records(directory, os.geteuid() if owner is None else owner)
 
@@ -422,7 +425,7 @@ def _fault(lock: Lock) -> str | None:
     """What is wrong with a lock that should be held; locks it again where it was only unlocked."""
     if not is_same_file(lock.descriptor, lock.path, unsure=True):
         return f"the lock file {lock.path} was removed or replaced: others can claim the GPU now."
-    for _ in range(_REASSERT_TRIES):
+    for _try in range(_REASSERT_TRIES):
         if try_flock(lock.descriptor, lock.operation):
             return None
         time.sleep(0.01)

@@ -27,7 +27,7 @@ from io import FileIO
 from gpuguard.backends import RECORDED
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import file_system, open_in_place, status_in_place
-from gpuguard.locale import _
+from gpuguard.locale import N_, _
 
 ADMIN_DIRECTORY = "/run/gpuguard"
 FALLBACK_DIRECTORIES = ("/run/lock", "/tmp")
@@ -39,9 +39,9 @@ GATE_SECONDS_AGAIN = 0.1  # for a gate that was not given up in time: a command 
 _UNSAFE_FILE_SYSTEMS = (
     "nfs", "cifs", "smb", "9p", "overlay", "fuse", "ceph", "lustre", "afs", "gluster", "beegfs", "gpfs",
 )  # fmt: skip
-_IN_CONTAINERS = (
-    f"In a container, mount the host's directory (docker run -v {ADMIN_DIRECTORY}:{ADMIN_DIRECTORY}, "
-    f"apptainer exec --bind {ADMIN_DIRECTORY})"
+_IN_CONTAINERS = N_(
+    "In a container, mount the host's directory (docker run -v {directory}:{directory}, "
+    "apptainer exec --bind {directory})"
 )
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _jammed: set[str] = set()  # gates that this process could not lock in time
@@ -264,7 +264,7 @@ def _check_file_system(path: str) -> None:
                 "{path} lies on {kind}, where a lock does not exclude everybody who shares the GPUs.  "
                 "{in_containers}; if no user outside uses the GPUs, name a directory on a volume or another "
                 "local disk with --dir."
-            ).format(path=path, kind=kind, in_containers=_IN_CONTAINERS)
+            ).format(path=path, kind=kind, in_containers=_(_IN_CONTAINERS).format(directory=ADMIN_DIRECTORY))
         )
 
 
@@ -320,8 +320,10 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
             continue
         except OSError as error:
             named = "" if directory.path == ADMIN_DIRECTORY else f" --dir {directory.path}"
-            again = f"Run `sudo gpuguard setup{named}`: it makes the lock files of all GPUs, for all users"
-            advice = _IN_CONTAINERS if error.errno == errno.EROFS else again
+            again = _("Run `sudo gpuguard setup{named}`: it makes the lock files of all GPUs, for all users").format(
+                named=named
+            )
+            advice = _(_IN_CONTAINERS).format(directory=ADMIN_DIRECTORY) if error.errno == errno.EROFS else again
             raise LockDirectoryError(
                 _("{path} does not exist and cannot be made ({strerror}).  {advice}.").format(
                     path=path, strerror=error.strerror, advice=advice
@@ -514,8 +516,12 @@ def fault_of(directory: LockDirectory) -> str | None:
 
 def _daemon_directory_fault(status: os.stat_result) -> str | None:
     if not stat.S_ISDIR(status.st_mode):
-        return "is no directory"
-    return f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o})" if status.st_mode & 0o022 else None
+        return _("is no directory")
+    return (
+        _("can be written by others (mode {mode:04o})").format(mode=stat.S_IMODE(status.st_mode))
+        if status.st_mode & 0o022
+        else None
+    )
 
 
 def open_lock_file(files: DaemonFiles, name: str) -> int:
@@ -539,7 +545,7 @@ def open_lock_file(files: DaemonFiles, name: str) -> int:
         status = os.fstat(descriptor)
         private = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid in files.owners()
         if not (private and is_same_file(descriptor, path, unsure=None)):
-            raise OSError(0, "it is not a file of the daemon's alone; look at it with `ls -l`, and remove it")
+            raise OSError(0, _("it is not a file of the daemon's alone; look at it with `ls -l`, and remove it"))
     except OSError:
         os.close(descriptor)
         raise

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.files import status_in_place
+from gpuguard.locale import _
 from gpuguard.units import format_bytes
 from gpuguard.users import user_name
 
@@ -57,14 +58,22 @@ class Room:
     def in_words(self) -> str:
         """``"bin has 16,000 of 16,384 files and 61MiB of 64MiB there"``."""
         if most := self.who:
-            return f"{user_name(most.uid)} has {self._amounts(most.files, most.size)} there"
+            return _("{user} has {amounts} there").format(
+                user=user_name(most.uid), amounts=self._amounts(most.files, most.size)
+            )
         size = self.size - self.size_free
-        text = f"{self._amounts(self.files - self.files_free, size)} are taken"
+        text = _("{amounts} are taken").format(amounts=self._amounts(self.files - self.files_free, size))
         lost = size - sum(usage.size for usage in self.taken)
-        return f"{text}, {format_bytes(lost)} by files without a name" if lost > self.size / 2 else text
+        return (
+            _("{text}, {lost} by files without a name").format(text=text, lost=format_bytes(lost))
+            if lost > self.size / 2
+            else text
+        )
 
     def _amounts(self, files: int, size: int) -> str:
-        return f"{files:,} of {self.files:,} files and {format_bytes(size)} of {format_bytes(self.size)}"
+        return _("{files:,} of {all_files:,} files and {size} of {all}").format(
+            files=files, all_files=self.files, size=format_bytes(size), all=format_bytes(self.size)
+        )
 
     def part(self, files: int, size: int) -> float:
         """What they are of all that there is, of whichever is scarcer."""

@@ -24,7 +24,7 @@ from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files, 
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import read_file, write_file
 from gpuguard.jsonio import decode, loads
-from gpuguard.locale import _
+from gpuguard.locale import N_, _
 from gpuguard.procfs import boot_clock, boot_id
 from gpuguard.sanitize import neutralise
 from gpuguard.units import local_time
@@ -41,7 +41,7 @@ WRITE_SECONDS = 5.0  # for another writer to finish
 LATEST = 2**37  # unix time: beyond the year 6000 it is none, and soon no date that can be shown
 STEP_SECONDS = 1.0  # less of it is no step: the clock is led a little faster or slower all the time
 
-_NOT_HERE = (
+_NOT_HERE = N_(
     "without a directory of root's anybody could write this, so it would mean nothing.  "
     "Run `sudo gpuguard setup` once, or name a directory with --dir."
 )
@@ -111,7 +111,7 @@ def change(
         LockDirectoryError: this user or this directory cannot have restrictions, or there are too many.
     """
     if directory.owner is None:
-        raise LockDirectoryError(_NOT_HERE)
+        raise LockDirectoryError(_(_NOT_HERE))
     folders = _folders(directory, kind)
     writable = [files for files in folders if os.geteuid() in (0, files.owner)] or list(folders[:1])
     path = _path(writable[0], kind)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.cli.options import Parser, SubcommandRow, with_actions, with_joined_alternatives
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout, shortage
-from gpuguard.locale import _, use_english, use_language_of_user
+from gpuguard.locale import _, translated, use_english, use_language_of_user
 from gpuguard.sanitize import neutralise
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def run_command_line(words: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except GpuguardError as error:
-        _report("\n".join(map(neutralise, str(error).splitlines())))
+        _report("\n".join(map(neutralise, translated(str(error)).splitlines())))
         return exit_code(command, error)
     except Exception as error:  # the border of this process: a user gets a sentence, a developer more
         if "GPUGUARD_DEBUG" in os.environ:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from gpuguard.cli.terminal import is_terminal, print_notice, rewrites, write
 from gpuguard.errors import InvalidRequest
 from gpuguard.jobs.processes import exec_fault
-from gpuguard.locale import N_, _
+from gpuguard.locale import N_, _, translated
 from gpuguard.run import LEFT
 from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.units import format_bytes, format_duration, format_energy, local_time
@@ -52,7 +52,9 @@ class JobLog:
             try:
                 self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except OSError as error:
-                raise InvalidRequest(f"--log-file {path}: {error.strerror}.") from None
+                raise InvalidRequest(
+                    _("--log-file {path}: {strerror}.").format(path=path, strerror=error.strerror)
+                ) from None
 
     @property
     def is_read(self) -> bool:
@@ -257,7 +259,7 @@ def end_in_words(ended: JobEnd) -> str:
     """``"exit 137, killed by SIGKILL; ran 12m31s; peak 61.2GiB, mean 87%, 0.14kWh"``."""
     how = _("exit {status}").format(status=ended.status)
     if ended.why:
-        how += f", {ended.why}"
+        how += f", {translated(ended.why)}"
     elif ended.killed_by is not None:
         how += _(", killed by {signal}").format(signal=signal_name(ended.killed_by))
         how += _(", not by gpuguard run: perhaps memory of the host ran out") * (ended.killed_by == signal.SIGKILL)

@@ -22,14 +22,15 @@ from gpuguard.claims.claim import Claim
 from gpuguard.cli.options import Parser, add_choice_options, add_source_options, quantity, request_of
 from gpuguard.cli.run import PRIORITY_NAMES
 from gpuguard.errors import ClaimLost, CudaInitialized, GpuguardError, ImpossibleRequest, InvalidRequest, NotEnoughGpus
+from gpuguard.locale import N_, _, translated, use_english, use_language_of_user
 from gpuguard.procfs import process_facts
 from gpuguard.request import Request
-from gpuguard.sanitize import neutralise, of_held
+from gpuguard.sanitize import escaped, neutralise, of_held
 from gpuguard.units import parse_duration
 from gpuguard.views import who
 
 _FOR_EVER = "for ever"  # --wait without a duration
-_RESTART = "Restart the kernel"
+_RESTART = N_("Restart the kernel")
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,13 @@ def load_ipython_extension(shell: Any) -> None:
     from IPython.core.error import UsageError  # shown without a traceback; the cell and `run all` fail all the same
 
     def gpus(line: str) -> None:
+        use_language_of_user()
         try:
             run_line(shell, line)
         except GpuguardError as error:
-            raise UsageError("\n".join(map(neutralise, str(error).splitlines()))) from None
+            raise UsageError("\n".join(map(neutralise, translated(str(error)).splitlines()))) from None
+        finally:
+            use_english()  # as in any other program that imports gpuguard
 
     gpus.__doc__ = __doc__
     shell.register_magic_function(gpus, "line", "gpus")
@@ -64,12 +68,12 @@ def run_line(shell: Any, line: str) -> None:
     try:
         words = shlex.split(line)
     except ValueError as fault:
-        raise InvalidRequest(f"%gpus {line}: {fault}.") from None
+        raise InvalidRequest(_("%gpus {line}: {fault}.").format(line=line, fault=fault)) from None
     if not words:
         _show_all(shell)
         return
     try:
-        args = _parser().parse_args(words)
+        args = parser().parse_args(words)
     except SystemExit:  # --help
         return
     if args.what == "release":
@@ -77,7 +81,7 @@ def run_line(shell: Any, line: str) -> None:
         return
     if args.what is not None:
         if not args.what.isdecimal() or args.num_gpus is not None:
-            raise InvalidRequest(f"{args.what!r}?  Write `%gpus 2`, `%gpus` or `%gpus release`.")
+            raise InvalidRequest(_("{what!r}?  Write `%gpus 2`, `%gpus` or `%gpus release`.").format(what=args.what))
         args.num_gpus = args.what
     if (held := _current()) is None:
         held = _claimed(args, tuple(words))
@@ -85,12 +89,14 @@ def run_line(shell: Any, line: str) -> None:
         if held.claim.warning:
             print(neutralise(held.claim.warning))
     elif held.words != tuple(words):
-        how = _RESTART if api.cuda_runs() else "Run `%gpus release`"
-        raise InvalidRequest(f"this kernel has {_names(held.claim)} already.  {how} first, to have others.")
+        how = _(_RESTART) if api.cuda_runs() else _("Run `%gpus release`")
+        text = _("this kernel has {gpus} already.  {how} first, to have others.")
+        raise InvalidRequest(text.format(gpus=_names(held.claim), how=how))
     _publish(shell, *_card(held))
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
+    """Of what stands behind %gpus."""
     parser = Parser(prog="%gpus", description=__doc__)
     parser.add_argument("what", metavar="N|release", nargs="?", help="how many GPUs (default: 1), or give them back")
     add_choice_options(parser)
@@ -118,7 +124,7 @@ def _claimed(args: Any, words: tuple[str, ...]) -> NotebookClaim:
         request.num_gpus,
         wait=wait,
         priority=args.priority,
-        on_wait=lambda error: print("waiting:", neutralise(str(error).splitlines()[0]), flush=True),
+        on_wait=lambda error: print(_("waiting:"), neutralise(str(error).splitlines()[0]), flush=True),
         note=args.note or api.notebook_note(),
         **source,
         **conditions,
@@ -126,13 +132,14 @@ def _claimed(args: Any, words: tuple[str, ...]) -> NotebookClaim:
     try:
         return NotebookClaim(context.__enter__(), words, source, context)
     except CudaInitialized:
-        raise CudaInitialized(
-            f"CUDA runs in this kernel already, on the GPUs that it saw then.  {_RESTART}, and run "
-            f"`%gpus {shlex.join(words)}` before the first cell that uses CUDA."
-        ) from None
+        text = _(
+            "CUDA runs in this kernel already, on the GPUs that it saw then.  {restart}, and run `%gpus {words}` "
+            "before the first cell that uses CUDA."
+        )
+        raise CudaInitialized(text.format(restart=_(_RESTART), words=shlex.join(words))) from None
     except NotEnoughGpus as error:
         if args.wait is None and not isinstance(error, ImpossibleRequest):
-            advice = f"`%gpus {shlex.join(words)} --wait 10m` waits for them in the queue."
+            advice = _("`%gpus {words} --wait 10m` waits for them in the queue.").format(words=shlex.join(words))
             error.args = (f"{error}\n{advice}", *error.args[1:])
         raise
 
@@ -145,25 +152,27 @@ def _current() -> NotebookClaim | None:
         _held[0].claim.reassert()
     except ClaimLost as lost:
         _held.pop().context.__exit__(None, None, None)
-        raise ClaimLost(f"{lost}\nThis kernel has no GPUs now.  {_RESTART} and claim again.") from None
+        text = _("{lost}\nThis kernel has no GPUs now.  {restart} and claim again.")
+        raise ClaimLost(text.format(lost=translated(str(lost)), restart=_(_RESTART))) from None
     return _held[0]
 
 
 def _release() -> None:
     held = _current()
     if held is None:
-        raise InvalidRequest("this kernel has no GPUs to give back.  `%gpus` shows who has which.")
+        raise InvalidRequest(_("this kernel has no GPUs to give back.  `%gpus` shows who has which."))
     if api.cuda_runs():
-        raise CudaInitialized(
-            f"CUDA runs in this kernel and keeps memory on {_names(held.claim)} until it ends.  {_RESTART}: that gives "
-            "the GPUs back."
+        text = _(
+            "CUDA runs in this kernel and keeps memory on {gpus} until it ends.  {restart}: that gives the GPUs back."
         )
+        raise CudaInitialized(text.format(gpus=_names(held.claim), restart=_(_RESTART)))
     _held.pop().context.__exit__(None, None, None)
-    print(f"{_names(held.claim)}: given back.")
+    print(_("{gpus}: given back.").format(gpus=_names(held.claim)))
 
 
 def _show_all(shell: Any) -> None:
-    text, html = "this kernel has no GPUs: `%gpus 1` claims one.", "<p>This kernel has no GPUs: %gpus 1 claims one.</p>"
+    text = _("this kernel has no GPUs: `%gpus 1` claims one.")
+    html = f"<p>{escaped(text)}</p>"
     if held := _current():
         text, html = _card(held)
     machine = api.who(**(held.source if held else {}))
@@ -179,7 +188,12 @@ def _card(held: NotebookClaim) -> tuple[str, str]:
     simulated = (held.source["backend"] or "").startswith("simulated")
     # Not read where nothing was asked about it, as for one device: then it is left out.
     models = ", ".join(dict.fromkeys(device.name for device in held.claim if device.name))
-    parts = [_names(held.claim), neutralise(models), f"claim {held.claim.id}", "until the kernel ends"]
+    parts = [
+        _names(held.claim),
+        neutralise(models),
+        _("claim {claim}").format(claim=held.claim.id),
+        _("until the kernel ends"),
+    ]
     text = "SIMULATED " * simulated + " · ".join(filter(None, parts))
     return text, "<p><b>SIMULATED</b></p>" * simulated + of_held(held.claim)
 

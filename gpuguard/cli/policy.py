@@ -37,7 +37,7 @@ MOST = 50  # faults that are shown at a time: more are not read
 
 def _backtest(args: argparse.Namespace) -> int:
     longest_gap = quantity("--longest-gap", args.longest_gap, parse_duration)
-    with progress(f"reading {args.on}") as advance:
+    with progress(_("reading {on}").format(on=args.on)) as advance:
         recording = read_recording(args.on, advance)
     uid_of = people(recording.people)
     file = load_policies(args.file, trusted_owner=False, accounts=accounts(uid_of))
@@ -45,7 +45,7 @@ def _backtest(args: argparse.Namespace) -> int:
         put((line for fault in file.faults for line in fault.lines(neutralise(args.file))), sys.stderr)
         return 1
     zone = float(time.localtime(recording.start).tm_gmtoff) if recording.dated else 0.0
-    with progress(f"judging {args.on}") as advance:
+    with progress(_("judging {on}").format(on=args.on)) as advance:
         result = backtest(recording, file.policies, uid_of, longest_gap=longest_gap, zone=zone, advance=advance)
     names, blind = [policy.name for policy in file.policies], blind_spots(recording, file.policies)
     if args.json:
@@ -87,7 +87,9 @@ def _check(args: argparse.Namespace) -> int:
     for warning in file.warnings:
         first, *rest = warning.lines(path)
         lines += [_("warning: {first}").format(first=first), *rest]
-    lines += [neutralise(f"warning: {path}: notify: {problem}") for problem in here]
+    lines += [
+        neutralise(_("warning: {path}: notify: {problem}").format(path=path, problem=problem)) for problem in here
+    ]
     if file.faults:
         shown = _(", the first {most} are shown").format(most=MOST) if len(file.faults) > MOST else ""
         lines.append(

@@ -17,6 +17,7 @@ from contextlib import closing
 
 from gpuguard.cli.options import add_source_options, backend_of, selectors
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import use_language_of_user
 from gpuguard.request import resolve
 from gpuguard.units import parse_duration
 from gpuguard.views.query import csv_lines, help_lines, query_of, to_json
@@ -39,6 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     if args.help_query:
+        use_language_of_user()  # all else is for programs
         put(help_lines())
         return 0
     if not args.fields and not args.apps:

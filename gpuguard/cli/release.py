@@ -24,7 +24,7 @@ from gpuguard.cli.options import add_source_options, backend_of, directory_of, l
 from gpuguard.cli.restrictions import reason_of
 from gpuguard.daemon import release
 from gpuguard.errors import InvalidRequest
-from gpuguard.locale import N_, _
+from gpuguard.locale import N_, _, translated
 from gpuguard.model import Event
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count
@@ -87,9 +87,10 @@ def _print_claims(args: argparse.Namespace, directory: LockDirectory) -> int:
     else:
         free = _("no process computes: can be released")
         cells = [
-            (claim.id, neutralise(claim.user), str(len(claim.devices)), neutralise(why or free)) for claim, why in rows
+            (claim.id, neutralise(claim.user), str(len(claim.devices)), neutralise(translated(why or free)))
+            for claim, why in rows
         ]
-        put(table(cells, ("CLAIM", "USER", "DEVICES", "STATE")))
+        put(table(cells, (_("CLAIM"), _("USER"), _("DEVICES"), _("STATE"))))
     return 0
 
 

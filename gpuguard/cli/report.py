@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     running = _running(args, now) if end >= now else []
     claims = claim_rows(read_events(), begin, end, user_name, running) if args.by == "claim" else None
     try:
-        with progress("adding up the hours"):
+        with progress(_("adding up the hours")):
             report = query_store(
                 store_path(directory_of(args)),
                 lambda usage: usage_report(usage, args.by, begin, end, user_name, _groups_of, metrics),

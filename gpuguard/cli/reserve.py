@@ -25,7 +25,7 @@ from gpuguard.claims.records import probe
 from gpuguard.claims.restrictions import QUARANTINED, quarantine_text, read_restrictions
 from gpuguard.cli import options, terminal
 from gpuguard.errors import GpuguardError, ImpossibleRequest, InvalidRequest
-from gpuguard.locale import N_, _
+from gpuguard.locale import N_, _, translated
 from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESSES, Event, Snapshot
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.queue.calendar import Reservation
@@ -121,7 +121,7 @@ def _make(args: argparse.Namespace) -> int:
         if status is None or status.why_not:
             raise GpuguardError(
                 _("this cannot be reserved: {why_not}.").format(
-                    why_not=status.why_not if status else "its file is gone"
+                    why_not=status.why_not if status else _("its file is gone")
                 )
             )
     except BaseException:  # also where that cannot be seen: no user would know that it is there
@@ -192,7 +192,7 @@ def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, whe
     could.sort(key=lambda device: device.parent_uuid is not None)  # between equals whole GPUs
     kind = usable_together(could, request.num_gpus)
     if len(kind) < request.num_gpus:
-        reasons = "; ".join(sorted({quarantine_text(restriction) for restriction in quarantined.values()}))
+        reasons = "; ".join(sorted({translated(quarantine_text(restriction)) for restriction in quarantined.values()}))
         why = reasons or _("whole GPUs and instances do not mix")
         raise GpuguardError(_("too few GPUs are in service then ({why}).").format(why=why))
     return tuple(device.uuid for device in kind)

@@ -32,7 +32,7 @@ from gpuguard.cli.options import (
     sampled,
 )
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.model import Event
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.request import resolve
@@ -191,5 +191,5 @@ def line_of(restriction: Restriction, now: float) -> str:
     )
     reason = f": {restriction.reason}" if restriction.reason else ""
     return neutralise(
-        _("{what}  {left}  by {by}{reason}").format(what=what, left=left, by=restriction.by, reason=reason)
+        _("{what}  {left}  by {by}{reason}").format(what=what, left=left, by=translated(restriction.by), reason=reason)
     )

@@ -180,7 +180,7 @@ def _uuids(args: argparse.Namespace) -> list[str]:
                     "start {default_spec}`, so that its GPUs get their lock files."
                 ).format(default_spec=simulated.DEFAULT_SPEC)
             )
-        with progress("reading the GPUs"):
+        with progress(_("reading the GPUs")):
             devices = sampled(args, {HEALTH}).devices
     except BackendError as error:
         print(_("gpuguard: no lock files for GPUs yet, because {error}").format(error=error), file=sys.stderr)

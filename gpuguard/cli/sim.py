@@ -244,14 +244,16 @@ def _show(args: argparse.Namespace) -> int:
         odd = [*row["faults"], *(f"MIG {instance['mig_profile']}" for instance in row["instances"])]
         odd += [f"latency {row['latency_seconds']:g} s"] if row["latency_seconds"] else []
         odd += [row["compute_mode"]] if row["compute_mode"] != "default" else []
+        memory = _("{used:>8} of {total:>8}").format(used=used, total=total)
         line = (
-            f"{row['index']:>3}  {row['name']:<26}  {used:>8} of {total:>8}  {row['utilization_percent']:>3.0f}%  "
+            f"{row['index']:>3}  {row['name']:<26}  {memory}  {row['utilization_percent']:>3.0f}%  "
             f"{row['temperature_celsius']:>3.0f}C  {row['power_draw_watts']:>4.0f}W  {', '.join(odd)}"
         )
         print(line.rstrip())
         for process in row["processes"]:
             memory, percent = format_bytes(process["memory_used_bytes"]), process["utilization_percent"]
-            print(f"       pid {process['pid']}  {memory}  {percent:.0f}%")
+            text = _("       pid {pid}  {memory}  {percent:.0f}%")
+            print(text.format(pid=process["pid"], memory=memory, percent=percent))
     return 0
 
 

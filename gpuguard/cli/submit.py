@@ -344,7 +344,9 @@ def submit_to_slurm(args: argparse.Namespace) -> int:
         print_notice(_("the job may be queued all the same: `squeue --me` shows it."))
         raise
     if done.returncode:
-        why = (done.stderr.strip().splitlines() or [f"sbatch ended with {done.returncode}"])[-1]
+        why = (
+            done.stderr.strip().splitlines() or [_("sbatch ended with {returncode}").format(returncode=done.returncode)]
+        )[-1]
         raise GpuguardError(
             _("Slurm refuses: {sub}\n{slurm_advice}").format(
                 sub=re.sub("^sbatch: (error|fatal): ", "", why), slurm_advice=_(_SLURM_ADVICE)

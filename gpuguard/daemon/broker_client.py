@@ -21,7 +21,7 @@ from gpuguard.claims.records import slot_names
 from gpuguard.daemon.client import DaemonBusy, GrantReply, NoDaemonSocket, close_all, decoded, exchange
 from gpuguard.device_state import device_title
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.tickets import as_json
@@ -71,7 +71,7 @@ def request_grant(
             return Claim(name, devices, locks, memory=request.memory, most=request.most_sharers)
         close_all(descriptors)
         uuids, rows = [device.uuid for device in devices], content["refused"]
-        refused = {uuid: str(rows[uuid]) for uuid in uuids if isinstance(rows, dict) and uuid in rows}
+        refused = {uuid: translated(str(rows[uuid])) for uuid in uuids if isinstance(rows, dict) and uuid in rows}
         taken.update(refused or dict.fromkeys(uuids, _("refused by the daemon")))
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from gpuguard.claims.directory import LockDirectory, daemon_files, last_about
 from gpuguard.errors import GpuguardError
 from gpuguard.jsonio import decode, loads
-from gpuguard.locale import N_, _
+from gpuguard.locale import N_, _, translated
 
 SOCKET_NAME = "daemon.sock"
 MAX_REQUEST_BYTES = 4096  # with the end of the line
@@ -279,7 +279,8 @@ def _accepted(directory: LockDirectory, line: bytes) -> dict[str, Any]:
         raise _busy(directory) from error
     reply = reply if isinstance(reply, dict) else {}
     if reply.pop("ok", None) is not True:
-        raise GpuguardError(str(reply.get("error") or _("the daemon gave an answer that cannot be understood.")))
+        unclear = _("the daemon gave an answer that cannot be understood.")
+        raise GpuguardError(translated(str(reply.get("error") or unclear)))
     return reply
 
 

@@ -33,7 +33,7 @@ from gpuguard.enforcement import actions, signals
 from gpuguard.enforcement.identity import has_ended
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.files import open_in_place
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.model import WHO_FIELDS, ClaimRecord, claim_named
 
 ANSWER_SECONDS = 5.0  # a run looks at once when it is woken; it asks the driver before it answers
@@ -94,13 +94,15 @@ def release(directory: LockDirectory, claim: ClaimRecord, request: ReleaseReques
     """
     if use := current_use(directory, claim, backend):
         raise ClaimError(
-            _("the claim {id} is in use: {use}.  `--stop` ends its job first.").format(id=claim.id, use=use)
+            _("the claim {id} is in use: {use}.  `--stop` ends its job first.").format(id=claim.id, use=translated(use))
         )
     with SupervisorChannel(directory, claim) as supervisor:
         answer = supervisor.send(replace(request, what=YIELD)) if supervisor else None
         if answer and answer.what == REFUSED:
             raise ClaimError(
-                _("the claim {id} is in use: {why}.  `--stop` ends its job first.").format(id=claim.id, why=answer.why)
+                _("the claim {id} is in use: {why}.  `--stop` ends its job first.").format(
+                    id=claim.id, why=translated(answer.why)
+                )
             )
         if answer:
             return BY_JOB

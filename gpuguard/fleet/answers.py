@@ -13,7 +13,7 @@ from typing import Any
 
 from gpuguard.fleet.ssh import Reply
 from gpuguard.jsonio import decode, loads
-from gpuguard.locale import _
+from gpuguard.locale import N_, _, translated
 from gpuguard.model import Device
 from gpuguard.sanitize import neutralise
 
@@ -27,12 +27,12 @@ _NOT_FOUND = 127
 Facts = Mapping[str, Any]
 
 _NEXT = {  # what ssh says: what to do
-    "Host key verification failed": "connect once by hand, and compare its key: ssh {host}",
-    "REMOTE HOST IDENTIFICATION HAS CHANGED": "ask its admin why its key changed, before anything else",
-    "Permission denied": "ssh must get in without a password: ssh-copy-id {host}, or ssh-add; see docs/fleet.md",
-    "Could not resolve hostname": "is it spelled right? An alias belongs into ~/.ssh/config",
-    "Connection refused": "no sshd listens there, or on another port",
-    "Bad owner or permissions": "see `man ssh_config`, FILES",
+    "Host key verification failed": N_("connect once by hand, and compare its key: ssh {host}"),
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": N_("ask its admin why its key changed, before anything else"),
+    "Permission denied": N_("ssh must get in without a password: ssh-copy-id {host}, or ssh-add; see docs/fleet.md"),
+    "Could not resolve hostname": N_("is it spelled right? An alias belongs into ~/.ssh/config"),
+    "Connection refused": N_("no sshd listens there, or on another port"),
+    "Bad owner or permissions": N_("see `man ssh_config`, FILES"),
 }
 
 
@@ -147,7 +147,7 @@ def reply_of(reply: Reply) -> HostReply:
     own = [line.removeprefix("gpuguard: ") for line in lines if line.startswith("gpuguard: ")]
     said = neutralise((own[:1] or lines[-1:] or [""])[0][:_LINE])
     if reply.status == 1 and said.startswith("wanted "):
-        return HostReply(host, seconds, refusal=said)
+        return HostReply(host, seconds, refusal=translated(said))
     try:  # `gpuguard serve-ssh` and `explain` say no in JSON, too
         return reply_with(host, seconds, _object(reply.out))
     except ValueError as error:
@@ -156,10 +156,12 @@ def reply_of(reply: Reply) -> HostReply:
     if reply.status == _NOT_FOUND:
         fault = _("gpuguard is not on the PATH there: install it, or name it with --remote /path/to/gpuguard")
     elif reply.status == _SSH_FAILED:
-        more = next((what.format(host=host) for word, what in _NEXT.items() if word.encode() in reply.err), "")
-        fault = (said or _("ssh failed and said nothing")) + (f" ({more})" if more else "")
+        more = next((_(what).format(host=host) for word, what in _NEXT.items() if word.encode() in reply.err), "")
+        fault = (translated(said) or _("ssh failed and said nothing")) + (f" ({more})" if more else "")
     else:
-        fault = said or _("gpuguard ended there with status {status} and said nothing").format(status=reply.status)
+        fault = translated(said) or _("gpuguard ended there with status {status} and said nothing").format(
+            status=reply.status
+        )
     return HostReply(host, seconds, error=fault)
 
 
@@ -172,7 +174,9 @@ def reply_with(host: str, seconds: float, facts: Facts) -> HostReply:
     if "refused" in facts:
         reason = facts.get("reason")
         line = " ".join(reason.split()) if isinstance(reason, str) else _("it does not answer that")
-        return HostReply(host, seconds, error=_("refused there: {harmless}").format(harmless=_harmless(line)[:_LINE]))
+        return HostReply(
+            host, seconds, error=_("refused there: {harmless}").format(harmless=translated(_harmless(line)[:_LINE]))
+        )
     if facts.get("schema") != 1:
         return HostReply(host, seconds, error=_("its gpuguard is of another version: its JSON has not schema 1"))
     return HostReply(host, seconds, decode(HostAnswer, _harmless(facts)), facts)
@@ -191,13 +195,13 @@ def _object(content: bytes) -> Facts:
     """The JSON object in *content*, behind what the shell's start-up files may have said before it."""
     begin = 0 if content.startswith(b"{") else content.find(b"\n{") + 1
     if not begin and not content.startswith(b"{"):
-        raise ValueError("it is no JSON" if content.strip() else "it is empty")
+        raise ValueError(_("it is no JSON") if content.strip() else _("it is empty"))
     try:
         found: Facts = loads(content[begin:], DEPTH)  # an object, since it begins with its bracket
     except UnicodeDecodeError:
-        raise ValueError("it is no text") from None
+        raise ValueError(_("it is no text")) from None
     except json.JSONDecodeError:
-        raise ValueError("it is no JSON, or only a part of it") from None
+        raise ValueError(_("it is no JSON, or only a part of it")) from None
     except ValueError as error:  # of ours, or a number of 5,000 digits
         raise ValueError(str(error)[:100]) from None
     return found

@@ -17,6 +17,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, BinaryIO
 
 from gpuguard.jsonio import loads
+from gpuguard.locale import _
 from gpuguard.model import Event
 from gpuguard.users import user_name
 
@@ -89,16 +90,16 @@ def _open(path: str) -> int:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
         if path.startswith("~"):  # of a uid without a name or HOME; a user who removes a directory ~ means another one
-            raise OSError(errno.ENOENT, "your home directory is unknown; set HOME") from None
+            raise OSError(errno.ENOENT, _("your home directory is unknown; set HOME")) from None
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
         return _create(path, flags)
     except OSError as error:
         if careful and error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a link in a directory where others may write") from None
+            raise OSError(errno.ELOOP, _("it is a link in a directory where others may write")) from None
         raise
     if careful and os.fstat(descriptor).st_nlink != 1:
         os.close(descriptor)
-        raise OSError(f"{path} is also another file")
+        raise OSError(_("{path} is also another file").format(path=path))
     return descriptor
 
 
@@ -214,7 +215,7 @@ def _open_for_reading(path: str) -> BinaryIO | None:
         return None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no ordinary file", path)
+        raise OSError(errno.EINVAL, _("it is no ordinary file"), path)
     return os.fdopen(descriptor, "rb")
 
 

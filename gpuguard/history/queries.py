@@ -373,8 +373,12 @@ def _query(
                 return None  # a daemon is just making it: the tables come with their version
             if version == VERSION:
                 return (question(Usage(connection, now)),)
-            aside = "  The daemon sets it aside at its next start, and begins a new one." if version < VERSION else ""
-            other = f"{path} is of another version of gpuguard ({version}, this one knows {VERSION}).{aside}"
+            aside = (
+                _("  The daemon sets it aside at its next start, and begins a new one.") if version < VERSION else ""
+            )
+            other = _("{path} is of another version of gpuguard ({version}, this one knows {own}).{aside}").format(
+                path=path, version=version, own=VERSION, aside=aside
+            )
             return GpuguardError(other)
     except sqlite3.Error as error:
         return GpuguardError(

@@ -26,7 +26,7 @@ from gpuguard.claims.records import probe
 from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.device_state import device_title, may_compute, usable_devices
 from gpuguard.errors import ClaimError, GpuguardError
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
 from gpuguard.procfs import LONGEST, Stat, in_first_pid_namespace, processes, read_proc, stat_of, uid_of
 from gpuguard.request import ANY_MEMORY, Request
@@ -187,7 +187,9 @@ def adopt(
         for device in devices:
             if device.uuid in restrictions:
                 raise ClaimError(
-                    _("{gpu} cannot be claimed: {why}.").format(gpu=device_title(device), why=restrictions[device.uuid])
+                    _("{gpu} cannot be claimed: {why}.").format(
+                        gpu=device_title(device), why=translated(restrictions[device.uuid])
+                    )
                 )
         granted = _from_daemon(directory, snapshot, devices, held) if directory.closed else None
         with Gate(directory):

@@ -24,7 +24,7 @@ from gpuguard.claims.records import ENDING, REFUSED, RELEASED, STOP, ReleaseRequ
 from gpuguard.claims.unlock import in_use
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError, shortage
-from gpuguard.locale import N_, _, ngettext
+from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, ClaimRecord
 from gpuguard.procfs import read_stat
 from gpuguard.units import format_duration
@@ -176,7 +176,9 @@ def execute(
             try:
                 enter()
             except OSError as error:  # a job that was to be isolated is never started without it
-                why = f"the job could not be isolated ({error.strerror}), so it was not started"
+                why = _("the job could not be isolated ({strerror}), so it was not started").format(
+                    strerror=error.strerror
+                )
                 os.write(2, f"gpuguard: {why}.\n".encode())
                 os._exit(EXIT_FAILED)
         if mask is not None:
@@ -262,7 +264,7 @@ class EscalationStep:
     def words(self) -> str:
         """For the owner of the job."""
         target = _("the job and all its processes") if self.signum == signal.SIGKILL else _("the job")
-        return _("{why}: {signal} to {target}.").format(why=_(self.short_why), signal=self.name, target=target)
+        return _("{why}: {signal} to {target}.").format(why=translated(self.short_why), signal=self.name, target=target)
 
 
 class Escalation:
@@ -369,7 +371,7 @@ def answer_release_request(
     except (OSError, ClaimError) as error:
         notify(
             _("a request to release the claim {in_words} could not be answered: {error}").format(
-                in_words=request.in_words(), error=error
+                in_words=translated(request.in_words()), error=error
             )
         )
         return
@@ -378,7 +380,7 @@ def answer_release_request(
     elif answer.what == REFUSED:
         notify(
             _("the claim was to be released {in_words}.  Refused: {why}.").format(
-                in_words=request.in_words(), why=answer.why
+                in_words=translated(request.in_words()), why=translated(answer.why)
             )
         )
 

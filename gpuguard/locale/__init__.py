@@ -32,11 +32,27 @@ def N_(message: str) -> str:  # noqa: N802  # gettext's own name for it
     return message
 
 
+def translated(sentence: str) -> str:
+    """A *sentence* that was written in English for a record or by another process, in the language of the user."""
+    if _catalogue is None or not sentence:
+        return sentence
+    from gpuguard.locale.sentences import in_words  # for those who do not read English
+
+    return in_words(sentence, _catalogue.gettext)
+
+
 def ngettext(one: str, several: str, number: int) -> str:
     """*one* or *several*, whichever fits *number*, in the language of the user."""
     if _catalogue:
         return _catalogue.ngettext(one, several, number)
     return one if number == 1 else several
+
+
+def catalogue(language: str) -> NullTranslations:
+    """The messages in one of LANGUAGES."""
+    import gettext  # for those who do not read English
+
+    return gettext.translation(DOMAIN, LOCALE, [language], fallback=True)
 
 
 def language_of_user(environ: Mapping[str, str]) -> str | None:
@@ -61,7 +77,7 @@ def use_language_of_user(environ: Mapping[str, str] = os.environ) -> None:
         return
     import gettext  # for those who do not read English
 
-    _catalogue = gettext.translation(DOMAIN, LOCALE, [language], fallback=True)
+    _catalogue = catalogue(language)
     gettext.bindtextdomain(DOMAIN, LOCALE)  # argparse asks for its words in the domain of the program
     gettext.textdomain(DOMAIN)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import N_, _, translated
 from gpuguard.model import GpuProcess, Snapshot, Verdict, claim_named
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.units import format_bytes, format_duration, local_time
@@ -164,17 +165,17 @@ GPU：      $device
     ),
 }
 
-# What was done, as the owner of the process or claim reads it; in English, as all that commands print.
+# What was done, as the owner of the process or claim reads it.
 _DEEDS: Mapping[str, str] = {
-    "checkpoint": "asked pid {pid} to save its state",
-    "terminate": "asked pid {pid} to end (SIGTERM)",
-    "kill": "killed pid {pid} (SIGKILL)",
-    "pause": "stopped pid {pid} (SIGSTOP)",
-    "resume": "let pid {pid} go on (SIGCONT)",
-    "renice": "gave pid {pid} a lower priority",
-    "cancel": "cancelled the Slurm job",
-    "release": "released the claim {claim}",
-    "deny": "denied new claims",
+    "checkpoint": N_("policy {policy} asked pid {pid} to save its state: {why}"),
+    "terminate": N_("policy {policy} asked pid {pid} to end (SIGTERM): {why}"),
+    "kill": N_("policy {policy} killed pid {pid} (SIGKILL): {why}"),
+    "pause": N_("policy {policy} stopped pid {pid} (SIGSTOP): {why}"),
+    "resume": N_("policy {policy} let pid {pid} go on (SIGCONT): {why}"),
+    "renice": N_("policy {policy} gave pid {pid} a lower priority: {why}"),
+    "cancel": N_("policy {policy} cancelled the Slurm job: {why}"),
+    "release": N_("policy {policy} released the claim {claim}: {why}"),
+    "deny": N_("policy {policy} denied new claims: {why}"),
 }
 
 Fact = tuple[str, float | int | str | bool | None]
@@ -290,14 +291,15 @@ def deed_text(line: Mapping[str, Any]) -> str | None:
     if kind == "warn" and line["outcome"] in ("done", "failed"):
         if line["outcome"] == "failed":
             message = message.rpartition(": ")[0]  # behind it stands why no terminal shows it
-        harm, at = facts.get("harm_action"), facts.get("harm_unix_seconds")
-        if harm in WORDS[ENGLISH].actions and isinstance(at, float | int):
-            when = WORDS[ENGLISH].at.format(time=local_time(at, "%Y-%m-%d %H:%M:%S"))
-            message += f".  {WORDS[ENGLISH].next.format(when=when, action=WORDS[ENGLISH].actions[harm])}"
-        return neutralise(f"warning of policy {facts['policy']}: {message}")
+        text = _("warning of policy {policy}: {why}").format(policy=facts["policy"], why=translated(message))
+        harm, at, words = facts.get("harm_action"), facts.get("harm_unix_seconds"), WORDS[_("en")]
+        if harm in words.actions and isinstance(at, float | int):
+            when = words.at.format(time=local_time(at, "%Y-%m-%d %H:%M:%S"))
+            text += _(".  {next}").format(next=words.next.format(when=when, action=words.actions[harm]))
+        return neutralise(text)
     if kind not in _DEEDS or line["outcome"] != "about to":
         return None
-    return neutralise(f"policy {facts['policy']} {_DEEDS[kind].format(**line)}: {message}")
+    return neutralise(_(_DEEDS[kind]).format(**line, policy=facts["policy"], why=translated(message)))
 
 
 def joined(messages: Sequence[Message], count: int) -> Message:

@@ -11,7 +11,7 @@ from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.device_state import device_title
 from gpuguard.errors import InvalidRequest
-from gpuguard.locale import _, ngettext
+from gpuguard.locale import _, ngettext, translated
 from gpuguard.model import HEALTH, MEMORY, PROCESSES, ClaimRecord, Snapshot
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
@@ -98,7 +98,7 @@ def start_text(position: QueuePosition, queue: QueueState, *, brief: bool = Fals
     *brief*: where it is not known when, only why.
     """
     if position.ticket.after:
-        return _("not queued yet: {after}").format(after=position.ticket.after)
+        return _("not queued yet: {after}").format(after=translated(position.ticket.after))
     if position.now:
         return _("starts now")
     if position.held_back_by:

@@ -36,7 +36,7 @@ from gpuguard.queue.calendar import Reservation, can_be_met
 from gpuguard.queue.priority import ReservationKeys
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import LAST_TIME, IgnoredFile, checked_number, read_document, read_documents, touch
-from gpuguard.units import format_duration, local_time
+from gpuguard.units import format_count, format_duration, local_time
 from gpuguard.users import accountable_uids, user_name
 
 MAX_BYTES = 4096
@@ -197,7 +197,7 @@ def _beyond(reservation: Reservation, keys: ReservationKeys, before: int) -> str
     """Why a user may not have this one beside so many devices in earlier ones; "" when it is allowed."""
     if before + reservation.num_gpus > keys.devices:
         beside = _(" ({before} of them in earlier ones)").format(before=before) if before else ""
-        gpus = f"{keys.devices} GPU{'s' * (keys.devices != 1)}" if keys.devices else "no GPUs"
+        gpus = format_count(keys.devices, "GPU") if keys.devices else _("no GPUs")
         return _("users may reserve {gpus} at a time here{beside}, all their reservations together").format(
             gpus=gpus, beside=beside
         )
@@ -211,7 +211,7 @@ def _beyond(reservation: Reservation, keys: ReservationKeys, before: int) -> str
 def clock_text(when: float, now: float) -> str:
     """A time for people: ``"09:00"`` today, else ``"Sat 21 Nov 09:00"``."""
     today = time.localtime(when)[:3] == time.localtime(now)[:3]
-    return local_time(when, "%H:%M" if today else "%a %d %b %H:%M")
+    return local_time(when, "%H:%M" if today else _("%a %d %b %H:%M"))
 
 
 def read_reservations(directory: LockDirectory, now: float) -> tuple[list[Reservation], list[IgnoredFile], Arrivals]:
@@ -295,9 +295,9 @@ def _reservation_of(content: dict[str, Any], status: os.stat_result, number: str
     for when in (begins, ends):
         checked_number(when, 0, LAST_TIME)
     if not begins < ends:
-        raise ValueError("it ends before it begins")
+        raise ValueError(_("it ends before it begins"))
     if status.st_uid not in (said.uid, 0):
-        raise ValueError("only root can reserve for others")
+        raise ValueError(_("only root can reserve for others"))
     return Reservation(
         id=number,
         maker=status.st_uid,

@@ -39,6 +39,7 @@ from gpuguard.files import (
     write_all,
 )
 from gpuguard.jsonio import decode, loads, sound_fields
+from gpuguard.locale import _
 from gpuguard.queue.priority import PRIORITIES, Ticket
 from gpuguard.request import ANY_MEMORY, Request
 from gpuguard.users import accountable_uids, user_name
@@ -98,7 +99,7 @@ class OwnTicket:
             self.waker = os.open(waker, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             os.fchmod(self.waker, 0o622)
             if len(encoded) > MAX_BYTES:
-                raise InvalidRequest("the request is too long to wait with: name fewer GPUs or models.")
+                raise InvalidRequest(_("the request is too long to wait with: name fewer GPUs or models."))
             self._descriptor = create_file(ticket)
             try_flock(self._descriptor)
             write_all(self._descriptor, encoded)
@@ -169,7 +170,9 @@ def ticket_content(ticket: Ticket) -> dict[str, Any]:
 def as_json(request: Request) -> dict[str, Any]:
     """The conditions of a request, as they stand in a ticket."""
     if len(request.models) > MOST_MODELS:
-        raise InvalidRequest(f"--model: at most {MOST_MODELS} names; a glob as 'A100*' stands for several.")
+        raise InvalidRequest(
+            _("--model: at most {most} names; a glob as 'A100*' stands for several.").format(most=MOST_MODELS)
+        )
     blank = vars(Request())
     facts = {name: value for name, value in vars(request).items() if value != blank[name]}
     return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in facts.items()}
@@ -181,7 +184,7 @@ def as_request(content: Mapping[str, Any]) -> Request:
         content = {**content, "tolerance": ANY_MEMORY}
     request = decode(Request, content, exact=True)
     if len(request.models) > MOST_MODELS:
-        raise ValueError("it names too many models")
+        raise ValueError(_("it names too many models"))
     for uid in request.mine_as_free:
         checked_number(uid, 0, 2**32)
     return request
@@ -191,7 +194,7 @@ def checked_number(value: T, least: float, most: float) -> T:
     """*value* if it is None or between these; else a ValueError."""
     number: Any = value
     if number is not None and not least <= number <= most:
-        raise ValueError("a number or a time in it is none")
+        raise ValueError(_("a number or a time in it is none"))
     return value
 
 
@@ -255,12 +258,17 @@ def read_documents(
     first, beyond = first_of_each(directory, finished, most)
     documents: list[T] = []
     ignored = [
-        IgnoredFile(uid, f"{count} more", f"{user_name(uid)} has {most} before them") for uid, count in beyond.items()
+        IgnoredFile(
+            uid,
+            _("{count} more").format(count=count),
+            _("{user} has {most} before them").format(user=user_name(uid), most=most),
+        )
+        for uid, count in beyond.items()
     ]
     for name in first:
         key = name[len(start) : -len(".json")]
         try:
-            descriptor, _ = open_regular(f"{directory.records}/{name}")
+            descriptor, _status = open_regular(f"{directory.records}/{name}")
         except UntrustedFile as error:
             ignored.append(IgnoredFile(error.uid, key[:80], str(error.strerror)))
             continue
@@ -269,7 +277,9 @@ def read_documents(
         except OSError as error:
             if shortage(error):
                 raise
-            ignored.append(IgnoredFile(-1, key[:80], f"it cannot be read: {error.strerror}"))
+            ignored.append(
+                IgnoredFile(-1, key[:80], _("it cannot be read: {strerror}").format(strerror=error.strerror))
+            )
             continue
         try:
             document = read(directory, descriptor, key)
@@ -290,19 +300,19 @@ def read_document(
     *name* is UID.ID, as the file is called; *shown* what people are told where it cannot be understood.
     """
     status = os.fstat(descriptor)
-    uid, _, number = name.partition(".")
+    uid, _dot, number = name.partition(".")
     if uid != str(status.st_uid) or not (number.isascii() and number.isalnum() and len(number) <= 32):
-        return IgnoredFile(status.st_uid, name[:80], "its name is not that of its owner")
+        return IgnoredFile(status.st_uid, name[:80], _("its name is not that of its owner"))
     try:
         encoded = os.read(descriptor, most_bytes + 1)
         if len(encoded) > most_bytes:
-            raise ValueError("it is too long")
+            raise ValueError(_("it is too long"))
         content = loads(encoded)
         if not isinstance(content, dict):
-            raise ValueError("it is no object")
+            raise ValueError(_("it is no object"))
         return parse(content, status)
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-        return IgnoredFile(status.st_uid, shown, f"it cannot be understood: {error}"[:200])
+        return IgnoredFile(status.st_uid, shown, _("it cannot be understood: {error}").format(error=error)[:200])
 
 
 def _read_ticket(directory: LockDirectory, descriptor: int, ticket_id: str) -> Ticket | IgnoredFile | None:
@@ -323,7 +333,7 @@ def _read_ticket(directory: LockDirectory, descriptor: int, ticket_id: str) -> T
 def _ticket_of(content: dict[str, Any], status: os.stat_result, ticket_id: str) -> Ticket:
     requests = content["requests"]
     if not isinstance(requests, list) or not 1 <= len(requests) <= MOST_ALTERNATIVES:
-        raise ValueError("it asks for nothing, or for too much")
+        raise ValueError(_("it asks for nothing, or for too much"))
     texts = sound_fields(_TicketContent, content, ("after", "note", "command"))
     fields = decode(_TicketContent, {**content, "after": None, "note": None, "command": None, **texts})
     return Ticket(

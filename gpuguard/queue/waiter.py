@@ -33,7 +33,7 @@ from gpuguard.errors import (
     NotEnoughGpus,
     passing,
 )
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.model import MEMORY, PROCESSES, VERIFY_FIELDS, ClaimRecord, Snapshot
 from gpuguard.queue.backfill import QueuePosition, promise
 from gpuguard.queue.calendar import Reservation
@@ -533,9 +533,9 @@ def _wait_for_process(pid: int, directory: LockDirectory, ticket: Ticket, report
     with ExitStack() as stack:
         stack.callback(os.close, process)
         stack.callback(_visible_ticket(directory, ticket, after).withdraw)
-        report(after)
+        report(translated(after))
         while not wait_for([process], _progress_seconds()):
-            report(after)
+            report(translated(after))
 
 
 def _wait_for_claim(
@@ -551,7 +551,7 @@ def _wait_for_claim(
             stack.callback(watch.close)
         stack.callback(_visible_ticket(directory, ticket, after).withdraw)
         while _lives(directory, claim):
-            report(after)
+            report(translated(after))
             pause = _progress_seconds() if watch else min(POLL_SECONDS, _progress_seconds())
             wait_for([watch.descriptor] if watch else [], checks.pop(0) if checks else pause)
             if watch and not watch.names().isdisjoint({file, ""}):

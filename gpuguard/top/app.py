@@ -30,7 +30,7 @@ from textual.widgets import Input, Static
 from gpuguard.enforcement.by_hand import BY_HAND
 from gpuguard.enforcement.signals import SENT
 from gpuguard.errors import GpuguardError
-from gpuguard.locale import N_, _
+from gpuguard.locale import N_, _, translated
 from gpuguard.sanitize import neutralise
 from gpuguard.top import plots, processes
 from gpuguard.top.details import FIELDS, details
@@ -452,7 +452,8 @@ class Top(App[None]):
                 self._notify_user, _("nothing was done: {error}").format(error=" ".join(str(error).split()))
             )
             return
-        words = f"{action} pid {process[0]}: {outcome.word}" + (f": {outcome.why}" if outcome.why else "")
+        words = _("{action} pid {pid}: {outcome}").format(action=action, pid=process[0], outcome=_(outcome.word))
+        words += f": {translated(outcome.why)}" if outcome.why else ""
         self.call_later(
             self._notify_user, words if outcome.word == SENT else _("not done: {words}").format(words=words)
         )

@@ -11,7 +11,7 @@ from typing import Any
 from gpuguard.backtest.backtest import Backtest, PredictedEnd
 from gpuguard.backtest.recordings import Recording
 from gpuguard.backtest.unit_tests import Got, TestOutcome, Trial
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.policies.policy import NOTES
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count, format_duration, local_time
@@ -53,7 +53,11 @@ def backtest_lines(
     if each and result.acts:
         rows = []
         for act in result.acts:
-            texts = (", ".join(act.jobs) or _("GPU {device}").format(device=act.device), act.user or "", act.why)
+            texts = (
+                ", ".join(act.jobs) or _("GPU {device}").format(device=act.device),
+                act.user or "",
+                translated(act.why),
+            )
             rows.append((clock_text(act.time, recording), act.policy, act.action, *map(neutralise, texts)))
         yield ""
         yield from table(rows, [_("AT"), _("POLICY"), _("ACTION"), _("JOB"), _("USER"), _("WHY")])
@@ -77,7 +81,10 @@ def backtest_lines(
         yield ""
         yield _("The recording cannot judge these rules, so that they found nothing:")
         yield from table(
-            [(f"  {policy}", rule, _("it does not tell {what}").format(what=what)) for policy, rule, what in blind]
+            [
+                (f"  {policy}", rule, _("it does not tell {what}").format(what=translated(what)))
+                for policy, rule, what in blind
+            ]
         )
     if "memory" not in recording.columns or "utilization" not in recording.columns:
         yield ""
@@ -206,7 +213,12 @@ def _differences(outcome: TestOutcome) -> Iterator[str]:
         users = _(" for {users}").format(users=", ".join(got.users)) if got.users else ""
         where = _(" on GPU {device}").format(device=got.device) if got.device is not None else ""
         yield _("got       at {at}: {action} by {policy}{users}{where}, because {why}").format(
-            at=format_duration(got.at), action=got.action, policy=got.policy, users=users, where=where, why=got.why
+            at=format_duration(got.at),
+            action=got.action,
+            policy=got.policy,
+            users=users,
+            where=where,
+            why=translated(got.why),
         )
     if outcome.missing and not outcome.surplus:
         met = ", ".join(

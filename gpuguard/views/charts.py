@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpuguard.history.queries import Point
+from gpuguard.locale import N_, _
 from gpuguard.sanitize import display_width
 from gpuguard.units import local_time
 from gpuguard.views.text import Paint, shorten
@@ -32,8 +33,8 @@ _MARKS = [
     for form, steps in (
         ("%H:%M:%S", (10, 30)),
         ("%H:%M", (_MINUTE, 2 * _MINUTE, 5 * _MINUTE, 10 * _MINUTE, 30 * _MINUTE, _HOUR, 2 * _HOUR, 3 * _HOUR)),
-        ("%a %H:%M", (6 * _HOUR, 12 * _HOUR)),
-        ("%a %m-%d", (_DAY,)),
+        (N_("%a %H:%M"), (6 * _HOUR, 12 * _HOUR)),
+        (N_("%a %m-%d"), (_DAY,)),
         ("%m-%d", (2 * _DAY, 7 * _DAY, 14 * _DAY)),
         ("%Y-%m-%d", (28 * _DAY, 91 * _DAY, 365 * _DAY)),
     )
@@ -173,7 +174,7 @@ def round_marks(begin: float, end: float, most: int) -> list[tuple[float, str]]:
     marks = []
     while moment < end:
         if moment >= begin:
-            marks.append((moment, local_time(moment, form)))
+            marks.append((moment, local_time(moment, _(form))))
         if step < _DAY:
             moment += step
         else:

@@ -16,7 +16,7 @@ from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.claims.disk_room import SCARCE, Room
 from gpuguard.clusters.visible_devices import ORDER_VARIABLE, PCI_ORDER
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
-from gpuguard.locale import N_, _
+from gpuguard.locale import N_, _, translated
 from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.units import format_count
@@ -181,7 +181,7 @@ def _devices(facts: DoctorFacts) -> Finding | None:
     if not whole:
         return FAULT, _("the driver lists no GPU"), _("See `lspci | grep -i nvidia` and `dmesg | grep -i nvrm`.")
     ill = [
-        _("GPU {index}: {problems}").format(index=device.index, problems=", ".join(device.problems))
+        _("GPU {index}: {problems}").format(index=device.index, problems=", ".join(map(translated, device.problems)))
         for device in whole
         if device.problems
     ]
@@ -304,7 +304,9 @@ def _room(facts: DoctorFacts) -> Finding | None:
             found,
             _("`sudo gpuguard setup`{on} gives it a file system of its own at the next boot.").format(on=on),
         )
-    found = _("{path}, a file system of its own: {in_words}").format(path=room.path, in_words=room.in_words())
+    found = _("{path}, a file system of its own: {in_words}").format(
+        path=room.path, in_words=translated(room.in_words())
+    )
     if room.used < SCARCE:
         return OK, found, None
     if room.who:

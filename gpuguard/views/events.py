@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuguard.history.audit_log import Line, devices_of, facts_of, is_number
-from gpuguard.locale import N_, _
+from gpuguard.locale import N_, _, translated
 from gpuguard.notify.templates import deed_text
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_bytes, format_duration, format_energy, local_time
@@ -42,6 +42,7 @@ WORDS = (
     N_("wall_time"), N_("peak_memory"), N_("mean_utilization"), N_("energy"), N_("until"), N_("container"),
     N_("target"), N_("users"), N_("count"), N_("retry_after"), N_("num_gpus"), N_("begins"), N_("ends"),
     N_("harm_action"), N_("harm"), N_("path"), N_("slurm_job"), N_("ticket"), N_("lines"), N_("waited"),
+    N_("time limit"), N_("limit"), N_("stranger"), N_("share"), N_("owner warned"),
 )  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def _row(line: Line, labels: Mapping[str, str]) -> list[str]:
         f"{_(str(line.get('kind', 'n/a')))} {_(_OUTCOMES.get(outcome, outcome))}",
         ",".join(_devices_shown(line, labels)),
         str(line.get("user") or ""),
-        "; ".join(filter(None, [str(line.get("message") or ""), ", ".join(told)])),
+        "; ".join(filter(None, [translated(str(line.get("message") or "")), ", ".join(told)])),
     ]
     return [neutralise(cell) for cell in cells]
 

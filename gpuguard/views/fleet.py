@@ -16,7 +16,7 @@ from typing import Any
 from gpuguard import device_state
 from gpuguard.device_state import UserTotal
 from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply, HostUser
-from gpuguard.locale import N_, _, ngettext
+from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.sanitize import neutral_command
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import sparkline
@@ -121,7 +121,7 @@ def queue_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
         return []  # of most hosts: the end says how many
     cells = []
     for ticket in answer.places[:SHOWN_ROWS]:
-        waited, why = format_duration(round(ticket.waited_seconds)), shorten(ticket.why, 200)
+        waited, why = format_duration(round(ticket.waited_seconds)), shorten(translated(ticket.why), 200)
         cells.append([str(ticket.number), _name(ticket.user), str(ticket.num_gpus), waited, why])
     heads = ["#", _("USER"), _("GPUS"), _("WAITED"), _("STARTS")]
     body = table(cells, heads, align="><>>", width=None if width is None else width - 2)

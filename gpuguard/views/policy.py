@@ -18,7 +18,7 @@ from gpuguard.daemon.client import PolicyStatusReply, StatusReply
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.preflight import INTERACTIVE_SECONDS
-from gpuguard.locale import N_, _
+from gpuguard.locale import N_, _, translated
 from gpuguard.policies.files.decoder import key_of, keys_of
 from gpuguard.policies.files.keys import DAYS
 from gpuguard.policies.files.loader import PolicyFile
@@ -210,7 +210,11 @@ def _status_line(row: PolicyStatusReply, now: float, enforced: bool) -> str:
     where = _(" on {device}").format(device=device) if device else ""
     since = format_duration(max(0, round(now - row.since_unix_seconds)))
     done = _(", last step {step}").format(step=_(row.last)) if row.last and not row.refused else ""
-    done = _(", {step} was refused ({why})").format(step=_(row.last or "n/a"), why=row.refused) if row.refused else done
+    done = (
+        _(", {step} was refused ({why})").format(step=_(row.last or "n/a"), why=translated(row.refused))
+        if row.refused
+        else done
+    )
     if row.next is None:
         then = _("no step is left")
     elif row.next_unix_seconds is None:
@@ -227,7 +231,7 @@ def _status_line(row: PolicyStatusReply, now: float, enforced: bool) -> str:
                 else _(", {step} at {time}").format(step=_(row.harm), time=at)
             )
         then += _(", if nothing changes") + ("" if enforced else _(" (a dry run: only written down)"))
-    seen = f" ({row.why})" if row.why else ""
+    seen = f" ({translated(row.why)})" if row.why else ""
     return _("{user}{what}{where}: {policy} for {since}{seen}{done}; {then}").format(
         user=user, what=what, where=where, policy=row.policy, since=since, seen=seen, done=done, then=then
     )

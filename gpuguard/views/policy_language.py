@@ -15,6 +15,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from gpuguard.enforcement.actions import ACTION_KEYS, parse_checkpoint_signal, parse_niceness
+from gpuguard.locale import N_, _
 from gpuguard.notify.targets import TARGETS
 from gpuguard.policies.files.decoder import DATE, GROUP, USER, Tagged, TaggedChoice, keys_of, text_key
 from gpuguard.policies.files.keys import (
@@ -30,6 +31,7 @@ from gpuguard.policies.files.keys import (
 )
 from gpuguard.policies.policy import Exemption, Scope
 from gpuguard.policies.rules import RULES
+from gpuguard.sanitize import display_width
 from gpuguard.units import (
     parse_bytes,
     parse_celsius,
@@ -53,9 +55,9 @@ KINDS: Mapping[Any, tuple[str, str]] = {
     parse_duration: ("10m", _TIME),
     parse_interval: ("10s", _TIME),
     parse_celsius: ("85C", "[0-9.]+ ?°?C"),
-    parse_memory_amount: ("40GiB, 90% or share", rf"([0-9.]+ ?%|share|{_BYTES})"),
-    parse_host_memory_amount: ("200GiB or 50%", rf"([0-9.]+ ?%|{_BYTES})"),
-    parse_power_amount: ("300W or 95%", "[0-9.]+ ?(%|m?W|kW)"),
+    parse_memory_amount: (N_("40GiB, 90% or share"), rf"([0-9.]+ ?%|share|{_BYTES})"),
+    parse_host_memory_amount: (N_("200GiB or 50%"), rf"([0-9.]+ ?%|{_BYTES})"),
+    parse_power_amount: (N_("300W or 95%"), "[0-9.]+ ?(%|m?W|kW)"),
     parse_rate: ("1GiB/10m", rf"{_BYTES} ?/ ?[0-9.]*(ms|[smhdw]).*"),
     parse_hours: ("22:00-07:30", r"\d\d:\d\d ?- ?\d\d:\d\d"),
     DATE: ("2026-12-24", r"\d{4}-\d\d-\d\d(T\d\d:\d\d)?"),
@@ -63,21 +65,21 @@ KINDS: Mapping[Any, tuple[str, str]] = {
     parse_checkpoint_signal: ("USR1", "(SIG)?[A-Z0-9]+"),
 }
 _SCALARS: Mapping[Any, tuple[str, Schema]] = {
-    str: ("text", {"type": "string"}),
-    int: ("number", {"type": "integer", "minimum": 0}),
-    float: ("number", {"type": "number", "minimum": 0}),
-    bool: ("true or false", {"type": "boolean"}),
+    str: (N_("text"), {"type": "string"}),
+    int: (N_("number"), {"type": "integer", "minimum": 0}),
+    float: (N_("number"), {"type": "number", "minimum": 0}),
+    bool: (N_("true or false"), {"type": "boolean"}),
 }
 _WHOLE = {parse_count, parse_niceness}  # written as plain digits
 
 SECTIONS: Mapping[str, Mapping[str, type]] = {
-    "The file": {"file": FileKeys},
-    "A policy": {"policy": PolicyKeys},
-    "Parts of a policy": {"only": Scope, "except": Exemption, "at_most": BreakerKeys, "interval": IntervalKeys},
-    "Rules": RULES,
-    "A step": {"step": StepKeys},
-    "Actions": ACTION_KEYS,
-    "Ways to send messages": TARGETS,
+    N_("The file"): {"file": FileKeys},
+    N_("A policy"): {"policy": PolicyKeys},
+    N_("Parts of a policy"): {"only": Scope, "except": Exemption, "at_most": BreakerKeys, "interval": IntervalKeys},
+    N_("Rules"): RULES,
+    N_("A step"): {"step": StepKeys},
+    N_("Actions"): ACTION_KEYS,
+    N_("Ways to send messages"): TARGETS,
 }
 
 
@@ -86,12 +88,19 @@ def describe(names: collections.abc.Collection[str] = ()) -> Iterator[str]:
     for section, nouns in SECTIONS.items():
         wanted = {name: noun for name, noun in nouns.items() if not names or name in names}
         if wanted:
-            yield from (section, "=" * len(section), "")
+            yield from (_(section), "=" * display_width(_(section)), "")
         for name, noun in wanted.items():
             yield name
-            yield from (f"  {line}".rstrip() for line in help_lines(noun))
-            keys = [f"{key['key']} ({key['written']}{', needed' * key['required']})" for key in _keys_json(noun)]
-            yield from (f"  Keys: {', '.join(keys)}." if keys else "  No keys.", "")
+            text = "\n\n".join(map(_, paragraphs(noun)))
+            yield from (f"  {line}".rstrip() for line in text.splitlines())
+            needed = _(", needed")
+            keys = [f"{key['key']} ({key['written']}{needed * key['required']})" for key in _keys_json(noun)]
+            yield from (_("  Keys: {keys}.").format(keys=", ".join(keys)) if keys else _("  No keys."), "")
+
+
+def paragraphs(noun: type) -> list[str]:
+    """What help_lines() says, in the pieces in which it is translated."""
+    return "\n".join(help_lines(noun)).split("\n\n")
 
 
 def help_lines(noun: type) -> list[str]:
@@ -172,33 +181,40 @@ def value_of(hint: Any) -> tuple[str, Schema]:
     origin, arguments, notes = _annotation_parts(hint)
     for note in notes:
         if isinstance(note, TaggedChoice):
-            return f"one {note.what} with its keys", _choice(note)
+            return _("one {what} with its keys").format(what=_(note.what)), _choice(note)
         if isinstance(note, Tagged):
             short = [name for name, noun in note.table.items() if not keys_of(noun)[0].keys() - keys_of(noun)[1]]
-            return f"name of an {note.what}, or its keys", {"anyOf": [{"enum": short}, *_steps(note)]}
+            return _("name of an {what}, or its keys").format(what=_(note.what)), {
+                "anyOf": [{"enum": short}, *_steps(note)]
+            }
         if note in KINDS:
             example, pattern = KINDS[note]
-            return f"like {example}", {"type": "string", "pattern": f"^{pattern}$"}
+            return _("like {example}").format(example=_(example)), {"type": "string", "pattern": f"^{pattern}$"}
         if note is parse_device_amount:
             share = {"type": "string", "pattern": r"^[0-9.]+ ?%$"}
-            return "like 4 or 66%", {"anyOf": [{"type": "integer", "minimum": 0}, share]}
+            return _("like {example}").format(example=_("4 or 66%")), {
+                "anyOf": [{"type": "integer", "minimum": 0}, share]
+            }
         if note in _WHOLE:
-            return "number", {"type": "integer", "minimum": 1}
+            return _("number"), {"type": "integer", "minimum": 1}
         if note in (USER, GROUP) or callable(note):
-            return "text" if callable(note) else f"name of a {note}", {"type": ["string", "integer"]}
+            named = _("text") if callable(note) else _("name of a {what}").format(what=_(note))
+            return named, {"type": ["string", "integer"]}
     if origin is typing.Literal:
-        return " or ".join(arguments), {"enum": [*arguments, *(int(word) for word in arguments if word.isdigit())]}
+        return _(" or ").join(arguments), {"enum": [*arguments, *(int(word) for word in arguments if word.isdigit())]}
     if origin in (tuple, frozenset):
         item, schema = value_of(arguments[0])
-        return f"list: {item}", {"type": "array", "minItems": 1, "items": schema}
+        return _("list: {item}").format(item=item), {"type": "array", "minItems": 1, "items": schema}
     if origin in (typing.Union, types.UnionType):
         members = [value_of(member) for member in arguments if member is not type(None)]
-        schemas = [schema for _, schema in members]
-        named = ", or ".join(dict.fromkeys(name for name, _ in members))
+        schemas = [schema for _name, schema in members]
+        named = _(", or ").join(dict.fromkeys(name for name, _schema in members))
         return named, schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     if origin is collections.abc.Mapping:
-        return "names of your own", {"type": "object", "additionalProperties": value_of(arguments[1])[1]}
-    return _SCALARS[origin] if origin in _SCALARS else ("keys", _object(origin))
+        return _("names of your own"), {"type": "object", "additionalProperties": value_of(arguments[1])[1]}
+    if origin in _SCALARS:
+        return _(_SCALARS[origin][0]), _SCALARS[origin][1]
+    return _("keys"), _object(origin)
 
 
 def _choice(choice: TaggedChoice) -> Schema:

@@ -13,6 +13,7 @@ from typing import Any
 
 from gpuguard import model
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import _
 from gpuguard.model import Device, GpuProcess, Snapshot
 from gpuguard.units import local_time
 from gpuguard.views.history import harmless_cell
@@ -267,12 +268,12 @@ def to_json(snapshot: Snapshot, query: Query, uuids: frozenset[str] = frozenset(
 def help_lines() -> Iterator[str]:
     """Every field with its unit and what it is."""
     for title, known, aliases in (
-        ("Fields of GPUs (--query-gpu)", GPU_FIELDS, GPU_ALIASES),
-        ("Fields of processes (--query-compute-apps)", APP_FIELDS, APP_ALIASES),
+        (_("Fields of GPUs (--query-gpu):"), GPU_FIELDS, GPU_ALIASES),
+        (_("Fields of processes (--query-compute-apps):"), APP_FIELDS, APP_ALIASES),
     ):
-        yield from ("", f"{title}:") if title.endswith("apps)") else (f"{title}:",)
+        yield from ("", title) if known is APP_FIELDS else (title,)
         for name, field in known.items():
             others = [alias for alias, of in aliases.items() if of == name]
             unit = f"{field.unit}, " if field.unit else ""
-            yield f"  {name:<42} {unit}{field.text}"
-            yield from (f"  {'':<42} also {alias}" for alias in others)
+            yield f"  {name:<42} {unit}{_(field.text)}"
+            yield from (f"  {'':<42} {_('also {alias}').format(alias=alias)}" for alias in others)

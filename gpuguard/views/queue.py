@@ -186,7 +186,7 @@ def _prospects(position: QueuePosition, queue: QueueState) -> str:
     text = neutralise(start_text(position, queue))
     promise = position.ticket.promise
     if promise is not None and promise > queue.now and not position.now:
-        form = "%H:%M" if promise - queue.now < 20 * 3600 else "%a %d %b %H:%M"
+        form = "%H:%M" if promise - queue.now < 20 * 3600 else _("%a %d %b %H:%M")
         text += _("; at the latest {promise}, if time limits are kept").format(promise=local_time(promise, form))
     passing = passing_text(position, queue)
     return _("{text}; {passing}").format(text=text, passing=passing) if passing else text

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gpuguard import device_state
 from gpuguard.device_state import ClaimUse, DeviceUse, ProcessUse, computes, may_compute, model_name, user_label
 from gpuguard.eligibility import Sharing, memory_left, sharing_on, slots_left
-from gpuguard.locale import N_, _
+from gpuguard.locale import N_, _, translated
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.sanitize import display_width, neutral_command, neutralise
@@ -243,7 +243,7 @@ def gap_lines(snapshot: Snapshot) -> list[str]:
     for (fields, reason), uuids in alike.items():
         labels = [known[uuid] for uuid in uuids if uuid in known]
         where = _("all GPUs: ") if 1 < len(labels) == len(known) else f"GPU {', '.join(labels)}: " if labels else ""
-        lines.append(neutralise(f"{where}{fields}: {_(reason) if reason else reason}"))
+        lines.append(neutralise(f"{where}{fields}: {translated(reason)}"))
     return lines
 
 

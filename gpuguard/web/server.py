@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import math
 import os
 import socket
@@ -30,7 +31,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gpuguard.daemon.server import bind_socket
 from gpuguard.errors import GpuguardError
+from gpuguard.locale import catalogue
+from gpuguard.locale.sentences import phrases
 from gpuguard.metrics.server import host_of
+from gpuguard.views.events import WORDS
 from gpuguard.web.feed import ChartRequest, FrameFeed, TooManyCharts
 
 PAGE = Path(__file__).parent / "page"
@@ -94,6 +98,7 @@ def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None
         return Stream(feed, throughput="throughput" in request.query_params)
 
     contents = {path: (PAGE / name).read_bytes() for path, name in FILES.items()}
+    contents["/words.js"] += chinese_words().encode()
 
     async def file(request: Request) -> Response:
         path = request.url.path
@@ -103,6 +108,13 @@ def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None
     routes = [Route("/api/now", now), Route("/api/chart", chart), Route("/api/stream", stream)]
     routes += [Route(path, file) for path in FILES]
     return RequestGuard(Starlette(routes=routes, lifespan=sampling), hosts, token)
+
+
+def chinese_words() -> str:
+    """JavaScript that gives the page the words of the log and the sentences that the catalogue has."""
+    say = catalogue("zh_CN").gettext
+    log, sentences = json.dumps({word: say(word) for word in WORDS}), json.dumps(list(phrases(say)))
+    return f"WORDS.zh.log = {log};\nWORDS.zh.phrases.push(...{sentences});\n"
 
 
 class Stream(Response):

@@ -42,7 +42,7 @@ Reader = Callable[[str], Any]
 Path = tuple[str | int, ...]
 T = TypeVar("T")
 
-USER, GROUP, DATE = "user", "group", "date"  # names of readers
+USER, GROUP, DATE = N_("user"), N_("group"), "date"  # names of readers
 
 _WHOLE = re.compile(r"(0|[1-9][0-9]{0,14})")
 _BOOLEANS = {"true": True, "false": False}

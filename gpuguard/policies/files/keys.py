@@ -139,7 +139,7 @@ class PolicyKeys:
 
     name: Annotated[str, parse_name]
     when: Annotated[tuple[str, Any], TaggedChoice(CONDITIONS, N_("rule"))]
-    steps: tuple[Annotated[TaggedValue, Tagged("do", StepKeys, ACTION_KEYS, "action")], ...]
+    steps: tuple[Annotated[TaggedValue, Tagged("do", StepKeys, ACTION_KEYS, N_("action"))], ...]
     for_: Annotated[float, parse_duration] = 30.0
     start_grace: Annotated[float, parse_duration] = 0.0
     only: Scope | None = None

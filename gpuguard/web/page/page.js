@@ -43,7 +43,7 @@
   // Words.
   const found = (key) => WORDS[language][key] ?? WORDS.en[key] ?? key;
   const word = (key, ...values) => values.reduce((text, value) => text.replace("{}", () => value), found(key));
-  const named = (table, name) => found(table)[name] ?? name.replaceAll("_", " ");
+  const named = (name) => found("log")[name] ?? name.replaceAll("_", " ");
   const size = (bytes) => UNITS.bytes(bytes) ?? word("unknown");
   const rate = (bytes) => UNITS.rate(bytes) ?? word("unknown");
   const time = (seconds) => UNITS.duration(seconds, found("durations")) ?? word("unknown");
@@ -54,12 +54,16 @@
   const state = (name) => word(name === "unknown" ? "unknown_state" : name);
   const userLink = (user) => (user ? link({ user }, user, { class: "user" }) : make("span", { class: "user" }, word("unknown")));
   const deviceName = (device) => word("device_named", device.label);
+  const BETWEEN_CHINESE = /(?<=[\u4e00-\u9fff]) (?=[\u4e00-\u9fff])/g; // a blank, of a duration that has Chinese units here
   // A sentence of the server in the reader's language; one that has no words here stays as it is.
+  const patterns = ({ phrases }) => phrases.map(([pattern, form]) => [new RegExp(`^(?:${pattern})$`), form]);
+  const PHRASES = Object.fromEntries(Object.entries(WORDS).map(([name, words]) => [name, patterns(words)]));
   function phrase(text) {
-    for (const [pattern, form] of found("phrases")) {
-      const match = text.match(new RegExp(`^(?:${pattern})$`));
-      if (match) return form.replace(/\$(\d)/g, (_, place) => phrase(match[place]));
+    for (const [pattern, form] of PHRASES[language]) {
+      const match = text.match(pattern);
+      if (match) return form.replace(/\$(\d)/g, (_, place) => phrase(match[place])).replace(BETWEEN_CHINESE, "");
     }
+    if (language === "zh" && text.includes("; ")) return text.split("; ").map(phrase).filter(Boolean).join("；");
     const units = found("durations"), letters = WORDS.en.durations;
     return /^(\d+(ms|[dhms]))+$/.test(text) ? text.replace(/ms|[dhms]/g, (unit) => units[letters.indexOf(unit)]) : text;
   }
@@ -102,8 +106,8 @@
     for (const finding of seen.findings) {
       const about = [finding.user, finding.pid && word("process", finding.pid), finding.claim && word("claim_named", finding.claim),
         finding.device_label && word("device_named", finding.device_label)].filter(Boolean).join(", ");
-      const next = finding.refused ? word("finding_refused", named("kinds", finding.last ?? finding.next ?? ""), phrase(finding.refused))
-        : finding.next && finding.next_unix_seconds ? word("finding_next", named("kinds", finding.next), clock(finding.next_unix_seconds)) : "";
+      const next = finding.refused ? word("finding_refused", named(finding.last ?? finding.next ?? ""), phrase(finding.refused))
+        : finding.next && finding.next_unix_seconds ? word("finding_next", named(finding.next), clock(finding.next_unix_seconds)) : "";
       rows.push(make("li", {}, [word("finding", finding.policy, about || word("all_of_it"), clock(finding.since_unix_seconds, { seconds: false })),
         next, finding.enforce ? "" : word("dry")].filter(Boolean).join(" · ")));
     }
@@ -197,7 +201,7 @@
       && (!view.gpu || event.devices.some((label) => labels.includes(label))) && (!view.until || (event.time >= from && event.time <= until)));
     renewTable("events-table", heads("time", "gpu number", "user", "what", "note wide"), (allEvents ? events : events.slice(0, FEW_EVENTS)).map((event) => [
       `${day(event.time)} ${clock(event.time)}`, event.devices.join(", "), event.user ? userLink(event.user) : "",
-      `${named("kinds", event.kind)} ${named("outcomes", event.outcome)}`, note(event)]));
+      `${named(event.kind)} ${named(event.outcome)}`, note(event)]));
     byId("events-table").hidden = !events.length;
     byId("no-events").hidden = events.length > 0;
     byId("more-events").hidden = events.length <= FEW_EVENTS;
@@ -211,8 +215,8 @@
   function note(event) {
     const facts = event.facts.map(([name, value]) => {
       const [bare, text] = UNITS.fact(name, value, language, found("durations"));
-      if (bare === "harm_action") return `${named("facts", bare)} ${named("kinds", text)}`;
-      return `${named("facts", bare)} ${text.length > MAX_FACT ? `${text.slice(0, MAX_FACT)}…` : text}`;
+      if (bare === "harm_action") return `${named(bare)} ${named(text)}`;
+      return `${named(bare)} ${text.length > MAX_FACT ? `${text.slice(0, MAX_FACT)}…` : text}`;
     });
     return [event.message && phrase(event.message), facts.join(language === "zh" ? "，" : ", ")].filter(Boolean).join(language === "zh" ? "；" : "; ");
   }
