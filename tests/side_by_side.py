@@ -1,8 +1,8 @@
 """How the files of tests run in several workers at once: the longest first, and what a machine has once in turns.
 
-`scripts/test --covered "$(scripts/coverage --tests)"` leaves out what scripts/coverage has just run.
+`scripts/test --covered "$(scripts/coverage --tests)"` leaves out what scripts/coverage runs.
 
-`scripts/test -n 3 --dist loadfile --no-loadscope-reorder` gives each worker that is free the next file, in this order.
+`scripts/test -n 4 --dist loadfile --no-loadscope-reorder` gives each worker that is free the next file, in this order.
 tests/conftest.py imports these names, which is how pytest learns of them.  A serial run keeps its order.
 """
 
@@ -15,17 +15,19 @@ import pytest
 
 # A worker that gets one of these last keeps all the others waiting for it.
 LONGEST = (
-    "test_guard_faults", "test_ray_head", "test_queue_model", "test_policy_mutations", "test_guard_schedules",
-    "test_contention", "test_dry_equals_live", "test_broker", "test_fleet_ssh",
-    "test_packaging", "test_two_users", "test_faulty_drivers", "test_broker_shares", "test_broker_hostile",
-    "test_mig_profiles", "test_daemon", "test_overtaking", "test_reserve_command", "test_release_command",
-    "test_forged_claims", "test_web", "test_slurm_cluster", "test_docs", "test_wrapper_death", "test_run",
-    "test_campaigns", "test_worker", "test_adopt", "test_web_browser",
+    "test_damaged_documents", "test_run", "test_slurm_cluster", "test_two_users", "test_broker",
+    "test_agreement", "test_web_browser", "test_faulty_drivers", "test_benchmarks_run", "test_packaging",
+    "test_reserve_command", "test_broker_hostile", "test_ray_head", "test_adopt", "test_guard_faults",
+    "test_web", "test_docs", "test_contention", "test_daemon", "test_broker_shares", "test_damaged_files",
+    "test_fleet_ssh", "test_overtaking", "test_release_command", "test_completion", "test_drain",
+    "test_forged_claims", "test_attacks", "test_queue_model", "test_disk_room", "test_mig_profiles",
+    "test_hazards", "test_driver_calls", "test_wrapper_death", "test_dry_equals_live", "test_worker",
+    "test_campaigns", "test_guard_schedules", "test_policy_mutations",
 )  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--covered", default="", help="files (NAME of test_NAME.py) that scripts/coverage has run")
+    parser.addoption("--covered", default="", help="files (NAME of test_NAME.py) that scripts/coverage runs")
 
 
 @pytest.hookimpl(trylast=True)  # hypothesis marks its tests in the same hook

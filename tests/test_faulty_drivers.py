@@ -140,7 +140,7 @@ def test_slow_calls_are_not_taken_for_hanging_ones(fake, gpuguard):
 
 
 def test_a_driver_that_takes_seconds_to_start_is_waited_for_with_a_hint(fake, gpuguard):
-    fake.init_delay_ms = 2500
+    fake.init_delay_ms = 5000
 
     done = gpuguard("select")
 
