@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, MIB, Reticent, a_claim_record, a_device, a_process, a_snapshot, a_uuid
+from chances import often
 from claiming import acquire, preview
 from fake_nvml import FakeNvml
 from nodes import Gpuguard
@@ -44,7 +45,7 @@ from gpuguard.top.scene import History, Scene, ScreenView
 from gpuguard.views import explain, who
 from gpuguard.web.feed import bounded
 
-MACHINES = 2000
+MACHINES = often(2000)
 STARTS = 200  # through the protocol of a start, which reads less of the driver at first
 DAEMONS_DATE = 1_700_000_000.0 - 7200
 
