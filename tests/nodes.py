@@ -74,7 +74,7 @@ def beginning_with(code: str) -> Callable[[str, str], list[str]]:
     return lambda main, word: proper(f"exec({code!r}); {main}", word)
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
