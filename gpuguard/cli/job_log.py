@@ -165,7 +165,9 @@ class JobReport:
                 continue
             sent, why = attempt(target, message)
             if not sent:
-                self._log.warn(_("the message ({event}) could not be sent: {why}.").format(event=event, why=why))
+                self._log.warn(
+                    _("the message ({event}) could not be sent: {why}.").format(event=event, why=translated(why))
+                )
 
 
 def tell_terminals(text: str) -> None:

@@ -16,7 +16,7 @@ from gpuguard.backends.client import open_worker
 from gpuguard.claims.directory import LockDirectory, last_about, lock_directory
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.model import IDLE_TOLERANCE, WHO_FIELDS, Event, Snapshot
 from gpuguard.request import SLOTS, STRATEGIES, Request
 from gpuguard.source import SnapshotSource
@@ -443,9 +443,9 @@ def message_target(where: str | None) -> str | Target | None:
             target = Hook((where,)) if where.startswith("/") else Email((to,))
         for problem in problems({"--notify": target}):
             server = _(": name a server, smtp://SERVER/me@example.org") if isinstance(target, Email) else ""
-            raise InvalidRequest(f"{problem.removeprefix('--notify: ')}{server}")
+            raise InvalidRequest(f"{translated(problem.removeprefix('--notify: '))}{server}")
     except InvalidRequest as fault:
-        raise InvalidRequest(f"--notify {where}: {fault}") from None
+        raise InvalidRequest(f"--notify {where}: {translated(str(fault))}") from None
     return target
 
 

@@ -28,7 +28,7 @@ from gpuguard.cli.options import (
 )
 from gpuguard.cli.run import add_queue_options, alternatives_of, priority_of, wait_for_claim, wait_of
 from gpuguard.cli.terminal import print_notice
-from gpuguard.locale import _, ngettext
+from gpuguard.locale import _, ngettext, translated
 from gpuguard.views.text import picked, put, put_json
 
 if TYPE_CHECKING:
@@ -93,4 +93,4 @@ def _notify(target: str | Target, names: str) -> None:
         ),
     )
     if not sent:
-        print_notice(_("the message could not be sent: {why}.").format(why=why))
+        print_notice(_("the message could not be sent: {why}.").format(why=translated(why)))

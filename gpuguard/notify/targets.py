@@ -183,18 +183,18 @@ class Webhook:
 def url_fault(url: str, *, insecure: bool) -> str | None:
     """Why *url* cannot be sent to; it says nothing of the address, which may be a secret."""
     if not (url.isascii() and url.isprintable()) or " " in url:
-        return "an address has no blanks and nothing but ASCII: write other characters as %XX."
+        return _("an address has no blanks and nothing but ASCII: write other characters as %XX.")
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
+        host, _port = parts.hostname, parts.port
     except ValueError:
         host = None
     if not host or parts.scheme not in ("https", "http"):
-        return "this is not an address: write it like https://chat.example.org/hook."
+        return _("this is not an address: write it like https://chat.example.org/hook.")
     if parts.username is not None:
-        return "a password does not belong into an address: use token: {file: PATH}."
+        return _("a password does not belong into an address: use token: {file: PATH}.")
     if parts.scheme == "http" and host not in LOOPBACK and not insecure:
-        return "http:// sends the message in clear text: use https://, or add insecure: true."
+        return _("http:// sends the message in clear text: use https://, or add insecure: true.")
     return None
 
 
