@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 import os
 import random
 import re
@@ -482,14 +483,18 @@ def test_the_real_commands_agree_on_a_simulated_node(tmp_path, number):
             job = stack.enter_context(on.start("run", "--no-wait", "--", "sh", "-c", "echo ready; exec sleep 60"))
             stack.callback(job.terminate)
             job.stdout.readline()
-        explained = json.loads(on("explain", "--json", *words).stdout)
-        outcome, chosen = explained["outcome"], explained["chosen"]
+        explained = on("explain", "--json", *words)
         selected = on("select", *words, "--format", "uuid")
         asked = {name: value for name, value in vars(request).items() if value != vars(Request())[name]}
         grab = [sys.executable, "-c", GRAB, repr(asked)]
         grabbed = subprocess.run(grab, env=on.environment, capture_output=True, text=True, check=False)
         ran = on("run", "--no-wait", "--quiet", *words, "--", "sh", "-c", "echo $GPUGUARD_GPUS")
 
+        if explained.returncode == 2:  # wrong usage: a GPU is named twice
+            assert (selected.returncode, ran.returncode, grabbed.returncode) == (2, 125, 1)
+            assert explained.stderr == selected.stderr == ran.stderr
+            return
+        outcome, chosen = operator.itemgetter("outcome", "chosen")(json.loads(explained.stdout))
         assert selected.returncode == (outcome != START) and selected.stdout.replace(",", " ").split() == chosen
         assert (OUTCOMES[grabbed.returncode], grabbed.stdout.split()) == (outcome, chosen), grabbed.stderr
         assert (OUTCOMES[ran.returncode], ran.stdout.replace(",", " ").split()) == (outcome, chosen), ran.stderr
