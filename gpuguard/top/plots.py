@@ -22,8 +22,7 @@ FEWEST_ROWS = 8  # with which a plot still shows something: a heading, five of t
 MOST_ROWS = 16
 _FRAME = 3  # of them not the drawing
 _MARGIN = 10  # columns of the numbers and the axis at the left of a drawing
-_SIDE_BY_SIDE = 100  # columns of a screen on which there are two
-_FOUR = 160  # ... and four
+_ABREAST = ((200, 5), (160, 4), (100, 2), (0, 1))  # from so many columns of the screen on, so many plots
 _GIB = 2**30
 
 
@@ -56,7 +55,8 @@ def plot_lines(
     """The lines of the plots, *size* (columns, rows) at most; none where there is no room, or nothing to plot."""
     width, rows = size[0], min(size[1], MOST_ROWS)
     series = of_process(history, chosen) if chosen else [*of_devices(history, uses), *of_machine(history)]
-    series = [one for one in series[: 4 if width >= _FOUR else 2 if width >= _SIDE_BY_SIDE else 1] if one.is_known]
+    abreast = next(number for columns, number in _ABREAST if width >= columns)
+    series = [one for one in series[:abreast] if one.is_known]
     if rows < FEWEST_ROWS or not series or width < 2 * _MARGIN:
         return []
     lines: list[list[Part]] = []
@@ -85,11 +85,13 @@ def of_devices(history: History, uses: Sequence[DeviceUse]) -> list[PlottedSerie
 
 
 def of_machine(history: History) -> list[PlottedSeries]:
-    """CPU and memory of the machine."""
+    """CPU, memory and swap of the machine; no swap where it has none."""
     shares = [100 * machine.memory_used / machine.memory_total for machine in history.machine]
+    swaps = [100 * machine.swap_used / machine.swap_total for machine in history.machine if machine.swap_total]
     return [
         _rate("CPU", [machine.cpu for machine in history.machine], highest=100.0),
         replace(_rate(_("memory of the host"), shares, highest=100.0), colour="cyan"),
+        *([replace(_rate(_("swap"), swaps, highest=100.0), colour="cyan")] if swaps else []),
     ]
 
 
