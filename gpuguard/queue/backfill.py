@@ -8,12 +8,13 @@ each other by response ratio until one has waited for the bound, see priority.bo
 that one only if it probably ends before the devices suffice, or on what is left over.  What is kept for a
 reservation goes to no other user, and to its user without waiting for others: see calendar.
 
-On 92 days of a full server (Philly, 356 jobs) this has a mean wait of 79 h and a longest one of 374 h, with time limits
+On 92 days of a full server (Philly, 356 jobs) this has a mean wait of 79 h and a longest one of 377 h, with time limits
 37 and 386 h, against 162 and 472 in order of arrival: benchmarks/replay.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -373,10 +374,10 @@ class _Planner:
     def _fitting_now(self, waiting: Sequence[Ticket]) -> list[Ticket]:
         """Those for which enough devices are free, in the order in which they are tried.
 
-        In each class those with a time limit, the shortest first.  Then those without: first what has waited beyond the
-        bound, then by response ratio (Brinch Hansen 1971), the wait and the length that earlier jobs let expect by that
-        length, over the place of the user's first ticket in the queue.  So a short job goes first, a long one later on,
-        and one of a user who had much only where it has waited so much longer.
+        In each class those with a time limit, the shortest first.  Then those without, by response ratio (Brinch
+        Hansen 1971), the wait and the length by the length, over the place of the user's first ticket in the queue.
+        So a short job goes first, a long one later on, and one of a user who had much only where it has waited so much
+        longer.  As an estimate says little of one job, the geometric mean of it and of a typical length counts.
         """
         fitting = set()
         for alternative in {id(kind): kind for ticket in waiting for kind in self.alternatives(ticket)}.values():
@@ -393,11 +394,10 @@ class _Planner:
             alike = ticket.set_back, not self.calendars.begun_for(ticket.uid), -ticket.priority
             if ticket.time_limit is not None:
                 return *alike, False, ticket.time_limit
-            waited, lasts = self.now - ticket.since, max(SHORTEST_SECONDS, _probable_seconds(ticket))
-            if ticket.id in self.late:
-                return *alike, True, False, ticket.since
+            waited = self.now - ticket.since
+            lasts = math.sqrt(max(SHORTEST_SECONDS, _probable_seconds(ticket)) * TYPICAL_SECONDS)
             place = places[ticket.owner] if self.rules.fair_share else 1
-            return *alike, True, True, -(waited + lasts) / lasts / place
+            return *alike, True, -(waited + lasts) / lasts / place
 
         return sorted((one for one in waiting if not fitting.isdisjoint(map(id, self.alternatives(one)))), key=rank)
 

@@ -20,8 +20,7 @@ from gpuguard.units import parse_duration, parse_leftover, parse_percent
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1}
 TYPICAL_SECONDS = 3600.0  # the length of a job without a time limit or an estimate, in fair share and in doubt
-# A request is passed freely until it has waited for so many times the usual wait, or this part of the backlog.
-USUAL_WAITS, OF_BACKLOG = 3.0, 0.7
+USUAL_WAITS = 3.0  # a request is passed freely until it has waited for so many times the usual wait, or the backlog
 LONGEST_WAIT = 20 * 86400.0  # that counts as usual
 
 
@@ -145,7 +144,7 @@ def bound_now(rules: QueueRules, waits: Collection[float], backlog: float) -> Qu
     job that goes on and on makes it endless.  So the lower one of the two counts.
     """
     usual = sum(min(LONGEST_WAIT, wait) for wait in waits) / len(waits) if waits else 0.0
-    return replace(rules, bound=max(rules.bound, min(USUAL_WAITS * usual, OF_BACKLOG * backlog)))
+    return replace(rules, bound=max(rules.bound, min(USUAL_WAITS * usual, backlog)))
 
 
 def permitted(ticket: Ticket, rules: QueueRules) -> int:
