@@ -33,13 +33,13 @@ from gpuguard.jobs.processes import (
     StillInUse,
     answer_release_request,
     callers_variables,
-    children,
-    descendants,
     execute,
     failure,
     is_stopped,
+    job_processes,
     kill_tree,
     patiently,
+    processes_before_the_job,
     signal_job,
     signal_tree,
     start,
@@ -194,8 +194,7 @@ class JobSupervisor:
         self.tick_at = self.began + FIRST_SAMPLE_SECONDS
         self.sample_at, self.sample_every = self.tick_at, 0.0 if self.limits else SAMPLE_SECONDS
         self.limited = self.beyond = False  # whether the time limit ended it; whether it was signalled for another one
-        before = children()
-        self.others = frozenset(patiently(descendants).items()) if before is None else before
+        self.others = processes_before_the_job()
         self.program = command[0]
         self.guard_seen = self.started_at = time.time()  # until when lines of the daemon were asked for
         self.guard_lines: list[audit_log.Line] = []  # what the daemon did to this job
@@ -329,7 +328,7 @@ class JobSupervisor:
         if line["claim"]:
             return str(line["claim"]).partition(".")[0] == self.claim.id.partition(".")[0]
         if line["pid"]:
-            return line["pid"] in {self.pid, *descendants()}
+            return line["pid"] in {self.pid, *job_processes(self.others)}
         return not line["devices"] or not {device.uuid for device in self.claim}.isdisjoint(line["devices"])
 
     def ended_by(self) -> tuple[str, str] | None:
@@ -372,7 +371,7 @@ class JobSupervisor:
         if not self.limits:
             return
         living = self.pid if self.status is None else None
-        finding = self.limits.judge(snapshot, descendants(), TICK_SECONDS, pid=living)
+        finding = self.limits.judge(snapshot, job_processes(self.others), TICK_SECONDS, pid=living)
         if self.claim.memory is not None and finding.used is not None:
             self.meter.peak_memory = max(self.meter.peak_memory or 0, finding.used)
         for kind, texts in (("stranger", finding.strangers), ("", finding.blind), ("share", finding.over)):
@@ -395,11 +394,10 @@ class JobSupervisor:
         if self.status is None and step.signum != signal.SIGKILL:
             signal_job(self.pid, self.pidfd, step.signum)
             return
-        self.backend.close()  # its process is one of them; the next sample starts another
         if step.signum == signal.SIGKILL:
-            kill_tree(self.reap)
+            kill_tree(self.reap, self.others)
         else:
-            signal_tree(step.signum)
+            signal_tree(step.signum, self.others)
 
     def pause(self, seconds: float) -> int | None:
         """Wait for a child's end or a signal at most so long; a signal that asks this process to end, or None.

@@ -140,6 +140,18 @@ def test_a_child_from_before_the_job_does_not_keep_the_claim(wrapped):
     assert not wrapped.is_claimed()
 
 
+def test_what_a_script_started_before_it_became_gpuguard_outlives_the_time_limit_of_the_job(wrapped):
+    before = 'sh -c "sleep 60 & echo \\$!; wait" & exec "$@"'
+    deaf = wrapped.words("sh", "-c", "trap '' TERM; echo ready; sleep 60; sleep 60", time_limit=0.3, grace=0.2)
+    with subprocess.Popen(["sh", "-c", before, "sh", *deaf], stdout=subprocess.PIPE, text=True) as wrapper:
+        said = {first_line(wrapper), first_line(wrapper)} - {"ready\n", "ready"}
+        wrapper.wait(timeout=30)
+        (sleeping,) = map(int, said)
+
+        assert (wrapper.returncode, runs(sleeping)) == (124, True)
+        os.kill(sleeping, signal.SIGKILL)
+
+
 def test_a_claim_that_leftovers_keep_can_be_released(wrapped):
     wrapper, leftover = start_leaving(wrapped)
     wrapped.machine()

@@ -70,8 +70,8 @@ def descendants() -> dict[int, float]:
     return {pid: stat.start_time for pid, stat in procfs.descendants(os.getpid()).items()}
 
 
-def leftovers(others: Collection[Process]) -> dict[int, float]:
-    """The descendants() of a job that has ended: without *others*, workers of ours, and what either has started."""
+def job_processes(others: Collection[Process]) -> dict[int, float]:
+    """The descendants() that belong to the job: without *others*, workers of ours, and what either has started."""
     excluded = set(spawn.worker_pids())
     found: dict[int, float] = {}
     for pid, stat in procfs.descendants(os.getpid()).items():  # parents before their children
@@ -87,6 +87,14 @@ def children() -> frozenset[Process] | None:
     """What this process started or adopted and has not reaped; None: the kernel does not say."""
     stats = procfs.own_children()
     return None if stats is None else frozenset((pid, stat.start_time) for pid, stat in stats.items())
+
+
+def processes_before_the_job() -> frozenset[Process]:
+    """What already runs below this process: where a script became it by exec, all that the script has started."""
+    before = patiently(children)
+    if before is not None and {pid for pid, _start in before} <= spawn.worker_pids():
+        return frozenset(before)  # as a rule: then the processes of the machine need not be read
+    return frozenset(patiently(descendants).items())
 
 
 def patiently(call: Callable[..., Any], *words: Any, **more: Any) -> Any:
@@ -328,9 +336,9 @@ def signal_job(pid: int, pidfd: int, signum: int) -> None:
         signals.forward(pidfd, signal.SIGCONT)
 
 
-def signal_tree(signum: int) -> int:
-    """Signal every living process below this one, but not this one; returns how many there were."""
-    family: dict[int, float] = patiently(descendants)
+def signal_tree(signum: int, others: Collection[Process]) -> int:
+    """Signal every living process of the job, which *others* are not; returns how many there were."""
+    family: dict[int, float] = patiently(job_processes, others)
     for pid, started in family.items():
         try:
             pidfd = patiently(os.pidfd_open, pid)
@@ -343,10 +351,10 @@ def signal_tree(signum: int) -> int:
     return len(family)
 
 
-def kill_tree(reap: Callable[[], None]) -> None:
-    """SIGKILL every descendant until none is left; *reap* collects those that have ended."""
+def kill_tree(reap: Callable[[], None], others: Collection[Process]) -> None:
+    """SIGKILL all of the job, which *others* are not, until none is left; *reap* collects those that have ended."""
     until = time.monotonic() + KILL_SECONDS
-    while signal_tree(signal.SIGKILL) and time.monotonic() < until:
+    while signal_tree(signal.SIGKILL, others) and time.monotonic() < until:
         signal.sigtimedwait({signal.SIGCHLD}, 0.02)
         reap()
 
@@ -418,7 +426,7 @@ class Drain:
     notify: Callable[[str], None]  # gets a text when the user would wonder why it takes so long
     count: Callable[[Snapshot], None] | None  # gets each snapshot, with the energy; None: it is not wanted
     tolerance: int  # bytes above the state before the job that count as free
-    others: frozenset[Process] = frozenset()  # children of this process from before the job
+    others: frozenset[Process] = frozenset()  # below this process from before the job
     longest: float = DRAIN_SECONDS  # to wait for memory that no process holds any more
     # Seconds for which processes that use no device keep the claim; asked for when there are any.
     leftover: Callable[[], float] = lambda: NEVER
@@ -448,7 +456,7 @@ class Drain:
         known: set[int] = set()
         began = used = time.monotonic()
         delay, notified, keep = POLL_SECONDS[0], False, -1.0  # until it is asked for
-        while living := leftovers(self.others):
+        while living := job_processes(self.others):
             now, users = time.monotonic(), users_of(snapshot, self.devices, living) if snapshot else {}
             words = _in_words(users) if users else _named(living)
             if users:
