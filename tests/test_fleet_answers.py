@@ -270,6 +270,15 @@ def test_top_keeps_what_it_knew_of_a_host_that_falls_silent():
     assert lines[3].split() == ["b", "asked"]
 
 
+def test_top_says_once_that_the_memory_of_a_host_is_unknown():
+    facts = an_answer(a_device(0), a_device(1, memory_total=None, memory_used=None))
+    known = view.after(view.KnownHost(), reply_with("a", 0.1, facts), 100.0)
+
+    lines = view.page(["a"], {"a": known}, 101.0, width=None, paint=paint, ascii_only=True)
+
+    assert "n/a/n/a" not in lines[2] and " n/a " in lines[2]
+
+
 def test_the_document_describes_the_fields_that_are_printed():
     page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
     content = view.to_json([reply_with("a", 0.1, {"schema": 1}), HostReply("b", 0.1, error="x")], 10.0)

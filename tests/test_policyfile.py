@@ -144,6 +144,8 @@ WARNINGS = [
     (document(when="{temperature: {above: «130C}}", steps="[log]"), "not believed"),
     (document(when="{utilization: {above: «100%}}", steps="[log]"), "can never fire"),
     (document(when="{utilization: {below: «0%}}", steps="[log]"), "nothing is below"),
+    (document(when="{idle: {below: «100%}}"), "fires for every GPU, a busy one too"),
+    (document(when="{utilization: {below: «100%}}", steps="[log]"), "fires for every GPU"),
     (document(more="for: «1s"), "one reading decides"),
     (document(when="{age: {claim_without_process_above: «20s}}", steps="[log]"), "20s is shorter than 10 times"),
     (document(when="{idle: {below: 5%, window: sliding, over: «90s}}"), "10 times the 10s between two samples"),

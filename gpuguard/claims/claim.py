@@ -424,7 +424,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 def _fault(lock: Lock) -> str | None:
     """What is wrong with a lock that should be held; locks it again where it was only unlocked."""
     if not is_same_file(lock.descriptor, lock.path, unsure=True):
-        return f"the lock file {lock.path} was removed or replaced: others can claim the GPU now."
+        return f"the lock file {lock.path} was removed or replaced."
     for _try in range(_REASSERT_TRIES):
         if try_flock(lock.descriptor, lock.operation):
             return None

@@ -73,7 +73,8 @@ def _start(args: argparse.Namespace) -> int:
                 "replaces it."
             ).format(spec=node.spec, directory=directory)
         )
-    backend = "simulated" if directory == simulated.directory("") else shlex.quote(f"simulated:{directory}")
+    found = not args.shared and directory == simulated.directory("")  # by its user, without a word more
+    backend = "simulated" if found else shlex.quote(f"simulated:{directory}")
     print(
         _("SIMULATED node of {count} ({spec}) in {directory}").format(
             count=format_count(len(node.devices), "GPU"), spec=node.spec, directory=directory

@@ -271,6 +271,7 @@ def _known_row(host: str, known: KnownHost | None, now: float, ascii_only: bool)
     error, counted = shorten(known.error or "", 200), known.counted
     if counted is None:
         return [host, error]
+    memory = f"{format_bytes(counted.memory_used)}/{format_bytes(counted.memory_total)}"
     users = ", ".join(f"{user} {count}" for user, count in counted.users.most_common(_USERS))
     users += (
         " " + _("and {number} more").format(number=len(counted.users) - _USERS) if len(counted.users) > _USERS else ""
@@ -280,7 +281,7 @@ def _known_row(host: str, known: KnownHost | None, now: float, ascii_only: bool)
         str(counted.states.total()),
         str(counted.states[device_state.FREE]),
         _utilization(counted.utilization, ascii_only),
-        f"{format_bytes(counted.memory_used)}/{format_bytes(counted.memory_total)}",
+        memory if (counted.memory_used, counted.memory_total) != (None, None) else "n/a",
         str(counted.waiting or ""),
         format_duration(round(max(0.0, now - known.at))),
         "; ".join(filter(None, (error, users))),

@@ -79,7 +79,7 @@ DEVICE_COLUMNS = (  # of DeviceTotal, in hours that they were watched
     Column(N_("GPU"), lambda total: total.device.label, is_text=True),
     Column(N_("Watched"), lambda total: hours(total.seen)),
     Column(N_("Claimed"), lambda total: hours(_claimed(total))),
-    Column(N_("Free"), lambda total: hours(_free(total))),
+    Column(N_("Not claimed"), lambda total: hours(_not_claimed(total))),
     Column(N_("Utilization"), lambda total: format_rounded(total.utilization, " %")),
     Column(N_("kWh"), lambda total: kilowatt_hours(total.energy)),
     Column(N_("Model"), lambda total: total.device.name or "", is_text=True),
@@ -141,7 +141,7 @@ def _claimed(total: DeviceTotal) -> float | None:
     return total.claimed if total.claimed_unknown < total.seen else None
 
 
-def _free(total: DeviceTotal) -> float | None:
+def _not_claimed(total: DeviceTotal) -> float | None:
     claimed = _claimed(total)
     return None if claimed is None else max(0.0, total.seen - claimed - total.claimed_unknown)
 

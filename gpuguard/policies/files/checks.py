@@ -119,6 +119,8 @@ class _PolicyChecks:
             for key, why in _never(name, rule):
                 at = (*place, key) if (*self.path, *place, key) in self.nodes else place
                 self._warn(at, _("{name} can never fire: {why}.").format(name=name, why=why))
+            if name in ("idle", "utilization") and (rule.below or 0.0) >= 100:
+                self._warn((*place, "below"), _("{name} fires for every GPU, a busy one too.").format(name=name))
             if sum(rule == other for _, other, _ in rules) > 1:
                 self._warn(place, _("the same {name} rule twice.").format(name=name))
         all_names = " and ".join(dict.fromkeys(name for name, _, _ in rules))
