@@ -161,11 +161,11 @@ def stop(
 
 
 def _unsupervised(directory: LockDirectory, claim: ClaimRecord) -> ClaimError:
-    pids = " ".join(str(pid) for pid in _holders(directory, claim)) or _("of it")
+    pids = " ".join(str(pid) for pid in _holders(directory, claim)) or _("the last of them")
     return ClaimError(
         _(
-            "no gpuguard run supervises the claim {id} that could end its job.  It ends with its processes: "
-            "end {pids} yourself."
+            "no gpuguard run supervises the claim {id} that could end its job.  End its processes yourself (`gpuguard "
+            "who` shows them): the claim ends with {pids}."
         ).format(id=claim.id, pids=pids)
     )
 
