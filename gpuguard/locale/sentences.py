@@ -268,7 +268,7 @@ SENTENCES = (
     "the time limit is over",
     "the grace is over",
     "the time limit is over in {time}",
-    "to be released {request}",
+    "stopped {request}",
     "by {by} at {time}: {why}",
     "by {by} at {time}",
     "the job {why} (--memory): its neighbours can run out of memory.  --memory-limit ends such a job.",
@@ -276,7 +276,7 @@ SENTENCES = (
     "{user} (pid {pid}) computes on {gpu} too, which you have claimed.",
     "ended by policy {policy} ({why})",
     "the claim {id} was released {request}.",
-    "the lock file {path} was removed or replaced: others can claim the GPU now.",
+    "the lock file {path} was removed or replaced.",
     "{path} is locked by another process: the job, or a process in it, had unlocked it.",
     (
         "the GPU is locked, and no process has its lock file open: the open file lies in a message that no process "

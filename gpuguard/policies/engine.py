@@ -516,8 +516,8 @@ def _breaker(due: Iterable[DueStep]) -> tuple[set[tuple[str, SubjectIdentity]], 
                 stopped.add((name, step.identity))
         users, processes = _hit_by(steps)
         text = (
-            f"{_heads(len(users), len(processes), 'with')} would be acted on at once, more than"
-            f" {_heads(policy.at_most_users, policy.at_most_processes, 'or')}:"
+            f"{len(users)} users with {len(processes)} processes would be acted on at once, more than"
+            f" {policy.at_most_users} users or {policy.at_most_processes} processes:"
             f" {f'only {len(allowed)} are, the oldest breach first' if allowed else 'none is'}"
         )
         alone = _alone_too_many(steps, policy)
@@ -528,11 +528,6 @@ def _breaker(due: Iterable[DueStep]) -> tuple[set[tuple[str, SubjectIdentity]], 
             )
         notes.append(Note("breaker", text, name, alone))
     return stopped, notes
-
-
-def _heads(users: int, processes: int, between: str) -> str:
-    """``"1 user with 6 processes"``, in English: it is written into the audit log."""
-    return f"{users} user{'s' * (users != 1)} {between} {processes} process{'es' * (processes != 1)}"
 
 
 def _are_too_many(due: Iterable[DueStep], policy: Policy) -> bool:
