@@ -173,6 +173,14 @@ def test_a_missed_reservation_is_over_and_one_whose_user_comes_is_not(admin):
         assert admin(BOB, "run", "--no-wait", "-n", "2", "--", "true").returncode == 75
 
 
+def test_a_reservation_that_ends_before_its_user_is_missed_is_over_at_its_end(admin):
+    said = admin(ALICE, "reserve", "-n", "1", "--for", "10m").stdout
+    (made,) = listed(admin)
+
+    assert "reserved: 1 GPU" in said and "unless" not in said
+    assert (made["over_at"], made["state"]) == (made["ends"], "0 of 1 used")
+
+
 def test_two_who_reserve_at_once_never_both_get_what_only_one_can(admin):
     words = ("reserve", "-n", "5", "--for", "1h", "--user")
     both = [admin.start(None, *words, user.pw_name) for user in (ALICE, BOB)]  # type: ignore[arg-type]

@@ -206,7 +206,7 @@ def _made_lines(status: ReservationStatus, snapshot: Snapshot, now: float) -> li
             count=format_count(made.num_gpus, "GPU"), user=made.user, until=until, id=made.id
         )
     ]
-    if status.no_show_at is not None:
+    if status.no_show_at is not None and status.no_show_at < made.ends:
         lines.append(
             _("It is over at {time} unless {user} makes a claim by then.").format(
                 time=clock_text(status.no_show_at, now), user=made.user

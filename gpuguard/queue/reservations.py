@@ -156,7 +156,7 @@ def judge(
             why_not = _(_NO_ROOM)
         if not why_not:
             counted.append(reservation)
-        no_show_at = None if present and now >= reservation.begins else deadline
+        no_show_at = None if present and now >= reservation.begins else min(deadline, reservation.ends)
         statuses.append(ReservationStatus(reservation, why_not, no_show_at))
     return statuses
 

@@ -98,7 +98,7 @@ def state(status: ReservationStatus, now: float) -> str:
         )
     if reservation.begins > now:
         return _("begins in {begins}").format(begins=format_duration(round(reservation.begins - now)))
-    if status.no_show_at is not None:
+    if status.no_show_at is not None and status.no_show_at < reservation.ends:
         return _("over at {time} unless {user} comes").format(
             time=clock_text(status.no_show_at, now), user=reservation.user
         )
