@@ -292,7 +292,7 @@ class JobSupervisor:
                         lost=translated(str(lost))
                     )
                 )
-                log_claim("claim lost", "job goes on", self.claim, str(lost).rstrip("."))
+                log_claim("claim lost", "job goes on", self.claim, str(lost))
         if time.monotonic() >= self.sample_at:
             self.sample(self.meter.add)
 

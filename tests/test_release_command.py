@@ -106,6 +106,7 @@ def test_an_idle_job_gives_its_devices_up_lives_on_and_is_told(site):
         assert run.stderr
         told = run.stderr.readline()
         assert "released by" in told and "somebody waits" in told and "The job goes on" in told
+        assert f"the claim {name} was released by" in (events := site.gpuguard("events").stdout) and ".;" not in events
         assert site.claims() == []
         run.send_signal(signal.SIGTERM)  # the job may end as it likes
         assert (run.wait(20), site.free()) == (128 + signal.SIGTERM, 4)

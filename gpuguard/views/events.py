@@ -5,6 +5,7 @@ What users wrote (notes, commands, names) is neutralised.  Does not read the log
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ MOST_DEEDS = 5  # that `who` shows a user
 _FOR_THE_GUARD = frozenset({"start_time_seconds", "signature", "clock_seconds", "boot"})
 _HEADERS = (N_("TIME"), N_("EVENT"), "GPU", N_("USER"), N_("NOTE"))
 _LEAST = (14, 16, 5, 8, 0)  # columns, so that what comes later stands under what was there (--follow)
+_STOP = re.compile(r"(?<!\.)[.。]$")  # of a sentence, where facts follow
 _OUTCOMES = {"settled": "ended"}  # of the JSON, in words for people
 # The words of the log that have another name in other languages: kinds and outcomes of events, and names of facts.
 WORDS = (
@@ -125,7 +127,7 @@ def _row(line: Line, labels: Mapping[str, str]) -> list[str]:
         f"{_(str(line.get('kind', 'n/a')))} {_(_OUTCOMES.get(outcome, outcome))}",
         ",".join(_devices_shown(line, labels)),
         str(line.get("user") or ""),
-        "; ".join(filter(None, [translated(str(line.get("message") or "")), ", ".join(told)])),
+        "; ".join(filter(None, [_STOP.sub("", translated(str(line.get("message") or ""))), ", ".join(told)])),
     ]
     return [neutralise(cell) for cell in cells]
 

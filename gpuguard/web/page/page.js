@@ -218,7 +218,7 @@
       if (bare === "harm_action") return `${named(bare)} ${named(text)}`;
       return `${named(bare)} ${text.length > MAX_FACT ? `${text.slice(0, MAX_FACT)}…` : text}`;
     });
-    return [event.message && phrase(event.message), facts.join(language === "zh" ? "，" : ", ")].filter(Boolean).join(language === "zh" ? "；" : "; ");
+    return [event.message && phrase(event.message).replace(/(?<!\.)[.。]$/, ""), facts.join(language === "zh" ? "，" : ", ")].filter(Boolean).join(language === "zh" ? "；" : "; ");
   }
   function showHost(seen) {
     const use = seen.host_use;
