@@ -163,8 +163,8 @@
     const name = `card-${device.uuid}`, exact = device.exact_state;
     const full = device.memory_total_bytes ? 100 * device.memory_used_bytes / device.memory_total_bytes : null;
     const heat = device.temperature_celsius, watts = device.power_draw_watts, limit = device.power_limit_watts;
-    const model = [(device.name ?? word("unknown")).replace("NVIDIA ", ""), !UNITS.isUnknown(heat) && number(heat, " °C"),
-      !UNITS.isUnknown(watts) && (limit ? word("watts", number(watts, ""), number(limit, " W")) : number(watts, " W"))];
+    const model = [(device.name ?? word("unknown")).replace("NVIDIA ", ""), !UNITS.isUnknown(heat) && number(heat, "\u00a0°C"),
+      !UNITS.isUnknown(watts) && (limit ? word("watts", number(watts, ""), number(limit, "\u00a0W")) : number(watts, "\u00a0W"))];
     const flow = seen.throughput && seen.throughput[device.uuid];
     return make("article", { class: `card ${exact}`, "data-key": device.uuid, "aria-labelledby": name },
       make("h3", { id: name }, link({ gpu: device.label }, deviceName(device)), " ", make("span", { class: `state ${exact}` }, state(exact))),
