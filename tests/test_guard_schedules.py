@@ -1,5 +1,7 @@
 """Random schedules of faults: what is hit was seen, without a hole, as long as the policy says."""
 
+from __future__ import annotations  # without it hypothesis throws other dice, with which a planted fault is missed
+
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace

@@ -206,7 +206,7 @@ def test_a_request_that_waits_lets_others_lead_while_its_process_is_stopped(dire
         go_on_waiting()
 
     with acquire(machine, Request(), directory), pytest.raises(WaitTimeout):
-        acquire(machine, Request(), directory, wait=0.5, on_wait=stop)
+        acquire(machine, Request(), directory, wait=5, on_wait=stop)
 
     assert said and all(said) and not pause_waiting()
 
@@ -232,7 +232,7 @@ def test_a_request_that_is_called_too_early_takes_nothing_and_goes_on_waiting(di
 
     call.tell_every = 0.1  # type: ignore[attr-defined]
     with pytest.raises(WaitTimeout, match="it would delay"):
-        acquire(queue, Request(), directory, wait=1, on_wait=call)
+        acquire(queue, Request(), directory, wait=5, on_wait=call)
 
     os.close(leader)
     assert len(told) > 3
