@@ -131,7 +131,9 @@ def test_who_stays_has_the_output_and_the_exit_code_of_ray_job_submit(tmp_path, 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_of_who_stays_ends_the_job(tmp_path, number):
-    until_it_is_stopped = f"[ $2 = stop ] && touch {tmp_path}/over; until [ -e {tmp_path}/over ]; do sleep 0.1; done"
+    until_it_is_stopped = (
+        f"[ $2 = stop ] && touch {tmp_path}/over; until [ -e {tmp_path}/over -o ! -e {tmp_path} ]; do sleep 0.1; done"
+    )
     gpuguard = ray(tmp_path, until_it_is_stopped)
     command = [sys.executable, "-m", "gpuguard", "submit", "--via", "ray", "--attach", "--", "ls"]
     with subprocess.Popen(command, env=gpuguard.environment, stderr=subprocess.DEVNULL) as running:
