@@ -403,6 +403,14 @@ def test_the_title_says_which_machine_it_is_and_how_old_the_daemons_look_is():
     assert title(recorded, ScreenView(), 120).text.startswith("RECORDED node1")
 
 
+def test_a_wide_title_says_who_looks_and_warns_of_root():
+    scene = a_scene(a_device(), viewer="root")
+
+    assert title(scene, ScreenView(), 120).text.startswith("root@node1  1 GPU")
+    assert ("root@", "yellow") in title(scene, ScreenView(), 120).parts
+    assert title(scene, ScreenView(), 119).text.startswith("node1  1 GPU")
+
+
 EVIL = st.text(st.characters(), max_size=40)
 
 

@@ -178,7 +178,10 @@ class SceneFeed:
             self._queue = snapshot.clock, self._planned(snapshot)
         above, meters = _above(stats) if self.tree else {}, host_meters(is_first=not self._samples)
         self._samples += 1
-        return Scene(snapshot, uses(snapshot, stats), host, self._queue[1], above, age, meters, self._thresholds)
+        viewer = user_name(os.geteuid())
+        return Scene(
+            snapshot, uses(snapshot, stats), host, self._queue[1], above, age, meters, self._thresholds, viewer
+        )
 
     def send(self, action: str, process: Identity, devices: tuple[str, ...]) -> ActionOutcome:
         """Signal a process by hand.  Raises GpuguardError when the driver cannot be asked about it."""

@@ -90,7 +90,13 @@ def title(scene: Scene, view: ScreenView, width: int, silent: float = 0.0) -> Sc
     shown += [_("users {names}").format(names=",".join(sorted(map(neutralise, view.users))))] if view.users else []
     shown += [_("filter {text}").format(text=neutralise(view.text))] if view.text else []
     right = f" {', '.join(shown)}"
-    left = [(f"{kind}{neutralise(snapshot.host)}", "bold"), (f"  {', '.join(words)}", "")]
+    viewer = f"{neutralise(scene.viewer)}@" if scene.viewer and width >= 120 else ""
+    left = [
+        (kind, "bold"),
+        (viewer, "yellow" if scene.viewer == "root" else ""),
+        (neutralise(snapshot.host), "bold"),
+        (f"  {', '.join(words)}", ""),
+    ]
     room = width - display_width(right)
     return _line([*fitted(left, room), (right, "dim")] if room > 40 else left, width)
 

@@ -68,6 +68,7 @@ class Scene:
     age: float | None = None  # seconds since the daemon looked; None: the driver was asked
     machine: HostMeters | None = None
     thresholds: Thresholds = Thresholds()  # of the site's policies
+    viewer: str = ""  # the user who looks: root may signal the processes of others
 
 
 @dataclass(frozen=True)
