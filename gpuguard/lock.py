@@ -69,7 +69,6 @@ POLL_SECONDS = 0.25  # between two looks at the locks while waiting inside a cla
 DRIVER_SECONDS = 600.0  # for which a driver may fail a request that waits: it is being loaded anew, or was killed
 SAMPLE_SECONDS = 2.0  # between two samples while locks are free but devices look busy, or nothing can be seen
 
-
 _waiting: list[WaitingRequest] = []  # requests of this process that may wait, for pause_waiting()
 
 

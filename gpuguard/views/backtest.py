@@ -29,27 +29,7 @@ def backtest_lines(
 ) -> Iterator[str]:
     """The text: what was looked at, what each policy did, and what that was worth; each act when asked."""
     jobs = recording.jobs()
-    span = recording.rows[-1].time - recording.start
-    machines = format_count(len({row.host for row in recording.rows}), "machine")
-    yield (
-        _(
-            "{rows:,} samples of {count} on {machines}, one per {interval}, over {span}; {held:,.1f} GPU-hours held."
-        ).format(
-            rows=len(recording.rows),
-            count=format_count(len(jobs), "job"),
-            machines=machines,
-            interval=format_duration(recording.interval),
-            span=format_duration(span),
-            held=result.held / HOUR,
-        )
-    )
-    if result.holes:
-        yield (
-            _(
-                "{count} between samples longer than {longest_gap}: all durations start anew after them, as "
-                "with a daemon that slept (--longest-gap changes that)."
-            ).format(count=format_count(result.holes, "pause"), longest_gap=format_duration(result.longest_gap))
-        )
+    yield from _headline(result, recording, len(jobs))
     if each and result.acts:
         rows = []
         for act in result.acts:
@@ -89,6 +69,31 @@ def backtest_lines(
     if "memory" not in recording.columns or "utilization" not in recording.columns:
         yield ""
         yield _("The recording lacks memory or utilization: rules that need them found nothing.")
+
+
+def _headline(result: Backtest, recording: Recording, jobs: int) -> Iterator[str]:
+    """What was looked at, and its pauses."""
+    span = recording.rows[-1].time - recording.start
+    machines = format_count(len({row.host for row in recording.rows}), "machine")
+    yield (
+        _(
+            "{rows:,} samples of {count} on {machines}, one per {interval}, over {span}; {held:,.1f} GPU-hours held."
+        ).format(
+            rows=len(recording.rows),
+            count=format_count(jobs, "job"),
+            machines=machines,
+            interval=format_duration(recording.interval),
+            span=format_duration(span),
+            held=result.held / HOUR,
+        )
+    )
+    if result.holes:
+        yield (
+            _(
+                "{count} between samples longer than {longest_gap}: all durations start anew after them, as "
+                "with a daemon that slept (--longest-gap changes that)."
+            ).format(count=format_count(result.holes, "pause"), longest_gap=format_duration(result.longest_gap))
+        )
 
 
 def _summary(result: Backtest, policies: Sequence[str], blind: Collection[str]) -> list[tuple[str, ...]]:
