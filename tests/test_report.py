@@ -19,6 +19,7 @@ from gpuguard.history import audit_log, store
 from gpuguard.history.queries import Usage, query_store
 from gpuguard.history.report import BY, Report, claim_rows, running_claims, usage_report
 from gpuguard.history.schema import NOBODY_KNOWS, Slot, rates_of
+from gpuguard.locale import use_english, use_language_of_user
 from gpuguard.model import Event, Snapshot
 from gpuguard.sanitize import display_width
 from gpuguard.views import report as view
@@ -279,6 +280,16 @@ def test_labels_are_text_that_does_not_shrink_with_the_drawing(hour):
     assert "<text" not in text
     assert len(marks(text)) >= 3
     assert all(attributes.get("aria-label") for tag, attributes in Tags(text).tags if tag == "svg")
+
+
+def test_the_heads_of_the_page_are_chinese(hour):
+    use_language_of_user({"LANG": "zh_CN.UTF-8"})
+    try:
+        heads = re.findall(r"<th[^>]*>(.*?)</th>", page(reported(hour)))
+    finally:
+        use_english()
+
+    assert {head for head in heads if head.isascii()} == {"GPU", "kWh"}
 
 
 def test_the_page_begins_with_what_the_head_of_a_department_asks(hour):

@@ -468,7 +468,7 @@ def _table_html(columns: Sequence[Column], rows: Sequence[object], bars: Sequenc
         for row in rows
     ]
     if bars:
-        heads.insert(1, "<th>GPU-hours</th>")
+        heads.insert(1, f"<th>{escape(_('GPU-hours'))}</th>")
         for line, bar in zip(lines, bars, strict=True):
             line.insert(1, f'<td class="bar">{bar}</td>')
     body = "\n".join(f"<tr>{''.join(line)}</tr>" for line in lines)
