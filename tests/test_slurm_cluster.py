@@ -332,8 +332,11 @@ def one_for_all() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(one_for_all: Cluster) -> Iterator[Cluster]:
-    """One for all tests here; the jobs that a test leaves are cancelled."""
+    """One for all tests here; the jobs that a test leaves are cancelled, and a node that it left off is switched on."""
     yield one_for_all
+    if "slurmd" not in one_for_all.daemons:
+        one_for_all.power_off()
+        one_for_all.start_node()
     if left := [job for job in one_for_all.jobs() if not is_over(one_for_all, job)]:
         one_for_all.slurm("scancel", *left)
     one_for_all.wait_for(lambda: one_for_all.claims() == {})
@@ -570,7 +573,8 @@ def test_a_claim_ends_when_the_steps_of_its_job_are_killed_and_no_epilog_runs(cl
     cluster.stop("slurmd", signal.SIGKILL)
     assert cluster.kill_node("slurmstepd")
 
-    cluster.wait_for(lambda: cluster.claims() == {})
+    cluster.wait_for(lambda: events(cluster, "release", f"slurm{job}"))  # it is written when the lock is gone
+    assert cluster.claims() == {}
     [end] = events(cluster, "release", f"slurm{job}")
     assert "no epilog came" in str(end["message"])
     cluster.power_off()

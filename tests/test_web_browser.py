@@ -82,10 +82,12 @@ def a_node(place: Path, spec: str = "4xH100-80GB") -> Gpuguard:
     return gpuguard
 
 
-# Whether there is more than one colour in the chart.
+# Whether there is more than one colour in the chart: read from a copy, for Chromium advises against reading twice.
 PAINTED = (
-    "(() => { const it = document.querySelector('#chart canvas'); if (!it) return false;"
-    " const all = it.getContext('2d').getImageData(0, 0, it.width, it.height).data;"
+    "(() => { const it = document.querySelector('#chart canvas'); if (!it || !it.width) return false;"
+    " const copy = new OffscreenCanvas(it.width, it.height).getContext('2d', {willReadFrequently: true});"
+    " copy.drawImage(it, 0, 0);"
+    " const all = copy.getImageData(0, 0, it.width, it.height).data;"
     " const seen = new Set(); for (let at = 0; at < all.length; at += 4)"
     " seen.add(all[at] + ',' + all[at + 1] + ',' + all[at + 2]); return seen.size > 3; })()"
 )
