@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from gpuguard.claims import unlock as releasing
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import (
     FULL_BYTES,
+    RELEASED,
     YIELD,
     ReleaseRequest,
     locked_devices,
@@ -34,6 +36,7 @@ from gpuguard.claims.records import (
     write_request,
 )
 from gpuguard.claims.unlock import computing_under, is_supervisor, lock_handle, release_locks
+from gpuguard.daemon.release import SupervisorChannel
 from gpuguard.errors import ClaimError
 from gpuguard.model import ClaimRecord
 
@@ -249,6 +252,40 @@ def test_a_request_that_a_run_does_not_answer_is_carried_out_from_here(site):
             os.kill(run.pid, signal.SIGCONT)
         assert run.stderr and "released by" in run.stderr.readline()
         assert site.free() == 4  # it was asked meanwhile, and takes nothing again
+
+
+@pytest.mark.parametrize(
+    ("options", "how"), [((), "by the gpuguard run of its job"), (("--stop",), "its job was ended")]
+)
+def test_a_claim_that_was_asked_for_in_vain_very_often_is_still_given_up(site, options, how):
+    with site.job("-n", "2"):
+        [claim] = read_records(site.directory)
+        record = os.open(record_path(site.directory, claim.uid, claim.id), os.O_RDWR)
+        for _ in range(100):  # as by a script that tries every minute
+            write_request(record, ReleaseRequest(YIELD, "root", "others wait"))
+            write_request(record, ReleaseRequest("refused", "gpuguard run", "pid 4711 (python train.py) computes"))
+        os.close(record)
+
+        done = site.gpuguard("release", claim.id, *options)
+
+        assert (done.returncode, site.free()) == (0, 4), done.stderr
+        assert how in done.stdout
+
+
+def test_the_request_of_another_user_is_no_answer(site, monkeypatch):
+    monkeypatch.setattr("gpuguard.daemon.release.ANSWER_SECONDS", 60.0)
+    with site.job("-n", "1") as run:
+        [claim] = read_records(site.directory)
+        record = os.open(record_path(site.directory, claim.uid, claim.id), os.O_RDWR)
+        with SupervisorChannel(site.directory, claim) as supervisor, ThreadPoolExecutor(1) as threads:
+            os.kill(run.pid, signal.SIGSTOP)
+            answer = threads.submit(supervisor.send, ReleaseRequest(YIELD, "alice"))
+            assert eventually(lambda: pending_request(record) is not None, 20)
+            write_request(record, ReleaseRequest(YIELD, "root"))
+            os.kill(run.pid, signal.SIGCONT)
+
+            assert (answer.result().what, site.free()) == (RELEASED, 4)
+        os.close(record)
 
 
 def test_all_devices_of_a_claim_are_free_at_once_and_for_good_while_its_process_lives(directory):

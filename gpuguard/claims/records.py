@@ -223,8 +223,8 @@ class ReleaseRequest:
         return f"by {self.by}{when}" + (f": {self.why}" if self.why else "")
 
 
-def write_request(descriptor: int, request: ReleaseRequest) -> None:
-    """Write a request or an answer behind a record.
+def write_request(descriptor: int, request: ReleaseRequest) -> int:
+    """Write a request or an answer behind a record; returns where it ends in the file.
 
     Raises:
         ClaimError: it is full of them; a decision finds room, whatever its owner has written there.
@@ -245,12 +245,18 @@ def write_request(descriptor: int, request: ReleaseRequest) -> None:
     line = b"\n" + json.dumps(content).encode("ascii") + b"\n"
     if os.pwrite(descriptor, line, end) < len(line):
         raise OSError(errno.ENOSPC, "no space left for a release request")
+    return end + len(line)
 
 
-def read_requests(descriptor: int) -> tuple[ReleaseRequest, ...]:
-    """What stands behind a record, oldest first; a line that cannot be read counts for nothing."""
+def read_requests(descriptor: int, behind: int | None = None) -> tuple[ReleaseRequest, ...]:
+    """What stands behind a record, oldest first; a line that cannot be read counts for nothing.
+
+    *behind*: where a request ends, of which only the answers are wanted; None: the newest of all.
+    """
     size = os.fstat(descriptor).st_size
-    tail = os.pread(descriptor, READ_BYTES, max(0, size - READ_BYTES))
+    # A decision may have made room for itself: then the file is shorter.
+    begin = behind if behind is not None and behind <= size else max(0, size - READ_BYTES)
+    tail = os.pread(descriptor, READ_BYTES, begin)
     lines = tail.split(b"\n")[1:]  # the first one is the record, or a piece of a request
     return tuple(request for line in lines if line and (request := _decode_request(line)))
 

@@ -202,16 +202,17 @@ class SupervisorChannel:
         """What it says to *request*; None when it says nothing in time."""
         path = record_path(self._directory, self._claim.uid, self._claim.id)
         try:
-            before = len(read_requests(self._record))
-            write_request(self._record, request)
+            asked = write_request(self._record, request)
         except OSError:
             return None
         signals.forward(self._pidfd, signals.CHECK_CLAIM)
         deadline = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline:
-            for answer in read_requests(self._record)[before + 1 :]:
-                if answer.what != RELEASED or not is_same_file(self._record, path):
-                    return answer  # a release is over when the record is gone
+            for answer in read_requests(self._record, asked):
+                # A release is over when the record is gone; others may request it at the same moment.
+                is_over = answer.what == RELEASED and not is_same_file(self._record, path)
+                if is_over or answer.what in (REFUSED, ENDING):
+                    return answer
             time.sleep(POLL_SECONDS)
         return None
 
