@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from builders import GIB, a_device, a_process, a_snapshot, a_uuid
 from guarded import SOMEBODY, Scene, a_child, a_scene
+from nodes import until
 
 from gpuguard import capabilities, deadline, procfs
-from gpuguard.enforcement import identity, preflight, signals
+from gpuguard.enforcement import actions, identity, preflight, signals
 from gpuguard.enforcement.limits import PastAction
 from gpuguard.enforcement.preflight import Preflight, targets
 from gpuguard.errors import DriverUnresponsive
+from gpuguard.model import Event
 
 Patch = pytest.MonkeyPatch
 Innocent = Callable[[Scene, Patch], object]
@@ -544,3 +546,72 @@ def test_no_descriptor_is_left_open(scene):
     scene.against()
 
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def a_slow_log(scene: Scene, patch: Patch, seconds: float, meanwhile: Callable[[], object] = lambda: None) -> None:
+    """An audit log each of whose lines takes so many seconds, as on a server that does not answer."""
+    behind = 0.0
+
+    def write(event: Event) -> bool:
+        nonlocal behind
+        meanwhile()
+        behind += seconds
+        return scene.write(event)
+
+    patch.setattr(actions, "boot_clock", lambda: procfs.boot_clock() + behind)
+    scene.context(append=write)
+
+
+@pytest.mark.parametrize(("enforce", "announced", "word"), [(True, "about to", "sent"), (False, "dry run", "dry run")])
+def test_what_was_decided_before_the_audit_log_hung_is_decided_anew(scene, monkeypatch, enforce, announced, word):
+    scene.context(enforce=enforce)
+    a_slow_log(scene, monkeypatch, 60.0)
+
+    late = scene.act()
+    assert (late.word, late.wait) == ("refused", 0.0)
+    assert late.why == "its line in the audit log took 1m to write: what was decided before is too old"
+    assert [event.outcome for event in scene.events] == [announced, "refused"]
+
+    a_slow_log(scene, monkeypatch, 0.0)
+    assert scene.act().word == word  # nothing was done before, so no limit is in the way
+
+
+@pytest.mark.parametrize("enforce", [True, False])
+def test_a_log_that_is_a_little_slow_holds_up_nothing(scene, monkeypatch, enforce):
+    scene.context(enforce=enforce)
+    a_slow_log(scene, monkeypatch, 0.5)
+
+    assert scene.act().word == ("sent" if enforce else "dry run")
+
+
+ANOTHER = ("sh", "-c", "read go; exec sleep 600")  # becomes another program when it is told to
+
+
+def test_a_process_that_runs_another_program_by_the_time_its_line_is_written_is_not_hit(monkeypatch):
+    reader, writer = os.pipe()
+    with open(reader, "rb") as words, open(writer, "wb", buffering=0) as say, a_scene(*ANOTHER, stdin=words) as scene:
+
+        def goes_on() -> None:
+            say.write(b"go\n")
+            until(lambda: os.readlink(f"/proc/{scene.pid}/exe").endswith("/sleep"))
+
+        a_slow_log(scene, monkeypatch, 60.0, goes_on)
+
+        assert scene.act().word == "refused"
+        assert scene.lives()
+
+
+def test_who_breaks_no_rule_any_more_when_their_line_is_written_is_not_hit(scene, monkeypatch):
+    offending = True
+
+    def ends() -> None:
+        nonlocal offending
+        offending = False
+
+    scene.context(still_true=lambda *_: offending)
+    a_slow_log(scene, monkeypatch, 60.0, ends)
+
+    assert scene.act().word == "refused"
+    a_slow_log(scene, monkeypatch, 0.0)
+    assert scene.act().why == "the condition does not hold any more"
+    assert scene.lives()

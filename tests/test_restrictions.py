@@ -28,7 +28,7 @@ from gpuguard.claims.restrictions import DENIED, KEPT, QUARANTINED, Restriction,
 from gpuguard.enforcement import actions, identity
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.errors import LockDirectoryError
-from gpuguard.model import Event, Finding, Subject, Verdict
+from gpuguard.model import Device, Event, Finding, Subject, Verdict
 from gpuguard.request import Request
 
 root = pytest.mark.root
@@ -243,8 +243,8 @@ def a_verdict(action: str, subject: Subject, enforce: bool = True, **options: fl
 class Acting:
     """A guard with a directory."""
 
-    def __init__(self, directory: LockDirectory, devices: int = 4, writes: bool = True) -> None:
-        self.machine, self.events = Devices(*map(a_device, range(devices))), []
+    def __init__(self, directory: LockDirectory, *devices: Device, writes: bool = True) -> None:
+        self.machine, self.events = Devices(*(devices or gpus(4))), []
         self.directory, self.writes = directory, writes
         self.context = ActionContext(
             self.machine, self.write, lambda verdict, snapshot: True, enforce=True, directory=directory
@@ -306,12 +306,28 @@ def test_the_first_user_who_is_no_account_of_the_system_can_be_denied(directory,
     assert Acting(directory).act(a_verdict("deny", BOBS)) == "done"
 
 
-@pytest.mark.parametrize(("devices", "most"), [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)])
-def test_a_policy_takes_at_most_half_of_the_devices_out_of_service_or_the_only_one(directory, devices, most):
-    guard = Acting(directory, devices=devices)
-    words = [guard.act(a_verdict("quarantine", Subject("device", one.uuid))) for one in guard.machine.devices]
+def gpus(count: int, *, instances: int = 0) -> list[Device]:
+    """So many GPUs, each divided into that many instances."""
+    wholes = [a_device(index, mig_mode=bool(instances)) for index in range(count)]
+    parts = [a_device(one.index, uuid=f"MIG-{one.index}-{number}", parent_uuid=one.uuid, gpu_instance_id=number)
+             for one in wholes for number in range(1, instances + 1)]  # fmt: skip
+    return [*wholes, *parts]
 
-    assert words == ["done"] * most + ["refused"] * (devices - most)
+
+@pytest.mark.parametrize(
+    ("devices", "meant", "most"),
+    [
+        *((gpus(count), slice(None), most) for count, most in ((1, 0), (2, 1), (3, 1), (4, 2), (5, 2))),
+        (gpus(1, instances=7), slice(1), 0),  # a GPU takes its instances along
+        (gpus(1, instances=7), slice(1, None), 3),
+        (gpus(2, instances=2), slice(2), 1),
+    ],
+)
+def test_a_policy_takes_at_most_half_of_what_can_be_claimed_out_of_service(directory, devices, meant, most):
+    guard = Acting(directory, *devices)
+    words = [guard.act(a_verdict("quarantine", Subject("device", one.uuid))) for one in devices[meant]]
+
+    assert words == ["done"] * most + ["refused"] * (len(words) - most)
 
 
 def test_an_action_that_cannot_be_done_says_so(directory, monkeypatch):

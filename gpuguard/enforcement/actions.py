@@ -1,8 +1,9 @@
 """What a policy can have done.  An action is one thing: its keys in a step, its help (their docstring), its function.
 
-act() asks every check of preflight, writes down what it is about to do, and only then does it; a dry run leaves out
-nothing but that last call.  What an action takes away, and from whom, stands in policies.policy, since the engine goes
-by it; how often the guard may act, in limits.  Does not decide whom or when: see policies.
+act() asks every check of preflight, writes down what it is about to do, and only then does it, unless the writing took
+so long that the checks are of another time; a dry run leaves out nothing but that last call.  What an action takes
+away, and from whom, stands in policies.policy, since the engine goes by it; how often the guard may act, in limits.
+Does not decide whom or when: see policies.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ from gpuguard.notify.templates import deed_text, message_for
 from gpuguard.policies.policy import DISRUPTIVE, HARMFUL
 from gpuguard.procfs import boot_clock, start_time
 from gpuguard.sanitize import neutralise
-from gpuguard.units import parse_duration
+from gpuguard.units import format_duration, parse_duration
 
-ABOUT_TO = "about to"  # the Event before a signal; another one follows only if it did not arrive
+ABOUT_TO = "about to"  # the Event before a signal; another one follows only if it was not sent or did not arrive
 DRY_RUN = "dry run"
 REFUSED = "refused"  # by a check
 UNRECORDED = "not recorded"  # no line in the audit log, so nothing was done
 UNKILLABLE = "unkillable"
 DONE = "done"
 FAILED = "failed"
+
+WRITE_SECONDS = 1.0  # for a line in the audit log; after more than that the checks before it count no longer
 
 Result = tuple[str, str]  # a word, and why where the word does not say it
 
@@ -294,7 +297,7 @@ def _deny(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Actio
 
 @dataclass(frozen=True)
 class QuarantineKeys:
-    """Take the GPU out of service: no user gets a new claim of it.  Never more than half of the GPUs.
+    """Take the GPU out of service: no user gets a new claim of it.  At most half of the GPUs: never the only one.
 
     The owner of a claim keeps it.  See `gpuguard quarantine`.
 
@@ -311,9 +314,12 @@ def _quarantine(verdict: Verdict, snapshot: Snapshot, context: ActionContext) ->
     if uuid is None:
         return _logged(verdict, context, REFUSED, "no GPU is meant")
     if context.directory is not None:
-        out = restrictions.read_restrictions(context.directory, restrictions.QUARANTINED, time.time()).keys() - {uuid}
-        if sum(device.uuid in out for device in snapshot.devices) >= max(1, len(snapshot.devices) // 2):
-            return _logged(verdict, context, REFUSED, "half of the GPUs are out of service: ask an administrator")
+        out = {uuid, *restrictions.read_restrictions(context.directory, restrictions.QUARANTINED, time.time())}
+        divided = {device.parent_uuid for device in snapshot.devices}
+        claimable = [device for device in snapshot.devices if device.uuid not in divided]
+        if sum(not out.isdisjoint((device.uuid, device.parent_uuid)) for device in claimable) > len(claimable) / 2:
+            why = "more than half of the GPUs would be out of service: ask an administrator"
+            return _logged(verdict, context, REFUSED, why)
     return _restrict(verdict, context, restrictions.QUARANTINED, uuid)
 
 
@@ -404,8 +410,15 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
     event = _event(verdict, ABOUT_TO if target.live else DRY_RUN, process, action=action)
     claim = event.claim or target.claim_of_process or None
     event = replace(event, claim=claim, devices=event.devices or target.devices)
+    begun = boot_clock()
     if not context.append(event):
         return ActionOutcome(UNRECORDED, "nothing could be written down, so nothing was done", pid)
+    # On a disk that hung meanwhile the checks are as old as that: the process may run something else by now.
+    took = boot_clock() - begun
+    if took > WRITE_SECONDS:
+        why = f"its line in the audit log took {format_duration(took)} to write: what was decided before is too old"
+        context.append(_event(verdict, REFUSED, process, why))
+        return ActionOutcome(REFUSED, why, pid, wait=0.0)
     context.limits.record(action)
     if process:
         context.limits.record_done(verdict, process.identity)
