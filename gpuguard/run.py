@@ -328,7 +328,7 @@ class JobSupervisor:
         if line["claim"]:
             return str(line["claim"]).partition(".")[0] == self.claim.id.partition(".")[0]
         if line["pid"]:
-            return line["pid"] in {self.pid, *job_processes(self.others)}
+            return line["pid"] in {self.pid, *self.family()}
         return not line["devices"] or not {device.uuid for device in self.claim}.isdisjoint(line["devices"])
 
     def ended_by(self) -> tuple[str, str] | None:
@@ -340,6 +340,10 @@ class JobSupervisor:
                 policy = str(line["facts"].get("policy"))
                 return policy, f"ended by policy {policy} ({line['message']})"
         return None
+
+    def family(self) -> dict[int, float]:
+        """The processes of the job: pid -> start time."""
+        return job_processes(self.others, self.claim.id, self.pid)
 
     def sample(self, count: Callable[[Snapshot], None]) -> None:
         """Read the claimed devices; a driver that fails costs the numbers, not the job."""
@@ -371,7 +375,7 @@ class JobSupervisor:
         if not self.limits:
             return
         living = self.pid if self.status is None else None
-        finding = self.limits.judge(snapshot, job_processes(self.others), TICK_SECONDS, pid=living)
+        finding = self.limits.judge(snapshot, self.family(), TICK_SECONDS, pid=living)
         if self.claim.memory is not None and finding.used is not None:
             self.meter.peak_memory = max(self.meter.peak_memory or 0, finding.used)
         for kind, texts in (("stranger", finding.strangers), ("", finding.blind), ("share", finding.over)):
@@ -395,9 +399,9 @@ class JobSupervisor:
             signal_job(self.pid, self.pidfd, step.signum)
             return
         if step.signum == signal.SIGKILL:
-            kill_tree(self.reap, self.others)
+            kill_tree(self.reap, self.family)
         else:
-            signal_tree(step.signum, self.others)
+            signal_tree(step.signum, self.family)
 
     def pause(self, seconds: float) -> int | None:
         """Wait for a child's end or a signal at most so long; a signal that asks this process to end, or None.

@@ -152,6 +152,34 @@ def test_what_a_script_started_before_it_became_gpuguard_outlives_the_time_limit
         os.kill(sleeping, signal.SIGKILL)
 
 
+# What a script starts before it becomes gpuguard starts and leaves a process itself, while the job runs.
+HELPER = """
+place=$1; shift
+(until [ -e "$place/started" ]; do sleep 0.02; done
+ (sleep 60 & echo $! > "$place/of-the-helper.new"); mv "$place/of-the-helper.new" "$place/of-the-helper") &
+exec "$@"
+"""
+LEAVING_ONE = """
+trap '' TERM
+(sleep 60 & echo $! > "$0/of-the-job")
+touch "$0/started"
+until [ -e "$0/of-the-helper" ]; do sleep 0.02; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "status"), [("sleep 60; sleep 60", 124), ("", 0)], ids=["job at a limit", "ended job"]
+)
+def test_what_a_process_from_before_the_job_leaves_is_not_the_jobs(wrapped, tmp_path, more, status):
+    job = wrapped.words("sh", "-c", LEAVING_ONE + more, str(tmp_path), time_limit=2.0, grace=0.2)
+    wrapper = subprocess.run(["sh", "-c", HELPER, "sh", str(tmp_path), *job], stderr=subprocess.DEVNULL, timeout=30)
+    of_the_helper, of_the_job = (int((tmp_path / name).read_text()) for name in ("of-the-helper", "of-the-job"))
+
+    assert (wrapper.returncode, runs(of_the_job), runs(of_the_helper)) == (status, False, True)
+    assert not wrapped.is_claimed()
+    os.kill(of_the_helper, signal.SIGKILL)
+
+
 def test_a_claim_that_leftovers_keep_can_be_released(wrapped):
     wrapper, leftover = start_leaving(wrapped)
     wrapped.machine()

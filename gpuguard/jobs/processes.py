@@ -70,17 +70,39 @@ def descendants() -> dict[int, float]:
     return {pid: stat.start_time for pid, stat in procfs.descendants(os.getpid()).items()}
 
 
-def job_processes(others: Collection[Process]) -> dict[int, float]:
-    """The descendants() that belong to the job: without *others*, workers of ours, and what either has started."""
-    excluded = set(spawn.worker_pids())
+def job_processes(others: Collection[Process], claim_id: str, command: int = 0) -> dict[int, float]:
+    """The descendants() that belong to the job: without *others*, workers of ours, and what either has started.
+
+    What *others* have started and left behind is adopted like what the job leaves.  So where there are others, what
+    was adopted is the job's only if it was started with the id of its claim in its environment.
+
+    Args:
+        others: see processes_before_the_job().
+        claim_id: of the job.
+        command: pid of the job's first process, as long as it lives.
+    """
+    excluded, own = set(spawn.worker_pids()), os.getpid()
+    doubtful = not {pid for pid, _start in others} <= excluded
+
+    def is_of_the_job(pid: int, parent: int, start: float) -> bool:
+        if pid in excluded or parent in excluded or (pid, start) in others:
+            return False
+        return not doubtful or parent != own or pid == command or _born_under(claim_id, pid)
+
     found: dict[int, float] = {}
-    for pid, stat in procfs.descendants(os.getpid()).items():  # parents before their children
-        if pid in excluded or stat.parent in excluded or (pid, stat.start_time) in others:
-            excluded.add(pid)
-        else:
+    for pid, stat in procfs.descendants(own).items():  # parents before their children
+        if is_of_the_job(pid, stat.parent, stat.start_time):
             found[pid] = stat.start_time
+        else:
+            excluded.add(pid)
     # One that forks and ends while /proc is read is not seen in its child; but what it leaves becomes a child of ours.
-    return found or {pid: start for pid, start in (children() or set()) - set(others) if pid not in excluded}
+    return found or {pid: start for pid, start in children() or () if is_of_the_job(pid, own, start)}
+
+
+def _born_under(claim_id: str, pid: int) -> bool:
+    """Whether the process was started with the claim in its environment; False also where that cannot be read."""
+    environment = procfs.read_memory(pid, "environ", 2**20) or b""
+    return f"GPUGUARD_CLAIM={claim_id}".encode() in environment.split(b"\0")
 
 
 def children() -> frozenset[Process] | None:
@@ -336,10 +358,10 @@ def signal_job(pid: int, pidfd: int, signum: int) -> None:
         signals.forward(pidfd, signal.SIGCONT)
 
 
-def signal_tree(signum: int, others: Collection[Process]) -> int:
-    """Signal every living process of the job, which *others* are not; returns how many there were."""
-    family: dict[int, float] = patiently(job_processes, others)
-    for pid, started in family.items():
+def signal_tree(signum: int, family: Callable[[], dict[int, float]]) -> int:
+    """Signal every living process of the job, as *family* finds them; returns how many there were."""
+    living: dict[int, float] = patiently(family)
+    for pid, started in living.items():
         try:
             pidfd = patiently(os.pidfd_open, pid)
         except ProcessLookupError:
@@ -348,13 +370,13 @@ def signal_tree(signum: int, others: Collection[Process]) -> int:
         if stat and stat.start_time == started:
             signals.forward(pidfd, signum)
         os.close(pidfd)
-    return len(family)
+    return len(living)
 
 
-def kill_tree(reap: Callable[[], None], others: Collection[Process]) -> None:
-    """SIGKILL all of the job, which *others* are not, until none is left; *reap* collects those that have ended."""
+def kill_tree(reap: Callable[[], None], family: Callable[[], dict[int, float]]) -> None:
+    """SIGKILL all of the job, as *family* finds it, until none is left; *reap* collects those that have ended."""
     until = time.monotonic() + KILL_SECONDS
-    while signal_tree(signal.SIGKILL, others) and time.monotonic() < until:
+    while signal_tree(signal.SIGKILL, family) and time.monotonic() < until:
         signal.sigtimedwait({signal.SIGCHLD}, 0.02)
         reap()
 
@@ -456,7 +478,7 @@ class Drain:
         known: set[int] = set()
         began = used = time.monotonic()
         delay, notified, keep = POLL_SECONDS[0], False, -1.0  # until it is asked for
-        while living := job_processes(self.others):
+        while living := job_processes(self.others, self.claim_id):
             now, users = time.monotonic(), users_of(snapshot, self.devices, living) if snapshot else {}
             words = _in_words(users) if users else _named(living)
             if users:
