@@ -25,6 +25,7 @@ from nodes import eventually, start
 from structures import mutants
 from test_daemon_requests import Requests
 
+from gpuguard import users
 from gpuguard.backends import simulated
 from gpuguard.claims import grants
 from gpuguard.claims.directory import BROKERED, LockDirectory, lock_directory
@@ -229,6 +230,31 @@ def test_one_user_with_many_uids_keeps_no_other_out(opened, monkeypatch):
         with no_waiting():
             assert ask(opened, {})
             assert said(silent[0]) == b""
+
+
+def test_requests_of_one_user_with_many_uids_that_take_long_keep_no_other_out(directory, monkeypatch, tmp_path):
+    (tmp_path / "subuid").write_text("bob:100000:65536\n")
+    monkeypatch.setattr(users, "SUBUIDS", str(tmp_path / "subuid"))
+    uids, real = iter(range(100_000, 100_000 + MAX_CONNECTIONS)), server.peer_uid
+
+    def uid_of(connection: socket.socket) -> int:
+        is_servers = threading.current_thread().name == "gpuguard-socket"
+        return next(uids, os.geteuid()) if is_servers else real(connection)
+
+    monkeypatch.setattr(server, "peer_uid", uid_of)
+    done = threading.Event()
+    handle = lambda uid, request: {"uid": uid, "did": request["do"] == "claim" and done.wait(30)}  # noqa: E731
+    with a_server(directory, handle), ExitStack() as stack:
+        connections = [stack.enter_context(connect(directory)) for _ in range(MAX_CONNECTIONS)]
+        stack.callback(done.set)
+        for connection in connections:
+            with suppress(OSError):  # it was sent away
+                connection.sendall(b'{"do": "claim"}\n')
+
+        with no_waiting():
+            assert ask(directory, {"do": "keep"})["uid"] == os.geteuid()
+        done.set()
+        assert json.loads(said(connections[0]))["uid"] == 100_000
 
 
 def is_answered(directory: LockDirectory) -> bool:

@@ -27,6 +27,7 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.daemon.client import MAX_REQUEST_BYTES, SO_PASSRIGHTS, close_all, encoded, peer_uid, short_path
 from gpuguard.errors import GpuguardError
 from gpuguard.jsonio import loads
+from gpuguard.users import accountable_uids
 
 MAX_ERROR = 600  # characters: written out as \uXXXX they fit into a reply as well
 MAX_CONNECTIONS, MAX_CONNECTIONS_PER_USER = 32, 4
@@ -57,6 +58,7 @@ class _Client:
 
     connection: socket.socket
     uid: int
+    owner: int  # whose that uid is: see users.accountable_uids
     deadline: float  # monotonic
     received: bytes = b""
 
@@ -72,7 +74,7 @@ class SocketServer:
         self._clients: dict[int, _Client] = {}  # by descriptor, the one that has been silent for longest comes first
         self._queues: dict[str, SimpleQueue[tuple[_Client, bytes] | None]] = {name: SimpleQueue() for name in SLOW}
         self._handled: list[_Client] = []  # whose requests are in these queues, or are being handled
-        self._closing: list[tuple[int, threading.Thread]] = []  # uid -> what closes the files that it has sent
+        self._closing: list[tuple[int, threading.Thread]] = []  # owner -> what closes the files that it has sent
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         with short_path(directory) as path:
             # Only one daemon holds the directory's lock, so this socket is that of one that is dead.
@@ -125,16 +127,17 @@ class SocketServer:
             return
         connection.setblocking(False)
         uid = peer_uid(connection)
+        owner = accountable_uids([uid])[uid]
         clients = [*self._clients.values(), *self._handled]
         full = len(clients) >= MAX_CONNECTIONS
-        self._closing = [(owner, thread) for owner, thread in self._closing if thread.is_alive()]
-        of_user = [*(client.uid for client in clients), *(owner for owner, _ in self._closing)].count(uid)
+        self._closing = [(whose, thread) for whose, thread in self._closing if thread.is_alive()]
+        of_user = [*(client.owner for client in clients), *(whose for whose, _ in self._closing)].count(owner)
         if of_user >= MAX_CONNECTIONS_PER_USER or (full and not self._clients):
-            self._hang_up(connection, uid)
+            self._hang_up(connection, owner)
         else:
-            if full:  # a user with user namespaces has 65536 uids: the client that is silent for longest makes room
+            if full:  # a user may have uids that /etc/subuid does not name: who is silent for longest makes room
                 self._drop(next(iter(self._clients.values())))
-            self._clients[connection.fileno()] = _Client(connection, uid, time.monotonic() + REQUEST_SECONDS)
+            self._clients[connection.fileno()] = _Client(connection, uid, owner, time.monotonic() + REQUEST_SECONDS)
         time.sleep(PAUSE_SECONDS)
 
     def _read(self, client: _Client) -> None:
@@ -166,7 +169,7 @@ class SocketServer:
                 self._reply(client, _decoded(line))
             finally:
                 self._handled.remove(client)
-                self._hang_up(client.connection, client.uid)
+                self._hang_up(client.connection, client.owner)
 
     def _reply(self, client: _Client, request: dict[str, Any] | str) -> None:
         reply = self._reply_to(client.uid, request)
@@ -197,9 +200,9 @@ class SocketServer:
 
     def _drop(self, client: _Client) -> None:
         del self._clients[client.connection.fileno()]
-        self._hang_up(client.connection, client.uid)
+        self._hang_up(client.connection, client.owner)
 
-    def _hang_up(self, connection: socket.socket, uid: int) -> None:
+    def _hang_up(self, connection: socket.socket, owner: int) -> None:
         """Close the connection.
 
         With it goes what was sent and not read.  If open files are among it and no other process has them open, they
@@ -212,7 +215,7 @@ class SocketServer:
             if more is None and len(self._closing) < MAX_CLOSING:
                 thread = threading.Thread(target=connection.close, name="gpuguard-closing", daemon=True)
                 thread.start()
-                self._closing.append((uid, thread))
+                self._closing.append((owner, thread))
                 return
         connection.close()
 
