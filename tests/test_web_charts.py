@@ -190,6 +190,19 @@ def test_what_the_daemon_has_not_written_yet_is_no_gap_unless_it_ended_long_befo
     assert (None in values[values.index(50) :]) is gap
 
 
+def test_a_clock_that_is_set_back_a_little_costs_no_more_than_that(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUGUARD_STATE_DIR", str(tmp_path))
+    feed = FrameFeed(None, None, None, lambda _: [])
+    for second in (*range(0, 600, 2), 595):
+        feed.remember(a_sample(at(0) + second))
+    monkeypatch.setattr(feeds.time, "time", lambda: at(0) + 595)
+
+    for seconds, earliest in ((600, 0), (3600, 8)):
+        times = json.loads(feed.drawn(ChartRequest("utilization", seconds)))["times"]
+        assert times == sorted(set(times))
+        assert (times[0], times[-1]) == (at(0) + earliest, at(0) + 595)
+
+
 def test_a_chart_of_an_earlier_time_ends_there(tmp_path, monkeypatch):
     chart = drawn(tmp_path, monkeypatch, [20, 22], seconds=120, until=at(-5))
 

@@ -306,8 +306,8 @@ class NumberRing:
     def add(self, snapshot: Snapshot) -> None:
         """Remember *snapshot*, instead of one of the same slot."""
         slot = int(snapshot.taken_at / self.step)
-        if slot < self._slot:
-            self._times = array("d", [_NAN]) * self._size  # the clock was set back: what was is no past any more
+        if slot < self._slot:  # the clock was set back: what is later now is no past any more
+            self._times = array("d", [when if when <= snapshot.taken_at else _NAN for when in self._times])
         self._slot = slot
         index = slot % self._size
         self._times[index] = snapshot.taken_at
