@@ -13,6 +13,7 @@ from nodes import SECONDS, a_user, eventually
 from users import ALICE, BOB
 
 from gpuguard.claims.directory import daemon_files
+from gpuguard.daemon.broker import OFFER_SECONDS
 from gpuguard.queue import tickets
 from gpuguard.queue.tickets import read_tickets
 
@@ -256,6 +257,7 @@ def test_no_user_passes_the_queue_by_asking_the_daemon_directly(broker, alice_wa
 
 FORGETS = """
 from gpuguard.claims.directory import daemon_files
+from gpuguard.daemon.broker import OFFER_SECONDS
 for attempt in (os.unlink, lambda path: os.utime(path, (1.0, 1.0)), lambda path: os.rename(path, path + ".old")):
     try:
         attempt(daemon_files(directory).file(f"served.{os.geteuid()}"))
@@ -409,6 +411,22 @@ def test_requests_of_one_user_that_claim_start_one_after_the_other_and_none_is_s
             process.communicate(timeout=SECONDS)
         assert [process.returncode for process in waiting] == [0] * 4
     assert events_of_the_queue(broker) == []
+
+
+def test_no_request_is_set_back_while_the_driver_answers_nobody(broker):
+    node, away = broker.place / "node", broker.place / "away"
+    with broker.job(ALICE, "-n", "4") as (holder, _):
+        waiting = broker.start(BOB, "run", "--wait", "100s", "--", "true")
+        assert eventually(lambda: len(read_tickets(broker.directory)[0]) == 1, 60.0)
+        time.sleep(2.0)  # the daemon knows of it, too
+        node.rename(away)  # as while the driver is loaded anew
+        assert eventually(lambda: "driver unresponsive" in broker.said(), 60.0)
+        os.killpg(holder.pid, signal.SIGKILL)
+        time.sleep(3 * OFFER_SECONDS)
+        away.rename(node)
+        waiting.communicate(timeout=SECONDS)
+
+    assert (waiting.returncode, events_of_the_queue(broker)) == (0, [])
 
 
 def test_no_user_can_set_another_back(broker):

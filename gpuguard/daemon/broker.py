@@ -83,8 +83,14 @@ class Broker:
         with Gate(self._directory):
             grant_of(self._directory, names_of(self._directory))
 
-    def watch_offers(self, snapshot: Snapshot) -> list[Event]:
-        """Set back requests that never claim what is offered; call it every second, with the latest snapshot."""
+    def watch_offers(self, snapshot: Snapshot | None) -> list[Event]:
+        """Set back requests that never claim what is offered; call it every second, with the latest snapshot.
+
+        None: the driver does not answer, so no request can claim.
+        """
+        if snapshot is None:
+            self._offers.clear()
+            return []
         queue, now = read_queue(self._directory, snapshot), time.monotonic()
         offered = [position for position in queue.positions if position.now]
         # The leader may be hostile, and an offer that is not heard of cannot be taken.

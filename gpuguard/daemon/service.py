@@ -290,7 +290,8 @@ class Daemon:
         """Let *broker* do what is due; what is wrong is written down once, until it is mended or something else."""
         try:
             broker.tend()
-            for event in broker.watch_offers(self.last) if self.waiting else ():
+            latest = None if self.watchdog.problem else self.last
+            for event in broker.watch_offers(latest) if self.waiting else ():
                 self._record(event)
             trouble = None
         except (GpuguardError, OSError) as error:
