@@ -12,11 +12,12 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import NOW, UUIDS, a_reservation, a_reserved
+from builders import GIB, NOW, UUIDS, a_device, a_process, a_reservation, a_reserved, a_snapshot
 from queues import a_ticket
 from test_text import a_line
 from users import ALICE, BOB, HOG
@@ -27,7 +28,7 @@ from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.enforcement.limits import BURST_LINES, AuditQuota
 from gpuguard.model import Snapshot
 from gpuguard.queue import reservations, tickets
-from gpuguard.queue.backfill import planned_for
+from gpuguard.queue.backfill import plan, planned_for
 from gpuguard.queue.priority import QueueRules, ReservationKeys, Ticket, order
 from gpuguard.queue.reservations import ReservationStatus, judge, what_if
 from gpuguard.queue.state import QueueFacts, is_responsive, queue_state, usage_of_owners
@@ -288,6 +289,22 @@ def test_a_user_who_only_asks_for_a_position_counts_as_one_too(directory, ticket
     mine = a_ticket(FIRST + 1, since=time.time() - 1.0)
 
     assert queued(directory, {FIRST + 2: 1e6}, mine) == [ALICE.pw_uid, FIRST + 1]
+
+
+@pytest.mark.root
+def test_where_users_may_be_hostile_any_number_of_requests_of_one_is_planned_in_a_moment(
+    directory, tickets_of, monkeypatch
+):
+    plans: list[object] = []
+    monkeypatch.setattr("gpuguard.queue.state.plan", lambda *facts: plans.append(facts) or plan(*facts))
+    tickets_of(*[BOB.pw_uid] * 60)
+    busy = a_device(3, processes=(a_process(),), memory_used=40 * GIB)
+    snapshot = a_snapshot(*map(a_device, range(3)), busy)
+    hers = a_ticket(ALICE.pw_uid, 4, since=time.time())
+    positions = queue_state(replace(directory, keeper=0), snapshot, QueueFacts(), QueueRules(), hers).positions
+
+    assert [position.ticket.uid for position in positions if position.now] == [BOB.pw_uid]
+    assert len(plans) <= 3
 
 
 @pytest.mark.root
