@@ -15,6 +15,7 @@ from test_who import DOCUMENT, documented, printed
 
 from gpuguard.cli import events, web
 from gpuguard.history import audit_log
+from gpuguard.history.audit_log import LogFollower
 from gpuguard.model import HEALTH, Event
 
 AN_EVENT = Event(time=1_700_000_000.5, kind="claim", outcome="started", devices=("GPU-1",), pid=7, claim="ab")
@@ -315,6 +316,21 @@ def test_a_log_that_may_not_be_read_is_named_once_and_as_it_is_called(log, machi
     said = f"gpuguard: {machine_log} is not readable for you: its events are left out.\n"
 
     assert command("events") == (0, "", f"{said}gpuguard: no such events in {log}.\n")
+
+
+def test_no_line_before_a_rotation_is_lost_and_a_log_that_is_not_there_after_it_is_no_fault(log):
+    follower = LogFollower(str(log))
+    audit_log.append(event("before"))
+    seen = [follower.newer()]
+    audit_log.append(event("unread"))
+    log.rename(f"{log}.1")
+    seen += [follower.newer(), follower.newer()]
+    audit_log.append(event("after"))
+    seen += [follower.newer(), follower.newer()]
+
+    assert [[json.loads(line)["outcome"] for line in found] for found in seen] == [
+        ["before"], ["unread"], [], ["after"], []
+    ]  # fmt: skip
 
 
 def test_following_shows_what_comes_through_a_rotation_too(log, machine_log, tmp_path):

@@ -193,15 +193,24 @@ class LogFollower:
 
         Raises OSError: as read_log(), and where there is no log.
         """
-        file = _open_for_reading(self.path)
-        if file is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
-        with file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._position:
-                self._position, self._inode, self._rest = 0, status.st_ino, b""
-            file.seek(self._position)
-            more = file.read()
+        lines: list[bytes] = []
+        with ExitStack() as stack:
+            opened = (_open_for_reading(path) for path in (self.path, f"{self.path}.1"))
+            file, rotated = (stack.enter_context(file) if file else None for file in opened)
+            if not (file or rotated):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
+            if rotated and os.fstat(rotated.fileno()).st_ino == self._inode:
+                lines += self._rest_of(rotated)
+            if file:  # after a rotation there is none until the next line
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._position:
+                    self._position, self._inode, self._rest = 0, status.st_ino, b""
+                lines += self._rest_of(file)
+        return lines
+
+    def _rest_of(self, file: BinaryIO) -> list[bytes]:
+        file.seek(self._position)
+        more = file.read()
         self._position += len(more)
         *lines, self._rest = (self._rest + more).split(b"\n")
         return lines
