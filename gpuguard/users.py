@@ -26,7 +26,8 @@ SUBUIDS = "/etc/subuid"  # "alice:100000:65536", see subuid(5)
 LEAST_SUBUID = 65536  # the smallest that is given to a user; useradd begins at 100000
 MOST_BYTES = 2**20  # of that file, which is root's: 40,000 users
 
-_ranges: dict[object, list[tuple[int, float, int]]] = {}  # of the file as it was read
+_Range = tuple[int, float, int, str]  # its first uid, the one behind its last, the first of all of that user, the user
+_ranges: dict[object, list[_Range]] = {}  # of the file as it was read
 _names: dict[int, str] = {}
 _nameless: dict[int, float] = {}  # uid -> when it had no name
 _silent: list[float] = []  # when the directory service fell silent
@@ -74,17 +75,24 @@ def accountable_uids(uids: Iterable[int]) -> dict[int, int]:
 
     Any other uid stands for itself; so a user with such uids is two, their own and those.  Asks no directory service.
     """
-    whose = {uid: uid for uid in uids}
-    if any(uid >= LEAST_SUBUID for uid in whose):
-        given = _given()
-        for uid in whose:
-            begin, end, first = given[bisect_right(given, (uid, float("inf"), 0)) - 1] if given else (0, 0, 0)
-            whose[uid] = first if begin <= uid < end else uid
-    return whose
+    ranges = {uid: _range_of(uid) for uid in uids}
+    return {uid: found[2] if found else uid for uid, found in ranges.items()}
 
 
-def _given() -> list[tuple[int, float, int]]:
-    """(begin, end, first uid of all of that user) of each line of SUBUIDS that is one, in order."""
+def owner_of_given(uid: int) -> str | None:
+    """The user to whom root has given *uid*, by name or number as it stands in SUBUIDS; None: it was given to none."""
+    found = _range_of(uid)
+    return found[3] if found else None
+
+
+def _range_of(uid: int) -> _Range | None:
+    given = _given() if uid >= LEAST_SUBUID else []
+    found = given[bisect_right(given, (uid, float("inf"), 0, "")) - 1] if given else None
+    return found if found and found[0] <= uid < found[1] else None
+
+
+def _given() -> list[_Range]:
+    """Each line of SUBUIDS that is one, in order."""
     try:
         with open(SUBUIDS, "rb") as file:
             status = os.fstat(file.fileno())
@@ -97,11 +105,12 @@ def _given() -> list[tuple[int, float, int]]:
         return []
 
 
-def _decoded(content: bytes) -> list[tuple[int, float, int]]:
+def _decoded(content: bytes) -> list[_Range]:
     given, firsts = [], dict[bytes, int]()
     for line in content.split(b"\n"):
         user, *numbers = line.split(b":")
         if len(numbers) == 2 and all(number.isdigit() and len(number) < 11 for number in numbers):
             begin, count = map(int, numbers)
-            given.append((begin, float(begin + count), firsts.setdefault(user, begin)))
+            name = user.decode("utf-8", "surrogateescape")
+            given.append((begin, float(begin + count), firsts.setdefault(user, begin), name))
     return sorted(given)

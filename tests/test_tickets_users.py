@@ -25,6 +25,7 @@ from users import ALICE, BOB, HOG
 from gpuguard import users
 from gpuguard.claims import holders, records
 from gpuguard.claims.directory import LockDirectory, lock_directory
+from gpuguard.claims.restrictions import DENIED, Restriction, change, restrictions_against
 from gpuguard.enforcement.limits import BURST_LINES, AuditQuota
 from gpuguard.model import Snapshot
 from gpuguard.queue import reservations, tickets
@@ -312,6 +313,33 @@ def test_what_one_uid_of_a_user_has_had_puts_the_others_behind(directory, ticket
     tickets_of(FIRST + 1, ALICE.pw_uid)
 
     assert queued(directory, {FIRST + 2: 1e6}) == [ALICE.pw_uid, FIRST + 1]
+
+
+@pytest.mark.parametrize(
+    ("denied", "user", "uids"),
+    [
+        (BOB.pw_uid, BOB.pw_name, [BOB.pw_uid, FIRST, FIRST + 7, MORE]),
+        (FIRST + 7, None, [FIRST, FIRST + 7, MORE]),
+        (ALICE.pw_uid, ALICE.pw_name, [ALICE.pw_uid, 200_000]),
+        (7777, None, [7777]),
+    ],
+)
+def test_a_denial_holds_for_all_uids_that_the_user_was_given(directory, denied, user, uids):
+    denial = Restriction(str(denied), NOW, user=user)
+    change(directory, DENIED, lambda restrictions: restrictions.update({denial.name: denial}))
+    everybody = sorted((0, BOB.pw_uid, ALICE.pw_uid, FIRST, FIRST + 7, MORE, 7777, 200_000))
+
+    assert [uid for uid in everybody if restrictions_against(directory, UUIDS, uid, NOW)] == sorted(uids)
+
+
+@pytest.mark.root
+def test_no_request_waits_for_that_of_a_denied_user_with_another_uid(directory, tickets_of):
+    tickets_of(FIRST + 1)
+    denied = {str(BOB.pw_uid): Restriction(str(BOB.pw_uid), NOW, user=BOB.pw_name)}
+    mine, facts = a_ticket(ALICE.pw_uid, since=time.time() + 1.0), QueueFacts(denied=denied)
+    positions = queue_state(directory, a_snapshot(a_device()), facts, QueueRules(), mine).positions
+
+    assert [position.ticket.uid for position in positions if position.now] == [ALICE.pw_uid]
 
 
 def test_what_was_had_by_one_of_the_uids_counts_for_the_others():

@@ -28,9 +28,10 @@ from gpuguard.locale import N_, _
 from gpuguard.procfs import boot_clock, boot_id
 from gpuguard.sanitize import neutralise
 from gpuguard.units import local_time
+from gpuguard.users import owner_of_given
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 DENIED, QUARANTINED, KEPT, SET_BACK = "denied", "quarantined", "kept", "set-back"
 ADMINISTRATOR = "the administrator"
@@ -76,10 +77,23 @@ def restrictions_against(directory: LockDirectory, uuids: Sequence[str], uid: in
     """uuid -> why no user, or not this one, gets it; uid None asks for no user in particular."""
     if not any(map(os.path.lexists, restriction_files(directory))):
         return {}
-    denied = None if uid is None else read_restrictions(directory, DENIED, now).get(str(uid))
+    denied = None if uid is None else denial_of(read_restrictions(directory, DENIED, now), uid)
     reasons = dict.fromkeys(uuids, denial_text(denied)) if denied else {}
     quarantined = read_restrictions(directory, QUARANTINED, now)
     return reasons | {uuid: quarantine_text(quarantined[uuid]) for uuid in uuids if uuid in quarantined}
+
+
+def denial_of(denied: Mapping[str, Restriction], uid: int) -> Restriction | None:
+    """The one that holds for *uid*: its own, or that of the user to whom root has given it (see users)."""
+    if str(uid) in denied:
+        return denied[str(uid)]
+    owner = owner_of_given(uid) if denied else None
+    if owner is None:
+        return None
+    for name, restriction in denied.items():
+        if owner in (name, restriction.user) or (name.isdecimal() and owner == owner_of_given(int(name))):
+            return restriction
+    return None
 
 
 def restriction_files(directory: LockDirectory) -> tuple[str, ...]:

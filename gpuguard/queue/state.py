@@ -20,6 +20,8 @@ from gpuguard.claims.restrictions import (
     DENIED,
     QUARANTINED,
     SET_BACK,
+    Restriction,
+    denial_of,
     quarantine_text,
     read_restrictions,
     restriction_files,
@@ -51,7 +53,7 @@ class QueueFacts:
 
     claims: Sequence[ClaimRecord] = ()  # that live
     quarantined: Mapping[str, str] = field(default_factory=dict)  # uuid -> why it is out of service, in words
-    denied: frozenset[int] = frozenset()  # uids that may make no claim now
+    denied: Mapping[str, Restriction] = field(default_factory=dict)  # of users who may make no claim now, by uid
     usage: Mapping[int, float] | None = None  # uid -> recent GPU-seconds; None: not counted here
     set_back: frozenset[str] = frozenset()  # ids of tickets, and uids as text, that were moved to the end of the queue
     reservations: tuple[Reservation, ...] = ()  # that count
@@ -104,7 +106,7 @@ def read_queue_facts(directory: LockDirectory, snapshot: Snapshot, rules: QueueR
     return QueueFacts(
         claims=claims,
         quarantined={uuid: quarantine_text(quarantined[uuid]) for uuid in uuids if uuid in quarantined},
-        denied=frozenset(int(uid) for uid in denied if uid.isdecimal() and len(uid) <= 10),
+        denied=denied,
         usage=_recent_usage(directory, rules) if rules.fair_share else {},
         set_back=frozenset(set_back),
         reservations=reserved.reservations,
@@ -147,8 +149,8 @@ def queue_state(
     usage = usage_of_owners(used_by(facts.claims, now) if facts.usage is None else facts.usage)
     machine = _machine(snapshot, facts, {request for ticket in tickets for request in ticket.requests}, now)
     rules = bound_now(rules, [claim.waited or 0.0 for claim in facts.claims], backlog(tickets, machine, now))
-    denied = {ticket.id: _("its user may make no claim now") for ticket in tickets if ticket.uid in facts.denied}
-    tickets = _passed_over(tickets, denied)
+    denied = [ticket.id for ticket in tickets if denial_of(facts.denied, ticket.uid)]
+    tickets = _passed_over(tickets, dict.fromkeys(denied, _("its user may make no claim now")))
     while True:
         positions = plan(order(tickets, usage, rules, now), machine, usage, rules, now)
         if directory.keeper is not None and (further := _further_offers(positions)):
