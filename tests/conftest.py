@@ -124,7 +124,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def both_taken(gpuguard: Gpuguard) -> Iterator[subprocess.Popen[str]]:
     """A job that has both devices of that node, for two hours."""
-    with gpuguard.start("run", "-n", "2", "--time-limit", "2h", "--", "sh", "-c", "echo ready; exec sleep 60") as job:
+    with gpuguard.start("run", "-n", "2", "--time-limit", "2h", "--", "sh", "-c", "echo ready; exec sleep 600") as job:
         job.stdout.readline()
         yield job
         job.terminate()

@@ -76,7 +76,7 @@ class DaemonUnderTest:
         lines = text.rpartition("\n")[0].splitlines()  # the last one may just be being written
         return [event for event in map(json.loads, lines) if kind in (None, event["kind"])]
 
-    def until(self, kind: str, number: int = 1, seconds: float = 20.0) -> list[dict[str, Any]]:
+    def until(self, kind: str, number: int = 1, seconds: float = 60.0) -> list[dict[str, Any]]:
         """Wait for so many events of a kind."""
         assert eventually(lambda: len(self.events(kind)) >= number, seconds), self.said()
         return self.events(kind)
@@ -85,7 +85,7 @@ class DaemonUnderTest:
         """Send it a signal, and wait for its end: its exit status."""
         assert self.process
         self.process.send_signal(signum)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
     @contextmanager
     def begun(self) -> Iterator[None]:
@@ -116,8 +116,16 @@ class DaemonUnderTest:
 
 
 @contextmanager
-def a_daemon(place: Path, policy: str | None = None, *options: str, **more: Any) -> Iterator[DaemonUnderTest]:
+def a_daemon(
+    place: Path, policy: str | None = None, *options: str, before: str = "", **more: Any
+) -> Iterator[DaemonUnderTest]:
+    """A daemon that has begun; *before*: Python that runs first."""
     daemon = DaemonUnderTest(place)
+    if before:
+        daemon.gpuguard.program = [
+            "-c",
+            f"{before}\nimport sys; from gpuguard.cli import main; sys.exit(main(sys.argv[1:]))",
+        ]
     if policy is not None:
         daemon.policy.write_text(policy)
     daemon.start("--interval", "200ms", *options, **more)
@@ -139,7 +147,7 @@ def somebodys(node: str, devices: str, memory: int, lock: str = "") -> Iterator[
             child.kill()
 
 
-def ask(directory: LockDirectory, request: dict[str, Any], seconds: float = 10.0) -> dict[str, Any]:
+def ask(directory: LockDirectory, request: dict[str, Any], seconds: float = 60.0) -> dict[str, Any]:
     """What the daemon of *directory* replies, without what it would hand over."""
     content, descriptors = exchange(directory, request, seconds)
     close_all(descriptors)

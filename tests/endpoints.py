@@ -153,7 +153,7 @@ def a_web_server(**behaviour: Any) -> Iterator[WebServer]:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             web.requests.append((dict(self.headers), body))
             if web.hold:
-                web.hold.wait(20)
+                web.hold.wait(60)
             self.send_response(web.status)
             for name, value in web.headers.items():
                 self.send_header(name, value)

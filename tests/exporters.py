@@ -63,7 +63,7 @@ def _running(words: list[str], place: Path, url: str) -> Iterator[None]:
         finally:
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
 
@@ -79,7 +79,7 @@ def a_metrics_server(gpuguard: Gpuguard, *options: str) -> Iterator[str]:
             assert address, line + process.stderr.read()
             yield address[1]
             process.terminate()
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()
 

@@ -204,7 +204,7 @@ def test_in_the_foreground_a_ctrl_c_gives_the_devices_back(node):
         assert node.locked() == [1]
         holder.send_signal(signal.SIGINT)
 
-        assert holder.wait(20) == 130
+        assert holder.wait(60) == 130
     assert (node.locked(), job.poll()) == ([], None)
 
 

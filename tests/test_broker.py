@@ -93,7 +93,7 @@ def test_a_request_that_waits_starts_when_the_device_is_free(broker):
         waiting = broker.start(BOB, "run", "--wait", "30s", *LOOK)
         assert eventually(broker.has_ticket)
         os.killpg(wrapper.pid, 15)
-        said, errors = waiting.communicate(timeout=30)
+        said, errors = waiting.communicate(timeout=60)
 
     assert (waiting.returncode, said) == (0, "3\n"), errors
 
@@ -123,7 +123,7 @@ def test_a_request_goes_on_waiting_while_the_daemon_is_started_again(broker):
         os.killpg(wrapper.pid, 15)
         wrapper.wait()
         broker.start_daemon()
-        said, errors = waiting.communicate(timeout=50)
+        said, errors = waiting.communicate(timeout=60)
 
     assert (waiting.returncode, said) == (0, "3\n"), errors
 
@@ -330,7 +330,7 @@ def test_a_daemon_that_is_killed_loses_no_claim_and_leaves_nothing_locked(site, 
                 machine.kill_daemon()
                 assert kind == "instances" or 0 in machine.locked()
                 machine.start_daemon()
-            assert eventually(lambda: all(len(told(log)) > kills for log in logs), 30)
+            assert eventually(lambda: all(len(told(log)) > kills for log in logs))
             # A whole device needs a moment in which none of the others has a share of it.
             ways = {True} if kind == "whole" else {True, False}
             assert eventually(lambda: {memory is None for log in logs for _, memory, *_ in told(log)} == ways, 90)

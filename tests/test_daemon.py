@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 from daemons import DaemonUnderTest, a_daemon, somebodys
 from endpoints import a_web_server
-from nodes import GIB, a_user, change, eventually
+from nodes import GIB, a_user, change, eventually, until
 from proc import children_of
 from sources import ROOT
 
@@ -42,7 +42,7 @@ def test_both_switches_end_the_offender_and_no_bystander(tmp_path):
         somebodys(daemon.node, "0", 10 * GIB) as bystander,
         somebodys(daemon.node, "0", 40 * GIB) as offender,
     ):
-        assert offender.wait(20) == -signal.SIGTERM
+        assert offender.wait(60) == -signal.SIGTERM
         assert bystander.poll() is None
         [event] = daemon.until("terminate")
 
@@ -124,7 +124,7 @@ def test_a_daemon_that_was_killed_starts_again_at_the_first_step(tmp_path, kille
         assert daemon.end(signal.SIGKILL) == -signal.SIGKILL
         before = len(daemon.events())
         daemon.start("--interval", "200ms", "--enforce", named=True)
-        offender.wait(20)
+        offender.wait(60)
         assert ["was killed" in event["message"] for event in daemon.events("daemon")[:2]] == [False, True]
         steps = [event["kind"] for event in daemon.events()[before:] if "policy" in event.get("facts", {})]
         daemon.end()
@@ -143,23 +143,29 @@ def test_a_second_daemon_is_refused(tmp_path):
         assert daemon.gpuguard("daemon", "--once", "--interval", "100ms").returncode == 0
 
 
-@pytest.mark.parametrize("when", ["all hang already", "a call is under way"])
-def test_it_ends_within_a_second_whatever_the_driver_does(tmp_path, when):
-    with a_daemon(tmp_path, TERMINATE) as daemon:
+# What hangs is waited for much longer than daemon.end() waits for the daemon.
+PATIENT = "from gpuguard.backends import client; client.DEVICE_SECONDS = client.NEXT_DEVICE_SECONDS = 600.0"
+
+
+@pytest.mark.parametrize(("when", "before"), [("all hang already", ""), ("a call is under way", PATIENT)])
+def test_it_ends_at_once_whatever_the_driver_does(tmp_path, when, before):
+    with a_daemon(tmp_path, TERMINATE, before=before) as daemon:
         daemon.state()
         for index in range(4):
             change(daemon.node, index, faults=("hang",))
-        before = daemon.state()["snapshot"]["taken_at"]
         if when == "a call is under way":
-            assert not eventually(lambda: daemon.state()["snapshot"]["taken_at"] > before + 0.3, 1.0)  # it hangs
+            until(partial(stands_still, daemon))
         else:
             hangs = [["unresponsive"]] * 4
             assert eventually(lambda: [device["problems"] for device in daemon.devices()] == hangs)
-        begun = time.monotonic()
 
         assert daemon.end() == 0
-        assert time.monotonic() - begun < 2.0  # waiting for four devices takes 2.7 s; a busy machine is slower
     assert daemon.events("daemon")[-1]["outcome"] == "stopped"
+
+
+def stands_still(daemon):
+    before = daemon.state()["snapshot"]["taken_at"]
+    return not eventually(partial(sampled_since, daemon, before), 1.0)
 
 
 def sampled_since(daemon, moment):
@@ -175,7 +181,7 @@ def test_its_worker_may_die_again_and_again(tmp_path):
             killed_at = time.time()
             for child in children_of(pid):
                 os.kill(child, signal.SIGKILL)
-            assert eventually(partial(sampled_since, daemon, killed_at), 20)
+            assert eventually(partial(sampled_since, daemon, killed_at))
             descriptors.append(len(os.listdir(f"/proc/{pid}/fd")))
 
         assert max(descriptors) <= min(descriptors) + 2
@@ -278,7 +284,7 @@ def test_a_message_goes_out_and_the_loop_does_not_wait_for_it(tmp_path):
         assert web.requests == []
         daemon.start("--interval", "200ms", "--enforce")
         with a_user(daemon.node, "0", 40 * GIB) as child:
-            assert eventually(lambda: bool(web.requests), 20), daemon.said()
+            assert eventually(lambda: bool(web.requests)), daemon.said()
             daemon.end()
 
     assert str(child.pid) in str(web.requests[0])
@@ -337,8 +343,8 @@ def test_under_an_upgrade_no_action_meets_a_module_that_is_gone(tmp_path, step):
         somebodys(daemon.node, "0", 40 * GIB) as offender,
     ):
         ends = {step, "watchdog", "terminate"}
-        assert eventually(lambda: not ends.isdisjoint(event["kind"] for event in daemon.events()), 20)
+        assert eventually(lambda: not ends.isdisjoint(event["kind"] for event in daemon.events()))
         said = [event["message"] for event in daemon.events() if event["kind"] == "watchdog"]
-        assert "terminate" not in step or offender.wait(20) == -signal.SIGTERM
+        assert "terminate" not in step or offender.wait(60) == -signal.SIGTERM
 
     assert said == []

@@ -250,7 +250,7 @@ def test_a_user_sees_what_comes_next_and_the_file_is_read_again(tmp_path):
             def seen() -> bool:
                 return "release in" in gpuguard("keep", "--status").stdout
 
-            assert eventually(seen, 30), daemon.said()
+            assert eventually(seen), daemon.said()
             text = gpuguard("keep", "--status").stdout
             rows = json.loads(gpuguard("keep", "--status", "--json").stdout)["standing"]
 

@@ -144,9 +144,8 @@ def test_what_a_script_started_before_it_became_gpuguard_outlives_the_time_limit
     before = 'sh -c "sleep 60 & echo \\$!; wait" & exec "$@"'
     deaf = wrapped.words("sh", "-c", "trap '' TERM; echo ready; sleep 60; sleep 60", time_limit=0.3, grace=0.2)
     with subprocess.Popen(["sh", "-c", before, "sh", *deaf], stdout=subprocess.PIPE, text=True) as wrapper:
-        said = {first_line(wrapper), first_line(wrapper)} - {"ready\n", "ready"}
-        wrapper.wait(timeout=30)
-        (sleeping,) = map(int, said)
+        (sleeping,) = map(int, {first_line(wrapper), first_line(wrapper)} - {"", "ready"})
+        wrapper.wait(60)
 
         assert (wrapper.returncode, runs(sleeping)) == (124, True)
         os.kill(sleeping, signal.SIGKILL)
@@ -247,25 +246,25 @@ def test_a_driver_that_fails_does_not_take_the_claim_from_a_leftover_that_was_se
 
 
 def after_a_job(
-    wrapped: Wrapped, script: str = "echo ready; sleep 0.1", memory_used: int = 30 * GIB, **constants: float
-) -> tuple[subprocess.Popen[str], str]:
-    """A wrapper whose job ends on a device with so much in use, and what the job has said first."""
-    wrapper = wrapped.start("sh", "-c", script, constants=constants)
-    said = first_line(wrapper)
-    wrapped.machine(memory_used=memory_used)
-    return wrapper, said
+    wrapped: Wrapped, listed: int | None = None, memory_used: int = 30 * GIB, status: int = 0, **constants: float
+) -> subprocess.Popen[str]:
+    """A wrapper whose job ends on a device with so much in use, by the process *listed*; 0: the job itself."""
+    waits = f"echo $$; until [ -e {wrapped.place}/go ]; do sleep 0.02; done; exit {status}"
+    wrapper = wrapped.start("sh", "-c", waits, constants=constants)
+    job = int(first_line(wrapper))
+    wrapped.machine(memory_used=memory_used, processes=[] if listed is None else [listed or job])
+    (wrapped.place / "go").touch()
+    return wrapper
 
 
 def test_a_stranger_on_the_device_does_not_keep_the_claim(wrapped, sleeper):
-    wrapper, _ = after_a_job(wrapped)
-    wrapped.machine(processes=[sleeper], memory_used=GIB)
-    end(wrapper)
+    end(after_a_job(wrapped, sleeper, GIB))
 
     assert wrapped.events()[-1]["outcome"] == "settled"
 
 
 def test_the_claim_stays_until_the_memory_has_settled(wrapped):
-    wrapper, _ = after_a_job(wrapped, QUIET_SECONDS=0.1)
+    wrapper = after_a_job(wrapped, QUIET_SECONDS=0.1)
 
     assert "waiting for the driver to free the memory of GPU 0" in wrapper.stderr.readline()
     assert wrapped.is_claimed()
@@ -275,16 +274,14 @@ def test_the_claim_stays_until_the_memory_has_settled(wrapped):
 
 
 def test_memory_that_never_settles_does_not_keep_the_claim_for_ever(wrapped):
-    wrapper, _ = after_a_job(wrapped, DRAIN_SECONDS=0.2)
-    end(wrapper)
+    end(after_a_job(wrapped, DRAIN_SECONDS=0.2))
 
     assert wrapped.events()[-1]["outcome"] == "memory did not settle"
     assert not wrapped.is_claimed()
 
 
 def test_memory_of_a_process_that_is_dead_but_still_listed_is_waited_for(wrapped):
-    wrapper, job = after_a_job(wrapped, "echo $$; sleep 0.1", QUIET_SECONDS=0.1)
-    wrapped.machine(memory_used=GIB, processes=[int(job)])
+    wrapper = after_a_job(wrapped, 0, GIB, QUIET_SECONDS=0.1)
 
     assert "waiting for the driver to free the memory" in wrapper.stderr.readline()
     wrapped.machine()
@@ -292,7 +289,7 @@ def test_memory_of_a_process_that_is_dead_but_still_listed_is_waited_for(wrapped
 
 
 def test_a_signal_while_the_memory_settles_releases_at_once(wrapped):
-    wrapper, _ = after_a_job(wrapped, "echo ready; sleep 0.1; exit 9", QUIET_SECONDS=0)
+    wrapper = after_a_job(wrapped, status=9, QUIET_SECONDS=0)
     wrapper.stderr.readline()
     os.kill(wrapper.pid, signal.SIGTERM)
     end(wrapper)
@@ -398,7 +395,7 @@ def test_after_the_time_limit_the_job_gets_sigterm_which_the_audit_log_says_befo
 ):
     copy = tmp_path / "seen"
     trap = f"trap 'cp {wrapped.place}/events {copy}; echo bye; exit 0' TERM; echo ready; while :; do sleep 0.02; done"
-    status, out, err = wrapped.run("sh", "-c", trap, time_limit=0.3)
+    status, out, err = wrapped.run("sh", "-c", trap, time_limit=0.8)
     seen = json.loads(copy.read_text().splitlines()[-1])
 
     assert (status, out) == (124, "ready\nbye\n")
@@ -408,11 +405,10 @@ def test_after_the_time_limit_the_job_gets_sigterm_which_the_audit_log_says_befo
 
 def test_after_the_grace_all_processes_of_the_job_are_killed_and_nobody_else(wrapped, tmp_path, sleeper):
     pids = tmp_path / "pids"
-    deaf = f"trap '' TERM; echo $$ >> {pids}; setsid sh -c 'echo $$ >> {pids}; trap \"\" TERM; sleep 60' & sleep 60"
-    began = time.monotonic()
-    status, _, err = wrapped.run("sh", "-c", deaf, time_limit=0.5, grace=0.3)
+    deaf = f"trap '' TERM; echo $$ >> {pids}; setsid sh -c 'echo $$ >> {pids}; trap \"\" TERM; sleep 600' & sleep 600"
+    status, _, err = wrapped.run("sh", "-c", deaf, time_limit=1.0, grace=0.3)
 
-    assert (status, time.monotonic() - began < 10) == (124, True)
+    assert status == 124
     assert "SIGKILL to the job and all its processes" in err
     killed = content(pids).split()
     assert len(killed) == 2
@@ -421,7 +417,7 @@ def test_after_the_grace_all_processes_of_the_job_are_killed_and_nobody_else(wra
 
 
 def test_the_grace_is_for_a_leftover_that_uses_the_device_too(wrapped):
-    wrapper, leftover = start_leaving(wrapped, time_limit=1.0, grace=0.2)
+    wrapper, leftover = start_leaving(wrapped, time_limit=2.0, grace=0.2)
     (wrapped.place / "go").touch()
     until(lambda: not Path(f"/proc/{leftover}").exists())
     wrapped.machine()

@@ -42,7 +42,7 @@ def a_peer(talk: Callable[[socket.socket], None], context: ssl.SSLContext | None
         try:
             yield listener.getsockname()[1]
         finally:
-            thread.join(30)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -76,7 +76,7 @@ def once(text: bytes) -> Callable[[socket.socket], None]:
 @pytest.mark.parametrize(
     ("talk", "timeout", "why"),
     [
-        (without_end(ENDLESS["smtp"]), 10.0, "it answers without end"),  # the greeting has no last line
+        (without_end(ENDLESS["smtp"]), 60.0, "it answers without end"),  # the greeting has no last line
         (slowly(b"220-x\r\n"), 0.3, "no answer in time"),
     ],
 )
@@ -96,7 +96,7 @@ def test_each_answer_of_a_mail_server_has_its_time(monkeypatch):
 
     monkeypatch.setattr(endpoints, "_answer", slow_answer)
     with a_mail_server() as server:
-        assert attempt(by_smtp(server, timeout=0.9), a_message()) == (True, "")
+        assert attempt(by_smtp(server, timeout=1.5), a_message()) == (True, "")
 
 
 @pytest.mark.parametrize("kind", ["http", "headers"])
@@ -111,7 +111,7 @@ def test_a_web_server_that_never_comes_to_its_answer_is_given_up(kind):
 @pytest.mark.parametrize(
     ("talk", "timeout", "why"),
     [
-        (without_end(ENDLESS["http"]), 10.0, "it answers without end"),
+        (without_end(ENDLESS["http"]), 60.0, "it answers without end"),
         (slowly(b"HTTP/1.1 200 OK"), 0.5, "no answer in time"),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_server_that_repeats_the_token_does_not_make_us_repeat_it(before):
 )
 def test_what_influxdb_gets_waits_whatever_answers_there(talk, why):
     with a_peer(talk) as port:
-        patience = 10.0 if why == "without end" else 0.5  # a busy machine needs longer to send so much
+        patience = 0.5 if "in time" in why else 60.0
         outbox = InfluxClient(f"http://127.0.0.1:{port}/write?db=x", timeout=patience)
         with pytest.raises(GpuguardError, match=why):
             outbox.send(["a x=1"])

@@ -10,7 +10,6 @@ import re
 import shlex
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +142,9 @@ def test_a_host_that_hangs_costs_one_timeout_and_the_others_nothing(hosts):
 def test_no_ssh_is_left_behind_by_a_command_that_is_interrupted(hosts, number, status):
     hosts.say("b", waits=True)
     with hosts.gpuguard.start("who", "--hosts", "b", "--ssh", hosts.ssh, "--timeout", "60s") as process:
-        assert eventually(lambda: (hosts.place / "b.pid").exists() and (hosts.place / "b.pid").read_text() != "", 30)
+        assert eventually(lambda: (hosts.place / "b.pid").exists() and (hosts.place / "b.pid").read_text() != "")
         process.send_signal(number)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
         pid = int((hosts.place / "b.pid").read_text())
 
         assert process.returncode == status
@@ -181,11 +180,11 @@ def test_an_ssh_that_ignores_the_first_signal_is_killed():
 
 def test_a_connection_that_stays_open_behind_ssh_does_not_delay_its_answer():
     # As a master of ControlPersist in older versions: it keeps standard error.
-    began = time.monotonic()
-    reply = first_reply("(exec sleep 20 >/dev/null) & echo '{\"schema\": 1}'", timeout=15.0)
+    reply = first_reply("(exec sleep 600 >/dev/null) & echo $!; echo '{\"schema\": 1}'")
+    pid, _, answer = reply.out.partition(b"\n")
 
-    assert (reply.status, reply.out) == (0, b'{"schema": 1}\n')
-    assert time.monotonic() - began < 15
+    assert (reply.status, reply.fault, answer) == (0, None, b'{"schema": 1}\n')
+    os.kill(int(pid), signal.SIGKILL)
 
 
 def test_the_pool_is_bounded(hosts):
@@ -260,7 +259,7 @@ def test_on_a_terminal_an_answer_is_shown_while_others_are_waited_for(hosts):
         hosts.go("slow")
 
         assert "slow: 1 GPU" in shown_until(lambda text: "2 of 2 hosts answered." in text)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.mark.terminal
@@ -276,4 +275,4 @@ def test_top_asks_again_and_shows_what_came_until_it_is_left(hosts):
         process.send_signal(signal.SIGINT)
         shown_until(lambda text: text.endswith("\x1b[?25h\x1b[?1049l"))
 
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0

@@ -70,7 +70,7 @@ def test_no_record_switches_the_guard_off(tmp_path: Path, since: float) -> None:
             a_record(tmp_path / "claims" / "claims", MALLORY, "f00", since=since, devices=[]),
             somebodys(daemon.node, "0", 40 * GIB, lock) as offender,
         ):
-            assert offender.wait(20) == -signal.SIGTERM, daemon.said()
+            assert offender.wait(60) == -signal.SIGTERM, daemon.said()
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_who_pretends_to_hold_her_lock_has_her_job_live(tmp_path: Path, way: str
         pid = stack.enter_context(a_pretender(way, lock))
         stack.enter_context(a_record(records, MALLORY, "1", devices=[hers], since=1.0, memory=1))
         before = daemon.state()["snapshot"]["clock"]
-        assert eventually(lambda: daemon.state()["snapshot"]["clock"] > before + 1.5, 20.0), daemon.said()
+        assert eventually(lambda: daemon.state()["snapshot"]["clock"] > before + 1.5), daemon.said()
 
         assert (job.poll(), daemon.events("terminate")) == (None, [])
         claims = {one["uid"]: one["holders"] for one in daemon.state()["snapshot"]["claims"]}

@@ -302,7 +302,7 @@ def test_what_the_program_has_set_itself_since_its_claim_stays_after_the_release
 
 def test_two_threads_at_once_get_different_devices_and_leave_the_environment_as_it_was():
     found: list[int] = []
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=60)
 
     def work() -> None:
         both.wait()
@@ -438,11 +438,11 @@ def work(both, found):
 
 if __name__ == "__main__":
     method = multiprocessing.get_context({method!r})
-    both, found = method.Barrier(2, timeout=30), method.Queue()
+    both, found = method.Barrier(2, timeout=60), method.Queue()
     workers = [method.Process(target=work, args=(both, found)) for _ in range(2)]
     for worker in workers:
         worker.start()
-    print(sorted(found.get(timeout=30) for _ in workers))
+    print(sorted(found.get(timeout=60) for _ in workers))
     for worker in workers:
         worker.join()
 """)

@@ -68,7 +68,7 @@ def test_whoever_keeps_the_multiprocessors_too_busy_is_ended_once(tmp_path: Path
         fake.add_process(0, offender.pid, GIB, sm_utilization=95, time_stamp=SAMPLE_PERIOD)
         fake.add_process(1, bystander.pid, GIB, sm_utilization=30, time_stamp=SAMPLE_PERIOD)
         with driven(tmp_path, fake, policy) as daemon:
-            assert offender.wait(20) == -signal.SIGTERM, daemon.said()
+            assert offender.wait(60) == -signal.SIGTERM, daemon.said()
 
             assert [(event["pid"], event["outcome"]) for event in daemon.events("terminate")] == [
                 (offender.pid, "about to")

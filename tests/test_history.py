@@ -340,7 +340,7 @@ def test_following_shows_what_comes_through_a_rotation_too(log, machine_log, tmp
         reader = threading.Thread(target=lambda: shown.extend(iter(follower.stdout.readline, "")), daemon=True)
         reader.start()
         try:
-            assert eventually(lambda: len(shown) == 1, 20)
+            assert eventually(lambda: len(shown) == 1)
             audit_log.append(event("during"))
             assert eventually(lambda: len(shown) == 2)
             log.rename(f"{log}.1")

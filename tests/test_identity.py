@@ -185,7 +185,7 @@ def test_who_is_not_meant_by_what_protects_others_is_ended(tmp_path: Path) -> No
     with FakeNvml(tmp_path, devices=1) as fake, a_child() as child:
         fake.add_process(0, child.pid, 2 * GIB)
         with driven(tmp_path, fake, POLICY.format(protect=protect)) as daemon:
-            assert child.wait(20) == -15, daemon.said()
+            assert child.wait(60) == -15, daemon.said()
 
 
 def test_members_are_protected_and_so_is_whoever_may_be_one() -> None:

@@ -110,7 +110,7 @@ def test_what_is_mounted_there_is_not_entered_and_nothing_stays_open(looks) -> N
 def told(script: str, place: Path, covered: list[str]) -> list[str]:
     """What *script* says where these files are covered."""
     words = [sys.executable, "-c", COVER + script, str(place), *covered]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode == 3:
         pytest.skip("NOT TESTED: needs /dev/fuse and a mount namespace of its own")
     assert done.returncode == 0, done.stderr

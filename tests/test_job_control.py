@@ -65,7 +65,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def expect(self, pattern: str, seconds: float = 20.0) -> re.Match[str]:
+    def expect(self, pattern: str, seconds: float = 60.0) -> re.Match[str]:
         """Wait for *pattern* on the screen, and forget everything up to there."""
         deadline = time.monotonic() + seconds
         while not (found := re.search(pattern, self.shown)):
@@ -240,8 +240,7 @@ def test_a_job_that_is_paused_by_its_pid_does_not_stop_us_for_good(terminal, wra
 def test_a_job_in_the_background_that_reads_is_stopped_and_reads_after_fg(terminal, wrapped):
     terminal.type(line(wrapped, "sh", "-c", 'read word; echo "<read $word>"') + " &\n")
     terminal.expect(PROMPT)
-    until(lambda: wrapped.is_claimed())
-    time.sleep(0.3)
+    until(lambda: {state(pid) for pid in sessions(terminal.pid) if pid != terminal.pid} == {"T"})
     terminal.type("\n")
     terminal.expect("Stopped")
     terminal.type("fg\n")

@@ -159,10 +159,10 @@ def test_who_is_kept_is_not_ended_until_the_time_is_over_but_on_another_device(t
             daemon.until("note")
             if device:
                 with somebodys(daemon.node, "1", 40 * GIB) as elsewhere:
-                    assert elsewhere.wait(20) == -signal.SIGTERM
+                    assert elsewhere.wait(60) == -signal.SIGTERM
             assert offender.poll() is None
             assert daemon.gpuguard(*words, "--end").returncode == 0
-            assert offender.wait(20) == -signal.SIGTERM
+            assert offender.wait(60) == -signal.SIGTERM
         assert bystander.poll() is None
         assert [event["outcome"] for event in daemon.events("keep")] == ["kept", "ended"]
 
@@ -183,11 +183,9 @@ def test_the_daemon_that_was_killed_comes_back_with_what_is_kept(tmp_path):
 
 
 def test_the_daemon_ends_at_once_while_a_client_is_connected(tmp_path):
-    with a_daemon(tmp_path) as daemon:
+    with a_daemon(tmp_path, before="from gpuguard.daemon import server; server.REQUEST_SECONDS = 600.0") as daemon:
         path = daemon.place / "claims" / "daemon.sock"
         with socket.socket(socket.AF_UNIX) as silent:
             assert eventually(lambda: silent.connect_ex(str(path)) == 0)
-            begun = time.monotonic()
             assert daemon.end() == 0
-            assert time.monotonic() - begun < 3.0
         assert not path.exists()

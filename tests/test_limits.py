@@ -363,7 +363,7 @@ def test_in_a_container_the_memory_limit_is_kept_by_the_memory_of_the_device(fak
         first, ended = wrapper.stderr.readline(), wrapper.stderr.readline()
         fake.clear_processes(0)
         fake.devices[0].memory_used = 0
-        rest = wrapper.communicate(timeout=30)[1]
+        rest = wrapper.communicate(timeout=60)[1]
 
     assert "where the driver's pids name no process: --memory-limit is judged by the whole GPU" in first
     why = "the job uses 40.0GiB of GPU 0, 30GiB is allowed (--memory-limit)"

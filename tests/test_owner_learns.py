@@ -381,6 +381,6 @@ def test_the_owner_finds_policy_rule_numbers_and_next_step_however_the_job_was_s
         try:
             machine.begin()
             machine.start_daemon()
-            assert eventually(lambda: not machine.unaware(), 20), machine.unaware()
+            assert eventually(lambda: not machine.unaware()), machine.unaware()
         finally:
             machine.close()

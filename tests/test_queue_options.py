@@ -245,7 +245,7 @@ def test_after_a_claim_comes_when_its_last_process_has_ended(gpuguard, job, sign
             job.wait()
             assert second.poll() is None and len(gpuguard.json("queue")["places"]) == 1
             os.kill(children[0], signum)
-        output, error = second.communicate(timeout=30)
+        output, error = second.communicate(timeout=60)
 
     assert (second.returncode, output) == (0, "now\n")
     assert place["why"] == f"not queued yet: waits until {claim['user']}'s claim {claim['id']} has ended"
@@ -280,7 +280,7 @@ def test_after_a_process_comes_when_it_has_ended_however_that_was(gpuguard):
         until(lambda: gpuguard.json("queue")["places"])
         process.kill()
 
-    assert second.communicate(timeout=30) == ("now\n", "")
+    assert second.communicate(timeout=60) == ("now\n", "")
 
 
 def test_ctrl_c_while_it_waits_for_something_else_leaves_nothing(gpuguard, tmp_path):
@@ -289,7 +289,7 @@ def test_ctrl_c_while_it_waits_for_something_else_leaves_nothing(gpuguard, tmp_p
         assert re.fullmatch(rf"gpuguard: {TIME} queued: waits until process {os.getpid()} has ended\n", said)
         second.send_signal(signal.SIGINT)
 
-        assert second.wait(timeout=30) == -signal.SIGINT
+        assert second.wait(60) == -signal.SIGINT
         assert second.stderr.read() == ""
     assert list((tmp_path / "claims").rglob("*ticket.*")) == []
 

@@ -108,7 +108,7 @@ class Head:
         """Somebody beside Ray who computes on these devices."""
         words = ["run", "--devices", devices, "--", sys.executable, TASKS, "hold", str(witness)]
         with self.running(sys.executable, "-m", "gpuguard", *words, stderr=subprocess.DEVNULL) as child:
-            assert nodes.eventually(lambda: (witness / devices[-1]).exists(), 30)
+            assert nodes.eventually(lambda: (witness / devices[-1]).exists())
             yield child
 
     def stop(self) -> None:

@@ -114,19 +114,21 @@ def test_only_the_last_hour_counts_and_the_rotated_file_belongs_to_it(log: Path)
 
 
 def test_a_process_of_another_boot_is_none_here(log: Path) -> None:
+    begun = boot_clock()
     write(log, a_line(kind="kill", facts={"boot": "another", "clock_seconds": 5.0}))
     (done,) = past(log).actions
 
     assert done.process[0] == 0
-    assert boot_clock() - done.clock == pytest.approx(10, abs=1)
+    assert begun - 10.1 <= done.clock <= boot_clock() - 9.9
 
 
 @pytest.mark.parametrize("ahead", [3600.0, 1e9])
 def test_a_clock_that_was_set_back_makes_no_action_older(log: Path, ahead: float) -> None:
     write(log, a_line(time_unix_seconds=time.time() + ahead, facts={"boot": "another"}))
+    begun = boot_clock()
     (done,) = past(log).actions
 
-    assert boot_clock() - done.clock < 5
+    assert done.clock >= begun
 
 
 def test_a_clock_that_was_set_forward_lets_nothing_of_this_boot_be_forgotten(log: Path) -> None:
@@ -152,17 +154,19 @@ def test_a_clock_that_was_set_forward_lets_nothing_of_this_boot_be_forgotten(log
 )
 def test_a_damaged_line_counts_as_an_action_of_just_now(log: Path, damaged: str) -> None:
     write(log, a_line(), damaged)
+    begun = boot_clock()
     found = past(log)
 
     assert "damaged" in (found.problem or "")
     assert [done.action for done in found.actions if done.live] == ["terminate"] * 2
-    assert boot_clock() - found.actions[-1].clock < 5
+    assert found.actions[-1].clock >= begun
 
 
 @pytest.mark.parametrize("kind", ["directory", "fifo", "device"])
 def test_no_process_is_hit_while_it_cannot_be_known_which_was(log: Path, kind: str) -> None:
     make = {"directory": os.mkdir, "fifo": os.mkfifo, "device": lambda path: os.symlink("/dev/null", path)}
     make[kind](log)
+    begun = boot_clock()
     found = past(log)
 
     assert "cannot be read" in (found.problem or "")
@@ -171,7 +175,7 @@ def test_no_process_is_hit_while_it_cannot_be_known_which_was(log: Path, kind: s
         said = scene.act()
         assert said.word == "refused"
         assert {failure.check for failure in said.failed} == {"rate", "victims"}
-        assert said.wait == pytest.approx(limits.HOUR, abs=5)
+        assert said.wait and begun + limits.HOUR - boot_clock() <= said.wait <= limits.HOUR
         assert scene.lives()
 
 

@@ -75,8 +75,8 @@ class Site:
         before = set(self.claims())
         run = self.gpuguard.start("run", "--no-wait", "--quiet", *options, "--", *command, start_new_session=True)
         try:
-            assert eventually(lambda: bool(set(self.claims()) - before), 20)
-            assert eventually(lambda: listening(run.pid), 20)
+            assert eventually(lambda: bool(set(self.claims()) - before))
+            assert eventually(lambda: listening(run.pid))
             yield run
         finally:
             with suppress(ProcessLookupError):  # whatever of it lives would keep the pipes open
@@ -112,7 +112,7 @@ def test_an_idle_job_gives_its_devices_up_lives_on_and_is_told(site):
         assert f"the claim {name} was released by" in (events := site.gpuguard("events").stdout) and ".;" not in events
         assert site.claims() == []
         run.send_signal(signal.SIGTERM)  # the job may end as it likes
-        assert (run.wait(20), site.free()) == (128 + signal.SIGTERM, 4)
+        assert (run.wait(60), site.free()) == (128 + signal.SIGTERM, 4)
     events = map(json.loads, (site.place / "events.jsonl").read_text().splitlines())
     assert next(event["outcome"] for event in events if event["kind"] == "release") == "released"
 
@@ -160,7 +160,7 @@ def test_stop_ends_the_job_by_its_own_steps_first(site, trap):
         [name] = site.claims()
         with a_user(site.node, str(site.uuids.index(read_records(site.directory)[0].devices[0])), GIB) as child:
             asked = site.gpuguard.start("release", name, "--stop", "--reason", "maintenance")
-            status = run.wait(30)
+            status = run.wait(60)
             child.kill()
             child.wait()
             said, error = asked.communicate(timeout=60)

@@ -148,7 +148,7 @@ def test_its_user_goes_before_who_waits_longer_and_the_end_wakes_them(admin):
         assert waiter.poll() is None
         admin(None, "reserve", "--cancel", roots)
         began = time.monotonic()
-        output, errors = waiter.communicate(timeout=20)
+        output, errors = waiter.communicate(timeout=60)
         assert (output.count(","), waiter.returncode) == (7, 0), errors
         assert time.monotonic() - began < 15
     finally:
@@ -222,7 +222,7 @@ def test_a_job_inside_its_reservation_that_is_killed_leaves_the_reservation(admi
     with admin.job(ALICE, "-n", "2") as (wrapper, _):
         job = int(Path(f"/proc/{wrapper.pid}/task/{wrapper.pid}/children").read_text().split()[-1])
         os.kill(wrapper.pid if victim == "wrapper" else job, 9)
-        wrapper.wait(20)
+        wrapper.wait(60)
         if victim == "wrapper":
             os.kill(job, 9)
 

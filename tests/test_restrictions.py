@@ -227,12 +227,12 @@ def test_a_denied_user_may_divide_the_claim_that_they_have(directory):
 
 
 def test_a_waiting_user_gets_the_device_when_the_denial_is_over(directory):
-    restrict(directory, DENIED, str(os.geteuid()), until=time.time() + 1.0)
+    over = time.time() + 1.0
+    restrict(directory, DENIED, str(os.geteuid()), until=over)
 
-    begun = time.monotonic()
-    acquire(Devices(a_device(0)), Request(), directory, wait=20.0, environ={}).release()
+    acquire(Devices(a_device(0)), Request(), directory, wait=60.0, environ={}).release()
 
-    assert time.monotonic() - begun > 0.5
+    assert time.time() >= over
 
 
 def a_verdict(action: str, subject: Subject, enforce: bool = True, **options: float) -> Verdict:

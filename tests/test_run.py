@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,12 +100,12 @@ def test_a_job_that_ignores_the_hang_up_survives_it(wrapped):
 
 
 def test_orphans_of_the_job_are_collected(wrapped):
-    script = "for i in 1 2 3; do (sh -c 'sleep 0.05' &) ; done; echo $PPID; sleep 0.5"
+    script = "for i in 1 2 3; do (sh -c 'echo $$; sleep 0.05' &) ; done; exec sleep 600"
     wrapper = wrapped.start("sh", "-c", script)
-    parent = first_line(wrapper)
-    time.sleep(0.3)
+    orphans = [first_line(wrapper) for _ in range(3)]
 
-    assert "Z" not in children_of(parent).values()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in orphans))
+    wrapper.terminate()
     end(wrapper)
 
 
@@ -127,14 +127,18 @@ print('given away', flush=True); time.sleep(60)
 
 
 def test_a_claim_that_is_lost_is_said_loudly_once_and_the_job_goes_on(wrapped):
-    wrapper = wrapped.start("sh", "-c", "echo ready; sleep 0.6; exit 6", constants=FAST)
+    wait = f"echo ready; while [ ! -e {wrapped.place}/go ]; do sleep 0.02; done; exit 6"
+    wrapper = wrapped.start("sh", "-c", wait, constants=FAST)
     first_line(wrapper)
     lock = wrapped.claims / "lock" / UUIDS[0]
     lock.rename(lock.with_suffix(".stolen"))
-    err = end(wrapper)
+    said, looked = wrapper.stderr.readline(), wrapped.samples
+    until(lambda: wrapped.samples > looked + 3)
+    (wrapped.place / "go").touch()
 
+    assert "CLAIM LOST" in said
+    assert "LOST" not in end(wrapper)
     assert wrapper.returncode == 6
-    assert err.count("CLAIM LOST") == 1
     assert [event["outcome"] for event in wrapped.events() if event["kind"] == "claim lost"] == ["job goes on"]
 
 
@@ -142,10 +146,11 @@ def test_a_driver_that_fails_costs_the_numbers_and_not_the_job_and_is_asked_ever
     wrapper = wrapped.start("sh", "-c", "echo ready; sleep 0.8; exit 6", constants=FAST)
     first_line(wrapper)
     wrapped.machine(fail=True)
+    before = wrapped.samples
     end(wrapper)
 
     assert wrapper.returncode == 6
-    assert wrapped.samples <= 8  # 16 without a longer and longer pause
+    assert wrapped.samples - before <= 8  # 16 without a longer and longer pause
     assert wrapped.events()[-1]["outcome"] == "driver unreachable"
     assert not wrapped.is_claimed()
 
@@ -156,8 +161,14 @@ def test_a_machine_without_files_for_a_moment_costs_the_job_neither_its_supervis
     wrapper = wrapped.start("sh", "-c", wait, constants=FAST)
     first_line(wrapper)
     samples = wrapped.place / "samples"
-    samples.unlink(missing_ok=True)
-    samples.mkdir()
+
+    def taken() -> bool:
+        samples.unlink(missing_ok=True)
+        with suppress(FileExistsError):  # it was there again a moment later
+            samples.mkdir()
+        return bool(samples.is_dir())
+
+    until(taken)
     said = wrapper.stderr.readline()
     samples.rmdir()
     (wrapped.place / "go").touch()
@@ -410,7 +421,7 @@ def test_a_terminal_shows_the_devices_and_at_the_end_the_numbers_unless_it_is_to
     shown = at_terminal(gpuguard, "run", "-n", "2", "--", "sleep", "0.5").splitlines()
 
     assert re.fullmatch(r"gpuguard: GPU 0,1 \(SIMULATED\) · claim [0-9a-f]{8}", shown[0])
-    assert re.fullmatch(r"gpuguard: GPU 0,1 · 5\d\dms · peak .*iB · .*Wh · exit 0", shown[-1])
+    assert re.fullmatch(r"gpuguard: GPU 0,1 · ([5-9]\d\dms|[\d.]+s) · peak .*iB · .*Wh · exit 0", shown[-1])
     assert at_terminal(gpuguard, "run", "--quiet", "--", "echo", "hello") == "hello\r\n"
 
 
@@ -515,7 +526,7 @@ def test_with_exec_the_command_takes_our_place_and_nothing_else_is_left(gpuguard
 def test_with_exec_the_claim_lives_as_long_as_a_child_that_holds_it(gpuguard):
     with gpuguard.start("run", "--exec", "--", "sh", "-c", "sleep 60 > /dev/null 2>&1 & echo $!") as wrapper:
         child = int(wrapper.stdout.readline())
-        wrapper.wait(timeout=30)
+        wrapper.wait(60)
 
         assert len(claims(gpuguard)) == 1
         os.kill(child, signal.SIGKILL)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import GIB, Gpuguard, start
+from nodes import GIB, Gpuguard, start, until
 
 from gpuguard import procfs, run
 from gpuguard.backends import simulated, simulated_node
@@ -42,7 +42,7 @@ import os, signal, sys, time
 from gpuguard.backends import simulated
 simulated.use(None, {start}, {utilization}, ramp=({end}, 0.6), spec={place!r})
 print(os.getpid(), flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 TELL = """
 def tell(signum, frame):
@@ -50,6 +50,7 @@ def tell(signum, frame):
     if signum == signal.SIGTERM: sys.exit(7)
 signal.signal(signal.SIGUSR1, tell); signal.signal(signal.SIGTERM, tell)
 """
+AWAITED = "any(os.path.exists({!r}) or time.sleep(0.05) for _ in range(1000))"
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
@@ -72,7 +73,7 @@ class Job:
     def __call__(self, *options: str, job: str) -> tuple[int, str, str]:
         """Exit status, stdout and stderr."""
         with self.start(*options, job=job) as wrapper:
-            out, err = wrapper.communicate(timeout=40)
+            out, err = wrapper.communicate(timeout=60)
         assert "Traceback" not in err, err
         return wrapper.returncode, out, err
 
@@ -119,7 +120,7 @@ def test_a_job_that_a_limit_has_ended_does_not_look_like_success(job):
 
 
 def test_a_job_below_its_limits_never_hears_of_them(job):
-    below = job.uses(at_last=29 * GIB).replace("sleep(60)", "sleep(1.6)")
+    below = job.uses(at_last=29 * GIB).replace("sleep(600)", "sleep(1.6)")
     status, _, err = job("--memory-limit", "30GiB", "--temperature-limit", "85C", "--idle-limit", "1s", job=below)
 
     assert (status, err) == (0, "")
@@ -161,7 +162,6 @@ def test_a_job_that_ends_by_itself_on_the_checkpoint_signal_keeps_its_own_status
 
 
 def test_what_the_job_leaves_behind_has_the_limits_of_the_job(job, tmp_path):
-    began = time.monotonic()
     # One leftover holds the claim with little memory until the other one, told by *go*, has too much.
     go = tmp_path / "go"
     holds = job.uses(at_last=GIB)
@@ -174,9 +174,9 @@ subprocess.Popen([sys.executable, "-c", {holds!r}], stdout=subprocess.PIPE).stdo
     with job.start("--memory-limit", "30GiB", job=leaves) as wrapper:
         assert "the job ended, but pid" in wrapper.stderr.readline()
         go.touch()
-        said = wrapper.stderr.read()
+        said = wrapper.communicate(timeout=60)[1]  # they sleep for longer
 
-    assert (wrapper.returncode, time.monotonic() - began < 30) == (0, True), "they sleep for 60 s"
+    assert wrapper.returncode == 0
     assert "uses 41.0GiB of GPU 0, 30GiB is allowed (--memory-limit): SIGTERM to the job." in said
 
 
@@ -188,7 +188,7 @@ def test_a_job_is_ended_when_it_should_be_although_gpuguard_was_upgraded_under_i
         claim = wrapper.stdout.readline().strip()
         if is_released:
             assert job.gpuguard("release", claim, "--stop").returncode == 0
-        _, err = wrapper.communicate(timeout=40)
+        _, err = wrapper.communicate(timeout=60)
 
     assert (wrapper.returncode, "SIGTERM to the job" in err) == (status, True)
 
@@ -196,25 +196,27 @@ def test_a_job_is_ended_when_it_should_be_although_gpuguard_was_upgraded_under_i
 def test_a_job_lives_and_ends_as_it_likes_although_gpuguard_was_upgraded_while_it_waited(job):
     words = [sys.executable, "-c", UPGRADED, "run", "--no-wait", "--", "sh", "-c", "sleep 1; exit 3"]
 
-    assert subprocess.run(words, env=job.gpuguard.environment, timeout=40, check=False).returncode == 3
+    assert subprocess.run(words, env=job.gpuguard.environment, timeout=60, check=False).returncode == 3
 
 
 def test_the_memory_of_a_stranger_on_the_device_is_not_held_against_the_job(job, stranger):
-    uses = job.uses(at_last=10 * GIB).replace("sleep(60)", "sleep(2)")
+    uses = job.uses(at_last=10 * GIB).replace("time.sleep(600)", AWAITED.format(job.node + ".go"))
     with job.start("--memory-limit", "30GiB", job=uses) as wrapper:
         wrapper.stdout.readline()
         enters(job.node, stranger.pid, 60 * GIB)
-        err = wrapper.communicate(timeout=30)[1]
+        until(lambda: os.getuid() or job.gpuguard.events("stranger"))  # else it is our own user's, who needs no warning
+        time.sleep(1.0)  # five more looks: nothing else to wait for shows that nothing follows
+        Path(f"{job.node}.go").touch()
+        err = wrapper.communicate(timeout=60)[1]
 
     assert (wrapper.returncode, stranger.poll(), "SIG" in err) == (0, None, False)
-    if os.getuid() == 0:  # else the stranger is our own user's, who needs no warning
+    if os.getuid() == 0:
         assert err.count(f"(pid {stranger.pid}) computes on GPU 0 too, which you have claimed.") == 1
         assert [event["outcome"] for event in job.gpuguard.events("stranger")] == ["owner warned"]
 
 
 SILENT = "the limits of the job cannot be kept as long as the driver does not answer"
 IMPORT = "from gpuguard.backends import simulated"
-AWAITED = "any(os.path.exists({!r}) or time.sleep(0.05) for _ in range(1000))"
 
 
 def watched(job: Job, setup: str) -> tuple[int, list[str]]:

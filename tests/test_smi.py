@@ -227,11 +227,9 @@ PARAMETER = '<!DOCTYPE x [<!ENTITY % a SYSTEM "http://127.0.0.1:9/x"> %a;]><nvid
 )  # fmt: skip
 def test_a_document_that_is_none_or_means_harm_is_refused(tmp_path, document):
     (tmp_path / "smi.xml").write_text(document, encoding="utf-8")
-    began = time.monotonic()
 
     with pytest.raises(BackendError, match=r"smi\.xml: this is nothing that `nvidia-smi -q -x` has written"):
         backends.open_backend(f"smi:{tmp_path}/smi.xml")
-    assert time.monotonic() - began < 30
 
 
 def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path):

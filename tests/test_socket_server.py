@@ -33,7 +33,7 @@ from gpuguard.cli import run_command_line
 from gpuguard.daemon import broker_client, client, exemptions, requests, server
 from gpuguard.daemon.broker import Broker
 from gpuguard.daemon.client import MAX_REQUEST_BYTES, SOCKET_NAME, exchange
-from gpuguard.daemon.server import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_USER, REQUEST_SECONDS, Handler, SocketServer
+from gpuguard.daemon.server import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_USER, Handler, SocketServer
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.jsonio import loads
 from gpuguard.model import ALL_FIELDS, Subject
@@ -73,7 +73,7 @@ def opened(directory: LockDirectory) -> Iterator[LockDirectory]:
 def connect(directory: LockDirectory) -> socket.socket:
     here = os.open(directory.path, os.O_PATH)
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(10.0)
+    connection.settimeout(60.0)
     try:
         connection.connect(f"/proc/self/fd/{here}/{SOCKET_NAME}")
     except BlockingIOError:
@@ -175,36 +175,35 @@ def test_a_request_may_come_in_pieces(opened):
         assert json.loads(said(connection))["asked"] == {"do": "x"}
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """It takes less time than a client has for its request."""
-    begun = time.monotonic()
-    yield
-    assert time.monotonic() - begun < REQUEST_SECONDS / 2
+@pytest.fixture
+def patient(opened: LockDirectory, monkeypatch: pytest.MonkeyPatch) -> LockDirectory:
+    """A server that waits much longer for a request than its clients wait for it."""
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 600.0)
+    return opened
 
 
-def test_a_client_that_sends_nothing_is_sent_away_and_keeps_no_other_waiting(opened):
+def test_a_client_that_sends_nothing_is_sent_away(opened, monkeypatch):
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.3)
     with connect(opened) as silent:
-        begun = time.monotonic()
-        with no_waiting():
-            assert ask(opened, {})
-
         assert said(silent) == b""
-        assert time.monotonic() - begun < 3 * REQUEST_SECONDS
 
 
-def test_a_client_that_never_reads_keeps_no_other_waiting(opened):
+def test_a_client_that_sends_nothing_keeps_no_other_waiting(patient):
+    with connect(patient):
+        assert ask(patient, {})
+
+
+def test_a_client_that_never_reads_keeps_no_other_waiting(patient):
     with ExitStack() as stack:
         for _ in range(3):
-            connection = stack.enter_context(connect(opened))
+            connection = stack.enter_context(connect(patient))
             connection.sendall(b'{"do": "' + b"x" * 4000 + b'"}\n')
-        with no_waiting():
-            assert ask(opened, {})
+        assert ask(patient, {})
 
 
-def test_one_user_has_only_so_many_connections(opened):
-    with ExitStack() as stack, no_waiting():
-        connections = [stack.enter_context(connect(opened)) for _ in range(MAX_CONNECTIONS_PER_USER + 3)]
+def test_one_user_has_only_so_many_connections(patient):
+    with ExitStack() as stack:
+        connections = [stack.enter_context(connect(patient)) for _ in range(MAX_CONNECTIONS_PER_USER + 3)]
 
         assert [said(connection) for connection in connections[MAX_CONNECTIONS_PER_USER:]] == [b""] * 3
 
@@ -218,7 +217,7 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(opened):
     assert ask(opened, {})
 
 
-def test_one_user_with_many_uids_keeps_no_other_out(opened, monkeypatch):
+def test_one_user_with_many_uids_keeps_no_other_out(patient, monkeypatch):
     numbers, real = iter(range(100_000, 200_000)), server.peer_uid
 
     def uid_of(connection: socket.socket) -> int:
@@ -226,13 +225,13 @@ def test_one_user_with_many_uids_keeps_no_other_out(opened, monkeypatch):
 
     monkeypatch.setattr(server, "peer_uid", uid_of)
     with ExitStack() as stack:
-        silent = [stack.enter_context(connect(opened)) for _ in range(MAX_CONNECTIONS)]
-        with no_waiting():
-            assert ask(opened, {})
-            assert said(silent[0]) == b""
+        silent = [stack.enter_context(connect(patient)) for _ in range(MAX_CONNECTIONS)]
+        assert ask(patient, {})
+        assert said(silent[0]) == b""
 
 
 def test_requests_of_one_user_with_many_uids_that_take_long_keep_no_other_out(directory, monkeypatch, tmp_path):
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 600.0)
     (tmp_path / "subuid").write_text("bob:100000:65536\n")
     monkeypatch.setattr(users, "SUBUIDS", str(tmp_path / "subuid"))
     uids, real = iter(range(100_000, 100_000 + MAX_CONNECTIONS)), server.peer_uid
@@ -243,7 +242,7 @@ def test_requests_of_one_user_with_many_uids_that_take_long_keep_no_other_out(di
 
     monkeypatch.setattr(server, "peer_uid", uid_of)
     done = threading.Event()
-    handle = lambda uid, request: {"uid": uid, "did": request["do"] == "claim" and done.wait(30)}  # noqa: E731
+    handle = lambda uid, request: {"uid": uid, "did": request["do"] == "claim" and done.wait(120)}  # noqa: E731
     with a_server(directory, handle), ExitStack() as stack:
         connections = [stack.enter_context(connect(directory)) for _ in range(MAX_CONNECTIONS)]
         stack.callback(done.set)
@@ -251,8 +250,7 @@ def test_requests_of_one_user_with_many_uids_that_take_long_keep_no_other_out(di
             with suppress(OSError):  # it was sent away
                 connection.sendall(b'{"do": "claim"}\n')
 
-        with no_waiting():
-            assert ask(directory, {"do": "keep"})["uid"] == os.geteuid()
+        assert ask(directory, {"do": "keep"})["uid"] == os.geteuid()
         done.set()
         assert json.loads(said(connections[0]))["uid"] == 100_000
 
@@ -337,7 +335,7 @@ def test_open_files_that_a_client_sends_hold_up_no_other(directory, monkeypatch,
 def test_what_takes_long_for_one_holds_up_no_request_for_something_else(directory, slow):
     """A user with much open can make it take seconds to release a claim, and ask for that again and again."""
     done = threading.Event()
-    handle = lambda uid, request: {"did": request["do"] == slow and done.wait(30)}  # noqa: E731
+    handle = lambda uid, request: {"did": request["do"] == slow and done.wait(60)}  # noqa: E731
     with a_server(directory, handle), ExitStack() as stack, connect(directory) as connection:
         stack.callback(done.set)
         connection.send(json.dumps({"do": slow}).encode() + b"\n")

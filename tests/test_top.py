@@ -83,7 +83,7 @@ class Stage:
         await self.pilot.pause()
 
     async def until(self, holds: Callable[[], object]) -> None:
-        for _ in range(400):
+        for _ in range(2400):
             if holds():
                 return
             await self.pilot.pause(0.025)

@@ -285,7 +285,7 @@ def test_in_a_real_terminal_it_shows_the_machine_answers_keys_and_leaves(termina
     pytest.importorskip("textual")
     with a_user(node, "1", 10 * GIB, 50.0) as child:
         terminal.start(80, 24)
-        assert eventually(lambda: f" {child.pid} " in terminal.screen(), 30), terminal.screen()
+        assert eventually(lambda: f" {child.pid} " in terminal.screen()), terminal.screen()
         assert "10.0/80" in terminal.screen() and "q:quit" in terminal.screen()
         assert max(map(len, terminal.screen().splitlines())) <= 80
         terminal.keys("?")
@@ -299,7 +299,7 @@ def test_in_a_real_terminal_it_shows_the_machine_answers_keys_and_leaves(termina
 @pytest.mark.terminal
 def test_the_plain_view_draws_again_and_again_and_says_what_would_be_better(terminal, node):
     terminal.start(80, 24, "--plain")
-    assert eventually(lambda: "gpuguard[tui]" in terminal.screen(), 30), terminal.screen()
+    assert eventually(lambda: "gpuguard[tui]" in terminal.screen()), terminal.screen()
     assert "no processes" in terminal.screen()
     with a_user(node, "1", 10 * GIB, 50.0) as child:
         assert eventually(lambda: f" {child.pid} " in terminal.screen())

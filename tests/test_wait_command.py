@@ -130,7 +130,7 @@ def test_it_returns_when_the_devices_are_given_back(waiting, both_taken):
     assert [waiting.stderr.readline()[:9] for _ in range(2)] == ["  GPU 0: ", "  GPU 1: "]
     assert waiting.stderr.readline() == "`gpuguard explain -n 2` shows each GPU.\n"
     both_taken.terminate()
-    output, error = waiting.communicate(timeout=30)
+    output, error = waiting.communicate(timeout=60)
 
     assert (waiting.returncode, output, error) == (0, "0,1\n", "")
 
@@ -139,7 +139,7 @@ def test_it_returns_when_the_devices_are_given_back(waiting, both_taken):
 def test_who_gives_up_leaves_no_ticket(gpuguard, waiting, signum, tmp_path):
     waiting.send_signal(signum)
 
-    assert waiting.wait(timeout=30) == -signum
+    assert waiting.wait(timeout=60) == -signum
     assert "Traceback" not in waiting.stderr.read()
     assert gpuguard.json("queue")["places"] == []
     until(lambda: not list((tmp_path / "claims").rglob("*ticket.*")), "its file is removed")
@@ -262,7 +262,7 @@ def test_ctrl_c_leaves_an_empty_line(gpuguard, both_taken):
         shown_until(lambda text: "waiting for" in text)
         process.send_signal(2)
 
-        assert process.wait(timeout=30) == -2
+        assert process.wait(60) == -2
         assert shown_until().endswith("\r\x1b[K")
 
 

@@ -97,7 +97,7 @@ def test_what_it_shows_is_what_who_and_queue_know(gpuguard):
 @contextmanager
 def a_stream(port: int, query: str = "") -> Iterator[Iterator[dict[str, Any]]]:
     """What a viewer is sent; as long as there is one, the machine is sampled often."""
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
         connection.request("GET", f"/api/stream{query}")
         lines = connection.getresponse()
         yield (json.loads(line[6:]) for line in iter(lines.readline, b"") if line.startswith(b"data: "))
@@ -226,7 +226,7 @@ def test_a_unix_socket_lets_in_our_user_and_group_alone_and_is_gone_at_the_end(g
         statuses = [over_unix(path, host).split()[1] for host in ("localhost", "", "[]")]
         second = gpuguard("web", "--listen", f"unix:{path}")
         server.terminate()
-        code = server.wait(20)
+        code = server.wait(60)
 
     assert (mode, statuses) == (0o660, [b"200", b"421", b"421"])
     assert (second.returncode != 0, "Address already in use" in second.stderr) == (True, True)
@@ -361,7 +361,7 @@ def _server(gpuguard: Gpuguard) -> Iterator[tuple[int, psutil.Process]]:
         yield port, psutil.Process(process.pid)
         assert process.poll() is None, "it crashed"
         process.terminate()
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=60)
         assert said.count("\n") == 1, said  # its address, and no traceback
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import Gpuguard, until
+from nodes import SECONDS, Gpuguard, until
 from proc import free_port
 from random_machines import a_random_machine
 from web_pages import a_busy_node, a_page, a_server, ask
@@ -38,7 +38,7 @@ def _browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as player:
-        browser = player.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = player.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=2000 * SECONDS)
         yield browser
         browser.close()
 
@@ -64,12 +64,13 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def a_tab(browser: Any, port: int, view: str = "", **options: Any) -> Iterator[Any]:
     """A tab with the page in it, at #*view*; whatever the browser complains of fails the test."""
     context = browser.new_context(**{"viewport": WIDE, "locale": "en-US", **options})
+    context.set_default_timeout(1000 * SECONDS)
     tab, said = context.new_page(), []
     tab.on("console", lambda line: said.append(line.text))
     tab.on("pageerror", lambda error: said.append(str(error)))
     tab.on("dialog", lambda dialog: said.append(f"dialog {dialog.message}"))
-    tab.goto(f"http://127.0.0.1:{port}/{view}")
     try:
+        tab.goto(f"http://127.0.0.1:{port}/{view}")
         yield tab
     finally:
         context.close()
@@ -124,7 +125,7 @@ def test_a_chart_grows_without_being_asked_for_again(quiet, browser):
 
 def test_what_strangers_wrote_is_text(tmp_path, browser):
     gpuguard = a_node(tmp_path)
-    job = ("run", "-n", "4", "--note", HOSTILE, "--", "sh", "-c", "exec sleep 60", HOSTILE)
+    job = ("run", "-n", "4", "--note", HOSTILE, "--", "sh", "-c", "exec sleep 600", HOSTILE)
     waiting = ("run", "-n", "1", "--note", HOSTILE, "--", "true", HOSTILE)
     with running(gpuguard, *job):
         until(lambda: gpuguard.json("who")["devices"][0]["claims"])
@@ -179,7 +180,7 @@ def test_it_comes_back_when_the_server_does(tmp_path, browser):
     with a_server(gpuguard, port=port) as (_, server), a_tab(browser, port) as tab:
         tab.locator("#status", has_text="live").wait_for()
         server.terminate()
-        server.wait(20)
+        server.wait(60)
         tab.locator("#status", has_text="connection lost").wait_for()
         with a_page(gpuguard, port=port):
             tab.locator("#status", has_text="live").wait_for()

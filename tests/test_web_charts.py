@@ -25,7 +25,7 @@ from gpuguard.web.feed import MAX_CHARTS, ChartRequest, FrameFeed, series_of
 from gpuguard.web.server import application
 
 MANY = 100
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 async def asked(app, path):

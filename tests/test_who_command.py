@@ -174,7 +174,7 @@ def test_a_piped_watch_prints_one_object_per_look_until_ctrl_c():
         looks = [json.loads(process.stdout.readline()) for _ in range(3)]
         process.send_signal(signal.SIGINT)
 
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
         assert process.stderr.read() == b""
     assert looks[0]["taken_at"] < looks[1]["taken_at"] < looks[2]["taken_at"]
 
@@ -185,7 +185,7 @@ def watched(term: str, mark: str, number: int) -> tuple[str, int]:
     with on_terminal(words, environment) as (process, shown_until):
         shown_until(lambda text: text.count(mark) >= 2)
         process.send_signal(number)
-        return shown_until(), process.wait(10)
+        return shown_until(), process.wait(60)
 
 
 @pytest.mark.terminal

@@ -102,12 +102,11 @@ def test_a_new_worker_sends_anew_what_the_one_before_it_had_sent(backend: Worker
 def test_a_hanging_call_costs_one_device_which_keeps_its_uuid_and_is_not_touched_again_soon(backend: WorkerBackend):
     uuids = [device.uuid for device in backend.sample(SELECT_FIELDS).devices]
     sim("fault", "--device", "2", "hang")
-    begun = time.monotonic()
     snapshot = backend.sample(WHO_FIELDS)
-    first = time.monotonic()
+    sim("fault", "--device", "2", "none")
     again = backend.sample(WHO_FIELDS)
 
-    assert first - begun < 5 and time.monotonic() - first < client.NEXT_DEVICE_SECONDS
+    assert again.devices[2].problems == ("unresponsive",), "it would have answered"
     assert [device.index for device in snapshot.devices if device.problems == ("unresponsive",)] == [2]
     assert [gap.reason for gap in snapshot.gaps if gap.field == "device"] == ["a driver call did not come back"]
     assert all(device.memory_used is not None for device in snapshot.devices if device.index != 2)

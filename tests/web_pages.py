@@ -15,7 +15,7 @@ from functools import partial
 from nodes import Gpuguard, until
 from proc import free_port
 
-PATIENCE = 30.0  # seconds: far beyond any answer, even on a busy machine
+PATIENCE = 60.0  # seconds: far beyond any answer, even on a busy machine
 JOBS = (  # (user-facing note, how many devices, memory, utilization) of the jobs of a_busy_node
     ("train llama, 2 of 4 epochs", 3, "61GiB", "93%"),
     ("蛋白质折叠 第三轮", 1, "22GiB", "47%"),

@@ -108,7 +108,7 @@ class Wrapped:
     def run(self, *command: str, **options: Any) -> tuple[int, str, str]:
         """Exit status, stdout and stderr of a wrapper that ends by itself."""
         wrapper = self.start(*command, **options)
-        out, err = wrapper.communicate(timeout=30)
+        out, err = wrapper.communicate(timeout=60)
         return wrapper.returncode, out, err
 
     @property
@@ -122,7 +122,8 @@ class Wrapped:
 
     def events(self) -> list[dict[str, Any]]:
         """The audit log."""
-        return [json.loads(line) for line in (self.place / "events").read_text().splitlines()]
+        lines = (self.place / "events").read_text().rpartition("\n")[0]  # the last one may just be being written
+        return [json.loads(line) for line in lines.splitlines()]
 
 
 def a_directory(place: Path) -> LockDirectory:
@@ -145,7 +146,7 @@ def first_line(wrapper: subprocess.Popen[str]) -> str:
 
 def end(*wrappers: subprocess.Popen[str]) -> str:
     """Wait for the end, and return what the last one wrote to stderr."""
-    return [wrapper.communicate(timeout=20)[1] for wrapper in wrappers][-1]
+    return [wrapper.communicate(timeout=60)[1] for wrapper in wrappers][-1]
 
 
 def main(place: Path, steering: dict[str, Any], command: list[str]) -> None:
