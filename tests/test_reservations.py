@@ -13,6 +13,7 @@ from claiming import acquire
 from pretended import Pretended
 
 from gpuguard.claims.directory import LockDirectory
+from gpuguard.claims.restrictions import DENIED, Restriction, change
 from gpuguard.cli.reserve import parse_when
 from gpuguard.errors import InvalidRequest, LockDirectoryError
 from gpuguard.lock import has_queue
@@ -191,6 +192,17 @@ def test_an_arrival_is_noted_for_its_user_alone(directory):
     record_arrival(directory, [made])
     _, _, arrivals = read_reservations(directory, time.time())
     assert list(arrivals) == [(os.geteuid(), made.key)]
+
+
+def test_as_long_as_a_user_is_denied_nothing_is_kept_for_their_reservations(directory):
+    now = time.time()
+    made_in(directory, uid=7)
+    denial = Restriction("7", now, now + 60.0)
+    change(directory, DENIED, lambda restrictions: restrictions.update({"7": denial}))
+    found = [reservation_calendar(directory, UUIDS, (), when) for when in (now, now + 61.0)]
+
+    assert [len(calendar.reservations) for calendar in found] == [0, 1]
+    assert "may make no claim" in found[0].statuses[0].why_not
 
 
 def test_cancelling_twice_is_no_fault(directory):

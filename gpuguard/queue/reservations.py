@@ -27,6 +27,7 @@ from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory, is_same_file
 from gpuguard.claims.disk_room import why_full
 from gpuguard.claims.records import unfinished_path
+from gpuguard.claims.restrictions import DENIED, denial_of, read_restrictions
 from gpuguard.errors import InvalidRequest, LockDirectoryError, shortage
 from gpuguard.files import remove_leftover, status_in_place, write_file
 from gpuguard.jsonio import decode
@@ -44,6 +45,7 @@ MOST_OF_ONE = 100  # of a user; a quota counts their devices, but only once all 
 MOST_NOTE = 200  # characters
 MOST_COUNTED = 256  # with more, planning would take too long
 MOST_GPUS = 4096
+USER_IS_DENIED = N_("its user may make no claim now")
 _NO_ROOM = N_("earlier reservations leave too few GPUs at that time")
 
 Arrivals = Mapping[tuple[int, str], float]  # (uid, key of a reservation) -> when its user last began or ended a claim
@@ -104,8 +106,10 @@ def reservation_calendar(
     if not _has_reservations(directory):
         return ReservationCalendar(now=now)
     reservations, ignored, arrivals = read_reservations(directory, now)
-    keys = read_queue_settings().rules.reservations
-    return ReservationCalendar(tuple(judge(reservations, uuids, claims, arrivals, keys, now)), tuple(ignored), now)
+    keys, restrictions = read_queue_settings().rules.reservations, read_restrictions(directory, DENIED, now)
+    denied = {reservation.uid for reservation in reservations if denial_of(restrictions, reservation.uid)}
+    statuses = judge(reservations, uuids, claims, arrivals, keys, now, denied)
+    return ReservationCalendar(tuple(statuses), tuple(ignored), now)
 
 
 def with_reserved_instances(backend: Backend, directory: LockDirectory, snapshot: Snapshot) -> Snapshot:
@@ -130,8 +134,9 @@ def judge(
     arrivals: Arrivals,
     keys: ReservationKeys,
     now: float,
+    denied: Collection[int] = (),
 ) -> list[ReservationStatus]:
-    """Which of them count."""
+    """Which of them count; *denied*: uids that may make no claim now."""
     statuses: list[ReservationStatus] = []
     counted: list[Reservation] = []
     for reservation in sorted(reservations, key=lambda reservation: (reservation.made, reservation.key)):
@@ -151,7 +156,8 @@ def judge(
         if now >= deadline and not present:
             statuses.append(ReservationStatus(reservation, no_show_at=deadline, over=True))
             continue
-        why_not = _not_allowed(reservation, counted, uuids, keys)
+        is_denied = reservation.uid in denied
+        why_not = _(USER_IS_DENIED) if is_denied else _not_allowed(reservation, counted, uuids, keys)
         if not why_not and not can_be_met(reservation, counted, uuids):
             why_not = _(_NO_ROOM)
         if not why_not:

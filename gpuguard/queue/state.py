@@ -35,7 +35,7 @@ from gpuguard.queue.backfill import Fit, Machine, QueuePosition, backlog, plan
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.estimates import probable_end
 from gpuguard.queue.priority import TYPICAL_SECONDS, QueueRules, Ticket, bound_now, order
-from gpuguard.queue.reservations import ReservationCalendar, reservation_calendar
+from gpuguard.queue.reservations import USER_IS_DENIED, ReservationCalendar, reservation_calendar
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import IgnoredFile, read_tickets, unread_since
 from gpuguard.request import Request
@@ -150,7 +150,7 @@ def queue_state(
     machine = _machine(snapshot, facts, {request for ticket in tickets for request in ticket.requests}, now)
     rules = bound_now(rules, [claim.waited or 0.0 for claim in facts.claims], backlog(tickets, machine, now))
     denied = [ticket.id for ticket in tickets if denial_of(facts.denied, ticket.uid)]
-    tickets = _passed_over(tickets, dict.fromkeys(denied, _("its user may make no claim now")))
+    tickets = _passed_over(tickets, dict.fromkeys(denied, _(USER_IS_DENIED)))
     while True:
         positions = plan(order(tickets, usage, rules, now), machine, usage, rules, now)
         if directory.keeper is not None and (further := _further_offers(positions)):
