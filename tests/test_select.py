@@ -190,7 +190,7 @@ def test_the_plan_of_the_queue_is_about_the_devices_that_would_be_chosen(divided
         devices = [replace(one, processes=(BOB,)) if hit else one for one, hit in zip(usable, busy, strict=True)]
         snapshot = a_snapshot(*(gpus[index] for index in divided), *devices)
         request = Request(wanted, allow_mig_set=together)
-        planned, choice = fit(snapshot, request, QueueFacts()), choose(snapshot, request, {})
+        planned, choice = fit(snapshot, request, QueueFacts(), {}), choose(snapshot, request, {})
 
         assert planned.open.issuperset(device.uuid for device in choice.devices)
         assert bool(choice.devices) == (len(planned.open) >= wanted)

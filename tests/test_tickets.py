@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import a_device, a_snapshot
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from nodes import eventually
@@ -22,7 +23,9 @@ from queues import a_ticket
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.errors import InvalidRequest
 from gpuguard.queue import tickets
-from gpuguard.queue.priority import PRIORITIES, Ticket
+from gpuguard.queue.priority import PRIORITIES, QueueRules, Ticket
+from gpuguard.queue.reasons import start_text
+from gpuguard.queue.state import QueueFacts, queue_state
 from gpuguard.queue.tickets import (
     MAX_BYTES,
     MOST_UNREAD,
@@ -272,3 +275,17 @@ def test_what_a_user_wants_is_the_sum_of_all_requests_within_what_there_can_be(d
 
 def test_of_a_queue_that_cannot_be_read_it_is_unknown_what_is_wanted(directory):
     assert wanted(waiting_tickets(replace(directory, records=f"{directory.records}/gone"))) is None
+
+
+def test_who_shares_the_devices_is_found_out_once_for_all_requests(directory, monkeypatch):
+    """It reads /proc of each process there."""
+    calls: list[object] = []
+    monkeypatch.setattr("gpuguard.queue.state.sharing_of", lambda *facts: calls.append(facts) or {})
+    requests = [Request(share=True, memory=number * 2**30) for number in range(1, 5)]
+    held = [OwnTicket(directory, ticket_content(a_ticket(requests=[request]))) for request in requests]
+    queue = queue_state(directory, a_snapshot(a_device()), QueueFacts(), QueueRules())
+    texts = [start_text(position, queue) for position in queue.positions]
+    for ticket in held:
+        ticket.withdraw()
+
+    assert (len(texts), len(calls)) == (4, 1)

@@ -124,7 +124,7 @@ def _kept_out_text(request: Request, devices: Sequence[str], queue: QueueState) 
     if not request.share:
         return None
     try:
-        refused = choose_for(queue.snapshot, request, queue.facts).refused
+        refused = choose_for(queue.snapshot, request, queue.facts, queue.sharing).refused
     except InvalidRequest:
         return None
     reasons = (

@@ -26,6 +26,7 @@ from gpuguard.claims.restrictions import (
     read_restrictions,
     restriction_files,
 )
+from gpuguard.eligibility import Sharing
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.queries import query_store, store_path
 from gpuguard.locale import _
@@ -73,6 +74,7 @@ class QueueState:
     now: float
     unresponsive: frozenset[str] = frozenset()
     bound: float = QueueRules.bound  # seconds after which a request is passed only by what ends in time
+    sharing: Mapping[str, Sharing] = field(default_factory=dict)  # uuid -> who shares the device
 
     def of(self, ticket_id: str) -> QueuePosition:
         """The position of a ticket that it has."""
@@ -147,7 +149,9 @@ def queue_state(
     now, own = time.time(), mine and mine.id
     unresponsive: dict[str, str] = {}
     usage = usage_of_owners(used_by(facts.claims, now) if facts.usage is None else facts.usage)
-    machine = _machine(snapshot, facts, {request for ticket in tickets for request in ticket.requests}, now)
+    requests = {request for ticket in tickets for request in ticket.requests}
+    sharing = _sharing(snapshot, facts, requests)
+    machine = _machine(snapshot, facts, requests, sharing, now)
     rules = bound_now(rules, [claim.waited or 0.0 for claim in facts.claims], backlog(tickets, machine, now))
     denied = [ticket.id for ticket in tickets if denial_of(facts.denied, ticket.uid)]
     tickets = _passed_over(tickets, dict.fromkeys(denied, _(USER_IS_DENIED)))
@@ -159,7 +163,7 @@ def queue_state(
         starting = [position.ticket for position in positions if position.now]
         if all(ticket.id == own or is_responsive(directory, ticket) for ticket in starting):
             waiting = tuple(positions), tuple(ignored)
-            return QueueState(*waiting, snapshot, facts, now, frozenset(unresponsive), rules.bound)
+            return QueueState(*waiting, snapshot, facts, now, frozenset(unresponsive), rules.bound, sharing)
         # Where one does not respond, many may not: the script that started them all may have been stopped.
         for ticket in tickets:
             if ticket.id != own and not is_responsive(directory, ticket):
@@ -202,38 +206,53 @@ def kept_from(snapshot: Snapshot, facts: QueueFacts, ticket: Ticket) -> dict[str
     if not facts.reservations:
         return {}
     now = time.time()
-    (position,) = plan([ticket], _machine(snapshot, facts, ticket.requests, now), {}, QueueRules(), now)
+    sharing = _sharing(snapshot, facts, ticket.requests)
+    (position,) = plan([ticket], _machine(snapshot, facts, ticket.requests, sharing, now), {}, QueueRules(), now)
     return dict(position.kept)
 
 
-def _machine(snapshot: Snapshot, facts: QueueFacts, requests: Collection[Request], now: float) -> Machine:
+def _sharing(snapshot: Snapshot, facts: QueueFacts, requests: Collection[Request]) -> Mapping[str, Sharing]:
+    """As sharing_of(), once for all *requests*: who started a process is read from /proc."""
+    return sharing_of(snapshot, facts.claims) if any(request.share for request in requests) else {}
+
+
+def _machine(
+    snapshot: Snapshot,
+    facts: QueueFacts,
+    requests: Collection[Request],
+    sharing: Mapping[str, Sharing],
+    now: float,
+) -> Machine:
     relatives: dict[str, list[str]] = {}
     for device in snapshot.devices:
         if device.parent_uuid:
             relatives.setdefault(device.uuid, []).append(device.parent_uuid)
             relatives.setdefault(device.parent_uuid, []).append(device.uuid)
     return Machine(
-        {request: fit(snapshot, request, facts) for request in requests},
+        {request: fit(snapshot, request, facts, sharing) for request in requests},
         last_ends(facts.claims, lambda claim: claim.ends),
         last_ends(facts.claims, lambda claim: expected_end(claim, now)),
         last_ends(facts.claims, lambda claim: expected_end(claim, now) or _guessed_end(claim, now)),
         {uuid: tuple(uuids) for uuid, uuids in relatives.items()},
         facts.reservations,
-        fit(snapshot, Request(), facts).open if facts.reservations else frozenset(),
+        fit(snapshot, Request(), facts, {}).open if facts.reservations else frozenset(),
     )
 
 
-def choose_for(snapshot: Snapshot, request: Request, facts: QueueFacts) -> Choice:
-    """The devices that will do for one request, of any user; InvalidRequest: see choose()."""
+def choose_for(snapshot: Snapshot, request: Request, facts: QueueFacts, sharing: Mapping[str, Sharing]) -> Choice:
+    """The devices that will do for one request, of any user; *sharing* as of sharing_of().
+
+    Raises InvalidRequest: see choose().
+    """
     alone = [claim for claim in facts.claims if not (request.share and claim.slots)]
-    sharing = sharing_of(snapshot, facts.claims) if request.share else None
-    return choose(snapshot, request, claimed_by(alone, snapshot.taken_at) | dict(facts.quarantined), sharing)
+    taken = claimed_by(alone, snapshot.taken_at) | dict(facts.quarantined)
+    return choose(snapshot, request, taken, sharing if request.share else None)
 
 
-def fit(snapshot: Snapshot, request: Request, facts: QueueFacts) -> Fit:
-    """The devices for one request, of any user."""
+def fit(snapshot: Snapshot, request: Request, facts: QueueFacts, sharing: Mapping[str, Sharing]) -> Fit:
+    """The devices for one request, of any user; *sharing* as of sharing_of()."""
     try:
-        choice = choose_for(snapshot, request, facts)
+        choice = choose_for(snapshot, request, facts, sharing)
     except InvalidRequest:  # it names a device that is not there any more
         return Fit((), frozenset())
     opened = {device.uuid for device in choice.eligible}
