@@ -240,16 +240,46 @@ def test_a_fault_is_found_at_its_place_and_with_its_reason(text, part):
     assert file.policies == ()
 
 
-def test_all_faults_are_found_in_one_go():
-    plain, places = marked(
-        "version: «2\n«mod: enforce\npolicies:\n"
-        "  - {name: «A, when: {idle: {below: «5, «x: 1}}, for: «2, steps: [«kil]}\n"
-        "  - {name: b, when: «{}, except: {users: [«nobody-here]}, steps: [warn]}\n"
-        "  - {name: c, when: {unclaimed: {}}, steps: [«kill]}\n"
-        "  - {name: c, when: {unclaimed: {}}, steps: [{do: notify, to: «opps}]}\n"
-    )
+ALL_AT_ONCE = {
+    "keys and values": """
+version: «2
+«mod: enforce
+policies:
+  - {name: «A, when: {idle: {below: «5, «x: 1}}, for: «2, steps: [«kil]}
+  - {name: b, when: «{}, except: {users: [«nobody-here]}, steps: [warn]}
+  - {name: c, when: {unclaimed: {}}, steps: [«kill]}
+""",
+    "a name for the second time": """
+version: 1
+policies:
+  - {name: c, when: «{}, steps: [warn]}
+  - {name: «c, when: {unclaimed: {}}, for: «2, steps: [warn]}
+  - {name: «c, when: {unclaimed: {}}, steps: [«kil]}
+""",
+    "a target that is unknown": """
+version: 1
+mode: «enforc
+notify: {ops: {email: «[]}, pager: {hook: {command: [/bin/true]}}, «Desk: {email: a@b.org}, mine: {email: a@b.org}}
+policies:
+  - {name: a, when: {unclaimed: {}}, for: «2, steps: [{do: notify, to: «opps}, {do: notify, to: ops}]}
+  - {name: b, when: «{}, steps: [«kil, {do: notify, to: «opps}, {do: run_hook, hook: «mine, after: «2}]}
+  - {name: c, when: {unclaimed: {}}, steps: [{do: run_hook, hook: pager}, {do: notify, to: «desk}]}
+""",
+    "steps that do not fit": """
+version: 1
+policies:
+  - {name: a, when: {unclaimed: {}}, for: «2, steps: [terminate, «{do: kill, after: 5s}]}
+  - {name: b, when: {temperature: {above: 80C, per: process}}, cooldown: «2, steps: [«terminate]}
+  - {name: c, when: «{}, days: «[mon, mon], steps: [warn]}
+""",
+}
 
-    assert {(fault.line, fault.column) for fault in read(plain).faults} - places == {(7, 12)}  # and the second c
+
+@pytest.mark.parametrize("text", ALL_AT_ONCE.values(), ids=ALL_AT_ONCE)
+def test_all_faults_are_found_in_one_go(text):
+    plain, places = marked(text)
+
+    assert {(fault.line, fault.column) for fault in read(plain).faults} == places
 
 
 def test_bytes_that_are_not_utf_8_are_refused_at_their_place():

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
 from gpuguard.locale import _
-from gpuguard.policies.files.decoder import Decoder, Path, unknown
+from gpuguard.policies.files.decoder import Decoder, Path, key_of, unknown
 from gpuguard.policies.files.keys import IntervalKeys, PolicyKeys
 from gpuguard.policies.policy import DAY, HARMFUL, KILL_AFTER, ON_PROCESSES, Exemption, Scope, early_kills
 from gpuguard.policies.view import FEWEST_IN_WINDOW
@@ -31,45 +32,75 @@ Entries = Mapping[str, frozenset[Any]]  # key of a scope -> what is listed there
 
 
 def check(decoder: Decoder, longest: float | None = None) -> None:
-    """Note every fault and warning in the decoder's source, for all policies that could be read.
+    """Note every fault and warning in the decoder's source.
 
+    Faults are looked for in whatever could be read, so that none waits for another one to be mended; warnings in whole
+    policies alone.
     *longest*: seconds between samples, where something else than the file says it.
-    What is known around a policy is None where that part of the file has faults of its own.
     """
     values, source, nodes = decoder.values, decoder.source, decoder.nodes
     given = {key for path in decoder.keys for key in path[:1]}
     interval: IntervalKeys | None = values.get(("interval",)) if "interval" in given else IntervalKeys()
-    targets = values.get(("notify",)) if "notify" in given else {}
     mode = values.get(("mode",), "observe")
     policies = {path: value for path, value in values.items() if isinstance(value, PolicyKeys)}
     names: dict[str, Path] = {}
-    for path, policy in policies.items():
-        place = (*path, "name")
-        first = names.setdefault(policy.name, place)
+    for place in [place for place in values if (place[:1], place[2:]) == (("policies",), ("name",))]:
+        first = names.setdefault(values[place], place)
         if first != place:
             hint = _("The first is in line {line}.").format(line=nodes[first].line)
-            source.fault(nodes[place], _("a second policy is called {name!r}.").format(name=policy.name), hint)
-    for path, policy in policies.items():
-        checks = _PolicyChecks(decoder, policy, path)
+            source.fault(nodes[place], _("a second policy is called {name!r}.").format(name=values[place]), hint)
+    _check_targets(decoder)
+    for path in [path for path in nodes if len(path) == 2 and path[0] == "policies"]:
+        policy = policies.get(path) or _readable(decoder, path)
+        checks = _PolicyChecks(decoder, policy, path, is_whole=path in policies)
         checks.check_steps(policy.mode or mode)
-        checks.check_targets(targets)
         checks.check_rules()
         checks.check_times(longest if longest is not None or interval is None else interval.longest)
         checks.check_scopes()
     _compare(decoder, policies, mode)
 
 
+def _check_targets(decoder: Decoder) -> None:
+    """Note the steps that send to what `notify` does not have."""
+    values = decoder.values
+    known = [str(path[1]) for path in decoder.keys if len(path) == 2 and path[0] == "notify"]
+    if ("notify",) in decoder.keys and not known:
+        return  # it has a fault of its own
+    for place, target in values.items():
+        if place[:1] != ("policies",) or place[2:3] != ("steps",) or place[4:] not in (("to",), ("hook",)):
+            continue
+        way = values.get(("notify", target))
+        if target not in known:
+            text, hint = unknown(target, known, _("target under `notify`"))
+        elif place[4] == "hook" and isinstance(way, tuple) and way[0] != "hook":
+            text = _("{target!r} is no hook.").format(target=target)
+            hint = _("Name one that is written {hook: ...}.")
+        else:
+            continue
+        decoder.source.fault(decoder.nodes[place], text, hint)
+
+
+def _readable(decoder: Decoder, path: Path) -> PolicyKeys:
+    """A policy of which not all could be read: as if what could not were not there."""
+    keys = {field.name: (*path, key_of(field)) for field in fields(PolicyKeys)}
+    least: dict[str, Any] = {"name": "", "when": ("all", ()), "steps": ()}
+    read = {name: decoder.values[place] for name, place in keys.items() if place in decoder.values}
+    return PolicyKeys(**{**least, **read})
+
+
 class _PolicyChecks:
     """One policy by itself; its places are named by the keys below it."""
 
-    def __init__(self, decoder: Decoder, policy: PolicyKeys, path: Path) -> None:
+    def __init__(self, decoder: Decoder, policy: PolicyKeys, path: Path, *, is_whole: bool) -> None:
         self.source, self.nodes, self.policy, self.path = decoder.source, decoder.nodes, policy, path
+        self.is_whole = is_whole
 
     def _fault(self, place: Path, text: str, hint: str = "") -> None:
         self.source.fault(self.nodes[self.path + place], text, hint)
 
     def _warn(self, place: Path, text: str, hint: str = "") -> None:
-        self.source.warn(self.nodes[self.path + place], text, hint)
+        if self.is_whole:
+            self.source.warn(self.nodes[self.path + place], text, hint)
 
     def check_steps(self, mode: str) -> None:
         steps = self.policy.steps
@@ -96,22 +127,6 @@ class _PolicyChecks:
         if mode == "enforce" and harmful is not None and MESSAGES.isdisjoint(step.name for step in steps[:harmful]):
             text = _("{name} without a warning.").format(name=steps[harmful].name)
             self._warn(("steps", harmful), text, _("Put `- warn` some time before it."))
-
-    def check_targets(self, targets: Mapping[str, tuple[str, Any]] | None) -> None:
-        for number, step in enumerate(self.policy.steps):
-            for key in ("to", "hook"):
-                target = getattr(step.own, key, None)
-                if not isinstance(target, str) or targets is None:
-                    continue
-                place = ("steps", number, key)
-                if target not in targets:
-                    self._fault(place, *unknown(target, targets, _("target under `notify`")))
-                elif key == "hook" and targets[target][0] != "hook":
-                    self._fault(
-                        place,
-                        _("{target!r} is no hook.").format(target=target),
-                        _("Name one that is written {hook: ...}."),
-                    )
 
     def check_rules(self) -> None:
         rules = list(_rules_of(self.policy))
