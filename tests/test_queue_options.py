@@ -283,6 +283,20 @@ def test_after_a_process_comes_when_it_has_ended_however_that_was(gpuguard):
     assert second.communicate(timeout=60) == ("now\n", "")
 
 
+@pytest.mark.parametrize(("number", "code"), [("1", 0), ("2", 75)])
+def test_no_wait_is_about_gpus_alone_and_begins_when_what_is_waited_for_has_ended(gpuguard, job, number, code):
+    with subprocess.Popen(["sleep", "600"]) as process:
+        words = ("run", "-n", number, "--no-wait", "--after", str(process.pid), "--quiet", "--", "true")
+        second = gpuguard.start(*words)
+        until(lambda: gpuguard.json("queue")["places"])
+        assert second.poll() is None
+        process.kill()
+
+    second.communicate(timeout=30)
+    assert second.returncode == code
+    assert "--wait and --no-wait count from then" in " ".join(gpuguard("run", "--help").stdout.split())
+
+
 def test_ctrl_c_while_it_waits_for_something_else_leaves_nothing(gpuguard, tmp_path):
     with gpuguard.start("run", "--after", str(os.getpid()), "--", "true") as second:
         said = second.stderr.readline()

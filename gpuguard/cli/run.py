@@ -317,7 +317,11 @@ def add_queue_options(parser: argparse.ArgumentParser, not_now: int = 75) -> Non
     waiting.add_argument("--no-wait", action="store_true", help=f"exit {not_now} when there are not enough GPUs now")
     other = "what will do as well, instead of all options above, as in --or '-n 1 --min-free 40GiB' (repeatable)"
     options.add_repeatable(group, ("--or", "OPTIONS", other), dest="alternatives")
-    group.add_argument("--after", metavar="CLAIM|PID", help="not before that claim or process has ended")
+    group.add_argument(
+        "--after",
+        metavar="CLAIM|PID",
+        help="not before that claim or process has ended: --wait and --no-wait count from then",
+    )
     group.add_argument(
         "--priority",
         choices=PRIORITY_NAMES,
