@@ -12,6 +12,7 @@ print.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import time
 from dataclasses import dataclass
@@ -204,7 +205,7 @@ class JobSupervisor:
         self.pidfd = patiently(os.pidfd_open, self.pid)
         # Fetched like the others; a handler is what other processes can see.
         signal.signal(signals.CHECK_CLAIM, lambda *_: None)
-        log_claim("claim", "started", claim, " ".join(command)[:1000])
+        log_claim("claim", "started", claim, shlex.join(command)[:1000])
 
     def supervise(self) -> None:
         """Stay until the job has ended."""

@@ -1,6 +1,7 @@
 """How long a job will take, by the audit log of its user: hints, never more."""
 
 import os
+import shlex
 import subprocess
 
 import pytest
@@ -25,7 +26,7 @@ def log(tmp_path, monkeypatch):
 
 def begins(claim, *command):
     """What run.py writes."""
-    message = " ".join(command)[:1000]
+    message = shlex.join(command)[:1000]
     audit_log.append(Event(time=0.0, kind="claim", outcome="started", claim=claim, message=message))
 
 
@@ -48,6 +49,15 @@ def test_the_mean_of_the_last_two_jobs_of_the_same_program_else_of_any(log):
     assert expected_seconds(("/usr/bin/python", "/home/a/train.py")) == 30.0
     assert expected_seconds(("python", "other.py")) == 99.0
     assert expected_seconds(("bash",)) == 99.0
+
+
+def test_a_script_within_quotes_is_the_same_program_again(log):
+    ran(10.0, command=("sh", "-c", "cd /data; python train.py"))
+    ran(99.0, 99.0, command=("sh", "-c", "cd /data; python eval.py"), name="d")
+    ran(30.0, command=("python", "train.py", "x" * 980 + " y"), name="e")  # longer than what the log has of it
+
+    assert expected_seconds(("sh", "-c", "cd /data; exec python train.py")) == 10.0
+    assert expected_seconds(("python", "train.py")) == 30.0
 
 
 def test_one_job_that_has_ended_is_enough_and_one_that_runs_tells_nothing(log):

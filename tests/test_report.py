@@ -365,11 +365,11 @@ def test_claims_that_share_a_gpu_can_take_more_than_its_time_and_the_report_says
 
 
 def test_claims_that_run_are_rows_too_and_not_among_those_without_an_end():
-    record = a_claim_record(a_device(0), a_device(1), id="b", since=1000.0, command=("python", "train.py"))
+    record = a_claim_record(a_device(0), a_device(1), id="b", since=1000.0, command=("sh", "-c", "python train.py"))
     rows, without_end = claim_rows(LOG, 60.0, 4000.0, running=running_claims([record], 4600.0))
     (runs,) = [row for row in rows if row.ended is None]
 
-    assert (runs.id, runs.gpu_seconds, runs.command) == ("b", 7200.0, "python train.py")
+    assert (runs.id, runs.gpu_seconds, runs.command) == ("b", 7200.0, "sh -c 'python train.py'")
     assert without_end == 0
 
 

@@ -178,6 +178,12 @@ def test_a_machine_without_files_for_a_moment_costs_the_job_neither_its_supervis
     assert wrapper.returncode == 6 and not wrapped.is_claimed()
 
 
+def test_the_command_is_in_the_event_as_it_is_written_for_a_shell(wrapped):
+    wrapped.run("sh", "-c", "exit 3")
+
+    assert wrapped.events()[0]["message"] == "sh -c 'exit 3'"
+
+
 def test_the_numbers_of_the_job_are_in_its_event(wrapped):
     wrapped.machine(energy=1000.0)
     wrapper = wrapped.start("sh", "-c", "echo ready; exec sleep 60", constants=FAST)

@@ -7,6 +7,7 @@ Does not read either: see queries and audit_log.  Does not write: see views.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -200,7 +201,7 @@ def running_claims(records: Iterable[ClaimRecord], now: float) -> list[ClaimRow]
             record.id,
             record.user,
             record.devices,
-            command=" ".join(record.command) if record.command else None,
+            command=shlex.join(record.command) if record.command else None,
             wall_time_seconds=None if record.since is None else max(0.0, now - record.since),
         )
         for record in records

@@ -6,7 +6,9 @@ Only a hint: a start that is planned by it is no promise that gpuguard can keep,
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 
 from gpuguard.history.audit_log import events_path, read_log
 from gpuguard.jsonio import loads
@@ -22,8 +24,7 @@ def expected_seconds(command: Sequence[str], path: str | None = None) -> float |
 
     That is the user's own by default.  None where there are none.
     """
-    # The audit log has the words with a blank between them, and of very long lines the beginning.
-    wanted = program(" ".join(command)[:1000].split(" "))
+    wanted = program(" ".join(command)[:1000].split(" "))  # the audit log has the beginning of very long lines
     commands: dict[str, str] = {}
     lasted: list[float] = []
     alike: list[float] = []
@@ -36,7 +37,7 @@ def expected_seconds(command: Sequence[str], path: str | None = None) -> float |
             event = loads(line)
             claim, kind = event.get("claim"), event["kind"]
             if kind == "claim" and event["outcome"] == "started":
-                commands[claim] = program(event["message"].split(" "))
+                commands[claim] = program(_words(event["message"]))
             elif kind == "release" and (name := commands.pop(claim, None)) is not None:
                 seconds = float(event["facts"]["wall_time_seconds"])
                 if 0 <= seconds < float("inf"):
@@ -45,6 +46,14 @@ def expected_seconds(command: Sequence[str], path: str | None = None) -> float |
         except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError):
             continue  # torn, or of another program
     return estimate(alike or lasted)
+
+
+def _words(line: str) -> list[str]:
+    """What stands between the blanks of a command line, without the quotes of a shell."""
+    if "'" in line:
+        with suppress(ValueError):  # cut off within quotes
+            line = " ".join(shlex.split(line))
+    return line.split(" ")
 
 
 def estimate(lasted: Sequence[float]) -> float | None:
