@@ -373,11 +373,13 @@ def test_a_daemon_denies_and_quarantines_by_policy(tmp_path, options, done):
 def test_a_device_is_quarantined_and_put_back_by_command(gpuguard):
     done = gpuguard("quarantine", "1", "--reason", "XID 79")
     [found] = json.loads(gpuguard("quarantine", "--json").stdout)["quarantined"]
+    listed = gpuguard("quarantine").stdout
     chosen = gpuguard("select", "--devices", "1")
     seen = json.loads(gpuguard("who", "--json").stdout)["devices"]
     ended = [gpuguard("quarantine", found["name"][:12], "--end").returncode for _ in "12"]
 
-    assert (done.returncode, found["reason"]) == (0, "XID 79")
+    assert (done.returncode, found["reason"], done.stdout) == (0, "XID 79", listed)
+    assert listed.startswith(f"GPU 1 (H100 80GB HBM3, {found['name']})  until it is ended  by ")
     assert (chosen.returncode, chosen.stdout) == (1, "") and "quarantined" in chosen.stderr
     assert [device["state"] for device in seen] == ["free", "unhealthy"]
     who = "the administrator" if os.geteuid() == 0 else "the owner of the directory"
@@ -391,6 +393,7 @@ def test_a_whole_uuid_is_quarantined_without_asking_the_driver(tmp_path):
     gpuguard = Gpuguard(tmp_path, None, GPUGUARD_BACKEND="nvml", LD_LIBRARY_PATH="/nonexistent")
 
     assert gpuguard("quarantine", uuid).returncode == 0
+    assert gpuguard("quarantine").stdout.startswith(f"{uuid}  until it is ended  ")
     assert gpuguard("quarantine", uuid, "--end").returncode == 0
 
 

@@ -23,7 +23,7 @@ from gpuguard.daemon import client
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, Line, LogFollower, decoded, events_path
 from gpuguard.locale import _
-from gpuguard.model import HEALTH
+from gpuguard.model import HEALTH, MODEL, Device
 from gpuguard.procfs import boot_clock
 from gpuguard.source import read_state
 from gpuguard.units import format_count, parse_duration
@@ -70,7 +70,8 @@ def main(args: argparse.Namespace) -> int:
             if args.json:
                 put([json_text(line, indent=None) for line in shown])
             elif shown:
-                headers, labels = labels is None, _labels(args) if labels is None else labels
+                headers = labels is None
+                labels = {device.uuid: device.label for device in known_devices(args)} if labels is None else labels
                 put(events.to_table(shown, labels, headers=headers))
         _warn_of_torn_lines(torn)
         if not args.follow:
@@ -157,15 +158,14 @@ class _MachineLog(_Log):
         return [] if own else own_events(self._args, self._since)
 
 
-def _labels(args: argparse.Namespace) -> dict[str, str]:
-    """The numbers of the devices by uuid, as the daemon last saw them, else as the driver tells them."""
+def known_devices(args: argparse.Namespace) -> tuple[Device, ...]:
+    """The devices as the daemon last saw them, else as the driver tells them; none where it cannot be asked."""
     directory, simulated = _directory(args), args.backend.startswith("simulated")
     last = read_state(directory, boot_clock(), simulated=simulated) if directory else None
     try:
-        last = last or sampled(args, {HEALTH})
-    except GpuguardError:  # of a machine without a driver the log can be read as well
-        return {}
-    return {device.uuid: device.label for device in last.devices}
+        return (last or sampled(args, {HEALTH, MODEL})).devices
+    except GpuguardError:  # what a log or a restriction says can be read without a driver as well
+        return ()
 
 
 def _directory(args: argparse.Namespace) -> LockDirectory | None:

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import (
@@ -21,6 +22,7 @@ from gpuguard.claims.restrictions import (
     read_restrictions,
     to_json,
 )
+from gpuguard.cli.events import known_devices
 from gpuguard.cli.options import (
     JSON,
     SubcommandRow,
@@ -31,9 +33,10 @@ from gpuguard.cli.options import (
     quantity,
     sampled,
 )
+from gpuguard.device_state import device_title, model_name
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.locale import _, translated
-from gpuguard.model import Event
+from gpuguard.model import MODEL, Device, Event
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.request import resolve
 from gpuguard.sanitize import neutralise
@@ -99,18 +102,19 @@ def _quarantine_options(parser: argparse.ArgumentParser) -> None:
 
 def _quarantine(args: argparse.Namespace) -> int:
     directory = directory_of(args, make=args.device is not None and not args.end)
+    known = read_restrictions(directory, QUARANTINED, time.time())
     if args.device is None:
         if args.for_ or args.reason or args.end:
             raise InvalidRequest(_("which GPU?  Name one: `gpuguard quarantine 3`."))
-        return show(directory, QUARANTINED, as_json=args.json)
+        return show(directory, QUARANTINED, known_devices(args) if known and not args.json else (), as_json=args.json)
     if args.end and seconds_of(args) is not None:
         raise InvalidRequest(_("either --for or --end."))
-    known = read_restrictions(directory, QUARANTINED, time.time()) if args.end else ()
-    beginning = [uuid for uuid in known if uuid.startswith(args.device)]
+    beginning = [uuid for uuid in known if uuid.startswith(args.device)] if args.end else []
     if _WHOLE_UUID.fullmatch(args.device) or (len(beginning) == 1 and not args.device.isdigit()):
         return _change(args, directory, "quarantine", beginning[0] if beginning else args.device)
-    [uuid] = resolve([args.device], sampled(args, {}).devices, "DEVICE")
-    return _change(args, directory, "quarantine", uuid)
+    devices = sampled(args, {MODEL}).devices
+    [uuid] = resolve([args.device], devices, "DEVICE")
+    return _change(args, directory, "quarantine", uuid, devices=devices)
 
 
 SUBCOMMANDS = {
@@ -120,7 +124,12 @@ SUBCOMMANDS = {
 
 
 def _change(
-    args: argparse.Namespace, directory: LockDirectory, command: str, name: str, user: str | None = None
+    args: argparse.Namespace,
+    directory: LockDirectory,
+    command: str,
+    name: str,
+    user: str | None = None,
+    devices: Sequence[Device] = (),
 ) -> int:
     """Make or end the restriction of *name*, leave an event of it, and show all of its kind."""
     kind = DENIED if command == "deny" else QUARANTINED
@@ -141,10 +150,10 @@ def _change(
         print(_("{user} was not {kind}.").format(user=user or name, kind=_(kind)))
         return 1
     facts = (("until_unix_seconds", until), ("by_uid", os.getuid()))
-    devices = () if command == "deny" else (name,)
+    uuids = () if command == "deny" else (name,)
     outcome = "ended" if args.end else kind
-    log_event(args, Event(time.time(), command, outcome, user, devices, message=reason or None, facts=facts))
-    return show(directory, kind, as_json=args.json)
+    log_event(args, Event(time.time(), command, outcome, user, uuids, message=reason or None, facts=facts))
+    return show(directory, kind, devices, as_json=args.json)
 
 
 def seconds_of(args: argparse.Namespace) -> float | None:
@@ -162,27 +171,31 @@ def reason_of(args: argparse.Namespace) -> str:
     return reason
 
 
-def show(directory: LockDirectory, kind: str, *, as_json: bool) -> int:
+def show(directory: LockDirectory, kind: str, devices: Sequence[Device] = (), *, as_json: bool) -> int:
+    """Print the restrictions of a kind; with the number and the name of those GPUs that are among *devices*."""
     if directory.owner is None:
         raise GpuguardError(
             _("nothing is denied, quarantined or kept without a directory of root's: run `sudo gpuguard setup` once.")
         )
     now = time.time()
     restrictions = sorted(read_restrictions(directory, kind, now).values(), key=lambda restriction: restriction.since)
+    titles = {
+        device.uuid: f"{translated(device_title(device))} ({model_name(device)}, {device.uuid})" for device in devices
+    }
     if as_json:
         put([json_text({"schema": 1, kind: [to_json(restriction) for restriction in restrictions]})], sys.stdout)
     else:
         put(
-            [line_of(restriction, now) for restriction in restrictions]
+            [line_of(restriction, now, titles.get(restriction.name)) for restriction in restrictions]
             or [_("nothing is {kind}.").format(kind=_(kind))],
             sys.stdout,
         )
     return 0
 
 
-def line_of(restriction: Restriction, now: float) -> str:
-    """``"bob  for another 1h59m  by the administrator: too many jobs"``."""
-    what = f"{restriction.user} ({restriction.name})" if restriction.user else restriction.name
+def line_of(restriction: Restriction, now: float, title: str | None = None) -> str:
+    """``"bob (1002)  for another 1h59m  by the administrator: too many jobs"``; *title*: what it is about, in words."""
+    what = f"{restriction.user} ({restriction.name})" if restriction.user else title or restriction.name
     until = restriction.until
     left = (
         _("until it is ended")
