@@ -131,6 +131,10 @@ SAMPLES = {"gpu": "GPU 3", "number": "1,024"}
         ("quarantined by the policy hot until 12:00: too hot", "已隔离至 12:00（操作者：策略 hot）：too hot"),
         ("python -c 'a; b'", "python -c 'a; b'"),
         ("who", "who"),
+        ("waits until lost's claim 3f0c9e21 has ended", "等待 lost 的占用 3f0c9e21 结束"),
+        ("quarantined by unresponsive: lost", "已隔离（操作者：unresponsive）：lost"),
+        ("pid 7 (python -c 'a; until b') computes", "进程 7（python -c 'a; until b'）在计算"),
+        ("pid 7 (starts now) computes", "进程 7（starts now）在计算"),
     ],
 )  # fmt: skip
 def test_what_was_written_in_english_is_shown_in_chinese_but_for_the_words_of_users(english, chinese):
@@ -257,6 +261,13 @@ def test_a_job_and_all_that_is_said_of_it_is_chinese(node):
 
     assert "在 GPU 0 (SIMULATED)" not in done.stderr and "结束：退出码 0" in done.stderr
     assert re.search(r"时间 +事件 +GPU +用户 +备注\n.*占用 开始 .*\n.*释放 结束 ", told.stdout)
+
+
+def test_what_a_user_wrote_stays_as_it_is(node):
+    ran(node, "quarantine", "0", "--reason", "lost")
+    told = ran(node, "events").stdout
+
+    assert re.search(r"隔离 已隔离 +0 .* lost;", told) and "丢失" not in told
 
 
 def test_tables_are_aligned_by_columns_of_the_terminal(node):

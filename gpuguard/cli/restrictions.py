@@ -203,6 +203,5 @@ def line_of(restriction: Restriction, now: float, title: str | None = None) -> s
         else _("for another {until}").format(until=format_duration(round(until - now)))
     )
     reason = f": {restriction.reason}" if restriction.reason else ""
-    return neutralise(
-        _("{what}  {left}  by {by}{reason}").format(what=what, left=left, by=translated(restriction.by), reason=reason)
-    )
+    by = translated(restriction.by) if " " in restriction.by else restriction.by  # one word is a user's name
+    return neutralise(_("{what}  {left}  by {by}{reason}").format(what=what, left=left, by=by, reason=reason))

@@ -2,7 +2,8 @@
 
 They come from the audit log, from records, from the worker that reads the GPUs, from the daemon and from other hosts.
 locale.translated() finds them again, and so does the page of `gpuguard web`: by the first line that fits.  What stands
-in a place may be such a sentence, too; in {gpu} it is a GPU or a MIG instance, in {number} digits.
+in a place may be such a sentence, too, but not in those of NAMES, nor where it is one word, which may be a user's name.
+In {gpu} it is a GPU or a MIG instance, in {number} digits.
 """
 
 from __future__ import annotations
@@ -507,17 +508,24 @@ SENTENCES = (
     "the job {why}",
     "{path} cannot be read: {error}.",
 )
+# Places of what others have named, or written.
+NAMES = frozenset(
+    {"command", "directory", "group", "id", "library", "name", "path", "place", "policy", "program", "spec"}
+)
 _PLACE = re.compile(r"\{(\w+)\}")
-_PLACES = {"gpu": r"(GPU \S+|MIG instance .+?)", "number": r"([\d,]+)"}
+_PLACES = {"gpu": r"(GPU \S+|MIG instance .+?)", "number": r"([\d,]+)", "command": "(.+?)"}
 _ANYTHING = r"((?:(?!; ).)+?)"  # of one sentence: several stand behind each other with a semicolon
 
 
 def phrases(say: Callable[[str], str]) -> Iterator[tuple[str, str]]:
-    """The sentences as regular expressions, of Python and JavaScript, and what *say* says: $1 is the first group."""
+    """The sentences as regular expressions, of Python and JavaScript, and what *say* says.
+
+    There $1 is the first group, which may be a sentence, too, and $!1 is that group as it is.
+    """
     for sentence in SENTENCES:
         form = say(sentence)
         for number, name in enumerate(dict.fromkeys(_PLACE.findall(sentence)), 1):
-            form = form.replace(f"{{{name}}}", f"${number}")
+            form = form.replace(f"{{{name}}}", f"$!{number}" if name in NAMES else f"${number}")
         yield _pattern(sentence), form
 
 
@@ -541,10 +549,14 @@ def in_words(sentence: str, say: Callable[[str], str]) -> str:
         return known
     for pattern, form in _compiled(say):
         if match := pattern.fullmatch(sentence):
-            return re.sub(r"\$(\d)", lambda place: in_words(match[int(place[1])], say), form)
+            return re.sub(r"\$(!?)(\d)", lambda place: _in_place(match[int(place[2])], say, place[1] == "!"), form)
     parts = sentence.split("; ")
     told = [in_words(part, say) for part in parts] if len(parts) > 1 else parts
     return sentence if told == parts else "；".join(told)
+
+
+def _in_place(text: str, say: Callable[[str], str], is_name: bool) -> str:
+    return text if is_name or " " not in text else in_words(text, say)
 
 
 @cache

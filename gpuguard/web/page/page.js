@@ -58,12 +58,13 @@
   // A sentence of the server in the reader's language; one that has no words here stays as it is.
   const patterns = ({ phrases }) => phrases.map(([pattern, form]) => [new RegExp(`^(?:${pattern})$`), form]);
   const PHRASES = Object.fromEntries(Object.entries(WORDS).map(([name, words]) => [name, patterns(words)]));
-  function phrase(text) {
-    for (const [pattern, form] of PHRASES[language]) {
+  // One word in a place may be a user's name: it is no sentence.
+  function phrase(text, inPlace = false) {
+    for (const [pattern, form] of inPlace && !text.includes(" ") ? [] : PHRASES[language]) {
       const match = text.match(pattern);
-      if (match) return form.replace(/\$(\d)/g, (_, place) => phrase(match[place])).replace(BETWEEN_CHINESE, "");
+      if (match) return form.replace(/\$(!?)(\d)/g, (_, name, place) => name ? match[place] : phrase(match[place], true)).replace(BETWEEN_CHINESE, "");
     }
-    if (language === "zh" && text.includes("; ")) return text.split("; ").map(phrase).filter(Boolean).join("；");
+    if (language === "zh" && text.includes("; ")) return text.split("; ").map((part) => phrase(part)).filter(Boolean).join("；");
     const units = found("durations"), letters = WORDS.en.durations;
     return /^(\d+(ms|[dhms]))+$/.test(text) ? text.replace(/ms|[dhms]/g, (unit) => units[letters.indexOf(unit)]) : text;
   }
@@ -218,7 +219,7 @@
       if (bare === "harm_action") return `${named(bare)} ${named(text)}`;
       return `${named(bare)} ${text.length > MAX_FACT ? `${text.slice(0, MAX_FACT)}…` : text}`;
     });
-    return [event.message && phrase(event.message).replace(/(?<!\.)[.。]$/, ""), facts.join(language === "zh" ? "，" : ", ")].filter(Boolean).join(language === "zh" ? "；" : "; ");
+    return [event.message && (event.verbatim ? event.message : phrase(event.message)).replace(/(?<!\.)[.。]$/, ""), facts.join(language === "zh" ? "，" : ", ")].filter(Boolean).join(language === "zh" ? "；" : "; ");
   }
   function showHost(seen) {
     const use = seen.host_use;

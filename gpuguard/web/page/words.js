@@ -1,5 +1,5 @@
 "use strict";
-// All words of the page, as JSON.  `phrases` are sentences of the server: [pattern, what to say], where $1 is looked up itself.
+// All words of the page, as JSON.  `phrases` are sentences of the server: [pattern, what to say], where $1 is looked up itself, $!1 is not.
 // To the Chinese ones the server adds what the catalogue of gpuguard/locale has: sentences, and the words of the log.
 const WORDS = {
   "en": {
