@@ -70,6 +70,14 @@ def test_what_nobody_watched_is_not_watched(path):
     assert (watch.seen, watch.store_begins) == (600, at(0))
 
 
+@pytest.mark.parametrize(("hours", "slot"), [(0, 50), (3, 48), (72, 0)], ids=["10 s", "60 s", "900 s"])
+def test_a_record_begins_when_it_did_as_exactly_as_is_kept(path, hours, slot):
+    fill(path, range(FIRST + 50, FIRST + 90))
+    watch = query_store(path, lambda usage: usage.watched(at(-90000), at(90)), at(90) + 3600 * hours)
+
+    assert watch.store_begins == at(slot)
+
+
 def with_energy(*uids: int, joules: float | None = 3000.0) -> tuple[Snapshot, Snapshot]:
     """Two samples, 10 s apart, of a device that these users share."""
     workers = tuple(a_process(pid, uid=uid) for pid, uid in enumerate(uids, 100))

@@ -80,7 +80,7 @@ class Watch:
     begin: float  # of the slots that count
     end: float
     seen: float  # seconds in which at least one device was watched
-    store_begins: float | None  # the oldest slot of all; None: the store is empty
+    store_begins: float | None  # the oldest slot of all, the finest that is kept; None: the store is empty
     width: int  # of the slots
 
 
@@ -134,11 +134,17 @@ class Usage:
         width = self.width(begin)
         most = f"SELECT MAX(seen_ms) AS most FROM ({rows('devices', width)}) GROUP BY slot"
         (seen,) = self._execute(f"SELECT SUM(most) AS seen_at_all FROM ({most})", *_keys(begin, end, width)).fetchone()
-        (oldest,) = self._execute(
-            f"SELECT MIN(slot) AS oldest FROM ({rows('devices', COARSEST)})", -(2**63), 2**63 - 1
-        ).fetchone()
+        begins = self._first_slot(COARSEST)
+        if begins is not None:  # of a young store known better than to a quarter of an hour
+            begins = self._first_slot(self.width(begins)) or begins
         whole = min(_next(begin, width) * width, end), min(_next(end, width) * width, max(end, self.now))
-        return Watch(*whole, (seen or 0) / 1000, None if oldest is None else float(oldest * COARSEST), width)
+        return Watch(*whole, (seen or 0) / 1000, begins, width)
+
+    def _first_slot(self, width: int) -> float | None:
+        """Unix time at which the oldest slot of that width begins."""
+        oldest = f"SELECT MIN(slot) AS oldest FROM ({rows('devices', width)})"
+        (slot,) = self._execute(oldest, -(2**63), 2**63 - 1).fetchone()
+        return None if slot is None else float(slot * width)
 
     def waiting(self, begin: float, end: float) -> dict[int, tuple[float, float]]:
         """How long each user waited in the queue between two unix times; the one that wanted most comes first.

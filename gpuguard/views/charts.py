@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gpuguard.history.queries import Point
+from gpuguard.history.queries import Point, Watch
 from gpuguard.locale import N_, _
 from gpuguard.sanitize import display_width
 from gpuguard.units import local_time
@@ -81,12 +81,13 @@ def bucketed(points: Iterable[Point], begin: float, end: float, count: int) -> l
     return [total / weight if weight > 0 else None for total, weight in zip(sums, weights, strict=True)]
 
 
-def known_period(courses: Iterable[Iterable[Point]], begin: float, end: float) -> tuple[float, float]:
+def known_period(courses: Iterable[Iterable[Point]], watch: Watch) -> tuple[float, float]:
     """The part of a time in which something is known: a record that began an hour ago is no dot on a week's axis."""
     known = [point for points in courses for point in points if point.mean is not None]
     if not known:
-        return begin, end
-    return max(begin, min(point.time for point in known)), min(end, max(point.time + point.seconds for point in known))
+        return watch.begin, watch.end
+    begin = max(watch.begin, watch.store_begins or 0.0, min(point.time for point in known))
+    return begin, min(watch.end, max(point.time + point.seconds for point in known))
 
 
 def plot(values: Values, scale: Scale, begin: float, end: float, rows: int, *, ascii_only: bool = False) -> list[str]:

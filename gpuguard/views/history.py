@@ -68,7 +68,7 @@ def to_text(
         rows: lines of each drawing.
     """
     columns = max(30, width or PLAIN_COLUMNS)
-    begin, end = known_period((points for _device, points in courses), watch.begin, watch.end)
+    begin, end = known_period((points for _device, points in courses), watch)
     lines = [
         paint(shorten(f"{_(metric.title)}, {format_span(begin, end)} {zone(end)}", columns), "bold"),
         *remarks(watch, columns),

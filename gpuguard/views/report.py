@@ -498,7 +498,7 @@ def _courses(report: Report) -> list[str]:
     if not courses:
         return []
     points = [series for _device, course in courses for series in course.values()]
-    begin, end = known_period(points, report.watch.begin, report.watch.end)
+    begin, end = known_period(points, report.watch)
     legend = _legend("--course", _("utilization")) + _legend("--claimed", _("claimed"))
     drawn = [f"<h3>{_text(device.label)}</h3>" + _course(course, begin, end) for device, course in courses]
     period = _("<p>{span}.  Nothing is drawn for times without samples.</p>").format(span=format_span(begin, end))
