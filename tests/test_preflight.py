@@ -576,6 +576,14 @@ def test_what_was_decided_before_the_audit_log_hung_is_decided_anew(scene, monke
     assert scene.act().word == word  # nothing was done before, so no limit is in the way
 
 
+def test_a_step_that_came_too_late_after_its_sample_is_tried_again_after_the_next(scene):
+    scene.context(interval=1e-6)  # as for all who come behind a line that took long to write
+    late = scene.act()
+    scene.context(interval=10.0)
+
+    assert (late.word, late.wait, scene.act().word) == ("refused", 0.0, "sent")
+
+
 @pytest.mark.parametrize("enforce", [True, False])
 def test_a_log_that_is_a_little_slow_holds_up_nothing(scene, monkeypatch, enforce):
     scene.context(enforce=enforce)

@@ -295,11 +295,13 @@ def _known(target: Preflight) -> str | None:
     return "who it is is not known" if unknown else None
 
 
-def _fresh(target: Preflight) -> str | None:
+def _fresh(target: Preflight) -> str | tuple[FailedCheck, ...] | None:
     age = target.clock - target.snapshot.clock
     if age < 0:
         return "the sample is from the future"
-    return f"the sample is {format_duration(age)} old" if age > INTERVALS * target.context.interval else None
+    if age > INTERVALS * target.context.interval:
+        return (FailedCheck("fresh", f"the sample is {format_duration(age)} old", 0.0),)
+    return None
 
 
 def _sampled(target: Preflight) -> str | None:
