@@ -18,12 +18,13 @@ from typing import Any, TypeVar, overload
 
 from gpuguard import api
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import N_
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 __all__ = ["guarded"]
 
-HOW_TO_INSTALL = "pip install 'gpuguard[ray]' where Ray runs, and here"
+HOW_TO_INSTALL = N_("pip install 'gpuguard[ray]' where Ray runs, and here")
 
 
 @overload

@@ -269,7 +269,8 @@ def _resolve_one(selector: str, devices: Sequence[Device], option: str) -> str:
                 option=option, selector=selector, matches=", ".join(d.uuid for d in matches)
             )
         )
-    there = "\n".join(f"  {device.index}  {device.uuid}" for device in devices)
+    width = max((len(device.label) for device in devices), default=0)
+    there = "\n".join(f"  {device.label:{width}}  {device.uuid}" for device in devices)
     raise InvalidRequest(
         _("{option} {selector} names no GPU of this machine.  It has\n{there}").format(
             option=option, selector=selector, there=there or _("  none at all")

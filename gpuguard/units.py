@@ -69,7 +69,7 @@ def parse_duration(text: str) -> float:
     """Seconds of ``"90s"``, ``"10m"`` or ``"1h30m"``."""
     stripped = text.strip()
     if not re.fullmatch(_DURATION, stripped):
-        raise InvalidRequest(_complaint(text, "a duration", "10m", _SECONDS))
+        raise InvalidRequest(_complaint(text, N_("a duration"), "10m", _SECONDS))
     return sum(float(number) * _SECONDS[unit] for number, unit in re.findall(_DURATION_PART, stripped))
 
 

@@ -322,7 +322,7 @@ def check(site: Site, seed: int) -> str:
         if "GPUGUARD_CLAIM" not in os.environ and outcome != INVALID:
             position = queued(site, driver, request)
             says = START if position["starts_now"] else NEVER if "no GPUs" in position["why"] else WAIT
-            is_denied = "may make no claim" in position["why"]
+            is_denied = "new claims of" in position["why"]
             assert says == outcome or (is_denied and outcome != START), ("queue", position["why"], outcome, against)
             assert says != START or not first.keys() & set(position["devices"]), ("queue", position["devices"], first)
             if kept := re.search(r"unknown|GPU \S+?: (.*)", position["why"]):

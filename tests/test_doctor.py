@@ -1,12 +1,14 @@
 """What is wrong with a machine, and what to do."""
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from builders import a_device, a_mig_instance, a_process, a_snapshot
 
+from gpuguard.claims.directory import daemon_files
 from gpuguard.claims.disk_room import Room, RoomUsage
 from gpuguard.errors import DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.sanitize import display_width
@@ -102,6 +104,9 @@ DIAGNOSES = [
      "4194311 has 14,000 of 16,384 files and 2MiB of 64MiB", "-user 4194311 -delete"),
     ("room", {"room": replace(FILLED, files_free=0)}, FAULT, "has 14,000", "place in the queue"),
     ("room", {"room": replace(ROOM, size_free=0)}, FAULT, "63MiB by files without a name", "lsof +L1"),
+    ("room", {"room": replace(ROOM, own=False, size_free=0), "lock_path": "/data/claims"}, FAULT,
+     "no room for another record in /run/gpuguard/claims", "df -h"),
+    ("daemon", {"daemon_silent": True}, WARNING, "the daemon of /run/gpuguard does not answer", "restart gpuguard"),
     ("daemon", {"daemon_fault": "/run/gpuguard/daemon is no directory"}, FAULT, "no directory", "sudo gpuguard setup"),
     ("queue", {"line_path": "/etc/gpuguard/line.yaml"}, OK, "as /etc/gpuguard/line.yaml says", None),
     ("queue", {"line_path": "l", "line_faults": ("l:2:1: x", "y")}, FAULT,
@@ -188,6 +193,14 @@ def test_a_directory_that_cannot_be_trusted_is_a_fault_with_exit_code_1(doctor, 
     status, said, _ = doctor("--dir", directory.path)
 
     assert status == 1 and says in said
+
+
+def test_a_daemon_that_was_killed_is_a_warning(doctor, directory):
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(daemon_files(directory).file("daemon.sock"))
+    status, said, _ = doctor("--dir", directory.path)
+
+    assert status == 0 and "does not answer: it hangs, or was killed" in said
 
 
 def test_a_machine_without_a_driver_gives_exit_code_4_and_its_findings(doctor, monkeypatch, tmp_path):

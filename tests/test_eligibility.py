@@ -212,6 +212,17 @@ def test_a_selector_that_is_not_clear_is_refused(selectors, message):
         resolve(selectors, a_snapshot(a_device(0), a_device(1)).devices)
 
 
+def test_a_refused_selector_is_answered_with_the_names_that_there_are_also_of_mig_instances():
+    parent = a_device(10)
+
+    with pytest.raises(InvalidRequest) as caught:
+        resolve(("10.7",), (a_device(0), parent, a_mig_instance(parent)))
+
+    assert str(caught.value).splitlines()[1:] == [
+        f"  0     {a_uuid(0)}", f"  10    {a_uuid(10)}", f"  10.1  {a_mig_instance(parent).uuid}"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "glob", "fits"),
     [

@@ -257,7 +257,9 @@ def test_torn_lines_are_left_out_and_counted(log, machine_log, command):
 
 def test_facts_are_in_words_for_people_and_exact_for_programs(machine_log, command):
     facts = {"wall_time_seconds": 7380.25, "peak_memory_bytes": 10738466816, "energy_joules": 979.0249999999999}
-    audit_log.append(event(facts=tuple({**facts, "until_unix_seconds": NOW, "mean_utilization_percent": 90.0}.items())))
+    audit_log.append(
+        event(facts=tuple({**facts, "until_unix_seconds": NOW, "mean_utilization_percent": 89.9596}.items()))
+    )
     now = time.strftime("%m-%d %H:%M:%S", time.localtime(NOW))
     words = f"wall time 2h3m, peak memory 10.0GiB, energy 0.27Wh, until {now}, mean utilization 90%"
 

@@ -176,6 +176,20 @@ def test_the_owner_of_a_process_without_a_supervisor_finds_the_reason_and_nobody
     assert not any("hogs" in text or f"pid {process.pid}" in text for text in seen[BOB])
 
 
+def test_a_daemon_that_does_not_answer_is_said_to_the_users_whose_events_it_has(machine):
+    with machine.runs(ALICE, machine.python_path, "-c", JOB) as (process, _):
+        process.wait(60)
+    assert machine.daemon is not None
+    os.kill(machine.daemon.pid, signal.SIGSTOP)
+    try:
+        told = {user: machine.says(user, "events") for user in (ALICE, BOB)}
+    finally:
+        os.kill(machine.daemon.pid, signal.SIGCONT)
+
+    assert "what the daemon did to you is left out: no daemon answers in" in told[ALICE]
+    assert "left out" not in told[BOB]
+
+
 VIEWS = (("events",), ("keep", "--status"), ("who",), ("explain",))
 
 

@@ -86,6 +86,12 @@ def test_a_promise_of_another_day_has_its_date_and_one_that_is_over_or_of_now_is
     assert "at the latest" not in text(a_place(**fields))[-1]
 
 
+def test_a_start_behind_its_promise_is_not_said_to_come_by_then():
+    line = text(a_place(start=NOW + 7200, promise=NOW + 3600))[-1]
+
+    assert line.endswith(time.strftime("; later than promised (%H:%M)", time.localtime(NOW + 3600)))
+
+
 def a_hostile_line():
     record = a_claim_record(a_uuid(0), user=EVIL, ends=NOW + 60)
     return a_line(
@@ -282,10 +288,10 @@ def test_what_needs_no_plan():
 
 
 def test_a_request_that_is_not_queued_yet_has_no_number():
-    denied, queued = a_position("denied", after="its user may make no claim now"), a_position(number=2, now=True)
+    denied, queued = a_position("denied", after="new claims of bob are denied"), a_position(number=2, now=True)
     queue = a_queue(denied, queued)
 
-    assert position_text(denied, queue) == "not queued yet: its user may make no claim now"
+    assert position_text(denied, queue) == "not queued yet: new claims of bob are denied"
     assert position_text(queued, queue) == "number 2 of 2 in the queue, starts now"
 
 

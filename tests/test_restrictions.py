@@ -401,12 +401,14 @@ def test_a_whole_uuid_is_quarantined_without_asking_the_driver(tmp_path):
 def test_root_denies_one_user_and_not_the_other(admin):
     denied = admin(None, "deny", BOB.pw_name, "--for", "2h", "--reason", "ask me first")
     refused = admin(BOB, "run", "--no-wait", "--", "true")
+    waited = admin(BOB, "run", "--wait", "300ms", "--", "true")
     allowed = admin(ALICE, "run", "--no-wait", "--", "true")
     ended = admin(None, "deny", BOB.pw_name, "--end")
     again = admin(BOB, "run", "--no-wait", "--", "true")
 
     assert (denied.returncode, refused.returncode, allowed.returncode) == (0, 75, 0), denied.stderr
     assert "ask me first" in refused.stderr and " until " in refused.stderr
+    assert "not queued yet: new claims of " in waited.stderr
     assert (ended.returncode, again.returncode) == (0, 0)
 
 

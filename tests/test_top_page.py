@@ -388,6 +388,13 @@ def test_who_has_what_and_who_waits_are_said():
     assert "      and 2 more in the queue: gpuguard queue" in shown
 
 
+def test_a_long_note_leaves_room_for_the_start_of_a_request_that_waits():
+    ticket = a_ticket("alice", 1_700_000_000.0 - 60, 1, "大模型训练" * 20)
+    shown = texts(page_of(a_scene(a_device(), waiting=((ticket, "starts in about 2h"),)), width=80))
+
+    assert 'WAITS 1. alice 1 GPU for 1m "大模型训练大模型训…": starts in about 2h' in shown
+
+
 def test_gaps_are_named():
     snapshot = a_snapshot(a_device(0), gaps=(Gap(None, "claims", "no directory"),))
 

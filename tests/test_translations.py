@@ -14,8 +14,9 @@ from babel.messages.catalog import Catalog
 from nodes import a_user
 from sources import ROOT, module_name, modules
 
-from gpuguard.locale import LANGUAGES, catalogue, language_of_user
+from gpuguard.locale import LANGUAGES, catalogue, language_of_user, use_english, use_language_of_user
 from gpuguard.locale.sentences import SENTENCES, in_words, phrases
+from gpuguard.notify.templates import deed_text
 from gpuguard.sanitize import display_width
 from gpuguard.views.text import wrapped
 
@@ -129,7 +130,10 @@ SAMPLES = {"gpu": "GPU 3", "number": "1,024"}
          "占用 GPU 0 显存 4.0GiB，上限 3GiB；bob 占用 3 块 GPU，上限 2"),
         ("when GPU 3 is free: time limit of al's job", "GPU 3 空闲时（al 的任务到时限）"),
         ("quarantined by the policy hot until 12:00: too hot", "已隔离至 12:00（操作者：策略 hot）：too hot"),
+        ("uses 4.0GiB of GPU 0, 3GiB is allowed: no terminal", "占用 GPU 0 显存 4.0GiB，上限 3GiB：没有终端"),
+        ("uses 4.0GiB of GPU 0, 3GiB is allowed: odd", "占用 GPU 0 显存 4.0GiB，上限 3GiB：odd"),
         ("python -c 'a; b'", "python -c 'a; b'"),
+        ("python -c 'a: no terminal'", "python -c 'a: no terminal'"),
         ("who", "who"),
         ("waits until lost's claim 3f0c9e21 has ended", "等待 lost 的占用 3f0c9e21 结束"),
         ("quarantined by unresponsive: lost", "已隔离（操作者：unresponsive）：lost"),
@@ -139,6 +143,19 @@ SAMPLES = {"gpu": "GPU 3", "number": "1,024"}
 )  # fmt: skip
 def test_what_was_written_in_english_is_shown_in_chinese_but_for_the_words_of_users(english, chinese):
     assert in_words(english, catalogue("zh_CN").gettext) == chinese
+
+
+def test_a_warned_user_reads_in_chinese_what_a_policy_did_and_what_comes_next():
+    facts = {"policy": "hogs", "harm_action": "terminate", "harm_unix_seconds": 1795759200}
+    line = {"kind": "warn", "outcome": "failed", "message": "uses 4.0GiB of GPU 0, 3GiB is allowed: no terminal"}
+    use_language_of_user(CHINESE)
+    try:
+        text = deed_text({**line, "facts": facts})
+    finally:
+        use_english()
+
+    assert text is not None
+    assert text.startswith("策略 hogs 的警告：占用 GPU 0 显存 4.0GiB，上限 3GiB") and "SIGTERM" in text
 
 
 @pytest.mark.parametrize("path", modules(), ids=module_name)

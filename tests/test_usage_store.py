@@ -407,6 +407,16 @@ def test_the_uids_of_one_slot_are_bounded_and_users_with_a_name_are_among_them(p
     assert list(query_store(path, lambda usage: usage.totals("uid", at(0), at(1)), at(1))) == [99]
 
 
+def test_time_of_which_all_is_known_leaves_none_that_is_unknown(path):
+    slot, uuid = a_slot(uid=ALICE), a_sample(0.0).devices[0].uuid
+    slot.users[ALICE, uuid] = (277_120.0, 155_160.0, 121_960.0, 0.0)
+    written(path, {FIRST: slot}, a_sample(0.0).devices)
+
+    totals = query_store(path, lambda usage: usage.totals("uid", at(0), at(1)), at(1))
+
+    assert totals[ALICE]["unknown"] == 0
+
+
 VALUES = (
     None, "", "abc", "17", b"\xed\xa0\x80", b"", b"\xff\x00", -1, 0, 1.5, 1e300, float("inf"),
     -float("inf"), 2**31, 2**53 + 1, -(2**53) - 1, 2**62, 2**63 - 1, -(2**63),

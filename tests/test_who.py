@@ -251,6 +251,15 @@ Not known:
 """
 
 
+def test_gaps_of_gpus_that_were_not_asked_for_are_not_shown():
+    gaps = (Gap(a_uuid(0), "utilization", "not supported"), Gap(None, "claims", "gone"))
+    snapshot = a_snapshot(a_device(), a_device(1), gaps=gaps)
+
+    lines = to_text(snapshot, [use for use in uses(snapshot) if use.device.index == 1])
+
+    assert lines[-2:] == ["Not known:", "  claims: gone"]
+
+
 def test_gaps_that_are_alike_take_one_line():
     whole = tuple(Gap(a_uuid(i), field, "not supported") for i in range(2) for field in ("temperature", "power_draw"))
     snapshot = a_snapshot(

@@ -18,12 +18,12 @@ from typing import Any
 from gpuguard.backends import kernel_version
 from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.claims.claim import lock_faults
-from gpuguard.claims.directory import fault_of, open_lock
+from gpuguard.claims.directory import daemon_files, fault_of, open_lock
 from gpuguard.claims.disk_room import room_for_records
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
 from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of, sampled
 from gpuguard.clusters.visible_devices import CONTAINER_VARIABLE, CUDA_VARIABLE, ORDER_VARIABLE, outer_devices
-from gpuguard.daemon.client import exchange
+from gpuguard.daemon.client import SOCKET_NAME, NoDaemonSocket, exchange
 from gpuguard.errors import BackendError, ClaimError, GpuguardError
 from gpuguard.files import file_system
 from gpuguard.history.audit_log import MACHINE_EVENTS, events_path
@@ -110,11 +110,19 @@ def _lock(args: argparse.Namespace, devices: Sequence[Device]) -> dict[str, Any]
     room = broker_error = None
     with suppress(OSError):
         room = room_for_records(directory)
+    is_silent = False
     if directory.keeper is not None:  # the daemon alone gives the locks
         try:
             exchange(directory, {"do": "claims"})
         except GpuguardError as error:
             broker_error = str(error)
+    elif os.path.lexists(daemon_files(directory).file(SOCKET_NAME)):  # a daemon that ends removes it
+        try:
+            exchange(directory, {"do": "status"})
+        except NoDaemonSocket:
+            is_silent = True
+        except GpuguardError:  # it answers, if only that it is busy
+            pass
     return {
         "lock_path": directory.path,
         "lock_owner": directory.owner,
@@ -125,6 +133,7 @@ def _lock(args: argparse.Namespace, devices: Sequence[Device]) -> dict[str, Any]
         "broker_error": broker_error,
         "room": room,
         "daemon_fault": fault_of(directory),
+        "daemon_silent": is_silent,
     }
 
 

@@ -139,13 +139,20 @@ class _MachineLog(_Log):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(MACHINE_EVENTS, named=False)
         self._args, self._since, self._is_there = args, 0.0, os.path.exists(MACHINE_EVENTS)
+        self._is_silent = False
 
     def lines(self) -> list[bytes]:
         """Those that came since the last call, at first all."""
         lines, began = super().lines(), time.time()
         if not (self.is_readable and self._is_there):
-            lines += [json_text(row, indent=None).encode() for row in self._rows()]
-            self._since = began
+            try:
+                lines += [json_text(row, indent=None).encode() for row in self._rows()]
+                self._since, self._is_silent = began, False
+            except GpuguardError as error:
+                if not self._is_silent:
+                    text = _("gpuguard: what the daemon did to you is left out: {error}").format(error=error)
+                    print(text, file=sys.stderr)
+                self._is_silent = True
         return lines
 
     def _report_unreadable(self) -> None:
@@ -154,8 +161,9 @@ class _MachineLog(_Log):
 
     def _rows(self) -> list[Line]:
         directory = _directory(self._args)
-        own = directory and daemon_files(directory).owner == os.geteuid()  # it writes into one's own log
-        return [] if own else own_events(self._args, self._since)
+        if directory is None or daemon_files(directory).owner == os.geteuid():  # it writes into one's own log
+            return []
+        return list(client.own_events(directory, self._since))
 
 
 def known_devices(args: argparse.Namespace) -> tuple[Device, ...]:

@@ -90,7 +90,7 @@ def _print_claims(args: argparse.Namespace, directory: LockDirectory) -> int:
             (claim.id, neutralise(claim.user), str(len(claim.devices)), neutralise(translated(why or free)))
             for claim, why in rows
         ]
-        put(table(cells, (_("CLAIM"), _("USER"), _("DEVICES"), _("STATE"))))
+        put(table(cells, (_("CLAIM"), _("USER"), _("GPUS"), _("STATE")), align="<<><"))
     return 0
 
 

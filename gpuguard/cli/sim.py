@@ -148,7 +148,7 @@ def _use(args: argparse.Namespace) -> int:
             raise InvalidRequest(
                 _("{command!r} cannot be run: {strerror}.").format(command=command[0], strerror=error.strerror)
             ) from None
-    until = _("for {lasting:g} s").format(lasting=args.lasting) if args.lasting is not None else "until Ctrl-C"
+    until = _("for {lasting:g} s").format(lasting=args.lasting) if args.lasting is not None else _("until Ctrl-C")
     used = _("{memory} on {count}").format(memory=format_bytes(args.memory), count=format_count(len(uuids), "GPU"))
     print(_("SIMULATED: pid {pid} uses {used} {until}.").format(pid=os.getpid(), used=used, until=until), flush=True)
     time.sleep(args.lasting if args.lasting is not None else 10**8)

@@ -169,7 +169,7 @@ def submit_to_ray(args: argparse.Namespace) -> int:
     # That of PATH, as in the user's shell; in a virtual environment that is not activated, the one beside gpuguard.
     program = shutil.which("ray") or shutil.which("ray", path=os.path.dirname(sys.executable))
     if program is None:
-        raise InvalidRequest(_("Ray is not installed here: {how_to_install}.").format(how_to_install=HOW_TO_INSTALL))
+        raise InvalidRequest(_("Ray is not installed here: {how_to_install}.").format(how_to_install=_(HOW_TO_INSTALL)))
     environment = dict(os.environ)
     has_token = bool({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environment.keys())
     if has_token or (Path.home() / ".ray" / "auth_token").exists():

@@ -203,9 +203,11 @@ class Usage:
         order = f"GROUP BY {by} ORDER BY 2 DESC, 5 DESC, 1"
         results = {}
         for subject, *sums_ms in self._rows("users", f"{by}, {sums}", begin, end, order):
-            claimed, used, idle, unclaimed = (milliseconds / 1000 for milliseconds in sums_ms)
-            times = claimed, used, idle, max(0.0, claimed - used - idle), unclaimed
-            results[names.get(subject, subject)] = dict(zip(TIMES, times, strict=True))
+            claimed, used, idle, unclaimed = sums_ms
+            times = claimed, used, idle, max(0, claimed - used - idle), unclaimed
+            results[names.get(subject, subject)] = {
+                name: milliseconds / 1000 for name, milliseconds in zip(TIMES, times, strict=True)
+            }
         return results
 
     def devices(self, begin: float, end: float) -> list[DeviceTotal]:

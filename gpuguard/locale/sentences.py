@@ -393,6 +393,7 @@ SENTENCES = (
     "the web server answers {code}",
     "the token has characters that a header cannot carry",
     "apprise is missing: pip install 'gpuguard[notify]'",
+    "{program} cannot be run",
     "apprise knows no service with such an address",
     "the service did not take the message",
     "there is no user {user} to run a hook as",
@@ -552,7 +553,12 @@ def in_words(sentence: str, say: Callable[[str], str]) -> str:
             return re.sub(r"\$(!?)(\d)", lambda place: _in_place(match[int(place[2])], say, place[1] == "!"), form)
     parts = sentence.split("; ")
     told = [in_words(part, say) for part in parts] if len(parts) > 1 else parts
-    return sentence if told == parts else "；".join(told)
+    if told != parts:
+        return "；".join(told)
+    what, colon, why = sentence.rpartition(": ")  # a finding, and why a step was not taken
+    if colon and (said := in_words(what, say)) != what:
+        return f"{said}：{in_words(why, say)}"
+    return sentence
 
 
 def _in_place(text: str, say: Callable[[str], str], is_name: bool) -> str:

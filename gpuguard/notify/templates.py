@@ -292,7 +292,8 @@ def deed_text(line: Mapping[str, Any]) -> str | None:
         if line["outcome"] == "failed":
             message = message.rpartition(": ")[0]  # behind it stands why no terminal shows it
         text = _("warning of policy {policy}: {why}").format(policy=facts["policy"], why=translated(message))
-        harm, at, words = facts.get("harm_action"), facts.get("harm_unix_seconds"), WORDS[_("en")]
+        harm, at = facts.get("harm_action"), facts.get("harm_unix_seconds")
+        words = WORDS[_("en").partition("-")[0]]  # of "zh-CN", as a page has it
         if harm in words.actions and isinstance(at, float | int):
             when = words.at.format(time=local_time(at, "%Y-%m-%d %H:%M:%S"))
             text += _(".  {next}").format(next=words.next.format(when=when, action=words.actions[harm]))

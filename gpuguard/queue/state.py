@@ -22,6 +22,7 @@ from gpuguard.claims.restrictions import (
     SET_BACK,
     Restriction,
     denial_of,
+    denial_text,
     quarantine_text,
     read_restrictions,
     restriction_files,
@@ -36,7 +37,7 @@ from gpuguard.queue.backfill import Fit, Machine, QueuePosition, backlog, plan
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.estimates import probable_end
 from gpuguard.queue.priority import TYPICAL_SECONDS, QueueRules, Ticket, bound_now, order
-from gpuguard.queue.reservations import USER_IS_DENIED, ReservationCalendar, reservation_calendar
+from gpuguard.queue.reservations import ReservationCalendar, reservation_calendar
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import IgnoredFile, read_tickets, unread_since
 from gpuguard.request import Request
@@ -153,8 +154,8 @@ def queue_state(
     sharing = _sharing(snapshot, facts, requests)
     machine = _machine(snapshot, facts, requests, sharing, now)
     rules = bound_now(rules, [claim.waited or 0.0 for claim in facts.claims], backlog(tickets, machine, now))
-    denied = [ticket.id for ticket in tickets if denial_of(facts.denied, ticket.uid)]
-    tickets = _passed_over(tickets, dict.fromkeys(denied, _(USER_IS_DENIED)))
+    denials = {ticket.id: denial_of(facts.denied, ticket.uid) for ticket in tickets}
+    tickets = _passed_over(tickets, {name: denial_text(denial) for name, denial in denials.items() if denial})
     while True:
         positions = plan(order(tickets, usage, rules, now), machine, usage, rules, now)
         if directory.keeper is not None and (further := _further_offers(positions)):

@@ -17,7 +17,7 @@ from gpuguard.top.processes import chosen_row, process_lines
 from gpuguard.top.scene import History, Scene, ScreenLine, ScreenView
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import Part, alarm, bar, fitted
-from gpuguard.views.text import Paint
+from gpuguard.views.text import Paint, shorten
 from gpuguard.views.who import gap_lines
 
 _SHARE = 0.6  # of the screen, for devices: below them people want to see processes
@@ -158,11 +158,13 @@ def _users(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
 
 
 def _waiting(scene: Scene, width: int) -> list[ScreenLine]:
-    lines = []
+    lines, title = [], _("WAITS")
+    indent = " " * display_width(title)
     for number, (ticket, start) in enumerate(scene.waiting[:_WAITING]):
         since = format_duration(round(max(0.0, scene.snapshot.taken_at - ticket.since)))
-        note = f' "{neutralise(ticket.note)}"' if ticket.note else ""
-        label = f"{_('WAITS')} {number + 1}. " if not number else f"{' ' * display_width(_('WAITS'))} {number + 1}. "
+        # A part of a long note: when the request starts, and why not earlier, stands behind it.
+        note = f' "{shorten(neutralise(ticket.note), width // 4)}"' if ticket.note else ""
+        label = f"{indent if number else title} {number + 1}. "
         parts: list[Part] = [(label, "dim"), (neutralise(ticket.user), "bold")]
         gpus = format_count(ticket.num_gpus, "GPU")
         parts.append(
@@ -175,7 +177,8 @@ def _waiting(scene: Scene, width: int) -> list[ScreenLine]:
         )
         lines.append(_line(parts, width))
     if (more := len(scene.waiting) - _WAITING) > 0:
-        lines.append(_line([(_("      and {more} more in the queue: gpuguard queue").format(more=more), "dim")], width))
+        text = _("and {more} more in the queue: gpuguard queue").format(more=more)
+        lines.append(_line([(f"{indent} {text}", "dim")], width))
     return lines
 
 

@@ -49,6 +49,7 @@ class DoctorFacts:
     keeper: int | None = None  # whose the lock files are, where the daemon alone gives the locks
     broker_error: str | None = None  # why it gives none
     daemon_fault: str | None = None  # what is wrong with the daemon's directory in lock_path
+    daemon_silent: bool = False  # a daemon was started there, and does not answer
     line_path: str | None = None  # of the site's file for the queue, where there is one
     line_faults: tuple[str, ...] = ()  # in it
     file_system: str | None = None  # of lock_path
@@ -294,6 +295,10 @@ def _lock_directory(facts: DoctorFacts) -> Finding | None:
 
 def _room(facts: DoctorFacts) -> Finding | None:
     room = facts.room
+    if room is not None and not room.own and room.used >= 1 and not facts.recorded:
+        found = _("no room for another record in {path}: the file system is full").format(path=room.path)
+        advice = _("Claims hold without a record, no request can wait in the queue: see `df -h {path}`.")
+        return FAULT, found, advice.format(path=room.path)
     if room is None or facts.lock_owner != 0 or facts.lock_path != ADMIN_DIRECTORY or facts.simulated:
         return None
     if not room.own:
@@ -324,6 +329,11 @@ def _room(facts: DoctorFacts) -> Finding | None:
 
 
 def _daemon(facts: DoctorFacts) -> Finding | None:
+    if facts.daemon_silent:
+        found = _("the daemon of {lock_path} does not answer: it hangs, or was killed").format(
+            lock_path=facts.lock_path
+        )
+        return WARNING, found, _("`sudo systemctl restart gpuguard`, or start it as before.  Claims do not need it.")
     if facts.daemon_fault is None:
         return None
     found = _("{daemon_fault}: what the daemon writes there counts for nothing").format(daemon_fault=facts.daemon_fault)

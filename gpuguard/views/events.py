@@ -198,6 +198,6 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {  # the first that fits
     "_unix_seconds": _moment,
     "_seconds": format_duration,
     "_bytes": format_bytes,
-    "_percent": "{:g}%".format,
+    "_percent": "{:.3g}%".format,
     "_joules": format_energy,
 }

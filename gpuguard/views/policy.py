@@ -47,7 +47,8 @@ _WRITTEN: Mapping[Any, Callable[[Any], str]] = {
 
 def sentences(file: PolicyFile) -> Iterator[str]:
     """The lines for a person; one paragraph per policy."""
-    yield f"{file.path}: {format_count(len(file.policies), 'policy', 'policies')}."
+    count = format_count(len(file.policies), "policy", "policies")
+    yield _("{path}: {count}.").format(path=file.path, count=count)
     yield _("Nothing is ever done to root, to system accounts, or to a process that cannot be identified for certain.")
     yield from _protected(file.protected)
     if any(step.action in DISRUPTIVE for policy in file.policies for step in policy.steps):

@@ -187,7 +187,12 @@ def _prospects(position: QueuePosition, queue: QueueState) -> str:
     promise = position.ticket.promise
     if promise is not None and promise > queue.now and not position.now:
         form = "%H:%M" if promise - queue.now < 20 * 3600 else _("%a %d %b %H:%M")
-        text += _("; at the latest {promise}, if time limits are kept").format(promise=local_time(promise, form))
+        is_late = position.start is not None and position.start > promise  # requests that came later go before it
+        text += (
+            _("; later than promised ({promise})")
+            if is_late
+            else _("; at the latest {promise}, if time limits are kept")
+        ).format(promise=local_time(promise, form))
     passing = passing_text(position, queue)
     return _("{text}; {passing}").format(text=text, passing=passing) if passing else text
 

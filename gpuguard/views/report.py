@@ -89,7 +89,7 @@ CLAIM_COLUMNS = (  # of ClaimRow
     Column(N_("User"), lambda claim: claim.user or "n/a", is_text=True),
     Column(
         N_("Ended"),
-        lambda claim: "runs" if claim.ended is None else local_time(claim.ended, "%m-%d %H:%M"),
+        lambda claim: _("runs") if claim.ended is None else local_time(claim.ended, "%m-%d %H:%M"),
         is_text=True,
     ),
     Column(N_("Took"), lambda claim: format_duration(claim.wall_time_seconds)),

@@ -5,7 +5,7 @@ docs/json.md describes every field of the JSON, and a test compares the two.  Wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,7 @@ def to_text(
     """The screen: title, devices with their claims and processes, totals per user, who waits, what is not known.
 
     Args:
-        snapshot: of the whole machine, for the title and the gaps.
+        snapshot: of the whole machine, for the title and the gaps of what is shown.
         uses: the devices to show.
         waiting: requests that wait for devices, in the order of the queue.
         width: columns of the terminal; None (a pipe): nothing is shortened.
@@ -79,7 +79,7 @@ def to_text(
 
         kept = reservations_text(reserved, width=width)
         lines += ["", *kept] if kept else []
-    if gaps := gap_lines(snapshot):
+    if gaps := gap_lines(snapshot, {use.device.uuid for use in uses}):
         lines += ["", _("Not known:"), *(shorten(f"  {gap}", width) for gap in gaps)]
     return lines
 
@@ -226,14 +226,15 @@ def _waiting_row(ticket: Ticket, now: float) -> list[str]:
     return [neutralise(ticket.user), str(ticket.num_gpus), since, str(ticket.pid), command]
 
 
-def gap_lines(snapshot: Snapshot) -> list[str]:
+def gap_lines(snapshot: Snapshot, shown: Collection[str] | None = None) -> list[str]:
     """``"GPU 0, 7: power_draw, temperature: not supported"``, gaps of the same fields and reason together.
 
-    Only about what the screen shows.
+    Only about what the screen shows; *shown*: uuids of its devices, None for all.
     """
+    hidden = set() if shown is None else {device.uuid for device in snapshot.devices} - set(shown)
     unknown: dict[tuple[str | None, str], list[str]] = {}
     for gap in snapshot.gaps:
-        if gap.field not in _NOT_SHOWN:
+        if gap.field not in _NOT_SHOWN and gap.device not in hidden:
             unknown.setdefault((gap.device, gap.reason), []).append(gap.field)
     alike: dict[tuple[str, str], list[str | None]] = {}
     for (device, reason), names in unknown.items():
