@@ -104,9 +104,9 @@ def test_during_draining_a_job_with_a_limit_may_use_the_device_if_the_end_is_pla
     assert second_passes({"since": -30 * HOUR, "promise": -1.0}, second, ends={"d1": 50.0}) is passes
 
 
-@pytest.mark.parametrize(("waited", "first"), [(HOUR, "short"), (6 * HOUR, "short"), (7 * HOUR, "long")])
+@pytest.mark.parametrize(("waited", "first"), [(HOUR, "short"), (5 * HOUR, "short"), (6 * HOUR, "long")])
 def test_without_time_limits_the_shorter_one_goes_first_until_the_longer_one_has_waited_long(waited, first) -> None:
-    """By response ratio: the long one, which counts as 3.2 h, has 1.3, 2.9 and 3.2, the short one 3."""
+    """By response ratio: the long one, which counts as 2.5 h, has 1.4, 2.99 and 3.4, the short one 3."""
     queue = [
         a_ticket(1, id="long", since=-waited, expected=10 * HOUR),
         a_ticket(1, id="short", since=-2 * HOUR, expected=HOUR),

@@ -78,10 +78,10 @@ def test_the_bound_follows_the_waits_of_the_jobs_that_run_and_is_never_below_tha
     assert bound_now(rules, [0.0, 1e12], 9e9).bound == bound_now(rules, [0.0, 20 * DAY], 9e9).bound == 30 * DAY
 
 
-def test_the_bound_is_at_most_the_time_for_which_there_is_work():
+def test_the_bound_is_at_most_one_and_a_half_times_the_time_for_which_there_is_work():
     rules = QueueRules(bound=HOUR)
 
-    assert bound_now(rules, [DAY], 10 * HOUR).bound == 10 * HOUR
+    assert bound_now(rules, [DAY], 10 * HOUR).bound == 15 * HOUR
     assert bound_now(rules, [DAY], 0.0).bound == HOUR
 
 

@@ -8,13 +8,12 @@ each other by response ratio until one has waited for the bound, see priority.bo
 that one only if it probably ends before the devices suffice, or on what is left over.  What is kept for a
 reservation goes to no other user, and to its user without waiting for others: see calendar.
 
-On 92 days of a full server (Philly, 356 jobs) this has a mean wait of 79 h and a longest one of 377 h, with time limits
+On 92 days of a full server (Philly, 356 jobs) this has a mean wait of 77 h and a longest one of 374 h, with time limits
 37 and 386 h, against 162 and 472 in order of arrival: benchmarks/replay.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -52,6 +51,7 @@ MOST_PLANNED = 256  # tickets; those behind them get no planned start yet
 FIRST_OF_USER = 4  # tickets of each user that are planned in any case, so that no user can fill the plan
 MOST_TRIED = 64  # lengths that are tried one by one
 SHORTEST_SECONDS = 60.0  # no job counts as shorter in the order
+TRUST = 0.4  # how much an estimate counts there: 0 not at all, 1 as if it were known
 # An estimate says little of one job, and devices that stay empty cost all.  So a job passes a request that has waited
 # for the bound where this part of its probable length fits, for twice the bound where twice this part does, and so on.
 DOUBT = 1 / 3
@@ -377,7 +377,7 @@ class _Planner:
         In each class those with a time limit, the shortest first.  Then those without, by response ratio (Brinch
         Hansen 1971), the wait and the length by the length, over the place of the user's first ticket in the queue.
         So a short job goes first, a long one later on, and one of a user who had much only where it has waited so much
-        longer.  As an estimate says little of one job, the geometric mean of it and of a typical length counts.
+        longer.  As an estimate says little of one job, a mean of it and of a typical length counts, a geometric one.
         """
         fitting = set()
         for alternative in {id(kind): kind for ticket in waiting for kind in self.alternatives(ticket)}.values():
@@ -395,7 +395,7 @@ class _Planner:
             if ticket.time_limit is not None:
                 return *alike, False, ticket.time_limit
             waited = self.now - ticket.since
-            lasts = math.sqrt(max(SHORTEST_SECONDS, _probable_seconds(ticket)) * TYPICAL_SECONDS)
+            lasts = TYPICAL_SECONDS * (max(SHORTEST_SECONDS, _probable_seconds(ticket)) / TYPICAL_SECONDS) ** TRUST
             place = places[ticket.owner] if self.rules.fair_share else 1
             return *alike, True, -(waited + lasts) / lasts / place
 

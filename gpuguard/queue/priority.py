@@ -20,7 +20,8 @@ from gpuguard.units import parse_duration, parse_leftover, parse_percent
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1}
 TYPICAL_SECONDS = 3600.0  # the length of a job without a time limit or an estimate, in fair share and in doubt
-USUAL_WAITS = 3.0  # a request is passed freely until it has waited for so many times the usual wait, or the backlog
+USUAL_WAITS = 3.0  # a request is passed freely until it has waited for so many times the usual wait
+BACKLOGS = 1.5  # and no longer than so many times the backlog: devices stay empty for wide requests, and more jobs come
 LONGEST_WAIT = 20 * 86400.0  # that counts as usual
 
 
@@ -141,10 +142,10 @@ def bound_now(rules: QueueRules, waits: Collection[float], backlog: float) -> Qu
     Where all wait for days a day is nothing: every request would be beyond it, and all would start in order of arrival.
     *waits* are those (seconds) of the jobs that run now.  What a job says of its wait could be forged, so of each no
     more than LONGEST_WAIT counts.  *backlog* (seconds) is about the wait in order of arrival, see backfill.backlog; one
-    job that goes on and on makes it endless.  So the lower one of the two counts.
+    job that goes on and on makes it endless.  So 3 times the mean wait or 1.5 times the backlog counts, which is less.
     """
     usual = sum(min(LONGEST_WAIT, wait) for wait in waits) / len(waits) if waits else 0.0
-    return replace(rules, bound=max(rules.bound, min(USUAL_WAITS * usual, backlog)))
+    return replace(rules, bound=max(rules.bound, min(USUAL_WAITS * usual, BACKLOGS * backlog)))
 
 
 def permitted(ticket: Ticket, rules: QueueRules) -> int:
