@@ -98,6 +98,7 @@ def format_duration(seconds: float | None) -> str:
     """The two largest units, ``"3h12m"``; ``"n/a"`` when unknown."""
     if seconds is None:
         return "n/a"
+    seconds = round(seconds, 3)  # never 1000ms
     if 0 < seconds < 1:
         return f"{seconds * 1000:.0f}ms"
     whole = int(max(seconds, 0))

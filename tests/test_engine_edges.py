@@ -88,7 +88,7 @@ def test_a_process_on_several_devices_is_asked_once():
 
     (verdict,) = watch.sees(busy(30, *both)).verdicts
 
-    assert verdict.finding.why == "uses memory (and the like on 1 more GPUs)"
+    assert verdict.finding.why == "uses memory (and the like on 1 more GPU)"
     assert watch.until(300, *both, begin=40) == [(90, "terminate")]
 
 

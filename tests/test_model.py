@@ -144,7 +144,7 @@ def test_an_ambiguous_unit_of_memory_and_more_than_all_are_refused(text):
         (format_bytes, {None: "n/a", 0: "0B", 999: "999B", 4 * 2**20: "4MiB", 1000 * 2**20: "1.0GiB"}),
         (format_bytes, {20 * 2**30: "20.0GiB", 1.5 * 2**40: "1.5TiB"}),
         (format_duration, {None: "n/a", 0: "0s", 0.25: "250ms", 59.9: "59s", 60: "1m", 3661: "1h1m", 3605: "1h"}),
-        (format_duration, {200_000: "2d7h", -3: "0s"}),
+        (format_duration, {200_000: "2d7h", -3: "0s", 0.9994: "999ms", 0.9996: "1s", 0.0004: "0s"}),
         (format_energy, {500: "0.14Wh", 44_280: "12.3Wh", 504_000: "0.14kWh"}),
         (lambda watts: format_rounded(watts, "W"), {None: "n/a", 0: "0W", 86.6: "87W"}),
         (lambda number: format_count(number, "fault"), {0: "0 faults", 1: "1 fault"}),

@@ -282,6 +282,7 @@ def test_a_hook_that_fails_hangs_or_is_missing_is_told():
     assert attempt(Hook(("/bin/false",)), a_message()) == (False, "/bin/false ends with status 1")
     assert attempt(Hook(("/bin/sleep", "60"), timeout=0.1), a_message()) == (False, "/bin/sleep was not done in time")
     assert "cannot be run: No such file" in attempt(Hook(("/nonexistent",)), a_message())[1]
+    assert "/none cannot be run: No such file" in attempt(Email("root", sendmail="/none"), a_message())[1]
 
 
 def test_a_hook_that_hangs_is_ended_with_all_that_it_has_started(open_place):

@@ -298,7 +298,7 @@ def test_the_newest_claims_are_in_excess_and_the_oldest_never():
     assert subjects(found(QuotaRule(devices=5), *devices, claims=claims)) == []
     assert subjects(found(QuotaRule(devices=4), *devices, claims=claims)) == ["new"]
     assert subjects(found(QuotaRule(devices=3), *devices, claims=claims)) == ["middle", "new"]
-    assert found(QuotaRule(devices=4), *devices, claims=claims)[0].why == "alice has 5 GPUs, 4 are allowed"
+    assert found(QuotaRule(devices=4), *devices, claims=claims)[0].why == "alice has 5 GPUs, the limit is 4"
 
 
 def test_an_action_means_the_processes_of_the_claim_in_excess_and_no_others():
@@ -377,7 +377,7 @@ def test_a_group_shares_a_quota():
     groups = {1001: frozenset({"lab"}), 1002: frozenset({"lab"}), 1003: frozenset({"other"})}
 
     [finding] = found(QuotaRule(devices=1, shared_by=("lab",)), *devices, groups=groups)
-    assert (finding.subject.pid, finding.why) == (3, "group lab has 2 GPUs, 1 are allowed")
+    assert (finding.subject.pid, finding.why) == (3, "group lab has 2 GPUs, the limit is 1")
 
 
 def test_a_member_of_two_groups_is_found_once():
@@ -411,7 +411,7 @@ def test_gpu_hours_in_a_window_put_the_newest_in_excess():
 
     assert used(100) == []
     assert subjects(used(130)) == [3]
-    assert used(130)[0].why == "alice had 130.0 GPU-hours in 7 days, 100 are allowed"
+    assert used(130)[0].why == "alice had 130 GPU-hours in 7d, the limit is 100"
     assert found(rule, *devices, gpu_seconds={}) == []
     assert found(rule, *devices, gpu_seconds={1001: {24 * HOUR: 1e9}}) == []
     assert found(rule, gpu_seconds={1001: {7 * 24 * HOUR: 1e9}}) == []

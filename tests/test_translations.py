@@ -126,7 +126,7 @@ SAMPLES = {"gpu": "GPU 3", "number": "1,024"}
 @pytest.mark.parametrize(
     ("english", "chinese"),
     [
-        ("uses 4.0GiB of GPU 0, 3GiB is allowed; bob has 3 GPUs, 2 are allowed",
+        ("uses 4.0GiB of GPU 0, 3GiB is allowed; bob has 3 GPUs, the limit is 2",
          "占用 GPU 0 显存 4.0GiB，上限 3GiB；bob 占用 3 块 GPU，上限 2"),
         ("when GPU 3 is free: time limit of al's job", "GPU 3 空闲时（al 的任务到时限）"),
         ("quarantined by the policy hot until 12:00: too hot", "已隔离至 12:00（操作者：策略 hot）：too hot"),

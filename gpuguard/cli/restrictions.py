@@ -202,6 +202,6 @@ def line_of(restriction: Restriction, now: float, title: str | None = None) -> s
         if until is None
         else _("for another {until}").format(until=format_duration(round(until - now)))
     )
-    reason = f": {restriction.reason}" if restriction.reason else ""
+    reason = f": {translated(restriction.reason)}" if restriction.reason else ""  # a policy's, or free words
     by = translated(restriction.by) if " " in restriction.by else restriction.by  # one word is a user's name
     return neutralise(_("{what}  {left}  by {by}{reason}").format(what=what, left=left, by=by, reason=reason))

@@ -35,10 +35,13 @@ def deliver(target: Email, message: Message) -> str | None:
     if target.server:
         return _send_by_smtp(target, mail, sender, recipients)
     command = [target.sendmail, "-i", "-f", sender, "--", *recipients]
-    ended = subprocess.run(
-        command, input=mail.as_bytes(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        timeout=target.timeout, check=False, cwd="/", env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-    )  # fmt: skip
+    try:
+        ended = subprocess.run(
+            command, input=mail.as_bytes(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            timeout=target.timeout, check=False, cwd="/", env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+        )  # fmt: skip
+    except OSError as error:
+        raise Undelivered(f"{target.sendmail} cannot be run: {error.strerror}") from None
     if ended.returncode:
         lasts = target.personal and ended.returncode == os.EX_NOUSER
         raise (Undeliverable if lasts else Undelivered)(f"{target.sendmail} ends with status {ended.returncode}")

@@ -314,7 +314,7 @@ def _gap(ended: EscalationState, index: SampleIndex, before: SampleIndex) -> str
 def _verdict(due: DueStep, further: int) -> Verdict:
     policy, number, finding = due.policy, due.state.done, due.finding
     if further:
-        finding = replace(finding, why=f"{finding.why} (and the like on {further} more GPUs)")
+        finding = replace(finding, why=f"{finding.why} (and the like on {further} more GPU{'s' * (further > 1)})")
     after = policy.steps[number + 1] if number + 1 < len(policy.steps) else None
     harm = _harm(policy, number + 1, finding)
     return Verdict(

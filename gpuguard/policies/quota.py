@@ -13,7 +13,7 @@ from gpuguard.locale import _
 from gpuguard.model import Finding, GpuProcess, Subject
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.view import RuleView, claim_subject, computing, key_of, process_subject
-from gpuguard.units import Amount, format_bytes, parse_device_amount, parse_duration, parse_percent
+from gpuguard.units import Amount, format_bytes, format_duration, parse_device_amount, parse_duration, parse_percent
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class QuotaRule:
                 of_all = f" ({limit.text} of {present})"
                 limit = int(limit.of(present) or 0) or min(1, ceil(limit.value))
             if count := _excess(held, _devices, limit):
-                yield count, f"has {_devices(held):.0f} GPUs, {limit}{of_all} are allowed"
+                yield count, f"has {_devices(held):.0f} GPUs, the limit is {limit}{of_all}"
         if self.claims is not None and (count := _excess(held, _claims, self.claims)):
-            yield count, f"has {_claims(held):.0f} claims, {self.claims} are allowed"
+            yield count, f"has {_claims(held):.0f} claims, the limit is {self.claims}"
         sizes = [device.memory_total for device in view.snapshot.devices if device.parent_uuid is None]
         total = 0 if None in sizes else sum(size for size in sizes if size is not None)
         if self.memory is not None and total and (count := _excess(held, _memory, self.memory / 100 * total)):
@@ -103,8 +103,13 @@ class QuotaRule:
             known = (view.gpu_seconds.get(uid, {}).get(self.within) for uid in uids)
             used = sum(seconds for seconds in known if seconds is not None)
             if used > self.gpu_hours:
-                window = f"{self.within / 86400:.3g} days"
-                yield 1, f"had {used / 3600:.1f} GPU-hours in {window}, {self.gpu_hours / 3600:g} are allowed"
+                window = format_duration(self.within)
+                yield 1, f"had {_hours(used)} GPU-hours in {window}, the limit is {_hours(self.gpu_hours)}"
+
+
+def _hours(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours:.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
 def windows_of(policies: Iterable[Policy]) -> frozenset[float]:
