@@ -7,11 +7,14 @@ Without this a test that is repeated for a night finds on its first run whatever
 
 import os
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from hypothesis import seed
 
 NUMBER = int(os.environ.get("GPUGUARD_CHANCE", "0"))
-THE_SAME = not NUMBER  # for hypothesis: derandomize
+THE_SAME = not NUMBER
 
 # A case beside one of its kind that every run has, as a second planted fault: seconds each.
 IN_CAMPAIGNS = pytest.mark.skipif(THE_SAME, reason="tested by scripts/torture --only checkers")
@@ -25,3 +28,8 @@ def often(count: int) -> int:
 def luck(seed: int | str) -> random.Random:
     """Dice of a test that wants *seed*."""
     return random.Random(f"{seed} in run {NUMBER}" if NUMBER else seed)
+
+
+def dice(turn: int, *, same: bool = THE_SAME) -> Callable[[Any], Any]:
+    """For a test of hypothesis: those of *turn*, which a change of the test's text does not change."""
+    return seed(turn) if same else lambda test: test

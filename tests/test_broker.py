@@ -90,7 +90,7 @@ def test_commands_inside_a_claim_divide_it(broker):
 
 def test_a_request_that_waits_starts_when_the_device_is_free(broker):
     with broker.job(ALICE, "-n", "4") as (wrapper, _):
-        waiting = broker.start(BOB, "run", "--wait", "30s", *LOOK)
+        waiting = broker.start(BOB, "run", "--wait", "60s", *LOOK)
         assert eventually(broker.has_ticket)
         os.killpg(wrapper.pid, 15)
         said, errors = waiting.communicate(timeout=60)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, a_device, a_process, a_snapshot, written
-from chances import THE_SAME, often
+from chances import dice, often
 from faulty_driver import GUILTY
 from guarded import a_child, started
 from hypothesis import HealthCheck, Phase, given, settings
@@ -140,15 +140,15 @@ def timeless(event: Event) -> list[tuple[str, float | int | str | None]]:
     return [fact for fact in event.facts if fact[0] != "clock_seconds"]
 
 
-def differences(people: list[tuple[int, float]], scenarios: int) -> Counter[str]:
+def differences(people: list[tuple[int, float]], turn: int) -> Counter[str]:
     """How often each action came; raises when a rehearsal shows another story."""
     seen: Counter[str] = Counter()
 
+    @dice(turn)
     @settings(
-        max_examples=scenarios,
+        max_examples=SCENARIOS,
         deadline=None,
         database=None,
-        derandomize=THE_SAME,
         phases=(Phase.generate,),
         suppress_health_check=list(HealthCheck),
     )
@@ -172,7 +172,11 @@ def plain(event: Event) -> Event:
 
 
 def test_a_rehearsal_tells_the_same_story_as_the_real_thing(people):
-    seen = differences(people, SCENARIOS)
+    seen: Counter[str] = Counter()
+    for turn in range(1, 5):
+        seen += differences(people, turn)
+        if seen["kill about to"] > 2:  # the rarest: with some dice it comes once
+            break
 
     for what in ("terminate about to", "pause about to", "notify done", "terminate refused"):
         assert seen[what] > 10, seen
@@ -184,4 +188,4 @@ def test_a_rehearsal_that_forgets_what_it_did_is_found(people, monkeypatch):
     monkeypatch.setattr(limits.ActionLimits, "record", lambda self, done: note(self, done) if done.live else None)
 
     with pytest.raises(AssertionError, match="refused"):
-        differences(people, SCENARIOS)
+        differences(people, 1)

@@ -1,6 +1,6 @@
 """Random schedules of faults: what is hit was seen, without a hole, as long as the policy says."""
 
-from __future__ import annotations  # without it hypothesis throws other dice, with which a planted fault is missed
+from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot, written
-from chances import THE_SAME, often
+from chances import THE_SAME, dice, often
 from faulty_driver import AGGRESSIVE, GUILTY, LOOKS_BACK, OTHER
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -257,22 +257,22 @@ def guarded(policy: Policy, schedule: Any, waits: list[bool]) -> Law:
     return law
 
 
-def laws(examples: int, same: bool) -> settings:
+def laws(examples: int) -> settings:
     return settings(
         max_examples=examples,
         deadline=None,
         database=None,
-        derandomize=same,
         phases=(Phase.explicit, Phase.generate),
         suppress_health_check=list(HealthCheck),
     )
 
 
-def search(names: Collection[str], examples: int, *, same: bool = THE_SAME) -> Counter[str]:
-    """How often something destructive was done, by rule; *same*: with the dice of all other runs."""
+def search(names: Collection[str], examples: int, turn: int, *, same: bool = THE_SAME) -> Counter[str]:
+    """How often something destructive was done, by rule; *same*: with the dice of all other runs for that *turn*."""
     done: Counter[str] = Counter()
 
-    @laws(examples, same)
+    @dice(turn, same=same)
+    @laws(examples)
     @given(a_policy(names), schedule, st.lists(st.booleans(), min_size=1, max_size=3))
     def run(policy: Policy, schedule: Any, waits: list[bool]) -> None:
         law = guarded(policy, schedule, waits)
@@ -284,7 +284,13 @@ def search(names: Collection[str], examples: int, *, same: bool = THE_SAME) -> C
 
 @pytest.mark.parametrize("rule", RULES)
 def test_nobody_is_hit_whose_data_was_bad_within_the_window(rule: str) -> None:
-    assert search([rule], EXAMPLES)[rule] > 5
+    done: Counter[str] = Counter()
+    for turn in range(8):  # the first do, but for a rule whose policies seldom hold
+        done += search([rule], EXAMPLES, turn)
+        if done[rule] > 5:
+            break
+
+    assert done[rule] > 5
 
 
 def evaluated_without_pauses(*of: Any, _evaluate: Any = engine.evaluate, **more: Any) -> Any:
@@ -315,4 +321,5 @@ def evaluated_without_pauses(*of: Any, _evaluate: Any = engine.evaluate, **more:
 def test_a_planted_fault_is_found(monkeypatch, where, name, broken):
     monkeypatch.setattr(where, name, broken)
     with pytest.raises(AssertionError):
-        search(RULES, 2000, same=True)  # with other dice some need more examples than there are: seen once
+        for turn in range(1, 5):  # the first is enough, but for dice that were seen once
+            search(RULES, 2000, turn, same=True)

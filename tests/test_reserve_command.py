@@ -17,6 +17,14 @@ from users import ALICE, BOB, DEVICES, IN_BOTH_DIRECTORIES, Machine
 pytestmark = pytest.mark.root
 
 LOOK = ("--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
+# The command line, but a request that waits looks around by itself only after longer than any test waits for it.
+PATIENT = """
+import sys
+from gpuguard.queue import waiter
+waiter.OWN_CHECK_SECONDS = 600.0
+from gpuguard.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def reserve(machine: Machine, user: Any, *words: str, **options: Any) -> dict[str, Any]:
@@ -141,16 +149,15 @@ def test_its_maker_or_root_cancels_it_and_nobody_else(admin):
 def test_its_user_goes_before_who_waits_longer_and_the_end_wakes_them(admin):
     roots = reserve(admin, None, "-n", "8", "--for", "1h", "--user", ALICE.pw_name)["id"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    waiter = subprocess.Popen(admin.words("run", "--quiet", "-n", "8", *LOOK), **pipes, **admin._as(BOB))
+    words = [admin.python_path, "-c", PATIENT, "run", "--quiet", "-n", "8", *LOOK]
+    waiter = subprocess.Popen(words, **pipes, **admin._as(BOB))
     try:
         until(lambda: list(Path(admin.directory.records).glob("*ticket.*.json")))
         assert admin(ALICE, "run", "--no-wait", "-n", "8", "--", "true").returncode == 0
         assert waiter.poll() is None
         admin(None, "reserve", "--cancel", roots)
-        began = time.monotonic()
         output, errors = waiter.communicate(timeout=60)
         assert (output.count(","), waiter.returncode) == (7, 0), errors
-        assert time.monotonic() - began < 15
     finally:
         waiter.kill()
         waiter.communicate()
@@ -162,7 +169,7 @@ def test_a_missed_reservation_is_over_and_one_whose_user_comes_is_not(admin):
     rules.chmod(0o644)
     admin.environment["GPUGUARD_LINE"] = str(rules)
     reserve(admin, None, "-n", "7", "--for", "1h", "--user", ALICE.pw_name)
-    done = admin(BOB, "run", "--quiet", "--wait", "20s", "-n", "8", "--", "true")
+    done = admin(BOB, "run", "--quiet", "--wait", "60s", "-n", "8", "--", "true")
 
     assert done.returncode == 0, done.stderr
     assert ["over: " in one["state"] for one in listed(admin)] == [True]

@@ -114,14 +114,14 @@ class Room:
         """A job that runs."""
         with self.run(*words, **more) as waiter:  # type: ignore[arg-type]
             self.holders.add(waiter.pid)
-            assert eventually(lambda: waiter.runs, 30.0), waiter.process.poll()
+            assert eventually(lambda: waiter.runs, LONG), waiter.process.poll()
             yield waiter
 
     @contextlib.contextmanager
     def wait(self, *words: str, **more: object) -> Iterator[Waiter]:
         """A request in the queue, which has a leader."""
         with self.run(*words, **more) as waiter:  # type: ignore[arg-type]
-            assert eventually(lambda: waiter.waits and self.leader is not None, 30.0), waiter.process.poll()
+            assert eventually(lambda: waiter.waits and self.leader is not None, LONG), waiter.process.poll()
             yield waiter
 
     @property
@@ -150,7 +150,7 @@ class Room:
         change(str(self.place / "node"), device, faults=faults)
 
 
-LONG = 30.0  # far beyond any answer
+LONG = 60.0  # far beyond any answer
 
 
 @pytest.fixture
