@@ -87,7 +87,7 @@ def main(what: str, witness: str, *more: str) -> Any:
         answer = [ray.get(actor.where.remote()), [claim.note for claim in gpuguard.who().claims]]
         answer += map(ray.get, chunks)
         ray.kill(actor)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while ray.available_resources().get("GPU") != 8 and time.monotonic() < deadline:
         time.sleep(0.1)
     return {"answer": answer, "back": ray.available_resources().get("GPU")}

@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_snapshot
 from claiming import acquire
-from nodes import a_user, change, on_terminal, start
+from nodes import a_user, change, on_terminal, start, until
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard import device_state
@@ -102,9 +101,7 @@ def test_a_claim_whose_wrapper_was_killed_is_orphaned_until_its_job_ends(who):
         assert [claim["orphaned"] for claim in claims] == [True]
     finally:
         os.kill(job, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while any(device["claims"] for device in who()["devices"]):
-        assert time.monotonic() < deadline
+    until(lambda: not any(device["claims"] for device in who()["devices"]))
 
 
 def test_a_stopped_job_says_so(who):
