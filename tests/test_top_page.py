@@ -212,6 +212,14 @@ def test_instances_stand_below_their_device():
     assert any(line.startswith(" 0.2 ") and "11.0/40G" in line for line in shown)
 
 
+def test_the_profile_of_an_instance_is_shown_where_its_whole_name_has_no_room():
+    parent = a_device(0, mig_mode=True)
+    part = a_mig_instance(parent, name="NVIDIA A100-SXM4-40GB MIG 3g.20gb", mig_profile="3g.20gb")
+    shown = texts(page_of(a_scene(parent, part), width=120))
+
+    assert any(line.startswith(" 0.1 MIG 3g.20gb  ") for line in shown)
+
+
 @pytest.mark.parametrize(
     ("fields", "thresholds", "text", "colour"),
     [

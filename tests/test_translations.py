@@ -239,6 +239,14 @@ def test_the_faults_of_a_policy_file_are_chinese(node):
     assert "'wehn' 不是 'policies' 的键。" in said and "您是指 'when' 吗？" in said and "缺少键 'when'。" in said
 
 
+def test_what_a_recording_does_not_tell_is_chinese(tmp_path):
+    (tmp_path / "policy.yaml").write_text("version: 1\npolicies: [{name: a, when: {unclaimed: {}}, steps: [warn]}]\n")
+    (tmp_path / "day.csv").write_text("time_seconds,job,utilization_percent\n0,a,0\n60,a,0\n")
+    said = ran(tmp_path, "policy", "backtest", str(tmp_path / "policy.yaml"), "--on", str(tmp_path / "day.csv")).stdout
+
+    assert "a  unclaimed  其中没有 占用情况" in said
+
+
 def test_what_is_recorded_of_a_job_stays_english(node):
     events = node / "events.jsonl"
     said = ran(

@@ -22,6 +22,8 @@ _UNTOLD = {
     "outside_scheduler": N_("what a scheduler gave out"),
     "health": N_("faults of GPUs"),
     "forecast": N_("how much memory a GPU has"),
+    "temperature": N_("the temperature of GPUs"),
+    "power": N_("the power of GPUs"),
 }
 HELD = 2**30  # bytes above which a device counts as held; below it is what a driver keeps for itself
 
@@ -76,13 +78,13 @@ def blind_spots(recording: Recording, policies: Iterable[Policy]) -> list[tuple[
         for rule in policy.rules:
             name = names[type(rule)]
             if name in ("unclaimed", "trespass", "quota") or getattr(rule, "claim_without_process_above", None):
-                found.append((policy.name, name, "who had claimed what"))
+                found.append((policy.name, name, N_("who had claimed what")))
             elif name in ("outside_scheduler", "health", "forecast"):
                 found.append((policy.name, name, _UNTOLD[name]))
             elif getattr(rule, "reads_host", False):
-                found.append((policy.name, name, "what processes did on the CPU and the network"))
+                found.append((policy.name, name, N_("what processes did on the CPU and the network")))
             elif name in ("temperature", "power") and name not in recording.columns:
-                found.append((policy.name, name, f"the {name} of GPUs"))
+                found.append((policy.name, name, _UNTOLD[name]))
     return found
 
 

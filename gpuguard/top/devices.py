@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gpuguard.device_state import FREE, DeviceUse, model_name
 from gpuguard.locale import N_, _
 from gpuguard.model import CLOCKS, ECC, MEDIA, PCIE, Device
-from gpuguard.sanitize import neutralise
+from gpuguard.sanitize import display_width, neutralise
 from gpuguard.top.scene import SLOWDOWN_MARGIN, History, Scene, ScreenLine, ScreenView, Thresholds
 from gpuguard.units import format_bytes, format_duration, format_rounded
 from gpuguard.views.charts import Part, alarm, bar, fitted, sparkline
@@ -205,7 +205,10 @@ def _row(scene: Scene, history: History, view: ScreenView, use: DeviceUse, colum
     memory, busy, heat, power = _meters(device, scene.thresholds)
     parts: list[Part] = [(f"{device.label:>4} ", f"bold {LABELS[use.state][1]}".strip())]
     if columns.names:
-        parts += fitted([(shorten(neutralise(model_name(device)), 22), "")], columns.names)
+        name = neutralise(model_name(device))
+        if device.mig_profile and display_width(name) > 22:  # the profile says more than the board, which is above
+            name = f"MIG {neutralise(device.mig_profile)}"
+        parts += fitted([(shorten(name, 22), "")], columns.names)
     for meter, size, room in (
         (memory, columns.memory, 13 if columns.is_roomy else 9),
         (busy, columns.utilization, 5),
