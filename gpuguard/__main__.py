@@ -6,6 +6,7 @@ Two interpreters load at the same time that way, which takes a third off the sta
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -17,6 +18,9 @@ ASK_THE_DAEMON_FIRST = ("who", "explain")
 
 def main() -> NoReturn:
     """Run the command line of this process, and end it with its exit code."""
+    raises_at_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if raises_at_interrupt:  # a traceback, where Ctrl-C comes while all of this loads
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     command, *options = sys.argv[1:] or [""]
     streams_open = None not in (sys.stdin, sys.stdout, sys.stderr)  # else the worker's pipes would be taken for them
     reads_here = command in READ_DEVICES or (command in ASK_THE_DAEMON_FIRST and not _daemon_publishes(options))
@@ -26,6 +30,8 @@ def main() -> NoReturn:
         spawn.start_early(named if named.partition(":")[0] in BACKENDS else usual)
     from gpuguard.cli import main as run_and_exit  # while the worker loads what it needs
 
+    if raises_at_interrupt:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     run_and_exit()
 
 

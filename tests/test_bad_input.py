@@ -3,6 +3,8 @@
 import os
 import re
 import shlex
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -301,3 +303,24 @@ def test_a_fault_inside_gpuguard_is_a_sentence_for_the_user(monkeypatch, capsys)
     monkeypatch.setenv("GPUGUARD_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
         cli.run_command_line(["run"])
+
+
+# Ctrl-C as the command line is loaded, which takes a tenth of a second.
+INTERRUPTED = """
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, path, target=None):
+        if name == "gpuguard.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["gpuguard", "queue"]
+from gpuguard.__main__ import main
+main()
+"""
+
+
+def test_ctrl_c_while_the_command_loads_ends_it_without_a_traceback():
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
