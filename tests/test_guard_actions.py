@@ -143,7 +143,9 @@ def test_who_ignores_sigterm_is_killed_only_after_a_grace(monkeypatch):
 def later(scene: Scene, patch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let the guard believe that its actions were so much earlier."""
     book = scene.context().limits
-    book.past = [replace(done, clock=done.clock - seconds) for done in book.past]
+    before, book.past = book.past, []
+    for done in before:
+        book.record(replace(done, clock=done.clock - seconds))
 
 
 def test_who_outlives_sigkill_is_given_up_its_devices_left_alone_and_people_told_once(scene):
@@ -385,7 +387,7 @@ def test_a_limit_spares_and_without_it_the_innocent_is_hit(scene, monkeypatch, l
     assert [check.check for check in refused.failed] == [limit]
     assert scene.lives()
 
-    owner = limits.ActionLimits if limit == "unkillable" else limits
+    owner = limits.ActionLimits if limit in ("escalation", "unkillable") else limits
     monkeypatch.setattr(owner, _CHECK_OF[limit], lambda *of: None)
     assert scene.act(action).word == "sent"
     assert scene.dies()
@@ -398,6 +400,7 @@ WITHIN: dict[str, tuple[Callable[[Scene], None], str]] = {
     "victims of one": (done(ago=600, count=5, uid=4711), "terminate"),
     "effect seen": (done(ago=20, devices=there), "terminate"),  # pid 2 has ended
     "escalation": (done(ago=31, process=themselves), "kill"),
+    "escalation of a policy that is patient": (done(ago=3 * HOUR, process=themselves), "kill"),
     "restart loop": (lambda scene: restarts(scene, times=1), "terminate"),
     "ran at the same time": (done(ago=61, count=2, signature=own_signature), "terminate"),
     "dry run": (done(ago=10, count=10, live=False), "terminate"),

@@ -63,6 +63,8 @@ class ActionLimits:
     """The actions of the last hour, and what follows from them."""
 
     past: list[PastAction] = field(default_factory=list)
+    # (process, live) -> clock of its first SIGTERM: a policy may wait longer than an hour before it kills
+    _asked_to_end: dict[object, float] = field(default_factory=dict)
     unkillable: dict[ProcessIdentity, tuple[str, ...]] = field(default_factory=dict)  # -> devices not to be touched
     _done: deque[tuple[Verdict, ProcessIdentity]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _wanted: dict[object, float] = field(default_factory=dict)
@@ -70,6 +72,10 @@ class ActionLimits:
 
     def record(self, action: PastAction) -> None:
         """Remember *action*."""
+        if action.action == "terminate":
+            _shorten(self._asked_to_end)
+            key = action.process, action.live
+            self._asked_to_end[key] = min(action.clock, self._asked_to_end.get(key, action.clock))
         self.past = [*(past for past in self.past if action.clock - past.clock < HOUR), action]
 
     def priority(self, verdict: Verdict) -> tuple[int, int]:
@@ -117,8 +123,20 @@ class ActionLimits:
         if action.action in DISRUPTIVE:
             found += [_victims(disruptive, action), _busy_device(disruptive, action, effect_seen)]
             found += [_restart_loop(disruptive, action)]
-        found += [_repetition(lately, action), _escalation(lately, action), self._unkillable(lately, action)]
+        found += [_repetition(lately, action), self._escalation(action), self._unkillable(lately, action)]
         return filter(None, found)
+
+    def _escalation(self, action: PastAction) -> FailedCheck | None:
+        if action.action != "kill":
+            return None
+        asked = self._asked_to_end.get((action.process, action.live))
+        if asked is None:
+            return FailedCheck("escalation", "it was not asked to end first: put terminate before kill")
+        age = action.clock - asked
+        if age < KILL_AFTER:
+            text = f"it was asked to end {age:.0f}s ago, and has {KILL_AFTER:.0f}s to do it"
+            return FailedCheck("escalation", text, KILL_AFTER - age)
+        return None
 
     def _unkillable(self, lately: Iterable[PastAction], action: PastAction) -> FailedCheck | None:
         if action.process in self.unkillable:
@@ -185,19 +203,6 @@ def _repetition(lately: Iterable[PastAction], action: PastAction) -> FailedCheck
     if age >= BETWEEN_ACTIONS:
         return None
     return FailedCheck("repetition", f"{action.action} was done {age:.0f}s ago", BETWEEN_ACTIONS - age)
-
-
-def _escalation(lately: Iterable[PastAction], action: PastAction) -> FailedCheck | None:
-    if action.action != "kill":
-        return None
-    asked = min(_times_of(lately, action.process, "terminate"), default=None)
-    if asked is None:
-        return FailedCheck("escalation", "it was not asked to end first: put terminate before kill")
-    age = action.clock - asked
-    if age < KILL_AFTER:
-        text = f"it was asked to end {age:.0f}s ago, and has {KILL_AFTER:.0f}s to do it"
-        return FailedCheck("escalation", text, KILL_AFTER - age)
-    return None
 
 
 def _restart_loop(disruptive: Iterable[PastAction], action: PastAction) -> FailedCheck | None:
