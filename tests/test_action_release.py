@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GIB, a_claim_record, a_device, a_process
+from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process
 from claimholders import Holder, a_holder
 from guarded import SOMEBODY, Guard, Listing
 from nodes import remove
@@ -109,6 +109,17 @@ def test_a_dry_run_takes_the_same_path_and_leaves_the_claim_as_does_a_log_that_t
     assert (outcome.word, claimed.locked()) == (word, 2)
     assert holder.does("claim.reassert()") == "None"
     assert [event.outcome for event in claimed.events] == lines
+
+
+def test_the_claim_of_a_mig_instance_is_released_while_another_instance_of_its_gpu_is_busy(claimed):
+    parent = a_device(0, mig_mode=True, memory_used=30 * GIB)
+    idle, busy = a_mig_instance(parent, 0), a_mig_instance(parent, 1, memory_used=30 * GIB, processes=(a_process(7),))
+    claimed.machine.devices = [parent, idle, busy]
+    os.close(open_lock(claimed.directory, idle.uuid))
+    whole, claimed.machine.sample = claimed.machine.sample, lambda fields, devices=None: whole(fields)  # type: ignore
+
+    with a_holder(claimed.directory, idle.uuid, uid=SOMEBODY) as holder:
+        assert claimed.act(holder).word == actions.DONE
 
 
 def older_answer(c: Claimed, *_: object) -> dict[str, Any]:

@@ -472,7 +472,8 @@ def _unused(target: Preflight) -> str | None:
         return unknown
     if users:
         return f"pid {users[0].pid} computes under it"
-    devices = target.fresh.devices
+    held = set(target.claim.devices)  # of a divided GPU the driver shows all instances
+    devices = [device for device in target.fresh.devices if held & {device.uuid, device.parent_uuid}]
     if any(device.memory_used is None or device.memory_used > idle_limit(device) for device in devices):
         return "memory is in use, though no process is listed"
     return None
