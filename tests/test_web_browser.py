@@ -175,6 +175,16 @@ def test_nothing_reaches_beyond_the_window(busy, browser, viewport):
         assert tab.locator(".card").count() == 8
 
 
+def test_an_event_of_many_gpus_that_are_gone_fits_into_the_window(tmp_path, browser):
+    gpuguard = a_node(tmp_path, "16xH100-80GB")
+    assert gpuguard("run", "-n", "16", "--", "true").returncode == 0
+    assert gpuguard("sim", "start", "--force", "2xRTX4090").returncode == 0
+    with a_page(gpuguard) as port, a_tab(browser, port) as tab:
+        tab.locator("#events-table td", has_text="GPU-").first.wait_for()
+
+        assert fits(tab)
+
+
 def test_it_comes_back_when_the_server_does(tmp_path, browser):
     gpuguard, port = a_node(tmp_path), free_port()
     with a_server(gpuguard, port=port) as (_, server), a_tab(browser, port) as tab:
