@@ -1,7 +1,9 @@
 """`gpuguard top` as a command: what it costs the driver, --once, pipes, thresholds, recordings, a real terminal."""
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -294,6 +296,34 @@ def test_in_a_real_terminal_it_shows_the_machine_answers_keys_and_leaves(termina
         assert eventually(lambda: "choose a process" not in terminal.screen())
         terminal.keys("q")
         assert eventually(lambda: not terminal.runs())
+
+
+# As su and docker do: the terminal's end reaches this program alone, which waits for the command.
+KEEPS_HANG_UPS = """
+import signal, subprocess, sys
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+child = subprocess.Popen(sys.argv[2:], preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
+open(sys.argv[1], "w").write(str(child.pid))
+child.wait()
+"""
+
+
+@pytest.mark.terminal
+@pytest.mark.parametrize("options", [(), ("--plain",)])
+def test_it_ends_with_its_terminal_also_where_no_hang_up_reaches_it(terminal, tmp_path, options):
+    pytest.importorskip("textual")
+    pid = tmp_path / "pid"
+    command = [sys.executable, "-m", "gpuguard", "top", *options]
+    keeper = [sys.executable, "-c", KEEPS_HANG_UPS, str(pid), *command]
+    terminal.tmux("-f", "/dev/null", "new-session", "-d", "-s", "top", "env", "LANG=C.UTF-8", *keeper)
+    assert eventually(lambda: "no processes" in terminal.screen()), terminal.screen()
+    top = int(pid.read_text())
+    terminal.tmux("kill-session", "-t", "top")
+    try:
+        assert eventually(lambda: not os.path.exists(f"/proc/{top}"))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(top, signal.SIGKILL)
 
 
 @pytest.mark.terminal

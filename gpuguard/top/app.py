@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import queue
+import select
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +30,7 @@ from textual.strip import Strip
 from textual.widgets import Input, Static
 
 from gpuguard.enforcement.by_hand import BY_HAND
-from gpuguard.enforcement.signals import SENT
+from gpuguard.enforcement.signals import SENT, die_of
 from gpuguard.errors import GpuguardError
 from gpuguard.locale import N_, _, translated
 from gpuguard.sanitize import neutralise
@@ -265,6 +267,8 @@ class Top(App[None]):
         # A daemon: the end does not wait for a driver that hangs.
         threading.Thread(target=self._sample_again, name=SAMPLING_THREAD, daemon=True).start()
         self.set_interval(1.0, self._tick)
+        if not self.is_headless and os.isatty(0):
+            self.set_interval(1.0, self._end_with_terminal)
         self.call_after_refresh(self.draw)
 
     def on_unmount(self) -> None:
@@ -327,6 +331,16 @@ class Top(App[None]):
         board.show(lines, columns)
         board.scroll_to(x=self._sideways, animate=False, force=True)
         self._tick()
+
+    def _end_with_terminal(self) -> None:
+        """End as by a hang-up when the terminal is gone: su and docker may keep that signal to themselves.
+
+        Textual would read the end of its input again and again, without a pause.
+        """
+        terminal = select.poll()
+        terminal.register(0, 0)
+        if terminal.poll(0):
+            die_of(signal.SIGHUP)
 
     def _tick(self) -> None:
         """The title, and the alarm when no answer comes."""
