@@ -33,6 +33,8 @@ LINES = 4  # of a message, without a list of devices
 RUN_WORDS = [  # found before anything is read
     ("", "a command to run is missing, as in `gpuguard run -n 2 -- python train.py`"),
     ("-n 2", "a command to run is missing"),
+    ("--memory-limit 0% true", "--memory-limit: a limit of 0 ends every job"),
+    ("--time-limit 1s --idle-limit 0s true", "--idle-limit: a limit of 0 ends every job"),
     (
         "--wait true",
         "--wait: 'true' is not a duration: write it like '10m' (units: ms, s, m, h, d, w).\nWithout a duration",

@@ -101,8 +101,11 @@ def policies_of(memory: Amount | None, temperature: float | None, idle: float | 
     Raises:
         InvalidRequest: a limit of nothing, which ends every job.
     """
-    if (memory and not memory.value) or temperature == 0 or idle == 0:
-        raise InvalidRequest(_("a limit of 0 ends every job: leave the option out for no limit."))
+    limits = {"--memory-limit": memory and memory.value, "--temperature-limit": temperature, "--idle-limit": idle}
+    if nothing := next((option for option, limit in limits.items() if limit == 0), None):
+        raise InvalidRequest(
+            _("{option}: a limit of 0 ends every job: leave the option out for no limit.").format(option=nothing)
+        )
     policies = []
     if memory is not None:
         policies.append(_policy("memory-limit", MemoryRule(memory, per="user"), 0.0, _THIRD_SAMPLE))
