@@ -63,6 +63,7 @@ _NUMBERS = {
     "max_procs": "",
     "slots": "",
 }
+_FRACTIONAL = ("min_free_fraction", "max_util", "max_memory_util", "max_temperature")  # the others are whole
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,17 @@ def _request(**conditions: Any) -> Request:
         raise TypeError(f"there is no condition {name!r}{f': did you mean {near[0]!r}?' if near else ''}")
     if not hasattr(number := conditions.get("num_gpus", 1), "__index__"):
         raise InvalidRequest(f"{number!r} GPUs cannot be asked for: ask for a whole number.")
-    return Request(**conditions)
+    return Request(**{name: _plain_number(name, value) for name, value in conditions.items()})
+
+
+def _plain_number(name: str, value: Any) -> Any:
+    """A number as records and tickets have it: 10e9 bytes, or one of NumPy's, could not be read by others."""
+    if name not in _NUMBERS or value is None:
+        return value
+    try:
+        return float(value) if name in _FRACTIONAL else int(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequest(f"{name} is a number{_NUMBERS[name]}: {value!r} is none.") from None
 
 
 def _refuse_texts(values: Mapping[str, Any]) -> None:

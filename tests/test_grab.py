@@ -2,6 +2,7 @@
 
 import os
 import sys
+from fractions import Fraction
 
 import pytest
 from grabbing import a_node, claimed, indices, script, visible  # noqa: F401  (a fixture)
@@ -15,6 +16,7 @@ from gpuguard.claims.records import probe
 from gpuguard.errors import CudaInitialized, ImpossibleRequest, InvalidRequest, NotEnoughGpus
 from gpuguard.lock import Allocator
 from gpuguard.model import MEMORY
+from gpuguard.queue.tickets import waiting_tickets
 
 
 def test_one_device_by_default_and_cuda_sees_no_other():
@@ -47,6 +49,34 @@ def test_minus_one_takes_all_that_are_free(node):
     assert indices(gpuguard.grab_gpus(-1, gpu_select=[0, 2])) == [0, 2]
 
 
+def test_a_share_of_calculated_bytes_is_one_that_others_can_read():
+    claim = gpuguard.grab_gpus(share=True, memory=10e9)
+
+    [record] = probe(lock_directory(backend="simulated"), [device.uuid for device in claim])
+    assert record.memory == 10**10
+
+
+class Enough(Exception):
+    """What was waited for is seen."""
+
+
+@pytest.mark.parametrize(
+    "conditions", [{"min_free": 20e9}, {"max_util": Fraction(10)}, {"max_processes": Fraction(0)}], ids=str
+)
+def test_a_request_of_calculated_numbers_has_its_place_in_the_queue(conditions):
+    """As of NumPy, whose numbers JSON does not know."""
+
+    def look(_missing):
+        raise Enough(*(ticket.requests for ticket in waiting_tickets(lock_directory(backend="simulated"))))
+
+    gpuguard.grab_gpus(4)
+    with pytest.raises(Enough) as seen:
+        gpuguard.grab_gpus(further=True, wait=60, on_wait=look, **conditions)
+
+    [(request,)] = seen.value.args
+    assert {name: getattr(request, name) for name in conditions} == conditions
+
+
 def test_zero_takes_none_and_cuda_sees_none():
     claim = gpuguard.grab_gpus(0)
 
@@ -68,6 +98,8 @@ def test_zero_takes_none_and_cuda_sees_none():
         ({"alternatives": [{}] * 4}, "4 alternatives are too many: name at most 3"),
         ({"alternatives": [{"num_gpus": 0}]}, "ask for at least 1"),
         ({"num_gpus": "2"}, "num_gpus is a number: '2' is a text"),
+        ({"min_free": float("inf")}, "min_free is a number of bytes"),
+        ({"max_util": ["10"]}, "max_util is a number of percent"),
         ({"num_gpus": 1.0}, "1.0 GPUs cannot be asked for"),
         ({"wait": "5m"}, "wait is a number of seconds, as in 3600, or None: '5m' is a text"),
         ({"min_free": "20GiB"}, "min_free is a number of bytes"),
