@@ -326,8 +326,16 @@ class Watchdog:
         if policy is None or self._view is None:
             return False
         self._memory.kept = dict(self.kept)  # a user may have asked for an exemption since the sample
-        view, zone = replace(self._view, snapshot=snapshot), _zone(snapshot.taken_at)
-        holds = partial(engine.still_holds, policy, verdict.finding.subject, view, self._memory, zone=zone)
+        view, finding = replace(self._view, snapshot=snapshot), verdict.finding
+        holds = partial(
+            engine.still_holds,
+            policy,
+            finding.subject,
+            view,
+            self._memory,
+            processes=finding.processes,
+            zone=_zone(snapshot.taken_at),
+        )
         return self._isolate(policy.name, holds) is True
 
     def _isolate(self, policy: str, do: Callable[[], T]) -> T | None:

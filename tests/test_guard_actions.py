@@ -267,6 +267,16 @@ def test_a_verdict_about_a_user_means_their_processes_and_one_about_a_device_alo
     assert scene.lives() if word == "refused" else scene.dies()
 
 
+def test_before_a_signal_it_is_asked_whether_the_condition_holds_for_that_very_process(scene):
+    asked = []
+    scene.context(still_true=lambda verdict, _: asked.append([row.pid for row in verdict.finding.processes]) or True)
+    finding = replace(scene.verdict().finding, processes=(scene.process, a_process(scene.pid, start_time=1.0)))
+    subject = replace(finding.subject, kind="user", pid=None, start_time=None)
+
+    actions.act(replace(scene.verdict(), finding=replace(finding, subject=subject)), scene.snapshot, scene.context())
+    assert asked == [[scene.pid]]
+
+
 class Post:
     """Takes messages until it is full."""
 

@@ -163,6 +163,24 @@ def test_the_condition_is_looked_at_again_with_everything_that_the_policy_says(a
     assert not still(A_HOG, name="other")
 
 
+def test_the_condition_is_looked_at_again_for_each_process_that_is_meant(a_watchdog):
+    """A step may wait for minutes: meanwhile one process of a user may be spared, and another one not."""
+    both = a_process(1001, memory_used=20 * GIB), a_process(1002, memory_used=20 * GIB)
+    device = replace(A_HOG, processes=both)
+    policy = replace(HOGS, rules=(MemoryRule(above=parse_memory_amount("15GiB"), per="user"),))
+    judged = a_watchdog(Scripted(*snapshots(device)), (policy,))
+    judged.step()
+    verdict = judged.step().verdicts[0]
+    [sample] = snapshots(replace(device, processes=(both[0], replace(both[1], kind="graphics"))), number=1)
+
+    def still(*processes):
+        return judged._still_true(replace(verdict, finding=replace(verdict.finding, processes=processes)), sample)
+
+    assert verdict.finding.processes == both
+    assert still(both[0])
+    assert not still(both[1])
+
+
 def test_the_loop_survives_everything_and_says_so_once(a_watchdog, log):
     faults = [*[DriverUnresponsive("no answer")] * 2, ValueError("odd"), *snapshots(A_HOG, every=0.001)]
     guard = a_watchdog(Scripted(*faults), interval=(0.001, 0.001))

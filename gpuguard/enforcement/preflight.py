@@ -480,7 +480,10 @@ def _unused(target: Preflight) -> str | None:
 
 
 def _rule(target: Preflight) -> str | None:
-    if target.fresh and target.context.still_true(target.verdict, target.snapshot.updated(target.fresh)):
+    finding = target.verdict.finding  # of a user's processes it may hold for others alone by now
+    own = tuple(row for row in finding.processes if (row.pid, row.start_time) == target.identity)
+    verdict = replace(target.verdict, finding=replace(finding, processes=own))
+    if target.fresh and target.context.still_true(verdict, target.snapshot.updated(target.fresh)):
         return None
     return "the condition does not hold any more"
 

@@ -189,10 +189,23 @@ def evaluate(
     return Judgement(tuple(verdicts), tuple(notes))
 
 
-def still_holds(policy: Policy, subject: Subject, view: RuleView, memory: EngineMemory, *, zone: float = 0.0) -> bool:
-    """Whether everything that *policy* says is so for *subject* in this view, which need not be a sample of its own."""
+def still_holds(
+    policy: Policy,
+    subject: Subject,
+    view: RuleView,
+    memory: EngineMemory,
+    *,
+    processes: Iterable[GpuProcess] = (),
+    zone: float = 0.0,
+) -> bool:
+    """Whether everything that *policy* says is so for *subject*, and means all *processes*, in this view.
+
+    It need not be a sample of its own.
+    """
     found, _ = _condition(policy, index_sample(replace(view, past=memory.past), zone), memory)
-    return any(identity_of(finding.subject) == identity_of(subject) for finding in found)
+    about = [finding for finding in found if identity_of(finding.subject) == identity_of(subject)]
+    meant = {(process.pid, process.start_time) for finding in about for process in finding.processes}
+    return bool(about) and all((process.pid, process.start_time) in meant for process in processes)
 
 
 def _pin(policies: Sequence[Policy], memory: EngineMemory) -> list[Note]:
