@@ -85,7 +85,7 @@ class OwnClaim:
 _mutex = threading.Lock()  # guards what was _made and what is written to os.environ
 _calls: dict[int, threading.RLock] = {}  # pid -> held during a call that may return the claim of another one
 _made: list[OwnClaim] = []  # of this process, and before a fork of its parent, the oldest first
-_tells_children = False  # whether forked children run _close_at_exec()
+_tells_children = False  # whether forked children run _begin_child()
 _outside: dict[str, str | None] = {}  # what the variables of a claim were before the first of them
 
 
@@ -364,15 +364,18 @@ def _keep_across_exec(claim: Claim) -> None:
     """Let this process keep *claim* as another program, but no child of it: subprocess closes what it is not given."""
     global _tells_children
     if not _tells_children:
-        os.register_at_fork(after_in_child=_close_at_exec)
+        os.register_at_fork(after_in_child=_begin_child)
         _tells_children = True
     for descriptor in claim.pass_fds:
         os.set_inheritable(descriptor, True)
 
 
-def _close_at_exec() -> None:  # pragma: no cover: runs in a forked child, where nothing is counted
+def _begin_child() -> None:  # pragma: no cover: runs in a forked child, where nothing is counted
     """In a forked child: it has the claims of its parent until it ends, or becomes another program."""
+    global _mutex
+    _mutex = threading.Lock()  # a thread of the parent may have held it, and is not here
     for made in tuple(_made):
+        made.claim.renew_mutex()
         for descriptor in made.claim.pass_fds:
             with suppress(OSError):  # the program closed it
                 os.set_inheritable(descriptor, False)

@@ -542,3 +542,35 @@ def test_a_rank_without_a_claim_around_it_claims(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
 
     assert indices(gpuguard.grab_gpus(1)) == claimed() == [3]
+
+
+FORKS = """
+import fcntl, os, signal
+import gpuguard
+
+def forks(*words, really={module}.{name}):
+    {module}.{name} = really
+    if not (pid := os.fork()):
+        signal.alarm(20)
+        {child}
+        os._exit(0)
+    print(os.waitpid(pid, 0)[1])
+    return really(*words)
+
+claim = gpuguard.grab_gpus()
+{module}.{name} = forks
+{parent}
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "parent", "child"),
+    [
+        ("os", "putenv", "gpuguard.grab_gpus(further=True)", "gpuguard.grab_gpus(0)"),
+        ("fcntl", "flock", "claim.release()", "claim.release()"),
+    ],
+)
+def test_a_child_that_is_forked_while_a_thread_claims_or_releases_can_do_both(module, name, parent, child):
+    ended = script(FORKS.format(module=module, name=name, parent=parent, child=child))
+
+    assert (ended.stdout, ended.stderr) == ("0\n", "")

@@ -179,6 +179,10 @@ class Claim(Sequence[Device]):
             if lost:
                 raise ClaimLost(lost[0])
 
+    def renew_mutex(self) -> None:
+        """In a forked child: a thread of the parent may have held it, and is not there."""
+        self._mutex = threading.Lock()
+
     def release(self) -> None:
         """Release the devices now, also if a leftover of the job still has the descriptors.  Idempotent."""
         with self._mutex:
