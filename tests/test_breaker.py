@@ -133,6 +133,14 @@ def test_where_nobody_knows_what_the_victim_held_no_memory_shows_the_effect(devi
     assert watch.until(100, a_device(processes=(BOB,), memory_used=GIB), begin=40) == [(next_one, "terminate")]
 
 
+def test_memory_that_cannot_be_read_any_more_shows_no_effect():
+    watch = Watch(a_policy("terminate", rules=(Finds(everybody),), cooldown=1000))
+    watch.until(30, a_device(processes=(ALICE, BOB), memory_used=20 * GIB))
+
+    unread = a_device(processes=(BOB,), memory_used=None, memory_free=None)
+    assert watch.until(100, unread, begin=40) == [(80, "terminate")]
+
+
 def test_a_list_that_is_not_plausible_shows_no_effect():
     full = a_device(processes=(ALICE, BOB), memory_used=20 * GIB)
     watch = Watch(a_policy("terminate", hold=10, cooldown=1000))

@@ -578,7 +578,8 @@ def _is_seen(effect: Effect, uuid: str, index: SampleIndex) -> bool:
     starts = {(process.pid, process.start_time) for process in device.processes or () if process.pid in dead}
     if any(start is None or (pid, start) in effect.victims for pid, start in starts):
         return False
-    return effect.memory_below is not None and (device.memory_used or 0) <= effect.memory_below
+    used, below = device.memory_used, effect.memory_below
+    return used is not None and below is not None and used <= below
 
 
 def _memory_without(device: Device, victims: frozenset[ProcessIdentity]) -> float | None:
