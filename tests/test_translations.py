@@ -135,6 +135,7 @@ SAMPLES = {"gpu": "GPU 3", "number": "1,024"}
         ("python -c 'a; b'", "python -c 'a; b'"),
         ("python -c 'a: no terminal'", "python -c 'a: no terminal'"),
         ("who", "who"),
+        ("a command" + ": b" * 3000, "a command" + ": b" * 3000),
         ("waits until lost's claim 3f0c9e21 has ended", "等待 lost 的占用 3f0c9e21 结束"),
         ("quarantined by unresponsive: lost", "已隔离（操作者：unresponsive）：lost"),
         ("pid 7 (python -c 'a; until b') computes", "进程 7（python -c 'a; until b'）在计算"),
@@ -143,6 +144,12 @@ SAMPLES = {"gpu": "GPU 3", "number": "1,024"}
 )  # fmt: skip
 def test_what_was_written_in_english_is_shown_in_chinese_but_for_the_words_of_users(english, chinese):
     assert in_words(english, catalogue("zh_CN").gettext) == chinese
+
+
+def test_no_sentence_in_sentences_is_too_deep():
+    text = in_words("held back: it would delay " * 2000, catalogue("zh_CN").gettext)
+
+    assert text.startswith("暂缓：会推迟 暂缓：会推迟 ") and text.endswith("held back: it would delay ")
 
 
 def test_a_warned_user_reads_in_chinese_what_a_policy_did_and_what_comes_next():

@@ -514,6 +514,7 @@ SENTENCES = (
 NAMES = frozenset(
     {"command", "directory", "group", "id", "library", "name", "path", "place", "policy", "program", "spec"}
 )
+MOST_LEVELS = 8  # of sentences in sentences: what users write may look like a hundred
 _PLACE = re.compile(r"\{(\w+)\}")
 _PLACES = {"gpu": r"(GPU \S+|MIG instance .+?)", "number": r"([\d,]+)", "command": "(.+?)"}
 _ANYTHING = r"((?:(?!; ).)+?)"  # of one sentence: several stand behind each other with a semicolon
@@ -545,25 +546,33 @@ def _pattern(sentence: str) -> str:
     return pattern.replace("\\ ", " ")
 
 
-def in_words(sentence: str, say: Callable[[str], str]) -> str:
-    """*sentence* as *say* says it; as it is where it is none that is known."""
-    if " " in sentence and (known := say(sentence)) != sentence:  # a word alone may be a name, or a command
+def in_words(sentence: str, say: Callable[[str], str], levels: int = MOST_LEVELS) -> str:
+    """*sentence* as *say* says it; as it is where none is known, or where it stands so many *levels* deep in others."""
+    if not levels:
+        return sentence
+    if known := _known(sentence, say, levels):
         return known
-    for pattern, form in _compiled(say):
-        if match := pattern.fullmatch(sentence):
-            return re.sub(r"\$(!?)(\d)", lambda place: _in_place(match[int(place[2])], say, place[1] == "!"), form)
     parts = sentence.split("; ")
-    told = [in_words(part, say) for part in parts] if len(parts) > 1 else parts
+    told = [in_words(part, say, levels - 1) for part in parts] if len(parts) > 1 else parts
     if told != parts:
         return "；".join(told)
     what, colon, why = sentence.rpartition(": ")  # a finding, and why a step was not taken
-    if colon and (said := in_words(what, say)) != what:
-        return f"{said}：{in_words(why, say)}"
+    if colon and (said := _known(what, say, levels)):
+        return f"{said}：{in_words(why, say, levels - 1)}"
     return sentence
 
 
-def _in_place(text: str, say: Callable[[str], str], is_name: bool) -> str:
-    return text if is_name or " " not in text else in_words(text, say)
+def _known(sentence: str, say: Callable[[str], str], levels: int) -> str | None:
+    if " " in sentence and (known := say(sentence)) != sentence:  # a word alone may be a name, or a command
+        return known
+
+    def in_place(text: str, is_name: bool) -> str:
+        return text if is_name or " " not in text else in_words(text, say, levels - 1)
+
+    for pattern, form in _compiled(say):
+        if match := pattern.fullmatch(sentence):
+            return re.sub(r"\$(!?)(\d)", lambda place: in_place(match[int(place[2])], place[1] == "!"), form)
+    return None
 
 
 @cache
