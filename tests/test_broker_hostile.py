@@ -370,7 +370,7 @@ while True:  # it hears that it may start, and does not
 
 def events_of_the_queue(broker: Brokered) -> list[tuple[str, str | None]]:
     log = broker.place / "daemon" / "events.jsonl"
-    events = [json.loads(line) for line in log.read_text().splitlines()]
+    events = [json.loads(line) for line in log.read_text().rpartition("\n")[0].splitlines()]
     return [(event["outcome"], event.get("user")) for event in events if event["kind"] == "queue"]
 
 
