@@ -11,7 +11,7 @@ from gpuguard.enforcement import identity
 from gpuguard.model import Finding, Subject
 from gpuguard.policies import policy as policy_module
 from gpuguard.policies.policy import Exemption, is_within, on_enough_devices
-from gpuguard.policies.view import HostUse, RuleView, index_sample, reach_of
+from gpuguard.policies.view import HostUse, RuleView, claim_subject, index_sample, reach_of
 
 ALICE, BOB = 1001, 1002
 SINCE_BOOT = 1000.0  # start_time of a_process()
@@ -195,6 +195,21 @@ def test_who_asked_to_be_kept_is_left_alone(mark):
 
     of_others = dict.fromkeys(mark, {"uid": BOB, "device": a_uuid(1), "claim": "other"}[next(iter(mark))])
     assert judged(a_policy("warn"), device, claims=(claim,), mark=of_others).verdicts != ()
+
+
+PARENT = a_device(0, mig_mode=True)
+INSTANCE = a_mig_instance(PARENT, processes=(a_process(),))
+
+
+@pytest.mark.parametrize("mark", [{"device": PARENT.uuid}, {"uid on device": f"{ALICE} {PARENT.uuid}"}])
+@pytest.mark.parametrize("instance", [INSTANCE, replace(INSTANCE, processes=())], ids=["a process", "an idle claim"])
+def test_what_is_kept_on_a_divided_device_is_kept_on_its_instances(mark, instance):
+    claim = a_claim_record(instance)
+    rule = Finds(lambda view: [Finding("x", claim_subject(claim, instance), "why", instance.processes or ())])
+    policy = a_policy("warn", rules=(rule,))
+
+    assert judged(policy, PARENT, instance, claims=(claim,)).verdicts != ()
+    assert kinds(judged(policy, PARENT, instance, claims=(claim,), mark=mark)) == {"kept"}
 
 
 def test_a_claim_mark_does_not_keep_a_stranger_on_the_device():

@@ -301,11 +301,13 @@ def _protection(target: PolicyTarget, policy: Policy, index: SampleIndex, kept: 
 
 def _marks(target: PolicyTarget, index: SampleIndex) -> Iterator[tuple[str, int | str]]:
     """Everything about *target* that a user may have asked to keep."""
-    claims = {claim.id for uuid in target.reach for claim in index.claims_on.get(uuid, ()) if claim.uid in target.uids}
+    parents = {index.devices[uuid].parent_uuid for uuid in target.reach if uuid in index.devices}
+    reach = {*target.reach, *filter(None, parents)}  # the number of a divided device means its instances
+    claims = {claim.id for uuid in reach for claim in index.claims_on.get(uuid, ()) if claim.uid in target.uids}
     yield from (("claim", claim) for claim in claims | ({target.claim.id} if target.claim else set()))
     yield from (("uid", uid) for uid in target.uids)
-    yield from (("device", uuid) for uuid in target.reach)
-    yield from (("uid on device", f"{uid} {uuid}") for uid in target.uids for uuid in target.reach)
+    yield from (("device", uuid) for uuid in reach)
+    yield from (("uid on device", f"{uid} {uuid}") for uid in target.uids for uuid in reach)
 
 
 def _is_in(scope: Scope, target: PolicyTarget, index: SampleIndex, *, unknown: bool) -> bool:
