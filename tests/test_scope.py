@@ -344,6 +344,18 @@ def test_a_process_of_nobody_known_is_on_no_devices_of_the_same_user():
     assert {note.kind for note in notes} == {"devices"}
 
 
+def test_a_mig_instance_and_its_gpu_are_one_device_of_a_user():
+    """Root is told of the processes of all instances on their GPU, too."""
+    process = a_process(1, uid=ALICE)
+    parent = a_device(0, mig_mode=True, processes=(process,))
+    instance, other = a_mig_instance(parent, 0, processes=(process,)), a_mig_instance(parent, 1, processes=(process,))
+    rule = Finds(lambda view: [Finding("x", Subject("user", uid=ALICE), "why", (process,))])
+    policy = a_policy("warn", rules=(rule,), devices_at_least=2)
+
+    assert kinds(judged(policy, parent, instance)) == {"devices"}
+    assert judged(policy, parent, instance, other).verdicts != ()
+
+
 def test_k_of_n_for_devices_is_counted_by_their_claims():
     devices = [a_device(number, temperature=90.0) for number in range(3)]
     claims = (a_claim_record(devices[0], devices[1]), a_claim_record(devices[2], id="b", uid=BOB))

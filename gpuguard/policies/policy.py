@@ -393,7 +393,10 @@ def on_enough_devices(
     for finding in findings:
         for uid, places in _places(finding, index).items():
             devices.setdefault(uid, set()).update(places)
-    enough = {uid for uid, places in devices.items() if len(places) >= policy.devices_at_least}
+    # A device that is divided counts as its parts.
+    parents = {uuid: device.parent_uuid for uuid, device in index.devices.items()}
+    counts = {uid: len(places - {parents.get(uuid) for uuid in places}) for uid, places in devices.items()}
+    enough = {uid for uid, count in counts.items() if count >= policy.devices_at_least}
     kept, notes = [], []
     for finding in findings:
         left = tuple(process for process in finding.processes if process.uid in enough)
