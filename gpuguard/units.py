@@ -150,7 +150,7 @@ class Amount:
             return promised
         if not self.relative:
             return self.value
-        return None if total is None else self.value / 100 * total
+        return None if total is None else self.value * total / 100
 
 
 @dataclass(frozen=True)

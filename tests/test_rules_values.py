@@ -50,6 +50,7 @@ ALICE, BOB = {"uid": 1001, "user": "alice"}, {"uid": 1002, "user": "bob"}
         ("40GiB", None, 40 * GIB),
         ("50%", 80 * GIB, 40 * GIB),
         ("0%", 80 * GIB, 0),
+        ("58%", 50, 29),  # a quota is rounded down: 28.999 were 28 of 50 GPUs
         ("90%", None, None),
     ],
 )
