@@ -164,6 +164,18 @@ def test_the_page_speaks_chinese(quiet, browser):
         assert tab.locator("#charts-title").text_content() == "Charts"  # kept
 
 
+def test_a_finding_and_why_nothing_was_done_are_chinese(tmp_path, browser):
+    gpuguard = a_node(tmp_path)
+    assert gpuguard("run", "--", "true").returncode == 0  # makes the log
+    [log] = tmp_path.rglob("events.jsonl")
+    line = json.loads(log.read_text().splitlines()[0])
+    text = "uses 4.0GiB of GPU 0, 3GiB is allowed: no terminal"
+    with log.open("a") as file:
+        file.write(json.dumps({**line, "kind": "warn", "outcome": "failed", "message": text}) + "\n")
+    with a_page(gpuguard) as port, a_tab(browser, port, locale="zh-CN") as tab:
+        tab.locator("#events-table td", has_text="上限 3GiB：没有终端").first.wait_for()
+
+
 @pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
 def test_nothing_reaches_beyond_the_window(busy, browser, viewport):
     with a_tab(browser, busy, viewport=viewport) as tab:

@@ -264,6 +264,7 @@ SENTENCES = (
     "scancel fails ({reason}): try `scancel {job}` by hand",
     "Slurm cannot be called, or does not answer in {seconds} s: try `scancel {job}` by hand",
     "the kernel does not lend its open files: the daemon's unit must permit pidfd_getfd, see docs/daemon.md",
+    "no terminal",
     "the terminal belongs to another user",
     "the terminal takes no messages",
     "the terminal does not read",

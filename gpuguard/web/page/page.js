@@ -59,12 +59,20 @@
   const patterns = ({ phrases }) => phrases.map(([pattern, form]) => [new RegExp(`^(?:${pattern})$`), form]);
   const PHRASES = Object.fromEntries(Object.entries(WORDS).map(([name, words]) => [name, patterns(words)]));
   // One word in a place may be a user's name: it is no sentence.
-  function phrase(text, inPlace = false) {
+  function known(text, inPlace = false) {
     for (const [pattern, form] of inPlace && !text.includes(" ") ? [] : PHRASES[language]) {
       const match = text.match(pattern);
       if (match) return form.replace(/\$(!?)(\d)/g, (_, name, place) => name ? match[place] : phrase(match[place], true)).replace(BETWEEN_CHINESE, "");
     }
+    return null;
+  }
+  function phrase(text, inPlace = false) {
+    const told = known(text, inPlace);
+    if (told !== null) return told;
     if (language === "zh" && text.includes("; ")) return text.split("; ").map((part) => phrase(part)).filter(Boolean).join("；");
+    const colon = language === "zh" ? text.lastIndexOf(": ") : -1;  // a finding, and why a step was not taken
+    const finding = colon > 0 ? known(text.slice(0, colon)) : null;
+    if (finding !== null) return `${finding}：${phrase(text.slice(colon + 2))}`;
     const units = found("durations"), letters = WORDS.en.durations;
     return /^(\d+(ms|[dhms]))+$/.test(text) ? text.replace(/ms|[dhms]/g, (unit) => units[letters.indexOf(unit)]) : text;
   }
