@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -131,6 +132,25 @@ def test_a_daemon_that_was_killed_starts_again_at_the_first_step(tmp_path, kille
 
     expected = ["warn", "checkpoint", "terminate"]
     assert [kind for kind in steps if kind in expected] == expected
+
+
+def test_a_daemon_guards_although_what_it_says_is_not_read(tmp_path):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    daemon = DaemonUnderTest(tmp_path)
+    with daemon.gpuguard.start("daemon", "--interval", "300ms", stderr=writer) as process:
+        try:
+            assert eventually((tmp_path / "claims" / "state.json").exists, 40)
+            process.terminate()
+            assert process.wait(40) == 0
+        finally:
+            process.kill()
+            os.close(reader)
+            os.close(writer)
 
 
 def test_a_second_daemon_is_refused(tmp_path):

@@ -2,10 +2,12 @@
 
 import os
 import re
+import select
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,64 @@ def test_a_job_that_ends_by_itself_on_the_checkpoint_signal_keeps_its_own_status
 
     assert (status, out.split()[1:]) == (5, ["SIGUSR1"])
     assert job.gpuguard.events()[-1]["message"] == "the time limit is over in 400ms"
+
+
+def test_a_job_is_ended_at_its_limit_although_what_it_writes_is_not_read(job):
+    """As with a pager that rests: `gpuguard run ... 2>&1 | less`."""
+    reader, writer = os.pipe()
+    words = ("run", "--no-wait", "--time-limit", "1s", "--", sys.executable, "-c", "while True: print('x' * 999)")
+    with job.gpuguard.start(*words, stdout=writer, stderr=writer) as wrapper, open(reader, "rb") as pipe:
+        os.close(writer)
+        until(lambda: job.gpuguard.events("release"))
+        said = pipe.read()
+
+        assert wrapper.wait(40) == 124
+    assert b"the time limit is over: SIGTERM" in said
+
+
+NOTICES = """
+import os, sys
+from gpuguard.cli import terminal
+os.set_blocking(2, False)
+try:
+    while True: os.write(2, bytes(4096))
+except BlockingIOError: os.set_blocking(2, True)
+for number in range(20): terminal.write("x" * 999 + "\\n", 0.0)
+print("full", flush=True)
+sys.stdin.readline()
+terminal.write("the last\\n", 0.0)
+print("goes on", flush=True)
+terminal.write_rest()
+"""
+
+
+def test_of_what_was_not_read_no_more_is_written_than_is_read():
+    reader, writer = os.pipe()
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": writer, "text": True}
+    with subprocess.Popen([sys.executable, "-c", NOTICES], **pipes) as process, open(reader, "rb", 0) as pipe:
+        os.close(writer)
+        assert process.stdin and process.stdout and process.stdout.readline() == "full\n"
+        pipe.read(4096)
+        print(file=process.stdin, flush=True)
+        if not select.select([process.stdout], [], [], 40)[0]:
+            process.kill()
+        said = process.stdout.readline(), b"".join(iter(lambda: pipe.read(65536), b""))
+
+    assert said[0] == "goes on\n"
+    assert said[1].lstrip(b"\0") == 20 * (b"x" * 999 + b"\n") + b"the last\n"
+
+
+def test_a_log_that_is_not_read_keeps_no_job_beyond_its_limit(job, tmp_path):
+    """As with `--log-file >(less)`."""
+    os.mkfifo(tmp_path / "log")
+    full = os.open(tmp_path / "log", os.O_RDWR | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(full, bytes(4096))
+
+    status, _, _ = job("--log-file", str(tmp_path / "log"), "--time-limit", "1s", job="import time; time.sleep(60)")
+    os.close(full)
+    assert status == 124
 
 
 def test_what_the_job_leaves_behind_has_the_limits_of_the_job(job, tmp_path):

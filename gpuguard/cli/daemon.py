@@ -18,12 +18,11 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import sys
 import time
-from contextlib import suppress
 
 from gpuguard import capabilities
 from gpuguard.backends.client import open_worker
+from gpuguard.cli import terminal
 from gpuguard.cli.metrics import add_expose_option, page_server
 from gpuguard.cli.options import add_source_options, add_table, choose_log, directory_of, quantity
 from gpuguard.daemon import service
@@ -154,5 +153,4 @@ def _reload(args: argparse.Namespace) -> int:
 
 
 def _print(text: str) -> None:
-    with suppress(OSError):  # a full disk, a journal that is started again: no reason to guard nothing
-        print(f"gpuguard: {neutralise(text)}", file=sys.stderr, flush=True)
+    terminal.write(f"gpuguard: {neutralise(text)}\n")  # a journal that is full or gone is no reason to guard nothing

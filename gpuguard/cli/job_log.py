@@ -51,6 +51,7 @@ class JobLog:
         if path is not None:
             try:
                 self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                os.set_blocking(self._file, False)  # no job goes on beyond its limits because a pipe is not read
             except OSError as error:
                 raise InvalidRequest(
                     _("--log-file {path}: {strerror}.").format(path=path, strerror=error.strerror)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
+from collections import deque
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,11 @@ from gpuguard.views.text import put, shorten
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import NoReturn
+
+
+WRITE_SECONDS = 1.0  # for a reader of stderr that is slow
+
+_unread: deque[str] = deque(maxlen=100)
 
 
 def print_notice(text: str, *, again: bool = False) -> None:
@@ -32,10 +39,25 @@ def rewrite(line: str) -> None:
     write("\r\x1b[K" + shorten(line, (width(2) or 80) - 1 - len("^C")))
 
 
-def write(text: str) -> None:
-    """To stderr, whatever has become of it: a job must not end because its log or its terminal is gone."""
-    with suppress(OSError):
-        print(text, end="", file=sys.stderr, flush=True)
+def write(text: str, seconds: float = WRITE_SECONDS) -> None:
+    """To stderr, whatever has become of it: a job must not end because its log or its terminal is gone.
+
+    Nor may it go on beyond its limits because they stand still (Ctrl-S, a pager): what is not read within so many
+    seconds comes with the next text.
+    """
+    _unread.append(text)
+    write_rest(seconds)
+    if _unread and not text.endswith("\n"):
+        _unread.pop()
+
+
+def write_rest(seconds: float | None = None) -> None:
+    """Write what was not read yet, if that begins to be read within so many seconds; None: however long it takes."""
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    with suppress(OSError, IndexError):  # the latter: another thread has written it
+        while _unread and poll.poll(None if seconds is None else seconds * 1000):
+            print(_unread.popleft(), end="", file=sys.stderr, flush=True)
 
 
 def rewrites() -> bool:
