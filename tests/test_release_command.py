@@ -24,6 +24,7 @@ from gpuguard.claims import unlock as releasing
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import (
     FULL_BYTES,
+    READ_BYTES,
     RELEASED,
     YIELD,
     ReleaseRequest,
@@ -457,13 +458,32 @@ def test_requests_are_read_in_their_order_and_the_last_one_waits_for_its_answer(
     assert released_by(record) is None
 
 
-def test_a_request_behind_junk_is_read_and_a_record_that_is_full_says_so(tmp_path):
-    record = a_record(tmp_path, b"\n" + b"x" * 20_000)
+def test_any_number_of_requests_finds_room(tmp_path):
+    record = a_record(tmp_path)
+    for _ in range(1000):  # as by a script that tries every minute
+        asked = write_request(record, ReleaseRequest(YIELD, "root", "others wait"))
+        write_request(record, ReleaseRequest("refused", "gpuguard run", "pid 4711 (python train.py) computes"))
+        assert [answer.what for answer in read_requests(record, asked)] == ["refused"]
+
+    assert pending_request(record) is None
+    assert os.fstat(record).st_size < FULL_BYTES + READ_BYTES
+
+
+@pytest.mark.parametrize("length", [20_000, FULL_BYTES + 1])
+def test_a_request_behind_junk_is_read(tmp_path, length):
+    record = a_record(tmp_path, b"\n" + b"x" * length)
+    write_request(record, ReleaseRequest(YIELD, "bob"))
+    assert pending_request(record) is not None
     write_request(record, BY_ROOT)
     assert released_by(record) is not None
 
+
+def test_a_decision_makes_way_for_no_request(tmp_path):
+    record = a_record(tmp_path, b"x" * FULL_BYTES + b'\n{"what": "released", "by": "root"}\n')
+
     with pytest.raises(ClaimError, match="full"):
-        write_request(a_record(tmp_path, b"x" * (FULL_BYTES + 1)), ReleaseRequest(YIELD, "bob"))
+        write_request(record, ReleaseRequest(YIELD, "bob"))
+    assert released_by(record) is not None
 
 
 @pytest.mark.parametrize(

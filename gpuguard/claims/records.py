@@ -226,12 +226,14 @@ class ReleaseRequest:
 def write_request(descriptor: int, request: ReleaseRequest) -> int:
     """Write a request or an answer behind a record; returns where it ends in the file.
 
+    It finds room, however many were answered before, and whatever the owner has written there.
+
     Raises:
-        ClaimError: it is full of them; a decision finds room, whatever its owner has written there.
+        ClaimError: there is none, and a decision stands there.
         OSError: it cannot be written.
     """
     end = os.fstat(descriptor).st_size
-    if end > FULL_BYTES and request.what == RELEASED:
+    if end > FULL_BYTES and (request.what == RELEASED or not released_by(descriptor)):
         end = MAX_BYTES  # of the record itself
         os.ftruncate(descriptor, end)
     if end > FULL_BYTES:
@@ -254,8 +256,9 @@ def read_requests(descriptor: int, behind: int | None = None) -> tuple[ReleaseRe
     *behind*: where a request ends, of which only the answers are wanted; None: the newest of all.
     """
     size = os.fstat(descriptor).st_size
-    # A decision may have made room for itself: then the file is shorter.
-    begin = behind if behind is not None and behind <= size else max(0, size - READ_BYTES)
+    begin = max(0, size - READ_BYTES) if behind is None else behind
+    if begin > size:  # the answer has made room for itself
+        begin = MAX_BYTES
     tail = os.pread(descriptor, READ_BYTES, begin)
     lines = tail.split(b"\n")[1:]  # the first one is the record, or a piece of a request
     return tuple(request for line in lines if line and (request := _decode_request(line)))
