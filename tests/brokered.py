@@ -74,7 +74,12 @@ class Brokered(SharedMachine):
         node.chmod(0o777)
         for file in node.iterdir():
             file.chmod(0o666)
-        self.environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent", "PYTHONPATH": str(site)}
+        self.environment = {
+            "PATH": "/usr/bin:/bin",
+            "LANG": "C.UTF-8",
+            "HOME": f"{place}/home",
+            "PYTHONPATH": str(site),
+        }
         self.environment |= {"GPUGUARD_BACKEND": f"simulated:{node}", "GPUGUARD_DIR": f"{place}/claims"}
         self.daemon: subprocess.Popen[Any] | None = None
 

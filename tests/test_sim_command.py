@@ -135,7 +135,12 @@ class SharedNode(SharedMachine):
 
     def __init__(self, place: Path, site: Path) -> None:
         self.place, self.python_path = place, interpreter()
-        self.environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent", "PYTHONPATH": str(site)}
+        self.environment = {
+            "PATH": "/usr/bin:/bin",
+            "LANG": "C.UTF-8",
+            "HOME": f"{place}/home",
+            "PYTHONPATH": str(site),
+        }
         self.environment["GPUGUARD_BACKEND"] = f"simulated:{place}/node"
         started = self(None, "sim", "start", "--shared", "2xRTX4090", umask=0o077)
         assert f"export GPUGUARD_BACKEND=simulated:{place}/node" in started.stdout, started.stderr

@@ -197,7 +197,7 @@ class Machine(SharedMachine):
         self.environment = {
             "PATH": "/usr/bin:/bin",
             "LANG": "C.UTF-8",
-            "HOME": "/nonexistent",
+            "HOME": f"{place}/home",  # there is none, and what root might leave in it would go with the place
             "PYTHONPATH": str(site),
             "LD_LIBRARY_PATH": str(place / "lib"),
             "FAKE_NVML_STATE": fake.path,
