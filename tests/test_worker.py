@@ -288,6 +288,28 @@ def test_workers_that_nobody_closes_are_reaped_when_the_program_ends(node: str) 
     assert not any(Path(f"/proc/{pid}").exists() for pid in done.stdout.split())
 
 
+def test_a_worker_ends_with_its_client_though_a_forked_child_lives_on_and_that_has_its_own(node: str) -> None:
+    code = (
+        "import os, sys; from gpuguard.backends.client import open_worker\n"
+        "source = open_worker(sys.argv[1])\n"
+        "source.sample(('memory',))\n"
+        "worker = source._channel.process\n"
+        "told, tells = os.pipe()\n"
+        "if not (child := os.fork()):\n"
+        "    os.close(tells)\n"
+        "    devices = source.sample(('memory',)).devices\n"
+        "    os.read(told, 1)\n"  # until its parent has seen the end of the worker
+        "    os._exit(0 if devices else 1)\n"
+        "source.close()\n"
+        "worker.wait(20)\n"
+        "os.close(tells)\n"
+        "print(os.waitpid(child, 0)[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, node], capture_output=True, text=True, check=False)
+
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
 @pytest.mark.parametrize("told", [("ready",), ("ready", "9.9")], ids=["before it was told", "9.9"])
 def test_a_worker_of_another_version_is_not_believed(told: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     requests_read, requests = os.pipe()

@@ -111,6 +111,8 @@ class WorkerBackend:
         self.close_and_reap()
 
     def _send_request(self, request: tuple[object, ...]) -> None:
+        if self._channel and not self._channel.is_open:  # we were forked: it is our parent's
+            self._channel, self._ready, self._sent = None, False, {}
         channel = self._channel = self._channel or self._started()
         spawn.write_mark(channel.mark, None)
         try:

@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 LONGEST = 2**26  # bytes of a frame: as a length any four letters are more
 LEAVING_SECONDS = 0.5  # a worker that hangs in the driver never leaves
 
+Descriptors = tuple["finalize[..., Any]", "finalize[..., Any]"]  # what closes the one that ends it, and the others
 Mark = tuple["int | None", float]  # the index of the device that is read, None: none; and since when (monotonic)
 
 _early: dict[str, Channel] = {}  # started before they were asked for, by backend
-# Not reaped yet -> what ends it, and whose worker it is: a forked process leaves those of its parent alone.
-_workers: dict[subprocess.Popen[bytes], tuple[finalize[..., Any], int]] = {}
+# Not reaped yet -> its channel's descriptors, and whose it is: a forked process leaves the workers of its parent alone.
+_workers: dict[subprocess.Popen[bytes], tuple[Descriptors, int]] = {}
+_tells_children = False  # whether forked children run _begin_child()
 
 
 class Channel:
@@ -57,7 +59,16 @@ class Channel:
         self._close.atexit = self._end.atexit = False
         atexit.unregister(_end_all)
         atexit.register(_end_all)
-        _workers[process] = self._end, os.getpid()
+        global _tells_children
+        if not _tells_children:
+            os.register_at_fork(after_in_child=_begin_child)
+            _tells_children = True
+        _workers[process] = (self._end, self._close), os.getpid()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is of use here: in a forked child it is not."""
+        return bool(self._close.alive)
 
     def close(self) -> None:
         """End the worker, unless it hangs in the driver; reap() takes note of its end."""
@@ -83,12 +94,21 @@ def worker_pids() -> frozenset[int]:
 def _end_all() -> None:
     """End what is left when the program ends, and reap what ends in time."""
     until = time.monotonic() + LEAVING_SECONDS
-    own = {process: end for process, (end, pid) in tuple(_workers.items()) if pid == os.getpid()}
+    own = {process: ends[0] for process, (ends, pid) in tuple(_workers.items()) if pid == os.getpid()}
     for end in own.values():
         end()
     for process in own:
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, until - time.monotonic()))
+
+
+def _begin_child() -> None:  # pragma: no cover: runs in a forked child, where nothing is counted
+    """In a forked child: with its descriptors left open here a worker would live on when its client has closed them."""
+    _early.clear()
+    for descriptors, _pid in tuple(_workers.values()):
+        for close in descriptors:
+            with suppress(OSError):
+                close()
 
 
 def start_early(name: str) -> None:
