@@ -574,3 +574,30 @@ def test_a_child_that_is_forked_while_a_thread_claims_or_releases_can_do_both(mo
     ended = script(FORKS.format(module=module, name=name, parent=parent, child=child))
 
     assert (ended.stdout, ended.stderr) == ("0\n", "")
+
+
+LOOKS = """
+import fcntl, os
+import gpuguard
+
+told, tells = os.pipe()
+
+def forks(descriptor, operation, really=fcntl.flock):
+    really(descriptor, operation)
+    if operation & fcntl.LOCK_SH and not os.fork():
+        os.close(tells)
+        os.read(told, 1)
+        os._exit(0)
+
+gpuguard.grab_gpus(4).release()
+fcntl.flock = forks
+gpuguard.who()
+fcntl.flock = forks.__defaults__[0]
+print(len(gpuguard.grab_gpus(4)))
+"""
+
+
+def test_a_child_that_is_forked_while_a_thread_looks_at_the_claims_holds_no_lock():
+    ended = script(LOOKS)
+
+    assert (ended.stdout, ended.stderr) == ("4\n", "")

@@ -411,6 +411,14 @@ def try_flock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
+def is_unlocked(descriptor: int) -> bool:
+    """Whether no process has it locked alone.  It leaves no lock, also not in a child that a thread forks meanwhile."""
+    free = try_flock(descriptor, fcntl.LOCK_SH)
+    if free:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return free
+
+
 class Gate:
     """Held for the short moment of choosing and locking, so that starters do not disturb each other.
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import time
@@ -32,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpuguard.claims import grants
-from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, open_lock, try_flock
+from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, is_unlocked, open_lock, try_flock
 from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import create_file, exists_in_place, open_regular, status_in_place, write_all
@@ -179,7 +178,7 @@ def _read_record(directory: LockDirectory, name: str) -> ClaimRecord | None:
             raise
         return None
     try:
-        if try_flock(descriptor, fcntl.LOCK_SH):
+        if is_unlocked(descriptor):
             if os.geteuid() in (status.st_uid, 0) and is_same_file(descriptor, path):
                 with suppress(OSError):  # another reader was quicker
                     os.unlink(path)
@@ -519,7 +518,7 @@ def _held_and_granted(
             locked[uuid] = uuid  # planted: no user can claim it until root has looked at it
             continue
         try:
-            if not try_flock(descriptor, fcntl.LOCK_SH):
+            if not is_unlocked(descriptor):
                 locked[uuid] = uuid  # one claim has it alone
             elif slots := locked_slots(directory, uuid):
                 locked.update(dict.fromkeys(slots, uuid))
@@ -555,7 +554,7 @@ def _is_locked(directory: LockDirectory, name: str) -> bool:
         return True  # planted: it is unknown what it hides until root has looked at it
     try:
         if directory.keeper is None:
-            return not try_flock(descriptor, fcntl.LOCK_SH)
+            return not is_unlocked(descriptor)
         # Given by the daemon: its receiver may hold it shared, or keep a descriptor of it.
         return not grants.renew(directory, name, descriptor)
     finally:

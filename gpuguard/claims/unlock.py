@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gpuguard.claims import grants
-from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, try_flock
+from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, is_unlocked
 from gpuguard.claims.holders import as_written, hangs, inode_of, locked_by
 from gpuguard.claims.records import MAX_BYTES, ReleaseRequest, probe, read_record, record_path, write_request
 from gpuguard.deadline import in_time
@@ -165,7 +165,7 @@ def _descriptors_of(path: str, uid: int) -> tuple[int, ...] | None:
     except OSError:
         return None
     try:
-        if os.fstat(descriptor).st_uid != uid or try_flock(descriptor, fcntl.LOCK_SH):
+        if os.fstat(descriptor).st_uid != uid or is_unlocked(descriptor):
             return None
         content = loads(os.read(descriptor, MAX_BYTES + 1).partition(b"\n")[0])
         numbers = content["descriptors"]

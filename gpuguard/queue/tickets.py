@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from gpuguard.claims.directory import LockDirectory, daemon_files, is_same_file, try_flock
+from gpuguard.claims.directory import LockDirectory, daemon_files, is_same_file, is_unlocked, try_flock
 from gpuguard.claims.records import first_of_each, unfinished_path
 from gpuguard.errors import ClaimError, InvalidRequest, shortage
 from gpuguard.files import (
@@ -316,7 +316,7 @@ def read_document(
 
 
 def _read_ticket(directory: LockDirectory, descriptor: int, ticket_id: str) -> Ticket | IgnoredFile | None:
-    if not try_flock(descriptor, fcntl.LOCK_SH):
+    if not is_unlocked(descriptor):
         return read_document(descriptor, ticket_id, ticket_id, MAX_BYTES, partial(_ticket_of, ticket_id=ticket_id))
     # Its process has ended.
     uid, number = os.fstat(descriptor).st_uid, ticket_id.partition(".")[2]
