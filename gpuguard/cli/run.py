@@ -26,7 +26,7 @@ from gpuguard.claims.claim import JobDetails
 from gpuguard.claims.records import probe
 from gpuguard.cli import options
 from gpuguard.cli.job_log import JobLog, JobReport, WaitProgress
-from gpuguard.cli.terminal import print_notice, write_rest
+from gpuguard.cli.terminal import print_notice, unread, write_rest
 from gpuguard.device_state import device_title
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -181,7 +181,8 @@ def main(args: argparse.Namespace) -> int:
     else:
         report.ended(claim, ended)
     backend.close()
-    write_rest()
+    if unread:
+        write_rest()
     if ended.die_of is not None:
         signals.die_of(ended.die_of)
     return ended.status

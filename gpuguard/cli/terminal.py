@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 WRITE_SECONDS = 1.0  # for a reader of stderr that is slow
 
-_unread: deque[str] = deque(maxlen=100)
+unread: deque[str] = deque(maxlen=100)  # what write() has left for later
 
 
 def print_notice(text: str, *, again: bool = False) -> None:
@@ -45,10 +45,10 @@ def write(text: str, seconds: float = WRITE_SECONDS) -> None:
     Nor may it go on beyond its limits because they stand still (Ctrl-S, a pager): what is not read within so many
     seconds comes with the next text.
     """
-    _unread.append(text)
+    unread.append(text)
     write_rest(seconds)
-    if _unread and not text.endswith("\n"):
-        _unread.pop()
+    if unread and not text.endswith("\n"):
+        unread.pop()
 
 
 def write_rest(seconds: float | None = None) -> None:
@@ -56,8 +56,8 @@ def write_rest(seconds: float | None = None) -> None:
     poll = select.poll()
     poll.register(2, select.POLLOUT)
     with suppress(OSError, IndexError):  # the latter: another thread has written it
-        while _unread and poll.poll(None if seconds is None else seconds * 1000):
-            print(_unread.popleft(), end="", file=sys.stderr, flush=True)
+        while unread and poll.poll(None if seconds is None else seconds * 1000):
+            print(unread.popleft(), end="", file=sys.stderr, flush=True)
 
 
 def rewrites() -> bool:
