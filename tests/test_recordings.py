@@ -323,6 +323,15 @@ policies:
 """
 
 
+def test_a_user_who_is_in_no_recording_is_none_of_those_who_are():
+    """A policy for them ended the jobs of a user whose uid was given to them again."""
+    recorded = {"alice": 100_002, "bob": 100_004}
+    uid_of = people(recorded)
+
+    others = {uid_of(name) for name in ("carol", "dave", "erin")}
+    assert len(others) == 3 and others.isdisjoint({0, *recorded.values()})
+
+
 def test_nobody_is_touched_because_of_a_recording(tmp_path):
     with subprocess.Popen(["sleep", "600"]) as job:
         try:

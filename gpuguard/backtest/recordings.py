@@ -224,7 +224,8 @@ def _numbering(first: int, known: Mapping[str, int] | None = None) -> Numbering:
 
 def people(known: Mapping[str, int] | None = None) -> Numbering:
     """User name -> uid, for users who need not exist on this machine; those of *known* have theirs."""
-    return _numbering(_UIDS_FROM, {"root": 0, **(known or {})})
+    numbers = {"root": 0, **(known or {})}
+    return _numbering(max(_UIDS_FROM, *(uid + 1 for uid in numbers.values())), numbers)
 
 
 def views_of(recording: Recording, uid_of: Numbering) -> Iterator[Iterator[RuleView]]:
