@@ -7,11 +7,11 @@ import sys
 import pytest
 from nodes import on_terminal
 
-# The command line, but for a user without patience: a bar shows at once.
+# The command line, but for a user without patience: a bar shows at once, and as often as a fast machine needs.
 AT_ONCE = """
 import sys
 from gpuguard.cli import main, progress
-progress.SHOWN_AFTER = 0.0
+progress.SHOWN_AFTER, progress.DRAWN_EVERY = 0.0, 0.01
 main(sys.argv[1:])
 """
 BY_HAND = """

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SHOWN_AFTER = 2.0  # seconds from which on a wait wants an explanation
+DRAWN_EVERY = 0.2  # seconds
 _COLUMNS = 24
 
 
@@ -37,7 +38,7 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
         while not ended.is_set():
             seconds = time.monotonic() - began
             rewrite(f"{what}  {bar(share, seconds)} {_how_long(share, seconds)}")
-            ended.wait(0.2)
+            ended.wait(DRAWN_EVERY)
         rewrite("")
 
     drawing = threading.Thread(target=draw, daemon=True) if rewrites() else None
