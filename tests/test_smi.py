@@ -197,6 +197,16 @@ def test_instances_without_a_name_of_their_own_get_the_one_that_cuda_knows(tmp_p
     assert [process.pid for process in instance.processes or ()] == [4711]
 
 
+def test_a_word_in_the_place_of_the_uuid_of_an_instance_is_no_uuid(tmp_path):
+    parent = a_device(mig_mode=True, utilization=None)
+    path = write_smi(tmp_path / "smi.xml", a_snapshot(parent, a_mig_instance(parent)))
+    text = path.read_text(encoding="ascii")
+    path.write_text(text.replace("<mig_device>", "<mig_device><uuid>N/A</uuid>"), encoding="ascii")
+
+    _, instance = backends.open_backend(f"smi:{path}").sample(ALL_FIELDS).devices
+    assert instance.uuid == f"MIG-{parent.uuid}/1/0"
+
+
 def test_sections_may_be_missing(tmp_path):
     path = tmp_path / "smi.xml"
     path.write_text("<nvidia_smi_log><gpu><uuid>GPU-1</uuid></gpu></nvidia_smi_log>", encoding="ascii")

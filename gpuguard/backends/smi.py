@@ -587,7 +587,8 @@ def _instance(
     gi, ci = word_at(element, "gpu_instance_id") or "", word_at(element, "compute_instance_id") or ""
     # The name that CUDA has always understood for an instance, where its own uuid is not told.
     profile, uuid = named.get(word_at(element, "index") or "", (None, f"MIG-{parent.uuid}/{gi}/{ci}"))
-    uuid = word_at(element, "uuid") or uuid
+    if (told := word_at(element, "uuid") or "").startswith("MIG-") and is_uuid(told):
+        uuid = told
     reading = SmiReading(element, uuid, board.fields, board.live)
     if model.MEMORY in reading.fields:
         read_memory(reading)
