@@ -34,7 +34,10 @@ if leftover == 0:
     os.setsid()
     os.closerange(0, 64 if manner == "without the claim" else 3)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(f"{place}/left", "w").close()
     time.sleep(60)
+while not os.path.exists(f"{place}/left"):
+    time.sleep(0.01)
 print(leftover, flush=True)
 while not os.path.exists(f"{place}/go"):
     time.sleep(0.01)
