@@ -6,11 +6,14 @@ from string import Formatter
 
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
+from claimholders import a_holder
 from endpoints import HOSTILE, a_message, a_verdict
 from hypothesis import given
 from hypothesis import strategies as st
 from test_text import faults
 
+from gpuguard.claims.directory import lock_directory
+from gpuguard.claims.records import probe
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Subject, Verdict
 from gpuguard.notify.sender import FIRST_PAUSE, INTERVAL, LONGEST_PAUSE, MOST_PER_INTERVAL, SETTLE, Pace
@@ -68,6 +71,18 @@ def test_the_owner_of_a_claim_without_a_process_is_told_to_release_it():
     body = message_for(replace(a_verdict(), finding=claim), a_node()).body
 
     assert "`gpuguard release c1ai`" in body and "rocess" not in body
+
+
+@pytest.mark.parametrize("language", WORDS)
+def test_what_a_user_named_a_record_is_in_no_command_that_people_are_told_to_run(tmp_path, language):
+    directory = lock_directory(str(tmp_path / "claims"))
+    with a_holder(directory, "GPU-a", name="1f2e;$(touch pwn)`id`\nsudo sh"):
+        [claim] = probe(directory, ["GPU-a"])
+        finding = Finding("idle", Subject("claim", "GPU-a", uid=claim.uid, claim=claim.id), "idle")
+        message = message_for(replace(a_verdict(), finding=finding), a_snapshot(claims=(claim,)), language)
+
+    assert "`gpuguard release no-record-GPU-a`" in message.body
+    assert "pwn" not in repr(message)
 
 
 def test_what_is_unknown_is_left_out_instead_of_being_made_up():

@@ -39,6 +39,7 @@ from gpuguard.claims.records import (
 from gpuguard.claims.unlock import computing_under, is_supervisor, lock_handle, release_locks
 from gpuguard.daemon.release import SupervisorChannel
 from gpuguard.errors import ClaimError
+from gpuguard.lock import outer_claim
 from gpuguard.model import ClaimRecord
 
 NOTEBOOK = """
@@ -209,6 +210,40 @@ def test_nothing_is_given_up_while_nobody_can_see_who_computes(site):
 
         assert done.returncode in (1, 4) and "cannot be seen" in done.stderr
         assert site.free() == 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "\x1b[2J\x1b]0;X\a\u202eid\nNEWid;$(touch pwn)`id`",  # of the terminal, and of a shell
+        "--stop",
+        "1f2e  root  8",  # columns of the table
+        "c.a.b",
+        "f" * 33,
+        "",
+    ],
+    ids=["controls", "option", "columns", "parts", "long", "empty"],
+)
+def test_a_record_whose_name_is_no_id_is_none_and_its_lock_is_a_claim_without_details(site, name):
+    with a_holder(site.directory, site.uuids[0], name=name):
+        shown = {words: site.gpuguard(*words.split()) for words in ("release", "release 1", "who", "who --json")}
+
+        [claim] = json.loads(shown["who --json"].stdout)["devices"][0]["claims"]
+        assert (claim["id"], claim["command"]) == (f"no-record-{site.uuids[0][:12]}", None)
+        text = "".join(done.stdout + done.stderr for done in shown.values())
+        assert text.isascii() and text.replace("\n", "").isprintable()
+        assert not name or name not in text
+        assert shown["release"].stdout == "no claim is yours.\n" if os.geteuid() else "there is no claim.\n"
+
+
+def test_the_claim_around_a_command_is_named_by_an_id_and_by_no_path(site):
+    """A path would be opened, and what lies there removed where it is not locked."""
+    victim = site.place / "claims" / "victim.json"
+    victim.write_text("{}")
+    Path(site.directory.records, f"claim.{os.geteuid()}.x").mkdir()
+
+    assert outer_claim(site.directory, {"GPUGUARD_CLAIM": "x/../../victim"}) is None
+    assert victim.exists()
 
 
 @pytest.mark.parametrize("name", ["", "no", "../../etc/passwd", "*", "1dea1234.json", "%s", "0"])

@@ -69,6 +69,14 @@ HOLDERS_SECONDS = 10.0  # after which a ClaimWatcher finds out anew who holds th
 STEP_SECONDS = 1.0  # by which a clock is set at once, and not only made to go faster for a while
 
 
+def is_id(text: str) -> bool:
+    """Whether *text* can be the id of a claim, a ticket or a reservation: 1 to 32 letters and digits of ASCII.
+
+    An id stands in the name of a file, which any user can choose, and is shown to others in commands to be pasted.
+    """
+    return text.isascii() and text.isalnum() and len(text) <= 32
+
+
 def record_path(directory: LockDirectory, uid: int, claim_id: str) -> str:
     """Where the record of a claim lies."""
     return f"{directory.records}/{directory.prefix}claim.{uid}.{claim_id}.json"
@@ -142,7 +150,7 @@ def read_records(directory: LockDirectory) -> list[ClaimRecord]:
 
 def read_record(directory: LockDirectory, uid: int, claim_id: str) -> ClaimRecord | None:
     """The record of one living claim of one user; None when there is none."""
-    if directory.is_missing():
+    if directory.is_missing() or not all(map(is_id, claim_id.split("."))):
         return None
     return _read_record(directory, record_path(directory, uid, claim_id).removeprefix(f"{directory.records}/"))
 
@@ -184,8 +192,11 @@ def _read_record(directory: LockDirectory, name: str) -> ClaimRecord | None:
                     os.unlink(path)
             return None
         key = name[len(f"{directory.prefix}claim.") : -len(".json")]
+        uid, *claim_id = key.split(".")
+        if len(claim_id) not in (1, 2) or not all(map(is_id, claim_id)):  # 2: a claim inside another one
+            return None
         # Else it has the name of another user's.  In a namespace of users all others look like one.
-        if key.partition(".")[0] != str(status.st_uid) and status.st_uid != os.lstat(directory.records).st_uid:
+        if uid != str(status.st_uid) and status.st_uid != os.lstat(directory.records).st_uid:
             return None
         return _decoded(os.read(descriptor, MAX_BYTES + 1), status.st_uid, key)
     finally:

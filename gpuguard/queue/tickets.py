@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from gpuguard.claims.directory import LockDirectory, daemon_files, is_same_file, is_unlocked, try_flock
-from gpuguard.claims.records import first_of_each, unfinished_path
+from gpuguard.claims.records import first_of_each, is_id, unfinished_path
 from gpuguard.errors import ClaimError, InvalidRequest, shortage
 from gpuguard.files import (
     UntrustedFile,
@@ -301,7 +301,7 @@ def read_document(
     """
     status = os.fstat(descriptor)
     uid, _dot, number = name.partition(".")
-    if uid != str(status.st_uid) or not (number.isascii() and number.isalnum() and len(number) <= 32):
+    if uid != str(status.st_uid) or not is_id(number):
         return IgnoredFile(status.st_uid, name[:80], _("its name is not that of its owner"))
     try:
         encoded = os.read(descriptor, most_bytes + 1)
@@ -320,7 +320,7 @@ def _read_ticket(directory: LockDirectory, descriptor: int, ticket_id: str) -> T
         return read_document(descriptor, ticket_id, ticket_id, MAX_BYTES, partial(_ticket_of, ticket_id=ticket_id))
     # Its process has ended.
     uid, number = os.fstat(descriptor).st_uid, ticket_id.partition(".")[2]
-    if os.geteuid() in (uid, 0) and number.isalnum():
+    if os.geteuid() in (uid, 0) and is_id(number):
         path, waker = (_path(directory, *words) for words in (("ticket", ticket_id), ("bell", f"{uid}.{number}")))
         with suppress(OSError):
             if is_same_file(descriptor, path):
