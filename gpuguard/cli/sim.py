@@ -27,6 +27,7 @@ from typing import Any
 from gpuguard.backends import simulated, simulated_node
 from gpuguard.backends.simulated_node import NodeDevice, SimulatedNode, WorkPattern, new_node
 from gpuguard.claims.directory import lock_directory
+from gpuguard.claims.records import locks_held
 from gpuguard.cli.options import SubcommandRow
 from gpuguard.cli.setup import make_lock_files
 from gpuguard.clusters.visible_devices import is_restricted
@@ -66,7 +67,12 @@ def _start(args: argparse.Namespace) -> int:
     if args.shared:
         _check_reachable(directory)
     node, new = simulated_node.create(directory, lambda: made, replace=args.force)
-    if not new:
+    differs = args.shared > node.shared or list(map(node.of, node.devices)) != list(map(made.of, made.devices))
+    if node.by_default and not _claimed(node, directory):
+        if differs:
+            print(_("The node that was made by default ({spec}) is replaced: nothing uses it.").format(spec=node.spec))
+        node, new = simulated_node.create(directory, lambda: made, replace=True)
+    elif differs:
         raise GpuguardError(
             _(
                 "a simulated node ({spec}) runs in {directory} already: `gpuguard sim stop` ends it, --force "
@@ -75,11 +81,12 @@ def _start(args: argparse.Namespace) -> int:
         )
     found = not args.shared and directory == simulated.directory("")  # by its user, without a word more
     backend = "simulated" if found else shlex.quote(f"simulated:{directory}")
-    print(
-        _("SIMULATED node of {count} ({spec}) in {directory}").format(
-            count=format_count(len(node.devices), "GPU"), spec=node.spec, directory=directory
-        )
+    title = (
+        _("SIMULATED node of {count} ({spec}) in {directory}")
+        if new
+        else _("SIMULATED node of {count} ({spec}) runs in {directory} already")
     )
+    print(title.format(count=format_count(len(node.devices), "GPU"), spec=node.spec, directory=directory))
     if args.shared:
         _share(directory)
         print(
@@ -93,6 +100,11 @@ def _start(args: argparse.Namespace) -> int:
         )
     )
     return 0
+
+
+def _claimed(node: SimulatedNode, directory: str) -> bool:
+    claims = lock_directory(backend=f"simulated:{directory}")
+    return bool(locks_held(claims, (device.uuid for device in node.devices)))
 
 
 def _check_reachable(directory: str) -> None:
