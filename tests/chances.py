@@ -17,7 +17,7 @@ NUMBER = int(os.environ.get("GPUGUARD_CHANCE", "0"))
 THE_SAME = not NUMBER
 
 # A case beside one of its kind that every run has, as a second planted fault: seconds each.
-IN_CAMPAIGNS = pytest.mark.skipif(THE_SAME, reason="tested by scripts/torture --only checkers")
+IN_CAMPAIGNS = pytest.mark.skipif(THE_SAME, reason="second planted faults (scripts/torture --only checkers)")
 
 
 def often(count: int) -> int:

@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 from fake_nvml import FakeNvml
-from side_by_side import alone, pytest_addoption, pytest_collection_modifyitems  # noqa: F401
-from surroundings import clean_environment, pytest_runtest_setup, pytest_runtest_teardown, pytest_terminal_summary  # noqa: F401  (hooks)
+from side_by_side import (  # noqa: F401
+    alone,
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_ignore_collect,
+    pytest_xdist_auto_num_workers,
+)
+from surroundings import clean_environment, pytest_runtest_setup, pytest_runtest_teardown, pytest_sessionfinish  # noqa: F401
 
 if TYPE_CHECKING:
     from brokered import Brokered

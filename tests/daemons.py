@@ -37,7 +37,7 @@ time.sleep(600)
 def with_names(passwd: Path, names: str = PASSWD) -> list[str]:
     """How a command starts where these users have names: who has none is nobody, and is never signalled."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("NOT TESTED: needs a private mount namespace (not in a chroot)")
+        pytest.skip("users with names of their own (no mount namespace, or a chroot)")
     passwd.write_text(Path("/etc/passwd").read_text() + names)
     return ["unshare", "-m", "sh", "-c", 'mount --bind "$1" /etc/passwd && shift && exec "$@"', "sh", str(passwd)]
 

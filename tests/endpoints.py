@@ -191,7 +191,7 @@ def _serving(server: socketserver.TCPServer) -> Iterator[int]:
 def a_certificate(folder: Path) -> tuple[Path, ssl.SSLContext]:
     """A certificate for localhost that nobody has signed, and a server's context with it."""
     if not shutil.which("openssl"):
-        pytest.skip("needs openssl to make a certificate")
+        pytest.skip("servers with a certificate (no openssl: apt-get install openssl)")
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",

@@ -35,7 +35,7 @@ def program(name: str) -> str:
     """Where *name* is; without it the test is skipped."""
     found = shutil.which(name)
     if not found:
-        pytest.skip(f"NOT TESTED: {name} is missing: apt-get install {_PACKAGES[name]}")
+        pytest.skip(f"what {name} reads of ours (no {name}: apt-get install {_PACKAGES[name]})")
     return found
 
 

@@ -50,7 +50,7 @@ def set_user_id_program(place: Path) -> str:
     program = shutil.copy("/usr/bin/sleep", place / "sleep")
     os.chmod(program, 0o4755)
     if os.statvfs(place).f_flag & os.ST_NOSUID:
-        pytest.skip("no set-user-ID bits here")
+        pytest.skip("programs with a set-user-ID bit (none here)")
     return str(program)
 
 

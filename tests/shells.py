@@ -56,7 +56,7 @@ def needed(name: str) -> str:
     """Its path; the test is skipped, loudly, where it is missing."""
     path = shutil.which(name)
     if path is None:
-        pytest.skip(f"needs {name}: apt-get install {PACKAGES.get(name, name)}")
+        pytest.skip(f"what {name} reads of ours (no {name}: apt-get install {PACKAGES.get(name, name)})")
     return path
 
 

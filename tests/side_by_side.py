@@ -1,8 +1,9 @@
-"""How the files of tests run in several workers at once: the longest first, and what a machine has once in turns.
+"""How scripts/test runs the tests: in several workers, the longest file first, and what a machine has once in turns.
 
-`scripts/test --covered "$(scripts/coverage --tests)"` leaves out what scripts/coverage runs.
+Also which files `--quick` leaves out, and which never get a second try.  `scripts/test --covered
+"$(scripts/coverage --tests)"` leaves out what scripts/coverage runs.
 
-`scripts/test -n 4 --dist loadfile --no-loadscope-reorder` gives each worker that is free the next file, in this order.
+A worker that is free gets the next file (`--dist loadfile`), in this order (`--no-loadscope-reorder`).
 tests/conftest.py imports these names, which is how pytest learns of them.  A serial run keeps its order.
 """
 
@@ -10,10 +11,11 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-# A worker that gets one of these last keeps all the others waiting for it.
+# A worker that gets one of these last keeps all the others waiting for it.  --quick leaves them out.
 LONGEST = (
     "test_damaged_documents", "test_run", "test_slurm_cluster", "test_two_users", "test_broker",
     "test_agreement", "test_web_browser", "test_faulty_drivers", "test_benchmarks_run", "test_packaging",
@@ -25,9 +27,37 @@ LONGEST = (
     "test_campaigns", "test_guard_schedules", "test_policy_mutations",
 )  # fmt: skip
 
+# Claims, races, pids that are used again, signals: a device given twice or an innocent signalled once in twenty runs is
+# a fault, so a test of these files fails at its first failure.
+NEVER_AGAIN = frozenset((
+    "test_action_release", "test_adopt", "test_adopt_users", "test_attacks", "test_breaker", "test_broker",
+    "test_broker_hostile", "test_broker_shares", "test_by_hand", "test_claim_directory", "test_contention",
+    "test_daemon", "test_daemon_files", "test_daemon_requests", "test_drain", "test_dry_equals_live", "test_exhaustion",
+    "test_family", "test_forged_claims", "test_grab", "test_grab_lifetime", "test_guard_actions", "test_guard_faults",
+    "test_guard_schedules", "test_identity", "test_inplace", "test_interrupted_claim", "test_isolation",
+    "test_job_control", "test_keep_command", "test_limits", "test_lock", "test_locked_files", "test_mig_profiles",
+    "test_pid_reuse", "test_planted", "test_preflight", "test_processes", "test_queue_model", "test_ray_head",
+    "test_recall", "test_release_command", "test_reserve_command", "test_restrictions", "test_run", "test_run_limits",
+    "test_scope", "test_shared_jobs", "test_sharing", "test_slurm_cluster", "test_slurm_jobs", "test_tickets_users",
+    "test_two_users", "test_unkillable", "test_waiter", "test_warnings", "test_watchdog", "test_wrapper_death",
+))  # fmt: skip
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out the longest files")
     parser.addoption("--covered", default="", help="files (NAME of test_NAME.py) that scripts/coverage runs")
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist, for `-n auto`
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two for each core, as much of the time a test waits; no more than there are files, and none for one file."""
+    named = {Path(word.split("::")[0]) for word in config.args}
+    files = sum(len(list(path.rglob("test_*.py"))) if path.is_dir() else 1 for path in named)
+    return min(files, 2 * len(os.sched_getaffinity(0)), 16) if files > 1 else 0
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if config.getoption("quick") and collection_path.stem in LONGEST else None
 
 
 @pytest.hookimpl(trylast=True)  # hypothesis marks its tests in the same hook
@@ -37,6 +67,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if done:
         config.hook.pytest_deselected(items=list(done))
         items[:] = [item for item in items if item not in done]
+    if config.getoption("reruns", None):
+        for item in items:
+            if item.path.stem in NEVER_AGAIN:
+                item.add_marker(pytest.mark.flaky(reruns=0))
     if hasattr(config, "workerinput"):
         longest_first(items)
 

@@ -57,7 +57,7 @@ def program(name: str) -> str:
     """Where *name* is; without it the test is skipped."""
     found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
     if not found:
-        pytest.skip(f"NOT TESTED: {name} is missing: apt-get install openssh-server openssh-client")
+        pytest.skip(f"other hosts over ssh (no {name}: apt-get install openssh-server openssh-client)")
     return found
 
 
@@ -90,7 +90,7 @@ def _try(fleet: Fleet) -> None:
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60, check=False)
     log = (fleet.place / "sshd.log").read_text()
     if "account is locked" in log:
-        pytest.skip(f"NOT TESTED: the account {getpass.getuser()} is locked: usermod -p '*' {getpass.getuser()}")
+        pytest.skip(f"other hosts over ssh (a locked account: usermod -p '*' {getpass.getuser()})")
     assert done.returncode == 0, done.stderr + log
 
 

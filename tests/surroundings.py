@@ -1,14 +1,16 @@
-"""What every test stands in: an environment without traces of this machine, and a loud word where something is missing.
+"""What every test stands in: an environment without traces of this machine; and what was not tested, in one line.
 
 tests/conftest.py imports these names, which is how pytest learns of them.
 """
 
 import ctypes
 import os
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
 import pytest
+from side_by_side import LONGEST
 
 # What a shell on a GPU server, a batch job or a container may have set.  GPUGUARD_TEST_* steers the tests themselves.
 _FOREIGN = ("GPUGUARD_", "CUDA_", "NVIDIA_", "ROCR_", "HIP_", "GPU_DEVICE_", "ZE_", "SLURM_", "PBS_", "LSB_", "RAY_")
@@ -30,17 +32,17 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 
-# A marker, what such a test needs, and how to have it.
+# A marker, and what is not tested where something is missing.  Every skip says it so: WHAT (WHY: WHAT TO DO).
 _NEEDS = {
-    "root": ("root (a second user id, device nodes)", "As root: scripts/test -m root"),
-    "terminal": ("a pseudo-terminal", "mount -t devpts devpts /dev/pts; scripts/test -m terminal"),
+    "root": "what needs a second user id or device nodes (as root: scripts/test -m root)",
+    "terminal": "what needs a pseudo-terminal (mount -t devpts devpts /dev/pts)",
 }
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for marker, (what, _) in _NEEDS.items():
+    for marker, what in _NEEDS.items():
         if item.get_closest_marker(marker) and not _has(marker):
-            pytest.skip(f"needs {what}")
+            pytest.skip(what)
 
 
 def pytest_runtest_teardown() -> None:
@@ -52,14 +54,18 @@ def pytest_runtest_teardown() -> None:
         pytest.fail("`gpuguard run` ran in the process of the tests: start it as one of its own")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())]
-    counts = {marker: sum(f"needs {what}" in reason for reason in reasons) for marker, (what, _) in _NEEDS.items()}
-    if any(counts.values()):
-        terminalreporter.write_sep("=", "NOT TESTED", yellow=True, bold=True)
-    for marker, (what, how) in _NEEDS.items():
-        if counts[marker]:
-            terminalreporter.write_line(f"{counts[marker]} tests need {what} and were skipped.  {how}")
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # the last line of all, below pytest's own
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    yield
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal:
+        # (path, line, reason); of a file that is skipped as a whole the report is one, too.
+        skipped = [report.longrepr[2].removeprefix("Skipped: ") for report in terminal.stats.get("skipped", ())]
+        reasons = [f"{reason}: {count}" for reason, count in Counter(skipped).most_common()]
+        if session.config.getoption("quick", False):
+            reasons.insert(0, f"the longest files (scripts/test without --quick): {len(LONGEST)}")
+        if reasons:
+            terminal.write_line(f"Not tested: {'; '.join(reasons)}".replace("\n", " "), yellow=True)
 
 
 @cache

@@ -114,7 +114,7 @@ print(locked_devices(directory, [device.uuid for device in Simulated(place).samp
 """
 
 
-@pytest.mark.skipif(not has_a_namespace(), reason="NOT TESTED: needs a private pid namespace (not in a chroot)")
+@pytest.mark.skipif(not has_a_namespace(), reason="other pid namespaces (none here, or a chroot)")
 def test_a_pid_that_is_used_again_while_it_is_adopted_gets_nothing(tmp_path):
     assert Gpuguard(tmp_path, None)("sim", "start", "4xH100-80GB").returncode == 0
     words = [*NAMESPACE, sys.executable, "-c", REUSE, str(tmp_path / "node")]

@@ -100,7 +100,7 @@ def test_the_suite_leaves_out_what_has_run_for_coverage_but_not_what_is_thrown_b
 ):
     item = mocker.Mock(path=Path(f"tests/test_{name}.py"), get_closest_marker=lambda _: by_chance)
     items = [item]
-    config = mocker.Mock(spec=["getoption", "hook"], getoption=lambda _: "model lock")
+    config = mocker.Mock(spec=["getoption", "hook"], getoption={"covered": "model lock"}.get)
 
     pytest_collection_modifyitems(config, items)
 

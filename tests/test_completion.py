@@ -76,7 +76,7 @@ def typed(shell: Shell, keys: str, expected: str) -> str:
 )
 def test_a_real_shell_completes_what_is_typed(name, more, place):
     if more != ":" and not Path(more.split()[1]).exists():
-        pytest.skip("needs bash-completion: apt-get install bash-completion")
+        pytest.skip("bash-completion (apt-get install bash-completion)")
     needed(name)
     with a_claim(place) as holder:
         try:

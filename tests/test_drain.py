@@ -87,7 +87,7 @@ def test_a_claim_lasts_as_long_as_any_process_of_the_job(wrapped, tmp_path, how)
     command = (*LEAVING_WORK[how], str(tmp_path))
     if how == "tmux":
         if shutil.which("tmux") is None:
-            pytest.skip("needs tmux")
+            pytest.skip("what leaves a job in tmux (no tmux: apt-get install tmux)")
         command = (*command, *python(WORK), str(tmp_path))
     wrapper = wrapped.start(*command, constants={"QUIET_SECONDS": 0.0, "USER_POLL_SECONDS": 0.1})
     assert wrapper.stderr

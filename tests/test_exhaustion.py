@@ -73,7 +73,7 @@ def test_on_a_full_disk_a_job_has_its_devices_or_does_not_start(tmp_path, what):
     options = {"capture_output": True, "text": True, "timeout": SECONDS, "check": False}
     done = subprocess.run(words, env=gpuguard.environment, **options)  # type: ignore[call-overload]
     if "unshare" in done.stderr or done.returncode == 99:
-        pytest.skip(f"NOT TESTED: needs a mount namespace: {done.stderr}")
+        pytest.skip(f"a full disk (no mount namespace: {done.stderr.strip()})")
 
     assert done.returncode == 0 and "Traceback" not in done.stderr, done
     first, _, rest = done.stdout.partition("ended with ")

@@ -163,11 +163,11 @@ DEVICES = 4
 def filters() -> str:
     """Why no device filter can be had here, "" when one can."""
     if os.geteuid() != 0:
-        return "NOT TESTED: device filters need root"
+        return "device filters (not root)"
     try:
         isolation.check_device_filter()
     except GpuguardError as error:
-        return f"NOT TESTED: {error}".splitlines()[0]
+        return f"device filters ({str(error).splitlines()[0]})"
     return ""
 
 

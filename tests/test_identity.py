@@ -125,7 +125,7 @@ def test_a_program_of_roots_that_somebody_mounted_at_the_path_of_another_is_not_
     """In a namespace of one's own /usr/bin/login can be Python: whoever ran that was out of every policy's reach."""
     python = os.path.realpath("/usr/bin/python3")
     if not os.path.exists("/usr/bin/login") or not os.path.exists(python):
-        pytest.skip("no login or no Python of the system's")
+        pytest.skip("programs that change their user (no login, or no Python of the system's)")
     own = ["setpriv", "--reuid=20001", "--regid=20001", "--clear-groups"]
     words = {
         "mounted": [*own, "unshare", "-Urm", "sh", "-c", MOUNTED, python],
@@ -137,7 +137,7 @@ def test_a_program_of_roots_that_somebody_mounted_at_the_path_of_another_is_not_
     with subprocess.Popen(words, **pipes) as child:
         try:
             if not child.stdout.readline():
-                pytest.skip(f"no namespaces here: {child.stderr.read().decode()}")
+                pytest.skip(f"other namespaces (none here: {child.stderr.read().decode().strip()})")
             facts = identity.facts_of(child.pid)
         finally:
             with contextlib.suppress(ProcessLookupError):

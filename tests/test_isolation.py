@@ -37,12 +37,12 @@ CAPABILITIES = (
 def spaces() -> str:
     """Why bubblewrap cannot be tested here, "" when it can."""
     if not can_have_private_dev():
-        return "NOT TESTED: needs root and a private mount namespace (not in a chroot)"
+        return "jobs in bubblewrap (no root with mount namespaces, or a chroot)"
     if not shutil.which("bwrap"):
-        return "NOT TESTED: bubblewrap is not installed"
+        return "jobs in bubblewrap (no bwrap: apt-get install bubblewrap)"
     tried = ["setpriv", f"--reuid={ALICE.pw_uid}", "--clear-groups", "bwrap", "--dev-bind", "/", "/", "true"]
     done = subprocess.run(tried, capture_output=True, text=True, cwd="/")
-    return f"NOT TESTED: {done.stderr}" if done.returncode else ""
+    return f"jobs in bubblewrap ({done.stderr.strip()})" if done.returncode else ""
 
 
 def isolated(test: Any) -> Any:

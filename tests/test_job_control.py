@@ -332,7 +332,9 @@ def test_a_signal_of_the_terminal_reaches_the_job_of_a_session_leader_once(leadi
     assert content(tmp_path / "seen") == "<started><seen 1><total 1>"
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+@pytest.mark.skipif(
+    shutil.which("tmux") is None, reason="a shell's job control in tmux (no tmux: apt-get install tmux)"
+)
 def test_a_job_in_a_window_of_tmux_ends_with_the_server(wrapped, tmp_path):
     tmux = ("tmux", "-S", str(tmp_path / "tmux"), "-f", "/dev/null")
     subprocess.run([*tmux, "new", "-d", waiting(wrapped)], check=True)

@@ -350,7 +350,7 @@ def run_in_a_container(fake: FakeNvml, place: Path, *options: str) -> Any:
 
 
 @pytest.mark.root
-@pytest.mark.skipif(not has_a_namespace(), reason="NOT TESTED: needs a private pid namespace (not in a chroot)")
+@pytest.mark.skipif(not has_a_namespace(), reason="other pid namespaces (none here, or a chroot)")
 @pytest.mark.parametrize("lists", [True, False], ids=["the host's pids", "no processes"])
 def test_in_a_container_the_memory_limit_is_kept_by_the_memory_of_the_device(fake, tmp_path, lists):
     with run_in_a_container(fake, tmp_path, "--memory-limit", "30GiB") as wrapper:

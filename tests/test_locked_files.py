@@ -233,7 +233,7 @@ def test_a_user_whose_epoll_hands_over_an_event_to_a_file_system_of_their_own_is
         try:
             assert attack.stdout is not None
             if attack.stdout.readline() != "ready\n":
-                pytest.skip("NOT TESTED: needs /dev/fuse and a mount namespace of its own")
+                pytest.skip("files of other file systems (no /dev/fuse, or no mount namespace)")
             assert eventually(lambda: state(attack.pid) in "SD")
             assert eventually(lambda: holders.locked_files(attack.pid, UNKNOWN, 0.1) == {} and holders.hangs(UNKNOWN))
             [reader] = holders._hanging.values()

@@ -31,10 +31,10 @@ CONTAINER = ROOT / "packaging" / "container"
 SOURCES = ["gpuguard", "packaging", "scripts", "pyproject.toml", "README.md", "LICENSE"]
 needs_hatchling = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("hatchling", "shtab"))),
-    reason="NOT TESTED: needs hatchling and shtab (pip install -e '.[dev]')",
+    reason="building packages (no hatchling or shtab: pip install -e '.[dev]')",
 )
 needs_dpkg = pytest.mark.skipif(
-    not shutil.which("dpkg-deb"), reason="NOT TESTED: needs dpkg-deb (apt-get install dpkg)"
+    not shutil.which("dpkg-deb"), reason="the Debian package (no dpkg-deb: apt-get install dpkg)"
 )
 
 
@@ -164,7 +164,8 @@ def test_the_guard_of_a_node_sees_its_claims_and_its_pids():
 
 
 @pytest.mark.skipif(
-    not importlib.util.find_spec("kubernetes_validate"), reason="NOT TESTED: needs kubernetes-validate (pip install it)"
+    not importlib.util.find_spec("kubernetes_validate"),
+    reason="the manifests of Kubernetes (no kubernetes-validate: pip install it)",
 )
 def test_kubernetes_knows_every_key_of_the_manifests():
     kubernetes_validate = importlib.import_module("kubernetes_validate")
@@ -195,7 +196,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = [sys.executable, str(ROOT / "scripts" / "build-deb"), "--out", str(place)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if "No matching distribution" in done.stderr:
-        pytest.skip("NOT TESTED: needs the wheel of nvidia-ml-py from PyPI")
+        pytest.skip("the Debian package (no package index to have nvidia-ml-py from)")
     assert done.returncode == 0, done.stderr
     return next(place.glob("*.deb"))
 
@@ -224,7 +225,7 @@ def test_the_package_lays_its_files_where_they_belong(package):
 
 @needs_dpkg
 @needs_hatchling
-@pytest.mark.skipif(not shutil.which("lintian"), reason="NOT TESTED: needs lintian (apt-get install lintian)")
+@pytest.mark.skipif(not shutil.which("lintian"), reason="the Debian package by lintian (apt-get install lintian)")
 def test_lintian_finds_no_error_in_the_package(package, tmp_path):
     words = ["lintian", "--allow-root", "--fail-on", "error", str(package)]
     own = {**os.environ, "TMPDIR": str(tmp_path)}  # it leaves directories there

@@ -24,7 +24,7 @@ def has_a_namespace() -> bool:
 
 pytestmark = [
     pytest.mark.root,
-    pytest.mark.skipif(not has_a_namespace(), reason="NOT TESTED: needs a private pid namespace (not in a chroot)"),
+    pytest.mark.skipif(not has_a_namespace(), reason="pids that are used again (no pid namespace, or a chroot)"),
 ]
 
 

@@ -320,7 +320,7 @@ def test_what_cannot_be_read_is_a_fault_and_never_an_error(tmp_path, make, what)
     assert what in file.faults[0].text and file.faults[0].line == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="makes files of root's and of others")
+@pytest.mark.root
 def test_the_file_of_the_machine_counts_only_when_root_alone_can_have_written_it(tmp_path, monkeypatch):
     place = tmp_path / "gpuguard"
     place.mkdir(mode=0o755)

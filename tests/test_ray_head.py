@@ -25,7 +25,7 @@ from proc import free_port
 
 pytestmark = [
     pytest.mark.skipif(
-        find_spec("ray") is None, reason="NOT TESTED on a real Ray: `.venv/bin/pip install 'ray[default]'` brings it"
+        find_spec("ray") is None, reason="jobs of a real Ray (no ray: .venv/bin/pip install 'ray[default]')"
     ),
     pytest.mark.usefixtures("alone"),
 ]

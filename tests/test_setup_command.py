@@ -76,7 +76,9 @@ def test_print_shows_lines_and_changes_nothing(set_up, place):
 
 
 @pytest.mark.root
-@pytest.mark.skipif(not shutil.which("systemd-tmpfiles"), reason="no systemd-tmpfiles here")
+@pytest.mark.skipif(
+    not shutil.which("systemd-tmpfiles"), reason="what systemd makes of setup's files (no systemd-tmpfiles)"
+)
 def test_systemd_tmpfiles_makes_the_same_directory_from_the_lines(fake, tmp_path):
     lines = Gpuguard(tmp_path, fake, GPUGUARD_DIR="")("setup", "--print").stdout
     conf = tmp_path / "root" / "etc" / "tmpfiles.d" / "gpuguard.conf"
@@ -155,7 +157,9 @@ def test_the_user_is_made_once_by_what_there_is(monkeypatch, tmp_path, tool):
 
 
 @pytest.mark.root
-@pytest.mark.skipif(not shutil.which("systemd-sysusers"), reason="no systemd-sysusers here")
+@pytest.mark.skipif(
+    not shutil.which("systemd-sysusers"), reason="what systemd makes of setup's files (no systemd-sysusers)"
+)
 def test_systemd_sysusers_makes_the_user_of_the_line(tmp_path):
     conf = tmp_path / "etc" / "sysusers.d" / "gpuguard.conf"
     conf.parent.mkdir(parents=True)

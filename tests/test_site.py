@@ -45,7 +45,7 @@ def said(shell: str, lines: str, **variables: str) -> list[str]:
 
 def loaded(site: Path, shell: str = "bash") -> str:
     if not (MODULES / shell).exists():
-        pytest.skip("needs Environment Modules: apt-get install environment-modules")
+        pytest.skip("Environment Modules (apt-get install environment-modules)")
     return f". {MODULES / shell}; module use {site}/modulefiles; module load gpuguard"
 
 
@@ -77,7 +77,7 @@ def test_a_module_that_is_unloaded_leaves_nothing_of_ours(site):
 def test_tab_completes_once_the_module_is_loaded(site, tmp_path):
     more = f". /usr/share/bash-completion/bash_completion; {loaded(site)}"
     if not Path("/usr/share/bash-completion/bash_completion").exists():
-        pytest.skip("needs bash-completion: apt-get install bash-completion")
+        pytest.skip("bash-completion (apt-get install bash-completion)")
     with Shell("bash", tmp_path, {"PATH": "/usr/bin:/bin"}, more, installed=True) as shell:
         assert shell.words("gpuguard run --dev\t") == ["gpuguard", "run", "--devices"]
 

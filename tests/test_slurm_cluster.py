@@ -95,7 +95,7 @@ def a_cluster(*, gpus: int = 4, prolog: str = PROLOG, constrained: bool = False)
     a job can open its own devices only.
     """
     if absent := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
-        pytest.skip(f"needs Slurm ({', '.join(absent)} missing): {HINT}")
+        pytest.skip(f"jobs of a real Slurm (no {', '.join(absent)}: {HINT})")
     place = Path(tempfile.mkdtemp(prefix="gg-slurm-", dir="/tmp"))  # short: a socket lies in it
     try:
         place.chmod(0o755)
@@ -425,7 +425,10 @@ def test_a_job_runs_inside_its_claim_and_sees_no_other_device(cluster):
     assert len(events(cluster, "claim", f"slurm{job}")[0]["devices"]) == 2  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(not os.access("/sys/fs/cgroup/devices/tasks", os.W_OK), reason="needs cgroups of version 1")
+@pytest.mark.skipif(
+    not os.access("/sys/fs/cgroup/devices/tasks", os.W_OK),
+    reason="jobs that Slurm constrains (no cgroups of version 1)",
+)
 def test_a_constrained_job_counts_from_0_and_claims_what_it_really_has():
     with a_cluster(constrained=True) as cluster:
         first = running(cluster, ALICE)

@@ -255,7 +255,7 @@ def test_a_recording_is_shown_without_a_look_at_this_machine(node, tmp_path, com
 @pytest.fixture
 def terminal(node, tmp_path):
     if shutil.which("tmux") is None:
-        pytest.skip("tmux is not installed")
+        pytest.skip("the screen in tmux (no tmux: apt-get install tmux)")
     socket, name = str(tmp_path / "tmux"), "top"
 
     class Terminal:

@@ -96,7 +96,10 @@ def test_the_example_writes_the_numbers_of_each_epoch(tmp_path):
     assert not [name for name in names if "gpu:0" in name]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboardX") is None, reason="tensorboardX is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboardX") is None,
+    reason="numbers for tensorboard (no tensorboardX: pip install -e '.[dev]')",
+)
 def test_the_example_writes_for_tensorboard(tmp_path):
     run(tmp_path, "--tensorboard", str(tmp_path / "runs"))
 

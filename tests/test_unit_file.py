@@ -27,7 +27,9 @@ from gpuguard.history.queries import MACHINE_STATE
 
 UNIT = ROOT / "packaging" / "gpuguard.service"
 EXPOSURE_AT_MOST = 2.2  # 10 is worst, 9.6 is a service without any of these settings
-needs_systemd = pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="NOT TESTED: needs systemd-analyze")
+needs_systemd = pytest.mark.skipif(
+    not shutil.which("systemd-analyze"), reason="the unit as systemd reads it (no systemd-analyze)"
+)
 
 
 def exposure(unit: Path) -> float:
@@ -103,7 +105,7 @@ def test_what_gpus_were_used_for_is_kept_where_it_is_looked_for():
 
 def with_capabilities(test):
     """Marks a test that needs root, and setpriv."""
-    needs_setpriv = pytest.mark.skipif(not shutil.which("setpriv"), reason="NOT TESTED: needs setpriv")
+    needs_setpriv = pytest.mark.skipif(not shutil.which("setpriv"), reason="the capabilities of the unit (no setpriv)")
     return pytest.mark.root(needs_setpriv(test))
 
 

@@ -173,7 +173,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
+@pytest.mark.root
 def test_all_processes_of_a_user_count_and_what_they_share_counts_once(monkeypatch):
     """A forked data loader shows all memory of its parent: a sum of what each shows is many times too much."""
     monkeypatch.setattr(hostuse, "MACHINE_SECONDS", 0.0)

@@ -31,8 +31,8 @@ from gpuguard.locale.sentences import phrases
 from gpuguard.views import who
 from gpuguard.web.feed import MAX_CLAIMS, MAX_COMMAND, MAX_NAMELESS, MAX_POSITIONS, MAX_PROCESSES, MAX_ROWS, bounded
 
-pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
-pytest.importorskip("uvicorn", reason="NOT TESTED: needs the extra web")
+pytest.importorskip("starlette", reason="the page in the browser (no starlette or uvicorn: pip install -e '.[dev]')")
+pytest.importorskip("uvicorn", reason="the page in the browser (no starlette or uvicorn: pip install -e '.[dev]')")
 
 ROOT = Path(__file__).parent.parent
 LONGEST_NAME = len("one per device")  # of a check
@@ -241,7 +241,7 @@ def test_a_unix_socket_takes_no_open_files_from_others(tmp_path):
         try:
             server.getsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS)
         except OSError:
-            pytest.skip("a kernel before 6.16")
+            pytest.skip("a socket that refuses open files (a kernel before 6.16)")
         asking.connect(str(tmp_path / "gpus.sock"))
         with pytest.raises(PermissionError):
             socket.send_fds(asking, [b"GET"], [0])

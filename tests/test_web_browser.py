@@ -24,10 +24,10 @@ from gpuguard.device_state import uses
 from gpuguard.views import who
 
 for needed in ("starlette", "uvicorn", "playwright"):
-    pytest.importorskip(needed, reason=f"NOT TESTED in a browser: needs {needed}")
+    pytest.importorskip(needed, reason=f"the page in a browser (no {needed}: .venv/bin/pip install {needed})")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:
-    pytest.skip("NOT TESTED in a browser: needs chromium", allow_module_level=True)
+    pytest.skip("the page in a browser (no chromium: apt-get install chromium)", allow_module_level=True)
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\x1b[31m&lt; 训练任务"
 WIDE, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
@@ -364,7 +364,7 @@ def test_a_screen_reader_finds_its_way_and_what_would_lose_it_is_found(busy, bro
 AXE = os.environ.get("GPUGUARD_AXE")  # the path of axe.min.js: `npm pack axe-core`
 
 
-@pytest.mark.skipif(AXE is None, reason="NOT TESTED with axe-core: needs GPUGUARD_AXE=.../axe.min.js")
+@pytest.mark.skipif(AXE is None, reason="the page for screen readers (no axe-core: GPUGUARD_AXE=.../axe.min.js)")
 def test_axe_finds_nothing_on_any_screen_in_any_theme_and_language(busy, browser):
     found = []
     for viewport, theme, locale in itertools.product((WIDE, PHONE), ("light", "dark"), ("en-US", "zh-CN")):

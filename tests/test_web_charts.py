@@ -17,7 +17,7 @@ from stores import FIRST, a_sample, at, fill
 
 from gpuguard.units import format_bytes, format_duration
 
-pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
+pytest.importorskip("starlette", reason="the page in the browser (no starlette or uvicorn: pip install -e '.[dev]')")
 
 from gpuguard.history.queries import query_store
 from gpuguard.web import feed as feeds
@@ -222,7 +222,7 @@ def test_a_chart_by_the_hour_has_whole_hours(tmp_path, monkeypatch):
 UNITS = (PACKAGE / "web" / "page" / "units.js").read_text(encoding="utf-8")
 NODE = shutil.which("node")
 
-needs_node = pytest.mark.skipif(NODE is None, reason="NOT TESTED: needs node")
+needs_node = pytest.mark.skipif(NODE is None, reason="the code of the page in node (no node: apt-get install nodejs)")
 
 
 def in_the_browser(script: str, function: str, values: list[float]) -> list[str]:
