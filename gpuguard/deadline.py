@@ -14,7 +14,7 @@ from resource import RUSAGE_THREAD, getrusage
 from time import monotonic, thread_time
 from typing import TYPE_CHECKING
 
-from gpuguard.users import user_name
+from gpuguard.users import accountable_uids, user_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +66,7 @@ class _ReadingThread:
 
 _within = _Within()
 _free: list[_ReadingThread] = []
-Key = tuple[int, str]  # uid, kind of the look
+Key = tuple[int, str]  # accountable uid, kind of the look
 _hanging: dict[Key, _ReadingThread] = {}  # readers that still wait for something of that user
 _spent: dict[Key, tuple[float, float]] = {}  # seconds that slow reads took, and when; SHARE of the time pays it off
 
@@ -81,9 +81,10 @@ def in_time(pid: int, kind: str, read: Callable[[], T], times: int = 1) -> T | N
         times: how much longer than one it may take, of a read with such reads in it.
     """
     try:
-        key = os.stat(f"/proc/{pid}").st_uid, kind
+        uid = os.stat(f"/proc/{pid}").st_uid
     except OSError:
         return None
+    key = accountable_uids([uid])[uid], kind
     _collect()
     begun = monotonic()
     owed = owed_by(begun)
@@ -143,9 +144,9 @@ def stopwatch() -> Callable[[], float]:
     return took
 
 
-def charge(key: Key, took: float, now: float) -> None:
+def charge(key: Key, took: float, now: float, noticed: float = NOTICED) -> None:
     """A read of that user took so many seconds: SHARE of the time from *now* (monotonic) on pays it off."""
-    if took > NOTICED:
+    if took > noticed:
         _spent[key] = owed_by(now).get(key, 0.0) + took, now
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from guarded import SLEEP, a_child
 from nodes import eventually
 from proc import state
 
-from gpuguard import deadline
+from gpuguard import deadline, users
 from gpuguard.backends import spawn
 from gpuguard.claims import holders
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
-from gpuguard.claims.holders import as_written, inode_of
+from gpuguard.claims.holders import as_written, hidden_claim_text, inode_of
 from gpuguard.policies.usage import TrespassRule, UnclaimedRule
 from gpuguard.policies.view import RuleView
 
@@ -178,7 +178,7 @@ def test_while_many_hang_nobody_without_a_name_is_asked(monkeypatch, locked):
 def test_a_user_who_answers_each_look_just_in_time_gets_no_more_time_than_one_who_never_does(monkeypatch, locked):
     now = [0.0]
     monkeypatch.setattr(holders, "monotonic", lambda: now[0])
-    monkeypatch.setattr(holders, "MOST_OWED", 0.1)
+    monkeypatch.setattr(holders, "MOST_SECONDS", 0.1)
     silent(monkeypatch, SLOW)
     looks = [holders.locked_files(os.getpid(), UNKNOWN, 5) for _ in range(20)]
 
@@ -348,11 +348,57 @@ def test_nor_one_that_nobody_can_tell_about(directory: LockDirectory, monkeypatc
         try:
             monkeypatch.setattr(os, "listdir", refused)
             assert holders.held_by_no_process(directory, ["GPU-a"]) == set()
-            monkeypatch.undo()
-            monkeypatch.setattr(holders, "MOST_SECONDS", 0.0)
-            assert holders.held_by_no_process(directory, ["GPU-a"]) == set(), "nor where it takes too long"
         finally:
             other.kill()
+
+
+CROWD = """
+import os, resource, sys, time
+resource.setrlimit(resource.RLIMIT_NOFILE, [resource.getrlimit(resource.RLIMIT_NOFILE)[1]] * 2)
+first = os.open("/etc/passwd", os.O_RDONLY)
+for _ in range(int(sys.argv[2])):
+    os.dup(first)
+os.setgroups([]); os.setresgid(*[int(sys.argv[1])] * 3); os.setresuid(*[int(sys.argv[1])] * 3)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def a_crowd(uid: int, descriptors: int = 3000) -> Iterator[subprocess.Popen[str]]:
+    """A process of that uid with so much open that it takes too long to read."""
+    with a_ready_child([sys.executable, "-c", CROWD, str(uid), str(descriptors)]) as child:
+        yield child
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("uid", [SOMEBODY, SOMEBODY + 1])
+def test_any_number_of_open_files_of_the_same_or_of_another_user_makes_no_claim_of_a_hidden_lock(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch, uid: int
+) -> None:
+    monkeypatch.setattr(holders, "MOST_SECONDS", 0.001)
+    path = directory.lock_path("GPU-a")
+    with a_crowd(uid), a_hider(path):
+        assert holders.held_by_no_process(directory, ["GPU-a"]) == {"GPU-a"}
+        assert f"a process of {uid}, whose open files cannot be read to the end in time" in hidden_claim_text([path])
+    with a_crowd(uid), open(path) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert holders.held_by_no_process(directory, ["GPU-a"]) == set(), "its holder is read first"
+
+
+@pytest.mark.root
+def test_all_uids_of_a_user_have_the_time_of_one(tmp_path, directory, monkeypatch):
+    (tmp_path / "subuid").write_text(f"{SOMEBODY}:100000:65536\n")
+    monkeypatch.setattr(users, "SUBUIDS", str(tmp_path / "subuid"))
+    monkeypatch.setattr(holders, "MOST_SECONDS", 0.02)
+    read, really = list[int](), holders.locked_inode
+    monkeypatch.setattr(holders, "locked_inode", lambda pid, number: read.append(int(pid)) or really(pid, number))
+    with ExitStack() as stack:
+        crowd = {stack.enter_context(a_crowd(100000 + number)).pid for number in range(6)}
+        stack.enter_context(a_hider(directory.lock_path("GPU-a")))
+        holders.held_by_no_process(directory, ["GPU-a"])
+
+    assert len([pid for pid in read if pid in crowd]) < 6 * 3000, "not each of them has the whole time"
 
 
 @pytest.mark.root

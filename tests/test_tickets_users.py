@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from builders import GIB, NOW, UUIDS, a_device, a_process, a_reservation, a_reserved, a_snapshot
@@ -160,16 +159,16 @@ def test_a_mark_of_having_been_served_that_another_user_made_does_not_count(dire
 
 @pytest.mark.root
 def test_any_number_of_descriptors_of_one_user_hides_nobody_elses_lock_and_costs_a_bounded_time(admin, monkeypatch):
-    asked, really, sleeping = [], holders.locked_by, "import time; print('ready', flush=True); time.sleep(100)"
+    asked, really, sleeping = [], holders.target_of, "import time; print('ready', flush=True); time.sleep(100)"
 
-    def slowly(pid: str, uid: int, *limits: float, **how: Any) -> dict[int, str]:
-        if uid == BOB.pw_uid:
+    def slowly(pid: str, descriptor: str) -> str:
+        if os.stat(f"/proc/{pid}").st_uid == BOB.pw_uid:
             asked.append(pid)
             time.sleep(0.2)
-        return really(pid, uid, *limits, **how)
+        return really(pid, descriptor)
 
     monkeypatch.setattr(holders, "MOST_SECONDS", 0.1)
-    monkeypatch.setattr(holders, "locked_by", slowly)
+    monkeypatch.setattr(holders, "target_of", slowly)
     assert admin(ALICE, "run", "--no-wait", "--", "true").returncode == 0
     with (
         admin.program(BOB, sleeping),

@@ -16,15 +16,17 @@ import os
 import select
 import subprocess
 from _thread import allocate_lock
+from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from gpuguard import procfs
 from gpuguard.backends import spawn
-from gpuguard.deadline import charge, owed_by, stopwatch
+from gpuguard.deadline import charge, in_time, owed_by, stopwatch
 from gpuguard.files import device_of, hold_in_place, status_in_place
 from gpuguard.procfs import in_first_pid_namespace, uid_behind
-from gpuguard.users import user_name
+from gpuguard.users import accountable_uids, user_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
     from gpuguard.claims.directory import LockDirectory
     from gpuguard.model import ClaimRecord
 
-# For the processes of one user: with the usual limits 100 of them can have 50 million descriptors, which is a minute.
+# For the open files of one user, at most; deadline.SHARE of the time pays it off.  With the usual limits 100 processes
+# can have 50 million descriptors, which is a minute, and a user may have 65536 uids.
 MOST_SECONDS = 1.0
+ROOT_SECONDS = 10.0  # for one process of root's
 _OF_EVERY_FILE = (b"pos:", b"flags:", b"mnt_id:", b"ino:")  # lines of /proc/PID/fdinfo; then come those of its locks
 
 
@@ -51,18 +55,14 @@ def holders_of(
     names = {inode: uuid for uuid in uuids if (inode := inode_of(directory.lock_path(uuid)))}
     paths = {start + uuid for uuid in names.values()}
     holders: dict[str, dict[int, int]] = {}
-    spent: dict[int, float] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        begun = monotonic()
         try:
             uid = os.stat(f"/proc/{pid}").st_uid or _uid_behind(pid)
-            suspect = is_suspect(uid) and (uid == 0 or spent.get(uid, 0.0) < MOST_SECONDS)
-            locked = locked_by(pid, uid, MOST_SECONDS, paths=paths) if suspect else {}
+            locked = locked_by(pid, uid, ROOT_SECONDS, paths=paths) if is_suspect(uid) else {}
         except OSError:
             continue  # gone, or not ours to see
         for inode in locked.values() & names.keys():
             holders.setdefault(names[inode], {})[int(pid)] = uid
-        spent[uid] = spent.get(uid, 0.0) + monotonic() - begun
     return holders
 
 
@@ -85,72 +85,85 @@ def locked_by(
 
     Without the reader process where it can be seen which descriptors are files; then only of files at *paths*, if any
     are given.  In a mount namespace of their own any user has a file of their own there: go by what it is.
+    It takes no longer than what is left to the user of MOST_SECONDS; there is no such limit for root.
 
     Raises:
         TimeoutError: with *whole*, when not all could be read in that time.
         OSError: it is gone, or not ours to see.
     """
-    until, locked = monotonic() + seconds, dict[int, str]()
+    key, took, locked, complete = (_user(uid), _KIND), stopwatch(), dict[int, str](), True
+    begun = monotonic()
+    left = min(seconds, MOST_SECONDS - owed_by(begun).get(key, 0.0)) if uid else seconds
     try:
         for number in os.listdir(f"/proc/{pid}/fd"):
+            if monotonic() > begun + left:
+                complete = False
+                break
             target = target_of(pid, number)
             # What stands for a device writes there what its driver likes; claims may lie in shared memory.
             is_file = target.startswith("/") and (not target.startswith("/dev/") or target.startswith("/dev/shm/"))
-            if not (target in paths if paths else is_file):
-                continue
-            if monotonic() > until:
-                if whole:
-                    raise TimeoutError
-                break
-            if inode := locked_inode(pid, number):
+            if (target in paths if paths else is_file) and (inode := locked_inode(pid, number)):
                 locked[int(number)] = inode
     except PermissionError:
         # CAP_SYS_PTRACE opens fdinfo; only CAP_DAC_READ_SEARCH opens fd, and every file of the machine with it.
-        return locked_files(pid, uid, seconds, whole=whole) if may_see_locks(pid) else {}
+        return locked_files(pid, uid, left, whole=whole) if may_see_locks(pid) else {}
+    charge(key, took(), monotonic(), noticed=0.0)
+    if whole and not complete:
+        raise TimeoutError
     return locked
 
 
+def _user(uid: int) -> int:
+    return accountable_uids([uid])[uid]
+
+
 def held_by_no_process(directory: LockDirectory, names: Iterable[str]) -> set[str]:
-    """Those of the locks *names* that are held although certainly no process has them open.
+    """Those of the locks *names* that are held although no process is seen to have them open.
 
     A lock lives as long as its open file.  That may lie where no list of descriptors shows it: in a message that no
-    process receives (SCM_RIGHTS, unix(7)), in a mapping, in an io_uring.  None is named where the files of a single
-    process cannot be read to their end, nor one that a process hands on to another: two scans must miss it, and the
-    kernel must still list it between them.
+    process receives (SCM_RIGHTS, unix(7)), in a mapping, in an io_uring.  Two scans must miss it, because a process may
+    hand it on to another meanwhile, and the kernel must still list it between them.  None is named where the files of a
+    single process may not be read, nor where those of root take too long.  A user whose files take too long cannot
+    thereby turn a lock that no other process has open into a claim.
     """
     inodes = {inode: name for name in names if (inode := inode_of(directory.lock_path(name)))}
-    if not inodes or not in_first_pid_namespace():
-        return set()
-    hidden = _open_nowhere(inodes.keys())
-    if hidden:
-        with open("/proc/locks", encoding="ascii") as locks:
-            hidden &= {words[-3] for words in map(str.split, locks) if "FLOCK" in words}
-    if hidden:
-        hidden = _open_nowhere(hidden)
+    hidden = set(inodes) if in_first_pid_namespace() else set()
+    for _scan in range(2):
+        takers = _takers_of(hidden) if hidden else []
+        hidden = _open_nowhere({inode for inode, _ in takers}, [pid for _, pid in takers])
     return {inodes[inode] for inode in hidden}
 
 
-def _open_nowhere(inodes: Collection[str]) -> set[str]:
-    """Those of *inodes* that no process has locked; none of them where that cannot be told."""
-    left, spent = set(inodes), dict[int, float]()
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        if entry == "1":
-            continue  # init is no job, and may have capabilities that root lacks here
-        begun = monotonic()
+def _takers_of(inodes: Collection[str]) -> list[tuple[str, str]]:
+    """(inode, pid of the process that took it, which may be over) of each of *inodes* that is locked."""
+    with open("/proc/locks", encoding="ascii") as locks:
+        return [(words[5], words[4]) for words in map(str.split, locks) if words[1] == "FLOCK" and words[5] in inodes]
+
+
+def _open_nowhere(inodes: Collection[str], first: Iterable[str]) -> set[str]:
+    """Those of *inodes* that no process is seen to have locked, none where root's cannot be read; *first*: pids."""
+    left = set(inodes)
+    _cut_short.clear()
+    # The process that took a lock mostly has it open still, and then no other one is read.  Init is no job, and may
+    # have capabilities that root lacks here.
+    for entry in filter(str.isdigit, dict.fromkeys([*first, *os.listdir("/proc")]) if left else ()):
         try:
             uid = os.stat(f"/proc/{entry}").st_uid
-            tables = [entry]
-            if not os.listdir(f"/proc/{entry}/fdinfo"):  # the first of its threads has ended
+            tables = [entry] if entry != "1" else []
+            if tables and not os.listdir(f"/proc/{entry}/fdinfo"):  # the first of its threads has ended
                 tables = [f"{entry}/task/{thread}" for thread in os.listdir(f"/proc/{entry}/task")]
             for table in tables:
-                left -= set(locked_by(table, uid, MOST_SECONDS - spent.get(uid, 0.0), whole=True).values())
+                left -= set(locked_by(table, uid, ROOT_SECONDS, whole=True).values())
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended
+        except TimeoutError:
+            if uid == 0:
+                return set()
+            _cut_short.add(_user(uid))
         except OSError:
             return set()
         if not left:
             break
-        spent[uid] = spent.get(uid, 0.0) + monotonic() - begun
     return left
 
 
@@ -161,7 +174,11 @@ def hidden_claim_text(paths: Iterable[str]) -> str:
         "receives (descriptors in flight over a unix socket), in a mapping or in an io_uring.  It counts as no claim"
     )
     hiders = {pid: uid for path in paths for pid, uid in _possible_hiders(path).items()}
-    named = ", ".join(f"pid {pid} of {user_name(uid)}" for pid, uid in sorted(hiders.items()))
+    unread = "a process of {}, whose open files cannot be read to the end in time"
+    named = ", ".join(
+        [f"pid {pid} of {user_name(uid)}" for pid, uid in sorted(hiders.items())]
+        + [unread.format(user_name(uid)) for uid in sorted(_cut_short)]
+    )
     if not named:
         return f"{text}.  The lock is free when that process ends; /proc/net/unix lists all unix sockets."
     return f"{text}.  The lock is free when the process ends that keeps it, which may be: {named}."
@@ -171,14 +188,17 @@ def _possible_hiders(path: str) -> dict[int, int]:
     """Processes, pid -> uid, that map the file at *path*, or have a socket with descriptors that none has received."""
     inode, hiders = status_in_place(path).st_ino, dict[int, int]()
     for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{entry}/maps", "rb") as maps:
-                keeps = any(words[4] == b"%d" % inode for words in map(bytes.split, maps))
-            if keeps or any(_has_descriptors_in_flight(entry, number) for number in os.listdir(f"/proc/{entry}/fd")):
+        if in_time(int(entry), "hiders", partial(_may_hide, entry, inode)):
+            with suppress(OSError):  # it has ended
                 hiders[int(entry)] = os.stat(f"/proc/{entry}").st_uid
-        except OSError:
-            continue  # it has ended, or is not ours to see
     return hiders
+
+
+def _may_hide(pid: str, inode: int) -> bool:
+    with open(f"/proc/{pid}/maps", "rb") as maps:
+        if any(words[4] == b"%d" % inode for words in map(bytes.split, maps)):
+            return True
+    return any(_has_descriptors_in_flight(pid, number) for number in os.listdir(f"/proc/{pid}/fd"))
 
 
 def _has_descriptors_in_flight(pid: str, descriptor: str) -> bool:
@@ -284,7 +304,6 @@ def remembered(known: Sequence[ClaimRecord], records: Sequence[ClaimRecord]) -> 
 SLACK_SECONDS = 0.5  # beyond what a look may take
 SLACK_AGAIN = 0.05  # while others hang: many users who do so must not take the time of all
 START_SECONDS = 10.0  # of a reader
-MOST_OWED = 1.0  # seconds of slow looks at one user that are not paid off: as long as all of theirs may take
 MOST_HANGING = 16  # or nearly so: from then on no uid without a name is read: one user can have 65536 of them
 
 _KIND = "locks"
@@ -293,6 +312,7 @@ _CODE = "import gpuguard.claims.holders as holders; holders.holders_answer()"
 _reader: list[tuple[int, subprocess.Popen[bytes], int, int]] = []  # whose it is, its process, and its pipes
 _hanging: dict[int, subprocess.Popen[bytes]] = {}  # uid -> the reader that waits for something of that user
 _ended: list[subprocess.Popen[bytes]] = []  # readers to reap
+_cut_short: set[int] = set()  # users of whose open files the last search for hidden locks has not seen all
 
 
 def locked_files(pid: int | str, uid: int, seconds: float, *, whole: bool = False) -> dict[int, str]:
@@ -312,6 +332,7 @@ def locked_files(pid: int | str, uid: int, seconds: float, *, whole: bool = Fals
 def _read_by_reader(pid: int | str, uid: int, seconds: float) -> tuple[list[tuple[int, str]], float, bool] | None:
     """What the reader says: descriptors with inodes, the seconds that it took, whether that is all; None: unknown."""
     with _reading:
+        uid = _user(uid)
         _reap()
         slow = owed_by(monotonic()).keys() | {(other, _KIND) for other in _hanging}
         if _is_unknown(uid) or (len(slow) >= MOST_HANGING and user_name(uid) == str(uid)):
@@ -339,11 +360,11 @@ def hangs(uid: int) -> bool:
     """Whether what a user has locked is unknown: the reader has not come back, or took too long again and again."""
     with _reading:
         _reap()
-        return _is_unknown(uid)
+        return _is_unknown(_user(uid))
 
 
 def _is_unknown(uid: int) -> bool:
-    return uid in _hanging or owed_by(monotonic()).get((uid, _KIND), 0.0) >= MOST_OWED
+    return uid in _hanging or owed_by(monotonic()).get((uid, _KIND), 0.0) >= MOST_SECONDS
 
 
 def _started() -> tuple[int, subprocess.Popen[bytes], int, int]:
