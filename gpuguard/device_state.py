@@ -118,6 +118,15 @@ def claims_on(snapshot: Snapshot, device: Device) -> tuple[ClaimRecord, ...]:
     return tuple([claim for claim in counted if not family.isdisjoint(claim.devices)])
 
 
+def lock_identity(claim: ClaimRecord, *uuids: str | None) -> tuple[object, ...]:
+    """What makes *claim* the same claim on the devices *uuids* as a sample ago: its owner, its id and its locks there.
+
+    Its record can be written anew at any time, and a claim that lets go of a lock and takes another is a newer one.
+    """
+    names = [name for name in claim.slots or claim.devices if name.partition(".slot")[0] in uuids]
+    return claim.uid, claim.id, *names
+
+
 def claim_of(process: GpuProcess, claims: Sequence[ClaimRecord], stats: Processes) -> ClaimRecord | None:
     """The claim, of *claims* on its device, that *process* belongs to; None: to none."""
     return started_by(process, claims, stats) or _guessed_claim(process, claims)

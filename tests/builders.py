@@ -11,6 +11,7 @@ from typing import Any
 
 from gpuguard import model
 from gpuguard.model import ClaimRecord, Device, Event, Finding, Gap, GpuProcess, Snapshot, Subject
+from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.view import Rule, RuleView, Sample, device_subject, key_of, process_subject
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus
@@ -229,8 +230,17 @@ A_PROCESS = process_subject(a_device(), a_process())
 
 
 def found(rule: Rule, *devices: Device, claims: Any = (), gaps: Any = (), **view: Any) -> list[Finding]:
-    """What *rule* finds on a machine of these."""
-    return list(rule.check(RuleView(a_snapshot(*devices, claims=tuple(claims), gaps=tuple(gaps)), **view)))
+    """What *rule* finds on a machine of these, to which the claims came before the processes."""
+    snapshot = a_snapshot(*devices, claims=tuple(claims), gaps=tuple(gaps))
+    return list(rule.check(RuleView(snapshot, **{"arrivals": claims_first(snapshot), **view})))
+
+
+def claims_first(snapshot: Snapshot) -> Arrivals:
+    """The arrivals of a machine where the claims of *snapshot* came before its processes."""
+    arrivals, empty = Arrivals(), tuple(replace(device, processes=()) for device in snapshot.devices)
+    arrivals.look(replace(snapshot, devices=empty))
+    arrivals.look(snapshot)
+    return arrivals
 
 
 def pids(findings: list[Finding]) -> list[int]:

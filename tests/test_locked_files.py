@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
+from builders import GIB, a_claim_record, a_device, a_process, found
 from claimholders import a_ready_child, see_locks_alone
 from daemons import SOMEBODY, a_daemon, somebodys
 from guarded import SLEEP, a_child
@@ -26,7 +26,6 @@ from gpuguard.claims import holders
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
 from gpuguard.claims.holders import as_written, hidden_claim_text, inode_of
 from gpuguard.policies.usage import TrespassRule, UnclaimedRule
-from gpuguard.policies.view import RuleView
 
 UNKNOWN = 20002  # another user
 # Readers that never answer, and end when nobody asks any more; the second one has begun.
@@ -315,9 +314,9 @@ def test_a_hidden_claim_is_none_for_the_rules() -> None:
     hidden = a_claim_record(device, uid=-1, user="unknown", hidden=True)
     hers = a_claim_record(device, uid=1001, user="alice")
 
-    assert list(UnclaimedRule().check(RuleView(a_snapshot(device, claims=(hidden,)))))
-    assert list(TrespassRule().check(RuleView(a_snapshot(device, claims=(hidden, hers)))))
-    assert not list(TrespassRule().check(RuleView(a_snapshot(device, claims=(hidden,)))))
+    assert found(UnclaimedRule(), device, claims=[hidden])
+    assert found(TrespassRule(), device, claims=[hidden, hers])
+    assert not found(TrespassRule(), device, claims=[hidden])
 
 
 @pytest.mark.root

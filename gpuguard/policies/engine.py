@@ -18,6 +18,7 @@ from typing import Any
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, GpuProcess, Snapshot, Subject, Verdict
+from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.policy import (
     COUNTED,
     DESTRUCTIVE,
@@ -88,6 +89,7 @@ class EngineMemory:
 
     past: Past = field(default_factory=Past)
     rhythm: SampleRhythm = field(default_factory=SampleRhythm)
+    arrivals: Arrivals = field(default_factory=Arrivals)
     policies: dict[str, Policy] = field(default_factory=dict)
     states: dict[str, dict[SubjectIdentity, EscalationState]] = field(default_factory=dict)  # by policy
     cooling: dict[tuple[str, SubjectIdentity], float] = field(default_factory=dict)  # until which clock
@@ -107,6 +109,7 @@ class EngineMemory:
             # Another boot: times of the one before say nothing.  Marks stay, since they only protect.
             self.cooling.clear()
             self.effects.clear()
+            self.arrivals = Arrivals()
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,8 @@ def evaluate(
     if view.clock == memory.rhythm.clock:
         return Judgement((), (*notes, Note("resampling", "the sample is the same as before: it shows nothing new")))
     notes += _resample(view, policies, memory, interval)
-    index = index_sample(replace(view, past=memory.past), zone)
+    memory.arrivals.look(view.snapshot)
+    index = index_sample(replace(view, past=memory.past, arrivals=memory.arrivals), zone)
     due: list[DueStep] = []
     for policy in policies:
         judged = isolate(policy.name, partial(_judge, policy, index, memory))
@@ -202,7 +206,8 @@ def still_holds(
 
     It need not be a sample of its own.
     """
-    found, _ = _condition(policy, index_sample(replace(view, past=memory.past), zone), memory)
+    view = replace(view, past=memory.past, arrivals=memory.arrivals)
+    found, _ = _condition(policy, index_sample(view, zone), memory)
     about = [finding for finding in found if identity_of(finding.subject) == identity_of(subject)]
     meant = {(process.pid, process.start_time) for finding in about for process in finding.processes}
     return bool(about) and all((process.pid, process.start_time) in meant for process in processes)

@@ -52,7 +52,8 @@ class TrespassRule:
     """A process computes on a GPU that another user has claimed.
 
     The holder of the lock of the claim is at home there, and so are the other processes of its owner.  In favour of
-    the process: root's are taken for containers of the claim, and a lock without a record may be anybody's.
+    the process: root's are taken for containers of the claim, and a lock without a record may be anybody's.  One that
+    used the GPU before the claim came is no trespasser, whatever the claim says of its own age.
 
     containers: judge processes in containers, too; their user often is not the user who started the container.
     Those that a user runs without root (rootless) are always judged: they are no containers here.
@@ -71,8 +72,11 @@ class TrespassRule:
             for process in computing(device):
                 if not process.uid or (process.container and not self.containers):
                     continue
-                if claim_of(process, here, view.seen) is None:
-                    owners = ", ".join(user_label(record.user, record.uid) for record in here)
+                if claim_of(process, here, view.seen) is not None:
+                    continue
+                older = [record for record in here if not view.arrivals.was_there_before(record, device, process)]
+                if older:
+                    owners = ", ".join(user_label(record.user, record.uid) for record in older)
                     why = f"uses {format_bytes(process.memory_used)} of a GPU that {owners} has claimed"
                     yield Finding("trespass", process_subject(device, process), why, (process,))
 

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from gpuguard.device_state import Processes, claim_of, claims_on, computes, started_by, usable_devices
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Snapshot, Subject
+from gpuguard.policies.arrivals import Arrivals
 
 Sample = tuple[float, float]  # (clock, value)
 
@@ -78,6 +79,7 @@ class RuleView:
     seen: Processes = field(default_factory=dict)
     # uid -> (window in seconds -> GPU-seconds claimed in it), from the usage store; {} when unknown
     gpu_seconds: Mapping[int, Mapping[float, float]] = field(default_factory=dict)
+    arrivals: Arrivals = field(default_factory=Arrivals)  # in which order processes and claims came
 
     @property
     def clock(self) -> float:

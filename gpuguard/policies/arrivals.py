@@ -1,0 +1,113 @@
+"""Who came first: since when each process stands on the driver's list of a device, and who stood there before a claim.
+
+A claim that is made later must not turn an older process into a trespasser, and what a record says of its own time is
+its owner's word.  So this goes by what was seen: the lists of processes that can be believed, and the first snapshot
+that shows a claim on a device.  Reads nothing; engine.evaluate() feeds it, so that rehearsals agree with the daemon.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gpuguard.device_state import claims_on, claims_readable, lock_identity, may_compute
+from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
+
+ProcessIdentity = tuple[int, float]  # pid, start_time
+_OnDevice = tuple[object, ...]  # a claim on one device
+
+
+@dataclass(frozen=True)
+class _KnownList:
+    """The last believable list of a device."""
+
+    pids: frozenset[int]
+    arrived: dict[ProcessIdentity, float | None]  # those whose start time is known -> see Arrivals.arrived()
+    using: frozenset[ProcessIdentity]  # of those, the ones that use the device, or may: no desktops
+
+
+@dataclass(frozen=True)
+class _FirstSight:
+    """A claim on one device when it was first seen."""
+
+    clock: float  # a process that began later came after the claim
+    there_first: frozenset[ProcessIdentity] | None = None  # None: no list since then could be believed
+
+
+@dataclass
+class Arrivals:
+    """The order in which processes and claims came to the devices of one machine, as far as snapshots show it.
+
+    Its memory is that of one boot: make a new one when the clock runs backwards.
+    """
+
+    _lists: dict[str, _KnownList] = field(default_factory=dict)  # by uuid
+    _claims: dict[_OnDevice, _FirstSight] = field(default_factory=dict)
+    _knows_claims: bool = False  # whether an earlier snapshot had all claims
+
+    def look(self, snapshot: Snapshot) -> None:
+        """Take in the next snapshot."""
+        readable = claims_readable(snapshot)
+        claims: dict[_OnDevice, _FirstSight] = {}
+        for device in snapshot.devices:
+            known = self._lists.get(device.uuid)
+            now = _listed(device, known, snapshot.clock)
+            for claim in claims_on(snapshot, device) if readable else ():
+                on_device = _on_device(claim, device)
+                sight = self._claims.get(on_device) or _FirstSight(self._came(claim, snapshot))
+                if sight.there_first is None and now is not None:
+                    # Who is on the list that shows the claim first may have come before it, or with it.
+                    there = {process for process in now.using if process[1] < sight.clock}
+                    sight = _FirstSight(sight.clock, frozenset(there | (known.using if known else set())))
+                claims[on_device] = sight
+            if now is not None:
+                self._lists[device.uuid] = now
+        if readable:
+            # Whose lock it is may be unknown for a moment: that makes no older claim on that device a new one.
+            unknown = {uuid for claim in snapshot.claims if claim.uid < 0 for uuid in claim.devices}
+            kept = {name: sight for name, sight in self._claims.items() if not unknown.isdisjoint(name)}
+            self._claims, self._knows_claims = {**kept, **claims}, True
+
+    def arrived(self, device: str, process: ProcessIdentity) -> float | None:
+        """CLOCK_BOOTTIME of the first list of *device* (a uuid) with that process, after one without its pid.
+
+        It has stood on every believable list since.  None when that is not proven: the first list had it already, or
+        its pid, or its row could not be identified once.
+        """
+        known = self._lists.get(device)
+        return known.arrived.get(process) if known else None
+
+    def was_there_before(self, claim: ClaimRecord, device: Device, process: GpuProcess) -> bool:
+        """Whether *process* used *device* before *claim* came, or may have: a claim that was not seen yet is newer."""
+        sight = self._claims.get(_on_device(claim, device))
+        if sight is None or sight.there_first is None or process.start_time is None:
+            return True
+        return (process.pid, process.start_time) in sight.there_first
+
+    def _came(self, claim: ClaimRecord, snapshot: Snapshot) -> float:
+        """The latest clock at which *claim*, which is new in *snapshot*, can have come.
+
+        At the first snapshot of all, when everything is new, that is as old as the claim counts.
+        """
+        if self._knows_claims or claim.since is None:
+            return snapshot.clock
+        # Rounded: as numbers of a calendar, both times have lost their last digits.
+        return min(snapshot.clock, round(snapshot.clock - (snapshot.taken_at - claim.since), 3))
+
+
+def _listed(device: Device, before: _KnownList | None, clock: float) -> _KnownList | None:
+    """The list of *device* that was read at *clock*; None when it cannot be believed."""
+    if device.processes is None or not device.processes_plausible:
+        return None
+    arrived: dict[ProcessIdentity, float | None] = {}
+    for process in device.processes:
+        if process.start_time is not None:
+            identity = process.pid, process.start_time
+            is_new = before is not None and process.pid not in before.pids
+            arrived[identity] = clock if is_new else before.arrived.get(identity) if before else None
+    using = {(process.pid, process.start_time) for process in device.processes if may_compute(process)}
+    pids = frozenset(process.pid for process in device.processes)
+    return _KnownList(pids, arrived, frozenset(arrived.keys() & using))
+
+
+def _on_device(claim: ClaimRecord, device: Device) -> _OnDevice:
+    return device.uuid, *lock_identity(claim, device.uuid, device.parent_uuid)
