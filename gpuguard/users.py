@@ -1,9 +1,10 @@
-"""The names of users, without waiting for a directory service that does not answer.
+"""The names of users, without waiting for a directory service that does not answer; and whose a uid is.
 
 getpwuid may ask LDAP or SSSD, and hang with it.  A name is only for people: after SECONDS the number has to do, and
 the service is not asked again in this process for a while.  A uid without a name is asked for again, too: a service
 that is away for a moment says that its users do not exist, and no policy ends a job of an unknown user.
-Does not say who may do what: a user is always the uid; see accountable_uids() for the uids of rootless containers.
+Does not say who may do what.  A user is always the uid, and a uid that root has given to a user is that user: see
+accountable_uid().
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import os
 import pwd
 import threading
 from bisect import bisect_right
+from collections import Counter
 from time import monotonic
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+    from typing import Any
 
 SECONDS = 1.0
 AGAIN_SECONDS = 60.0
@@ -26,10 +29,12 @@ SUBUIDS = "/etc/subuid"  # "alice:100000:65536", see subuid(5)
 LEAST_SUBUID = 65536  # the smallest that is given to a user; useradd begins at 100000
 MOST_BYTES = 2**20  # of that file, which is root's: 40,000 users
 
-_Range = tuple[int, float, int, str]  # its first uid, the one behind its last, the first of all of that user, the user
-_ranges: dict[object, list[_Range]] = {}  # of the file as it was read
+_Range = tuple[int, str | None]  # from that uid up to the next range: the user to whom it was given, None: not just one
+_Given = tuple[list[_Range], dict[str, int]]  # the ranges in order; user -> the first uid of all that they were given
+_given_by: dict[object, _Given] = {}  # of the file as it was read
 _names: dict[int, str] = {}
-_nameless: dict[int, float] = {}  # uid -> when it had no name
+_numbers: dict[str, int] = {}  # of the users in that file
+_nameless: dict[int | str, float] = {}  # uid or user that was not found -> when
 _silent: list[float] = []  # when the directory service fell silent
 _again: list[float] = []  # when a uid without a name was last asked for again
 
@@ -37,28 +42,35 @@ _again: list[float] = []  # when a uid without a name was last asked for again
 def user_name(uid: int) -> str:
     """The name of a user, or the number where there is none or nothing answers in time."""
     if uid not in _names and _is_worth_a_lookup(uid):
-        thread = threading.Thread(target=_read_name, args=(uid,), name=f"name of {uid}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # this user has too many threads: the number has to do, until there is room
-            return str(uid)
-        thread.join(SECONDS)
-        if thread.is_alive():
-            _silent[:] = [monotonic()]
+        _look_up(_read_name, uid)
     return _names.get(uid, str(uid))
 
 
-def _is_worth_a_lookup(uid: int) -> bool:
-    if not _silent and uid not in _nameless:
+def _look_up(read: Callable[[Any], None], asked: int | str) -> None:
+    thread = threading.Thread(target=read, args=(asked,), name=f"name of {asked}", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # this user has too many threads: the answer has to wait until there is room
+        return
+    thread.join(SECONDS)
+    if thread.is_alive():
+        _silent[:] = [monotonic()]
+
+
+def _is_worth_a_lookup(asked: int | str) -> bool:
+    if not _silent and asked not in _nameless:
         return True
     now = monotonic()
     if _silent and now - _silent[0] < AGAIN_SECONDS:
         return False
     _silent.clear()
-    if uid in _nameless:
-        if now - _nameless[uid] < AGAIN_SECONDS or (_again and now - _again[0] < PACE_SECONDS):
+    if asked in _nameless:
+        if now - _nameless[asked] < AGAIN_SECONDS:
             return False
-        _again[:] = [now]
+        if isinstance(asked, int):  # of names there are only as many as root has written down
+            if _again and now - _again[0] < PACE_SECONDS:
+                return False
+            _again[:] = [now]
     return True
 
 
@@ -70,47 +82,83 @@ def _read_name(uid: int) -> None:
         _nameless[uid] = monotonic()
 
 
-def accountable_uids(uids: Iterable[int]) -> dict[int, int]:
-    """uid -> the uid that stands for it where each user is one: the first of all that root has given to the same user.
+def _read_number(user: str) -> None:
+    try:
+        _numbers[user] = pwd.getpwnam(user).pw_uid
+        _nameless.pop(user, None)
+    except (KeyError, ValueError):
+        _nameless[user] = monotonic()
 
-    Any other uid stands for itself; so a user with such uids is two, their own and those.  Asks no directory service.
+
+def accountable_uid(uid: int) -> int:
+    """The uid of the user whose *uid* is: of the one to whom root has given it, for containers without root.
+
+    It is *uid* itself wherever that is in doubt: it has a name of its own, no service says whether it has one, it was
+    given to two users, or the number of the user cannot be told now.  And where it was given to root, whose containers
+    are anybody's.  A uid without a name is no known user.
     """
-    ranges = {uid: _range_of(uid) for uid in uids}
-    return {uid: found[2] if found else uid for uid, found in ranges.items()}
+    owner = owner_of_given(uid)
+    if owner is None or user_name(uid) != str(uid) or uid not in _nameless:
+        return uid
+    return _number_of(owner) or uid
+
+
+def accountable_uids(uids: Iterable[int]) -> dict[int, int]:
+    """uid -> the uid that stands for it where each user is one: that of the user to whom root has given it.
+
+    While the number of that user cannot be told, and for root, it is the first of all uids that were given to them.
+    Any other uid stands for itself.  Unlike accountable_uid() it asks for the names of no *uids*, of which a user may
+    bring any number, and so it is for what is counted and shared, not for what is done to anybody.
+    """
+    firsts, found = _given()[1], dict[int, int]()
+    for uid in uids:
+        owner = None if uid in _names else owner_of_given(uid)
+        found[uid] = uid if owner is None else _number_of(owner) or firsts[owner]
+    return found
 
 
 def owner_of_given(uid: int) -> str | None:
     """The user to whom root has given *uid*, by name or number as it stands in SUBUIDS; None: it was given to none."""
-    found = _range_of(uid)
-    return found[3] if found else None
+    ranges = _given()[0] if uid >= LEAST_SUBUID else []
+    behind = bisect_right(ranges, uid, key=lambda given: given[0])
+    return ranges[behind - 1][1] if behind else None
 
 
-def _range_of(uid: int) -> _Range | None:
-    given = _given() if uid >= LEAST_SUBUID else []
-    found = given[bisect_right(given, (uid, float("inf"), 0, "")) - 1] if given else None
-    return found if found and found[0] <= uid < found[1] else None
+def _number_of(user: str) -> int | None:
+    if user.isdecimal():
+        return int(user)
+    if user not in _numbers and _is_worth_a_lookup(user):
+        _look_up(_read_number, user)
+    return _numbers.get(user)
 
 
-def _given() -> list[_Range]:
-    """Each line of SUBUIDS that is one, in order."""
+def _given() -> _Given:
+    """What SUBUIDS says now."""
     try:
         with open(SUBUIDS, "rb") as file:
             status = os.fstat(file.fileno())
             version = SUBUIDS, status.st_ino, status.st_size, status.st_mtime_ns
-            if version not in _ranges:
-                _ranges.clear()
-                _ranges[version] = _decoded(file.read(MOST_BYTES))
-            return _ranges[version]
+            if version not in _given_by:
+                _given_by.clear()
+                _numbers.clear()  # a user who is removed and made anew gets another one, and other uids
+                _given_by[version] = _decoded(file.read(MOST_BYTES))
+            return _given_by[version]
     except OSError:
-        return []
+        return [], {}
 
 
-def _decoded(content: bytes) -> list[_Range]:
-    given, firsts = [], dict[bytes, int]()
+def _decoded(content: bytes) -> _Given:
+    edges, firsts = list[tuple[int, int, str]](), dict[str, int]()
     for line in content.split(b"\n"):
-        user, *numbers = line.split(b":")
+        name, *numbers = line.split(b":")
         if len(numbers) == 2 and all(number.isdigit() and len(number) < 11 for number in numbers):
             begin, count = map(int, numbers)
-            name = user.decode("utf-8", "surrogateescape")
-            given.append((begin, float(begin + count), firsts.setdefault(user, begin), name))
-    return sorted(given)
+            user = name.decode("utf-8", "surrogateescape")
+            firsts.setdefault(user, begin)
+            edges += [(begin, 1, user), (begin + count, -1, user)] if count else []
+    ranges, owners = list[_Range](), Counter[str]()
+    for edge, change, user in sorted(edges):
+        owners[user] += change
+        owners += Counter()  # without those that are at 0
+        ranges.append((edge, next(iter(owners)) if len(owners) == 1 else None))
+    return ranges, firsts

@@ -199,18 +199,24 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "subuid"
 
 
-def test_all_uids_that_one_user_was_given_are_one_user():
+def test_all_uids_that_one_user_was_given_are_that_user():
     uids = (0, 1001, FIRST, FIRST + 65535, FIRST + 65536, MORE, MORE + 9, MORE + 10, 200_000, 4_000_000_000)
-    same = {FIRST: FIRST, FIRST + 65535: FIRST, MORE: FIRST, MORE + 9: FIRST, 200_000: 200_000}
+    bobs = dict.fromkeys((FIRST, FIRST + 65535, MORE, MORE + 9), BOB.pw_uid)
 
-    assert accountable_uids(uids) == {uid: same.get(uid, uid) for uid in uids}
+    assert accountable_uids(uids) == {uid: bobs.get(uid, uid) for uid in uids} | {200_000: ALICE.pw_uid}
 
 
 def test_what_root_gives_later_is_known_at_once(given):
     assert accountable_uids([500_007]) == {500_007: 500_007}
-    given.write_text("carol:500000:100\n")
+    given.write_text("1003:500000:100\n")
 
-    assert accountable_uids([500_007, FIRST + 1]) == {500_007: 500_000, FIRST + 1: FIRST + 1}
+    assert accountable_uids([500_007, FIRST + 1]) == {500_007: 1003, FIRST + 1: FIRST + 1}
+
+
+def test_while_a_user_has_no_number_the_first_uid_that_was_given_stands_for_all(given):
+    given.write_text("nobody-here:500000:100\nnobody-here:400000:100\n")
+
+    assert accountable_uids([500_007, 400_001]) == {500_007: 500_000, 400_001: 500_000}
 
 
 @pytest.mark.parametrize("content", [None, "", "\n\n", b"\xff:1:1\n"])
@@ -280,7 +286,7 @@ def test_a_user_with_many_uids_waits_in_the_queue_as_one(directory, tickets_of, 
     assert ALICE.pw_uid in [ticket.uid for ticket in order(found, {}, QueueRules(), found[0].since + 60.0)][:2]
     assert ALICE.pw_uid in queued(directory)[:2]
     assert len(found) == 6
-    assert [(file.uid, file.id) for file in ignored] == [(FIRST, "15 more")]
+    assert [(file.uid, file.id) for file in ignored] == [(BOB.pw_uid, "15 more")]
 
 
 @pytest.mark.root
@@ -342,7 +348,7 @@ def test_no_request_waits_for_that_of_a_denied_user_with_another_uid(directory, 
 
 
 def test_what_was_had_by_one_of_the_uids_counts_for_the_others():
-    assert usage_of_owners({FIRST: 10.0, FIRST + 7: 20.0, MORE: 1.0, 1001: 5.0}) == {FIRST: 31.0, 1001: 5.0}
+    assert usage_of_owners({FIRST: 10.0, FIRST + 7: 20.0, MORE: 1.0, 1001: 5.0}) == {BOB.pw_uid: 31.0, 1001: 5.0}
 
 
 def test_all_uids_of_one_user_reserve_as_much_as_one():

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,8 @@ from gpuguard.units import parse_host_memory_amount
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(users, "_names", {})
+    monkeypatch.setattr(users, "_numbers", {})
+    monkeypatch.setattr(users, "_given_by", {})
     monkeypatch.setattr(users, "_nameless", {})
     monkeypatch.setattr(users, "_silent", [])
     monkeypatch.setattr(users, "_again", [])
@@ -43,6 +46,84 @@ class Service:
     def answer(self, uid: int) -> SimpleNamespace:
         self.asked.append(uid)
         return SimpleNamespace(pw_name=self.names[uid])
+
+
+GIVEN = "alice:100000:65536\n1002:200000:10\nbob:165000:10000\nghost:400000:10\ndockremap:500000:10\nroot:600000:10\n"
+NUMBERS = {"alice": 1001, "bob": 1003, "dockremap": 997, "root": 0}
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Service:
+    """The service where root has given uids: to alice, to 1002, to bob (partly the same), to one who is not there."""
+    (tmp_path / "subuid").write_text(GIVEN)
+    monkeypatch.setattr(users, "SUBUIDS", str(tmp_path / "subuid"))
+    monkeypatch.setattr(pwd, "getpwnam", lambda name: SimpleNamespace(pw_uid=NUMBERS[name]))
+    return Service(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("uid", "owner"),
+    [
+        (100_000, 1001),
+        (164_999, 1001),
+        (165_000, 165_000),  # alice's and bob's
+        (165_535, 165_535),
+        (165_536, 1003),
+        (174_999, 1003),
+        (175_000, 175_000),
+        (200_009, 1002),
+        (400_000, 400_000),  # of a user who has no number
+        (500_000, 997),
+        (600_007, 600_007),
+        (1001, 1001),
+        (4_000_000_000, 4_000_000_000),
+    ],
+)
+def test_a_uid_that_root_has_given_to_one_user_is_that_user(given: Service, uid: int, owner: int) -> None:
+    assert users.accountable_uid(uid) == owner
+
+
+def test_a_person_whose_uid_root_has_given_away_by_mistake_stays_that_person(given: Service) -> None:
+    given.names[100_007] = "carol"
+
+    assert users.accountable_uid(100_007) == 100_007
+    assert users.accountable_uids([100_007, 100_008]) == {100_007: 100_007, 100_008: 1001}
+
+
+def test_nobody_is_taken_for_another_while_no_service_says_who_they_are(given: Service) -> None:
+    given.names[100_007] = "carol"
+    assert users.accountable_uid(100_000) == 1001
+    users._silent.append(given.now)
+
+    assert users.accountable_uid(100_007) == 100_007
+    given.now += users.AGAIN_SECONDS
+    assert (users.accountable_uid(100_007), users.accountable_uid(100_008)) == (100_007, 1001)
+
+
+def test_a_service_that_hangs_over_the_owner_of_a_uid_makes_that_uid_a_strangers(given, monkeypatch):
+    hanging = threading.Event()
+
+    def hang(name: str) -> None:
+        hanging.wait(60)
+        raise KeyError(name)
+
+    monkeypatch.setattr(users, "SECONDS", 0.05)
+    monkeypatch.setattr(pwd, "getpwnam", hang)
+    said = users.accountable_uid(100_000)
+    hanging.set()
+
+    assert said == 100_000
+
+
+def test_what_root_has_given_to_root_is_counted_together_and_not_as_roots(given: Service) -> None:
+    """Root has no limits; in its containers anybody may be."""
+    assert users.accountable_uids([600_007, 600_009]) == {600_007: 600_000, 600_009: 600_000}
+
+
+def test_any_number_of_uids_is_counted_without_a_question_for_their_names(given: Service) -> None:
+    """One user has 65536 of them: a service that is asked over the network for each would hold up everybody."""
+    assert set(users.accountable_uids(range(100_000, 160_000)).values()) == {1001}
+    assert given.asked == []
 
 
 def test_a_user_has_a_name_and_a_stranger_a_number() -> None:
