@@ -39,6 +39,7 @@ from gpuguard.policies.view import MachineUse, RuleView, SubjectIdentity, identi
 from gpuguard.procfs import boot_clock, process_facts, stat_of
 from gpuguard.source import with_claims
 from gpuguard.units import format_duration, parse_host_memory_amount
+from gpuguard.users import accountable_uids
 
 T = TypeVar("T")
 
@@ -253,6 +254,7 @@ class Watchdog:
             scheduled=self.scheduled(snapshot) if needs.scheduler else None,
             seen=process_facts(snapshot, stats, ancestors=bool(snapshot.claims)),
             gpu_seconds=self.gpu_seconds(),
+            accountable=accountable_uids(_uids(snapshot)),
         )
 
     def _act(self, verdicts: Sequence[Verdict], policies: Sequence[Policy], protected: Protected) -> None:
@@ -269,8 +271,6 @@ class Watchdog:
             key = verdict.policy, identity_of(verdict.finding.subject)
             self._pending.setdefault(key, []).append((named[verdict.policy], verdict))
         snapshot, limits = self._view.snapshot, self._context.limits
-        users = [process.uid for device in snapshot.devices for process in device.processes or ()]
-        uids = frozenset({uid for uid in users if uid is not None} | {claim.uid for claim in snapshot.claims})
         context = replace(
             self._context,
             notifier=self.notifier,
@@ -278,7 +278,7 @@ class Watchdog:
             templates=self.templates,
             longest_keep=self.longest_keep,
             interval=max(self.interval[1], self.pause),
-            protected=protected.uids_of(uids, self._view.groups),
+            protected=protected.uids_of(_uids(snapshot), self._view.groups),
             protected_executables=protected.executables,
             alarm=self._needs.targets,
         )
@@ -356,15 +356,13 @@ class Watchdog:
             key = note.kind, note.policy, identity_of(note.subject) if note.subject else None
             if note.kind in WORTH_A_LINE and key not in self._noted | before:
                 subject = note.subject or Subject("node")
-                # What a breaker says is for the administrator alone: it names numbers of all users.
-                uid = None if note.kind == "breaker" else subject.uid
-                facts = (("policy", note.policy), ("uid", uid))
+                facts = (("policy", note.policy), ("uid", subject.uid))
                 text = self._ended_text(note) if note.kind == "cleared" else None
                 user, devices = subject.user, (subject.device,) if subject.device else ()
                 about = subject.pid, subject.claim, text or note.text, facts
                 self._record(Event(time.time(), "note", note.kind, user, devices, *about))
-                if note.kind == "breaker" and note.subject:
-                    self._alarm(note.text, note.subject, note.policy or "")
+                if note.kind == "breaker":
+                    self._alarm(note.text, subject, note.policy or "")
             self._noted.add(key)
 
     def _ended_text(self, note: Note) -> str | None:
@@ -383,11 +381,11 @@ class Watchdog:
         return f"ended by {means} within {format_duration(max(1, ceil(clock - last.clock)))}"
 
     def _alarm(self, text: str, subject: Subject, name: str) -> None:
-        """Notify all targets that a policy spares a user who alone has more than it may hit at once."""
+        """Tell the administrator, but no user, that a breaker holds a policy back."""
         assert self._view is not None
         snapshot = self._view.snapshot
         enforce = any(policy.enforce for policy in self._judged_by if policy.name == name)
-        for target in self._needs.targets:
+        for target in [target for target in self._needs.targets if target not in self.personal]:
             finding, options = Finding("breaker", subject, text), (("to", target),)
             verdict = Verdict(name, finding, "notify", 0, snapshot.clock, enforce=enforce, options=options)
             self._isolate(name, partial(actions.act, verdict, snapshot, self._acting))
@@ -442,6 +440,12 @@ def _rises(before: Snapshot, now: Snapshot) -> bool:
 
 def _rise(before: float | None, now: float | None) -> float:
     return 0.0 if before is None or now is None else now - before
+
+
+def _uids(snapshot: Snapshot) -> frozenset[int]:
+    """Whose processes and claims are in it."""
+    users = [process.uid for device in snapshot.devices for process in device.processes or ()]
+    return frozenset({uid for uid in users if uid is not None} | {claim.uid for claim in snapshot.claims})
 
 
 def _zone(taken_at: float) -> float:

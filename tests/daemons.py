@@ -19,8 +19,10 @@ from nodes import Gpuguard, eventually, start
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.daemon.client import close_all, exchange
 
-SOMEBODY = 20001
-PASSWD = f"somebody:x:{SOMEBODY}:{SOMEBODY}::/nonexistent:/bin/false\n"
+SOMEBODY, ANOTHER = 20001, 20002
+PASSWD = "".join(
+    f"{name}:x:{uid}:{uid}::/nonexistent:/bin/false\n" for name, uid in (("somebody", SOMEBODY), ("another", ANOTHER))
+)
 # A process that registers as root and then becomes somebody: its node lies where only root may write.
 USE_AS_SOMEBODY = """
 import fcntl, os, sys, time
@@ -134,9 +136,11 @@ def a_daemon(
 
 
 @contextmanager
-def somebodys(node: str, devices: str, memory: int, lock: str = "") -> Iterator[subprocess.Popen[str]]:
-    """A process of uid 20001 on the node, which holds *lock*."""
-    words = [sys.executable, "-c", USE_AS_SOMEBODY, node, devices, str(memory), str(SOMEBODY), lock]
+def somebodys(
+    node: str, devices: str, memory: int, lock: str = "", *, uid: int = SOMEBODY
+) -> Iterator[subprocess.Popen[str]]:
+    """A process of *uid* on the node, which holds *lock*."""
+    words = [sys.executable, "-c", USE_AS_SOMEBODY, node, devices, str(memory), str(uid), lock]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL, "start_new_session": True}
     with subprocess.Popen(words, text=True, env=dict(os.environ), **pipes) as child:
         assert child.stdout

@@ -1,14 +1,21 @@
-"""Not too many at once: the breaker, and one destructive step per device."""
+"""Not too many at once: the breaker, turns, and one destructive step per device."""
 
+import signal
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
-from builders import GIB, MIB, a_device, a_process
+from builders import GIB, MIB, a_claim_record, a_device, a_process
+from daemons import ANOTHER, a_daemon, somebodys
 from ladders import Devices, Finds, Processes, Watch, a_policy, busy, kinds, pids
 
-from gpuguard.model import Finding
+from gpuguard.model import Finding, Gap, Subject
+from gpuguard.policies.idle import AgeRule
 from gpuguard.policies.policy import Step
-from gpuguard.policies.view import process_subject
+from gpuguard.policies.quota import QuotaRule
+from gpuguard.policies.rules import RULES
+from gpuguard.policies.usage import TrespassRule, UnclaimedRule, UsersRule
+from gpuguard.policies.view import Evidence, RuleView, process_subject
 
 
 def crowd(users: int, each: int = 1, **fields):
@@ -20,45 +27,192 @@ def crowd(users: int, each: int = 1, **fields):
     ]
 
 
-@pytest.mark.parametrize("devices", [crowd(4), crowd(1, each=6)], ids=["users", "processes"])
-@pytest.mark.parametrize("action", ["terminate", "deny", "quarantine"])
-def test_the_breaker_lets_nobody_be_hit_when_too_many_would_be(action, devices):
-    judgement = ladder_at_its_end(a_policy(action, at_most_users=3, at_most_processes=5), *devices)
+@pytest.mark.parametrize("action", ["terminate", "pause", "deny", "quarantine"])
+def test_nobody_is_hit_when_readings_are_wrong_for_many_users_at_once(action):
+    judgement = ladder_at_its_end(a_policy(action), *crowd(5))
 
     assert (judgement.verdicts, kinds(judgement)) == ((), {"breaker"})
 
 
 @pytest.mark.parametrize(("action", "users"), [("terminate", 3), ("deny", 3), ("quarantine", 3), ("warn", 8)])
-def test_as_many_as_the_breaker_allows_are_hit_and_warnings_are_not_counted(action, users):
+def test_as_many_users_as_the_breaker_allows_are_hit_and_warnings_are_not_counted(action, users):
     assert len(ladder_at_its_end(a_policy(action), *crowd(users)).verdicts) == users
 
 
-def test_one_user_with_too_many_processes_is_named_with_the_number_that_lets_them_through():
-    [of_several] = ladder_at_its_end(a_policy("terminate"), *crowd(4)).notes
-    [note] = ladder_at_its_end(a_policy("terminate"), *crowd(1, each=6, user="mallory")).notes
+def test_the_note_of_the_breaker_is_about_no_user_and_says_nothing_of_how_to_be_spared():
+    [note] = ladder_at_its_end(a_policy("terminate"), *crowd(4)).notes
 
-    assert of_several.subject is None
-    assert (note.subject.kind, note.subject.uid, note.subject.user) == ("user", 2000, "mallory")
-    assert "mallory alone has more than that.  `at_most: {processes: 6}` lets all through" in note.text
-
-
-def test_beyond_some_hits_as_many_as_allowed_so_that_nobody_is_safe_by_having_many():
-    policy = a_policy("terminate", at_most_processes=5, some_beyond=True)
-    judgement = ladder_at_its_end(policy, *crowd(1, each=7))
-
-    assert (len(judgement.verdicts), kinds(judgement)) == (5, {"breaker"})
-    assert "only 5 are, the oldest breach first" in judgement.notes[0].text
-    users = ladder_at_its_end(a_policy("terminate", at_most_users=3, some_beyond=True), *crowd(5))
-    assert len({verdict.finding.subject.uid for verdict in users.verdicts}) == 3
+    assert (note.kind, note.subject) == ("breaker", None)
+    assert note.text.startswith("4 users would be acted on at once, more than 3, and the finding rests on readings")
+    assert "at_most" not in note.text
 
 
-def test_beyond_some_begins_with_the_oldest_breach():
+@pytest.mark.parametrize("rule", [UnclaimedRule(), TrespassRule()], ids=["unclaimed", "trespass"])
+def test_nobody_is_hit_when_the_directory_of_the_claims_is_lost_under_ten_users(rule):
+    machine = crowd(10)
+    claims = tuple(a_claim_record(device, uid=2000 + place) for place, device in enumerate(machine))
+    watch = Watch(a_policy("terminate", rules=(rule,)))
+    assert watch.until(100, *machine, claims=claims) == []
+
+    # The directory was made anew, and somebody claims all that is there.
+    by_another = (a_claim_record(*machine, uid=3000),) if isinstance(rule, TrespassRule) else ()
+    assert watch.until(300, *machine, claims=by_another, begin=110) == []
+    assert kinds(watch.sees(busy(310, *machine, claims=by_another))) == {"breaker"}
+
+
+def test_nothing_is_hit_while_the_claims_cannot_be_read():
+    unread = {"gaps": (Gap(None, "claims", "broken"),)}
+
+    assert Watch(a_policy("terminate", rules=(UnclaimedRule(),))).until(100, *crowd(1), **unread) == []
+
+
+def six_tiny_ones(**fields):
+    rows = tuple(a_process(4000 + number, uid=2001, memory_used=120 * MIB, **fields) for number in range(6))
+    return a_device(0, processes=rows, memory_used=GIB)
+
+
+@pytest.mark.parametrize("rule", [UnclaimedRule(), Processes()], ids=["claims", "a sensor"])
+def test_six_tiny_processes_of_one_user_switch_the_policy_off_for_nobody(rule):
+    large = a_device(1, processes=(a_process(5000, uid=2002, memory_used=70 * GIB),), memory_used=70 * GIB)
+
+    judgement = ladder_at_its_end(a_policy("terminate", rules=(rule,)), six_tiny_ones(), large)
+
+    assert pids(judgement.verdicts) == {4000, 5000}
+    assert kinds(judgement) == {"waiting"}
+
+
+def test_the_small_processes_of_one_user_keep_no_other_user_from_their_turn():
+    many = crowd(1, each=8, memory_used=30 * GIB)
+    small = a_device(8, processes=(a_process(5000, uid=2002, memory_used=GIB),), memory_used=GIB)
+
+    judgement = ladder_at_its_end(a_policy("terminate", at_most_processes=2), *many, small)
+
+    assert pids(judgement.verdicts) == {1000, 5000}
+
+
+@pytest.mark.parametrize("accountable", [{}, dict.fromkeys(range(100000, 100021), 1001)])
+def test_uids_without_a_name_and_uids_that_root_gave_to_one_user_are_one_user(accountable):
+    nameless = [
+        a_device(place, processes=(a_process(1000 + place, uid=100_000 + place, user=str(100_000 + place)),))
+        for place in range(21)
+    ]
+    bob = a_device(21, processes=(a_process(5000, uid=2002, user="bob", memory_used=70 * GIB),))
+    watch = Watch(a_policy("terminate"))
+    for clock in (0, 10, 20, 30):
+        judgement = watch.sees(RuleView(busy(clock, *nameless, bob), accountable=accountable))
+
+    assert 5000 in pids(judgement.verdicts)
+    assert len(judgement.verdicts) == 5
+
+
+def test_the_rest_follows_when_the_effect_is_seen_and_readings_have_held_for_as_long_once_more():
+    sizes = [
+        a_device(n, processes=(a_process(1000 + n, memory_used=size),), memory_used=size)
+        for n, size in enumerate(range(10 * GIB, 17 * GIB, GIB))
+    ]
+    watch = Watch(a_policy("terminate", cooldown=1000))
+    watch.until(20, *sizes)
+    first = watch.sees(busy(30, *sizes))
+    ended = [a_device(n, processes=(), memory_used=0) for n in range(2, 7)]
+
+    assert (pids(first.verdicts), kinds(first)) == ({1002, 1003, 1004, 1005, 1006}, {"waiting"})
+    assert watch.until(60, *sizes[:2], *ended, begin=40) == [(60, "terminate"), (60, "terminate")]
+
+
+def test_who_no_longer_breaks_the_rule_after_the_first_turn_is_spared():
+    watch = Watch(a_policy("terminate", at_most_processes=1, cooldown=1000))
+    watch.until(30, *crowd(2))
+    calm = [a_device(n, processes=(a_process(1000 + n, uid=2000 + n, memory_used=0),), memory_used=0) for n in range(2)]
+
+    assert watch.until(300, *calm, begin=40) == []
+
+
+QUOTA = QuotaRule(devices=0)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [QUOTA, AgeRule(run_time_above=60.0), UsersRule(allow=(1,))],
+    ids=["quota", "age", "users"],
+)
+def test_what_rests_on_clocks_and_on_claims_that_are_there_goes_on_in_turns(rule):
+    """Monday at eight: four users are each one GPU over the limit of the day."""
+    machine = crowd(4)
+    watch = Watch(a_policy("terminate", rules=(rule,), hold=60, cooldown=1000))
+    watch.until(50, *machine)
+    first = watch.sees(busy(60, *machine))
+    ended = [a_device(n, processes=(), memory_used=0) for n in range(3)]
+
+    assert (len(first.verdicts), kinds(first)) == (3, {"waiting"})
+    assert watch.until(70, *ended, machine[3], begin=70) == [(70, "terminate")]
+
+
+def test_several_rules_rest_on_the_least_certain_of_them():
+    of = {
+        (QUOTA,): Evidence.CLOCK,
+        (QUOTA, UnclaimedRule()): Evidence.MISSING_CLAIMS,
+        (QUOTA, UnclaimedRule(), RULES["memory"](10)): Evidence.SENSOR,
+        (AgeRule(claim_without_process_above=60.0),): Evidence.SENSOR,
+        (QuotaRule(memory=50.0),): Evidence.SENSOR,
+        (UsersRule(allow_groups=("staff",)),): Evidence.SENSOR,
+    }
+
+    assert {rules: a_policy(rules=rules).rests_on for rules in of} == of
+
+
+def test_beyond_some_hits_as_many_users_as_allowed_in_turns():
+    watch = Watch(a_policy("terminate", some_beyond=True, cooldown=1000))
+    watch.until(20, *crowd(5))
+    first = watch.sees(busy(30, *crowd(5)))
+    ended = [a_device(n, processes=(), memory_used=0) for n in range(3)]
+
+    assert (len({verdict.finding.subject.uid for verdict in first.verdicts}), kinds(first)) == (3, {"waiting"})
+    assert len(watch.until(60, *ended, *crowd(5)[3:], begin=40)) == 2
+
+
+def test_of_equally_large_ones_the_oldest_breach_comes_first():
     later, earlier = crowd(2)
-    watch = Watch(a_policy("terminate", at_most_processes=1, some_beyond=True, hold=25), interval=30)
+    watch = Watch(a_policy("terminate", at_most_processes=1, hold=25), interval=30)
     watch.sees(busy(0, earlier))
     watch.sees(busy(4, later, earlier))
 
     assert pids(watch.sees(busy(30, later, earlier)).verdicts) == {1001}
+
+
+def test_the_processes_of_one_finding_are_hit_together_however_many_they_are():
+    def all_of_alice(view):
+        rows = tuple(row for device in view.snapshot.devices for row in device.processes)
+        return [Finding("x", Subject("user", uid=rows[0].uid, user="alice"), "why", rows)]
+
+    judgement = ladder_at_its_end(a_policy("terminate", rules=(Finds(all_of_alice),)), *crowd(1, each=8))
+
+    assert (len(judgement.verdicts), len(pids(judgement.verdicts))) == (1, 8)
+
+
+def test_a_kill_does_not_wait_for_as_long_once_more():
+    """The first two live on after SIGTERM; the third waits for its turn meanwhile."""
+    policy = a_policy("terminate", Step("kill", 30), at_most_processes=2, cooldown=1000)
+
+    assert Watch(policy).until(65, *crowd(3)) == [(30, "terminate")] * 2 + [(60, "kill")] * 2
+
+
+UNCLAIMED = """
+version: 1
+mode: enforce
+policies:
+  - {name: unclaimed, when: {unclaimed: {}}, for: 300ms, steps: [terminate]}
+"""
+
+
+@pytest.mark.root
+def test_a_daemon_ends_a_large_process_beside_six_tiny_ones_of_another_user(tmp_path):
+    with a_daemon(tmp_path, UNCLAIMED, "--enforce", named=True) as daemon, ExitStack() as stack:
+        tiny = [stack.enter_context(somebodys(daemon.node, "0", 120 * MIB)) for _ in range(6)]
+        large = stack.enter_context(somebodys(daemon.node, "1", 70 * GIB, uid=ANOTHER))
+
+        assert large.wait(60) == -signal.SIGTERM, daemon.said()
+        assert [event for event in daemon.events("note") if event["outcome"] == "breaker"] == []
+        assert sum(child.poll() is None for child in tiny) >= 5  # one per device until its effect is seen
 
 
 def test_the_breaker_of_one_policy_does_not_stop_another():
@@ -123,7 +277,10 @@ def everybody(view):
     [
         ({"processes": (ALICE, BOB), "memory_used": 20 * GIB}, 40),
         ({"processes": (ALICE, BOB), "memory_used": None, "memory_free": None}, 80),
-        ({"processes": (replace(ALICE, memory_used=None), BOB), "memory_used": 20 * GIB}, 80),
+        (
+            {"processes": (replace(ALICE, memory_used=None), replace(BOB, memory_used=None)), "memory_used": 20 * GIB},
+            80,
+        ),
     ],
 )
 def test_where_nobody_knows_what_the_victim_held_no_memory_shows_the_effect(device, next_one):

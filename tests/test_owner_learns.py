@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from brokered import Brokered
 from chances import NUMBER, luck, often
-from daemons import PASSWD, with_names
+from daemons import with_names
 from endpoints import a_web_server
 from nodes import GIB, eventually, until
 from proc import born_with
@@ -77,9 +77,8 @@ class GuardedMachine(Brokered):
         policy = self.place / "policy.yaml"
         policy.write_text(self.policy)
         policy.chmod(0o600)
-        another = PASSWD.replace("somebody", "another", 1).replace("20001", "20002")
         log = str(self.place / "events.jsonl")
-        words = [*with_names(self.place / "passwd", PASSWD + another), self.python_path, *self.interpreted, "daemon"]
+        words = [*with_names(self.place / "passwd"), self.python_path, *self.interpreted, "daemon"]
         words += ["--interval", "200ms", "--events", log, "--policy", str(policy), "--enforce"]
         environment = {name: value for name, value in self.environment.items() if name != "PYTHONPATH"}
         with (self.place / "said").open("a") as said:

@@ -112,7 +112,8 @@ def test_explain_says_who_when_and_what(gpuguard, tmp_path):
         "after 2h30m  notify: send a message",
         "after 4h     terminate: ask the process to end, by SIGTERM",
         "after 4h1m   kill:",
-        "more than 1 user or 2 processes at the same moment, none is hit.",
+        "At most 1 user and 2 processes are hit at once",
+        "If that would be more users, none is hit",
         "left alone for 15m",
         "Dry run: mode is observe",
     ):

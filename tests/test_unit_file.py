@@ -234,7 +234,7 @@ def a_guard(
     os.chown(guard.policy, 0, GUARD)
     guard.policy.chmod(0o640)
     guard.log = place / "log" / "events.jsonl"
-    names = PASSWD + PASSWD.replace("somebody", "guard", 1).replace(str(SOMEBODY), str(GUARD))
+    names = f"{PASSWD}guard:x:{GUARD}:{GUARD}::/nonexistent:/bin/false\n"
     words = with_names(place / "passwd", names)
     words += [*with_rights(GUARD, given, "--groups", "5"), "-m", "gpuguard"]  # of terminals: tty
     words += ["daemon", "--policy", str(guard.policy), "--enforce", "--interval", "200ms"]

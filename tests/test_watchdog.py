@@ -302,20 +302,22 @@ class Post:
         return "queued"
 
 
-def test_root_is_told_at_once_of_a_user_whom_the_breaker_spares(a_watchdog, log):
-    """Six unclaimed processes of one user lived on, and only a line of the log said so."""
-    processes = [a_process(4711 + number, memory_used=40 * GIB, user="mallory") for number in range(6)]
-    crowd = [a_device(index, memory_used=40 * GIB, processes=(row,)) for index, row in enumerate(processes)]
-    policy = replace(HOGS, steps=(Step("terminate"), Step("notify", 60.0, (("to", "ops"),))))
+def test_only_the_administrator_is_told_that_the_breaker_holds_a_policy_back(a_watchdog, log):
+    """The mail to the user who had caused it said which number made everybody immune."""
+    rows = [a_process(4711 + n, memory_used=40 * GIB, uid=2000 + n, user=f"user{n}") for n in range(5)]
+    crowd = [a_device(index, memory_used=40 * GIB, processes=(row,)) for index, row in enumerate(rows)]
+    targets = (Step("notify", 60.0, (("to", name),)) for name in ("ops", "owner"))
+    policy = replace(HOGS, steps=(Step("terminate"), *targets))
     post = Post()
     guard = a_watchdog(Scripted(*snapshots(*crowd, number=4)), (policy,), enforce=True, notifier=post)
+    guard.personal = frozenset({"owner"})
     looks(guard, 4)
 
     [event] = [event for event in log if event.kind == "note"]
-    assert (event.outcome, event.user) == ("breaker", "mallory")
+    assert (event.outcome, event.user, dict(event.facts)["uid"]) == ("breaker", None, None)
     [(target, user, body)] = post.sent
-    assert (target, user) == ("ops", "mallory")
-    assert "mallory alone has more than that" in body and "at_most: {processes: 6}" in body
+    assert (target, user) == ("ops", None)
+    assert "5 users would be acted on at once, more than 3" in body and "at_most" not in body
     assert outcomes(log) == []
 
 

@@ -11,6 +11,7 @@ breaker, and there is one destructive step per device until its effect is seen. 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +35,7 @@ from gpuguard.policies.policy import (
     why_inapplicable,
 )
 from gpuguard.policies.view import (
+    Evidence,
     Past,
     ProcessIdentity,
     RuleView,
@@ -46,10 +48,13 @@ from gpuguard.policies.view import (
     reach_of,
     windows_of,
 )
+from gpuguard.units import format_duration
 
 FEWEST_SAMPLES = 2  # a condition that was seen once never fires, however short `for` is
 EFFECT_SECONDS = 50.0
 MEMORY_SLACK = 512 * 2**20  # bytes by which others may grow meanwhile
+MOST_NAMES = 10  # of users, in a note
+NAMELESS = -1  # stands for all uids without a name
 
 
 @dataclass
@@ -69,6 +74,15 @@ class EscalationState:
     done: int = 0  # steps
     stepped_at: float = 0.0  # clock of the last step
     terminated_at: float | None = None
+    held_until: float = 0.0  # clock before which it has no turn, since others of the policy had theirs
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What a step acts on."""
+
+    users: frozenset[int]  # accountable uids
+    victims: frozenset[object]  # processes; where there are none, the subject
 
 
 @dataclass
@@ -81,6 +95,7 @@ class Effect:
     victims: frozenset[tuple[int, float]]
     claim: str | None
     memory_below: float | None  # bytes in use when the victims' memory is back; None: not known
+    hit: Hit
 
 
 @dataclass
@@ -479,30 +494,69 @@ def advance(due: DueStep, memory: EngineMemory, clock: float, *, skipped: bool =
 
 
 def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemory) -> tuple[list[DueStep], list[Note]]:
-    """Those steps of *due*, the oldest breach first, that may be taken now, and why the others may not."""
+    """Those steps of *due* that may be taken now, in the order in which they have their turn; why the others wait."""
     clock = index.view.clock
     for key, effect in list(memory.effects.items()):
         if not 0 <= clock - effect.at < EFFECT_SECONDS or _is_seen(effect, key[1], index):
             del memory.effects[key]
-    stopped, notes = _breaker(due)
+    at_once: dict[str, list[Hit]] = {}  # by policy: what is acted on, or was and has not shown its effect
+    for effect in memory.effects.values():
+        at_once.setdefault(effect.policy, []).append(effect.hit)
+    held, notes = _breaker(due, index)
     allowed = []
-    for step in due:
-        if (step.policy.name, step.identity) in stopped:
-            continue
-        if step.step.action in DESTRUCTIVE:
-            against = _obstacle(step, index, memory)
-            if against is not None:
-                notes.append(Note(*against, step.policy.name, step.finding.subject))
+    for step in _in_turns(due, index):
+        name, action = step.policy.name, step.step.action
+        if action in COUNTED:
+            if name in held:
                 continue
+            hit, before = _hit(step, index), at_once.setdefault(name, [])
+            against = _waits_for_its_turn(step, hit, before, clock)
+            against = against or (_obstacle(step, index, memory) if action in DESTRUCTIVE else None)
+            if against is not None:
+                notes.append(Note(*against, name, step.finding.subject))
+                continue
+            before.append(hit)
             # A rehearsed step has no effect to wait for, but it must delay what a real one would delay; and it must
             # not delay the steps of policies that are enforced.  Hence two sets of effects.
             victims, claim = victims_of(step.finding), step.finding.subject.claim
-            for uuid in step.state.reach:
+            for uuid in step.state.reach if action in DESTRUCTIVE else ():
                 below = _memory_without(index.devices[uuid], victims)
-                effect = Effect(step.policy.name, step.identity, clock, victims, claim, below)
+                effect = Effect(name, step.identity, clock, victims, claim, below, hit)
                 memory.effects[step.policy.enforce, uuid] = effect
         allowed.append(step)
     return allowed, notes
+
+
+def _in_turns(due: Iterable[DueStep], index: SampleIndex) -> list[DueStep]:
+    """*due* in order: of each user what holds the most memory, then of each what holds the most of the rest, ...
+
+    So no user keeps a policy from others, or from a large process of their own, by many small ones.
+    """
+    ranked, ranks = list[tuple[int, DueStep]](), Counter[object]()
+    sizes = {id(step): -sum(process.memory_used or 0 for process in step.finding.processes) for step in due}
+    for step in sorted(due, key=lambda step: (sizes[id(step)], step.order)):
+        whose = step.policy.name, min(_hit(step, index).users, default=None)
+        ranks[whose] += 1
+        ranked.append((ranks[whose], step))
+    return [step for _, step in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def _waits_for_its_turn(step: DueStep, hit: Hit, before: Sequence[Hit], clock: float) -> tuple[str, str] | None:
+    """Why a step is not taken beside those *before* it: with it, more than the policy says would be hit at once.
+
+    What a sensor has shown must then hold for as long once more: what was done in the meantime may have been enough.
+    One step alone is never too much.
+    """
+    policy, state = step.policy, step.state
+    users = hit.users.union(*(other.users for other in before))
+    victims = hit.victims.union(*(other.victims for other in before))
+    if before and (len(users) > policy.at_most_users or len(victims) > policy.at_most_processes):
+        once_more = policy.rests_on is Evidence.SENSOR and step.step.action != "kill"  # which only ends what has begun
+        state.held_until = clock + policy.hold * once_more
+        return "waiting", "as many as the policy allows are acted on at once: it follows when their effect is seen"
+    if clock < state.held_until:
+        return "waiting", f"its turn comes when the condition has held for another {format_duration(policy.hold)}"
+    return None
 
 
 def _obstacle(due: DueStep, index: SampleIndex, memory: EngineMemory) -> tuple[str, str] | None:
@@ -515,62 +569,46 @@ def _obstacle(due: DueStep, index: SampleIndex, memory: EngineMemory) -> tuple[s
     return None
 
 
-def _breaker(due: Iterable[DueStep]) -> tuple[set[tuple[str, SubjectIdentity]], list[Note]]:
-    """The steps that are not taken because their policy would hit too many, and a note on each such policy."""
+def _breaker(due: Iterable[DueStep], index: SampleIndex) -> tuple[set[str], list[Note]]:
+    """The policies that act on nobody now, because what they rest on seems to err for everybody; and a note on each.
+
+    They would hit too many different users at once.  One user alone never trips a breaker, with whatever number of
+    processes, or everybody would be safe behind them.  Clocks and claims that are there do not err like that.
+    """
     by_policy: dict[str, list[DueStep]] = {}
     for step in due:
         if step.step.action in COUNTED:
             by_policy.setdefault(step.policy.name, []).append(step)
-    stopped, notes = set(), []
+    held, notes = set[str](), list[Note]()
     for name, steps in by_policy.items():
         policy = steps[0].policy
-        if not _are_too_many(steps, policy):
+        users = frozenset[int]().union(*(_hit(step, index).users for step in steps))
+        if len(users) <= policy.at_most_users or policy.some_beyond or policy.rests_on is Evidence.CLOCK:
             continue
-        allowed: list[DueStep] = []
-        for step in steps:
-            if policy.some_beyond and not _are_too_many([*allowed, step], policy):
-                allowed.append(step)
-            else:
-                stopped.add((name, step.identity))
-        users, processes = _hit_by(steps)
+        held.add(name)
+        names = sorted({user for step in steps for _, user in _people(step.finding) if user})
         text = (
-            f"{len(users)} users with {len(processes)} processes would be acted on at once, more than"
-            f" {policy.at_most_users} users or {policy.at_most_processes} processes:"
-            f" {f'only {len(allowed)} are, the oldest breach first' if allowed else 'none is'}"
+            f"{len(users)} users would be acted on at once, more than {policy.at_most_users}, and the finding rests on "
+            f"{policy.rests_on.value}, which can fail for everybody: none is ({', '.join(names[:MOST_NAMES])})"
         )
-        alone = _alone_too_many(steps, policy)
-        if alone and not policy.some_beyond:
-            text += (
-                f".  {alone.user or f'uid {alone.uid}'} alone has more than that.  `at_most: {{processes: "
-                f"{len(processes)}}}` lets all through, `at_most: {{beyond: some}}` hits as many as allowed"
-            )
-        notes.append(Note("breaker", text, name, alone))
-    return stopped, notes
+        notes.append(Note("breaker", text, name))
+    return held, notes
 
 
-def _are_too_many(due: Iterable[DueStep], policy: Policy) -> bool:
-    users, processes = _hit_by(due)
-    return len(users) > policy.at_most_users or len(processes) > policy.at_most_processes
+def _hit(step: DueStep, index: SampleIndex) -> Hit:
+    users = (_accountable(uid, user, index) for uid, user in _people(step.finding) if uid is not None)
+    return Hit(frozenset(users), victims_of(step.finding) or frozenset((step.identity,)))
 
 
-def _hit_by(due: Iterable[DueStep]) -> tuple[set[int], set[ProcessIdentity]]:
-    """The users and the processes that these steps would hit."""
-    users, processes = set[int | None](), set[ProcessIdentity]()
-    for step in due:
-        processes |= victims_of(step.finding)
-        users |= {step.finding.subject.uid, *(process.uid for process in step.finding.processes)}
-    return {uid for uid in users if uid is not None}, processes
+def _people(finding: Finding) -> Iterator[tuple[int | None, str | None]]:
+    yield finding.subject.uid, finding.subject.user
+    yield from ((process.uid, process.user) for process in finding.processes)
 
 
-def _alone_too_many(due: Iterable[DueStep], policy: Policy) -> Subject | None:
-    """The user whose processes alone are more than *policy* allows."""
-    of_user: dict[tuple[int | None, str | None], set[object]] = {}
-    for process in (process for step in due for process in step.finding.processes):
-        of_user.setdefault((process.uid, process.user), set()).add((process.pid, process.start_time))
-    for (uid, user), processes in sorted(of_user.items(), key=lambda item: len(item[1]), reverse=True):
-        if len(processes) > policy.at_most_processes:
-            return Subject("user", uid=uid, user=user)
-    return None
+def _accountable(uid: int, user: str | None, index: SampleIndex) -> int:
+    """The user who answers for *uid*; all uids without a name are one, because any user may have thousands of them."""
+    owner = index.view.accountable.get(uid, uid)
+    return NAMELESS if owner == uid and (user is None or user.isdecimal()) else owner
 
 
 def _is_seen(effect: Effect, uuid: str, index: SampleIndex) -> bool:
@@ -648,6 +686,7 @@ def policy_status(
                 done, due = put_off[name, identity]
             elif state.done < len(steps):
                 due = _due(policy, state)
+                due = None if due is None else max(due, state.held_until)
             elif steps:
                 due = state.stepped_at + policy.cooldown + policy.hold + steps[0].after
             last = steps[done - 1].action if done else None

@@ -11,6 +11,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.model import Device, Finding, GpuProcess, Subject
 from gpuguard.policies.view import (
+    Evidence,
     RuleView,
     claim_subject,
     computing,
@@ -137,6 +138,11 @@ class AgeRule:
 
     run_time_above: Annotated[float, parse_duration] | None = None
     claim_without_process_above: Annotated[float, parse_duration] | None = None
+
+    @property
+    def rests_on(self) -> Evidence:
+        """That a claim has no process is read from the driver."""
+        return Evidence.CLOCK if self.claim_without_process_above is None else Evidence.SENSOR
 
     def __post_init__(self) -> None:
         if self.run_time_above is None and self.claim_without_process_above is None:

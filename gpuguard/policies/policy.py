@@ -16,7 +16,7 @@ from gpuguard.eligibility import is_model
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Subject, Verdict
-from gpuguard.policies.view import Rule, SampleIndex, interactive_use, reach_of
+from gpuguard.policies.view import Evidence, Rule, SampleIndex, interactive_use, reach_of
 from gpuguard.units import format_duration
 
 # What actions take away, each set within the next; what they do stands in enforcement.actions.
@@ -131,10 +131,9 @@ class Policy:
     hours: tuple[float, float] | None = None
     days: frozenset[int] | None = None  # 0 = Monday; with hours over midnight it is the day on which they begin
     claimed_above: float | None = None  # percent of the devices that must be claimed, and more than that
-    at_most_users: int = 3  # more due for a destructive step at once: none
-    at_most_processes: int = 5  # likewise
-    # when more are due, as many as allowed are hit, the oldest breach first, instead of none
-    some_beyond: bool = False
+    at_most_users: int = 3  # when more would be hit at once, none is, if the rules rest on what can fail for everybody
+    at_most_processes: int = 5  # that are hit at once: the others follow
+    some_beyond: bool = False  # more users than that are hit in turns, whatever the rules rest on
     cooldown: float = 0.0  # seconds after the last step in which the subject is left alone
     enforce: bool = False  # False: its verdicts are for the log only
     steps: tuple[Step, ...] = ()
@@ -158,6 +157,11 @@ class Policy:
                     "`kill`."
                 ).format(name=self.name, kill_after=KILL_AFTER)
             )
+
+    @property
+    def rests_on(self) -> Evidence:
+        """What its findings rest on: the least certain of what its rules do."""
+        return min((getattr(rule, "rests_on", Evidence.SENSOR) for rule in self.rules), key=list(Evidence).index)
 
 
 def early_kills(steps: Iterable[tuple[str, float]]) -> Iterator[tuple[int, float | None]]:
@@ -206,9 +210,9 @@ NOTES: Mapping[str, str] = {
     "cleared": N_("the condition holds no more, the escalation is cancelled"),
     "cancelled": N_("the policy is gone or was changed, the escalation is cancelled"),
     "cooldown": N_("the last step is not long ago"),
-    "breaker": N_("too many would be acted on at once, so none is"),
+    "breaker": N_("too many users would be acted on at once, so none is"),
     "nobody": N_("a step has nothing there that it could act on, so the next one is waited for"),
-    "waiting": N_("another step on the same GPU has not shown its effect yet"),
+    "waiting": N_("another step has not shown its effect yet"),
 }
 
 

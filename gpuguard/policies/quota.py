@@ -12,7 +12,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.model import Finding, GpuProcess, Subject
 from gpuguard.policies.policy import Policy
-from gpuguard.policies.view import RuleView, claim_subject, computing, key_of, process_subject
+from gpuguard.policies.view import Evidence, RuleView, claim_subject, computing, key_of, process_subject
 from gpuguard.units import Amount, format_bytes, format_duration, parse_device_amount, parse_duration, parse_percent
 
 
@@ -41,6 +41,11 @@ class QuotaRule:
     within: Annotated[float | None, parse_duration] = None
     shared_by: tuple[Annotated[str, "group"], ...] = ()
     per: Literal["user", "claim"] = "user"
+
+    @property
+    def rests_on(self) -> Evidence:
+        """How much memory is in use is read from the driver."""
+        return Evidence.CLOCK if self.memory is None else Evidence.SENSOR
 
     def __post_init__(self) -> None:
         if self.devices is self.claims is self.memory is self.gpu_hours is None:

@@ -15,7 +15,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.model import Finding
 from gpuguard.policies.policy import parse_path
-from gpuguard.policies.view import RuleView, computing, computing_processes, process_subject
+from gpuguard.policies.view import Evidence, RuleView, computing, computing_processes, process_subject
 from gpuguard.units import format_bytes, parse_bytes
 
 
@@ -31,6 +31,7 @@ class UnclaimedRule:
     """
 
     min_memory: Annotated[int, parse_bytes] = 0
+    rests_on = Evidence.MISSING_CLAIMS
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
@@ -62,6 +63,7 @@ class TrespassRule:
     """
 
     containers: bool = False
+    rests_on = Evidence.MISSING_CLAIMS
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
@@ -99,6 +101,11 @@ class UsersRule:
     allow_groups: tuple[Annotated[str, "group"], ...] = ()
     deny: tuple[Annotated[int, "user"], ...] = ()
     deny_groups: tuple[Annotated[str, "group"], ...] = ()
+
+    @property
+    def rests_on(self) -> Evidence:
+        """A directory service that forgets who is in a group makes culprits of all its members."""
+        return Evidence.SENSOR if self.allow_groups else Evidence.CLOCK
 
     def __post_init__(self) -> None:
         if not (self.allow or self.allow_groups or self.deny or self.deny_groups):
@@ -181,6 +188,7 @@ class OutsideSchedulerRule:
     """
 
     containers: bool = True
+    rests_on = Evidence.MISSING_CLAIMS
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""

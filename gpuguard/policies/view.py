@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import pairwise
 from statistics import median
 from typing import Protocol
@@ -80,6 +81,7 @@ class RuleView:
     # uid -> (window in seconds -> GPU-seconds claimed in it), from the usage store; {} when unknown
     gpu_seconds: Mapping[int, Mapping[float, float]] = field(default_factory=dict)
     arrivals: Arrivals = field(default_factory=Arrivals)  # in which order processes and claims came
+    accountable: Mapping[int, int] = field(default_factory=dict)  # uid -> the one that answers for it; absent: itself
 
     @property
     def clock(self) -> float:
@@ -388,8 +390,19 @@ def covers(series: Sequence[Sample], first: int, now: float, seconds: float) -> 
     return max(later - earlier for earlier, later in pairwise(clocks)) <= largest * seconds
 
 
+class Evidence(Enum):
+    """What a finding rests on, the least certain first."""
+
+    SENSOR = "readings"  # of a driver, the kernel, a directory service
+    MISSING_CLAIMS = "claims that are missing"  # of ours or of an outer scheduler
+    CLOCK = "clocks, and claims that are there"
+
+
 class Rule(Protocol):
-    """One condition."""
+    """One condition.
+
+    A rule may declare ``rests_on``, its Evidence; SENSOR when absent.
+    """
 
     def check(self, view: RuleView) -> Iterable[Finding]:
         """Whom it holds for now, judged by *view* alone."""

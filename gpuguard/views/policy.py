@@ -23,6 +23,7 @@ from gpuguard.policies.files.decoder import key_of, keys_of
 from gpuguard.policies.files.keys import DAYS
 from gpuguard.policies.files.loader import PolicyFile
 from gpuguard.policies.policy import DISRUPTIVE, Policy, Scope, Step
+from gpuguard.policies.view import Evidence
 from gpuguard.sanitize import neutralise
 from gpuguard.units import (
     format_bytes,
@@ -100,11 +101,14 @@ def _policy(policy: Policy) -> Iterator[str]:
         elapsed += step.after
         rows.append((_("  after {time}").format(time=format_duration(elapsed)), step_text(step)))
     yield from table(rows)
-    yield _("If that would hit more than {users} or {processes} at the same moment, {then}.").format(
+    yield _(
+        "At most {users} and {processes} are hit at once; the others follow, the largest of each user first."
+    ).format(
         users=format_count(policy.at_most_users, "user"),
         processes=format_count(policy.at_most_processes, "process", "processes"),
-        then=_("only as many as that are, the oldest breach first") if policy.some_beyond else _("none is hit"),
     )
+    if policy.rests_on is not Evidence.CLOCK and not policy.some_beyond:
+        yield _("If that would be more users, none is hit: what the rules rest on can fail for everybody at once.")
     if policy.cooldown:
         yield _("After the last step the same one is left alone for {time}.").format(
             time=format_duration(policy.cooldown)

@@ -89,12 +89,14 @@ CONDITIONS: Mapping[str, Any] = {**RULES, "all": tuple[_Rule, ...], "any": tuple
 
 @dataclass(frozen=True)
 class BreakerKeys:
-    """If more would be acted on destructively in one step, none is, or only as many as that.
+    """How many are acted on destructively at once; the others follow, of each user the largest process first.
 
     Args:
-        users: different users at once.
-        processes: processes at once.
-        beyond: when it would be more: "nobody" is hit, or "some", as many as allowed, the oldest breach first.
+        users: different users at once.  When it would be more, nobody is hit at all, unless the rules rest on clocks
+            and on claims that are there (age, quota, users): readings, and claims that are missing, can fail for all.
+        processes: processes at once.  The others follow when the effect is seen; after readings of the driver or of
+            the kernel, when the condition has held for a whole `for` once more.
+        beyond: what happens when it would be more users: "nobody" is hit, or "some", as many as allowed at once.
     """
 
     users: Annotated[int, parse_count] = 3
@@ -132,7 +134,7 @@ class PolicyKeys:
         hours: only then, local time, as in 22:00-07:30.
         days: only on these days; hours that pass midnight belong to the day on which they begin.
         claimed_above: only while more than this share of the GPUs is claimed.
-        at_most: if more would be acted on at once, none is.
+        at_most: how many are acted on at once.
         cooldown: after the last step, the subject is left alone for so long (default 15m).
         mode: observe or enforce; the file's when absent.
     """
