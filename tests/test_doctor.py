@@ -107,6 +107,7 @@ DIAGNOSES = [
     ("room", {"room": replace(ROOM, own=False, size_free=0), "lock_path": "/data/claims"}, FAULT,
      "no room for another record in /run/gpuguard/claims", "df -h"),
     ("daemon", {"daemon_silent": True}, WARNING, "the daemon of /run/gpuguard does not answer", "restart gpuguard"),
+    ("daemon", {"daemon_trouble": "[::1]:9 cannot be had"}, WARNING, "does not serve its metrics: [::1]:9", "ss -ltnp"),
     ("daemon", {"daemon_fault": "/run/gpuguard/daemon is no directory"}, FAULT, "no directory", "sudo gpuguard setup"),
     ("queue", {"line_path": "/etc/gpuguard/line.yaml"}, OK, "as /etc/gpuguard/line.yaml says", None),
     ("queue", {"line_path": "l", "line_faults": ("l:2:1: x", "y")}, FAULT,

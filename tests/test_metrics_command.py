@@ -192,6 +192,22 @@ def test_what_the_daemon_saw_and_did_is_told(tmp_path):
         assert daemon.end() == 0
 
 
+def test_a_port_that_another_program_has_keeps_no_daemon_from_guarding(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as squatter:
+        address = "{}:{}".format(*squatter.getsockname())
+        with a_daemon(tmp_path, POLICY, "--metrics", address) as daemon, a_user(daemon.node, "0", 10 * GIB):
+            daemon.until("log")
+            started, said = daemon.until("daemon", 2)
+            doctor = daemon.gpuguard("doctor")
+            squatter.close()
+
+            assert daemon.until("daemon", 3)[2]["outcome"] == "metrics served"
+            assert "gpuguard_daemon_up 1" in fetch(f"http://{address}/metrics")
+    assert (started["outcome"], said["outcome"]) == ("started", "metrics not served")
+    assert f"{address} cannot be had: Address already in use" in said["message"]
+    assert f"the daemon does not serve its metrics: {address}" in " ".join(doctor.stdout.split())
+
+
 def test_a_log_that_cannot_be_written_is_counted(tmp_path):
     with a_daemon(tmp_path, POLICY, "--metrics", "127.0.0.1:0") as daemon:
         daemon.log.unlink()

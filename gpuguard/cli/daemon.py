@@ -19,6 +19,7 @@ import argparse
 import gc
 import os
 import time
+from contextlib import ExitStack
 
 from gpuguard import capabilities
 from gpuguard.backends.client import open_worker
@@ -31,7 +32,7 @@ from gpuguard.daemon.requests import status_reply
 from gpuguard.errors import InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, line_of
 from gpuguard.metrics.facts import DaemonFacts, EventCounter
-from gpuguard.metrics.server import ADDRESS, PageServer, pages
+from gpuguard.metrics.server import ADDRESS, listening_address, pages
 from gpuguard.model import Event
 from gpuguard.policies.files.loader import READ_SECONDS
 from gpuguard.policies.policy import Judgement
@@ -81,6 +82,7 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidRequest("--interval: between two looks there must be 100ms to 10m.")
     if args.enforce and not args.policy:
         raise InvalidRequest("--enforce needs a policy file: name it with --policy.")
+    _check_metrics(args)
     service.clean_environment(os.environ, root=capabilities.is_powerful())
     capabilities.keep_to_ourselves()
     if args.events:
@@ -90,35 +92,34 @@ def main(args: argparse.Namespace) -> int:
     if args.enforce and not in_first_pid_namespace() and not args.i_share_host_pids:
         _print("this is a pid namespace of its own, so nothing will be signalled: the driver's pids may be the host's.")
     directory = directory_of(args, make=True)
-    with service.single_daemon(directory) as is_single:
+    with service.single_daemon(directory) as is_single, ExitStack() as ending:
         if not is_single:
             _print(f"a gpuguard daemon runs already: it holds {directory.path}.  Two would signal twice.")
             return service.EXIT_RUNNING
-        server = _metrics_server(args)
         backend, counter = open_worker(args.backend), EventCounter()
+        ending.callback(backend.close)
 
         def print_event(event: Event) -> None:
             _print(to_text(line_of(event)))
 
-        try:
-            guard = service.Daemon(backend, directory, settings, _print, print_event, counter.append)
-            if not args.once:
-                if server:
-                    server.start(pages(DaemonFacts(guard, directory, counter).read, ()))
-                    _print(f"serving http://{server.address}/metrics")
-                # What is loaded stays, and a sample makes thousands of objects that are dropped with the next one: the
-                # usual thresholds would have all of them gone through several times a sample.
-                gc.freeze()
-                gc.set_threshold(YOUNG_OBJECTS)
-                return guard.serve()
-            status, judgement = guard.once()
-            if judgement and args.policy and status == 0:  # a file with faults judges nothing
-                _print_status(guard, judgement, args.enforce)
-            return status
-        finally:
-            if server:
-                server.close()
-            backend.close()
+        guard = service.Daemon(backend, directory, settings, _print, print_event, counter.append)
+
+        def open_metrics() -> None:
+            server = page_server(args.metrics, args.metrics_expose)
+            ending.callback(server.close)
+            server.start(pages(DaemonFacts(guard, directory, counter).read, ()))
+            _print(f"serving http://{server.address}/metrics")
+
+        if not args.once:
+            # What is loaded stays, and a sample makes thousands of objects that are dropped with the next one: the
+            # usual thresholds would have all of them gone through several times a sample.
+            gc.freeze()
+            gc.set_threshold(YOUNG_OBJECTS)
+            return guard.serve(open_metrics if args.metrics else None)
+        status, judgement = guard.once()
+        if judgement and args.policy and status == 0:  # a file with faults judges nothing
+            _print_status(guard, judgement, args.enforce)
+        return status
 
 
 def _print_status(guard: service.Daemon, judgement: Judgement, enforcing: bool) -> None:
@@ -131,15 +132,14 @@ def _print_status(guard: service.Daemon, judgement: Judgement, enforcing: bool) 
             _print(line)
 
 
-def _metrics_server(args: argparse.Namespace) -> PageServer | None:
-    """What --metrics serves listens already before the daemon starts: an address that is taken is a usage error."""
+def _check_metrics(args: argparse.Namespace) -> None:
+    """Raise InvalidRequest for what can never be served."""
     if args.metrics_expose is not None and not args.metrics:
         raise InvalidRequest("--metrics-expose is about --metrics.")
-    if not args.metrics:
-        return None
-    if args.once:
+    if args.metrics and args.once:
         raise InvalidRequest("--metrics does not go with --once, which ends at once.")
-    return page_server(args.metrics, args.metrics_expose)
+    if args.metrics:
+        listening_address(args.metrics, exposed=args.metrics_expose is not None)
 
 
 def _reload(args: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from gpuguard.claims.disk_room import room_for_records
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
 from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of, sampled
 from gpuguard.clusters.visible_devices import CONTAINER_VARIABLE, CUDA_VARIABLE, ORDER_VARIABLE, outer_devices
-from gpuguard.daemon.client import SOCKET_NAME, NoDaemonSocket, exchange
+from gpuguard.daemon.client import SOCKET_NAME, NoDaemonSocket, StatusReply, exchange, query_daemon
 from gpuguard.errors import BackendError, ClaimError, GpuguardError
 from gpuguard.files import file_system
 from gpuguard.history.audit_log import MACHINE_EVENTS, events_path
@@ -110,17 +110,17 @@ def _lock(args: argparse.Namespace, devices: Sequence[Device]) -> dict[str, Any]
     room = broker_error = None
     with suppress(OSError):
         room = room_for_records(directory)
-    is_silent = False
+    is_silent, trouble = False, None
     if directory.keeper is not None:  # the daemon alone gives the locks
         try:
             exchange(directory, {"do": "claims"})
         except GpuguardError as error:
             broker_error = str(error)
-    elif os.path.lexists(daemon_files(directory).file(SOCKET_NAME)):  # a daemon that ends removes it
+    if os.path.lexists(daemon_files(directory).file(SOCKET_NAME)):  # a daemon that ends removes it
         try:
-            exchange(directory, {"do": "status"})
+            trouble = query_daemon(directory, {"do": "status"}, StatusReply).trouble
         except NoDaemonSocket:
-            is_silent = True
+            is_silent = directory.keeper is None  # else broker_error says it
         except GpuguardError:  # it answers, if only that it is busy
             pass
     return {
@@ -134,6 +134,7 @@ def _lock(args: argparse.Namespace, devices: Sequence[Device]) -> dict[str, Any]
         "room": room,
         "daemon_fault": fault_of(directory),
         "daemon_silent": is_silent,
+        "daemon_trouble": trouble,
     }
 
 

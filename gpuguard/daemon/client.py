@@ -87,6 +87,7 @@ class StatusReply:
     enforcing: bool
     standing: tuple[PolicyStatusReply, ...]
     left_out: int
+    trouble: str | None = None  # why the daemon does not serve its metrics
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class RequestContext:
     policy: str | None = None  # path of that file, None without one
     enforcing: bool = False  # whether the daemon's own switch is on
     broker: Broker | None = None  # gives the locks, where that is the daemon's business
+    trouble: Callable[[], str | None] = lambda: None  # what else than guarding the daemon should do and cannot
 
 
 def handle(context: RequestContext, uid: int, request: Request) -> Reply:
@@ -131,7 +132,7 @@ def _status(context: RequestContext, uid: int, request: Request) -> Reply:
         if left < 0:
             break
         rows.append(row)
-    return asdict(StatusReply(context.enforcing, tuple(rows), len(findings) - len(rows)))
+    return asdict(StatusReply(context.enforcing, tuple(rows), len(findings) - len(rows), context.trouble()))
 
 
 def status_reply(status: PolicyStatus, snapshot: Snapshot | None = None) -> PolicyStatusReply:

@@ -145,6 +145,7 @@ class Daemon:
         self._published, self._published_at = True, 0.0
         self._lost = 0, 0.0  # events that the log could not take, and when the first of them was
         self._trouble: str | None = None  # of the broker when it was last tended
+        self._metrics_trouble: str | None = None  # why the metrics are not served, though they should be
         self.last = Snapshot("", backend.name, 0.0, 0.0, ())  # sample, and ...
         self.waiting: tuple[Ticket, ...] | None = None  # ... who waited then; None: the queue could not be read
         self._reload_requested = threading.Event()
@@ -191,8 +192,12 @@ class Daemon:
                 self._sender.stop(5.0)
         return (EXIT_FAULTY if file and file.faults else 0), judgement
 
-    def serve(self) -> int:
-        """Watch until SIGTERM or SIGINT; the exit code."""
+    def serve(self, open_metrics: Callable[[], object] | None = None) -> int:
+        """Watch until SIGTERM or SIGINT; the exit code.
+
+        *open_metrics* begins to serve the metrics.  It is called again after a GpuguardError: any user can listen at
+        the address first, and a guard must guard without its numbers, too.
+        """
         with signal_waiter(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as wait:
             self.watchdog.gpu_seconds = self._recorder.spent
             self._recorder.start()
@@ -203,8 +208,9 @@ class Daemon:
             self._log("daemon", "started", self.status() + cut_off)
             self.watchdog.start()
             server = self.open_socket()
+            open_metrics = self._open_metrics(open_metrics)
             notify_systemd("READY=1")
-            self._loop(wait)
+            self._loop(wait, open_metrics)
             notify_systemd("STOPPING=1")
             self.watchdog.stop(STOP_SECONDS)
             if server:
@@ -217,7 +223,7 @@ class Daemon:
             self._log("daemon", "stopped")
             return 0
 
-    def _loop(self, wait: Callable[[float], set[int]]) -> None:
+    def _loop(self, wait: Callable[[float], set[int]], open_metrics: Callable[[], object] | None) -> None:
         """What the main thread does until a signal ends it."""
         received: set[int] = set()
         sent, pinged = "", 0.0
@@ -226,6 +232,7 @@ class Daemon:
             self.reload_if_changed(requested=self._reload_requested.is_set() or signal.SIGHUP in received)
             if self._broker:
                 self._tend(self._broker)
+            open_metrics = self._open_metrics(open_metrics)
             now = time.monotonic()
             if (status := self.status()) != sent:
                 sent = status
@@ -246,6 +253,7 @@ class Daemon:
                 what += "; the changed policy file has faults, the last good one is in force"
         else:
             what = "observing only: " + ("the policy file has faults" if self._faulty else "no policy file was named")
+        what += f"; the metrics are not served: {self._metrics_trouble}" if self._metrics_trouble else ""
         return what + (f"; driver unresponsive: {self.watchdog.problem}" if self.watchdog.problem else "")
 
     def _remember(self) -> None:
@@ -277,6 +285,7 @@ class Daemon:
             policy=self._settings.policy,
             enforcing=self._settings.enforce,
             broker=self._broker,
+            trouble=lambda: self._metrics_trouble,
         )
         try:
             return SocketServer(self._directory, partial(handle, context))
@@ -299,6 +308,20 @@ class Daemon:
         if trouble and trouble != self._trouble:
             self._log("queue", "not tended", f"requests that never claim are not set back: {trouble}")
         self._trouble = trouble
+
+    def _open_metrics(self, open_metrics: Callable[[], object] | None) -> Callable[[], object] | None:
+        """Try to serve the metrics; returns what must be tried again, and says once what is in the way."""
+        if open_metrics is None:
+            return None
+        try:
+            open_metrics()
+            trouble = open_metrics = None
+        except GpuguardError as error:
+            trouble = str(error)
+        if trouble != self._metrics_trouble:
+            self._log("daemon", "metrics not served" if trouble else "metrics served", trouble)
+        self._metrics_trouble = trouble
+        return open_metrics
 
     def reload_if_changed(self, *, requested: bool = False) -> None:
         """Read the policy file again where it is time to."""

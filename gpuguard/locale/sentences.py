@@ -337,6 +337,7 @@ SENTENCES = (
     "{status}: no policy has mode: enforce",
     "{status}: --enforce is missing",
     "{status}, but not against other users",
+    "the metrics are not served: {reason}",
     "the changed policy file has faults, the last good one is in force",
     "driver unresponsive: {problem}",
     "the daemon before was killed, or the machine went down",

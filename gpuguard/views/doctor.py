@@ -50,6 +50,7 @@ class DoctorFacts:
     broker_error: str | None = None  # why it gives none
     daemon_fault: str | None = None  # what is wrong with the daemon's directory in lock_path
     daemon_silent: bool = False  # a daemon was started there, and does not answer
+    daemon_trouble: str | None = None  # why it does not serve its metrics
     line_path: str | None = None  # of the site's file for the queue, where there is one
     line_faults: tuple[str, ...] = ()  # in it
     file_system: str | None = None  # of lock_path
@@ -334,6 +335,9 @@ def _daemon(facts: DoctorFacts) -> Finding | None:
             lock_path=facts.lock_path
         )
         return WARNING, found, _("`sudo systemctl restart gpuguard`, or start it as before.  Claims do not need it.")
+    if facts.daemon_trouble is not None:
+        found = _("the daemon does not serve its metrics: {reason}").format(reason=facts.daemon_trouble)
+        return WARNING, found, _("It tries again.  `sudo ss -ltnp` shows which program listens there.")
     if facts.daemon_fault is None:
         return None
     found = _("{daemon_fault}: what the daemon writes there counts for nothing").format(daemon_fault=facts.daemon_fault)
