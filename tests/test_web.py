@@ -5,6 +5,7 @@ import http.client
 import inspect
 import itertools
 import json
+import os
 import re
 import socket
 import stat
@@ -19,6 +20,7 @@ import psutil
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 from chances import luck
+from claimholders import a_ready_child
 from nodes import Gpuguard, until
 from proc import free_port
 from web_pages import a_page, a_server, answers, ask
@@ -154,15 +156,23 @@ def test_with_a_token_only_those_who_know_it_see_anything(gpuguard, tmp_path):
         among = ask(port, "/api/now", Cookie='x={"a": "b c"}; "; @="\\1; ' + cookie.split(";")[0])[0].status
         header = ask(port, "/api/now", Authorization="Bearer correct-horse-battery")[0].status
 
-    assert (without, wrong, asked.status, later, among, header) == (401, 401, 200, 200, 200, 200)
+        plain = ask(port, "/api/now?token=correct-horse-battery")[0].status
+        by_value = ask(port, "/api/now", Cookie="gpuguard_token=correct-horse-battery")[0].status
+
+    assert (without, wrong, later, among, header, plain) == (401, 401, 200, 200, 200, 200)
+    # The address that is left in the browser's history, and copied by people, has no token.
+    assert (asked.status, asked.headers["location"]) == (303, "./")
+    # What a browser sends to whichever program listens at the port next is of no use to it.
+    assert ("battery" in cookie, by_value) == (False, 401)
+    with a_page(gpuguard, "--token-file", str(token), port=port):
+        assert ask(port, "/api/now", Cookie=cookie.split(";")[0])[0].status == 401
     assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
     token.chmod(0o644)
     assert "chmod 600" in gpuguard("web", "--token-file", str(token)).stderr
 
 
-@pytest.mark.root
-def test_roots_page_wants_a_token_on_loopback_too_and_tells_root_alone_which(gpuguard):
-    """Every user of the machine reaches 127.0.0.1, and root's page shows root's audit log."""
+def test_a_page_wants_a_token_on_loopback_too_and_tells_its_user_alone_which(gpuguard):
+    """Every user of the machine reaches 127.0.0.1, and the page shows logs and findings that are not everybody's."""
     port = free_port()
     told = []
     for _ in range(2):
@@ -173,8 +183,38 @@ def test_roots_page_wants_a_token_on_loopback_too_and_tells_root_alone_which(gpu
             statuses = [ask(port, path)[0].status for path in ("/", "/api/now", "/?token=guess", told[-1])]
             server.terminate()
 
-        assert statuses == [401, 401, 401, 200]
+        assert statuses == [401, 401, 401, 303]
     assert told[0] != told[1]
+
+
+def test_a_page_on_a_unix_socket_wants_a_token_too(gpuguard, tmp_path):
+    path = tmp_path / "gpus.sock"
+    with gpuguard.start("web", "--listen", f"unix:{path}") as server:
+        assert server.stderr
+        token = re.search(r"token=(\S+)", server.stderr.readline())[1]
+        until(lambda: connects(path))
+        statuses = [over_unix(path, "localhost", word).split()[1] for word in ("", f"?token={token}")]
+        server.terminate()
+
+    assert statuses == [b"401", b"303"]
+
+
+def test_a_token_that_was_made_just_now_gets_into_no_log(gpuguard, tmp_path):
+    port = free_port()
+    with (tmp_path / "log").open("w") as log, gpuguard.start("web", "--port", str(port), stderr=log) as server:
+        until(lambda: answers(port))
+        server.terminate()
+
+    said = (tmp_path / "log").read_text()
+    assert "?token=..." in said and "--token-file" in said
+
+
+def test_a_token_file_that_never_ends_or_is_none_is_refused(gpuguard, tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with open(os.open(tmp_path / "pipe", os.O_RDWR), "w"):
+        for path in (tmp_path / "pipe", "/dev/zero"):
+            done = gpuguard("web", "--token-file", str(path))
+            assert (done.returncode, "--token-file" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -207,11 +247,11 @@ def test_an_address_that_is_taken_is_said_in_a_sentence(gpuguard):
     assert (done.returncode != 0, "Address already in use" in done.stderr) == (True, True)
 
 
-def over_unix(path: Path, host: str) -> bytes:
+def over_unix(path: Path, host: str, query: str = "") -> bytes:
     with socket.socket(socket.AF_UNIX) as asking:
         asking.settimeout(20)
         asking.connect(str(path))
-        asking.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        asking.sendall(f"GET /{query} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
         return asking.makefile("rb").readline()
 
 
@@ -220,7 +260,7 @@ def test_a_unix_socket_lets_in_our_user_and_group_alone_and_is_gone_at_the_end(g
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(path))
     path.chmod(0o777)
-    with gpuguard.start("web", "--listen", f"unix:{path}", umask=0) as server:
+    with gpuguard.start("web", "--no-token", "--listen", f"unix:{path}", umask=0) as server:
         until(lambda: connects(path))  # between the old socket and the new one there is none
         mode = stat.S_IMODE(path.stat().st_mode)
         statuses = [over_unix(path, host).split()[1] for host in ("localhost", "", "[]")]
@@ -417,6 +457,29 @@ def test_a_flood_of_viewers_is_refused_beyond_the_cap_and_forgotten_when_it_ends
     with socket.create_connection(("127.0.0.1", port), 20) as viewer:
         viewer.sendall(STREAM)
         assert viewer.recv(12)[9:] == b"200"
+
+
+# A user who watches 250 times, and stays.
+CROWD = """
+import encodings.idna, os, socket, sys  # before it becomes somebody who may not read our Python
+os.setgroups([]); os.setresgid(*[20001] * 3); os.setresuid(*[20001] * 3)
+held = [socket.create_connection(("127.0.0.1", int(sys.argv[1])), 60) for _ in range(250)]
+for viewer in held:
+    viewer.sendall(b"GET /api/stream HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
+statuses = [viewer.recv(12)[9:] for viewer in held]
+print("ready" if statuses.count(b"200") == 200 else statuses, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.root
+def test_one_user_who_watches_very_often_keeps_no_other_from_watching(server):
+    port, _ = server
+    with a_ready_child([sys.executable, "-c", CROWD, str(port)]), ExitStack() as watching:
+        for _ in range(3):
+            viewer = watching.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+            viewer.sendall(STREAM)
+            assert viewer.recv(12)[9:] == b"200"
 
 
 def test_however_many_connections_are_silent_a_request_is_answered(server):

@@ -28,8 +28,8 @@ MANY = 100
 PATIENCE = 60.0
 
 
-async def asked(app, path):
-    """The status of an answer."""
+async def asked(app, path, client="192.0.2.1"):
+    """The status of an answer to another machine."""
     path, _, query = path.partition("?")
     statuses = []
 
@@ -41,6 +41,7 @@ async def asked(app, path):
 
     headers = [(b"host", b"localhost")]
     scope = {"type": "http", "method": "GET", "path": path, "query_string": query.encode(), "headers": headers}
+    scope["client"] = (client, 40_000)
     await app(scope, receive, send)
     return statuses[0]
 
@@ -67,12 +68,13 @@ class Drawing:
         self._now -= 1
         return b"{}"
 
-    def statuses(self, queries, meanwhile):
-        """Of the answers to all of these at once; *meanwhile* ends by setting go_on."""
+    def statuses(self, queries, meanwhile, others=()):
+        """Of the answers to all of these at once, and to *others*, from elsewhere, behind them; then it goes on."""
 
         async def requested():
             app = application(self.feed, frozenset({"localhost"}))
             answers = [asyncio.create_task(asked(app, f"/api/chart?{query}")) for query in queries]
+            answers += [asyncio.create_task(asked(app, f"/api/chart?{query}", "192.0.2.2")) for query in others]
             try:
                 await meanwhile()
             finally:
@@ -99,6 +101,14 @@ def test_a_hundred_charts_delay_no_sample_and_are_drawn_one_by_one(feed, drawing
     assert sorted(set(statuses)) == [200, 503]
     assert statuses.count(200) <= MAX_CHARTS
     assert max(drawing.together) == 1
+
+
+def test_a_crowd_of_charts_of_one_viewer_makes_room_for_another_ones(drawing):
+    crowd = [f"metric=power&seconds={1000 + number}" for number in range(MANY)]
+    statuses = drawing.statuses(crowd, lambda: asyncio.sleep(0), ["metric=memory&seconds=600", "seconds=700"])
+
+    assert statuses[MANY:] == [200, 200]
+    assert statuses[:MANY].count(200) == MAX_CHARTS - 2
 
 
 def test_the_same_chart_is_drawn_once_for_all_viewers(drawing):

@@ -4,7 +4,8 @@ gpuguard web                                          http://127.0.0.1:8466
 gpuguard web --listen unix:/run/user/1000/gpus.sock   for a proxy
 gpuguard web --listen 0.0.0.0:8466 --host gpu1.example.org --token-file /etc/gpuguard/web-token
 
-On another address than loopback, and as root, a token is needed, since the page shows who runs what: see docs/web.md.
+The page shows more than `who` does to everybody, so a browser needs the token that is printed with the address, or that
+of --token-file: see docs/web.md.
 
 Needs the extra web: pip install 'gpuguard[web]'.
 """
@@ -15,6 +16,7 @@ import argparse
 import os
 import secrets
 import signal
+import stat
 import sys
 from collections.abc import Mapping
 from contextlib import closing, suppress
@@ -23,6 +25,7 @@ from typing import Any
 
 from gpuguard.cli.options import FRESH, add_source_options, add_table, backend_of, directory_of, snapshot_source
 from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.files import READING
 from gpuguard.history.audit_log import MACHINE_EVENTS, Line, decoded, events_path, read_log
 from gpuguard.metrics.server import LOCAL_NAMES
 from gpuguard.model import NVLINK_FLOW, PCIE
@@ -59,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_table(
         parser.add_mutually_exclusive_group(),
         ("--token-file", "PATH", "holds what browsers must know; readable by you alone"),
-        ("--no-token", None, "as root: show every user of this machine what root sees (loopback only)"),
+        ("--no-token", None, "show every user of this machine what you see (loopback or unix: only)"),
     )
     add_table(parser, FRESH)
     add_source_options(parser)
@@ -68,7 +71,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     host, _, path = address_of(args.listen)
     token = read_token(args.token_file) if args.token_file else None
-    is_roots_own = token is None and path is None and os.geteuid() == 0 and not args.no_token
     if path is None and host not in _LOOPBACK and token is None:
         raise InvalidRequest(
             f"--listen {args.listen} lets everybody on the network see who runs what: add --token-file PATH, made by\n"
@@ -81,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
     )
     with closing(snapshot_source(args)) as source, closing(traffic), suppress(KeyboardInterrupt):
         source.joined()  # a driver that cannot be reached is reported here, not in a browser
-        _serve(args, source, traffic, secrets.token_urlsafe() if is_roots_own else token)
+        _serve(args, source, traffic, None if args.no_token else token or secrets.token_urlsafe())
     return 0
 
 
@@ -109,10 +111,18 @@ def _serve(args: argparse.Namespace, source: SnapshotSource, traffic: SnapshotSo
     )
     with listening(host, port, path) as ours:
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}/" if path is None else f"unix:{path}"
-        # A token of a file is known to those who may have it; one that was made just now is shown only here.
-        shown = "..." if args.token_file else token
-        print(f"gpuguard: {where}{f'?token={shown}' if token else ''}  (Ctrl-C ends it)", file=sys.stderr)
+        print(f"gpuguard: {where}{_shown(args, token)}  (Ctrl-C ends it)", file=sys.stderr)
         uvicorn.Server(settings).run(sockets=[ours])
+
+
+def _shown(args: argparse.Namespace, token: str | None) -> str:
+    """What stands behind the address: a token that was made just now is shown here alone, and in no file or journal."""
+    if token is None:
+        return ""
+    kind = os.fstat(2).st_mode
+    if not args.token_file and (stat.S_ISREG(kind) or stat.S_ISSOCK(kind)):
+        return "?token=...  (it is not written into a log: --token-file PATH names one that you know)"
+    return f"?token={'...' if args.token_file else token}"
 
 
 def address_of(text: str) -> tuple[str, int, str | None]:
@@ -128,9 +138,9 @@ def address_of(text: str) -> tuple[str, int, str | None]:
 def read_token(path: str) -> str:
     """The token in a file that no other user can read."""
     try:
-        with open(path, encoding="ascii") as file:
+        with open(os.open(path, READING), encoding="ascii") as file:
             status = os.fstat(file.fileno())
-            token = file.read(1024).strip()
+            token = file.read(1024).strip() if stat.S_ISREG(status.st_mode) else ""
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"--token-file {path}: it cannot be read: {error}.") from None
     if status.st_mode & 0o077:

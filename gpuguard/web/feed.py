@@ -72,6 +72,12 @@ class Frame:
     event: bytes
 
 
+def who_makes_room(owners: Sequence[str], peer: str) -> str | None:
+    """Who of *owners* gives one up for *peer* where there is no room: who has most; None: *peer* would have as many."""
+    [(crowd, count)] = Counter(owners).most_common(1)
+    return crowd if count > owners.count(peer) + 1 else None
+
+
 class TooManyCharts(Exception):
     """So many charts are asked for that another one would only make all of them wait."""
 
@@ -100,7 +106,7 @@ class FrameFeed:
         self._rings = [NumberRing(step, keep) for step, keep in RINGS]
         self._host = HostRates()
         self._lock = threading.Lock()  # the rings are written and read by several threads
-        self._charts: dict[ChartRequest, asyncio.Future[bytes]] = {}  # requested since the last sample
+        self._charts: dict[ChartRequest, tuple[asyncio.Future[bytes], str]] = {}  # requested since the last sample
         self._sampling = ThreadPoolExecutor(1, "gpuguard-sample")
         self._drawing = ThreadPoolExecutor(1, "gpuguard-draw")
         self._findings, self._findings_at = StatusReply(False, (), 0), -math.inf
@@ -115,7 +121,7 @@ class FrameFeed:
             began = time.monotonic()
             text = await asyncio.get_running_loop().run_in_executor(self._sampling, self._frame_text)
             self.frame = Frame(self.frame.number + 1, text, b"data: " + text + b"\n\n")
-            self._charts = {key: drawn for key, drawn in self._charts.items() if not drawn.done()}
+            self._charts = {key: (drawn, peer) for key, (drawn, peer) in self._charts.items() if not drawn.done()}
             self._new_frame.set()
             self._new_frame = asyncio.Event()
             pause = WATCHED_SECONDS if self.viewers else UNWATCHED_SECONDS
@@ -201,21 +207,25 @@ class FrameFeed:
             for device in snapshot.devices
         }
 
-    async def chart(self, asked: ChartRequest) -> bytes:
-        """A metric over a time: what the daemon's store has, and what was seen here since.
+    async def chart(self, asked: ChartRequest, peer: str = "") -> bytes:
+        """A metric over a time: what the daemon's store has, and what was seen here since; *peer* is who asks.
 
         Raises:
             KeyError: there is no such metric.
             TooManyCharts: too many are requested.
+            CancelledError: another user, who has fewer, takes the place of this one.
         """
         if asked.metric not in METRICS:
             raise KeyError(asked.metric)
         charts = self._charts
         if asked not in charts:
             if len(charts) >= MAX_CHARTS:
-                raise TooManyCharts
-            charts[asked] = asyncio.get_running_loop().run_in_executor(self._drawing, self.drawn, asked)
-        return await asyncio.shield(charts[asked])  # a viewer who leaves takes it from no other one
+                crowd = who_makes_room([owner for _, owner in charts.values()], peer)
+                if crowd is None:
+                    raise TooManyCharts
+                charts.pop(next(key for key in reversed(charts) if charts[key][1] == crowd))[0].cancel()
+            charts[asked] = asyncio.get_running_loop().run_in_executor(self._drawing, self.drawn, asked), peer
+        return await asyncio.shield(charts[asked][0])  # a viewer who leaves takes it from no other one
 
     def drawn(self, asked: ChartRequest) -> bytes:
         """The chart as JSON: its times, and a value at each of them of each device; null is unknown."""

@@ -1,7 +1,9 @@
 """The server of the page: a few paths that only answer GET, and bounds on what clients do with them.
 
-Loopback or a Unix socket by itself; another address needs a token, because the page shows who runs what.  The name that
-a browser asks for (Host) must be one of ours, so that no other site's script can read the page through a name of its
+The page shows more than everybody may know, so it needs a token unless the caller does without.  The token comes in the
+address, and the browser is sent to one without it.  What the browser keeps is a cookie that only this run of the server
+accepts, because browsers send cookies to every port of a name, also to the next program at this one.  The name that a
+browser asks for (Host) must be one of ours, so that no other site's script can read the page through a name of its
 own (DNS rebinding).  Scripts come from here alone (CSP), and the page writes text, never markup.  uvicorn alone waits
 without end for a request that never comes and for a client that never reads, and a Unix socket of its own making is
 open to every user: see Connection and listening().  Not by the server of metrics, which is the standard library's
@@ -15,10 +17,13 @@ import hmac
 import json
 import math
 import os
+import secrets
 import socket
 import stat
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -34,8 +39,9 @@ from gpuguard.errors import GpuguardError
 from gpuguard.locale import catalogue
 from gpuguard.locale.sentences import phrases
 from gpuguard.metrics.server import host_of
+from gpuguard.procfs import read_text
 from gpuguard.views.events import WORDS
-from gpuguard.web.feed import ChartRequest, FrameFeed, TooManyCharts
+from gpuguard.web.feed import ChartRequest, FrameFeed, TooManyCharts, who_makes_room
 
 PAGE = Path(__file__).parent / "page"
 _PARTS = ("page.js", "charts.js", "nodes.js", "words.js", "units.js", "page.css", "uPlot.iife.min.js", "uPlot.min.css")
@@ -84,18 +90,25 @@ def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None
             until = float(given["until"]) if "until" in given else None
             if not all(map(math.isfinite, (seconds, until or 0.0))) or not (step == 0 or 1 <= step <= MAX_STEP):
                 raise ValueError
-            text = await feed.chart(ChartRequest(given.get("metric", "utilization"), seconds, until, step))
-        except (TooManyCharts, asyncio.CancelledError):  # only the end of the server cancels a request
+            asked = ChartRequest(given.get("metric", "utilization"), seconds, until, step)
+            text = await feed.chart(asked, peer_of(request.scope))
+        except (TooManyCharts, asyncio.CancelledError):  # cancelled by the end of the server, or for another user
             reason = "too many charts are requested: try again in a moment\n"
             return PlainTextResponse(reason, 503, {"retry-after": "5"})
         except (ValueError, KeyError, OverflowError):
             return PlainTextResponse("metric, seconds, until and step make no chart\n", 400)
         return Response(text, media_type="application/json")
 
+    streams: list[Stream] = []
+
     async def stream(request: Request) -> Response:
-        if feed.viewers >= MAX_VIEWERS:  # Stream counts itself without letting another request in between
-            return PlainTextResponse("too many watch already: try again in a minute\n", 503, {"retry-after": "60"})
-        return Stream(feed, throughput="throughput" in request.query_params)
+        peer = peer_of(request.scope)
+        if len(streams) >= MAX_VIEWERS:  # Stream counts itself without letting another request in between
+            crowd = who_makes_room([other.peer for other in streams], peer)
+            if crowd is None:
+                return PlainTextResponse("too many watch already: try again in a minute\n", 503, {"retry-after": "60"})
+            next(other for other in reversed(streams) if other.peer == crowd).end()
+        return Stream(feed, streams, peer, throughput="throughput" in request.query_params)
 
     contents = {path: (PAGE / name).read_bytes() for path, name in FILES.items()}
     contents["/words.js"] += chinese_words().encode()
@@ -118,14 +131,25 @@ def chinese_words() -> str:
 
 
 class Stream(Response):
-    """Server-sent events: each frame as soon as there is one, the first at once, until the viewer leaves."""
+    """Server-sent events: each frame as soon as there is one, the first at once, until the viewer leaves or end().
+
+    *streams* are all that are being sent; *peer* is whose this one is.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: FrameFeed, *, throughput: bool) -> None:
+    def __init__(self, feed: FrameFeed, streams: list[Stream], peer: str, *, throughput: bool) -> None:
         super().__init__()
         del self.headers["content-length"]
-        self._feed, self._throughput = feed, throughput
+        self._feed, self._streams, self.peer, self._throughput = feed, streams, peer, throughput
+        self._gone: asyncio.Task[None] | None = None
+
+    def end(self) -> None:
+        """Count no more, and send no more."""
+        if self in self._streams:
+            self._streams.remove(self)
+        if self._gone:
+            self._gone.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it (ASGI)."""
@@ -134,8 +158,9 @@ class Stream(Response):
             await send(start)
             await send({"type": "http.response.body", "body": b""})
             return
-        gone = asyncio.create_task(_disconnection(receive))
+        self._gone = gone = asyncio.create_task(_disconnection(receive))
         seen = 0
+        self._streams.append(self)
         with self._feed.watched(throughput=self._throughput):
             try:
                 await send(start)
@@ -147,8 +172,9 @@ class Stream(Response):
                         seen, text = coming.result().number, coming.result().event
                     coming.cancel()
                     await send({"type": "http.response.body", "body": text, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
             finally:
-                gone.cancel()
+                self.end()
 
 
 async def _disconnection(receive: Receive) -> None:
@@ -156,11 +182,25 @@ async def _disconnection(receive: Receive) -> None:
         pass
 
 
+def peer_of(scope: Scope) -> str:
+    """Who asks, for what is bounded by user: a user of this machine, or another machine; "" over a Unix socket."""
+    host, port = scope.get("client") or ("", 0)
+    if not host:
+        return ""
+    packed = ip_address(host).packed
+    words = (int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4))
+    end = f"{''.join(f'{word:08X}' for word in words)}:{port:04X}"
+    sockets = read_text(f"/proc/net/tcp{'6' * (len(packed) > 4)}") or ""
+    uids = [fields[7] for fields in map(str.split, sockets.splitlines()) if fields[1] == end]
+    return f"uid {uids[0]}" if uids else host
+
+
 class RequestGuard:
     """Checks each request before the application: method, Host, token; and adds headers to every answer."""
 
     def __init__(self, app: Starlette, hosts: frozenset[str], token: str | None) -> None:
         self._app, self._hosts, self._token = app, hosts, token
+        self._cookie = secrets.token_urlsafe()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
@@ -172,9 +212,11 @@ class RequestGuard:
         headers = list(HEADERS)
         if fault:
             headers.append((b"connection", b"close"))
-        elif self._token and _tokens_in_query(scope):  # the token need not stay in the address
-            cookie = f"{COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/"
+        elif self._token and _tokens_in_query(scope):
+            cookie = f"{COOKIE}={self._cookie}; HttpOnly; SameSite=Strict; Path=/"
             headers.append((b"set-cookie", cookie.encode("ascii")))
+            if scope["path"] == "/":  # else the token stays in the address, in copied links and in the history
+                app = Response(None, 303, {"location": "./"})
 
         async def guarded(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -193,7 +235,10 @@ class RequestGuard:
         if len(names) != 1 or host_of(names[0]) not in self._hosts:
             return 421, "this page is not known by that name: see `gpuguard web --help`, --host\n"
         if self._token and not self._has_token(scope):
-            return 401, "a token is needed: open the address with ?token=... that `gpuguard web` printed\n"
+            return (
+                401,
+                "a token is needed: open the address with ?token=... that `gpuguard web` printed\n",
+            )
         return None
 
     def _has_token(self, scope: Scope) -> bool:
@@ -202,10 +247,10 @@ class RequestGuard:
         # By hand: SimpleCookie takes seconds for 60 KB of backslashes, from clients without a token, and finds nothing
         # behind a cookie that it does not understand.
         cookies = [cookie.partition("=") for cookie in headers.get(b"cookie", b"").decode("latin-1").split(";")]
-        given = [next((value.strip() for name, _, value in cookies if name.strip() == COOKIE), "")]
-        given += [headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer ")]
-        given += _tokens_in_query(scope)
-        return any(hmac.compare_digest(token.encode(), self._token.encode()) for token in given)
+        cookie = next((value.strip() for name, _, value in cookies if name.strip() == COOKIE), "")
+        given = [headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer "), *_tokens_in_query(scope)]
+        pairs = [(cookie, self._cookie), *((token, self._token) for token in given)]
+        return any(hmac.compare_digest(found.encode(), wanted.encode()) for found, wanted in pairs)
 
 
 def _tokens_in_query(scope: Scope) -> list[str]:
