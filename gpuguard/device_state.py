@@ -38,7 +38,12 @@ Processes = Mapping[int, ProcessStat | None]
 
 
 def computes(process: GpuProcess, tolerance: int = IDLE_TOLERANCE) -> bool | None:
-    """Whether it is more than a desktop, which appears as graphics, or as both with some 25 MiB; None: unknown."""
+    """Whether it is more than a desktop, which appears as graphics, or as both with some 25 MiB; None: unknown.
+
+    One that has ended computes no more.  What it left on the device is memory that no process accounts for.
+    """
+    if process.ended:
+        return False
     if process.kind == "compute+graphics":
         return None if process.memory_used is None else process.memory_used > tolerance
     return process.kind != "graphics"
@@ -56,7 +61,7 @@ def occupants(device: Device, tolerance: int = IDLE_TOLERANCE) -> tuple[GpuProce
         [
             process
             for process in device.processes or ()
-            if may_compute(process, tolerance) or (exclusive and process.kind != "graphics")
+            if may_compute(process, tolerance) or (exclusive and process.kind != "graphics")  # also one that has ended
         ]
     )
 
@@ -75,6 +80,8 @@ def unlisted_memory(device: Device, tolerance: int = IDLE_TOLERANCE) -> int | No
         return None
     accounted = 0
     for process in device.processes or ():
+        if process.ended:
+            continue
         if may_compute(process, tolerance):
             if not device.processes_plausible:
                 continue

@@ -54,6 +54,7 @@ class GpuProcess:
     start_time: float | None = None  # seconds since boot, /proc/PID/stat field 22
     uid: int | None = None
     user: str | None = None
+    ended: bool = False  # there is no such process any more, and the driver goes on listing it
     utilization: float | None = None  # percent of the SMs
     memory_utilization: float | None = None  # percent of the time in which it read or wrote memory
     encoder_utilization: float | None = None  # percent

@@ -110,6 +110,8 @@ class Watchdog:
         self._judged_by: Sequence[Policy] = ()  # ... the policies that it is about
         self._view: RuleView | None = None
         self._hidden = set[str]()  # ids of claims whose lock no process has open
+        # (uuid, pid) of listed processes that have ended: samples in a row, and whose it was
+        self._ended: dict[tuple[str, int], tuple[int, str | None]] = {}
         self._pending: dict[PendingKey, list[tuple[Policy, Verdict]]] = {}
         self._deferred: dict[PendingKey, tuple[int, float]] = {}  # by a check: which step, and until which clock
         self._refused: dict[PendingKey, tuple[int, str]] = {}  # by a check, for good: which step, and why
@@ -136,6 +138,7 @@ class Watchdog:
         if policies is not self._needs.policies:
             self._needs = needs_of(policies)
         snapshot = self._with_claims(self._backend.sample(self._needs.fields | self.extra_fields()))
+        self._note_ended(snapshot)
         self._memory.kept = dict(self.kept)
         self._view = self._view_of(snapshot, policies)
         with self._judging:
@@ -240,6 +243,24 @@ class Watchdog:
             if claim.id in self._hidden - before:
                 text = hidden_claim_text(map(directory.lock_path, claim.slots or claim.devices))
                 self._record(Event(time.time(), "claim", "hidden", devices=claim.devices, claim=claim.id, message=text))
+
+    def _note_ended(self, snapshot: Snapshot) -> None:
+        """Leave an Event for each process that the driver still lists after its end, once as long as that lasts.
+
+        At the second sample: every process that ends may be met between the driver's list and /proc.
+        """
+        known, self._ended = self._ended, {}
+        before = self._view.snapshot.devices if self._view else ()
+        for device in snapshot.devices:
+            for pid in [process.pid for process in device.processes or () if process.ended]:
+                rows = [row for old in before if old.uuid == device.uuid for row in old.processes or ()]
+                count, user = known.get(
+                    (device.uuid, pid), (0, next((row.user for row in rows if row.pid == pid), None))
+                )
+                self._ended[device.uuid, pid] = count + 1, user
+                if count == 1:
+                    text = "the driver lists a process that has ended: a child of it may still hold the GPU"
+                    self._record(Event(time.time(), "note", "process ended", user, (device.uuid,), pid, message=text))
 
     def _view_of(self, snapshot: Snapshot, policies: Sequence[Policy]) -> RuleView:
         if not policies:

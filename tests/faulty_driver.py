@@ -318,6 +318,9 @@ def lists(world: World) -> Iterator[Case]:
         f"pid {pid}": partial(world.listed, 1, (one, big, "compute"), (pid, GIB, "compute"), stays=1)
         for pid in (0, 1, -1, 4294967295, 2**31 - 1)
     }
+    garbage["a dead pid beside a pid in the place of memory"] = partial(
+        world.listed, 1, (one, big, "compute"), (a_dead_pid(), two | 1, "compute"), stays=1
+    )
     garbage["twice"] = lambda: world.listed(1, (one, big, "compute"), (one, big, "compute"))
     garbage["more than the card has"] = lambda: world.listed(1, (one, 100 * GIB, "compute"), counted=0)
     garbage["more than is used"] = lambda: world.listed(
@@ -336,6 +339,23 @@ def lists(world: World) -> Iterator[Case]:
             world.lay_out("guilty")
             hit = rounds(world, Driver(world), hurt, when=when)
             yield f"{name}, {when}", faults_of(world, hit, POLICIES)
+
+
+def a_dead_pid() -> int:
+    with a_child("true", uid=OTHER) as child:
+        child.wait()
+    return child.pid
+
+
+def ended(world: World) -> Iterator[Case]:
+    """A process that has ended, which a child of it keeps in the list, shelters nobody on its device."""
+    for memory in (100 * 2**20, -1):
+        for when in ("sample", "last look"):
+            world.lay_out("guilty")
+            beside = partial(world.listed, 1, (world.second[0], 60 * GIB, "compute"), (a_dead_pid(), memory, "compute"))
+            hit = rounds(world, Driver(world), partial(beside, stays=1), when=when)
+            missed = [rule for rule, pids in hit.items() if world.second[0] not in pids]
+            yield f"{memory} bytes of an ended process, {when}", [*faults_of(world, hit, ()), *missed]
 
 
 def desktops(world: World) -> Iterator[Case]:
@@ -363,7 +383,7 @@ def silence(world: World) -> Iterator[Case]:
                 yield f"{name} {what}, {when}", faults_of(world, hit, POLICIES)
 
 
-CAMPAIGNS = {one.__name__: one for one in (every_code, the_last_look, values, lists, desktops, silence)}
+CAMPAIGNS = {one.__name__: one for one in (every_code, the_last_look, values, lists, ended, desktops, silence)}
 
 
 def believe_every_list() -> None:

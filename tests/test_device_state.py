@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from gpuguard.device_state import (
 from gpuguard.errors import NotEnoughGpus
 from gpuguard.metrics.facts import MetricFacts
 from gpuguard.metrics.families import metric_families
-from gpuguard.model import ClaimRecord, Gap, ProcessStat, Snapshot
+from gpuguard.model import ClaimRecord, Gap, GpuProcess, ProcessStat, Snapshot
 from gpuguard.policies.usage import UnclaimedRule
 from gpuguard.policies.view import RuleView
 from gpuguard.request import Request
@@ -198,6 +199,48 @@ def test_of_a_machine_only_what_belongs_to_some_users_on_some_devices_is_shown()
 )
 def test_what_a_device_has_drawn_is_told_by_its_counter_where_that_can_be(before, now, watts):
     assert mean_watts(a_device(total_energy=before), a_device(total_energy=now), 2.0) == watts
+
+
+ENDED = GpuProcess(4000, 600 * MIB, ended=True)
+
+
+@pytest.mark.parametrize(
+    ("memory", "processes", "state", "eligible"),
+    [
+        (500 * MIB, (replace(ENDED, memory_used=500 * MIB),), "free", True),  # as much as an idle one may hold
+        (500 * MIB, (replace(ENDED, memory_used=None),), "free", True),
+        (600 * MIB, (ENDED,), "unclaimed_use", False),
+        (70 * GIB, (replace(ENDED, memory_used=None),), "unclaimed_use", False),
+        (70 * GIB, (replace(ENDED, kind="graphics"),), "unclaimed_use", False),
+        (10 * GIB, (ENDED, a_process()), "unclaimed_use", False),
+    ],
+)
+def test_what_a_process_that_has_ended_leaves_on_a_device_counts_as_memory_of_nobody(
+    memory, processes, state, eligible
+):
+    snapshot = a_snapshot(a_device(processes=processes, memory_used=memory))
+
+    assert uses(snapshot)[0].state == state
+    assert bool(choose(snapshot, Request(), {}).devices) == eligible
+
+
+def test_a_process_that_has_ended_keeps_a_device_that_only_one_may_have():
+    device = a_device(processes=(replace(ENDED, memory_used=MIB),), compute_mode="exclusive_process")
+
+    assert [use.state for use in uses(a_snapshot(device))] == ["unclaimed_use"]
+
+
+def test_who_and_top_say_of_a_process_that_it_has_ended():
+    snapshot = a_snapshot(a_device(processes=(ENDED, a_process()), memory_used=20 * GIB))
+    found = uses(snapshot)
+    scene = Scene(snapshot, found)
+    lines = [line.text for line in page(scene, History(), ScreenView(mode="compact"), 120, 60)]
+
+    for screen in (who.to_text(snapshot, found), lines):
+        (told,) = [line for line in screen if "4000" in line.split()]
+        assert "has ended" in told and "no claim" not in told
+    rows = who.to_json(snapshot, found)["devices"][0]["processes"]
+    assert [(row["ended"], row["computes"]) for row in rows] == [(True, False), (False, True)]
 
 
 SECOND_COPIES = [

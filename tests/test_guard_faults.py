@@ -32,7 +32,15 @@ def campaign(fake: FakeNvml, *words: str) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "cases"),
-    [("every_code", 80), ("the_last_look", 30), ("values", 25), ("lists", 20), ("desktops", 6), ("silence", 8)],
+    [
+        ("every_code", 80),
+        ("the_last_look", 30),
+        ("values", 25),
+        ("lists", 20),
+        ("ended", 4),
+        ("desktops", 6),
+        ("silence", 8),
+    ],
 )
 def test_nobody_is_hit_by_what_a_broken_driver_says(tmp_path: Path, name: str, cases: int) -> None:
     with FakeNvml(tmp_path, devices=3) as fake:
@@ -54,6 +62,24 @@ def test_a_guard_that_believes_the_driver_is_caught(tmp_path: Path, name: str, f
         wrong = campaign(fake, name, fault)["wrong"]
 
     assert [one for one in wrong if found in one]
+
+
+ENFORCED = "policies:\n  - {name: bare, for: 400ms, cooldown: 0s, when: {memory: {above: 20GiB}}, steps: [terminate]}\n"
+
+
+def test_a_process_that_has_ended_with_a_child_on_the_gpu_shelters_nobody_there_and_is_named(tmp_path: Path) -> None:
+    with FakeNvml(tmp_path, devices=2) as fake, a_child("true") as parent, a_child() as offender:
+        parent.wait()
+        fake.add_process(0, parent.pid, GIB // 8, stays=1)
+        fake.add_process(0, offender.pid, 60 * GIB)
+        with driven(tmp_path, fake, ENFORCED) as daemon:
+            ended = offender.wait(60)
+            told = daemon.until("note")
+
+    assert ended == -signal.SIGTERM
+    assert [(event["outcome"], event["pid"]) for event in told if event["outcome"] != "cleared"] == [
+        ("process ended", parent.pid)
+    ]
 
 
 SAMPLE_PERIOD = -700_000  # microseconds: a driver tells each of its samples once

@@ -428,14 +428,68 @@ def test_rows_of_another_version_and_more_memory_than_is_used_are_not_believed(f
     assert not sampled(fake, "{MEMORY, PROCESSES}").devices[0].processes_plausible
 
 
-def test_a_dead_pid_is_read_once_more_before_the_list_is_doubted(fake: FakeNvml) -> None:
-    with subprocess.Popen(["true"]) as gone:
-        gone.wait()
-    fake.add_process(0, gone.pid, GIB, stays=1)
-    snapshot = sampled(fake, "{MEMORY, PROCESSES}")
+@pytest.fixture
+def gone() -> int:
+    """The pid of a process that has ended."""
+    with subprocess.Popen(["true"]) as child:
+        child.wait()
+    return child.pid
 
-    assert gaps_of(snapshot, snapshot.devices[0])["processes"].endswith(f"pid {gone.pid} is not in this pid namespace")
+
+def test_a_process_that_has_ended_is_unknown_alone_once_the_list_was_read_again(fake: FakeNvml, gone: int) -> None:
+    fake.add_process(0, os.getpid(), 2 * GIB)
+    fake.add_process(0, gone, GIB, stays=1)
+    fake.add_process(0, gone, GIB, "graphics", stays=1)
+    device = sampled(fake, "WHO_FIELDS").devices[0]
+
+    assert device.processes_plausible and device.processes
+    assert [(row.pid, row.ended, row.uid) for row in device.processes] == [
+        (os.getpid(), False, os.getuid()),
+        (gone, True, None),
+    ]
     assert fake.calls()["nvmlDeviceGetComputeRunningProcesses_v3"] == 7 + 2
+
+
+IN_ANOTHER_NAMESPACE = "from gpuguard import procfs; procfs.in_first_pid_namespace = lambda: {said}\n"
+
+
+@pytest.mark.parametrize("said", [False, None])
+def test_where_the_pids_are_not_surely_ours_one_that_nobody_has_condemns_the_list(fake, gone, said):
+    fake.add_process(0, os.getpid(), 2 * GIB)
+    fake.add_process(0, gone, GIB, stays=1)
+    script = IN_ANOTHER_NAMESPACE.format(said=said)
+    snapshot = answer_of(fake, f"{script}answer = nvml.open().sample(WHO_FIELDS)")
+
+    assert not snapshot.devices[0].processes_plausible
+    assert gaps_of(snapshot, snapshot.devices[0])["processes"].endswith(f"pid {gone} is not in this pid namespace")
+
+
+def test_memory_that_is_no_whole_number_of_pages_beside_a_dead_pid_condemns_the_list(fake: FakeNvml, gone: int) -> None:
+    fake.add_process(0, os.getpid(), 2 * GIB)
+    fake.add_process(0, gone, os.getpid() | 1, stays=1)
+
+    assert not sampled(fake, "WHO_FIELDS").devices[0].processes_plausible
+
+
+PID_IN_OTHER_HANDS = """
+from gpuguard import procfs
+backend, stat_of, alive = nvml.open(), procfs.stat_of, procfs.alive
+procfs.stat_of = procfs.alive = lambda pid: None
+first = backend.sample(WHO_FIELDS).devices[0]
+procfs.stat_of, procfs.alive = stat_of, alive
+second = backend.sample(WHO_FIELDS).devices[0]
+fake.clear_processes(0)
+backend.sample(WHO_FIELDS)
+fake.add_process(0, {pid}, GIB)
+answer = [device.processes[0] for device in (first, second, backend.sample(WHO_FIELDS).devices[0])]
+"""
+
+
+def test_who_gets_the_pid_of_an_ended_process_is_not_taken_for_it_while_the_driver_lists_it(fake: FakeNvml) -> None:
+    fake.add_process(0, os.getpid(), GIB)
+    rows = answer_of(fake, PID_IN_OTHER_HANDS.format(pid=os.getpid()))
+
+    assert [(row.ended, row.uid) for row in rows] == [(True, None), (True, None), (False, os.getuid())]
 
 
 def test_a_list_that_grows_too_fast_is_read_again(fake: FakeNvml) -> None:

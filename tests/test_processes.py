@@ -56,6 +56,23 @@ def test_one_bad_element_makes_the_list_implausible(rows: Rows, reason: str) -> 
     assert reason in (judged([(42, GIB), *rows]) or "")
 
 
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([(6000, GIB)], None),
+        ([(6000, None), (6001, 0), (6002, GIB)], None),  # how many there are is for users to choose
+        ([(6000, 4711)], "pid 6000"),  # a pid stands where memory belongs: rows of another length
+        ([(6000, GIB), (0, GIB)], "pid 0 cannot"),
+        ([(6000, GIB), (6000, GIB)], "listed twice"),
+        ([(6000, TOTAL + 4096)], "more memory than the GPU"),
+    ],
+)
+def test_where_the_pids_are_our_own_a_process_that_has_ended_condemns_no_list(rows: Rows, reason: str | None) -> None:
+    told = judged([(42, GIB), *rows], own_pids=True)
+
+    assert (reason in (told or "")) if reason else told is None
+
+
 def test_processes_that_need_more_than_the_device_has_are_not_believed_whatever_is_used() -> None:
     rows = [(100, TOTAL - GIB), (200, GIB)]
 

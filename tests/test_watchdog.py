@@ -254,6 +254,19 @@ def test_a_note_is_written_down_when_it_is_new(a_watchdog, log):
     assert outcomes(log, "note") == ["gap"]
 
 
+def test_the_admin_is_told_once_of_a_process_that_is_listed_after_its_end_and_of_none_that_is_just_ending(
+    a_watchdog, log
+):
+    ends, stays = a_process(31), a_process(32)
+    lists = [(ends, stays), (replace(ends, ended=True), stays), (stays,)]
+    lists += [(replace(stays, ended=True, user=None, uid=None, start_time=None),)] * 3 + [()]
+    devices = [a_device(processes=processes, memory_used=20 * GIB) for processes in lists]
+    samples = [a_snapshot(device, clock=10_000.0 + number) for number, device in enumerate(devices)]
+    looks(a_watchdog(Scripted(*samples), ()), len(samples))
+
+    assert [(event.outcome, event.pid, event.user) for event in log] == [("process ended", 32, "alice")]
+
+
 def test_time_is_that_of_the_machine_and_goes_on_while_it_sleeps(a_watchdog, place):
     seen = []
     a_watchdog(start(place), (), on_sample=lambda *each: seen.append(each)).step()

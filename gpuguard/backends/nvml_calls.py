@@ -226,6 +226,7 @@ class KnownDevice:
         self.instances: frozenset[str] = frozenset()  # uuids of its MIG instances, as last seen
         self.told: Any = None  # its lists of processes as they were the last time, ...
         self.listed: list[GpuProcess] = []  # ... and the processes in them
+        self.ended: set[int] = set()  # pids that are listed still, although no process had them at some sample
         self.utilization_seen = 0  # time stamp of the newest process utilization sample
         # (when, KiB since ever by link and field) of what goes over NVLink
         self.flow: tuple[float, dict[tuple[int, str], int]] | None = None
@@ -247,6 +248,7 @@ class Reading:
         self.gaps: list[Gap] = []
         self.problems: list[str] = []
         self.stats: dict[int, Stat] = {}  # of the processes that it lists
+        self.gone: set[int] = set()  # pids that it lists, and that no process has
         self.memory_doubt: str | None = None  # why the memory of its processes cannot be checked
 
     def call(self, function: str, *arguments: Any) -> CallResult:

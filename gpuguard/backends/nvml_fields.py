@@ -28,7 +28,7 @@ from gpuguard.backends.plausibility import LARGEST_MEMORY, SLACK, implausibility
 from gpuguard.model import BRIEF, BUSY_MEMORY, IDLE_TOLERANCE, PROCESS_DETAILS, PROCESSES, GpuProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from typing import Any
 
     Lists = dict[str, list[tuple[int, "int | None"]]]  # by kind: pid and bytes of each process
@@ -244,14 +244,24 @@ def read_processes(reading: Reading) -> None:
     # A desktop looks like a job when the list of graphics processes exists and could not be read.
     reading.values["processes_plausible"] = reason is None and all(answer.code in NEVER for answer in failed.values())
     if reason is None:
-        read = procfs.described if details else procfs.identified
-        rows = [read(row, reading.stats.get(row.pid)) for row in rows]
+        read, ended = procfs.described if details else procfs.identified, _ended(reading, rows)
+        rows = [replace(row, ended=True) if row.pid in ended else read(row, reading.stats.get(row.pid)) for row in rows]
         if details and BRIEF not in reading.fields:
             rows = _with_utilization(reading, rows)
     else:
         # The processes that have these pids here are not those that the driver means: they stay numbers.
         reading.gap("processes", f"implausible list: {reason}")
     reading.values["processes"] = tuple(rows)
+
+
+def _ended(reading: Reading, rows: Iterable[GpuProcess]) -> set[int]:
+    """The pids of *rows* that belong to no process any more.
+
+    One that was listed without a process stays so until the driver leaves it out: another process may have got its pid
+    since, perhaps by the doing of whoever left the row behind.
+    """
+    reading.device.ended = {row.pid for row in rows} & (reading.device.ended | reading.gone)
+    return reading.device.ended
 
 
 def _kinds(reading: Reading) -> list[str]:
@@ -275,7 +285,7 @@ def read_idle_processes(reading: Reading) -> None:
 def _plausible_lists(reading: Reading, kinds: list[str]) -> tuple[Lists, dict[str, CallResult], str | None]:
     lists, failed = _lists(reading, kinds)
     reason = _implausibility(reading, lists, reading.values.get("memory_used"))
-    if reason:
+    if reason or not reading.gone <= reading.device.ended:
         # A process that ended or grew between two calls looks the same: once more, the memory last.
         lists, failed = _lists(reading, kinds)
         used = memory_of(reading).value if "memory_used" in reading.values else None
@@ -331,12 +341,14 @@ def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | N
     if any(lists.values()) and reading.memory_doubt:
         return reading.memory_doubt
     total = reading.values.get("memory_total")
-    reading.stats = {}
+    reading.stats, reading.gone = {}, set()
+    own_pids = procfs.in_first_pid_namespace() is True
     for rows in filter(None, lists.values()):
         reason = implausibility(
             rows,
             alive=lambda pid: _is_alive(reading, pid),
             pid_max=procfs.pid_max(),
+            own_pids=own_pids,
             memory_total=total,
             memory_used=used,
         )
@@ -353,12 +365,13 @@ def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | N
 
 
 def _is_alive(reading: Reading, pid: int) -> bool:
-    """As procfs.alive(); what is read of those that are goes into *reading*."""
+    """As procfs.alive(); what is learned of the process goes into *reading*."""
     stat = procfs.stat_of(pid)
-    if stat is None:
-        return procfs.alive(pid)
-    reading.stats[pid] = stat
-    return True
+    if stat:
+        reading.stats[pid] = stat
+    elif not procfs.alive(pid):
+        reading.gone.add(pid)
+    return pid not in reading.gone
 
 
 def _merged(lists: Lists, memory_total: int | None) -> list[GpuProcess]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # process may grow in between, and drivers round each process up to pages of 2 MiB; a scrambled list is off by far more.
 SLACK = 512 * 2**20
 LARGEST_MEMORY = 2**44  # bytes: no device has 16 TiB
+PAGE = 4096  # bytes: the smallest that any driver gives a process
 
 PLAUSIBLE: dict[str, tuple[float, float]] = {
     "temperature": (0, 130), "temperature_slowdown": (1, 150), "temperature_shutdown": (1, 150), "fan_speed": (0, 100),
@@ -48,6 +49,7 @@ def implausibility(
     *,
     alive: Callable[[int], bool],
     pid_max: int,
+    own_pids: bool = False,
     memory_total: int | None = None,
     memory_used: int | None = None,
 ) -> str | None:
@@ -57,10 +59,18 @@ def implausibility(
     and pids of another pid namespace.  One bad element makes the whole list implausible: the others may be right by
     chance.
 
+    A process that has ended is no such element.  The driver lists it as long as a child of it has the device open, so
+    every user can have one on every device, and with it would keep all rules from everybody there.  How many of them
+    there are says nothing for the same reason, nor whether we have seen them alive: they may end between two samples.
+    What they cannot choose is a memory that is no whole number of pages: that is a number from another field, and the
+    list is garbage.  A living pid that stands beside dead ones by chance is still hit by nobody, because before a
+    signal it must have the driver open: see enforcement.preflight.
+
     Args:
         rows: pid and bytes of each process of one list; bytes are None where the driver does not tell.
         alive: whether a pid exists here.
         pid_max: the largest pid of this kernel.
+        own_pids: whether our pid namespace is the machine's, so that a pid that does not exist is one that has ended.
         memory_total: bytes of the device; None: not told, so only what no device has is refused.
         memory_used: bytes in use on the device; None: not checked.
     """
@@ -76,7 +86,7 @@ def implausibility(
             return f"pid {pid} has {memory} bytes"
         if memory is not None and memory > most:
             return f"pid {pid} has more memory than the GPU"
-        if not alive(pid):
+        if not (alive(pid) or (own_pids and (memory or 0) % PAGE == 0)):
             return f"pid {pid} is not in this pid namespace"
     total = sum(memory or 0 for _, memory in rows)
     if memory_used is not None and total > memory_used + SLACK:

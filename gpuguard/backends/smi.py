@@ -424,10 +424,12 @@ def read_processes(reading: SmiReading, listed: Element | None, instance: tuple[
         rows.append(process)
     rows = _merged(rows)
     live, details = reading.live, PROCESS_DETAILS in reading.fields
+    gone = {row.pid for row in rows if live and not procfs.alive(row.pid)}
     reason = implausibility(
         [(row.pid, row.memory_used) for row in rows],
-        alive=procfs.alive if live else lambda _pid: True,
+        alive=lambda pid: pid not in gone,
         pid_max=procfs.pid_max() if live else LARGEST_PID,
+        own_pids=procfs.in_first_pid_namespace() is True,
         memory_total=reading.values.get("memory_total"),
         memory_used=reading.values.get("memory_used"),
     )
@@ -438,7 +440,8 @@ def read_processes(reading: SmiReading, listed: Element | None, instance: tuple[
         # Of a list that cannot be believed, too: the process with such a pid here is not the one that the driver means.
         rows = [replace(row, command=None) for row in rows]
     if live and not reason:
-        rows = [(procfs.described if details else procfs.identified)(row) for row in rows]
+        read = procfs.described if details else procfs.identified
+        rows = [replace(row, ended=True) if row.pid in gone else read(row) for row in rows]
     if details and rows:
         reading.gap("processes (utilization)", _NOT_TOLD)
         if not live:

@@ -29,7 +29,7 @@ _FIELDS_OF = {
         "uuid parent_uuid pci_bus_id processes problems nvlink_links",
     ),
     "process": (
-        "pid memory_used kind start_time utilization memory_utilization encoder_utilization decoder_utilization",
+        "pid memory_used kind start_time ended utilization memory_utilization encoder_utilization decoder_utilization",
         "uid user command executable container working_directory conda_environment",
     ),
     "claim": (

@@ -292,6 +292,7 @@ SENTENCES = (
         "receives (descriptors in flight over a unix socket), in a mapping or in an io_uring.  It counts as no "
         "claim.  The lock is free when the process ends that keeps it, which may be: {processes}."
     ),
+    "the driver lists a process that has ended: a child of it may still hold the GPU",
     "whether it is used cannot be seen: {unknown}",
     "pid {pid} ({command}) computes for {time} with {memory}",
     "pid {pid} ({command}) computes for {time}",

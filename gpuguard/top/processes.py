@@ -18,6 +18,7 @@ from gpuguard.top.scene import Identity, Moment, Scene, ScreenLine, ScreenView, 
 from gpuguard.units import format_bytes, format_duration, format_rounded
 from gpuguard.views.charts import Part, fitted
 from gpuguard.views.text import padded, shorten
+from gpuguard.views.who import ENDED
 
 _ROOMY = range(100, 100_000)  # columns of a screen with room for more than what matters most
 _WITH_BANDWIDTH, _WITH_ALL = range(120, _ROOMY.stop), range(150, _ROOMY.stop)
@@ -42,6 +43,7 @@ class ProcessRow:
     claim: str | None
     stopped: bool
     kind: str
+    computes: bool  # or may
     command: str
 
 
@@ -85,7 +87,8 @@ def _row(scene: Scene, places: Sequence[tuple[DeviceUse, ProcessUse]]) -> Proces
         claim=first.claim,
         stopped=bool(first.stopped),
         kind=neutralise(process.kind),
-        command=container + neutral_command(process.command, brief=True),
+        computes=any(may_compute(running.process) for _use, running in places),
+        command=_(ENDED) if process.ended else container + neutral_command(process.command, brief=True),
     )
 
 
@@ -144,7 +147,7 @@ class _Column:
 def _claim(row: ProcessRow) -> Part:
     if row.claim:
         return neutralise(row.claim)[:8], ""
-    return ("", "") if row.kind == "graphics" else (_("no claim"), "red")
+    return (_("no claim"), "red") if row.computes else ("", "")
 
 
 def _known(value: object, text: str) -> Part:

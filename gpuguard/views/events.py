@@ -45,7 +45,7 @@ WORDS = (
     N_("target"), N_("users"), N_("count"), N_("retry_after"), N_("num_gpus"), N_("begins"), N_("ends"),
     N_("harm_action"), N_("harm"), N_("path"), N_("slurm_job"), N_("ticket"), N_("lines"), N_("waited"),
     N_("time limit"), N_("limit"), N_("stranger"), N_("share"), N_("owner warned"),
-    N_("metrics not served"), N_("metrics served"),
+    N_("metrics not served"), N_("metrics served"), N_("process ended"),
 )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ LABELS = {  # exact state: (words, colour)
     device_state.DIVIDED: (N_("divided (MIG)"), "dim"),
     device_state.RESERVED: (N_("reserved"), "yellow"),
 }
+ENDED = N_("has ended, its memory is still held")  # of a process that the driver goes on listing
 TOTALS = (N_("USER"), N_("GPUS"), N_("PROCESSES"), N_("MEMORY"), N_("CLAIMED"), N_("IDLE"))
 _INDENT = "     "
 _SHORTEST_NAME = 16  # columns of it: "GeForce RTX 4090"
@@ -199,6 +200,7 @@ def _process_row(running: ProcessUse, snapshot: Snapshot, brief: bool) -> list[s
         remarks = [_("perhaps ") * running.guessed + running.claim]
     else:
         remarks = [_("no claim")] if may_compute(process) else []
+    remarks += [_(ENDED)] if process.ended else []
     remarks += [process.kind] if process.kind != "compute" else []
     remarks += [_("stopped")] if running.stopped else []
     container = _("in {container}: ").format(container=neutralise(process.container[:12])) if process.container else ""
@@ -316,6 +318,7 @@ def _process_json(running: ProcessUse, snapshot: Snapshot) -> dict[str, Any]:
         **picked(process, "working_directory", "conda_environment", "memory_used_bytes", "utilization_percent"),
         **picked(process, "memory_utilization_percent", "encoder_utilization_percent", "decoder_utilization_percent"),
         "computes": computes(process),
+        "ended": process.ended,
         **picked(running, "claim", "stopped"),
         "claim_guessed": running.guessed,
         "running_seconds": _running(running, snapshot),
