@@ -25,7 +25,7 @@ from gpuguard.model import (
     UTILIZATION,
     Device,
 )
-from gpuguard.units import format_bytes
+from gpuguard.units import format_bytes_exactly
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -236,7 +236,7 @@ def options_of(request: Request) -> tuple[str, ...]:
 
 
 def _size(count: int | None) -> str:
-    return "" if count is None else format_bytes(count)
+    return "" if count is None else format_bytes_exactly(count)
 
 
 def _number(value: float | None, unit: str) -> str:

@@ -21,6 +21,7 @@ from gpuguard.eligibility import (
     Refusal,
     Sharing,
     Terms,
+    capacity,
     is_share_of,
     memory_left,
     occupancy,
@@ -32,15 +33,23 @@ from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.locale import _, ngettext
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.request import Request, options_of, spelled
-from gpuguard.units import format_bytes, format_count, format_duration
+from gpuguard.units import format_bytes, format_bytes_within, format_count, format_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 _GRAIN = 512 * 2**20  # bytes of free memory that count as equal
 _UTILIZATION_GRAIN = 5  # percent
 _TEMPERATURE_GRAIN = 5  # Celsius
 _MOST_FACTS = 5  # about devices that cannot satisfy a request
+
+
+# Options that ask for a size, and how much of it a device has.
+_SIZES: Mapping[str, Callable[[Device], int | None]] = {
+    "--min-free": capacity,
+    "--min-total": lambda device: device.memory_total,
+    "--memory": capacity,
+}
 
 
 @dataclass(frozen=True)
@@ -285,13 +294,22 @@ def _never(request: Request, could: Choice) -> str:
     there = f"{_there('exist', fit)}{condition}"
     if alone and not asked:
         there = _("one process can use only {count} here").format(count=fit)
-    droppable = [name for name in names if name != "--memory"]  # which a share must have
+    largest = {name: _largest(request, could, name) for name in names if name in _SIZES}
+    droppable = [name for name in names if name != "--memory" and not largest.get(name)]
+    models = _other_models(request, could)
     advice = [_("ask for {count}").format(count=fit)] * bool(fit)
+    advice += [
+        _("ask for at most {size} ({option})").format(size=format_bytes_within(size), option=option)
+        for option, size in largest.items()
+        if size
+    ]
     advice += [_("drop {options}").format(options=_(" or ").join(droppable))] * bool(droppable)
-    advice += [_("ask for less --memory")] * (droppable != names)
+    advice += [_("ask for --model {models}").format(models=_(" or ").join(models))] * bool(models)
+    advice += [_("ask for less --memory")] * (largest.get("--memory") == 0)
     advice += [_("add {mig_set} if a launcher starts one process for each instance").format(mig_set=MIG_SET)] * (
         alone >= request.num_gpus
     )
+    hint = _(", or ").join(advice)
     lines = [
         _("wanted {count}, but {there}.").format(count=format_count(request.num_gpus, "GPU"), there=there),
         *(f"  {limit}" for limit in outer),
@@ -299,10 +317,27 @@ def _never(request: Request, could: Choice) -> str:
         *_lacking(could),
         *_profiles(request, could),
         *_mixed(could.devices),
-        *[_("{advice}.").format(advice=_(", or ").join(advice).capitalize())] * bool(advice),
+        *[_("{advice}.").format(advice=hint[:1].upper() + hint[1:])] * bool(hint),
         _("`gpuguard explain {spelled}` shows each GPU.").format(spelled=spelled(request)),
     ]
     return "\n".join(lines)
+
+
+def _largest(request: Request, could: Choice, option: str) -> int:
+    """The size of *option* with which there would be enough devices; 0 when no size helps by itself."""
+    devices = _usable([*could.devices, *_only_lacking(could, option)], request)
+    sizes = sorted((_SIZES[option](device) or 0 for device in devices), reverse=True)
+    return sizes[request.num_gpus - 1] if len(sizes) >= request.num_gpus else 0
+
+
+def _other_models(request: Request, could: Choice) -> list[str]:
+    """The models, as --model takes them, of which there are enough devices that only another --model keeps out."""
+    names = Counter(device.name for device in _only_lacking(could, "--model") if device.name)
+    return [f"'{shown(name)}'" for name, count in names.most_common(_MOST_FACTS) if count >= request.num_gpus]
+
+
+def _only_lacking(could: Choice, option: str) -> list[Device]:
+    return [refusal.device for refusal in could.refused if {reason.option for reason in refusal.reasons} == {option}]
 
 
 def _explained(refusals: Sequence[Refusal], most: int = 16) -> list[str]:

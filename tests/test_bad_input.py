@@ -83,9 +83,13 @@ RUN_DEVICES = [
     ("--prefer 12 true", "--prefer 12 names no GPU"),
     (
         "--model A100 true",
-        "none exists that can satisfy --model 'A100'.\n  its model is NVIDIA H100 80GB HBM3 (8 GPUs)\nDrop --model.",
+        "none exists that can satisfy --model 'A100'.\n  its model is NVIDIA H100 80GB HBM3 (8 GPUs)\n"
+        "Drop --model, or ask for --model 'NVIDIA H100 80GB HBM3'.",
     ),
-    ("--min-total 90GiB true", "--min-total 90.0GiB.\n  has 79.6GiB of memory in all (8 GPUs)\nDrop --min-total."),
+    (
+        "--min-total 90GB true",
+        "--min-total 90GB.\n  has 79.6GiB of memory in all (8 GPUs)\nAsk for at most 79.6GiB (--min-total).",
+    ),
     ("--exclude 0,1,2,3,4,5,6,7 true", "Drop --exclude."),
     ("--dir PLACE/file true", "/file is not a directory (a symbolic link is not followed).  Run `sudo gpuguard setup`"),
     ("--dir PLACE/file/x true", "cannot be made ready for claims: Not a directory.  Name another directory"),
@@ -172,7 +176,7 @@ OTHERS = [
     (2, "sim", "required: ACTION"),
     (2, "sim start 4xFoo", "Foo-24GB"),
     (2, "sim start 0xH100-80GB", "a node has 1 to 64"),
-    (1, "sim start 8xH100-80GB", "`gpuguard sim stop` ends it, --force replaces it"),
+    (1, "sim start 4xRTX4090", "`gpuguard sim stop` ends it, --force replaces it"),
     (4, "sim show --backend simulated:PLACE/file", "is not a directory"),
     (2, "sim use --memory 10GiB", "say which GPUs: --device 0,1"),
     (2, "sim use --memory 10GiB --device 9", "'9' is no GPU of the simulated node"),

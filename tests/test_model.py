@@ -25,6 +25,8 @@ from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.model import ALL_FIELDS, VERIFY_FIELDS, WHO_FIELDS, ClaimRecord, Device, Gap, GpuProcess
 from gpuguard.units import (
     format_bytes,
+    format_bytes_exactly,
+    format_bytes_within,
     format_count,
     format_duration,
     format_energy,
@@ -160,6 +162,21 @@ def test_what_is_shown_as_bytes_can_be_read_again_and_is_right_to_a_few_percent(
     shown = parse_bytes(format_bytes(count))
 
     assert math.isclose(shown, count, rel_tol=0.06)
+
+
+@given(st.integers(0, 10**15 - 1))
+def test_a_size_that_is_spelled_exactly_is_read_back_as_the_same(count):
+    assert parse_bytes(format_bytes_exactly(count)) == count
+
+
+@pytest.mark.parametrize("text", ["20.0GiB", "30GB", "1.5TB", "500MB", "512MiB", "80.1GiB", "0B"])
+def test_a_size_comes_back_as_it_was_typed(text):
+    assert format_bytes_exactly(parse_bytes(text)) == text.replace("1.5TB", "1500GB")
+
+
+@given(st.integers(2**20, 999 * 2**30))
+def test_a_size_that_can_be_asked_for_is_never_more_than_there_is(count):
+    assert 0 <= count - parse_bytes(format_bytes_within(count)) < max(2**20, 2**30 / 10) + 1
 
 
 @given(st.integers(min_value=0, max_value=10**9))

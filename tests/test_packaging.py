@@ -44,14 +44,18 @@ def builds(tmp_path_factory):
     wheels = []
     for name, umask in (("one", 0o022), ("another", 0o077)):
         place = tmp_path_factory.mktemp(name)
-        sources = place / name / "sources"
-        sources.mkdir(parents=True)
-        for part in SOURCES:  # what a wheel is made of, and no cache that lies beside it
-            copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copyfile
-            more = {"ignore": shutil.ignore_patterns("__pycache__")} if (ROOT / part).is_dir() else {}
-            copy(ROOT / part, sources / part, **more)
-        wheels.append(built(sources, place, "wheel", umask))
+        wheels.append(built(copied(place / name / "sources"), place, "wheel", umask))
     return wheels
+
+
+def copied(sources: Path) -> Path:
+    """What a wheel is made of, and no cache that lies beside it."""
+    sources.mkdir(parents=True)
+    for part in SOURCES:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copyfile
+        more = {"ignore": shutil.ignore_patterns("__pycache__")} if (ROOT / part).is_dir() else {}
+        copy(ROOT / part, sources / part, **more)
+    return sources
 
 
 def built(sources: Path, place: Path, target: str, umask: int = 0o022) -> Path:
@@ -88,6 +92,92 @@ def test_the_same_sources_and_their_archive_give_the_same_wheel(builds, tmp_path
     (inside,) = (tmp_path / "unpacked").iterdir()
 
     assert digest(built(inside, tmp_path, "wheel")) == digest(builds[0]) == digest(builds[1])
+
+
+PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
+
+
+class Stranger:
+    """An environment without anything in it, and what pip does there as a stranger would have it: with its own build.
+
+    Nothing that it does is pinned, and what it has fetched for one build serves the next.
+    """
+
+    def __init__(self, place: Path, sources: Path) -> None:
+        self.place, self.sources, self.python = place, sources, place / "venv" / "bin" / "python"
+        pinned = ("PIP_CONSTRAINT", "PIP_NO_CACHE_DIR", "PYTHONPATH")
+        self.environment = {name: value for name, value in os.environ.items() if name not in pinned}
+        self.environment |= {"PIP_CACHE_DIR": f"{place}/cache", "GPUGUARD_SIM_DIR": f"{place}/node"}
+        made = self.run(sys.executable, "-m", "venv", str(place / "venv"))
+        if made.returncode:
+            pytest.skip(f"NOT TESTED: no virtual environment can be made (python3-venv): {made.stdout}")
+        reached = self.pip("download", "--no-deps", "--dest", str(place / "index"), "filelock")
+        if reached.returncode:
+            pytest.skip(f"NOT TESTED: pip reaches no package index: {reached.stderr.strip().splitlines()[-1:]}")
+
+    def run(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(words, capture_output=True, text=True, check=False, env=self.environment, **options)
+
+    def pip(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return self.run(str(self.python), *PIP, *words, cwd=self.place)
+
+    def install(self, *words: str) -> None:
+        done = self.pip("install", "--force-reinstall", *words)
+        assert done.returncode == 0, done.stderr
+
+    def installed(self) -> dict[str, Any]:
+        """What is there now: the version that the command says, and which of its other files."""
+        place = self.place / "venv"
+        version = self.run(str(place / "bin" / "gpuguard"), "--version", cwd=self.place)
+        share = {str(path.relative_to(place)) for path in place.glob("share/**/*") if path.is_file()}
+        return {
+            "version": version.stdout.strip() or version.stderr,
+            "pages": {Path(name).name for name in share if name.startswith("share/man/man1/")},
+            "completions": {f"share/{paths[0]}" for paths in SHELLS.values()} & share,
+            "typed": len(list(place.glob("lib/python*/site-packages/gpuguard/py.typed"))),
+        }
+
+
+ALL_OF_IT = {
+    "version": f"gpuguard {gpuguard.__version__}",
+    "pages": {"gpuguard.1", *(f"gpuguard-{name}.1" for name in COMMANDS)},
+    "completions": {f"share/{paths[0]}" for paths in SHELLS.values()},
+    "typed": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory) -> Stranger:
+    place = tmp_path_factory.mktemp("stranger")
+    return Stranger(place, copied(place / "sources"))
+
+
+def test_pip_installs_a_checkout_with_all_that_it_needs(stranger):
+    stranger.install(str(stranger.sources))
+
+    assert stranger.installed() == ALL_OF_IT
+    assert stranger.pip("check").returncode == 0
+    assert stranger.run(str(stranger.place / "venv/bin/gpuguard"), "select", "--backend", "simulated").stdout == "7\n"
+
+
+@needs_hatchling
+def test_pip_makes_a_wheel_of_the_archive_of_the_sources_as_pipx_and_uv_do(stranger):
+    archive, wheels = built(stranger.sources, stranger.place, "sdist"), stranger.place / "wheels"
+    done = stranger.pip("wheel", "--no-deps", "--wheel-dir", str(wheels), str(archive))
+    assert done.returncode == 0, done.stderr
+    stranger.install("--no-deps", "--no-index", *map(str, wheels.iterdir()))
+
+    assert stranger.installed() == ALL_OF_IT
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="NOT TESTED: needs git (apt-get install git)")
+def test_pip_installs_what_git_has(stranger):
+    git = ["git", "-c", "user.name=A", "-c", "user.email=a@example.org", "-C", str(stranger.sources)]
+    for words in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "All of it"]):
+        assert stranger.run(*git, *words).returncode == 0
+    stranger.install("--no-deps", f"git+file://{stranger.sources}")
+
+    assert stranger.installed() == ALL_OF_IT
 
 
 @pytest.mark.parametrize("script", ["postinst", "prerm", "postrm"])

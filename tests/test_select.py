@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,8 @@ from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import Gap
 from gpuguard.queue.state import QueueFacts, fit
 from gpuguard.request import ANY_MEMORY, Request, spelled
-from gpuguard.select import choose, instances_note, not_enough, waiting_error
+from gpuguard.select import choose, instances_note, not_enough, possible, waiting_error
+from gpuguard.units import parse_bytes
 
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3 * 3600 - 12 * 60)
 
@@ -225,6 +227,48 @@ def test_what_can_never_be_met_says_what_to_ask_for_instead():
         "`gpuguard explain -n 5 --model 'A100*'` shows each GPU."
     )
     assert (fault.wanted, fault.available, len(fault.refused)) == (5, 4, 4)
+
+
+SIZES = [23.76, 15.05, 79.64]  # GiB of three GPUs
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("option", "ask"),
+    [
+        ("--min-free", lambda size: {"min_free": size}),
+        ("--min-total", lambda size: {"min_total": size}),
+        ("--memory", lambda size: {"share": True, "memory": size}),
+    ],
+)
+def test_who_asks_for_too_much_memory_is_told_how_much_can_be_had_and_can_have_it(num_gpus, option, ask):
+    devices = [a_device(i, memory_total=int(size * GIB), memory_reserved=0) for i, size in enumerate(SIZES)]
+    advice = said(Request(num_gpus, **ask(500 * GIB)), *devices).splitlines()[-2]
+    most = re.fullmatch(rf"Ask for at most (\S+) \({option}\)\.", advice)
+
+    assert most and most[1] == ("79.6GiB", "23.7GiB", "15.0GiB")[num_gpus - 1]
+    assert (
+        len(possible(choose(a_snapshot(*devices), Request(num_gpus, **ask(parse_bytes(most[1]))), {})).devices)
+        >= num_gpus
+    )
+
+
+def test_a_size_is_said_as_it_was_typed():
+    assert "that can satisfy --min-free 300GB.\n" in said(Request(min_free=300 * 10**9), a_device())
+    assert "explain -n 1 --min-free 300GB`" in said(Request(min_free=300 * 10**9), a_device())
+
+
+def test_a_size_that_is_not_all_that_is_missing_is_not_advised():
+    request = Request(models=("L4",), min_free=999 * GIB)
+
+    assert "\nDrop --min-free or --model.\n" in said(request, a_device())
+
+
+def test_who_asks_for_a_model_that_is_not_here_is_told_which_there_are_enough_of():
+    a100, l4 = ([a_device(i + at, name=name) for i in range(2)] for at, name in ((0, "NVIDIA A100"), (2, "NVIDIA L4")))
+    told = said(Request(2, models=("H200",)), *a100, *l4, a_device(4, name="Tesla T4"))
+
+    assert "\nDrop --model, or ask for --model 'NVIDIA A100' or 'NVIDIA L4'.\n" in told
 
 
 @pytest.mark.parametrize(
