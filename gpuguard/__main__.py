@@ -10,8 +10,6 @@ import signal
 import sys
 from typing import NoReturn
 
-from gpuguard.backends import BACKENDS, spawn
-
 READ_DEVICES = ("run", "select", "wait")
 ASK_THE_DAEMON_FIRST = ("who", "explain")
 
@@ -25,6 +23,8 @@ def main() -> NoReturn:
     streams_open = None not in (sys.stdin, sys.stdout, sys.stderr)  # else the worker's pipes would be taken for them
     reads_here = command in READ_DEVICES or (command in ASK_THE_DAEMON_FIRST and not _daemon_publishes(options))
     if streams_open and reads_here and not _option(options, "--hosts") and not _option(options, "--hosts-file"):
+        from gpuguard.backends import BACKENDS, spawn  # subprocess and more, which --version and --help need not
+
         named = _option(options, "--backend")  # which may be the job's own, as `--backend nccl`
         usual = os.environ.get("GPUGUARD_BACKEND") or "nvml"
         spawn.start_early(named if named.partition(":")[0] in BACKENDS else usual)

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -133,6 +134,17 @@ def test_help_of_a_command_is_the_help_of_that_command(capsys):
 
     shown = capsys.readouterr().out
     assert shown[: len(shown) // 2] == shown[len(shown) // 2 :] and shown.startswith("usage: gpuguard sim set ")
+
+
+@pytest.mark.parametrize("question", ["--version", "--help"])
+def test_a_question_about_no_command_loads_the_options_of_none(question):
+    words = [sys.executable, "-X", "importtime", "-m", "gpuguard", question]
+    told = subprocess.run(words, capture_output=True, text=True, check=True).stderr
+    loaded = {line.rpartition("|")[2].strip() for line in told.splitlines()}
+
+    assert "gpuguard.cli" in loaded
+    assert loaded.isdisjoint({"argparse", "subprocess", "json", "gpuguard.cli.options", "gpuguard.model"})
+    assert len({name for name in loaded if name.startswith("gpuguard")}) <= 8
 
 
 def test_a_question_for_help_runs_nothing(capsys, tmp_path):

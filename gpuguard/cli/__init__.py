@@ -14,7 +14,6 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from gpuguard.cli.options import Parser, SubcommandRow, with_actions, with_joined_alternatives
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout, shortage
 from gpuguard.locale import _, translated, use_english, use_language_of_user
 from gpuguard.sanitize import neutralise
@@ -22,6 +21,8 @@ from gpuguard.sanitize import neutralise
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn
+
+    from gpuguard.cli.options import Parser, SubcommandRow
 
 COMMANDS = {
     "run": "claim GPUs, run a command on them, give them back when it ends",
@@ -137,6 +138,8 @@ def _dispatch(command: str, words: list[str]) -> int:
         return 0
     if command not in COMMANDS:
         raise InvalidRequest(_unknown(command))
+    from gpuguard.cli.options import with_joined_alternatives  # for commands: --version needs none of it
+
     parser = build_parser(command)
     try:
         args = parser.parse_args(with_joined_alternatives(parser, words[1:]))
@@ -149,6 +152,8 @@ def _dispatch(command: str, words: list[str]) -> int:
 
 def build_parser(command: str) -> Parser:
     """The parser of one sub-command."""
+    from gpuguard.cli.options import Parser
+
     row = subcommand(command)
     parser = Parser(prog=f"gpuguard {command}", description=row.purpose)
     row.add_options(parser)
@@ -161,6 +166,8 @@ def subcommand(command: str) -> SubcommandRow:
         from gpuguard.cli import restrictions
 
         return restrictions.SUBCOMMANDS[command]
+    from gpuguard.cli.options import SubcommandRow, with_actions
+
     module = import_module(f"gpuguard.cli.{command.replace('-', '_')}")
     if actions := getattr(module, "ACTIONS", None):  # as `gpuguard policy check`
         return with_actions(module.__doc__ or "", actions)
