@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 from brokered import a_machine
 from nodes import remove
-from users import ALICE, BOB, an_open_place, identity, interpreter
+from users import ALICE, BOB, HOG, an_open_place, identity, interpreter
+
+from gpuguard.daemon import upkeep
+from gpuguard.daemon.upkeep import ClaimUpkeep
 
 pytestmark = pytest.mark.root
 
@@ -189,3 +192,23 @@ def test_what_another_user_puts_in_the_place_of_a_simulated_node_is_refused_and_
         refused = "not a directory of ours alone" in done.stderr
         assert (done.returncode, refused) == ((0, False) if squat == "nothing" else (4, True)), done.stderr
         assert squat == "nothing" or (inside == [] and os.listdir(own) == [])
+
+
+@pytest.mark.parametrize("lock", ["gate", "queue", ""], ids=["gate", "queue", "directory"])
+def test_who_keeps_a_lock_that_all_need_is_named_to_the_admin_once(admin, monkeypatch, lock):
+    """It delayed every start, and no one was named."""
+    monkeypatch.setattr(upkeep, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(upkeep, "HELD_SECONDS", 0.0)
+    said = list[tuple[str, str, str]]()
+    watch = ClaimUpkeep(admin.directory, lambda *words: said.append(words))
+    path = admin.directory.lock_path(lock) if lock else admin.directory.locks
+    watch.look([])
+    nothing = list(said)
+    with admin.program(BOB, HOG, path) as keeper:
+        for _ in range(3):
+            watch.look([])
+
+        assert nothing == []
+        [(kind, outcome, text)] = said
+        assert (kind, outcome) == ("claims", "lock kept")
+        assert text.startswith(f"pid {keeper.pid} of {BOB.pw_name} keeps {path} locked")

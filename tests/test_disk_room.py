@@ -220,6 +220,46 @@ def test_where_one_has_filled_it_others_claim_and_hear_who_has(tmp_path, size):
     assert "daemon" in str(told["who"])
 
 
+KEEPS_NAMELESS = """
+import os, sys, time
+place = "x"
+os.chdir(sys.argv[1])
+os.setgroups([]); os.setgid(2); os.setuid(2)
+kept = []
+try:
+    while True:
+        kept.append(os.open(place, os.O_CREAT | os.O_EXCL, 0o600))
+        os.unlink(place)
+except OSError:
+    print("full", flush=True)
+time.sleep(600)
+"""
+
+
+def test_who_has_filled_it_with_files_without_a_name_is_named(tmp_path):
+    told = in_a_namespace(
+        tmp_path,
+        """
+        from gpuguard.claims.disk_room import room_for_records
+        from gpuguard.daemon.upkeep import ClaimUpkeep
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=100,mode=1777", "tmpfs", claims], check=True)
+        keeper = subprocess.Popen([sys.executable, "-c", sys.argv[2], claims], stdout=subprocess.PIPE)
+        told["keeper"] = keeper.stdout.readline().decode()
+        told["room"] = room_for_records(directory).in_words()
+        ClaimUpkeep(directory, lambda *words: told.update(said=words)).look([])
+        keeper.kill()
+        keeper.communicate()
+        subprocess.run(["umount", claims], check=True)
+        subprocess.run(["umount", sys.argv[1]], check=True)
+        """,
+        KEEPS_NAMELESS,
+    )
+
+    assert told["keeper"] == "full\n"
+    assert told["room"].startswith("bin has 99 of 100 files"), told
+    assert told["said"][:2] == ["claims", "no room"]
+
+
 def test_the_unit_mounts_where_no_directory_is_yet_and_before_all_that_reads_it():
     lines = (ROOT / "packaging" / setup_service.MOUNT).read_text().splitlines()
 

@@ -305,7 +305,7 @@ def test_a_program_that_only_holds_the_lock_of_the_queue_is_passed(room: Room) -
 
 
 def test_where_a_program_holds_the_lock_of_the_deputy_too_the_others_sample_by_themselves(tmp_path: Path) -> None:
-    room = Room(tmp_path, times="OWN_CHECK_SECONDS=1 HEALTH_SECONDS=300")
+    room = Room(tmp_path)
     Path(room.directory.lock_path("queue")).touch(0o444)
     with room.job() as holder, contextlib.ExitStack() as stack:
         for path in (room.directory.lock_path("queue"), room.directory.locks):

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gpuguard.claims.directory import LockDirectory
+from gpuguard.claims.holders import target_of
+from gpuguard.deadline import in_time
 from gpuguard.files import status_in_place
 from gpuguard.locale import _
 from gpuguard.units import format_bytes
@@ -23,11 +27,11 @@ _PAGE = 4096  # without one no record can be written
 
 @dataclass(frozen=True)
 class RoomUsage:
-    """What the files of one user take that have a name."""
+    """What the files of one user take."""
 
     uid: int
-    files: int
-    size: int  # bytes of memory
+    files: int  # those without a name, too, as far as we may see who has them open
+    size: int  # bytes of memory, of those that have a name
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,14 @@ class Room:
                 user=user_name(most.uid), amounts=self._amounts(most.files, most.size)
             )
         size = self.size - self.size_free
-        text = _("{amounts} are taken").format(amounts=self._amounts(self.files - self.files_free, size))
-        lost = size - sum(usage.size for usage in self.taken)
-        return (
-            _("{text}, {lost} by files without a name").format(text=text, lost=format_bytes(lost))
-            if lost > self.size / 2
-            else text
-        )
+        files = self.files - self.files_free
+        text = _("{amounts} are taken").format(amounts=self._amounts(files, size))
+        lost = size - sum(usage.size for usage in self.taken), files - sum(usage.files for usage in self.taken)
+        if lost[0] > self.size / 2:
+            return _("{text}, {lost} by files without a name").format(text=text, lost=format_bytes(lost[0]))
+        if lost[1] > self.files / 2:
+            return _("{text}, {lost:,} of them without a name").format(text=text, lost=lost[1])
+        return text
 
     def _amounts(self, files: int, size: int) -> str:
         return _("{files:,} of {all_files:,} files and {size} of {all}").format(
@@ -91,8 +96,29 @@ def room_for_records(directory: LockDirectory) -> Room:
     own = os.lstat(path).st_dev != os.lstat(os.path.dirname(path)).st_dev
     size, free = status.f_blocks * status.f_frsize, status.f_bfree * status.f_frsize
     room = Room(path, own, size, free, status.f_files, status.f_ffree, tuple(_biggest_users(path)))
+    if room.own and room.used >= SCARCE and not room.who:
+        room = replace(room, taken=tuple(_with_nameless(room.taken, path)))
     taken = sorted(room.taken, key=lambda usage: (-room.part(usage.files, usage.size), usage.uid))
     return replace(room, taken=tuple(taken))
+
+
+def _with_nameless(taken: Iterable[RoomUsage], path: str) -> list[RoomUsage]:
+    """*taken* with the files below *path* that processes have open and that were removed."""
+    files: dict[int, int] = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        number, uid = in_time(int(entry), "nameless", partial(_nameless_files, entry, path)) or (0, 0)
+        if number:
+            files[uid] = files.get(uid, 0) + number
+    named = {usage.uid: usage for usage in taken}
+    sums = ((uid, named.get(uid, RoomUsage(uid, 0, 0))) for uid in named.keys() | files.keys())
+    return [replace(usage, files=usage.files + files.get(uid, 0)) for uid, usage in sums]
+
+
+def _nameless_files(pid: str, path: str) -> tuple[int, int]:
+    """How many removed files below *path* a process has open, by their names alone; and its uid."""
+    targets = [target_of(pid, number) for number in os.listdir(f"/proc/{pid}/fd")]
+    removed = [target for target in targets if target.startswith(f"{path}/") and target.endswith(" (deleted)")]
+    return len(removed), os.stat(f"/proc/{pid}").st_uid
 
 
 def why_full(directory: LockDirectory, error: OSError) -> str:

@@ -129,12 +129,12 @@ def held_by_no_process(directory: LockDirectory, names: Iterable[str]) -> set[st
     inodes = {inode: name for name in names if (inode := inode_of(directory.lock_path(name)))}
     hidden = set(inodes) if in_first_pid_namespace() else set()
     for _scan in range(2):
-        takers = _takers_of(hidden) if hidden else []
+        takers = takers_of(hidden) if hidden else []
         hidden = _open_nowhere({inode for inode, _ in takers}, [pid for _, pid in takers])
     return {inodes[inode] for inode in hidden}
 
 
-def _takers_of(inodes: Collection[str]) -> list[tuple[str, str]]:
+def takers_of(inodes: Collection[str]) -> list[tuple[str, str]]:
     """(inode, pid of the process that took it, which may be over) of each of *inodes* that is locked."""
     with open("/proc/locks", encoding="ascii") as locks:
         return [(words[5], words[4]) for words in map(str.split, locks) if words[1] == "FLOCK" and words[5] in inodes]

@@ -27,6 +27,7 @@ from gpuguard.daemon.broker import Broker
 from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.daemon.requests import RequestContext, handle
 from gpuguard.daemon.server import SocketServer
+from gpuguard.daemon.upkeep import ClaimUpkeep
 from gpuguard.enforcement.limits import recover_actions
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
@@ -165,6 +166,7 @@ class Daemon:
         self.watchdog.scheduled = self._slurm.given
         # Where this process alone opens the lock files:
         self._broker = None if directory.keeper is None else Broker(directory, lambda: open_worker(backend.name))
+        self._upkeep = ClaimUpkeep(directory, self._log)
         exempt = partial(setattr, self.watchdog, "kept")
         self._exemptions = Exemptions(directory, exempt, lambda: self.last.devices, self._record)
 
@@ -233,6 +235,8 @@ class Daemon:
             if self._broker:
                 self._tend(self._broker)
             open_metrics = self._open_metrics(open_metrics)
+            if self.waiting is not None:
+                self._upkeep.look(ticket.pid for ticket in self.waiting)
             now = time.monotonic()
             if (status := self.status()) != sent:
                 sent = status

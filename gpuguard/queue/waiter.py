@@ -66,6 +66,7 @@ from gpuguard.select import waiting_error
 
 NEW_LEADER = b"l"
 OWN_CHECK_SECONDS = 30.0  # a leader and a deputy that both do nothing delay the others by so much at most
+ALONE_SECONDS = 3.0  # the same once they were found to do nothing: any program can hold their locks
 WATCH_SECONDS = 0.5  # between two signs of life of the leader, and between two checks of them by the deputy
 DEPUTY_SECONDS = 2.0  # between two checks of the others whether there is a deputy
 SILENT_SECONDS = 1.0  # a leader without a sign of life for so long is passed
@@ -264,6 +265,7 @@ class Waiter:
         self._leader_tickets: Sequence[Ticket] | None = None  # of the process that the deputy watches
         self._leader = ProcessWatch()  # whose end makes us try to lead
         self._wakes, self._woken_at = WAKES, time.monotonic()
+        self._own_check = ALONE_SECONDS  # seconds between two checks of whether any process leads
         with ExitStack() as stack:
             self._queue = open_lock(directory, "queue")
             stack.callback(os.close, self._queue)
@@ -279,7 +281,7 @@ class Waiter:
     def sleep(self, seconds: float | None, report: Callable[[], object], every: float | None = None) -> None:
         """Return when it is worth to try, and after *seconds*; *report* is called about every *every* seconds."""
         until = None if seconds is None else time.monotonic() + seconds
-        own_check_at = time.monotonic() + OWN_CHECK_SECONDS
+        own_check_at = time.monotonic() + self._own_check
         must_sample = may_lead = True
         while until is None or time.monotonic() < until:
             if may_lead and self._becomes_leader():
@@ -303,8 +305,10 @@ class Waiter:
             has_ended = not ready.isdisjoint(self._leader.descriptors)
             may_lead = not self._leads and (NEW_LEADER in messages or has_ended or self._must_take_over())
             if time.monotonic() >= own_check_at:
-                own_check_at, may_lead = time.monotonic() + OWN_CHECK_SECONDS, not self._leads
-                if self._is_alone():
+                may_lead, is_alone = not self._leads, self._is_alone()
+                self._own_check = min(ALONE_SECONDS, OWN_CHECK_SECONDS) if is_alone else OWN_CHECK_SECONDS
+                own_check_at = time.monotonic() + self._own_check
+                if is_alone:
                     return
 
     def withdraw(self) -> None:
@@ -361,7 +365,7 @@ class Waiter:
     def _nap(self, until: float | None, every: float | None) -> set[int]:
         """Sleep; the descriptors that are readable."""
         now = time.monotonic()
-        ends = [now + (every or (PROGRESS_SECONDS if os.isatty(2) else OWN_CHECK_SECONDS))]
+        ends = [now + min(self._own_check, every or (PROGRESS_SECONDS if os.isatty(2) else OWN_CHECK_SECONDS))]
         ends += [self._leads.until] if self._leads else []
         ends += [until] if until is not None else []
         others = self._leads.descriptors if self._leads else self._leader.descriptors

@@ -320,7 +320,7 @@ def _room(facts: DoctorFacts) -> Finding | None:
         advice = _(
             "`sudo find {path} -xdev -mindepth 1 -user {uid} -delete` takes away what uid {uid} wrote: "
             "claims hold without it, who waits gets a new place in the queue.  `sudo gpuguard deny` keeps "
-            "that user from new claims."
+            "that user from new claims.  `sudo lsof +L1` shows files without a name, which go when their processes end."
         ).format(path=room.path, uid=uid)
     else:
         advice = _("`sudo ls -l {path}` shows whose files these are; `sudo lsof +L1`, those without a name.").format(

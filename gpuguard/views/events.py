@@ -46,6 +46,7 @@ WORDS = (
     N_("harm_action"), N_("harm"), N_("path"), N_("slurm_job"), N_("ticket"), N_("lines"), N_("waited"),
     N_("time limit"), N_("limit"), N_("stranger"), N_("share"), N_("owner warned"),
     N_("metrics not served"), N_("metrics served"), N_("process ended"),
+    N_("claims"), N_("lock kept"), N_("no room"),
 )  # fmt: skip
 
 
