@@ -273,7 +273,7 @@ CLAIMANT = """
 import fcntl, random
 from gpuguard.errors import GpuguardError
 from gpuguard.claims.directory import is_same_file
-chance = random.Random(os.getpid())
+chance = random.Random(sys.argv[1][-1])
 asks = json.loads(sys.argv[2])
 with open(sys.argv[1], "a") as log:
     print("begun", flush=True)

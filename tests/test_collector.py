@@ -173,12 +173,13 @@ def test_an_unknown_share_makes_the_sum_unknown_and_no_process_is_zero():
 def test_cpu_is_what_was_used_since_the_look_before():
     numbers, mine = HostNumbers(), os.getpid()
     assert numbers.tree(mine, members_of(mine))["cpu (%)"] is None
-    until = time.process_time() + 0.3
+    began, until = time.monotonic(), time.process_time() + 0.3
     while time.process_time() < until:
         pass
     cpu = numbers.tree(mine, members_of(mine))["cpu (%)"]
 
-    assert cpu is not None and 5 < cpu < 150
+    had = 100 * 0.3 / (time.monotonic() - began)  # a processor is seldom ours alone
+    assert cpu is not None and had / 2 < cpu < 150
     assert numbers.tree(2**22 - 3, members_of(2**22 - 3)) == {}
     assert {"cpu (%)", "memory_used (MiB)", "load_1m"} <= numbers.host().keys()
 

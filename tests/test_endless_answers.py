@@ -91,12 +91,12 @@ def test_each_answer_of_a_mail_server_has_its_time(monkeypatch):
     answer = endpoints._answer
 
     def slow_answer(*what: object) -> str:
-        time.sleep(0.3)
+        time.sleep(1.0)
         return str(answer(*what))
 
     monkeypatch.setattr(endpoints, "_answer", slow_answer)
     with a_mail_server() as server:
-        assert attempt(by_smtp(server, timeout=1.5), a_message()) == (True, "")
+        assert attempt(by_smtp(server, timeout=5.0), a_message()) == (True, "")
 
 
 @pytest.mark.parametrize("kind", ["http", "headers"])

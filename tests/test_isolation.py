@@ -1,7 +1,6 @@
 """An isolated job reaches the nodes of its own devices and of no others; and is otherwise a job like any other."""
 
 import os
-import random
 import shlex
 import shutil
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from builders import a_device
+from chances import luck
 from fake_nvml import FakeNvml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -278,10 +278,11 @@ def test_signals_reach_the_job_itself(alice):
 
 @isolated
 def test_an_isolated_job_keeps_its_claim_when_its_wrapper_is_killed(alice):
+    chance = luck(10)
     for _ in range(10):
         with alice.start("run", "--devices", "2", "--isolate", "--", "sh", "-c", "echo $$; exec sleep 60") as wrapper:
             job = int(wrapper.stdout.readline())
-            time.sleep(random.random() * 0.05)
+            time.sleep(chance.random() * 0.05)
             wrapper.kill()
             wrapper.wait()
 

@@ -289,7 +289,7 @@ def test_a_hook_that_hangs_is_ended_with_all_that_it_has_started(open_place):
     told = open_place / "told"
     told.touch()
     told.chmod(0o666)
-    hook = Hook(("/bin/sh", "-c", f"sleep 60 & echo $! >{told}; wait"), timeout=0.5)
+    hook = Hook(("/bin/sh", "-c", f"sleep 60 & echo $! >{told}; wait"), timeout=5.0)  # in which it begins
 
     assert attempt(hook, a_message()) == (False, "/bin/sh was not done in time")
     until(lambda: not runs(int(told.read_text())))

@@ -162,7 +162,7 @@ def test_a_driver_that_fails_for_a_while_takes_no_position(directory, monkeypatc
 
 
 def test_one_that_does_not_come_back_ends_the_wait_with_its_own_error(directory, monkeypatch):
-    monkeypatch.setattr(lock, "DRIVER_SECONDS", 0.2)
+    monkeypatch.setattr(lock, "DRIVER_SECONDS", 2.0)
     driver, said = FailingDriver(monkeypatch, repeat(DriverNotFound("no NVIDIA kernel module answers."))), []
 
     with pytest.raises(DriverNotFound, match="no NVIDIA kernel module answers"):

@@ -20,7 +20,7 @@ from gpuguard.cli import progress
 progress.SHOWN_AFTER = {after}
 with progress.progress("reading week.csv") as advance:
     {step}
-    time.sleep(0.5)
+    time.sleep(2.0)
 print("the end")
 """
 

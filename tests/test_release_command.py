@@ -157,7 +157,7 @@ def test_a_job_that_computes_is_left_alone_and_the_answer_says_who_it_is(site):
 @pytest.mark.parametrize("trap", ["", "trap '' TERM;"])
 def test_stop_ends_the_job_by_its_own_steps_first(site, trap):
     job = ("sh", "-c", f"{trap} echo ready; while :; do sleep 0.1; done")
-    with site.job("-n", "2", "--time-limit", "1h", "--grace", "1s", command=job) as run:
+    with site.job("-n", "2", "--time-limit", "1h", "--grace", "1s" if trap else "60s", command=job) as run:
         assert run.stdout and run.stdout.readline() == "ready\n"
         [name] = site.claims()
         with a_user(site.node, str(site.uuids.index(read_records(site.directory)[0].devices[0])), GIB) as child:
@@ -447,6 +447,7 @@ def test_a_file_that_does_not_answer_holds_up_one_thread_and_no_request(director
                 pass
         assert [kind for _, kind in deadline._hanging] == ["lent"]
         answers.set()
+        patch.setattr(deadline, "SECONDS", 60.0)
         assert eventually(lambda: bool(releasing.in_time(os.getpid(), "lent", lambda: True)))
         release(directory, holder.record())
 

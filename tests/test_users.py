@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from builders import MIB, a_device, a_process, a_snapshot
-from nodes import until
+from nodes import eventually, until
 from users import interpreter
 
 from gpuguard import host as hostuse
@@ -20,6 +20,8 @@ from gpuguard import users
 from gpuguard.host import GROUPS_SECONDS, HostUses
 from gpuguard.model import Snapshot
 from gpuguard.units import parse_host_memory_amount
+
+PATIENT = 60.0  # no answer is late because the machine is busy
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,10 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(users, "_nameless", {})
     monkeypatch.setattr(users, "_silent", [])
     monkeypatch.setattr(users, "_again", [])
+    monkeypatch.setattr(users, "SECONDS", PATIENT)
     yield
+    # A thread that still asks would tell the next test what it has heard.
+    assert eventually(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("name of ")])
 
 
 class Service:
