@@ -1,12 +1,16 @@
 """What /proc says of a process to a guard that may look into processes, but not open every file of the machine."""
 
 import contextlib
+import errno
+import fcntl
 import io
 import os
+import shutil
 import signal
 import subprocess
+import threading
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,100 +18,270 @@ from typing import Any
 import pytest
 from driven import driven
 from fake_nvml import GIB, FakeNvml
-from guarded import SOMEBODY, Scene, a_child, somebody
+from guarded import SOMEBODY, Scene, a_child, a_scene, python, somebody
+from nodes import until
 
+from gpuguard import deadline
 from gpuguard.enforcement import identity
 from gpuguard.enforcement.identity import Protected
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.policies.files.loader import parse
 
-MAPPED = b"7f0-7f1 rw-s 00000000 00:06 451                              /dev/nvidiactl\n"
-OTHERS = b"7f0-7f1 r-xp 00000000 fe:00 1 /home/alice/dev/nvidiactl.py\n7f0-7f1 rw-p 00000000 00:00 0 [heap]\n"
-MADE_UP = (
-    b"7f0-7f1 r-xp 00000000 fe:00 1      /home/eve/x\r7f0-7f1 r-xp 0 00:06 1 /dev/nvidia0\n"
-    b"7f0-7f1 rw-p 00000000 00:00 0      [anon: /dev/nvidia0]\n"
-)
+FULL = "/dev/zero"  # stands for the file of the driver: any process can map it
+WAITS = "print('there', flush=True); time.sleep(600)"
+MAPS = f"import mmap, os, sys, time; at = mmap.mmap(os.open(sys.argv[1], os.O_RDONLY), 4096, 2, 1); {WAITS}"
+OTHERS = f"import sys, time; {WAITS}"
+# The kernel writes a long name of a file for each: more than 200 MB that anybody has to read who looks for one of them.
+MANY = """
+import ctypes, mmap, os, sys, time
+driver, at = os.open(sys.argv[1], os.O_RDONLY), ctypes.CDLL(None).mmap
+at.restype, at.argtypes = ctypes.c_void_p, [ctypes.c_void_p] + [ctypes.c_size_t] * 5
+at(None, 4096, 1, 2, driver, 0)
+os.chdir(sys.argv[2])
+for _ in range(14):
+    os.mkdir("x" * 250)
+    os.chdir("x" * 250)
+file = os.open("file", os.O_RDWR | os.O_CREAT)
+os.ftruncate(file, 8192)
+count = 0
+while at(None, 4096, 1 + count % 2 * 2, 2, file, 0) != ctypes.c_void_p(-1).value:
+    count += 1
+print(count, flush=True)
+time.sleep(600)
+"""
+THREAD = f"""
+import ctypes, threading, time
+def computes():
+    {MAPS.partition("; ")[2].replace("; ", chr(10) + "    ")}
+import mmap, os, sys
+threading.Thread(target=computes).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
 
 
-def refused(*_: object) -> list[str]:
-    raise PermissionError(13, "Permission denied")
+@contextlib.contextmanager
+def a_program(code: str, *words: str, under: tuple[str, ...] = (), **more: Any) -> Iterator[int]:
+    """The pid of a Python program of somebody that has said a line; *under*: words before the interpreter."""
+    with a_child(*under, python(), "-c", code, *words, stdout=subprocess.PIPE, **more) as child:
+        assert child.stdout and child.stdout.readline(), "it has ended"
+        yield child.pid
 
 
-def shows(monkeypatch: pytest.MonkeyPatch, maps: Callable[[str], bytes | None]) -> None:
-    """Have *maps* tell what stands in /proc/PID/maps; None: it cannot be read."""
+@pytest.fixture
+def unseen_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard with CAP_SYS_PTRACE alone, which sees what is mapped, and not what is open."""
+    listdir = os.listdir
 
-    def opened(path: str, mode: str) -> io.BytesIO:
-        assert mode == "rb"
-        return refused() if (told := maps(path)) is None else io.BytesIO(told)  # type: ignore[return-value]
+    def list_directory(path: str) -> list[str]:
+        if path.endswith("/fd"):
+            raise PermissionError(13, "Permission denied")
+        return listdir(path)
 
-    monkeypatch.setattr("builtins.open", opened)
-
-
-@pytest.mark.parametrize(
-    ("maps", "uses"),
-    [
-        (OTHERS + MAPPED, True),
-        (MAPPED.replace(b"ctl", b"-uvm"), True),
-        (MAPPED.replace(b"ctl", b"-caps/nvidia-cap1"), True),
-        (OTHERS, None),
-        (MADE_UP, None),  # by whoever maps it
-        (b"", None),
-        (None, None),
-    ],
-)
-def test_where_its_files_cannot_be_seen_its_mappings_say_that_it_uses_the_driver(monkeypatch, maps, uses):
-    monkeypatch.setattr(identity, "DRIVER_FILE", "/dev/null")
-    monkeypatch.setattr(identity.os, "listdir", refused)
-    shows(monkeypatch, lambda path: maps)
-
-    assert identity._has_open(os.getpid(), "/dev/null") is uses, "what cannot be seen is not known, never False"
+    monkeypatch.setattr(identity.os, "listdir", list_directory)
+    monkeypatch.setattr(identity, "DRIVER_FILE", FULL)
+    monkeypatch.setattr(identity, "DRIVER_NODES", ())
 
 
-def test_what_a_process_has_mapped_is_never_in_memory_at_once(monkeypatch):
+def uses_driver(pid: int) -> bool | None:
+    facts = identity.facts_of(pid)
+    assert facts is not None
+    return facts.uses_driver
+
+
+@pytest.fixture(params=["by queries", "by lines"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of today, and one from before Linux 6.11."""
+    if request.param == "by lines":
+        monkeypatch.setattr(identity, "_PROCMAP_QUERY", 0xC0686612)
+
+
+@pytest.mark.usefixtures("unseen_files", "kernel")
+@pytest.mark.parametrize(("code", "uses"), [(MAPS, True), (THREAD, True), (OTHERS, None)])
+def test_where_its_files_cannot_be_seen_its_mappings_say_that_it_uses_the_driver(code, uses):
+    with a_program(code, FULL) as pid:
+        assert uses_driver(pid) is uses, "what cannot be seen is not known, never False"
+
+
+# In one line of bwrap: the node of the driver lies elsewhere, and its own path leads there.
+ELSEWHERE = 'mount --rbind /dev "$0" && mount -t tmpfs none /dev && ln -s "$0/zero" /dev/zero && exec "$@"'
+
+
+@pytest.mark.usefixtures("unseen_files", "kernel")
+def test_a_node_of_the_driver_is_known_under_any_path(tmp_path: Path) -> None:
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    own = ("unshare", "-Urm", "sh", "-c", ELSEWHERE, str(tmp_path))
+    if subprocess.run([*own, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("NOT TESTED: no namespaces here")
+    with a_program(MAPS, f"{tmp_path}/zero", under=own) as pid:
+        assert uses_driver(pid) is True
+
+
+@pytest.mark.usefixtures("unseen_files")
+def test_however_much_a_process_maps_it_is_seen_that_it_uses_the_driver(open_place: str) -> None:
+    """65,530 mappings of a file with a name of 3,600 characters: /proc/PID/maps took longer than the guard reads it."""
+    os.chmod(open_place, 0o777)
+    with a_program(MANY, FULL, open_place) as pid:
+        if not asks_for_mappings(pid):
+            pytest.skip("NOT TESTED: needs Linux 6.11")
+
+        assert uses_driver(pid) is True
+
+
+def asks_for_mappings(pid: int) -> bool:
+    with open(f"/proc/{pid}/maps", "rb") as maps, contextlib.suppress(OSError):
+        return bool(fcntl.ioctl(maps, identity._PROCMAP_QUERY, identity._QUERY.pack(104, 0x10, *[0] * 13)))
+    return False
+
+
+@pytest.mark.usefixtures("unseen_files")
+def test_what_a_process_has_mapped_is_never_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = b"7f0-7f1 r-xp 00000000 fe:00 1 /home/alice/" + b"x" * 3600 + b"\n"
 
     class Endless(io.RawIOBase):
         left = 2**26
+
+        def fileno(self) -> int:
+            return 2**20  # not open
 
         def readable(self) -> bool:
             return True
 
         def readinto(self, buffer: Any) -> int:
-            given = (OTHERS * (len(buffer) // len(OTHERS) + 1))[: min(len(buffer), self.left)]
+            given = (line * (len(buffer) // len(line) + 1))[: min(len(buffer), self.left)]
             buffer[: len(given)] = given
             self.left -= len(given)
             return len(given)
 
     monkeypatch.setattr("builtins.open", lambda *how: io.BufferedReader(Endless()))
+    monkeypatch.setattr(identity.fcntl, "ioctl", lambda *of: refuse(errno.ENOTTY))
     tracemalloc.start()
     try:
-        assert not identity._maps_the_driver("/proc/1/maps")
+        assert not identity._maps_the_driver(1, "/proc/1/maps")
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("files", [(), ("0",)])
-def test_who_lets_another_thread_than_the_first_open_the_driver_uses_it_no_less(monkeypatch, files):
-    """A thread can have files of its own, and the first one may have ended: then /proc/PID shows neither."""
-    monkeypatch.setattr(identity.os, "listdir", lambda path: files if path.endswith("/fd") else ["17", "18"])
-    shows(monkeypatch, lambda path: OTHERS + MAPPED if path == "/proc/17/task/18/maps" else b"")
-    monkeypatch.setattr(identity, "in_time", lambda pid, kind, look: look())
+def refuse(number: int) -> None:
+    raise OSError(number, os.strerror(number))
 
-    assert identity._has_open(17, "/dev/full") is True
+
+@pytest.mark.parametrize("hanging", ["program", "files", "maps", "code"])
+def test_what_never_comes_back_is_unknown_by_itself(monkeypatch: pytest.MonkeyPatch, hanging: str) -> None:
+    """A file system of one's own, or a page of it under the mappings, made a process unknown as a whole."""
+    read, over = deadline.in_time, threading.Event()
+
+    def in_time(pid: int, kind: str, look: Callable[[], object], times: int = 1) -> object:
+        return read(pid, kind, (lambda: over.wait(60)) if kind == hanging else look, 1)
+
+    for name, value in (("SECONDS", 2.0), ("_hanging", {}), ("_spent", {})):
+        monkeypatch.setattr(deadline, name, value)
+    monkeypatch.setattr(identity, "in_time", in_time)
+    with a_program(OTHERS) as pid:
+        facts = identity.facts_of(pid)
+        over.set()
+
+    assert facts is not None and facts.executable is not None
+    assert (facts.executable_owner is None) is (hanging == "program")
 
 
 def test_a_program_on_a_file_system_that_tells_root_nothing_is_known_by_its_path(monkeypatch):
     stat = os.stat
 
     def closed(path, **more):
-        return refused() if str(path).endswith("/exe") else stat(path, **more)
+        return refuse(errno.EACCES) if str(path).endswith("/exe") else stat(path, **more)
 
     path = identity.facts_of(os.getpid()).executable
     monkeypatch.setattr(identity.os, "stat", closed)
 
     facts = identity.facts_of(os.getpid())
-    assert (facts.executable, facts.executable_owner) == (path, None)
+    assert (facts.executable, facts.executable_owner, facts.in_place) == (path, None, False)
     assert not identity.runs_one_of(facts, (path,)), "a path is nothing that protects: anybody can mount there"
+
+
+BEGIN = "import ctypes, mmap, os, sys, threading, time; "
+# What a user can bring into a program of root's: "" is nothing.  The last line of each keeps it there.
+BROUGHT = {
+    "nothing": "",
+    "data": "at = mmap.mmap(os.open(sys.argv[1], os.O_RDONLY), 4096, 2, 1)",
+    "a library of one's own": "at = mmap.mmap(os.open(sys.argv[1], os.O_RDONLY), 4096, 2, 5)",
+    "a file that lies nowhere": "os.ftruncate(file := os.memfd_create('x'), 4096); at = mmap.mmap(file, 4096, 1, 5)",
+    "memory": "at = mmap.mmap(-1, 4096, 2, 7)",
+    "a changed page of root's": "at = mmap.mmap(os.open(sys.argv[2], os.O_RDONLY), 4096, 2, 7); at[0] = 1",
+    "a library, without a first thread": (
+        "at = mmap.mmap(os.open(sys.argv[1], os.O_RDONLY), 4096, 2, 5); print('there', flush=True); "
+        "threading.Thread(target=time.sleep, args=(600,)).start(); ctypes.CDLL(None).pthread_exit(None)"
+    ),
+}
+
+
+@pytest.fixture
+def interpreter_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter that is taken for a program of the system: it can bring in whatever a user can."""
+    if not os.path.realpath(python()).startswith(identity.SYSTEM_PLACES) or os.stat(python()).st_uid:
+        pytest.skip("NOT TESTED: needs a Python of the system's")
+    monkeypatch.setattr(identity, "SYSTEM_PROGRAMS", ("python3*",))
+
+
+@pytest.mark.usefixtures("interpreter_of_the_system")
+@pytest.mark.parametrize("brought", BROUGHT)
+def test_a_program_of_the_system_protects_nobody_who_has_brought_code_into_it(open_place: Path, brought: str) -> None:
+    own, roots = open_place / "library", os.path.realpath("/usr/bin/env")
+    own.write_bytes(b"x" * 4096)
+    own.chmod(0o755)
+    os.chown(own, somebody() or os.getuid(), -1)
+    with a_program(f"{BEGIN}{BROUGHT[brought]}\n{WAITS}", str(own), roots) as pid:
+        facts = identity.facts_of(pid)
+
+    assert facts is not None
+    assert identity.belongs_to_the_system(facts) is (brought in ("nothing", "data"))
+    # A compositor compiles its scripts, and what it draws.
+    assert identity.belongs_to_the_system(facts, draws=True) is (brought in ("nothing", "data", "memory"))
+
+
+@pytest.mark.usefixtures("interpreter_of_the_system")
+def test_no_program_is_the_systems_whose_user_may_choose_what_it_is_said_to_run(open_place: Path) -> None:
+    """Root of a user namespace of one's own may set /proc/PID/exe (PR_SET_MM) without mounting anything."""
+    if subprocess.run(["unshare", "-Ur", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("NOT TESTED: no namespaces here")
+    with a_program(OTHERS, under=("unshare", "-Ur")) as pid:
+        facts = identity.facts_of(pid)
+
+    assert facts is not None and facts.in_place
+    assert not identity.belongs_to_the_system(facts)
+
+
+TRAIN = "#include <unistd.h>\n__attribute__((constructor)) static void train(void) { for (;;) pause(); }\n"
+OFFICIAL = ("dbus-daemon", "tmux", "nvidia-smi", "nvtop", "screen")
+
+
+@pytest.mark.root
+def test_whoever_computes_from_a_library_in_a_program_of_the_system_is_ended(open_place: Path) -> None:
+    """`LD_PRELOAD=./train.so dbus-daemon`: one variable put a job out of the reach of every policy."""
+    program, library = next(filter(None, map(shutil.which, OFFICIAL)), None), open_place / "train.so"
+    if program is None or (compiler := shutil.which("cc")) is None:
+        pytest.skip("NOT TESTED: needs a compiler and one of the programs of the system")
+    (open_place / "train.c").write_text(TRAIN)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, open_place / "train.c"], check=True)
+    library.chmod(0o755)
+    with a_scene(program, env={"LD_PRELOAD": str(library)}) as scene:
+        until(lambda: str(library) in Path(f"/proc/{scene.pid}/maps").read_text())
+
+        assert scene.act().word == "sent"
+        assert scene.dies()
+
+
+@pytest.mark.root
+def test_tmux_and_its_kin_of_a_person_are_left_alone(open_place: Path) -> None:
+    if shutil.which("tmux") is None:
+        pytest.skip("NOT TESTED: needs tmux")
+    os.chmod(open_place, 0o777)
+    with a_scene("tmux", "-D", env={"TMUX_TMPDIR": str(open_place), "PATH": os.defpath}) as scene:
+        until(lambda: Path(f"/proc/{scene.pid}/exe").resolve().name == "tmux")
+
+        assert scene.against() == {"program"}
+        assert scene.act().why.endswith("/tmux belongs to the system")
 
 
 MOUNTED = 'mount --bind "$0" /usr/bin/login && exec /usr/bin/login -c "import time; print(flush=True); time.sleep(600)"'
@@ -212,6 +386,16 @@ def test_a_program_is_known_by_its_path_and_its_owner(facts: dict[str, Any], spa
     assert seen is not None
 
     assert identity.runs_one_of(replace(seen, **facts), (SLEEP, "/no/such/*")) is spared
+
+
+@pytest.mark.parametrize(("glob", "spared"), [(SLEEP, True), ("/opt/*", False)])
+def test_a_program_whose_place_was_not_read_in_time_is_protected_by_its_path_alone(glob: str, spared: bool) -> None:
+    seen = identity.facts_of(os.getpid())
+    assert seen is not None
+    facts = replace(seen, executable=SLEEP, executable_owner=None, in_place=None)
+
+    assert identity.runs_one_of(facts, (glob,)) is spared
+    assert identity.has_path_of(facts, (glob,)) is spared
 
 
 def test_a_program_of_somebody_who_put_it_there_themselves_is_known_too(tmp_path: Path) -> None:

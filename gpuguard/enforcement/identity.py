@@ -6,22 +6,28 @@ Does not judge: see preflight.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
+import glob
 import os
 import re
 import select
 import stat
-from collections.abc import Collection, Iterable, Mapping
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
+from typing import BinaryIO, TypeVar
 
 from gpuguard.backends import CONTROL_NODE, DEVICE_NODE
 from gpuguard.deadline import in_time
 from gpuguard.policies.view import interactive_use
 from gpuguard.procfs import LONGEST, read_memory, read_text, start_time, stat_of
+
+T = TypeVar("T")
 
 # Programs whose end takes a desktop, a driver service or other people's jobs along.  They count only where root put
 # them: see belongs_to_the_system.
@@ -34,12 +40,20 @@ SYSTEM_PROGRAMS = (
     "systemd*", "sshd*", "tmux*", "screen", "login", "init", "vmware-vmx",
     "dockerd", "containerd*", "runc", "crun", "conmon", "podman", "kubelet", "pause", "slurmd", "slurmstepd", "srun",
 )  # fmt: skip
-_READS = 5  # of _facts_of, which may each not come back
 DRIVER_FILE = CONTROL_NODE
+DRIVER_NODES = (f"{DEVICE_NODE}*", f"{DEVICE_NODE}-caps/*")  # and the others, as globs
 SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap/", "/nix/store/")
 
-_DRIVER_MAPPED = re.compile(rb"\S+ \S+ \S+ \S+ \d+ +%s[\w/-]*\n" % DEVICE_NODE.encode())  # a line of /proc/PID/maps
+# How much longer than other reads these may take, and take at the most, whatever other users do: its owner can make
+# the mappings of a process many, and each of them long.
+_TIMES = {"program": 2, "files": 4, "maps": 8, "code": 8}
+
 _NS_GET_USERNS = 0xB701  # ioctl_nsfs(2): a descriptor of the user namespace that owns another namespace
+_PROCMAP_QUERY = 0xC0686611  # include/uapi/linux/fs.h, since Linux 6.11; a query takes no longer where names are long
+_QUERY = struct.Struct("9Q4I2Q")  # struct procmap_query
+_NEXT_OF_A_FILE = 0x10 | 0x20  # PROCMAP_QUERY_COVERING_OR_NEXT_VMA, PROCMAP_QUERY_FILE_BACKED_VMA
+_MAPPED = re.compile(rb"\S+ \S+ \S+ ([0-9a-f]+):([0-9a-f]+) (\d+)")  # a line of /proc/PID/maps: device and inode
+_KERNELS_CODE = ([b"[vdso]"], [b"[vsyscall]"])
 
 
 @dataclass(frozen=True)
@@ -56,9 +70,12 @@ class ProcessFacts:
     executable: str | None
     executable_owner: int | None  # uid
     command: str | None
-    uses_driver: bool | None  # has DRIVER_FILE open
+    uses_driver: bool | None  # has a file of the driver open, or mapped
     cgroup: str | None  # without the ids of containers, which change with each start
-    in_place: bool = True  # its program is the file at that path; False also where that cannot be seen
+    in_place: bool | None = True  # its program is the file at that path; None: that was not read in time
+    # Of a program of SYSTEM_PROGRAMS: where code that it can run and that is not root's lies, "file", "memory" or
+    # "nowhere".
+    foreign_code: str = "file"
 
     @property
     def interactive(self) -> str | None:
@@ -67,16 +84,16 @@ class ProcessFacts:
 
 
 def facts_of(pid: int) -> ProcessFacts | None:
-    """The facts about a process; None when it is gone or hidden, or a file of it keeps its reader waiting."""
-    return in_time(pid, "facts", lambda: _facts_of(pid), _READS)
+    """The facts about a process; None when it is gone or hidden.
 
-
-def _facts_of(pid: int) -> ProcessFacts | None:
+    What its owner can make slow or endless is read with a deadline, each by itself, and is unknown by itself.
+    """
     if (now := stat_of(pid)) is None:
         return None
     status = dict(line.partition(":")[::2] for line in (read_text(f"/proc/{pid}/status") or "").splitlines())
     command, cgroup = read_memory(pid, "cmdline", LONGEST), read_text(f"/proc/{pid}/cgroup")
-    executable, owner, in_place = _executable(pid)
+    executable, owner, in_place = _in_time(pid, "program", _executable) or (_link_of(pid), None, None)
+    foreign_code = _in_time(pid, "code", _foreign_code) if _has_name_of_the_system(executable) else None
     try:
         return ProcessFacts(
             start_time=now.start_time,
@@ -89,12 +106,17 @@ def _facts_of(pid: int) -> ProcessFacts | None:
             executable=executable,
             executable_owner=owner,
             command=None if command is None else command.replace(b"\0", b" ").decode(errors="replace"),
-            uses_driver=_has_open(pid, DRIVER_FILE),
+            uses_driver=_uses_driver(pid),
             cgroup=None if cgroup is None else re.sub(r"[0-9a-f]{12,}", "*", cgroup),
             in_place=in_place,
+            foreign_code=foreign_code or "file",
         )
     except (IndexError, KeyError, ValueError):
         return None
+
+
+def _in_time(pid: int, kind: str, read: Callable[[int], T]) -> T | None:
+    return in_time(pid, kind, functools.partial(read, pid), _TIMES[kind])
 
 
 def signature(facts: ProcessFacts | None, claim: str = "") -> str:
@@ -129,19 +151,23 @@ def is_alive(process: tuple[int, float]) -> bool:
         os.close(pidfd)
 
 
-def belongs_to_the_system(facts: ProcessFacts) -> bool:
-    """Whether it runs a program of SYSTEM_PROGRAMS, as root or from where only root can put it.
+def belongs_to_the_system(facts: ProcessFacts, draws: bool = False) -> bool:
+    """Whether it runs a program of SYSTEM_PROGRAMS, as root or from where only root can put it, and nothing else.
 
     A file of that name in a home directory protects nothing; a hard link to a program of root there neither, nor
-    another program of root's that a user has mounted at that path in a namespace of their own.
+    another program of root's that a user has mounted at that path in a namespace of their own, nor one into which its
+    user has brought code (LD_PRELOAD).  One that *draws*, a display server, may compile code in its memory.
     """
-    if facts.executable is None:
-        return False
-    name = os.path.basename(facts.executable.removesuffix(" (deleted)"))
-    if not any(fnmatchcase(name, pattern) for pattern in SYSTEM_PROGRAMS):
+    if facts.executable is None or not _has_name_of_the_system(facts.executable):
         return False
     put_there_by_root = facts.executable.startswith(SYSTEM_PLACES) and facts.executable_owner == 0 and facts.in_place
-    return 0 in facts.uids or put_there_by_root
+    innocent = ("nowhere", "memory") if draws else ("nowhere",)
+    return 0 in facts.uids or bool(put_there_by_root and facts.foreign_code in innocent)
+
+
+def _has_name_of_the_system(executable: str | None) -> bool:
+    name = os.path.basename((executable or "").removesuffix(" (deleted)"))
+    return any(fnmatchcase(name, pattern) for pattern in SYSTEM_PROGRAMS)
 
 
 @dataclass(frozen=True)
@@ -158,16 +184,22 @@ class Protected:
         return self.uids | members
 
 
+def has_path_of(facts: ProcessFacts, globs: Collection[str]) -> bool:
+    """Whether the path of its program is one of *globs*, or cannot be read."""
+    path = (facts.executable or "").removesuffix(" (deleted)")
+    return bool(globs) and (not path or any(fnmatchcase(path, glob) for glob in globs))
+
+
 def runs_one_of(facts: ProcessFacts, globs: Collection[str]) -> bool:
     """Whether its program is one of *globs*: a file of root's, or of the owner of what lies there for us.
 
     In a mount namespace of one's own a file of one's own can have any path, and so can a file of root's.
     """
-    if facts.executable is None:
-        return bool(globs)
-    path = facts.executable.removesuffix(" (deleted)")
-    if not facts.in_place or not any(fnmatchcase(path, glob) for glob in globs):
+    if facts.executable is None or facts.in_place is None or not has_path_of(facts, globs):
+        return has_path_of(facts, globs)
+    if not facts.in_place:
         return False
+    path = facts.executable.removesuffix(" (deleted)")
     try:
         return facts.executable_owner in (0, os.stat(path).st_uid)
     except OSError:
@@ -240,31 +272,111 @@ def _sees_what_root_made(pid: int) -> bool:
         os.close(owner)
 
 
-def _has_open(pid: int, path: str) -> bool | None:
-    absent: bool | None = False
-    try:
-        wanted = os.stat(path).st_rdev
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):
-                seen = os.stat(f"/proc/{pid}/fd/{name}")
-                if stat.S_ISCHR(seen.st_mode) and seen.st_rdev == wanted:
-                    return True
-    except PermissionError:
-        absent = None  # only CAP_DAC_READ_SEARCH opens that directory, and every file of the machine with it
-    except OSError:
-        return None
+def _link_of(pid: int) -> str | None:
+    with suppress(OSError):
+        return os.readlink(f"/proc/{pid}/exe")
+    return None
+
+
+def _uses_driver(pid: int) -> bool | None:
+    if absent := _in_time(pid, "files", _has_driver_open):
+        return True
     # CAP_SYS_PTRACE is enough for the mappings: the driver's library maps its devices.  And the files are those of the
     # first thread, which may have ended, or have other ones than those that compute; what is mapped is everybody's.
     for directory in (f"/proc/{pid}", *_threads(pid)[-2:]):
-        if in_time(pid, "maps", functools.partial(_maps_the_driver, f"{directory}/maps")):
+        if in_time(pid, "maps", functools.partial(_maps_the_driver, pid, f"{directory}/maps"), _TIMES["maps"]):
             return True
     return absent
 
 
-def _maps_the_driver(path: str) -> bool:
-    # Line by line: with 65,530 mappings of a file with a long name its owner makes 300 MB of it.
-    with open(path, "rb") as lines:
-        return any(map(_DRIVER_MAPPED.match, lines))
+def _driver_nodes() -> dict[str, os.stat_result]:
+    paths = [DRIVER_FILE, *(path for pattern in DRIVER_NODES for path in glob.glob(pattern))]
+    found = {}
+    for path in paths:
+        with suppress(OSError):
+            found[path] = os.stat(path)
+    return found
+
+
+def _has_driver_open(pid: int) -> bool | None:
+    """Whether its first thread has; None: only CAP_DAC_READ_SEARCH opens that directory, and with it all others."""
+    wanted = {node.st_rdev for node in _driver_nodes().values() if stat.S_ISCHR(node.st_mode)}
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        return None
+    for name in names:
+        with suppress(OSError):
+            seen = os.stat(f"/proc/{pid}/fd/{name}")
+            if stat.S_ISCHR(seen.st_mode) and seen.st_rdev in wanted:
+                return True
+    return False
+
+
+def _maps_the_driver(pid: int, path: str) -> bool:
+    """By device and inode: in a mount namespace of one's own a node of the driver can have any path."""
+    nodes = _driver_nodes()
+    wanted = {(node.st_dev, node.st_ino) for node in nodes.values()}
+    for name, node in nodes.items():
+        with suppress(OSError):  # in a container it may be a node of its own, with the same number of the device
+            seen = os.stat(f"/proc/{pid}/root{name}")
+            if stat.S_ISCHR(seen.st_mode) and seen.st_rdev == node.st_rdev:
+                wanted.add((seen.st_dev, seen.st_ino))
+    with open(path, "rb") as maps:
+        return any(file in wanted for file in _mapped_files(maps))
+
+
+def _mapped_files(maps: BinaryIO) -> Iterator[tuple[int, int]]:
+    """(device, inode) of each mapping of a file; never all of them in memory: /proc/PID/maps can be 300 MB and more."""
+    place = 0
+    try:
+        while True:
+            query = _QUERY.pack(_QUERY.size, _NEXT_OF_A_FILE, place, *[0] * 12)
+            _, _, _, _, place, _, _, _, inode, major, minor, *_ = _QUERY.unpack(
+                fcntl.ioctl(maps, _PROCMAP_QUERY, query)
+            )
+            yield os.makedev(major, minor), inode
+    except OSError as error:
+        if error.errno != errno.ENOTTY:  # of an older kernel
+            if error.errno in (errno.ENOENT, errno.ESRCH):  # there are no more; the thread has ended
+                return
+            raise
+    for match in filter(None, map(_MAPPED.match, maps)):
+        yield os.makedev(int(match[1], 16), int(match[2], 16)), int(match[3])
+
+
+def _foreign_code(pid: int) -> str:
+    """Where code lies that a process can run, beside unchanged files of root's in places where only root can put them.
+
+    A user can bring code in by LD_PRELOAD, and go on in memory that is no file ("memory") or in pages of root's library
+    that they have changed ("file").  In a user namespace of their own they even choose what /proc/PID/exe says
+    (PR_SET_MM).
+    """
+    if not _sees_what_root_made(pid) or not os.path.samefile(f"/proc/{pid}/ns/user", "/proc/self/ns/user"):
+        return "file"
+    runs = is_file = False
+    found = set[bool]()
+    with open(f"/proc/{pid}/smaps", "rb") as lines:
+        for line in lines:
+            name, *words = line.rstrip(b"\n").split(None, 5)
+            if not name.endswith(b":"):
+                access, _, device, inode, *path = words
+                runs, is_file = b"x" in access and path not in _KERNELS_CODE, inode != b"0"
+                if runs:
+                    found.add(is_file)
+                if runs and is_file and not _is_roots(pid, os.fsdecode(path[0]), device, int(inode)):
+                    return "file"
+            elif runs and is_file and name in (b"Anonymous:", b"Swap:") and words[0] != b"0":
+                return "file"
+    return "file" if True not in found else "memory" if False in found else "nowhere"
+
+
+def _is_roots(pid: int, path: str, device: bytes, inode: int) -> bool:
+    if not path.startswith(SYSTEM_PLACES):
+        return False
+    seen = os.stat(f"/proc/{pid}/root{path}")
+    device_number = os.makedev(*(int(part, 16) for part in device.split(b":")))
+    return seen.st_uid == 0 and (seen.st_ino, seen.st_dev) == (inode, device_number)
 
 
 def _threads(pid: int) -> list[str]:

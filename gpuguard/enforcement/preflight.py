@@ -398,9 +398,10 @@ def _program(target: Preflight) -> str | None:
     facts, globs = target.facts, target.context.protected_executables
     if facts is None or facts.executable is None:
         return "its program cannot be read"
-    if identity.belongs_to_the_system(facts):
+    own = (row for row in _rows_now(target) if row.pid == target.identity[0])
+    if identity.belongs_to_the_system(facts, any(row.kind != "compute" for row in own)):
         return f"{facts.executable} belongs to the system"
-    if not globs:
+    if not identity.has_path_of(facts, globs):
         return None
     # With a deadline: what lies there for us may be a user's own file system, or a server that does not answer.
     meant = in_time(target.identity[0], "program", partial(identity.runs_one_of, facts, globs))
