@@ -123,6 +123,7 @@ class Watchdog:
             self._still_true,
             enforce=enforce,
             share_host_pids=share_host_pids,
+            arrived=lambda device, process: self._memory.arrivals.arrived(device, process),
             directory=directory,
         )
         self._acting = self._context  # as of the last step: with its protected users, texts and targets

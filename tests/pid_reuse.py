@@ -7,20 +7,24 @@ A process is sampled, ends, and another one gets its pid at once (ns_last_pid), 
 
 import collections
 import json
+import math
 import os
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from builders import GIB, a_device, a_process
 from guarded import SOMEBODY, Listing
 from nodes import until
 
 from gpuguard import procfs
-from gpuguard.enforcement import actions, preflight, signals
+from gpuguard.enforcement import actions, identity, preflight, signals
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
+from gpuguard.policies import arrivals
+from gpuguard.policies.arrivals import Arrivals
 from gpuguard.procfs import boot_clock
 
 LAST_PID = "/proc/sys/kernel/ns_last_pid"
@@ -143,6 +147,26 @@ def within_the_sample() -> bool:
     return was_hit(offender)
 
 
+def whose_files_are_hidden(began: str) -> bool:
+    """What the process has mapped cannot be read, so that it is known by when it came to the device."""
+    identity._uses_driver = lambda pid: (None, True)
+    identity.DRIVER_FILE = os.devnull
+    machine, seen = Listing(a_device(0, memory_used=40 * GIB)), Arrivals()
+    machine.simulated = False
+    offender = a_sleeper()
+    until(lambda: boot_clock() > (procfs.start_time(offender) or 0.0) + 0.035)
+    seen.look(machine.sample(()))
+    if began == "after the last list":
+        end(offender)  # it came to the device and has ended since; the driver still lists it: a child of it lives
+        a_sleeper(offender)
+    row = a_row(offender)
+    machine.devices = a_sample(row)[0].devices
+    snapshot = machine.sample(())
+    seen.look(snapshot)
+    act(row, snapshot, replace(guard(machine), arrived=seen.arrived))
+    return was_hit(offender)
+
+
 def right_target() -> bool:
     """Nothing happens in between."""
     offender = a_sleeper()
@@ -167,6 +191,8 @@ CAMPAIGNS = {
     "pidfd": between_sample_and_pidfd,
     "sample": within_the_sample,
     "right": right_target,
+    "hidden": partial(whose_files_are_hidden, "before the last list"),
+    "arrival": partial(whose_files_are_hidden, "after the last list"),
 }
 
 
@@ -189,7 +215,9 @@ def plant(fault: str) -> None:
             return sampled(verdict, snapshot, context, target)
 
         preflight.check_process = remembered
-    for check in fault.split(",") if fault != "os.kill" else ():
+    if fault == "any arrival":
+        arrivals.START_SLACK = -math.inf
+    for check in fault.split(",") if fault not in ("os.kill", "any arrival") else ():
         preflight.LATE[check] = preflight.PreflightCheck(lambda target: None)
 
 

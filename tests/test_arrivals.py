@@ -209,6 +209,14 @@ def test_an_arrival_is_proven_by_a_list_without_the_pid_and_all_lists_since(list
     assert arrived(BOBS, *lists) == clock
 
 
+@pytest.mark.parametrize(("start_time", "clock"), [(START - 0.03, START + 10), (START - 0.01, None), (START + 5, None)])
+def test_who_began_after_the_last_list_without_them_may_have_the_pid_of_another(start_time, clock):
+    """Of one who came to the device in between, ended, and is still listed, because a child of theirs lives."""
+    process = replace(BOBS, start_time=start_time)
+
+    assert arrived(process, a_list(), a_list(process), a_list(process)) == clock
+
+
 def test_the_engine_goes_by_it_and_begins_again_with_the_next_boot():
     policy, memory, found = a_policy(rules=(TrespassRule(),), hold=0.0), EngineMemory(), []
     alone, both, old = a_list(BOBS), a_list(BOBS, A_NEWCOMER), replace(ALICE, since=UNIX - 10 * 86400)

@@ -12,7 +12,12 @@ from sources import ROOT
 SCRIPT = Path(__file__).with_name("pid_reuse.py")
 COUNT = int(os.environ.get("GPUGUARD_TEST_REUSES", "100"))
 # What keeps the successor safe in each campaign; without it the successor is hit.
-FAULTS = {"decision": "os.kill", "pidfd": "start time,sample time,listed", "sample": "sample time"}
+FAULTS = {
+    "decision": "os.kill",
+    "pidfd": "start time,sample time,listed",
+    "sample": "sample time",
+    "arrival": "any arrival",  # of one whose files cannot be read
+}
 
 NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
@@ -42,18 +47,19 @@ def told(*words: object) -> dict[str, int]:
     return counted
 
 
-@pytest.mark.parametrize("moment", ["decision", "pidfd", "sample"])
+@pytest.mark.parametrize("moment", FAULTS)
 def test_no_successor_of_a_pid_is_hit(moment):
     assert told(moment, COUNT) == {"spared": COUNT}
 
 
-@pytest.mark.parametrize("moment", ["decision", "pidfd", "sample"])
+@pytest.mark.parametrize("moment", FAULTS)
 def test_without_that_protection_successors_are_hit(moment):
     assert told(moment, 20, FAULTS[moment]) == {"hit": 20}
 
 
-def test_whoever_is_meant_is_hit():
-    assert told("right", 200) == {"hit": 200}
+@pytest.mark.parametrize("who", ["right", "hidden"])
+def test_whoever_is_meant_is_hit(who):
+    assert told(who, 200) == {"hit": 200}
 
 
 def test_in_another_pid_namespace_nobody_is_hit():

@@ -356,6 +356,21 @@ def unknown(target: Preflight) -> Preflight:
     return replace(target, facts=None)
 
 
+def hidden(*arrived: float | None, **fields: object) -> Change:
+    """What it has mapped cannot be read; when it is proven to have come to each of its devices."""
+
+    def change(target: Preflight) -> Preflight:
+        process = replace(target.process, devices=tuple(map(a_uuid, range(len(arrived)))))
+        context = replace(
+            target.context, arrived=lambda uuid, who: dict(zip(process.devices, arrived, strict=True))[uuid]
+        )
+        return replace(
+            facts(**{"uses_driver": None, "hides": True, **fields})(target), process=process, context=context
+        )
+
+    return change
+
+
 def driver_says(**fields: object) -> Change:
     """The driver's second answer about the process."""
 
@@ -407,6 +422,10 @@ EDGES: list[tuple[str, Change, str | None]] = [
     ("driver", of_a_driver(facts(uses_driver=True)), None),
     ("driver", of_a_driver(facts(uses_driver=False)), "it does not have the driver open"),
     ("driver", of_a_driver(facts(uses_driver=None)), "whether it has the driver open cannot be seen"),
+    ("driver", of_a_driver(hidden(None, None)), "whether it has the driver open cannot be seen"),
+    ("driver", of_a_driver(hidden(None, CLOCK - 30)), None),
+    ("driver", of_a_driver(hidden(CLOCK - 30, hides=False)), "whether it has the driver open cannot be seen"),
+    ("driver", of_a_driver(hidden(CLOCK - 30, hides=False, uses_driver=False)), "it does not have the driver open"),
     ("driver", of_a_driver(unknown), "whether it has the driver open cannot be seen"),
     ("owner", unknown, "its owner is not the one that was judged"),
     ("owner", driver_says(uid=None), None),

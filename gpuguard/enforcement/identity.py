@@ -73,6 +73,7 @@ class ProcessFacts:
     uses_driver: bool | None  # has a file of the driver open, or mapped
     cgroup: str | None  # without the ids of containers, which change with each start
     in_place: bool | None = True  # its program is the file at that path; None: that was not read in time
+    hides: bool = False  # what it has mapped could not be read to the end, which its owner can bring about
     # Of a program of SYSTEM_PROGRAMS: where code that it can run and that is not root's lies, "file", "memory" or
     # "nowhere".
     foreign_code: str = "file"
@@ -93,6 +94,7 @@ def facts_of(pid: int) -> ProcessFacts | None:
     status = dict(line.partition(":")[::2] for line in (read_text(f"/proc/{pid}/status") or "").splitlines())
     command, cgroup = read_memory(pid, "cmdline", LONGEST), read_text(f"/proc/{pid}/cgroup")
     executable, owner, in_place = _in_time(pid, "program", _executable) or (_link_of(pid), None, None)
+    uses_driver, hides = _uses_driver(pid)
     foreign_code = _in_time(pid, "code", _foreign_code) if _has_name_of_the_system(executable) else None
     try:
         return ProcessFacts(
@@ -106,7 +108,8 @@ def facts_of(pid: int) -> ProcessFacts | None:
             executable=executable,
             executable_owner=owner,
             command=None if command is None else command.replace(b"\0", b" ").decode(errors="replace"),
-            uses_driver=_uses_driver(pid),
+            uses_driver=uses_driver,
+            hides=hides,
             cgroup=None if cgroup is None else re.sub(r"[0-9a-f]{12,}", "*", cgroup),
             in_place=in_place,
             foreign_code=foreign_code or "file",
@@ -278,15 +281,19 @@ def _link_of(pid: int) -> str | None:
     return None
 
 
-def _uses_driver(pid: int) -> bool | None:
-    if absent := _in_time(pid, "files", _has_driver_open):
-        return True
+def _uses_driver(pid: int) -> tuple[bool | None, bool]:
+    """Whether it does; and whether what it has mapped could not be read to the end."""
+    if opened := _in_time(pid, "files", _has_driver_open):
+        return True, False
+    hides = False
     # CAP_SYS_PTRACE is enough for the mappings: the driver's library maps its devices.  And the files are those of the
     # first thread, which may have ended, or have other ones than those that compute; what is mapped is everybody's.
     for directory in (f"/proc/{pid}", *_threads(pid)[-2:]):
-        if in_time(pid, "maps", functools.partial(_maps_the_driver, pid, f"{directory}/maps"), _TIMES["maps"]):
-            return True
-    return absent
+        maps = functools.partial(_maps_the_driver, pid, f"{directory}/maps")
+        if mapped := in_time(pid, "maps", maps, _TIMES["maps"]):
+            return True, False
+        hides |= mapped is None
+    return None if hides else opened, hides
 
 
 def _driver_nodes() -> dict[str, os.stat_result]:

@@ -61,6 +61,8 @@ class ActionContext:
     interval: float = 10.0  # seconds between two samples
     protected: frozenset[int] = frozenset()  # uids that are never touched, beside root and the system's
     protected_executables: tuple[str, ...] = ()  # globs of whole paths of programs that are never touched
+    # When a process came to a device, where it is proven that its row there is its own: see policies.arrivals.
+    arrived: Callable[[str, tuple[int, float]], float | None] = lambda device, process: None
     jobs: frozenset[tuple[int, float]] = frozenset()  # (pid, start time) of what we started ourselves as jobs
     share_host_pids: bool = False  # the driver's pids are ours although this is not the first pid namespace
     interactive_grace: float = INTERACTIVE_SECONDS  # that notebooks, debuggers and terminals get on top
@@ -347,9 +349,12 @@ def _unlisted(target: Preflight, snapshot: Snapshot) -> str | None:
 def _driver(target: Preflight) -> str | None:
     if target.context.backend.simulated or not os.path.exists(identity.DRIVER_FILE):
         return None  # nothing to hold on to: under WSL, for example
-    if target.facts is None or target.facts.uses_driver is None:
+    facts, arrived = target.facts, target.context.arrived
+    if facts and facts.hides and any(arrived(uuid, target.identity) is not None for uuid in target.devices):
+        return None  # no other process can be meant: that is as good as seeing it
+    if facts is None or facts.uses_driver is None:
         return "whether it has the driver open cannot be seen"
-    if target.facts.uses_driver:
+    if facts.uses_driver:
         return None
     return "it does not have the driver open: the driver's list cannot be right"
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from gpuguard.device_state import claims_on, claims_readable, lock_identity, may_compute
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
 
+START_SLACK = 0.02  # seconds: start times and clocks are cut to ticks of 10 ms
 ProcessIdentity = tuple[int, float]  # pid, start_time
 _OnDevice = tuple[object, ...]  # a claim on one device
 
@@ -20,6 +21,7 @@ _OnDevice = tuple[object, ...]  # a claim on one device
 class _KnownList:
     """The last believable list of a device."""
 
+    clock: float
     pids: frozenset[int]
     arrived: dict[ProcessIdentity, float | None]  # those whose start time is known -> see Arrivals.arrived()
     using: frozenset[ProcessIdentity]  # of those, the ones that use the device, or may: no desktops
@@ -70,8 +72,9 @@ class Arrivals:
     def arrived(self, device: str, process: ProcessIdentity) -> float | None:
         """CLOCK_BOOTTIME of the first list of *device* (a uuid) with that process, after one without its pid.
 
-        It has stood on every believable list since.  None when that is not proven: the first list had it already, or
-        its pid, or its row could not be identified once.
+        It lived when that one was read, so that its pid was nobody else's since, and has stood on every believable list
+        after it.  None when that is not proven: its pid was there before, it is younger than the last list without it,
+        or its row could not be identified once.
         """
         known = self._lists.get(device)
         return known.arrived.get(process) if known else None
@@ -102,11 +105,13 @@ def _listed(device: Device, before: _KnownList | None, clock: float) -> _KnownLi
     for process in device.processes:
         if process.start_time is not None:
             identity = process.pid, process.start_time
-            is_new = before is not None and process.pid not in before.pids
+            # A younger one may have got the pid of another that came meanwhile, ended, and is still listed.
+            lived = before is not None and process.start_time < before.clock - START_SLACK
+            is_new = lived and before is not None and process.pid not in before.pids
             arrived[identity] = clock if is_new else before.arrived.get(identity) if before else None
     using = {(process.pid, process.start_time) for process in device.processes if may_compute(process)}
     pids = frozenset(process.pid for process in device.processes)
-    return _KnownList(pids, arrived, frozenset(arrived.keys() & using))
+    return _KnownList(clock, pids, arrived, frozenset(arrived.keys() & using))
 
 
 def _on_device(claim: ClaimRecord, device: Device) -> _OnDevice:
