@@ -3,7 +3,7 @@
 A recorded session: two jobs start at the same moment, first each on the GPU that nvidia-smi lists as the emptiest, then
 with gpuguard.  The programs, processes and claims are real; the node is simulated, so `nvidia-smi` is `gpuguard query`
 there.  Only the name of the user is replaced.  rich, which textual brings along, draws each step as an SVG; they are
-shown one after the other, and only the last one to a reader who wants no motion.
+shown one after the other.  Without motion all lie upon each other, and the last one, which has it all, is seen.
 """
 
 from __future__ import annotations
@@ -58,15 +58,14 @@ def animated(steps: Sequence[Step]) -> str:
     """One SVG in which each of *steps* comes below those before, again and again."""
     frames = [drawn([text for text, _ in steps[: number + 1]], steps, number) for number in range(len(steps))]
     whole, at = sum(seconds for _, seconds in steps), 0.0
-    style = [".frame { visibility: hidden; animation-timing-function: step-end; animation-iteration-count: infinite; }"]
+    style = [".frame { animation-timing-function: step-end; animation-iteration-count: infinite; }"]
     for number, (_, seconds) in enumerate(steps):
         begin, end = 100 * at / whole, 100 * (at + seconds) / whole
         at += seconds
         style.append(f"#frame{number} {{ animation-name: step{number}; animation-duration: {whole}s; }}")
         shown = f"{begin:.2f}% {{ visibility: visible; }} {min(end, 99.99):.2f}% {{ visibility: hidden; }}"
         style.append(f"@keyframes step{number} {{ 0% {{ visibility: hidden; }} {shown} }}")
-    still = f".frame {{ animation: none; }} #frame{len(steps) - 1} {{ visibility: visible; }}"
-    style.append(f"@media (prefers-reduced-motion: reduce) {{ {still} }}")
+    style.append("@media (prefers-reduced-motion: reduce) { .frame { animation: none !important; } }")  # the ids say more
     box = re.search(r'viewBox="[^"]*"', frames[0])
     assert box
     words = "\n".join(style)

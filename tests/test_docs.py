@@ -4,8 +4,10 @@ The convention for blocks is in pages.py.
 """
 
 import functools
+import importlib
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import picture
 import pytest
@@ -118,6 +120,22 @@ def test_the_readme_is_short_and_its_figures_are_those_of_the_benchmarks():
     assert [row for row in racers if not any(line.startswith(row) for line in measured)] == []
     for rule, name in rules.items():
         assert any(line.startswith(f"| {rule} | {waits[name]} |") for line in measured), rule
+
+
+def test_the_picture_of_the_readme_is_there_where_nothing_moves():
+    rich = pytest.importorskip("rich.text", reason="NOT TESTED: needs rich (pip install -e '.[dev]')")
+    readme_picture = importlib.import_module("readme_picture")
+    drawn = readme_picture.animated([(rich.Text("$ one"), 1.0), (rich.Text("$ two"), 1.0)])
+
+    for svg, last in ((readme_picture.PICTURE.read_text(encoding="utf-8"), "claim"), (drawn, "two")):
+        style, *frames = ElementTree.fromstring(svg)
+        still, _, unmoved = re.sub(r"@keyframes.*", "", style.text or "").partition("@media (prefers-reduced-motion")
+
+        assert frames[0].get("id") == "frame0"
+        assert last in "".join(frames[-1].itertext())  # which lies upon all others, and has what they have
+        assert "animation: none !important" in unmoved  # what an id says goes before what a class says
+        assert not re.search("visibility|display|opacity", still + unmoved)
+        assert [frame.attrib.keys() - {"id", "class"} for frame in frames] == [set()] * len(frames)
 
 
 def test_the_chinese_readme_is_in_step():
