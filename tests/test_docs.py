@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import picture
 import pytest
+import yaml
 from pages import RUNNABLE, SILENT, Block, a_place, anchors, blocks, documents, faults, links
 from sources import ROOT
 from test_help import parsers
@@ -60,6 +61,20 @@ def dead_links(text: str, folder: Path) -> list[str]:
     return [target for target in links(text) if not re.match(r"[a-z]+:", target) and not leads_somewhere(target)]
 
 
+INDEX = re.compile(r"https?://[\w.-]*\b(?:pypi|pythonhosted|anaconda|conda|npmjs|crates|rubygems|dockerhub)\b[\w./-]*")
+
+
+def test_no_document_leads_to_a_package_index():
+    texts = PAGES | {"pyproject.toml": (ROOT / "pyproject.toml").read_text(encoding="utf-8")}
+    fields = yaml.safe_load((ROOT / "packaging" / "conda" / "recipe.yaml").read_text(encoding="utf-8"))["about"]
+
+    assert {name: found for name, text in texts.items() if (found := INDEX.findall(text))} == {}
+    assert INDEX.findall(str(fields)) == []
+    assert INDEX.findall("[a](https://pypi.org/project/a/) https://files.pythonhosted.org https://github.com/a/pypi")[
+        1:
+    ] == ["https://files.pythonhosted.org"]
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_every_command_and_option_that_a_page_shows_exists(name):
     code = code_of(PAGES[name])
@@ -105,6 +120,44 @@ def test_every_command_is_named_in_the_readme_which_has_examples():
     assert [name for name in COMMANDS if f"gpuguard {name}" not in PAGES["README.md"]] == []
 
 
+# Commands of the README that no block of any page runs, and which test_*.py runs them.
+ELSEWHERE = {
+    "pip install": "packaging",
+    "scripts/demo": "packaging",
+    "gpuguard adopt": "adopt",
+    "gpuguard completion": "completion",
+    "gpuguard daemon": "daemon_command",
+    "gpuguard deny": "restrictions",
+    "gpuguard doctor": "doctor",
+    "gpuguard history": "history_command",
+    "gpuguard quarantine": "restrictions",
+    "gpuguard report": "report",
+    "gpuguard schema": "json_schema",
+    "gpuguard setup": "setup_command",
+    "gpuguard slurm": "slurm_jobs",
+    "gpuguard submit": "slurm_cluster",
+    "gpuguard wait": "wait_command",
+    "gpuguard web": "web",
+}
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_every_command_of_the_readme_is_run_by_a_block_of_some_page_or_by_a_named_test(name):
+    ran = "\n".join(block.text for block in EXAMPLES.values())
+    shown = [block.text for block in blocks(PAGES[name], name) if not block.runs]
+    shown += re.findall(
+        r"`((?:gpuguard|scripts/)[^`\n]*)`", re.sub(r"^```.*?^```$", "", PAGES[name], flags=re.M | re.S)
+    )
+    lines = (line.partition("#")[0].removeprefix("sudo ").split() for text in shown for line in text.splitlines())
+    commands = {" ".join(words[: 1 if words[0].startswith("scripts/") else 2]) for words in lines}
+
+    assert {command for command in commands if not re.search(rf"{command}\b", ran)} - {"gpuguard"} == {*ELSEWHERE}
+    for command, file in ELSEWHERE.items():
+        assert f'"{command.split()[-1].rpartition("/")[2]}"' in (ROOT / "tests" / f"test_{file}.py").read_text(), (
+            command
+        )
+
+
 def test_the_readme_is_short_and_its_figures_are_those_of_the_benchmarks():
     readme, measured = PAGES["README.md"], PAGES["benchmarks/README.md"].splitlines()
     racers = re.findall(r"(?m)^\| 16 \|.*$", readme)
@@ -123,7 +176,7 @@ def test_the_readme_is_short_and_its_figures_are_those_of_the_benchmarks():
 
 
 def test_the_picture_of_the_readme_is_there_where_nothing_moves():
-    rich = pytest.importorskip("rich.text", reason="NOT TESTED: needs rich (pip install -e '.[dev]')")
+    rich = pytest.importorskip("rich.text", reason="the README's picture (no rich: pip install -e '.[dev]')")
     readme_picture = importlib.import_module("readme_picture")
     drawn = readme_picture.animated([(rich.Text("$ one"), 1.0), (rich.Text("$ two"), 1.0)])
 
