@@ -65,7 +65,8 @@ def animated(steps: Sequence[Step]) -> str:
         style.append(f"#frame{number} {{ animation-name: step{number}; animation-duration: {whole}s; }}")
         shown = f"{begin:.2f}% {{ visibility: visible; }} {min(end, 99.99):.2f}% {{ visibility: hidden; }}"
         style.append(f"@keyframes step{number} {{ 0% {{ visibility: hidden; }} {shown} }}")
-    style.append("@media (prefers-reduced-motion: reduce) { .frame { animation: none !important; } }")  # the ids say more
+    # What an id says goes before what a class says, unless that is important.
+    style.append("@media (prefers-reduced-motion: reduce) { .frame { animation: none !important; } }")
     box = re.search(r'viewBox="[^"]*"', frames[0])
     assert box
     words = "\n".join(style)
