@@ -50,7 +50,7 @@ SLOWER = 1.5  # times longer after each sample in which nothing rose
 RETRY_SECONDS = 60.0  # at most, between two tries to reach a driver that does not answer
 # The other notes say at every sample that nothing is to be done: they are for --once and for explanations.
 WORTH_A_LINE = frozenset(
-    {"gap", "resampling", "cleared", "cancelled", "breaker", "waiting", "kept", "exempt", "nobody"}
+    {"gap", "resampling", "late", "cleared", "cancelled", "breaker", "waiting", "kept", "exempt", "nobody"}
 )
 
 PendingKey = tuple[str, SubjectIdentity]  # name of a policy and the subject of a verdict
@@ -140,7 +140,7 @@ class Watchdog:
             self._needs = needs_of(policies)
         snapshot = self._with_claims(self._backend.sample(self._needs.fields | self.extra_fields()))
         self._note_ended(snapshot)
-        self._memory.kept = dict(self.kept)
+        self._memory.kept, self._memory.unkillable = dict(self.kept), frozenset(self._context.limits.unkillable)
         self._view = self._view_of(snapshot, policies)
         with self._judging:
             judgement = engine.evaluate(
@@ -277,6 +277,7 @@ class Watchdog:
             seen=process_facts(snapshot, stats, ancestors=bool(snapshot.claims)),
             gpu_seconds=self.gpu_seconds(),
             accountable=accountable_uids(_uids(snapshot)),
+            suspended=boot_clock() - time.clock_gettime(time.CLOCK_MONOTONIC),
         )
 
     def _act(self, verdicts: Sequence[Verdict], policies: Sequence[Policy], protected: Protected) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from builders import GIB, MIB, a_claim_record, a_device, a_process
 from daemons import ANOTHER, a_daemon, somebodys
-from ladders import Devices, Finds, Processes, Watch, a_policy, busy, kinds, pids
+from ladders import START, Devices, Finds, Processes, Watch, a_policy, busy, kinds, pids
 
 from gpuguard.model import Finding, Gap, Subject
 from gpuguard.policies.idle import AgeRule
@@ -47,17 +47,24 @@ def test_the_note_of_the_breaker_is_about_no_user_and_says_nothing_of_how_to_be_
     assert "at_most" not in note.text
 
 
-@pytest.mark.parametrize("rule", [UnclaimedRule(), TrespassRule()], ids=["unclaimed", "trespass"])
-def test_nobody_is_hit_when_the_directory_of_the_claims_is_lost_under_ten_users(rule):
+def test_nobody_is_hit_when_the_directory_of_the_claims_is_lost_under_ten_users():
     machine = crowd(10)
     claims = tuple(a_claim_record(device, uid=2000 + place) for place, device in enumerate(machine))
-    watch = Watch(a_policy("terminate", rules=(rule,)))
+    watch = Watch(a_policy("terminate", rules=(UnclaimedRule(),)))
     assert watch.until(100, *machine, claims=claims) == []
 
-    # The directory was made anew, and somebody claims all that is there.
-    by_another = (a_claim_record(*machine, uid=3000),) if isinstance(rule, TrespassRule) else ()
-    assert watch.until(300, *machine, claims=by_another, begin=110) == []
-    assert kinds(watch.sees(busy(310, *machine, claims=by_another))) == {"breaker"}
+    assert watch.until(300, *machine, begin=110) == []
+    assert kinds(watch.sees(busy(310, *machine))) == {"breaker"}
+
+
+def test_nobody_is_hit_who_comes_after_one_claim_on_a_machine_whose_others_were_lost():
+    watch = Watch(a_policy("terminate", rules=(TrespassRule(),)))
+    machine = crowd(10, start_time=START + 15)
+    claim = a_claim_record(*machine, uid=3000)
+    watch.until(10, *(replace(device, processes=()) for device in machine), claims=(claim,))
+
+    assert watch.until(300, *machine, claims=(claim,), begin=20) == []
+    assert kinds(watch.sees(busy(310, *machine, claims=(claim,)))) == {"breaker"}
 
 
 def test_nothing_is_hit_while_the_claims_cannot_be_read():
@@ -194,6 +201,16 @@ def test_a_kill_does_not_wait_for_as_long_once_more():
     policy = a_policy("terminate", Step("kill", 30), at_most_processes=2, cooldown=1000)
 
     assert Watch(policy).until(65, *crowd(3)) == [(30, "terminate")] * 2 + [(60, "kill")] * 2
+
+
+def test_a_process_that_outlived_sigkill_takes_no_turn_of_another_on_its_device():
+    stuck, other = a_process(1000, memory_used=70 * GIB), a_process(1001, uid=2002, memory_used=GIB)
+    full = a_device(processes=(stuck, other), memory_used=71 * GIB)
+    watch = Watch(a_policy("terminate", at_most_processes=1))
+    watch.memory.unkillable = frozenset({(1000, 1000.0)})
+    watch.until(20, full)
+
+    assert 1001 in pids(watch.sees(busy(30, full)).verdicts)
 
 
 UNCLAIMED = """

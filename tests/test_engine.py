@@ -10,6 +10,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Gap, Subject
 from gpuguard.policies.engine import EscalationState, next_step
 from gpuguard.policies.policy import KILL_AFTER, Step
+from gpuguard.policies.view import RuleView
 
 NOBODY = a_device(processes=())
 
@@ -72,20 +73,106 @@ def test_a_value_that_was_not_known_before_either_is_no_gap(before):
     assert kinds(watch.sees(busy(30, a_device(temperature=60.0), gaps=FANS))) == set()
 
 
-@pytest.mark.parametrize(("clock", "bridged"), [(30, True), (31, False), (3600, False), (-5, False)])
-def test_a_pause_of_more_than_three_intervals_starts_all_durations_anew(clock, bridged):
+@pytest.mark.parametrize(
+    ("clock", "note"), [(30, None), (31, "late"), (600, "late"), (601, "resampling"), (-5, "resampling")]
+)
+def test_a_pause_of_more_than_three_intervals_counts_for_no_duration(clock, note):
     watch = Watch(a_policy("warn", hold=30), interval=10)
     watch.sees(busy(0))
     judgement = watch.sees(busy(clock))
 
-    assert (actions(judgement), kinds(judgement)) == ((["warn"], set()) if bridged else ([], {"resampling"}))
+    assert (actions(judgement), kinds(judgement)) == ((["warn"], set()) if note is None else ([], {note}))
+
+
+PAUSES = {  # which no sample was taken in -> when the step after it comes, which would come at 90 without
+    40.0: 130,
+    600.0: 690,
+    601.0: None,  # everything begins again
+}
+
+
+@pytest.mark.parametrize("pause", PAUSES)
+def test_an_escalation_goes_on_after_a_pause_where_it_stood(pause):
+    watch = Watch(a_policy("warn", "terminate", cooldown=5000), interval=10)
+    watch.until(60)
+    after = watch.until(800, begin=60 + pause, every=1 if pause % 10 else 10)
+
+    assert [clock for clock, action in after if action == "terminate"][:1] == [PAUSES[pause] or 60 + pause + 90]
+
+
+def test_a_guard_that_a_flood_keeps_from_looking_runs_an_escalation_to_its_end():
+    watch = Watch(a_policy("warn", "terminate", Step("kill", 30), cooldown=5000), interval=2)
+    clock, done = 0.0, []
+    while clock < 900 and "kill" not in done:
+        done += actions(watch.sees(busy(clock)))
+        clock += 7.7 if clock % 3 < 1 else 2.0
+
+    assert [action for action in done if action != "warn"] == ["terminate", "kill"]
+    assert 1 < done.count("warn") <= 3 + clock / 60  # each new time is told, but not with every late sample
+
+
+def test_who_came_in_a_pause_begins_anew_whatever_pid_they_have():
+    watch = Watch(a_policy("warn", "terminate"), interval=10)
+    watch.until(80)
+    another = a_device(processes=(a_process(start_time=10_085.0),))
+
+    assert watch.until(150, another, begin=120) == [(150, "warn")]
+
+
+@pytest.mark.parametrize("slept", [0.0, 20.0])
+def test_a_machine_that_has_slept_begins_anew(slept):
+    watch = Watch(a_policy("warn", hold=30), interval=10)
+    for clock in (0, 10, 20):
+        watch.sees(RuleView(busy(clock), suspended=5.0))
+    judgement = watch.sees(RuleView(busy(45), suspended=5.0 + slept))
+
+    assert (actions(judgement), kinds(judgement)) == (([], {"resampling"}) if slept else (["warn"], set()))
+
+
+def test_a_warning_whose_time_has_shifted_is_said_again_before_the_step():
+    steps = Step("warn"), Step("notify", 10, (("to", "ops"),)), Step("log", 10), Step("terminate", 100)
+    watch = Watch(a_policy(*steps), interval=10)
+    [first] = [verdict for clock in (0, 10, 20, 30) for verdict in watch.sees(busy(clock)).verdicts]
+    watch.until(60, begin=40)
+    again = watch.sees(busy(160)).verdicts
+
+    assert (first.harm_action, first.harm_after) == ("terminate", 120)
+    assert [(verdict.action, verdict.step, dict(verdict.options)) for verdict in again] == [
+        ("warn", 0, {}),
+        ("notify", 1, {"to": "ops"}),
+    ]
+    assert {(verdict.harm_action, verdict.harm_after, verdict.next_after) for verdict in again} == {
+        ("terminate", 90, 90)  # 10 of 100 seconds had passed before the pause
+    }
+    assert watch.until(260, begin=170) == [(250, "terminate")]
+
+
+@pytest.mark.parametrize("steps", [("warn",), ("warn", "log"), ("log", "terminate"), ("warn", "terminate")])
+def test_nothing_is_said_again_where_no_message_told_a_time(steps):
+    watch = Watch(a_policy(*steps), interval=10)
+    watch.until(20)
+    said = actions(watch.sees(busy(120)))  # before the first step: nothing was said yet
+
+    assert said == []
+    if steps != ("warn", "terminate"):
+        watch.until(150, begin=130)
+        assert actions(watch.sees(busy(210))) == []
+
+
+def test_a_process_on_eight_devices_is_told_once_more_alone():
+    wide = a_process()
+    devices = [a_device(n, processes=(wide,)) for n in range(8)]
+    watch = Watch(a_policy("warn", "terminate"), interval=10)
+    watch.until(40, *devices)
+
+    assert actions(watch.sees(busy(100, *devices))) == ["warn"]
 
 
 def test_a_slower_rhythm_is_learnt_after_five_samples():
     watch = Watch(a_policy("warn", hold=400, cooldown=5000))
     watch.until(100)
 
-    assert watch.until(2000, begin=200, every=100) == [(1000, "warn")]
+    assert watch.until(2000, begin=200, every=100) == [(900, "warn")]
 
 
 def test_the_ladder_is_climbed_one_step_after_the_other_and_none_is_repeated():

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GIB, a_process, a_uuid
+from builders import GIB, a_device, a_process, a_uuid
 from guarded import SLEEP, SOMEBODY, Scene, a_child, a_scene, python, somebody, started
 from nodes import until
 from proc import state
 
 from gpuguard import procfs
-from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.restrictions import DENIED, read_restrictions
+from gpuguard.claims.directory import LockDirectory, lock_directory
+from gpuguard.claims.restrictions import DENIED, QUARANTINED, Restriction, change, read_restrictions
 from gpuguard.enforcement import actions, identity, limits, preflight, signals
 from gpuguard.enforcement.actions import ACTIONS, give_up_unkillable, parse_checkpoint_signal, parse_niceness
 from gpuguard.enforcement.limits import HOUR, REMEMBERED, ActionLimits, PastAction
@@ -148,18 +148,21 @@ def later(scene: Scene, patch: pytest.MonkeyPatch, seconds: float) -> None:
         book.record(replace(done, clock=done.clock - seconds))
 
 
-def test_who_outlives_sigkill_is_given_up_its_devices_left_alone_and_people_told_once(scene):
-    # A process in the driver cannot be made here: one that was never killed looks the same.
-    killed = PastAction(
-        procfs.boot_clock() - 61, "kill", (scene.pid, scene.process.start_time), ("GPU-x", "GPU-y"), live=True
-    )
-    scene.context(notifier=(post := Post()), alarm=("ops", "mail")).limits.record(killed)
+def outlives_sigkill(scene: Scene, **more: Any) -> None:
+    """A process in the driver cannot be made here: one that was never killed looks the same."""
+    devices = (a_uuid(0), "GPU-y")
+    killed = PastAction(procfs.boot_clock() - 61, "kill", (scene.pid, scene.process.start_time), devices, live=True)
+    scene.context(**more).limits.record(killed)
+
+
+def test_who_outlives_sigkill_is_given_up_its_device_quarantined_and_people_told_once(scene):
+    outlives_sigkill(scene, notifier=(post := Post()), alarm=("ops", "mail"))
 
     (outcome,) = give_up_unkillable(scene.context(), scene.snapshot)
     assert (outcome.word, outcome.pid) == ("unkillable", scene.pid)
     assert give_up_unkillable(scene.context(), scene.snapshot) == ()
     happened = [(event.kind, event.outcome) for event in scene.events if event.kind != "notify"]
-    assert happened == [("kill", "unkillable"), ("quarantine", "failed"), ("quarantine", "failed")]
+    assert happened == [("kill", "unkillable"), ("quarantine", "failed")]  # here no claims are known
     assert post.asked == ["ops", "mail"]
     assert scene.act().word == "refused"
 
@@ -167,6 +170,77 @@ def test_who_outlives_sigkill_is_given_up_its_devices_left_alone_and_people_told
     assert scene.dies()
     assert give_up_unkillable(scene.context(), scene.snapshot) == ()
     assert scene.context().limits.unkillable == {}
+
+
+def quarantined(directory: LockDirectory) -> list[str]:
+    return list(read_restrictions(directory, QUARANTINED, time.time()))
+
+
+@pytest.mark.parametrize("row", ["gone", "of another", "not to be believed", "unknown"])
+def test_no_device_is_quarantined_for_a_process_that_the_driver_does_not_list(scene, directory, row):
+    """A user can let a process of their own linger for good, which has long given its GPU back."""
+    rows = {"gone": (), "of another": (a_process(pid=2),), "unknown": None}.get(row, (scene.process,))
+    scene.machine.change(0, processes=rows, processes_plausible=row != "not to be believed")
+    outlives_sigkill(scene, directory=directory)
+    (outcome,) = give_up_unkillable(scene.context(), scene.machine.sample(()))
+
+    assert outcome.word == "unkillable"
+    assert quarantined(directory) == []
+
+
+ON_THE_DEVICE = {
+    "listed": {},
+    "listed, its process has ended": {"start_time": None},
+    "memory is missing": {"processes": (), "memory_used": 40 * GIB},
+    "memory is unknown": {"processes": (), "memory_used": None, "memory_free": None},
+    "the list is unknown": {"processes": None, "memory_used": 0},
+    "the list is not to be believed": {"processes": (), "processes_plausible": False, "memory_used": 0},
+}
+
+
+@pytest.mark.parametrize("what", ON_THE_DEVICE)
+def test_a_quarantine_ends_with_the_process_that_caused_it_and_when_its_memory_is_back(scene, directory, what):
+    scene.machine.devices.append(a_device(1))  # at most half of the machine
+    outlives_sigkill(scene, directory=directory)
+    give_up_unkillable(scene.context(), scene.machine.sample(()))
+    assert quarantined(directory) == [a_uuid(0)]
+    there = dict(ON_THE_DEVICE[what])
+    row = replace(scene.process, memory_used=40 * GIB, start_time=there.pop("start_time", scene.start_time))
+    scene.machine.change(0, **{"processes": (row,), **there})
+
+    limits_of_a_new_daemon = {"limits": limits.ActionLimits()}
+    scene.context(**limits_of_a_new_daemon)
+    give_up_unkillable(scene.context(), scene.machine.sample(()))
+    assert quarantined(directory) == [a_uuid(0)]
+
+    scene.machine.change(0, processes=(), processes_plausible=True, memory_used=0, memory_free=80 * GIB)
+    give_up_unkillable(scene.context(), scene.machine.sample(()))
+    assert quarantined(directory) == []
+    assert [event.outcome for event in scene.events if event.kind == "quarantine"][-1] == "ended"
+
+
+def test_what_an_administrator_has_quarantined_stays_whatever_becomes_of_a_process(scene, directory):
+    by_root = Restriction(a_uuid(0), 0.0, time.time() + 7200, "XID 79")
+    change(directory, QUARANTINED, lambda marks: marks.update({by_root.name: by_root}))
+    scene.machine.devices.append(a_device(1))
+    outlives_sigkill(scene, directory=directory)
+    give_up_unkillable(scene.context(), scene.machine.sample(()))
+    scene.machine.change(0, processes=(), memory_used=0)
+    give_up_unkillable(scene.context(), scene.machine.sample(()))
+
+    assert read_restrictions(directory, QUARANTINED, time.time())[a_uuid(0)].reason == "XID 79"
+
+
+def test_a_process_that_outlived_sigkill_protects_no_other_on_its_device(scene):
+    with a_child() as lingering:
+        other = lingering.pid, started(lingering.pid)
+        scene.listed(scene.process, a_process(other[0], start_time=other[1]))
+        killed = PastAction(procfs.boot_clock() - 61, "kill", other, (a_uuid(0),), live=True)
+        scene.context().limits.record(killed)
+        give_up_unkillable(scene.context(), scene.machine.sample(()))
+
+        assert scene.act().word == "sent"
+        assert scene.dies()
 
 
 @pytest.mark.parametrize("done", [{"action": "terminate"}, {"live": False}, {"process": (2**22, 1.0)}])
@@ -380,7 +454,7 @@ LIMITS: list[tuple[str, Callable[[Scene], None], str]] = [
     ("escalation", done(ago=29, process=themselves), "kill"),
     ("escalation", done(ago=40, process=themselves, live=False), "kill"),  # a dry run
     ("restart loop", restarts, "terminate"),
-    ("unkillable", lambda scene: scene.context().limits.unkillable.update({OTHER: (a_uuid(0),)}), "terminate"),
+    ("unkillable", lambda scene: scene.context().limits.unkillable.update({themselves(scene): None}), "terminate"),
     ("unkillable", done(ago=1800, action="kill", process=themselves), "terminate"),
 ]
 _CHECK_OF = {

@@ -141,15 +141,20 @@ class Troubled:
         rows = (row for device in self.said[-1].devices if device.processes_plausible for row in device.processes or ())
         return victim in {(row.pid, row.start_time) for row in rows}
 
-    def since(self, verdict: Verdict, rule: str) -> float | None:
-        """From which clock on every sample has told all that *rule* needs of the subject; None: the newest does not."""
-        begin = newer = None
+    def known(self, verdict: Verdict, rule: str, longest: float = 600.0) -> tuple[float, float] | None:
+        """(since which clock, for how long) every sample has told all that *rule* needs of the subject.
+
+        No time counts in a pause of more than three intervals, and none goes on after one of more than *longest*.
+        None: the newest does not tell it.
+        """
+        begin, counted, newer = None, 0.0, None
         for snapshot in reversed(self.said):
-            broken = newer is not None and not 0 < newer - snapshot.clock <= 3 * INTERVAL
-            if broken or not _tells(snapshot, verdict, rule):
-                return begin
+            pause = 0.0 if newer is None else newer - snapshot.clock
+            if not 0 <= pause <= longest or not _tells(snapshot, verdict, rule):
+                break
+            counted += pause * (pause <= 3 * INTERVAL)
             begin = newer = snapshot.clock
-        return begin
+        return None if begin is None else (begin, counted)
 
 
 def _tells(snapshot: Snapshot, verdict: Verdict, rule: str) -> bool:
@@ -227,14 +232,14 @@ class Law:
             return
         for process in verdict.finding.processes:
             assert self.machine.listed((process.pid, process.start_time)), "not in the newest list"
-        since, now = self.machine.since(verdict, self.policy.name), self.machine.said[-1].clock
-        assert since is not None, "nothing is known of the subject now"
+        known = self.machine.known(verdict, self.policy.name)
+        assert known is not None, "nothing is known of the subject now"
         needed = self.policy.hold + sum(step.after for step in self.policy.steps[: verdict.step + 1])
-        assert now - since >= needed, f"known for {now - since}s only"
-        assert len([each for each in self.machine.said if each.clock >= since]) >= 2, "one look"
+        assert known[1] >= needed, f"known for {known[1]}s only"
+        assert len([each for each in self.machine.said if each.clock >= known[0]]) >= 2, "one look"
         if self.policy.name in LOOKS_BACK:
-            series = self.machine.since(verdict, "memory")
-            assert series is not None and now - series >= 0.9 * WINDOW, "a trend with a hole"
+            series = self.machine.known(verdict, "memory", 3 * INTERVAL)
+            assert series is not None and series[1] >= 0.9 * WINDOW, "a trend with a hole"
 
 
 def guarded(policy: Policy, schedule: Any, waits: list[bool]) -> Law:
@@ -308,11 +313,13 @@ def evaluated_without_pauses(*of: Any, _evaluate: Any = engine.evaluate, **more:
             lambda device: tuple(row for row in device.processes or () if row.uid and row.start_time),
         ),
         (engine.EngineMemory, "start_anew", lambda *_: None),
+        (engine.EngineMemory, "stop_clocks", lambda *_: None),
         (engine.EngineMemory, "holds", lambda *_: True),
         (engine, "evaluate", evaluated_without_pauses),
     ],
     ids=[
         "garbled lists are believed",
+        "a long pause is overlooked",
         "a pause is overlooked",
         "who waits is not looked at",
         "who waits, through a pause",

@@ -85,6 +85,15 @@ def test_setting_the_clock_makes_no_restriction_shorter_or_longer(directory, mon
     assert read_restrictions(directory, DENIED, time.time())["1002"].since == pytest.approx(now + step, abs=5)
 
 
+def test_what_a_process_has_caused_ends_with_the_boot_of_that_process(directory, monkeypatch):
+    restrict(directory, QUARANTINED, "GPU-1", process=(4711, 60.5))
+    restrict(directory, QUARANTINED, "GPU-2")
+
+    assert read_restrictions(directory, QUARANTINED, time.time())["GPU-1"].process == (4711, 60.5)
+    monkeypatch.setattr(restrictions, "boot_id", lambda: "another")
+    assert read_restrictions(directory, QUARANTINED, time.time()).keys() == {"GPU-2"}
+
+
 def test_of_another_boot_only_the_time_of_day_is_known(directory, monkeypatch):
     restrict(directory, KEPT, "1001", until=NOW)
 

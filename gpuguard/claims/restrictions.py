@@ -58,6 +58,8 @@ class Restriction:
     reason: str = ""  # for people
     by: str = ADMINISTRATOR  # who decided: "the administrator", "the policy hot-cards", or a user
     user: str | None = None  # name of the user, if it is about one
+    # (pid, start time) of the process that caused it, with which it ends: see enforcement.actions
+    process: tuple[int, float] | None = None
 
     def holds(self, now: float) -> bool:
         """Whether it is not over yet."""
@@ -148,10 +150,12 @@ def change(
 
 
 def extend(restrictions: dict[str, Restriction], restriction: Restriction) -> None:
-    """Add *restriction*, unless there is one about the same that lasts longer."""
+    """Add *restriction*, unless there is one about the same that lasts longer: nobody knows how long a process will."""
     before = restrictions.get(restriction.name)
     longer = before is None or (
-        before.until is not None and (restriction.until is None or restriction.until > before.until)
+        before.until is not None
+        and not restriction.process
+        and (restriction.until is None or restriction.until > before.until)
     )
     if longer:
         restrictions[restriction.name] = replace(restriction, reason=restriction.reason[:MAX_REASON])
@@ -207,9 +211,12 @@ def _read_all(folders: Sequence[DaemonFiles], kind: str, now: float) -> dict[str
 def _read(files: DaemonFiles, kind: str) -> Iterator[Restriction]:
     content = loads(read_file(_path(files, kind), MAX_BYTES, files.owners()))
     # If the clock was set since that was written, what is left of it stays as long as it was.
-    step = _booted() - content.get("booted_unix_seconds", 0.0) if content.get("boot") == boot_id() != "" else 0.0
+    this_boot = content.get("boot") == boot_id() != ""
+    step = _booted() - content.get("booted_unix_seconds", 0.0) if this_boot else 0.0
     step = step if abs(step) > STEP_SECONDS else 0.0
     for entry in content["marks"]:
+        if entry.get("process") is not None and not this_boot:
+            continue
         times = {"since": entry["since_unix_seconds"] + step, "until": entry["until_unix_seconds"]}
         if times["until"] is not None:
             times["until"] += step
@@ -225,7 +232,7 @@ def _booted() -> float:
 
 def _write(path: str, kind: str, restrictions: dict[str, Restriction]) -> None:
     facts = {"schema": 1, "boot": boot_id(), "booted_unix_seconds": _booted()}
-    entries = [to_json(restriction) for restriction in restrictions.values()]
+    entries = [{**to_json(restriction), "process": restriction.process} for restriction in restrictions.values()]
     content = json.dumps({**facts, "marks": entries}, indent=1).encode("ascii")
     if len(restrictions) > MAX_RESTRICTIONS or len(content) >= MAX_BYTES:
         raise LockDirectoryError(

@@ -13,7 +13,7 @@ import re
 import signal
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -21,13 +21,22 @@ from gpuguard.claims import restrictions, unlock
 from gpuguard.claims.records import RELEASED, ReleaseRequest
 from gpuguard.claims.unlock import LockHandle
 from gpuguard.clusters import slurm
+from gpuguard.device_state import idle_limit, unlisted_memory
 from gpuguard.enforcement import identity, preflight, signals
-from gpuguard.enforcement.limits import HOUR, LIMITS, UNKILLABLE_SECONDS, FailedCheck, PastAction, facts_of
+from gpuguard.enforcement.limits import (
+    HOUR,
+    LIMITS,
+    UNKILLABLE_SECONDS,
+    FailedCheck,
+    PastAction,
+    ProcessIdentity,
+    facts_of,
+)
 from gpuguard.enforcement.preflight import CHECKPOINT_SIGNALS, ActionContext, Preflight, ProcessTarget
 from gpuguard.enforcement.signals import GONE, NOT_PERMITTED, SENT
 from gpuguard.errors import ClaimError, InvalidRequest, LockDirectoryError
 from gpuguard.history.audit_log import line_of
-from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict, claim_named
+from gpuguard.model import Device, Event, Finding, Snapshot, Subject, Verdict, claim_named
 from gpuguard.notify.templates import deed_text, message_for
 from gpuguard.policies.policy import DISRUPTIVE, HARMFUL
 from gpuguard.procfs import boot_clock, start_time
@@ -308,8 +317,13 @@ class QuarantineKeys:
     for_: Annotated[float, parse_duration] | None = None
 
 
-def _quarantine(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> ActionOutcome:
-    """No new claims of the device.  A driver that talks nonsense must not take the whole machine out of service."""
+def _quarantine(
+    verdict: Verdict, snapshot: Snapshot, context: ActionContext, process: ProcessIdentity | None = None
+) -> ActionOutcome:
+    """No new claims of the device.  A driver that talks nonsense must not take the whole machine out of service.
+
+    *process*: whose quarantine it is, which ends with it.
+    """
     uuid = verdict.finding.subject.device
     if uuid is None:
         return _logged(verdict, context, REFUSED, "no GPU is meant")
@@ -320,10 +334,17 @@ def _quarantine(verdict: Verdict, snapshot: Snapshot, context: ActionContext) ->
         if sum(not out.isdisjoint((device.uuid, device.parent_uuid)) for device in claimable) > len(claimable) / 2:
             why = "more than half of the GPUs would be out of service: ask an administrator"
             return _logged(verdict, context, REFUSED, why)
-    return _restrict(verdict, context, restrictions.QUARANTINED, uuid)
+    return _restrict(verdict, context, restrictions.QUARANTINED, uuid, process=process)
 
 
-def _restrict(verdict: Verdict, context: ActionContext, kind: str, name: str, user: str | None = None) -> ActionOutcome:
+def _restrict(
+    verdict: Verdict,
+    context: ActionContext,
+    kind: str,
+    name: str,
+    user: str | None = None,
+    process: ProcessIdentity | None = None,
+) -> ActionOutcome:
     if context.directory is None:
         return _logged(verdict, context, FAILED, "there is no directory of claims to write it into")
     if not context.is_live(verdict):
@@ -332,7 +353,8 @@ def _restrict(verdict: Verdict, context: ActionContext, kind: str, name: str, us
         return ActionOutcome(UNRECORDED, "nothing could be written down, so nothing was done")
     now, seconds = time.time(), dict(verdict.options).get("for")
     until = None if seconds is None else now + float(seconds)
-    mark = restrictions.Restriction(name, now, until, verdict.finding.why, f"the policy {verdict.policy}", user)
+    by, reason = f"the policy {verdict.policy}", verdict.finding.why
+    mark = restrictions.Restriction(name, now, until, reason, by, user, process)
     try:
         restrictions.change(context.directory, kind, lambda found: restrictions.extend(found, mark))
     except LockDirectoryError as error:
@@ -512,11 +534,12 @@ def _uids_text(finding: Finding) -> str | None:
 
 
 def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[ActionOutcome, ...]:
-    """Leave those alone for good that were killed and are still there a minute later; call it after each sample.
+    """Signal those no more that were killed and are still there a minute later; call it after each sample.
 
-    They sit in a driver or on a dead file system, where no signal reaches them.  Their devices are quarantined until an
-    administrator ends that, but never more than half of the machine, and the targets of the policies' messages are
-    informed.  When such a process is gone after all, the guard acts on its devices again.
+    They sit in a driver or on a dead file system, where no signal reaches them; or the user who made them lets them
+    linger, which anybody can.  So they shield themselves alone, and only a device on which the driver goes on listing
+    one needs a reset: it is quarantined, but never more than half of the machine, and the targets of the policies'
+    messages are informed.  That ends when the driver lists the process no more and its memory is back, or by a boot.
 
     Returns:
         An outcome, "unkillable", for each that is found for the first time.
@@ -524,32 +547,69 @@ def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[Acti
     now, outcomes = boot_clock(), []
     unkillable = context.limits.unkillable
     for process in [process for process in unkillable if not identity.is_alive(process)]:
-        del unkillable[process]  # the device was reset
+        del unkillable[process]
     for past in context.limits.past:
         over = past.live and past.action == "kill" and now - past.clock >= UNKILLABLE_SECONDS
         if over and past.process not in unkillable and identity.is_alive(past.process):
-            unkillable[past.process] = past.devices
-            outlived = f"outlived SIGKILL by {now - past.clock:.0f}s"
-            why = f"it {outlived}: its GPUs need a reset, and are left alone"
+            unkillable[past.process] = past
+            why = f"it outlived SIGKILL by {now - past.clock:.0f}s: no further signal can help"
             pid, facts = past.process[0], (("policy", past.policy or None),)
             outcomes.append(ActionOutcome(UNKILLABLE, why, pid))
             context.append(
                 Event(time.time(), "kill", UNKILLABLE, None, past.devices, pid=pid, message=why, facts=facts)
             )
-            _quarantine_devices(past, f"pid {pid} {outlived}: the GPU needs a reset", context, snapshot)
+    for process, past in unkillable.items():
+        left = tuple(uuid for uuid in past.devices if not _is_listed(process, snapshot.device(uuid)))
+        _quarantine_devices(past, [uuid for uuid in past.devices if uuid not in left], context, snapshot)
+        unkillable[process] = replace(past, devices=left)
+    _end_quarantines(context, snapshot)
     return tuple(outcomes)
 
 
-def _quarantine_devices(past: PastAction, why: str, context: ActionContext, snapshot: Snapshot) -> None:
+def _is_listed(process: ProcessIdentity, device: Device | None) -> bool:
+    rows = device.processes or () if device and device.processes_plausible else ()
+    return any((row.pid, row.start_time) == process for row in rows)
+
+
+def _quarantine_devices(past: PastAction, uuids: Sequence[str], context: ActionContext, snapshot: Snapshot) -> None:
     """Take the devices out of service; the targets are told once."""
-    for number, uuid in enumerate(past.devices):
+    why = f"pid {past.process[0]} outlived SIGKILL: the GPU needs a reset"
+    for number, uuid in enumerate(uuids):
         device = snapshot.device(uuid)
         rows = [row for row in (device.processes or () if device else ()) if (row.pid, row.start_time) == past.process]
         finding = Finding("unkillable", Subject("device", device=uuid), why, tuple(rows))
         verdict = Verdict(past.policy or "unkillable", finding, "quarantine", 0, past.clock, enforce=True)
-        act(verdict, snapshot, context)
+        _quarantine(verdict, snapshot, context, past.process)
         for name in context.alarm if number == 0 else ():
             act(replace(verdict, action="notify", options=(("to", name),)), snapshot, context)
+
+
+def _end_quarantines(context: ActionContext, snapshot: Snapshot) -> None:
+    """Take the devices into service again that no longer suffer from the process for which they were quarantined."""
+    if context.directory is None:
+        return
+    quarantined = restrictions.read_restrictions(context.directory, restrictions.QUARANTINED, time.time())
+    caused = {uuid: mark.process for uuid, mark in quarantined.items() if mark.process}
+    over = {
+        uuid: process
+        for uuid, process in caused.items()
+        if all(_is_rid_of(each, snapshot.device(uuid)) for each in (process, *context.limits.unkillable))
+    }
+    if over:
+        kind = restrictions.QUARANTINED
+        restrictions.change(context.directory, kind, lambda found: [found.pop(uuid, None) for uuid in over])
+    for uuid, (pid, _) in over.items():
+        text = "the process is gone from the GPU, and its memory is back"
+        context.append(Event(time.time(), "quarantine", "ended", devices=(uuid,), pid=pid, message=text))
+
+
+def _is_rid_of(process: ProcessIdentity, device: Device | None) -> bool:
+    """Whether nothing of a process is on *device*, as far as that is known for certain."""
+    if device is None or device.processes is None or not device.processes_plausible:
+        return False
+    unlisted = unlisted_memory(device)
+    is_back = unlisted is not None and unlisted <= idle_limit(device)
+    return is_back and all(row.pid != process[0] for row in device.processes)
 
 
 WRITTEN = "written"

@@ -65,7 +65,8 @@ class ActionLimits:
     past: list[PastAction] = field(default_factory=list)
     # (process, live) -> clock of its first SIGTERM: a policy may wait longer than an hour before it kills
     _asked_to_end: dict[object, float] = field(default_factory=dict)
-    unkillable: dict[ProcessIdentity, tuple[str, ...]] = field(default_factory=dict)  # -> devices not to be touched
+    # -> the SIGKILL that it outlived, on those of its devices that are not quarantined for it
+    unkillable: dict[ProcessIdentity, PastAction] = field(default_factory=dict)
     _done: deque[tuple[Verdict, ProcessIdentity]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _wanted: dict[object, float] = field(default_factory=dict)
     _refused: dict[object, object] = field(default_factory=dict)
@@ -141,8 +142,6 @@ class ActionLimits:
     def _unkillable(self, lately: Iterable[PastAction], action: PastAction) -> FailedCheck | None:
         if action.process in self.unkillable:
             return FailedCheck("unkillable", "it outlived SIGKILL: no further signal can help")
-        if any(not set(action.devices).isdisjoint(devices) for devices in self.unkillable.values()):
-            return FailedCheck("unkillable", "a process on this GPU outlived SIGKILL: the GPU is left alone")
         if _times_of(lately, action.process, "kill"):
             return FailedCheck("unkillable", "it was killed before: no further signal can help")
         return None

@@ -25,6 +25,7 @@ from gpuguard.policies.policy import (
     DESTRUCTIVE,
     HARMFUL,
     KILL_AFTER,
+    MESSAGES,
     Judgement,
     Note,
     Policy,
@@ -53,6 +54,9 @@ from gpuguard.units import format_duration
 FEWEST_SAMPLES = 2  # a condition that was seen once never fires, however short `for` is
 EFFECT_SECONDS = 50.0
 MEMORY_SLACK = 512 * 2**20  # bytes by which others may grow meanwhile
+LONGEST_PAUSE = 600.0  # seconds between samples, after which nothing is taken to have gone on all the time
+SLEPT_SECONDS = 1.0  # by which the clock of the boot ran ahead of the one that stands still while the machine sleeps
+SAID_AGAIN_SECONDS = 60.0  # at least, between two messages about one more pause
 MOST_NAMES = 10  # of users, in a note
 NAMELESS = -1  # stands for all uids without a name
 
@@ -75,6 +79,8 @@ class EscalationState:
     stepped_at: float = 0.0  # clock of the last step
     terminated_at: float | None = None
     held_until: float = 0.0  # clock before which it has no turn, since others of the policy had theirs
+    shifted: bool = False  # by a pause: what messages have said of the next step is no longer true
+    said_again_at: float = float("-inf")  # clock
 
 
 @dataclass(frozen=True)
@@ -111,13 +117,24 @@ class EngineMemory:
     effects: dict[tuple[bool, str], Effect] = field(default_factory=dict)  # by (enforced, uuid)
     kept: dict[tuple[str, int | str], float] = field(default_factory=dict)  # until which clock
     index: SampleIndex | None = None  # of the last sample
+    suspended: float | None = None  # seconds, as of the last sample
+    unkillable: frozenset[ProcessIdentity] = frozenset()  # processes that outlived SIGKILL
 
     def holds(self, policy: str, subject: SubjectIdentity) -> bool:
         """Whether the condition of *policy* was found for *subject* in the last sample."""
         return subject in self.states.get(policy, ())
 
+    def stop_clocks(self, seconds: float) -> None:
+        """Let no time count for any escalation in a pause of *seconds*: what is found afterwards goes on."""
+        for state in (state for states in self.states.values() for state in states.values()):
+            state.since += seconds
+            state.stepped_at += seconds
+            state.held_until += seconds
+            state.terminated_at = None if state.terminated_at is None else state.terminated_at + seconds
+            state.shifted = True
+
     def start_anew(self, clock: float) -> None:
-        """Drop what was seen before a pause: it is unknown what happened in it."""
+        """Drop what was seen before a long pause: it is unknown what happened in it."""
         self.past.clear()
         self.states.clear()
         if self.rhythm.clock is not None and clock < self.rhythm.clock:
@@ -137,6 +154,7 @@ class DueStep:
     state: EscalationState
     step: Step
     since: float  # clock
+    number: int  # of the step; one that is less than those that are done is a message, which is said again
 
     @property
     def order(self) -> tuple[float, float, str, str]:
@@ -200,9 +218,10 @@ def evaluate(
     verdicts = []
     for step in taken:
         bundle = bundles[_victim(step)]
-        verdicts.append(_verdict(step, len(bundle) - 1))
+        verdicts.append(_verdict(step, len(bundle) - 1, view.clock))
         for member in bundle:
-            advance(member, memory, view.clock)
+            if member.number == member.state.done:
+                advance(member, memory, view.clock)
     memory.index = index
     notes.sort(key=lambda note: (note.policy or "", note.kind, key_of(note.subject) if note.subject else "", note.text))
     return Judgement(tuple(verdicts), tuple(notes))
@@ -247,9 +266,16 @@ def _resample(view: RuleView, policies: Sequence[Policy], memory: EngineMemory, 
     notes = []
     rhythm, clock = memory.rhythm, view.clock
     largest = rhythm.largest(interval)
-    if rhythm.clock is not None and not 0 < clock - rhythm.clock <= largest:
-        notes.append(Note("resampling", f"{clock - rhythm.clock:.1f}s since the last sample: all durations start anew"))
+    pause = 0.0 if rhythm.clock is None else clock - rhythm.clock
+    before, memory.suspended = memory.suspended, view.suspended
+    slept = before is not None and view.suspended is not None and view.suspended - before > SLEPT_SECONDS
+    if slept or not 0 <= pause <= max(largest, LONGEST_PAUSE):
+        what = "the machine was suspended" if slept else f"{pause:.1f}s since the last sample"
+        notes.append(Note("resampling", f"{what}: all durations start anew"))
         memory.start_anew(clock)
+    elif pause > largest:
+        notes.append(Note("late", f"{pause:.1f}s since the last sample: they count for no duration"))
+        memory.stop_clocks(pause)
     rhythm.beat(clock)
     memory.kept = {mark: until for mark, until in memory.kept.items() if until > clock}
     memory.cooling = {name: until for name, until in memory.cooling.items() if until > clock}
@@ -287,7 +313,7 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
         if left_out.isdisjoint((None, ended.subject)) and not _is_over(ended, policy):
             notes += _cancelled(policy, ended, index, memory)
 
-    clock, due = index.view.clock, []
+    clock, due = index.view.clock, list[DueStep]()
     for identity, finding in current.items():
         if memory.cooling and (policy.name, identity) in memory.cooling:
             notes.append(Note("cooldown", "the last step is not long ago", policy.name, finding.subject))
@@ -297,10 +323,13 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
             state = states[identity] = EscalationState(finding.subject, clock)
         state.samples += 1
         state.rule, state.why, state.processes = finding.rule, finding.why, finding.processes
+        if state.shifted and clock >= state.said_again_at + SAID_AGAIN_SECONDS:
+            due += _said_again(policy, identity, finding, state, clock)
+            state.shifted, state.said_again_at = False, clock
         if (step := next_step(state, policy, clock)) is None:
             continue
         state.reach = reach_of(finding.subject, finding.processes, index)
-        due_step = DueStep(policy, identity, finding, state, *step)
+        due_step = DueStep(policy, identity, finding, state, *step, state.done)
         reason = why_inapplicable(step[0], finding)
         if reason and not any(map(index.blindness, state.reach)):
             notes.append(Note("nobody", reason, policy.name, finding.subject))
@@ -318,7 +347,17 @@ def _is_over(state: EscalationState, policy: Policy) -> bool:
 def _victim(due: DueStep) -> object:
     subject = due.finding.subject
     whom = (subject.pid, subject.start_time) if subject.kind == "process" else due.identity
-    return (due.policy.name, due.state.done, whom)
+    return (due.policy.name, due.number, whom)
+
+
+def _said_again(
+    policy: Policy, identity: SubjectIdentity, finding: Finding, state: EscalationState, clock: float
+) -> Iterator[DueStep]:
+    """The messages that have told when something will be taken away, if that comes later now."""
+    at = _due(policy, state) if _harm(policy, state.done, finding) else None
+    for number, step in enumerate(policy.steps[: state.done]):
+        if step.action in MESSAGES and at is not None and at > clock:
+            yield DueStep(policy, identity, finding, state, step, clock, number)
 
 
 def _cancelled(policy: Policy, ended: EscalationState, index: SampleIndex, memory: EngineMemory) -> Iterator[Note]:
@@ -344,24 +383,27 @@ def _gap(ended: EscalationState, index: SampleIndex, before: SampleIndex) -> str
     return None
 
 
-def _verdict(due: DueStep, further: int) -> Verdict:
-    policy, number, finding = due.policy, due.state.done, due.finding
+def _verdict(due: DueStep, further: int, clock: float) -> Verdict:
+    policy, finding = due.policy, due.finding
     if further:
         finding = replace(finding, why=f"{finding.why} (and the like on {further} more GPU{'s' * (further > 1)})")
-    after = policy.steps[number + 1] if number + 1 < len(policy.steps) else None
-    harm = _harm(policy, number + 1, finding)
+    following = max(due.number + 1, due.state.done)
+    after = policy.steps[following] if following < len(policy.steps) else None
+    wait = after.after if after else 0.0
+    harm = _harm(policy, following, finding)
+    later = (_due(policy, due.state) or clock) - clock - wait if due.number < due.state.done else 0.0
     return Verdict(
         policy=policy.name,
         finding=finding,
         action=due.step.action,
-        step=number,
+        step=due.number,
         since=due.state.since,
         enforce=policy.enforce,
         options=due.step.options,
         next_action=after.action if after else None,
-        next_after=after.after if after else None,
+        next_after=wait + later if after else None,
         harm_action=harm[0] if harm else None,
-        harm_after=harm[1] if harm else None,
+        harm_after=harm[1] + later if harm else None,
     )
 
 
@@ -509,6 +551,10 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
         if action in COUNTED:
             if name in held:
                 continue
+            victims, claim = victims_of(step.finding), step.finding.subject.claim
+            if victims and victims <= memory.unkillable:
+                allowed.append(step)  # no effect is awaited of what has none
+                continue
             hit, before = _hit(step, index), at_once.setdefault(name, [])
             against = _waits_for_its_turn(step, hit, before, clock)
             against = against or (_obstacle(step, index, memory) if action in DESTRUCTIVE else None)
@@ -518,7 +564,6 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
             before.append(hit)
             # A rehearsed step has no effect to wait for, but it must delay what a real one would delay; and it must
             # not delay the steps of policies that are enforced.  Hence two sets of effects.
-            victims, claim = victims_of(step.finding), step.finding.subject.claim
             for uuid in step.state.reach if action in DESTRUCTIVE else ():
                 below = _memory_without(index.devices[uuid], victims)
                 effect = Effect(name, step.identity, clock, victims, claim, below, hit)

@@ -25,6 +25,7 @@ DISRUPTIVE = ENDING | {"pause"}  # a person in front of the process is given tim
 DESTRUCTIVE = DISRUPTIVE | {"release"}  # one per device at a time, until its effect is seen
 HARMFUL = DESTRUCTIVE | {"deny"}  # takes something away from a user
 COUNTED = HARMFUL | {"quarantine"}  # by the breaker: too many at once are a mistake
+MESSAGES = frozenset({"warn", "notify"})
 
 # Steps that are taken on processes.  Where none is meant they would only delay a step that is.
 ON_PROCESSES = frozenset({"checkpoint", "terminate", "kill", "pause", "resume", "renice"})
@@ -200,6 +201,7 @@ class Note:
 NOTES: Mapping[str, str] = {
     "gap": N_("it could not be seen whether the condition still holds"),
     "resampling": N_("samples are missing or came out of order, so it is unknown what was in between"),
+    "late": N_("a sample came late, and no time counts in between"),
     "unknown": N_("who the process is is not known"),
     "exempt": N_("inside `except`"),
     "kept": N_("a user asked to keep it"),

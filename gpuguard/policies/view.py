@@ -82,6 +82,7 @@ class RuleView:
     gpu_seconds: Mapping[int, Mapping[float, float]] = field(default_factory=dict)
     arrivals: Arrivals = field(default_factory=Arrivals)  # in which order processes and claims came
     accountable: Mapping[int, int] = field(default_factory=dict)  # uid -> the one that answers for it; absent: itself
+    suspended: float | None = None  # seconds for which the machine has slept since it was booted
 
     @property
     def clock(self) -> float:

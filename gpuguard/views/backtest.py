@@ -90,8 +90,8 @@ def _headline(result: Backtest, recording: Recording, jobs: int) -> Iterator[str
     if result.holes:
         yield (
             _(
-                "{count} between samples longer than {longest_gap}: all durations start anew after them, as "
-                "with a daemon that slept (--longest-gap changes that)."
+                "{count} between samples longer than {longest_gap}: no time counts in them, and after more than ten "
+                "minutes all durations start anew, as in the daemon (--longest-gap changes that)."
             ).format(count=format_count(result.holes, "pause"), longest_gap=format_duration(result.longest_gap))
         )
 

@@ -38,7 +38,7 @@ WORDS = (
     N_("interrupted"), N_("adopted"), N_("handed over"), N_("job goes on"), N_("hidden"), N_("slurm job"),
     N_("made"), N_("cancelled"), N_("over"), N_("writable again"), N_("not set aside"), N_("past unknown"),
     N_("will fail"), N_("not tended"), N_("request set back"), N_("user set back"), N_("cleared"), N_("cooldown"),
-    N_("breaker"), N_("nobody"), N_("gap"), N_("resampling"), N_("left out"), N_("hours"), N_("load"),
+    N_("breaker"), N_("nobody"), N_("gap"), N_("resampling"), N_("late"), N_("left out"), N_("hours"), N_("load"),
     N_("the terminal belongs to another user"), N_("the terminal takes no messages"),
     N_("the terminal does not read"), N_("pid"), N_("by"), N_("rule"), N_("step"), N_("exit_status"),
     N_("wall_time"), N_("peak_memory"), N_("mean_utilization"), N_("energy"), N_("until"), N_("container"),

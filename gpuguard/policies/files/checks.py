@@ -15,7 +15,7 @@ from typing import Any
 from gpuguard.locale import _
 from gpuguard.policies.files.decoder import Decoder, Path, key_of, unknown
 from gpuguard.policies.files.keys import IntervalKeys, PolicyKeys
-from gpuguard.policies.policy import DAY, HARMFUL, KILL_AFTER, ON_PROCESSES, Exemption, Scope, early_kills
+from gpuguard.policies.policy import DAY, HARMFUL, KILL_AFTER, MESSAGES, ON_PROCESSES, Exemption, Scope, early_kills
 from gpuguard.policies.view import FEWEST_IN_WINDOW
 from gpuguard.units import Amount, format_duration
 
@@ -23,7 +23,6 @@ WHOM = ("users", "groups", "devices", "models", "kinds")
 COUSINS = {"users": "groups", "groups": "users", "devices": "models", "models": "devices"}  # one may mean the other
 BY_CONTENT = frozenset({"expression", "users", "command", "health"})  # two of them need have nothing in common
 AT_PROCESSES = frozenset({"warn", "checkpoint", "terminate", "kill", "pause", "resume", "renice", "deny"})
-MESSAGES = frozenset({"warn", "notify"})
 # Rules about a state of the device, which the processes on it need not have caused.
 INNOCENT = frozenset({"temperature", "power", "forecast", "health"})
 HOTTEST = 130.0  # degrees Celsius: no sensor tells more, and readings above it are not believed
