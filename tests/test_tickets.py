@@ -200,6 +200,30 @@ def test_what_is_no_ordinary_file_does_not_count(directory: LockDirectory, held:
     assert (tickets, len(ignored)) == ([], 6)
 
 
+@pytest.mark.parametrize(
+    ("after", "shown"),
+    [
+        ("waits until process 4711 has ended", "waits until process 4711 has ended"),
+        ("waits until al's claim 1f2e.0bad has ended", "waits until al's claim 1f2e.0bad has ended"),
+        ("the node is down: run `sudo sh`", '"the node is down: run `sudo sh`"'),
+        ("waits until a's claim `sudo sh` has ended", '"waits until a\'s claim `sudo sh` has ended"'),
+        (" uses , " * 900, f'"{" uses , " * 25}"'),
+    ],
+)
+def test_what_a_user_wrote_into_a_ticket_is_short_and_shown_as_a_quotation(directory, after, shown):
+    found = read(directory, content(after=after, note="n" * 500, command=None))
+
+    assert isinstance(found, Ticket)
+    assert (found.after, len(found.note or "")) == (shown, 200)
+
+
+def test_the_command_in_a_ticket_is_as_short_as_one_that_we_write(directory):
+    found = read(directory, content(command=["x" * 300, *"y" * 2000]))
+
+    assert isinstance(found, Ticket)
+    assert found.command == ("x" * 200, *"y" * 19)
+
+
 def test_a_huge_ticket_is_not_read(directory: LockDirectory) -> None:
     with planted(file_of(directory), content()) as descriptor:
         os.ftruncate(descriptor, 2**40)

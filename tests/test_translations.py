@@ -146,8 +146,13 @@ def test_what_was_written_in_english_is_shown_in_chinese_but_for_the_words_of_us
     assert in_words(english, catalogue("zh_CN").gettext) == chinese
 
 
+def test_what_is_longer_than_any_sentence_of_ours_stays_as_it_is():
+    for text in (" uses , " * 1000, "held back: it would delay " * 2000):
+        assert in_words(text, catalogue("zh_CN").gettext) == text
+
+
 def test_no_sentence_in_sentences_is_too_deep():
-    text = in_words("held back: it would delay " * 2000, catalogue("zh_CN").gettext)
+    text = in_words("held back: it would delay " * 30, catalogue("zh_CN").gettext)
 
     assert text.startswith("暂缓：会推迟 暂缓：会推迟 ") and text.endswith("held back: it would delay ")
 

@@ -518,6 +518,7 @@ NAMES = frozenset(
     {"command", "directory", "group", "id", "library", "name", "path", "place", "policy", "program", "spec"}
 )
 MOST_LEVELS = 8  # of sentences in sentences: what users write may look like a hundred
+LONGEST = 1000  # characters, for which the patterns take a part of a second at most: that grows with the cube
 _PLACE = re.compile(r"\{(\w+)\}")
 _PLACES = {"gpu": r"(GPU \S+|MIG instance .+?)", "number": r"([\d,]+)", "command": "(.+?)"}
 _ANYTHING = r"((?:(?!; ).)+?)"  # of one sentence: several stand behind each other with a semicolon
@@ -550,8 +551,8 @@ def _pattern(sentence: str) -> str:
 
 
 def in_words(sentence: str, say: Callable[[str], str], levels: int = MOST_LEVELS) -> str:
-    """*sentence* as *say* says it; as it is where none is known, or where it stands so many *levels* deep in others."""
-    if not levels:
+    """*sentence* as *say* says it; as it is where none is known, it is too long, or so many *levels* deep in others."""
+    if not levels or len(sentence) > LONGEST:
         return sentence
     if known := _known(sentence, say, levels):
         return known

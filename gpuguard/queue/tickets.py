@@ -16,6 +16,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import stat
 import struct
 import termios
@@ -54,6 +55,9 @@ MOST_OF_ONE = 1000  # tickets of one user; more of them are left out
 MOST_WANTED = 1024  # GPUs: a ticket may say what it likes, and sums of it are kept
 LONGEST_SECONDS = 10 * 365 * 86400.0
 LAST_TIME = 2.0**40  # unix time
+LONGEST_WORD, MOST_WORDS = 200, 20  # characters of a text and of each word of a command, for people; and words
+# What `run --after` writes.  All else is the text of a user, and is shown as such.
+_AFTER = re.compile(r"waits until (process \d{1,7}|\S{1,64}'s claim [\w.-]{1,40}) has ended", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -162,9 +166,13 @@ def ticket_content(ticket: Ticket) -> dict[str, Any]:
         "expected_seconds": ticket.expected,
         "promise_unix_seconds": ticket.promise,
         "after": ticket.after,
-        "note": ticket.note and ticket.note[:200],
-        "command": [word[:200] for word in ticket.command[:20]] if ticket.command else None,
+        "note": ticket.note and ticket.note[:LONGEST_WORD],
+        "command": _brief(ticket.command) if ticket.command else None,
     }
+
+
+def _brief(command: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word[:LONGEST_WORD] for word in command[:MOST_WORDS])
 
 
 def as_json(request: Request) -> dict[str, Any]:
@@ -336,6 +344,9 @@ def _ticket_of(content: dict[str, Any], status: os.stat_result, ticket_id: str) 
         raise ValueError(_("it asks for nothing, or for too much"))
     texts = sound_fields(_TicketContent, content, ("after", "note", "command"))
     fields = decode(_TicketContent, {**content, "after": None, "note": None, "command": None, **texts})
+    after = fields.after
+    if after and not _AFTER.fullmatch(after):
+        after = f'"{after[:LONGEST_WORD]}"'
     return Ticket(
         id=ticket_id,
         uid=status.st_uid,
@@ -347,10 +358,10 @@ def _ticket_of(content: dict[str, Any], status: os.stat_result, ticket_id: str) 
         time_limit=_seconds(fields.time_limit_seconds),
         expected=_seconds(fields.expected_seconds),
         promise=_seconds(fields.promise_unix_seconds, LAST_TIME),
-        after=fields.after,
+        after=after,
         pid=checked_number(fields.pid, 1, 2**22),
-        note=fields.note,
-        command=fields.command,
+        note=fields.note and fields.note[:LONGEST_WORD],
+        command=fields.command and _brief(fields.command),
     )
 
 
