@@ -20,6 +20,7 @@ from gpuguard.locale import _
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+    from typing import BinaryIO
 
 READING = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 LEFTOVER_SECONDS = 60.0  # after which a file that its writer did not finish is removed
@@ -152,6 +153,57 @@ def remove_leftover(path: str) -> None:
     with suppress(OSError):
         if time.time() - status_in_place(path).st_mtime > LEFTOVER_SECONDS:
             os.unlink(path)
+
+
+def open_named(path: str, flags: int, mode: int = 0o600) -> int:
+    """As os.open() of a *path* that the caller named; as root it leads where root meant, and nowhere else.
+
+    Root may name a file in a directory of another user, who can put a link into the place of the file or of a directory
+    on the way, or give a file of root's that name, too.  Raises OSError: somewhere that is so.
+    """
+    if os.geteuid() != 0:
+        return os.open(path, flags | os.O_CLOEXEC, mode)
+    *directories, name = os.path.abspath(path).split("/")[1:]
+    here = os.open("/", _HOLDING)
+    try:
+        for directory in directories:
+            before, here = here, _open_beside(here, directory, _HOLDING | os.O_DIRECTORY, mode)
+            os.close(before)
+        return _open_beside(here, name or ".", flags | os.O_CLOEXEC, mode)
+    except OSError as error:
+        error.filename = path
+        raise
+    finally:
+        os.close(here)
+
+
+def open_file(path: str) -> BinaryIO:
+    """An ordinary file that the caller named, for reading: a FIFO would keep its reader waiting.
+
+    Raises OSError: it is none, or as open_named().
+    """
+    descriptor = open_named(path, READING)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, _("it is no ordinary file"), path)
+    return os.fdopen(descriptor, "rb")
+
+
+def _open_beside(directory: int, name: str, flags: int, mode: int) -> int:
+    status = os.fstat(directory)
+    if status.st_uid == 0 and not status.st_mode & 0o022:
+        return os.open(name, flags, mode, dir_fd=directory)
+    try:
+        descriptor = os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=directory)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):  # O_DIRECTORY calls a link no directory
+            raise OSError(errno.ELOOP, _("it is a link in a directory where others may write")) from None
+        raise
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+        os.close(descriptor)
+        raise OSError(errno.EMLINK, _("it has another name, too, in a directory where others may write"))
+    return descriptor
 
 
 def open_in_place(path: str, flags: int = READING) -> int:

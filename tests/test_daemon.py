@@ -224,6 +224,15 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path)
     assert f"{daemon.policy}:2:" in refused["message"]
 
 
+def test_what_a_faulty_file_says_gets_into_no_journal(tmp_path):
+    """A token, a password or the address of a webhook may stand in the line that is wrong."""
+    text = "version: 1\nnotify: {chat: {webhook: {url: https://x.example/s3cret1, token: s3cret2}}}\npolicies: []\n"
+    with a_daemon(tmp_path, text) as daemon:
+        assert f"{daemon.policy}:2:" in daemon.until("policy")[0]["message"]
+        assert "'token' must have keys" in daemon.said()
+        assert "s3cret" not in daemon.said() + daemon.log.read_text()
+
+
 @pytest.mark.parametrize("policy", [None, "version: 1\npolicies: []\n", "{"])
 def test_without_a_valid_policy_it_only_observes(tmp_path, policy):
     with a_daemon(tmp_path, policy, *(["--enforce"] if policy else [])) as daemon, a_user(daemon.node, "0", 40 * GIB):

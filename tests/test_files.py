@@ -17,6 +17,8 @@ RENAMING = {
     "gpuguard.history.store", "gpuguard.backends.replay",
 }  # fmt: skip
 
+POLICY = "version: 1\npolicies: [{name: hogs, when: {memory: {above: 20GiB}}, steps: [log]}]\n"
+
 
 def test_readers_see_the_old_content_or_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
@@ -83,6 +85,77 @@ def test_a_file_that_cannot_be_trusted_is_not_read(tmp_path: Path, fault: str) -
 
     with pytest.raises(UntrustedFile):
         read_file(str(path), 8, owners)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A directory of another user, and beside it a file that only root may read and write."""
+    (tmp_path / "home").mkdir()
+    os.chown(tmp_path / "home", 20003, 20003)
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "victim").write_text("root:*:20228\n")
+    (tmp_path / "root" / "victim").chmod(0o600)
+    return tmp_path / "home"
+
+
+def planted(home: Path, how: str) -> Path:
+    """What looks like a file of the user's, and is root's."""
+    victim = home.parent / "root" / "victim"
+    if how == "hard link":
+        os.link(victim, home / "file")
+    elif how == "link":
+        (home / "file").symlink_to(victim)
+    else:
+        (home / "d").symlink_to(victim.parent)
+        return home / "d" / "victim"
+    return home / "file"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("how", ["link", "hard link", "link on the way"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run --log-file {} -- true",
+        "record --append {} --for 1s",
+        "policy check {}",
+        "policy explain {}",
+        "policy test {0} {0}",
+        "policy backtest {1} --on {0}",
+        "who --backend smi:{}",
+        "who --backend replay:{}",
+        "web --token-file {}",
+    ],
+)
+def test_what_another_user_has_linked_leads_no_command_of_root_to_a_file_of_roots(gpuguard, home, how, words):
+    path = planted(home, how)
+    (home.parent / "policy.yaml").write_text(POLICY)
+    done = gpuguard(*words.format(path, home.parent / "policy.yaml").split())
+
+    assert done.returncode != 0
+    assert "in a directory where others may write" in done.stdout + done.stderr
+    assert "20228" not in done.stdout + done.stderr
+    assert (home.parent / "root" / "victim").read_text() == "root:*:20228\n"
+
+
+@pytest.mark.root
+def test_roots_own_links_and_what_another_user_really_has_are_opened(gpuguard, home, tmp_path):
+    (home / "policy.yaml").write_text(POLICY)
+    os.chown(home / "policy.yaml", 20003, 20003)
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "root" / "victim")
+
+    assert gpuguard("policy", "check", str(home / "policy.yaml")).returncode == 0
+    assert gpuguard("run", "--log-file", str(tmp_path / "root" / "link"), "--", "true").returncode == 0
+    assert gpuguard("run", "--log-file", str(home / "new"), "--", "true").returncode == 0
+    assert gpuguard("run", "--quiet", "--log-file", "/dev/stdout", "--", "true").stdout
+    assert len((tmp_path / "root" / "victim").read_text().splitlines()) > 1
+
+
+@pytest.mark.parametrize("words", ["who --backend smi:{}", "who --backend replay:{}", "policy check {}"])
+def test_a_pipe_that_nobody_writes_into_keeps_no_command_waiting(gpuguard, tmp_path, words):
+    os.mkfifo(tmp_path / "pipe")
+
+    assert gpuguard(*words.format(tmp_path / "pipe").split()).returncode not in (0, None)
 
 
 def renames(module: ast.AST) -> list[int]:

@@ -218,7 +218,7 @@ def test_what_a_user_wrote_into_a_ticket_is_short_and_shown_as_a_quotation(direc
 
 
 def test_the_command_in_a_ticket_is_as_short_as_one_that_we_write(directory):
-    found = read(directory, content(command=["x" * 300, *"y" * 2000]))
+    found = read(directory, content(command=["x" * 300, *"y" * 1000]))
 
     assert isinstance(found, Ticket)
     assert found.command == ("x" * 200, *"y" * 19)

@@ -15,7 +15,6 @@ there.
 
 from __future__ import annotations
 
-import builtins
 import gzip
 import json
 import os
@@ -25,7 +24,7 @@ from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.files import write_all
+from gpuguard.files import open_file, open_named, write_all
 from gpuguard.jsonio import decode, loads
 from gpuguard.model import Snapshot
 from gpuguard.units import parse_duration
@@ -63,7 +62,7 @@ class RecordingWriter:
     def _begin(self, append: bool) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_APPEND if append else os.O_EXCL)
         try:
-            self._descriptor = os.open(self.path, flags, 0o600)
+            self._descriptor = open_named(self.path, flags)
         except FileExistsError:
             raise InvalidRequest(f"{self.path} is there already: name another file, or add --append.") from None
         except OSError as error:
@@ -135,7 +134,7 @@ def _lines(path: str, advance: Callable[[float], None]) -> Iterator[bytes]:
     """The whole lines of a gzip file of any number of members; ends where it is cut off or damaged."""
     begun = False
     try:
-        with builtins.open(path, "rb") as raw, gzip.open(raw, "rb") as file:
+        with open_file(path) as raw, gzip.open(raw, "rb") as file:
             size = os.fstat(raw.fileno()).st_size or 1
             while line := file.readline(MAX_LINE + 1):
                 begun = True

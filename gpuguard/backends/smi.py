@@ -12,7 +12,6 @@ Who a process is stands in /proc, and only of this machine, now: the processes o
 
 from __future__ import annotations
 
-import builtins
 import os
 import re
 import shutil
@@ -28,6 +27,7 @@ from xml.parsers import expat
 from gpuguard import model, procfs
 from gpuguard.backends.plausibility import OF_THE_BOARD, PLAUSIBLE, implausibility, is_uuid
 from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive
+from gpuguard.files import open_file
 from gpuguard.model import PROCESS_DETAILS, Device, Gap, GpuProcess, Snapshot
 
 if TYPE_CHECKING:
@@ -548,7 +548,7 @@ class Smi:
         """What nvidia-smi says now, or said then.  Raises BackendError."""
         if self.path:
             try:
-                with builtins.open(self.path, "rb") as file:
+                with open_file(self.path) as file:
                     text = file.read(MAX_BYTES + 1)
             except OSError as error:
                 raise BackendError(f"{self.path} cannot be read: {error.strerror}.") from None

@@ -17,6 +17,7 @@ import csv
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from itertools import groupby, pairwise
 from math import isfinite
 from statistics import median
@@ -24,6 +25,7 @@ from typing import Any
 
 from gpuguard.backends import replay
 from gpuguard.errors import BackendError, InvalidRequest
+from gpuguard.files import open_file
 from gpuguard.jsonio import decode
 from gpuguard.locale import _
 from gpuguard.model import Device, Gap, GpuProcess, ProcessStat, Snapshot
@@ -110,11 +112,11 @@ def read_recording(path: str, advance: Callable[[float], None] = lambda share: N
         BackendError: it is a recording that cannot be read.
     """
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             compressed = file.read(2) == b"\x1f\x8b"
         if compressed:
             return _read_recorded(path, advance)
-        with open(path, encoding="utf-8-sig", newline="") as lines:
+        with TextIOWrapper(open_file(path), "utf-8-sig", newline="") as lines:
             rows, columns = _rows(path, _told(lines, os.stat(path).st_size or 1, advance))
     except OSError as error:
         raise InvalidRequest(

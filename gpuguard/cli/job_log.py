@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.cli.terminal import is_terminal, print_notice, rewrites, write
 from gpuguard.errors import InvalidRequest
+from gpuguard.files import open_named
 from gpuguard.jobs.processes import exec_fault
 from gpuguard.locale import N_, _, translated
 from gpuguard.run import LEFT
@@ -50,7 +51,7 @@ class JobLog:
         self.quiet, self._file = quiet, -1
         if path is not None:
             try:
-                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                self._file = open_named(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
                 os.set_blocking(self._file, False)  # no job goes on beyond its limits because a pipe is not read
             except OSError as error:
                 raise InvalidRequest(

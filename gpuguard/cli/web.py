@@ -25,7 +25,7 @@ from typing import Any
 
 from gpuguard.cli.options import FRESH, add_source_options, add_table, backend_of, directory_of, snapshot_source
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.files import READING
+from gpuguard.files import open_file
 from gpuguard.history.audit_log import MACHINE_EVENTS, Line, decoded, events_path, read_log
 from gpuguard.metrics.server import LOCAL_NAMES
 from gpuguard.model import NVLINK_FLOW, PCIE
@@ -138,9 +138,9 @@ def address_of(text: str) -> tuple[str, int, str | None]:
 def read_token(path: str) -> str:
     """The token in a file that no other user can read."""
     try:
-        with open(os.open(path, READING), encoding="ascii") as file:
+        with open_file(path) as file:
             status = os.fstat(file.fileno())
-            token = file.read(1024).strip() if stat.S_ISREG(status.st_mode) else ""
+            token = file.read(1024).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"--token-file {path}: it cannot be read: {error}.") from None
     if status.st_mode & 0o077:

@@ -349,7 +349,7 @@ class Daemon:
         if quiet and file.faults:
             return file
         for fault in (*file.faults, *file.warnings):
-            for line in fault.lines(file.path):
+            for line in fault.lines(file.path, excerpt=False):  # which may hold a secret, as a token
                 self._report(line)
         if file.faults:
             first = file.faults[0].lines(file.path)[0]

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, BinaryIO
 
+from gpuguard.files import open_file, open_named
 from gpuguard.jsonio import loads
 from gpuguard.locale import _
 from gpuguard.model import Event
@@ -77,37 +78,20 @@ def events_path() -> str:
 def _open(path: str) -> int:
     # O_NONBLOCK: a FIFO in that place must not hang the job that is being started.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-    # The directory may be that of the daemon's user, or of any other one, who may not steer what root writes.
-    careful = False
-    if os.geteuid() == 0:
-        try:
-            status = os.stat(os.path.dirname(path) or ".")
-            careful = status.st_uid != 0 or bool(status.st_mode & 0o022)
-        except FileNotFoundError:  # another user may make it now
-            careful = True
-    flags |= os.O_NOFOLLOW if careful else 0
     try:
-        descriptor = os.open(path, flags)
+        return open_named(path, flags)
     except FileNotFoundError:
         if path.startswith("~"):  # of a uid without a name or HOME; a user who removes a directory ~ means another one
             raise OSError(errno.ENOENT, _("your home directory is unknown; set HOME")) from None
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
         return _create(path, flags)
-    except OSError as error:
-        if careful and error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, _("it is a link in a directory where others may write")) from None
-        raise
-    if careful and os.fstat(descriptor).st_nlink != 1:
-        os.close(descriptor)
-        raise OSError(_("{path} is also another file").format(path=path))
-    return descriptor
 
 
 def _create(path: str, flags: int) -> int:
     try:
-        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = open_named(path, flags | os.O_CREAT | os.O_EXCL)
     except FileExistsError:  # another process was quicker
-        return os.open(path, flags)
+        return open_named(path, flags)
     if os.geteuid() == 0 and path == MACHINE_EVENTS:
         # It is the daemon's: a log that root made would keep it from writing, and so from doing anything.
         owner = os.stat(os.path.dirname(path))
@@ -218,14 +202,9 @@ class LogFollower:
 
 def _open_for_reading(path: str) -> BinaryIO | None:
     try:
-        # O_NONBLOCK: a FIFO in that place must not hang its reader.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_file(path)
     except FileNotFoundError:
         return None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, _("it is no ordinary file"), path)
-    return os.fdopen(descriptor, "rb")
 
 
 def decoded(lines: Iterable[bytes]) -> tuple[list[Line], int]:

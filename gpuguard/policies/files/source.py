@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.files import open_named
 from gpuguard.locale import _
 from gpuguard.sanitize import display_width, neutralise
 
@@ -36,11 +37,11 @@ class Fault:
     hint: str = ""
     excerpt: str = ""  # the line itself
 
-    def lines(self, path: str) -> list[str]:
-        """``path:line:column: text``, the line with a caret under it, and the hint."""
+    def lines(self, path: str, *, excerpt: bool = True) -> list[str]:
+        """``path:line:column: text``, the line with a caret under it (not without *excerpt*), and the hint."""
         place = f"{path}:{self.line}:{self.column}" if self.line else path
         found = [neutralise(f"{place}: {self.text}")]
-        if self.excerpt:
+        if self.excerpt and excerpt:
             cut = max(0, self.column - 1 - _WIDTH // 2) if len(self.excerpt) > _WIDTH else 0
             before = ("…" if cut else "") + neutralise(self.excerpt[cut : self.column - 1])
             behind = neutralise(self.excerpt[self.column - 1 : cut + _WIDTH])
@@ -77,7 +78,7 @@ def read_file(path: str, *, only_root: bool, only_public: bool = False) -> bytes
     """
     if not path:
         raise InvalidRequest(_("the name of the file is empty.\nWrite where it is."))
-    descriptor = _open_by_root(os.path.abspath(path)) if only_root else os.open(path, _FILE)
+    descriptor = _open_by_root(os.path.abspath(path)) if only_root else open_named(path, _FILE)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
