@@ -11,11 +11,13 @@ a process of another user; and an id alone is no claim, since others may have co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpuguard.locale import _, translated
-from gpuguard.model import IDLE_TOLERANCE, ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
+from gpuguard.model import DRAWING, IDLE_TOLERANCE, ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
+from gpuguard.users import accountable_uids
 
 FREE, CLAIMED, IN_USE, IDLE = "free", "claimed", "in_use", "idle"
 UNCLAIMED_USE, UNHEALTHY, UNKNOWN = "unclaimed_use", "unhealthy", "unknown"
@@ -37,31 +39,59 @@ Processes = Mapping[int, ProcessStat | None]
 # What uses a device.
 
 
-def computes(process: GpuProcess, tolerance: int = IDLE_TOLERANCE) -> bool | None:
-    """Whether it is more than a desktop, which appears as graphics, or as both with some 25 MiB; None: unknown.
+def owner_of(process: GpuProcess) -> int | None:
+    """The uid of the one user whose *process* is: see users.accountable_uids; None: unknown."""
+    return None if process.uid is None else accountable_uids([process.uid])[process.uid]
+
+
+def beyond_desktop(device: Device, tolerance: int = 0) -> frozenset[int]:
+    """The pids that draw on *device* and are more than a desktop, as a program that computes by Vulkan is.
+
+    What all processes of one user that draw hold together is a desktop up to device.desktop_memory, or *tolerance* if
+    that is more.  Beyond it the largest count as use, until what is left is within that.  Nothing else tells the two
+    apart: any user can make a process draw, and choose its name.
+    """
+    listed = [process for process in device.processes or () if process.kind in DRAWING and not process.ended]
+    drawing = [(process.memory_used, process.pid, process) for process in listed if process.memory_used is not None]
+    most = max(device.desktop_memory, tolerance)
+    if sum(row[0] for row in drawing) <= most:
+        return frozenset()
+    held, beyond = Counter[int | None](), set[int]()
+    for memory, _pid, process in drawing:
+        held[owner_of(process)] += memory
+    for memory, pid, process in sorted(drawing, key=lambda row: (-row[0], row[1])):
+        if held[owner := owner_of(process)] > most:
+            held[owner] -= memory
+            beyond.add(pid)
+    return frozenset(beyond)
+
+
+def computes(process: GpuProcess, device: Device, tolerance: int = 0) -> bool | None:
+    """Whether *process*, which *device* lists, is more than a desktop there; None: unknown.
 
     One that has ended computes no more.  What it left on the device is memory that no process accounts for.
     """
-    if process.ended:
-        return False
-    if process.kind == "compute+graphics":
-        return None if process.memory_used is None else process.memory_used > tolerance
-    return process.kind != "graphics"
+    if process.ended or process.kind not in DRAWING:
+        return not process.ended
+    if process.memory_used is None:
+        return False if process.kind == "graphics" else None
+    return process.pid in beyond_desktop(device, tolerance)
 
 
-def may_compute(process: GpuProcess, tolerance: int = IDLE_TOLERANCE) -> bool:
+def may_compute(process: GpuProcess, device: Device, tolerance: int = 0) -> bool:
     """Whether it computes, or nothing says that it does not."""
-    return computes(process, tolerance) is not False
+    return computes(process, device, tolerance) is not False
 
 
-def occupants(device: Device, tolerance: int = IDLE_TOLERANCE) -> tuple[GpuProcess, ...]:
+def occupants(device: Device, tolerance: int = 0) -> tuple[GpuProcess, ...]:
     """The listed processes that keep others off the device; no desktop, unless it has the device for itself."""
     exclusive = device.compute_mode == "exclusive_process"
     return tuple(
         [
             process
             for process in device.processes or ()
-            if may_compute(process, tolerance) or (exclusive and process.kind != "graphics")  # also one that has ended
+            if may_compute(process, device, tolerance)
+            or (exclusive and process.kind != "graphics")  # also one that has ended
         ]
     )
 
@@ -82,7 +112,7 @@ def unlisted_memory(device: Device, tolerance: int = IDLE_TOLERANCE) -> int | No
     for process in device.processes or ():
         if process.ended:
             continue
-        if may_compute(process, tolerance):
+        if may_compute(process, device, tolerance):
             if not device.processes_plausible:
                 continue
             if process.memory_used is None:

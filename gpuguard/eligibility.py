@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.device_state import hides_use, idle_limit, may_compute, occupants, unlisted_memory, user_label
 from gpuguard.locale import N_, _, translated
-from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
+from gpuguard.model import DRAWING, ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.request import Request, resolve
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_bytes, format_count, format_duration
@@ -111,7 +111,7 @@ def _others_on(device: Device, terms: Terms) -> list[GpuProcess]:
     return [
         process
         for process in device.processes or ()
-        if may_compute(process, request.tolerance)
+        if may_compute(process, device, request.tolerance)
         and process.uid not in request.mine_as_free
         and not sharing.belongs(process.pid)
     ]
@@ -295,6 +295,10 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
         memory = "" if device.memory_used is None else f"{format_bytes(device.memory_used)} "
         limit = _(" ({count} processes)").format(count=len(others)) if allowed else ""
         whose = _(", whose share is unknown") if shared else ""
+        if all(process.kind in DRAWING for process in others):
+            desktop = format_bytes(max(device.desktop_memory, request.tolerance))
+            hint = _(": programs that draw, and hold more than the {desktop} that a user's desktop may (--tolerance)")
+            whose += hint.format(desktop=desktop)
         yield Reason(
             _("{memory}used by {used_by}{limit}{whose}").format(
                 memory=memory, used_by=used_by(others, terms.snapshot.clock), limit=limit, whose=whose

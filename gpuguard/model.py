@@ -36,6 +36,11 @@ BRIEF = "brief"
 BUSY_MEMORY = 2 * 2**30  # bytes in use from which on IDLE_PROCESSES asks no more: no idle device holds as much
 # What an idle device may still hold.  NVIDIA's resiliency extension takes memory for given back below the same 512 MB.
 IDLE_TOLERANCE = 512 * 2**20
+# What programs that draw may hold of a device, for each user, before they count as use.  A desktop with a browser and a
+# video call has 1 to 2 GB; what computes by Vulkan or OpenGL is listed in the same way, and has as much as it likes.
+DESKTOP_MEMORY = 2 * 2**30
+MOST_DESKTOP_MEMORY = 8 * 2**30  # that a site may set
+DRAWING = frozenset({"graphics", "compute+graphics"})  # the kinds of processes that draw
 
 SELECT_FIELDS = frozenset({MEMORY})  # who is on a device is read of the winners alone: see lock.first_sample
 VERIFY_FIELDS = frozenset({MEMORY, PROCESSES, HEALTH, UTILIZATION})
@@ -84,6 +89,7 @@ class Device:
     memory_reserved: int | None = None  # bytes that driver and firmware keep; None: contained in memory_used
     processes: tuple[GpuProcess, ...] | None = None  # None: the driver gives no list
     processes_plausible: bool = True  # False: no action may go by this list
+    desktop_memory: int = DESKTOP_MEMORY  # bytes: see device_state.beyond_desktop
     utilization: float | None = None  # percent of time in which a kernel ran, mean of the driver's sample buffer
     memory_utilization: float | None = None  # percent
 

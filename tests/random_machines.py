@@ -1,12 +1,14 @@
 """Random machines with everything that was once decided in two places.
 
-Desktops, lists of processes that are missing or not plausible; divided, quarantined and reserved devices; claims that
+Desktops of one and of several users, and what only looks like one; processes that have ended; lists of processes that
+are missing or not plausible; divided, quarantined and reserved devices; claims that
 no process holds.
 
 snapshot, stats = a_random_machine(seed)        stats: what /proc says of the processes
 """
 
 import random
+from dataclasses import replace
 
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
 
@@ -18,12 +20,15 @@ def a_random_device(dice: random.Random, index: int) -> Device:
         a_process(
             pid=100 * index + number + 10,
             kind=dice.choice(("compute", "graphics", "graphics", "compute+graphics", "mps")),
-            memory_used=dice.choice((None, 25 * MIB, 300 * MIB, GIB, 20 * GIB)),
+            memory_used=dice.choice((None, 25 * MIB, 300 * MIB, GIB, 3 * GIB // 2, 20 * GIB)),
             uid=(uid := dice.choice((1001, 1002, 0, None))),
             user=None if uid is None else {0: "root", 1001: "alice", 1002: "bob"}[uid],
         )
         for number in range(dice.choice((0, 1, 1, 2, 3)))
     )
+    if dice.random() < 0.1:
+        ended = {"ended": True, "uid": None, "user": None, "start_time": None}
+        processes = tuple(replace(process, **ended) for process in processes[:1]) + processes[1:]
     listed = sum(process.memory_used or 0 for process in processes)
     return a_device(
         index,

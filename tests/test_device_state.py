@@ -20,11 +20,13 @@ from fake_nvml import FakeNvml
 from nodes import Gpuguard
 from random_machines import a_random_machine
 
+from gpuguard import users
 from gpuguard.claims.directory import lock_directory
 from gpuguard.device_state import (
     DIVIDED,
     FREE,
     DeviceUse,
+    beyond_desktop,
     chosen,
     claims_on,
     mean_watts,
@@ -42,6 +44,7 @@ from gpuguard.request import Request
 from gpuguard.select import choose, claimed_by
 from gpuguard.source import with_claims
 from gpuguard.top.page import page
+from gpuguard.top.processes import rows_of
 from gpuguard.top.scene import History, Scene, ScreenView
 from gpuguard.views import explain, who
 from gpuguard.web.feed import bounded
@@ -79,6 +82,9 @@ def check_views(snapshot: Snapshot, found: tuple[DeviceUse, ...]) -> None:
             remark = next(text for text in screen if text.split()[:2] == ["pid", str(process["pid"])])
             assert ("no claim" in remark) == counts
             assert user_label(process["user"], process["uid"]) in remark and process["claim"] == running.claim
+    told = {process["pid"] for row in content["devices"] for process in row["processes"] or () if process["computes"]}
+    unknown = {p["pid"] for row in content["devices"] for p in row["processes"] or () if p["computes"] is None}
+    assert {row.pid for row in rows_of(scene, ScreenView(mode="compact")) if row.computes} == told | unknown
 
 
 def check_metrics(snapshot: Snapshot, found: tuple[DeviceUse, ...]) -> None:
@@ -92,7 +98,7 @@ def check_metrics(snapshot: Snapshot, found: tuple[DeviceUse, ...]) -> None:
         ]
         listed = (use.processes or ()) if use.device.processes_plausible else ()
         for row in listed:
-            if row.claim is None and who.computes(row.process):
+            if row.claim is None and who.computes(row.process, use.device):
                 unclaimed.setdefault(row.process.user or "(unknown)", set()).add(uuid)
     counted = metric(families, "gpuguard_user_unclaimed_devices")
     if not any(gap.field == "claims" for gap in snapshot.gaps):
@@ -126,7 +132,7 @@ def check_rules(snapshot: Snapshot, found: tuple[DeviceUse, ...], stats: dict[in
         computing = {
             (use.device.uuid, row.process.pid)
             for row in use.processes or ()
-            if row.claim is None and who.computes(row.process) and row.process.uid is not None
+            if row.claim is None and who.computes(row.process, use.device) and row.process.uid is not None
         }
         assert {finding for finding in findings if finding[0] == use.device.uuid} >= computing
 
@@ -230,6 +236,59 @@ def test_a_process_that_has_ended_keeps_a_device_that_only_one_may_have():
     assert [use.state for use in uses(a_snapshot(device))] == ["unclaimed_use"]
 
 
+def drawing(pid: int, memory: int, uid: int | None = 1001, **fields: Any) -> GpuProcess:
+    names = {None: None, 0: "root", 1001: "alice", 1002: "bob"}
+    return a_process(pid, **{"kind": "graphics", "memory_used": memory, "uid": uid, "user": names.get(uid), **fields})
+
+
+both = {"kind": "compute+graphics"}
+# What draws on a device -> the pids that are more than a desktop, of 2 GiB for each user.
+DRAWING: dict[str, tuple[list[GpuProcess], set[int]]] = {
+    "root's display server": ([drawing(1, GIB, 0)], set()),
+    "a desktop with a browser and a video call": (
+        [drawing(1, 300 * MIB), drawing(2, 700 * MIB), drawing(3, 945 * MIB, **both)],
+        set(),
+    ),
+    "two desktops": ([drawing(1, 3 * GIB // 2), drawing(2, 3 * GIB // 2, 1002)], set()),
+    "as much as a desktop may hold": ([drawing(1, 2 * GIB)], set()),
+    "one byte more": ([drawing(1, 2 * GIB), drawing(2, 1)], {1}),
+    "a program that computes by Vulkan": ([drawing(1, 70 * GIB)], {1}),
+    "a job with a context of EGL": ([drawing(1, 70 * GIB, **both)], {1}),
+    "a job beside a desktop of its user": ([drawing(1, 900 * MIB), drawing(2, 9 * GIB, **both), drawing(3, GIB)], {2}),
+    "a job beside a desktop of another user": ([drawing(1, 900 * MIB), drawing(2, 9 * GIB, 1002, **both)], {2}),
+    "many small ones of a user": ([drawing(pid, GIB) for pid in range(1, 21)], set(range(1, 19))),
+    "one of nobody known": ([drawing(1, 70 * GIB, None)], {1}),
+}
+
+
+@pytest.mark.parametrize("what", DRAWING)
+def test_graphics_are_use_beyond_what_a_desktop_holds_of_that_user_alone_and_the_largest_first(what):
+    processes, beyond = DRAWING[what]
+    snapshot = a_snapshot(
+        a_device(processes=tuple(processes), memory_used=sum(process.memory_used or 0 for process in processes))
+    )
+    found = uses(snapshot)
+    rows = who.to_json(snapshot, found)["devices"][0]["processes"]
+    judged = {finding.subject.pid for finding in UnclaimedRule().check(RuleView(snapshot))}
+
+    assert {row["pid"] for row in rows if row["computes"]} == beyond
+    assert found[0].state == ("unclaimed_use" if beyond else "free")
+    assert bool(choose(snapshot, Request(), {}).devices) == (not beyond)
+    assert judged == {process.pid for process in processes if process.pid in beyond and process.uid is not None}
+
+
+def test_all_uids_that_root_has_given_to_a_user_have_one_desktop_between_them(tmp_path, monkeypatch):
+    subuids = tmp_path / "subuid"
+    subuids.write_text("1001:100000:65536\n")
+    monkeypatch.setattr(users, "SUBUIDS", str(subuids))
+    processes = [drawing(pid, GIB, 100_000 + pid, user=None) for pid in range(1, 5)] + [drawing(9, GIB)]
+    device = a_device(processes=tuple(processes), memory_used=5 * GIB)
+
+    assert beyond_desktop(device) == {1, 2, 3}
+    assert beyond_desktop(device, 4 * GIB) == {1}
+    assert beyond_desktop(replace(device, desktop_memory=5 * GIB)) == set()
+
+
 def test_who_and_top_say_of_a_process_that_it_has_ended():
     snapshot = a_snapshot(a_device(processes=(ENDED, a_process()), memory_used=20 * GIB))
     found = uses(snapshot)
@@ -246,9 +305,10 @@ def test_who_and_top_say_of_a_process_that_it_has_ended():
 SECOND_COPIES = [
     ("gpuguard.eligibility.occupants", lambda device, *_: tuple(p for p in device.processes or () if p.kind != "mps")),
     ("gpuguard.eligibility.hides_use", lambda device, *_: (device.memory_used or 0) > 512 * MIB),
-    ("gpuguard.metrics.families.computes", lambda process: process.kind != "graphics"),
-    ("gpuguard.views.who.may_compute", lambda process: process.kind != "graphics"),
-    ("gpuguard.policies.view.computes", lambda process: process.kind in ("compute", "mps")),
+    ("gpuguard.metrics.families.computes", lambda process, _: process.kind != "graphics"),
+    ("gpuguard.views.who.may_compute", lambda process, _: process.kind != "graphics"),
+    ("gpuguard.policies.view.computes", lambda process, _: process.kind in ("compute", "mps")),
+    ("gpuguard.top.processes.may_compute", lambda process, _: process.kind != "graphics"),
     ("gpuguard.top.devices.LABELS", dict.fromkeys(who.LABELS, ("free", ""))),
 ]
 

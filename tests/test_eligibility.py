@@ -41,6 +41,11 @@ def reasons(device, request=None, taken=None, **snapshot_fields):
         (a_device(memory_used=None, processes=None), {}, "neither its processes nor its memory in use are known"),
         (a_device(processes=(BOB,), processes_plausible=False), {}, "its process list is not plausible"),
         (a_device(problems=("lost",)), {}, "lost"),
+        (
+            a_device(processes=(a_process(kind="graphics"),), memory_used=10 * GIB),
+            {},
+            "programs that draw, and hold more than the 2.0GiB that a user's desktop may (--tolerance)",
+        ),
         (a_device(compute_mode="prohibited"), {}, "compute mode is prohibited"),
         (a_device(compute_mode="exclusive_process", processes=(BOB,)), {"max_processes": 3}, "taken by bob (pid 812"),
         (a_device(mig_mode=True), {}, "MIG mode is on, but it has no MIG instance"),
@@ -96,7 +101,15 @@ def test_a_refused_device_carries_all_its_reasons():
         (a_device(processes_plausible=False), {}),
         (a_device(processes=(a_process(kind="graphics", memory_used=200 * MIB),), memory_used=200 * MIB), {}),
         (a_device(processes=(a_process(kind="graphics", memory_used=GIB),), memory_used=GIB), {}),  # a big desktop
-        (a_device(processes=(a_process(kind="graphics"),), processes_plausible=False, memory_used=300 * MIB), {}),
+        (
+            a_device(
+                processes=(a_process(kind="graphics", memory_used=300 * MIB),),
+                processes_plausible=False,
+                memory_used=300 * MIB,
+            ),
+            {},
+        ),
+        (a_device(processes=(a_process(kind="graphics"),), memory_used=10 * GIB), {"tolerance": 10 * GIB}),
         (a_device(processes=(a_process(kind="compute+graphics", memory_used=25 * MIB),), memory_used=25 * MIB), {}),
         (a_device(processes=(BOB,), memory_used=41 * GIB), {"max_processes": 1}),
         (a_device(processes=(BOB,), memory_used=41 * GIB), {"mine_as_free": frozenset({1002})}),

@@ -178,7 +178,7 @@ def test_the_owner_is_told_once_of_a_stranger_on_the_device():
         a_process(4711, uid=BOB),
         a_process(99, uid=ALICE),
         a_process(99, uid=None),
-        a_process(99, uid=BOB, kind="graphics"),
+        a_process(99, uid=BOB, kind="graphics", memory_used=GIB),
         a_process(98, uid=BOB),
     ],
     ids=["of the job", "of the owner", "of an unknown owner", "a desktop", "there before"],

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from builders import GIB, a_device, a_process, a_snapshot, a_uuid
+from builders import GIB, MIB, a_device, a_process, a_snapshot, a_uuid
 from guarded import SOMEBODY, Scene, a_child, a_scene
 from nodes import until
 
@@ -20,7 +20,7 @@ from gpuguard.enforcement import actions, identity, preflight, signals
 from gpuguard.enforcement.limits import PastAction
 from gpuguard.enforcement.preflight import Preflight, targets
 from gpuguard.errors import DriverUnresponsive
-from gpuguard.model import Event
+from gpuguard.model import Event, GpuProcess
 
 Patch = pytest.MonkeyPatch
 Innocent = Callable[[Scene, Patch], object]
@@ -100,6 +100,29 @@ def owner_unknown_to_the_rule(scene: Scene, patch: Patch) -> None:
     scene.subject = replace(scene.subject, uid=None)
 
 
+def at_the_own_screen(**row: Any) -> Innocent:
+    def innocent(scene: Scene, patch: Patch) -> None:
+        patch.setattr(identity, "is_at_the_seat", lambda facts: True)
+        scene.row(**row)
+
+    return innocent
+
+
+SERVER = "/usr/bin/nvidia-cuda-mps-server"
+ROOTS_SERVER = a_process(900_001, uid=0, user="root", executable=SERVER, memory_used=66 * MIB)
+ANOTHERS_CLIENT = a_process(900_002, uid=1002, user="bob", kind="mps", memory_used=GIB)
+
+
+def beside_mps(*others: GpuProcess) -> Innocent:
+    """A client of MPS with *others* on its device."""
+
+    def innocent(scene: Scene, _: Patch) -> None:
+        scene.row(kind="mps")
+        scene.listed(scene.process, *others)
+
+    return innocent
+
+
 # who -> what makes them so, the check that protects them, and those that would as well
 INNOCENTS: dict[str, tuple[Innocent, str, tuple[str, ...]]] = {
     "of a recording": (found(recorded=True), "live", ()),
@@ -120,11 +143,20 @@ INNOCENTS: dict[str, tuple[Innocent, str, tuple[str, ...]]] = {
         lambda scene, patch: answers(clock=scene.snapshot.clock - 1)(scene, patch), "listed", ()
     ),
     "without the driver": (without_the_driver, "driver", ()),
-    "graphics": (lambda scene, _: scene.row(kind="graphics"), "kind", ()),
-    "graphics too": (lambda scene, _: scene.row(kind="compute+graphics"), "kind", ()),
-    "graphics on another GPU": (graphics_on_another_device, "kind", ()),
-    "mps client": (lambda scene, _: scene.row(kind="mps"), "kind", ()),
-    "beside an mps client": (lambda scene, _: scene.listed(scene.process, a_process(2, kind="mps")), "kind", ()),
+    "a desktop": (lambda scene, _: scene.row(kind="graphics", memory_used=2 * GIB), "kind", ()),
+    "a desktop with video": (lambda scene, _: scene.row(kind="compute+graphics", memory_used=2 * GIB), "kind", ()),
+    "a large desktop at the machine's own screen": (at_the_own_screen(kind="graphics"), "kind", ()),
+    "graphics and more at the machine's own screen": (at_the_own_screen(kind="compute+graphics"), "kind", ()),
+    "a desktop at the own screen on another GPU": (
+        lambda scene, patch: [at_the_own_screen()(scene, patch), graphics_on_another_device(scene, patch)], "kind", ()
+    ),
+    "mps client beside one of another user": (beside_mps(ROOTS_SERVER, ANOTHERS_CLIENT), "kind", ()),
+    "mps client beside one of a user who is not known": (
+        beside_mps(ROOTS_SERVER, replace(ANOTHERS_CLIENT, uid=None)), "kind", ()
+    ),
+    "mps client of a server that cannot be seen": (
+        beside_mps(replace(ROOTS_SERVER, executable=None), ANOTHERS_CLIENT), "kind", ()
+    ),
     "of another user than judged": (of_another_user_than_judged, "owner", ()),
     "of a user without a name": (lambda scene, _: scene.row(user=str(scene.process.uid)), "owner", ()),
     "of a user whose name cannot be read": (lambda scene, _: scene.row(user=None), "owner", ()),
@@ -175,6 +207,73 @@ def test_without_its_check_that_innocent_is_hit(scene, monkeypatch, innocent, ch
 
     assert scene.act().word == "sent"
     assert scene.dies()
+
+
+def under_mps_of_their_own(scene: Scene, _: Patch) -> None:
+    server = a_process(900_001, uid=scene.process.uid, executable=SERVER, memory_used=66 * MIB)
+    scene.row(kind="mps")
+    scene.listed(scene.process, server, a_process(900_003, uid=scene.process.uid, kind="mps"))
+
+
+# What any user can arrange -> how; none of it is a sanctuary.
+ARRANGED: dict[str, Innocent] = {
+    "to draw": lambda scene, _: scene.row(kind="graphics"),
+    "to draw and to compute": lambda scene, _: scene.row(kind="compute+graphics"),
+    "to draw on another GPU": graphics_on_another_device,
+    "an MPS server of their own": under_mps_of_their_own,
+    "an MPS server of their own, beside an accomplice's": beside_mps(
+        a_process(900_001, uid=1002, executable=SERVER), ANOTHERS_CLIENT
+    ),
+    "to be the only client of root's MPS server": beside_mps(ROOTS_SERVER),
+    "to have an accomplice with an MPS server": lambda scene, _: scene.listed(scene.process, ANOTHERS_CLIENT),
+    "to be no client of root's MPS server": lambda scene, _: scene.listed(scene.process, ROOTS_SERVER, ANOTHERS_CLIENT),
+}
+
+
+@pytest.mark.parametrize("arranged", ARRANGED.values(), ids=ARRANGED)
+def test_no_kind_and_no_neighbour_that_a_user_can_arrange_shelters_them(scene, monkeypatch, arranged):
+    arranged(scene, monkeypatch)
+
+    assert scene.act().word == "sent"
+    assert scene.dies()
+
+
+SEAT = {"UID": "1001", "SEAT": "seat0", "STATE": "active", "SCOPE": "session-2.scope"}
+SLICE = "0::/user.slice/user-1001.slice"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "session", "at_the_seat"),
+    [
+        (f"{SLICE}/session-2.scope\n", {}, True),
+        (f"{SLICE}/user@1001.service/app.slice/app-gnome-firefox-7.scope\n", {}, True),
+        (f"{SLICE}/session-2.scope\n", {"STATE": "online"}, True),  # another session is on the screen now
+        (f"{SLICE}/session-2.scope\n", {"STATE": "closing"}, False),
+        (f"{SLICE}/session-2.scope\n", {"SEAT": ""}, False),
+        (f"{SLICE}/session-3.scope\n", {}, False),  # over ssh, while the user sits at the machine, too
+        (f"{SLICE}/session-3.scope/session-2.scope\n", {}, False),
+        (f"{SLICE}/session-2.scope\n", {"UID": "1002"}, False),
+        ("0::/user.slice/user-1002.slice/session-2.scope\n", {}, False),
+        ("0::/system.slice/docker-*.scope/user.slice/user-1001.slice/session-2.scope\n", {}, False),
+        ("0::/system.slice/backup.service\n", {}, False),
+        (None, {}, False),
+    ],
+)
+def test_who_sits_at_the_machine_is_told_by_logind_and_the_kernel(monkeypatch, tmp_path, cgroup, session, at_the_seat):
+    facts = identity.facts_of(os.getpid())
+    assert facts
+    monkeypatch.setattr(identity, "SESSIONS", str(tmp_path))
+    (tmp_path / "2").write_text("".join(f"{name}={value}\n" for name, value in {**SEAT, **session}.items()))
+    (tmp_path / "3").write_text("UID=1001\nSTATE=active\nREMOTE=1\nSCOPE=session-3.scope\n")
+
+    assert identity.is_at_the_seat(replace(facts, uids=(1001,) * 4, cgroup=cgroup)) is at_the_seat
+
+
+def test_where_there_is_no_logind_nobody_sits_at_the_machine(monkeypatch):
+    facts = identity.facts_of(os.getpid())
+    monkeypatch.setattr(identity, "SESSIONS", "/nowhere")
+
+    assert facts and not identity.is_at_the_seat(replace(facts, uids=(1001,) * 4, cgroup=f"{SLICE}/session-2.scope"))
 
 
 def test_every_check_has_an_innocent():

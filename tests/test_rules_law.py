@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GIB, Scripted, a_claim_record, a_device, a_process, a_snapshot
+from builders import GIB, MIB, Scripted, a_claim_record, a_device, a_process, a_snapshot
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nodes import one, start
@@ -190,7 +190,7 @@ def assert_nobody_is_accused(findings: Iterable[Finding]) -> None:
 
 @every_rule
 def test_a_desktop_is_not_accused(rule):
-    assert hit(rule.check(with_processes(a_bad_day(), kind="graphics"))) == set()
+    assert hit(rule.check(with_processes(a_bad_day(), kind="graphics", memory_used=MIB))) == set()
 
 
 def test_the_machine_of_these_tests_shows_the_fault_of_a_rule_that_takes_unknown_for_zero():

@@ -214,7 +214,7 @@ def test_on_a_hot_device_the_processes_of_its_instances_are_meant():
 
 POWER, HALF = a_device(power_draw=345.0, power_limit=350.0), a_device(utilization=50.0)
 THREE = a_device(processes=tuple(a_process(pid) for pid in (1, 2, 3)))
-UNCOUNTED = a_device(processes=(a_process(1), a_process(2, kind="graphics"), a_process(3, uid=None)))
+UNCOUNTED = a_device(processes=(a_process(1), a_process(2, kind="graphics", memory_used=GIB), a_process(3, uid=None)))
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_one_finding_per_device_names_all_that_is_wrong():
 
 @pytest.mark.parametrize("with_processes", [False, True])
 def test_processes_are_meant_when_that_is_asked_for_but_only_those_that_may_be_judged(with_processes):
-    job, desktop, stranger = a_process(), a_process(2, kind="graphics"), a_process(3, uid=None)
+    job, desktop, stranger = a_process(), a_process(2, kind="graphics", memory_used=GIB), a_process(3, uid=None)
     device = a_device(problems=("lost",), processes=(job, desktop, stranger))
 
     [finding] = found(HealthRule(problems=("*",), with_processes=with_processes), device)

@@ -44,7 +44,8 @@ def state_of(device, *claims, **fields):
 
 STATES = [
     ("free", a_device(), ()),
-    ("free", a_device(processes=(a_process(kind="graphics"),), memory_used=10 * GIB), ()),
+    ("free", a_device(processes=(a_process(kind="graphics", memory_used=2 * GIB),), memory_used=2 * GIB), ()),
+    ("unclaimed_use", a_device(processes=(a_process(kind="graphics"),), memory_used=10 * GIB), ()),
     ("free", a_device(processes=(a_process(kind="compute+graphics", memory_used=25 * 2**20),)), ()),
     ("free", a_device(), (a_claim_record(alive=False),)),
     ("claimed", a_device(), (a_claim_record(),)),
@@ -65,7 +66,7 @@ STATES = [
     ("unknown", a_device(processes=None, memory_used=None), (a_claim_record(),)),
     ("unknown", a_device(processes=(a_process(pid=0),), processes_plausible=False), ()),
     ("in_use", a_device(processes=(BOB,), processes_plausible=False, **BUSY), (a_claim_record(),)),
-    ("free", a_device(processes=(a_process(kind="graphics"),), processes_plausible=False), ()),
+    ("free", a_device(processes=(a_process(kind="graphics", memory_used=GIB),), processes_plausible=False), ()),
     ("claimed", a_device(), (a_claim_record(uid=-1, hidden=True),)),
     ("unclaimed_use", a_device(processes=(ALICE,), **BUSY), (a_claim_record(uid=-1, hidden=True),)),
     ("unclaimed_use", a_device(processes=(a_process(kind="compute+graphics"),), compute_mode="exclusive_process"), ()),

@@ -25,7 +25,15 @@ from gpuguard.backends.nvml_calls import (
     Reading,
 )
 from gpuguard.backends.plausibility import LARGEST_MEMORY, SLACK, implausibility
-from gpuguard.model import BRIEF, BUSY_MEMORY, IDLE_TOLERANCE, PROCESS_DETAILS, PROCESSES, GpuProcess
+from gpuguard.model import (
+    BRIEF,
+    BUSY_MEMORY,
+    IDLE_TOLERANCE,
+    MOST_DESKTOP_MEMORY,
+    PROCESS_DETAILS,
+    PROCESSES,
+    GpuProcess,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -271,7 +279,7 @@ def _kinds(reading: Reading) -> list[str]:
 def _may_be_a_desktop(reading: Reading, rows: Sequence[tuple[int, int | None]]) -> bool:
     """Whether what is in use can be a desktop's, which shows only in the list of graphics processes."""
     used = reading.values.get("memory_used")
-    small = all(memory is not None and memory <= IDLE_TOLERANCE for _, memory in rows)
+    small = all(memory is not None and memory <= MOST_DESKTOP_MEMORY for _, memory in rows)
     return small and (bool(rows) or (used is not None and used > IDLE_TOLERANCE))
 
 

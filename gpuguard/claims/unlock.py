@@ -79,7 +79,7 @@ def computing_under(
         for device in parts:
             if device.processes is None or not device.processes_plausible:
                 return (), f"the driver gives no list of the processes on {device_title(device)} that could be believed"
-            for process in filter(may_compute, device.processes):
+            for process in [process for process in device.processes if may_compute(process, device)]:
                 if not process.uid or process.uid == claim.uid or claim_of(process, (claim,), facts):
                     users[process.pid] = process
     return tuple(users.values()), None

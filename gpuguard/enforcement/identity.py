@@ -391,3 +391,30 @@ def _threads(pid: int) -> list[str]:
         return [f"/proc/{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return []
+
+
+SESSIONS = "/run/systemd/sessions"  # a file of systemd-logind for each: "UID=1000", "SEAT=seat0", "SCOPE=..."
+
+
+def is_at_the_seat(facts: ProcessFacts) -> bool:
+    """Whether a process belongs to a session at a seat of the machine: the screen and keyboard that are plugged in.
+
+    logind gives seats, and never one to a session over ssh.  Users choose neither that nor the scope of a session, in
+    which the kernel keeps its processes.  Those below the systemd of a user belong to all sessions of that user.
+    """
+    uid = facts.uids[0]
+    own = re.search(
+        rf":/user\.slice/user-{uid}\.slice/(session-[^/\n]+\.scope|user@{uid}\.service)", facts.cgroup or ""
+    )
+    try:
+        texts = [read_text(f"{SESSIONS}/{name}") or "" for name in os.listdir(SESSIONS)] if own else []
+    except OSError:
+        return False
+    sessions = [dict(line.partition("=")[::2] for line in text.splitlines()) for text in texts]
+    return own is not None and any(
+        session.get("UID") == str(uid)
+        and session.get("SEAT")
+        and session.get("STATE") != "closing"
+        and (session.get("SCOPE") == own[1] or own[1].startswith("user@"))
+        for session in sessions
+    )

@@ -22,12 +22,12 @@ from gpuguard.claims.records import probe, read_record
 from gpuguard.claims.unlock import LockHandle, NotPermitted, computing_under, lock_handle
 from gpuguard.clusters import slurm
 from gpuguard.deadline import in_time
-from gpuguard.device_state import idle_limit
+from gpuguard.device_state import computes, idle_limit, owner_of
 from gpuguard.enforcement import identity
 from gpuguard.enforcement.identity import ProcessFacts
 from gpuguard.enforcement.limits import ActionLimits, FailedCheck, PastAction
 from gpuguard.errors import BackendError, ClaimError
-from gpuguard.model import WHO_FIELDS, ClaimRecord, Event, GpuProcess, Snapshot, Verdict, claim_named
+from gpuguard.model import DRAWING, WHO_FIELDS, ClaimRecord, Device, Event, GpuProcess, Snapshot, Verdict, claim_named
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
 from gpuguard.policies.policy import DISRUPTIVE
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, start_time
@@ -39,6 +39,8 @@ TICKS = 2  # start times are cut to ticks of 10 ms: one for the process's, one f
 
 # Signals that programs use to ask for a checkpoint.  Others end or stop a process, and have actions of their own.
 CHECKPOINT_SIGNALS = ("USR1", "USR2", "HUP", "ALRM", "WINCH", "URG", "CONT")
+
+MPS_SERVER = "nvidia-cuda-mps-server"  # the program
 
 _FORBIDDEN = "the kernel does not lend its open files: the daemon's unit must permit pidfd_getfd, see docs/daemon.md"
 
@@ -360,18 +362,34 @@ def _driver(target: Preflight) -> str | None:
 
 
 def _kind(target: Preflight) -> str | None:
-    pid, rows = target.identity[0], _rows_now(target)
+    own = _rows_now(target)
+    if own and not any(computes(row, device) for device, row in own):
+        return "it is no more than a desktop there"
+    # On all GPUs: what draws on one, and computes on another, takes what is on the screen along.
     elsewhere = [row for device in target.snapshot.devices for row in device.processes or ()]
-    other = {row.kind for row in (*rows, *elsewhere) if row.pid == pid} - {"compute"}
-    if other:
-        return f"it is a {other.pop()} process: only compute processes are signalled"
-    if any(row.kind == "mps" for row in rows):
-        return "an MPS server shares this GPU: its other clients would suffer"
+    kinds = {row.kind for row in elsewhere if row.pid == target.identity[0]} | {row.kind for _, row in own}
+    if kinds & DRAWING and (target.facts is None or identity.is_at_the_seat(target.facts)):
+        return "what it draws belongs to the session at the machine's own screen"
+    if any(row.kind == "mps" and _has_clients_of_several_users(device) for device, row in own):
+        return "an MPS server of root's shares this GPU: its clients of other users would suffer"
     return None
 
 
+def _has_clients_of_several_users(device: Device) -> bool:
+    """Whether the end of an MPS client on *device* may take clients of other users along.
+
+    Only root can start a server for several users, `nvidia-cuda-mps-control -multiuser-server`.  Any other serves one
+    user at a time, so that its clients, and the server itself, suffer for a user of their own: no sanctuary.  The
+    driver lists a server as a process that computes, and its clients as such and in the list of MPS.
+    """
+    rows = device.processes or ()
+    if not any(row.uid == 0 and os.path.basename(row.executable or MPS_SERVER) == MPS_SERVER for row in rows):
+        return False
+    return len({owner_of(row) for row in rows if row.kind == "mps"}) > 1
+
+
 def _owner(target: Preflight) -> str | None:
-    uid, rows = target.uid, [row for row in _rows_now(target) if row.pid == target.identity[0]]
+    uid, rows = target.uid, [row for _, row in _rows_now(target)]
     if target.facts is None or target.facts.uids[:1] != (uid,):
         return "its owner is not the one that was judged"
     if any(row.uid is not None and row.uid != uid for row in rows):
@@ -381,10 +399,10 @@ def _owner(target: Preflight) -> str | None:
     return None
 
 
-def _rows_now(target: Preflight) -> list[GpuProcess]:
-    """What the driver listed on the target's devices, asked again."""
-    devices = target.fresh.devices if target.fresh else ()
-    return [row for device in devices if device.uuid in target.devices for row in device.processes or ()]
+def _rows_now(target: Preflight) -> list[tuple[Device, GpuProcess]]:
+    """What the driver listed of the process on each of the target's devices, asked again."""
+    devices = [device for device in (target.fresh.devices if target.fresh else ()) if device.uuid in target.devices]
+    return [(device, row) for device in devices for row in device.processes or () if row.pid == target.identity[0]]
 
 
 def _protected(target: Preflight) -> str | None:
@@ -403,8 +421,7 @@ def _program(target: Preflight) -> str | None:
     facts, globs = target.facts, target.context.protected_executables
     if facts is None or facts.executable is None:
         return "its program cannot be read"
-    own = (row for row in _rows_now(target) if row.pid == target.identity[0])
-    if identity.belongs_to_the_system(facts, any(row.kind != "compute" for row in own)):
+    if identity.belongs_to_the_system(facts, any(row.kind in DRAWING for _, row in _rows_now(target))):
         return f"{facts.executable} belongs to the system"
     if not identity.has_path_of(facts, globs):
         return None

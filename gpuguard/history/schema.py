@@ -171,7 +171,7 @@ def _listed(devices: list[Device]) -> list[GpuProcess] | None:
     known = [device for device in devices if device.processes is not None]
     if not known or not all(device.processes_plausible for device in known):
         return None
-    return [process for device in known for process in device.processes or () if may_compute(process)]
+    return [process for device in known for process in device.processes or () if may_compute(process, device)]
 
 
 def _works(device: Device, listed: list[GpuProcess] | None, *, divided: bool) -> bool | None:

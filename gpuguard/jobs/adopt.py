@@ -264,7 +264,7 @@ def _used_by(family: ProcessFamily, snapshot: Snapshot, pids: Sequence[int]) -> 
 
 
 def _computing(device: Device) -> list[GpuProcess]:
-    return [process for process in device.processes or () if may_compute(process)]
+    return [process for process in device.processes or () if may_compute(process, device)]
 
 
 def _refuse_others(devices: Iterable[Device], family: ProcessFamily) -> None:

@@ -295,7 +295,7 @@ class JobLimits:
             for process in judged_processes(device) if device.uuid in self.claim.devices else ():
                 mark = (device.uuid, process.pid, process.start_time)
                 known = process.pid in family or process.pid in self.present or process.uid == self.claim.uid
-                if not known and computes(process) and mark not in self._reported:
+                if not known and computes(process, device) and mark not in self._reported:
                     self._reported.add(mark)
                     who = process.user or f"uid {process.uid}"
                     texts.append(

@@ -266,7 +266,7 @@ def _claims(facts: MetricFacts, snapshot: Snapshot) -> Iterator[MetricFamily]:
         for use in facts.uses
         if use.device.processes_plausible
         for running in use.processes or ()
-        if running.claim is None and computes(running.process)
+        if running.claim is None and computes(running.process, use.device)
     }
     text = "GPUs that a user computes on without a claim."
     yield _per_user("unclaimed_devices", text, [(user, 1) for user, _ in sorted(unclaimed)])

@@ -97,7 +97,7 @@ class IdleRule:
         """Whether the processes rest beside the GPU too, as far as that was asked for."""
         if not device.processes_plausible or device.processes is None:
             return False
-        for process in filter(may_compute, device.processes):
+        for process in [process for process in device.processes if may_compute(process, device)]:
             use = view.host.get((process.pid, process.start_time)) if process.start_time is not None else None
             cpu, network = (use.cpu, use.network) if use else (None, None)
             if self.cpu_below is not None and (cpu is None or cpu >= self.cpu_below):
@@ -114,7 +114,9 @@ class IdleRule:
         present, now = computing(device), view.clock
         for process in present:
             yield process_subject(device, process), now - (process.start_time or now), (process,)
-        if not device.processes_plausible or len(present) < sum(map(may_compute, device.processes or ())):
+        if not device.processes_plausible or len(present) < sum(
+            may_compute(process, device) for process in device.processes or ()
+        ):
             return  # a process of an unknown owner is there: the claim may be theirs
         used = [claim_of(process, claims, view.seen) for process in present] if claims else ()
         for claim in claims:
@@ -178,7 +180,7 @@ def _unused(device: Device, view: RuleView, seconds: float) -> bool:
     divided = any(other.parent_uuid == device.uuid for other in view.snapshot.devices)
     if divided or device.processes is None or not device.processes_plausible or device.memory_used is None:
         return False
-    if any(map(may_compute, device.processes)):
+    if any(may_compute(process, device) for process in device.processes):
         return False
     past = recent(view, device_subject(device), "memory_used", seconds)
     return bool(past) and max(device.memory_used, *(memory for _, memory in past)) <= idle_limit(device)

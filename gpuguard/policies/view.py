@@ -123,7 +123,7 @@ def judged_processes(device: Device) -> tuple[GpuProcess, ...]:
 
 def computing(device: Device) -> tuple[GpuProcess, ...]:
     """The processes of *device* that may be judged and that surely compute there; no desktops."""
-    return tuple(filter(computes, judged_processes(device)))
+    return tuple(process for process in judged_processes(device) if computes(process, device))
 
 
 def computing_processes(view: RuleView) -> Iterator[tuple[Device, GpuProcess]]:

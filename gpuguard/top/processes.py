@@ -54,7 +54,7 @@ def rows_of(scene: Scene, view: ScreenView) -> list[ProcessRow]:
         if view.devices and use.device.uuid not in view.devices:
             continue
         for running in use.processes or ():
-            if view.compute_only and not may_compute(running.process):
+            if view.compute_only and not may_compute(running.process, use.device):
                 continue
             together.setdefault((running.process.pid, running.process.start_time), []).append((use, running))
     rows = [row for row in (_row(scene, places) for places in together.values()) if _wanted(row, view)]
@@ -87,7 +87,7 @@ def _row(scene: Scene, places: Sequence[tuple[DeviceUse, ProcessUse]]) -> Proces
         claim=first.claim,
         stopped=bool(first.stopped),
         kind=neutralise(process.kind),
-        computes=any(may_compute(running.process) for _use, running in places),
+        computes=any(may_compute(running.process, use.device) for use, running in places),
         command=_(ENDED) if process.ended else container + neutral_command(process.command, brief=True),
     )
 

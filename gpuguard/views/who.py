@@ -173,7 +173,7 @@ def _rows_below(use: DeviceUse, snapshot: Snapshot, brief: bool) -> Iterable[lis
             more = _("and {number} more").format(number=number - MOST_CLAIMS)
             yield [_("claim"), more, neutralise(user_label(user)), "", "", "", _("which --json shows")]
     for running in use.processes or ():
-        yield _process_row(running, snapshot, brief)
+        yield _process_row(running, use, snapshot, brief)
 
 
 def _claim_row(held: ClaimUse, snapshot: Snapshot, brief: bool) -> list[str]:
@@ -194,12 +194,12 @@ def _claim_row(held: ClaimUse, snapshot: Snapshot, brief: bool) -> list[str]:
     ]
 
 
-def _process_row(running: ProcessUse, snapshot: Snapshot, brief: bool) -> list[str]:
+def _process_row(running: ProcessUse, use: DeviceUse, snapshot: Snapshot, brief: bool) -> list[str]:
     process = running.process
     if running.claim is not None:
         remarks = [_("perhaps ") * running.guessed + running.claim]
     else:
-        remarks = [_("no claim")] if may_compute(process) else []
+        remarks = [_("no claim")] if may_compute(process, use.device) else []
     remarks += [_(ENDED)] if process.ended else []
     remarks += [process.kind] if process.kind != "compute" else []
     remarks += [_("stopped")] if running.stopped else []
@@ -297,7 +297,9 @@ def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
         "claims": [_claim_json(held) for held in use.claims],
         "share_left_bytes": share_left(use.device, sharing) if sharing.count else None,
         "slots_left": slots_left(sharing, SLOTS) if sharing.count else None,
-        "processes": None if use.processes is None else [_process_json(running, snapshot) for running in use.processes],
+        "processes": None
+        if use.processes is None
+        else [_process_json(running, use, snapshot) for running in use.processes],
     }
 
 
@@ -311,13 +313,13 @@ def _claim_json(held: ClaimUse) -> dict[str, Any]:
     }
 
 
-def _process_json(running: ProcessUse, snapshot: Snapshot) -> dict[str, Any]:
+def _process_json(running: ProcessUse, use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
     process = running.process
     return {
         **picked(process, "pid", "user", "uid", "kind", "command", "executable", "container"),
         **picked(process, "working_directory", "conda_environment", "memory_used_bytes", "utilization_percent"),
         **picked(process, "memory_utilization_percent", "encoder_utilization_percent", "decoder_utilization_percent"),
-        "computes": computes(process),
+        "computes": computes(process, use.device),
         "ended": process.ended,
         **picked(running, "claim", "stopped"),
         "claim_guessed": running.guessed,
