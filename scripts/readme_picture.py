@@ -63,7 +63,7 @@ def animated(steps: Sequence[Step]) -> str:
         begin, end = 100 * at / whole, 100 * (at + seconds) / whole
         at += seconds
         style.append(f"#frame{number} {{ animation-name: step{number}; animation-duration: {whole}s; }}")
-        shown = f"{begin:.2f}% {{ visibility: visible; }} {min(end, 99.99):.2f}% {{ visibility: hidden; }}"
+        shown = f"{begin:.2f}% {{ visibility: visible; }} {min(end, 99.99):.2f}%, 100% {{ visibility: hidden; }}"
         style.append(f"@keyframes step{number} {{ 0% {{ visibility: hidden; }} {shown} }}")
     # What an id says goes before what a class says, unless that is important.
     style.append("@media (prefers-reduced-motion: reduce) { .frame { animation: none !important; } }")
