@@ -138,7 +138,7 @@ def simulated_work(memory: int) -> Work | None:
     except errors.GpuguardError as error:
         print(f"{error}", file=sys.stderr)
         return None
-    print(f"SIMULATED: training on {len(devices)} GPUs of the simulated node", flush=True)
+    print(f"SIMULATED: training on {len(devices)} GPU{'s' * (len(devices) > 1)} of the simulated node", flush=True)
     return time.sleep
 
 

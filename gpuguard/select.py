@@ -296,7 +296,8 @@ def _never(request: Request, could: Choice) -> str:
         there = _("one process can use only {count} here").format(count=fit)
     largest = {name: _largest(request, could, name) for name in names if name in _SIZES}
     droppable = [name for name in names if name != "--memory" and not largest.get(name)]
-    models = _other_models(request, could)
+    models = Counter(shown(device.name) for device in _only_lacking(could, "--model") if device.name)
+    enough = [f"'{name}'" for name, count in models.most_common(_MOST_FACTS) if count >= request.num_gpus]
     advice = [_("ask for {count}").format(count=fit)] * bool(fit)
     advice += [
         _("ask for at most {size} ({option})").format(size=format_bytes_within(size), option=option)
@@ -304,7 +305,7 @@ def _never(request: Request, could: Choice) -> str:
         if size
     ]
     advice += [_("drop {options}").format(options=_(" or ").join(droppable))] * bool(droppable)
-    advice += [_("ask for --model {models}").format(models=_(" or ").join(models))] * bool(models)
+    advice += [_("ask for --model {models}").format(models=_(" or ").join(enough))] * bool(enough)
     advice += [_("ask for less --memory")] * (largest.get("--memory") == 0)
     advice += [_("add {mig_set} if a launcher starts one process for each instance").format(mig_set=MIG_SET)] * (
         alone >= request.num_gpus
@@ -328,12 +329,6 @@ def _largest(request: Request, could: Choice, option: str) -> int:
     devices = _usable([*could.devices, *_only_lacking(could, option)], request)
     sizes = sorted((_SIZES[option](device) or 0 for device in devices), reverse=True)
     return sizes[request.num_gpus - 1] if len(sizes) >= request.num_gpus else 0
-
-
-def _other_models(request: Request, could: Choice) -> list[str]:
-    """The models, as --model takes them, of which there are enough devices that only another --model keeps out."""
-    names = Counter(device.name for device in _only_lacking(could, "--model") if device.name)
-    return [f"'{shown(name)}'" for name, count in names.most_common(_MOST_FACTS) if count >= request.num_gpus]
 
 
 def _only_lacking(could: Choice, option: str) -> list[Device]:

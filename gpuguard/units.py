@@ -96,17 +96,13 @@ def format_bytes(count: float | None) -> str:
 
 def format_bytes_exactly(count: int) -> str:
     """As format_bytes(), where parse_bytes() reads the same number back; else in the largest unit in which it does."""
-    text = format_bytes(count)
-    if parse_bytes(text) == count:
-        return text
-    unit = max((unit for unit, size in _BYTES.items() if count % size == 0), key=_BYTES.__getitem__)
-    return f"{count // _BYTES[unit]}{unit}"
+    text, unit = format_bytes(count), max((size, name) for name, size in _BYTES.items() if count % size == 0)
+    return text if parse_bytes(text) == count else f"{count // unit[0]}{unit[1]}"
 
 
 def format_bytes_within(count: int) -> str:
     """As format_bytes(), but rounded down: what can be asked for of a GPU with *count* bytes, 1MiB to 999GiB."""
-    grain = 2**20 if count < 1000 * 2**20 else 2**30 / 10
-    return format_bytes(count // grain * grain)
+    return format_bytes(count - count % (2**20 if count < 1000 * 2**20 else 2**30 / 10))
 
 
 def format_duration(seconds: float | None) -> str:

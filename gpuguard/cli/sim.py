@@ -68,7 +68,9 @@ def _start(args: argparse.Namespace) -> int:
         _check_reachable(directory)
     node, new = simulated_node.create(directory, lambda: made, replace=args.force)
     differs = args.shared > node.shared or list(map(node.of, node.devices)) != list(map(made.of, made.devices))
-    if node.by_default and not _claimed(node, directory):
+    if node.by_default and not locks_held(
+        lock_directory(backend=f"simulated:{directory}"), (device.uuid for device in node.devices)
+    ):
         if differs:
             print(_("The node that was made by default ({spec}) is replaced: nothing uses it.").format(spec=node.spec))
         node, new = simulated_node.create(directory, lambda: made, replace=True)
@@ -100,11 +102,6 @@ def _start(args: argparse.Namespace) -> int:
         )
     )
     return 0
-
-
-def _claimed(node: SimulatedNode, directory: str) -> bool:
-    claims = lock_directory(backend=f"simulated:{directory}")
-    return bool(locks_held(claims, (device.uuid for device in node.devices)))
 
 
 def _check_reachable(directory: str) -> None:
