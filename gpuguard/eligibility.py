@@ -372,14 +372,23 @@ def refusals(terms: Terms) -> list[Refusal]:
 @lru_cache(256)  # a machine has many devices of one name
 def is_model(name: str, glob: str) -> bool:
     """Whether *glob* matches the name, or its end from some word on: "A100*" and "A100" fit NVIDIA A100-SXM4-80GB."""
-    words, pattern = name.lower().split(), glob.lower()
-    endings = [" ".join(words[start:]) for start in range(len(words))]
-    return any(glob_matches(ending, pattern + rest) for ending in endings for rest in ("", " *", "-*"))
+    text = " ".join(name.lower().split())
+    starts = 1 | sum(2 << number for number, letter in enumerate(text) if letter == " ")
+    reached = _reached(text, glob.lower(), starts) if text else 0
+    # The whole of an ending, or its beginning up to a blank or a hyphen.
+    return any(reached >> number & 1 for number in range(len(text) + 1) if text[number : number + 1] in ("", " ", "-"))
 
 
 def glob_matches(text: str, glob: str) -> bool:
     """What fnmatchcase() says, which compiles each glob: those of one user's tickets held up all others for minutes."""
-    at, place, beyond = 1, 0, 2 << len(text)  # bit n of at: what was read of the glob can stand for the first n letters
+    return bool(_reached(text, glob, 1) >> len(text) & 1)
+
+
+def _reached(text: str, glob: str, at: int) -> int:
+    """Bit n: *glob* can stand for the text up to its first n letters, from any of the places *at*."""
+    place, beyond, where = 0, 2 << len(text), dict[str, int]()
+    for number, letter in enumerate(text):
+        where[letter] = where.get(letter, 0) | 1 << number
     while place < len(glob) and at:
         letter, place = glob[place], place + 1
         end = glob.find("]", place + 1 + (glob[place : place + 1] == "!")) if letter == "[" else -1
@@ -387,12 +396,12 @@ def glob_matches(text: str, glob: str) -> bool:
             at = beyond - (at & -at)
             continue
         if end < 0:
-            here = sum(1 << number for number, other in enumerate(text) if letter in (other, "?"))
+            here = (beyond >> 1) - 1 if letter == "?" else where.get(letter, 0)
         else:
-            here = sum(1 << number for number, other in enumerate(text) if _is_one_of(glob[place:end], other))
+            here = sum(bits for other, bits in where.items() if _is_one_of(glob[place:end], other))
             place = end + 1
         at = (at & here) << 1
-    return bool(at >> len(text) & 1)
+    return at
 
 
 def _is_one_of(letters: str, letter: str) -> bool:

@@ -208,6 +208,7 @@ class Allocator:
         ticket: Ticket | None = None,
         *,
         with_record: bool = True,
+        once: bool = False,
     ) -> Claim | None:
         """Lock the best devices of *snapshot* and read them again; None, and nothing locked, when it cannot be had.
 
@@ -216,6 +217,7 @@ class Allocator:
             taken: uuid -> why not; gets the devices that others were found to hold.
             ticket: in the queue, for the daemon where it gives the locks.
             with_record: write the record of the claim.
+            once: where the daemon gives the locks and refuses the best devices, do not ask for others.
         """
         held: HeldLocks = {}
         claim: Claim | None = None
@@ -223,7 +225,7 @@ class Allocator:
             if self.directory.closed:
                 from gpuguard.daemon.broker_client import request_grant
 
-                claim = request_grant(snapshot, request, self.directory, self.outer, taken, ticket)
+                claim = request_grant(snapshot, request, self.directory, self.outer, taken, ticket, once=once)
             else:
                 with Gate(self.directory):
                     claim = self._lock_and_verify(request, snapshot, taken, held)
@@ -272,6 +274,8 @@ class Allocator:
                     self._queued = WaitingRequest(self.backend, self.directory, self.job)
                     _waiting.append(self._queued)
                 requests, snapshot = self._sample_all(list_processes=bool(self._queued))
+                if self._queued and self.directory.closed and (claim := self._asked_first(requests, snapshot)):
+                    return claim
                 answer = self._queued.check(snapshot, requests) if self._queued else None
                 taken = self._restricted(snapshot) | (answer.kept if answer else {})
                 ticket = answer.position.ticket if answer else None
@@ -291,6 +295,18 @@ class Allocator:
                 error = self._pause_after(fault, waits, failures)
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 raise WaitTimeout.after(error)
+
+    def _asked_first(self, requests: Sequence[Request], snapshot: Snapshot) -> Claim | None:
+        """The claim, if the daemon, which decides who is next, gives it; whatever the queue looks like from here.
+
+        Once for each request: which other devices it may have is easier to see in a plan of our own.
+        """
+        assert self._queued
+        ticket, taken = self._queued.ticket_of(requests), self._restricted(snapshot)
+        for request in requests if self._queued.is_alone() else [replace(way, max_gpus=None) for way in requests]:
+            if claim := self.lock_best(request, snapshot, dict(taken), ticket, once=True):
+                return claim
+        return None
 
     def _why_not_now(
         self, requests: Sequence[Request], snapshot: Snapshot, taken: dict[str, str], answer: QueueAnswer | None

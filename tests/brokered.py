@@ -95,9 +95,9 @@ class Brokered(SharedMachine):
         assert done.returncode == 0, done.stderr
         return done
 
-    def start_daemon(self, *, ready: bool = True) -> None:
+    def start_daemon(self, *options: str, ready: bool = True) -> None:
         user = KEEPER if self.kind == "keeper" else None
-        words = [self.python_path, "-m", "gpuguard", "daemon", "--interval", "300ms"]
+        words = [self.python_path, "-m", "gpuguard", "daemon", "--interval", "300ms", *options]
         log = {"GPUGUARD_EVENTS": str(self.place / "daemon" / "events.jsonl")}
         os.makedirs(self.place / "daemon", exist_ok=True)
         (self.place / "daemon").chmod(0o777)

@@ -14,6 +14,7 @@ from users import ALICE, BOB
 
 from gpuguard.claims.directory import daemon_files
 from gpuguard.daemon.broker import OFFER_SECONDS
+from gpuguard.daemon.service import TICK_SECONDS
 from gpuguard.queue import tickets
 from gpuguard.queue.tickets import read_tickets
 
@@ -392,6 +393,74 @@ def test_a_request_for_all_that_claims_nothing_goes_to_the_end_and_the_second_on
         assert events_of_the_queue(broker)[1] == ("user set back", BOB.pw_name)
     with broker.running(BOB, TICKETS, "4"):
         assert broker(ALICE, "run", "--no-wait", "-n", "4", "--", "true").returncode == 0
+
+
+GIVES_BACK = """
+import threading
+from gpuguard.queue.tickets import OwnTicket as Held
+held = Held(directory, {"requests": [{"num_gpus": len(sys.argv) - 1}]})
+print("waits", flush=True)
+while True:  # it takes what is offered, and gives it back at once
+    held.drain()
+    try:
+        answer, descriptors = exchange(directory, {"do": "claim", "devices": sys.argv[1:], "ticket": held.id})
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if descriptors and {MANY}:
+            held.withdraw()
+            held = Held(directory, {"requests": [{"num_gpus": len(sys.argv) - 1}]})
+    except Exception:
+        pass
+    time.sleep(0.2)
+"""
+
+
+def test_a_ticket_that_takes_all_devices_and_gives_them_back_at_once_starts_once_and_then_comes_last(broker):
+    with broker.job(ALICE, "-n", "2"):
+        pass  # she has had GPU time, and bob has not
+    with broker.running(BOB, GIVES_BACK.replace("{MANY}", "False"), *broker.uuids):
+        assert eventually(lambda: events_of_the_queue(broker) == [("request set back", BOB.pw_name)], 60.0)
+        for _ in range(3):
+            done = broker(ALICE, "run", "--wait", "100s", "-n", "2", "--", "true")
+            assert done.returncode == 0, done.stderr
+
+
+def test_who_gives_back_again_and_again_what_no_process_holds_is_set_back(broker):
+    with broker.running(BOB, GIVES_BACK.replace("{MANY}", "True"), *broker.uuids):
+        assert eventually(lambda: len(events_of_the_queue(broker)) == 2, 60.0)
+        assert events_of_the_queue(broker) == [(f"{what} set back", BOB.pw_name) for what in ("request", "user")]
+        done = broker(ALICE, "run", "--wait", "100s", "-n", "4", "--", "true")
+        assert done.returncode == 0, done.stderr
+
+
+def test_each_grant_costs_a_minute_of_fair_share_and_who_believes_to_be_second_starts_when_it_is_offered(broker):
+    """Only the daemon knows of the grants that bob gave back: alice would let him go first."""
+    for _ in range(3):
+        assert broker.asks(BOB, *broker.uuids)["descriptors"] == 4
+    with broker.job(None, "-n", "4") as (holder, _), broker.running(BOB, TICKETS, "4"):
+        hers = broker.start(ALICE, "run", "--wait", "100s", "-n", "4", "--", "sh", "-c", "echo started; exec sleep 100")
+        assert eventually(lambda: len(read_tickets(broker.directory)[0]) == 2, 60.0)
+        os.killpg(holder.pid, signal.SIGKILL)
+        try:
+            assert hers.stdout.readline() == "started\n"
+            assert events_of_the_queue(broker) == []
+        finally:
+            os.killpg(hers.pid, signal.SIGKILL)
+            hers.communicate()
+
+
+def test_short_jobs_of_requests_that_have_waited_are_no_grants_that_were_given_back(broker):
+    with broker.job(ALICE, "-n", "4") as (holder, _):
+        waiting = [broker.start(BOB, "run", "--", "true") for _ in range(4)]
+        waiting += [broker.start(ALICE, "run", "--", "true") for _ in range(2)]
+        assert eventually(lambda: len(read_tickets(broker.directory)[0]) == 6, 60.0)
+        os.killpg(holder.pid, signal.SIGKILL)
+        for process in waiting:
+            process.communicate(timeout=SECONDS)
+    time.sleep(3 * TICK_SECONDS)  # the daemon has looked what became of them
+
+    assert [process.returncode for process in waiting] == [0] * 6
+    assert events_of_the_queue(broker) == []
 
 
 def test_why_no_request_can_be_set_back_is_an_event_of_its_own(broker):

@@ -77,6 +77,10 @@ class LockDirectory:
         """Of what lies among the records."""
         return [] if self.is_missing() else os.listdir(self.records)
 
+    def count(self, kind: str) -> int:
+        """How many of the names among the records begin with *kind*."""
+        return sum(name.startswith(self.prefix + kind) for name in self.names())
+
     def lock_path(self, name: str) -> str:
         """Where the lock file of a device (by uuid) or the gate lies."""
         return f"{self.locks}/{self.prefix}{name}"

@@ -162,6 +162,13 @@ def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tupl
     """
     if len(names) <= most:
         return names, {}
+    of_user = files_by_user(directory, names)
+    beyond = {uid: len(own) - most for uid, own in of_user.items() if uid and len(own) > most}
+    return [name for uid, own in of_user.items() for _, name in own[: most if uid else None]], beyond
+
+
+def files_by_user(directory: LockDirectory, names: Iterable[str]) -> dict[int, list[tuple[float, str]]]:
+    """(time of the last change, name) of each user's files, the oldest first; see users.accountable_uids."""
     files = []
     for name in names:
         try:
@@ -171,10 +178,9 @@ def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tupl
         files.append((status.st_uid, status.st_ctime, name))
     whose = accountable_uids({uid for uid, _, _ in files})
     of_user: dict[int, list[tuple[float, str]]] = {}
-    for uid, since, name in files:
+    for uid, since, name in sorted(files, key=lambda file: file[1:]):
         of_user.setdefault(whose[uid], []).append((since, name))
-    beyond = {uid: len(own) - most for uid, own in of_user.items() if uid and len(own) > most}
-    return [name for uid, own in of_user.items() for _, name in sorted(own)[: most if uid else None]], beyond
+    return of_user
 
 
 def _read_record(directory: LockDirectory, name: str) -> ClaimRecord | None:

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpuguard.backends import Backend
@@ -36,12 +37,20 @@ from gpuguard.eligibility import Sharing
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest, LockDirectoryError
 from gpuguard.model import MEMORY, PROCESSES, Event, Snapshot
-from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.leader import MAY_START
 from gpuguard.queue.priority import PRIORITIES, Ticket
 from gpuguard.queue.reasons import kept_for_others, start_text
-from gpuguard.queue.state import read_queue
-from gpuguard.queue.tickets import as_request, new_ticket, read_tickets, record_start, wake
+from gpuguard.queue.settings import read_queue_settings
+from gpuguard.queue.state import QueueState, WaitingTickets, queue_state, read_queue_facts, used_by
+from gpuguard.queue.tickets import (
+    as_request,
+    has_started,
+    new_ticket,
+    read_ticket,
+    read_tickets,
+    record_start,
+    wake,
+)
 from gpuguard.request import Request, fields_needed, fields_to_verify
 from gpuguard.select import choose
 from gpuguard.units import format_count
@@ -50,8 +59,21 @@ from gpuguard.users import user_name
 CLAIMED = "claimed just now"
 PART_CLAIMED = "a part of the GPU, or the whole of it, is claimed"
 OFFER_SECONDS = 5.0  # a request that may start, was woken, and does not claim within so many goes to the end
+LEAST_SECONDS = 60.0  # of fair share that a grant costs for each device, however short it was
 SET_BACK_SECONDS = 3600.0  # for so long; the second time within them all requests of its user do
 _MAX_SECONDS = 10 * 365 * 86400.0
+
+
+@dataclass
+class _GivenLocks:
+    """What a ticket was given."""
+
+    ticket: Ticket
+    devices: tuple[str, ...]  # uuids
+    claim: str
+    at: float  # monotonic
+    since: float  # unix time
+    was_held: bool = False  # when the daemon looked later
 
 
 class Broker:
@@ -61,6 +83,11 @@ class Broker:
         self._directory, self._open_backend = directory, open_backend
         self._backend: Backend | None = None
         self._offers: dict[str, float] = {}  # id of a ticket that may start -> since when, monotonic
+        self._books = threading.Lock()  # held while one of these changes:
+        self._given: list[_GivenLocks] = []  # to tickets of the queue, not long ago
+        self._used = set[str]()  # ids of tickets that were given locks and are still there
+        self._charged: dict[int, float] = {}  # uid -> GPU-seconds that grants cost beside what was used
+        self._decayed_at = time.monotonic()
 
     def trouble(self) -> str | None:
         """Why it cannot give locks, in words."""
@@ -78,10 +105,50 @@ class Broker:
                 if name.endswith(".new"):
                     os.unlink(os.path.join(self._directory.locks, name))
 
-    def tend(self) -> None:
-        """Make anew what was given away and is free again."""
+    def tend(self) -> list[Event]:
+        """Make anew what was given away and is free again, and set back who gives back what they waited for.
+
+        Call it every second.
+        """
         with Gate(self._directory):
-            grant_of(self._directory, names_of(self._directory))
+            grants = grant_of(self._directory, names_of(self._directory))
+        living = {grant.claim for grant in grants.values() if grant}
+        with self._books:
+            return self._settle(living, time.monotonic())
+
+    def _settle(self, living: Collection[str], now: float) -> list[Event]:
+        """What follows from which claims are *living*."""
+        given, self._given, events = self._given, list[_GivenLocks](), list[Event | None]()
+        for locks in given:
+            if locks.claim in living and now - locks.at < LEAST_SECONDS:
+                locks.was_held = True
+                self._given.append(locks)
+            elif locks.claim in living:  # from now on what it uses counts
+                self._charge(locks.ticket.uid, -LEAST_SECONDS * len(locks.devices))
+            elif not locks.was_held and not has_started(self._directory, locks.ticket.uid, locks.since):
+                reason = f"gave {format_count(len(locks.devices), 'GPU')} back that no process has held"
+                events.append(self._set_back(locks.ticket, locks.devices, reason, ""))
+        self._used = {name for name in self._used if read_ticket(self._directory, int(name.partition(".")[0]), name)}
+        return [event for event in events if event]
+
+    def _charge(self, uid: int, seconds: float) -> None:
+        """Let GPU-seconds count in fair share beside what was used; what was charged before decays as that does."""
+        now, half_life = time.monotonic(), read_queue_settings().rules.half_life
+        left, self._decayed_at = 0.5 ** ((now - self._decayed_at) / half_life), now
+        self._charged = {user: charged * left for user, charged in self._charged.items()}
+        self._charged[uid] = max(0.0, self._charged.get(uid, 0.0) + seconds)
+
+    def _queue(
+        self, snapshot: Snapshot, mine: Ticket | None = None, waiting: WaitingTickets | None = None
+    ) -> QueueState:
+        """The queue as the daemon decides it: a ticket starts once, and each grant costs, however soon it is back."""
+        rules = read_queue_settings().rules
+        facts = read_queue_facts(self._directory, snapshot, rules)
+        usage = dict(used_by(facts.claims, time.time()) if facts.usage is None else facts.usage)
+        for uid, seconds in self._charged.items():
+            usage[uid] = usage.get(uid, 0.0) + seconds
+        facts = replace(facts, usage=usage, set_back=facts.set_back | self._used)
+        return queue_state(self._directory, snapshot, facts, rules, mine, waiting)
 
     def watch_offers(self, snapshot: Snapshot | None) -> list[Event]:
         """Set back requests that never claim what is offered; call it every second, with the latest snapshot.
@@ -91,31 +158,34 @@ class Broker:
         if snapshot is None:
             self._offers.clear()
             return []
-        queue, now = read_queue(self._directory, snapshot), time.monotonic()
+        queue, now = self._queue(snapshot), time.monotonic()
         offered = [position for position in queue.positions if position.now]
         # The leader may be hostile, and an offer that is not heard of cannot be taken.
         wake(self._directory, [position.ticket for position in offered], MAY_START)
         since = {position.ticket.id: self._offers.get(position.ticket.id, now) for position in offered}
         refused = [position for position in offered if now - since[position.ticket.id] >= OFFER_SECONDS]
         self._offers = {name: now if now - began >= OFFER_SECONDS else began for name, began in since.items()}
-        return [event for position in refused if (event := self._set_back(position))]
+        events = []
+        for position in refused:
+            reason = f"did not claim {format_count(len(position.devices), 'GPU')} within {OFFER_SECONDS:.0f}s"
+            events.append(self._set_back(position.ticket, position.devices, reason, ", though they were offered to it"))
+        return [event for event in events if event]
 
-    def _set_back(self, position: QueuePosition) -> Event | None:
-        """Write down that the request has not taken its offer; None where it, or its user, is set back already."""
-        ticket, now = position.ticket, time.time()
+    def _set_back(self, ticket: Ticket, devices: tuple[str, ...], reason: str, more: str) -> Event | None:
+        """Write down why the request goes to the end; None where it, or its user, is set back already."""
+        now = time.time()
         user, before = str(ticket.owner), read_restrictions(self._directory, SET_BACK, now)
         if user in before or ticket.id in before:
             return None
-        reason = f"did not claim {format_count(len(position.devices), 'GPU')} within {OFFER_SECONDS:.0f}s"
         again = any(restriction.user == user for restriction in before.values())
         name = user if again else ticket.id
         restriction = Restriction(name, now, now + SET_BACK_SECONDS, reason, "the daemon", user)
         change(self._directory, SET_BACK, lambda restrictions: restrictions.update({name: restriction}))
         what = "all its requests go" if again else "it goes"
-        message = f"a request of {ticket.user} {reason}, though they were offered to it: {what} to the end of the queue"
+        message = f"a request of {ticket.user} {reason}{more}: {what} to the end of the queue"
         facts = (("uid", ticket.uid), ("ticket", ticket.id), ("seconds", SET_BACK_SECONDS))
         outcome = "user set back" if again else "request set back"
-        return Event(now, "queue", outcome, ticket.user, position.devices, ticket.pid, None, message, facts)
+        return Event(now, "queue", outcome, ticket.user, devices, ticket.pid, None, message, facts)
 
     def claims(self) -> dict[str, Any]:
         """Which locks are held, and to whom they were given."""
@@ -152,11 +222,18 @@ class Broker:
                 refused = conflicts(self._directory, None, names, (), shared=shared)
         if refused:
             return _refusal(refused)
-        snapshot = self._sample(ticket)
+        snapshot, needed = self._sample(ticket.requests)
         if unknown := [name for name in names if snapshot.device(name) is None]:
             return _refusal(dict.fromkeys(unknown, "the driver does not show it"))
+        # A request that cannot be met now costs no other user the reading and planning of the queue.
+        if refused := _unfit(names, ticket.requests, snapshot):
+            return _refusal(refused)
+        waiting = read_tickets(self._directory)
+        requests = [request for waiter in waiting[0] for request in waiter.requests]
+        if not all(fields_needed(request) <= needed for request in requests):
+            snapshot, _ = self._sample([*ticket.requests, *requests])
         # What the ticket may have now, by the daemon's own view of the queue.
-        queue = read_queue(self._directory, snapshot, ticket)
+        queue = self._queue(snapshot, ticket, waiting)
         position, kept = queue.of(ticket.id), kept_for_others(queue, ticket.id)
         if not position.now or position.request is None:
             return _refusal(dict.fromkeys(names, f"it is not your turn: {start_text(position, queue)}"))
@@ -164,8 +241,16 @@ class Broker:
             return _refusal(refused)
         reply = self._grant(uid, names, position.request, snapshot)
         self._offers.pop(ticket.id, None)  # it has tried to take its offer
-        if isinstance(reply, DescriptorReply) and len(queue.positions) > 1:
-            record_start(self._directory, uid, by_daemon=True)
+        if isinstance(reply, DescriptorReply):
+            self._charge(uid, LEAST_SECONDS * len(names))
+            if ticket.id:
+                self._used.add(ticket.id)
+                given = _GivenLocks(
+                    position.ticket, tuple(names), reply.content["claim"], time.monotonic(), time.time()
+                )
+                self._given.append(given)
+            if len(queue.positions) > 1:
+                record_start(self._directory, uid, by_daemon=True)
         return reply
 
     def _grant(self, uid: int, names: list[str], request: Request, snapshot: Snapshot) -> Reply:
@@ -179,11 +264,11 @@ class Broker:
             stack.pop_all()
         return DescriptorReply(asdict(GrantReply(grant.claim, locks)), tuple(descriptors))
 
-    def _sample(self, ticket: Ticket) -> Snapshot:
+    def _sample(self, requests: Iterable[Request]) -> tuple[Snapshot, set[str]]:
+        """What a plan of these requests needs, and which groups of fields that is."""
         self._backend = self._backend or self._open_backend()
-        waiting, _ = read_tickets(self._directory)
-        requests = [request for waiter in (ticket, *waiting) for request in waiter.requests]
-        return self._backend.sample({MEMORY, PROCESSES}.union(*map(fields_needed, requests)))
+        needed = {MEMORY, PROCESSES}.union(*map(fields_needed, requests))
+        return self._backend.sample(needed), needed
 
     def _ticket(self, uid: int, names: list[str], message: Mapping[str, Any]) -> Ticket:
         """The ticket of *uid* in the queue; else one at its end, with the values that the message has, as all have.
@@ -191,11 +276,10 @@ class Broker:
         It requests these devices alone: that others may start now does not give *uid* what another request waits for.
         """
         if name := message.get("ticket"):
-            tickets, _ = read_tickets(self._directory)
-            own = next((ticket for ticket in tickets if (ticket.id, ticket.uid) == (name, uid)), None)
+            own = read_ticket(self._directory, uid, str(name))
             if own is None:
                 raise GpuguardError("you have no such ticket in the queue.")
-            count, alone = len(names), len(tickets) == 1
+            count, alone = len(names), self._directory.count("ticket.") == 1
             fitting = [
                 request for request in own.requests
                 if request.num_gpus <= count <= (request.most if alone else request.num_gpus)
@@ -222,12 +306,7 @@ class Broker:
         now = snapshot.updated(fresh)
         # All shares with their locks are counted, so of two that come at once neither is overlooked.
         sharing = sharing_beside(self._directory, now, names, locks) if request.share else {}
-        choice = choose(now, request, {}, sharing)
-        if {device.uuid for device in choice.devices} == set(names):
-            return {}
-        reasons = {refusal.device.uuid: refusal.reasons for refusal in choice.refused if refusal.device.uuid in names}
-        refused = {name: "; ".join(reason.text for reason in reasons[name]) for name in reasons}
-        return refused or dict.fromkeys(names, "they cannot be had together")
+        return _unfit(names, [request], now, sharing)
 
     def _claim_inside(self, uid: int, names: list[str], outer: str) -> Reply:
         """Locks inside a claim, for its owner alone: they exclude its other commands and no other claims."""
@@ -265,6 +344,25 @@ def _for_devices(request: Request, names: Sequence[str], uid: int) -> Request:
     everywhere: dict[str, Any] = {"within": None, "within_reason": "", "exclude": (), "prefer": (), "max_gpus": None}
     mine_as_free = request.mine_as_free & {uid}
     return replace(request, num_gpus=len(names), devices=tuple(names), mine_as_free=mine_as_free, **everywhere)
+
+
+def _unfit(
+    names: Sequence[str], requests: Sequence[Request], snapshot: Snapshot, sharing: Mapping[str, Sharing] | None = None
+) -> dict[str, str]:
+    """uuid -> why it will not do for any of *requests*; a share is only judged with *sharing*."""
+    refused: dict[str, str] = {}
+    for request in requests:
+        if request.share and sharing is None:
+            return {}
+        choice = choose(snapshot, request, {}, sharing)
+        if {device.uuid for device in choice.devices} == set(names):
+            return {}
+        refused = refused or {
+            refusal.device.uuid: "; ".join(reason.text for reason in refusal.reasons)
+            for refusal in choice.refused
+            if refusal.device.uuid in names
+        }
+    return refused or dict.fromkeys(names, "they cannot be had together")
 
 
 def _number(message: Mapping[str, Any], key: str, least: float, most: float) -> float | None:

@@ -40,8 +40,12 @@ def request_grant(
     outer: ClaimRecord | None,
     taken: dict[str, str],
     ticket: Ticket | None,
+    *,
+    once: bool = False,
 ) -> Claim | None:
     """The best devices from the daemon; None when they cannot be had.  Fills *taken* with those that it refused.
+
+    *once*: ask for the best alone, not for others when it refuses them.
 
     Raises:
         ClaimError: there is no daemon, and the request has not waited before.
@@ -73,6 +77,8 @@ def request_grant(
         uuids, rows = [device.uuid for device in devices], content["refused"]
         refused = {uuid: translated(str(rows[uuid])) for uuid in uuids if isinstance(rows, dict) and uuid in rows}
         taken.update(refused or dict.fromkeys(uuids, _("refused by the daemon")))
+        if once:
+            return None
 
 
 def refuse_without_daemon(directory: LockDirectory) -> None:

@@ -17,10 +17,10 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
 from gpuguard.claims.directory import LockDirectory
@@ -36,7 +36,7 @@ MAX_CLOSING = 64  # threads that wait until what a client has sent is closed
 PAUSE_SECONDS = 0.005  # after each connection: a client that never stops connecting costs little
 
 # Requests that may read the driver, the log, or all that a user has open: each kind has a thread of its own, which
-# handles one after the other.
+# handles one after the other, in turns by user.
 SLOW = frozenset({"claim", "events", "release"})
 
 
@@ -63,6 +63,35 @@ class _Client:
     received: bytes = b""
 
 
+class _TurnQueue:
+    """Requests that wait for a thread, served in turns by user: one who sends many delays others by one at most."""
+
+    def __init__(self) -> None:
+        self._of_user: dict[int, deque[tuple[_Client, bytes]]] = {}  # the user whose turn it is comes first
+        self._changed, self._closed = threading.Condition(), False
+
+    def put(self, entry: tuple[_Client, bytes] | None) -> None:
+        """Add a request; None: the last one was added."""
+        with self._changed:
+            if entry:
+                self._of_user.setdefault(entry[0].owner, deque()).append(entry)
+            self._closed = self._closed or entry is None
+            self._changed.notify()
+
+    def get(self) -> tuple[_Client, bytes] | None:
+        """The next request, as soon as there is one; None: there is none, and none will be added."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._of_user or self._closed)
+            if not self._of_user:
+                return None
+            owner = next(iter(self._of_user))
+            waiting = self._of_user.pop(owner)
+            entry = waiting.popleft()
+            if waiting:
+                self._of_user[owner] = waiting  # behind all others
+            return entry
+
+
 class SocketServer:
     """Listens in *directory*, which only its owner can write to, until close(); OSError: the socket cannot be made.
 
@@ -72,7 +101,7 @@ class SocketServer:
     def __init__(self, directory: LockDirectory, handle: Handler) -> None:
         self._directory, self._handle = directory, handle
         self._clients: dict[int, _Client] = {}  # by descriptor, the one that has been silent for longest comes first
-        self._queues: dict[str, SimpleQueue[tuple[_Client, bytes] | None]] = {name: SimpleQueue() for name in SLOW}
+        self._queues: dict[str, _TurnQueue] = {name: _TurnQueue() for name in SLOW}
         self._handled: list[_Client] = []  # whose requests are in these queues, or are being handled
         self._closing: list[tuple[int, threading.Thread]] = []  # owner -> what closes the files that it has sent
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -162,7 +191,7 @@ class SocketServer:
             self._reply(client, request)
             self._drop(client)
 
-    def _handle_slow(self, queue: SimpleQueue[tuple[_Client, bytes] | None]) -> None:
+    def _handle_slow(self, queue: _TurnQueue) -> None:
         while entry := queue.get():
             client, line = entry
             try:

@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -52,6 +53,7 @@ GAP_INTERVALS = 3  # between two samples, from which on it is unknown what GPUs 
 PUBLISH_SECONDS = 3.0  # more exactly it need not be known who uses what
 TICK_SECONDS = 2.0  # between two looks at the policy file; a signal is heard at once
 RETRY_SECONDS = 60.0  # between two readings of a file with faults: LDAP may be up by now, or room for a process
+SWITCH_SECONDS = 0.0005  # for which a thread keeps the interpreter while another one waits for it
 STOP_SECONDS = 0.6  # for a step that is under way when the daemon ends
 SEND_SECONDS = 0.2  # and for what is still to be sent
 OPEN_SECONDS = 2.0  # for the usage store, whose trouble is reported with the policies that need it
@@ -200,6 +202,8 @@ class Daemon:
         *open_metrics* begins to serve the metrics.  It is called again after a GpuguardError: any user can listen at
         the address first, and a guard must guard without its numbers, too.
         """
+        # The thread that samples makes many short calls, and waits that long for a thread that plans behind each.
+        sys.setswitchinterval(SWITCH_SECONDS)
         with signal_waiter(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as wait:
             self.watchdog.gpu_seconds = self._recorder.spent
             self._recorder.start()
@@ -231,6 +235,8 @@ class Daemon:
         sent, pinged = "", 0.0
         while not received & {signal.SIGTERM, signal.SIGINT}:
             received = wait(TICK_SECONDS)
+            # Not by the thread that samples: of the files of all users there may be many.
+            self.waiting = waiting_tickets(self._directory)
             self.reload_if_changed(requested=self._reload_requested.is_set() or signal.SIGHUP in received)
             if self._broker:
                 self._tend(self._broker)
@@ -302,9 +308,8 @@ class Daemon:
     def _tend(self, broker: Broker) -> None:
         """Let *broker* do what is due; what is wrong is written down once, until it is mended or something else."""
         try:
-            broker.tend()
             latest = None if self.watchdog.problem else self.last
-            for event in broker.watch_offers(latest) if self.waiting else ():
+            for event in (*broker.tend(), *(broker.watch_offers(latest) if self.waiting else ())):
                 self._record(event)
             trouble = None
         except (GpuguardError, OSError) as error:
@@ -386,7 +391,6 @@ class Daemon:
 
     def _publish(self, snapshot: Snapshot, pause: float) -> None:
         self.last = snapshot
-        self.waiting = waiting_tickets(self._directory)
         self._recorder.record(snapshot, GAP_INTERVALS * self.watchdog.interval[1], wanted(self.waiting))
         if snapshot.clock - self._published_at < PUBLISH_SECONDS - pause / 1.5:  # no sample comes on the dot
             return

@@ -22,6 +22,7 @@ SENTENCES = (
     "starts in a moment",
     "start unknown: {why}",
     "not queued yet: {after}",
+    "waits for {number} earlier requests of its user",
     "waits until process {pid} has ended",
     "waits until {user}'s claim {id} has ended",
     "held back: it would delay {request}",
@@ -68,6 +69,7 @@ SENTENCES = (
     "the administrator",
     "the daemon",
     "did not claim {count} within {time}",
+    "gave {count} back that no process has held",
     # The state of a GPU.
     "the claims cannot be read",
     "memory is in use, by processes that are not listed",
@@ -327,6 +329,8 @@ SENTENCES = (
         "a request of {user} did not claim {count} within {time}, though they were offered to it: all its requests "
         "go to the end of the queue"
     ),
+    "a request of {user} gave {count} back that no process has held: it goes to the end of the queue",
+    "a request of {user} gave {count} back that no process has held: all its requests go to the end of the queue",
     "{count} lines about {user} within {time}",
     "the policy {policy} meets a fault inside gpuguard, and the others go on: {error}",
     "a fault inside gpuguard: {error}",

@@ -46,6 +46,7 @@ from gpuguard.users import accountable_uids
 
 UNRESPONSIVE_SECONDS = 15.0  # a ticket whose waker is not read for so long is passed over
 USAGE_SECONDS = 60.0  # the greatest age of what is known of the users' GPU time
+WaitingTickets = tuple[Sequence[Ticket], Sequence[IgnoredFile]]  # as read_tickets() gives them
 _known_usage: dict[str, tuple[float, dict[int, float] | None]] = {}  # path -> monotonic time, answer
 
 
@@ -133,15 +134,25 @@ def _recent_usage(directory: LockDirectory, rules: QueueRules) -> dict[int, floa
 
 
 def queue_state(
-    directory: LockDirectory, snapshot: Snapshot, facts: QueueFacts, rules: QueueRules, mine: Ticket | None = None
+    directory: LockDirectory,
+    snapshot: Snapshot,
+    facts: QueueFacts,
+    rules: QueueRules,
+    mine: Ticket | None = None,
+    waiting: WaitingTickets | None = None,
 ) -> QueueState:
     """The positions of all tickets, and which may start now; *mine* as it is, not as its file says, if it has one.
 
     A process that is stopped (Ctrl-Z), or does not respond, keeps its position, but no other request waits for it.
+    *waiting* is what read_tickets() gave a moment ago; None: it is read now.
     """
-    tickets, ignored = read_tickets(directory)
+    tickets, ignored = waiting or read_tickets(directory)
     if mine and all(ticket.id != mine.id for ticket in tickets):
-        tickets.append(replace(mine, owner_uid=accountable_uids([mine.uid])[mine.uid]))
+        owner = accountable_uids([mine.uid])[mine.uid]
+        before = sum(ticket.owner == owner for ticket in tickets)
+        is_left_out = mine.id and any(file.unread and file.uid == owner for file in ignored)
+        after = _("waits for {count} earlier requests of its user").format(count=before) if is_left_out else mine.after
+        tickets = [*tickets, replace(mine, owner_uid=owner, after=after)]
     elif mine:
         tickets = [replace(ticket, requests=mine.requests) if ticket.id == mine.id else ticket for ticket in tickets]
     tickets = [
@@ -150,7 +161,7 @@ def queue_state(
     now, own = time.time(), mine and mine.id
     unresponsive: dict[str, str] = {}
     usage = usage_of_owners(used_by(facts.claims, now) if facts.usage is None else facts.usage)
-    requests = {request for ticket in tickets for request in ticket.requests}
+    requests = {request for ticket in tickets if ticket.after is None for request in ticket.requests}
     sharing = _sharing(snapshot, facts, requests)
     machine = _machine(snapshot, facts, requests, sharing, now)
     rules = bound_now(rules, [claim.waited or 0.0 for claim in facts.claims], backlog(tickets, machine, now))
@@ -163,8 +174,8 @@ def queue_state(
             continue
         starting = [position.ticket for position in positions if position.now]
         if all(ticket.id == own or is_responsive(directory, ticket) for ticket in starting):
-            waiting = tuple(positions), tuple(ignored)
-            return QueueState(*waiting, snapshot, facts, now, frozenset(unresponsive), rules.bound, sharing)
+            positioned = tuple(positions), tuple(ignored)
+            return QueueState(*positioned, snapshot, facts, now, frozenset(unresponsive), rules.bound, sharing)
         # Where one does not respond, many may not: the script that started them all may have been stopped.
         for ticket in tickets:
             if ticket.id != own and not is_responsive(directory, ticket):

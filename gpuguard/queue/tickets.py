@@ -28,7 +28,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from gpuguard.claims.directory import LockDirectory, daemon_files, is_same_file, is_unlocked, try_flock
-from gpuguard.claims.records import first_of_each, is_id, unfinished_path
+from gpuguard.claims.records import files_by_user, first_of_each, is_id, unfinished_path
+from gpuguard.claims.restrictions import SET_BACK, read_restrictions
 from gpuguard.errors import ClaimError, InvalidRequest, shortage
 from gpuguard.files import (
     UntrustedFile,
@@ -43,7 +44,7 @@ from gpuguard.jsonio import decode, loads, sound_fields
 from gpuguard.locale import _
 from gpuguard.queue.priority import PRIORITIES, Ticket
 from gpuguard.request import ANY_MEMORY, Request
-from gpuguard.users import accountable_uids, user_name
+from gpuguard.users import user_name
 
 T = TypeVar("T")
 
@@ -51,10 +52,13 @@ MAX_BYTES = 8192
 MOST_ALTERNATIVES = 4  # of one request
 MOST_MODELS = 16  # globs of one request, each of which is compared with the names of all devices
 MOST_UNREAD = 4  # bytes in a waker
-MOST_OF_ONE = 1000  # tickets of one user; more of them are left out
+MOST_OF_ONE = 64  # alternatives of all tickets of one user: so many are read and planned, the oldest tickets first
+MOST_OF_SET_BACK = 4  # the same for a user who is set back
+MOST_OPENED = 256  # files of one user, among them those of tickets that wait for --after or have ended
 MOST_WANTED = 1024  # GPUs: a ticket may say what it likes, and sums of it are kept
 LONGEST_SECONDS = 10 * 365 * 86400.0
 LAST_TIME = 2.0**40  # unix time
+CLOCK_SECONDS = 0.02  # by which the time of a file may be behind the clock
 LONGEST_WORD, MOST_WORDS = 200, 20  # characters of a text and of each word of a command, for people; and words
 # What `run --after` writes.  All else is the text of a user, and is shown as such.
 _AFTER = re.compile(r"waits until (process \d{1,7}|\S{1,64}'s claim [\w.-]{1,40}) has ended", re.ASCII)
@@ -67,6 +71,7 @@ class IgnoredFile:
     uid: int
     id: str
     reason: str
+    unread: tuple[float, ...] = ()  # where it stands for several that were not read: their arrivals, unix time
 
 
 @dataclass(frozen=True)
@@ -212,6 +217,14 @@ def record_start(directory: LockDirectory, uid: int, *, by_daemon: bool = False)
     touch(path)
 
 
+def has_started(directory: LockDirectory, uid: int, since: float) -> bool:
+    """Whether a process of *uid* has recorded a start after *since*, unix time: see record_start()."""
+    with suppress(OSError):
+        status = status_in_place(_path(directory, "served", str(uid)))
+        return status.st_uid == uid and status.st_mtime >= since - CLOCK_SECONDS
+    return False
+
+
 def touch(path: str, owner: int | None = None) -> bool:
     """Whether the file is there, if need be a new one, is *owner*'s, and its time is now."""
     with suppress(OSError):
@@ -240,13 +253,59 @@ def last_started(directory: LockDirectory, uid: int) -> float | None:
 
 
 def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[IgnoredFile]]:
-    """All tickets, in no order, and those that do not count; files of ended processes are removed where permitted."""
-    tickets, ignored = read_documents(directory, "ticket", directory.names(), MOST_OF_ONE, _read_ticket)
-    owners = accountable_uids({ticket.uid for ticket in tickets})
-    last: dict[int, float | None] = {}
-    for uid, owner in owners.items():
-        last[owner] = max(filter(None, (last.get(owner), last_started(directory, uid))), default=None)
-    return [replace(ticket, owner_uid=(owner := owners[ticket.uid]), served=last[owner]) for ticket in tickets], ignored
+    """The tickets that are planned, in no order, and those that are not: they do not count, or wait for others.
+
+    Any user can make any number.  So only the oldest of each user are opened, and the others have to wait until those
+    have started: they cost no other user anything.  Files of ended processes are removed where permitted.
+    """
+    is_set_back = read_restrictions(directory, SET_BACK, time.time()) if directory.keeper is not None else {}
+    tickets: list[Ticket] = []
+    ignored: list[IgnoredFile] = []
+    for owner, files in files_by_user(directory, _names_of(directory, "ticket")).items():
+        room = math.inf if owner == 0 else MOST_OF_SET_BACK if str(owner) in is_set_back else MOST_OF_ONE
+        opened, own = 0, list[Ticket]()
+        for _since, name in files:
+            if room <= 0 or (owner and opened >= MOST_OPENED):
+                break
+            opened += 1
+            document = _read_file(directory, "ticket", name, _read_ticket)
+            if isinstance(document, Ticket):
+                own.append(replace(document, owner_uid=owner))
+                # One that is not queued yet holds back no other ticket of its user.
+                room -= len(document.requests) if document.after is None else 0
+            elif document is not None:
+                ignored.append(document)
+        last = max(filter(None, (last_started(directory, uid) for uid in {ticket.uid for ticket in own})), default=None)
+        tickets += [replace(ticket, served=last) for ticket in own]
+        if unread := tuple(since for since, _name in files[opened:]):
+            ignored.append(_left_out(owner, unread, len(own)))
+    return tickets, ignored
+
+
+def read_ticket(directory: LockDirectory, uid: int, ticket_id: str) -> Ticket | None:
+    """The one ticket of *uid* with this id, or None: it is no id, there is none, or its process has ended."""
+    owner, _dot, number = ticket_id.partition(".")
+    if owner != str(uid) or not is_id(number):
+        return None
+    name = os.path.basename(_path(directory, "ticket", ticket_id))
+    document = _read_file(directory, "ticket", name, _read_ticket)
+    return document if isinstance(document, Ticket) and document.uid == uid else None
+
+
+def _left_out(uid: int, unread: tuple[float, ...], before: int) -> IgnoredFile:
+    return IgnoredFile(
+        uid,
+        _("{count} more").format(count=len(unread)),
+        _("{user} has {most} before them").format(user=user_name(uid), most=before),
+        unread,
+    )
+
+
+def _names_of(directory: LockDirectory, kind: str, names: Iterable[str] | None = None) -> list[str]:
+    """The names of the finished files of a kind."""
+    start = f"{directory.prefix}{kind}."
+    names = directory.names() if names is None else names
+    return [name for name in names if name.startswith(start) and name.endswith(".json")]
 
 
 def read_documents(
@@ -261,43 +320,40 @@ def read_documents(
     Raises:
         OSError: one cannot be opened now, which says nothing of the file: its owner would be passed over.
     """
-    start = f"{directory.prefix}{kind}."
-    finished = [name for name in names if name.startswith(start) and name.endswith(".json")]
-    first, beyond = first_of_each(directory, finished, most)
+    first, beyond = first_of_each(directory, _names_of(directory, kind, names), most)
+    ignored = [_left_out(uid, (0.0,) * count, most) for uid, count in beyond.items()]
     documents: list[T] = []
-    ignored = [
-        IgnoredFile(
-            uid,
-            _("{count} more").format(count=count),
-            _("{user} has {most} before them").format(user=user_name(uid), most=most),
-        )
-        for uid, count in beyond.items()
-    ]
     for name in first:
-        key = name[len(start) : -len(".json")]
-        try:
-            descriptor, _status = open_regular(f"{directory.records}/{name}")
-        except UntrustedFile as error:
-            ignored.append(IgnoredFile(error.uid, key[:80], str(error.strerror)))
-            continue
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            if shortage(error):
-                raise
-            ignored.append(
-                IgnoredFile(-1, key[:80], _("it cannot be read: {strerror}").format(strerror=error.strerror))
-            )
-            continue
-        try:
-            document = read(directory, descriptor, key)
-        finally:
-            os.close(descriptor)
+        document = _read_file(directory, kind, name, read)
         if isinstance(document, IgnoredFile):
             ignored.append(document)
         elif document is not None:
             documents.append(document)
     return documents, ignored
+
+
+def _read_file(
+    directory: LockDirectory,
+    kind: str,
+    name: str,
+    read: Callable[[LockDirectory, int, str], T | IgnoredFile | None],
+) -> T | IgnoredFile | None:
+    """What *read* makes of one file; None where it has just ended.  Raises OSError: see read_documents()."""
+    key = name[len(f"{directory.prefix}{kind}.") : -len(".json")]
+    try:
+        descriptor, _status = open_regular(f"{directory.records}/{name}")
+    except UntrustedFile as error:
+        return IgnoredFile(error.uid, key[:80], str(error.strerror))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if shortage(error):
+            raise
+        return IgnoredFile(-1, key[:80], _("it cannot be read: {strerror}").format(strerror=error.strerror))
+    try:
+        return read(directory, descriptor, key)
+    finally:
+        os.close(descriptor)
 
 
 def read_document(
@@ -370,11 +426,17 @@ def _seconds(value: float | None, most: float = LONGEST_SECONDS) -> float | None
 
 
 def waiting_tickets(directory: LockDirectory) -> tuple[Ticket, ...] | None:
-    """All tickets, in no order; None: the queue cannot be read."""
+    """All tickets, in no order, those that were not read as if each wanted one GPU; None: the queue cannot be read."""
     try:
-        return tuple(read_tickets(directory)[0])
+        tickets, ignored = read_tickets(directory)
     except (ClaimError, OSError):
         return None
+    unread = [
+        Ticket("", left_out.uid, user_name(left_out.uid), since, (Request(),))
+        for left_out in ignored
+        for since in left_out.unread
+    ]
+    return (*tickets, *unread)
 
 
 def wanted(waiting: Iterable[Ticket] | None) -> dict[int, int] | None:

@@ -104,9 +104,17 @@ class WaitingRequest:
         """Seconds in the queue; None: it has no ticket."""
         return time.time() - self.waiter.ticket.since if self.waiter else None
 
+    def ticket_of(self, requests: Sequence[Request]) -> Ticket:
+        """Its ticket in the queue, or the one that it would join it with."""
+        return self.waiter.ticket if self.waiter else self._ticket(requests)
+
+    def is_alone(self) -> bool:
+        """Whether there is no ticket of another request."""
+        return self._directory.count("ticket.") <= bool(self.waiter)
+
     def check(self, snapshot: Snapshot, requests: Sequence[Request]) -> QueueAnswer:
         """Whether it may start now, by its own sample; any of *requests* will do."""
-        mine = self.waiter.ticket if self.waiter else self._ticket(requests)
+        mine = self.ticket_of(requests)
         answer = self._check(snapshot, requests, mine)
         needed = _fields_of(answer.queue)
         # Before it joins the queue, too: on a GPU that is divided a request may start although the whole is busy.
@@ -300,7 +308,8 @@ class Waiter:
             if self._leads:
                 # The daemon wakes a leader, too: for what it decided itself, which nothing else reports.
                 must_sample = self._leads.must_sample(ready) or MAY_START in messages
-            elif MAY_START in messages:
+            # Where the daemon decides who is next, its word counts for a leader, too.
+            if MAY_START in messages and (self._directory.closed or not self._leads):
                 return
             has_ended = not ready.isdisjoint(self._leader.descriptors)
             may_lead = not self._leads and (NEW_LEADER in messages or has_ended or self._must_take_over())
