@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import HOUR, NOW, UUIDS, Machine, a_claim_record, a_reservation, a_reserved
+from builders import HOUR, NOW, UUIDS, Machine, a_claim_record, a_device, a_reservation, a_reserved, a_snapshot
 from claiming import acquire
 from pretended import Pretended
+from queues import a_ticket
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import DENIED, Restriction, change
@@ -21,10 +22,12 @@ from gpuguard.model import ClaimRecord
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import ReservationKeys
 from gpuguard.queue.reservations import (
+    LOOKED_SECONDS,
     ReservationStatus,
     judge,
     read_reservations,
     record_arrival,
+    record_arrivals_seen,
     remove_reservation,
     reservation_calendar,
     what_if,
@@ -33,6 +36,7 @@ from gpuguard.queue.reservations import (
 from gpuguard.request import Request
 
 KEYS = ReservationKeys()
+FREE = tuple(a_device(uuid=uuid, index=index) for index, uuid in enumerate(UUIDS))
 
 
 def statuses(
@@ -192,6 +196,54 @@ def test_an_arrival_is_noted_for_its_user_alone(directory):
     record_arrival(directory, [made])
     _, _, arrivals = read_reservations(directory, time.time())
     assert list(arrivals) == [(os.geteuid(), made.key)]
+
+
+def running(directory: LockDirectory) -> Reservation:
+    """A reservation that has begun."""
+    return made_in(directory, uid=os.geteuid() or 7, begins=-60.0, gpus=2)
+
+
+def test_where_a_daemon_looks_no_file_of_the_user_keeps_a_reservation_and_their_claims_do(directory):
+    made, now = running(directory), time.time()
+    mine = a_claim(made.uid, made.devices[0])
+    if made.uid == os.geteuid():
+        record_arrival(directory, [made])
+
+    record_arrivals_seen(directory, a_snapshot(*FREE), (), now)
+    assert read_reservations(directory, now)[2] == {(made.uid, made.key): 0.0}
+    record_arrivals_seen(directory, a_snapshot(*FREE, claims=(mine,)), (), now)
+    assert read_reservations(directory, now)[2] == {(made.uid, made.key): pytest.approx(now, abs=60.0)}
+
+
+def test_who_has_to_wait_for_a_reservation_has_come_and_who_waits_beside_free_devices_has_not(directory):
+    made, now = running(directory), time.time()
+    waits = a_ticket(made.uid)
+    others = a_claim(made.uid + 1, *made.devices[1:])
+
+    record_arrivals_seen(directory, a_snapshot(*FREE), (waits,), now)
+    assert read_reservations(directory, now)[2] == {(made.uid, made.key): 0.0}
+    record_arrivals_seen(directory, a_snapshot(*FREE, claims=(others,)), (waits,), now)
+    assert read_reservations(directory, now)[2] == {(made.uid, made.key): pytest.approx(now, abs=60.0)}
+
+
+def test_without_a_daemon_that_looks_the_files_of_the_users_count_again(directory):
+    made, now = running(directory), time.time()
+    record_arrivals_seen(directory, a_snapshot(*FREE), (), now)
+
+    assert (made.uid, made.key) in read_reservations(directory, now)[2]
+    assert read_reservations(directory, now + 2 * LOOKED_SECONDS)[2] == {}
+
+
+def test_what_a_daemon_has_seen_of_reservations_that_are_over_is_removed(directory):
+    made, now = running(directory), time.time()
+    seen = a_snapshot(*FREE, claims=(a_claim(made.uid, *made.devices),))
+    record_arrivals_seen(directory, seen, (), now)
+    [path] = Path(directory.path).rglob("arrived.*")
+    remove_reservation(directory, made)
+    made_in(directory)
+    record_arrivals_seen(directory, seen, (), now)
+
+    assert not path.exists()
 
 
 def test_as_long_as_a_user_is_denied_nothing_is_kept_for_their_reservations(directory):

@@ -43,6 +43,7 @@ from gpuguard.policies.policy import Judgement
 from gpuguard.policies.quota import windows_of
 from gpuguard.procfs import boot_clock
 from gpuguard.queue.priority import Ticket
+from gpuguard.queue.reservations import record_arrivals_seen
 from gpuguard.queue.tickets import touch, waiting_tickets, wanted
 from gpuguard.source import lock_daemon, write_state
 from gpuguard.units import format_count, local_time
@@ -237,6 +238,9 @@ class Daemon:
             received = wait(TICK_SECONDS)
             # Not by the thread that samples: of the files of all users there may be many.
             self.waiting = waiting_tickets(self._directory)
+            if not self.watchdog.problem:
+                with suppress(GpuguardError, OSError):  # of files; tried again at once
+                    record_arrivals_seen(self._directory, self.last, self.waiting or (), time.time())
             self.reload_if_changed(requested=self._reload_requested.is_set() or signal.SIGHUP in received)
             if self._broker:
                 self._tend(self._broker)

@@ -3,6 +3,8 @@
     reserve.UID.ID.json        of its maker: of users for themselves, of root for any user
     arrived.UID.MAKER.ID       of the user it is for: its time says when a claim of theirs last began or ended; also
                                with .RANDOM behind it, where another user has made a file of that name
+    daemon/arrived.UID.MAKER.ID  the same as the daemon last saw such a claim, and ...
+    daemon/arrivals            ... when it last looked: while there is a daemon, its word alone counts
 
 The files outlive their maker, and are removed by the maker or by root when they have ended.  Whose a file is and when
 it was made says the file system; one that cannot be understood is reported.  What users may reserve is checked by each
@@ -24,17 +26,18 @@ from functools import partial
 from typing import Any
 
 from gpuguard.backends import Backend
-from gpuguard.claims.directory import LockDirectory, is_same_file
+from gpuguard.claims.directory import LockDirectory, daemon_files, is_same_file
 from gpuguard.claims.disk_room import why_full
 from gpuguard.claims.records import unfinished_path
 from gpuguard.claims.restrictions import DENIED, denial_of, read_restrictions
+from gpuguard.device_state import claims_readable
 from gpuguard.errors import InvalidRequest, LockDirectoryError, shortage
 from gpuguard.files import remove_leftover, status_in_place, write_file
 from gpuguard.jsonio import decode
 from gpuguard.locale import N_, _, ngettext
 from gpuguard.model import HEALTH, MEMORY, PROCESSES, ClaimRecord, Snapshot
 from gpuguard.queue.calendar import Reservation, can_be_met
-from gpuguard.queue.priority import ReservationKeys
+from gpuguard.queue.priority import ReservationKeys, Ticket
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import LAST_TIME, IgnoredFile, checked_number, read_document, read_documents, touch
 from gpuguard.units import format_count, format_duration, local_time
@@ -45,6 +48,8 @@ MOST_OF_ONE = 100  # of a user; a quota counts their devices, but only once all 
 MOST_NOTE = 200  # characters
 MOST_COUNTED = 256  # with more, planning would take too long
 MOST_GPUS = 4096
+LOOKED_SECONDS = 600.0  # a daemon that has not looked for so long is none
+_LOOKED = "arrivals"
 USER_IS_DENIED = N_("its user may make no claim now")
 _NO_ROOM = N_("earlier reservations leave too few GPUs at that time")
 
@@ -228,7 +233,9 @@ def read_reservations(directory: LockDirectory, now: float) -> tuple[list[Reserv
         is_unfinished = name.startswith(f"{directory.prefix}reserve.") and not name.endswith(".json")
         if is_unfinished or name.startswith(f"{directory.prefix}unfinished."):
             remove_leftover(f"{directory.records}/{name}")
-    return reservations, ignored, _arrivals(directory, names, {reservation.key for reservation in reservations}, now)
+    arrivals = _arrivals(directory, names, {reservation.key for reservation in reservations}, now)
+    seen = _arrivals_seen(directory, reservations, now)
+    return reservations, ignored, arrivals if seen is None else seen
 
 
 def write_reservation(directory: LockDirectory, wanted: Reservation) -> Reservation:
@@ -269,12 +276,63 @@ def record_arrival(directory: LockDirectory, reservations: Iterable[Reservation]
     for reservation in reservations:
         if reservation.uid != uid:
             continue
-        path = f"{directory.records}/{directory.prefix}arrived.{uid}.{reservation.key}"
+        path = f"{directory.records}/{directory.prefix}{_arrival_name(reservation)}"
         for own in (path, f"{path}.{os.urandom(4).hex()}"):  # the second, if another user has made the first
             if touch(own, uid):
                 paths.append(own)
                 break  # without either only a living claim shows that the user came
     return tuple(paths)
+
+
+def record_arrivals_seen(directory: LockDirectory, snapshot: Snapshot, waiting: Iterable[Ticket], now: float) -> None:
+    """Record which users have come to their reservations, by the daemon's own sight; call it again and again.
+
+    A user has come who claims a device of it, or waits while too few of its devices are free.  *snapshot* has the
+    claims, *waiting* are the requests that wait.
+    """
+    files = daemon_files(directory)
+    if files.owner is None or not snapshot.taken_at or not claims_readable(snapshot):
+        return
+    if not _has_reservations(directory) or not touch(files.file(_LOOKED)):
+        return
+    reservations, _ignored, _of_users = read_reservations(directory, now)
+    users = {ticket.uid for ticket in waiting}
+    used = {uuid for claim in snapshot.claims for uuid in claim.devices}
+    used |= {device.uuid for device in snapshot.devices if device.processes}
+    for reservation in reservations:
+        own = {uuid for claim in snapshot.claims if claim.uid == reservation.uid for uuid in claim.devices}
+        waits = reservation.uid in users and len(set(reservation.devices) - used) < reservation.num_gpus
+        if reservation.begins <= now and (waits or not own.isdisjoint(reservation.devices)):
+            touch(files.file(_arrival_name(reservation)))
+    known = {_arrival_name(reservation) for reservation in reservations}
+    for name in os.listdir(files.path):
+        if name.startswith("arrived.") and name not in known:
+            os.unlink(files.file(name))
+
+
+def _arrivals_seen(directory: LockDirectory, reservations: Iterable[Reservation], now: float) -> Arrivals | None:
+    """What the daemon has seen; None: none has looked lately, so that the files of the users must do."""
+    files = daemon_files(directory)
+
+    def time_of(name: str) -> float:
+        try:
+            status = status_in_place(files.file(name))
+        except OSError as error:
+            if shortage(error):
+                raise
+            return 0.0
+        return status.st_mtime if status.st_uid in files.owners() else 0.0
+
+    if files.owner is None or time_of(_LOOKED) < now - LOOKED_SECONDS:
+        return None
+    return {
+        (reservation.uid, reservation.key): min(now, time_of(_arrival_name(reservation)))
+        for reservation in reservations
+    }
+
+
+def _arrival_name(reservation: Reservation) -> str:
+    return f"arrived.{reservation.uid}.{reservation.key}"
 
 
 def _path(directory: LockDirectory, maker: int, number: str) -> str:
