@@ -71,7 +71,7 @@ class IgnoredFile:
     uid: int
     id: str
     reason: str
-    unread: tuple[float, ...] = ()  # where it stands for several that were not read: their arrivals, unix time
+    unread: tuple[Ticket, ...] = ()  # those for which it stands, without what they say: without their requests
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,9 @@ class OwnTicket:
     """
 
     def __init__(self, directory: LockDirectory, content: Mapping[str, Any]) -> None:
-        # With the uid: else a user could make a ticket with the number of another user's.
-        self.id = f"{os.geteuid()}.{os.urandom(4).hex()}"
+        # With the uid: else a user could make a ticket with the number of another user's.  With the pid: who leads the
+        # queue can be found, however many tickets there are.
+        self.id = f"{os.geteuid()}.{os.urandom(4).hex()}p{os.getpid()}"
         self._ticket, self._bell = (_path(directory, kind, self.id) for kind in ("ticket", "bell"))
         self._descriptor = self.waker = -1
         unfinished = ticket, waker = unfinished_path(directory), unfinished_path(directory)
@@ -277,9 +278,25 @@ def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[IgnoredFi
                 ignored.append(document)
         last = max(filter(None, (last_started(directory, uid) for uid in {ticket.uid for ticket in own})), default=None)
         tickets += [replace(ticket, served=last) for ticket in own]
-        if unread := tuple(since for since, _name in files[opened:]):
-            ignored.append(_left_out(owner, unread, len(own)))
+        if unread := tuple(_unread_ticket(directory, owner, *file) for file in files[opened:]):
+            ignored.append(_left_out(owner, len(unread), len(own), unread))
     return tickets, ignored
+
+
+def tickets_of_process(directory: LockDirectory, pid: int) -> list[Ticket]:
+    """The tickets of a process, by their names alone, so without their requests; none of an earlier version."""
+    try:
+        start, end = f"{directory.prefix}ticket.{os.stat(f'/proc/{pid}').st_uid}.", f"p{pid}.json"
+    except OSError:
+        return []
+    names = [name for name in directory.names() if name.startswith(start) and name.endswith(end)]
+    return [_unread_ticket(directory, int(start.split(".")[-2]), 0.0, name) for name in names]
+
+
+def _unread_ticket(directory: LockDirectory, uid: int, since: float, name: str) -> Ticket:
+    ticket_id = name[len(f"{directory.prefix}ticket.") : -len(".json")]
+    pid = ticket_id.rpartition("p")[2]
+    return Ticket(ticket_id, uid, user_name(uid), since, (), pid=int(pid) if pid.isdecimal() else None)
 
 
 def read_ticket(directory: LockDirectory, uid: int, ticket_id: str) -> Ticket | None:
@@ -292,10 +309,10 @@ def read_ticket(directory: LockDirectory, uid: int, ticket_id: str) -> Ticket | 
     return document if isinstance(document, Ticket) and document.uid == uid else None
 
 
-def _left_out(uid: int, unread: tuple[float, ...], before: int) -> IgnoredFile:
+def _left_out(uid: int, count: int, before: int, unread: tuple[Ticket, ...] = ()) -> IgnoredFile:
     return IgnoredFile(
         uid,
-        _("{count} more").format(count=len(unread)),
+        _("{count} more").format(count=count),
         _("{user} has {most} before them").format(user=user_name(uid), most=before),
         unread,
     )
@@ -321,7 +338,7 @@ def read_documents(
         OSError: one cannot be opened now, which says nothing of the file: its owner would be passed over.
     """
     first, beyond = first_of_each(directory, _names_of(directory, kind, names), most)
-    ignored = [_left_out(uid, (0.0,) * count, most) for uid, count in beyond.items()]
+    ignored = [_left_out(uid, count, most) for uid, count in beyond.items()]
     documents: list[T] = []
     for name in first:
         document = _read_file(directory, kind, name, read)
@@ -426,26 +443,22 @@ def _seconds(value: float | None, most: float = LONGEST_SECONDS) -> float | None
 
 
 def waiting_tickets(directory: LockDirectory) -> tuple[Ticket, ...] | None:
-    """All tickets, in no order, those that were not read as if each wanted one GPU; None: the queue cannot be read."""
+    """All tickets, in no order, some of them without their requests; None: the queue cannot be read."""
     try:
         tickets, ignored = read_tickets(directory)
     except (ClaimError, OSError):
         return None
-    unread = [
-        Ticket("", left_out.uid, user_name(left_out.uid), since, (Request(),))
-        for left_out in ignored
-        for since in left_out.unread
-    ]
-    return (*tickets, *unread)
+    return (*tickets, *(ticket for file in ignored for ticket in file.unread))
 
 
 def wanted(waiting: Iterable[Ticket] | None) -> dict[int, int] | None:
-    """uid -> GPUs that all requests of that user ask for; None: unknown."""
+    """uid -> GPUs that all requests of that user ask for, at least one each; None: unknown."""
     if waiting is None:
         return None
     gpus: dict[int, int] = {}
     for ticket in waiting:
-        gpus[ticket.uid] = gpus.get(ticket.uid, 0) + min(max(0, ticket.num_gpus), MOST_WANTED)
+        wanted_here = ticket.num_gpus if ticket.requests else 1
+        gpus[ticket.uid] = gpus.get(ticket.uid, 0) + min(max(0, wanted_here), MOST_WANTED)
     return gpus
 
 

@@ -59,6 +59,7 @@ from gpuguard.queue.tickets import (
     read_tickets,
     record_start,
     ticket_content,
+    tickets_of_process,
     wake,
 )
 from gpuguard.request import Request, fields_needed
@@ -424,7 +425,10 @@ class Waiter:
         pid = flock_holder(self._queue)
         if pid is None:
             return None
-        return [] if is_stopped(pid) else [ticket for ticket in self._others() if ticket.pid == pid]
+        if is_stopped(pid):
+            return []
+        tickets = tickets_of_process(self._directory, pid)
+        return tickets or [ticket for ticket in self._others() if ticket.pid == pid]
 
     def _shows_life(self, tickets: Sequence[Ticket] | None, seconds: float) -> bool:
         """Whether the process of *tickets* is not stopped, and has given a sign of life within so many seconds."""
