@@ -31,10 +31,19 @@ from gpuguard.daemon.server import DescriptorReply
 from gpuguard.model import ALL_FIELDS, Snapshot
 from gpuguard.queue import state, tickets
 from gpuguard.queue.priority import QueueRules
-from gpuguard.queue.reasons import start_text
+from gpuguard.queue.reasons import start_text, unplanned_texts
+from gpuguard.queue.settings import QueueSettings
 from gpuguard.queue.state import QueueFacts, QueueState, queue_state
-from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content, waiting_tickets, wanted
+from gpuguard.queue.tickets import (
+    OwnTicket,
+    read_tickets,
+    ticket_content,
+    tickets_of_process,
+    waiting_tickets,
+    wanted,
+)
 from gpuguard.request import Request
+from gpuguard.views.queue import to_text
 
 WORDY = tuple(Request(models=(f"*{number}*", "*")) for number in range(4))
 
@@ -121,8 +130,9 @@ def test_those_that_are_read_are_the_oldest_and_all_others_follow_in_order(flood
 
 @pytest.mark.root
 def test_one_that_was_not_read_is_told_to_wait_for_those_of_its_user(flood):
-    *_, last = flood.waits(BOB.pw_uid, tickets.MOST_OF_ONE + 2)
-    mine = a_ticket(BOB.pw_uid, id=last.id, since=2.0**32)
+    flood.waits(BOB.pw_uid, tickets.MOST_OF_ONE + 2)
+    *_, last = flood.queue.ignored[0].unread
+    mine = a_ticket(BOB.pw_uid, id=last.id, since=last.since)
     queue = queue_state(flood.directory, flood.snapshot, QueueFacts(), QueueRules(), mine)
     position = queue.of(last.id)
 
@@ -139,6 +149,29 @@ def test_requests_that_wait_for_a_job_and_those_of_ended_processes_hold_back_no_
     [last] = flood.waits(BOB.pw_uid)
 
     assert last.id in [position.ticket.id for position in flood.queue.positions]
+
+
+@pytest.mark.root
+def test_queue_says_how_many_of_whom_are_not_planned_yet(flood):
+    flood.waits(BOB.pw_uid, 100)
+    flood.waits(ALICE.pw_uid)
+    queue = flood.queue
+    lines = to_text(queue, QueueSettings())
+
+    assert unplanned_texts(queue) == ["36 more requests of bin wait until those before them have started"]
+    assert unplanned_texts(queue, [ALICE.pw_name]) == []
+    assert "101 requests in the queue" in lines[0]
+    assert lines[-1] == unplanned_texts(queue)[0], "they are no tickets that do not count"
+
+
+@pytest.mark.root
+def test_the_leader_is_found_among_any_number_of_requests(flood):
+    flood.waits(BOB.pw_uid, 100)
+    leader = flood.waits(0)[0]
+    flood.done.clear()
+
+    assert [ticket.id for ticket in tickets_of_process(flood.directory, os.getpid())] == [leader.id]
+    assert not flood.done["opened"]
 
 
 @pytest.mark.root

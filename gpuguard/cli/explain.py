@@ -16,7 +16,7 @@ from gpuguard.cli.options import add_choice_options, add_source_options, backend
 from gpuguard.clusters.visible_devices import outer_devices
 from gpuguard.lock import Allocator, has_queue, outer_claim
 from gpuguard.model import Snapshot
-from gpuguard.queue.reasons import passing_text, position_text
+from gpuguard.queue.reasons import passing_text, position_text, unplanned_texts
 from gpuguard.queue.state import read_queue
 from gpuguard.queue.tickets import new_ticket
 from gpuguard.request import Request
@@ -52,4 +52,5 @@ def _start_in_queue(directory: LockDirectory, snapshot: Snapshot, request: Reque
     queue = read_queue(directory, snapshot, ticket)
     position = queue.of(ticket.id)
     passing = passing_text(position, queue)
-    return position.now, position_text(position, queue) + (f"; {passing}" if passing else "")
+    words = [position_text(position, queue), *([passing] if passing else []), *unplanned_texts(queue)]
+    return position.now, "; ".join(words)

@@ -84,14 +84,16 @@ def _lines(args: argparse.Namespace, source: SnapshotSource) -> list[str]:
     snapshot, age = source.joined()
     uses = device_state.uses(snapshot, process_facts(snapshot))
     shown = device_state.chosen(uses, frozenset(args.user), chosen_devices(snapshot, args.device))
-    waiting, reserved = _waiting(args, snapshot), _reserved(args, snapshot)
+    (waiting, unplanned), reserved = _waiting(args, snapshot), _reserved(args, snapshot)
     if args.json:
         content = who.to_json(snapshot, shown, waiting, reserved=reserved, age=age)
         return [json_text(content, indent=2 if args.watch is None else None)]
     if not (shown or waiting or snapshot.recorded):
         options.check_users(args.user)
     width = terminal.width()
-    lines = who.to_text(snapshot, shown, waiting, reserved=reserved, width=width, paint=style(), age=age)
+    lines = who.to_text(
+        snapshot, shown, waiting, unplanned=unplanned, reserved=reserved, width=width, paint=style(), age=age
+    )
     return [*lines, *([] if snapshot.recorded else options.own_deeds(args))]
 
 
@@ -113,17 +115,21 @@ def _reserved(args: argparse.Namespace, snapshot: Snapshot) -> ReservationCalend
     return replace(calendar, statuses=statuses)
 
 
-def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> list[Ticket]:
-    """The requests that wait, as `gpuguard queue` ranks them."""
+def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> tuple[list[Ticket], list[str]]:
+    """The requests that wait, as `gpuguard queue` ranks them, and how many more wait for those."""
     if (directory := _directory_with(args, "ticket.")) is None:
-        return []
+        return [], []
+    from gpuguard.queue.reasons import unplanned_texts
     from gpuguard.queue.state import read_queue
 
     try:
-        positions = read_queue(directory, snapshot).positions
+        queue = read_queue(directory, snapshot)
     except (GpuguardError, OSError):
-        return []  # the claims are missing too, and that is said
-    return [position.ticket for position in positions if not args.user or position.ticket.user in args.user]
+        return [], []  # the claims are missing too, and that is said
+    tickets = [position.ticket for position in queue.positions]
+    return [ticket for ticket in tickets if not args.user or ticket.user in args.user], unplanned_texts(
+        queue, args.user
+    )
 
 
 def _directory_with(args: argparse.Namespace, kind: str) -> LockDirectory | None:

@@ -5,7 +5,7 @@ Does not decide any of it: see state and backfill.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
@@ -156,6 +156,19 @@ def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) ->
     if reservation.begins > queue.now and position.ticket.time_limit is None:
         text += _("; with a --time-limit that ends before, it could start now")
     return text
+
+
+def unplanned_texts(queue: QueueState, users: Collection[str] = ()) -> list[str]:
+    """Of each user (or of *users* alone) with more requests than are planned at a time, how many are not, in words."""
+    return [
+        ngettext(
+            "{count} more request of {user} waits until those before it have started",
+            "{count} more requests of {user} wait until those before them have started",
+            len(file.unread),
+        ).format(count=len(file.unread), user=file.unread[0].user)
+        for file in queue.ignored
+        if file.unread and (not users or file.unread[0].user in users)
+    ]
 
 
 def passing_text(position: QueuePosition, queue: QueueState) -> str | None:

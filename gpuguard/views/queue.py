@@ -12,7 +12,7 @@ from gpuguard.clusters.slurm import Queued
 from gpuguard.locale import _
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.priority import PRIORITIES
-from gpuguard.queue.reasons import passing_text, start_text
+from gpuguard.queue.reasons import passing_text, start_text, unplanned_texts
 from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus, clock_text
 from gpuguard.queue.settings import QueueSettings
 from gpuguard.queue.state import QueueState
@@ -134,7 +134,8 @@ def to_text(
 ) -> list[str]:
     """The screen: a row per request, when it starts and why not earlier below it; then what does not count."""
     host = _("SIMULATED node ") * queue.snapshot.simulated + neutralise(queue.snapshot.host)
-    count = format_count(len(queue.positions), "request") if queue.positions else _("no requests")
+    number = len(queue.positions) + sum(len(file.unread) for file in queue.ignored)
+    count = format_count(number, "request") if number else _("no requests")
     title = _("{host}: {count} in the queue ({order})").format(
         host=host, count=count, order=_("fair share") if site.rules.fair_share else _("order of arrival")
     )
@@ -146,11 +147,12 @@ def to_text(
     lines += body[:1]
     for text, position in zip(body[1:], queue.positions, strict=True):
         lines += [text, *_folded(_prospects(position, queue), _INDENT, width)]
+    lines += [line for text in unplanned_texts(queue) for line in _folded(neutralise(text), "", width)]
     if kept := reservations_text(queue.facts.reserved, width=width):
         lines += ["", *kept]
-    if queue.ignored:
+    if not_counted := [ignored for ignored in queue.ignored if not ignored.unread]:
         lines += ["", _("Not counted:")]
-        for ignored in queue.ignored:
+        for ignored in not_counted:
             owner = _("an unknown user") if ignored.uid < 0 else _("uid {uid}").format(uid=ignored.uid)
             lines += _folded(
                 neutralise(

@@ -51,6 +51,7 @@ def to_text(
     uses: Sequence[DeviceUse],
     waiting: Sequence[Ticket] = (),
     *,
+    unplanned: Sequence[str] = (),
     reserved: ReservationCalendar | None = None,
     width: int | None = None,
     paint: Paint = lambda text, _: text,
@@ -62,6 +63,7 @@ def to_text(
         snapshot: of the whole machine, for the title and the gaps of what is shown.
         uses: the devices to show.
         waiting: requests that wait for devices, in the order of the queue.
+        unplanned: how many more wait for those.
         width: columns of the terminal; None (a pipe): nothing is shortened.
         age: seconds since the daemon read the driver; None: it was read just now.
     """
@@ -74,6 +76,7 @@ def to_text(
         lines += [
             "",
             *table(rows, [_("WAITING"), _("GPUS"), _("SINCE"), "PID", _("COMMAND")], align="<>>>", width=width),
+            *(shorten(neutralise(text), width) for text in unplanned),
         ]
     if reserved:
         from gpuguard.views.queue import reservations_text  # loads the queue: only where something is reserved
