@@ -238,7 +238,8 @@ def test_a_flood_with_descriptors_in_it_keeps_no_other_out_and_leaves_nothing_op
 
 @pytest.fixture
 def alice_waits(broker):
-    """She has one device, and a request for all in the queue."""
+    """She has one device, and a request for all in the queue; bob had more."""
+    assert broker.asks(BOB, *broker.uuids)["descriptors"] == 4
     with (
         broker.job(ALICE, "--devices", "3", "--time-limit", "1h"),
         broker.waits(ALICE, "-n", "4", "--time-limit", "1h"),
@@ -290,6 +291,7 @@ for device in (wanted, free):
 
 
 def test_a_user_who_may_start_on_one_device_does_not_get_another_one_that_is_waited_for(broker):
+    assert broker.asks(BOB, *broker.uuids)["descriptors"] == 4  # he had more than alice
     with broker.job(ALICE, "--devices", "3", "--time-limit", "1h"), broker.waits(ALICE, "--devices", "2,3", "-n", "2"):
         said = broker.python(BOB, ELSEWHERE, broker.uuids[0], broker.uuids[2])
 

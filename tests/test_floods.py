@@ -245,8 +245,7 @@ def test_requests_that_take_long_are_handled_in_turns_by_user(tmp_path, monkeypa
         assert [said(connection) for connection in connections] == [b'{"ok": true}\n'] * 5
 
     assert handled[0] == 0
-    assert sorted(handled[1:4]) == [1, 3, 4], "one of each user"
-    assert handled[4] == 2
+    assert {3, 4} < set(handled[1:4]), "one of each user, whichever of the first came first"
 
 
 @FOR_BOTH_BROKERS
