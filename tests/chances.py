@@ -11,10 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import seed
+from hypothesis import HealthCheck, seed, settings
 
 NUMBER = int(os.environ.get("GPUGUARD_CHANCE", "0"))
 THE_SAME = not NUMBER
+# No example is too late because the machine is busy.
+settings.register_profile(
+    "tests", derandomize=THE_SAME, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 
 # A case beside one of its kind that every run has, as a second planted fault: seconds each.
 IN_CAMPAIGNS = pytest.mark.skipif(THE_SAME, reason="second planted faults (scripts/torture --only checkers)")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import chances  # noqa: F401  (what hypothesis throws, before any test is read)
 import pytest
 from fake_nvml import FakeNvml
 from side_by_side import (  # noqa: F401

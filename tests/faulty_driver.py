@@ -247,7 +247,7 @@ Case = tuple[str, list[str]]
 
 
 def every_code(world: World) -> Iterator[Case]:
-    """Each function that a sample calls x two codes in turn (in campaigns: all), with an innocent user and an offender
+    """Each function that a sample calls x one code in turn (in campaigns: all), with an innocent user and an offender
     on the device."""
     world.lay_out("innocent")
     world.fake.reset_calls()
@@ -255,7 +255,7 @@ def every_code(world: World) -> Iterator[Case]:
     names = [name for name in world.fake.calls() if "Device" in name and name != "nvmlDeviceGetCount_v2"]
     assert len(names) > 20, names
     for place, name in enumerate(names):
-        for code in CODES[place % 3 :: 3] if THE_SAME else CODES:
+        for code in CODES[place % len(CODES) :][:1] if THE_SAME else CODES:
             for second in ("innocent", "guilty"):
                 world.lay_out(second)
                 driver = Driver(world)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chances import often
 from nodes import Gpuguard, until
 from proc import kinds_of_files, runs
 
@@ -24,7 +25,7 @@ from gpuguard.errors import ClaimError
 from gpuguard.jobs import adopt
 from gpuguard.model import HEALTH
 
-ROUNDS = 32
+ROUNDS = often(48)
 # Uses the devices that it is named, says so, and starts a child that does so too whenever it is told.
 JOB = """
 import subprocess, sys, time

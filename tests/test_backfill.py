@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from chances import often
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from queues import HOUR, SHARE, a_fit, a_machine, a_ticket, planned, started
@@ -380,7 +381,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[Ticket], Machine, dict[int, float]]:
     return queue, Machine(fits, {uuid: end for uuid, end in ends.items() if uuid not in opened}), usage
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=often(400))
 @given(worlds())
 def test_a_free_device_is_left_idle_only_where_its_use_would_put_off_another_request(world) -> None:
     """Of each that would fit onto what is left free, the plan names whom it would pass; no device is given twice."""
@@ -400,7 +401,7 @@ def test_a_free_device_is_left_idle_only_where_its_use_would_put_off_another_req
             assert position.request and set(position.devices) <= machine.fits[position.request].open
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=often(400))
 @given(worlds())
 def test_the_first_in_the_queue_starts_if_it_fits_unless_it_can_wait_or_nothing_is_known(world) -> None:
     """It can wait within its promise; and where it has none, one that is no surer of its length may be shorter."""

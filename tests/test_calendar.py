@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from chances import often
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from queues import HOUR, a_fit, a_ticket
@@ -243,7 +244,7 @@ def broken(
     return failed
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=often(300))
 @given(st.lists(spells, min_size=1, max_size=4), st.lists(jobs, max_size=8))
 @example(
     [(1, 0, 1, NAMES), (1, 0, 1, NAMES), (1, 2, 1, NAMES[:2]), (2, 1, 2, NAMES)],

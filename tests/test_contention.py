@@ -11,18 +11,20 @@ import sharing
 from chances import IN_CAMPAIGNS, often
 
 SHARE = 30 * contention.GIB  # of 80: two of them fit
-ROUNDS = often(24)
+ROUNDS, PROCESSES = often(24), often(120)
 
 
 def test_no_overlap_and_no_stale_lock_under_random_sigkill(tmp_path: Path) -> None:
-    enough = {"holds": 500, "kills": 50}
-    rounds = fought(lambda place, seed: contention.fight(place, seconds=2, processes=60, seed=seed), tmp_path, enough)
+    enough = {"holds": often(1000), "kills": often(100)}
+    rounds = fought(
+        lambda place, seed: contention.fight(place, seconds=2, processes=PROCESSES, seed=seed), tmp_path, enough
+    )
 
     assert [(outcome.overlaps, outcome.stale) for outcome in rounds] == [(0, 0)] * len(rounds)
 
 
 def test_no_promise_is_broken_and_no_lock_stays_under_random_sigkill(tmp_path: Path) -> None:
-    enough = {"kills": 30, "shares": 100, "alone": 10}
+    enough = {"kills": often(60), "shares": often(200), "alone": 10}
     rounds = fought(lambda place, seed: sharing.fight(place, seconds=2, seed=seed), tmp_path, enough)
 
     assert [(outcome.broken, outcome.stale) for outcome in rounds] == [(0, 0)] * len(rounds)
@@ -40,7 +42,7 @@ def fought(fight, place: Path, enough: dict[str, int]) -> list:
 
 @pytest.mark.parametrize("variant", ["break-stale", pytest.param("no-exclusion", marks=IN_CAMPAIGNS)])
 def test_the_checker_sees_locks_that_are_broken_as_stale_or_exclude_nobody(tmp_path: Path, variant: str) -> None:
-    assert contention.fight(tmp_path, seconds=1.5, processes=60, variant=variant).overlaps > 0
+    assert contention.fight(tmp_path, seconds=1.5, processes=PROCESSES, variant=variant).overlaps > 0
 
 
 @pytest.mark.parametrize("variant", ["no-exclusion", pytest.param("no-look", marks=IN_CAMPAIGNS)])

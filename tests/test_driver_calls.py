@@ -250,7 +250,7 @@ AN_IDLE_ONE: dict[str, object] = {
 UNHEALTHY_NEIGHBOUR = AN_IDLE_ONE | {"problems": ("row remap pending",)}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(devices, min_size=1, max_size=6), requests)
 @example([UNHEALTHY_NEIGHBOUR, AN_IDLE_ONE | {"numa_node": 1}, AN_IDLE_ONE], Request(strategy="pack"))
 def test_the_winners_are_those_of_who_has_read_everything(facts: list[dict[str, object]], request: Request) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, a_device, a_process, a_snapshot, written
-from chances import dice, often
+from chances import NUMBER, dice
 from faulty_driver import GUILTY
 from guarded import a_child, started
 from hypothesis import HealthCheck, Phase, given, settings
@@ -28,7 +28,7 @@ from gpuguard.watchdog import Watchdog
 
 pytestmark = pytest.mark.root  # the processes are those of another user
 
-SCENARIOS, PEOPLE = often(1200), 3
+SCENARIOS, PEOPLE = 1200 if NUMBER else 150, 3
 # The words that a real run and a rehearsal have for the same thing.
 SAME = {"about to": "it", "dry run": "it", "done": "it"}
 

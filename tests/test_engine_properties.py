@@ -40,7 +40,7 @@ moment = st.tuples(*[content] * DEVICES)
 
 
 # Without shrinking, which takes minutes here.
-laws = settings(max_examples=60, deadline=None, phases=(Phase.explicit, Phase.generate))
+laws = settings(max_examples=60, phases=(Phase.explicit, Phase.generate))
 
 
 @st.composite

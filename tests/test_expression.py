@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
+from chances import often
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sources import ROOT
@@ -373,7 +374,7 @@ WORDS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=often(800))
 @given(st.lists(st.sampled_from(WORDS), max_size=30).map(" ".join) | st.text(max_size=60))
 def test_whatever_is_written_is_refused_or_can_be_judged(text):
     try:

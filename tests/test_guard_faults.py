@@ -33,7 +33,7 @@ def campaign(fake: FakeNvml, *words: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "cases"),
     [
-        ("every_code", 80),
+        ("every_code", 40),
         ("the_last_look", 30),
         ("values", 25),
         ("lists", 20),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from chances import IN_CAMPAIGNS, luck
+from chances import IN_CAMPAIGNS, luck, often
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from line import Outcome, torture
@@ -64,7 +64,7 @@ CROSSED = of_one_user(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=often(300))
 @example(CROSSED, False)
 @given(days(), st.booleans())
 def test_every_job_starts_by_its_promise_while_none_gets_in_front_of_it(jobs: list[Job], fair: bool) -> None:
@@ -80,7 +80,7 @@ def test_every_job_starts_by_its_promise_while_none_gets_in_front_of_it(jobs: li
         assert line.began[job.number] <= promised + 1e-3 * len(jobs)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=often(200))
 @given(days())
 def test_where_nothing_is_known_no_job_passes_once_the_bound_is_over(jobs: list[Job]) -> None:
     """The request that waits longest, beyond the bound, is passed by no later one that is not overdue itself."""

@@ -280,7 +280,10 @@ PLANTED = {
 
 
 # Faults that many examples do not show.
-SLOW = ("gpuguard.queue.reservations._arrivals", "gpuguard.queue.calendar.calendar")
+SLOW = (
+    "gpuguard.queue.reservations._arrivals", "gpuguard.queue.reservations._beyond", "gpuguard.queue.calendar.calendar",
+    "gpuguard.eligibility.memory_left",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

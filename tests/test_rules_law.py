@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, MIB, Scripted, a_claim_record, a_device, a_process, a_snapshot
+from chances import often
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nodes import one, start
@@ -269,7 +270,7 @@ def views(draw: st.DrawFn) -> RuleView:
     return RuleView(now, past=past, host=host, scheduled=scheduled)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=often(300), suppress_health_check=list(HealthCheck))
 @given(view=views())
 def test_no_machine_makes_a_rule_fail_or_accuse_the_unknown(view):
     plausible = {device.uuid for device in view.snapshot.devices if device.processes_plausible}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 from fake_nvml import NOT_SUPPORTED, FakeNvml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from nvml_child import gaps_of, sampled
 
@@ -340,10 +340,6 @@ def test_what_a_claim_around_it_adds_to_a_request_is_not_spelled():
     assert spelled(Request(tolerance=GIB, mine_as_free=frozenset({1000}))) == "-n 1 --tolerance 1.0GiB --mine-as-free"
 
 
-# No deadline: on a machine that is busy with other tests it measures those.
-LAW = settings(deadline=None)
-
-
 def some(values):
     return st.one_of(st.none(), values)
 
@@ -373,7 +369,6 @@ REQUESTS = st.builds(
 )
 
 
-@LAW
 @given(DEVICES, REQUESTS)
 def test_winners_are_eligible_distinct_and_as_many_as_wanted(devices, request):
     choice = choose(a_snapshot(*devices), request, {})
@@ -386,7 +381,6 @@ def test_winners_are_eligible_distinct_and_as_many_as_wanted(devices, request):
     assert all(refusal.reasons and all(reason.text for reason in refusal.reasons) for refusal in choice.refused)
 
 
-@LAW
 @given(DEVICES, REQUESTS, st.randoms(use_true_random=False))
 def test_the_order_of_the_input_does_not_matter(devices, request, random):
     shuffled = random.sample(devices, len(devices))
@@ -394,7 +388,6 @@ def test_the_order_of_the_input_does_not_matter(devices, request, random):
     assert choose(a_snapshot(*shuffled), request, {}) == choose(a_snapshot(*devices), request, {})
 
 
-@LAW
 @given(DEVICES, REQUESTS, st.sampled_from(["memory_free", "utilization"]))
 def test_unknown_never_wins_against_known(devices, request, field):
     devices = [replace(device, memory_free=None) if device.memory_used is None else device for device in devices]
@@ -406,7 +399,6 @@ def test_unknown_never_wins_against_known(devices, request, field):
     assert not known or (request.strategy == "pack" and field == "utilization") or choice.devices[0] in known
 
 
-@LAW
 @given(DEVICES, REQUESTS)
 def test_a_condition_on_something_unknown_is_never_satisfied(devices, request):
     for device in choose(a_snapshot(*devices), request, {}).eligible:
@@ -414,7 +406,6 @@ def test_a_condition_on_something_unknown_is_never_satisfied(devices, request):
         assert request.min_free is None or device.memory_free is not None
 
 
-@LAW
 @given(DEVICES, st.integers(1, 3))
 def test_a_worse_device_never_changes_the_winners(devices, number):
     request = Request(number, max_processes=3)

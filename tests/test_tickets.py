@@ -138,7 +138,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 FIELDS = [*ticket_content(a_ticket()), "user", "uid", "id", "since", "served"]
-CALM = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+CALM = settings(max_examples=300, suppress_health_check=list(HealthCheck))
 
 
 def check(found: Ticket | IgnoredFile) -> None:

@@ -429,7 +429,7 @@ def test_a_wide_title_says_who_looks_and_warns_of_root():
 EVIL = st.text(st.characters(), max_size=40)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=EVIL, user=EVIL, note=EVIL, words=st.lists(EVIL, max_size=3),
     width=st.integers(20, 250), height=st.integers(5, 80), mode=st.sampled_from(MODES),

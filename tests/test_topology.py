@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 from builders import GIB, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuguard import select as topology
@@ -88,7 +88,6 @@ def test_instances_of_one_gpu_are_closest():
 LEVEL = st.sampled_from([None, *LEVELS])
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_up_to_sixteen_candidates_the_best_set_is_found(data):
     count = data.draw(st.integers(2, 7))
@@ -103,7 +102,6 @@ def test_up_to_sixteen_candidates_the_best_set_is_found(data):
     assert worst([device.index for device in found]) == max(map(worst, combinations(range(count), number)))
 
 
-@settings(deadline=None)
 @given(st.integers(2, 8), st.randoms(use_true_random=False))
 def test_grown_sets_find_the_socket_like_the_exact_search(number, random):
     order = random.sample(range(16), 16)
