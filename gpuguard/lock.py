@@ -355,7 +355,14 @@ class Allocator:
                 verified |= unread
                 continue
             locks = tuple(lock for device in devices for lock in held[device.uuid])
-            claim = Claim(_new_id(self.outer), devices, locks, memory=request.memory, most=request.most_sharers)
+            claim = Claim(
+                _new_id(self.outer),
+                devices,
+                locks,
+                memory=request.memory,
+                most=request.most_sharers,
+                max_processes=request.max_processes,
+            )
             if not shares or join(self.directory, snapshot, request, claim, taken):
                 return claim
             held.clear()  # join() has released them

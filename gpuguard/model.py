@@ -192,7 +192,10 @@ class ClaimRecord:
     memory: int | None = None  # bytes of each device, of a claim that shares them; None: they are its alone
     slots: tuple[str, ...] = ()  # of a claim that shares its devices, the slot locks that it says it holds
     most: int | None = None  # so many claims at most share a device with this one
-    hidden: bool = False  # no process has its lock open: for the rules it is no claim, see claims.holders
+    max_processes: int | None = None  # so many processes of other users it puts up with, as it says
+    written: float | None = None  # unix time of the last change of its record, which the kernel vouches for
+    # For the rules it is no claim: no process has its lock open, or processes of several users have, without a record.
+    hidden: bool = False
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

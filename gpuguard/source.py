@@ -181,6 +181,7 @@ def with_reservations(snapshot: Snapshot, directory: LockDirectory) -> Snapshot:
 
 MAX_BYTES = 8 * 2**20  # 16 devices with 128 processes each, all with long command lines, are 2 MiB
 FRESH_INTERVALS = 2.0
+SAME_BOOT_SECONDS = 5.0  # by which the clock may have been set: no machine boots so soon again
 _PRIVATE = ("executable", "working_directory", "conda_environment")  # of a process: only root may see them
 
 
@@ -245,16 +246,34 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
 
 def read_state(directory: LockDirectory, clock: float, *, simulated: bool) -> Snapshot | None:
     """The snapshot of a living daemon, with claims, if fresh at *clock* (CLOCK_BOOTTIME); None: ask the driver."""
+    read = _last_state(directory)
+    if read is None:
+        return None
+    snapshot, content, interval = read
+    if not 0 <= clock - snapshot.clock <= FRESH_INTERVALS * interval or snapshot.simulated != simulated:
+        return None
+    return snapshot if _runs(content.get("daemon")) or daemon_lives(directory) else None
+
+
+def read_last_state(directory: LockDirectory, clock: float, now: float) -> Snapshot | None:
+    """What a daemon published last in this boot, however long ago; None: nothing, or nothing that can be read.
+
+    *clock* is CLOCK_BOOTTIME, *now* the unix time that it is then.
+    """
+    read = _last_state(directory)
+    if read is None or read[0].clock > clock:
+        return None
+    booted = now - clock, read[0].taken_at - read[0].clock
+    return read[0] if abs(booted[0] - booted[1]) < SAME_BOOT_SECONDS else None
+
+
+def _last_state(directory: LockDirectory) -> tuple[Snapshot, dict[str, Any], float] | None:
     try:
         files = daemon_files(directory)
         content = loads(read_file(files.file("state.json"), MAX_BYTES, files.owners()))
-        snapshot, interval = decode_snapshot(content["snapshot"]), float(content["interval_seconds"])
-        fresh = 0 <= clock - snapshot.clock <= FRESH_INTERVALS * interval
+        return decode_snapshot(content["snapshot"]), content, float(content["interval_seconds"])
     except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
         return None  # of another version, or torn by something else than us
-    if not fresh or snapshot.simulated != simulated:
-        return None
-    return snapshot if _runs(content.get("daemon")) or daemon_lives(directory) else None
 
 
 def decode_snapshot(packed: dict[str, Any]) -> Snapshot:

@@ -20,7 +20,7 @@ from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.holders import hidden_claim_text
 from gpuguard.claims.records import ClaimWatcher, FirstSeen
-from gpuguard.device_state import Processes, claims_readable
+from gpuguard.device_state import Processes, claims_readable, user_label
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.identity import Protected, is_alive
 from gpuguard.enforcement.limits import AuditQuota, PastAction
@@ -35,7 +35,8 @@ from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
 from gpuguard.policies.policy import ENDING, HARMFUL, Judgement, Note, Policy
 from gpuguard.policies.rules import needs_of
-from gpuguard.policies.view import MachineUse, RuleView, SubjectIdentity, identity_of
+from gpuguard.policies.usage import TrespassRule, strangers
+from gpuguard.policies.view import MachineUse, RuleView, SubjectIdentity, identity_of, process_subject
 from gpuguard.procfs import boot_clock, process_facts, stat_of
 from gpuguard.source import with_claims
 from gpuguard.units import format_duration, parse_host_memory_amount
@@ -109,9 +110,10 @@ class Watchdog:
         self._judging = threading.Lock()  # held while the memory changes, and ...
         self._judged_by: Sequence[Policy] = ()  # ... the policies that it is about
         self._view: RuleView | None = None
-        self._hidden = set[str]()  # ids of claims whose lock no process has open
         # (uuid, pid) of listed processes that have ended: samples in a row, and whose it was
         self._ended: dict[tuple[str, int], tuple[int, str | None]] = {}
+        self._hidden = set[str]()  # ids of claims that count as none
+        self._there_first = set[tuple[SubjectIdentity, int, str]]()  # processes that were there before a claim
         self._pending: dict[PendingKey, list[tuple[Policy, Verdict]]] = {}
         self._deferred: dict[PendingKey, tuple[int, float]] = {}  # by a check: which step, and until which clock
         self._refused: dict[PendingKey, tuple[int, str]] = {}  # by a check, for good: which step, and why
@@ -157,6 +159,7 @@ class Watchdog:
             self._pending.clear()  # what waited through a pause without a sample has no reason any more
         self._act(judgement.verdicts, policies, protected)
         self._note(judgement.notes)
+        self._note_there_first(policies)
         self.pause = pace(before.snapshot if before else None, snapshot, self.pause, self.interval)
         self._publish()
         if self._on_sample:
@@ -191,10 +194,15 @@ class Watchdog:
             self.last_round = time.monotonic()
             stop.wait(max(0.01, self.pause - (self.last_round - begun)))
 
-    def remember(self, past: Iterable[PastAction]) -> None:
-        """Let *past* actions, the oldest first, count for the limits as if this watchdog had done them."""
+    def remember(self, past: Iterable[PastAction], last: Snapshot | None = None) -> None:
+        """Let *past* actions, the oldest first, count for the limits as if this watchdog had done them.
+
+        *last*: what the watchdog before saw last in this boot, so that claims are as old as that one knew them.
+        """
         for action in past:
             self._context.limits.record(action)
+        if last is not None and claims_readable(last):
+            self._first_seen.remember(last)
 
     def keep(
         self, until_clock: float, *, uid: int | None = None, claim: str | None = None, device: str | None = None
@@ -242,8 +250,35 @@ class Watchdog:
         before, self._hidden = self._hidden, {claim.id for claim in claims if claim.hidden}
         for claim in claims:
             if claim.id in self._hidden - before:
-                text = hidden_claim_text(map(directory.lock_path, claim.slots or claim.devices))
-                self._record(Event(time.time(), "claim", "hidden", devices=claim.devices, claim=claim.id, message=text))
+                outcome = "held by several users" if claim.holders else "hidden"
+                text = (
+                    f"the lock of the GPU is held by processes of {claim.user} together, and no record says whose it is"
+                    ".  It counts as no claim, and is free when all of them have ended"
+                    if claim.holders
+                    else hidden_claim_text(map(directory.lock_path, claim.slots or claim.devices))
+                )
+                self._record(Event(time.time(), "claim", outcome, devices=claim.devices, claim=claim.id, message=text))
+
+    def _note_there_first(self, policies: Sequence[Policy]) -> None:
+        """Leave an Event for each process that is no trespasser because it was there before the claim, once."""
+        view, before, self._there_first = self._view, self._there_first, set()
+        assert view is not None
+        if not any(isinstance(rule, TrespassRule) for policy in policies for rule in policy.rules):
+            return
+        for device, process, claims in strangers(view):
+            for claim in claims:
+                if not self._memory.arrivals.was_there_before(claim, device, process):
+                    continue
+                key = identity_of(process_subject(device, process)), claim.uid, claim.id
+                self._there_first.add(key)
+                if key not in before:
+                    text = (
+                        f"no trespasser on the claim of {user_label(claim.user, claim.uid)}: the process used the GPU "
+                        "before the claim came, or may have"
+                    )
+                    facts = (("uid", process.uid),)
+                    about = process.user, (device.uuid,), process.pid, claim.id, text, facts
+                    self._record(Event(time.time(), "claim", "others were there first", *about))
 
     def _note_ended(self, snapshot: Snapshot) -> None:
         """Leave an Event for each process that the driver still lists after its end, once as long as that lasts.

@@ -183,42 +183,61 @@ def ages(*looks: tuple[float, object]) -> list[float | None]:
     return ages
 
 
-AN_OLD = a_claim_record(GPU, since=NOW - 50.0)
-A_NEW = a_claim_record(GPU, since=NOW)
-RENEWED = [lambda clock: NOW + clock, lambda clock: None, lambda clock: 2.0**49]
+CLAIM = a_claim_record(GPU, since=NOW)
+RENEWED = [lambda clock: NOW + clock, lambda clock: None, lambda clock: 2.0**49, lambda clock: 1.0]
 OF_ANOTHER = [{"id": "another"}, {"uid": 1002}, {"devices": (OTHER.uuid,)}, {"devices": (GPU.uuid, OTHER.uuid)}]
 
 
 @pytest.mark.parametrize(
     ("looks", "expected"),
     [
-        ([(0.0, AN_OLD), (100.0, AN_OLD)], [50.0, 150.0]),  # it may be true
-        *(([(clock, replace(A_NEW, since=since(clock))) for clock in (0.0, 60.0)], [0.0, 60.0]) for since in RENEWED),
+        # At the first look the kernel tells since when the record lies there, and nothing tells more of a bare lock.
+        ([(0.0, replace(CLAIM, written=NOW - 50.0)), (100.0, CLAIM)], [50.0, 150.0]),
+        ([(0.0, replace(CLAIM, written=NOW + 50.0)), (100.0, CLAIM)], [0.0, 100.0]),
+        ([(0.0, CLAIM), (100.0, CLAIM)], [0.0, 100.0]),
+        # From then on a claim is as old as the look that first showed it, whatever its record says.
+        ([(0.0, None), (30.0, replace(CLAIM, written=NOW - 50.0)), (60.0, CLAIM)], [0.0, 30.0]),
+        *(([(clock, replace(CLAIM, since=since(clock))) for clock in (0.0, 60.0)], [0.0, 60.0]) for since in RENEWED),
         *(
-            ([(0.0, A_NEW), (60.0, another), (70.0, another)], [0.0, 0.0, 10.0])
-            for another in (replace(A_NEW, since=NOW + 60.0, **changes) for changes in OF_ANOTHER)
+            ([(0.0, CLAIM), (60.0, another), (70.0, another)], [0.0, 0.0, 10.0])
+            for another in (replace(CLAIM, since=1.0, written=NOW, **changes) for changes in OF_ANOTHER)
         ),
-        ([(0.0, replace(A_NEW, since=NOW + 60.0)), (30.0, None), (60.0, replace(A_NEW, since=NOW + 60.0))], [0.0, 0.0]),
-        ([(0.0, replace(A_NEW, devices=(), since=None))], [None]),  # it holds nothing
+        ([(0.0, CLAIM), (30.0, None), (60.0, CLAIM)], [0.0, 0.0]),
+        ([(0.0, replace(CLAIM, devices=(), since=1.0)), (9.0, replace(CLAIM, devices=(), since=1.0))], [0.0, 9.0]),
     ],
 )
-def test_a_claim_is_as_old_as_it_says_or_as_it_is_known_whichever_is_more(looks, expected):
+def test_a_claim_is_as_old_as_it_is_known_whatever_it_says(looks, expected):
     assert ages(*looks) == expected
 
 
 @pytest.mark.parametrize("set_by", [3 * 3600.0, -3 * 3600.0])
 def test_a_clock_that_is_set_makes_no_claim_older_and_none_younger(set_by):
     """A claim of a minute on a device that had rested long was given up as one of hours."""
-    first_seen, claim = FirstSeen(), a_claim_record(GPU, since=NOW - 50.0)
+    first_seen, claim = FirstSeen(), replace(CLAIM, written=NOW - 50.0)
     first_seen.dated((claim,), 0.0, NOW)
     [later] = first_seen.dated((claim,), 60.0, NOW + 60.0 + set_by)
 
     assert NOW + 60.0 + set_by - later.since == 110.0
 
 
+def test_a_daemon_that_is_started_again_knows_claims_as_the_one_before_did(directory):
+    """A record that was written long before its lock was taken made a claim old at the next start."""
+    first_seen, planted = FirstSeen(), replace(CLAIM, written=NOW - 86400.0)
+    first_seen.dated((), 0.0, NOW)
+    last = replace(a_snapshot(GPU), clock=60.0, taken_at=NOW + 60.0)
+    source.write_state(directory, replace(last, claims=first_seen.dated((planted,), 60.0, NOW + 60.0)), 10.0)
+    again = FirstSeen()
+    again.remember(source.read_last_state(directory, 90.0, NOW + 90.0))
+    [old, new] = again.dated((planted, replace(planted, id="new")), 100.0, NOW + 100.0)
+
+    assert (old.since, new.since) == (NOW + 60.0, NOW + 100.0)
+    assert source.read_last_state(directory, 50.0, NOW + 900.0) is None, "of another boot"
+    assert source.read_last_state(directory, 90.0, NOW + 900.0) is None, "of another boot"
+
+
 def test_the_guard_judges_by_it(monkeypatch):
     """A policy with `claim_without_process_above` never fired for a user who renewed the record."""
-    claims = iter([a_claim_record(GPU, since=NOW + clock) for clock in (0.0, 3600.0)])
+    claims = iter([a_claim_record(GPU, since=NOW + clock, written=NOW + clock) for clock in (0.0, 3600.0)])
     monkeypatch.setattr(ClaimWatcher, "probe", lambda *_: (next(claims),))
     guard = watchdog.Watchdog(None, (), object())
     views = [guard._with_claims(replace(a_snapshot(GPU), clock=clock, taken_at=NOW + clock)) for clock in (0.0, 3600.0)]

@@ -100,11 +100,13 @@ class Claim(Sequence[Device]):
         *,
         memory: int | None = None,
         most: int | None = None,
+        max_processes: int | None = None,
     ) -> None:
         self.id = claim_id
         self.devices = devices
         self.memory = memory  # bytes of each device, of a claim that shares them
         self.most = most  # so many claims at most share a device with it
+        self.max_processes = max_processes  # so many processes of other users may be there, too
         self.since: float | None = None  # unix time of its record
         self.warning: str | None = None  # what went wrong without harm to the claim, for people
         self.arrival_files: tuple[str, ...] = ()  # their times say when this user last had a claim: see queue
@@ -233,6 +235,7 @@ class Claim(Sequence[Device]):
             "since": self.since,
             "ends": None if job.time_limit is None else round(time.time() + job.time_limit, 3),
             **({} if self.memory is None else shared),
+            **({} if self.max_processes is None else {"max_processes": self.max_processes}),
             **({} if job.waited is None else {"waited": round(job.waited, 3)}),
             "note": job.note,
             "command": list(job.command),

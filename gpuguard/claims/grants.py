@@ -41,9 +41,11 @@ class Grant:
     memory: int | None = None  # bytes of the device
     most: int | None = None  # so many claims at most share the device with it
     parent: str | None = None  # uuid
+    max_processes: int | None = None  # so many processes of other users the claim puts up with
 
     def confirmed(self, record: ClaimRecord) -> ClaimRecord:
         """*record* with what was promised to the claim, whatever it says itself."""
+        record = replace(record, max_processes=self.max_processes or record.max_processes)
         return record if self.memory is None else replace(record, memory=self.memory, most=self.most)
 
 
@@ -119,7 +121,7 @@ def granted(directory: LockDirectory) -> dict[str, Grant | None] | None:
         from gpuguard.daemon.client import exchange  # sockets: where a broker is, and not before each job
 
         answer, _ = exchange(directory, {"do": "claims"})
-        names, rows = ("uid", "claim", "memory", "most"), answer["held"].items()
+        names, rows = ("uid", "claim", "memory", "most", "parent", "max_processes"), answer["held"].items()
         return {name: None if row is None else decode(Grant, dict(zip(names, row, strict=False))) for name, row in rows}
     except (GpuguardError, AttributeError, KeyError, TypeError, ValueError):
         return None

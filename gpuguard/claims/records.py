@@ -33,11 +33,12 @@ from typing import TYPE_CHECKING
 from gpuguard.claims import grants
 from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, is_unlocked, open_lock, try_flock
 from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
+from gpuguard.device_state import lock_identity
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import create_file, exists_in_place, open_regular, status_in_place, write_all
 from gpuguard.jsonio import loads, sound_fields
 from gpuguard.locale import _
-from gpuguard.model import ClaimRecord
+from gpuguard.model import ClaimRecord, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.units import local_time
 from gpuguard.users import accountable_uids, user_name
@@ -51,7 +52,20 @@ if TYPE_CHECKING:
 MAX_BYTES = 4096
 LARGEST = 2**50  # of a number in a record: a time, or the bytes of a device
 MOST_OF_ONE = 500  # records of one user that are read: claims beyond them have no details
-_FIELDS = ("devices", "pid", "since", "note", "command", "ends", "expected", "waited", "memory", "slots", "most")
+_FIELDS = (
+    "devices",
+    "pid",
+    "since",
+    "note",
+    "command",
+    "ends",
+    "expected",
+    "waited",
+    "memory",
+    "slots",
+    "most",
+    "max_processes",
+)
 _EXPECTED = b', "expected": '  # the last value of a record, behind which there is room for a time
 _ROOM = b" " * 12
 
@@ -65,8 +79,8 @@ READ_BYTES = 16_384  # from the end: a record has 4 KiB, a request less than 3
 FULL_BYTES = 65_536
 
 _NOBODY = -1
+_MOST_NAMED = 5  # users who hold a lock together
 HOLDERS_SECONDS = 10.0  # after which a ClaimWatcher finds out anew who holds the locks
-STEP_SECONDS = 1.0  # by which a clock is set at once, and not only made to go faster for a while
 
 
 def is_id(text: str) -> bool:
@@ -204,7 +218,8 @@ def _read_record(directory: LockDirectory, name: str) -> ClaimRecord | None:
         # Else it has the name of another user's.  In a namespace of users all others look like one.
         if uid != str(status.st_uid) and status.st_uid != os.lstat(directory.records).st_uid:
             return None
-        return _decoded(os.read(descriptor, MAX_BYTES + 1), status.st_uid, key)
+        record = _decoded(os.read(descriptor, MAX_BYTES + 1), status.st_uid, key)
+        return replace(record, written=status.st_ctime)
     finally:
         os.close(descriptor)
 
@@ -400,36 +415,42 @@ class ClaimWatcher:
 
 
 class FirstSeen:
-    """How old claims are at least, for a caller that samples again and again: as old as it knows them.
+    """How old claims are, for a caller that samples again and again: as old as it knows them.
 
-    The age in a record is its owner's word: a user who wrote each minute that a claim was made just now was never
-    judged by rules that leave a new claim alone for a while.  A claim without a record has an age by this, too, and
-    none grows older by hours because the machine's clock is set.  Nothing is known of the time before the first sample.
+    What a record says of its age is its owner's word: a user who wrote each minute that a claim was made just now was
+    never judged by rules that leave a new claim alone for a while, and one who wrote that it is old was spared by
+    quotas, at the expense of others.  So a claim is as old as the first sample that shows it; at the first sample of
+    all, as its record has lain there unchanged.
     """
 
     def __init__(self) -> None:
-        # uid, id, uuid -> CLOCK_BOOTTIME, and the unix time that it was then
-        self._seen: dict[tuple[int, str, str], tuple[float, float]] = {}
+        self._seen: dict[tuple[object, ...], float] = {}  # a claim on one device -> CLOCK_BOOTTIME
+        self._has_looked = False
+
+    def remember(self, before: Snapshot) -> None:
+        """Begin with what another guard has found in this boot: *before* is its last sample, with claims by dated()."""
+        boot = before.taken_at - before.clock
+        for claim in before.claims:
+            if claim.since is not None:
+                self._seen.update(dict.fromkeys(_places(claim), claim.since - boot))
+        self._has_looked = True
 
     def dated(self, claims: Iterable[ClaimRecord], clock: float, now: float) -> tuple[ClaimRecord, ...]:
-        """*claims* as found at *clock* (CLOCK_BOOTTIME), which was *now* (unix time), none younger than it is."""
-        seen: dict[tuple[int, str, str], tuple[float, float]] = {}
+        """*claims* as found at *clock* (CLOCK_BOOTTIME), which was *now* (unix time), each as old as it is known."""
+        seen: dict[tuple[object, ...], float] = {}
         dated = []
         for claim in claims:
-            for uuid in claim.devices:
-                key = claim.uid, claim.id, uuid
-                seen[key] = min(self._seen.get(key, (clock, now)), (clock, now))
+            old = 0.0 if self._has_looked or claim.written is None else max(0.0, now - claim.written)
+            places = {place: self._seen.get(place, clock - old) for place in _places(claim)}
+            seen.update(places)
             # A claim may have got a device since.
-            first, then = max((seen[claim.uid, claim.id, uuid] for uuid in claim.devices), default=(clock, now))
-            known_since = now - (clock - first)
-            since = claim.since
-            if since is not None and abs(known_since - then) > STEP_SECONDS:  # it was written by the clock of then
-                since += known_since - then
-            if claim.devices and (since is None or since > known_since):
-                since = known_since
-            dated.append(claim if since == claim.since else replace(claim, since=since))
-        self._seen = seen
+            dated.append(replace(claim, since=round(now - (clock - max(places.values())), 3)))
+        self._seen, self._has_looked = seen, True
         return tuple(dated)
+
+
+def _places(claim: ClaimRecord) -> list[tuple[object, ...]]:
+    return [(uuid, *lock_identity(claim, uuid)) for uuid in claim.devices or ("",)]
 
 
 def _claims(
@@ -504,12 +525,25 @@ def _join(
 
 def _without_record(name: str, uuid: str, holders: Mapping[int, int], grant: Grant | None) -> ClaimRecord:
     uids = set(holders.values())
-    uid = grant.uid if grant else uids.pop() if len(uids) == 1 else _NOBODY
-    user = user_name(uid) if uid >= 0 else "unknown"
+    # Root's processes keep what they are sent, and a user with uids of their own (/etc/subuid) is one.
+    owners = accountable_uids(uids - {0} or uids)
+    several = len(set(owners.values())) > 1
+    uid = grant.uid if grant else min(owners) if owners and not several else _NOBODY
+    user = user_name(uid) if uid >= 0 else _first_of_each_user(holders, owners) if several else "unknown"
     slots = (name,) if name != uuid else ()
     claim_id = grant.claim if grant else f"no-record-{uuid[:12]}{name[len(uuid) :].replace('.', '-')}"
     record = ClaimRecord(claim_id, uid, user, (uuid,), holders=tuple(sorted(holders)), slots=slots)
+    record = replace(record, hidden=uid < 0 and several)
     return grant.confirmed(record) if grant else record
+
+
+def _first_of_each_user(holders: Mapping[int, int], owners: Mapping[int, int]) -> str:
+    """``"alice (pid 12) and bob (pid 34)"``: who holds a lock together."""
+    first: dict[int, str] = {}
+    for pid, uid in sorted(holders.items()):
+        if uid:
+            first.setdefault(owners[uid], f"{user_name(uid)} (pid {pid})")
+    return " and ".join(list(first.values())[:_MOST_NAMED])
 
 
 def _may_hold(record: ClaimRecord, holders: Mapping[int, int], grant: Grant | None) -> bool:

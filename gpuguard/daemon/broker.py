@@ -191,7 +191,7 @@ class Broker:
         """Which locks are held, and to whom they were given."""
         with Gate(self._directory):
             held = grant_of(self._directory, names_of(self._directory))
-        rows = {name: grant and [grant.uid, grant.claim, grant.memory, grant.most] for name, grant in held.items()}
+        rows = {name: grant and list(vars(grant).values()) for name, grant in held.items()}
         return {"held": rows}
 
     def claim(self, uid: int, message: Mapping[str, Any]) -> Reply:
@@ -254,7 +254,9 @@ class Broker:
         return reply
 
     def _grant(self, uid: int, names: list[str], request: Request, snapshot: Snapshot) -> Reply:
-        grant = Grant(uid, os.urandom(4).hex(), request.memory, request.most_sharers)
+        grant = Grant(
+            uid, os.urandom(4).hex(), request.memory, request.most_sharers, max_processes=request.max_processes
+        )
         descriptors = list[int]()
         with ExitStack() as stack:
             stack.callback(close_all, descriptors)

@@ -72,7 +72,14 @@ def request_grant(
             return None
         if "refused" not in content:
             name, locks = _checked_locks(directory, devices, content, descriptors, shared=request.share)
-            return Claim(name, devices, locks, memory=request.memory, most=request.most_sharers)
+            return Claim(
+                name,
+                devices,
+                locks,
+                memory=request.memory,
+                most=request.most_sharers,
+                max_processes=request.max_processes,
+            )
         close_all(descriptors)
         uuids, rows = [device.uuid for device in devices], content["refused"]
         refused = {uuid: translated(str(rows[uuid])) for uuid in uuids if isinstance(rows, dict) and uuid in rows}

@@ -45,7 +45,7 @@ from gpuguard.procfs import boot_clock
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.reservations import record_arrivals_seen
 from gpuguard.queue.tickets import touch, waiting_tickets, wanted
-from gpuguard.source import lock_daemon, write_state
+from gpuguard.source import lock_daemon, read_last_state, write_state
 from gpuguard.units import format_count, local_time
 from gpuguard.watchdog import INTERVAL, Watchdog
 
@@ -273,7 +273,8 @@ class Daemon:
     def _remember(self) -> None:
         """The limits on signals hold over restarts: a guard in a crash loop is no more dangerous than another."""
         past = recover_actions(audit_log.events_path(), boot_clock(), time.time())
-        self.watchdog.remember(past.actions)
+        last = read_last_state(self._directory, boot_clock(), time.time())
+        self.watchdog.remember(past.actions, last)
         if past.problem:
             self._log("daemon", "past unknown", past.problem)
 

@@ -13,7 +13,7 @@ from typing import Annotated
 from gpuguard.device_state import claim_of, claims_on, claims_readable, usable_devices, user_label
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
-from gpuguard.model import Finding
+from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess
 from gpuguard.policies.policy import parse_path
 from gpuguard.policies.view import Evidence, RuleView, computing, computing_processes, process_subject
 from gpuguard.units import format_bytes, parse_bytes
@@ -54,7 +54,8 @@ class TrespassRule:
 
     The holder of the lock of the claim is at home there, and so are the other processes of its owner.  In favour of
     the process: root's are taken for containers of the claim, and a lock without a record may be anybody's.  One that
-    used the GPU before the claim came is no trespasser, whatever the claim says of its own age.
+    used the GPU before the claim came is no trespasser, whatever the claim says of its own age.  A claim with
+    --max-processes puts up with others.
 
     containers: judge processes in containers, too; their user often is not the user who started the container.
     Those that a user runs without root (rootless) are always judged: they are no containers here.
@@ -67,20 +68,32 @@ class TrespassRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
-        for device in usable_devices(view.snapshot):
-            here = claims_on(view.snapshot, device)
-            if not here or any(record.uid < 0 for record in here):
+        for device, process, claims in strangers(view, containers=self.containers):
+            older = [claim for claim in claims if not view.arrivals.was_there_before(claim, device, process)]
+            if older:
+                owners = ", ".join(user_label(claim.user, claim.uid) for claim in older)
+                why = f"uses {format_bytes(process.memory_used)} of a GPU that {owners} has claimed"
+                yield Finding("trespass", process_subject(device, process), why, (process,))
+
+
+def strangers(
+    view: RuleView, *, containers: bool = False
+) -> Iterator[tuple[Device, GpuProcess, tuple[ClaimRecord, ...]]]:
+    """Each process that computes on a claimed device and belongs to none of the claims, and those it may trespass on.
+
+    Root's processes are none, since they may be containers of any claim, and with *containers* false neither are those
+    in one.
+    """
+    for device in usable_devices(view.snapshot):
+        here = claims_on(view.snapshot, device)
+        if not here or any(claim.uid < 0 for claim in here):
+            continue
+        exclusive = tuple(claim for claim in here if not claim.max_processes)
+        for process in computing(device):
+            if not process.uid or (process.container and not containers):
                 continue
-            for process in computing(device):
-                if not process.uid or (process.container and not self.containers):
-                    continue
-                if claim_of(process, here, view.seen) is not None:
-                    continue
-                older = [record for record in here if not view.arrivals.was_there_before(record, device, process)]
-                if older:
-                    owners = ", ".join(user_label(record.user, record.uid) for record in older)
-                    why = f"uses {format_bytes(process.memory_used)} of a GPU that {owners} has claimed"
-                    yield Finding("trespass", process_subject(device, process), why, (process,))
+            if claim_of(process, here, view.seen) is None:
+                yield device, process, exclusive
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ WORDS = (
     N_("time limit"), N_("limit"), N_("stranger"), N_("share"), N_("owner warned"),
     N_("metrics not served"), N_("metrics served"), N_("process ended"),
     N_("claims"), N_("lock kept"), N_("no room"),
+    N_("held by several users"), N_("others were there first"),
 )  # fmt: skip
 
 

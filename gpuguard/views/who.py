@@ -184,7 +184,10 @@ def _claim_row(held: ClaimUse, snapshot: Snapshot, brief: bool) -> list[str]:
     note = f'"{neutralise(record.note)}"  ' if record.note else ""
     remarks = [word for word, true in ((_("orphaned"), held.orphaned), (_("stopped"), held.stopped)) if true]
     remarks += [_("its share")] if record.slots else []
-    remarks += [_("no process holds it: counts as no claim")] if record.hidden else []
+    if record.hidden and record.holders:
+        remarks += [_("held by {users} together: counts as no claim").format(users=neutralise(record.user))]
+    elif record.hidden:
+        remarks += [_("no process holds it: counts as no claim")]
     since = None if record.since is None else snapshot.taken_at - record.since
     return [
         _("claim"),
