@@ -176,7 +176,21 @@ def _guessed_claim(process: GpuProcess, claims: Sequence[ClaimRecord]) -> ClaimR
 
 
 def started_by(process: GpuProcess, claims: Sequence[ClaimRecord], stats: Processes) -> ClaimRecord | None:
-    """The claim, of *claims*, whose lock the process or an ancestor of it holds, or whose maker that is."""
+    """The claim, of *claims*, whose lock the process or an ancestor of it holds, or whose maker that is.
+
+    One of its own user comes first: a lock of another user's may be a copy that it was sent.
+    """
+    own = [claim for claim in claims if claim.uid == process.uid]
+    return _nearest(process, own, stats) or _nearest(process, claims, stats)
+
+
+def is_blamed_on(process: GpuProcess, claim: ClaimRecord, stats: Processes) -> bool:
+    """Whether *process* counts to *claim* by more than a copy of its lock, which another user's may have been sent."""
+    stat = stats.get(process.pid)
+    return process.uid in (0, claim.uid) or bool(stat and _nearest(replace(process, pid=stat.parent), (claim,), stats))
+
+
+def _nearest(process: GpuProcess, claims: Sequence[ClaimRecord], stats: Processes) -> ClaimRecord | None:
     pid, passed = process.pid, set[int]()
     while claims and pid > 1 and pid not in passed:
         passed.add(pid)

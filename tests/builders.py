@@ -230,17 +230,16 @@ A_PROCESS = process_subject(a_device(), a_process())
 
 
 def found(rule: Rule, *devices: Device, claims: Any = (), gaps: Any = (), **view: Any) -> list[Finding]:
-    """What *rule* finds on a machine of these, to which the claims came before the processes."""
-    snapshot = a_snapshot(*devices, claims=tuple(claims), gaps=tuple(gaps))
-    return list(rule.check(RuleView(snapshot, **{"arrivals": claims_first(snapshot), **view})))
+    """What *rule* finds on a machine of these."""
+    return list(rule.check(RuleView(a_snapshot(*devices, claims=tuple(claims), gaps=tuple(gaps)), **view)))
 
 
-def claims_first(snapshot: Snapshot) -> Arrivals:
-    """The arrivals of a machine where the claims of *snapshot* came before its processes."""
-    arrivals, empty = Arrivals(), tuple(replace(device, processes=()) for device in snapshot.devices)
-    arrivals.look(replace(snapshot, devices=empty))
-    arrivals.look(snapshot)
-    return arrivals
+def found_later(rule: Rule, *devices: Device, claims: Any, **view: Any) -> list[Finding]:
+    """What *rule* finds there if the processes came after the claims."""
+    arrivals, empty = Arrivals(), [replace(device, processes=()) for device in devices]
+    for shown in (empty, devices):
+        arrivals.look(a_snapshot(*shown, claims=tuple(claims)))
+    return found(rule, *devices, claims=claims, arrivals=arrivals, **view)
 
 
 def pids(findings: list[Finding]) -> list[int]:

@@ -43,6 +43,26 @@ for line in sys.stdin:
 """
 
 
+BY_HAND = """
+import fcntl, os, sys
+path, *uids = sys.argv[1:]
+lock = os.open(path, os.O_RDONLY | os.O_CREAT, 0o444)
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("ready", flush=True)
+for uid in uids[1:]:  # they are given a copy
+    if not os.fork():
+        uids[0] = uid
+        break
+os.setgroups([]); os.setresgid(*[int(uids[0])] * 3); os.setresuid(*[int(uids[0])] * 3)
+sys.stdin.read()
+"""
+
+
+def by_hand(path: str, *uids: int) -> list[str]:
+    """A command that locks the file at *path* without a record, as the first of *uids*; the others get copies."""
+    return [sys.executable, "-c", BY_HAND, path, *map(str, uids)]
+
+
 class Holder:
     """A process with a claim."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
-from claimholders import GPUS, Holder, a_holder, a_ready_child, a_record, free, release, see_locks_alone
+from claimholders import GPUS, Holder, a_holder, a_ready_child, a_record, by_hand, free, release, see_locks_alone
 from daemons import SOMEBODY, a_daemon, somebodys
 from fake_nvml import FakeNvml
 from guarded import set_user_id_program
@@ -54,8 +54,10 @@ def test_who_gives_a_claim_in_excess_the_id_of_hers_has_her_job_live(tmp_path: P
         hers, records, now = daemon.uuid(0), tmp_path / "claims" / "claims", time.time()
         job = stack.enter_context(somebodys(daemon.node, "0", 30 * GIB, str(tmp_path / "claims" / "lock" / hers)))
         stack.enter_context(a_record(records, SOMEBODY, "c0ffee", since=now - 60, devices=[hers]))
-        stack.enter_context(a_record(records, MALLORY, "1", since=now - 20, devices=[]))
-        stack.enter_context(a_record(records, MALLORY, "c0ffee", since=now - 10, devices=[]))
+        for device, name in ((1, "1"), (2, "c0ffee")):
+            uuid = daemon.uuid(device)
+            stack.enter_context(a_ready_child(by_hand(str(tmp_path / "claims" / "lock" / uuid), MALLORY)))
+            stack.enter_context(a_record(records, MALLORY, name, since=now - 10, devices=[uuid]))
 
         assert eventually(lambda: any(event.get("claim") == "c0ffee" for event in daemon.events())), daemon.said()
         assert (job.poll(), daemon.events("terminate")) == (None, [])

@@ -3,11 +3,25 @@
 from dataclasses import replace
 
 import pytest
-from builders import GIB, MIB, TOTAL, a_claim_record, a_device, a_mig_instance, a_process, a_uuid, found, pids
+from builders import (
+    GIB,
+    MIB,
+    TOTAL,
+    a_claim_record,
+    a_device,
+    a_mig_instance,
+    a_process,
+    a_snapshot,
+    a_uuid,
+    found,
+    found_later,
+    pids,
+)
 from ladders import a_policy
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, Gap, ProcessStat
+from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.idle import AgeRule
 from gpuguard.policies.quota import QuotaRule, windows_of
 from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
@@ -72,7 +86,7 @@ def test_a_claim_of_a_device_covers_its_instances_and_a_divided_device_is_only_i
 def test_another_user_on_a_claimed_device_is_a_trespasser_and_the_owner_is_not():
     device = used_by(a_process(2, **ALICE), a_process(3, **BOB))
 
-    [finding] = found(TrespassRule(), device, claims=[a_claim_record(**ALICE)])
+    [finding] = found_later(TrespassRule(), device, claims=[a_claim_record(**ALICE)])
     assert pids([finding]) == [3]
     assert finding.why == "uses 10.0GiB of a GPU that alice has claimed"
 
@@ -87,29 +101,32 @@ def test_another_user_on_a_claimed_device_is_a_trespasser_and_the_owner_is_not()
     ],
 )
 def test_a_process_under_a_claim_of_the_device_is_no_trespasser(claims, trespassers):
-    assert pids(found(TrespassRule(), used_by(a_process(3, **BOB), a_process(4, **BOB)), claims=claims)) == trespassers
+    assert (
+        pids(found_later(TrespassRule(), used_by(a_process(3, **BOB), a_process(4, **BOB)), claims=claims))
+        == trespassers
+    )
 
 
 def test_a_descendant_of_the_holder_is_at_home():
     claim = a_claim_record(pid=4700, **ALICE)
     seen = {3: ProcessStat(5, "S"), 5: ProcessStat(4700, "S")}
 
-    assert found(TrespassRule(), used_by(a_process(3, **BOB)), claims=[claim], seen=seen) == []
-    assert pids(found(TrespassRule(), used_by(a_process(3, **BOB)), claims=[claim])) == [3]
+    assert found_later(TrespassRule(), used_by(a_process(3, **BOB)), claims=[claim], seen=seen) == []
+    assert pids(found_later(TrespassRule(), used_by(a_process(3, **BOB)), claims=[claim])) == [3]
 
 
 def test_root_is_taken_for_a_container_of_the_claim():
     root, bobs = used_by(a_process(uid=0, user="root")), a_claim_record(id="b", **BOB)
 
-    assert found(TrespassRule(), root, claims=[a_claim_record()]) == []
-    assert found(TrespassRule(), root, claims=[a_claim_record(), bobs]) == []
+    assert found_later(TrespassRule(), root, claims=[a_claim_record()]) == []
+    assert found_later(TrespassRule(), root, claims=[a_claim_record(), bobs]) == []
 
 
 def test_the_user_inside_a_container_is_judged_only_when_that_is_asked_for():
     device = used_by(a_process(3, container="c0ffee", **BOB))
 
-    assert found(TrespassRule(), device, claims=[a_claim_record()]) == []
-    assert pids(found(TrespassRule(containers=True), device, claims=[a_claim_record()])) == [3]
+    assert found_later(TrespassRule(), device, claims=[a_claim_record()]) == []
+    assert pids(found_later(TrespassRule(containers=True), device, claims=[a_claim_record()])) == [3]
 
 
 UUID = a_uuid(0)
@@ -378,6 +395,38 @@ def test_a_group_shares_a_quota():
 
     [finding] = found(QuotaRule(devices=1, shared_by=("lab",)), *devices, groups=groups)
     assert (finding.subject.pid, finding.why) == (3, "group lab has 2 GPUs, the limit is 1")
+
+
+LAB = {1001: frozenset({"lab"}), 1002: frozenset({"lab"})}
+
+
+def test_a_member_of_a_group_puts_no_other_in_excess_by_records_of_nothing():
+    """They cost nothing: a hundred of them left the others of the group no claim at all."""
+    own = a_claim("own", a_device(0), age=100, **BOB)
+    empty = [replace(a_claim(f"{number}", a_device(0), age=9000), devices=()) for number in range(100)]
+    shared = QuotaRule(claims=1, shared_by=("lab",))
+
+    assert found(shared, a_device(0), claims=[own, *empty], groups=LAB) == []
+    assert subjects(found(shared, a_device(0), a_device(1), claims=[own, *OF_ALICE[:1]], groups=LAB)) == ["own"]
+
+
+def test_a_process_that_began_long_ago_and_comes_to_a_gpu_now_is_no_older_than_who_was_there():
+    """A process that had only slept so far came to a GPU, and another member of the group was in excess."""
+    sleeper, there = a_process(2, start_time=1.0, **ALICE), a_process(3, start_time=9000.0, **BOB)
+    before = [a_device(0, processes=()), used_by(there, index=1)]
+    devices, arrivals = [used_by(sleeper, index=0), used_by(there, index=1)], Arrivals()
+    for shown, clock in ((before, 9990.0), (devices, 10_000.0)):
+        arrivals.look(a_snapshot(*shown, clock=clock))
+
+    rule = QuotaRule(devices=1, shared_by=("lab",))
+    assert pids(found(rule, *devices, groups=LAB, arrivals=arrivals)) == [2]
+    assert pids(found(rule, *devices, groups=LAB)) == [3], "where nothing is known of when they came"
+
+
+def test_of_claims_that_were_first_seen_together_the_time_of_the_record_tells_the_newer_one():
+    same = [replace(a_claim(name, a_device(), age=100), written=NOW - 200 + at) for at, name in enumerate("cab")]
+
+    assert subjects(found(QuotaRule(claims=2), a_device(), claims=same)) == ["b"]
 
 
 def test_a_member_of_two_groups_is_found_once():

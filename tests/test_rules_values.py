@@ -122,6 +122,22 @@ def test_a_claim_is_blamed_only_for_processes_that_are_certainly_its_own(owner, 
     assert [finding.subject.claim for finding in findings] == blamed
 
 
+@pytest.mark.parametrize("has_own", [True, False])
+@pytest.mark.parametrize("parent", [11, 31])
+def test_who_was_sent_a_copy_of_a_lock_is_no_part_of_that_claim_and_who_was_started_below_it_is(has_own, parent):
+    """A process of alice's was counted to mallory's share, which promised less, and ended for it."""
+    device = a_device(processes=(a_process(21, memory_used=12 * GIB, **ALICE),))
+    mallory = {"uid": 1003, "user": "mallory", "memory": GIB, "slots": (f"{device.uuid}.slot0",), "since": 1.0}
+    claims = [a_claim_record(device, id="m", pid=None, holders=(21, 31), **mallory)]
+    if has_own:
+        own = {"memory": 20 * GIB, "slots": (f"{device.uuid}.slot1",), "since": 2.0}
+        claims.append(a_claim_record(device, id="a", pid=None, holders=(11,), **own, **ALICE))
+    seen = {21: ProcessStat(parent, "S"), 11: ProcessStat(1, "S"), 31: ProcessStat(1, "S")}
+    found_here = found(MemoryRule(parse_memory_amount("share"), per="claim"), device, claims=claims, seen=seen)
+
+    assert [finding.subject.claim for finding in found_here] == (["m"] if parent == 31 else [])
+
+
 def a_share(device: Device, claim_id: str, gib: int, **fields: object) -> ClaimRecord:
     return a_claim_record(device, id=claim_id, memory=gib * GIB, slots=(f"{device.uuid}.slot{claim_id[-1]}",), **fields)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from builders import GIB
-from claimholders import a_ready_child, a_record
+from claimholders import a_ready_child, a_record, by_hand
 from daemons import SOMEBODY, DaemonUnderTest, a_daemon, somebodys
 from nodes import eventually
 
@@ -24,19 +24,6 @@ mode: enforce
 policies: [{name: strangers, for: 400ms, when: {trespass: {}}, steps: [terminate]}]
 """
 UNCLAIMED = TRESPASS.replace("trespass", "unclaimed")
-HOLD = """
-import fcntl, os, sys
-path, *uids = sys.argv[1:]
-lock = os.open(path, os.O_RDONLY | os.O_CREAT, 0o444)
-fcntl.flock(lock, fcntl.LOCK_EX)
-print("ready", flush=True)
-for uid in uids[1:]:  # they are given a copy
-    if not os.fork():
-        uids[0] = uid
-        break
-os.setgroups([]); os.setresgid(*[int(uids[0])] * 3); os.setresuid(*[int(uids[0])] * 3)
-sys.stdin.read()
-"""
 COMPUTE = """
 import fcntl, os, sys, time
 from gpuguard.backends import simulated
@@ -79,7 +66,7 @@ def a_bystander(daemon: DaemonUnderTest, device: int = 0) -> Iterator[subprocess
 
 def claimed_by_hand(daemon: DaemonUnderTest, device: int = 0, *uids: int) -> list[str]:
     """A command that locks a device by hand, and gives copies of the lock to the further *uids*."""
-    return [sys.executable, "-c", HOLD, lock_path(daemon, device), *map(str, uids or (MALLORY,))]
+    return by_hand(lock_path(daemon, device), *(uids or (MALLORY,)))
 
 
 def spare(daemon: DaemonUnderTest, *jobs: subprocess.Popen[str]) -> None:

@@ -128,7 +128,9 @@ class _Holding:
     """A claim, or a process without one."""
 
     subject: Subject
-    since: float  # on the clock of the snapshot
+    since: tuple[
+        float, float
+    ]  # on the clock of the snapshot; of claims that were first seen together the record's time
     devices: set[str] = field(default_factory=set)  # uuids
     memory_used: int = 0  # bytes, as far as they are known
     processes: list[GpuProcess] = field(default_factory=list)
@@ -142,10 +144,12 @@ def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
     found: dict[object, _Holding] = {}
     boot = view.snapshot.taken_at - view.clock  # unix time at which the clock was 0
     for claim in view.snapshot.claims:
-        if claim.alive and claim.uid > 0:
+        if claim.alive and claim.uid > 0 and claim.devices:  # a record alone costs its owner nothing
             # Of unknown age: older than everything, and the last to be in excess.
             since = float("-inf") if claim.since is None else claim.since - boot
-            found[claim.uid, claim.id] = _Holding(claim_subject(claim), since, set(claim.devices))
+            found[claim.uid, claim.id] = _Holding(
+                claim_subject(claim), (since, claim.written or 0.0), set(claim.devices)
+            )
     for device in usable_devices(view.snapshot):
         here = claims_on(view.snapshot, device)
         for process in computing(device):
@@ -155,7 +159,9 @@ def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
             under = claim_of(process, own, view.seen) if own else None
             # By its owner, too: an id alone could be copied, to have the processes of its claim counted as another's.
             key: object = (under.uid, under.id) if under else (process.pid, process.start_time)
-            held = found.setdefault(key, _Holding(process_subject(device, process), process.start_time))
+            # One that began long ago and comes to the GPU now is no older than what others had there before.
+            since = view.arrivals.arrived(device.uuid, (process.pid, process.start_time)) or process.start_time
+            held = found.setdefault(key, _Holding(process_subject(device, process), (since, 0.0)))
             if held.subject.kind == "process":  # a claim has the devices that it names, maybe as instances of one
                 held.devices.add(device.uuid)
             held.memory_used += process.memory_used or 0

@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Protocol
 
-from gpuguard.device_state import Processes, claim_of, claims_on, computes, started_by, usable_devices
+from gpuguard.device_state import Processes, claim_of, claims_on, computes, is_blamed_on, started_by, usable_devices
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Snapshot, Subject
 from gpuguard.policies.arrivals import Arrivals
 
@@ -161,7 +161,11 @@ def uses_of(view: RuleView, device: Device, per: str) -> Iterator[SubjectUse]:
             alone = sum(other.uid == claim.uid for other in claims) == 1
             if claim.uid >= 0 and (alone or claim.slots):
                 made_by = claim_of if alone else started_by
-                own = [process for process in processes if made_by(process, claims, view.seen) == claim]
+                own = [
+                    process
+                    for process in processes
+                    if made_by(process, claims, view.seen) == claim and is_blamed_on(process, claim, view.seen)
+                ]
                 yield claim_subject(claim, device), _known_memory(own), tuple(own)
 
 
