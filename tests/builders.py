@@ -236,10 +236,15 @@ def found(rule: Rule, *devices: Device, claims: Any = (), gaps: Any = (), **view
 
 def found_later(rule: Rule, *devices: Device, claims: Any, **view: Any) -> list[Finding]:
     """What *rule* finds there if the processes came after the claims."""
+    return found(rule, *devices, claims=claims, arrivals=claims_first(claims, *devices), **view)
+
+
+def claims_first(claims: Any, *devices: Device) -> Arrivals:
+    """What is known if the processes on *devices* came after the *claims*."""
     arrivals, empty = Arrivals(), [replace(device, processes=()) for device in devices]
     for shown in (empty, devices):
         arrivals.look(a_snapshot(*shown, claims=tuple(claims)))
-    return found(rule, *devices, claims=claims, arrivals=arrivals, **view)
+    return arrivals
 
 
 def pids(findings: list[Finding]) -> list[int]:

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
+from builders import GIB, a_claim_record, a_device, a_process, a_snapshot, claims_first
 from chances import often
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +13,7 @@ from sources import ROOT
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Gap
+from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.expression import EXAMPLES, LONGEST, NAMES, ExpressionRule, NameSource, parse_expression
 from gpuguard.policies.view import HostUse, RuleView
 
@@ -88,8 +89,10 @@ def test_what_is_not_true_of_bob(text):
 
 
 def test_claims_groups_and_the_host_have_names():
+    claim = a_claim_record(A_DEVICE)
     view = {
-        "snapshot": {"claims": (a_claim_record(A_DEVICE),)},
+        "snapshot": {"claims": (claim,)},
+        "arrivals": claims_first([claim], A_DEVICE),
         "groups": {1002: frozenset({"students"})},
         "host": {(BOB.pid, 1000.0): HostUse(cpu=250.0, memory=GIB, network=5e5)},
     }
@@ -97,6 +100,17 @@ def test_claims_groups_and_the_host_have_names():
     assert holds("claimed and user not in claimed_by and 'alice' in claimed_by", **view)
     assert holds("'students' in groups and not 'staff' in groups and 'staff' not in groups", **view)
     assert holds("cpu > 200% and host_memory < 2GiB and network < 1MB/s", **view)
+
+
+@pytest.mark.parametrize("text", ["user not in claimed_by", "not user in claimed_by", "'bob' not in claimed_by"])
+def test_a_claim_that_came_after_the_process_makes_it_no_stranger_there(text):
+    claim, arrivals = a_claim_record(A_DEVICE), Arrivals()
+    for claims in ((), (claim,)):
+        arrivals.look(a_snapshot(A_DEVICE, claims=claims))
+    view = {"snapshot": {"claims": (claim,)}}
+
+    assert holds(text, **view, arrivals=claims_first([claim], A_DEVICE))
+    assert not holds(text, **view, arrivals=arrivals)
 
 
 def conditions_about(name: str) -> list[str]:

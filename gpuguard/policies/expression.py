@@ -99,7 +99,14 @@ def _claimed_by(source: NameSource) -> Value:
     records = claims_on(source.view.snapshot, source.device)
     if not claims_readable(source.view.snapshot) or any(record.uid < 0 for record in records):
         return None
-    return frozenset(record.user for record in records)
+    process, arrivals = source.process, source.view.arrivals
+    older = [
+        record
+        for record in records
+        if process is None or process.uid == record.uid or not arrivals.was_there_before(record, source.device, process)
+    ]
+    # A claim that came after the process is nothing that it can trespass on: it is unknown who should be there.
+    return frozenset(record.user for record in older) if older or not records else None
 
 
 def _command(process: GpuProcess) -> Value:
@@ -137,7 +144,9 @@ NAMES: dict[str, Name] = {
     "model": _of_device(TEXT, "name of the GPU", lambda device: device.name),
     "processes": _of_device(NUMBER, "how many compute on the GPU", _process_count),
     "claimed": Name(TRUTH, False, "whether the GPU is claimed", _claimed),
-    "claimed_by": Name(TEXTS, False, "names of the users who have claimed it: user not in claimed_by", _claimed_by),
+    "claimed_by": Name(
+        TEXTS, False, "names of the users who had claimed it when the process came: user not in claimed_by", _claimed_by
+    ),
 }
 NAMES_OF_HOST = frozenset({"cpu", "host_memory", "network"})  # those that RuleView.host is wanted for
 
