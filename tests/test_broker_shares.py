@@ -19,6 +19,7 @@ from gpuguard.backends import open_backend
 from gpuguard.claims.claim import lock_device
 from gpuguard.claims.directory import BROKERED
 from gpuguard.claims.grants import Grant
+from gpuguard.claims.records import probe
 from gpuguard.daemon.broker import CLAIMED, PART_CLAIMED, Broker, lock_all
 from gpuguard.model import HEALTH
 
@@ -62,6 +63,16 @@ def test_a_share_and_a_whole_device_exclude_each_other(broker):
         assert "claimed by" in tried(broker, BOB, *share("10GiB"))
     with broker.job(None, "--devices", "0"):
         assert "claimed by" in tried(broker, BOB, *share("10GiB"))
+
+
+def test_a_claim_that_puts_up_with_others_is_known_by_what_was_asked_of_the_daemon(broker):
+    """Its user cannot have the GPU alone by writing so, once it was given although others may compute there."""
+    with broker.job(ALICE, "--devices", "0", "--max-processes", "9"), broker.job(BOB, "--devices", "1"):
+        for record in Path(broker.directory.records).glob(f"claim.{ALICE.pw_uid}.*"):
+            record.write_text(record.read_text().replace('"max_processes": 9', '"max_processes": 0'))
+        claims = probe(broker.directory, broker.uuids)
+
+        assert {claim.uid: claim.max_processes for claim in claims} == {ALICE.pw_uid: 9, BOB.pw_uid: None}
 
 
 def test_roots_own_share_beside_those_of_users(broker):
