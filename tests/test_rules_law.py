@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GIB, MIB, Scripted, a_claim_record, a_device, a_process, a_snapshot
+from builders import GIB, MIB, Scripted, a_claim_record, a_device, a_process, a_snapshot, claims_first
 from chances import often
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -267,7 +267,8 @@ def views(draw: st.DrawFn) -> RuleView:
     uses = st.builds(HostUse, cpu=numbers, network=numbers)
     host = {(process.pid, process.start_time or 0.0): draw(uses) for _, process in processes}
     scheduled = draw(st.none() | st.just({device.uuid: frozenset({1001}) for device in devices}))
-    return RuleView(now, past=past, host=host, scheduled=scheduled)
+    arrivals = claims_first(now.claims, *devices)
+    return RuleView(now, past=past, host=host, scheduled=scheduled, arrivals=arrivals)
 
 
 @settings(max_examples=often(300), suppress_health_check=list(HealthCheck))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from textwrap import dedent
 
-from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
+from builders import GIB, a_claim_record, a_device, a_process, a_snapshot, claims_first
 
 from gpuguard.model import Device
 from gpuguard.policies.files.decoder import Decoder
@@ -89,6 +89,7 @@ def a_bad_day(clock: float = CLOCK) -> RuleView:
         machine=MachineUse(100 * GIB, 10, {1001: UserUse("alice", 900.0, 90 * GIB)}),
         groups={1001: frozenset({"students"}), 1002: frozenset({"staff"})},
         scheduled={device.uuid: frozenset({1002}) for device in devices},
+        arrivals=claims_first(claims, *devices),
         gpu_seconds={uid: {days * 86400.0: 1e7 for days in (1, 7, 14, 28, 30)} for uid in (1001, 1002)},
     )
 

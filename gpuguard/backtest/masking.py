@@ -33,7 +33,7 @@ _FIELDS_OF = {
         "uid user command executable container working_directory conda_environment",
     ),
     "claim": (
-        "alive pid since holders ends expected waited memory most hidden",
+        "alive pid since holders ends expected waited memory most max_processes written hidden",
         "id uid user devices note command slots",
     ),
     "host": ("cpu memory network traced", "terminal"),
