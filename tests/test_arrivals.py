@@ -144,13 +144,14 @@ def test_of_two_claims_the_trespass_is_on_the_older_one():
     assert finding.why == "uses 10.0GiB of a GPU that alice has claimed"
 
 
-@pytest.mark.parametrize("memory", [25 * MIB, 40 * GIB])
-def test_what_was_spared_as_a_desktop_then_is_judged_from_the_moment_it_is_more(memory):
-    desktop = replace(BOBS, kind="compute+graphics", memory_used=memory)
+@pytest.mark.parametrize("kind", ["graphics", "compute+graphics"])
+@pytest.mark.parametrize("memory", [25 * MIB, 40 * GIB, None])
+def test_what_was_spared_as_a_desktop_then_is_judged_from_the_moment_it_is_more(memory, kind):
+    desktop = replace(BOBS, kind=kind, memory_used=memory)
     grown = replace(desktop, memory_used=40 * GIB)
     looks = [(a_list(desktop), ()), (a_list(desktop), (ALICE,)), (a_list(grown), (ALICE,))]
 
-    assert trespassers(*looks) == ([2] if memory < GIB else [])
+    assert trespassers(*looks) == ([2] if memory == 25 * MIB else [])
 
 
 def test_a_reused_pid_is_a_newcomer():

@@ -109,7 +109,12 @@ def _listed(device: Device, before: _KnownList | None, clock: float) -> _KnownLi
             lived = before is not None and process.start_time < before.clock - START_SLACK
             is_new = lived and before is not None and process.pid not in before.pids
             arrived[identity] = clock if is_new else before.arrived.get(identity) if before else None
-    using = {(process.pid, process.start_time) for process in device.processes if may_compute(process, device)}
+    # What is unknown of a process then is not held against it when it is known.
+    using = {
+        (process.pid, process.start_time)
+        for process in device.processes
+        if process.memory_used is None or may_compute(process, device)
+    }
     pids = frozenset(process.pid for process in device.processes)
     return _KnownList(clock, pids, arrived, frozenset(arrived.keys() & using))
 
