@@ -148,7 +148,8 @@ def test_every_command_of_the_readme_is_run_by_a_block_of_some_page_or_by_a_name
     shown += re.findall(
         r"`((?:gpuguard|scripts/)[^`\n]*)`", re.sub(r"^```.*?^```$", "", PAGES[name], flags=re.M | re.S)
     )
-    lines = (line.partition("#")[0].removeprefix("sudo ").split() for text in shown for line in text.splitlines())
+    typed = (line.partition("#")[0].removeprefix("sudo ") for text in shown for line in text.splitlines())
+    lines = (line.replace('"$(command -v gpuguard)"', "gpuguard").split() for line in typed)
     commands = {" ".join(words[: 1 if words[0].startswith("scripts/") else 2]) for words in lines}
 
     assert {command for command in commands if not re.search(rf"{command}\b", ran)} - {"gpuguard"} == {*ELSEWHERE}
