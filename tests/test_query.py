@@ -1,5 +1,6 @@
 """`gpuguard query` answers as nvidia-smi does: names, units and forms, and reads no more than it is asked for."""
 
+import csv
 import json
 import re
 import subprocess
@@ -214,4 +215,17 @@ def test_no_spreadsheet_runs_the_name_of_a_program():
     device = a_device(processes=[a_process(pid, command=(name,)) for pid, name in enumerate(names, 1)])
 
     cells = list(csv_lines(a_snapshot(device), query_of("process_name", apps=True), header=False))
-    assert cells == ["'=HYPERLINK(1)", "a, '=cmd|' /C calc'!A0", "'@SUM(1)", "python"]
+    assert cells == ["'=HYPERLINK(1)", "\"a, '=cmd|' /C calc'!A0\"", "'@SUM(1)", "python"]
+
+
+def test_no_name_of_a_program_forges_a_column():
+    names = ("x, 99999 MiB", "a;=1+1", 'the "best", "of" all', "python train.py")
+    device = a_device(processes=[a_process(pid, command=(name,)) for pid, name in enumerate(names, 1)])
+    lines = list(csv_lines(a_snapshot(device), query_of("pid,process_name,used_memory", apps=True)))
+
+    assert [[cell.strip() for cell in row] for row in csv.reader(lines)] == [
+        ["pid", "process_name", "used_gpu_memory [MiB]"],
+        *([str(pid), name.replace(";=", ";'="), "10240 MiB"] for pid, name in enumerate(names, 1)),
+    ]
+    assert [len(row) for row in csv.reader(lines[2:3], delimiter=";")] == [2]
+    assert not any(cell.startswith("=") for row in csv.reader(lines, delimiter=";") for cell in row)

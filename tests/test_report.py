@@ -212,6 +212,7 @@ def test_unknown_is_null_in_json_and_empty_in_csv(hour):
 def test_no_spreadsheet_takes_a_name_for_a_formula(hour):
     assert any(line.startswith("'=cmd()") for line in view.to_csv(reported(hour), None))
     signs = ["=1", "+1", "-1", "@x", "\uff1d1", "\uff0b1", "\uff0d1", "\uff20x"]
+    assert csv_lines(["a", "b"], [['x;=1 "2"', None]]) == ["a,b", '"x;\'=1 ""2""",']
     assert csv_lines(["a"], [[sign] for sign in signs]) == ["a", *(f"'{sign}" for sign in signs)]
 
 

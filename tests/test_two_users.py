@@ -1,12 +1,13 @@
 """Two users who do not trust each other: what one of them does never frees, takes or hangs what is the other's."""
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import NamedTuple
@@ -360,6 +361,26 @@ for planted in ("x", f"release.{alice}.{name}"):
 print("planted", flush=True)
 time.sleep(100)
 """
+
+
+def test_hundreds_of_records_of_one_user_take_roots_release_one_sample_and_few_lines(machine):
+    """Each had a sample of the driver and a search through all processes of its own."""
+    place, count = Path(machine.directory.records), 300
+    with ExitStack() as held, machine.job(BOB, "-n", "1"):
+        for number in range(count):
+            path = place / f"{machine.directory.prefix}claim.{ALICE.pw_uid}.f{number:04}.json"
+            file = held.enter_context(path.open("x"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            json.dump({"devices": [machine.uuids[0]]}, file)
+            file.flush()
+            os.chown(path, ALICE.pw_uid, ALICE.pw_gid)
+        done = machine(None, "release")
+
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0
+    assert [line.split()[1] for line in lines[1:-1]].count(ALICE.pw_name) == 20
+    assert [line.split()[1] for line in lines[1:-1]].count(BOB.pw_name) == 1
+    assert lines[-1] == f"and {count - 20} more of {ALICE.pw_name}"
 
 
 def test_planted_records_symlinks_and_copies_of_an_id_release_nothing_of_alices(machine):

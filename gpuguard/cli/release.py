@@ -29,7 +29,7 @@ from gpuguard.model import Event
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count
 from gpuguard.users import user_name
-from gpuguard.views.text import picked, put, put_json, table
+from gpuguard.views.text import first_of_each_user, picked, put, put_json, table
 
 if TYPE_CHECKING:
     from gpuguard.claims.directory import LockDirectory
@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
 def _print_claims(args: argparse.Namespace, directory: LockDirectory) -> int:
     claims = [claim for claim in read_records(directory) if os.geteuid() in (0, claim.uid)]
     with closing(backend_of(args)) as backend:
-        rows = [(claim, release.current_use(directory, claim, backend)) for claim in claims]
+        rows = list(zip(claims, release.current_uses(directory, claims, backend), strict=True)) if claims else []
     if args.json:
         content = [{"claim": claim.id, **picked(claim, "user", "uid", "devices"), "in_use": why} for claim, why in rows]
         put_json({"schema": 1, "claims": content})
@@ -86,11 +86,13 @@ def _print_claims(args: argparse.Namespace, directory: LockDirectory) -> int:
         put([_("no claim is yours.") if os.geteuid() else _("there is no claim.")])
     else:
         free = _("no process computes: can be released")
+        # A user sees all of their own claims.
+        shown, more = (rows, []) if os.geteuid() else first_of_each_user(rows, lambda row: row[0].user)
         cells = [
             (claim.id, neutralise(claim.user), str(len(claim.devices)), neutralise(translated(why or free)))
-            for claim, why in rows
+            for claim, why in shown
         ]
-        put(table(cells, (_("CLAIM"), _("USER"), _("GPUS"), _("STATE")), align="<<><"))
+        put([*table(cells, (_("CLAIM"), _("USER"), _("GPUS"), _("STATE")), align="<<><"), *more])
     return 0
 
 

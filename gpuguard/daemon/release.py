@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gpuguard.backends import Backend
@@ -78,11 +78,14 @@ def releasable_claim(directory: LockDirectory, beginning: str, uid: int) -> Clai
     )
 
 
-def current_use(directory: LockDirectory, claim: ClaimRecord, backend: Backend) -> str | None:
-    """Which processes compute under *claim*, in words, or why that cannot be seen; None when none does."""
-    fresh = backend.sample(WHO_FIELDS, list(claim.devices))
-    current = claim_named(probe(directory, claim.devices), claim.uid, claim.id)
-    return in_use(current or claim, fresh)
+def current_uses(directory: LockDirectory, claims: Sequence[ClaimRecord], backend: Backend) -> list[str | None]:
+    """Which processes compute under each claim, in words, or why that cannot be seen; None when none does.
+
+    The driver and the locks are read once for all of them: a user can have hundreds of records.
+    """
+    uuids = list(dict.fromkeys(uuid for claim in claims for uuid in claim.devices))
+    fresh, held = backend.sample(WHO_FIELDS, uuids), probe(directory, uuids)
+    return [in_use(claim_named(held, claim.uid, claim.id) or claim, fresh) for claim in claims]
 
 
 def release(directory: LockDirectory, claim: ClaimRecord, request: ReleaseRequest, backend: Backend) -> str:
@@ -92,7 +95,7 @@ def release(directory: LockDirectory, claim: ClaimRecord, request: ReleaseReques
         ClaimError: it is in use, or cannot be released from here.
         BackendError: the driver cannot be read.
     """
-    if use := current_use(directory, claim, backend):
+    if use := current_uses(directory, [claim], backend)[0]:
         raise ClaimError(
             _("the claim {id} is in use: {use}.  `--stop` ends its job first.").format(id=claim.id, use=translated(use))
         )

@@ -6,9 +6,8 @@ describes the JSON.  Does not read the store: see the command `history`.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -192,18 +191,14 @@ def to_csv(metric: Metric, courses: Sequence[DeviceHistory]) -> list[str]:
 
 def csv_lines(names: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """Lines of CSV, neutral text; what is unknown is empty, and no spreadsheet takes a name for a formula."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(names)
-    for row in rows:
-        writer.writerow([harmless_cell(cell) if isinstance(cell, str) else cell for cell in row])
-    return stream.getvalue().splitlines()
+    return [",".join("" if cell is None else csv_cell(str(cell)) for cell in row) for row in (names, *rows)]
 
 
 _FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # with the wide ones, which a spreadsheet in Japanese takes as well
 
 
-def harmless_cell(text: str) -> str:
-    """Neutral text that no spreadsheet takes for a formula."""
-    neutral = neutralise(text)
-    return f"'{neutral}" if neutral.startswith(_FORMULA) else neutral
+def csv_cell(text: str) -> str:
+    """Neutral text as one cell that no spreadsheet takes for a formula, also one that splits lines at semicolons."""
+    parts = re.split(r"([,;] *)", neutralise(text))
+    text = "".join(f"'{part}" if part.startswith(_FORMULA) else part for part in parts)
+    return '"' + text.replace('"', '""') + '"' if set(text) & set(',;"') else text

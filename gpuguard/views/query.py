@@ -16,7 +16,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.model import Device, GpuProcess, Snapshot
 from gpuguard.units import local_time
-from gpuguard.views.history import harmless_cell
+from gpuguard.views.history import csv_cell
 
 NOT_KNOWN = "[N/A]"
 Value = str | int | float | None
@@ -242,18 +242,13 @@ def _rows(snapshot: Snapshot, query: Query, uuids: frozenset[str]) -> Iterator[Q
 def csv_lines(
     snapshot: Snapshot, query: Query, uuids: frozenset[str] = frozenset(), *, header: bool = True, units: bool = True
 ) -> Iterator[str]:
-    """The lines, with `, ` in between and without quotes, as nvidia-smi has them; no spreadsheet runs a name."""
+    """The lines, with `, ` in between as nvidia-smi has them; no name forges a column, and no spreadsheet runs one."""
     if header:
         yield ", ".join(query.headers)
     for subject in _rows(snapshot, query, uuids):
-        written = (field.written(field.value(subject), units=units) for field in query.fields.values())
-        # A comma in the name of a program begins a cell, as there are no quotes.
-        yield ", ".join(",".join(map(_harmless_part, text.split(","))) for text in written)
-
-
-def _harmless_part(text: str) -> str:
-    name = text.lstrip(" ")
-    return " " * (len(text) - len(name)) + harmless_cell(name)
+        first, *others = (csv_cell(field.written(field.value(subject), units=units)) for field in query.fields.values())
+        # A quote counts only where the cell begins with it.
+        yield first + "".join(f",{cell}" if cell.startswith('"') else f", {cell}" for cell in others)
 
 
 def to_json(snapshot: Snapshot, query: Query, uuids: frozenset[str] = frozenset()) -> dict[str, Any]:
