@@ -292,6 +292,7 @@ class Verdict:
     next_after: float | None = None  # ... in how many seconds, if nothing changes
     harm_action: str | None = None  # the first of the later steps that takes something away from the user, and ...
     harm_after: float | None = None  # ... in how many seconds that comes, if nothing changes
+    may_be_kept: bool = True  # whether the user can ask by `gpuguard keep` to be spared
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, ClaimRecord, Event, Finding,
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES
 from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
-from gpuguard.policies.policy import ENDING, HARMFUL, Judgement, Note, Policy
+from gpuguard.policies.policy import ENDING, HARMFUL, Judgement, Kept, KeptMark, Note, Policy
 from gpuguard.policies.rules import needs_of
 from gpuguard.policies.usage import TrespassRule, strangers
 from gpuguard.policies.view import MachineUse, RuleView, SubjectIdentity, identity_of, process_subject
@@ -97,7 +97,7 @@ class Watchdog:
         self.language, self.templates = ENGLISH, TEMPLATES  # of what is written to terminals
         self.personal: frozenset[str] = frozenset()  # names of targets that write to the user who is meant
         self.longest_keep = LONGEST_KEEP  # seconds for which users may exempt what is theirs
-        self.kept: Mapping[tuple[str, int | str], float] = {}  # exempted by `gpuguard keep`: until which CLOCK_BOOTTIME
+        self.kept: Kept = {}  # exempted by `gpuguard keep`
         self.gpu_seconds: Callable[[], Mapping[int, Mapping[float, float]]] = dict  # of a RuleView, for each sample
         self.scheduled: Callable[[Snapshot], Mapping[str, frozenset[int]] | None] = lambda snapshot: None  # likewise
         self.pause = interval[0]  # seconds to the next sample
@@ -215,7 +215,8 @@ class Watchdog:
         if uid is not None and device is not None:
             marks = {("claim", claim), ("uid on device", f"{uid} {device}")}
         # A new dict each time: a step that is under way reads the one that it has.
-        self.kept = {**self.kept, **{(kind, name): until_clock for kind, name in marks if name is not None}}
+        mark = KeptMark(until_clock)
+        self.kept = {**self.kept, **{(kind, name): mark for kind, name in marks if name is not None}}
 
     def start(self) -> None:
         """Run in a thread of its own, until stop() or the end of the process."""

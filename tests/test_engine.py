@@ -9,7 +9,7 @@ from ladders import Devices, Finds, Processes, Watch, a_policy, actions, busy, k
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Gap, Subject
 from gpuguard.policies.engine import EscalationState, next_step
-from gpuguard.policies.policy import KILL_AFTER, Step
+from gpuguard.policies.policy import KILL_AFTER, KeptMark, Step
 from gpuguard.policies.view import RuleView
 
 NOBODY = a_device(processes=())
@@ -198,7 +198,7 @@ def test_a_condition_that_ends_cancels_the_ladder_with_a_note():
 def test_a_condition_that_ends_because_somebody_is_kept_is_told_once():
     watch = Watch(a_policy("warn", "terminate"))
     watch.until(80)
-    watch.memory.kept["uid", 1001] = 20_000.0
+    watch.memory.kept["uid", 1001] = KeptMark(20_000.0)
 
     assert [note.kind for note in watch.sees(busy(90)).notes] == ["kept"]
 
@@ -318,7 +318,7 @@ def test_two_policies_with_one_name_are_refused():
 
 def test_memory_does_not_grow_with_those_who_are_gone():
     watch = Watch(a_policy("warn", hold=10, cooldown=50), a_policy("terminate", name="q", cooldown=50))
-    watch.memory.kept["uid", 1001] = 10_050.0
+    watch.memory.kept["uid", 1001] = KeptMark(10_050.0)
     for number in range(300):
         process = a_process(1000 + number, start_time=5000.0 + number)
         for moment in range(6):

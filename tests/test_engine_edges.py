@@ -9,7 +9,7 @@ from ladders import Finds, Processes, Watch, a_policy, actions, busy, kinds, pid
 from gpuguard.backtest.backtest import rehearse
 from gpuguard.model import Finding, Subject
 from gpuguard.policies.engine import EngineMemory, evaluate, still_holds
-from gpuguard.policies.policy import ON_PROCESSES, Step, why_inapplicable
+from gpuguard.policies.policy import ON_PROCESSES, KeptMark, Step, why_inapplicable
 from gpuguard.policies.view import RuleView, process_subject
 
 HOUR = 3600.0
@@ -117,7 +117,7 @@ def test_a_condition_is_looked_at_once_more_without_a_sample_of_its_own(device, 
     watch = Watch(policy)
     watch.until(30)
     if kept:
-        watch.memory.kept["uid", kept] = 20_000.0
+        watch.memory.kept["uid", kept] = KeptMark(20_000.0)
     before = copy.deepcopy(watch.memory)
     subject = process_subject(a_device(), a_process())
 

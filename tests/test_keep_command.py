@@ -5,20 +5,25 @@ import pwd
 import signal
 import socket
 import time
+from dataclasses import dataclass, replace
 
 import pytest
-from builders import a_device
+from builders import a_device, a_process, a_snapshot
 from daemons import a_daemon, somebodys
 from guarded import SOMEBODY
+from ladders import Processes, a_policy
 from nodes import GIB, eventually
 from users import ALICE, BOB
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import KEPT, Restriction, change
 from gpuguard.daemon import exemptions
-from gpuguard.daemon.exemptions import MAX_CHANGES, MAX_PER_USER, Exemptions
+from gpuguard.daemon.exemptions import MAX_CHANGES, MAX_PER_USER, MAX_SPANS, Exemptions
 from gpuguard.errors import GpuguardError
 from gpuguard.model import Event
+from gpuguard.policies.engine import EngineMemory, evaluate
+from gpuguard.policies.policy import Policy
+from gpuguard.policies.rules import RULES
 from gpuguard.procfs import boot_clock
 
 root = pytest.mark.root
@@ -73,9 +78,10 @@ def granting(directory: LockDirectory) -> Granting:
 def test_what_is_kept_is_what_was_asked_for_and_an_event_says_it(granting, uid, request_, key):
     granting(uid, reason="a deadline", **request_)
 
-    [(kept, until)] = granting.kept.items()
+    [(kept, mark)] = granting.kept.items()
     [event] = granting.events
-    assert kept == key and 50 < until - boot_clock() <= 60
+    assert kept == key and 50 < mark.until - boot_clock() <= 60
+    assert (mark.spans is None) == (uid == 0)  # root's is not counted
     assert (event.kind, event.outcome, event.message) == ("keep", "kept", "a deadline")
     assert dict(event.facts)["uid"] == (request_.get("uid", uid) or None)  # root's for a device is no user's
 
@@ -144,6 +150,152 @@ def test_uids_that_nobody_knows_leave_room_for_those_who_have_a_name(directory, 
     with pytest.raises(GpuguardError, match="uid 200004 has no name"):
         Granting(directory)(200_004)
     Granting(directory)(pwd.getpwnam("daemon").pw_uid)
+
+
+HOUR, WEEK = 3600.0, 7 * 86400.0
+
+
+def kept_already(directory: LockDirectory, *hours: tuple[float, float], uid: int = 1001, **fields: object) -> None:
+    """A user has kept what is theirs from so many hours ago until so many hours ago."""
+    spans = tuple((time.time() - HOUR * begin, time.time() - HOUR * end) for begin, end in hours)
+    mark = Restriction(str(uid), *spans[-1], "", "alice", "alice", asked=spans)
+    change(directory, KEPT, lambda marks: marks.update({mark.name: replace(mark, **fields)}))
+
+
+def running_for(hours: float):
+    """What the daemon sees: a process of uid 1001 that began so long ago."""
+    row = a_process(start_time=boot_clock() - hours * HOUR, uid=1001)
+    return lambda: (a_device(0, processes=(row,)), a_device(1))
+
+
+ASKED_AGAIN = {
+    "again at once": {},
+    "by the number of the GPU": {"device": "0"},
+    "by another GPU": {"device": "1"},
+    "by name": {"uid": 1001},
+}
+
+
+@pytest.mark.parametrize("way", ASKED_AGAIN)
+def test_no_process_is_kept_for_more_than_72_hours_in_7_days_however_often_its_user_asks(directory, way):
+    kept_already(directory, (100, 60), (50, 19))  # 40 h and 31 h
+    granting = Granting(directory)
+    granting.exemptions.devices = running_for(200)
+
+    with pytest.raises(GpuguardError, match=r"72 h in 7 days.  Now 1h is left, and more from \d\d-\d\d \d\d:\d\d on"):
+        granting(1001, for_seconds=2 * HOUR, **ASKED_AGAIN[way])
+    granting(1001, for_seconds=HOUR, **ASKED_AGAIN[way])
+    with pytest.raises(GpuguardError, match="72 h in 7 days"):
+        Granting(directory)(1001, for_seconds=HOUR + 300, **ASKED_AGAIN[way])
+
+
+def test_a_time_that_is_renewed_before_it_is_over_counts_once(granting):
+    for _ in range(5):
+        granting(1001, for_seconds=86400)
+    granting(1001, for_seconds=86400, device="0")
+
+    spans = granting.kept["uid", 1001].spans
+    assert granting.kept["uid on device", f"1001 {DEVICE}"].spans == spans
+    assert len(spans) == 1 and spans[0][1] - spans[0][0] == pytest.approx(86400, abs=60)
+
+
+def test_a_process_that_came_later_has_72_hours_of_its_own(directory):
+    kept_already(directory, (100, 28))
+    granting = Granting(directory)
+    granting.exemptions.max_seconds = WEEK
+    granting.exemptions.devices = running_for(10)
+
+    granting(1001, for_seconds=72 * HOUR)
+    with pytest.raises(GpuguardError, match="Now 3d is left"):
+        granting(1001, for_seconds=73 * HOUR)
+
+
+def test_what_is_ended_early_counts_only_until_then_and_is_not_forgotten(directory):
+    kept_already(directory, (60, 0), until=time.time() + 3 * HOUR)
+    granting = Granting(directory)
+    assert granting(1001, "end") == {"ended": 1}
+    assert granting.kept == {}
+
+    with pytest.raises(GpuguardError, match="Now 12h is left"):
+        granting(1001, for_seconds=13 * HOUR)
+    granting(1001, for_seconds=11 * HOUR)
+
+
+def test_what_root_keeps_is_not_counted_and_no_user_makes_less_of_it(directory):
+    granting = Granting(directory)
+    granting(0, uid=1001, for_seconds=30 * 86400)
+
+    with pytest.raises(GpuguardError, match="kept already, in all policies"):
+        granting(1001, for_seconds=60)
+    assert granting.kept["uid", 1001].until > boot_clock() + 29 * 86400
+
+
+def test_no_user_fills_the_file_by_many_short_times(directory):
+    kept_already(directory, *((at + 0.01, at) for at in range(100, 100 - 2 * MAX_SPANS, -2)))
+    granting = Granting(directory)
+    granting(1001)
+
+    assert len(granting.kept["uid", 1001].spans) == MAX_SPANS
+
+
+@dataclass(frozen=True)
+class ProtectsOthers(Processes):
+    protects_others = True
+
+
+def policies_that_find(kept: dict, *policies: Policy, **fields: object) -> set[str]:
+    """The names of those that act on a process of uid 1001, while that is kept."""
+    clock = boot_clock()
+    row = a_process(**{"start_time": clock - 1000.0, "uid": 1001, **fields})
+    memory = EngineMemory(kept=dict(kept))
+    for seconds in (0, 10):
+        sample = a_snapshot(a_device(0, processes=(row,)), clock=clock + seconds)
+        verdicts = evaluate(sample, policies, memory, interval=10).verdicts
+    return {verdict.policy for verdict in verdicts}
+
+
+OWN = a_policy(name="own", hold=10)
+OTHERS = a_policy(name="others", hold=10, rules=(ProtectsOthers(),))
+POLICIES = (
+    OWN,
+    OTHERS,
+    replace(OTHERS, name="the file says so", keep=True),
+    replace(OWN, name="the file says no", keep=False),
+    replace(OWN, name="one of several", rules=(Processes(), ProtectsOthers())),
+)
+
+
+def test_a_user_keeps_nothing_from_policies_that_protect_others_unless_the_file_says_so(granting):
+    granting(1001, for_seconds=86400)
+
+    assert policies_that_find(granting.kept, *POLICIES) == {"others", "the file says no", "one of several"}
+
+
+@pytest.mark.parametrize("by", ["root", "a version before"])
+def test_what_root_keeps_and_what_was_granted_before_is_kept_from_all_policies(directory, by):
+    if by == "root":
+        Granting(directory)(0, uid=1001)
+    else:
+        before = Restriction("1001", time.time(), time.time() + 3600, "", "alice", "alice")
+        change(directory, KEPT, lambda marks: marks.update({"1001": before}))
+
+    assert policies_that_find(Granting(directory).kept, *POLICIES) == set()
+
+
+@pytest.mark.parametrize(("age", "found"), [(100 * HOUR, {"own"}), (HOUR, set())])
+def test_a_process_that_hid_when_its_user_asked_is_kept_for_no_longer(directory, age, found):
+    kept_already(directory, (80, 7))
+    granting = Granting(directory)
+    granting.exemptions.devices = running_for(1)  # another one
+    granting(1001, for_seconds=3600)
+
+    assert policies_that_find(granting.kept, OWN, start_time=boot_clock() - age) == found
+
+
+def test_these_rules_protect_others():
+    others = {name for name, rule in RULES.items() if getattr(rule, "protects_others", False)}
+
+    assert others == {"unclaimed", "trespass", "users", "quota", "outside_scheduler"}
 
 
 @root

@@ -50,6 +50,11 @@ def test_a_warning_names_the_step_that_harms_and_its_time_of_day_whatever_comes_
     assert dict(message.facts)["harm_unix_seconds"] == a_node().taken_at + 90.0
 
 
+@pytest.mark.parametrize(("facts", "offered"), [({}, True), ({"may_be_kept": False}, False)])
+def test_keep_is_offered_only_where_it_helps(facts, offered):
+    assert ("gpuguard keep" in message_for(replace(a_verdict(), **facts), a_node()).body) == offered
+
+
 def test_a_message_about_a_claim_names_its_devices():
     claim = a_claim_record(a_device(3), a_device(5), id="c1ai", uid=7)
     finding = Finding("quota", Subject("claim", uid=7, claim="c1ai"), "holds 2 GPUs")

@@ -114,6 +114,8 @@ def test_explain_says_who_when_and_what(gpuguard, tmp_path):
         "after 4h1m   kill:",
         "At most 1 user and 2 processes are hit at once",
         "If that would be more users, none is hit",
+        "each process and claim for at most 72 h in 7 days",
+        "`gpuguard keep` spares no user who asks for it",
         "left alone for 15m",
         "Dry run: mode is observe",
     ):

@@ -28,6 +28,7 @@ policies:
     days: [mon, tue]
     claimed_above: 80%
     at_most: {users: 1, processes: 2}
+    keep: false
     cooldown: 15m
     mode: observe
     steps:
@@ -59,7 +60,7 @@ def test_every_key_and_step_reaches_the_policy_and_the_file():
     assert found.exempt == (Exemption(frozenset({1002}), until=time.mktime((2026, 12, 24, 18, 0, 0, 0, 0, -1))),)
     assert (found.devices_at_least, found.claimed_above, found.enforce) == (2, 80.0, False)
     assert (found.hours, found.days) == ((79200.0, 27000.0), frozenset({0, 1}))
-    assert (found.at_most_users, found.at_most_processes) == (1, 2)
+    assert (found.at_most_users, found.at_most_processes, found.may_be_kept) == (1, 2, False)
     assert found.steps == (
         Step("warn"),
         Step("notify", 1800.0, (("to", "ops"),)),
@@ -77,6 +78,8 @@ def test_what_is_not_written_is_mild():
 
     assert (found.hold, found.enforce, found.at_most_users, found.at_most_processes) == (30.0, False, 3, 5)
     assert found.only is None
+    assert found.may_be_kept and not policy(when="{trespass: {}}").may_be_kept
+    assert policy(when="{trespass: {}}", more="keep: true").may_be_kept
 
 
 @pytest.mark.parametrize(

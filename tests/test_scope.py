@@ -10,7 +10,7 @@ from ladders import Devices, Finds, Watch, a_policy, actions, busy, kinds, pids
 from gpuguard.enforcement import identity
 from gpuguard.model import Finding, Subject
 from gpuguard.policies import policy as policy_module
-from gpuguard.policies.policy import Exemption, is_within, on_enough_devices
+from gpuguard.policies.policy import Exemption, KeptMark, is_within, on_enough_devices
 from gpuguard.policies.view import HostUse, RuleView, claim_subject, index_sample, reach_of
 
 ALICE, BOB = 1001, 1002
@@ -23,7 +23,7 @@ def judged(policy, *devices, host=None, groups=None, begin=0, mark=None, **field
     """The judgement when the condition has held for long enough."""
     watch = Watch(policy)
     if mark:
-        watch.memory.kept = dict.fromkeys(mark.items(), 20_000.0)
+        watch.memory.kept = dict.fromkeys(mark.items(), KeptMark(20_000.0))
     for clock in range(begin, begin + 40, 10):
         judgement = watch.sees(RuleView(busy(clock, *devices, **fields), host=host or {}, groups=groups or {}))
     return judgement
@@ -220,7 +220,7 @@ def test_a_claim_mark_does_not_keep_a_stranger_on_the_device():
 
 def test_a_mark_ends_at_its_clock():
     watch = Watch(a_policy("warn", cooldown=1000))
-    watch.memory.kept["uid", ALICE] = 10_100.0
+    watch.memory.kept["uid", ALICE] = KeptMark(10_100.0)
 
     assert watch.until(200) == [(130, "warn")]
 

@@ -38,6 +38,7 @@ ADMINISTRATOR = "the administrator"
 MAX_BYTES = 512 * 1024
 MAX_RESTRICTIONS = 1000
 MAX_REASON = 200  # characters
+REMEMBERED_SECONDS = {KEPT: 7 * 86400.0}  # for which change() also finds those that are over
 WRITE_SECONDS = 5.0  # for another writer to finish
 LATEST = 2**37  # unix time: beyond the year 6000 it is none, and soon no date that can be shown
 STEP_SECONDS = 1.0  # less of it is no step: the clock is led a little faster or slower all the time
@@ -60,6 +61,8 @@ class Restriction:
     user: str | None = None  # name of the user, if it is about one
     # (pid, start time) of the process that caused it, with which it ends: see enforcement.actions
     process: tuple[int, float] | None = None
+    # (begin, end) of the times of the last days for which a user asked; None: nobody counts them
+    asked: tuple[tuple[float, float], ...] | None = None
 
     def holds(self, now: float) -> bool:
         """Whether it is not over yet."""
@@ -133,7 +136,7 @@ def change(
     path = _path(writable[0], kind)
     try:
         with _only_writer(writable):
-            restrictions = _read_all(writable, kind, time.time())
+            restrictions = _read_all(writable, kind, time.time() - REMEMBERED_SECONDS.get(kind, 0.0))
             update(restrictions)
             if restrictions:
                 _write(path, kind, restrictions)
@@ -220,9 +223,11 @@ def _read(files: DaemonFiles, kind: str) -> Iterator[Restriction]:
         times = {"since": entry["since_unix_seconds"] + step, "until": entry["until_unix_seconds"]}
         if times["until"] is not None:
             times["until"] += step
+        asked = entry.get("asked")
+        asked = None if asked is None else [[begin + step, end + step] for begin, end in asked]
         if not all(when is None or abs(when) < LATEST for when in times.values()):
             raise ValueError("a time in it is none")
-        yield decode(Restriction, {**entry, **times})
+        yield decode(Restriction, {**entry, **times, "asked": asked})
 
 
 def _booted() -> float:
@@ -232,7 +237,10 @@ def _booted() -> float:
 
 def _write(path: str, kind: str, restrictions: dict[str, Restriction]) -> None:
     facts = {"schema": 1, "boot": boot_id(), "booted_unix_seconds": _booted()}
-    entries = [{**to_json(restriction), "process": restriction.process} for restriction in restrictions.values()]
+    entries = [
+        {**to_json(restriction), "process": restriction.process, "asked": restriction.asked}
+        for restriction in restrictions.values()
+    ]
     content = json.dumps({**facts, "marks": entries}, indent=1).encode("ascii")
     if len(restrictions) > MAX_RESTRICTIONS or len(content) >= MAX_BYTES:
         raise LockDirectoryError(

@@ -1,15 +1,17 @@
 """Exemptions that users ask for: "I know that it looks idle; keep it until tonight."
 
-Every user may exempt own processes and claims, for as long as the policy file allows at most; root any user and whole
-devices.  Exemptions lie in kept.json, so they outlive the daemon.  They only protect: a step that would be taken is
-not.  Does not listen: see server.
+Every user may exempt own processes and claims, for as long as the policy file allows at most, and none of them for more
+than 72 h in 7 days; root any user and whole devices.  What a user asks for holds only in policies about what concerns
+that user alone, or where the file says so; what root grants, and what an older version granted, in all.  Exemptions lie
+in kept.json, so they outlive the daemon.  They only protect: a step that would be taken is not.  Does not listen: see
+server.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from gpuguard.claims.directory import LockDirectory
@@ -19,17 +21,19 @@ from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Device, Event
 from gpuguard.notify.templates import LONGEST_KEEP
+from gpuguard.policies.policy import KEPT_SECONDS, KEPT_WITHIN, Kept, KeptMark, TimeSpan, seconds_within
 from gpuguard.procfs import boot_clock
 from gpuguard.request import resolve
-from gpuguard.units import format_duration
+from gpuguard.units import format_duration, local_time
 from gpuguard.users import user_name
 
 MAX_SECONDS_OF_ROOT = 365 * 86400.0
 MAX_PER_USER = 16
 MAX_CHANGES, CHANGES_SECONDS = 10, 60.0  # of one user within so long: each is a line of the audit log
+BREAK_SECONDS = 3600.0  # less than that between two times for which a user asked is none
+SLACK_SECONDS = 60.0
+MAX_SPANS = 20  # of such times of a user: then breaks of any length are none
 _NAMELESS = -1  # all users without a name: a user with user namespaces has 65536 such uids
-
-ExemptUntil = dict[tuple[str, int | str], float]  # as the engine remembers it: until which CLOCK_BOOTTIME
 
 
 class Exemptions:
@@ -44,14 +48,14 @@ class Exemptions:
     def __init__(
         self,
         directory: LockDirectory,
-        use: Callable[[ExemptUntil], object],
+        use: Callable[[Kept], object],
         devices: Callable[[], Sequence[Device]],
         report: Callable[[Event], object],
     ) -> None:
         self.max_seconds = LONGEST_KEEP
         self._directory, self._use, self.devices, self._report = directory, use, devices, report
         self._changes: dict[int, list[float]] = {}  # of a uid, monotonic
-        self._apply(read_restrictions(directory, KEPT, time.time()))
+        self._apply(read_restrictions(directory, KEPT, time.time() - KEPT_WITHIN))
 
     def keep(self, uid: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Exempt what *uid* asks for.  Raises GpuguardError when it is refused."""
@@ -69,11 +73,22 @@ class Exemptions:
         now = time.time()
         user = None if owner is None else user_name(owner)
         exemption = Restriction(_name(owner, uuid), now, now + seconds, reason, user_name(uid), user)
+        since = self._oldest_start(owner, uuid, now)
         self.count_change(uid)
 
         def add(exemptions: dict[str, Restriction]) -> None:
+            before = exemptions.get(exemption.name)
+            if uid != 0 and before and before.asked is None and before.holds(now):
+                raise GpuguardError("it is kept already, in all policies: see `gpuguard keep --list`.")
             exemptions[exemption.name] = exemption
-            own = [other for other in exemptions.values() if (other.user, other.by) == (user, exemption.by)]
+            if uid != 0:
+                exemptions[exemption.name] = replace(exemption, asked=(before.asked if before else None) or ())
+                _refuse_too_much(_count(exemptions, uid, now), since, now, seconds)
+            own = [
+                other
+                for other in exemptions.values()
+                if (other.user, other.by) == (user, exemption.by) and other.holds(now)
+            ]
             if len(own) > MAX_PER_USER:
                 raise GpuguardError("there is too much that you keep: end some of it with `gpuguard keep --end`.")
             # A user with user namespaces has 65536 uids without a name: they must not fill the file of all others.
@@ -87,13 +102,16 @@ class Exemptions:
     def end(self, uid: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """End exemptions before their time.  Raises GpuguardError when it is refused."""
         owner, uuid = self._target(uid, request)
-        ended: list[Restriction] = []
+        now, ended = time.time(), list[Restriction]()
 
         def remove(exemptions: dict[str, Restriction]) -> None:
-            for name in list(exemptions):
+            for name in [name for name, exemption in exemptions.items() if exemption.holds(now)]:
                 of_owner, on_device = _parts(name)
                 if (owner is None or of_owner == owner) and (uuid is None or on_device == uuid):
                     ended.append(exemptions.pop(name))
+                    if ended[-1].asked is not None:  # what was used of it counts
+                        exemptions[name] = replace(ended[-1], until=now)
+                        _count(exemptions, of_owner, now)
 
         self.count_change(uid)
         self._apply(change(self._directory, KEPT, remove))
@@ -130,17 +148,27 @@ class Exemptions:
             return owner, None
         return owner, resolve([str(device)], self.devices(), "--device")[0]
 
+    def _oldest_start(self, owner: int | None, uuid: str | None, now: float) -> float:
+        """The unix time from which on what is kept counts: the oldest process began then that is meant; else 0."""
+        there = [device for device in self.devices() if uuid in (None, device.uuid, device.parent_uuid)]
+        rows = [row for device in there for row in device.processes or () if row.uid == owner]
+        starts = [row.start_time for row in rows if row.start_time is not None]
+        return now - boot_clock() + min(starts) if starts else 0.0
+
     def _apply(self, exemptions: Mapping[str, Restriction]) -> None:
         now, clock = time.time(), boot_clock()
-        exempt: ExemptUntil = {}
+        exempt = dict[tuple[str, int | str], KeptMark]()
         for exemption in exemptions.values():
             owner, uuid = _parts(exemption.name)
-            if exemption.until is None or (owner is None and uuid is None):
+            if exemption.until is None or exemption.until <= now or (owner is None and uuid is None):
                 continue
             key: tuple[str, int | str] = ("uid", owner) if owner is not None else ("device", uuid or "")
             if owner is not None and uuid is not None:
                 key = "uid on device", f"{owner} {uuid}"
-            exempt[key] = clock + exemption.until - now
+            spans = None
+            if exemption.asked is not None:
+                spans = tuple((begin - now + clock, end - now + clock) for begin, end in exemption.asked)
+            exempt[key] = KeptMark(clock + exemption.until - now, spans)
         self._use(exempt)
 
     def _log(self, outcome: str, asked_by: int, exemption: Restriction) -> None:
@@ -148,6 +176,36 @@ class Exemptions:
         facts = (("uid", owner), ("asked_by_uid", asked_by), ("until_unix_seconds", exemption.until))
         devices, message = (uuid,) if uuid else (), exemption.reason or None
         self._report(Event(time.time(), "keep", outcome, exemption.user, devices, message=message, facts=facts))
+
+
+def _count(exemptions: dict[str, Restriction], owner: int | None, now: float) -> tuple[TimeSpan, ...]:
+    """Write down until when a user keeps anything now, wherever: what they run may be there at any time.
+
+    A short break between two times counts, too: a user who asks again and again must not fill the file.
+    """
+    own = [each for each in exemptions.values() if each.asked is not None and _parts(each.name)[0] == owner]
+    known: tuple[TimeSpan, ...] = max((each.asked or () for each in own), key=len)
+    begin, end = now, max(now, *(each.until or now for each in own))
+    spans = [span for span in known if span[1] > now - KEPT_WITHIN]
+    if spans and (spans[-1][1] > now - BREAK_SECONDS or len(spans) >= MAX_SPANS):
+        begin, _ = spans.pop()
+    counted = (*spans, (begin, end))
+    exemptions.update({each.name: replace(each, asked=counted) for each in own})
+    return counted
+
+
+def _refuse_too_much(spans: tuple[TimeSpan, ...], since: float, now: float, seconds: float) -> None:
+    """GpuguardError where *spans*, *seconds* of them from *now*, keep what was there *since* for too long."""
+    end, begin = spans[-1][1], max(since, now - KEPT_WITHIN)
+    # Who asks for what was said to be left gets it.
+    if seconds_within(spans, max(since, end - KEPT_WITHIN), end) > KEPT_SECONDS + SLACK_SECONDS:
+        left = max(0.0, seconds + KEPT_SECONDS - seconds_within(spans, begin, end))
+        oldest = min(max(begin, span[0]) for span in spans if span[1] > begin)
+        raise GpuguardError(
+            f"no process or claim can be kept for more than {KEPT_SECONDS / 3600:.0f} h in {KEPT_WITHIN / 86400:.0f} "
+            f"days.  Now {format_duration(round(left))} is left, and more from "
+            f"{local_time(oldest + KEPT_WITHIN, '%m-%d %H:%M')} on."
+        )
 
 
 def _name(owner: int | None, uuid: str | None) -> str:

@@ -356,7 +356,7 @@ def _stop(verdict: Verdict, words: Words, longest_keep: float) -> str:
     text = words.stop.get(finding.rule, words.stop_otherwise)
     if finding.subject.kind in ("claim", "user") and not finding.processes:
         text = words.stop_claim.format(claim=finding.subject.claim or "ID")
-    if longest_keep and finding.rule in ("idle", "utilization", "age"):
+    if longest_keep and verdict.may_be_kept and finding.rule in ("idle", "utilization", "age"):
         text += words.keep.format(duration=format_duration(min(longest_keep, 4 * 3600)))
     return text
 

@@ -27,6 +27,7 @@ from gpuguard.policies.policy import (
     KILL_AFTER,
     MESSAGES,
     Judgement,
+    KeptMark,
     Note,
     Policy,
     Step,
@@ -115,7 +116,7 @@ class EngineMemory:
     states: dict[str, dict[SubjectIdentity, EscalationState]] = field(default_factory=dict)  # by policy
     cooling: dict[tuple[str, SubjectIdentity], float] = field(default_factory=dict)  # until which clock
     effects: dict[tuple[bool, str], Effect] = field(default_factory=dict)  # by (enforced, uuid)
-    kept: dict[tuple[str, int | str], float] = field(default_factory=dict)  # until which clock
+    kept: dict[tuple[str, int | str], KeptMark] = field(default_factory=dict)
     index: SampleIndex | None = None  # of the last sample
     suspended: float | None = None  # seconds, as of the last sample
     unkillable: frozenset[ProcessIdentity] = frozenset()  # processes that outlived SIGKILL
@@ -277,7 +278,7 @@ def _resample(view: RuleView, policies: Sequence[Policy], memory: EngineMemory, 
         notes.append(Note("late", f"{pause:.1f}s since the last sample: they count for no duration"))
         memory.stop_clocks(pause)
     rhythm.beat(clock)
-    memory.kept = {mark: until for mark, until in memory.kept.items() if until > clock}
+    memory.kept = {name: mark for name, mark in memory.kept.items() if mark.until > clock}
     memory.cooling = {name: until for name, until in memory.cooling.items() if until > clock}
     memory.past.record(view.snapshot, windows_of(rule for policy in policies for rule in policy.rules), largest)
     return notes
@@ -404,6 +405,7 @@ def _verdict(due: DueStep, further: int, clock: float) -> Verdict:
         next_after=wait + later if after else None,
         harm_action=harm[0] if harm else None,
         harm_after=harm[1] + later if harm else None,
+        may_be_kept=policy.may_be_kept,
     )
 
 

@@ -135,6 +135,7 @@ class Policy:
     at_most_users: int = 3  # when more would be hit at once, none is, if the rules rest on what can fail for everybody
     at_most_processes: int = 5  # that are hit at once: the others follow
     some_beyond: bool = False  # more users than that are hit in turns, whatever the rules rest on
+    keep: bool | None = None  # whether users can ask to be spared; None: unless a rule protects others
     cooldown: float = 0.0  # seconds after the last step in which the subject is left alone
     enforce: bool = False  # False: its verdicts are for the log only
     steps: tuple[Step, ...] = ()
@@ -158,6 +159,12 @@ class Policy:
                     "`kill`."
                 ).format(name=self.name, kill_after=KILL_AFTER)
             )
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether a user is spared who asks for it by `gpuguard keep`; whom root spares always is."""
+        protects_others = any(getattr(rule, "protects_others", False) for rule in self.rules)
+        return not protects_others if self.keep is None else self.keep
 
     @property
     def rests_on(self) -> Evidence:
@@ -226,7 +233,32 @@ class Judgement:
     notes: tuple[Note, ...] = ()
 
 
-Kept = Mapping[tuple[str, int | str], float]  # ("uid", 1001) -> until which clock
+TimeSpan = tuple[float, float]  # begin and end
+KEPT_SECONDS, KEPT_WITHIN = 72 * 3600.0, 7 * 86400.0  # for which a user can keep one process or claim, in any such time
+
+
+def seconds_within(spans: Iterable[TimeSpan], begin: float, end: float) -> float:
+    """How much of the time from *begin* to *end* lies in *spans*, which do not overlap."""
+    return sum(max(0.0, min(end, until) - max(begin, since)) for since, until in spans)
+
+
+@dataclass(frozen=True)
+class KeptMark:
+    """Until when what is meant is left alone, because it was asked for by `gpuguard keep`.  All times are clocks."""
+
+    until: float
+    # when its user kept anything, if they asked for it themselves; None: root did, in all policies and without limit
+    spans: tuple[TimeSpan, ...] | None = None
+
+    def holds(self, policy: Policy, since: float, clock: float) -> bool:
+        """Whether it keeps from *policy* a process or claim that began at *since*."""
+        if self.spans is None or clock >= self.until:
+            return clock < self.until
+        spent = seconds_within(self.spans, max(since, clock - KEPT_WITHIN), clock)
+        return policy.may_be_kept and spent < KEPT_SECONDS
+
+
+Kept = Mapping[tuple[str, int | str], KeptMark]  # by whom or what is meant, as in ("uid", 1001)
 Protection = tuple[str, str]  # the kind of a note, and its words
 
 DAY = 86400  # seconds
@@ -296,9 +328,11 @@ def _protection(target: PolicyTarget, policy: Policy, index: SampleIndex, kept: 
         holds = scope.until is None or index.view.snapshot.taken_at < scope.until
         if holds and _is_in(scope, target, index, unknown=True):
             return "exempt", "inside `except`"
-    until = max((kept.get(mark, 0.0) for mark in _marks(target, index)), default=0.0) if kept else 0.0
-    if until > index.view.clock:
-        return "kept", f"kept for another {format_duration(until - index.view.clock)}"
+    marks = [kept[name] for name in _marks(target, index) if name in kept] if kept else []
+    clock = index.view.clock
+    left = max((mark.until - clock for mark in marks if mark.holds(policy, target.began, clock)), default=0.0)
+    if left > 0:
+        return "kept", f"kept for another {format_duration(left)}"
     if policy.start_grace and (target.age is None or target.age < policy.start_grace):
         age = "of unknown age" if target.age is None else f"{format_duration(target.age)} old"
         return "grace", f"{age}, innocent for the first {format_duration(policy.start_grace)}"
@@ -440,6 +474,7 @@ class PolicyTarget:
     uids: frozenset[int]  # of the process, or of the owners of the subject
     places: tuple[str, ...]  # the devices where the condition holds
     reach: tuple[str, ...]  # all devices that would be touched
+    began: float  # clock since when it is the same: a process is, under whatever claim; 0 when unknown
     age: float | None  # seconds; None when unknown
     process: GpuProcess | None = None  # None when it is no process
     claim: ClaimRecord | None = None  # that it is accused with
@@ -454,6 +489,7 @@ def target_of_process(process: GpuProcess, subject: Subject, index: SampleIndex)
         frozenset((process.uid, subject.uid) if subject.uid is not None else (process.uid,)),
         (subject.device,) if subject.device in reach else reach,
         reach,
+        process.start_time,
         _least_age([claim] if claim else [], index, index.view.clock - process.start_time),
         process,
         claim,
@@ -471,7 +507,8 @@ def _target_without_process(subject: Subject, index: SampleIndex) -> PolicyTarge
         claims = [claim for claim in index.claims.values() if claim.uid == subject.uid]
     reach = reach_of(subject, (), index)
     uids = frozenset({subject.uid} if subject.uid is not None else {claim.uid for claim in claims})
-    return PolicyTarget(uids, reach, reach, _least_age(claims, index), None, own)
+    age = _least_age(claims, index)
+    return PolicyTarget(uids, reach, reach, 0.0 if age is None else index.view.clock - age, age, None, own)
 
 
 def _least_age(claims: Iterable[ClaimRecord], index: SampleIndex, of_process: float = float("inf")) -> float | None:

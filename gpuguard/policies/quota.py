@@ -41,6 +41,7 @@ class QuotaRule:
     within: Annotated[float | None, parse_duration] = None
     shared_by: tuple[Annotated[str, "group"], ...] = ()
     per: Literal["user", "claim"] = "user"
+    protects_others = True
 
     @property
     def rests_on(self) -> Evidence:

@@ -32,6 +32,7 @@ class UnclaimedRule:
 
     min_memory: Annotated[int, parse_bytes] = 0
     rests_on = Evidence.MISSING_CLAIMS
+    protects_others = True
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
@@ -65,6 +66,7 @@ class TrespassRule:
 
     containers: bool = False
     rests_on = Evidence.MISSING_CLAIMS
+    protects_others = True
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
@@ -114,6 +116,7 @@ class UsersRule:
     allow_groups: tuple[Annotated[str, "group"], ...] = ()
     deny: tuple[Annotated[int, "user"], ...] = ()
     deny_groups: tuple[Annotated[str, "group"], ...] = ()
+    protects_others = True
 
     @property
     def rests_on(self) -> Evidence:
@@ -202,6 +205,7 @@ class OutsideSchedulerRule:
 
     containers: bool = True
     rests_on = Evidence.MISSING_CLAIMS
+    protects_others = True
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""

@@ -406,7 +406,8 @@ class Evidence(Enum):
 class Rule(Protocol):
     """One condition.
 
-    A rule may declare ``rests_on``, its Evidence; SENSOR when absent.
+    A rule may declare ``rests_on``, its Evidence, SENSOR when absent; and ``protects_others = True``: then no user can
+    ask by `gpuguard keep` to be spared.
     """
 
     def check(self, view: RuleView) -> Iterable[Finding]:

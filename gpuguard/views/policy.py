@@ -22,7 +22,7 @@ from gpuguard.locale import N_, _, translated
 from gpuguard.policies.files.decoder import key_of, keys_of
 from gpuguard.policies.files.keys import DAYS
 from gpuguard.policies.files.loader import PolicyFile
-from gpuguard.policies.policy import DISRUPTIVE, Policy, Scope, Step
+from gpuguard.policies.policy import DISRUPTIVE, KEPT_SECONDS, KEPT_WITHIN, Policy, Scope, Step
 from gpuguard.policies.view import Evidence
 from gpuguard.sanitize import neutralise
 from gpuguard.units import (
@@ -57,6 +57,11 @@ def sentences(file: PolicyFile) -> Iterator[str]:
         yield _(
             "What is on a terminal, a notebook or being debugged has {time} more before it is ended or stopped."
         ).format(time=more)
+    if file.longest_keep:
+        yield _(
+            "`gpuguard keep` of a user spares what is theirs for {longest} at once, each process and claim for at most "
+            "{hours:.0f} h in {days:.0f} days, unless a policy says otherwise."
+        ).format(longest=format_duration(file.longest_keep), hours=KEPT_SECONDS / 3600, days=KEPT_WITHIN / 86400)
     for policy in file.policies:
         yield ""
         yield policy.name
@@ -109,6 +114,8 @@ def _policy(policy: Policy) -> Iterator[str]:
     )
     if policy.rests_on is not Evidence.CLOCK and not policy.some_beyond:
         yield _("If that would be more users, none is hit: what the rules rest on can fail for everybody at once.")
+    if not policy.may_be_kept:
+        yield _("`gpuguard keep` spares no user who asks for it, because others suffer; what root keeps is spared.")
     if policy.cooldown:
         yield _("After the last step the same one is left alone for {time}.").format(
             time=format_duration(policy.cooldown)

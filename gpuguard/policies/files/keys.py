@@ -135,6 +135,8 @@ class PolicyKeys:
         days: only on these days; hours that pass midnight belong to the day on which they begin.
         claimed_above: only while more than this share of the GPUs is claimed.
         at_most: how many are acted on at once.
+        keep: true or false, whether `gpuguard keep` spares those who ask for it.  By default it does, unless the policy
+            has a rule that protects others: unclaimed, trespass, users, quota or outside_scheduler.
         cooldown: after the last step, the subject is left alone for so long (default 15m).
         mode: observe or enforce; the file's when absent.
     """
@@ -151,6 +153,7 @@ class PolicyKeys:
     days: tuple[Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"], ...] | None = None
     claimed_above: Annotated[float, parse_percent] | None = None
     at_most: BreakerKeys = field(default_factory=BreakerKeys)
+    keep: bool | None = None
     cooldown: Annotated[float, parse_duration] = 900.0
     mode: Literal["observe", "enforce"] | None = None
 
@@ -175,6 +178,8 @@ class IntervalKeys:
 @dataclass(frozen=True)
 class KeepKeys:
     """What users may ask for by `gpuguard keep`: that their own processes and claims are left alone.
+
+    No process or claim can be kept by its user for more than 72 h in 7 days.  What root keeps is not counted.
 
     Args:
         longest: for how long at once; 0s: not at all.

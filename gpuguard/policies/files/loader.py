@@ -153,6 +153,7 @@ def _policy_of(keys: PolicyKeys, mode: str) -> Policy:
         at_most_users=keys.at_most.users,
         at_most_processes=keys.at_most.processes,
         some_beyond=keys.at_most.beyond == "some",
+        keep=keys.keep,
         cooldown=keys.cooldown,
         enforce=(keys.mode or mode) == "enforce",
         steps=tuple(map(_step, keys.steps)),
