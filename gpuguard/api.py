@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuguard.backends import UVM_NODE, Backend
-from gpuguard.backends.client import open_worker
+from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.claims.claim import SHARE_VARIABLES, Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.clusters.visible_devices import CUDA_VARIABLE, is_restricted
@@ -40,7 +40,7 @@ from gpuguard.queue.priority import PRIORITIES
 from gpuguard.queue.tickets import MOST_ALTERNATIVES
 from gpuguard.request import Request
 from gpuguard.select import not_enough
-from gpuguard.source import joined
+from gpuguard.source import desktop_memory, joined
 from gpuguard.units import local_time
 
 _ALL = -1
@@ -174,7 +174,7 @@ def grab_gpus(
                 if priority not in PRIORITIES:
                     raise InvalidRequest(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}.")
                 job = JobDetails(note or _notebook(), sys.orig_argv or sys.argv, priority=PRIORITIES[priority])
-                with open_worker(name) as driver:  # a process of its own: NVML must not hang in this one
+                with _worker(name, directory) as driver:  # a process of its own: NVML must not hang in this one
                     locks = _lock_directory(directory, name)
                     if (of_script := claim_of_the_script(driver, locks, environ)) is not None:
                         return of_script
@@ -212,7 +212,7 @@ def select_devices(
         NotEnoughGpus: fewer are eligible.
     """
     name, request = _backend_name(backend), _request(num_gpus=num_gpus, **conditions)
-    with open_worker(name) as driver:
+    with _worker(name, directory) as driver:
         allocator = Allocator(
             driver, _lock_directory(directory, name, make=False), [request], environ=_outer_environment()
         )
@@ -240,8 +240,14 @@ def snapshot(fields: Iterable[str] | None = None, *, backend: str | None = None)
     if unknown := asked - ALL_FIELDS - {IDLE_PROCESSES, BRIEF}:
         names = ", ".join(sorted(ALL_FIELDS))
         raise InvalidRequest(f"there is no group of fields {min(unknown)!r}: choose among {names}.")
-    with open_worker(_backend_name(backend)) as driver:
+    with _worker(_backend_name(backend), None) as driver:
         return driver.sample(asked | {MODEL})
+
+
+def _worker(name: str, directory: str | None) -> WorkerBackend:
+    return open_worker(
+        name, desktop_memory=lambda: desktop_memory(lambda: _lock_directory(directory, name, make=False))
+    )
 
 
 def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot:

@@ -44,16 +44,21 @@ def owner_of(process: GpuProcess) -> int | None:
     return None if process.uid is None else accountable_uids([process.uid])[process.uid]
 
 
-def beyond_desktop(device: Device, tolerance: int = 0) -> frozenset[int]:
+def desktop_limit(device: Device, tolerance: int = IDLE_TOLERANCE) -> int:
+    """Bytes of *device* that a user's desktop may hold: what the site allows, or a *tolerance* that was raised."""
+    return max(device.desktop_memory, tolerance) if tolerance > IDLE_TOLERANCE else device.desktop_memory
+
+
+def beyond_desktop(device: Device, tolerance: int = IDLE_TOLERANCE) -> frozenset[int]:
     """The pids that draw on *device* and are more than a desktop, as a program that computes by Vulkan is.
 
-    What all processes of one user that draw hold together is a desktop up to device.desktop_memory, or *tolerance* if
-    that is more.  Beyond it the largest count as use, until what is left is within that.  Nothing else tells the two
-    apart: any user can make a process draw, and choose its name.
+    What all processes of one user that draw hold together is a desktop up to desktop_limit().  Beyond it the largest
+    count as use, until what is left is within that.  Nothing else tells the two apart: any user can make a process
+    draw, and choose its name.
     """
     listed = [process for process in device.processes or () if process.kind in DRAWING and not process.ended]
     drawing = [(process.memory_used, process.pid, process) for process in listed if process.memory_used is not None]
-    most = max(device.desktop_memory, tolerance)
+    most = desktop_limit(device, tolerance)
     if sum(row[0] for row in drawing) <= most:
         return frozenset()
     held, beyond = Counter[int | None](), set[int]()
@@ -66,7 +71,7 @@ def beyond_desktop(device: Device, tolerance: int = 0) -> frozenset[int]:
     return frozenset(beyond)
 
 
-def computes(process: GpuProcess, device: Device, tolerance: int = 0) -> bool | None:
+def computes(process: GpuProcess, device: Device, tolerance: int = IDLE_TOLERANCE) -> bool | None:
     """Whether *process*, which *device* lists, is more than a desktop there; None: unknown.
 
     One that has ended computes no more.  What it left on the device is memory that no process accounts for.
@@ -78,12 +83,12 @@ def computes(process: GpuProcess, device: Device, tolerance: int = 0) -> bool | 
     return process.pid in beyond_desktop(device, tolerance)
 
 
-def may_compute(process: GpuProcess, device: Device, tolerance: int = 0) -> bool:
+def may_compute(process: GpuProcess, device: Device, tolerance: int = IDLE_TOLERANCE) -> bool:
     """Whether it computes, or nothing says that it does not."""
     return computes(process, device, tolerance) is not False
 
 
-def occupants(device: Device, tolerance: int = 0) -> tuple[GpuProcess, ...]:
+def occupants(device: Device, tolerance: int = IDLE_TOLERANCE) -> tuple[GpuProcess, ...]:
     """The listed processes that keep others off the device; no desktop, unless it has the device for itself."""
     exclusive = device.compute_mode == "exclusive_process"
     return tuple(

@@ -12,9 +12,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import hides_use, idle_limit, may_compute, occupants, unlisted_memory, user_label
+from gpuguard.device_state import (
+    desktop_limit,
+    hides_use,
+    idle_limit,
+    may_compute,
+    occupants,
+    unlisted_memory,
+    user_label,
+)
 from gpuguard.locale import N_, _, translated
-from gpuguard.model import DRAWING, ClaimRecord, Device, Gap, GpuProcess, Snapshot
+from gpuguard.model import DRAWING, MOST_DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.request import Request, resolve
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_bytes, format_count, format_duration
@@ -295,10 +303,11 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
         memory = "" if device.memory_used is None else f"{format_bytes(device.memory_used)} "
         limit = _(" ({count} processes)").format(count=len(others)) if allowed else ""
         whose = _(", whose share is unknown") if shared else ""
-        if all(process.kind in DRAWING for process in others):
-            desktop = format_bytes(max(device.desktop_memory, request.tolerance))
-            hint = _(": programs that draw, and hold more than the {desktop} that a user's desktop may (--tolerance)")
-            whose += hint.format(desktop=desktop)
+        drawn = sum(process.memory_used or 0 for process in device.processes or () if process.kind in DRAWING)
+        if all(process.kind in DRAWING for process in others) and drawn <= MOST_DESKTOP_MEMORY:
+            hint = _(", more than the {desktop} that a desktop may hold: --tolerance {size} starts beside it")
+            desktop = format_bytes(desktop_limit(device, request.tolerance))
+            whose += hint.format(desktop=desktop, size=f"{drawn // 2**30 + 1}GiB")
         yield Reason(
             _("{memory}used by {used_by}{limit}{whose}").format(
                 memory=memory, used_by=used_by(others, terms.snapshot.clock), limit=limit, whose=whose

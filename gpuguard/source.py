@@ -25,7 +25,7 @@ from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import mounts, read_file, write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import _
-from gpuguard.model import WHO_FIELDS, ClaimRecord, Gap, Snapshot
+from gpuguard.model import DESKTOP_MEMORY, MOST_DESKTOP_MEMORY, WHO_FIELDS, ClaimRecord, Gap, Snapshot
 from gpuguard.procfs import in_first_pid_namespace, start_time
 from gpuguard.users import user_name
 
@@ -274,6 +274,24 @@ def _last_state(directory: LockDirectory) -> tuple[Snapshot, dict[str, Any], flo
         return decode_snapshot(content["snapshot"]), content, float(content["interval_seconds"])
     except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
         return None  # of another version, or torn by something else than us
+
+
+def publish_desktop_memory(directory: LockDirectory, most: int) -> None:
+    """Have all commands go by *most* bytes for the desktop of a user, as the daemon does.  Raises OSError."""
+    if desktop_memory(lambda: directory) != most:
+        write_file(daemon_files(directory).file("desktop.json"), json.dumps({"desktop_memory_bytes": most}).encode())
+
+
+def desktop_memory(find_directory: FindDirectory) -> int:
+    """Bytes of a device that the desktop of a user may hold here, as the daemon's last policy file said it."""
+    try:
+        if (directory := find_directory()) is None:
+            return DESKTOP_MEMORY
+        files = daemon_files(directory)
+        told = loads(read_file(files.file("desktop.json"), 4096, files.owners()))["desktop_memory_bytes"]
+        return told if type(told) is int and 0 <= told <= MOST_DESKTOP_MEMORY else DESKTOP_MEMORY
+    except (ClaimError, OSError, ValueError, TypeError, KeyError):
+        return DESKTOP_MEMORY
 
 
 def decode_snapshot(packed: dict[str, Any]) -> Snapshot:

@@ -21,7 +21,7 @@ from nodes import Gpuguard
 from random_machines import a_random_machine
 
 from gpuguard import users
-from gpuguard.claims.directory import lock_directory
+from gpuguard.claims.directory import daemon_files, lock_directory
 from gpuguard.device_state import (
     DIVIDED,
     FREE,
@@ -42,7 +42,7 @@ from gpuguard.policies.usage import UnclaimedRule
 from gpuguard.policies.view import RuleView
 from gpuguard.request import Request
 from gpuguard.select import choose, claimed_by
-from gpuguard.source import with_claims
+from gpuguard.source import desktop_memory, publish_desktop_memory, with_claims
 from gpuguard.top.page import page
 from gpuguard.top.processes import rows_of
 from gpuguard.top.scene import History, Scene, ScreenView
@@ -369,6 +369,42 @@ def test_claims_that_cannot_be_read_are_one_gap_and_accuse_nobody():
     assert [use.state for use in uses(joined)] == ["unknown"]
 
 
+def test_what_a_site_allows_the_desktop_of_a_user_is_what_every_command_goes_by(tmp_path: Path):
+    with FakeNvml(tmp_path, devices=1) as fake, subprocess.Popen(["sleep", "600"]) as child:
+        gpuguard = Gpuguard(tmp_path, fake)
+        fake.add_process(0, child.pid, 3 * GIB, "graphics")
+        directory, said = lock_directory(gpuguard.environment["GPUGUARD_DIR"]), []
+        for most in (2 * GIB, 4 * GIB, 0):
+            publish_desktop_memory(directory, most)
+            words = [sys.executable, "-c", IN_PYTHON]
+            program = subprocess.run(words, env=gpuguard.environment, stderr=subprocess.DEVNULL, timeout=60)
+            said.append(
+                {
+                    gpuguard.json("who")["devices"][0]["state"] == "free",
+                    gpuguard.json("explain")["devices"][0]["eligible"],
+                    bool(
+                        re.search(r'^gpuguard_device_state\{.*"free".*\} 1$', gpuguard("metrics").stdout, re.MULTILINE)
+                    ),
+                    gpuguard("run", "--no-wait", "--", "true").returncode == 0,
+                    program.returncode == 0,
+                }
+            )
+        child.kill()
+
+    assert said == [{False}, {True}, {False}]
+
+
+@pytest.mark.parametrize("told", ["", "{}", "[]", *(f'{{"desktop_memory_bytes": {n}}}' for n in ("-1", "1e99", 2**40))])
+def test_a_damaged_file_allows_what_is_usual(tmp_path: Path, told: str):
+    directory = lock_directory(str(tmp_path))
+    publish_desktop_memory(directory, GIB)
+    assert desktop_memory(lambda: directory) == GIB
+
+    Path(daemon_files(directory).file("desktop.json")).write_text(told)
+    assert desktop_memory(lambda: directory) == 2 * GIB
+
+
+IN_PYTHON = "import gpuguard; gpuguard.select_devices(1)"
 PYTHON = """
 import gpuguard
 from gpuguard.device_state import uses

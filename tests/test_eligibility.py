@@ -42,9 +42,9 @@ def reasons(device, request=None, taken=None, **snapshot_fields):
         (a_device(processes=(BOB,), processes_plausible=False), {}, "its process list is not plausible"),
         (a_device(problems=("lost",)), {}, "lost"),
         (
-            a_device(processes=(a_process(kind="graphics"),), memory_used=10 * GIB),
+            a_device(processes=(a_process(kind="graphics", memory_used=3 * GIB),), memory_used=3 * GIB),
             {},
-            "programs that draw, and hold more than the 2.0GiB that a user's desktop may (--tolerance)",
+            ", more than the 2.0GiB that a desktop may hold: --tolerance 4GiB starts beside it",
         ),
         (a_device(compute_mode="prohibited"), {}, "compute mode is prohibited"),
         (a_device(compute_mode="exclusive_process", processes=(BOB,)), {"max_processes": 3}, "taken by bob (pid 812"),
@@ -109,7 +109,10 @@ def test_a_refused_device_carries_all_its_reasons():
             ),
             {},
         ),
-        (a_device(processes=(a_process(kind="graphics"),), memory_used=10 * GIB), {"tolerance": 10 * GIB}),
+        (
+            a_device(processes=(a_process(kind="graphics", memory_used=3 * GIB),), memory_used=3 * GIB),
+            {"tolerance": 4 * GIB},
+        ),
         (a_device(processes=(a_process(kind="compute+graphics", memory_used=25 * MIB),), memory_used=25 * MIB), {}),
         (a_device(processes=(BOB,), memory_used=41 * GIB), {"max_processes": 1}),
         (a_device(processes=(BOB,), memory_used=41 * GIB), {"mine_as_free": frozenset({1002})}),

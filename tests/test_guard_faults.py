@@ -5,14 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chances import IN_CAMPAIGNS, NUMBER
 from driven import driven
-from fake_nvml import GIB, FakeNvml
-from guarded import a_child
+from fake_nvml import GIB, MIB, FakeNvml
+from guarded import SOMEBODY, a_child
 
 pytestmark = pytest.mark.root  # the processes are those of other users
 
@@ -80,6 +81,34 @@ def test_a_process_that_has_ended_with_a_child_on_the_gpu_shelters_nobody_there_
     assert [(event["outcome"], event["pid"]) for event in told if event["outcome"] != "cleared"] == [
         ("process ended", parent.pid)
     ]
+
+
+BARE = """
+desktop_memory: 2500MiB
+policies: [{name: bare, for: 400ms, cooldown: 0s, when: {unclaimed: {min_memory: 1GiB}}, steps: [terminate]}]
+"""
+
+
+def test_what_a_user_makes_of_a_job_is_no_way_out_and_desktops_are_left_alone(tmp_path: Path) -> None:
+    with FakeNvml(tmp_path, devices=4) as fake, ExitStack() as stack:
+        vulkan, with_egl, of_mps, server, browser, call, anothers = [
+            stack.enter_context(a_child(uid=uid)) for uid in (SOMEBODY,) * 6 + (SOMEBODY + 1,)
+        ]
+        fake.add_process(0, vulkan.pid, 70 * GIB, "graphics")
+        fake.add_process(1, with_egl.pid, 70 * GIB, "compute+graphics")
+        fake.add_process(2, of_mps.pid, 60 * GIB, "compute+mps")
+        fake.add_process(2, server.pid, 66 * MIB)
+        for neighbour, memory in ((browser, 3 * GIB // 2), (call, 900 * MIB), (anothers, 2 * GIB)):
+            fake.add_process(3, neighbour.pid, memory, "graphics")
+        with driven(tmp_path, fake, BARE) as daemon:
+            ended = [child.wait(60) for child in (vulkan, with_egl, of_mps)]
+            states = [device["state"] for device in daemon.gpuguard.json("who", "--fresh")["devices"]]
+            told = {event["pid"] for event in daemon.events("terminate")}
+
+        assert ended == [-signal.SIGTERM] * 3
+        assert told == {vulkan.pid, with_egl.pid, of_mps.pid}
+        assert [child.poll() for child in (server, browser, call, anothers)] == [None] * 4
+        assert states == ["free", "free", "unclaimed_use", "free"]  # of an MPS server
 
 
 SAMPLE_PERIOD = -700_000  # microseconds: a driver tells each of its samples once

@@ -89,7 +89,7 @@ TOP = {  # lines of the file
     "begins with a path": ("notify: {ops: {hook: «{command: [tell]}}}",),
     "must be a list": ("notify: {ops: {hook: {command: «/bin/true --now}}}",),
     "Did you mean 'subject'?": ("messages: {en: {«subjcet: a}}",),
-    "out of range": ("interval: {shortest: «0s}", "interval: {longest: «2h}"),
+    "out of range": ("interval: {shortest: «0s}", "interval: {longest: «2h}", "desktop_memory: «9GiB"),
     "exchange them": ("interval: «{shortest: 20s, longest: 10s}",),
     "Known: shortest, longest.": ("interval: «10s",),
 }  # fmt: skip

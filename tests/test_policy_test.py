@@ -67,6 +67,18 @@ def test_a_step_that_nobody_expected_fails_the_test(tmp_path, keys):
     assert not outcome.passed
 
 
+@pytest.mark.parametrize(
+    ("allowed", "found"), [("", True), ("desktop_memory: 1GiB\n", True), ("desktop_memory: 4GiB\n", False)]
+)
+def test_the_file_says_what_the_desktop_of_a_user_may_hold(tmp_path, allowed, found):
+    policy = "version: 1\npolicies: [{name: bare, when: {unclaimed: {}}, for: 5m, steps: [warn]}]\n" + allowed
+    drawing = "[{user: alice, kind: graphics, memory: 3GiB}]"
+    a_while = {"for": "10m", "processes": drawing, "expect": "[{at: 5m, action: warn}]"}
+    path = write(tmp_path, a_test(**a_while), policy)
+
+    assert run_tests(path).outcomes[0].passed is found
+
+
 FULL = {"processes": "[{user: alice, memory: 40GiB}]", "of": "[full]", "expect": "[{at: 5m, action: log}]"}
 
 

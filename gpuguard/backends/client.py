@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from gpuguard import __version__, errors
 from gpuguard.backends import spawn
 from gpuguard.locale import _, translated
-from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
+from gpuguard.model import DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.procfs import stat_of
 
 if TYPE_CHECKING:
@@ -36,29 +36,40 @@ RETRY_SECONDS = 60.0  # when an unresponsive device is tried again
 _SILENT = "a driver call did not come back"
 
 
-def open_worker(name: str, *, on_slow: Callable[[str], None] | None = None) -> WorkerBackend:
+def open_worker(
+    name: str,
+    *,
+    on_slow: Callable[[str], None] | None = None,
+    desktop_memory: Callable[[], int] = lambda: DESKTOP_MEMORY,
+) -> WorkerBackend:
     """The backend *name* behind a process border; the worker starts at once and initialises meanwhile.
 
     Args:
         name: as for open_backend.
         on_slow: called with a text when the driver takes longer than SLOW_SECONDS to initialise.
+        desktop_memory: gives Device.desktop_memory for each sample: see source.desktop_memory.
 
     Raises:
         BackendError: no process can be started now.
     """
-    return WorkerBackend(name, on_slow)
+    return WorkerBackend(name, on_slow, desktop_memory)
 
 
 class WorkerBackend:
     """A Backend that lives in another process."""
 
-    def __init__(self, name: str, on_slow: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        on_slow: Callable[[str], None] | None = None,
+        desktop_memory: Callable[[], int] = lambda: DESKTOP_MEMORY,
+    ) -> None:
         self.name = name
         self.simulated = name.startswith("simulated")
         self._channel: spawn.Channel | None = self._started()
         self._ready = False
         self._sent: SentProcesses = {}  # what the worker takes for known
-        self._on_slow = on_slow
+        self._on_slow, self._desktop_memory = on_slow, desktop_memory
         self._skip: dict[int, float] = {}  # device index -> when to try it again (monotonic)
         self._uuids: dict[int, str] = {}  # of all devices seen so far, by index
 
@@ -164,7 +175,7 @@ class WorkerBackend:
             index, _ = spawn.read_mark(channel.mark)
             raise _Stuck(index, f"the driver library crashed ({_where(index)})")
         _raise_error(reply)
-        return unpack(reply[1], self._sent)
+        return unpack(reply[1], self._sent, self._desktop_memory())
 
     def _named(self, snapshot: Snapshot, devices: tuple[str, ...] | None) -> Snapshot:
         """The snapshot with the uuids that a former worker knew: a new one must not read what it has to skip."""
@@ -231,9 +242,11 @@ def _raise_error(reply: tuple[object, ...]) -> None:
         raise error
 
 
-def unpack(packed: dict[str, Any], sent: SentProcesses) -> Snapshot:
+def unpack(packed: dict[str, Any], sent: SentProcesses, desktop_memory: int = DESKTOP_MEMORY) -> Snapshot:
     """The snapshot that the worker packed; its processes are the same objects as the last time, where they may be."""
     for device in packed["devices"]:
+        if not packed["recorded"]:
+            device["desktop_memory"] = desktop_memory
         if processes := device["processes"]:
             if processes is not True:
                 sent[device["uuid"]] = tuple(GpuProcess(**fields) for fields in processes)

@@ -96,19 +96,21 @@ def backtest(
     longest_gap: float | None = None,
     zone: float = 0.0,
     advance: Callable[[float], None] = lambda share: None,
+    desktop_memory: int | None = None,
 ) -> Backtest:
     """Judge a whole recording, every machine with a memory of its own, by all *policies*, enforced or not.
 
     *uid_of* says who is who, as it did for the policies.  *longest_gap*: seconds without a sample after which durations
     start anew; 3 intervals, as in the daemon, if None.  *zone*: seconds east of UTC.  *advance* is told the share that
-    has been judged.
+    has been judged.  *desktop_memory*: as for rehearse().
     """
     gap = LARGEST_DISTANCE * recording.interval if longest_gap is None else longest_gap
     acts: list[Act] = []
     notes: dict[str, int] = {}
     judged = 0
     for views in views_of(recording, uid_of):
-        for view, judgement in rehearse(views, policies, interval=gap / LARGEST_DISTANCE, zone=zone):
+        interval = gap / LARGEST_DISTANCE
+        for view, judgement in rehearse(views, policies, interval=interval, zone=zone, desktop_memory=desktop_memory):
             acts += [_act(verdict, view, recording) for verdict in judgement.verdicts]
             for note in judgement.notes:
                 notes[note.kind] = notes.get(note.kind, 0) + 1
@@ -155,17 +157,26 @@ def _is_held(row: RecordedRow) -> bool:
 
 
 def rehearse(
-    views: Iterable[RuleView], policies: Sequence[Policy], *, interval: float, zone: float = 0.0
+    views: Iterable[RuleView],
+    policies: Sequence[Policy],
+    *,
+    interval: float,
+    zone: float = 0.0,
+    desktop_memory: int | None = None,
 ) -> Iterator[tuple[RuleView, Judgement]]:
     """Each sample as it was judged, with what came out; what is ended is missing from the next one.
 
     *views* are of one machine, with a clock that rises.  *interval* is in seconds; after more than three without a
-    sample durations start anew.  *zone*: seconds east of UTC.
+    sample durations start anew.  *zone*: seconds east of UTC.  *desktop_memory*: what the policy file says of it; None:
+    as it was when the sample was taken.
     """
     memory = EngineMemory()
     gone: set[ProcessIdentity] = set()
     released: set[tuple[int | None, str | None]] = set()
     for view in views:
+        if desktop_memory is not None:
+            devices = tuple(replace(device, desktop_memory=desktop_memory) for device in view.snapshot.devices)
+            view = replace(view, snapshot=replace(view.snapshot, devices=devices))
         left = replace(view, snapshot=_without(view.snapshot, gone, released)) if gone or released else view
         judgement = evaluate(left, policies, memory, interval=interval, zone=zone)
         for verdict in judgement.verdicts:

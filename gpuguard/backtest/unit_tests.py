@@ -453,7 +453,13 @@ def run_tests(path: str) -> Trial:
         zone = float(time.localtime(test.starts).tm_gmtoff)
         steps = [
             _step(verdict, view, view.snapshot.taken_at - test.starts)
-            for view, judgement in rehearse(views(test, judged, uid_of), judged, interval=test.every, zone=zone)
+            for view, judgement in rehearse(
+                views(test, judged, uid_of),
+                judged,
+                interval=test.every,
+                zone=zone,
+                desktop_memory=policies.desktop_memory,
+            )
             for verdict in judgement.verdicts
         ]
         outcomes.append(_compare(test, steps))

@@ -38,6 +38,7 @@ from gpuguard.policies.files.loader import READ_SECONDS
 from gpuguard.policies.policy import Judgement
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.sanitize import neutralise
+from gpuguard.source import desktop_memory
 from gpuguard.units import format_count, parse_duration
 from gpuguard.views.events import to_text
 from gpuguard.views.policy import status_lines
@@ -96,7 +97,8 @@ def main(args: argparse.Namespace) -> int:
         if not is_single:
             _print(f"a gpuguard daemon runs already: it holds {directory.path}.  Two would signal twice.")
             return service.EXIT_RUNNING
-        backend, counter = open_worker(args.backend), EventCounter()
+        backend = open_worker(args.backend, desktop_memory=lambda: desktop_memory(lambda: directory))
+        counter = EventCounter()
         ending.callback(backend.close)
 
         def print_event(event: Event) -> None:

@@ -19,7 +19,7 @@ from gpuguard.history import audit_log
 from gpuguard.locale import _, translated
 from gpuguard.model import IDLE_TOLERANCE, WHO_FIELDS, Event, Snapshot
 from gpuguard.request import SLOTS, STRATEGIES, Request
-from gpuguard.source import SnapshotSource
+from gpuguard.source import SnapshotSource, desktop_memory
 from gpuguard.units import format_count, parse_bytes, parse_celsius, parse_percent
 from gpuguard.users import user_name
 from gpuguard.views.text import wrapped
@@ -206,7 +206,11 @@ def _path(text: str) -> str:
 
 def backend_of(args: argparse.Namespace) -> Backend:
     """The backend that --backend names, in a process of its own, so that a driver that hangs cannot hang us."""
-    return open_worker(args.backend, on_slow=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
+    return open_worker(
+        args.backend,
+        on_slow=lambda text: print(f"gpuguard: {text}", file=sys.stderr),
+        desktop_memory=lambda: desktop_memory(lambda: lock_directory(args.dir, backend=args.backend, make=False)),
+    )
 
 
 def sampled(args: argparse.Namespace, groups: Collection[str]) -> Snapshot:

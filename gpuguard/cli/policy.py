@@ -46,7 +46,15 @@ def _backtest(args: argparse.Namespace) -> int:
         return 1
     zone = float(time.localtime(recording.start).tm_gmtoff) if recording.dated else 0.0
     with progress(_("judging {on}").format(on=args.on)) as advance:
-        result = backtest(recording, file.policies, uid_of, longest_gap=longest_gap, zone=zone, advance=advance)
+        result = backtest(
+            recording,
+            file.policies,
+            uid_of,
+            longest_gap=longest_gap,
+            zone=zone,
+            advance=advance,
+            desktop_memory=file.desktop_memory,
+        )
     names, blind = [policy.name for policy in file.policies], blind_spots(recording, file.policies)
     if args.json:
         put_json(backtest_json(result, recording, args.on, names, blind))

@@ -45,7 +45,13 @@ from gpuguard.procfs import boot_clock
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.reservations import record_arrivals_seen
 from gpuguard.queue.tickets import touch, waiting_tickets, wanted
-from gpuguard.source import lock_daemon, read_last_state, write_state
+from gpuguard.source import (
+    desktop_memory,
+    lock_daemon,
+    publish_desktop_memory,
+    read_last_state,
+    write_state,
+)
 from gpuguard.units import format_count, local_time
 from gpuguard.watchdog import INTERVAL, Watchdog
 
@@ -168,7 +174,8 @@ class Daemon:
         )
         self.watchdog.scheduled = self._slurm.given
         # Where this process alone opens the lock files:
-        self._broker = None if directory.keeper is None else Broker(directory, lambda: open_worker(backend.name))
+        reader = partial(open_worker, backend.name, desktop_memory=lambda: desktop_memory(lambda: directory))
+        self._broker = None if directory.keeper is None else Broker(directory, reader)
         self._upkeep = ClaimUpkeep(directory, self._log)
         exempt = partial(setattr, self.watchdog, "kept")
         self._exemptions = Exemptions(directory, exempt, lambda: self.last.devices, self._record)
@@ -384,6 +391,10 @@ class Daemon:
         self._fingerprint = file.fingerprint
         self.watchdog.notifier = self._sender
         self._exemptions.max_seconds = file.longest_keep
+        try:
+            publish_desktop_memory(self._directory, file.desktop_memory)  # of which the driver's snapshots tell all
+        except OSError as error:
+            self._report(f"desktop_memory cannot be published, so it stays as it was: {error}")
         self.watchdog.interval = self._settings.intervals(file.interval)
         self.watchdog.protected = file.protected
         self.watchdog.policies = file.policies  # last: from here on they are judged by

@@ -15,13 +15,14 @@ from typing import Annotated, Any, Literal
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
+from gpuguard.model import DESKTOP_MEMORY, MOST_DESKTOP_MEMORY
 from gpuguard.notify.targets import TARGETS
 from gpuguard.notify.templates import Template
 from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, TaggedValue
 from gpuguard.policies.policy import Exemption, Scope, parse_path
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import Rule
-from gpuguard.units import parse_duration, parse_percent
+from gpuguard.units import parse_bytes, parse_duration, parse_percent
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
@@ -80,6 +81,14 @@ def parse_interval(text: str) -> float:
     if not 0.1 <= seconds <= 3600:
         raise InvalidRequest(_("{text!r} is out of range: write 100ms to 1h.").format(text=text))
     return seconds
+
+
+def parse_desktop_memory(text: str) -> int:
+    """Bytes, up to 8 GiB."""
+    most = parse_bytes(text)
+    if most > MOST_DESKTOP_MEMORY:
+        raise InvalidRequest(_("{text!r} is out of range: write 0B to 8GiB.").format(text=text))
+    return most
 
 
 _Rule = Annotated[tuple[str, Rule], TaggedChoice(RULES, N_("rule"))]
@@ -223,6 +232,8 @@ class FileKeys:
         interval: how often the machine is looked at.
         keep: what users may ask for by `gpuguard keep`.
         protect: whose processes are never touched, whatever the policies say.
+        desktop_memory: what all programs of one user that draw may hold of a GPU before they count as use of it; up to
+            8GiB, 2GiB when absent.  The commands of all users go by it, too.
     """
 
     version: Literal["1"]
@@ -235,3 +246,4 @@ class FileKeys:
     interval: IntervalKeys = field(default_factory=IntervalKeys)
     keep: KeepKeys = field(default_factory=KeepKeys)
     protect: ProtectKeys | None = None
+    desktop_memory: Annotated[int, parse_desktop_memory] = DESKTOP_MEMORY

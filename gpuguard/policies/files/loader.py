@@ -17,6 +17,7 @@ from gpuguard import capabilities
 from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
+from gpuguard.model import DESKTOP_MEMORY
 from gpuguard.notify.templates import Template
 from gpuguard.policies.files.checks import check
 from gpuguard.policies.files.decoder import DATE, GROUP, USER, Accounts, Decoder, TaggedValue
@@ -45,6 +46,7 @@ class PolicyFile:
     interval: tuple[float, float] = (2.0, 10.0)  # (shortest, longest) seconds between samples
     longest_keep: float = 86400.0  # seconds for which users may ask to be left alone
     protected: Protected = field(default_factory=Protected)  # who is never touched
+    desktop_memory: int = DESKTOP_MEMORY  # bytes: see device_state.beyond_desktop
     faults: tuple[Fault, ...] = ()  # what makes the file useless, in the order of the lines
     warnings: tuple[Fault, ...] = ()  # what is allowed, but hardly meant
     fingerprint: str = ""  # SHA-256 of the text
@@ -128,6 +130,7 @@ def parse(
         interval=(keys.interval.shortest, keys.interval.longest),
         longest_keep=keys.keep.longest,
         protected=protected,
+        desktop_memory=keys.desktop_memory,
         warnings=warnings,
         fingerprint=fingerprint,
     )
