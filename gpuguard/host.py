@@ -156,7 +156,7 @@ class HostUses:
             return MachineUse()
         of_user: dict[int, dict[int, Stat]] = {}
         for pid, stat in stats.items():
-            uid = procfs.uid_of(pid) if stat.lives else None
+            uid = procfs.owner_of(pid) if stat.lives else None
             if uid is not None and not is_of_the_system(uid):
                 of_user.setdefault(uid, {})[pid] = stat
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

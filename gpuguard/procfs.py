@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gpuguard.deadline import in_time
 from gpuguard.errors import shortage
 from gpuguard.model import GpuProcess, ProcessStat, Snapshot
-from gpuguard.users import user_name
+from gpuguard.users import accountable_uid, user_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -177,6 +177,12 @@ def uid_of(pid: int) -> int | None:
     return int(words[0]) if words and words[0].isdigit() else None
 
 
+def owner_of(pid: int) -> int | None:
+    """The uid of the user whose process it is, who may have been given its real uid by root; None: gone or hidden."""
+    uid = uid_of(pid)
+    return None if uid is None else accountable_uid(uid)
+
+
 def uid_behind(pid: int) -> int | None:
     """The uid of the user that a process acts for; None: gone or hidden.
 
@@ -314,11 +320,10 @@ def process_facts(
 
 
 def _inner_pid(pid: int) -> tuple[int | None, int | None]:
-    """(real uid, innermost pid), the latter None for a process of our own namespace; both None: cannot be read."""
+    """(uid of its user, innermost pid), the latter None for one of our own namespace; both None: cannot be read."""
     pids = status_words(pid, b"NSpid")
     inner = int(pids[-1]) if len(pids) > 1 and pids[-1].isdigit() else None
-    uid = uid_of(pid) if pids else None
-    return uid, inner
+    return owner_of(pid) if pids else None, inner
 
 
 # What a process runs
@@ -341,9 +346,9 @@ _cleaned = [0.0]  # when those that are not used any more were last forgotten
 
 
 def identified(process: GpuProcess, stat: Stat | None = None) -> GpuProcess:
-    """The process with its real user id and its start time, from *stat* if that was just read; cheap enough to poll."""
+    """The process with its user and its start time, from *stat* if that was just read; cheap enough to poll."""
     started = stat.start_time if stat else start_time(process.pid)
-    return replace(process, start_time=started, uid=uid_of(process.pid))
+    return replace(process, start_time=started, uid=owner_of(process.pid))
 
 
 def described(process: GpuProcess, stat: Stat | None = None) -> GpuProcess:
@@ -355,7 +360,7 @@ def described(process: GpuProcess, stat: Stat | None = None) -> GpuProcess:
     known = _known_of((process.pid, stat.start_time, stat.name, stat.layout), now)
     facts_due = now - known.facts_read > FACTS_SECONDS
     if facts_due or stat.layout is None or now - known.command_read > COMMAND_SECONDS:
-        (command, environ), uid = _memory_of(process.pid), uid_of(process.pid)
+        (command, environ), uid = _memory_of(process.pid), owner_of(process.pid)
         if facts_due or (command, uid) != (known.command, known.uid):
             facts = _facts_of(process.pid, command, environ)
             if start_time(process.pid) != stat.start_time:

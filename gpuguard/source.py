@@ -19,7 +19,7 @@ from typing import Any
 from gpuguard.backends import RECORDED, Backend
 from gpuguard.claims.directory import LockDirectory, daemon_files, open_lock_file, try_flock
 from gpuguard.claims.holders import inode_of
-from gpuguard.claims.records import ClaimWatcher, probe
+from gpuguard.claims.records import ClaimWatcher, of_their_users, probe
 from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import mounts, read_file, write_file
@@ -121,7 +121,7 @@ def with_claims(snapshot: Snapshot, find_directory: FindDirectory, read: ReadCla
         directory = find_directory()
         if directory is None:
             raise ClaimError(_("no directory of claims was named"))
-        claims = read(directory, [device.uuid for device in snapshot.devices], snapshot.claims)
+        claims = of_their_users(read(directory, [device.uuid for device in snapshot.devices], snapshot.claims))
     except (ClaimError, OSError) as error:
         reason = " ".join((shortage(error) or str(error)).split())
         return replace(snapshot, claims=(), gaps=(*gaps, Gap(None, "claims", reason)))

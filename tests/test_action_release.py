@@ -15,7 +15,7 @@ from claimholders import Holder, a_holder
 from guarded import SOMEBODY, Guard, Listing
 from nodes import remove
 
-from gpuguard import procfs
+from gpuguard import procfs, users
 from gpuguard.claims import unlock as releasing
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
 from gpuguard.claims.records import FULL_BYTES, locked_devices, probe, record_path
@@ -25,6 +25,7 @@ from gpuguard.enforcement.limits import ActionLimits, PastAction
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.errors import ClaimError, DriverUnresponsive
 from gpuguard.model import ClaimRecord, Finding, Snapshot, Subject, Verdict
+from gpuguard.source import with_claims
 
 pytestmark = pytest.mark.root
 
@@ -89,6 +90,32 @@ def test_the_devices_are_free_at_once_the_line_was_written_before_and_the_progra
     assert (done.action, done.process[0], set(done.devices), done.live, done.uid) == (
         "release", holder.pid, set(claimed.uuids[:2]), True, SOMEBODY,
     )  # fmt: skip
+
+
+def test_a_claim_with_a_uid_that_root_has_given_to_a_user_is_that_users(claimed, monkeypatch, tmp_path):
+    (tmp_path / "subuid").write_text(f"{SOMEBODY}:100000:65536\n")
+    monkeypatch.setattr(users, "SUBUIDS", str(tmp_path / "subuid"))
+    with a_holder(claimed.directory, claimed.uuids[0], uid=100_001) as holder:
+        snapshot = with_claims(claimed.machine.sample((), None), lambda: claimed.directory)
+        [claim] = snapshot.claims
+        protected = claimed.act(claim, snapshot=snapshot, protected=frozenset({SOMEBODY}))
+        released = claimed.act(claim, snapshot=snapshot)
+
+        assert (claim.uid, claim.id, claim.holders) == (SOMEBODY, holder.id, (holder.pid,))
+        assert (protected.word, protected.why) == ("refused", f"uid {SOMEBODY} is protected")
+        assert (released.word, claimed.locked(), holder.lives()) == (actions.DONE, 0, True)
+
+
+def test_a_lock_is_its_owners_while_one_of_their_uids_alone_has_it_open(claimed, monkeypatch, tmp_path):
+    """The job of a container without root, whose `gpuguard run` was killed."""
+    (tmp_path / "subuid").write_text(f"{SOMEBODY}:100000:65536\n")
+    monkeypatch.setattr(users, "SUBUIDS", str(tmp_path / "subuid"))
+    with a_holder(claimed.directory, claimed.uuids[0], uid=100_001) as holder:
+        record = Path(record_path(claimed.directory, 100_001, holder.id))
+        os.chown(record, SOMEBODY, SOMEBODY)
+        record.rename(record_path(claimed.directory, SOMEBODY, holder.id))
+
+        assert [(claim.uid, claim.id) for claim in probe(claimed.directory, claimed.uuids)] == [(SOMEBODY, holder.id)]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driven import driven
+from driven import DrivenDaemon, driven
 from fake_nvml import GIB, FakeNvml
 from guarded import SOMEBODY, Scene, a_child, a_scene, python, somebody
 from nodes import until
@@ -360,6 +360,56 @@ def test_who_is_not_meant_by_what_protects_others_is_ended(tmp_path: Path) -> No
         fake.add_process(0, child.pid, 2 * GIB)
         with driven(tmp_path, fake, POLICY.format(protect=protect)) as daemon:
             assert child.wait(60) == -15, daemon.said()
+
+
+SUBUID = 100_001  # where root has given them for containers without root
+MEMORY = "policies: [{name: small, for: 1s, when: {memory: {above: 1GiB}}, steps: [terminate]}]"
+
+
+@contextlib.contextmanager
+def guarded_where(
+    given: str, place: Path, policies: str = MEMORY
+) -> Iterator[tuple[subprocess.Popen[bytes], DrivenDaemon]]:
+    """A process of SUBUID on a GPU, and a daemon on a machine where root has *given* these."""
+    if not os.path.exists("/etc/subuid"):
+        pytest.skip("NOT TESTED: no /etc/subuid")
+    subuid = place / "subuid"
+    subuid.write_text(given)
+    under = "sh", "-c", 'mount --bind "$1" /etc/subuid && shift && exec "$@"', "sh", str(subuid)
+    with FakeNvml(place, devices=1) as fake, a_child(uid=SUBUID) as child:
+        fake.add_process(0, child.pid, 2 * GIB)
+        with driven(place, fake, policies, under=under) as daemon:
+            yield child, daemon
+
+
+@pytest.mark.root
+def test_a_process_with_a_uid_that_root_gave_to_a_user_is_ended_as_that_users(tmp_path: Path) -> None:
+    """Rootless containers have them, and so has any user: "the name of uid 100001 is not known" spared all of them."""
+    with guarded_where("somebody:100000:65536\n", tmp_path) as (child, daemon):
+        assert child.wait(60) == -signal.SIGTERM, daemon.said()
+        sent = daemon.until("terminate")[0]
+
+    assert (sent["user"], sent["facts"]["uid"]) == ("somebody", SOMEBODY)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("given", "policies", "why"),
+    [
+        ("somebody:100000:65536\n", f"protect: {{users: [somebody]}}\n{MEMORY}", f"uid {SOMEBODY} is protected"),
+        ("", MEMORY, f"the name of uid {SUBUID} is not known"),
+        ("somebody:100000:9\nanother:100001:9\n", MEMORY, f"the name of uid {SUBUID} is not known"),
+        ("nobody-here:100000:9\n", MEMORY, f"the name of uid {SUBUID} is not known"),
+        ("root:100000:9\n", MEMORY, f"the name of uid {SUBUID} is not known"),
+        ("bin:100000:65536\n", MEMORY, "uid 2 is the system's"),  # as Docker gives them to dockremap
+    ],
+)
+def test_whose_such_a_process_is_must_be_certain_and_that_user_must_not_be_protected(tmp_path, given, policies, why):
+    with guarded_where(given, tmp_path, policies) as (child, daemon):
+        refused = daemon.until("terminate")[0]
+
+        assert (refused["outcome"], why in refused["message"]) == ("refused", True), refused
+        assert child.poll() is None
 
 
 def test_members_are_protected_and_so_is_whoever_may_be_one() -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import GIB, NOW, UUIDS, a_device, a_process, a_reservation, a_reserved, a_snapshot
+from builders import GIB, NOW, UUIDS, a_claim_record, a_device, a_process, a_reservation, a_reserved, a_snapshot
 from queues import a_ticket
 from test_text import a_line
 from users import ALICE, BOB, HOG
@@ -24,6 +24,7 @@ from users import ALICE, BOB, HOG
 from gpuguard import users
 from gpuguard.claims import holders, records
 from gpuguard.claims.directory import LockDirectory, lock_directory
+from gpuguard.claims.records import of_their_users
 from gpuguard.claims.restrictions import DENIED, Restriction, change, restrictions_against
 from gpuguard.enforcement.limits import BURST_LINES, AuditQuota
 from gpuguard.model import Snapshot
@@ -206,6 +207,19 @@ def test_all_uids_that_one_user_was_given_are_that_user():
     bobs = dict.fromkeys((FIRST, FIRST + 65535, MORE, MORE + 9), BOB.pw_uid)
 
     assert accountable_uids(uids) == {uid: bobs.get(uid, uid) for uid in uids} | {200_000: ALICE.pw_uid}
+
+
+def test_claims_of_all_uids_of_a_user_are_that_users_and_none_hides_another():
+    uids = (FIRST, BOB.pw_uid, MORE, ALICE.pw_uid)
+    claims = [a_claim_record(id="f0f0", uid=uid) for uid in uids] + [a_claim_record(id="f0f0-300000", uid=BOB.pw_uid)]
+
+    assert [(claim.uid, claim.id, claim.user) for claim in of_their_users(claims)] == [
+        (BOB.pw_uid, "f0f0-100000", BOB.pw_name),
+        (BOB.pw_uid, "f0f0", claims[1].user),
+        (BOB.pw_uid, "f0f0-300000-300000", BOB.pw_name),
+        (ALICE.pw_uid, "f0f0", claims[3].user),
+        (BOB.pw_uid, "f0f0-300000", claims[4].user),
+    ]
 
 
 def test_what_root_gives_later_is_known_at_once(given):

@@ -41,7 +41,7 @@ from gpuguard.locale import _
 from gpuguard.model import ClaimRecord, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.units import local_time
-from gpuguard.users import accountable_uids, user_name
+from gpuguard.users import accountable_uid, accountable_uids, user_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -167,6 +167,24 @@ def read_record(directory: LockDirectory, uid: int, claim_id: str) -> ClaimRecor
     if directory.is_missing() or not all(map(is_id, claim_id.split("."))):
         return None
     return _read_record(directory, record_path(directory, uid, claim_id).removeprefix(f"{directory.records}/"))
+
+
+def of_their_users(claims: Sequence[ClaimRecord]) -> tuple[ClaimRecord, ...]:
+    """*claims*, in their order, as those of the users to whom root has given the uids of their files.
+
+    A user who has one of the same id already gets another id there: no claim hides another one from the rules.
+    """
+    taken, found = {(claim.uid, claim.id) for claim in claims}, list[ClaimRecord]()
+    for claim in claims:
+        uid, name = accountable_uid(claim.uid), claim.id
+        if uid == claim.uid:
+            found.append(claim)
+            continue
+        while (uid, name) in taken:
+            name = f"{name}-{claim.uid}"
+        taken.add((uid, name))
+        found.append(replace(claim, id=name, uid=uid, user=user_name(uid)))
+    return tuple(found)
 
 
 def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tuple[list[str], dict[int, int]]:
@@ -550,7 +568,8 @@ def _may_hold(record: ClaimRecord, holders: Mapping[int, int], grant: Grant | No
     """False for a record that names a device which visibly is another user's."""
     if grant:
         return (record.uid, record.id.partition(".")[0]) == (grant.uid, grant.claim)
-    return not holders or record.uid in holders.values()
+    owners = accountable_uids([record.uid, *holders.values()])
+    return not holders or owners[record.uid] in [owners[uid] for uid in holders.values()]
 
 
 def _held_and_granted(

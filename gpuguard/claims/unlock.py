@@ -39,6 +39,7 @@ from gpuguard.model import ClaimRecord, GpuProcess, Snapshot, claim_named
 from gpuguard.procfs import process_facts, start_time, status_words, uid_behind
 from gpuguard.sanitize import neutral_command
 from gpuguard.units import format_bytes, format_duration
+from gpuguard.users import accountable_uid
 
 MOST_LOCKS = 256  # of one claim: a record says what its owner likes
 SEARCH_SECONDS = 2.0  # among the owner's processes, of which there can be any number
@@ -71,7 +72,7 @@ def computing_under(
 
     A process of the claim's owner counts as the claim's, and so does one whose owner is unknown.
     """
-    users: dict[int, GpuProcess] = {}
+    users, owner = dict[int, GpuProcess](), accountable_uid(claim.uid)
     for uuid in claim.devices:
         parts = [device for device in snapshot.devices if uuid in (device.uuid, device.parent_uuid)]
         if not parts:
@@ -80,7 +81,7 @@ def computing_under(
             if device.processes is None or not device.processes_plausible:
                 return (), f"the driver gives no list of the processes on {device_title(device)} that could be believed"
             for process in [process for process in device.processes if may_compute(process, device)]:
-                if not process.uid or process.uid == claim.uid or claim_of(process, (claim,), facts):
+                if not process.uid or process.uid == owner or claim_of(process, (claim,), facts):
                     users[process.pid] = process
     return tuple(users.values()), None
 
@@ -261,7 +262,8 @@ def _holders(claim: ClaimRecord, inodes: set[str]) -> Iterator[tuple[int, dict[i
     for pid in sorted(pids, key=lambda pid: pid != claim.pid):
         descriptors: dict[int, str] = {}
         with suppress(OSError):
-            if (os.stat(f"/proc/{pid}").st_uid or uid_behind(pid)) == claim.uid:
+            uid = os.stat(f"/proc/{pid}").st_uid or uid_behind(pid) or 0
+            if accountable_uid(uid) == accountable_uid(claim.uid):
                 if (left := until - time.monotonic()) <= 0:
                     return
                 files = locked_by(pid, claim.uid, left)

@@ -26,6 +26,7 @@ from gpuguard.backends import CONTROL_NODE, DEVICE_NODE
 from gpuguard.deadline import in_time
 from gpuguard.policies.view import interactive_use
 from gpuguard.procfs import LONGEST, read_memory, read_text, start_time, stat_of
+from gpuguard.users import accountable_uid
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ class ProcessFacts:
     """What /proc says of a process.  None = could not be read."""
 
     start_time: float  # seconds since boot
-    uids: tuple[int, ...]  # real, effective, saved, file system
+    uids: tuple[int, ...]  # real, effective, saved, file system: of the users who were given them, see users
     parent: int
     group: int
     terminal: int  # device number of its controlling terminal, 0: none
@@ -99,7 +100,7 @@ def facts_of(pid: int) -> ProcessFacts | None:
     try:
         return ProcessFacts(
             start_time=now.start_time,
-            uids=tuple(int(word) for word in status["Uid"].split()),
+            uids=tuple(accountable_uid(int(word)) for word in status["Uid"].split()),
             parent=now.parent,
             group=now.group,
             terminal=now.terminal,

@@ -18,7 +18,7 @@ from typing import Protocol
 from gpuguard import capabilities, procfs
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.records import probe, read_record
+from gpuguard.claims.records import of_their_users, probe, read_records
 from gpuguard.claims.unlock import LockHandle, NotPermitted, computing_under, lock_handle
 from gpuguard.clusters import slurm
 from gpuguard.deadline import in_time
@@ -32,6 +32,7 @@ from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
 from gpuguard.policies.policy import DISRUPTIVE
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, start_time
 from gpuguard.units import format_duration
+from gpuguard.users import accountable_uid
 
 INTERACTIVE_SECONDS = 600.0
 INTERVALS = 2  # between samples: how old one may be to act by
@@ -133,7 +134,7 @@ class Preflight:
     @property
     def uid(self) -> int | None:
         """Whose process or claim it is."""
-        return self.process.uid if self.process else self.claim.uid if self.claim else None
+        return self.process.uid if self.process else accountable_uid(self.claim.uid) if self.claim else None
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -274,11 +275,13 @@ def _claim_meant(verdict: Verdict, snapshot: Snapshot, directory: LockDirectory 
         return FailedCheck("claim", "processes use it: they are ended by `terminate`")
     if directory is None:
         return FailedCheck("claim", "there is no directory of claims")
-    claim = read_record(directory, subject.uid, subject.claim)
+    records = read_records(directory)
+    named = dict(zip([(record.uid, record.id) for record in of_their_users(records)], records, strict=True))
+    claim = named.get((subject.uid, subject.claim))
     if claim is None and directory.keeper is not None:  # the daemon knows to whom it gave a lock
         claim = claim_named(snapshot.claims, subject.uid, subject.claim)
     held = probe(directory, claim.devices) if claim else ()
-    return claim_named(held, subject.uid, subject.claim) or FailedCheck("claim", "it has ended")
+    return (claim and claim_named(held, claim.uid, claim.id)) or FailedCheck("claim", "it has ended")
 
 
 # The checks.  Each says what speaks against acting, or None.
