@@ -18,18 +18,17 @@ from gpuguard.users import user_name
 LOOK_SECONDS = 5.0  # between two looks
 HELD_SECONDS = 10.0  # the gate is held while the driver answers; who leads the queue, or watches that, has a ticket
 
-Said = Callable[[str, str, str], object]  # kind and outcome of an event, and its message
+_Lock = tuple[str, int]  # a path, and the pid of the process that took its lock
 
 
 class ClaimUpkeep:
-    """Looks at the claim directory now and then, and tells *say* what is wrong."""
+    """Looks at the claim directory now and then; tells *say* what is wrong, as an event's kind, outcome and text."""
 
-    def __init__(self, directory: LockDirectory, say: Said) -> None:
+    def __init__(self, directory: LockDirectory, say: Callable[[str, str, str], object]) -> None:
         self._directory, self._say = directory, say
         self._look_at = 0.0
-        self._held: Mapping[tuple[str, int], float] = {}  # name of a lock and the pid that took it -> since when
-        self._told: set[tuple[str, int]] = set()
-        self._was_scarce = False
+        self._held: Mapping[_Lock, float] = {}  # since when
+        self._told: Mapping[str, tuple[str, str]] = {}
 
     def look(self, pids_in_queue: Iterable[int | None]) -> None:
         """What is there now.  *pids_in_queue*: of the processes that wait, which may hold the locks of the queue."""
@@ -38,37 +37,31 @@ class ClaimUpkeep:
             return
         self._look_at = now + LOOK_SECONDS
         with suppress(OSError):  # it is being removed
-            self._look_at_locks(now, frozenset(pids_in_queue))
-            self._look_at_room()
+            self._held = {lock: self._held.get(lock, now) for lock in self._locks({*pids_in_queue, os.getpid()})}
+            late = [lock for lock, since in self._held.items() if now - since >= HELD_SECONDS]
+            found = {**self._scarce_room(), **{str(lock): _kept(*lock) for lock in late}}
+            for trouble in found.keys() - self._told.keys():
+                self._say("claims", *found[trouble])
+            self._told = found
 
-    def _look_at_locks(self, now: float, waiting: frozenset[int | None]) -> None:
-        directory = self._directory
-        paths = {name: directory.lock_path(name) for name in ("gate", "queue")} | {"directory": directory.locks}
-        names = {inode: name for name, path in paths.items() if (inode := inode_of(path))}
-        taken = [(names[inode], int(pid)) for inode, pid in takers_of(names)]
-        self._held = {
-            lock: self._held.get(lock, now)
-            for lock in taken
-            if lock[0] == "gate" or lock[1] not in {*waiting, os.getpid()}
-        }
-        self._told &= self._held.keys()
-        for lock, since in self._held.items():
-            if now - since >= HELD_SECONDS and lock not in self._told:
-                self._told.add(lock)
-                name, pid = lock
-                self._say("claims", "lock kept", f"{_taker(pid)} keeps {paths[name]} locked, so every start is delayed")
+    def _locks(self, allowed: set[int | None]) -> Iterable[_Lock]:
+        gate = self._directory.lock_path("gate")
+        paths = {inode_of(path): path for path in (gate, self._directory.lock_path("queue"), self._directory.locks)}
+        taken = [(paths[inode], int(pid)) for inode, pid in takers_of(paths)]
+        return [(path, pid) for path, pid in taken if path == gate or pid not in allowed]
 
-    def _look_at_room(self) -> None:
+    def _scarce_room(self) -> dict[str, tuple[str, str]]:
         status = os.statvfs(self._directory.records)
-        scarce = status.f_files > 0 and status.f_ffree < (1 - SCARCE) * status.f_files
-        scarce = scarce or status.f_bavail < (1 - SCARCE) * status.f_blocks
-        if scarce and not self._was_scarce and (room := room_for_records(self._directory)).own:
-            self._say("claims", "no room", f"records and tickets of users have little room left: {room.in_words()}")
-        self._was_scarce = scarce
+        if status.f_ffree >= (1 - SCARCE) * status.f_files and status.f_bavail >= (1 - SCARCE) * status.f_blocks:
+            return {}
+        room = room_for_records(self._directory)
+        return (
+            {"room": ("no room", f"records and tickets have little room left: {room.in_words()}")} if room.own else {}
+        )
 
 
-def _taker(pid: int) -> str:
-    try:
-        return f"pid {pid} of {user_name(os.stat(f'/proc/{pid}').st_uid)}"
-    except OSError:
-        return f"pid {pid}, which has ended and left it to another process,"
+def _kept(path: str, pid: int) -> tuple[str, str]:
+    taker = f"pid {pid}"
+    with suppress(OSError):  # it has ended, and another process has the lock open still
+        taker += f" of {user_name(os.stat(f'/proc/{pid}').st_uid)}"
+    return "lock kept", f"{taker} keeps {path} locked, so every start is delayed"
