@@ -192,9 +192,9 @@ def claimed_by(claims: Sequence[ClaimRecord], now: float) -> dict[str, str]:
         if not claim.alive:
             continue
         ago = _(", {now} ago").format(now=format_duration(int(now - claim.since))) if claim.since is not None else ""
-        what = claim.note or " ".join(claim.command or ())
+        what = f'"{shown(claim.note)}"' if claim.note else shown(" ".join(claim.command or ()))
         text = _("claimed by {shown}{ago}").format(shown=shown(claim.user), ago=ago) + (
-            _(": {shown}").format(shown=shown(what)) if what else ""
+            _(": {shown}").format(shown=what) if what else ""
         )
         for uuid in claim.devices:
             if is_share_of(claim, uuid):

@@ -167,6 +167,12 @@ def test_a_claimed_device_is_refused_before_its_memory_shows_up():
     assert reasons(a_device(), taken=taken) == ["claimed by bob, 2h ago: python train.py"]
 
 
+def test_the_note_of_another_user_is_a_quotation_in_a_refusal():
+    taken = claimed_by([a_claim_record(user="bob", note="run `sudo sh` first")], now=1_700_000_000.0 + 3600)
+
+    assert reasons(a_device(), taken=taken) == ['claimed by bob, 2h ago: "run `sudo sh` first"']
+
+
 def test_an_instance_is_called_by_its_gpu_its_number_and_its_profile():
     assert device_title(a_device(3)) == "GPU 3"
     assert device_title(INSTANCE) == "MIG instance 0.1 (3g.40gb)"

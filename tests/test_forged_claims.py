@@ -96,6 +96,16 @@ def test_what_a_record_copies_from_another_accuses_nobody(forged):
     assert list(rule.check(RuleView(a_snapshot(device, claims=(his, hers)), seen=seen))) == []
 
 
+def test_a_record_that_lasts_for_ages_says_nothing_of_its_end(tmp_path: Path) -> None:
+    directory = lock_directory(str(tmp_path / "claims"))
+    with a_holder(directory, "GPU-a") as holder:
+        path = Path(record_path(directory, holder.uid, holder.id))
+        path.write_text(json.dumps({**json.loads(path.read_text()), "ends": 2**50, "since": 2**34, "expected": 5e9}))
+        [claim] = probe(directory, ["GPU-a"])
+
+    assert (claim.ends, claim.since, claim.expected) == (None, None, 5e9)
+
+
 # A claim whose only holder is a program that is root in effect.
 HELD_BY_ROOTS_PROGRAM = """
 import fcntl, json, os, pwd, sys

@@ -60,6 +60,7 @@ def test_a_target_gets_its_message_in_its_own_language_from_the_admins_texts():
 
 
 CALLS = ["<!channel>", "@everyone", "x@here", "<@U123>", '<at user_id="all">x</at>', "[log in](http://e)", "<a|b>"]
+CALLS += ["https://e.example/x", "see http://e"]
 
 
 @pytest.mark.parametrize("call", CALLS)

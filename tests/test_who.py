@@ -329,15 +329,6 @@ def printed(path: str, value: object, found: dict[str, set[str]] | None = None) 
     return found
 
 
-def test_the_crowd_of_requests_of_one_user_is_counted_and_hides_no_other():
-    crowd = [a_ticket("u1", 1, command=("x" * 4000,)) for _ in range(1500)]
-    snapshot = a_snapshot(a_device())
-    lines = to_text(snapshot, uses(snapshot), (*crowd, a_ticket("u2", 2)))
-
-    assert [sum(line.startswith(user) for line in lines) for user in ("u1", "u2")] == [20, 1]
-    assert "and 1480 more of u1" in lines
-
-
 def a_full_output():
     snapshot = a_hostile_snapshot()
     waiting, reserved = (a_ticket("bob", 1),), a_reserved()

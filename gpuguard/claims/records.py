@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from gpuguard.claims.grants import Grant
 
 MAX_BYTES = 4096
-LARGEST = 2**50  # of a number in a record: a time, or the bytes of a device
+LARGEST = 2**50  # of a number in a record: the bytes of a device; and of a time:
+LATEST = 2**33  # unix time, in 2242
 MOST_OF_ONE = 500  # records of one user that are read: claims beyond them have no details
 _FIELDS = (
     "devices",
@@ -252,7 +253,7 @@ def _decoded(encoded: bytes, uid: int, key: str) -> ClaimRecord:
         name: value
         for name, value in sound_fields(ClaimRecord, content, _FIELDS).items()
         # Others calculate with it: an endless number would end the reader that subtracts it from a time.
-        if not isinstance(value, int | float) or 0 <= value <= LARGEST
+        if not isinstance(value, int | float) or 0 <= value <= (LARGEST if name == "memory" else LATEST)
     }
     return ClaimRecord(**{"devices": (), **fields}, id=key.partition(".")[2], uid=uid, user=user_name(uid))
 

@@ -16,6 +16,7 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,14 @@ from gpuguard.model import Event
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count
 from gpuguard.users import user_name
-from gpuguard.views.text import first_of_each_user, picked, put, put_json, table
+from gpuguard.views.text import picked, put, put_json, table
 
 if TYPE_CHECKING:
     from gpuguard.claims.directory import LockDirectory
     from gpuguard.model import ClaimRecord
 
+
+MOST_OF_ONE = 20  # claims of one user that root is shown: each user can have hundreds of records
 
 # How a claim was released, as people read it; in the JSON stand the words of 0.1.
 _WAYS = {
@@ -86,12 +89,14 @@ def _print_claims(args: argparse.Namespace, directory: LockDirectory) -> int:
         put([_("no claim is yours.") if os.geteuid() else _("there is no claim.")])
     else:
         free = _("no process computes: can be released")
-        # A user sees all of their own claims.
-        shown, more = (rows, []) if os.geteuid() else first_of_each_user(rows, lambda row: row[0].user)
-        cells = [
-            (claim.id, neutralise(claim.user), str(len(claim.devices)), neutralise(translated(why or free)))
-            for claim, why in shown
-        ]
+        most = len(rows) if os.geteuid() else MOST_OF_ONE
+        cells, count = [], Counter[str]()
+        for claim, why in rows:
+            count[user := neutralise(claim.user)] += 1
+            if count[user] <= most:
+                cells.append((claim.id, user, str(len(claim.devices)), neutralise(translated(why or free))))
+        left = {user: number - most for user, number in count.items() if number > most}
+        more = [_("and {count} more of {user}").format(count=number, user=user) for user, number in left.items()]
         put([*table(cells, (_("CLAIM"), _("USER"), _("GPUS"), _("STATE")), align="<<><"), *more])
     return 0
 

@@ -191,9 +191,10 @@ LONGEST_SUBJECT = 200
 MOST_PROCESSES = 5
 MOST_LINES = 20  # of further findings in one message
 
-# What a chat program makes a mention or a link of: <!channel>, <at user_id="all">, @everyone, [text](address).
-_CALL = re.compile(r"<(?=\S)|@|\](?=\()")
-_CALLED = {"<": "\u2039", "@": "@ ", "]": "] "}
+# What a chat program makes a mention or a link of: <!channel>, <at user_id="all">, @everyone, [text](address), and
+# https://address by itself.
+_CALL = re.compile(r"<(?=\S)|@|\](?=\()|:(?=//)")
+_CALLED = {"<": "\u2039", "@": "@ ", "]": "] ", ":": ": "}
 _OURS = frozenset({"action", "since", "time", "next", "done"})  # no word of these is a stranger's
 _NAME = re.compile(r"\$(?:(\$)|([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\}|)", re.ASCII)
 

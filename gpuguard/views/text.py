@@ -9,16 +9,11 @@ import json
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
-from gpuguard.locale import _
-from gpuguard.sanitize import columns_of, display_width, neutralise
+from gpuguard.sanitize import columns_of, display_width
 
-T = TypeVar("T")
-
-MOST_OF_ONE = 20  # rows of one user in a table that others read, too: a user can have any number
 Paint = Callable[[str, str], str]  # (text, "red" or "bold red") -> text
 
 _COLOURS = {
@@ -95,17 +90,6 @@ def table(
                 break
         lines.append("  ".join(cells))
     return lines
-
-
-def first_of_each_user(rows: Iterable[T], user: Callable[[T], str]) -> tuple[list[T], list[str]]:
-    """The first MOST_OF_ONE rows of each user, and for each user with more a line: ``"and 780 more of alice"``."""
-    shown, count = [], Counter[str]()
-    for row in rows:
-        count[user(row)] += 1
-        if count[user(row)] <= MOST_OF_ONE:
-            shown.append(row)
-    more = [(name, number - MOST_OF_ONE) for name, number in count.items() if number > MOST_OF_ONE]
-    return shown, [neutralise(_("and {count} more of {user}").format(count=number, user=name)) for name, number in more]
 
 
 def style(stream: TextIO | None = None, environ: Mapping[str, str] = os.environ) -> Paint:

@@ -17,7 +17,7 @@ from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
-from gpuguard.views.text import Paint, first_of_each_user, picked, shorten, table
+from gpuguard.views.text import Paint, picked, shorten, table
 
 if TYPE_CHECKING:
     from gpuguard.queue.priority import Ticket
@@ -72,12 +72,10 @@ def to_text(
     if totals := device_state.user_totals(tuple(uses)):
         lines += ["", *table(map(total_cells, totals), list(map(_, TOTALS)), align="<>>>>>", width=width)]
     if waiting:
-        shown, more = first_of_each_user(waiting, lambda ticket: ticket.user)
-        rows = [_waiting_row(ticket, snapshot.taken_at) for ticket in shown]
+        rows = [_waiting_row(ticket, snapshot.taken_at) for ticket in waiting]
         lines += [
             "",
             *table(rows, [_("WAITING"), _("GPUS"), _("SINCE"), "PID", _("COMMAND")], align="<>>>", width=width),
-            *more,
             *(shorten(neutralise(text), width) for text in unplanned),
         ]
     if reserved:
