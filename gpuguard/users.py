@@ -65,12 +65,11 @@ def _is_worth_a_lookup(asked: int | str) -> bool:
         return False
     _silent.clear()
     if asked in _nameless:
-        if now - _nameless[asked] < AGAIN_SECONDS:
+        # Of names of users there are only as many as root has written down.
+        soon = isinstance(asked, int) and _again and now - _again[0] < PACE_SECONDS
+        if soon or now - _nameless[asked] < AGAIN_SECONDS:
             return False
-        if isinstance(asked, int):  # of names there are only as many as root has written down
-            if _again and now - _again[0] < PACE_SECONDS:
-                return False
-            _again[:] = [now]
+        _again[:] = [now]
     return True
 
 
@@ -110,11 +109,9 @@ def accountable_uids(uids: Iterable[int]) -> dict[int, int]:
     Any other uid stands for itself.  Unlike accountable_uid() it asks for the names of no *uids*, of which a user may
     bring any number, and so it is for what is counted and shared, not for what is done to anybody.
     """
-    firsts, found = _given()[1], dict[int, int]()
-    for uid in uids:
-        owner = None if uid in _names else owner_of_given(uid)
-        found[uid] = uid if owner is None else _number_of(owner) or firsts[owner]
-    return found
+    owners = {uid: None if uid in _names else owner_of_given(uid) for uid in uids}
+    firsts = _given()[1] if any(owners.values()) else {}
+    return {uid: uid if not owner else _number_of(owner) or firsts.get(owner, uid) for uid, owner in owners.items()}
 
 
 def owner_of_given(uid: int) -> str | None:

@@ -178,13 +178,10 @@ def of_their_users(claims: Sequence[ClaimRecord]) -> tuple[ClaimRecord, ...]:
     taken, found = {(claim.uid, claim.id) for claim in claims}, list[ClaimRecord]()
     for claim in claims:
         uid, name = accountable_uid(claim.uid), claim.id
-        if uid == claim.uid:
-            found.append(claim)
-            continue
-        while (uid, name) in taken:
+        while uid != claim.uid and (uid, name) in taken:
             name = f"{name}-{claim.uid}"
         taken.add((uid, name))
-        found.append(replace(claim, id=name, uid=uid, user=user_name(uid)))
+        found.append(claim if uid == claim.uid else replace(claim, id=name, uid=uid, user=user_name(uid)))
     return tuple(found)
 
 

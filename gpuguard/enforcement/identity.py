@@ -165,8 +165,8 @@ def belongs_to_the_system(facts: ProcessFacts, draws: bool = False) -> bool:
     if facts.executable is None or not _has_name_of_the_system(facts.executable):
         return False
     put_there_by_root = facts.executable.startswith(SYSTEM_PLACES) and facts.executable_owner == 0 and facts.in_place
-    innocent = ("nowhere", "memory") if draws else ("nowhere",)
-    return 0 in facts.uids or bool(put_there_by_root and facts.foreign_code in innocent)
+    brought_nothing = facts.foreign_code == "nowhere" or (draws and facts.foreign_code == "memory")
+    return 0 in facts.uids or bool(put_there_by_root and brought_nothing)
 
 
 def _has_name_of_the_system(executable: str | None) -> bool:
@@ -286,24 +286,14 @@ def _uses_driver(pid: int) -> tuple[bool | None, bool]:
     """Whether it does; and whether what it has mapped could not be read to the end."""
     if opened := _in_time(pid, "files", _has_driver_open):
         return True, False
-    hides = False
     # CAP_SYS_PTRACE is enough for the mappings: the driver's library maps its devices.  And the files are those of the
     # first thread, which may have ended, or have other ones than those that compute; what is mapped is everybody's.
-    for directory in (f"/proc/{pid}", *_threads(pid)[-2:]):
-        maps = functools.partial(_maps_the_driver, pid, f"{directory}/maps")
-        if mapped := in_time(pid, "maps", maps, _TIMES["maps"]):
-            return True, False
-        hides |= mapped is None
-    return None if hides else opened, hides
+    mapped = _in_time(pid, "maps", _maps_the_driver)
+    return mapped or (None if mapped is None else opened), mapped is None
 
 
 def _driver_nodes() -> dict[str, os.stat_result]:
-    paths = [DRIVER_FILE, *(path for pattern in DRIVER_NODES for path in glob.glob(pattern))]
-    found = {}
-    for path in paths:
-        with suppress(OSError):
-            found[path] = os.stat(path)
-    return found
+    return {path: os.stat(path) for pattern in (DRIVER_FILE, *DRIVER_NODES) for path in glob.glob(pattern)}
 
 
 def _has_driver_open(pid: int) -> bool | None:
@@ -321,7 +311,7 @@ def _has_driver_open(pid: int) -> bool | None:
     return False
 
 
-def _maps_the_driver(pid: int, path: str) -> bool:
+def _maps_the_driver(pid: int) -> bool:
     """By device and inode: in a mount namespace of one's own a node of the driver can have any path."""
     nodes = _driver_nodes()
     wanted = {(node.st_dev, node.st_ino) for node in nodes.values()}
@@ -330,8 +320,11 @@ def _maps_the_driver(pid: int, path: str) -> bool:
             seen = os.stat(f"/proc/{pid}/root{name}")
             if stat.S_ISCHR(seen.st_mode) and seen.st_rdev == node.st_rdev:
                 wanted.add((seen.st_dev, seen.st_ino))
-    with open(path, "rb") as maps:
-        return any(file in wanted for file in _mapped_files(maps))
+    for directory in (f"/proc/{pid}", *_threads(pid)[-2:]):
+        with suppress(FileNotFoundError), open(f"{directory}/maps", "rb") as maps:
+            if not wanted.isdisjoint(_mapped_files(maps)):
+                return True
+    return False
 
 
 def _mapped_files(maps: BinaryIO) -> Iterator[tuple[int, int]]:
@@ -383,8 +376,8 @@ def _is_roots(pid: int, path: str, device: bytes, inode: int) -> bool:
     if not path.startswith(SYSTEM_PLACES):
         return False
     seen = os.stat(f"/proc/{pid}/root{path}")
-    device_number = os.makedev(*(int(part, 16) for part in device.split(b":")))
-    return seen.st_uid == 0 and (seen.st_ino, seen.st_dev) == (inode, device_number)
+    number = b"%02x:%02x" % (os.major(seen.st_dev), os.minor(seen.st_dev))
+    return (seen.st_uid, number, seen.st_ino) == (0, device, inode)
 
 
 def _threads(pid: int) -> list[str]:
