@@ -551,7 +551,7 @@ import gpuguard
 def forks(*words, really={module}.{name}):
     {module}.{name} = really
     if not (pid := os.fork()):
-        signal.alarm(20)
+        signal.alarm(60)
         {child}
         os._exit(0)
     print(os.waitpid(pid, 0)[1])

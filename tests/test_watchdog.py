@@ -271,8 +271,8 @@ def test_time_is_that_of_the_machine_and_goes_on_while_it_sleeps(a_watchdog, pla
     seen = []
     a_watchdog(start(place), (), on_sample=lambda *each: seen.append(each)).step()
 
-    assert abs(seen[0][0].clock - clock()) < 5
-    assert abs(seen[0][0].taken_at - time.time()) < 5
+    assert abs(seen[0][0].clock - clock()) < 60
+    assert abs(seen[0][0].taken_at - time.time()) < 60
 
 
 def test_a_claim_is_seen_and_missed_at_the_next_sample(a_watchdog, place):
