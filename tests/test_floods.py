@@ -25,6 +25,7 @@ from users import ALICE, BOB
 from gpuguard.backends import simulated
 from gpuguard.claims.directory import BROKERED, LockDirectory, lock_directory
 from gpuguard.claims.restrictions import SET_BACK, Restriction, change
+from gpuguard.daemon import broker as broker_module
 from gpuguard.daemon import server
 from gpuguard.daemon.broker import Broker
 from gpuguard.daemon.server import DescriptorReply
@@ -246,6 +247,19 @@ def test_requests_that_take_long_are_handled_in_turns_by_user(tmp_path, monkeypa
 
     assert handled[0] == 0
     assert {3, 4} < set(handled[1:4]), "one of each user, whichever of the first came first"
+
+
+@pytest.mark.root
+def test_who_keeps_the_daemon_busy_is_an_event_once_as_long_as_that_lasts(flood, monkeypatch):
+    broker, [uuid, *_] = flood.broker(), [device.uuid for device in flood.snapshot.devices]
+    monkeypatch.setattr(broker_module, "COUNT_SECONDS", 0.0)
+
+    def told(least: float) -> list[tuple[str, str | None]]:
+        monkeypatch.setattr(broker_module, "BUSY_SECONDS", least)
+        broker.claim(BOB.pw_uid, {"devices": [uuid], "conditions": {"min_free": 2**50}})
+        return [(event.outcome, event.user) for event in broker.tend()]
+
+    assert [told(least) for least in (60.0, 0.0, 0.0, 60.0, 0.0)] == [[], [busy := ("busy", "bin")], [], [], [busy]]
 
 
 @FOR_BOTH_BROKERS

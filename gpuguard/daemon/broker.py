@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from gpuguard.backends import Backend
@@ -54,26 +53,15 @@ from gpuguard.queue.tickets import (
 from gpuguard.request import Request, fields_needed, fields_to_verify
 from gpuguard.select import choose
 from gpuguard.units import format_count
-from gpuguard.users import user_name
+from gpuguard.users import accountable_uids, user_name
 
 CLAIMED = "claimed just now"
 PART_CLAIMED = "a part of the GPU, or the whole of it, is claimed"
 OFFER_SECONDS = 5.0  # a request that may start, was woken, and does not claim within so many goes to the end
 LEAST_SECONDS = 60.0  # of fair share that a grant costs for each device, however short it was
 SET_BACK_SECONDS = 3600.0  # for so long; the second time within them all requests of its user do
+COUNT_SECONDS, BUSY_SECONDS = 60.0, 20.0  # the administrator is told of a user whose requests take so much of them
 _MAX_SECONDS = 10 * 365 * 86400.0
-
-
-@dataclass
-class _GivenLocks:
-    """What a ticket was given."""
-
-    ticket: Ticket
-    devices: tuple[str, ...]  # uuids
-    claim: str
-    at: float  # monotonic
-    since: float  # unix time
-    was_held: bool = False  # when the daemon looked later
 
 
 class Broker:
@@ -83,11 +71,13 @@ class Broker:
         self._directory, self._open_backend = directory, open_backend
         self._backend: Backend | None = None
         self._offers: dict[str, float] = {}  # id of a ticket that may start -> since when, monotonic
-        self._books = threading.Lock()  # held while one of these changes:
-        self._given: list[_GivenLocks] = []  # to tickets of the queue, not long ago
+        # (ticket, uuids, id of the claim, unix time) of what was given to tickets since the last look.
+        self._given: list[tuple[Ticket, tuple[str, ...], str, float]] = []
         self._used = set[str]()  # ids of tickets that were given locks and are still there
         self._charged: dict[int, float] = {}  # uid -> GPU-seconds that grants cost beside what was used
-        self._decayed_at = time.monotonic()
+        self._decayed_at = self._counted_at = time.monotonic()
+        self._spent: dict[int, float] = {}  # user -> seconds that their requests took since then
+        self._busy: Collection[int] = ()  # users whose requests took long in the minute before
 
     def trouble(self) -> str | None:
         """Why it cannot give locks, in words."""
@@ -113,22 +103,17 @@ class Broker:
         with Gate(self._directory):
             grants = grant_of(self._directory, names_of(self._directory))
         living = {grant.claim for grant in grants.values() if grant}
-        with self._books:
-            return self._settle(living, time.monotonic())
-
-    def _settle(self, living: Collection[str], now: float) -> list[Event]:
-        """What follows from which claims are *living*."""
-        given, self._given, events = self._given, list[_GivenLocks](), list[Event | None]()
-        for locks in given:
-            if locks.claim in living and now - locks.at < LEAST_SECONDS:
-                locks.was_held = True
-                self._given.append(locks)
-            elif locks.claim in living:  # from now on what it uses counts
-                self._charge(locks.ticket.uid, -LEAST_SECONDS * len(locks.devices))
-            elif not locks.was_held and not has_started(self._directory, locks.ticket.uid, locks.since):
-                reason = f"gave {format_count(len(locks.devices), 'GPU')} back that no process has held"
-                events.append(self._set_back(locks.ticket, locks.devices, reason, ""))
-        self._used = {name for name in self._used if read_ticket(self._directory, int(name.partition(".")[0]), name)}
+        given, self._given, events = self._given, [], list[Event | None]()
+        for ticket, devices, claim, since in given:
+            if claim not in living and not has_started(self._directory, ticket.uid, since):
+                reason = f"gave {format_count(len(devices), 'GPU')} back that no process has held"
+                events.append(self._set_back(ticket, devices, reason, ""))
+        gone = [name for name in [*self._used] if not read_ticket(self._directory, int(name.partition(".")[0]), name)]
+        self._used.difference_update(gone)
+        if time.monotonic() - self._counted_at >= COUNT_SECONDS:
+            spent, self._spent, self._counted_at = self._spent, {}, time.monotonic()
+            before, self._busy = self._busy, [uid for uid, seconds in spent.items() if seconds >= BUSY_SECONDS]
+            events += [_busy_event(uid, spent[uid]) for uid in self._busy if uid not in before]
         return [event for event in events if event]
 
     def _charge(self, uid: int, seconds: float) -> None:
@@ -136,7 +121,7 @@ class Broker:
         now, half_life = time.monotonic(), read_queue_settings().rules.half_life
         left, self._decayed_at = 0.5 ** ((now - self._decayed_at) / half_life), now
         self._charged = {user: charged * left for user, charged in self._charged.items()}
-        self._charged[uid] = max(0.0, self._charged.get(uid, 0.0) + seconds)
+        self._charged[uid] = self._charged.get(uid, 0.0) + seconds
 
     def _queue(
         self, snapshot: Snapshot, mine: Ticket | None = None, waiting: WaitingTickets | None = None
@@ -198,13 +183,16 @@ class Broker:
         """The locks of all devices that *uid* requests, or why not; GpuguardError: it makes no sense."""
         if uid == identity.overflow_uid():
             raise GpuguardError("who you are is not known here: you are in a user namespace of your own.")
-        names = _device_names(message)
+        names, began = _device_names(message), time.monotonic()
         try:
             if message.get("inside") is not None:
                 return self._claim_inside(uid, names, str(message["inside"]))
             return self._claim(uid, names, message)
         except OSError as error:
             raise GpuguardError(f"the daemon cannot give locks now: {error.strerror}.") from error
+        finally:
+            owner = accountable_uids([uid])[uid]
+            self._spent[owner] = self._spent.get(owner, 0.0) + time.monotonic() - began
 
     def close(self) -> None:
         """Close the driver."""
@@ -245,10 +233,7 @@ class Broker:
             self._charge(uid, LEAST_SECONDS * len(names))
             if ticket.id:
                 self._used.add(ticket.id)
-                given = _GivenLocks(
-                    position.ticket, tuple(names), reply.content["claim"], time.monotonic(), time.time()
-                )
-                self._given.append(given)
+                self._given.append((position.ticket, tuple(names), reply.content["claim"], time.time()))
             if len(queue.positions) > 1:
                 record_start(self._directory, uid, by_daemon=True)
         return reply
@@ -346,6 +331,12 @@ def _for_devices(request: Request, names: Sequence[str], uid: int) -> Request:
     everywhere: dict[str, Any] = {"within": None, "within_reason": "", "exclude": (), "prefer": (), "max_gpus": None}
     mine_as_free = request.mine_as_free & {uid}
     return replace(request, num_gpus=len(names), devices=tuple(names), mine_as_free=mine_as_free, **everywhere)
+
+
+def _busy_event(uid: int, seconds: float) -> Event:
+    user = user_name(uid)
+    message = f"requests of {user} for GPUs took {seconds:.0f}s of the last minute: those of others wait the longer"
+    return Event(time.time(), "queue", "busy", user, message=message, facts=(("uid", uid),))
 
 
 def _unfit(

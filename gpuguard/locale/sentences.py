@@ -331,6 +331,7 @@ SENTENCES = (
     ),
     "a request of {user} gave {count} back that no process has held: it goes to the end of the queue",
     "a request of {user} gave {count} back that no process has held: all its requests go to the end of the queue",
+    "requests of {user} for GPUs took {time} of the last minute: those of others wait the longer",
     "{count} lines about {user} within {time}",
     "the policy {policy} meets a fault inside gpuguard, and the others go on: {error}",
     "a fault inside gpuguard: {error}",

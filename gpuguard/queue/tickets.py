@@ -219,10 +219,13 @@ def record_start(directory: LockDirectory, uid: int, *, by_daemon: bool = False)
 
 
 def has_started(directory: LockDirectory, uid: int, since: float) -> bool:
-    """Whether a process of *uid* has recorded a start after *since*, unix time: see record_start()."""
+    """Whether a process of *uid* has recorded a start after *since*, unix time: see record_start().
+
+    Also where it could not: another user has made the file.
+    """
     with suppress(OSError):
         status = status_in_place(_path(directory, "served", str(uid)))
-        return status.st_uid == uid and status.st_mtime >= since - CLOCK_SECONDS
+        return status.st_uid != uid or status.st_mtime >= since - CLOCK_SECONDS
     return False
 
 
