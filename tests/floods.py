@@ -120,7 +120,7 @@ def ladder(machine: Brokered, seconds: float = 60.0) -> tuple[float | None, int]
             events = [json.loads(line) for line in log.read_text().rpartition("\n")[0].splitlines()]
             events = [event for event in events if event["time_unix_seconds"] >= began]
             due = next((event["time_unix_seconds"] for event in events if event["kind"] == "terminate"), None)
-            late = sum(event["outcome"] in ("resampling", "gap") for event in events)
+            late = sum(event["outcome"] in ("resampling", "gap", "late") for event in events)
     return (due - began if due else None), late
 
 
