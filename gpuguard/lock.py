@@ -217,7 +217,7 @@ class Allocator:
             taken: uuid -> why not; gets the devices that others were found to hold.
             ticket: in the queue, for the daemon where it gives the locks.
             with_record: write the record of the claim.
-            once: where the daemon gives the locks and refuses the best devices, do not ask for others.
+            once: where the daemon gives the locks and another request starts first, do not ask for other devices.
         """
         held: HeldLocks = {}
         claim: Claim | None = None
@@ -299,7 +299,7 @@ class Allocator:
     def _asked_first(self, requests: Sequence[Request], snapshot: Snapshot) -> Claim | None:
         """The claim, if the daemon, which decides who is next, gives it; whatever the queue looks like from here.
 
-        Once for each request: which other devices it may have is easier to see in a plan of our own.
+        Where another one starts first, a plan of our own shows better on which devices this one may start.
         """
         assert self._queued
         ticket, taken = self._queued.ticket_of(requests), self._restricted(snapshot)

@@ -44,7 +44,7 @@ from gpuguard.units import local_time
 from gpuguard.users import accountable_uid, accountable_uids, user_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from typing import Any
 
     from gpuguard.claims.grants import Grant
@@ -81,6 +81,7 @@ FULL_BYTES = 65_536
 
 _NOBODY = -1
 _MOST_NAMED = 5  # users who hold a lock together
+_owners: dict[str, dict[tuple[str, int], tuple[int, float]]] = {}  # directory -> (name, inode) -> (uid, time)
 HOLDERS_SECONDS = 10.0  # after which a ClaimWatcher finds out anew who holds the locks
 
 
@@ -197,18 +198,27 @@ def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tupl
     return [name for uid, own in of_user.items() for _, name in own[: most if uid else None]], beyond
 
 
-def files_by_user(directory: LockDirectory, names: Iterable[str]) -> dict[int, list[tuple[float, str]]]:
-    """(time of the last change, name) of each user's files, the oldest first; see users.accountable_uids."""
-    files = []
-    for name in names:
-        try:
-            status = status_in_place(f"{directory.records}/{name}")
-        except OSError:
-            continue  # it has just ended
-        files.append((status.st_uid, status.st_ctime, name))
-    whose = accountable_uids({uid for uid, _, _ in files})
+def files_by_user(directory: LockDirectory, names: Collection[str]) -> dict[int, list[tuple[float, str]]]:
+    """(time of the last change, name) of each user's files, the oldest first; see users.accountable_uids.
+
+    Of a file that was there the last time that is remembered: there may be thousands, and its owner never changes.
+    """
+    known, wanted = _owners.get(directory.records, {}), frozenset(names)
+    files: dict[tuple[str, int], tuple[int, float]] = {}
+    with os.scandir(directory.records) as entries:
+        for entry in entries:
+            if entry.name not in wanted:
+                continue
+            key = entry.name, entry.inode()
+            try:
+                status = None if key in known else status_in_place(entry.path)
+            except OSError:
+                continue  # it has just ended
+            files[key] = (status.st_uid, status.st_ctime) if status else known[key]
+    _owners[directory.records] = files
+    whose = accountable_uids({uid for uid, _since in files.values()})
     of_user: dict[int, list[tuple[float, str]]] = {}
-    for uid, since, name in sorted(files, key=lambda file: file[1:]):
+    for since, name, uid in sorted((since, name, uid) for (name, _inode), (uid, since) in files.items()):
         of_user.setdefault(whose[uid], []).append((since, name))
     return of_user
 

@@ -223,10 +223,11 @@ class Broker:
         # What the ticket may have now, by the daemon's own view of the queue.
         queue = self._queue(snapshot, ticket, waiting)
         position, kept = queue.of(ticket.id), kept_for_others(queue, ticket.id)
+        if not kept.keys().isdisjoint(names):
+            return _refusal(kept)
         if not position.now or position.request is None:
-            return _refusal(dict.fromkeys(names, f"it is not your turn: {start_text(position, queue)}"))
-        if refused := {name: kept[name] for name in names if name in kept}:
-            return _refusal(refused)
+            turn = f"it is not your turn: {start_text(position, queue)}"
+            return {**_refusal(dict.fromkeys(names, turn)), "later": True}
         reply = self._grant(uid, names, position.request, snapshot)
         self._offers.pop(ticket.id, None)  # it has tried to take its offer
         if isinstance(reply, DescriptorReply):

@@ -45,7 +45,7 @@ def request_grant(
 ) -> Claim | None:
     """The best devices from the daemon; None when they cannot be had.  Fills *taken* with those that it refused.
 
-    *once*: ask for the best alone, not for others when it refuses them.
+    *once*: where another request starts first, do not ask for other devices.
 
     Raises:
         ClaimError: there is no daemon, and the request has not waited before.
@@ -82,9 +82,11 @@ def request_grant(
             )
         close_all(descriptors)
         uuids, rows = [device.uuid for device in devices], content["refused"]
-        refused = {uuid: translated(str(rows[uuid])) for uuid in uuids if isinstance(rows, dict) and uuid in rows}
-        taken.update(refused or dict.fromkeys(uuids, _("refused by the daemon")))
-        if once:
+        refused = {uuid: translated(str(why)) for uuid, why in rows.items()} if isinstance(rows, dict) else {}
+        taken.update(
+            refused if not refused.keys().isdisjoint(uuids) else dict.fromkeys(uuids, _("refused by the daemon"))
+        )
+        if once and content.get("later"):
             return None
 
 
