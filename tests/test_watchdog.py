@@ -98,6 +98,25 @@ def test_a_step_that_a_check_holds_up_is_tried_again_and_the_next_one_waits(a_wa
     assert tried == ["pause", "pause", "pause", "resume"]
 
 
+@pytest.mark.parametrize(("pause", "tries"), [(100.0, 3), (700.0, 1)])
+def test_a_step_that_a_check_holds_up_goes_on_waiting_after_a_pause_that_is_not_too_long(
+    a_watchdog, monkeypatch, pause, tries
+):
+    tried = []
+
+    def act(verdict, *more):
+        tried.append(verdict.action)
+        return (ActionOutcome("refused", wait=5.0),)
+
+    monkeypatch.setattr(actions, "act", act)
+    before, after = snapshots(A_HOG, number=2), snapshots(A_HOG, number=2)
+    after = [replace(sample, clock=sample.clock + pause) for sample in after]
+    guard = a_watchdog(Scripted(*before, *after), (replace(HOGS, hold=1.0, cooldown=1000.0),), interval=(1.0, 1.0))
+    looks(guard, 4)
+
+    assert tried == ["terminate"] * tries
+
+
 def test_of_what_is_due_the_small_ones_of_a_user_keep_nothing_from_its_turn(a_watchdog, log):
     rows = [(0, 1001, 21 * GIB), (1, 1002, 70 * GIB), (2, 1003, 30 * GIB)]  # of the same user
     devices = [a_device(i, memory_used=used, processes=(a_process(pid, memory_used=used),)) for i, pid, used in rows]

@@ -151,6 +151,8 @@ SENTENCES = (
     "{fact}: the time starts anew",
     "{field} could not be read, {reason}",
     "{time}s since the last sample: all durations start anew",
+    "{time}s since the last sample: they count for no duration",
+    "the machine was suspended: all durations start anew",
     "the sample is the same as before: it shows nothing new",
     (
         "{users} users with {processes} processes would be acted on at once, more than {most_users} users or "
@@ -160,6 +162,16 @@ SENTENCES = (
         "{users} users with {processes} processes would be acted on at once, more than {most_users} users or "
         "{most_processes} processes: only {count} are, the oldest breach first"
     ),
+    (
+        "{users} users would be acted on at once, more than {most_users}, and the finding rests on readings, which can "
+        "go wrong for everybody: nobody is ({user})"
+    ),
+    (
+        "{users} users would be acted on at once, more than {most_users}, and the finding rests on claims that are "
+        "missing, which can go wrong for everybody: nobody is ({user})"
+    ),
+    "as many as the policy allows are acted on at once: it follows when their effect is seen",
+    "its turn comes when the condition has held for another {time}",
     "a step of {policy} on the same GPU has not shown its effect yet",
     "{action} is passed over: no process is meant",
     "{action} is passed over: no process is meant (a claim is taken back by `release`)",
@@ -243,7 +255,10 @@ SENTENCES = (
     "its line in the audit log took {seconds} to write: what was decided before is too old",
     "it outlived SIGKILL: no further signal can help",
     "a process on this GPU outlived SIGKILL: the GPU is left alone",
+    "it outlived SIGKILL by {time}: no further signal can help",
     "it outlived SIGKILL by {time}: its GPUs need a reset, and are left alone",
+    "pid {pid} outlived SIGKILL: the GPU needs a reset",
+    "the process is gone from the GPU, and its memory is back",
     "pid {pid} outlived SIGKILL by {time}: the GPU needs a reset",
     "it was killed before: no further signal can help",
     "{count} signals in one minute are the most",
@@ -377,6 +392,11 @@ SENTENCES = (
     "{time} is the longest here: ask for less, and again when it is nearly over.",
     "here no user can ask for that: the policy file says so.  Talk to the administrator.",
     "there is too much that you keep: end some of it with `gpuguard keep --end`.",
+    "it is kept already, in all policies: see `gpuguard keep --list`.",
+    (
+        "no process or claim can be kept for more than {hours} h in {days} days.  Now {time} is left, and more from "
+        "{when} on."
+    ),
     "that was {count} times within a minute: wait a little.",
     "that is no user.",
     "only root may do that for other users: run it with sudo.",
