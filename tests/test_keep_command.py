@@ -189,6 +189,17 @@ def test_no_process_is_kept_for_more_than_72_hours_in_7_days_however_often_its_u
         Granting(directory)(1001, for_seconds=HOUR + 300, **ASKED_AGAIN[way])
 
 
+def test_the_uids_that_root_gave_to_a_user_have_no_72_hours_of_their_own(directory, monkeypatch):
+    """A process of a user namespace takes on another of them at will."""
+    monkeypatch.setattr(exemptions, "accountable_uids", lambda uids: {uid: min(uid, 1001) for uid in uids})
+    kept_already(directory, (100, 30))
+    granting = Granting(directory)
+    granting.exemptions.devices = lambda: (a_device(0, processes=(a_process(start_time=-1e9, uid=100_001),)),)
+
+    with pytest.raises(GpuguardError, match="72 h in 7 days"):
+        granting(100_001, for_seconds=6 * HOUR)
+
+
 def test_a_time_that_is_renewed_before_it_is_over_counts_once(granting):
     for _ in range(5):
         granting(1001, for_seconds=86400)

@@ -25,7 +25,7 @@ from gpuguard.policies.policy import KEPT_SECONDS, KEPT_WITHIN, Kept, KeptMark, 
 from gpuguard.procfs import boot_clock
 from gpuguard.request import resolve
 from gpuguard.units import format_duration, local_time
-from gpuguard.users import user_name
+from gpuguard.users import accountable_uids, user_name
 
 MAX_SECONDS_OF_ROOT = 365 * 86400.0
 MAX_PER_USER = 16
@@ -111,7 +111,7 @@ class Exemptions:
                     ended.append(exemptions.pop(name))
                     if ended[-1].asked is not None:  # what was used of it counts
                         exemptions[name] = replace(ended[-1], until=now)
-                        _count(exemptions, of_owner, now)
+                        _count(exemptions, of_owner or 0, now)
 
         self.count_change(uid)
         self._apply(change(self._directory, KEPT, remove))
@@ -165,9 +165,8 @@ class Exemptions:
             key: tuple[str, int | str] = ("uid", owner) if owner is not None else ("device", uuid or "")
             if owner is not None and uuid is not None:
                 key = "uid on device", f"{owner} {uuid}"
-            spans = None
-            if exemption.asked is not None:
-                spans = tuple((begin - now + clock, end - now + clock) for begin, end in exemption.asked)
+            asked = exemption.asked
+            spans = None if asked is None else tuple((begin - now + clock, end - now + clock) for begin, end in asked)
             exempt[key] = KeptMark(clock + exemption.until - now, spans)
         self._use(exempt)
 
@@ -178,12 +177,14 @@ class Exemptions:
         self._report(Event(time.time(), "keep", outcome, exemption.user, devices, message=message, facts=facts))
 
 
-def _count(exemptions: dict[str, Restriction], owner: int | None, now: float) -> tuple[TimeSpan, ...]:
+def _count(exemptions: dict[str, Restriction], owner: int, now: float) -> tuple[TimeSpan, ...]:
     """Write down until when a user keeps anything now, wherever: what they run may be there at any time.
 
     A short break between two times counts, too: a user who asks again and again must not fill the file.
     """
-    own = [each for each in exemptions.values() if each.asked is not None and _parts(each.name)[0] == owner]
+    uids = {each.name: _parts(each.name)[0] or 0 for each in exemptions.values() if each.asked is not None}
+    whose = accountable_uids(uids.values())  # a process may take on another uid that root has given to the same user
+    own = [exemptions[name] for name, uid in uids.items() if whose[uid] == whose[owner]]
     known: tuple[TimeSpan, ...] = max((each.asked or () for each in own), key=len)
     begin, end = now, max(now, *(each.until or now for each in own))
     spans = [span for span in known if span[1] > now - KEPT_WITHIN]

@@ -13,7 +13,7 @@ import re
 import signal
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -36,7 +36,7 @@ from gpuguard.enforcement.preflight import CHECKPOINT_SIGNALS, ActionContext, Pr
 from gpuguard.enforcement.signals import GONE, NOT_PERMITTED, SENT
 from gpuguard.errors import ClaimError, InvalidRequest, LockDirectoryError
 from gpuguard.history.audit_log import line_of
-from gpuguard.model import Device, Event, Finding, Snapshot, Subject, Verdict, claim_named
+from gpuguard.model import Device, Event, Finding, GpuProcess, Snapshot, Subject, Verdict, claim_named
 from gpuguard.notify.templates import deed_text, message_for
 from gpuguard.policies.policy import DISRUPTIVE, HARMFUL
 from gpuguard.procfs import boot_clock, start_time
@@ -559,25 +559,25 @@ def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[Acti
                 Event(time.time(), "kill", UNKILLABLE, None, past.devices, pid=pid, message=why, facts=facts)
             )
     for process, past in unkillable.items():
-        left = tuple(uuid for uuid in past.devices if not _is_listed(process, snapshot.device(uuid)))
-        _quarantine_devices(past, [uuid for uuid in past.devices if uuid not in left], context, snapshot)
-        unkillable[process] = replace(past, devices=left)
+        listed = {uuid: rows for uuid in past.devices if (rows := _rows_of(process, snapshot.device(uuid)))}
+        _quarantine_devices(past, listed, context, snapshot)
+        unkillable[process] = replace(past, devices=tuple(uuid for uuid in past.devices if uuid not in listed))
     _end_quarantines(context, snapshot)
     return tuple(outcomes)
 
 
-def _is_listed(process: ProcessIdentity, device: Device | None) -> bool:
+def _rows_of(process: ProcessIdentity, device: Device | None) -> tuple[GpuProcess, ...]:
     rows = device.processes or () if device and device.processes_plausible else ()
-    return any((row.pid, row.start_time) == process for row in rows)
+    return tuple(row for row in rows if (row.pid, row.start_time) == process)
 
 
-def _quarantine_devices(past: PastAction, uuids: Sequence[str], context: ActionContext, snapshot: Snapshot) -> None:
+def _quarantine_devices(
+    past: PastAction, listed: Mapping[str, tuple[GpuProcess, ...]], context: ActionContext, snapshot: Snapshot
+) -> None:
     """Take the devices out of service; the targets are told once."""
     why = f"pid {past.process[0]} outlived SIGKILL: the GPU needs a reset"
-    for number, uuid in enumerate(uuids):
-        device = snapshot.device(uuid)
-        rows = [row for row in (device.processes or () if device else ()) if (row.pid, row.start_time) == past.process]
-        finding = Finding("unkillable", Subject("device", device=uuid), why, tuple(rows))
+    for number, (uuid, rows) in enumerate(listed.items()):
+        finding = Finding("unkillable", Subject("device", device=uuid), why, rows)
         verdict = Verdict(past.policy or "unkillable", finding, "quarantine", 0, past.clock, enforce=True)
         _quarantine(verdict, snapshot, context, past.process)
         for name in context.alarm if number == 0 else ():

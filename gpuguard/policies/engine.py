@@ -90,6 +90,7 @@ class Hit:
 
     users: frozenset[int]  # accountable uids
     victims: frozenset[object]  # processes; where there are none, the subject
+    names: frozenset[str]  # of users
 
 
 @dataclass
@@ -629,11 +630,12 @@ def _breaker(due: Iterable[DueStep], index: SampleIndex) -> tuple[set[str], list
     held, notes = set[str](), list[Note]()
     for name, steps in by_policy.items():
         policy = steps[0].policy
-        users = frozenset[int]().union(*(_hit(step, index).users for step in steps))
+        hits = [_hit(step, index) for step in steps]
+        users = frozenset[int]().union(*(hit.users for hit in hits))
         if len(users) <= policy.at_most_users or policy.some_beyond or policy.rests_on is Evidence.CLOCK:
             continue
         held.add(name)
-        names = sorted({user for step in steps for _, user in _people(step.finding) if user})
+        names = sorted(frozenset[str]().union(*(hit.names for hit in hits)))
         text = (
             f"{len(users)} users would be acted on at once, more than {policy.at_most_users}, and the finding rests on "
             f"{policy.rests_on.value}, which can go wrong for everybody: nobody is ({', '.join(names[:MOST_NAMES])})"
@@ -643,13 +645,11 @@ def _breaker(due: Iterable[DueStep], index: SampleIndex) -> tuple[set[str], list
 
 
 def _hit(step: DueStep, index: SampleIndex) -> Hit:
-    users = (_accountable(uid, user, index) for uid, user in _people(step.finding) if uid is not None)
-    return Hit(frozenset(users), victims_of(step.finding) or frozenset((step.identity,)))
-
-
-def _people(finding: Finding) -> Iterator[tuple[int | None, str | None]]:
-    yield finding.subject.uid, finding.subject.user
-    yield from ((process.uid, process.user) for process in finding.processes)
+    subject, processes = step.finding.subject, step.finding.processes
+    people = {(subject.uid, subject.user), *((process.uid, process.user) for process in processes)}
+    users = (_accountable(uid, user, index) for uid, user in people if uid is not None)
+    victims: frozenset[object] = victims_of(step.finding) or frozenset((step.identity,))
+    return Hit(frozenset(users), victims, frozenset(user for _, user in people if user))
 
 
 def _accountable(uid: int, user: str | None, index: SampleIndex) -> int:

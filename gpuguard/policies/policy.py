@@ -252,10 +252,8 @@ class KeptMark:
 
     def holds(self, policy: Policy, since: float, clock: float) -> bool:
         """Whether it keeps from *policy* a process or claim that began at *since*."""
-        if self.spans is None or clock >= self.until:
-            return clock < self.until
-        spent = seconds_within(self.spans, max(since, clock - KEPT_WITHIN), clock)
-        return policy.may_be_kept and spent < KEPT_SECONDS
+        spent = seconds_within(self.spans or (), max(since, clock - KEPT_WITHIN), clock)
+        return clock < self.until and (self.spans is None or (policy.may_be_kept and spent < KEPT_SECONDS))
 
 
 Kept = Mapping[tuple[str, int | str], KeptMark]  # by whom or what is meant, as in ("uid", 1001)
