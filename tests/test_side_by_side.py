@@ -118,6 +118,7 @@ def test_only_what_the_files_need_that_are_asked_for_is_installed(checkout, word
         (2, "ab", ["tests"], 2),
         (2, "abcdefgh", ["tests/test_0.py::test_it", "tests/test_0.py::test_more"], 0),
         (2, "abcdefgh", ["tests/test_0.py", "tests/test_1.py"], 2),
+        (2, "abcdefgh", ["tests/test_0.py", "tests/test_1.py", "tests/test_none.py"], 0),
     ],
 )
 def test_there_are_two_workers_for_each_core_and_no_more_than_files(mocker, tmp_path, cores, names, words, workers):
