@@ -17,14 +17,19 @@ import pytest
 
 # A worker that gets one of these last keeps all the others waiting for it.  --quick leaves them out.
 LONGEST = (
-    "test_damaged_documents", "test_run", "test_slurm_cluster", "test_two_users", "test_broker",
-    "test_agreement", "test_web_browser", "test_faulty_drivers", "test_benchmarks_run", "test_packaging",
-    "test_reserve_command", "test_broker_hostile", "test_ray_head", "test_adopt", "test_guard_faults",
-    "test_web", "test_docs", "test_contention", "test_daemon", "test_broker_shares", "test_damaged_files",
-    "test_fleet_ssh", "test_overtaking", "test_release_command", "test_completion", "test_drain",
-    "test_forged_claims", "test_attacks", "test_queue_model", "test_disk_room", "test_mig_profiles",
-    "test_hazards", "test_driver_calls", "test_wrapper_death", "test_dry_equals_live", "test_worker",
-    "test_campaigns", "test_guard_schedules", "test_policy_mutations",
+    "test_damaged_documents", "test_run", "test_slurm_cluster", "test_two_users", "test_broker", "test_agreement",
+    "test_web_browser", "test_faulty_drivers", "test_benchmarks_run", "test_packaging", "test_reserve_command",
+    "test_broker_hostile", "test_ray_head", "test_adopt", "test_guard_faults", "test_web", "test_docs",
+    "test_contention", "test_daemon", "test_broker_shares", "test_damaged_files", "test_fleet_ssh", "test_overtaking",
+    "test_release_command", "test_completion", "test_drain", "test_forged_claims", "test_attacks", "test_queue_model",
+    "test_disk_room", "test_mig_profiles", "test_driver_calls", "test_wrapper_death", "test_dry_equals_live",
+    "test_worker", "test_campaigns", "test_guard_schedules", "test_policy_mutations", "test_owner_learns",
+    "test_nvml", "test_grab_lifetime", "test_interrupted_claim", "test_engine_properties", "test_grab",
+    "test_pid_reuse", "test_page_server", "test_backfill", "test_bad_input", "test_passing_faults",
+    "test_backend_contract", "test_metrics_command", "test_device_state", "test_job_control", "test_query",
+    "test_policy_command", "test_processes", "test_json_schema", "test_preflight", "test_fleet_answers",
+    "test_action_release", "test_published_state", "test_planted", "test_policy_test", "test_deep_json",
+    "test_daemon_requests", "test_identity",
 )  # fmt: skip
 
 # Claims, races, pids that are used again, signals: a device given twice or an innocent signalled once in twenty runs is
