@@ -166,7 +166,7 @@ def lock_identity(claim: ClaimRecord, *uuids: str | None) -> tuple[object, ...]:
     Its record can be written anew at any time, and a claim that lets go of a lock and takes another is a newer one.
     """
     names = [name for name in claim.slots or claim.devices if name.partition(".slot")[0] in uuids]
-    return claim.uid, claim.id, *names
+    return *uuids, claim.uid, claim.id, *names
 
 
 def claim_of(process: GpuProcess, claims: Sequence[ClaimRecord], stats: Processes) -> ClaimRecord | None:

@@ -260,11 +260,8 @@ def read_last_state(directory: LockDirectory, clock: float, now: float) -> Snaps
 
     *clock* is CLOCK_BOOTTIME, *now* the unix time that it is then.
     """
-    read = _last_state(directory)
-    if read is None or read[0].clock > clock:
-        return None
-    booted = now - clock, read[0].taken_at - read[0].clock
-    return read[0] if abs(booted[0] - booted[1]) < SAME_BOOT_SECONDS else None
+    last, *_ = _last_state(directory) or (None,)
+    return last if last and abs(last.taken_at - last.clock - (now - clock)) < SAME_BOOT_SECONDS else None
 
 
 def _last_state(directory: LockDirectory) -> tuple[Snapshot, dict[str, Any], float] | None:

@@ -159,7 +159,7 @@ class Watchdog:
             self._pending.clear()  # what waited through a pause without a sample has no reason any more
         self._act(judgement.verdicts, policies, protected)
         self._note(judgement.notes)
-        self._note_there_first(policies)
+        self._note_there_first(self._view, policies)
         self.pause = pace(before.snapshot if before else None, snapshot, self.pause, self.interval)
         self._publish()
         if self._on_sample:
@@ -251,35 +251,33 @@ class Watchdog:
         before, self._hidden = self._hidden, {claim.id for claim in claims if claim.hidden}
         for claim in claims:
             if claim.id in self._hidden - before:
-                outcome = "held by several users" if claim.holders else "hidden"
                 text = (
                     f"the lock of the GPU is held by processes of {claim.user} together, and no record says whose it is"
                     ".  It counts as no claim, and is free when all of them have ended"
                     if claim.holders
                     else hidden_claim_text(map(directory.lock_path, claim.slots or claim.devices))
                 )
+                outcome = "held by several users" if claim.holders else "hidden"
                 self._record(Event(time.time(), "claim", outcome, devices=claim.devices, claim=claim.id, message=text))
 
-    def _note_there_first(self, policies: Sequence[Policy]) -> None:
+    def _note_there_first(self, view: RuleView, policies: Sequence[Policy]) -> None:
         """Leave an Event for each process that is no trespasser because it was there before the claim, once."""
-        view, before, self._there_first = self._view, self._there_first, set()
-        assert view is not None
-        if not any(isinstance(rule, TrespassRule) for policy in policies for rule in policy.rules):
-            return
-        for device, process, claims in strangers(view):
-            for claim in claims:
-                if not self._memory.arrivals.was_there_before(claim, device, process):
-                    continue
-                key = identity_of(process_subject(device, process)), claim.uid, claim.id
-                self._there_first.add(key)
-                if key not in before:
-                    text = (
-                        f"no trespasser on the claim of {user_label(claim.user, claim.uid)}: the process used the GPU "
-                        "before the claim came, or may have"
-                    )
-                    facts = (("uid", process.uid),)
-                    about = process.user, (device.uuid,), process.pid, claim.id, text, facts
-                    self._record(Event(time.time(), "claim", "others were there first", *about))
+        judged = any(isinstance(rule, TrespassRule) for policy in policies for rule in policy.rules)
+        there_first = {
+            (identity_of(process_subject(device, process)), claim.uid, claim.id): (device, process, claim)
+            for device, process, claims in (strangers(view) if judged else ())
+            for claim in claims
+            if self._memory.arrivals.was_there_before(claim, device, process)
+        }
+        for key in there_first.keys() - self._there_first:
+            device, process, claim = there_first[key]
+            text = (
+                f"no trespasser on the claim of {user_label(claim.user, claim.uid)}: the process used the GPU before "
+                "the claim came, or may have"
+            )
+            about = process.user, (device.uuid,), process.pid, claim.id, text, (("uid", process.uid),)
+            self._record(Event(time.time(), "claim", "others were there first", *about))
+        self._there_first = set(there_first)
 
     def _note_ended(self, snapshot: Snapshot) -> None:
         """Leave an Event for each process that the driver still lists after its end, once as long as that lasts.

@@ -61,6 +61,12 @@ def test_who_is_on_the_list_that_shows_the_claim_first_may_have_come_before_it()
     assert trespassers((a_list(), ()), (a_list(), (ALICE,)), first) == [3]
 
 
+def test_who_could_not_be_identified_when_the_claim_came_was_there_first_nevertheless():
+    unknown = a_list(replace(BOBS, start_time=None, uid=None))
+
+    assert trespassers((unknown, ()), (unknown, (ALICE,)), (a_list(BOBS, A_NEWCOMER), (ALICE,))) == [3]
+
+
 def test_who_was_there_first_stays_so_when_the_list_misses_them_for_a_while():
     after = (a_list(), (ALICE,))
 

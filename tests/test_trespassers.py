@@ -172,7 +172,9 @@ def test_a_lock_that_two_users_hold_together_shields_nobody(tmp_path: Path) -> N
     ):
         [told] = daemon.until("claim")
         assert (told["outcome"], told["devices"]) == ("held by several users", [daemon.uuid(0)])
-        assert f"somebody (pid {job.pid}) and {MALLORY} (pid " in told["message"]
+        assert (
+            f"of {MALLORY} (pid " in told["message"] and f") and somebody (pid {job.pid}) together" in told["message"]
+        )
         assert eventually(lambda: job.poll() == -signal.SIGTERM), daemon.said()
 
 

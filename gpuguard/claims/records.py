@@ -476,7 +476,7 @@ class FirstSeen:
 
 
 def _places(claim: ClaimRecord) -> list[tuple[object, ...]]:
-    return [(uuid, *lock_identity(claim, uuid)) for uuid in claim.devices or ("",)]
+    return [lock_identity(claim, uuid) for uuid in claim.devices or ("",)]
 
 
 def _claims(
@@ -565,11 +565,8 @@ def _without_record(name: str, uuid: str, holders: Mapping[int, int], grant: Gra
 
 def _first_of_each_user(holders: Mapping[int, int], owners: Mapping[int, int]) -> str:
     """``"alice (pid 12) and bob (pid 34)"``: who holds a lock together."""
-    first: dict[int, str] = {}
-    for pid, uid in sorted(holders.items()):
-        if uid:
-            first.setdefault(owners[uid], f"{user_name(uid)} (pid {pid})")
-    return " and ".join(list(first.values())[:_MOST_NAMED])
+    first = {owners[uid]: f"{user_name(uid)} (pid {pid})" for pid, uid in sorted(holders.items(), reverse=True) if uid}
+    return " and ".join(sorted(first.values())[:_MOST_NAMED])
 
 
 def _may_hold(record: ClaimRecord, holders: Mapping[int, int], grant: Grant | None) -> bool:

@@ -14,7 +14,8 @@ from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
 
 START_SLACK = 0.02  # seconds: start times and clocks are cut to ticks of 10 ms
 ProcessIdentity = tuple[int, float]  # pid, start_time
-_OnDevice = tuple[object, ...]  # a claim on one device
+_MaybeIdentified = tuple[int, float | None]  # pid, start_time; None: it could not be read
+_OnDevice = tuple[object, ...]  # a claim on one device: see lock_identity()
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class _KnownList:
     clock: float
     pids: frozenset[int]
     arrived: dict[ProcessIdentity, float | None]  # those whose start time is known -> see Arrivals.arrived()
-    using: frozenset[ProcessIdentity]  # of those, the ones that use the device, or may: no desktops
+    using: frozenset[_MaybeIdentified]  # those that use the device, or may: no desktops
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class _FirstSight:
     """A claim on one device when it was first seen."""
 
     clock: float  # a process that began later came after the claim
-    there_first: frozenset[ProcessIdentity] | None = None  # None: no list since then could be believed
+    there_first: frozenset[_MaybeIdentified] | None = None  # None: no list since then could be believed
 
 
 @dataclass
@@ -54,11 +55,11 @@ class Arrivals:
             known = self._lists.get(device.uuid)
             now = _listed(device, known, snapshot.clock)
             for claim in claims_on(snapshot, device) if readable else ():
-                on_device = _on_device(claim, device)
+                on_device = lock_identity(claim, device.uuid, device.parent_uuid)
                 sight = self._claims.get(on_device) or _FirstSight(self._came(claim, snapshot))
                 if sight.there_first is None and now is not None:
                     # Who is on the list that shows the claim first may have come before it, or with it.
-                    there = {process for process in now.using if process[1] < sight.clock}
+                    there = {process for process in now.using if (process[1] or 0.0) < sight.clock}
                     sight = _FirstSight(sight.clock, frozenset(there | (known.using if known else set())))
                 claims[on_device] = sight
             if now is not None:
@@ -81,10 +82,11 @@ class Arrivals:
 
     def was_there_before(self, claim: ClaimRecord, device: Device, process: GpuProcess) -> bool:
         """Whether *process* used *device* before *claim* came, or may have: a claim that was not seen yet is newer."""
-        sight = self._claims.get(_on_device(claim, device))
-        if sight is None or sight.there_first is None or process.start_time is None:
-            return True
-        return (process.pid, process.start_time) in sight.there_first
+        sight = self._claims.get(lock_identity(claim, device.uuid, device.parent_uuid))
+        there_first = sight.there_first if sight and process.start_time is not None else None
+        return there_first is None or not there_first.isdisjoint(
+            {(process.pid, process.start_time), (process.pid, None)}
+        )
 
     def _came(self, claim: ClaimRecord, snapshot: Snapshot) -> float:
         """The latest clock at which *claim*, which is new in *snapshot*, can have come.
@@ -110,14 +112,10 @@ def _listed(device: Device, before: _KnownList | None, clock: float) -> _KnownLi
             is_new = lived and before is not None and process.pid not in before.pids
             arrived[identity] = clock if is_new else before.arrived.get(identity) if before else None
     # What is unknown of a process then is not held against it when it is known.
-    using = {
+    using = frozenset(
         (process.pid, process.start_time)
         for process in device.processes
-        if process.memory_used is None or may_compute(process, device)
-    }
+        if may_compute(process, device) or (process.memory_used is None and not process.ended)
+    )
     pids = frozenset(process.pid for process in device.processes)
-    return _KnownList(clock, pids, arrived, frozenset(arrived.keys() & using))
-
-
-def _on_device(claim: ClaimRecord, device: Device) -> _OnDevice:
-    return device.uuid, *lock_identity(claim, device.uuid, device.parent_uuid)
+    return _KnownList(clock, pids, arrived, using)
