@@ -190,7 +190,9 @@ def test_the_condition_is_looked_at_again_for_each_process_that_is_meant(a_watch
     judged = a_watchdog(Scripted(*snapshots(device)), (policy,))
     judged.step()
     verdict = judged.step().verdicts[0]
-    [sample] = snapshots(replace(device, processes=(both[0], replace(both[1], kind="graphics"))), number=1)
+    [sample] = snapshots(
+        replace(device, processes=(both[0], replace(both[1], kind="graphics", memory_used=GIB))), number=1
+    )
 
     def still(*processes):
         return judged._still_true(replace(verdict, finding=replace(verdict.finding, processes=processes)), sample)
