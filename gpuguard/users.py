@@ -96,7 +96,7 @@ def accountable_uid(uid: int) -> int:
     given to two users, or the number of the user cannot be told now.  And where it was given to root, whose containers
     are anybody's.  A uid without a name is no known user.
     """
-    owner = owner_of_given(uid)
+    owner = None if uid in _names else owner_of_given(uid)
     if owner is None or user_name(uid) != str(uid) or uid not in _nameless:
         return uid
     return _number_of(owner) or uid
