@@ -550,7 +550,7 @@ MINE = ClaimRecord("c", 1001, "alice", ("GPU-A",), pid=50, holders=(50,))
         (a_process(7, uid=None, start_time=None), True),
         (a_process(50, uid=1002), True),  # sudo: the wrapper itself
         (a_process(7, uid=1002), False),
-        (a_process(7, uid=1001, kind="graphics"), False),
+        (a_process(7, uid=1001, kind="graphics", memory_used=GIB), False),
     ],
 )
 def test_a_process_that_may_belong_to_the_claim_computes_under_it(process, counts):

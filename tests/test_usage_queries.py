@@ -334,7 +334,7 @@ USES = {  # what it shows: devices, claims, and by uid and device the seconds cl
     "whether it is used may be unknown": (
         UNTOLD, (a_claim_record(*UNTOLD),), {(ALICE, device.uuid): (10, 0, 0, 0) for device in UNTOLD},
     ),
-    "a desktop uses nothing": ((a_device(processes=(a_process(kind="graphics"),)),), (), {}),
+    "a desktop uses nothing": ((a_device(processes=(a_process(kind="graphics", memory_used=GIB),)),), (), {}),
     "a claim on the whole covers its instances": (
         (PARENT, INSTANCE), (a_claim_record(PARENT),), {(ALICE, PARENT.uuid): (10, 0, 0, 0)},
     ),
