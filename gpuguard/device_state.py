@@ -1,6 +1,7 @@
 """The one answer to what a device is used for: its state, who computes there, whose a process is, what it is called.
 
-All views, metrics, choices and rules decide by these functions.  Reads nothing: /proc comes in as `Processes`.
+All views, metrics, choices and rules decide by these functions.  Reads nothing, /proc comes in as `Processes`; but
+where the desktops of a device are large together, users is asked to whom root has given a uid.
 
 A process belongs to the claim on the same device whose lock it holds; else to the one that an ancestor of it holds or
 made (a child started with close_fds does not inherit the lock); else to the claim of the same user; else, when it is

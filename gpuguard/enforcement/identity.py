@@ -396,19 +396,12 @@ def is_at_the_seat(facts: ProcessFacts) -> bool:
     logind gives seats, and never one to a session over ssh.  Users choose neither that nor the scope of a session, in
     which the kernel keeps its processes.  Those below the systemd of a user belong to all sessions of that user.
     """
-    uid = facts.uids[0]
-    own = re.search(
-        rf":/user\.slice/user-{uid}\.slice/(session-[^/\n]+\.scope|user@{uid}\.service)", facts.cgroup or ""
-    )
-    try:
-        texts = [read_text(f"{SESSIONS}/{name}") or "" for name in os.listdir(SESSIONS)] if own else []
-    except OSError:
-        return False
-    sessions = [dict(line.partition("=")[::2] for line in text.splitlines()) for text in texts]
-    return own is not None and any(
-        session.get("UID") == str(uid)
-        and session.get("SEAT")
-        and session.get("STATE") != "closing"
-        and (session.get("SCOPE") == own[1] or own[1].startswith("user@"))
-        for session in sessions
-    )
+    uid, cgroup = facts.uids[0], facts.cgroup or ""
+    own = re.search(rf":/user\.slice/user-{uid}\.slice/(session-[^/\n]+\.scope|user@{uid}\.service)", cgroup)
+    with suppress(OSError):
+        for name in os.listdir(SESSIONS) if own else ():
+            session = dict(line.partition("=")[::2] for line in (read_text(f"{SESSIONS}/{name}") or "").splitlines())
+            is_own = session.get("UID") == str(uid) and own and own[1] in (session.get("SCOPE"), f"user@{uid}.service")
+            if is_own and session.get("SEAT") and session.get("STATE") != "closing":
+                return True
+    return False
