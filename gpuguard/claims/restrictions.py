@@ -218,16 +218,16 @@ def _read(files: DaemonFiles, kind: str) -> Iterator[Restriction]:
     step = _booted() - content.get("booted_unix_seconds", 0.0) if this_boot else 0.0
     step = step if abs(step) > STEP_SECONDS else 0.0
     for entry in content["marks"]:
-        if entry.get("process") is not None and not this_boot:
+        process, asked = entry.get("pid_and_start_seconds"), entry.get("asked_unix_seconds")
+        if process is not None and not this_boot:
             continue
         times = {"since": entry["since_unix_seconds"] + step, "until": entry["until_unix_seconds"]}
         if times["until"] is not None:
             times["until"] += step
-        asked = entry.get("asked")
         asked = None if asked is None else [[begin + step, end + step] for begin, end in asked]
         if not all(when is None or abs(when) < LATEST for when in times.values()):
             raise ValueError("a time in it is none")
-        yield decode(Restriction, {**entry, **times, "asked": asked})
+        yield decode(Restriction, {**entry, **times, "process": process, "asked": asked})
 
 
 def _booted() -> float:
@@ -238,7 +238,7 @@ def _booted() -> float:
 def _write(path: str, kind: str, restrictions: dict[str, Restriction]) -> None:
     facts = {"schema": 1, "boot": boot_id(), "booted_unix_seconds": _booted()}
     entries = [
-        {**to_json(restriction), "process": restriction.process, "asked": restriction.asked}
+        to_json(restriction) | {"pid_and_start_seconds": restriction.process, "asked_unix_seconds": restriction.asked}
         for restriction in restrictions.values()
     ]
     content = json.dumps({**facts, "marks": entries}, indent=1).encode("ascii")
