@@ -107,12 +107,12 @@ def test_claims_that_cannot_be_read_for_a_while_are_no_newer_for_it():
     assert trespassers(claimed, claimed, intruded, intruded, gaps={2: NO_CLAIMS}) == [3]
 
 
-def test_an_unknown_owner_for_a_moment_makes_no_old_claim_a_new_one():
-    by_hand = replace(ALICE, id="no-record-GPU-00000000", since=None)
-    nobodys = replace(by_hand, uid=-1, user="unknown")
-    claimed, intruded = (a_list(), (by_hand,)), (a_list(A_NEWCOMER), (by_hand,))
+@pytest.mark.parametrize("meanwhile", [{"hidden": True}, {}], ids=["held by several users", "of an unknown owner"])
+def test_a_claim_that_was_none_meanwhile_is_a_new_one(meanwhile):
+    """Its user could make it none, wait until another user computed there, and make it the old claim again."""
+    claimed, nobodys = (a_list(), (ALICE,)), replace(ALICE, id="no-record-GPU-00000000", uid=-1, **meanwhile)
 
-    assert trespassers((a_list(), ()), claimed, (a_list(A_NEWCOMER), (nobodys,)), intruded) == [3]
+    assert trespassers(claimed, claimed, (a_list(BOBS), (nobodys,)), (a_list(BOBS), (ALICE,))) == []
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,8 @@ class Arrivals:
             if now is not None:
                 self._lists[device.uuid] = now
         if readable:
-            # Whose lock it is may be unknown for a moment: that makes no older claim on that device a new one.
-            unknown = {uuid for claim in snapshot.claims if claim.uid < 0 for uuid in claim.devices}
-            kept = {name: sight for name, sight in self._claims.items() if not unknown.isdisjoint(name)}
-            self._claims, self._knows_claims = {**kept, **claims}, True
+            # One that was another claim meanwhile, or one of nobody known, is a new one when it comes back.
+            self._claims, self._knows_claims = claims, True
 
     def arrived(self, device: str, process: ProcessIdentity) -> float | None:
         """CLOCK_BOOTTIME of the first list of *device* (a uuid) with that process, after one without its pid.
