@@ -27,7 +27,7 @@ from job_start import amount
 
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import read_records
-from gpuguard.queue.tickets import read_tickets
+from gpuguard.queue.tickets import waiting_tickets
 
 SLACK_SECONDS = 0.75  # what is on its way already when a bound is over, and whoever was told at the same moment
 MIXED = (1, 1, 1, 1, 2, 2, 4, 8)
@@ -158,9 +158,9 @@ def torture(
             processes[process.pid] = process
             if len(processes) % 10 == 9:
                 time.sleep(0.3)
-        _until(lambda: len(read_tickets(hall.directory)[0]) + len(list(_rows(place))) >= waiters, patience)
+        _until(lambda: len(waiting_tickets(hall.directory) or ()) + len(list(_rows(place))) >= waiters, patience)
         since = {pid: time.time() for pid in processes}
-        since |= {ticket.pid or 0: ticket.since for ticket in read_tickets(hall.directory)[0]}
+        since |= {ticket.pid or 0: ticket.since for ticket in waiting_tickets(hall.directory) or ()}
         if idle:
             _measure_idle(hall, processes, idle, outcome)
         os.killpg(blocker.pid, signal.SIGKILL)

@@ -357,6 +357,29 @@ def test_what_is_reserved_for_another_user_is_not_given(broker):
     assert hers.returncode == 0, hers.stderr
 
 
+ARRIVES = """
+from gpuguard.queue.tickets import touch
+print("arrives", flush=True)
+while True:
+    for name in os.listdir(directory.records):
+        if name.startswith(f"reserve.{os.geteuid()}."):
+            touch(f"{directory.records}/arrived.{os.geteuid()}.{name[8:-5]}")
+    time.sleep(0.2)
+"""
+
+
+def test_a_reservation_whose_user_touches_a_file_and_claims_nothing_is_over_in_time(broker):
+    site = broker.place / "line.yaml"
+    site.write_text("reservations: {no_show: 5s}\n")
+    broker.environment["GPUGUARD_LINE"] = str(site)
+    broker.kill_daemon()
+    broker.start_daemon()
+    assert broker(BOB, "reserve", "-n", "2", "--for", "1h").returncode == 0
+    with broker.running(BOB, ARRIVES):
+        done = lambda: broker(ALICE, "run", "--no-wait", "-n", "4", "--", "true").returncode == 0  # noqa: E731
+        assert eventually(done, 60.0)
+
+
 TICKETS = """
 import threading
 from gpuguard.queue.tickets import OwnTicket as Held, new_ticket, ticket_content
