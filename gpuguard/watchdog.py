@@ -186,7 +186,7 @@ class Watchdog:
                 failures = 0
                 self._report_problem(None)
             except Exception as error:  # noqa: BLE001  the catch of the loop: a guard that died guards nothing
-                # A fault of ours is no load on the driver; and samples that come too seldom start all durations anew.
+                # A fault of ours is no load on the driver; and no time counts between samples that come too seldom.
                 failures = failures + 1 if isinstance(error, BackendError) else 0
                 self.pause = min(RETRY_SECONDS, self.interval[1] * 2 ** min(failures, 8))
                 with suppress(Exception):  # of the callback
