@@ -29,7 +29,8 @@ LONGEST = (
     "test_backend_contract", "test_metrics_command", "test_device_state", "test_job_control", "test_query",
     "test_policy_command", "test_processes", "test_json_schema", "test_preflight", "test_fleet_answers",
     "test_action_release", "test_published_state", "test_planted", "test_policy_test", "test_deep_json",
-    "test_daemon_requests", "test_identity",
+    "test_daemon_requests", "test_identity", "test_shared_jobs", "test_queue_options", "test_socket_server",
+    "test_restrictions", "test_recordings", "test_run_limits", "test_report", "test_setup_command",
 )  # fmt: skip
 
 # Claims, races, pids that are used again, signals: a device given twice or an innocent signalled once in twenty runs is
