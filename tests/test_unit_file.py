@@ -257,7 +257,7 @@ def test_it_ends_the_process_of_another_user_and_a_bystander_lives(place, site):
         with somebodys(guard.node, "0", 40 * GIB) as offender:
             assert offender.wait(60) == -signal.SIGTERM, guard.said()
         assert bystander.poll() is None
-        event = guard.until("terminate")[0]
+        event = guard.until("terminate")[-1]  # on a busy machine a sample may have been too old before
 
     assert (event["outcome"], event["pid"], event["user"]) == ("about to", offender.pid, "somebody")
     assert (guard.log.stat().st_uid, guard.log.stat().st_mode & 0o777) == (GUARD, 0o600)
