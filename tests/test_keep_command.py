@@ -25,6 +25,7 @@ from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.rules import RULES
 from gpuguard.procfs import boot_clock
+from gpuguard.users import user_name
 
 root = pytest.mark.root
 DEVICE = a_device(0).uuid
@@ -135,7 +136,8 @@ def test_no_user_and_no_uids_without_a_name_fill_the_log(granting, uids):
 def test_no_user_fills_the_file(directory):
     until = time.time() + 60
     names = [f"1001 GPU-{number}" for number in range(MAX_PER_USER)]
-    kept = {name: Restriction(name, 0.0, until, "", "1001", "1001") for name in names}
+    user = user_name(1001)  # there may be one
+    kept = {name: Restriction(name, 0.0, until, "", user, user) for name in names}
     change(directory, KEPT, lambda restrictions: restrictions.update(kept))
 
     with pytest.raises(GpuguardError, match="too much"):
