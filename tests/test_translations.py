@@ -238,7 +238,7 @@ def test_what_cannot_be_had_is_explained_in_chinese(node, words, said):
 
 def test_a_request_that_waits_is_told_in_chinese_why(node):
     with a_user(str(node / "node"), "0,1", 10 * 2**30):
-        waited = ran(node, "run", "--wait", "1s", "--", "true")
+        waited = ran(node, "run", "--wait", "5s", "--", "true")
 
     assert waited.returncode == 124
     assert "开始排队：需要 1 块 GPU：队列第 1（共 1），" in waited.stderr and "等待时间已到：" in waited.stderr

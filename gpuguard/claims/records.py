@@ -203,6 +203,8 @@ def files_by_user(directory: LockDirectory, names: Collection[str]) -> dict[int,
 
     Of a file that was there the last time that is remembered: there may be thousands, and its owner never changes.
     """
+    if not names:  # and maybe no directory
+        return {}
     known, wanted = _owners.get(directory.records, {}), frozenset(names)
     files: dict[tuple[str, int], tuple[int, float]] = {}
     with os.scandir(directory.records) as entries:

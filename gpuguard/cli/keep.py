@@ -8,9 +8,9 @@ gpuguard keep --end                  end what you keep
 sudo gpuguard keep --for 1d --user bob
 sudo gpuguard keep --for 1d --device 3    everybody on that GPU
 
-It is for what concerns you alone, as an idle GPU or a job that runs for long.  Policies that protect others go on,
-unless the policy file says otherwise: those with the rules unclaimed, trespass, users, quota or outside_scheduler.
-What root keeps is spared by all.
+It is for what concerns you alone, such as an idle GPU or a job that runs for long.  Policies that protect others do
+not spare it, unless the policy file says so: those with the rules unclaimed, trespass, users, quota or
+outside_scheduler.  What root keeps is spared by all.
 
 The policy file says for how long at most (`keep: {longest: 24h}`), and no process or claim of yours is kept for more
 than 72 h in 7 days.  Each request is written into the log, with its reason.  Nothing else changes: limits of `gpuguard

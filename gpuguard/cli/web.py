@@ -4,8 +4,8 @@ gpuguard web                                          http://127.0.0.1:8466
 gpuguard web --listen unix:/run/user/1000/gpus.sock   for a proxy
 gpuguard web --listen 0.0.0.0:8466 --host gpu1.example.org --token-file /etc/gpuguard/web-token
 
-The page shows more than `who` does to everybody, so a browser needs the token that is printed with the address, or that
-of --token-file: see docs/web.md.
+The page shows more than `gpuguard who` shows to everybody, so a browser needs a token: the one that is printed with the
+address, or that of --token-file.  See docs/web.md.
 
 Needs the extra web: pip install 'gpuguard[web]'.
 """

@@ -336,7 +336,7 @@ def _for_devices(request: Request, names: Sequence[str], uid: int) -> Request:
 
 def _busy_event(uid: int, seconds: float) -> Event:
     user = user_name(uid)
-    message = f"requests of {user} for GPUs took {seconds:.0f}s of the last minute: those of others wait the longer"
+    message = f"requests of {user} for GPUs took {seconds:.0f}s of the last minute, so requests of others wait longer"
     return Event(time.time(), "queue", "busy", user, message=message, facts=(("uid", uid),))
 
 

@@ -164,11 +164,11 @@ SENTENCES = (
     ),
     (
         "{users} users would be acted on at once, more than {most_users}, and the finding rests on readings, which can "
-        "go wrong for everybody: nobody is ({user})"
+        "go wrong for everybody: no user is ({user})"
     ),
     (
         "{users} users would be acted on at once, more than {most_users}, and the finding rests on claims that are "
-        "missing, which can go wrong for everybody: nobody is ({user})"
+        "missing, which can go wrong for everybody: no user is ({user})"
     ),
     "as many as the policy allows are acted on at once: it follows when their effect is seen",
     "its turn comes when the condition has held for another {time}",
@@ -346,7 +346,7 @@ SENTENCES = (
     ),
     "a request of {user} gave {count} back that no process has held: it goes to the end of the queue",
     "a request of {user} gave {count} back that no process has held: all its requests go to the end of the queue",
-    "requests of {user} for GPUs took {time} of the last minute: those of others wait the longer",
+    "requests of {user} for GPUs took {time} of the last minute, so requests of others wait longer",
     "{count} lines about {user} within {time}",
     "the policy {policy} meets a fault inside gpuguard, and the others go on: {error}",
     "a fault inside gpuguard: {error}",

@@ -638,7 +638,7 @@ def _breaker(due: Iterable[DueStep], index: SampleIndex) -> tuple[set[str], list
         names = sorted(frozenset[str]().union(*(hit.names for hit in hits)))
         text = (
             f"{len(users)} users would be acted on at once, more than {policy.at_most_users}, and the finding rests on "
-            f"{policy.rests_on.value}, which can go wrong for everybody: nobody is ({', '.join(names[:MOST_NAMES])})"
+            f"{policy.rests_on.value}, which can go wrong for everybody: no user is ({', '.join(names[:MOST_NAMES])})"
         )
         notes.append(Note("breaker", text, name))
     return held, notes

@@ -56,7 +56,7 @@ class TrespassRule:
     The holder of the lock of the claim is at home there, and so are the other processes of its owner.  In favour of
     the process: root's are taken for containers of the claim, and a lock without a record may be anybody's.  One that
     used the GPU before the claim came is no trespasser, whatever the claim says of its own age.  A claim with
-    --max-processes puts up with others.
+    --max-processes accepts other users.
 
     containers: judge processes in containers, too; their user often is not the user who started the container.
     Those that a user runs without root (rootless) are always judged: they are no containers here.

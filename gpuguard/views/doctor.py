@@ -318,8 +318,8 @@ def _room(facts: DoctorFacts) -> Finding | None:
     if room.who:
         uid = room.who.uid
         advice = _(
-            "`sudo find {path} -xdev -mindepth 1 -user {uid} -delete` takes away what uid {uid} wrote: "
-            "claims hold without it, who waits gets a new place in the queue.  `sudo gpuguard deny` keeps "
+            "`sudo find {path} -xdev -mindepth 1 -user {uid} -delete` removes what uid {uid} wrote: "
+            "claims hold without it, requests that wait get a new position in the queue.  `sudo gpuguard deny` keeps "
             "that user from new claims.  `sudo lsof +L1` shows files without a name, which go when their processes end."
         ).format(path=room.path, uid=uid)
     else:

@@ -101,11 +101,11 @@ class BreakerKeys:
     """How many are acted on destructively at once; the others follow, of each user the largest process first.
 
     Args:
-        users: different users at once.  When it would be more, nobody is hit at all, unless the rules rest on clocks
-            and on claims that are there (age, quota, users): readings, and claims that are missing, can fail for all.
+        users: different users at once.  If there would be more, no user is hit, unless the rules rest on clocks and on
+            claims that are there (age, quota, users): readings, and claims that are missing, can fail for everybody.
         processes: processes at once.  The others follow when the effect is seen; after readings of the driver or of
             the kernel, when the condition has held for a whole `for` once more.
-        beyond: what happens when it would be more users: "nobody" is hit, or "some", as many as allowed at once.
+        beyond: what happens if there would be more users: "nobody" is hit, or "some", as many as allowed at once.
     """
 
     users: Annotated[int, parse_count] = 3
