@@ -31,6 +31,8 @@ LONGEST = (
     "test_action_release", "test_published_state", "test_planted", "test_policy_test", "test_deep_json",
     "test_daemon_requests", "test_identity", "test_shared_jobs", "test_queue_options", "test_socket_server",
     "test_restrictions", "test_recordings", "test_run_limits", "test_report", "test_setup_command",
+    "test_usage_queries", "test_translations", "test_top", "test_unkillable", "test_usage_store", "test_wait_command",
+    "test_waiter", "test_unit_file",
 )  # fmt: skip
 
 # Claims, races, pids that are used again, signals: a device given twice or an innocent signalled once in twenty runs is
