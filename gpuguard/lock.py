@@ -303,7 +303,8 @@ class Allocator:
         """
         assert self._queued
         ticket, taken = self._queued.ticket_of(requests), self._restricted(snapshot)
-        for request in requests if self._queued.is_alone() else [replace(way, max_gpus=None) for way in requests]:
+        is_alone = self.directory.count("ticket.") <= bool(self._queued.waiter)
+        for request in requests if is_alone else [replace(way, max_gpus=None) for way in requests]:
             if claim := self.lock_best(request, snapshot, dict(taken), ticket, once=True):
                 return claim
         return None

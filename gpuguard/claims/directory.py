@@ -20,6 +20,7 @@ import fcntl
 import os
 import stat
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -510,11 +511,15 @@ def stamp_path(directory: LockDirectory, uid: int) -> str:
 
 def last_about(directory: LockDirectory, uid: int) -> float | None:
     """When the daemon of *directory* last wrote down something about a user, unix time; None: unknown, or never."""
-    try:
-        status = status_in_place(stamp_path(directory, uid))
-    except OSError:
-        return None
-    return status.st_mtime if status.st_uid in daemon_files(directory).owners() else None
+    return written_at(stamp_path(directory, uid), daemon_files(directory).owners())
+
+
+def written_at(path: str, owners: Collection[int]) -> float | None:
+    """When a file was last written, unix time; None: it is not there, or belongs to none of these."""
+    with suppress(OSError):
+        status = status_in_place(path)
+        return status.st_mtime if status.st_uid in owners else None
+    return None
 
 
 def fault_of(directory: LockDirectory) -> str | None:

@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -67,28 +66,23 @@ class _TurnQueue:
     """Requests that wait for a thread, served in turns by user: one who sends many delays others by one at most."""
 
     def __init__(self) -> None:
-        self._of_user: dict[int, deque[tuple[_Client, bytes]]] = {}  # the user whose turn it is comes first
-        self._changed, self._closed = threading.Condition(), False
+        self._of_user: dict[int, list[tuple[_Client, bytes] | None]] = {}  # the user whose turn it is comes first
+        self._filled = threading.Condition()
 
     def put(self, entry: tuple[_Client, bytes] | None) -> None:
-        """Add a request; None: the last one was added."""
-        with self._changed:
-            if entry:
-                self._of_user.setdefault(entry[0].owner, deque()).append(entry)
-            self._closed = self._closed or entry is None
-            self._changed.notify()
+        """Add a request, or None, at which the thread ends."""
+        with self._filled:
+            self._of_user.setdefault(entry[0].owner if entry else -1, []).append(entry)
+            self._filled.notify()
 
     def get(self) -> tuple[_Client, bytes] | None:
-        """The next request, as soon as there is one; None: there is none, and none will be added."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._of_user or self._closed)
-            if not self._of_user:
-                return None
+        """The next request, as soon as there is one."""
+        with self._filled:
+            self._filled.wait_for(lambda: self._of_user)
             owner = next(iter(self._of_user))
-            waiting = self._of_user.pop(owner)
-            entry = waiting.popleft()
-            if waiting:
-                self._of_user[owner] = waiting  # behind all others
+            entry, *rest = self._of_user.pop(owner)
+            if rest:
+                self._of_user[owner] = rest  # behind all others
             return entry
 
 

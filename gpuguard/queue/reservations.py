@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from gpuguard.backends import Backend
-from gpuguard.claims.directory import LockDirectory, daemon_files, is_same_file
+from gpuguard.claims.directory import LockDirectory, daemon_files, is_same_file, written_at
 from gpuguard.claims.disk_room import why_full
 from gpuguard.claims.records import unfinished_path
 from gpuguard.claims.restrictions import DENIED, denial_of, read_restrictions
@@ -313,22 +313,10 @@ def record_arrivals_seen(directory: LockDirectory, snapshot: Snapshot, waiting: 
 def _arrivals_seen(directory: LockDirectory, reservations: Iterable[Reservation], now: float) -> Arrivals | None:
     """What the daemon has seen; None: none has looked lately, so that the files of the users must do."""
     files = daemon_files(directory)
-
-    def time_of(name: str) -> float:
-        try:
-            status = status_in_place(files.file(name))
-        except OSError as error:
-            if shortage(error):
-                raise
-            return 0.0
-        return status.st_mtime if status.st_uid in files.owners() else 0.0
-
-    if files.owner is None or time_of(_LOOKED) < now - LOOKED_SECONDS:
+    if files.owner is None or (written_at(files.file(_LOOKED), files.owners()) or 0.0) < now - LOOKED_SECONDS:
         return None
-    return {
-        (reservation.uid, reservation.key): min(now, time_of(_arrival_name(reservation)))
-        for reservation in reservations
-    }
+    seen = {made: written_at(files.file(_arrival_name(made)), files.owners()) for made in reservations}
+    return {(made.uid, made.key): min(now, when or 0.0) for made, when in seen.items()}
 
 
 def _arrival_name(reservation: Reservation) -> str:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from gpuguard.claims.directory import LockDirectory, daemon_files, is_same_file, is_unlocked, try_flock
+from gpuguard.claims.directory import LockDirectory, daemon_files, is_same_file, is_unlocked, try_flock, written_at
 from gpuguard.claims.records import files_by_user, first_of_each, is_id, unfinished_path
 from gpuguard.claims.restrictions import SET_BACK, read_restrictions
 from gpuguard.errors import ClaimError, InvalidRequest, shortage
@@ -244,16 +244,11 @@ def touch(path: str, owner: int | None = None) -> bool:
 
 def last_started(directory: LockDirectory, uid: int) -> float | None:
     """When a request of *uid* last started, unix time; None: unknown."""
-    paths: list[tuple[str, tuple[int, ...]]] = [(_path(directory, "served", str(uid)), (uid,))]
+    times = [written_at(_path(directory, "served", str(uid)), (uid,))]
     if directory.keeper is not None:  # the user's own file could be removed or backdated
         files = daemon_files(directory)
-        paths.append((files.file(f"served.{uid}"), files.owners()))
-    times = []
-    for path, owners in paths:
-        with suppress(OSError):
-            status = status_in_place(path)
-            times += [status.st_mtime] if status.st_uid in owners else []
-    return max(times, default=None)
+        times.append(written_at(files.file(f"served.{uid}"), files.owners()))
+    return max(filter(None, times), default=None)
 
 
 def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[IgnoredFile]]:

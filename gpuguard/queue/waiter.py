@@ -109,10 +109,6 @@ class WaitingRequest:
         """Its ticket in the queue, or the one that it would join it with."""
         return self.waiter.ticket if self.waiter else self._ticket(requests)
 
-    def is_alone(self) -> bool:
-        """Whether there is no ticket of another request."""
-        return self._directory.count("ticket.") <= bool(self.waiter)
-
     def check(self, snapshot: Snapshot, requests: Sequence[Request]) -> QueueAnswer:
         """Whether it may start now, by its own sample; any of *requests* will do."""
         mine = self.ticket_of(requests)
