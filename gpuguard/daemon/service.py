@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -60,7 +59,6 @@ GAP_INTERVALS = 3  # between two samples, from which on it is unknown what GPUs 
 PUBLISH_SECONDS = 3.0  # more exactly it need not be known who uses what
 TICK_SECONDS = 2.0  # between two looks at the policy file; a signal is heard at once
 RETRY_SECONDS = 60.0  # between two readings of a file with faults: LDAP may be up by now, or room for a process
-SWITCH_SECONDS = 0.0005  # for which a thread keeps the interpreter while another one waits for it
 STOP_SECONDS = 0.6  # for a step that is under way when the daemon ends
 SEND_SECONDS = 0.2  # and for what is still to be sent
 OPEN_SECONDS = 2.0  # for the usage store, whose trouble is reported with the policies that need it
@@ -210,8 +208,6 @@ class Daemon:
         *open_metrics* begins to serve the metrics.  It is called again after a GpuguardError: any user can listen at
         the address first, and a guard must guard without its numbers, too.
         """
-        # The thread that samples makes many short calls, and waits that long for a thread that plans behind each.
-        sys.setswitchinterval(SWITCH_SECONDS)
         with signal_waiter(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as wait:
             self.watchdog.gpu_seconds = self._recorder.spent
             self._recorder.start()
