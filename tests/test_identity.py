@@ -220,7 +220,8 @@ def interpreter_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreter that is taken for a program of the system: it can bring in whatever a user can."""
     if not os.path.realpath(python()).startswith(identity.SYSTEM_PLACES) or os.stat(python()).st_uid:
         pytest.skip("NOT TESTED: needs a Python of the system's")
-    monkeypatch.setattr(identity, "SYSTEM_PROGRAMS", ("python3*",))
+    for programs in ("SYSTEM_PROGRAMS", "DISPLAY_PROGRAMS"):
+        monkeypatch.setattr(identity, programs, ("python3*",))
 
 
 @pytest.mark.usefixtures("interpreter_of_the_system")
@@ -266,6 +267,51 @@ def test_whoever_computes_from_a_library_in_a_program_of_the_system_is_ended(ope
     library.chmod(0o755)
     with a_scene(program, env={"LD_PRELOAD": str(library)}) as scene:
         until(lambda: str(library) in Path(f"/proc/{scene.pid}/maps").read_text())
+
+        assert scene.act().word == "sent"
+        assert scene.dies()
+
+
+# A library that goes on in libc alone, as one does that has left a kernel or its memory on a GPU.
+VANISH = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+__attribute__((constructor)) static void vanish(void) {
+  unsigned long first = 0, last = 0, begin, end;
+  char line[4096];
+  FILE *maps = fopen("/proc/self/maps", "r");
+  while (fgets(line, sizeof line, maps))
+    if (strstr(line, "vanish.so") && sscanf(line, "%lx-%lx", &begin, &end) == 2)
+      first = first ? first : begin, last = end;
+  fclose(maps);
+  void *pause_in_libc = dlsym(RTLD_DEFAULT, "pause"), *munmap_in_libc = dlsym(RTLD_DEFAULT, "munmap");
+  __asm__ volatile("and $-16, %%rsp; push %2; push %2; mov %0, %%rdi; mov %1, %%rsi; jmp *%3"
+                   :: "r"(first), "r"(last - first), "r"(pause_in_libc), "r"(munmap_in_libc) : "rdi", "rsi", "memory");
+}
+"""
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="NOT TESTED: the library is one for x86-64")
+def test_whoever_has_the_driver_open_in_a_program_of_the_system_is_ended_though_no_code_is_left(
+    open_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It unmaps itself when its work is begun: then all that the process can run lies in files of root's."""
+    program, library = next(filter(None, map(shutil.which, OFFICIAL)), None), open_place / "vanish.so"
+    if program is None or (compiler := shutil.which("cc")) is None:
+        pytest.skip("NOT TESTED: needs a compiler and one of the programs of the system")
+    (open_place / "vanish.c").write_text(VANISH)
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, open_place / "vanish.c", "-ldl"], check=True)
+    library.chmod(0o755)
+    monkeypatch.setattr(identity, "_uses_driver", lambda pid: (True, False))  # no driver is here to be opened
+    with a_scene(program, env={"LD_PRELOAD": str(library)}) as scene:
+        until(lambda: Path(f"/proc/{scene.pid}/comm").read_text().strip() == os.path.basename(program))
+        until(lambda: str(library) not in Path(f"/proc/{scene.pid}/maps").read_text())
+        facts = identity.facts_of(scene.pid)
+        assert facts is not None and facts.foreign_code == "nowhere"
 
         assert scene.act().word == "sent"
         assert scene.dies()

@@ -351,6 +351,33 @@ def test_nor_one_that_nobody_can_tell_about(directory: LockDirectory, monkeypatc
             other.kill()
 
 
+MANY_LOCKS = """
+import fcntl, os, struct, sys, time
+os.setgroups([]); os.setresgid(*[20001] * 3); os.setresuid(*[20001] * 3)
+files = [os.memfd_create("locks") for _ in range(20)]
+for number in range(int(sys.argv[1])):
+    fcntl.lockf(files[number % 20], fcntl.LOCK_EX, 1, 2 * number)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.root
+def test_any_number_of_locks_of_a_user_keeps_no_reader_busy(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million took the kernel ten minutes to list: the daemon gave no offers, and `who` took half a minute."""
+    path = directory.lock_path("GPU-a")
+    monkeypatch.setattr(holders, "MOST_LOCKS", 1000)
+    with a_ready_child([sys.executable, "-c", MANY_LOCKS, "1100"]):
+        with a_hider(path):
+            assert holders.takers_of([inode_of(path)]) is None
+            assert holders.held_by_no_process(directory, ["GPU-a"]) == {"GPU-a"}, "no user can bring that doubt about"
+        with open(path) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert holders.held_by_no_process(directory, ["GPU-a"]) == set()
+
+
 CROWD = """
 import os, resource, sys, time
 resource.setrlimit(resource.RLIMIT_NOFILE, [resource.getrlimit(resource.RLIMIT_NOFILE)[1]] * 2)

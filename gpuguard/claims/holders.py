@@ -18,6 +18,7 @@ import subprocess
 from _thread import allocate_lock
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 # can have 50 million descriptors, which is a minute, and a user may have 65536 uids.
 MOST_SECONDS = 1.0
 ROOT_SECONDS = 10.0  # for one process of root's
+MOST_LOCKS = 20_000  # lines of /proc/locks that are read: a tenth of a second
 _OF_EVERY_FILE = (b"pos:", b"flags:", b"mnt_id:", b"ino:")  # lines of /proc/PID/fdinfo; then come those of its locks
 
 
@@ -130,14 +132,21 @@ def held_by_no_process(directory: LockDirectory, names: Iterable[str]) -> set[st
     hidden = set(inodes) if in_first_pid_namespace() else set()
     for _scan in range(2):
         takers = takers_of(hidden) if hidden else []
-        hidden = _open_nowhere({inode for inode, _ in takers}, [pid for _, pid in takers])
+        still = hidden if takers is None else {inode for inode, _ in takers}
+        hidden = _open_nowhere(still, [pid for _, pid in takers or ()])
     return {inodes[inode] for inode in hidden}
 
 
-def takers_of(inodes: Collection[str]) -> list[tuple[str, str]]:
-    """(inode, pid of the process that took it, which may be over) of each of *inodes* that is locked."""
+def takers_of(inodes: Collection[str]) -> list[tuple[str, str]] | None:
+    """(inode, pid of the process that took it, which may be over) of each of *inodes* that is locked.
+
+    None where the machine has more locks than MOST_LOCKS.  Any user can take a million, which the kernel lists in a
+    quarter of an hour: for each page it begins with the first lock again.
+    """
     with open("/proc/locks", encoding="ascii") as locks:
-        return [(words[5], words[4]) for words in map(str.split, locks) if words[1] == "FLOCK" and words[5] in inodes]
+        lines = [*map(str.split, islice(locks, MOST_LOCKS))]
+    taken = [(words[5], words[4]) for words in lines if words[1] == "FLOCK" and words[5] in inodes]
+    return None if len(lines) == MOST_LOCKS else taken
 
 
 def _open_nowhere(inodes: Collection[str], first: Iterable[str]) -> set[str]:

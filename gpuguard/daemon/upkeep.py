@@ -47,7 +47,7 @@ class ClaimUpkeep:
     def _locks(self, allowed: set[int | None]) -> Iterable[_Lock]:
         gate = self._directory.lock_path("gate")
         paths = {inode_of(path): path for path in (gate, self._directory.lock_path("queue"), self._directory.locks)}
-        taken = [(paths[inode], int(pid)) for inode, pid in takers_of(paths)]
+        taken = [(paths[inode], int(pid)) for inode, pid in takers_of(paths) or ()]
         return [(path, pid) for path, pid in taken if path == gate or pid not in allowed]
 
     def _scarce_room(self) -> dict[str, tuple[str, str]]:

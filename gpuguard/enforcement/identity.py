@@ -32,13 +32,16 @@ T = TypeVar("T")
 
 # Programs whose end takes a desktop, a driver service or other people's jobs along.  They count only where root put
 # them: see belongs_to_the_system.
-SYSTEM_PROGRAMS = (
-    "nvidia-persistenced", "nv-hostengine", "nvidia-cuda-mps-*", "nv-fabricmanager", "nvidia-imex", "nvidia-powerd",
-    "nvidia-smi", "dcgm*", "nvitop", "nvtop", "gpustat", "gpuguard",
+DISPLAY_PROGRAMS = (
     "Xorg*", "X", "Xwayland", "Xvnc", "xrdp*", "vglserver*", "gnome-shell", "gnome-session*", "gnome-remote-desktop*",
     "gdm*", "sddm*", "lightdm*", "kwin_*", "plasmashell", "plasma-keyboard", "xwaylandvideobridge", "mutter", "weston",
-    "sway", "Hyprland", "hyprland", "cosmic-comp", "pulseaudio", "pipewire*", "dbus-daemon", "dbus-broker*",
-    "systemd*", "sshd*", "tmux*", "screen", "login", "init", "vmware-vmx",
+    "sway", "Hyprland", "hyprland", "cosmic-comp", "pipewire*", "vmware-vmx",
+)  # fmt: skip
+SYSTEM_PROGRAMS = (
+    *DISPLAY_PROGRAMS,
+    "nvidia-persistenced", "nv-hostengine", "nvidia-cuda-mps-*", "nv-fabricmanager", "nvidia-imex", "nvidia-powerd",
+    "nvidia-smi", "dcgm*", "nvitop", "nvtop", "gpustat", "gpuguard",
+    "pulseaudio", "dbus-daemon", "dbus-broker*", "systemd*", "sshd*", "tmux*", "screen", "login", "init",
     "dockerd", "containerd*", "runc", "crun", "conmon", "podman", "kubelet", "pause", "slurmd", "slurmstepd", "srun",
 )  # fmt: skip
 DRIVER_FILE = CONTROL_NODE
@@ -96,7 +99,7 @@ def facts_of(pid: int) -> ProcessFacts | None:
     command, cgroup = read_memory(pid, "cmdline", LONGEST), read_text(f"/proc/{pid}/cgroup")
     executable, owner, in_place = _in_time(pid, "program", _executable) or (_link_of(pid), None, None)
     uses_driver, hides = _uses_driver(pid)
-    foreign_code = _in_time(pid, "code", _foreign_code) if _has_name_of_the_system(executable) else None
+    foreign_code = _in_time(pid, "code", _foreign_code) if _is_one_of(SYSTEM_PROGRAMS, executable) else None
     try:
         return ProcessFacts(
             start_time=now.start_time,
@@ -160,18 +163,19 @@ def belongs_to_the_system(facts: ProcessFacts, draws: bool = False) -> bool:
 
     A file of that name in a home directory protects nothing; a hard link to a program of root there neither, nor
     another program of root's that a user has mounted at that path in a namespace of their own, nor one into which its
-    user has brought code (LD_PRELOAD).  One that *draws*, a display server, may compile code in its memory.
+    user has brought code (LD_PRELOAD).  That may unmap itself when its work on a GPU has begun, so that only display
+    servers may have the driver open.  One that *draws* may compile code in its memory.
     """
-    if facts.executable is None or not _has_name_of_the_system(facts.executable):
+    if facts.executable is None or not _is_one_of(SYSTEM_PROGRAMS, facts.executable):
         return False
     put_there_by_root = facts.executable.startswith(SYSTEM_PLACES) and facts.executable_owner == 0 and facts.in_place
-    brought_nothing = facts.foreign_code == "nowhere" or (draws and facts.foreign_code == "memory")
-    return 0 in facts.uids or bool(put_there_by_root and brought_nothing)
+    displays = _is_one_of(DISPLAY_PROGRAMS, facts.executable)
+    brought_nothing = {"nowhere": displays or not facts.uses_driver, "memory": displays and draws}
+    return 0 in facts.uids or bool(put_there_by_root and brought_nothing.get(facts.foreign_code))
 
 
-def _has_name_of_the_system(executable: str | None) -> bool:
-    name = os.path.basename((executable or "").removesuffix(" (deleted)"))
-    return any(fnmatchcase(name, pattern) for pattern in SYSTEM_PROGRAMS)
+def _is_one_of(programs: tuple[str, ...], executable: str | None) -> bool:
+    return any(fnmatchcase(os.path.basename((executable or "").removesuffix(" (deleted)")), name) for name in programs)
 
 
 @dataclass(frozen=True)
@@ -203,9 +207,8 @@ def runs_one_of(facts: ProcessFacts, globs: Collection[str]) -> bool:
         return has_path_of(facts, globs)
     if not facts.in_place:
         return False
-    path = facts.executable.removesuffix(" (deleted)")
     try:
-        return facts.executable_owner in (0, os.stat(path).st_uid)
+        return facts.executable_owner in (0, os.stat(facts.executable.removesuffix(" (deleted)")).st_uid)
     except OSError:
         return facts.executable_owner == 0
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import re
 import select
 import struct
 import time
@@ -20,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.holders import as_written
+from gpuguard.claims.holders import as_written, takers_of
 from gpuguard.claims.records import locks_held
 from gpuguard.device_state import idle_limit
 from gpuguard.queue.priority import Ticket
@@ -128,13 +127,9 @@ def wait_for(descriptors: Collection[int], seconds: float | None) -> set[int]:
 
 def flock_holder(descriptor: int) -> int | None:
     """The pid of the process that took the flock on this file, as the kernel says, or None."""
-    entry = re.compile(rf"FLOCK +ADVISORY +WRITE +(\d+) +{as_written(descriptor)} ")
     try:
-        with open("/proc/locks", encoding="ascii", errors="replace") as locks:
-            for line in locks:
-                if "->" not in line and (holder := entry.search(line)):
-                    return int(holder[1]) or None  # 0: in another pid namespace
-    except OSError as error:
+        return next((int(pid) or None for _, pid in takers_of([as_written(descriptor)]) or ()), None)
+    except OSError as error:  # pid 0: in another pid namespace
         if error.errno not in (errno.ENOENT, errno.EACCES):
             raise
     return None
