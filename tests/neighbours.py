@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from builders import GIB, a_claim_record, a_device, a_snapshot, a_uuid, written
 
-from gpuguard import host, procfs, source, users, watchdog
+from gpuguard import capabilities, host, procfs, source, users, watchdog
 from gpuguard.backends import plausibility
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.enforcement import actions, identity, preflight
@@ -309,7 +309,7 @@ def pretended(machine: Machinery, place: Path) -> Iterator[None]:
         patch.setattr(identity, "has_ended", machine.has_ended)
         patch.setattr(identity, "DRIVER_FILE", "/dev/null")
         patch.setattr(identity, "SESSIONS", str(place / "sessions"))
-        patch.setattr(preflight.capabilities, "may_signal", lambda uids: True)
+        patch.setattr(capabilities, "may_signal", lambda uids: True)
         patch.setattr(os, "pidfd_open", machine.open_pidfd)
         patch.setattr(signal, "pidfd_send_signal", machine.send)
         patch.setattr(host.HostUses, "groups", lambda self, snapshot: dict(machine.groups))

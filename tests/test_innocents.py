@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import GIB, MIB
@@ -145,9 +146,9 @@ def display_servers(machine: Machinery) -> Plot:
     board, dice = an_owner(machine, "display servers"), machine.dice
     yield dice.randrange(1, 4)
     xorg = {"executable": "/usr/lib/xorg/Xorg", "executable_owner": 0, "in_place": True}
-    false = dice.choice([{"foreign_code": "file"}, {"executable_owner": 31050}, {"in_place": False}])
-    for role, facts in ((INNOCENT, {}), (CULPRIT, false)):
-        own = {**xorg, "foreign_code": "memory", **facts}
+    false: dict[str, Any] = dice.choice([{"foreign_code": "file"}, {"executable_owner": 31050}, {"in_place": False}])
+    for role in (INNOCENT, CULPRIT):
+        own = {**xorg, "foreign_code": "memory", **(false if role == CULPRIT else {})}
         machine.start(machine.user(), role, "a display server", {board: ("graphics", 3 * GIB)}, facts=own)
 
 
@@ -204,7 +205,8 @@ def rows_of_strangers(machine: Machinery) -> Plot:
     board.phantoms.append((dead.pid, "compute", 4 * GIB))
     machine.start(machine.user(), CULPRIT, "beside a dead row", {board: ("compute", 9 * GIB)})
     yield dice.randrange(1, 4)
-    machine.start(machine.user(), INNOCENT, "the pid of a dead row", pid=dead.pid)
+    hides = dice.choice([{}, {"uses_driver": None, "hides": True}])
+    machine.start(machine.user(), INNOCENT, "the pid of a dead row", pid=dead.pid, facts=hides)
 
 
 def garbage(machine: Machinery) -> Plot:
@@ -466,6 +468,30 @@ def test_no_innocent_is_hit_and_most_culprits_of_every_kind_are(place: Path) -> 
     assert tally.innocents_hit == []
     assert tally.culprits_hit.total() > 0.6 * tally.culprits.total(), (tally.culprits, tally.culprits_hit)
     assert not [scene for scene, count in tally.culprits.items() if count >= 10 and not tally.culprits_hit[scene]]
+
+
+@pytest.mark.parametrize("spared", ["a display server", "a stranger's row"])
+def test_who_is_spared_is_no_shelter_for_others_on_the_same_gpu(
+    place: Path, monkeypatch: pytest.MonkeyPatch, spared: str
+) -> None:
+    without_kill = tuple(replace(policy, steps=policy.steps[:2]) for policy in ALL)
+    monkeypatch.setattr("test_innocents.ALL", without_kill)  # the ladder begins again before an effect is given up
+    machine = Machinery(luck(spared))
+    with pretended(machine, place):
+        board, guard = an_owner(machine, "owners"), a_guard(machine, [])
+        guard.step()
+        machine.wait(INTERVAL)
+        if spared == "a display server":
+            facts = {"executable": "/usr/lib/xorg/Xorg", "foreign_code": "memory"}
+            machine.start(machine.user(), INNOCENT, spared, {board: ("graphics", 9 * GIB)}, facts=facts)
+        else:
+            board.phantoms = [(machine.start(machine.user(), INNOCENT, spared).pid, "compute", 9 * GIB)]
+        culprit = machine.start(machine.user(), CULPRIT, "beside", {board: ("compute", 5 * GIB)})
+        for _ in range(25):
+            machine.wait(INTERVAL)
+            guard.step()
+
+    assert {actor for actor, _ in machine.hits} == {culprit}
 
 
 def off(*checks: str) -> Callable[[pytest.MonkeyPatch], None]:
