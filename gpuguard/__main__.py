@@ -23,7 +23,7 @@ def main() -> NoReturn:
     streams_open = None not in (sys.stdin, sys.stdout, sys.stderr)  # else the worker's pipes would be taken for them
     reads_here = command in READ_DEVICES or (command in ASK_THE_DAEMON_FIRST and not _daemon_publishes(options))
     if streams_open and reads_here and not _option(options, "--hosts") and not _option(options, "--hosts-file"):
-        from gpuguard.backends import BACKENDS, spawn  # subprocess and more, which --version and --help need not
+        from gpuguard.backends import BACKENDS, spawn  # with subprocess and more: not for --version and --help
 
         named = _option(options, "--backend")  # which may be the job's own, as `--backend nccl`
         usual = os.environ.get("GPUGUARD_BACKEND") or "nvml"

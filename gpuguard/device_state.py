@@ -41,7 +41,7 @@ Processes = Mapping[int, ProcessStat | None]
 
 
 def owner_of(process: GpuProcess) -> int | None:
-    """The uid of the one user whose *process* is: see users.accountable_uids; None: unknown."""
+    """The uid of the user who answers for *process*: see users.accountable_uids; None: unknown."""
     return None if process.uid is None else accountable_uids([process.uid])[process.uid]
 
 
@@ -191,7 +191,7 @@ def started_by(process: GpuProcess, claims: Sequence[ClaimRecord], stats: Proces
 
 
 def is_blamed_on(process: GpuProcess, claim: ClaimRecord, stats: Processes) -> bool:
-    """Whether *process* counts to *claim* by more than a copy of its lock, which another user's may have been sent."""
+    """Whether *process* belongs to *claim* by more than a copy of its lock, which another user may have been sent."""
     stat = stats.get(process.pid)
     return process.uid in (0, claim.uid) or bool(stat and _nearest(replace(process, pid=stat.parent), (claim,), stats))
 

@@ -39,7 +39,7 @@ IDLE_TOLERANCE = 512 * 2**20
 # What programs that draw may hold of a device, for each user, before they count as use.  A desktop with a browser and a
 # video call has 1 to 2 GB; what computes by Vulkan or OpenGL is listed in the same way, and has as much as it likes.
 DESKTOP_MEMORY = 2 * 2**30
-MOST_DESKTOP_MEMORY = 8 * 2**30  # that a site may set
+MOST_DESKTOP_MEMORY = 8 * 2**30  # the most that a site may set
 DRAWING = frozenset({"graphics", "compute+graphics"})  # the kinds of processes that draw
 
 SELECT_FIELDS = frozenset({MEMORY})  # who is on a device is read of the winners alone: see lock.first_sample
@@ -59,7 +59,7 @@ class GpuProcess:
     start_time: float | None = None  # seconds since boot, /proc/PID/stat field 22
     uid: int | None = None
     user: str | None = None
-    ended: bool = False  # there is no such process any more, and the driver goes on listing it
+    ended: bool = False  # there is no such process any more, but the driver still lists it
     utilization: float | None = None  # percent of the SMs
     memory_utilization: float | None = None  # percent of the time in which it read or wrote memory
     encoder_utilization: float | None = None  # percent
@@ -192,7 +192,7 @@ class ClaimRecord:
     memory: int | None = None  # bytes of each device, of a claim that shares them; None: they are its alone
     slots: tuple[str, ...] = ()  # of a claim that shares its devices, the slot locks that it says it holds
     most: int | None = None  # so many claims at most share a device with this one
-    max_processes: int | None = None  # so many processes of other users it puts up with, as it says
+    max_processes: int | None = None  # how many processes of other users it accepts, as its record says
     written: float | None = None  # unix time of the last change of its record, which the kernel vouches for
     # For the rules it is no claim: no process has its lock open, or processes of several users have, without a record.
     hidden: bool = False

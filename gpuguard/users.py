@@ -1,4 +1,4 @@
-"""The names of users, without waiting for a directory service that does not answer; and whose a uid is.
+"""The names of users, without waiting for a directory service that does not answer; and who answers for a uid.
 
 getpwuid may ask LDAP or SSSD, and hang with it.  A name is only for people: after SECONDS the number has to do, and
 the service is not asked again in this process for a while.  A uid without a name is asked for again, too: a service
@@ -90,7 +90,7 @@ def _read_number(user: str) -> None:
 
 
 def accountable_uid(uid: int) -> int:
-    """The uid of the user whose *uid* is: of the one to whom root has given it, for containers without root.
+    """The uid of the user who answers for *uid*: to whom root has given it, for containers without root.
 
     It is *uid* itself wherever that is in doubt: it has a name of its own, no service says whether it has one, it was
     given to two users, or the number of the user cannot be told now.  And where it was given to root, whose containers

@@ -266,7 +266,7 @@ def _ended(reading: Reading, rows: Iterable[GpuProcess]) -> set[int]:
     """The pids of *rows* that belong to no process any more.
 
     One that was listed without a process stays so until the driver leaves it out: another process may have got its pid
-    since, perhaps by the doing of whoever left the row behind.
+    since, perhaps because the user who left the row behind arranged that.
     """
     reading.device.ended = {row.pid for row in rows} & (reading.device.ended | reading.gone)
     return reading.device.ended

@@ -63,8 +63,8 @@ def implausibility(
     every user can have one on every device, and with it would keep all rules from everybody there.  How many of them
     there are says nothing for the same reason, nor whether we have seen them alive: they may end between two samples.
     What they cannot choose is a memory that is no whole number of pages: that is a number from another field, and the
-    list is garbage.  A living pid that stands beside dead ones by chance is still hit by nobody, because before a
-    signal it must have the driver open: see enforcement.preflight.
+    list is garbage.  A living process whose pid stands beside dead ones by chance is still not hit, because
+    before a signal it must have the driver open: see enforcement.preflight.
 
     Args:
         rows: pid and bytes of each process of one list; bytes are None where the driver does not tell.

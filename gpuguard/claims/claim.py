@@ -106,7 +106,7 @@ class Claim(Sequence[Device]):
         self.devices = devices
         self.memory = memory  # bytes of each device, of a claim that shares them
         self.most = most  # so many claims at most share a device with it
-        self.max_processes = max_processes  # so many processes of other users may be there, too
+        self.max_processes = max_processes  # how many processes of other users it accepts
         self.since: float | None = None  # unix time of its record
         self.warning: str | None = None  # what went wrong without harm to the claim, for people
         self.arrival_files: tuple[str, ...] = ()  # their times say when this user last had a claim: see queue

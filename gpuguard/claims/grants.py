@@ -41,7 +41,7 @@ class Grant:
     memory: int | None = None  # bytes of the device
     most: int | None = None  # so many claims at most share the device with it
     parent: str | None = None  # uuid
-    max_processes: int | None = None  # so many processes of other users the claim puts up with
+    max_processes: int | None = None  # how many processes of other users the claim accepts
 
     def confirmed(self, record: ClaimRecord) -> ClaimRecord:
         """*record* with what was promised to the claim, whatever it says itself."""

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from gpuguard.claims.directory import LockDirectory
     from gpuguard.model import ClaimRecord
 
-# For the open files of one user, at most; deadline.SHARE of the time pays it off.  With the usual limits 100 processes
-# can have 50 million descriptors, which is a minute, and a user may have 65536 uids.
+# So long at most for the open files of one user, which deadline.SHARE of the time pays off.  With the usual limits 100
+# processes can have 50 million descriptors, which is a minute, and a user may have 65536 uids.
 MOST_SECONDS = 1.0
 ROOT_SECONDS = 10.0  # for one process of root's
 MOST_LOCKS = 20_000  # lines of /proc/locks that are read: a tenth of a second
@@ -138,7 +138,7 @@ def held_by_no_process(directory: LockDirectory, names: Iterable[str]) -> set[st
 
 
 def takers_of(inodes: Collection[str]) -> list[tuple[str, str]] | None:
-    """(inode, pid of the process that took it, which may be over) of each of *inodes* that is locked.
+    """(inode, pid of the process that took it, which may have ended) of each of *inodes* that is locked.
 
     None where the machine has more locks than MOST_LOCKS.  Any user can take a million, which the kernel lists in a
     quarter of an hour: for each page it begins with the first lock again.
@@ -153,7 +153,7 @@ def _open_nowhere(inodes: Collection[str], first: Iterable[str]) -> set[str]:
     """Those of *inodes* that no process is seen to have locked, none where root's cannot be read; *first*: pids."""
     left = set(inodes)
     _cut_short.clear()
-    # The process that took a lock mostly has it open still, and then no other one is read.  Init is no job, and may
+    # The process that took a lock usually still has it open, and then no other one is read.  Init is no job, and may
     # have capabilities that root lacks here.
     for entry in filter(str.isdigit, dict.fromkeys([*first, *os.listdir("/proc")]) if left else ()):
         try:
@@ -321,7 +321,7 @@ _CODE = "import gpuguard.claims.holders as holders; holders.holders_answer()"
 _reader: list[tuple[int, subprocess.Popen[bytes], int, int]] = []  # whose it is, its process, and its pipes
 _hanging: dict[int, subprocess.Popen[bytes]] = {}  # uid -> the reader that waits for something of that user
 _ended: list[subprocess.Popen[bytes]] = []  # readers to reap
-_cut_short: set[int] = set()  # users of whose open files the last search for hidden locks has not seen all
+_cut_short: set[int] = set()  # users whose open files the last search for hidden locks did not read to the end
 
 
 def locked_files(pid: int | str, uid: int, seconds: float, *, whole: bool = False) -> dict[int, str]:

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from gpuguard.claims.grants import Grant
 
 MAX_BYTES = 4096
-LARGEST = 2**50  # of a number in a record: the bytes of a device; and of a time:
-LATEST = 2**33  # unix time, in 2242
+LARGEST = 2**50  # bytes: larger sizes in a record do not count
+LATEST = 2**33  # unix time, in 2242: nor do later times
 MOST_OF_ONE = 500  # records of one user that are read: claims beyond them have no details
 _FIELDS = (
     "devices",
@@ -172,9 +172,9 @@ def read_record(directory: LockDirectory, uid: int, claim_id: str) -> ClaimRecor
 
 
 def of_their_users(claims: Sequence[ClaimRecord]) -> tuple[ClaimRecord, ...]:
-    """*claims*, in their order, as those of the users to whom root has given the uids of their files.
+    """*claims* in their order, each as a claim of the user to whom root has given the uid of its file.
 
-    A user who has one of the same id already gets another id there: no claim hides another one from the rules.
+    Where that user already has one of the same id, it gets another id, so that no claim hides another from the rules.
     """
     taken, found = {(claim.uid, claim.id) for claim in claims}, list[ClaimRecord]()
     for claim in claims:
@@ -201,7 +201,7 @@ def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tupl
 def files_by_user(directory: LockDirectory, names: Collection[str]) -> dict[int, list[tuple[float, str]]]:
     """(time of the last change, name) of each user's files, the oldest first; see users.accountable_uids.
 
-    Of a file that was there the last time that is remembered: there may be thousands, and its owner never changes.
+    What was read of a file is remembered while it is there: there may be thousands, and their owners never change.
     """
     if not names:  # and maybe no directory
         return {}
@@ -464,7 +464,7 @@ class FirstSeen:
         self._has_looked = True
 
     def dated(self, claims: Iterable[ClaimRecord], clock: float, now: float) -> tuple[ClaimRecord, ...]:
-        """*claims* as found at *clock* (CLOCK_BOOTTIME), which was *now* (unix time), each as old as it is known."""
+        """*claims* as found at *clock* (CLOCK_BOOTTIME), which was *now* (unix time), each as old as it was seen."""
         seen: dict[tuple[object, ...], float] = {}
         dated = []
         for claim in claims:
@@ -553,7 +553,7 @@ def _join(
 
 def _without_record(name: str, uuid: str, holders: Mapping[int, int], grant: Grant | None) -> ClaimRecord:
     uids = set(holders.values())
-    # Root's processes keep what they are sent, and a user with uids of their own (/etc/subuid) is one.
+    # A process of root's may keep a lock that it was sent, and a user with further uids (/etc/subuid) is one user.
     owners = accountable_uids(uids - {0} or uids)
     several = len(set(owners.values())) > 1
     uid = grant.uid if grant else min(owners) if owners and not several else _NOBODY

@@ -38,7 +38,7 @@ ADMINISTRATOR = "the administrator"
 MAX_BYTES = 512 * 1024
 MAX_RESTRICTIONS = 1000
 MAX_REASON = 200  # characters
-REMEMBERED_SECONDS = {KEPT: 7 * 86400.0}  # for which change() also finds those that are over
+REMEMBERED_SECONDS = {KEPT: 7 * 86400.0}  # for so long change() still finds those that are over
 WRITE_SECONDS = 5.0  # for another writer to finish
 LATEST = 2**37  # unix time: beyond the year 6000 it is none, and soon no date that can be shown
 STEP_SECONDS = 1.0  # less of it is no step: the clock is led a little faster or slower all the time
@@ -61,7 +61,7 @@ class Restriction:
     user: str | None = None  # name of the user, if it is about one
     # (pid, start time) of the process that caused it, with which it ends: see enforcement.actions
     process: tuple[int, float] | None = None
-    # (begin, end) of the times of the last days for which a user asked; None: nobody counts them
+    # (begin, end) of the times of the last days for which a user asked; None: they are not counted
     asked: tuple[tuple[float, float], ...] | None = None
 
     def holds(self, now: float) -> bool:
@@ -153,7 +153,7 @@ def change(
 
 
 def extend(restrictions: dict[str, Restriction], restriction: Restriction) -> None:
-    """Add *restriction*, unless there is one about the same that lasts longer: nobody knows how long a process will."""
+    """Add *restriction*, unless one about the same lasts longer, or may: how long a process will is unknown."""
     before = restrictions.get(restriction.name)
     longer = before is None or (
         before.until is not None

@@ -116,7 +116,7 @@ def _serve(args: argparse.Namespace, source: SnapshotSource, traffic: SnapshotSo
 
 
 def _shown(args: argparse.Namespace, token: str | None) -> str:
-    """What stands behind the address: a token that was made just now is shown here alone, and in no file or journal."""
+    """What follows the address.  A token that was just made is shown nowhere else, and in no file or journal."""
     if token is None:
         return ""
     kind = os.fstat(2).st_mode

@@ -60,7 +60,7 @@ PART_CLAIMED = "a part of the GPU, or the whole of it, is claimed"
 OFFER_SECONDS = 5.0  # a request that may start, was woken, and does not claim within so many goes to the end
 LEAST_SECONDS = 60.0  # of fair share that a grant costs for each device, however short it was
 SET_BACK_SECONDS = 3600.0  # for so long; the second time within them all requests of its user do
-COUNT_SECONDS, BUSY_SECONDS = 60.0, 20.0  # the administrator is told of a user whose requests take so much of them
+COUNT_SECONDS, BUSY_SECONDS = 60.0, 20.0  # the administrator is told of a user whose requests take so many of these
 _MAX_SECONDS = 10 * 365 * 86400.0
 
 
@@ -96,7 +96,7 @@ class Broker:
                     os.unlink(os.path.join(self._directory.locks, name))
 
     def tend(self) -> list[Event]:
-        """Make anew what was given away and is free again, and set back who gives back what they waited for.
+        """Replace locks that were given away and are free again; set back users who return what they waited for.
 
         Call it every second.
         """
@@ -126,7 +126,7 @@ class Broker:
     def _queue(
         self, snapshot: Snapshot, mine: Ticket | None = None, waiting: WaitingTickets | None = None
     ) -> QueueState:
-        """The queue as the daemon decides it: a ticket starts once, and each grant costs, however soon it is back."""
+        """The queue as the daemon decides it: a ticket starts once, and each grant costs, however soon it ends."""
         rules = read_queue_settings().rules
         facts = read_queue_facts(self._directory, snapshot, rules)
         usage = dict(used_by(facts.claims, time.time()) if facts.usage is None else facts.usage)
@@ -253,7 +253,7 @@ class Broker:
         return DescriptorReply(asdict(GrantReply(grant.claim, locks)), tuple(descriptors))
 
     def _sample(self, requests: Iterable[Request]) -> tuple[Snapshot, set[str]]:
-        """What a plan of these requests needs, and which groups of fields that is."""
+        """A sample of what a plan of these requests needs, and the groups of fields that are in it."""
         self._backend = self._backend or self._open_backend()
         needed = {MEMORY, PROCESSES}.union(*map(fields_needed, requests))
         return self._backend.sample(needed), needed

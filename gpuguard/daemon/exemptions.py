@@ -30,9 +30,9 @@ from gpuguard.users import accountable_uids, user_name
 MAX_SECONDS_OF_ROOT = 365 * 86400.0
 MAX_PER_USER = 16
 MAX_CHANGES, CHANGES_SECONDS = 10, 60.0  # of one user within so long: each is a line of the audit log
-BREAK_SECONDS = 3600.0  # less than that between two times for which a user asked is none
+BREAK_SECONDS = 3600.0  # a shorter break between two times for which a user asked counts as kept, too
 SLACK_SECONDS = 60.0
-MAX_SPANS = 20  # of such times of a user: then breaks of any length are none
+MAX_SPANS = 20  # of such times of a user: beyond them, breaks of any length count as kept
 _NAMELESS = -1  # all users without a name: a user with user namespaces has 65536 such uids
 
 
@@ -149,7 +149,7 @@ class Exemptions:
         return owner, resolve([str(device)], self.devices(), "--device")[0]
 
     def _oldest_start(self, owner: int | None, uuid: str | None, now: float) -> float:
-        """The unix time from which on what is kept counts: the oldest process began then that is meant; else 0."""
+        """The unix time since which what is kept counts: when the oldest process that is meant began; 0 without one."""
         there = [device for device in self.devices() if uuid in (None, device.uuid, device.parent_uuid)]
         rows = [row for device in there for row in device.processes or () if row.uid == owner]
         starts = [row.start_time for row in rows if row.start_time is not None]
@@ -196,9 +196,9 @@ def _count(exemptions: dict[str, Restriction], owner: int, now: float) -> tuple[
 
 
 def _refuse_too_much(spans: tuple[TimeSpan, ...], since: float, now: float, seconds: float) -> None:
-    """GpuguardError where *spans*, *seconds* of them from *now*, keep what was there *since* for too long."""
+    """Raise GpuguardError if *spans*, *seconds* of them from *now* on, keep what was there *since* for too long."""
     end, begin = spans[-1][1], max(since, now - KEPT_WITHIN)
-    # Who asks for what was said to be left gets it.
+    # A user who asks for what was said to be left gets it.
     if seconds_within(spans, max(since, end - KEPT_WITHIN), end) > KEPT_SECONDS + SLACK_SECONDS:
         left = max(0.0, seconds + KEPT_SECONDS - seconds_within(spans, begin, end))
         oldest = min(max(begin, span[0]) for span in spans if span[1] > begin)

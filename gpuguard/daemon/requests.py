@@ -66,7 +66,7 @@ class RequestContext:
     policy: str | None = None  # path of that file, None without one
     enforcing: bool = False  # whether the daemon's own switch is on
     broker: Broker | None = None  # gives the locks, where that is the daemon's business
-    trouble: Callable[[], str | None] = lambda: None  # what else than guarding the daemon should do and cannot
+    trouble: Callable[[], str | None] = lambda: None  # what the daemon should do beside guarding, and cannot
 
 
 def handle(context: RequestContext, uid: int, request: Request) -> Reply:

@@ -239,10 +239,10 @@ class Daemon:
         sent, pinged = "", 0.0
         while not received & {signal.SIGTERM, signal.SIGINT}:
             received = wait(TICK_SECONDS)
-            # Not by the thread that samples: of the files of all users there may be many.
+            # Not in the thread that samples: the users may have many files.
             self.waiting = waiting_tickets(self._directory)
             if not self.watchdog.problem:
-                with suppress(GpuguardError, OSError):  # of files; tried again at once
+                with suppress(GpuguardError, OSError):  # of the files; it is tried again in the next round
                     record_arrivals_seen(self._directory, self.last, self.waiting or (), time.time())
             self.reload_if_changed(requested=self._reload_requested.is_set() or signal.SIGHUP in received)
             if self._broker:
@@ -362,7 +362,7 @@ class Daemon:
         if quiet and file.faults:
             return file
         for fault in (*file.faults, *file.warnings):
-            for line in fault.lines(file.path, excerpt=False):  # which may hold a secret, as a token
+            for line in fault.lines(file.path, excerpt=False):  # which may hold a secret, such as a token
                 self._report(line)
         if file.faults:
             first = file.faults[0].lines(file.path)[0]
@@ -388,7 +388,7 @@ class Daemon:
         self.watchdog.notifier = self._sender
         self._exemptions.max_seconds = file.longest_keep
         try:
-            publish_desktop_memory(self._directory, file.desktop_memory)  # of which the driver's snapshots tell all
+            publish_desktop_memory(self._directory, file.desktop_memory)  # which the snapshots of all commands go by
         except OSError as error:
             self._report(f"desktop_memory cannot be published, so it stays as it was: {error}")
         self.watchdog.interval = self._settings.intervals(file.interval)

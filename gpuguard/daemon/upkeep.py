@@ -1,6 +1,6 @@
 """What the daemon tells the admin about the claim directory: a lock that one user keeps from all, room that runs out.
 
-Says each thing once as long as it lasts.  Changes nothing: root decides.
+Says each thing once while it lasts.  Changes nothing: root decides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpuguard.claims.holders import inode_of, takers_of
 from gpuguard.users import user_name
 
 LOOK_SECONDS = 5.0  # between two looks
-HELD_SECONDS = 10.0  # the gate is held while the driver answers; who leads the queue, or watches that, has a ticket
+HELD_SECONDS = 10.0  # the gate is held while the driver answers; the leader of the queue and its deputy have tickets
 
 _Lock = tuple[str, int]  # a path, and the pid of the process that took its lock
 
@@ -31,7 +31,7 @@ class ClaimUpkeep:
         self._told: Mapping[str, tuple[str, str]] = {}
 
     def look(self, pids_in_queue: Iterable[int | None]) -> None:
-        """What is there now.  *pids_in_queue*: of the processes that wait, which may hold the locks of the queue."""
+        """Look, if it is time.  *pids_in_queue*: of the processes that wait, which may hold the locks of the queue."""
         now = time.monotonic()
         if now < self._look_at:
             return

@@ -322,7 +322,7 @@ def _quarantine(
 ) -> ActionOutcome:
     """No new claims of the device.  A driver that talks nonsense must not take the whole machine out of service.
 
-    *process*: whose quarantine it is, which ends with it.
+    *process*: the one that causes it, and with which it ends.
     """
     uuid = verdict.finding.subject.device
     if uuid is None:
@@ -534,10 +534,10 @@ def _uids_text(finding: Finding) -> str | None:
 
 
 def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[ActionOutcome, ...]:
-    """Signal those no more that were killed and are still there a minute later; call it after each sample.
+    """Stop signalling processes that were killed and are still there a minute later; call it after each sample.
 
     They sit in a driver or on a dead file system, where no signal reaches them; or the user who made them lets them
-    linger, which anybody can.  So they shield themselves alone, and only a device on which the driver goes on listing
+    linger, which any user can.  So they shield themselves alone, and only a device on which the driver goes on listing
     one needs a reset: it is quarantined, but never more than half of the machine, and the targets of the policies'
     messages are informed.  That ends when the driver lists the process no more and its memory is back, or by a boot.
 
@@ -585,7 +585,7 @@ def _quarantine_devices(
 
 
 def _end_quarantines(context: ActionContext, snapshot: Snapshot) -> None:
-    """Take the devices into service again that no longer suffer from the process for which they were quarantined."""
+    """End the quarantine of devices that no longer suffer from the process for which they were quarantined."""
     if context.directory is None:
         return
     quarantined = restrictions.read_restrictions(context.directory, restrictions.QUARANTINED, time.time())

@@ -48,8 +48,8 @@ DRIVER_FILE = CONTROL_NODE
 DRIVER_NODES = (f"{DEVICE_NODE}*", f"{DEVICE_NODE}-caps/*")  # and the others, as globs
 SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap/", "/nix/store/")
 
-# How much longer than other reads these may take, and take at the most, whatever other users do: its owner can make
-# the mappings of a process many, and each of them long.
+# These may take so many times longer than other reads, whatever other users do: the owner of a process can make its
+# mappings many, and the name of each of them long.
 _TIMES = {"program": 2, "files": 4, "maps": 8, "code": 8}
 
 _NS_GET_USERNS = 0xB701  # ioctl_nsfs(2): a descriptor of the user namespace that owns another namespace
@@ -286,7 +286,7 @@ def _link_of(pid: int) -> str | None:
 
 
 def _uses_driver(pid: int) -> tuple[bool | None, bool]:
-    """Whether it does; and whether what it has mapped could not be read to the end."""
+    """Whether it uses the driver; and whether what it has mapped could not be read to the end."""
     if opened := _in_time(pid, "files", _has_driver_open):
         return True, False
     # CAP_SYS_PTRACE is enough for the mappings: the driver's library maps its devices.  And the files are those of the
@@ -319,7 +319,7 @@ def _maps_the_driver(pid: int) -> bool:
     nodes = _driver_nodes()
     wanted = {(node.st_dev, node.st_ino) for node in nodes.values()}
     for name, node in nodes.items():
-        with suppress(OSError):  # in a container it may be a node of its own, with the same number of the device
+        with suppress(OSError):  # in a container it may be another node with the same device number
             seen = os.stat(f"/proc/{pid}/root{name}")
             if stat.S_ISCHR(seen.st_mode) and seen.st_rdev == node.st_rdev:
                 wanted.add((seen.st_dev, seen.st_ino))

@@ -65,7 +65,7 @@ class ActionLimits:
     past: list[PastAction] = field(default_factory=list)
     # (process, live) -> clock of its first SIGTERM: a policy may wait longer than an hour before it kills
     _asked_to_end: dict[object, float] = field(default_factory=dict)
-    # -> the SIGKILL that it outlived, on those of its devices that are not quarantined for it
+    # -> the SIGKILL that it outlived; in it the devices that are not quarantined for it yet
     unkillable: dict[ProcessIdentity, PastAction] = field(default_factory=dict)
     _done: deque[tuple[Verdict, ProcessIdentity]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _wanted: dict[object, float] = field(default_factory=dict)

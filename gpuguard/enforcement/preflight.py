@@ -382,7 +382,7 @@ def _has_clients_of_several_users(device: Device) -> bool:
     """Whether the end of an MPS client on *device* may take clients of other users along.
 
     Only root can start a server for several users, `nvidia-cuda-mps-control -multiuser-server`.  Any other serves one
-    user at a time, so that its clients, and the server itself, suffer for a user of their own: no sanctuary.  The
+    user at a time, so that only clients of that user suffer, and the server: it shelters no process.  The
     driver lists a server as a process that computes, and its clients as such and in the list of MPS.
     """
     rows = device.processes or ()

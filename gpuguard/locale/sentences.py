@@ -212,6 +212,9 @@ SENTENCES = (
     "it does not have the driver open: the driver's list cannot be right",
     "it is a {kind} process: only compute processes are signalled",
     "an MPS server shares this GPU: its other clients would suffer",
+    "it is no more than a desktop there",
+    "what it draws belongs to the session at the machine's own screen",
+    "an MPS server of root's shares this GPU: its clients of other users would suffer",
     "its owner is not the one that was judged",
     "the name of uid {uid} is not known",
     "whose it is cannot be read",
@@ -309,6 +312,14 @@ SENTENCES = (
         "receives (descriptors in flight over a unix socket), in a mapping or in an io_uring.  It counts as no "
         "claim.  The lock is free when the process ends that keeps it, which may be: {processes}."
     ),
+    "a process of {user}, whose open files cannot be read to the end in time",
+    (
+        "the lock of the GPU is held by processes of {users} together, and no record says whose it is.  It counts as "
+        "no claim, and is free when all of them have ended"
+    ),
+    "no trespasser on the claim of {user}: the process used the GPU before the claim came, or may have",
+    "records and tickets have little room left: {room}",
+    "{process} keeps {path} locked, so every start is delayed",
     "the driver lists a process that has ended: a child of it may still hold the GPU",
     "whether it is used cannot be seen: {unknown}",
     "pid {pid} ({command}) computes for {time} with {memory}",

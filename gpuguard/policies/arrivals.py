@@ -65,13 +65,13 @@ class Arrivals:
             if now is not None:
                 self._lists[device.uuid] = now
         if readable:
-            # One that was another claim meanwhile, or one of nobody known, is a new one when it comes back.
+            # A claim that was another one meanwhile, or no known user's, is a new one when it comes back.
             self._claims, self._knows_claims = claims, True
 
     def arrived(self, device: str, process: ProcessIdentity) -> float | None:
         """CLOCK_BOOTTIME of the first list of *device* (a uuid) with that process, after one without its pid.
 
-        It lived when that one was read, so that its pid was nobody else's since, and has stood on every believable list
+        It lived when that one was read, so that its pid was no other's since, and has stood on every believable list
         after it.  None when that is not proven: its pid was there before, it is younger than the last list without it,
         or its row could not be identified once.
         """
@@ -93,7 +93,7 @@ class Arrivals:
         """
         if self._knows_claims or claim.since is None:
             return snapshot.clock
-        # Rounded: as numbers of a calendar, both times have lost their last digits.
+        # Rounded, because unix times have lost their last digits.
         return min(snapshot.clock, round(snapshot.clock - (snapshot.taken_at - claim.since), 3))
 
 
@@ -109,7 +109,7 @@ def _listed(device: Device, before: _KnownList | None, clock: float) -> _KnownLi
             lived = before is not None and process.start_time < before.clock - START_SLACK
             is_new = lived and before is not None and process.pid not in before.pids
             arrived[identity] = clock if is_new else before.arrived.get(identity) if before else None
-    # What is unknown of a process then is not held against it when it is known.
+    # What could not be read of a process then is not held against it later.
     using = frozenset(
         (process.pid, process.start_time)
         for process in device.processes

@@ -618,10 +618,10 @@ def _obstacle(due: DueStep, index: SampleIndex, memory: EngineMemory) -> tuple[s
 
 
 def _breaker(due: Iterable[DueStep], index: SampleIndex) -> tuple[set[str], list[Note]]:
-    """The policies that act on nobody now, because what they rest on seems to err for everybody; and a note on each.
+    """The policies that act on no user now, as what they rest on seems to err for everybody; and a note on each.
 
     They would hit too many different users at once.  One user alone never trips a breaker, with whatever number of
-    processes, or everybody would be safe behind them.  Clocks and claims that are there do not err like that.
+    processes, or all others would be safe behind that user.  Clocks and claims that are there do not err like that.
     """
     by_policy: dict[str, list[DueStep]] = {}
     for step in due:

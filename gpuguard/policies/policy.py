@@ -472,7 +472,7 @@ class PolicyTarget:
     uids: frozenset[int]  # of the process, or of the owners of the subject
     places: tuple[str, ...]  # the devices where the condition holds
     reach: tuple[str, ...]  # all devices that would be touched
-    began: float  # clock since when it is the same: a process is, under whatever claim; 0 when unknown
+    began: float  # clock; a process stays the same under whatever claim; 0 when unknown
     age: float | None  # seconds; None when unknown
     process: GpuProcess | None = None  # None when it is no process
     claim: ClaimRecord | None = None  # that it is accused with

@@ -129,9 +129,7 @@ class _Holding:
     """A claim, or a process without one."""
 
     subject: Subject
-    since: tuple[
-        float, float
-    ]  # on the clock of the snapshot; of claims that were first seen together the record's time
+    since: tuple[float, float]  # clock of the snapshot; then, for claims first seen together, the time of the record
     devices: set[str] = field(default_factory=set)  # uuids
     memory_used: int = 0  # bytes, as far as they are known
     processes: list[GpuProcess] = field(default_factory=list)

@@ -81,10 +81,10 @@ class TrespassRule:
 def strangers(
     view: RuleView, *, containers: bool = False
 ) -> Iterator[tuple[Device, GpuProcess, tuple[ClaimRecord, ...]]]:
-    """Each process that computes on a claimed device and belongs to none of the claims, and those it may trespass on.
+    """Each process that computes on a claimed device but belongs to no claim there, and those it may trespass on.
 
-    Root's processes are none, since they may be containers of any claim, and with *containers* false neither are those
-    in one.
+    Processes of root's are left out, since they may be containers of any claim, and without *containers* also those in
+    a container.
     """
     for device in usable_devices(view.snapshot):
         here = claims_on(view.snapshot, device)

@@ -285,7 +285,7 @@ def record_arrival(directory: LockDirectory, reservations: Iterable[Reservation]
 
 
 def record_arrivals_seen(directory: LockDirectory, snapshot: Snapshot, waiting: Iterable[Ticket], now: float) -> None:
-    """Record which users have come to their reservations, by the daemon's own sight; call it again and again.
+    """Record which users have come to their reservations, as the daemon sees it; call it again and again.
 
     A user has come who claims a device of it, or waits while too few of its devices are free.  *snapshot* has the
     claims, *waiting* are the requests that wait.
@@ -311,7 +311,7 @@ def record_arrivals_seen(directory: LockDirectory, snapshot: Snapshot, waiting: 
 
 
 def _arrivals_seen(directory: LockDirectory, reservations: Iterable[Reservation], now: float) -> Arrivals | None:
-    """What the daemon has seen; None: none has looked lately, so that the files of the users must do."""
+    """What the daemon has seen; None if none has looked lately, so that the files of the users must do."""
     files = daemon_files(directory)
     if files.owner is None or (written_at(files.file(_LOOKED), files.owners()) or 0.0) < now - LOOKED_SECONDS:
         return None

@@ -221,7 +221,7 @@ def record_start(directory: LockDirectory, uid: int, *, by_daemon: bool = False)
 def has_started(directory: LockDirectory, uid: int, since: float) -> bool:
     """Whether a process of *uid* has recorded a start after *since*, unix time: see record_start().
 
-    Also where it could not: another user has made the file.
+    True, too, where it could not, because another user has made the file.
     """
     with suppress(OSError):
         status = status_in_place(_path(directory, "served", str(uid)))

@@ -73,7 +73,7 @@ class Frame:
 
 
 def who_makes_room(owners: Sequence[str], peer: str) -> str | None:
-    """Who of *owners* gives one up for *peer* where there is no room: who has most; None: *peer* would have as many."""
+    """Who of *owners* has the most, and loses one to *peer* where there is no room; None: *peer* would have as many."""
     [(crowd, count)] = Counter(owners).most_common(1)
     return crowd if count > owners.count(peer) + 1 else None
 
