@@ -410,6 +410,22 @@ def test_a_member_of_a_group_puts_no_other_in_excess_by_records_of_nothing():
     assert subjects(found(shared, a_device(0), a_device(1), claims=[own, *OF_ALICE[:1]], groups=LAB)) == ["own"]
 
 
+def test_no_lock_without_a_record_puts_anything_else_of_its_user_in_excess():
+    """Users locked a GPU and sent the lock to a program of another one: it was over the limit, and lost its job."""
+    devices = [
+        a_device(0, processes=(a_process(2, start_time=9000.0),), memory_used=10 * GIB),
+        a_device(1),
+        a_device(2),
+    ]
+    job = a_claim("job", devices[1], age=10)
+    sent = [replace(a_claim(f"no-record-{at}", devices[at], age=9000), pid=None) for at in (0, 2)]
+
+    accused = found(QuotaRule(devices=2), *devices, claims=[job, *sent[1:]])
+    assert subjects(accused) == ["no-record-2"]
+    accused = found(QuotaRule(devices=2), *devices, claims=[job, *sent])
+    assert subjects(accused) == ["no-record-2"], "nothing computes under it"
+
+
 def test_a_process_that_began_long_ago_and_comes_to_a_gpu_now_is_no_older_than_who_was_there():
     """A process that had only slept so far came to a GPU, and another member of the group was in excess."""
     sleeper, there = a_process(2, start_time=1.0, **ALICE), a_process(3, start_time=9000.0, **BOB)

@@ -73,8 +73,10 @@ class QuotaRule:
             accounts = [(user_label(held[0].subject.user, uid), (uid,), held) for uid, held in of_user.items()]
         for group in self.shared_by:
             members = [uid for uid, groups in view.groups.items() if group in groups]
-            together = [holding for uid in members for holding in of_user.get(uid, ())]
-            accounts.append((f"group {group}", members, sorted(together, key=lambda holding: holding.since)))
+            together = (holding for uid in members for holding in of_user.get(uid, ()))
+            accounts.append(
+                (f"group {group}", members, sorted(together, key=lambda own: (own.since, not own.processes)))
+            )
         found: dict[int, Finding] = {}  # a user in two groups is found once
         for owner, uids, held in accounts:
             reasons: dict[int, list[str]] = {}
@@ -144,8 +146,9 @@ def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
     boot = view.snapshot.taken_at - view.clock  # unix time at which the clock was 0
     for claim in view.snapshot.claims:
         if claim.alive and claim.uid > 0 and claim.devices:  # a record alone costs its owner nothing
-            # Of unknown age: older than everything, and the last to be in excess.
-            since = float("-inf") if claim.since is None else claim.since - boot
+            # Of unknown age: older than everything, and the last to be in excess.  A lock without a record is the first
+            # one, since another user may have taken it and sent it: it puts nothing else in excess.
+            since = float("inf") if claim.pid is None else (claim.since or float("-inf")) - boot
             found[claim.uid, claim.id] = _Holding(
                 claim_subject(claim), (since, claim.written or 0.0), set(claim.devices)
             )
@@ -167,7 +170,7 @@ def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
             if all(process.pid != other.pid for other in held.processes):
                 held.processes.append(process)
     of_user: dict[int, list[_Holding]] = {}
-    for holding in sorted(found.values(), key=lambda holding: (holding.since, key_of(holding.subject))):
+    for holding in sorted(found.values(), key=lambda own: (own.since, not own.processes, key_of(own.subject))):
         of_user.setdefault(holding.subject.uid or 0, []).append(holding)
     return of_user
 
