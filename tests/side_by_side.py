@@ -34,6 +34,8 @@ LONGEST = (
     "test_restrictions", "test_recordings", "test_run_limits", "test_report", "test_setup_command",
     "test_usage_queries", "test_translations", "test_top", "test_unkillable", "test_usage_store", "test_wait_command",
     "test_waiter", "test_unit_file",
+    "test_keep_command", "test_manpages", "test_locked_files", "test_top_screens", "test_top_command",
+    "test_sim_command", "test_exhaustion", "test_daemon_command",
 )  # fmt: skip
 
 # Claims, races, pids that are used again, signals: a device given twice or an innocent signalled once in twenty runs is

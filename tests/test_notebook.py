@@ -145,8 +145,8 @@ class Notebook:
 @contextmanager
 def a_notebook(place: Path, **variables: str) -> Iterator[Notebook]:
     """A notebook on the simulated node of *place*, with our extension loaded; its kernel ends with the block."""
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    pytest.importorskip("ipykernel")
+    why = "%gpus in a real kernel (no ipykernel or nbclient: .venv/bin/pip install ipykernel nbclient)"
+    nbclient, nbformat, _ = (pytest.importorskip(name, reason=why) for name in ("nbclient", "nbformat", "ipykernel"))
     node = {"GPUGUARD_BACKEND": "simulated", "GPUGUARD_SIM_DIR": str(place / "node"), "PYTHONPATH": str(ROOT)}
     jupyter = {"IPYTHONDIR": str(place / "ipython"), "JUPYTER_RUNTIME_DIR": str(place / "run")}
     environment = os.environ | node | jupyter | variables
