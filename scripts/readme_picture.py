@@ -3,7 +3,7 @@
 A recorded session: two jobs start at the same moment, first each on the GPU that nvidia-smi lists as the emptiest, then
 with gpuguard.  The programs, processes and claims are real; the node is simulated, so `nvidia-smi` is `gpuguard query`
 there.  Only the name of the user is replaced.  rich, which textual brings along, draws each step as an SVG; they are
-shown one after the other.  Without motion all lie upon each other, and the last one, which has it all, is seen.
+shown one after the other.  Without motion all lie on top of each other, and the last one, which shows it all, is seen.
 """
 
 from __future__ import annotations

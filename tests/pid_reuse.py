@@ -185,7 +185,7 @@ def another_namespace() -> bool:
     return was_hit(offender)
 
 
-CAMPAIGNS = {
+CAMPAIGNS: dict[str, Callable[[], bool]] = {
     "namespace": another_namespace,
     "decision": between_decision_and_signal,
     "pidfd": between_sample_and_pidfd,

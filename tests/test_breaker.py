@@ -13,7 +13,7 @@ from gpuguard.model import Finding, Gap, Subject
 from gpuguard.policies.idle import AgeRule
 from gpuguard.policies.policy import Step
 from gpuguard.policies.quota import QuotaRule
-from gpuguard.policies.rules import RULES
+from gpuguard.policies.thresholds import MemoryRule
 from gpuguard.policies.usage import TrespassRule, UnclaimedRule, UsersRule
 from gpuguard.policies.view import Evidence, RuleView, process_subject
 
@@ -158,7 +158,7 @@ def test_several_rules_rest_on_the_least_certain_of_them():
     of = {
         (QUOTA,): Evidence.CLOCK,
         (QUOTA, UnclaimedRule()): Evidence.MISSING_CLAIMS,
-        (QUOTA, UnclaimedRule(), RULES["memory"](10)): Evidence.SENSOR,
+        (QUOTA, UnclaimedRule(), MemoryRule(10.0)): Evidence.SENSOR,
         (AgeRule(claim_without_process_above=60.0),): Evidence.SENSOR,
         (QuotaRule(memory=50.0),): Evidence.SENSOR,
         (UsersRule(allow_groups=("staff",)),): Evidence.SENSOR,

@@ -256,7 +256,7 @@ def test_who_has_filled_it_with_files_without_a_name_is_named(tmp_path):
     )
 
     assert told["keeper"] == "full\n"
-    assert told["room"].startswith("bin has 99 of 100 files"), told
+    assert str(told["room"]).startswith("bin has 99 of 100 files"), told
     assert told["said"][:2] == ["claims", "no room"]
 
 

@@ -240,7 +240,7 @@ def test_requests_that_take_long_are_handled_in_turns_by_user(tmp_path, monkeypa
         connections = [stack.enter_context(connect(directory)) for _ in range(5)]
         for number, connection in enumerate(connections):
             connection.sendall(json.dumps({"do": "claim", "number": number}).encode() + b"\n")
-            assert eventually(lambda: handled)  # the first one is in work, and the others come to wait together
+            assert eventually(lambda: bool(handled))  # the first one is in work, and the others come to wait together
         assert ask(directory, {"do": "x"}) == {}
         done.set()
         assert [said(connection) for connection in connections] == [b'{"ok": true}\n'] * 5

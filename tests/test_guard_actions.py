@@ -188,7 +188,7 @@ def test_no_device_is_quarantined_for_a_process_that_the_driver_does_not_list(sc
     assert quarantined(directory) == []
 
 
-ON_THE_DEVICE = {
+ON_THE_DEVICE: dict[str, dict[str, Any]] = {
     "listed": {},
     "listed, its process has ended": {"start_time": None},
     "memory is missing": {"processes": (), "memory_used": 40 * GIB},
@@ -429,6 +429,11 @@ def own_signature(scene: Scene) -> str:
     return identity.signature(identity.facts_of(scene.pid))
 
 
+def outlives(scene: Scene) -> None:
+    process = themselves(scene)
+    scene.context().limits.unkillable[process] = an_action(process)
+
+
 def restarts(scene: Scene, *, times: int = 2) -> None:
     """The program of the scene was ended so often within the hour, and was started again after each end."""
     started = scene.snapshot.clock - 4000  # below 0 on a machine that has just been started, and still the order of all
@@ -454,7 +459,7 @@ LIMITS: list[tuple[str, Callable[[Scene], None], str]] = [
     ("escalation", done(ago=29, process=themselves), "kill"),
     ("escalation", done(ago=40, process=themselves, live=False), "kill"),  # a dry run
     ("restart loop", restarts, "terminate"),
-    ("unkillable", lambda scene: scene.context().limits.unkillable.update({themselves(scene): None}), "terminate"),
+    ("unkillable", outlives, "terminate"),
     ("unkillable", done(ago=1800, action="kill", process=themselves), "terminate"),
 ]
 _CHECK_OF = {

@@ -145,10 +145,10 @@ def display_servers(machine: Machinery) -> Plot:
     """3 GiB of one into which its user has brought nothing, and of one that only looks like it."""
     board, dice = an_owner(machine, "display servers"), machine.dice
     yield dice.randrange(1, 4)
-    xorg = {"executable": "/usr/lib/xorg/Xorg", "executable_owner": 0, "in_place": True}
+    xorg: dict[str, Any] = {"executable": "/usr/lib/xorg/Xorg", "executable_owner": 0, "in_place": True}
     false: dict[str, Any] = dice.choice([{"foreign_code": "file"}, {"executable_owner": 31050}, {"in_place": False}])
     for role in (INNOCENT, CULPRIT):
-        own = {**xorg, "foreign_code": "memory", **(false if role == CULPRIT else {})}
+        own = {**xorg, "foreign_code": "memory"} | (false if role == CULPRIT else {})
         machine.start(machine.user(), role, "a display server", {board: ("graphics", 3 * GIB)}, facts=own)
 
 

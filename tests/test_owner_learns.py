@@ -73,13 +73,13 @@ class GuardedMachine(Brokered):
     policy = POLICY
     interpreted = ("-m", "gpuguard")
 
-    def start_daemon(self, *, ready: bool = True) -> None:
+    def start_daemon(self, *options: str, ready: bool = True) -> None:
         policy = self.place / "policy.yaml"
         policy.write_text(self.policy)
         policy.chmod(0o600)
         log = str(self.place / "events.jsonl")
         words = [*with_names(self.place / "passwd"), self.python_path, *self.interpreted, "daemon"]
-        words += ["--interval", "200ms", "--events", log, "--policy", str(policy), "--enforce"]
+        words += ["--interval", "200ms", "--events", log, "--policy", str(policy), "--enforce", *options]
         environment = {name: value for name, value in self.environment.items() if name != "PYTHONPATH"}
         with (self.place / "said").open("a") as said:
             self.daemon = subprocess.Popen(
