@@ -196,15 +196,19 @@ def is_blamed_on(process: GpuProcess, claim: ClaimRecord, stats: Processes) -> b
     return process.uid in (0, claim.uid) or bool(stat and _nearest(replace(process, pid=stat.parent), (claim,), stats))
 
 
+def lineage(pid: int, stats: Processes) -> list[int]:
+    """*pid* and its ancestors, as far as they are known."""
+    found = [pid]
+    while (stat := stats.get(pid)) and (pid := stat.parent) > 1 and pid not in found:
+        found.append(pid)
+    return found
+
+
 def _nearest(process: GpuProcess, claims: Sequence[ClaimRecord], stats: Processes) -> ClaimRecord | None:
-    pid, passed = process.pid, set[int]()
-    while claims and pid > 1 and pid not in passed:
-        passed.add(pid)
+    for pid in lineage(process.pid, stats) if claims else ():
         for claim in claims:
             if pid in claim.holders or (pid == claim.pid and _may_have_made(claim, pid, process, stats)):
                 return claim
-        stat = stats.get(pid)
-        pid = stat.parent if stat else 0
     return None
 
 

@@ -6,7 +6,7 @@ import pytest
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid, pids
 from ladders import a_policy
 
-from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
+from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, ProcessStat, Snapshot
 from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.usage import TrespassRule
@@ -52,6 +52,19 @@ def test_who_was_there_before_the_claim_is_no_trespasser_and_who_came_later_is_o
     before, after = (a_list(BOBS), ()), (a_list(BOBS, A_NEWCOMER), (claim,))
 
     assert trespassers(before, (a_list(BOBS), (claim,)), after, after) == [3]
+
+
+def test_a_child_of_who_was_there_first_is_no_trespasser_either_while_that_uses_the_gpu():
+    """Somebody claimed the GPU of a running job, and each process that it started from then on was ended."""
+    known, snapshot = seen((a_list(BOBS), ()), (a_list(BOBS), (ALICE,)), (a_list(BOBS, A_NEWCOMER), (ALICE,)))
+    child_of = {pid: {3: ProcessStat(8, "S"), 8: ProcessStat(pid, "S")} for pid in (BOBS.pid, 9)}
+    found = [
+        pids([*TrespassRule().check(RuleView(snapshot, arrivals=known, seen=stats))]) for stats in child_of.values()
+    ]
+
+    assert found == [[], [3]]
+    known.look(gone := a_snapshot(a_list(A_NEWCOMER), claims=(ALICE,)))
+    assert pids([*TrespassRule().check(RuleView(gone, arrivals=known, seen=child_of[BOBS.pid]))]) == [3]
 
 
 def test_who_is_on_the_list_that_shows_the_claim_first_may_have_come_before_it():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated
 
-from gpuguard.device_state import claim_of, claims_on, claims_readable, usable_devices, user_label
+from gpuguard.device_state import claim_of, claims_on, claims_readable, lineage, usable_devices, user_label
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess
@@ -36,17 +36,14 @@ class UnclaimedRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
-        if not claims_readable(view.snapshot):
-            return
         limit = f", and less than {format_bytes(self.min_memory)} would be allowed" if self.min_memory else ""
-        for device in usable_devices(view.snapshot):
+        for device in usable_devices(view.snapshot) if claims_readable(view.snapshot) else ():
             if claims_on(view.snapshot, device):
                 continue
             for process in computing(device):
-                if self.min_memory and (process.memory_used is None or process.memory_used < self.min_memory):
-                    continue
-                why = f"uses {format_bytes(process.memory_used)} of a GPU without a claim{limit}"
-                yield Finding("unclaimed", process_subject(device, process), why, (process,))
+                if not self.min_memory or (process.memory_used is not None and process.memory_used >= self.min_memory):
+                    why = f"uses {format_bytes(process.memory_used)} of a GPU without a claim{limit}"
+                    yield Finding("unclaimed", process_subject(device, process), why, (process,))
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,8 @@ class TrespassRule:
 
     The holder of the lock of the claim is at home there, and so are the other processes of its owner.  In favour of
     the process: root's are taken for containers of the claim, and a lock without a record may be anybody's.  One that
-    used the GPU before the claim came is no trespasser, whatever the claim says of its own age.  A claim with
-    --max-processes accepts other users.
+    used the GPU before the claim came is no trespasser, whatever the claim says of its own age, and no more is a child
+    of it while it uses the GPU.  A claim with --max-processes accepts other users.
 
     containers: judge processes in containers, too; their user often is not the user who started the container.
     Those that a user runs without root (rootless) are always judged: they are no containers here.
@@ -71,7 +68,12 @@ class TrespassRule:
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
         for device, process, claims in strangers(view, containers=self.containers):
-            older = [claim for claim in claims if not view.arrivals.was_there_before(claim, device, process)]
+            job = [other for other in device.processes or () if other.pid in lineage(process.pid, view.seen)]
+            older = [
+                claim
+                for claim in claims
+                if not any(view.arrivals.was_there_before(claim, device, other) for other in job)
+            ]
             if older:
                 owners = ", ".join(user_label(claim.user, claim.uid) for claim in older)
                 why = f"uses {format_bytes(process.memory_used)} of a GPU that {owners} has claimed"
