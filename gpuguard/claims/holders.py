@@ -183,10 +183,12 @@ def hidden_claim_text(paths: Iterable[str]) -> str:
         "receives (descriptors in flight over a unix socket), in a mapping or in an io_uring.  It counts as no claim"
     )
     hiders = {pid: uid for path in paths for pid, uid in _possible_hiders(path).items()}
-    unread = "a process of {}, whose open files cannot be read to the end in time"
     named = ", ".join(
         [f"pid {pid} of {user_name(uid)}" for pid, uid in sorted(hiders.items())]
-        + [unread.format(user_name(uid)) for uid in sorted(_cut_short)]
+        + [
+            f"a process of {user_name(uid)}, whose open files cannot be read to the end in time"
+            for uid in sorted(_cut_short)
+        ]
     )
     if not named:
         return f"{text}.  The lock is free when that process ends; /proc/net/unix lists all unix sockets."
