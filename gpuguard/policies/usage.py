@@ -52,8 +52,8 @@ class TrespassRule:
 
     The holder of the lock of the claim is at home there, and so are the other processes of its owner.  In favour of
     the process: root's are taken for containers of the claim, and a lock without a record may be anybody's.  One that
-    used the GPU before the claim came is no trespasser, whatever the claim says of its own age, and no more is a child
-    of it while it uses the GPU.  A claim with --max-processes accepts other users.
+    used the GPU before the claim came is no trespasser, whatever the claim says of its own age; nor is a child that it
+    starts, while it uses the GPU itself.  A claim with --max-processes accepts other users.
 
     containers: judge processes in containers, too; their user often is not the user who started the container.
     Those that a user runs without root (rootless) are always judged: they are no containers here.
