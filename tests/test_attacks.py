@@ -194,17 +194,21 @@ def test_what_another_user_puts_in_the_place_of_a_simulated_node_is_refused_and_
         assert squat == "nothing" or (inside == [] and os.listdir(own) == [])
 
 
-@pytest.mark.parametrize("lock", ["gate", "queue", ""], ids=["gate", "queue", "directory"])
+SHARED_HOG = HOG.replace("LOCK_EX", "LOCK_SH")
+
+
+@pytest.mark.parametrize("lock", ["gate", "queue", "", "GPU"], ids=["gate", "queue", "directory", "shared"])
 def test_who_keeps_a_lock_that_all_need_is_named_to_the_admin_once(admin, monkeypatch, lock):
     """It delayed every start, and no one was named."""
     monkeypatch.setattr(upkeep, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(upkeep, "HELD_SECONDS", 0.0)
     said = list[tuple[str, str, str]]()
     watch = ClaimUpkeep(admin.directory, lambda *words: said.append(words))
-    path = admin.directory.lock_path(lock) if lock else admin.directory.locks
+    name = admin.uuids[0] if lock == "GPU" else lock
+    path = admin.directory.lock_path(name) if lock else admin.directory.locks
     watch.look([])
     nothing = list(said)
-    with admin.program(BOB, HOG, path) as keeper:
+    with admin.program(BOB, SHARED_HOG if lock == "GPU" else HOG, path) as keeper:
         for _ in range(3):
             watch.look([])
 
@@ -212,3 +216,16 @@ def test_who_keeps_a_lock_that_all_need_is_named_to_the_admin_once(admin, monkey
         [(kind, outcome, text)] = said
         assert (kind, outcome) == ("claims", "lock kept")
         assert text.startswith(f"pid {keeper.pid} of {BOB.pw_name} keeps {path} locked")
+
+
+@pytest.mark.parametrize("words", [["-n", "1"], ["--share", "--memory", "1GiB"]], ids=["whole", "share"])
+def test_who_has_a_claim_keeps_no_lock_that_all_need(admin, monkeypatch, words):
+    monkeypatch.setattr(upkeep, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(upkeep, "HELD_SECONDS", 0.0)
+    said = list[tuple[str, str, str]]()
+    watch = ClaimUpkeep(admin.directory, lambda *words: said.append(words))
+    with admin.job(BOB, *words):
+        for _ in range(3):
+            watch.look([])
+
+    assert said == []

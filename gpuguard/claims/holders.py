@@ -132,20 +132,20 @@ def held_by_no_process(directory: LockDirectory, names: Iterable[str]) -> set[st
     hidden = set(inodes) if in_first_pid_namespace() else set()
     for _scan in range(2):
         takers = takers_of(hidden) if hidden else []
-        still = hidden if takers is None else {inode for inode, _ in takers}
-        hidden = _open_nowhere(still, [pid for _, pid in takers or ()])
+        still = hidden if takers is None else {inode for inode, *_ in takers}
+        hidden = _open_nowhere(still, [pid for _, pid, _ in takers or ()])
     return {inodes[inode] for inode in hidden}
 
 
-def takers_of(inodes: Collection[str]) -> list[tuple[str, str]] | None:
-    """(inode, pid of the process that took it, which may have ended) of each of *inodes* that is locked.
+def takers_of(inodes: Collection[str]) -> list[tuple[str, str, str]] | None:
+    """(inode, pid of the process that took it, which may have ended, "READ" or "WRITE") of each lock on *inodes*.
 
     None where the machine has more locks than MOST_LOCKS.  Any user can take a million, which the kernel lists in a
     quarter of an hour: for each page it begins with the first lock again.
     """
     with open("/proc/locks", encoding="ascii") as locks:
         lines = [*map(str.split, islice(locks, MOST_LOCKS))]
-    taken = [(words[5], words[4]) for words in lines if words[1] == "FLOCK" and words[5] in inodes]
+    taken = [(words[5], words[4], words[3]) for words in lines if words[1] == "FLOCK" and words[5] in inodes]
     return None if len(lines) == MOST_LOCKS else taken
 
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from glob import glob
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.disk_room import SCARCE, room_for_records
@@ -45,19 +46,28 @@ class ClaimUpkeep:
             self._told = found
 
     def _locks(self, allowed: set[int | None]) -> Iterable[_Lock]:
-        gate = self._directory.lock_path("gate")
-        paths = {inode_of(path): path for path in (gate, self._directory.lock_path("queue"), self._directory.locks)}
-        taken = [(paths[inode], int(pid)) for inode, pid in takers_of(paths) or ()]
-        return [(path, pid) for path, pid in taken if path == gate or pid not in allowed]
+        directory = self._directory
+        paths = {inode_of(path): path for path in (directory.locks, *glob(directory.lock_path("*")))}
+        taken = [(paths[inode], int(pid), kind) for inode, pid, kind in takers_of(paths) or ()]
+        of_queue = {directory.locks, directory.lock_path("queue")}
+        # A claim of a share, or of an instance, locks that for itself, and the GPU together with others.
+        claim = {pid for path, pid, kind in taken if kind == "WRITE" and path not in of_queue}
+        for path, pid, kind in taken:
+            if path in of_queue:
+                is_kept = pid not in allowed
+            else:
+                is_kept = path == directory.lock_path("gate") or (kind == "READ" and pid not in claim)
+            if is_kept:
+                yield path, pid
 
     def _scarce_room(self) -> dict[str, tuple[str, str]]:
-        status = os.statvfs(self._directory.records)
-        if status.f_ffree >= (1 - SCARCE) * status.f_files and status.f_bavail >= (1 - SCARCE) * status.f_blocks:
+        path = self._directory.records
+        room, own = os.statvfs(path), os.stat(path).st_dev != os.stat(os.path.dirname(path)).st_dev
+        plenty = room.f_ffree >= (1 - SCARCE) * room.f_files and room.f_bavail >= (1 - SCARCE) * room.f_blocks
+        if plenty or not own:
             return {}
-        room = room_for_records(self._directory)
-        return (
-            {"room": ("no room", f"records and tickets have little room left: {room.in_words()}")} if room.own else {}
-        )
+        text = "records and tickets have little room left: "
+        return {"room": self._told.get("room") or ("no room", text + room_for_records(self._directory).in_words())}
 
 
 def _kept(path: str, pid: int) -> tuple[str, str]:

@@ -129,7 +129,7 @@ def flock_holder(descriptor: int) -> int | None:
     """The pid of the process that took the flock on this file, as the kernel says, or None."""
     try:
         # Pid 0 is one in another pid namespace.
-        return next((int(pid) or None for _, pid in takers_of([as_written(descriptor)]) or ()), None)
+        return next((int(pid) or None for _, pid, _ in takers_of([as_written(descriptor)]) or ()), None)
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EACCES):
             raise
