@@ -275,7 +275,7 @@ class Allocator:
                     _waiting.append(self._queued)
                 requests, snapshot = self._sample_all(list_processes=bool(self._queued))
                 if self._queued and self.directory.closed and (claim := self._asked_first(requests, snapshot)):
-                    return claim
+                    return claim  # pragma: no cover: in processes of users whom a daemon gives the locks
                 answer = self._queued.check(snapshot, requests) if self._queued else None
                 taken = self._restricted(snapshot) | (answer.kept if answer else {})
                 ticket = answer.position.ticket if answer else None
@@ -296,7 +296,9 @@ class Allocator:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 raise WaitTimeout.after(error)
 
-    def _asked_first(self, requests: Sequence[Request], snapshot: Snapshot) -> Claim | None:
+    def _asked_first(  # pragma: no cover: in processes of users whom a daemon gives the locks
+        self, requests: Sequence[Request], snapshot: Snapshot
+    ) -> Claim | None:
         """The claim, if the daemon, which decides who is next, gives it; whatever the queue looks like from here.
 
         Where another one starts first, a plan of our own shows better on which devices this one may start.

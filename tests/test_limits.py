@@ -94,12 +94,19 @@ def test_a_limit_is_reached_by_the_job_alone_and_in_its_time(facts, samples, rea
     assert judge(limits(**facts), *samples) == (reached or [False] * len(samples))
 
 
-def test_two_samples_far_apart_are_not_three_and_a_pause_starts_the_time_again():
+@pytest.mark.parametrize(
+    ("clocks", "expected"),
+    [
+        ((10_000, 10_002.5, 10_700, 10_702.5, 10_705), [False] * 4 + [True]),
+        ((10_000, 10_002.5, 10_100), [False, False, True]),
+    ],
+    ids=["a pause of over ten minutes starts the time again", "a shorter one counts for nothing"],
+)
+def test_two_samples_far_apart_are_not_three_and_what_a_pause_is(clocks, expected):
     judged = limits("30GiB")
-    clocks = (10_000, 10_002.5, 10_100, 10_102.5, 10_105)
     reached = [judged.judge(a_snapshot(MUCH, clock=clock), FAMILY, 2.5).reached is not None for clock in clocks]
 
-    assert reached == [False] * 4 + [True]
+    assert reached == expected
     assert judge(limits("30GiB"), MUCH, MUCH, every=7.0) == [False, False]
 
 
