@@ -95,9 +95,12 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_bytes_exactly(count: int) -> str:
-    """As format_bytes(), where parse_bytes() reads the same number back; else in the largest unit in which it does."""
+    """As format_bytes(), where parse_bytes() reads the same number back; else in the largest unit in which it does.
+
+    A number below 0, which no size is, comes from a damaged file.
+    """
     text, unit = format_bytes(count), max((size, name) for name, size in _BYTES.items() if count % size == 0)
-    return text if parse_bytes(text) == count else f"{count // unit[0]}{unit[1]}"
+    return text if count < 0 or parse_bytes(text) == count else f"{count // unit[0]}{unit[1]}"
 
 
 def format_bytes_within(count: int) -> str:
