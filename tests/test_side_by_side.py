@@ -60,7 +60,7 @@ def checkout(tmp_path):
         installed.touch()
         program = [str(tmp_path / "scripts" / "test"), *words]
         done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout + done.stderr, installed.read_text()
+        return done.returncode, done.stderr + done.stdout, installed.read_text()
 
     return run
 
