@@ -14,7 +14,7 @@ from resource import RUSAGE_THREAD, getrusage
 from time import monotonic, thread_time
 from typing import TYPE_CHECKING
 
-from gpuguard.users import accountable_uids, user_name
+from gpuguard.users import accountable_uid, user_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +84,7 @@ def in_time(pid: int, kind: str, read: Callable[[], T], times: int = 1) -> T | N
         uid = os.stat(f"/proc/{pid}").st_uid
     except OSError:
         return None
-    key = accountable_uids([uid])[uid], kind
+    key = accountable_uid(uid), kind
     _collect()
     begun = monotonic()
     owed = owed_by(begun)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from gpuguard.locale import _, translated
 from gpuguard.model import DRAWING, IDLE_TOLERANCE, ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
-from gpuguard.users import accountable_uids
+from gpuguard.users import accountable_uid
 
 FREE, CLAIMED, IN_USE, IDLE = "free", "claimed", "in_use", "idle"
 UNCLAIMED_USE, UNHEALTHY, UNKNOWN = "unclaimed_use", "unhealthy", "unknown"
@@ -40,11 +40,6 @@ Processes = Mapping[int, ProcessStat | None]
 # What uses a device.
 
 
-def owner_of(process: GpuProcess) -> int | None:
-    """The uid of the user who answers for *process*: see users.accountable_uids; None: unknown."""
-    return None if process.uid is None else accountable_uids([process.uid])[process.uid]
-
-
 def desktop_limit(device: Device, tolerance: int = IDLE_TOLERANCE) -> int:
     """Bytes of *device* that a user's desktop may hold: what the site allows, or a *tolerance* that was raised."""
     return max(device.desktop_memory, tolerance) if tolerance > IDLE_TOLERANCE else device.desktop_memory
@@ -63,10 +58,11 @@ def beyond_desktop(device: Device, tolerance: int = IDLE_TOLERANCE) -> frozenset
     if sum(row[0] for row in drawing) <= most:
         return frozenset()
     held, beyond = Counter[int | None](), set[int]()
-    for memory, _pid, process in drawing:
-        held[owner_of(process)] += memory
-    for memory, pid, process in sorted(drawing, key=lambda row: (-row[0], row[1])):
-        if held[owner := owner_of(process)] > most:
+    rows = [(memory, pid, row.uid if row.uid is None else accountable_uid(row.uid)) for memory, pid, row in drawing]
+    for memory, _pid, owner in rows:
+        held[owner] += memory
+    for memory, pid, owner in sorted(rows, key=lambda row: (-row[0], row[1])):
+        if held[owner] > most:
             held[owner] -= memory
             beyond.add(pid)
     return frozenset(beyond)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gpuguard.deadline import in_time
 from gpuguard.errors import shortage
 from gpuguard.model import GpuProcess, ProcessStat, Snapshot
-from gpuguard.users import accountable_uid, user_name
+from gpuguard.users import certain_owner, user_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -180,7 +180,7 @@ def uid_of(pid: int) -> int | None:
 def owner_of(pid: int) -> int | None:
     """The uid of the user whose process it is, who may have been given its real uid by root; None: gone or hidden."""
     uid = uid_of(pid)
-    return None if uid is None else accountable_uid(uid)
+    return None if uid is None else certain_owner(uid)
 
 
 def uid_behind(pid: int) -> int | None:

@@ -4,7 +4,7 @@ getpwuid may ask LDAP or SSSD, and hang with it.  A name is only for people: aft
 the service is not asked again in this process for a while.  A uid without a name is asked for again, too: a service
 that is away for a moment says that its users do not exist, and no policy ends a job of an unknown user.
 Does not say who may do what.  A user is always the uid, and a uid that root has given to a user is that user: see
-accountable_uid().
+certain_owner().
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _read_number(user: str) -> None:
         _nameless[user] = monotonic()
 
 
-def accountable_uid(uid: int) -> int:
+def certain_owner(uid: int) -> int:
     """The uid of the user who answers for *uid*: to whom root has given it, for containers without root.
 
     It is *uid* itself wherever that is in doubt: it has a name of its own, no service says whether it has one, it was
@@ -102,11 +102,16 @@ def accountable_uid(uid: int) -> int:
     return _number_of(owner) or uid
 
 
+def accountable_uid(uid: int) -> int:
+    """As accountable_uids(), of one uid."""
+    return accountable_uids([uid])[uid]
+
+
 def accountable_uids(uids: Iterable[int]) -> dict[int, int]:
     """uid -> the uid that stands for it where each user is one: that of the user to whom root has given it.
 
     While the number of that user cannot be told, and for root, it is the first of all uids that were given to them.
-    Any other uid stands for itself.  Unlike accountable_uid() it asks for the names of no *uids*, of which a user may
+    Any other uid stands for itself.  Unlike certain_owner() it asks for the names of no *uids*, of which a user may
     bring any number, and so it is for what is counted and shared, not for what is done to anybody.
     """
     owners = {uid: None if uid in _names else owner_of_given(uid) for uid in uids}

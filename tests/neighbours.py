@@ -195,7 +195,7 @@ class Machinery:
         if row.pid in board.ended:
             return replace(row, ended=True)
         actor = self.living[row.pid]
-        uid = users.accountable_uid(actor.uid)
+        uid = users.certain_owner(actor.uid)
         return replace(
             row, start_time=actor.start_time, uid=uid, user=users.user_name(uid), command=("python", "train.py"),
             executable=actor.facts.get("executable", "/usr/bin/python3.11"), container=actor.container,
@@ -227,7 +227,7 @@ class Machinery:
         pids = {process.pid for device in snapshot.devices for process in device.processes or ()}
         pids |= {pid for claim in snapshot.claims for pid in claim.holders}
         stats = {pid: self.stat_of(pid) for pid in pids}
-        owners = {pid: users.accountable_uid(self.living[pid].uid) for pid in pids if pid in self.living}
+        owners = {pid: users.certain_owner(self.living[pid].uid) for pid in pids if pid in self.living}
         return {
             pid: stat and ProcessStat(stat.parent, "S", stat.start_time, uid=owners.get(pid))
             for pid, stat in stats.items()
@@ -241,7 +241,7 @@ class Machinery:
                 "executable": "/usr/bin/python3.11", "executable_owner": 0, "command": "python train.py",
                 "uses_driver": bool(actor.rows), "cgroup": f"0::/job{pid}", **actor.facts,
             }  # fmt: skip
-            uids = (users.accountable_uid(actor.uid),) * 4
+            uids = (users.certain_owner(actor.uid),) * 4
             found = ProcessFacts(start_time=actor.start_time, uids=uids, **facts)
         self._happens("read", pid)
         return found

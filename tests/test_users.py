@@ -85,24 +85,24 @@ def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Service:
     ],
 )
 def test_a_uid_that_root_has_given_to_one_user_is_that_user(given: Service, uid: int, owner: int) -> None:
-    assert users.accountable_uid(uid) == owner
+    assert users.certain_owner(uid) == owner
 
 
 def test_a_person_whose_uid_root_has_given_away_by_mistake_stays_that_person(given: Service) -> None:
     given.names[100_007] = "carol"
 
-    assert users.accountable_uid(100_007) == 100_007
+    assert users.certain_owner(100_007) == 100_007
     assert users.accountable_uids([100_007, 100_008]) == {100_007: 100_007, 100_008: 1001}
 
 
 def test_nobody_is_taken_for_another_while_no_service_says_who_they_are(given: Service) -> None:
     given.names[100_007] = "carol"
-    assert users.accountable_uid(100_000) == 1001
+    assert users.certain_owner(100_000) == 1001
     users._silent.append(given.now)
 
-    assert users.accountable_uid(100_007) == 100_007
+    assert users.certain_owner(100_007) == 100_007
     given.now += users.AGAIN_SECONDS
-    assert (users.accountable_uid(100_007), users.accountable_uid(100_008)) == (100_007, 1001)
+    assert (users.certain_owner(100_007), users.certain_owner(100_008)) == (100_007, 1001)
 
 
 def test_a_service_that_hangs_over_the_owner_of_a_uid_makes_that_uid_a_strangers(given, monkeypatch):
@@ -114,7 +114,7 @@ def test_a_service_that_hangs_over_the_owner_of_a_uid_makes_that_uid_a_strangers
 
     monkeypatch.setattr(users, "SECONDS", 0.05)
     monkeypatch.setattr(pwd, "getpwnam", hang)
-    said = users.accountable_uid(100_000)
+    said = users.certain_owner(100_000)
     hanging.set()
 
     assert said == 100_000

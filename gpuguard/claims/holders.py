@@ -27,7 +27,7 @@ from gpuguard.backends import spawn
 from gpuguard.deadline import charge, in_time, owed_by, stopwatch
 from gpuguard.files import device_of, hold_in_place, status_in_place
 from gpuguard.procfs import in_first_pid_namespace, uid_behind
-from gpuguard.users import accountable_uids, user_name
+from gpuguard.users import accountable_uid, user_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -93,7 +93,7 @@ def locked_by(
         TimeoutError: with *whole*, when not all could be read in that time.
         OSError: it is gone, or not ours to see.
     """
-    key, took, locked, complete = (_user(uid), _KIND), stopwatch(), dict[int, str](), True
+    key, took, locked, complete = (accountable_uid(uid), _KIND), stopwatch(), dict[int, str](), True
     begun = monotonic()
     left = min(seconds, MOST_SECONDS - owed_by(begun).get(key, 0.0)) if uid else seconds
     try:
@@ -113,10 +113,6 @@ def locked_by(
     if whole and not complete:
         raise TimeoutError
     return locked
-
-
-def _user(uid: int) -> int:
-    return accountable_uids([uid])[uid]
 
 
 def held_by_no_process(directory: LockDirectory, names: Iterable[str]) -> set[str]:
@@ -168,7 +164,7 @@ def _open_nowhere(inodes: Collection[str], first: Iterable[str]) -> set[str]:
         except TimeoutError:
             if uid == 0:
                 return set()
-            _cut_short.add(_user(uid))
+            _cut_short.add(accountable_uid(uid))
         except OSError:
             return set()
         if not left:
@@ -343,7 +339,7 @@ def locked_files(pid: int | str, uid: int, seconds: float, *, whole: bool = Fals
 def _read_by_reader(pid: int | str, uid: int, seconds: float) -> tuple[list[tuple[int, str]], float, bool] | None:
     """What the reader says: descriptors with inodes, the seconds that it took, whether that is all; None: unknown."""
     with _reading:
-        uid = _user(uid)
+        uid = accountable_uid(uid)
         _reap()
         slow = owed_by(monotonic()).keys() | {(other, _KIND) for other in _hanging}
         if _is_unknown(uid) or (len(slow) >= MOST_HANGING and user_name(uid) == str(uid)):
@@ -371,7 +367,7 @@ def hangs(uid: int) -> bool:
     """Whether what a user has locked is unknown: the reader has not come back, or took too long again and again."""
     with _reading:
         _reap()
-        return _is_unknown(_user(uid))
+        return _is_unknown(accountable_uid(uid))
 
 
 def _is_unknown(uid: int) -> bool:

@@ -41,7 +41,7 @@ from gpuguard.locale import _
 from gpuguard.model import ClaimRecord, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.units import local_time
-from gpuguard.users import accountable_uid, accountable_uids, user_name
+from gpuguard.users import accountable_uids, certain_owner, user_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -178,7 +178,7 @@ def of_their_users(claims: Sequence[ClaimRecord]) -> tuple[ClaimRecord, ...]:
     """
     taken, found = {(claim.uid, claim.id) for claim in claims}, list[ClaimRecord]()
     for claim in claims:
-        uid, name = accountable_uid(claim.uid), claim.id
+        uid, name = certain_owner(claim.uid), claim.id
         while uid != claim.uid and (uid, name) in taken:
             name = f"{name}-{claim.uid}"
         taken.add((uid, name))

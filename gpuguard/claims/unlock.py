@@ -39,7 +39,7 @@ from gpuguard.model import ClaimRecord, GpuProcess, Snapshot, claim_named
 from gpuguard.procfs import process_facts, start_time, status_words, uid_behind
 from gpuguard.sanitize import neutral_command
 from gpuguard.units import format_bytes, format_duration
-from gpuguard.users import accountable_uid
+from gpuguard.users import certain_owner
 
 MOST_LOCKS = 256  # of one claim: a record says what its owner likes
 SEARCH_SECONDS = 2.0  # among the owner's processes, of which there can be any number
@@ -72,7 +72,7 @@ def computing_under(
 
     A process of the claim's owner counts as the claim's, and so does one whose owner is unknown.
     """
-    users, owner = dict[int, GpuProcess](), accountable_uid(claim.uid)
+    users, owner = dict[int, GpuProcess](), certain_owner(claim.uid)
     for uuid in claim.devices:
         parts = [device for device in snapshot.devices if uuid in (device.uuid, device.parent_uuid)]
         if not parts:
@@ -263,7 +263,7 @@ def _holders(claim: ClaimRecord, inodes: set[str]) -> Iterator[tuple[int, dict[i
         descriptors: dict[int, str] = {}
         with suppress(OSError):
             uid = os.stat(f"/proc/{pid}").st_uid or uid_behind(pid) or 0
-            if accountable_uid(uid) == accountable_uid(claim.uid):
+            if certain_owner(uid) == certain_owner(claim.uid):
                 if (left := until - time.monotonic()) <= 0:
                     return
                 files = locked_by(pid, claim.uid, left)

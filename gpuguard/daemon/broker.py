@@ -53,7 +53,7 @@ from gpuguard.queue.tickets import (
 from gpuguard.request import Request, fields_needed, fields_to_verify
 from gpuguard.select import choose
 from gpuguard.units import format_count
-from gpuguard.users import accountable_uids, user_name
+from gpuguard.users import accountable_uid, user_name
 
 CLAIMED = "claimed just now"
 PART_CLAIMED = "a part of the GPU, or the whole of it, is claimed"
@@ -191,7 +191,7 @@ class Broker:
         except OSError as error:
             raise GpuguardError(f"the daemon cannot give locks now: {error.strerror}.") from error
         finally:
-            owner = accountable_uids([uid])[uid]
+            owner = accountable_uid(uid)
             self._spent[owner] = self._spent.get(owner, 0.0) + time.monotonic() - began
 
     def close(self) -> None:

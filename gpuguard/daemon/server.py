@@ -26,7 +26,7 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.daemon.client import MAX_REQUEST_BYTES, SO_PASSRIGHTS, close_all, encoded, peer_uid, short_path
 from gpuguard.errors import GpuguardError
 from gpuguard.jsonio import loads
-from gpuguard.users import accountable_uids
+from gpuguard.users import accountable_uid
 
 MAX_ERROR = 600  # characters: written out as \uXXXX they fit into a reply as well
 MAX_CONNECTIONS, MAX_CONNECTIONS_PER_USER = 32, 4
@@ -57,7 +57,7 @@ class _Client:
 
     connection: socket.socket
     uid: int
-    owner: int  # whose that uid is: see users.accountable_uids
+    owner: int  # whose that uid is: see users.accountable_uid
     deadline: float  # monotonic
     received: bytes = b""
 
@@ -150,7 +150,7 @@ class SocketServer:
             return
         connection.setblocking(False)
         uid = peer_uid(connection)
-        owner = accountable_uids([uid])[uid]
+        owner = accountable_uid(uid)
         clients = [*self._clients.values(), *self._handled]
         full = len(clients) >= MAX_CONNECTIONS
         self._closing = [(whose, thread) for whose, thread in self._closing if thread.is_alive()]

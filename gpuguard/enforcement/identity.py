@@ -26,7 +26,7 @@ from gpuguard.backends import CONTROL_NODE, DEVICE_NODE
 from gpuguard.deadline import in_time
 from gpuguard.policies.view import interactive_use
 from gpuguard.procfs import LONGEST, read_memory, read_text, start_time, stat_of
-from gpuguard.users import accountable_uid
+from gpuguard.users import certain_owner
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ def facts_of(pid: int) -> ProcessFacts | None:
     try:
         return ProcessFacts(
             start_time=now.start_time,
-            uids=tuple(accountable_uid(int(word)) for word in status["Uid"].split()),
+            uids=tuple(certain_owner(int(word)) for word in status["Uid"].split()),
             parent=now.parent,
             group=now.group,
             terminal=now.terminal,

@@ -22,7 +22,7 @@ from gpuguard.claims.records import of_their_users, probe, read_records
 from gpuguard.claims.unlock import LockHandle, NotPermitted, computing_under, lock_handle
 from gpuguard.clusters import slurm
 from gpuguard.deadline import in_time
-from gpuguard.device_state import computes, idle_limit, owner_of
+from gpuguard.device_state import computes, idle_limit
 from gpuguard.enforcement import identity
 from gpuguard.enforcement.identity import ProcessFacts
 from gpuguard.enforcement.limits import ActionLimits, FailedCheck, PastAction
@@ -32,7 +32,7 @@ from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
 from gpuguard.policies.policy import DISRUPTIVE
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, start_time
 from gpuguard.units import format_duration
-from gpuguard.users import accountable_uid
+from gpuguard.users import accountable_uid, certain_owner
 
 INTERACTIVE_SECONDS = 600.0
 INTERVALS = 2  # between samples: how old one may be to act by
@@ -134,7 +134,7 @@ class Preflight:
     @property
     def uid(self) -> int | None:
         """Whose process or claim it is."""
-        return self.process.uid if self.process else accountable_uid(self.claim.uid) if self.claim else None
+        return self.process.uid if self.process else certain_owner(self.claim.uid) if self.claim else None
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -388,7 +388,8 @@ def _has_clients_of_several_users(device: Device) -> bool:
     rows = device.processes or ()
     if not any(row.uid == 0 and os.path.basename(row.executable or MPS_SERVER) == MPS_SERVER for row in rows):
         return False
-    return len({owner_of(row) for row in rows if row.kind == "mps"}) > 1
+    clients = [row.uid for row in rows if row.kind == "mps"]
+    return len({uid if uid is None else accountable_uid(uid) for uid in clients}) > 1
 
 
 def _owner(target: Preflight) -> str | None:

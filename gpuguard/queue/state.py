@@ -42,7 +42,7 @@ from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import IgnoredFile, read_tickets, unread_since
 from gpuguard.request import Request
 from gpuguard.select import Choice, choose, claimed_by, possible, usable_together
-from gpuguard.users import accountable_uids
+from gpuguard.users import accountable_uid, accountable_uids
 
 UNRESPONSIVE_SECONDS = 15.0  # a ticket whose waker is not read for so long is passed over
 USAGE_SECONDS = 60.0  # the greatest age of what is known of the users' GPU time
@@ -148,7 +148,7 @@ def queue_state(
     """
     tickets, ignored = waiting or read_tickets(directory)
     if mine and all(ticket.id != mine.id for ticket in tickets):
-        owner = accountable_uids([mine.uid])[mine.uid]
+        owner = accountable_uid(mine.uid)
         before = sum(ticket.owner == owner for ticket in tickets)
         is_left_out = mine.id and any(file.unread and file.uid == owner for file in ignored)
         after = _("waits for {count} earlier requests of its user").format(count=before) if is_left_out else mine.after
