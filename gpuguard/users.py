@@ -18,8 +18,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from typing import Any
+    from collections.abc import Iterable
 
 SECONDS = 1.0
 AGAIN_SECONDS = 60.0
@@ -41,13 +40,16 @@ _again: list[float] = []  # when a uid without a name was last asked for again
 
 def user_name(uid: int) -> str:
     """The name of a user, or the number where there is none or nothing answers in time."""
-    if uid not in _names and _is_worth_a_lookup(uid):
-        _look_up(_read_name, uid)
+    if uid not in _names:
+        _look_up(uid)
     return _names.get(uid, str(uid))
 
 
-def _look_up(read: Callable[[Any], None], asked: int | str) -> None:
-    thread = threading.Thread(target=read, args=(asked,), name=f"name of {asked}", daemon=True)
+def _look_up(asked: int | str) -> None:
+    """Ask for the name of a uid, or for the uid of a name, if it is worth it now."""
+    if not _is_worth_a_lookup(asked):
+        return
+    thread = threading.Thread(target=_read, args=(asked,), name=f"name of {asked}", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # this user has too many threads: the answer has to wait until there is room
@@ -73,20 +75,15 @@ def _is_worth_a_lookup(asked: int | str) -> bool:
     return True
 
 
-def _read_name(uid: int) -> None:
+def _read(asked: int | str) -> None:
     try:
-        _names[uid] = pwd.getpwuid(uid).pw_name
-        _nameless.pop(uid, None)
-    except (KeyError, OverflowError):
-        _nameless[uid] = monotonic()
-
-
-def _read_number(user: str) -> None:
-    try:
-        _numbers[user] = pwd.getpwnam(user).pw_uid
-        _nameless.pop(user, None)
-    except (KeyError, ValueError):
-        _nameless[user] = monotonic()
+        if isinstance(asked, int):
+            _names[asked] = pwd.getpwuid(asked).pw_name
+        else:
+            _numbers[asked] = pwd.getpwnam(asked).pw_uid
+        _nameless.pop(asked, None)
+    except (KeyError, OverflowError, ValueError):
+        _nameless[asked] = monotonic()
 
 
 def certain_owner(uid: int) -> int:
@@ -129,8 +126,8 @@ def owner_of_given(uid: int) -> str | None:
 def _number_of(user: str) -> int | None:
     if user.isdecimal():
         return int(user)
-    if user not in _numbers and _is_worth_a_lookup(user):
-        _look_up(_read_number, user)
+    if user not in _numbers:
+        _look_up(user)
     return _numbers.get(user)
 
 

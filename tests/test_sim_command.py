@@ -5,15 +5,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from users import ALICE, BOB, SharedMachine, interpreter
 
-import gpuguard
 from gpuguard import procfs
 from gpuguard.backends import simulated
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESSES, THERMAL, UTILIZATION
@@ -45,15 +42,6 @@ def devices(sim):
 def using(*words: str, **options) -> subprocess.Popen[str]:
     program = [sys.executable, "-m", "gpuguard", "sim", "use"]
     return subprocess.Popen([*program, *words], stdout=subprocess.PIPE, text=True, **options)
-
-
-@contextmanager
-def computing(*words: str) -> Iterator[None]:
-    with using(*words) as child:
-        assert child.stdout
-        child.stdout.readline()
-        yield
-        child.terminate()
 
 
 def test_start_says_what_there_is_where_it_is_and_what_to_try(place, sim):
@@ -92,53 +80,9 @@ def test_start_of_the_node_that_runs_already_says_so_and_leaves_it_as_it_is(a_no
 def test_the_commands_of_the_readme_may_come_in_any_order(command, look, sim, devices):
     command(*look)
 
-    assert sim("start", "8xH100-80GB") == sim("start", "8xH100-80GB", "--force")
     assert sim("start", "8xH100-80GB")[0] == 0
     assert command(*look)[0] == 0
     assert len(devices()) == 8
-
-
-def test_a_node_that_a_look_has_made_gives_way_to_the_one_that_is_wanted(command, sim, devices):
-    command("who", "--backend", "simulated")
-    status, said, complaint = sim("start", "4xRTX4090")
-
-    assert (status, complaint) == (0, "")
-    assert said.startswith("The node that was made by default (8xH100-80GB) is replaced: nothing uses it.\nSIMULATED")
-    assert len(devices()) == 4
-
-
-def test_a_node_that_a_look_has_made_stays_once_it_was_asked_for(command, sim, devices):
-    command("who", "--backend", "simulated")
-    sim("start", "8xH100-80GB")
-
-    assert sim("start", "4xRTX4090")[0] == 1
-    assert len(devices()) == 8
-
-
-@pytest.mark.parametrize(
-    "used",
-    [
-        lambda: gpuguard.claim(1, backend="simulated"),
-        lambda: gpuguard.claim(1, share=True, memory=2**30, backend="simulated"),
-        lambda: computing("--device", "0", "--memory", "1GiB"),
-    ],
-    ids=["claimed", "shared", "computed on"],
-)
-def test_a_node_that_a_look_has_made_stays_while_it_is_used(command, sim, devices, used):
-    command("who", "--backend", "simulated")
-    with used():
-        status, _, complaint = sim("start", "4xRTX4090")
-
-    assert status == 1 and "`gpuguard sim stop` ends it, --force" in complaint
-    assert len(devices()) == 8
-
-
-def test_a_node_that_a_look_has_made_stays_once_it_was_changed(command, sim, devices):
-    command("who", "--backend", "simulated")
-    sim("set", "--device", "2", "--temperature", "80C")
-
-    assert sim("start", "4xRTX4090")[0] == 1
-    assert devices()[2]["temperature_celsius"] == 80
 
 
 def test_a_damaged_node_is_replaced_with_force_and_removed_by_stop(a_node, sim):

@@ -54,7 +54,7 @@ def open(spec: str = "") -> Simulated:
     """The node in the directory *spec* (as for directory()); a node of DEFAULT_SPEC is made there if there is none."""
     place = directory(spec)
     if simulated_node.load(place) is None:
-        simulated_node.create(place, lambda: new_node(DEFAULT_SPEC, place, boot_clock(), by_default=True))
+        simulated_node.create(place, lambda: new_node(DEFAULT_SPEC, place, boot_clock()))
     return Simulated(place)
 
 

@@ -270,14 +270,13 @@ class SimulatedNode:
     releases: tuple[ScheduledRelease, ...] = ()
     release_delay: float = 0.0  # seconds
     shared: bool = False  # whether all users see it and use it; root steers it
-    by_default: bool = False  # made because a command looked for a node, and not used or changed since
 
     def of(self, device: NodeDevice) -> set[str]:
         """The uuids under which *device* is used: its own and those of its instances."""
         return {device.uuid, *(instance.uuid for instance in device.instances)}
 
 
-def new_node(spec: str, place: str, clock: float, *, shared: bool = False, by_default: bool = False) -> SimulatedNode:
+def new_node(spec: str, place: str, clock: float, *, shared: bool = False) -> SimulatedNode:
     """A node as *spec* says.  Its uuids follow from *place* (its directory) and the position, so they come back."""
     devices = tuple(
         NodeDevice(
@@ -292,7 +291,7 @@ def new_node(spec: str, place: str, clock: float, *, shared: bool = False, by_de
         )
         for index, (model, profiles) in enumerate(parse_spec(spec))
     )
-    return SimulatedNode(spec.strip(), devices, shared=shared, by_default=by_default)
+    return SimulatedNode(spec.strip(), devices, shared=shared)
 
 
 def find(node: SimulatedNode, names: str) -> tuple[str, ...]:
@@ -466,7 +465,7 @@ def update(
             raise BackendError(
                 f"there is no simulated node in {directory}: start one with `gpuguard sim start 8xH100-80GB`."
             )
-        before, node = node, replace(change(node), by_default=False)
+        before, node = node, change(node)
         if not (node.shared and uses_only):
             _save(directory, node)
         if node.shared:

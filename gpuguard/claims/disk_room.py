@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -103,22 +104,18 @@ def room_for_records(directory: LockDirectory) -> Room:
 
 
 def _with_nameless(taken: Iterable[RoomUsage], path: str) -> list[RoomUsage]:
-    """*taken* with the files below *path* that processes have open and that were removed."""
-    files: dict[int, int] = {}
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        number, uid = in_time(int(entry), "nameless", partial(_nameless_files, entry, path)) or (0, 0)
-        if number:
-            files[uid] = files.get(uid, 0) + number
+    """*taken* with the files that were removed below *path* and are open still, known by their names alone."""
     named = {usage.uid: usage for usage in taken}
-    sums = ((uid, named.get(uid, RoomUsage(uid, 0, 0))) for uid in named.keys() | files.keys())
-    return [replace(usage, files=usage.files + files.get(uid, 0)) for uid, usage in sums]
+    files = Counter({uid: usage.files for uid, usage in named.items()})
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        files.update(in_time(int(pid), "nameless", partial(_nameless_files, pid, path)) or ())
+    return [replace(named.get(uid, RoomUsage(uid, 0, 0)), files=number) for uid, number in files.items()]
 
 
-def _nameless_files(pid: str, path: str) -> tuple[int, int]:
-    """How many removed files below *path* a process has open, by their names alone; and its uid."""
-    targets = [target_of(pid, number) for number in os.listdir(f"/proc/{pid}/fd")]
-    removed = [target for target in targets if target.startswith(f"{path}/") and target.endswith(" (deleted)")]
-    return len(removed), os.stat(f"/proc/{pid}").st_uid
+def _nameless_files(pid: str, path: str) -> list[int]:
+    """The uid of a process, once for each removed file below *path* that it has open."""
+    targets, uid = [target_of(pid, number) for number in os.listdir(f"/proc/{pid}/fd")], os.stat(f"/proc/{pid}").st_uid
+    return [uid for target in targets if target.startswith(f"{path}/") and target.endswith(" (deleted)")]
 
 
 def why_full(directory: LockDirectory, error: OSError) -> str:

@@ -27,7 +27,6 @@ from typing import Any
 from gpuguard.backends import simulated, simulated_node
 from gpuguard.backends.simulated_node import NodeDevice, SimulatedNode, WorkPattern, new_node
 from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.records import locks_held
 from gpuguard.cli.options import SubcommandRow
 from gpuguard.cli.setup import make_lock_files
 from gpuguard.clusters.visible_devices import is_restricted
@@ -67,14 +66,7 @@ def _start(args: argparse.Namespace) -> int:
     if args.shared:
         _check_reachable(directory)
     node, new = simulated_node.create(directory, lambda: made, replace=args.force)
-    differs = args.shared > node.shared or list(map(node.of, node.devices)) != list(map(made.of, made.devices))
-    if node.by_default and not locks_held(
-        lock_directory(backend=f"simulated:{directory}"), (device.uuid for device in node.devices)
-    ):
-        if differs:
-            print(_("The node that was made by default ({spec}) is replaced: nothing uses it.").format(spec=node.spec))
-        node, new = simulated_node.create(directory, lambda: made, replace=True)
-    elif differs:
+    if args.shared > node.shared or list(map(node.of, node.devices)) != list(map(made.of, made.devices)):
         raise GpuguardError(
             _(
                 "a simulated node ({spec}) runs in {directory} already: `gpuguard sim stop` ends it, --force "
