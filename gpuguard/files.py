@@ -13,6 +13,7 @@ import re
 import stat
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpuguard.errors import shortage
@@ -163,16 +164,27 @@ def open_named(path: str, flags: int, mode: int = 0o600) -> int:
     """
     if os.geteuid() != 0:
         return os.open(path, flags | os.O_CLOEXEC, mode)
-    *directories, name = os.path.abspath(path).split("/")[1:]
-    here = os.open("/", _HOLDING)
     try:
-        for directory in directories:
-            before, here = here, _open_beside(here, directory, _HOLDING | os.O_DIRECTORY, mode)
-            os.close(before)
-        return _open_beside(here, name or ".", flags | os.O_CLOEXEC, mode)
+        return open_along(path, flags, partial(_open_beside, mode))
     except OSError as error:
         error.filename = path
         raise
+
+
+def open_along(path: str, flags: int, open_beside: Callable[[int, str, str, int], int]) -> int:
+    """Open each directory on the way to *path* by itself, and then the file: nothing can be exchanged meanwhile.
+
+    *open_beside* checks and opens one of them.  It gets a descriptor of the directory in which that lies, its name, its
+    whole path and flags.  Raises OSError, and what *open_beside* raises.
+    """
+    *directories, name = os.path.abspath(path).split("/")[1:]
+    here, way = os.open("/", _HOLDING), ""
+    try:
+        for directory in directories:
+            way += f"/{directory}"
+            before, here = here, open_beside(here, directory, way, _HOLDING | os.O_DIRECTORY)
+            os.close(before)
+        return open_beside(here, name or ".", f"{way}/{name}", flags | os.O_CLOEXEC)
     finally:
         os.close(here)
 
@@ -189,7 +201,7 @@ def open_file(path: str) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def _open_beside(directory: int, name: str, flags: int, mode: int) -> int:
+def _open_beside(mode: int, directory: int, name: str, _way: str, flags: int) -> int:
     status = os.fstat(directory)
     if status.st_uid == 0 and not status.st_mode & 0o022:
         return os.open(name, flags, mode, dir_fd=directory)

@@ -73,9 +73,12 @@ class Frame:
 
 
 def who_makes_room(owners: Sequence[str], peer: str) -> str | None:
-    """Who of *owners* has the most, and loses one to *peer* where there is no room; None: *peer* would have as many."""
+    """Who of *owners* has the most, and loses one to *peer* where there is no room.
+
+    None: *peer* would have as many, or is unknown ("").
+    """
     [(crowd, count)] = Counter(owners).most_common(1)
-    return crowd if count > owners.count(peer) + 1 else None
+    return crowd if peer and count > owners.count(peer) + 1 else None
 
 
 class TooManyCharts(Exception):

@@ -183,16 +183,20 @@ async def _disconnection(receive: Receive) -> None:
 
 
 def peer_of(scope: Scope) -> str:
-    """Who asks, for what is bounded by user: a user of this machine, or another machine; "" over a Unix socket."""
+    """Who asks, for what is bounded by user: a user of this machine, or another machine.
+
+    "" over a Unix socket, and where it is unknown: the kernel's table may lack a socket when others come and go.
+    """
     host, port = scope.get("client") or ("", 0)
     if not host:
         return ""
-    packed = ip_address(host).packed
+    address = ip_address(host)
+    packed = address.packed
     words = (int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4))
     end = f"{''.join(f'{word:08X}' for word in words)}:{port:04X}"
     sockets = read_text(f"/proc/net/tcp{'6' * (len(packed) > 4)}") or ""
     uids = [fields[7] for fields in map(str.split, sockets.splitlines()) if fields[1] == end]
-    return f"uid {uids[0]}" if uids else host
+    return f"uid {uids[0]}" if uids else "" if address.is_loopback else host
 
 
 class RequestGuard:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.files import open_named
+from gpuguard.files import open_along, open_named
 from gpuguard.locale import _
 from gpuguard.sanitize import display_width, neutralise
 
@@ -57,7 +57,6 @@ def in_order(faults: Iterable[Fault]) -> tuple[Fault, ...]:
     return tuple(sorted(set(faults), key=lambda fault: (fault.line, fault.column, fault.text)))
 
 
-_WAY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO must not hang the daemon
 
 
@@ -78,7 +77,7 @@ def read_file(path: str, *, only_root: bool, only_public: bool = False) -> bytes
     """
     if not path:
         raise InvalidRequest(_("the name of the file is empty.\nWrite where it is."))
-    descriptor = _open_by_root(os.path.abspath(path)) if only_root else open_named(path, _FILE)
+    descriptor = open_along(path, _FILE, _open_beside_roots) if only_root else open_named(path, _FILE)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -95,29 +94,14 @@ def read_file(path: str, *, only_root: bool, only_public: bool = False) -> bytes
     return content
 
 
-def _open_by_root(path: str) -> int:
-    *directories, name = path.split("/")[1:]
-    here, way = os.open("/", _WAY), ""
-    try:
-        _must_be_roots(os.fstat(here), "/")
-        for directory in directories:
-            way += f"/{directory}"
-            there = _open_without_link(directory, _WAY, here, way)
-            os.close(here)
-            here = there
-            _must_be_roots(os.fstat(here), way)
-        return _open_without_link(name, _FILE | os.O_NOFOLLOW, here, path)
-    finally:
-        os.close(here)
-
-
-def _open_without_link(name: str, flags: int, directory: int, path: str) -> int:
+def _open_beside_roots(directory: int, name: str, way: str, flags: int) -> int:
+    _must_be_roots(os.fstat(directory), os.path.dirname(way))
     # O_DIRECTORY with O_NOFOLLOW says "not a directory" of a link, so that it must be asked first.
     if stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
         raise InvalidRequest(
-            _("{path} is a symbolic link, and its owner could turn it.\nName the file itself.").format(path=path)
+            _("{path} is a symbolic link, and its owner could turn it.\nName the file itself.").format(path=way)
         )
-    return os.open(name, flags, dir_fd=directory)
+    return os.open(name, flags | os.O_NOFOLLOW, dir_fd=directory)
 
 
 def _must_be_roots(found: os.stat_result, path: str) -> None:
