@@ -100,7 +100,7 @@ def waits_behind_another(
 
 
 def open_files() -> list[str]:
-    """What this process has open, without the pipes: of a process that reads what others have locked there may be two."""
+    """What this process has open, but for pipes: a process that reads what others have locked may have two."""
     targets = []
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # that of the list itself
