@@ -8,12 +8,13 @@ import os
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from brokered import a_machine
-from nodes import remove
+from nodes import eventually, remove
 from users import ALICE, BOB, HOG, an_open_place, identity, interpreter
 
 from gpuguard.daemon import upkeep
@@ -172,6 +173,14 @@ SQUATS: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
+def processes_of(uid: int) -> list[str]:
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended, reaped or not
+            found += [pid] if os.stat(f"/proc/{pid}").st_uid == uid and os.readlink(f"/proc/{pid}/exe") else []
+    return found
+
+
 @pytest.mark.parametrize("squat", SQUATS)
 def test_what_another_user_puts_in_the_place_of_a_simulated_node_is_refused_and_not_followed(site, squat):
     user = 40_000 + os.getpid() % 20_000  # no other test's
@@ -185,6 +194,8 @@ def test_what_another_user_puts_in_the_place_of_a_simulated_node_is_refused_and_
                 os.chown(path, BOB.pw_uid, BOB.pw_gid, follow_symlinks=False)
             who: dict[str, Any] = {"user": user, "group": user, "extra_groups": [], "cwd": "/", "env": variables}
             done = subprocess.run([interpreter(), "-m", "gpuguard", "who"], capture_output=True, text=True, **who)
+            # What reads the node may end a moment later, and would make it again.
+            assert eventually(lambda: not processes_of(user))
             inside = os.listdir(path) if path.is_dir() else []
         finally:
             path.unlink() if path.is_symlink() or path.is_file() else remove(path)
