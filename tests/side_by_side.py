@@ -9,6 +9,7 @@ tests/conftest.py imports these names, which is how pytest learns of them.  A se
 
 import fcntl
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,23 +20,25 @@ import pytest
 LONGEST = (
     "test_damaged_documents", "test_run", "test_slurm_cluster", "test_two_users", "test_broker", "test_agreement",
     "test_web_browser", "test_faulty_drivers", "test_benchmarks_run", "test_packaging", "test_reserve_command",
-    "test_broker_hostile", "test_ray_head", "test_adopt", "test_guard_faults", "test_web", "test_docs",
-    "test_contention", "test_daemon", "test_broker_shares", "test_damaged_files", "test_fleet_ssh", "test_overtaking",
-    "test_release_command", "test_completion", "test_drain", "test_forged_claims", "test_attacks", "test_queue_model",
-    "test_disk_room", "test_mig_profiles", "test_driver_calls", "test_wrapper_death", "test_dry_equals_live",
-    "test_worker", "test_campaigns", "test_guard_schedules", "test_innocents", "test_policy_mutations",
-    "test_owner_learns", "test_nvml", "test_grab_lifetime", "test_interrupted_claim",
-    "test_engine_properties", "test_grab",
-    "test_pid_reuse", "test_page_server", "test_backfill", "test_bad_input", "test_passing_faults",
-    "test_backend_contract", "test_metrics_command", "test_device_state", "test_job_control", "test_query",
-    "test_policy_command", "test_processes", "test_json_schema", "test_preflight", "test_fleet_answers",
-    "test_action_release", "test_published_state", "test_planted", "test_policy_test", "test_deep_json",
-    "test_daemon_requests", "test_identity", "test_shared_jobs", "test_queue_options", "test_socket_server",
-    "test_restrictions", "test_recordings", "test_run_limits", "test_report", "test_setup_command",
-    "test_usage_queries", "test_translations", "test_top", "test_unkillable", "test_usage_store", "test_wait_command",
-    "test_waiter", "test_unit_file",
+    "test_broker_hostile", "test_ray_head", "test_adopt", "test_guard_faults", "test_trespassers", "test_web",
+    "test_docs", "test_contention", "test_daemon", "test_broker_shares", "test_damaged_files", "test_fleet_ssh",
+    "test_overtaking", "test_release_command", "test_completion", "test_drain", "test_forged_claims", "test_attacks",
+    "test_queue_model", "test_disk_room", "test_mig_profiles", "test_driver_calls", "test_wrapper_death",
+    "test_dry_equals_live", "test_floods", "test_files", "test_side_by_side", "test_worker", "test_campaigns",
+    "test_guard_schedules", "test_innocents", "test_policy_mutations", "test_owner_learns", "test_nvml",
+    "test_grab_lifetime", "test_interrupted_claim", "test_engine_properties", "test_grab", "test_pid_reuse",
+    "test_page_server", "test_backfill", "test_bad_input", "test_passing_faults", "test_backend_contract",
+    "test_metrics_command", "test_device_state", "test_job_control", "test_query", "test_policy_command",
+    "test_processes", "test_json_schema", "test_preflight", "test_fleet_answers", "test_action_release",
+    "test_published_state", "test_planted", "test_policy_test", "test_deep_json", "test_daemon_requests",
+    "test_identity", "test_shared_jobs", "test_queue_options", "test_socket_server", "test_restrictions",
+    "test_recordings", "test_run_limits", "test_report", "test_setup_command", "test_usage_queries",
+    "test_translations", "test_top", "test_unkillable", "test_usage_store", "test_wait_command", "test_waiter",
+    "test_unit_file", "test_fleet", "test_notify", "test_progress", "test_who_command", "test_slurm_jobs",
     "test_keep_command", "test_manpages", "test_locked_files", "test_top_screens", "test_top_command",
-    "test_sim_command", "test_exhaustion", "test_daemon_command",
+    "test_sim_command", "test_exhaustion", "test_daemon_command", "test_adopt_users", "test_endless_answers",
+    "test_lock", "test_web_charts", "test_site", "test_train_example", "test_history_command", "test_backtest",
+    "test_topology",
 )  # fmt: skip
 
 # Claims, races, pids that are used again, signals: a device given twice or an innocent signalled once in twenty runs is
@@ -90,9 +93,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def longest_first(items: list[pytest.Item]) -> None:
-    """Sort the tests by the places of their files in LONGEST; the others stay behind them as they are."""
+    """Sort the tests by the places of their files in LONGEST; behind them come the others, the file with most first."""
     places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    many = Counter(item.path for item in items)
+    items.sort(key=lambda item: (places.get(item.path.stem, len(places)), -many[item.path]))
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,12 @@ def test_quick_leaves_out_the_longest_files_and_says_so(checkout):
     assert "ray" not in installed and "ipykernel" not in installed
 
 
+def test_quick_tries_nothing_again(checkout):
+    code, said, _ = checkout("--quick", test_help=ONCE_IN_TWO)
+
+    assert code == 1 and "FAILED tests/test_help.py::test_it" in said
+
+
 @pytest.mark.parametrize(
     ("words", "packages"),
     [((), ["ipykernel", "ray"]), (("tests/test_help.py", "-q"), []), (("tests/test_ray_head.py::test_it",), ["ray"])],
