@@ -18,14 +18,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from gpuguard.queue.backfill import Fit, Machine, backlog, plan, promise, starting_now
+from gpuguard.queue.backfill import Fit, Machine, QueuePosition, backlog, plan, promise
 from gpuguard.queue.estimates import NEWEST, estimate, probable_end
 from gpuguard.queue.priority import TYPICAL_SECONDS, QueueRules, Ticket, bound_now, order
 from gpuguard.request import Request
-
-T = TypeVar("T")
 
 HOUR = 3600.0
 COLUMNS = ("t_submit_s", "gpus", "duration_s", "user")
@@ -142,7 +139,7 @@ class Line:
             return []
         begun, left = [], iter(server.free)
         jobs = {job.number: job for job in server.waiting}
-        for ticket in self.plan_with(starting_now, server):
+        for ticket in [position.ticket for position in self.plan(server) if position.now]:
             job = jobs[int(ticket.id)]
             del self.tickets[job.number]
             self.served[ticket.uid] = server.now
@@ -161,11 +158,11 @@ class Line:
         if limit is None:  # no start is known
             return ticket
         self.tickets[job.number] = ticket
-        place = next(each for each in self.plan_with(plan, server) if each.ticket.id == ticket.id)
+        place = next(each for each in self.plan(server) if each.ticket.id == ticket.id)
         return replace(ticket, promise=promise(place, self.rules, server.now))
 
-    def plan_with(self, planning: Callable[..., list[T]], server: Server) -> list[T]:
-        """What plan() or starting_now() says."""
+    def plan(self, server: Server) -> list[QueuePosition]:
+        """The plan of the queue now."""
         free = server.free
         self.running = {
             devices: began for devices, began in self.running.items() if not set(free).intersection(devices)
@@ -186,7 +183,7 @@ class Line:
         waits = [since - ticket.since for ticket, since in self.running.values()]
         rules = bound_now(self.rules, waits, backlog(tickets, machine, server.now))
         self.bound = rules.bound
-        return planning(order(tickets, self.usage, rules, server.now), machine, self.usage, rules, server.now)
+        return plan(order(tickets, self.usage, rules, server.now), machine, self.usage, rules, server.now)
 
     def use(self, now: float, uid: int, gpu_seconds: float) -> None:
         """Count what a job will have used, as the daemon would by and by."""

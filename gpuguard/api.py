@@ -35,7 +35,7 @@ from gpuguard.errors import (
 )
 from gpuguard.lock import Allocator, outer_claim
 from gpuguard.model import ALL_FIELDS, BRIEF, HEALTH, IDLE_PROCESSES, MEMORY, MODEL, WHO_FIELDS, Device, Snapshot
-from gpuguard.procfs import own_children, read_memory
+from gpuguard.procfs import own_children, read_link, read_memory
 from gpuguard.queue.priority import PRIORITIES
 from gpuguard.queue.tickets import MOST_ALTERNATIVES
 from gpuguard.request import Request
@@ -511,11 +511,7 @@ _BLIND = (
 
 def cuda_runs() -> bool:
     """Whether CUDA is initialised in this process, so that it will see no other devices than it does now."""
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{number}") in CUDA_DEVICES:
-                return True
-    return False
+    return any(read_link(f"/proc/self/fd/{number}") in CUDA_DEVICES for number in os.listdir("/proc/self/fd"))
 
 
 def claim_of_the_script(driver: Backend, place: LockDirectory, environ: Mapping[str, str]) -> Claim | None:

@@ -52,19 +52,14 @@ def beyond_desktop(device: Device, tolerance: int = IDLE_TOLERANCE) -> frozenset
     count as use, until what is left is within that.  Nothing else tells the two apart: any user can make a process
     draw, and choose its name.
     """
-    listed = [process for process in device.processes or () if process.kind in DRAWING and not process.ended]
-    drawing = [(process.memory_used, process.pid, process) for process in listed if process.memory_used is not None]
-    most = desktop_limit(device, tolerance)
-    if sum(row[0] for row in drawing) <= most:
-        return frozenset()
-    held, beyond = Counter[int | None](), set[int]()
-    rows = [(memory, pid, row.uid if row.uid is None else accountable_uid(row.uid)) for memory, pid, row in drawing]
-    for memory, _pid, owner in rows:
+    drawing = [process for process in device.processes or () if process.kind in DRAWING and not process.ended]
+    sizes = [(process.memory_used, -process.pid, process.uid) for process in drawing if process.memory_used is not None]
+    most, held, beyond = desktop_limit(device, tolerance), Counter[int | None](), set[int]()
+    for memory, pid, uid in sorted(sizes, key=lambda row: row[:2]) if sum(row[0] for row in sizes) > most else ():
+        owner = None if uid is None else accountable_uid(uid)
         held[owner] += memory
-    for memory, pid, owner in sorted(rows, key=lambda row: (-row[0], row[1])):
         if held[owner] > most:
-            held[owner] -= memory
-            beyond.add(pid)
+            beyond.add(-pid)
     return frozenset(beyond)
 
 

@@ -305,9 +305,9 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
         whose = _(", whose share is unknown") if shared else ""
         drawn = sum(process.memory_used or 0 for process in device.processes or () if process.kind in DRAWING)
         if all(process.kind in DRAWING for process in others) and drawn <= MOST_DESKTOP_MEMORY:
-            hint = _(", more than the {desktop} that a desktop may hold: --tolerance {size} starts beside it")
-            desktop = format_bytes(desktop_limit(device, request.tolerance))
-            whose += hint.format(desktop=desktop, size=f"{drawn // 2**30 + 1}GiB")
+            whose += _(", more than the {desktop} that a desktop may hold: --tolerance {size} starts beside it").format(
+                desktop=format_bytes(desktop_limit(device, request.tolerance)), size=f"{drawn // 2**30 + 1}GiB"
+            )
         yield Reason(
             _("{memory}used by {used_by}{limit}{whose}").format(
                 memory=memory, used_by=used_by(others, terms.snapshot.clock), limit=limit, whose=whose
@@ -388,13 +388,11 @@ def is_model(name: str, glob: str) -> bool:
     return any(reached >> number & 1 for number in range(len(text) + 1) if text[number : number + 1] in ("", " ", "-"))
 
 
-def glob_matches(text: str, glob: str) -> bool:
-    """What fnmatchcase() says, which compiles each glob: those of one user's tickets held up all others for minutes."""
-    return bool(_reached(text, glob, 1) >> len(text) & 1)
-
-
 def _reached(text: str, glob: str, at: int) -> int:
-    """Bit n: *glob* can stand for the text up to its first n letters, from any of the places *at*."""
+    """Bit n: *glob* can stand for the text up to its first n letters, from any of the places *at*.
+
+    fnmatchcase() compiles each glob: those of one user's tickets held up all others for minutes.
+    """
     place, beyond, where = 0, 2 << len(text), dict[str, int]()
     for number, letter in enumerate(text):
         where[letter] = where.get(letter, 0) | 1 << number

@@ -20,10 +20,10 @@ from gpuguard.errors import shortage
 from gpuguard.locale import _
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
     from typing import BinaryIO
 
-READING = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+READING = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO must not keep its reader waiting
 LEFTOVER_SECONDS = 60.0  # after which a file that its writer did not finish is removed
 _HOLDING = os.O_PATH | os.O_CLOEXEC
 _CREATING = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -154,6 +154,12 @@ def remove_leftover(path: str) -> None:
     with suppress(OSError):
         if time.time() - status_in_place(path).st_mtime > LEFTOVER_SECONDS:
             os.unlink(path)
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close descriptors."""
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def open_named(path: str, flags: int, mode: int = 0o600) -> int:

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from gpuguard import procfs
 from gpuguard.enforcement.identity import is_of_the_system
-from gpuguard.model import GpuProcess, Snapshot
+from gpuguard.model import GpuProcess, ProcessIdentity, Snapshot
 from gpuguard.policies.view import HostUse, MachineUse, UserUse
 from gpuguard.procfs import Stat
 from gpuguard.units import Amount
@@ -30,15 +30,13 @@ ANSWER_SECONDS = 1.0  # a directory service that needs longer is heard at the ne
 _TERMINALS = 136  # major number of /dev/pts/0 to 255; up to 143 for those above (Linux, admin-guide/devices.txt)
 _MIB = 2**20
 
-Identity = tuple[int, float]  # pid, start time
-
 
 class HostNumbers:
     """CPU and memory of the machine and of trees of processes; used by one thread at a time."""
 
     def __init__(self) -> None:
         self._cpu: tuple[float, float] | None = None  # busy and all seconds of the machine
-        self._trees: dict[int, tuple[float, dict[Identity, float]]] = {}  # when; CPU seconds by process
+        self._trees: dict[int, tuple[float, dict[ProcessIdentity, float]]] = {}  # when; CPU seconds by process
 
     def host(self) -> dict[str, float | None]:
         """``"cpu (%)"`` of the whole machine since the sample before, ``"memory_used (MiB)"``, ..."""
@@ -82,19 +80,19 @@ class HostUses:
     """What processes and their users do; remembers counters between samples, used by one thread at a time."""
 
     def __init__(self) -> None:
-        self._cpu: dict[Identity, tuple[float, float]] = {}  # (clock, CPU seconds)
-        self._network: dict[Identity, tuple[float, int]] = {}  # (clock, bytes)
-        self._in_host: dict[Identity, float] = {}  # in the host's network when the clock was so
+        self._cpu: dict[ProcessIdentity, tuple[float, float]] = {}  # (clock, CPU seconds)
+        self._network: dict[ProcessIdentity, tuple[float, int]] = {}  # (clock, bytes)
+        self._in_host: dict[ProcessIdentity, float] = {}  # in the host's network when the clock was so
         self._machine: tuple[float, MachineUse] | None = None  # clock
-        self._spent: dict[Identity, float] = {}  # CPU seconds, at that clock
-        self._pages: dict[Identity, tuple[float, int]] = {}  # (clock, bytes)
+        self._spent: dict[ProcessIdentity, float] = {}  # CPU seconds, at that clock
+        self._pages: dict[ProcessIdentity, tuple[float, int]] = {}  # (clock, bytes)
         self._groups: dict[int, frozenset[str]] = {}
         self._requested: dict[int, float] = {}  # clock
         self._in_progress: set[int] = set()
 
     def sample(
         self, snapshot: Snapshot, stats: Mapping[int, Stat | None] | None = None, *, debuggers: bool = False
-    ) -> dict[Identity, HostUse]:
+    ) -> dict[ProcessIdentity, HostUse]:
         """What each process of *snapshot* whose identity is known does on this host.
 
         *stats* are of its processes, where they were read just now; *debuggers* costs a further read of each process.
@@ -105,7 +103,7 @@ class HostUses:
         cpu, network, uses = self._cpu, self._network, {}
         self._cpu, self._network = {}, {}
         in_host, self._in_host = self._in_host, {}
-        own_network = _network_namespace("self")
+        own_network = procfs.read_link("/proc/self/ns/net")
         for pid, started in known:
             identity, clock, stat = (pid, started), snapshot.clock, stats.get(pid)
             if stat is None or stat.start_time != started:  # the pid is another process by now
@@ -122,18 +120,18 @@ class HostUses:
             )
         return uses
 
-    def pause(self) -> dict[Identity, HostUse]:
+    def pause(self) -> dict[ProcessIdentity, HostUse]:
         """Read nothing: the next sample knows no rates, as the first."""
         self._cpu, self._network, self._in_host = {}, {}, {}
         return {}
 
-    def _received(self, identity: Identity, clock: float, host: str | None, asked: float | None) -> int | None:
+    def _received(self, identity: ProcessIdentity, clock: float, host: str | None, asked: float | None) -> int | None:
         """Bytes so far over a network of its own; *asked*: the clock when it was last seen in the *host*'s."""
         if asked is not None and clock - asked < NETWORK_SECONDS:
             self._in_host[identity] = asked
             return None
         pid, received = identity[0], None
-        if host is not None and _network_namespace(pid) not in (None, host):
+        if host is not None and procfs.read_link(f"/proc/{pid}/ns/net") not in (None, host):
             with suppress(OSError, IndexError, ValueError):
                 with open(f"/proc/{pid}/net/dev", encoding="ascii", errors="replace") as lines:
                     rows = [line.partition(":") for line in lines if ":" in line]
@@ -250,13 +248,6 @@ def _terminal(device: int) -> str:
     if _TERMINALS <= major < _TERMINALS + 8:
         return f"/dev/pts/{(major - _TERMINALS) * 256 + minor}"
     return f"/dev/char/{major}:{minor}"  # a console or a serial line
-
-
-def _network_namespace(pid: int | str) -> str | None:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/net")
-    except OSError:
-        return None
 
 
 def _rate(before: tuple[float, float] | None, clock: float, count: float) -> float | None:

@@ -48,6 +48,8 @@ WHO_FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION, HEALTH,
 TEXT_FIELDS = WHO_FIELDS | {BRIEF}
 ALL_FIELDS = WHO_FIELDS | {CLOCKS, ECC, MEDIA, PCIE, NVLINK, NVLINK_FLOW, TOPOLOGY}
 
+ProcessIdentity = tuple[int, float]  # pid, start_time of a GpuProcess: no other process of this boot has both
+
 
 @dataclass(frozen=True)
 class GpuProcess:

@@ -67,6 +67,14 @@ def _read(path: str, limit: int) -> bytes:
         os.close(descriptor)
 
 
+def read_link(path: str) -> str | None:
+    """Where a link leads; None: gone or hidden."""
+    try:
+        return os.readlink(path)
+    except OSError:
+        return None
+
+
 def read_text(path: str) -> str | None:
     """All of a file; None: gone or hidden."""
     try:
@@ -219,10 +227,8 @@ def pid_max() -> int:
 
 def in_first_pid_namespace() -> bool | None:
     """Whether our pids are the machine's; None when that cannot be read."""
-    try:
-        return os.readlink("/proc/self/ns/pid") == FIRST_PID_NAMESPACE
-    except OSError:
-        return None
+    namespace = read_link("/proc/self/ns/pid")
+    return None if namespace is None else namespace == FIRST_PID_NAMESPACE
 
 
 def boot_clock() -> float:
@@ -409,11 +415,8 @@ def _words(cmdline: bytes) -> tuple[str, ...]:
 
 
 def _link(pid: int, name: str) -> str | None:
-    try:
-        target = os.readlink(f"/proc/{pid}/{name}")
-    except OSError:
-        return None
-    if not target.endswith(_GONE):
+    target = read_link(f"/proc/{pid}/{name}")
+    if target is None or not target.endswith(_GONE):
         return target
     # The kernel says so of a file that was removed, and a file may have such a name.  Nothing else is looked up where
     # it lies: on a server that does not answer (NFS), or in a user's own file system (FUSE), that may take for ever.

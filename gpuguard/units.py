@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gpuguard.errors import InvalidRequest
@@ -185,16 +186,12 @@ def parse_memory_amount(text: str) -> Amount:
     """An amount of ``"40GiB"``, of ``"90%"`` of the device's memory, or ``"share"``: what a claim on it asked for."""
     if text.strip() == "share":
         return Amount(0, "share", promised=True)
-    if text.strip().endswith("%"):
-        return Amount(parse_percent(text), text.strip(), relative=True)
-    return Amount(parse_bytes(text), text.strip())
+    return _amount(text, parse_bytes)
 
 
 def parse_host_memory_amount(text: str) -> Amount:
     """An amount of ``"200GiB"`` or of ``"50%"`` of the machine's memory."""
-    if text.strip().endswith("%"):
-        return Amount(parse_percent(text), text.strip(), relative=True)
-    return Amount(parse_bytes(text), text.strip())
+    return _amount(text, parse_bytes)
 
 
 def parse_device_amount(text: str) -> int | Amount:
@@ -210,9 +207,14 @@ def parse_device_amount(text: str) -> int | Amount:
 
 def parse_power_amount(text: str) -> Amount:
     """An amount of ``"300W"`` or of ``"95%"`` of the device's power limit."""
+    return _amount(text, parse_watts)
+
+
+def _amount(text: str, parse: Callable[[str], float]) -> Amount:
+    """What *parse* reads, or a percentage of what there is."""
     if text.strip().endswith("%"):
         return Amount(parse_percent(text), text.strip(), relative=True)
-    return Amount(parse_watts(text), text.strip())
+    return Amount(parse(text), text.strip())
 
 
 def parse_rate(text: str) -> Rate:

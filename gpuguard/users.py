@@ -28,9 +28,10 @@ SUBUIDS = "/etc/subuid"  # "alice:100000:65536", see subuid(5)
 LEAST_SUBUID = 65536  # the smallest that is given to a user; useradd begins at 100000
 MOST_BYTES = 2**20  # of that file, which is root's: 40,000 users
 
+NAMELESS = -1  # stands for all uids without a name, of which a user of user namespaces has 65536
+
 _Range = tuple[int, str | None]  # from that uid up to the next range: the user to whom it was given, None: not just one
-_Given = tuple[list[_Range], dict[str, int]]  # the ranges in order; user -> the first uid of all that they were given
-_given_by: dict[object, _Given] = {}  # of the file as it was read
+_given_by: dict[object, list[_Range]] = {}  # of the file as it was read
 _names: dict[int, str] = {}
 _numbers: dict[str, int] = {}  # of the users in that file
 _nameless: dict[int | str, float] = {}  # uid or user that was not found -> when
@@ -112,15 +113,18 @@ def accountable_uids(uids: Iterable[int]) -> dict[int, int]:
     bring any number, and so it is for what is counted and shared, not for what is done to anybody.
     """
     owners = {uid: None if uid in _names else owner_of_given(uid) for uid in uids}
-    firsts = _given()[1] if any(owners.values()) else {}
-    return {uid: uid if not owner else _number_of(owner) or firsts.get(owner, uid) for uid, owner in owners.items()}
+    return {uid: uid if not owner else _number_of(owner) or _first_of(owner, uid) for uid, owner in owners.items()}
 
 
 def owner_of_given(uid: int) -> str | None:
     """The user to whom root has given *uid*, by name or number as it stands in SUBUIDS; None: it was given to none."""
-    ranges = _given()[0] if uid >= LEAST_SUBUID else []
+    ranges = _given() if uid >= LEAST_SUBUID else []
     behind = bisect_right(ranges, uid, key=lambda given: given[0])
     return ranges[behind - 1][1] if behind else None
+
+
+def _first_of(owner: str, uid: int) -> int:
+    return min((begin for begin, user in _given() if user == owner), default=uid)
 
 
 def _number_of(user: str) -> int | None:
@@ -131,7 +135,7 @@ def _number_of(user: str) -> int | None:
     return _numbers.get(user)
 
 
-def _given() -> _Given:
+def _given() -> list[_Range]:
     """What SUBUIDS says now."""
     try:
         with open(SUBUIDS, "rb") as file:
@@ -143,21 +147,20 @@ def _given() -> _Given:
                 _given_by[version] = _decoded(file.read(MOST_BYTES))
             return _given_by[version]
     except OSError:
-        return [], {}
+        return []
 
 
-def _decoded(content: bytes) -> _Given:
-    edges, firsts = list[tuple[int, int, str]](), dict[str, int]()
+def _decoded(content: bytes) -> list[_Range]:
+    edges = list[tuple[int, int, str]]()
     for line in content.split(b"\n"):
         name, *numbers = line.split(b":")
         if len(numbers) == 2 and all(number.isdigit() and len(number) < 11 for number in numbers):
             begin, count = map(int, numbers)
             user = name.decode("utf-8", "surrogateescape")
-            firsts.setdefault(user, begin)
             edges += [(begin, 1, user), (begin + count, -1, user)] if count else []
     ranges, owners = list[_Range](), Counter[str]()
     for edge, change, user in sorted(edges):
         owners[user] += change
         owners += Counter()  # without those that are at 0
         ranges.append((edge, next(iter(owners)) if len(owners) == 1 else None))
-    return ranges, firsts
+    return ranges

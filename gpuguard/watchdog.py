@@ -286,16 +286,14 @@ class Watchdog:
         """
         known, self._ended = self._ended, {}
         before = self._view.snapshot.devices if self._view else ()
-        for device in snapshot.devices:
-            for pid in [process.pid for process in device.processes or () if process.ended]:
-                rows = [row for old in before if old.uuid == device.uuid for row in old.processes or ()]
-                count, user = known.get(
-                    (device.uuid, pid), (0, next((row.user for row in rows if row.pid == pid), None))
-                )
-                self._ended[device.uuid, pid] = count + 1, user
-                if count == 1:
+        users = {row.pid: row.user for device in before for row in device.processes or ()}
+        for uuid, row in [(device.uuid, row) for device in snapshot.devices for row in device.processes or ()]:
+            if row.ended:
+                samples, user = known.get((uuid, row.pid), (0, users.get(row.pid)))
+                self._ended[uuid, row.pid] = samples + 1, user
+                if samples == 1:
                     text = "the driver lists a process that has ended: a child of it may still hold the GPU"
-                    self._record(Event(time.time(), "note", "process ended", user, (device.uuid,), pid, message=text))
+                    self._record(Event(time.time(), "note", "process ended", user, (uuid,), row.pid, message=text))
 
     def _view_of(self, snapshot: Snapshot, policies: Sequence[Policy]) -> RuleView:
         if not policies:

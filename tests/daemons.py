@@ -17,7 +17,8 @@ import pytest
 from nodes import Gpuguard, eventually, start
 
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.daemon.client import close_all, exchange
+from gpuguard.daemon.client import exchange
+from gpuguard.files import close_all
 
 SOMEBODY, ANOTHER = 20001, 20002
 PASSWD = "".join(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from queues import HOUR, SHARE, a_fit, a_machine, a_ticket, planned, started
 
 from gpuguard.queue import backfill as plans
-from gpuguard.queue.backfill import Fit, Machine, QueuePosition, backlog, plan, promise, starting_now
+from gpuguard.queue.backfill import Fit, Machine, QueuePosition, backlog, plan, promise
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import QueueRules, Ticket, order
 from gpuguard.request import Request
@@ -215,7 +215,6 @@ def test_what_has_just_passed_counts_when_the_next_one_would(lasts: float, passe
     machine = a_machine(queue, 3, free=2, estimates={"d2": 5 * HOUR})
 
     assert started(planned(queue, machine)) == [ticket.id for ticket in queue[1 : 2 + passes]]
-    assert starting_now(queue, machine, {}, QueueRules(), 0.0) == queue[1 : 2 + passes]
 
 
 def test_the_backlog_is_what_runs_and_what_waits_shared_out_among_the_devices() -> None:

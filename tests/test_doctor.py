@@ -103,7 +103,7 @@ DIAGNOSES = [
     ("room", {"room": FILLED}, WARNING,
      "4194311 has 14,000 of 16,384 files and 2MiB of 64MiB", "-user 4194311 -delete"),
     ("room", {"room": replace(FILLED, files_free=0)}, FAULT, "has 14,000", "position in the queue"),
-    ("room", {"room": replace(ROOM, size_free=0)}, FAULT, "63MiB by files without a name", "lsof +L1"),
+    ("room", {"room": replace(ROOM, size_free=0)}, FAULT, "files without a name take 1 and 63MiB", "lsof +L1"),
     ("room", {"room": replace(ROOM, own=False, size_free=0), "lock_path": "/data/claims"}, FAULT,
      "no room for another record in /run/gpuguard/claims", "df -h"),
     ("daemon", {"daemon_silent": True}, WARNING, "the daemon of /run/gpuguard does not answer", "restart gpuguard"),

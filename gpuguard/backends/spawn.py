@@ -22,6 +22,7 @@ from weakref import finalize
 
 from gpuguard import capabilities
 from gpuguard.errors import BackendError
+from gpuguard.files import close_all
 from gpuguard.locale import _
 
 if TYPE_CHECKING:
@@ -198,12 +199,6 @@ def pipes(number: int) -> list[int]:
         close_all(opened)
         raise
     return opened
-
-
-def close_all(descriptors: Sequence[int]) -> None:
-    """Close them."""
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def write_mark(mark: int, index: int | None) -> None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 from gpuguard.backtest.recordings import Numbering, RecordedRow, Recording, views_of
 from gpuguard.locale import N_
-from gpuguard.model import Snapshot, Verdict
+from gpuguard.model import ProcessIdentity, Snapshot, Verdict
 from gpuguard.policies.engine import EngineMemory, evaluate, victims_of
 from gpuguard.policies.policy import ENDING, Judgement, Policy
 from gpuguard.policies.rules import RULES
-from gpuguard.policies.view import LARGEST_DISTANCE, ProcessIdentity, RuleView
+from gpuguard.policies.view import LARGEST_DISTANCE, RuleView
 
 _UNTOLD = {
     "outside_scheduler": N_("what a scheduler gave out"),

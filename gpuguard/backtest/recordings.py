@@ -28,8 +28,8 @@ from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.files import open_file
 from gpuguard.jsonio import decode
 from gpuguard.locale import _
-from gpuguard.model import Device, Gap, GpuProcess, ProcessStat, Snapshot
-from gpuguard.policies.view import HostUse, MachineUse, ProcessIdentity, RuleView, UserUse
+from gpuguard.model import Device, Gap, GpuProcess, ProcessIdentity, ProcessStat, Snapshot
+from gpuguard.policies.view import HostUse, MachineUse, RuleView, UserUse
 
 # Name of a column -> what it says, and by how much its numbers are multiplied.  pod, t_s, util and mem_mib are the
 # names in the traces of alibaba/clusterdata.

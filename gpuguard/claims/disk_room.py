@@ -66,15 +66,14 @@ class Room:
             return _("{user} has {amounts} there").format(
                 user=user_name(most.uid), amounts=self._amounts(most.files, most.size)
             )
-        size = self.size - self.size_free
-        files = self.files - self.files_free
+        files, size = self.files - self.files_free, self.size - self.size_free
         text = _("{amounts} are taken").format(amounts=self._amounts(files, size))
-        lost = size - sum(usage.size for usage in self.taken), files - sum(usage.files for usage in self.taken)
-        if lost[0] > self.size / 2:
-            return _("{text}, {lost} by files without a name").format(text=text, lost=format_bytes(lost[0]))
-        if lost[1] > self.files / 2:
-            return _("{text}, {lost:,} of them without a name").format(text=text, lost=lost[1])
-        return text
+        files, size = files - sum(usage.files for usage in self.taken), size - sum(usage.size for usage in self.taken)
+        if self.part(files, size) <= 1 / 2:
+            return text
+        return _("{text}, of which files without a name take {files:,} and {size}").format(
+            text=text, files=files, size=format_bytes(max(0, size))
+        )
 
     def _amounts(self, files: int, size: int) -> str:
         return _("{files:,} of {all_files:,} files and {size} of {all}").format(

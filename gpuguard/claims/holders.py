@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from gpuguard import procfs
 from gpuguard.backends import spawn
 from gpuguard.deadline import charge, in_time, owed_by, stopwatch
-from gpuguard.files import device_of, hold_in_place, status_in_place
+from gpuguard.files import close_all, device_of, hold_in_place, status_in_place
 from gpuguard.procfs import in_first_pid_namespace, uid_behind
 from gpuguard.users import accountable_uid, user_name
 
@@ -387,11 +387,11 @@ def _start() -> tuple[int, subprocess.Popen[bytes], int, int]:
     try:
         process = spawn.start_interpreter(_CODE, "", (request_end, answer_end))
     except OSError:
-        spawn.close_all(opened)
+        close_all(opened)
         raise
-    spawn.close_all((request_end, answer_end))
+    close_all((request_end, answer_end))
     if not _has_answer(answers, START_SECONDS) or spawn.receive(answers) is None:
-        spawn.close_all((ask, answers))
+        close_all((ask, answers))
         _ended.append(process)
         raise OSError(errno.ETIME, os.strerror(errno.ETIME))
     return os.getpid(), process, ask, answers
@@ -406,7 +406,7 @@ def _has_answer(answers: int, seconds: float) -> bool:
 def _close() -> None:
     """Leave the reader alone: it ends when its pipe is closed."""
     for owner, process, *descriptors in _reader:
-        spawn.close_all(descriptors)
+        close_all(descriptors)
         if owner == os.getpid() and process not in _hanging.values():
             _ended.append(process)
     _reader.clear()

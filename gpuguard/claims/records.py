@@ -35,7 +35,7 @@ from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, is_unlo
 from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
 from gpuguard.device_state import lock_identity
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
-from gpuguard.files import create_file, exists_in_place, open_regular, status_in_place, write_all
+from gpuguard.files import create_file, exists_in_place, open_regular, write_all
 from gpuguard.jsonio import loads, sound_fields
 from gpuguard.locale import _
 from gpuguard.model import ClaimRecord, Snapshot
@@ -44,7 +44,7 @@ from gpuguard.units import local_time
 from gpuguard.users import accountable_uids, certain_owner, user_name
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import Any
 
     from gpuguard.claims.grants import Grant
@@ -81,7 +81,6 @@ FULL_BYTES = 65_536
 
 _NOBODY = -1
 _MOST_NAMED = 5  # users who hold a lock together
-_owners: dict[str, dict[tuple[str, int], tuple[int, float]]] = {}  # directory -> (name, inode) -> (uid, time)
 HOLDERS_SECONDS = 10.0  # after which a ClaimWatcher finds out anew who holds the locks
 
 
@@ -198,29 +197,16 @@ def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tupl
     return [name for uid, own in of_user.items() for _, name in own[: most if uid else None]], beyond
 
 
-def files_by_user(directory: LockDirectory, names: Collection[str]) -> dict[int, list[tuple[float, str]]]:
-    """(time of the last change, name) of each user's files, the oldest first; see users.accountable_uids.
-
-    What was read of a file is remembered while it is there: there may be thousands, and their owners never change.
-    """
-    if not names:  # and maybe no directory
-        return {}
-    known, wanted = _owners.get(directory.records, {}), frozenset(names)
-    files: dict[tuple[str, int], tuple[int, float]] = {}
-    with os.scandir(directory.records) as entries:
-        for entry in entries:
-            if entry.name not in wanted:
-                continue
-            key = entry.name, entry.inode()
-            try:
-                status = None if key in known else status_in_place(entry.path)
-            except OSError:
-                continue  # it has just ended
-            files[key] = (status.st_uid, status.st_ctime) if status else known[key]
-    _owners[directory.records] = files
-    whose = accountable_uids({uid for uid, _since in files.values()})
+def files_by_user(directory: LockDirectory, names: Iterable[str]) -> dict[int, list[tuple[float, str]]]:
+    """(time of the last change, name) of each user's files, the oldest first; see users.accountable_uids."""
+    files = list[tuple[float, str, int]]()
+    for name in names:
+        with suppress(OSError):  # it has just ended
+            status = os.lstat(f"{directory.records}/{name}")
+            files.append((status.st_ctime, name, status.st_uid))
+    whose = accountable_uids({uid for _since, _name, uid in files})
     of_user: dict[int, list[tuple[float, str]]] = {}
-    for since, name, uid in sorted((since, name, uid) for (name, _inode), (uid, since) in files.items()):
+    for since, name, uid in sorted(files):
         of_user.setdefault(whose[uid], []).append((since, name))
     return of_user
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -30,11 +31,12 @@ from gpuguard.claims.directory import Gate, LockDirectory, open_lock, try_flock
 from gpuguard.claims.grants import Grant, grant_of, lock_for, names_of, replace_file
 from gpuguard.claims.records import probe_in_gate, slot_names
 from gpuguard.claims.restrictions import SET_BACK, Restriction, change, read_restrictions, restrictions_against
-from gpuguard.daemon.client import MAX_DESCRIPTORS, GrantReply, close_all
+from gpuguard.daemon.client import MAX_DESCRIPTORS, GrantReply
 from gpuguard.daemon.server import DescriptorReply, Reply
 from gpuguard.eligibility import Sharing
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest, LockDirectoryError
+from gpuguard.files import close_all
 from gpuguard.model import MEMORY, PROCESSES, Event, Snapshot
 from gpuguard.queue.leader import MAY_START
 from gpuguard.queue.priority import PRIORITIES, Ticket
@@ -42,6 +44,7 @@ from gpuguard.queue.reasons import kept_for_others, start_text
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.state import QueueState, WaitingTickets, queue_state, read_queue_facts, used_by
 from gpuguard.queue.tickets import (
+    LONGEST_SECONDS,
     as_request,
     has_started,
     new_ticket,
@@ -61,7 +64,6 @@ OFFER_SECONDS = 5.0  # a request that may start, was woken, and does not claim w
 LEAST_SECONDS = 60.0  # of fair share that a grant costs for each device, however short it was
 SET_BACK_SECONDS = 3600.0  # for so long; the second time within them all requests of its user do
 COUNT_SECONDS, BUSY_SECONDS = 60.0, 20.0  # the administrator is told of a user whose requests take so many of these
-_MAX_SECONDS = 10 * 365 * 86400.0
 
 
 class Broker:
@@ -76,7 +78,7 @@ class Broker:
         self._used = set[str]()  # ids of tickets that were given locks and are still there
         self._charged: dict[int, float] = {}  # uid -> GPU-seconds that grants cost beside what was used
         self._decayed_at = self._counted_at = time.monotonic()
-        self._spent: dict[int, float] = {}  # user -> seconds that their requests took since then
+        self._spent = defaultdict[int, float](float)  # user -> seconds that their requests took since then
         self._busy: Collection[int] = ()  # users whose requests took long in the minute before
 
     def trouble(self) -> str | None:
@@ -108,10 +110,11 @@ class Broker:
             if claim not in living and not has_started(self._directory, ticket.uid, since):
                 reason = f"gave {format_count(len(devices), 'GPU')} back that no process has held"
                 events.append(self._set_back(ticket, devices, reason, ""))
-        gone = [name for name in [*self._used] if not read_ticket(self._directory, int(name.partition(".")[0]), name)]
-        self._used.difference_update(gone)
+        self._used -= {
+            name for name in [*self._used] if not read_ticket(self._directory, int(name.partition(".")[0]), name)
+        }
         if time.monotonic() - self._counted_at >= COUNT_SECONDS:
-            spent, self._spent, self._counted_at = self._spent, {}, time.monotonic()
+            spent, self._spent, self._counted_at = self._spent, defaultdict(float), time.monotonic()
             before, self._busy = self._busy, [uid for uid, seconds in spent.items() if seconds >= BUSY_SECONDS]
             events += [_busy_event(uid, spent[uid]) for uid in self._busy if uid not in before]
         return [event for event in events if event]
@@ -191,8 +194,7 @@ class Broker:
         except OSError as error:
             raise GpuguardError(f"the daemon cannot give locks now: {error.strerror}.") from error
         finally:
-            owner = accountable_uid(uid)
-            self._spent[owner] = self._spent.get(owner, 0.0) + time.monotonic() - began
+            self._spent[accountable_uid(uid)] += time.monotonic() - began
 
     def close(self) -> None:
         """Close the driver."""
@@ -280,8 +282,8 @@ class Broker:
         own = new_ticket(
             [_for_devices(request, names, uid)],
             priority=int(_number(message, "priority", min(PRIORITIES.values()), max(PRIORITIES.values())) or 0),
-            time_limit=_number(message, "time_limit_seconds", 0, _MAX_SECONDS),
-            expected=_number(message, "expected_seconds", 0, _MAX_SECONDS),
+            time_limit=_number(message, "time_limit_seconds", 0, LONGEST_SECONDS),
+            expected=_number(message, "expected_seconds", 0, LONGEST_SECONDS),
         )
         return replace(own, uid=uid, user=user_name(uid), pid=None)
 

@@ -18,9 +18,10 @@ from typing import Any
 from gpuguard.claims.claim import Claim, Lock, lock_of, sharing_now
 from gpuguard.claims.directory import LockDirectory, is_same_file
 from gpuguard.claims.records import slot_names
-from gpuguard.daemon.client import DaemonBusy, GrantReply, NoDaemonSocket, close_all, decoded, exchange
+from gpuguard.daemon.client import DaemonBusy, GrantReply, NoDaemonSocket, decoded, exchange
 from gpuguard.device_state import device_title
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
+from gpuguard.files import close_all
 from gpuguard.locale import _, translated
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.queue.priority import Ticket

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from gpuguard.claims.directory import LockDirectory, daemon_files, last_about
 from gpuguard.errors import GpuguardError
+from gpuguard.files import close_all
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import N_, _, translated
 
@@ -247,12 +248,6 @@ def short_path(directory: LockDirectory) -> Iterator[str]:
     try:
         yield f"/proc/self/fd/{descriptor}/{SOCKET_NAME}"
     finally:
-        os.close(descriptor)
-
-
-def close_all(descriptors: tuple[int, ...] | list[int]) -> None:
-    """Close descriptors that came with a reply, or do not go with one."""
-    for descriptor in descriptors:
         os.close(descriptor)
 
 

@@ -25,7 +25,7 @@ from gpuguard.policies.policy import KEPT_SECONDS, KEPT_WITHIN, Kept, KeptMark, 
 from gpuguard.procfs import boot_clock
 from gpuguard.request import resolve
 from gpuguard.units import format_duration, local_time
-from gpuguard.users import accountable_uids, user_name
+from gpuguard.users import NAMELESS, accountable_uids, user_name
 
 MAX_SECONDS_OF_ROOT = 365 * 86400.0
 MAX_PER_USER = 16
@@ -33,7 +33,6 @@ MAX_CHANGES, CHANGES_SECONDS = 10, 60.0  # of one user within so long: each is a
 BREAK_SECONDS = 3600.0  # a shorter break between two times for which a user asked counts as kept, too
 SLACK_SECONDS = 60.0
 MAX_SPANS = 20  # of such times of a user: beyond them, breaks of any length count as kept
-_NAMELESS = -1  # all users without a name: a user with user namespaces has 65536 such uids
 
 
 class Exemptions:
@@ -127,7 +126,7 @@ class Exemptions:
             for user, moments in self._changes.items()
         }
         self._changes = {user: moments for user, moments in recent.items() if moments}
-        own = self._changes.setdefault(uid if user_name(uid) != str(uid) else _NAMELESS, [])
+        own = self._changes.setdefault(uid if user_name(uid) != str(uid) else NAMELESS, [])
         if len(own) >= MAX_CHANGES and uid != 0:
             raise GpuguardError(f"that was {MAX_CHANGES} times within a minute: wait a little.")
         own.append(now)

@@ -17,14 +17,18 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
+from queue import PriorityQueue
 from typing import Any
 
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.daemon.client import MAX_REQUEST_BYTES, SO_PASSRIGHTS, close_all, encoded, peer_uid, short_path
+from gpuguard.daemon.client import MAX_REQUEST_BYTES, SO_PASSRIGHTS, encoded, peer_uid, short_path
 from gpuguard.errors import GpuguardError
+from gpuguard.files import close_all
 from gpuguard.jsonio import loads
 from gpuguard.users import accountable_uid
 
@@ -66,24 +70,20 @@ class _TurnQueue:
     """Requests that wait for a thread, served in turns by user: one who sends many delays others by one at most."""
 
     def __init__(self) -> None:
-        self._of_user: dict[int, list[tuple[_Client, bytes] | None]] = {}  # the user whose turn it is comes first
-        self._filled = threading.Condition()
+        self._entries = PriorityQueue[tuple[int, int, tuple[_Client, bytes] | None]]()
+        self._round, self._number = 0, count()
+        self._last = Counter[int]()  # user -> the round in which their last request has its turn
 
     def put(self, entry: tuple[_Client, bytes] | None) -> None:
         """Add a request, or None, at which the thread ends."""
-        with self._filled:
-            self._of_user.setdefault(entry[0].owner if entry else -1, []).append(entry)
-            self._filled.notify()
+        owner = entry[0].owner if entry else -1
+        self._last[owner] = max(self._round, self._last[owner]) + 1
+        self._entries.put((self._last[owner], next(self._number), entry))
 
     def get(self) -> tuple[_Client, bytes] | None:
         """The next request, as soon as there is one."""
-        with self._filled:
-            self._filled.wait_for(lambda: self._of_user)
-            owner = next(iter(self._of_user))
-            entry, *rest = self._of_user.pop(owner)
-            if rest:
-                self._of_user[owner] = rest  # behind all others
-            return entry
+        self._round, _, entry = self._entries.get()
+        return entry
 
 
 class SocketServer:

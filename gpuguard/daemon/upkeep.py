@@ -53,11 +53,8 @@ class ClaimUpkeep:
         # A claim of a share, or of an instance, locks that for itself, and the GPU together with others.
         claim = {pid for path, pid, kind in taken if kind == "WRITE" and path not in of_queue}
         for path, pid, kind in taken:
-            if path in of_queue:
-                is_kept = pid not in allowed
-            else:
-                is_kept = path == directory.lock_path("gate") or (kind == "READ" and pid not in claim)
-            if is_kept:
+            is_gate = path == directory.lock_path("gate")
+            if pid not in allowed if path in of_queue else is_gate or (kind == "READ" and pid not in claim):
                 yield path, pid
 
     def _scarce_room(self) -> dict[str, tuple[str, str]]:

@@ -23,20 +23,12 @@ from gpuguard.claims.unlock import LockHandle
 from gpuguard.clusters import slurm
 from gpuguard.device_state import idle_limit, unlisted_memory
 from gpuguard.enforcement import identity, preflight, signals
-from gpuguard.enforcement.limits import (
-    HOUR,
-    LIMITS,
-    UNKILLABLE_SECONDS,
-    FailedCheck,
-    PastAction,
-    ProcessIdentity,
-    facts_of,
-)
+from gpuguard.enforcement.limits import HOUR, LIMITS, UNKILLABLE_SECONDS, FailedCheck, PastAction, facts_of
 from gpuguard.enforcement.preflight import CHECKPOINT_SIGNALS, ActionContext, Preflight, ProcessTarget
 from gpuguard.enforcement.signals import GONE, NOT_PERMITTED, SENT
 from gpuguard.errors import ClaimError, InvalidRequest, LockDirectoryError
 from gpuguard.history.audit_log import line_of
-from gpuguard.model import Device, Event, Finding, GpuProcess, Snapshot, Subject, Verdict, claim_named
+from gpuguard.model import Device, Event, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject, Verdict, claim_named
 from gpuguard.notify.templates import deed_text, message_for
 from gpuguard.policies.policy import DISRUPTIVE, HARMFUL
 from gpuguard.procfs import boot_clock, start_time
@@ -596,8 +588,9 @@ def _end_quarantines(context: ActionContext, snapshot: Snapshot) -> None:
         if all(_is_rid_of(each, snapshot.device(uuid)) for each in (process, *context.limits.unkillable))
     }
     if over:
-        kind = restrictions.QUARANTINED
-        restrictions.change(context.directory, kind, lambda found: [found.pop(uuid, None) for uuid in over])
+        restrictions.change(
+            context.directory, restrictions.QUARANTINED, lambda found: [found.pop(uuid, None) for uuid in over]
+        )
     for uuid, (pid, _) in over.items():
         text = "the process is gone from the GPU, and its memory is back"
         context.append(Event(time.time(), "quarantine", "ended", devices=(uuid,), pid=pid, message=text))

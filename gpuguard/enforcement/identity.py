@@ -25,7 +25,7 @@ from typing import BinaryIO, TypeVar
 from gpuguard.backends import CONTROL_NODE, DEVICE_NODE
 from gpuguard.deadline import in_time
 from gpuguard.policies.view import interactive_use
-from gpuguard.procfs import LONGEST, read_memory, read_text, start_time, stat_of
+from gpuguard.procfs import LONGEST, read_link, read_memory, read_text, start_time, stat_of
 from gpuguard.users import certain_owner
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ def facts_of(pid: int) -> ProcessFacts | None:
         return None
     status = dict(line.partition(":")[::2] for line in (read_text(f"/proc/{pid}/status") or "").splitlines())
     command, cgroup = read_memory(pid, "cmdline", LONGEST), read_text(f"/proc/{pid}/cgroup")
-    executable, owner, in_place = _in_time(pid, "program", _executable) or (_link_of(pid), None, None)
+    executable, owner, in_place = _in_time(pid, "program", _executable) or (read_link(f"/proc/{pid}/exe"), None, None)
     uses_driver, hides = _uses_driver(pid)
     foreign_code = _in_time(pid, "code", _foreign_code) if _is_one_of(SYSTEM_PROGRAMS, executable) else None
     try:
@@ -236,18 +236,14 @@ def _executable(pid: int) -> tuple[str | None, int | None, bool]:
     """(path, uid of its owner, whether that file lies at that path)."""
     # A process whose first thread has ended shows its program only in the others.
     for directory in (f"/proc/{pid}", *_threads(pid)):
-        try:
-            path = os.readlink(f"{directory}/exe")
-        except OSError:
-            continue
-        try:
-            seen = os.stat(f"{directory}/exe")
-        except OSError:
-            # Files of FUSE tell even root nothing but their path: a process must not be spared for that.
-            return path, None, False
-        if not stat.S_ISREG(seen.st_mode):
-            return None, None, False
-        return path, seen.st_uid, _lies_at(path, seen, pid)
+        if path := read_link(f"{directory}/exe"):
+            try:
+                seen = os.stat(f"{directory}/exe")
+            except OSError:
+                # Files of FUSE tell even root nothing but their path: a process must not be spared for that.
+                return path, None, False
+            is_file = stat.S_ISREG(seen.st_mode)
+            return (path, seen.st_uid, _lies_at(path, seen, pid)) if is_file else (None, None, False)
     return None, None, False
 
 
@@ -277,12 +273,6 @@ def _sees_what_root_made(pid: int) -> bool:
         return os.path.samestat(os.fstat(owner), os.stat("/proc/self/ns/user"))
     finally:
         os.close(owner)
-
-
-def _link_of(pid: int) -> str | None:
-    with suppress(OSError):
-        return os.readlink(f"/proc/{pid}/exe")
-    return None
 
 
 def _uses_driver(pid: int) -> tuple[bool | None, bool]:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from gpuguard.history.audit_log import read_log
 from gpuguard.jsonio import loads
-from gpuguard.model import Event, Verdict
+from gpuguard.model import Event, ProcessIdentity, Verdict
+from gpuguard.policies.engine import EFFECT_SECONDS
 from gpuguard.policies.policy import DISRUPTIVE, KILL_AFTER
 from gpuguard.procfs import boot_id
 
@@ -25,12 +26,10 @@ SIGNALS_PER_MINUTE = 3
 VICTIMS_PER_HOUR = 10
 ENDED_PER_HOUR = 2  # of the same program, each started after the end of the one before: something restarts it
 BETWEEN_ACTIONS = 15.0  # on one device, and before the same is done to the same process again
-EFFECT_SECONDS = 50.0  # a driver may take so long to give the memory of an ended process back
 UNKILLABLE_SECONDS = 60.0  # a process that outlives SIGKILL so long sits in the driver: more signals change nothing
 REMEMBERED = 1_000
 
 LIMITS = frozenset({"rate", "victims", "one per device", "repetition", "escalation", "restart loop", "unkillable"})
-ProcessIdentity = tuple[int, float]  # pid, start time
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpuguard.backends import CAPABILITY_MINORS
@@ -28,7 +29,7 @@ from gpuguard.claims.directory import TRUSTED, LockDirectory, is_roots
 from gpuguard.clusters import visible_devices
 from gpuguard.device_state import device_title
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.files import mounts
+from gpuguard.files import close_all, mounts
 from gpuguard.locale import _
 from gpuguard.model import HEALTH, MODEL, Device
 from gpuguard.procfs import read_text
@@ -216,11 +217,7 @@ def prepare_namespace(hidden: Collection[str], dev: str) -> tuple[Callable[[], N
         # The capabilities in there end with exec.  Neither sudo nor a file's capabilities shall bring others.
         _checked(library.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
 
-    def close() -> None:
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-    return enter, close
+    return enter, partial(close_all, descriptors)
 
 
 def _folder(path: str, hidden: Collection[str]) -> Iterator[str]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gpuguard.device_state import claims_on, claims_readable, lock_identity, may_compute
-from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
+from gpuguard.model import ClaimRecord, Device, GpuProcess, ProcessIdentity, Snapshot
 
 START_SLACK = 0.02  # seconds: start times and clocks are cut to ticks of 10 ms
-ProcessIdentity = tuple[int, float]  # pid, start_time
 _MaybeIdentified = tuple[int, float | None]  # pid, start_time; None: it could not be read
 _OnDevice = tuple[object, ...]  # a claim on one device: see lock_identity()
 

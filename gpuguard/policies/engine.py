@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import Device, Finding, GpuProcess, Snapshot, Subject, Verdict
+from gpuguard.model import Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject, Verdict
 from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.policy import (
     COUNTED,
@@ -39,7 +39,6 @@ from gpuguard.policies.policy import (
 from gpuguard.policies.view import (
     Evidence,
     Past,
-    ProcessIdentity,
     RuleView,
     SampleIndex,
     SampleRhythm,
@@ -51,15 +50,15 @@ from gpuguard.policies.view import (
     windows_of,
 )
 from gpuguard.units import format_duration
+from gpuguard.users import NAMELESS
 
 FEWEST_SAMPLES = 2  # a condition that was seen once never fires, however short `for` is
-EFFECT_SECONDS = 50.0
+EFFECT_SECONDS = 50.0  # a driver may take so long to give the memory of an ended process back
 MEMORY_SLACK = 512 * 2**20  # bytes by which others may grow meanwhile
 LONGEST_PAUSE = 600.0  # seconds between samples, after which nothing is taken to have gone on all the time
 SLEPT_SECONDS = 1.0  # by which the clock of the boot ran ahead of the one that stands still while the machine sleeps
 SAID_AGAIN_SECONDS = 60.0  # at least, between two messages about one more pause
 MOST_NAMES = 10  # of users, in a note
-NAMELESS = -1  # stands for all uids without a name
 
 
 @dataclass

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Protocol
 
 from gpuguard.device_state import Processes, claim_of, claims_on, computes, is_blamed_on, started_by, usable_devices
-from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Snapshot, Subject
+from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject
 from gpuguard.policies.arrivals import Arrivals
 
 Sample = tuple[float, float]  # (clock, value)
@@ -188,7 +188,6 @@ def findings_where(
                 yield Finding(rule, subject, text, processes)
 
 
-ProcessIdentity = tuple[int, float]  # of a process: pid, start_time
 SubjectIdentity = tuple[str, str | None, int | None, float | None, int | None, str | None]
 
 

@@ -136,15 +136,6 @@ def plan(
     return positions
 
 
-def starting_now(
-    queue: Sequence[Ticket], machine: Machine, usage: Mapping[int, float], rules: QueueRules, now: float
-) -> list[Ticket]:
-    """Those that plan() lets start now, without the rest of the plan."""
-    waiting = planned_for(queue)
-    starting = _Planner(machine, usage, rules, now, late_ones(queue, rules, now)).start_all(waiting)
-    return [ticket for ticket in waiting if ticket.id in starting]
-
-
 def late_ones(queue: Sequence[Ticket], rules: QueueRules, now: float) -> frozenset[str]:
     """The ids of those of *queue* that have waited beyond the bound, of each user the oldest.
 

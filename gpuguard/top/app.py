@@ -33,6 +33,7 @@ from gpuguard.enforcement.by_hand import BY_HAND
 from gpuguard.enforcement.signals import SENT, die_of
 from gpuguard.errors import GpuguardError
 from gpuguard.locale import N_, _, translated
+from gpuguard.model import ProcessIdentity
 from gpuguard.sanitize import neutralise
 from gpuguard.top import plots, processes
 from gpuguard.top.details import FIELDS, details
@@ -40,7 +41,7 @@ from gpuguard.top.devices import fields_shown
 from gpuguard.top.feed import SAMPLING_THREAD, SceneFeed
 from gpuguard.top.page import page, shown_uses, title
 from gpuguard.top.processes import ProcessRow, chosen_row, moved
-from gpuguard.top.scene import MODES, SORTS, History, Identity, Scene, ScreenLine, ScreenView
+from gpuguard.top.scene import MODES, SORTS, History, Scene, ScreenLine, ScreenView
 from gpuguard.users import user_name
 from gpuguard.views.charts import fitted
 
@@ -458,7 +459,7 @@ class Top(App[None]):
 
         self.push_screen(SignalScreen(processes.description(row)), answered)
 
-    def _send(self, action: str, process: Identity, devices: tuple[str, ...]) -> None:  # in the thread
+    def _send(self, action: str, process: ProcessIdentity, devices: tuple[str, ...]) -> None:  # in the thread
         try:
             outcome = self._feed.send(action, process, devices)
         except GpuguardError as error:

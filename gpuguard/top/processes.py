@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 
 from gpuguard.device_state import DeviceUse, ProcessUse, may_compute
 from gpuguard.locale import N_, _
+from gpuguard.model import ProcessIdentity
 from gpuguard.procfs import read_memory, start_time
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.top.devices import ranges
-from gpuguard.top.scene import Identity, Moment, Scene, ScreenLine, ScreenView, moment_of
+from gpuguard.top.scene import Moment, Scene, ScreenLine, ScreenView, moment_of
 from gpuguard.units import format_bytes, format_duration, format_rounded
 from gpuguard.views.charts import Part, fitted
 from gpuguard.views.text import padded, shorten
@@ -31,7 +32,7 @@ _ASCII_FORKS = ("|- ", "`- ", "|  ", "   ")
 class ProcessRow:
     """A process on one or several devices; None = unknown."""
 
-    identity: Identity | None  # None: its start time is not known, so it cannot be told from a later one
+    identity: ProcessIdentity | None  # None: its start time is not known, so it cannot be told from a later one
     pid: int
     user: str | None
     devices: tuple[str, ...]  # labels
@@ -278,7 +279,7 @@ def _ancestor(pid: int, scene: Scene) -> str:
     return f"{pid} {neutralise(above.user or 'unknown')} {neutral_command(above.command, brief=True)}"
 
 
-def moved(rows: Sequence[Identity], view: ScreenView, by: int) -> ScreenView:
+def moved(rows: Sequence[ProcessIdentity], view: ScreenView, by: int) -> ScreenView:
     """*view* with the cursor *by* rows further down, within the processes that are shown."""
     if not rows:
         return replace(view, selected=None)

@@ -10,12 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuguard.device_state import DeviceUse
-from gpuguard.model import GpuProcess, Snapshot
+from gpuguard.model import GpuProcess, ProcessIdentity, Snapshot
 from gpuguard.policies.view import HostUse
 from gpuguard.queue.priority import Ticket
 from gpuguard.views.charts import Part
-
-Identity = tuple[int, float]  # pid, start time
 
 MODES = ("auto", "full", "compact")
 SORTS = ("gpu", "pid", "user", "memory", "sm", "cpu", "host", "time", "command")
@@ -61,7 +59,7 @@ class Scene:
 
     snapshot: Snapshot  # of the machine, with its claims
     uses: tuple[DeviceUse, ...]  # its devices with their claims and processes
-    host: Mapping[Identity, HostUse] = field(default_factory=dict)  # what processes do beside the GPU
+    host: Mapping[ProcessIdentity, HostUse] = field(default_factory=dict)  # what processes do beside the GPU
     waiting: tuple[tuple[Ticket, str], ...] = ()  # the queue in its order, with "starts in about 2h"
     # Pid -> a process above one that computes; filled for the tree alone.
     ancestors: Mapping[int, Ancestor] = field(default_factory=dict)
@@ -85,7 +83,7 @@ class ScreenView:
     tree: bool = False  # processes below their parents
     ascii_only: bool = False  # no characters beyond ASCII in bars and trees
     past: bool = True  # with sparklines
-    selected: Identity | None = None  # the process under the cursor
+    selected: ProcessIdentity | None = None  # the process under the cursor
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class ScreenLine:
     """A line of the screen; *process* is whose row it is, *keys* what a click on its columns sorts by."""
 
     parts: tuple[Part, ...]
-    process: Identity | None = None
+    process: ProcessIdentity | None = None
     keys: tuple[tuple[int, int, str], ...] = ()  # first column, column behind the last, one of SORTS
 
     @property
@@ -144,9 +142,9 @@ class History:
 
     def __init__(self) -> None:
         self.devices: dict[str, dict[str, deque[float | None]]] = {}
-        self.processes: dict[Identity, deque[Moment]] = {}
+        self.processes: dict[ProcessIdentity, deque[Moment]] = {}
         self.machine: deque[HostMeters] = deque(maxlen=KEPT)
-        self._seen: dict[Identity, int] = {}
+        self._seen: dict[ProcessIdentity, int] = {}
         self._samples = 0
         self._times: deque[float] = deque(maxlen=KEPT)  # of the machine's clock
 
@@ -165,7 +163,7 @@ class History:
             rings["power"].append(device.power_draw)
         for uuid in set(self.devices) - {device.uuid for device in scene.snapshot.devices}:
             del self.devices[uuid]
-        running: dict[Identity, list[GpuProcess]] = {}
+        running: dict[ProcessIdentity, list[GpuProcess]] = {}
         for process in (process for device in scene.snapshot.devices for process in device.processes or ()):
             if process.start_time is not None:
                 running.setdefault((process.pid, process.start_time), []).append(process)

@@ -72,17 +72,19 @@ class Frame:
     event: bytes
 
 
-def who_makes_room(owners: Sequence[str], peer: str) -> str | None:
-    """Who of *owners* has the most, and loses one to *peer* where there is no room.
+class NoRoom(Exception):
+    """So many charts are asked for, or so many watch, that another one would only make all of them wait."""
 
-    None: *peer* would have as many, or is unknown ("").
+
+def who_makes_room(owners: Sequence[str], peer: str) -> int:
+    """Where in *owners* that one stands who loses a place to *peer*: the last one of whose user has the most.
+
+    Raises NoRoom: *peer* would have as many, or is unknown ("").
     """
     [(crowd, count)] = Counter(owners).most_common(1)
-    return crowd if peer and count > owners.count(peer) + 1 else None
-
-
-class TooManyCharts(Exception):
-    """So many charts are asked for that another one would only make all of them wait."""
+    if not peer or count <= owners.count(peer) + 1:
+        raise NoRoom
+    return max(place for place, owner in enumerate(owners) if owner == crowd)
 
 
 class FrameFeed:
@@ -215,7 +217,7 @@ class FrameFeed:
 
         Raises:
             KeyError: there is no such metric.
-            TooManyCharts: too many are requested.
+            NoRoom: too many are requested.
             CancelledError: another user, who has fewer, takes the place of this one.
         """
         if asked.metric not in METRICS:
@@ -223,10 +225,8 @@ class FrameFeed:
         charts = self._charts
         if asked not in charts:
             if len(charts) >= MAX_CHARTS:
-                crowd = who_makes_room([owner for _, owner in charts.values()], peer)
-                if crowd is None:
-                    raise TooManyCharts
-                charts.pop(next(key for key in reversed(charts) if charts[key][1] == crowd))[0].cancel()
+                place = who_makes_room([owner for _, owner in charts.values()], peer)
+                charts.pop([*charts][place])[0].cancel()
             charts[asked] = asyncio.get_running_loop().run_in_executor(self._drawing, self.drawn, asked), peer
         return await asyncio.shield(charts[asked][0])  # a viewer who leaves takes it from no other one
 

@@ -41,7 +41,7 @@ from gpuguard.locale.sentences import phrases
 from gpuguard.metrics.server import host_of
 from gpuguard.procfs import read_text
 from gpuguard.views.events import WORDS
-from gpuguard.web.feed import ChartRequest, FrameFeed, TooManyCharts, who_makes_room
+from gpuguard.web.feed import ChartRequest, FrameFeed, NoRoom, who_makes_room
 
 PAGE = Path(__file__).parent / "page"
 _PARTS = ("page.js", "charts.js", "nodes.js", "words.js", "units.js", "page.css", "uPlot.iife.min.js", "uPlot.min.css")
@@ -92,7 +92,7 @@ def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None
                 raise ValueError
             asked = ChartRequest(given.get("metric", "utilization"), seconds, until, step)
             text = await feed.chart(asked, peer_of(request.scope))
-        except (TooManyCharts, asyncio.CancelledError):  # cancelled by the end of the server, or for another user
+        except (NoRoom, asyncio.CancelledError):  # cancelled by the end of the server, or for another user
             reason = "too many charts are requested: try again in a moment\n"
             return PlainTextResponse(reason, 503, {"retry-after": "5"})
         except (ValueError, KeyError, OverflowError):
@@ -104,10 +104,10 @@ def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None
     async def stream(request: Request) -> Response:
         peer = peer_of(request.scope)
         if len(streams) >= MAX_VIEWERS:  # Stream counts itself without letting another request in between
-            crowd = who_makes_room([other.peer for other in streams], peer)
-            if crowd is None:
+            try:
+                streams[who_makes_room([other.peer for other in streams], peer)].end()
+            except NoRoom:
                 return PlainTextResponse("too many watch already: try again in a minute\n", 503, {"retry-after": "60"})
-            next(other for other in reversed(streams) if other.peer == crowd).end()
         return Stream(feed, streams, peer, throughput="throughput" in request.query_params)
 
     contents = {path: (PAGE / name).read_bytes() for path, name in FILES.items()}

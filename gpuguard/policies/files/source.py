@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.files import open_along, open_named
+from gpuguard.files import READING, open_along, open_named
 from gpuguard.locale import _
 from gpuguard.sanitize import display_width, neutralise
 
@@ -57,9 +57,6 @@ def in_order(faults: Iterable[Fault]) -> tuple[Fault, ...]:
     return tuple(sorted(set(faults), key=lambda fault: (fault.line, fault.column, fault.text)))
 
 
-_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO must not hang the daemon
-
-
 def read_file(path: str, *, only_root: bool, only_public: bool = False) -> bytes:
     """The content of a regular file of at most LARGEST bytes.
 
@@ -77,7 +74,7 @@ def read_file(path: str, *, only_root: bool, only_public: bool = False) -> bytes
     """
     if not path:
         raise InvalidRequest(_("the name of the file is empty.\nWrite where it is."))
-    descriptor = open_along(path, _FILE, _open_beside_roots) if only_root else open_named(path, _FILE)
+    descriptor = open_along(path, READING, _open_beside_roots) if only_root else open_named(path, READING)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
