@@ -229,7 +229,7 @@ def _wrong_model(device: Device, terms: Terms) -> Iterator[Reason]:
     globs = terms.request.models
     if globs and device.name is None:
         yield _unknown(device, "name", _("its model"), terms, "--model", permanent=True)
-    elif globs and not any(is_model(device.name or "", glob) for glob in globs):
+    elif globs and not is_one_of_models(device.name or "", globs):
         yield Reason(_("its model is {name}").format(name=shown(device.name or "")), True, "--model")
 
 
@@ -379,6 +379,11 @@ def refusals(terms: Terms) -> list[Refusal]:
 
 
 @lru_cache(256)  # a machine has many devices of one name
+def is_one_of_models(name: str, globs: tuple[str, ...]) -> bool:
+    """Whether one of *globs* is_model()."""
+    return any(is_model(name, glob) for glob in globs)
+
+
 def is_model(name: str, glob: str) -> bool:
     """Whether *glob* matches the name, or its end from some word on: "A100*" and "A100" fit NVIDIA A100-SXM4-80GB."""
     text = " ".join(name.lower().split())

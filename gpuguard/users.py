@@ -108,12 +108,12 @@ def accountable_uid(uid: int) -> int:
 def accountable_uids(uids: Iterable[int]) -> dict[int, int]:
     """uid -> the uid that stands for it where each user is one: that of the user to whom root has given it.
 
-    While the number of that user cannot be told, and for root, it is the first of all uids that were given to them.
+    While the number of that user cannot be told, and for root, it is the lowest of all uids that were given to them.
     Any other uid stands for itself.  Unlike certain_owner() it asks for the names of no *uids*, of which a user may
     bring any number, and so it is for what is counted and shared, not for what is done to anybody.
     """
     owners = {uid: None if uid in _names else owner_of_given(uid) for uid in uids}
-    return {uid: uid if not owner else _number_of(owner) or _first_of(owner, uid) for uid, owner in owners.items()}
+    return {uid: uid if not owner else _number_of(owner) or _lowest_of(owner, uid) for uid, owner in owners.items()}
 
 
 def owner_of_given(uid: int) -> str | None:
@@ -123,7 +123,7 @@ def owner_of_given(uid: int) -> str | None:
     return ranges[behind - 1][1] if behind else None
 
 
-def _first_of(owner: str, uid: int) -> int:
+def _lowest_of(owner: str, uid: int) -> int:
     return min((begin for begin, user in _given() if user == owner), default=uid)
 
 

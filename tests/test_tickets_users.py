@@ -229,10 +229,10 @@ def test_what_root_gives_later_is_known_at_once(given):
     assert accountable_uids([500_007, FIRST + 1]) == {500_007: 1003, FIRST + 1: FIRST + 1}
 
 
-def test_while_a_user_has_no_number_the_first_uid_that_was_given_stands_for_all(given):
+def test_while_a_user_has_no_number_the_lowest_uid_that_was_given_stands_for_all(given):
     given.write_text("nobody-here:500000:100\nnobody-here:400000:100\n")
 
-    assert accountable_uids([500_007, 400_001]) == {500_007: 500_000, 400_001: 500_000}
+    assert accountable_uids([500_007, 400_001]) == {500_007: 400_000, 400_001: 400_000}
 
 
 @pytest.mark.parametrize("content", [None, "", "\n\n", b"\xff:1:1\n"])

@@ -26,7 +26,7 @@ import errno
 import json
 import os
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, is_unlo
 from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
 from gpuguard.device_state import lock_identity
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
-from gpuguard.files import create_file, exists_in_place, open_regular, write_all
+from gpuguard.files import create_file, exists_in_place, open_regular, status_in_place, write_all
 from gpuguard.jsonio import loads, sound_fields
 from gpuguard.locale import _
 from gpuguard.model import ClaimRecord, Snapshot
@@ -44,7 +44,7 @@ from gpuguard.units import local_time
 from gpuguard.users import accountable_uids, certain_owner, user_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
     from gpuguard.claims.grants import Grant
@@ -81,6 +81,7 @@ FULL_BYTES = 65_536
 
 _NOBODY = -1
 _MOST_NAMED = 5  # users who hold a lock together
+_owners: dict[str, dict[tuple[str, int], tuple[int, float]]] = {}  # directory -> (name, inode) -> (uid, time)
 HOLDERS_SECONDS = 10.0  # after which a ClaimWatcher finds out anew who holds the locks
 
 
@@ -192,21 +193,27 @@ def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tupl
     """
     if len(names) <= most:
         return names, {}
-    of_user = files_by_user(directory, names)
+    of_user = files_by_user(directory, frozenset(names).__contains__)
     beyond = {uid: len(own) - most for uid, own in of_user.items() if uid and len(own) > most}
     return [name for uid, own in of_user.items() for _, name in own[: most if uid else None]], beyond
 
 
-def files_by_user(directory: LockDirectory, names: Iterable[str]) -> dict[int, list[tuple[float, str]]]:
-    """(time of the last change, name) of each user's files, the oldest first; see users.accountable_uids."""
-    files = list[tuple[float, str, int]]()
-    for name in names:
-        with suppress(OSError):  # it has just ended
-            status = os.lstat(f"{directory.records}/{name}")
-            files.append((status.st_ctime, name, status.st_uid))
-    whose = accountable_uids({uid for _since, _name, uid in files})
+def files_by_user(directory: LockDirectory, is_wanted: Callable[[str], bool]) -> dict[int, list[tuple[float, str]]]:
+    """(time of the last change, name) of each user's files, the oldest first; see users.accountable_uids.
+
+    What was read of a file is remembered while it is there: there may be thousands, and their owners never change.
+    """
+    known, files = _owners.get(directory.records, {}), dict[tuple[str, int], tuple[int, float]]()
+    with nullcontext(()) if directory.is_missing() else os.scandir(directory.records) as entries:
+        for entry in [entry for entry in entries if is_wanted(entry.name)]:
+            key = entry.name, entry.inode()
+            with suppress(OSError):  # it has just ended
+                status = None if key in known else status_in_place(entry.path)
+                files[key] = (status.st_uid, status.st_ctime) if status else known[key]
+    _owners[directory.records] = files
+    whose = accountable_uids({uid for uid, _since in files.values()})
     of_user: dict[int, list[tuple[float, str]]] = {}
-    for since, name, uid in sorted(files):
+    for since, name, uid in sorted((since, name, uid) for (name, _inode), (uid, since) in files.items()):
         of_user.setdefault(whose[uid], []).append((since, name))
     return of_user
 

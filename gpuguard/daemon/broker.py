@@ -37,7 +37,7 @@ from gpuguard.eligibility import Sharing
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest, LockDirectoryError
 from gpuguard.files import close_all
-from gpuguard.model import MEMORY, PROCESSES, Event, Snapshot
+from gpuguard.model import MEMORY, MODEL, PROCESSES, Event, Snapshot
 from gpuguard.queue.leader import MAY_START
 from gpuguard.queue.priority import PRIORITIES, Ticket
 from gpuguard.queue.reasons import kept_for_others, start_text
@@ -257,7 +257,7 @@ class Broker:
     def _sample(self, requests: Iterable[Request]) -> tuple[Snapshot, set[str]]:
         """A sample of what a plan of these requests needs, and the groups of fields that are in it."""
         self._backend = self._backend or self._open_backend()
-        needed = {MEMORY, PROCESSES}.union(*map(fields_needed, requests))
+        needed = {MEMORY, PROCESSES, MODEL}.union(*map(fields_needed, requests))
         return self._backend.sample(needed), needed
 
     def _ticket(self, uid: int, names: list[str], message: Mapping[str, Any]) -> Ticket:

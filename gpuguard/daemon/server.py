@@ -72,13 +72,14 @@ class _TurnQueue:
     def __init__(self) -> None:
         self._entries = PriorityQueue[tuple[int, int, tuple[_Client, bytes] | None]]()
         self._round, self._number = 0, count()
-        self._last = Counter[int]()  # user -> the round in which their last request has its turn
+        self._next = Counter[int]()  # user -> the first round in which no request of theirs has its turn
 
     def put(self, entry: tuple[_Client, bytes] | None) -> None:
         """Add a request, or None, at which the thread ends."""
         owner = entry[0].owner if entry else -1
-        self._last[owner] = max(self._round, self._last[owner]) + 1
-        self._entries.put((self._last[owner], next(self._number), entry))
+        turn = max(self._round, self._next[owner])  # of who has none in this round: in this one
+        self._next[owner] = turn + 1
+        self._entries.put((turn, next(self._number), entry))
 
     def get(self) -> tuple[_Client, bytes] | None:
         """The next request, as soon as there is one."""

@@ -242,8 +242,7 @@ def _executable(pid: int) -> tuple[str | None, int | None, bool]:
             except OSError:
                 # Files of FUSE tell even root nothing but their path: a process must not be spared for that.
                 return path, None, False
-            is_file = stat.S_ISREG(seen.st_mode)
-            return (path, seen.st_uid, _lies_at(path, seen, pid)) if is_file else (None, None, False)
+            return (path, seen.st_uid, _lies_at(path, seen, pid)) if stat.S_ISREG(seen.st_mode) else (None, None, False)
     return None, None, False
 
 

@@ -21,6 +21,7 @@ from gpuguard.queue.state import QueueFacts, QueueState, choose_for, expected_en
 from gpuguard.queue.tickets import new_ticket
 from gpuguard.request import Request
 from gpuguard.units import format_duration
+from gpuguard.users import user_name
 
 
 def reservation_text(reservation: Reservation, now: float) -> str:
@@ -165,9 +166,9 @@ def unplanned_texts(queue: QueueState, users: Collection[str] = ()) -> list[str]
             "{count} more request of {user} waits until those before it have started",
             "{count} more requests of {user} wait until those before them have started",
             len(file.unread),
-        ).format(count=len(file.unread), user=file.unread[0].user)
+        ).format(count=len(file.unread), user=user_name(file.uid))
         for file in queue.ignored
-        if file.unread and (not users or file.unread[0].user in users)
+        if file.unread and (not users or user_name(file.uid) in users)
     ]
 
 

@@ -291,8 +291,11 @@ def record_arrivals_seen(directory: LockDirectory, snapshot: Snapshot, waiting: 
     claims, *waiting* are the requests that wait.
     """
     files = daemon_files(directory)
-    is_readable = files.owner is not None and snapshot.taken_at and claims_readable(snapshot)
-    if not is_readable or not _has_reservations(directory) or not touch(files.file(_LOOKED)):
+    if (
+        files.owner is None
+        or not (snapshot.taken_at and claims_readable(snapshot) and _has_reservations(directory))
+        or not touch(files.file(_LOOKED))
+    ):
         return
     reservations, _ignored, _of_users = read_reservations(directory, now)
     users = {ticket.uid for ticket in waiting}

@@ -52,7 +52,7 @@ MAX_BYTES = 8192
 MOST_ALTERNATIVES = 4  # of one request
 MOST_MODELS = 16  # globs of one request, each of which is compared with the names of all devices
 MOST_UNREAD = 4  # bytes in a waker
-MOST_OF_ONE = 64  # alternatives of all tickets of one user: so many are read and planned, the oldest tickets first
+MOST_OF_ONE = 32  # alternatives of all tickets of one user: so many are read and planned, the oldest tickets first
 MOST_OF_SET_BACK = 4  # the same for a user who is set back
 MOST_OPENED = 256  # files of one user, among them those of tickets that wait for --after or have ended
 MOST_WANTED = 1024  # GPUs: a ticket may say what it likes, and sums of it are kept
@@ -71,7 +71,7 @@ class IgnoredFile:
     uid: int
     id: str
     reason: str
-    unread: tuple[Ticket, ...] = ()  # those for which it stands, without what they say: without their requests
+    unread: tuple[tuple[float, str], ...] = ()  # those for which it stands: when they were written, and their names
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[IgnoredFi
     is_set_back = read_restrictions(directory, SET_BACK, time.time()) if directory.keeper is not None else {}
     tickets: list[Ticket] = []
     ignored: list[IgnoredFile] = []
-    for owner, files in files_by_user(directory, _names_of(directory, "ticket")).items():
+    for owner, files in files_by_user(directory, _is_finished(directory, "ticket")).items():
         room = math.inf if owner == 0 else MOST_OF_SET_BACK if str(owner) in is_set_back else MOST_OF_ONE
         opened, own = 0, list[Ticket]()
         for _since, name in files:
@@ -276,7 +276,7 @@ def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[IgnoredFi
                 ignored.append(document)
         last = max(filter(None, (last_started(directory, uid) for uid in {ticket.uid for ticket in own})), default=None)
         tickets += [replace(ticket, served=last) for ticket in own]
-        if unread := tuple(_unread_ticket(directory, owner, *file) for file in files[opened:]):
+        if unread := tuple(files[opened:]):
             ignored.append(_left_out(owner, len(unread), len(own), unread))
     return tickets, ignored
 
@@ -307,7 +307,7 @@ def read_ticket(directory: LockDirectory, uid: int, ticket_id: str) -> Ticket | 
     return document if isinstance(document, Ticket) and document.uid == uid else None
 
 
-def _left_out(uid: int, count: int, before: int, unread: tuple[Ticket, ...] = ()) -> IgnoredFile:
+def _left_out(uid: int, count: int, before: int, unread: tuple[tuple[float, str], ...] = ()) -> IgnoredFile:
     return IgnoredFile(
         uid,
         _("{count} more").format(count=count),
@@ -316,11 +316,10 @@ def _left_out(uid: int, count: int, before: int, unread: tuple[Ticket, ...] = ()
     )
 
 
-def _names_of(directory: LockDirectory, kind: str, names: Iterable[str] | None = None) -> list[str]:
-    """The names of the finished files of a kind."""
+def _is_finished(directory: LockDirectory, kind: str) -> Callable[[str], bool]:
+    """Whether a name is that of a finished file of a kind."""
     start = f"{directory.prefix}{kind}."
-    names = directory.names() if names is None else names
-    return [name for name in names if name.startswith(start) and name.endswith(".json")]
+    return lambda name: name.startswith(start) and name.endswith(".json")
 
 
 def read_documents(
@@ -335,7 +334,7 @@ def read_documents(
     Raises:
         OSError: one cannot be opened now, which says nothing of the file: its owner would be passed over.
     """
-    first, beyond = first_of_each(directory, _names_of(directory, kind, names), most)
+    first, beyond = first_of_each(directory, [*filter(_is_finished(directory, kind), names)], most)
     ignored = [_left_out(uid, count, most) for uid, count in beyond.items()]
     documents: list[T] = []
     for name in first:
@@ -446,7 +445,7 @@ def waiting_tickets(directory: LockDirectory) -> tuple[Ticket, ...] | None:
         tickets, ignored = read_tickets(directory)
     except (ClaimError, OSError):
         return None
-    return (*tickets, *(ticket for file in ignored for ticket in file.unread))
+    return (*tickets, *(_unread_ticket(directory, file.uid, *unread) for file in ignored for unread in file.unread))
 
 
 def wanted(waiting: Iterable[Ticket] | None) -> dict[int, int] | None:
