@@ -33,7 +33,7 @@ from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, ClaimRecord, Event, Finding,
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES
 from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
-from gpuguard.policies.policy import ENDING, HARMFUL, Judgement, Kept, KeptMark, Note, Policy
+from gpuguard.policies.policy import COUNTED, ENDING, HARMFUL, Judgement, Kept, KeptMark, Note, Policy
 from gpuguard.policies.rules import needs_of
 from gpuguard.policies.usage import TrespassRule, strangers
 from gpuguard.policies.view import MachineUse, RuleView, SubjectIdentity, identity_of, process_subject
@@ -116,7 +116,7 @@ class Watchdog:
         self._there_first = set[tuple[SubjectIdentity, int, str]]()  # processes that were there before a claim
         self._pending: dict[PendingKey, list[tuple[Policy, Verdict]]] = {}
         self._deferred: dict[PendingKey, tuple[int, float]] = {}  # by a check: which step, and until which clock
-        self._refused: dict[PendingKey, tuple[int, str]] = {}  # by a check, for good: which step, and why
+        self._refused: dict[PendingKey, tuple[int, str]] = {}  # which step was not taken when it was tried, and why
         self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
         self._quota, self._reported = AuditQuota(), dict[str, float]()  # when a policy was last reported to fail
         self._context = ActionContext(
@@ -346,11 +346,13 @@ class Watchdog:
                 if waits := [outcome.wait for outcome in outcomes or () if outcome.wait is not None]:
                     deferred[key] = due[0][1].step, snapshot.clock + max(waits)
                     break  # a check asks for time: the same step is tried again after the next sample
+                verdict = due.pop(0)[1]
                 refused.pop(key, None)
-                if outcomes and all(outcome.word == actions.REFUSED for outcome in outcomes):
-                    refused[key] = due[0][1].step, outcomes[0].why
-                self._write_to_owners(due[0][1], outcomes or (), context)
-                due.pop(0)
+                self._write_to_owners(verdict, outcomes or (), context)
+                if outcomes and verdict.action in COUNTED and {each.word for each in outcomes} <= actions.NOT_TAKEN:
+                    refused[key] = verdict.step, outcomes[0].why or outcomes[0].word
+                    self._memory.not_taken(verdict, snapshot.clock)
+                    due.clear()  # what comes after it comes after it
             if not due:
                 del self._pending[key]
         self._deferred, self._refused = deferred, refused

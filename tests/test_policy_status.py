@@ -12,7 +12,7 @@ from gpuguard.daemon.requests import status_reply
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.model import Finding
-from gpuguard.policies.engine import evaluate, policy_status
+from gpuguard.policies.engine import AGAIN_SECONDS, evaluate, policy_status
 from gpuguard.policies.policy import KILL_AFTER, Step
 from gpuguard.policies.view import (
     MOST,
@@ -156,7 +156,7 @@ def test_a_step_that_a_check_has_put_off_is_told_as_the_next_one_and_until_when(
     assert (row.last, row.next, row.due and row.due - START) == ("warn", "terminate", 605.0)
 
 
-def test_a_step_that_a_check_refused_for_good_was_not_taken_and_no_kill_follows_it(monkeypatch):
+def test_a_step_that_a_check_refused_was_not_taken_and_comes_again(monkeypatch):
     def act(verdict, snapshot, context):
         return (ActionOutcome("done" if verdict.action == "warn" else "refused", "uid 7 is protected"),)
 
@@ -166,9 +166,10 @@ def test_a_step_that_a_check_refused_for_good_was_not_taken_and_no_kill_follows_
         guard.step()
 
     [row] = guard.status()
-    assert (row.last, row.refused, row.next, row.due) == ("terminate", "uid 7 is protected", "kill", None)
+    assert (row.last, row.refused, row.next) == ("warn", "uid 7 is protected", "terminate")
+    assert row.due and row.due - START == 3 + AGAIN_SECONDS
     [text] = status_lines(StatusReply(True, (status_reply(row),), 0), time.time())
-    assert "terminate was refused (uid 7 is protected); kill waits for the step before it" in text
+    assert "last step warn, terminate was refused (uid 7 is protected); terminate " in text
 
 
 def test_a_kill_has_no_time_while_nobody_was_asked_to_end():

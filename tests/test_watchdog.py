@@ -18,7 +18,7 @@ from gpuguard.errors import DriverUnresponsive
 from gpuguard.notify.templates import message_for
 from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.idle import IdleRule
-from gpuguard.policies.policy import Policy, Step
+from gpuguard.policies.policy import KILL_AFTER, Policy, Step
 from gpuguard.policies.thresholds import MemoryRule
 from gpuguard.request import Request
 from gpuguard.units import parse_memory_amount
@@ -96,6 +96,65 @@ def test_a_step_that_a_check_holds_up_is_tried_again_and_the_next_one_waits(a_wa
     looks(guard, 6)
 
     assert tried == ["pause", "pause", "pause", "resume"]
+
+
+NOT_TAKEN = ["refused", "failed", "not recorded", "not permitted"]
+COOLING = replace(HOGS, cooldown=1000.0)
+
+
+@pytest.fixture
+def tries(a_watchdog, monkeypatch):
+    """(policy, action, seconds) of each step that is tried in samples 10 s apart, if the tries come out as *words*."""
+
+    def run(words, *policies, edited=None, number=16):
+        tried, left = [], iter(words)
+
+        def act(verdict, snapshot, context):
+            tried.append((verdict.policy, verdict.action, snapshot.clock - 10_000.0))
+            return (ActionOutcome(next(left)),)
+
+        monkeypatch.setattr(actions, "act", act)
+        guard = a_watchdog(Scripted(*snapshots(A_HOG, number=number, every=10.0)), policies, interval=(10.0, 10.0))
+        looks(guard, 2)
+        if edited:
+            guard.policies = (edited,)
+        looks(guard, number - 2)
+        return tried
+
+    return run
+
+
+@pytest.mark.parametrize("word", NOT_TAKEN)
+def test_a_step_that_was_not_taken_is_tried_again_and_only_one_that_was_begins_a_cooldown(tries, word):
+    tried = tries([word, word, "sent"], COOLING)
+
+    assert tried == [("hogs", "terminate", 10.0), ("hogs", "terminate", 70.0), ("hogs", "terminate", 130.0)]
+
+
+def test_who_could_not_be_asked_to_end_as_the_disk_was_full_is_asked_later_and_then_killed(tries):
+    ladder = (Step("pause"), Step("terminate"), Step("kill", KILL_AFTER))
+    tried = tries(["sent", "not recorded", "sent", "sent"], replace(COOLING, steps=ladder))
+
+    assert [row[1:] for row in tried] == [("pause", 10.0), ("terminate", 20.0), ("terminate", 80.0), ("kill", 110.0)]
+
+
+def test_an_edit_after_a_refusal_leaves_nobody_alone_for_the_cooldown(tries):
+    tried = tries(["refused", "sent"], COOLING, edited=replace(COOLING, cooldown=900.0))
+
+    assert tried == [("hogs", "terminate", 10.0), ("hogs", "terminate", 30.0)]
+
+
+def test_a_refused_step_holds_up_no_step_of_another_policy_on_the_same_gpu(tries):
+    later = replace(HOGS, name="later", hold=20.0)
+    tried = tries(["refused", "sent"], COOLING, later, number=4)
+
+    assert tried == [("hogs", "terminate", 10.0), ("later", "terminate", 20.0)]
+
+
+def test_a_message_that_reached_nobody_is_done_and_the_ladder_goes_on(tries):
+    tried = tries(["failed", "sent"], replace(COOLING, steps=(Step("warn"), Step("terminate"))))
+
+    assert tried == [("hogs", "warn", 10.0), ("hogs", "terminate", 20.0)]
 
 
 @pytest.mark.parametrize(("pause", "tries"), [(100.0, 3), (700.0, 1)])

@@ -30,7 +30,7 @@ from gpuguard.errors import ClaimError, InvalidRequest, LockDirectoryError
 from gpuguard.history.audit_log import line_of
 from gpuguard.model import Device, Event, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject, Verdict, claim_named
 from gpuguard.notify.templates import deed_text, message_for
-from gpuguard.policies.policy import DISRUPTIVE, HARMFUL
+from gpuguard.policies.policy import COUNTED, DISRUPTIVE, HARMFUL
 from gpuguard.procfs import boot_clock, start_time
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_duration, parse_duration
@@ -42,6 +42,7 @@ UNRECORDED = "not recorded"  # no line in the audit log, so nothing was done
 UNKILLABLE = "unkillable"
 DONE = "done"
 FAILED = "failed"
+NOT_TAKEN = frozenset({REFUSED, UNRECORDED, FAILED, NOT_PERMITTED})  # the words of a step that took nothing away
 
 WRITE_SECONDS = 1.0  # for a line in the audit log; after more than that the checks before it count no longer
 
@@ -477,7 +478,10 @@ def _refused(target: Preflight) -> ActionOutcome:
 
 
 def _logged(verdict: Verdict, context: ActionContext, word: str, why: str = "") -> ActionOutcome:
-    context.append(_event(verdict, word, why=why))
+    # A step that was not taken is tried again: one line for each breach is enough, until the reason changes.
+    key = (verdict.finding.subject, verdict.policy, verdict.action, verdict.since, context.is_live(verdict))
+    if word not in NOT_TAKEN or verdict.action not in COUNTED or context.limits.refused_anew(key, why):
+        context.append(_event(verdict, word, why=why))
     return ActionOutcome(word, why)
 
 

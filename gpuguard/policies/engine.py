@@ -57,6 +57,7 @@ EFFECT_SECONDS = 50.0  # a driver may take so long to give the memory of an ende
 MEMORY_SLACK = 512 * 2**20  # bytes by which others may grow meanwhile
 LONGEST_PAUSE = 600.0  # seconds between samples, after which nothing is taken to have gone on all the time
 SLEPT_SECONDS = 1.0  # by which the clock of the boot ran ahead of the one that stands still while the machine sleeps
+AGAIN_SECONDS = 60.0  # after which a step that was not taken is tried again
 SAID_AGAIN_SECONDS = 60.0  # at least, between two messages about one more pause
 MOST_NAMES = 10  # of users, in a note
 
@@ -78,6 +79,7 @@ class EscalationState:
     done: int = 0  # steps
     stepped_at: float = 0.0  # clock of the last step
     terminated_at: float | None = None
+    again_at: float = 0.0  # clock at which a step that was not taken is due again; 0: it was, or not tried yet
     held_until: float = 0.0  # clock before which it has no turn, since others of the policy had theirs
     shifted: bool = False  # by a pause: what messages have said of the next step is no longer true
     said_again_at: float = float("-inf")  # clock
@@ -133,6 +135,21 @@ class EngineMemory:
             state.held_until += seconds
             state.terminated_at = None if state.terminated_at is None else state.terminated_at + seconds
             state.shifted = True
+
+    def not_taken(self, verdict: Verdict, clock: float) -> None:
+        """Let a step be due once more that was refused, failed or could not be recorded, and so took nothing away.
+
+        It begins no cooldown, no other step waits for its effect, and nothing was asked to end by it.
+        """
+        victims = victims_of(verdict.finding)
+        for identity, state in self.states.get(verdict.policy, {}).items():
+            own = {(process.pid, process.start_time) for process in state.processes}
+            if state.done > verdict.step and (identity == identity_of(verdict.finding.subject) or victims == own):
+                state.done, state.again_at = verdict.step, clock + AGAIN_SECONDS
+                state.terminated_at = None if verdict.action == "terminate" else state.terminated_at
+                self.cooling.pop((verdict.policy, identity), None)
+                for place in [place for place, effect in self.effects.items() if effect.subject == identity]:
+                    del self.effects[place]
 
     def start_anew(self, clock: float) -> None:
         """Drop what was seen before a long pause: it is unknown what happened in it."""
@@ -513,7 +530,7 @@ def next_step(state: EscalationState, policy: Policy, clock: float) -> tuple[Ste
 def _due(policy: Policy, state: EscalationState) -> float | None:
     """The clock at which the next step comes while the condition holds; None for a kill before a terminate."""
     step = policy.steps[state.done]
-    due = (state.stepped_at if state.done else state.since + policy.hold) + step.after
+    due = state.again_at or (state.stepped_at if state.done else state.since + policy.hold) + step.after
     if step.action != "kill":
         return due
     # The policy was checked for this when it was made; a SIGKILL too early cannot be taken back.
@@ -532,7 +549,7 @@ def advance(due: DueStep, memory: EngineMemory, clock: float, *, skipped: bool =
     if skipped and state.terminated_at is None:
         while state.done < len(policy.steps) and policy.steps[state.done].action == "kill":
             state.done += 1
-    state.stepped_at = clock
+    state.stepped_at, state.again_at = clock, 0.0
     if state.done == len(policy.steps):
         memory.cooling[policy.name, due.identity] = clock + policy.cooldown
 
@@ -701,7 +718,7 @@ class PolicyStatus:
     next: str | None  # the one that comes if nothing changes; after the last one the first, when its cooldown is over
     due: float | None  # clock at which that is, if every sample until then finds the same
     enforce: bool  # the policy's own switch
-    refused: str | None = None  # why a check refused the last step; None: it was taken
+    refused: str | None = None  # why the next step was refused when it was tried; None: it was not
     harm: str | None = None  # the next of the steps to come that takes something away from the user
     harm_due: float | None = None  # clock at which that comes, if nothing changes
     rule: str = ""
@@ -721,7 +738,7 @@ def policy_status(
         memory: of the samples so far.
         put_off: (policy, identity) -> the number of a step whose time has come, and the clock until which a check put
             it off.
-        refused: (policy, identity) -> the number of a step that a check has refused for good, and why.
+        refused: (policy, identity) -> the number of a step that was not taken when it was tried, and why.
     """
     found = []
     for policy in policies:
@@ -739,9 +756,7 @@ def policy_status(
             number = done % len(steps) if steps else 0
             following = steps[number].action if steps else None
             step, why = (refused or {}).get((name, identity), (-1, None))
-            why = why if step == done - 1 else None
-            if why and last == "terminate" and following == "kill":
-                due = None  # what was not asked to end is not killed
+            why = why if step == number else None
             harm = _harm(policy, number, Finding("", state.subject, "", state.processes))
             at = due + harm[1] - steps[number].after if harm and due is not None else None
             found.append(

@@ -221,12 +221,9 @@ def _status_line(row: PolicyStatusReply, now: float, enforced: bool) -> str:
     device = f"GPU {row.device_label}" if row.device_label else row.device  # a uuid says itself what it is
     where = _(" on {device}").format(device=device) if device else ""
     since = format_duration(max(0, round(now - row.since_unix_seconds)))
-    done = _(", last step {step}").format(step=_(row.last)) if row.last and not row.refused else ""
-    done = (
-        _(", {step} was refused ({why})").format(step=_(row.last or "n/a"), why=translated(row.refused))
-        if row.refused
-        else done
-    )
+    done = _(", last step {step}").format(step=_(row.last)) if row.last else ""
+    if row.refused:
+        done += _(", {step} was refused ({why})").format(step=_(row.next or "n/a"), why=translated(row.refused))
     if row.next is None:
         then = _("no step is left")
     elif row.next_unix_seconds is None:
