@@ -115,7 +115,7 @@
     for (const finding of seen.findings) {
       const about = [finding.user, finding.pid && word("process", finding.pid), finding.claim && word("claim_named", finding.claim),
         finding.device_label && word("device_named", finding.device_label)].filter(Boolean).join(", ");
-      const next = finding.refused ? word("finding_refused", named(finding.last ?? finding.next ?? ""), phrase(finding.refused))
+      const next = finding.refused ? word("finding_refused", named(finding.next ?? finding.last ?? ""), phrase(finding.refused))
         : finding.next && finding.next_unix_seconds ? word("finding_next", named(finding.next), clock(finding.next_unix_seconds)) : "";
       rows.push(make("li", {}, [word("finding", finding.policy, about || word("all_of_it"), clock(finding.since_unix_seconds, { seconds: false })),
         next, finding.enforce ? "" : word("dry")].filter(Boolean).join(" · ")));
