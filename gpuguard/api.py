@@ -41,7 +41,7 @@ from gpuguard.queue.tickets import MOST_ALTERNATIVES
 from gpuguard.request import Request
 from gpuguard.select import not_enough
 from gpuguard.source import desktop_memory, joined
-from gpuguard.units import local_time
+from gpuguard.units import format_bytes, local_time, parse_bytes, parse_duration
 
 _ALL = -1
 _PLENTY = 1024  # more devices than a machine has
@@ -49,11 +49,11 @@ _LISTS = ("devices", "exclude", "prefer", "models")
 _NUMBERS = {
     "num_gpus": "",
     "max_gpus": "",
-    "wait": " of seconds, as in 3600, or None",
-    "min_free": " of bytes, as in 20 * 2**30",
-    "min_total": " of bytes, as in 80 * 2**30",
-    "memory": " of bytes, as in 10 * 2**30",
-    "tolerance": " of bytes, as in 512 * 2**20",
+    "wait": " of seconds, as in 3600, a text like '1h', or None",
+    "min_free": " of bytes, or a text like '20GiB'",
+    "min_total": " of bytes, or a text like '80GiB'",
+    "memory": " of bytes, or a text like '10GiB'",
+    "tolerance": " of bytes, or a text like '512MiB'",
     "gpu_min_memory": " of MiB",
     "min_free_fraction": " from 0 to 1",
     "max_util": " of percent, as in 10",
@@ -64,6 +64,8 @@ _NUMBERS = {
     "slots": "",
 }
 _FRACTIONAL = ("min_free_fraction", "max_util", "max_memory_util", "max_temperature")  # the others are whole
+_SIZES = ("min_free", "min_total", "memory", "tolerance")
+_LEAST_SIZE = 2**20  # bytes: who asks for fewer has forgotten the unit
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def grab_gpus(
     gpu_min_memory: float | None = None,
     *,
     strict: bool = True,
-    wait: float | None = 0.0,
+    wait: float | str | None = 0.0,
     alternatives: Iterable[Mapping[str, Any]] = (),
     priority: str = "normal",
     on_wait: Callable[[NotEnoughGpus], object] | None = None,
@@ -125,18 +127,18 @@ def grab_gpus(
         env_set_ok: None stays inside a CUDA_VISIBLE_DEVICES that is already set; False raises ValueError then.
         gpu_min_memory: MiB of memory in all.
         strict: False warns and takes what there is, if need be nothing (CUDA sees no device), instead of raising.
-        wait: seconds to wait in the queue for the devices; None for ever.
+        wait: seconds to wait in the queue for the devices, or a text like "1h"; None for ever.
         alternatives: what will do as well, the best liked first, at most 3: the conditions of each, as in
-            ({"num_gpus": 1, "min_free": 40 * 2**30},); those of the first request do not hold for it.
+            ({"num_gpus": 1, "min_free": "40GiB"},); those of the first request do not hold for it.
         priority: in the queue, "low", "normal" or "high"; a site bounds it.
         on_wait: called once in a while, while it waits, with what is missing; print() will do.
         note: for others, in `gpuguard who`; in a kernel of Jupyter the name of the notebook is the default.
         backend: see open_backend; default $GPUGUARD_BACKEND, else nvml.
         directory: of the claims; default $GPUGUARD_DIR, else the machine's.
         further: claim devices beside those that this process has; os.environ names those of the last call.
-        **conditions: further fields of Request: min_free (bytes), models, exclude, prefer, max_util (percent),
-            share=True with memory (bytes) for a part of each device, mig ("3g.40gb"), allow_mig_set=True (several
-            MIG instances, of which one process can use only one) ...
+        **conditions: further fields of Request: min_free ("20GiB", or bytes), models, exclude, prefer, max_util
+            (percent), share=True with memory (as min_free) for a part of each device, mig ("3g.40gb"),
+            allow_mig_set=True (several MIG instances, of which one process can use only one) ...
 
     Returns:
         A Claim: a sequence of its devices, so len(claim) is their number.
@@ -150,7 +152,8 @@ def grab_gpus(
         BackendError: the driver cannot be reached.
     """
     try:
-        _refuse_texts({"num_gpus": num_gpus, "wait": wait, "max_procs": max_procs, "gpu_min_memory": gpu_min_memory})
+        _refuse_texts({"num_gpus": num_gpus, "max_procs": max_procs, "gpu_min_memory": gpu_min_memory})
+        seconds = _read("wait", wait, parse_duration)
         if gpu_select is not None:
             conditions["devices"] = gpu_select
         if max_procs >= 0:
@@ -179,7 +182,7 @@ def grab_gpus(
                     if (of_script := claim_of_the_script(driver, locks, environ)) is not None:
                         return of_script
                     allocator = Allocator(driver, locks, ways, environ=environ, job=job, on_wait=on_wait)
-                    claim = _acquired(allocator, wait, strict)
+                    claim = _acquired(allocator, seconds, strict)
                 _apply(OwnClaim(os.getpid(), claim, _line_of_the_caller(), asked if claim else None))
                 warn_of_workers(os.environ[CUDA_VARIABLE])
         except BaseException:
@@ -318,15 +321,27 @@ def _plain_number(name: str, value: Any) -> Any:
     """A number as records and tickets have it: 10e9 bytes, or one of NumPy's, could not be read by others."""
     if name not in _NUMBERS or value is None:
         return value
+    read = _read(name, value, parse_bytes) if name in _SIZES else value
     try:
-        return float(value) if name in _FRACTIONAL else int(value)
+        number = float(read) if name in _FRACTIONAL else int(read)
     except (TypeError, ValueError, OverflowError):
         raise InvalidRequest(f"{name} is a number{_NUMBERS[name]}: {value!r} is none.") from None
+    if name in _SIZES and 0 < number < _LEAST_SIZE:
+        raise InvalidRequest(f"{name}={value!r} is {format_bytes(number)} of memory: write {name}='{value}GiB'.")
+    return number
+
+
+def _read(name: str, value: Any, parse: Callable[[str], float]) -> Any:
+    """A quantity as a number, also of a text with its unit."""
+    try:
+        return parse(value) if isinstance(value, str) else value
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}: {error}") from None
 
 
 def _refuse_texts(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        if isinstance(value, str) and name in _NUMBERS:
+        if isinstance(value, str) and name in _NUMBERS and name not in _SIZES:
             raise InvalidRequest(f"{name} is a number{_NUMBERS[name]}: {value!r} is a text.")
 
 

@@ -30,15 +30,18 @@ HOW_TO_INSTALL = N_("pip install 'gpuguard[ray]' where Ray runs, and here")
 @overload
 def guarded(thing: T, /) -> T: ...
 @overload
-def guarded(*, wait: float | None = None, note: str | None = None, **conditions: Any) -> Callable[[T], T]: ...
-def guarded(thing: Any = None, /, *, wait: float | None = None, note: str | None = None, **conditions: Any) -> Any:
+def guarded(*, wait: float | str | None = None, note: str | None = None, **conditions: Any) -> Callable[[T], T]: ...
+def guarded(
+    thing: Any = None, /, *, wait: float | str | None = None, note: str | None = None, **conditions: Any
+) -> Any:
     """Let a task claim its devices while it runs, an actor as long as it lives.  Stands below ``@ray.remote``.
 
     Args:
         thing: a function, a generator or a class.
-        wait: seconds until WaitTimeout is raised when devices are taken, 0: NotEnoughGpus at once; None: never.
+        wait: seconds, or a text like "1h", until WaitTimeout is raised when devices are taken; 0: NotEnoughGpus at
+            once; None: never.
         note: for the colleagues who look at `gpuguard who`; the name of the task by default.
-        **conditions: as for grab_gpus: min_free (bytes), max_util (percent), share=True with memory (bytes) for a
+        **conditions: as for grab_gpus: min_free ("20GiB"), max_util (percent), share=True with memory for a
             part of each device ...
 
     Returns:

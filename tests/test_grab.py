@@ -101,12 +101,14 @@ def test_zero_takes_none_and_cuda_sees_none():
         ({"min_free": float("inf")}, "min_free is a number of bytes"),
         ({"max_util": ["10"]}, "max_util is a number of percent"),
         ({"num_gpus": 1.0}, "1.0 GPUs cannot be asked for"),
-        ({"wait": "5m"}, "wait is a number of seconds, as in 3600, or None: '5m' is a text"),
-        ({"min_free": "20GiB"}, "min_free is a number of bytes"),
+        ({"wait": "soon"}, "wait: 'soon' is not a duration"),
+        ({"min_free": "20"}, "min_free: '20' "),
+        ({"min_free": "much"}, "min_free: 'much' "),
+        ({"min_free": 20}, "min_free=20 is 20B of memory: write min_free='20GiB'"),
+        ({"share": True, "memory": 10}, "memory=10 is 10B of memory: write memory='10GiB'"),
+        ({"alternatives": [{"min_free": 20}]}, "min_free=20 is 20B"),
         ({"max_util": "10%"}, "max_util is a number of percent"),
-        ({"share": True, "memory": "10GiB"}, "memory is a number of bytes"),
         ({"gpu_min_memory": "9000"}, "gpu_min_memory is a number of MiB"),
-        ({"alternatives": [{"min_free": "20GiB"}]}, "min_free is a number of bytes"),
     ],
 )
 def test_a_request_without_sense_is_a_value_error_and_changes_nothing(arguments, message):
@@ -115,6 +117,13 @@ def test_a_request_without_sense_is_a_value_error_and_changes_nothing(arguments,
 
     assert isinstance(caught.value, ValueError)
     assert (visible(), claimed()) == (None, [])
+
+
+def test_sizes_and_times_may_be_texts_as_on_the_command_line():
+    with pytest.raises(ImpossibleRequest, match="--min-free"):
+        gpuguard.grab_gpus(1, min_free="200GiB", wait="2s")
+
+    assert len(gpuguard.grab_gpus(1, min_free="20GiB", tolerance="1GiB", alternatives=[{"min_free": "10GiB"}])) == 1
 
 
 def test_gpu_fraction_wants_that_part_of_the_memory_free(node):
