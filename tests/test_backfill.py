@@ -25,6 +25,16 @@ def test_the_start_of_a_request_is_the_end_of_the_last_claim_that_it_waits_for()
     assert (position.start, position.devices, position.now) == (7.0, ("d1", "d2"), False)
 
 
+def test_a_start_is_the_sooner_of_what_is_likely_and_what_is_certain() -> None:
+    """Two were told 5h29m, the time limit of a colleague, and started after 8 s, as long as their user's jobs take."""
+    queue = [a_ticket(expected=10.0), a_ticket(expected=10.0)]
+    limits, estimates = {"d0": 5 * HOUR}, {"d0": 5 * HOUR, "d1": 8.0}
+    first, second = planned(queue, a_machine(queue, 2, free=0, ends=limits, estimates=estimates))
+
+    assert (first.start, first.latest, first.devices) == (8.0, 5 * HOUR, ("d1",))
+    assert (second.start, second.latest) == (18.0, None)
+
+
 @pytest.mark.parametrize("end", [-1.0, 0.0])
 def test_a_claim_that_should_have_ended_tells_nothing(end: float) -> None:
     (position,) = planned(queue := [a_ticket()], a_machine(queue, 1, free=0, ends={"d0": end}))

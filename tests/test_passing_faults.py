@@ -200,7 +200,7 @@ def test_one_that_fails_now_and_then_is_never_given_up(directory, monkeypatch):
 
 
 def test_who_leads_and_cannot_look_lets_another_one_lead(directory, monkeypatch):
-    failing, free = Failing(monkeypatch, os, "listdir", errno.ENOMEM, times=2), []
+    failing, free = Failing(monkeypatch, os, "scandir", errno.ENOMEM, times=2), []
 
     def told(missing: NotEnoughGpus) -> None:
         failing.armed = not free

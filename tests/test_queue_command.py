@@ -57,8 +57,7 @@ def test_an_empty_line_says_so():
 
 def test_each_request_has_a_row_and_its_prospects_below_it():
     claim = a_claim_record(a_uuid(0), ends=NOW + 7200)
-    promise = time.strftime("%H:%M", time.localtime(NOW + 9000))
-    bound = clock_text(NOW - 65 + QueueRules.bound, NOW)
+    promise, bound = clock_text(NOW + 9000, NOW), clock_text(NOW - 65 + QueueRules.bound, NOW)
 
     assert text(
         a_place(start=NOW + 7200, promise=NOW + 9000, note="sweep", command=("python", "a b.py")),
@@ -89,7 +88,7 @@ def test_a_promise_of_another_day_has_its_date_and_one_that_is_over_or_of_now_is
 def test_a_start_behind_its_promise_is_not_said_to_come_by_then():
     line = text(a_place(start=NOW + 7200, promise=NOW + 3600))[-1]
 
-    assert line.endswith(time.strftime("; later than promised (%H:%M)", time.localtime(NOW + 3600)))
+    assert line.endswith(f"; later than promised ({clock_text(NOW + 3600, NOW)})")
 
 
 def a_hostile_line():

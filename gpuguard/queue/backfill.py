@@ -84,13 +84,14 @@ class QueuePosition:
 
     ticket: Ticket  # of the request
     number: int  # 1 is the first
-    start: float | None  # unix time of its planned start, None: unknown
+    start: float | None  # unix time of its likely start, None: unknown
     in_order: float | None  # the same if no ticket behind it started first
     now: bool = False  # whether it may start now
     request: Request | None = None  # the alternative that is planned; None: it can never start on this machine
     devices: tuple[str, ...] = ()  # uuids that are planned for it
     held_back_by: str | None = None  # id of the ticket, or reservation, that it would have to pass
     kept: Mapping[str, Reservation] = field(default_factory=dict)  # it must leave these devices alone
+    latest: float | None = None  # unix time of its start if all jobs before it use up their time limits; None: unknown
 
 
 def promise(position: QueuePosition, rules: QueueRules, now: float) -> float | None:
@@ -116,8 +117,8 @@ def plan(
     for number, ticket in enumerate(queue, 1):
         starts_now = ticket.id in starting
         planned = starting.get(ticket.id) or later.get(ticket.id) or PlannedStart(UNKNOWN, ticket.requests[0])
-        if planned.start == UNKNOWN:
-            planned = estimated.get(ticket.id, planned)
+        latest, likely = planned.start, estimated.get(ticket.id, planned)
+        planned = likely if likely.start < latest else planned
         # A ticket that fits now is held back for another one: until when is unknown.
         held_back_by = None if starts_now else planner.held_back.get(ticket.id)
         positions.append(
@@ -126,6 +127,7 @@ def plan(
                 number,
                 start=None if held_back_by and held_back_by not in planner.reserved else _known(planned.start),
                 in_order=_known(in_order.get(ticket.id, NEVER).start),
+                latest=None if held_back_by else _known(latest),
                 now=starts_now,
                 request=planned.request,
                 devices=planned.devices,

@@ -96,7 +96,7 @@ def position_text(position: QueuePosition, queue: QueueState) -> str:
 def start_text(position: QueuePosition, queue: QueueState, *, brief: bool = False) -> str:
     """When it starts and why not earlier: ``"starts in about 2h, when GPU 3 is free: time limit of al's job"``.
 
-    *brief*: where it is not known when, only why.
+    *brief*: where it is not known when, only why; and not when at the latest.
     """
     if position.ticket.after:
         return _("not queued yet: {after}").format(after=translated(position.ticket.after))
@@ -117,7 +117,13 @@ def start_text(position: QueuePosition, queue: QueueState, *, brief: bool = Fals
         return unknown or "" if brief else _("start unknown: {why}").format(why=unknown)
     why = _freed_text(position, position.start, queue)
     text = _start_in_words(position.start, queue)
-    return _("{text}, {why}").format(text=text, why=why) if why else text
+    text = _("{text}, {why}").format(text=text, why=why) if why else text
+    latest = position.ticket.promise or position.latest
+    if brief or latest is None or latest <= position.start + 1:
+        return text
+    return _("{text}; at the latest {promise}, if time limits are kept").format(
+        text=text, promise=clock_text(latest, queue.now)
+    )
 
 
 def _kept_out_text(request: Request, devices: Sequence[str], queue: QueueState) -> str | None:

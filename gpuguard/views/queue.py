@@ -18,7 +18,7 @@ from gpuguard.queue.settings import QueueSettings
 from gpuguard.queue.state import QueueState
 from gpuguard.request import spelled
 from gpuguard.sanitize import display_width, neutral_command, neutralise
-from gpuguard.units import format_count, format_duration, local_time
+from gpuguard.units import format_count, format_duration
 from gpuguard.views.text import Paint, picked, shorten, table, wrapped
 
 
@@ -187,14 +187,9 @@ def _row(position: QueuePosition, queue: QueueState) -> list[str]:
 def _prospects(position: QueuePosition, queue: QueueState) -> str:
     text = neutralise(start_text(position, queue))
     promise = position.ticket.promise
-    if promise is not None and promise > queue.now and not position.now:
-        form = "%H:%M" if promise - queue.now < 20 * 3600 else _("%a %d %b %H:%M")
-        is_late = position.start is not None and position.start > promise  # requests that came later go before it
-        text += (
-            _("; later than promised ({promise})")
-            if is_late
-            else _("; at the latest {promise}, if time limits are kept")
-        ).format(promise=local_time(promise, form))
+    if promise is not None and position.start is not None and position.start > promise > queue.now:
+        # Requests that came later go before it.
+        text += _("; later than promised ({promise})").format(promise=clock_text(promise, queue.now))
     passing = passing_text(position, queue)
     return _("{text}; {passing}").format(text=text, passing=passing) if passing else text
 
