@@ -11,13 +11,14 @@ requests mean: see requests.  The other side: see client.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
 import sys
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -70,15 +71,17 @@ class _TurnQueue:
     """Requests that wait for a thread, served in turns by user: one who sends many delays others by one at most."""
 
     def __init__(self) -> None:
-        self._entries = PriorityQueue[tuple[int, int, tuple[_Client, bytes] | None]]()
-        self._round, self._number = 0, count()
-        self._next = Counter[int]()  # user -> the first round in which no request of theirs has its turn
+        self._entries = PriorityQueue[tuple[float, int, tuple[_Client, bytes] | None]]()
+        self._round, self._number = 0.0, count()
+        self._next = defaultdict[int, float](float)  # user -> the first round in which none of theirs has its turn
 
     def put(self, entry: tuple[_Client, bytes] | None) -> None:
-        """Add a request, or None, at which the thread ends."""
-        owner = entry[0].owner if entry else -1
-        turn = max(self._round, self._next[owner])  # of who has none in this round: in this one
-        self._next[owner] = turn + 1
+        """Add a request, or None, at which the thread ends, behind all that are there."""
+        turn = math.inf
+        if entry:
+            owner = entry[0].owner
+            turn = max(self._round, self._next[owner])  # of who has none in this round: in this one
+            self._next[owner] = turn + 1
         self._entries.put((turn, next(self._number), entry))
 
     def get(self) -> tuple[_Client, bytes] | None:
