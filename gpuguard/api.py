@@ -49,7 +49,6 @@ _LISTS = ("devices", "exclude", "prefer", "models")
 _NUMBERS = {
     "num_gpus": "",
     "max_gpus": "",
-    "wait": " of seconds, as in 3600, a text like '1h', or None",
     "min_free": " of bytes, or a text like '20GiB'",
     "min_total": " of bytes, or a text like '80GiB'",
     "memory": " of bytes, or a text like '10GiB'",
@@ -327,7 +326,7 @@ def _plain_number(name: str, value: Any) -> Any:
     except (TypeError, ValueError, OverflowError):
         raise InvalidRequest(f"{name} is a number{_NUMBERS[name]}: {value!r} is none.") from None
     if name in _SIZES and 0 < number < _LEAST_SIZE:
-        raise InvalidRequest(f"{name}={value!r} is {format_bytes(number)} of memory: write {name}='{value}GiB'.")
+        raise InvalidRequest(f"{name}={value!r} is {format_bytes(number)} of memory: write a unit, as in '20GiB'.")
     return number
 
 

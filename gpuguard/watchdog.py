@@ -351,7 +351,8 @@ class Watchdog:
                 self._write_to_owners(verdict, outcomes or (), context)
                 if outcomes and verdict.action in COUNTED and {each.word for each in outcomes} <= actions.NOT_TAKEN:
                     refused[key] = verdict.step, outcomes[0].why or outcomes[0].word
-                    self._memory.not_taken(verdict, snapshot.clock)
+                    with self._judging:
+                        self._memory.not_taken(verdict, snapshot.clock)
                     due.clear()  # what comes after it comes after it
             if not due:
                 del self._pending[key]

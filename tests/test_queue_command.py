@@ -85,6 +85,10 @@ def test_a_promise_of_another_day_has_its_date_and_one_that_is_over_or_of_now_is
     assert "at the latest" not in text(a_place(**fields))[-1]
 
 
+def test_a_promise_is_told_also_where_it_is_not_known_when_it_is_likely_to_start():
+    assert f"at the latest {clock_text(NOW + 3600, NOW)}" in text(a_place(start=None, promise=NOW + 3600))[-1]
+
+
 def test_a_start_behind_its_promise_is_not_said_to_come_by_then():
     line = text(a_place(start=NOW + 7200, promise=NOW + 3600))[-1]
 

@@ -53,8 +53,12 @@ class ClaimUpkeep:
         # A claim of a share, or of an instance, locks that for itself, and the GPU together with others.
         claim = {pid for path, pid, kind in taken if kind == "WRITE" and path not in of_queue}
         for path, pid, kind in taken:
-            is_gate = path == directory.lock_path("gate")
-            if pid not in allowed if path in of_queue else is_gate or (kind == "READ" and pid not in claim):
+            is_allowed = (
+                pid in allowed
+                if path in of_queue
+                else path != directory.lock_path("gate") and (kind != "READ" or pid in claim)
+            )
+            if not is_allowed:
                 yield path, pid
 
     def _scarce_room(self) -> dict[str, tuple[str, str]]:

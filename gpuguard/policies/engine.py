@@ -143,13 +143,15 @@ class EngineMemory:
         """
         victims = victims_of(verdict.finding)
         for identity, state in self.states.get(verdict.policy, {}).items():
+            # The same processes may have been found on several GPUs: one step was taken for all of those.
             own = {(process.pid, process.start_time) for process in state.processes}
-            if state.done > verdict.step and (identity == identity_of(verdict.finding.subject) or victims == own):
+            is_meant = identity == identity_of(verdict.finding.subject) or (victims and victims == own)
+            if state.done > verdict.step and is_meant:
                 state.done, state.again_at = verdict.step, clock + AGAIN_SECONDS
                 state.terminated_at = None if verdict.action == "terminate" else state.terminated_at
                 self.cooling.pop((verdict.policy, identity), None)
-                for place in [place for place, effect in self.effects.items() if effect.subject == identity]:
-                    del self.effects[place]
+                by = verdict.policy, identity
+                self.effects = {at: each for at, each in self.effects.items() if (each.policy, each.subject) != by}
 
     def start_anew(self, clock: float) -> None:
         """Drop what was seen before a long pause: it is unknown what happened in it."""

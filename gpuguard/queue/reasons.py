@@ -98,6 +98,16 @@ def start_text(position: QueuePosition, queue: QueueState, *, brief: bool = Fals
 
     *brief*: where it is not known when, only why; and not when at the latest.
     """
+    text, latest = _likely_text(position, queue, brief), position.ticket.promise or position.latest
+    soonest = max(queue.now, position.start or 0.0) + 1
+    if brief or position.now or position.ticket.after or latest is None or latest <= soonest:
+        return text
+    return _("{text}; at the latest {promise}, if time limits are kept").format(
+        text=text, promise=clock_text(latest, queue.now)
+    )
+
+
+def _likely_text(position: QueuePosition, queue: QueueState, brief: bool) -> str:
     if position.ticket.after:
         return _("not queued yet: {after}").format(after=translated(position.ticket.after))
     if position.now:
@@ -117,13 +127,7 @@ def start_text(position: QueuePosition, queue: QueueState, *, brief: bool = Fals
         return unknown or "" if brief else _("start unknown: {why}").format(why=unknown)
     why = _freed_text(position, position.start, queue)
     text = _start_in_words(position.start, queue)
-    text = _("{text}, {why}").format(text=text, why=why) if why else text
-    latest = position.ticket.promise or position.latest
-    if brief or latest is None or latest <= position.start + 1:
-        return text
-    return _("{text}; at the latest {promise}, if time limits are kept").format(
-        text=text, promise=clock_text(latest, queue.now)
-    )
+    return _("{text}, {why}").format(text=text, why=why) if why else text
 
 
 def _kept_out_text(request: Request, devices: Sequence[str], queue: QueueState) -> str | None:
