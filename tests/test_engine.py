@@ -7,10 +7,10 @@ from builders import a_device, a_process, a_uuid
 from ladders import Devices, Finds, Processes, Watch, a_policy, actions, busy, kinds
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import Finding, Gap, Subject
-from gpuguard.policies.engine import EscalationState, next_step
+from gpuguard.model import Finding, Gap, Subject, Verdict
+from gpuguard.policies.engine import Effect, EngineMemory, EscalationState, Hit, next_step
 from gpuguard.policies.policy import KILL_AFTER, KeptMark, Step
-from gpuguard.policies.view import RuleView
+from gpuguard.policies.view import RuleView, identity_of
 
 NOBODY = a_device(processes=())
 
@@ -279,6 +279,24 @@ def test_a_reused_pid_starts_with_a_clean_slate():
 
     assert watch.sees(busy(90, another)).verdicts == ()
     assert watch.until(120, another, begin=100) == [(120, "warn")]
+
+
+def test_a_refusal_undoes_no_step_of_another_subject_or_policy():
+    """Two idle claims have no process: that the release of one is refused says nothing of the other."""
+    memory, subjects = EngineMemory(), [Subject("claim", claim=name) for name in ("c1", "c2")]
+    for subject in subjects:
+        key = identity_of(subject)
+        memory.states.setdefault("hogs", {})[key] = EscalationState(subject, 0.0, done=1)
+        memory.cooling["hogs", key] = 1000.0
+        for name in ("hogs", "other"):
+            nobody = Hit(frozenset(), frozenset(), frozenset())
+            effect = Effect(name, key, 0.0, frozenset(), subject.claim, None, nobody)
+            memory.effects[True, f"{name} {subject.claim}"] = effect
+    memory.not_taken(Verdict("hogs", Finding("idle", subjects[0], ""), "release", 0, 0.0), 5.0)
+
+    assert [state.done for state in memory.states["hogs"].values()] == [0, 1]
+    assert list(memory.cooling) == [("hogs", identity_of(subjects[1]))]
+    assert sorted(name for _, name in memory.effects) == ["hogs c2", "other c1", "other c2"]
 
 
 @pytest.mark.parametrize("change", [{"hold": 31.0}, {"enforce": True}, {"rules": (Processes(1),)}])

@@ -563,7 +563,10 @@ def test_a_recording_is_refused_by_every_action_and_that_is_written_down(scene, 
     scene.snapshot = replace(scene.snapshot, recorded=True)
 
     assert scene.act(action).word == "refused"
-    assert [event.outcome for event in scene.events] == ["refused"]
+    scene.act(action)
+    assert {event.outcome for event in scene.events} == {"refused"}
+    # What takes something away is tried again and again: one line is enough.
+    assert len(scene.events) == 1 or action not in actions.COUNTED
     assert "a recording" in str(scene.events[0].message)
 
 

@@ -15,13 +15,11 @@ from gpuguard.claims.directory import lock_directory
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.errors import DriverUnresponsive
-from gpuguard.model import Finding, Subject, Verdict
 from gpuguard.notify.templates import message_for
-from gpuguard.policies.engine import Effect, EngineMemory, EscalationState, Hit, evaluate
+from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import KILL_AFTER, Policy, Step
 from gpuguard.policies.thresholds import MemoryRule
-from gpuguard.policies.view import identity_of
 from gpuguard.request import Request
 from gpuguard.units import parse_memory_amount
 from gpuguard.watchdog import Watchdog, pace
@@ -151,24 +149,6 @@ def test_a_refused_step_holds_up_no_step_of_another_policy_on_the_same_gpu(tries
     tried = tries(["refused", "sent"], COOLING, later, number=4)
 
     assert tried == [("hogs", "terminate", 10.0), ("later", "terminate", 20.0)]
-
-
-def test_a_refusal_undoes_no_step_of_another_subject_or_policy():
-    """Two idle claims have no process: that the release of one is refused says nothing of the other."""
-    memory, subjects = EngineMemory(), [Subject("claim", claim=name) for name in ("c1", "c2")]
-    for subject in subjects:
-        key = identity_of(subject)
-        memory.states.setdefault("hogs", {})[key] = EscalationState(subject, 0.0, done=1)
-        memory.cooling["hogs", key] = 1000.0
-        for name in ("hogs", "other"):
-            nobody = Hit(frozenset(), frozenset(), frozenset())
-            effect = Effect(name, key, 0.0, frozenset(), subject.claim, None, nobody)
-            memory.effects[True, f"{name} {subject.claim}"] = effect
-    memory.not_taken(Verdict("hogs", Finding("idle", subjects[0], ""), "release", 0, 0.0), 5.0)
-
-    assert [state.done for state in memory.states["hogs"].values()] == [0, 1]
-    assert list(memory.cooling) == [("hogs", identity_of(subjects[1]))]
-    assert sorted(name for _, name in memory.effects) == ["hogs c2", "other c1", "other c2"]
 
 
 def test_a_message_that_reached_nobody_is_done_and_the_ladder_goes_on(tries):
