@@ -24,6 +24,7 @@ from gpuguard.device_state import Processes, claims_readable, user_label
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.identity import Protected, is_alive
 from gpuguard.enforcement.limits import AuditQuota, PastAction
+from gpuguard.enforcement.pauses import Pause, Pauses
 from gpuguard.enforcement.preflight import ActionContext, Notifier
 from gpuguard.enforcement.signals import SENT
 from gpuguard.errors import BackendError
@@ -119,6 +120,7 @@ class Watchdog:
         self._refused: dict[PendingKey, tuple[int, str]] = {}  # which step was not taken when it was tried, and why
         self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
         self._quota, self._reported = AuditQuota(), dict[str, float]()  # when a policy was last reported to fail
+        self._pauses = Pauses(directory, self._record)
         self._context = ActionContext(
             backend,
             self._record,
@@ -127,6 +129,7 @@ class Watchdog:
             share_host_pids=share_host_pids,
             arrived=lambda device, process: self._memory.arrivals.arrived(device, process),
             directory=directory,
+            pauses=self._pauses,
         )
         self._acting = self._context  # as of the last step: with its protected users, texts and targets
         self._unpublished, self._stop = list[Event](), threading.Event()
@@ -158,6 +161,8 @@ class Watchdog:
         if is_new and any(note.kind == "resampling" for note in judgement.notes):
             self._pending.clear()  # what waited through a pause without a sample has no reason any more
         self._act(judgement.verdicts, policies, protected)
+        if self._context.enforce:  # or they are those of another guard, beside which this one only looks
+            self._end_pauses()
         self._note(judgement.notes)
         self._note_there_first(self._view, policies)
         self.pause = pace(before.snapshot if before else None, snapshot, self.pause, self.interval)
@@ -179,6 +184,7 @@ class Watchdog:
     def run(self, stop: threading.Event) -> None:
         """Repeat step() until *stop* is set, whatever happens."""
         failures = 0
+        self._end_pauses("the guard was started again")
         while not stop.is_set():
             begun = time.monotonic()
             try:
@@ -191,6 +197,8 @@ class Watchdog:
                 self.pause = min(RETRY_SECONDS, self.interval[1] * 2 ** min(failures, 8))
                 with suppress(Exception):  # of the callback
                     self._report_problem(error)
+                if self._view and boot_clock() - self._view.clock > engine.LONGEST_PAUSE:
+                    self._end_pauses("whether its condition holds has been unknown for long")
             self.last_round = time.monotonic()
             stop.wait(max(0.01, self.pause - (self.last_round - begun)))
 
@@ -229,6 +237,7 @@ class Watchdog:
         self._stop.set()
         if self._thread:
             self._thread.join(seconds)
+        self._end_pauses("the guard ends")
         return not (self._thread and self._thread.is_alive())
 
     def __enter__(self) -> Watchdog:
@@ -378,10 +387,21 @@ class Watchdog:
                 message = replace(verdict, finding=about, action="notify", options=options)
                 self._isolate(verdict.policy, partial(actions.act, message, self._view.snapshot, context))
 
+    def _end_pauses(self, why: str | None = None) -> None:
+        """Let go on what this guard, or one before it, has paused: all of them with *why*, or those that are over."""
+
+        def why_over(pause: Pause) -> str | None:
+            policy = next((policy for policy in self._judged_by if policy.name == pause.policy), None)
+            if why or policy is None or not policy.enforce:
+                return why or f"the policy {pause.policy} is not in force any more"
+            return None if self._memory.pauses(policy.name, pause.process) else "the condition does not hold any more"
+
+        self._isolate("pauses", partial(self._pauses.settle, why_over))
+
     def _still_true(self, verdict: Verdict, snapshot: Snapshot) -> bool:
         """Whether the condition behind *verdict* holds on what the driver says now, by the policies of now."""
         policy = next((policy for policy in self.policies if policy.name == verdict.policy), None)
-        if policy is None or self._view is None:
+        if policy is None or self._view is None or self._stop.is_set():
             return False
         self._memory.kept = dict(self.kept)  # a user may have asked for an exemption since the sample
         view, finding = replace(self._view, snapshot=snapshot), verdict.finding

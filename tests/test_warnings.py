@@ -13,7 +13,7 @@ from guarded import Scene, a_scene, python, somebody
 from nodes import until
 
 from gpuguard.enforcement import actions, identity
-from gpuguard.enforcement.actions import write_to_terminal
+from gpuguard.enforcement.terminals import write_to_terminal
 from gpuguard.notify.templates import Template
 
 

@@ -178,7 +178,7 @@ def tell_terminals(text: str) -> None:
         write("\a")
         return
     with suppress(OSError, ImportError):  # it was upgraded while the job ran
-        from gpuguard.enforcement.actions import write_to_terminal  # for --notify terminal alone
+        from gpuguard.enforcement.terminals import write_to_terminal  # for --notify terminal alone
 
         for terminal in os.scandir("/dev/pts"):
             if (status := terminal.stat()).st_uid == os.getuid():

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import stat
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,15 +23,16 @@ from gpuguard.clusters import slurm
 from gpuguard.device_state import idle_limit, unlisted_memory
 from gpuguard.enforcement import identity, preflight, signals
 from gpuguard.enforcement.limits import HOUR, LIMITS, UNKILLABLE_SECONDS, FailedCheck, PastAction, facts_of
+from gpuguard.enforcement.pauses import Pause
 from gpuguard.enforcement.preflight import CHECKPOINT_SIGNALS, ActionContext, Preflight, ProcessTarget
 from gpuguard.enforcement.signals import GONE, NOT_PERMITTED, SENT
+from gpuguard.enforcement.terminals import NO_TERMINAL, WRITTEN, write_to_terminal
 from gpuguard.errors import ClaimError, InvalidRequest, LockDirectoryError
 from gpuguard.history.audit_log import line_of
 from gpuguard.model import Device, Event, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject, Verdict, claim_named
 from gpuguard.notify.templates import deed_text, message_for
 from gpuguard.policies.policy import COUNTED, DISRUPTIVE, HARMFUL
 from gpuguard.procfs import boot_clock, start_time
-from gpuguard.sanitize import neutralise
 from gpuguard.units import format_duration, parse_duration
 
 ABOUT_TO = "about to"  # the Event before a signal; another one follows only if it was not sent or did not arrive
@@ -111,12 +111,44 @@ class KillKeys:
 
 @dataclass(frozen=True)
 class PauseKeys:
-    """Stop the process by SIGSTOP; it keeps its memory."""
+    """Stop the process by SIGSTOP; it keeps its memory.
+
+    It goes on when the condition holds no more, and when the policy is changed or the guard ends.
+    """
+
+
+def _pause(target: Preflight) -> Result:
+    pauses, verdict, process = target.context.pauses, target.verdict, target.process
+    if pauses is None or process is None:
+        return _forward(target, signal.SIGSTOP)
+    traced = bool(target.facts and target.facts.tracer)
+    whose = verdict.policy, process.uid, process.user, process.devices, target.claim_of_process or None
+    try:
+        pauses.begin(Pause(process.identity, *whose, traced=traced, on_terminal=_is_told_on_terminal(target)))
+    except OSError as error:
+        return FAILED, f"it cannot be written down that it must go on again: {error.strerror or error}"
+    word = signals.forward(target.pidfd, signal.SIGSTOP)
+    if word != SENT:
+        pauses.drop(process.identity)
+    return word, ""
 
 
 @dataclass(frozen=True)
 class ResumeKeys:
-    """Let a paused process go on."""
+    """Let a process that the policy has paused go on before the condition ends."""
+
+
+def _around_pauses(verdict: Verdict, context: ActionContext, process: ProcessTarget) -> ActionOutcome | None:
+    """What needs no preflight: a pause that lasts already, and the end of one, which the guard owes the process."""
+    if context.pauses is None or verdict.action not in ("pause", "resume") or not context.is_live(verdict):
+        return None
+    pause = context.pauses.of(process.identity)
+    if verdict.action == "pause":
+        return ActionOutcome(SENT, "it is paused", process.pid) if pause and pause.policy == verdict.policy else None
+    if pause is None:
+        return _logged(verdict, context, REFUSED, "gpuguard has not paused it")
+    context.pauses.end(pause, verdict.finding.why)
+    return ActionOutcome(SENT, pid=process.pid)
 
 
 def parse_niceness(text: str) -> int:
@@ -372,7 +404,7 @@ ACTIONS: Mapping[str, Action] = {
     "checkpoint": Action(CheckpointKeys, on_process=_checkpoint),
     "terminate": Action(TerminateKeys, on_process=_terminate),
     "kill": Action(KillKeys, on_process=lambda target: _forward(target, signal.SIGKILL)),
-    "pause": Action(PauseKeys, on_process=lambda target: _forward(target, signal.SIGSTOP)),
+    "pause": Action(PauseKeys, on_process=_pause),
     "resume": Action(ResumeKeys, on_process=lambda target: _forward(target, signal.SIGCONT)),
     "renice": Action(ReniceKeys, on_process=_renice),
     "deny": Action(DenyKeys, otherwise=_deny),
@@ -399,6 +431,8 @@ def act(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[A
             if context.limits.is_done(verdict, process.identity):
                 word = SENT if context.is_live(verdict) else DRY_RUN
                 outcomes.append(ActionOutcome(word, "it was done before", process.pid))
+            elif settled := _around_pauses(verdict, context, process):
+                outcomes.append(settled)
             else:
                 with preflight.check_process(verdict, snapshot, context, process) as target:
                     outcomes.append(_carry_out(action.on_process, target))
@@ -449,13 +483,18 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
 
 def _tell_on_terminal(target: Preflight, event: Event) -> None:
     """Write on the terminal of the process what was done to it, where no `gpuguard run` says it."""
-    facts = target.facts
-    if not facts or not facts.terminal:
-        return
-    claim = claim_named(target.snapshot.claims, target.uid, event.claim)
+    if target.facts and _is_told_on_terminal(target) and (text := deed_text(line_of(event))):
+        terminal, uid = target.facts.terminal, target.facts.uids[0]
+        write_to_terminal(terminal, uid, f"gpuguard: {text}", last=target.verdict.action in HARMFUL)
+
+
+def _is_told_on_terminal(target: Preflight) -> bool:
+    """Whether the process has a terminal, and no `gpuguard run` that writes into the job's log."""
+    claim = claim_named(
+        target.snapshot.claims, target.uid, target.verdict.finding.subject.claim or target.claim_of_process
+    )
     supervised = claim is not None and claim.pid is not None and unlock.is_supervisor(claim.pid)
-    if not supervised and (text := deed_text(line_of(event))):
-        write_to_terminal(facts.terminal, facts.uids[0], f"gpuguard: {text}", last=target.verdict.action in HARMFUL)
+    return bool(target.facts and target.facts.terminal) and not supervised
 
 
 def _refused(target: Preflight) -> ActionOutcome:
@@ -607,52 +646,3 @@ def _is_rid_of(process: ProcessIdentity, device: Device | None) -> bool:
     unlisted = unlisted_memory(device)
     is_back = unlisted is not None and unlisted <= idle_limit(device)
     return is_back and all(row.pid != process[0] for row in device.processes)
-
-
-WRITTEN = "written"
-NO_TERMINAL = "no terminal"
-NOT_THE_OWNERS = "the terminal belongs to another user"
-TERMINAL_REFUSED = "the terminal takes no messages"
-FULL = "the terminal does not read"
-
-MOST_LINES = 20
-_PSEUDO_TERMINALS = range(136, 144)  # major numbers of /dev/pts/N
-
-
-def write_to_terminal(terminal: int, uid: int, text: str, *, last: bool = False, place: str = "/dev/pts") -> str:
-    """Write *text* to a pseudo-terminal, if it belongs to *uid* and takes messages; never waits for one.
-
-    Args:
-        terminal: its device number, as in /proc/PID/stat; it lies in *place*.
-        uid: to whom it must belong.
-        text: lines; everything in them that is not plainly visible is written out.
-        last: the last notice before something is taken away: `mesg n` does not hold it up.
-
-    Returns:
-        "written", or why not.
-    """
-    if os.major(terminal) not in _PSEUDO_TERMINALS:
-        return NO_TERMINAL
-    number = (os.major(terminal) - _PSEUDO_TERMINALS[0]) * 256 + os.minor(terminal)
-    flags = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        descriptor = os.open(f"{place}/{number}", flags)
-    except PermissionError:
-        return TERMINAL_REFUSED  # `mesg n`, which only root can pass over
-    except OSError:
-        return NO_TERMINAL
-    try:
-        seen = os.fstat(descriptor)
-        if not stat.S_ISCHR(seen.st_mode) or seen.st_rdev != terminal:
-            return NO_TERMINAL
-        if seen.st_uid != uid:
-            return NOT_THE_OWNERS  # a container numbers its terminals anew: this is another one
-        if not (last or seen.st_mode & stat.S_IWGRP):
-            return TERMINAL_REFUSED
-        lines = [neutralise(line) for line in text.rstrip().splitlines()[:MOST_LINES]]
-        os.write(descriptor, "\r\n".join(["", *lines, ""]).encode("utf-8", "replace"))
-        return WRITTEN
-    except OSError:
-        return FULL
-    finally:
-        os.close(descriptor)

@@ -77,6 +77,7 @@ class ProcessFacts:
     uses_driver: bool | None  # has a file of the driver open, or mapped
     cgroup: str | None  # without the ids of containers, which change with each start
     in_place: bool | None = True  # its program is the file at that path; None: that was not read in time
+    state: str = "R"  # as in /proc/PID/stat: R S D T t Z ...
     hides: bool = False  # what it has mapped could not be read to the end, which its owner can bring about
     # Of a program of SYSTEM_PROGRAMS: where code that it can run and that is not root's lies, "file", "memory" or
     # "nowhere".
@@ -114,6 +115,7 @@ def facts_of(pid: int) -> ProcessFacts | None:
             command=None if command is None else command.replace(b"\0", b" ").decode(errors="replace"),
             uses_driver=uses_driver,
             hides=hides,
+            state=now.state,
             cgroup=None if cgroup is None else re.sub(r"[0-9a-f]{12,}", "*", cgroup),
             in_place=in_place,
             foreign_code=foreign_code or "file",

@@ -336,7 +336,7 @@ class AuditQuota:
         """Whether *event* is to be written down; if not, it is counted."""
         about = event.kind, event.pid, event.claim, event.devices, event.user
         is_action = any(name == "clock_seconds" for name, _ in event.facts)
-        if is_action or event.outcome in ("about to", "unkillable"):
+        if is_action or event.kind == "resume" or event.outcome in ("about to", "unkillable"):
             self._announced = about
             return True
         if about == self._announced or (event.user, event.pid, event.claim) == (None, None, None):  # about the machine

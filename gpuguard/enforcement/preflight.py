@@ -26,6 +26,7 @@ from gpuguard.device_state import computes, idle_limit
 from gpuguard.enforcement import identity
 from gpuguard.enforcement.identity import ProcessFacts
 from gpuguard.enforcement.limits import ActionLimits, FailedCheck, PastAction
+from gpuguard.enforcement.pauses import Pauses
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.model import DRAWING, WHO_FIELDS, ClaimRecord, Device, Event, GpuProcess, Snapshot, Verdict, claim_named
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
@@ -75,6 +76,7 @@ class ActionContext:
     longest_keep: float = LONGEST_KEEP  # seconds for which users may exempt what is theirs
     directory: LockDirectory | None = None  # of the claims, where it is written who is denied and what is quarantined
     limits: ActionLimits = field(default_factory=ActionLimits)
+    pauses: Pauses | None = None  # where a pause is written down that the guard must end; None: a person ends it
     alarm: tuple[str, ...] = ()  # targets of the notifier that are told what no policy has foreseen
 
     def is_live(self, verdict: Verdict) -> bool:
@@ -478,6 +480,12 @@ def _catches(target: Preflight) -> str | None:
     return f"it has no way to answer {signal.Signals(number).name}: most programs end of it"
 
 
+def _stopped(target: Preflight) -> str | None:
+    if target.verdict.action == "pause" and target.facts and target.facts.state in "Tt":
+        return "it is stopped already"
+    return None
+
+
 def _slurm(target: Preflight) -> str | None:
     if target.verdict.action != "cancel":
         return None
@@ -564,6 +572,7 @@ LATE = {
     "family": PreflightCheck(_family, claim=True),
     "interactive": PreflightCheck(_interactive),
     "catches": PreflightCheck(_catches),
+    "stopped": PreflightCheck(_stopped),
     "slurm": PreflightCheck(_slurm, claim=True),
     "claim": PreflightCheck(_claim, process=False, claim=True),
     "unused": PreflightCheck(_unused, process=False, claim=True),

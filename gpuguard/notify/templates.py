@@ -301,7 +301,7 @@ def deed_text(line: Mapping[str, Any]) -> str | None:
             when = words.at.format(time=local_time(at, "%Y-%m-%d %H:%M:%S"))
             text += _(".  {next}").format(next=words.next.format(when=when, action=words.actions[harm]))
         return neutralise(text)
-    if kind not in _DEEDS or line["outcome"] != "about to":
+    if kind not in _DEEDS or line["outcome"] not in ("about to", "done"):
         return None
     return neutralise(_(_DEEDS[kind]).format(**line, policy=facts["policy"], why=translated(message)))
 

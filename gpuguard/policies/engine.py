@@ -79,6 +79,7 @@ class EscalationState:
     done: int = 0  # steps
     stepped_at: float = 0.0  # clock of the last step
     terminated_at: float | None = None
+    paused: bool = False  # what a step has paused has not gone on, also in an escalation before
     again_at: float = 0.0  # clock at which a step that was not taken is due again; 0: it was, or not tried yet
     held_until: float = 0.0  # clock before which it has no turn, since others of the policy had theirs
     shifted: bool = False  # by a pause: what messages have said of the next step is no longer true
@@ -126,6 +127,11 @@ class EngineMemory:
     def holds(self, policy: str, subject: SubjectIdentity) -> bool:
         """Whether the condition of *policy* was found for *subject* in the last sample."""
         return subject in self.states.get(policy, ())
+
+    def pauses(self, policy: str, process: ProcessIdentity) -> bool:
+        """Whether what made *policy* pause that process was still so in the last sample, without a break."""
+        states = [state for state in self.states.get(policy, {}).values() if state.paused]
+        return any((row.pid, row.start_time) == process for state in states for row in state.processes)
 
     def stop_clocks(self, seconds: float) -> None:
         """Let no time count for any escalation in a pause of *seconds*: what is found afterwards goes on."""
@@ -335,14 +341,15 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
 
     clock, due = index.view.clock, list[DueStep]()
     for identity, finding in current.items():
-        if memory.cooling and (policy.name, identity) in memory.cooling:
+        state, cools = states.get(identity), (policy.name, identity) in memory.cooling
+        if not cools and (state is None or _is_over(state, policy)):
+            state = states[identity] = EscalationState(finding.subject, clock, paused=bool(state and state.paused))
+        if state:
+            state.samples += 1
+            state.rule, state.why, state.processes = finding.rule, finding.why, finding.processes
+        if cools or state is None:
             notes.append(Note("cooldown", "the last step is not long ago", policy.name, finding.subject))
             continue
-        state = states.get(identity)
-        if state is None or _is_over(state, policy):
-            state = states[identity] = EscalationState(finding.subject, clock)
-        state.samples += 1
-        state.rule, state.why, state.processes = finding.rule, finding.why, finding.processes
         if state.shifted and clock >= state.said_again_at + SAID_AGAIN_SECONDS:
             due += _said_again(policy, identity, finding, state, clock)
             state.shifted, state.said_again_at = False, clock
@@ -547,6 +554,7 @@ def advance(due: DueStep, memory: EngineMemory, clock: float, *, skipped: bool =
     state, policy = due.state, due.policy
     if due.step.action == "terminate" and not skipped:
         state.terminated_at = clock
+    state.paused |= due.step.action == "pause"
     state.done += 1
     if skipped and state.terminated_at is None:
         while state.done < len(policy.steps) and policy.steps[state.done].action == "kill":

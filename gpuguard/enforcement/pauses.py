@@ -1,0 +1,194 @@
+"""Pauses: processes that a policy has stopped, and to which the guard owes a SIGCONT, whatever happens to the guard.
+
+Each pause is a file, ``paused.BOOT.PID.START``, written before the SIGSTOP and removed when the process goes on, which
+needs no room on a disk.  To end a pause needs the identity in that name and nothing else: no switch, rule, sample or
+rate.  When in doubt, the process goes on.  Decides on no pause: see actions, and the watchdog for when one is over.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from gpuguard.claims.directory import LockDirectory, daemon_files
+from gpuguard.enforcement import identity, signals
+from gpuguard.enforcement.signals import GONE, SENT
+from gpuguard.enforcement.terminals import write_to_terminal
+from gpuguard.files import read_file, status_in_place, write_file
+from gpuguard.history.audit_log import line_of
+from gpuguard.jsonio import decode, loads
+from gpuguard.model import Event, ProcessIdentity
+from gpuguard.notify.templates import deed_text
+from gpuguard.procfs import Stat, boot_id, parse_stat, read_proc, stat_of, status_words
+
+DONE = "done"  # it goes on
+LEFT = "left"  # it stands, or goes on, by another hand than ours
+MAX_BYTES = 4096
+AGAIN_SECONDS = 60.0  # between two tries to write down that a pause has ended
+_NAME = re.compile(r"paused\.([0-9a-f-]{8})\.(\d{1,7})\.(\d{1,12}\.\d{1,6})")
+_STOPS = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A process that a policy has stopped.  All but the process is for people."""
+
+    process: ProcessIdentity
+    policy: str = ""
+    uid: int | None = None
+    user: str | None = None
+    devices: tuple[str, ...] = ()
+    claim: str | None = None
+    traced: bool = False  # it had a debugger before
+    on_terminal: bool = False  # its user is told on its terminal: no `gpuguard run` says it
+
+
+class Pauses:
+    """The pauses of one machine.  The files are the truth: `gpuguard resume` ends pauses beside a daemon."""
+
+    def __init__(self, directory: LockDirectory | None, append: Callable[[Event], bool]) -> None:
+        self._files, self._append = daemon_files(directory) if directory else None, append
+        self._stood_at: dict[ProcessIdentity, float] = {}  # its CPU seconds when all of it was seen to stand
+        # What became of those that go on already, where it could not be written down; and when that is tried again.
+        self._unwritten, self._try_at = dict[ProcessIdentity, tuple[str, str]](), 0.0
+
+    def begin(self, pause: Pause) -> None:
+        """Write down a pause that is about to begin.  Raises OSError: then nothing may be stopped."""
+        if self._files is None:
+            raise OSError("there is no directory of claims")
+        # Everybody may read it, as in `gpuguard resume --list`.  A crash of the machine ends the process, too.
+        write_file(self._path(pause.process), json.dumps(asdict(pause)).encode("ascii"))
+
+    def of(self, process: ProcessIdentity) -> Pause | None:
+        """The pause of a process, if it has one."""
+        return next((pause for pause in self.read() if pause.process == process), None)
+
+    def read(self) -> tuple[Pause, ...]:
+        """All of them, the oldest process first.  Those of another boot are removed: nothing stands any more."""
+        found = []
+        with suppress(OSError):
+            for name in os.listdir(self._files.path) if self._files else ():
+                if self._files and (named := _NAME.fullmatch(name.removeprefix(self._files.prefix))):
+                    path, process = os.path.join(self._files.path, name), (int(named[2]), float(named[3]))
+                    if named[1] != boot_id():
+                        _remove(path)
+                    elif status_in_place(path).st_uid in self._files.owners():
+                        found.append(_read(path, process, self._files.owners()))
+        return tuple(sorted(found, key=lambda pause: pause.process[1]))
+
+    def settle(self, why_over: Callable[[Pause], str | None]) -> None:
+        """End each pause for which *why_over* has a reason, and forget those that another hand has ended."""
+        pauses = self.read()
+        self._stood_at = {pause.process: cpu for pause in pauses if (cpu := self._cpu_when_it_stood(pause)) is not None}
+        for pause in pauses:
+            if pause.process in self._unwritten and time.monotonic() < self._try_at:
+                continue
+            now = stat_of(pause.process[0])
+            went_on = pause.process in self._stood_at and now and now.state in "RSD" and not _is_being_stopped(now)
+            if (why := why_over(pause)) or went_on or not identity.is_alive(pause.process):
+                self.end(pause, why or "its pause is over")
+
+    def end(self, pause: Pause, why: str) -> str:
+        """Let a process go on, and write down what became of it: "done", "gone", "left" or "not permitted".
+
+        "" means that it is not known, because no descriptor is left to look: the next settle() tries it again.
+        """
+        outcome = self._unwritten.pop(pause.process, None) or _continue(pause, self._stood_at.get(pause.process))
+        if outcome is None:
+            return ""
+        word, reason = outcome
+        about = pause.user, pause.devices, pause.process[0], pause.claim, f"{why}: {reason}" if reason else why
+        facts = ("policy", pause.policy), ("uid", pause.uid), ("start_time_seconds", pause.process[1])
+        event = Event(time.time(), "resume", word, *about, facts)
+        if self._append(event):
+            _remove(self._path(pause.process))
+            _tell_on_terminal(pause, event)
+        else:  # The disk is full: the process does not wait for that, and its line is written later.
+            self._unwritten[pause.process], self._try_at = outcome, time.monotonic() + AGAIN_SECONDS
+        return word
+
+    def drop(self, process: ProcessIdentity) -> None:
+        """Forget a pause that did not begin."""
+        _remove(self._path(process))
+
+    def _path(self, process: ProcessIdentity) -> str:
+        assert self._files
+        return self._files.file(f"paused.{boot_id()}.{process[0]}.{process[1]!r}")
+
+    def _cpu_when_it_stood(self, pause: Pause) -> float | None:
+        """Its CPU seconds when all of its threads were first seen to be stopped."""
+        if (known := self._stood_at.get(pause.process)) is not None:
+            return known
+        pid, now = pause.process[0], stat_of(pause.process[0])
+        threads = [parse_stat(read_proc(f"{path}/stat") or b"") for path in glob.glob(f"/proc/{pid}/task/*")]
+        stands = now is not None and all(thread and thread.state in "TtZX" for thread in threads)
+        return now.cpu_seconds if now and stands else None
+
+
+def _read(path: str, process: ProcessIdentity, owners: tuple[int, ...]) -> Pause:
+    try:
+        pause = decode(Pause, loads(read_file(path, MAX_BYTES, owners)))
+    except (OSError, ValueError):  # its name says enough
+        return Pause(process)
+    return pause if pause.process == process else Pause(process)
+
+
+def _remove(path: str) -> None:
+    with suppress(OSError):  # what is left is found and ended once more, which changes nothing
+        os.unlink(path)
+
+
+def _continue(pause: Pause, stood_at: float | None) -> tuple[str, str] | None:
+    """Send SIGCONT, unless the process is stopped by another hand; what became of it, None: no way to look."""
+    pid, started = pause.process
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return GONE, ""
+    except OSError:
+        return None
+    try:
+        now = stat_of(pid)
+        if identity.has_ended(pidfd) or (now and now.start_time != started):
+            return GONE, ""
+        if now is None:
+            return None
+        if left := _why_left(pause, now, stood_at):
+            return LEFT, left
+        word = signals.forward(pidfd, signal.SIGCONT)
+        return DONE if word == SENT else word, ""
+    finally:
+        os.close(pidfd)
+
+
+def _why_left(pause: Pause, now: Stat, stood_at: float | None) -> str | None:
+    if not pause.traced and status_words(pause.process[0], b"TracerPid") not in ([], [b"0"]):
+        return "a debugger has it"
+    if stood_at is None:
+        return None  # our SIGSTOP may be on its way still
+    if _is_being_stopped(now):
+        return "another signal stops it"
+    if now.state == "T" and now.cpu_seconds > stood_at:
+        return "another hand let it go on meanwhile, and stopped it"
+    return "another hand let it go on" if now.state in "RSD" else None
+
+
+def _is_being_stopped(now: Stat) -> bool:
+    """Whether a signal that would stop it waits to be delivered, which SIGCONT would drop."""
+    pid = int(now.name.partition(b" ")[0])
+    masks = [status_words(pid, name) for name in (b"ShdPnd", b"SigPnd", b"SigBlk")]
+    shared, own, blocked = (int(words[0], 16) if words else 0 for words in masks)
+    return any((shared | own) & ~blocked & 1 << (number - 1) for number in _STOPS)
+
+
+def _tell_on_terminal(pause: Pause, event: Event) -> None:
+    now, text = stat_of(pause.process[0]), deed_text(line_of(event))
+    if now and pause.uid is not None and pause.on_terminal and text:
+        write_to_terminal(now.terminal, pause.uid, f"gpuguard: {text}")

@@ -1,0 +1,451 @@
+"""A pause is a debt: whatever ends the escalation, the policy or the guard, what was stopped goes on."""
+
+import contextlib
+import os
+import signal
+import threading
+from dataclasses import replace
+
+import pytest
+from builders import GIB, a_device, a_process
+from chances import often
+from guarded import Listing, a_child, a_scene, somebody, started
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from nodes import until
+from proc import state
+
+from gpuguard.claims.directory import lock_directory
+from gpuguard.enforcement import pauses, signals
+from gpuguard.enforcement.limits import ActionLimits
+from gpuguard.enforcement.pauses import Pause, Pauses
+from gpuguard.policies.policy import Policy, Step
+from gpuguard.policies.thresholds import TemperatureRule
+from gpuguard.procfs import boot_clock
+from gpuguard.watchdog import Watchdog
+
+HOT = Policy(
+    "hot", (TemperatureRule(above=85.0, per="process"),), hold=0.0, steps=(Step("warn"), Step("pause")), enforce=True
+)
+
+
+class Site:
+    """A hot GPU with one process, the guard's directory, and its log, which may be full."""
+
+    def __init__(self, path, pid, uid):
+        self.pid, self.uid, self.start_time = pid, uid, started(pid)
+        row = a_process(pid, start_time=self.start_time, uid=uid, memory_used=10 * GIB)
+        self.machine = Listing(a_device(0, processes=(row,), memory_used=10 * GIB, temperature=95.0))
+        self.directory = lock_directory(str(path))
+        self.events, self.disk_full = [], False
+
+    def write(self, event):
+        if not self.disk_full:
+            self.events.append(event)
+        return not self.disk_full
+
+    def guard(self, policy=HOT, *, enforce=True):
+        """One that has just begun, as after a restart."""
+        options = {"enforce": enforce, "append": self.write, "share_host_pids": True}
+        guard = Watchdog(self.machine, (policy,), self.directory, **options)
+        guard._context = replace(guard._context, jobs=frozenset({(self.pid, self.start_time)}), interactive_grace=0.0)
+        guard.run(ended())  # no sample: only what begins it
+        return guard
+
+    def temperature(self, celsius):
+        self.machine.change(0, temperature=celsius)
+
+    def paused(self):
+        """A guard that has paused the process."""
+        guard = self.guard()
+        for _ in range(3):
+            guard.step()
+        until(lambda: state(self.pid) == "T")
+        return guard
+
+    def goes_on(self):
+        until(lambda: state(self.pid) in "SR", seconds=10.0)
+        return True
+
+    def told(self):
+        """What the log says of pauses, in order."""
+        return [(event.kind, event.outcome) for event in self.events if event.kind in ("pause", "resume")]
+
+    def owed(self):
+        return [pause.process for pause in Pauses(self.directory, self.write).read()]
+
+
+def ended():
+    stop = threading.Event()
+    stop.set()
+    return stop
+
+
+@pytest.fixture
+def site(tmp_path):
+    with a_child() as child:
+        yield Site(tmp_path / "claims", child.pid, somebody() or os.getuid())
+
+
+def test_the_process_goes_on_when_the_condition_holds_no_more(site):
+    guard = site.paused()
+    assert site.owed() == [(site.pid, site.start_time)]
+    site.temperature(60.0)
+    guard.step()
+
+    assert site.goes_on()
+    assert site.told() == [("pause", "about to"), ("resume", "done")]
+    assert not site.owed()
+    [why] = [event.message for event in site.events if event.kind == "resume"]
+    assert why == "the condition does not hold any more"
+
+
+WAYS = {
+    "an edited policy": lambda site, guard: edit(guard, replace(HOT, hold=1.0)),
+    "another mode": lambda site, guard: edit(guard, replace(HOT, enforce=False)),
+    "no policy any more": lambda site, guard: edit(guard),
+    "a user who keeps it": lambda site, guard: (guard.keep(boot_clock() + 600.0, uid=site.uid), guard.step()),
+    "a sensor that cannot be read": lambda site, guard: (site.temperature(None), guard.step()),
+    "the end of the daemon": lambda site, guard: guard.stop(),
+    "a start after a kill": lambda site, guard: site.guard(),
+    "a start without --enforce": lambda site, guard: site.guard(enforce=False),
+}
+
+
+def edit(guard, *policies):
+    guard.policies = policies
+    guard.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_ends_the_escalation_pays_the_debt(site, way):
+    guard = site.paused()
+    WAYS[way](site, guard)
+
+    assert site.goes_on()
+    assert site.told() == [("pause", "about to"), ("resume", "done")]
+    assert not site.owed()
+
+
+def test_a_guard_that_only_looks_ends_no_pause_of_another_guard(site):
+    site.paused()
+    beside = Watchdog(site.machine, (HOT,), site.directory, append=site.write)
+    for _ in range(3):
+        beside.step()
+
+    assert state(site.pid) == "T"
+    assert site.owed()
+
+
+def test_the_pause_lasts_as_long_as_the_condition_also_behind_the_last_step_and_is_not_done_twice(site):
+    guard = site.paused()
+    for _ in range(5):
+        guard.step()
+
+    assert state(site.pid) == "T"
+    assert site.told() == [("pause", "about to")]
+
+
+def test_a_step_that_resumes_needs_no_rate_and_the_condition_may_still_hold(site):
+    guard = site.guard(replace(HOT, steps=(Step("pause"), Step("resume")), cooldown=1000.0))
+    guard._context = replace(guard._context, limits=NoMore())
+    for _ in range(3):
+        guard.step()
+    site.goes_on()
+    guard.step()
+
+    assert site.told() == [("pause", "about to"), ("resume", "done")]
+    assert state(site.pid) in "SR"
+
+
+class NoMore(ActionLimits):
+    """Limits that refuse each signal but a pause."""
+
+    def failed(self, action, effect_seen):
+        assert action.action == "pause"
+        return iter(())
+
+
+def test_on_a_full_disk_it_goes_on_at_once_and_that_is_written_down_later_once(site, monkeypatch):
+    monkeypatch.setattr(pauses, "AGAIN_SECONDS", 0.0)
+    guard = site.paused()
+    site.disk_full = True
+    site.temperature(60.0)
+    guard.step()
+    assert site.goes_on()
+    os.kill(site.pid, signal.SIGSTOP)  # its user stops it: that is no matter of ours any more
+    until(lambda: state(site.pid) == "T")
+    guard.step()
+    site.disk_full = False
+    guard.step()
+
+    assert site.told() == [("pause", "about to"), ("resume", "done")]
+    assert state(site.pid) == "T"
+    assert not site.owed()
+
+
+def test_without_a_place_for_the_debt_nothing_is_stopped(site, monkeypatch):
+    monkeypatch.setattr(pauses, "write_file", full)
+    guard = site.guard()
+    for _ in range(4):
+        guard.step()
+
+    assert state(site.pid) in "SR"
+    assert site.told() == [("pause", "about to"), ("pause", "failed")]
+    [why] = [event.message for event in site.events if event.kind == "pause" and event.outcome == "failed"]
+    assert "it must go on again: No space left" in why
+
+
+def full(*_, **__):
+    raise OSError(28, os.strerror(28))
+
+
+def test_a_signal_that_does_not_arrive_leaves_no_debt(site, monkeypatch):
+    monkeypatch.setattr(signals, "forward", lambda *_: signals.NOT_PERMITTED)
+    guard = site.guard()
+    for _ in range(3):
+        guard.step()
+
+    assert not site.owed()
+
+
+def test_who_is_stopped_already_is_not_paused_and_stays_as_they_are(site):
+    os.kill(site.pid, signal.SIGSTOP)
+    until(lambda: state(site.pid) == "T")
+    guard = site.guard()
+    for _ in range(4):
+        guard.step()
+    site.temperature(60.0)
+    guard.step()
+
+    assert state(site.pid) == "T"
+    assert site.told() == [("pause", "refused")]
+
+
+def test_who_goes_on_by_another_hand_owes_and_is_owed_nothing(site):
+    guard = site.paused()
+    guard.step()  # which sees that it stands
+    os.kill(site.pid, signal.SIGCONT)
+    site.goes_on()
+    guard.step()
+
+    assert site.told() == [("pause", "about to"), ("resume", "left")]
+    assert not site.owed()
+
+
+def test_who_was_let_go_on_and_stopped_by_another_hand_stays_stopped(tmp_path):
+    with a_child("sh", "-c", "while :; do :; done") as child:
+        site = Site(tmp_path / "claims", child.pid, somebody() or os.getuid())
+        guard = site.paused()
+        guard.step()
+        spent = cpu(site.pid)
+        os.kill(site.pid, signal.SIGCONT)
+        until(lambda: cpu(site.pid) > spent)
+        os.kill(site.pid, signal.SIGSTOP)
+        until(lambda: state(site.pid) == "T")
+        site.temperature(60.0)
+        guard.step()
+
+        assert state(site.pid) == "T"
+        assert site.told() == [("pause", "about to"), ("resume", "left")]
+
+
+def cpu(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return sum(map(int, file.read().rpartition(") ")[2].split()[11:13]))
+
+
+def test_a_debugger_that_came_meanwhile_keeps_it_and_one_that_was_there_does_not(site, monkeypatch):
+    guard = site.paused()
+    monkeypatch.setattr(pauses, "status_words", traced)
+    site.temperature(60.0)
+    guard.step()
+    assert state(site.pid) == "T"
+    assert site.told()[-1] == ("resume", "left")
+
+    book = Pauses(site.directory, site.write)
+    book.begin(Pause((site.pid, site.start_time), traced=True))
+    book.settle(lambda pause: "it is over")
+    assert site.goes_on()
+
+
+def traced(pid, name):
+    return [b"4711"] if name == b"TracerPid" else [b"0"]
+
+
+def test_another_stop_signal_that_waits_is_not_dropped_unless_the_process_blocks_it(site, monkeypatch):
+    masks = {b"ShdPnd": 1 << (signal.SIGTSTP - 1), b"SigPnd": 0, b"SigBlk": 0}
+    monkeypatch.setattr(pauses, "status_words", lambda pid, name: [b"%x" % masks.get(name, 0)])
+    site.paused().stop()
+    assert state(site.pid) == "T"
+    assert site.told()[-1] == ("resume", "left")
+
+    masks[b"SigBlk"] = masks[b"ShdPnd"]
+    book = Pauses(site.directory, site.write)
+    book.begin(Pause((site.pid, site.start_time)))
+    book.settle(lambda pause: "it is over")
+    assert site.goes_on()
+
+
+def test_an_ended_process_is_forgotten_with_a_line_and_who_has_its_pid_is_not_touched(site):
+    book = Pauses(site.directory, site.write)
+    book.begin(Pause((site.pid, site.start_time - 1.0), policy="hot", user="alice"))
+    os.kill(site.pid, signal.SIGSTOP)
+    until(lambda: state(site.pid) == "T")
+    book.settle(lambda pause: None)
+
+    assert state(site.pid) == "T"
+    assert [(event.kind, event.outcome, event.user) for event in site.events] == [("resume", "gone", "alice")]
+    assert not site.owed()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"process": [1, 2.0]}', b"\xff", b"x" * 5000])
+def test_a_damaged_file_is_paid_by_its_name_alone(site, content):
+    guard = site.paused()
+    (path,) = (path for path in os.listdir(site.directory.path) if "paused." in path)
+    with open(f"{site.directory.path}/{path}", "wb") as file:
+        file.write(content)
+    guard.stop()
+
+    assert site.goes_on()
+    assert not site.owed()
+
+
+def test_a_file_of_another_boot_names_nobody(site):
+    path = f"{site.directory.path}/{site.directory.prefix}paused.0123abcd.{site.pid}.{site.start_time!r}"
+    with open(path, "w"):
+        pass
+    os.kill(site.pid, signal.SIGSTOP)
+    until(lambda: state(site.pid) == "T")
+    site.guard()
+
+    assert state(site.pid) == "T"
+    assert not os.path.exists(path)
+
+
+@pytest.mark.root
+def test_a_file_that_another_user_made_continues_nobody(site):
+    path = f"{site.directory.path}/{site.directory.prefix}paused.{pauses.boot_id()}.{site.pid}.{site.start_time!r}"
+    with open(path, "w"):
+        os.chown(path, 20002, 20002)
+    os.kill(site.pid, signal.SIGSTOP)
+    until(lambda: state(site.pid) == "T")
+    site.guard()
+
+    assert state(site.pid) == "T"
+
+
+def test_by_hand_nothing_is_owed():
+    with a_scene() as scene:
+        assert scene.act("pause").word == "sent"
+        until(lambda: state(scene.pid) == "T")
+        assert scene.act("resume").word == "sent"
+        until(lambda: state(scene.pid) == "S")
+
+
+def test_a_policy_resumes_nobody_whom_it_has_not_paused(tmp_path):
+    with a_scene() as scene:
+        os.kill(scene.pid, signal.SIGSTOP)
+        until(lambda: state(scene.pid) == "T")
+        scene.context(pauses=Pauses(lock_directory(str(tmp_path)), scene.write))
+
+        assert scene.act("resume").word == "refused"
+        assert state(scene.pid) == "T"
+
+
+LADDERS = ("pause",), ("warn", "pause"), ("pause", "resume"), ("pause", "warn")
+WEEKS = settings(max_examples=often(200), stateful_step_count=50, deadline=None, phases=[Phase.generate])
+
+
+class Week(RuleBasedStateMachine):
+    """Heat, edits, kills, full disks and keeping, in any order: no process is left stopped, no debt unpaid."""
+
+    place = None  # of the directory, set by the test
+
+    def __init__(self):
+        super().__init__()
+        self.stack = contextlib.ExitStack()
+
+    @initialize()
+    def begin(self):
+        child = self.stack.enter_context(a_child())
+        self.site = Site(f"{self.place}/{child.pid}", child.pid, somebody() or os.getuid())
+        self.guard = self.site.guard()
+
+    def teardown(self):
+        try:
+            if hasattr(self, "guard"):
+                self.end_of_the_week()
+        finally:
+            self.stack.close()
+
+    def end_of_the_week(self):
+        self.site.disk_full = False
+        self.site.temperature(60.0)
+        guard = self.site.guard()
+        guard._pauses._try_at = 0.0
+        guard.stop()
+        assert self.site.goes_on(), "left stopped"
+        assert not self.site.owed()
+        begun = [event for event in self.site.events if (event.kind, event.outcome) == ("pause", "about to")]
+        over = [event for event in self.site.events if event.kind == "resume"]
+        failed = [event for event in self.site.events if (event.kind, event.outcome) == ("pause", "failed")]
+        assert len(begun) == len(over) + len(failed), "the log does not tell how it ended"
+
+    @rule(celsius=st.sampled_from([95.0, 95.0, 95.0, 60.0, None]))
+    def heat(self, celsius):
+        self.site.temperature(celsius)
+
+    @rule(number=st.integers(1, 4))
+    def look(self, number):
+        for _ in range(number):
+            # A week in an instant: the limits of the hour are another test's.
+            self.guard._context = replace(self.guard._context, limits=ActionLimits())
+            self.guard.step()
+
+    @rule(steps=st.sampled_from(LADDERS), mode=st.booleans())
+    def edit(self, steps, mode):
+        self.guard.policies = (replace(HOT, steps=tuple(map(Step, steps)), enforce=mode),)
+
+    @rule()
+    def kill(self):
+        self.guard = self.site.guard(self.guard.policies[0])
+
+    @rule()
+    def restart(self):
+        self.guard.stop()
+        self.guard = self.site.guard(self.guard.policies[0])
+
+    @rule(full=st.booleans())
+    def disk(self, full):
+        self.site.disk_full = full
+
+    @rule()
+    def keep(self):
+        self.guard.keep(boot_clock() + 0.02, uid=self.site.uid)
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "guard"))
+    def who_stands_is_owed(self):
+        if state(self.site.pid) == "T":
+            assert self.site.owed(), "stopped, and nobody knows"
+
+
+def test_a_week_of_anything_leaves_nobody_stopped(tmp_path):
+    Week.place = tmp_path
+    run_state_machine_as_test(Week, settings=WEEKS)
+
+
+def test_the_week_notices_a_pause_that_ends_only_with_its_condition(tmp_path, monkeypatch):
+    monkeypatch.setattr(Watchdog, "_end_pauses", lambda guard, why=None: None)
+    Week.place = tmp_path
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Week, settings=WEEKS)
