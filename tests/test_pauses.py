@@ -1,6 +1,7 @@
 """A pause is a debt: whatever ends the escalation, the policy or the guard, what was stopped goes on."""
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -20,7 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from nodes import until
+from nodes import Gpuguard, until
 from proc import state
 
 from gpuguard.claims.directory import lock_directory
@@ -343,6 +344,44 @@ def test_a_file_that_another_user_made_continues_nobody(site):
     assert state(site.pid) == "T"
 
 
+def test_without_a_directory_nothing_is_stopped():
+    with a_scene() as scene:
+        scene.context(pauses=Pauses(None, scene.write))
+        outcome = scene.act("pause")
+
+        assert (outcome.word, outcome.why) == (
+            "failed",
+            "it cannot be written down that it must go on again: there is no directory of claims",
+        )
+        assert state(scene.pid) == "S"
+
+
+def test_a_process_that_cannot_be_looked_at_for_want_of_a_descriptor_is_let_go_on_later(site, monkeypatch):
+    site.paused()
+    (pause,) = (book := Pauses(site.directory, site.write)).read()
+    for broken in (("os.pidfd_open", too_many), ("gpuguard.enforcement.pauses.stat_of", lambda pid: None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(*broken)
+            assert book.end(pause, "ended by root") == ""
+            assert site.owed()
+
+    assert book.end(pause, "ended by root") == "done"
+    assert site.goes_on()
+
+
+def too_many(pid):
+    raise OSError(24, os.strerror(24))
+
+
+def test_a_process_that_is_no_more_leaves_a_line(tmp_path):
+    with a_child() as child:
+        book = (site := Site(tmp_path / "claims", child.pid, 1001)).guard()._pauses
+        book.begin(Pause((child.pid, site.start_time)))
+    book.settle(lambda pause: None)
+
+    assert site.told() == [("resume", "gone")]
+
+
 def test_by_hand_nothing_is_owed():
     with a_scene() as scene:
         assert scene.act("pause").word == "sent"
@@ -449,3 +488,18 @@ def test_the_week_notices_a_pause_that_ends_only_with_its_condition(tmp_path, mo
     Week.place = tmp_path
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Week, settings=WEEKS)
+
+
+def test_root_ends_pauses_without_a_daemon(site, tmp_path):
+    gpuguard = Gpuguard(tmp_path, None)
+    site.paused()  # and its daemon is killed
+
+    assert gpuguard("resume", "--list").stdout == f"{site.pid}  alice  paused by the policy hot\n"
+    assert gpuguard("resume", "1").stderr == "gpuguard: gpuguard has not paused 1: see `gpuguard resume --list`.\n"
+    assert state(site.pid) == "T"
+    assert gpuguard("resume", str(site.pid)).stdout == f"{site.pid}  alice  paused by the policy hot: it goes on\n"
+    assert site.goes_on()
+    assert gpuguard("resume").stdout == "nothing is paused.\n"
+    [event] = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert (event["kind"], event["outcome"], event["pid"]) == ("resume", "done", site.pid)
+    assert event["message"].startswith("ended by ")

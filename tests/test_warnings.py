@@ -12,7 +12,9 @@ from builders import a_claim_record
 from guarded import Scene, a_scene, python, somebody
 from nodes import until
 
+from gpuguard.claims.directory import lock_directory
 from gpuguard.enforcement import actions, identity
+from gpuguard.enforcement.pauses import Pauses
 from gpuguard.enforcement.terminals import write_to_terminal
 from gpuguard.notify.templates import Template
 
@@ -225,3 +227,16 @@ def test_where_its_supervisor_tells_it_nothing_more_is_written_on_the_terminal()
         assert outcome.word == "sent"
         with pytest.raises(BlockingIOError):
             os.read(ours, 4096)
+
+
+@pytest.mark.terminal
+def test_the_end_of_a_pause_appears_on_the_terminal_as_its_beginning_did(tmp_path):
+    with at_a_terminal() as (scene, ours, _):
+        pauses = Pauses(lock_directory(str(tmp_path)), scene.write)
+        scene.context(pauses=pauses, interactive_grace=0.0)
+        assert scene.act("pause").word == "sent"
+        pauses.settle(lambda pause: "the condition does not hold any more")
+
+        text = os.read(ours, 65536).decode()
+        assert f"gpuguard: policy a-policy stopped pid {scene.pid} (SIGSTOP): uses 41.0GiB" in text
+        assert f"policy a-policy let pid {scene.pid} go on (SIGCONT): the condition does not hold any more" in text

@@ -43,6 +43,7 @@ COMMANDS = {
     "report": "who claimed, used and left idle how many GPU-hours",
     "history": "draw what GPUs did: utilization, memory, temperature, power, claims",
     "release": "release a claim under which no process computes",
+    "resume": "let processes go on that a policy has paused (root)",
     "keep": "ask the daemon to leave your processes alone for a time",
     "deny": "let a user make no new claims for a time (root)",
     "quarantine": "take a GPU out of service (root)",
