@@ -174,7 +174,7 @@ class Watchdog:
     def status(self) -> tuple[PolicyStatus, ...]:
         """Every condition that holds since the last sample; from any thread."""
         with self._judging:
-            return policy_status(self._judged_by, self._memory, self._deferred, self._refused)
+            return policy_status(self._judged_by, self._memory, self._deferred, self._refused, dict(self.kept))
 
     def processes(self, snapshot: Snapshot) -> Processes:
         """What /proc says of the processes of *snapshot*: read now, if the last step did not."""

@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from daemons import a_daemon
 from nodes import GIB, SECONDS, a_user, start
 
 from gpuguard.claims.directory import lock_directory
@@ -69,6 +70,30 @@ def test_once_says_that_there_is_nothing_against_anybody_and_writes_its_log_wher
 
     assert done.stderr.splitlines()[-1] == "gpuguard: no policy has anything against any user now."
     assert "in force" in (tmp_path / "elsewhere.jsonl").read_text()
+
+
+def test_another_file_is_tried_beside_the_daemon_that_runs_and_nothing_of_it_stays(tmp_path):
+    with a_daemon(tmp_path, POLICY) as daemon, a_user(daemon.node, "0", 40 * GIB) as child:
+        daemon.until("log")
+        tried = tmp_path / "tried.yaml"
+        tried.write_text(f"desktop_memory: 3GiB\n{HOGS}")
+        files = {path: path.read_bytes() for path in (tmp_path / "claims").rglob("*.json") if path.name != "state.json"}
+        daemon.gpuguard.environment.pop("GPUGUARD_EVENTS")
+        done = daemon.gpuguard("daemon", "--policy", str(tried), "--once", "--events", str(tmp_path / "own.jsonl"))
+
+        assert (done.returncode, f"pid {child.pid}" in done.stderr, "policy=hogs" in done.stderr) == (0, True, True)
+        assert all(event["facts"].get("policy") != "hogs" for event in daemon.events())
+        assert all(path.read_bytes() == content for path, content in files.items())
+        assert child.poll() is None
+        assert daemon.process.poll() is None
+
+
+def test_what_only_looks_does_not_enforce(once):
+    done = once("--enforce")
+
+    assert (done.returncode, done.stderr) == (
+        2, "gpuguard: --once only looks: it signals no process, so leave out --enforce.\n",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("gone", ["disk", "reader"])

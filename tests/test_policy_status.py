@@ -65,7 +65,7 @@ def test_a_step_that_means_nobody_is_no_harm_to_a_claim():
     watch.until(30, claims=(claim,))
     [row] = policy_status(watch.policies, watch.memory, {})
 
-    assert (row.next, row.harm, row.harm_due) == ("terminate", "release", START + 30 + 120)
+    assert (row.next, row.due, row.harm, row.harm_due) == ("release", START + 30 + 120, "release", START + 30 + 120)
 
 
 def test_what_was_promised_happens():

@@ -14,7 +14,7 @@ from gpuguard.backtest.recordings import Numbering, RecordedRow, Recording, view
 from gpuguard.locale import N_
 from gpuguard.model import ProcessIdentity, Snapshot, Verdict
 from gpuguard.policies.engine import EngineMemory, evaluate, victims_of
-from gpuguard.policies.policy import ENDING, Judgement, Policy
+from gpuguard.policies.policy import ENDING, HARMFUL, Judgement, Policy
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import LARGEST_DISTANCE, RuleView
 
@@ -179,12 +179,23 @@ def rehearse(
             view = replace(view, snapshot=replace(view.snapshot, devices=devices))
         left = replace(view, snapshot=_without(view.snapshot, gone, released)) if gone or released else view
         judgement = evaluate(left, policies, memory, interval=interval, zone=zone)
+        refused = [verdict for verdict in judgement.verdicts if _is_refused(verdict)]
+        for verdict in refused:
+            memory.not_taken(verdict, view.clock)
+        judgement = replace(judgement, verdicts=tuple(each for each in judgement.verdicts if each not in refused))
         for verdict in judgement.verdicts:
             if verdict.action in ENDING:
                 gone |= victims_of(verdict.finding)
             if verdict.action == "release":
                 released.add((verdict.finding.subject.uid, verdict.finding.subject.claim))
         yield left, judgement
+
+
+def _is_refused(verdict: Verdict) -> bool:
+    """Whether the guard would take nothing away: from root it never does."""
+    subject, processes = verdict.finding.subject, verdict.finding.processes
+    people = {(row.uid, row.user) for row in processes} or {(subject.uid, subject.user)}
+    return verdict.action in HARMFUL and all(uid == 0 or user == "root" for uid, user in people)
 
 
 def _without(snapshot: Snapshot, gone: set[ProcessIdentity], released: set[tuple[int | None, str | None]]) -> Snapshot:

@@ -9,7 +9,8 @@ gpuguard daemon --policy policy.yaml --once      look twice, say what is due and
 gpuguard daemon --policy policy.yaml --enforce   in earnest
 
 The file is read again when it changes, on SIGHUP, and by `gpuguard daemon --reload`, which says whether it has faults;
-one with faults changes nothing.
+one with faults changes nothing.  --once works beside a daemon that runs, too, and shows what another file would do on
+this machine; it signals no process, sends nothing, and writes a log only where --events names one.
 Exit codes: 0, 1 the file has faults (--once), 2 usage, 3 a daemon runs already, 4 no driver (--once).
 """
 
@@ -19,7 +20,7 @@ import argparse
 import gc
 import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 from gpuguard import capabilities
 from gpuguard.backends.client import open_worker
@@ -88,12 +89,15 @@ def main(args: argparse.Namespace) -> int:
     capabilities.keep_to_ourselves()
     if args.events:
         os.environ["GPUGUARD_EVENTS"] = os.path.abspath(args.events)
+    is_logged = not args.once or "GPUGUARD_EVENTS" in os.environ  # the machine's log is about what the daemon does
     choose_log(args, is_admin=capabilities.is_powerful())
-    settings = service.DaemonSettings(args.policy, args.enforce, interval, args.i_share_host_pids)
+    if args.once and args.enforce:
+        raise InvalidRequest("--once only looks: it signals no process, so leave out --enforce.")
+    settings = service.DaemonSettings(args.policy, args.enforce, interval, args.i_share_host_pids, args.once)
     if args.enforce and not in_first_pid_namespace() and not args.i_share_host_pids:
         _print("this is a pid namespace of its own, so nothing will be signalled: the driver's pids may be the host's.")
     directory = directory_of(args, make=True)
-    with service.single_daemon(directory) as is_single, ExitStack() as ending:
+    with nullcontext(True) if args.once else service.single_daemon(directory) as is_single, ExitStack() as ending:
         if not is_single:
             _print(f"a gpuguard daemon runs already: it holds {directory.path}.  Two would signal twice.")
             return service.EXIT_RUNNING
@@ -104,7 +108,8 @@ def main(args: argparse.Namespace) -> int:
         def print_event(event: Event) -> None:
             _print(to_text(line_of(event)))
 
-        guard = service.Daemon(backend, directory, settings, _print, print_event, counter.append)
+        append = counter.append if is_logged else lambda event: True
+        guard = service.Daemon(backend, directory, settings, _print, print_event, append)
 
         def open_metrics() -> None:
             server = page_server(args.metrics, args.metrics_expose)

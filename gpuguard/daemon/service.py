@@ -82,6 +82,7 @@ class DaemonSettings:
     enforce: bool = False  # the first switch
     interval: float | None = None  # seconds at most between samples; None: as the policy file says
     share_host_pids: bool = False  # act although this is not the first pid namespace
+    once: bool = False  # only look, beside the daemon that runs: nothing that others read is changed
 
     def intervals(self, of_file: tuple[float, float]) -> tuple[float, float]:
         """The shortest and longest seconds between samples; *of_file*: as the policy file has them."""
@@ -388,7 +389,8 @@ class Daemon:
         self.watchdog.notifier = self._sender
         self._exemptions.max_seconds = file.longest_keep
         try:
-            publish_desktop_memory(self._directory, file.desktop_memory)  # which the snapshots of all commands go by
+            if not self._settings.once:  # the snapshots of all commands go by it
+                publish_desktop_memory(self._directory, file.desktop_memory)
         except OSError as error:
             self._report(f"desktop_memory cannot be published, so it stays as it was: {error}")
         self.watchdog.interval = self._settings.intervals(file.interval)
@@ -403,6 +405,8 @@ class Daemon:
 
     def _publish(self, snapshot: Snapshot, pause: float) -> None:
         self.last = snapshot
+        if self._settings.once:
+            return
         self._recorder.record(snapshot, GAP_INTERVALS * self.watchdog.interval[1], wanted(self.waiting))
         if snapshot.clock - self._published_at < PUBLISH_SECONDS - pause / 1.5:  # no sample comes on the dot
             return
@@ -429,7 +433,7 @@ class Daemon:
             again = Event(time.time(), "log", "writable again", message=text)
             self._append(again)
             self._on_event(again)
-        if self._directory.owner is not None:
+        if self._directory.owner is not None and not self._settings.once:
             for uid in audit_log.uids_of(audit_log.line_of(event)):
                 touch(stamp_path(self._directory, uid))
         return True

@@ -30,12 +30,11 @@ from gpuguard.enforcement.pauses import Pauses
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.model import DRAWING, WHO_FIELDS, ClaimRecord, Device, Event, GpuProcess, Snapshot, Verdict, claim_named
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
-from gpuguard.policies.policy import DISRUPTIVE
+from gpuguard.policies.policy import DISRUPTIVE, INTERACTIVE_SECONDS
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, start_time
 from gpuguard.units import format_duration
 from gpuguard.users import accountable_uid, certain_owner
 
-INTERACTIVE_SECONDS = 600.0
 INTERVALS = 2  # between samples: how old one may be to act by
 TICKS = 2  # start times are cut to ticks of 10 ms: one for the process's, one for the sample's
 
@@ -463,7 +462,8 @@ def _interactive(target: Preflight) -> tuple[FailedCheck, ...] | None:
     if kind is None or verdict.action not in DISRUPTIVE:
         return None
     key = (target.identity, verdict.policy, verdict.action, verdict.since, target.live)
-    left = target.context.limits.first_wanted(key, target.clock) + target.context.interactive_grace - target.clock
+    grace = target.context.interactive_grace - verdict.graced
+    left = target.context.limits.first_wanted(key, target.clock) + grace - target.clock
     if left <= 0:
         return None
     return (FailedCheck("interactive", f"it is {kind}, and has {format_duration(left)} more", left),)

@@ -264,7 +264,9 @@ def message_for(
     """
     language = language if language in WORDS else ENGLISH
     own, template = TEMPLATES[language], templates.get(language, TEMPLATES[language])
-    given = _values(verdict, snapshot, language) | {"stop": _stop(verdict, WORDS[language], longest_keep)}
+    given = _values(verdict, snapshot, language)
+    # Of what was done, and of what nothing follows, it is too late to be told how to prevent it.
+    given["stop"] = "" if given["done"] and not verdict.harm_action else _stop(verdict, WORDS[language], longest_keep)
     values = {name: neutralise(text)[:LONGEST_VALUE] for name, text in given.items()}
     values["processes"] = "\n".join(_processes(verdict.finding.processes, WORDS[language]))
     if chat:

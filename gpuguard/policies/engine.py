@@ -23,18 +23,22 @@ from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.policy import (
     COUNTED,
     DESTRUCTIVE,
-    HARMFUL,
+    DISRUPTIVE,
+    INTERACTIVE_SECONDS,
     KILL_AFTER,
     MESSAGES,
     Judgement,
+    Kept,
     KeptMark,
     Note,
     Policy,
     Step,
     drop_protected,
+    is_interactive,
     on_enough_devices,
     outside_schedule,
     why_inapplicable,
+    worst_step,
 )
 from gpuguard.policies.view import (
     Evidence,
@@ -74,6 +78,7 @@ class EscalationState:
     rule: str = ""  # as of the last sample
     why: str = ""  # likewise, with numbers, for people
     processes: tuple[GpuProcess, ...] = ()  # that were meant, as of the last sample
+    grace: float = 0.0  # seconds that a person in front of all of them has more, as of the last sample
     reach: tuple[str, ...] = ()  # uuids, as of the sample in which a step was due
     samples: int = 0
     done: int = 0  # steps
@@ -347,6 +352,8 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
         if state:
             state.samples += 1
             state.rule, state.why, state.processes = finding.rule, finding.why, finding.processes
+            attended = finding.processes and all(is_interactive(process, index) for process in finding.processes)
+            state.grace = INTERACTIVE_SECONDS if attended else 0.0
         if cools or state is None:
             notes.append(Note("cooldown", "the last step is not long ago", policy.name, finding.subject))
             continue
@@ -381,7 +388,7 @@ def _said_again(
     policy: Policy, identity: SubjectIdentity, finding: Finding, state: EscalationState, clock: float
 ) -> Iterator[DueStep]:
     """The messages that have told when something will be taken away, if that comes later now."""
-    at = _due(policy, state) if _harm(policy, state.done, finding) else None
+    at = _due(policy, state) if worst_step(_coming(policy, state)) else None
     for number, step in enumerate(policy.steps[: state.done]):
         if step.action in MESSAGES and at is not None and at > clock:
             yield DueStep(policy, identity, finding, state, step, clock, number)
@@ -414,11 +421,12 @@ def _verdict(due: DueStep, further: int, clock: float) -> Verdict:
     policy, finding = due.policy, due.finding
     if further:
         finding = replace(finding, why=f"{finding.why} (and the like on {further} more GPU{'s' * (further > 1)})")
-    following = max(due.number + 1, due.state.done)
-    after = policy.steps[following] if following < len(policy.steps) else None
-    wait = after.after if after else 0.0
-    harm = _harm(policy, following, finding)
-    later = (_due(policy, due.state) or clock) - clock - wait if due.number < due.state.done else 0.0
+    state = due.state
+    if due.number == state.done:  # as it will be when this step was asked for
+        asked = clock if due.step.action == "terminate" else state.terminated_at
+        state = replace(state, done=due.number + 1, stepped_at=clock, terminated_at=asked, again_at=0.0, held_until=0.0)
+    coming = _coming(policy, state)
+    following, harm = coming[0] if coming else None, worst_step(coming)
     return Verdict(
         policy=policy.name,
         finding=finding,
@@ -427,22 +435,35 @@ def _verdict(due: DueStep, further: int, clock: float) -> Verdict:
         since=due.state.since,
         enforce=policy.enforce,
         options=due.step.options,
-        next_action=after.action if after else None,
-        next_after=wait + later if after else None,
+        next_action=following[0] if following else None,
+        next_after=following[1] - clock if following else None,
         harm_action=harm[0] if harm else None,
-        harm_after=harm[1] + later if harm else None,
+        harm_after=harm[1] - clock if harm else None,
+        graced=due.state.grace if due.step.action in DISRUPTIVE else 0.0,
         may_be_kept=policy.may_be_kept,
     )
 
 
-def _harm(policy: Policy, begin: int, finding: Finding) -> tuple[str, float] | None:
-    """The first step from number *begin* on that takes something away, and in how many seconds after the one before."""
-    seconds = 0.0
-    for step in policy.steps[begin:]:
-        seconds += step.after
-        if step.action in HARMFUL and why_inapplicable(step, finding) is None:
-            return step.action, seconds
-    return None
+def _coming(policy: Policy, state: EscalationState, at: float | None = None) -> list[tuple[str, float]]:
+    """(action, clock) of the steps to come that have something to act on, if nothing changes.
+
+    *at*: when the next one comes, where that is known better than by its time in the policy.
+    """
+    if state.done >= len(policy.steps) or (at := _due(policy, state) if at is None else at) is None:
+        return []
+    finding, asked = Finding("", state.subject, "", state.processes), state.terminated_at
+    coming = list[tuple[str, float]]()
+    for number, step in enumerate(policy.steps[state.done :]):
+        applicable = why_inapplicable(step, finding) is None
+        if number:
+            at += step.after + (state.grace if applicable and step.action in DISRUPTIVE else 0.0)
+        if step.action == "kill":
+            applicable = applicable and asked is not None
+            at = at if asked is None else max(at, asked + KILL_AFTER)
+        if applicable:
+            coming.append((step.action, at))
+            asked = at if step.action == "terminate" else asked
+    return coming
 
 
 NARROWEST_FIRST = ("process", "claim", "device", "user", "node")
@@ -539,7 +560,8 @@ def next_step(state: EscalationState, policy: Policy, clock: float) -> tuple[Ste
 def _due(policy: Policy, state: EscalationState) -> float | None:
     """The clock at which the next step comes while the condition holds; None for a kill before a terminate."""
     step = policy.steps[state.done]
-    due = state.again_at or (state.stepped_at if state.done else state.since + policy.hold) + step.after
+    grace = state.grace if step.action in DISRUPTIVE else 0.0
+    due = state.again_at or (state.stepped_at if state.done else state.since + policy.hold) + step.after + grace
     if step.action != "kill":
         return due
     # The policy was checked for this when it was made; a SIGKILL too early cannot be taken back.
@@ -740,6 +762,7 @@ def policy_status(
     memory: EngineMemory,
     put_off: Mapping[tuple[str, SubjectIdentity], tuple[int, float]],
     refused: Mapping[tuple[str, SubjectIdentity], tuple[int, str]] | None = None,
+    kept: Kept | None = None,
 ) -> tuple[PolicyStatus, ...]:
     """Every condition that holds, the oldest first.
 
@@ -749,12 +772,16 @@ def policy_status(
         put_off: (policy, identity) -> the number of a step whose time has come, and the clock until which a check put
             it off.
         refused: (policy, identity) -> the number of a step that was not taken when it was tried, and why.
+        kept: who is exempted by now, also since the last sample: nothing follows for them.
     """
     found = []
     for policy in policies:
         name, steps = policy.name, policy.steps
         for identity, state in memory.states.get(name, {}).items():
             done, due = state.done, None
+            found_before = Finding(state.rule, state.subject, state.why, state.processes)
+            if kept and memory.index and not drop_protected((found_before,), policy, memory.index, kept)[0]:
+                continue
             if (name, identity) in put_off:
                 done, due = put_off[name, identity]
             elif state.done < len(steps):
@@ -764,11 +791,12 @@ def policy_status(
                 due = state.stepped_at + policy.cooldown + policy.hold + steps[0].after
             last = steps[done - 1].action if done else None
             number = done % len(steps) if steps else 0
-            following = steps[number].action if steps else None
+            asked = state.terminated_at if number else None
+            coming = _coming(policy, replace(state, done=number, terminated_at=asked), due) if due is not None else []
+            following = coming[0][0] if coming else steps[number].action if steps and due is None else None
             step, why = (refused or {}).get((name, identity), (-1, None))
             why = why if step == number else None
-            harm = _harm(policy, number, Finding("", state.subject, "", state.processes))
-            at = due + harm[1] - steps[number].after if harm and due is not None else None
+            harm = worst_step(coming)
             found.append(
                 PolicyStatus(
                     name,
@@ -776,11 +804,11 @@ def policy_status(
                     state.since,
                     last,
                     following,
-                    due,
+                    coming[0][1] if coming else None,
                     policy.enforce,
                     refused=why,
                     harm=harm[0] if harm else None,
-                    harm_due=at,
+                    harm_due=harm[1] if harm else None,
                     rule=state.rule,
                     why=state.why,
                 )

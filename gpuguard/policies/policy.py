@@ -35,6 +35,9 @@ ON_PROCESSES = frozenset({"checkpoint", "terminate", "kill", "pause", "resume", 
 # The guard and signals by hand keep to it, whatever a policy says.
 KILL_AFTER = 30.0
 
+# Seconds that a person in front of the process has more: one on a terminal or in a notebook, or with a debugger.
+INTERACTIVE_SECONDS = 600.0
+
 Options = tuple[tuple[str, float | int | str | bool | None], ...]
 
 
@@ -181,6 +184,12 @@ def early_kills(steps: Iterable[tuple[str, float]]) -> Iterator[tuple[int, float
             yield number, since_terminate
         if action == "terminate":
             since_terminate = 0.0
+
+
+def worst_step(steps: Iterable[tuple[str, float]]) -> tuple[str, float] | None:
+    """The one of *steps*, (action, when), that takes most from the user; of those that take as much the first."""
+    harmful = [step for step in steps if step[0] in HARMFUL]
+    return max(harmful, key=lambda step: (step[0] in ENDING, step[0] in DESTRUCTIVE, -step[1]), default=None)
 
 
 def why_inapplicable(step: Step, finding: Finding) -> str | None:
@@ -519,13 +528,19 @@ def _least_age(claims: Iterable[ClaimRecord], index: SampleIndex, of_process: fl
     return least
 
 
+def is_interactive(process: GpuProcess, index: SampleIndex) -> bool:
+    """Whether a person certainly sits in front of it."""
+    use = index.view.host.get((process.pid, process.start_time or 0.0))
+    return bool(interactive_use(" ".join(process.command or ()), use and use.terminal, use and use.traced))
+
+
 def certain_kinds(target: PolicyTarget, index: SampleIndex) -> frozenset[str]:
     """What a target certainly is, of interactive, batch and container; nothing when it is no process."""
     process = target.process
     if process is None:
         return frozenset()
     container = {"container"} if process.container else set()
-    use = index.view.host.get((process.pid, process.start_time or 0.0))
-    if interactive_use(" ".join(process.command or ()), use and use.terminal, use and use.traced):
+    if is_interactive(process, index):
         return frozenset({"interactive", *container})
+    use = index.view.host.get((process.pid, process.start_time or 0.0))
     return frozenset({"batch", *container} if use is not None and use.terminal is not None else container)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gpuguard.model import WHO_FIELDS
 from gpuguard.policies.expression import ExpressionRule
 from gpuguard.policies.idle import AgeRule, IdleRule
-from gpuguard.policies.policy import Policy
+from gpuguard.policies.policy import DISRUPTIVE, Policy
 from gpuguard.policies.quota import QuotaRule
 from gpuguard.policies.thresholds import (
     HealthRule,
@@ -66,6 +66,7 @@ def needs_of(policies: Sequence[Policy]) -> Needs:
     """What *policies* want to know; () want what everybody is shown."""
     rules = [rule for policy in policies for rule in policy.rules]
     kinds = any(scope and scope.kinds for policy in policies for scope in (policy.only, *policy.exempt))
+    kinds = kinds or any(step.action in DISRUPTIVE for policy in policies for step in policy.steps)
     options = [dict(step.options) for policy in policies for step in policy.steps]
     of_machine = [rule for rule in rules if isinstance(rule, HostMemoryRule | HostCpuRule)]
     return Needs(

@@ -17,12 +17,11 @@ from typing import Any
 from gpuguard.daemon.client import PolicyStatusReply, StatusReply
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.enforcement.identity import Protected
-from gpuguard.enforcement.preflight import INTERACTIVE_SECONDS
 from gpuguard.locale import N_, _, translated
 from gpuguard.policies.files.decoder import key_of, keys_of
 from gpuguard.policies.files.keys import DAYS
 from gpuguard.policies.files.loader import PolicyFile
-from gpuguard.policies.policy import DISRUPTIVE, KEPT_SECONDS, KEPT_WITHIN, Policy, Scope, Step
+from gpuguard.policies.policy import DISRUPTIVE, INTERACTIVE_SECONDS, KEPT_SECONDS, KEPT_WITHIN, Policy, Scope, Step
 from gpuguard.policies.view import Evidence
 from gpuguard.sanitize import neutralise
 from gpuguard.units import (
@@ -94,13 +93,16 @@ def _policy(policy: Policy) -> Iterator[str]:
         until = _(" until {time}").format(time=local_time(scope.until)) if scope.until is not None else ""
         yield _("It spares {scope}{until}.").format(scope=scope_text(scope), until=until)
     if policy.start_grace:
-        yield _("Processes and claims younger than {time} are innocent.").format(
+        yield _("Processes and claims younger than {time} are innocent: the time above begins after that.").format(
             time=format_duration(policy.start_grace)
         )
     if policy.devices_at_least > 1:
         yield _("It must hold on {number} GPUs of the same user at once.").format(number=policy.devices_at_least)
     yield from _schedule(policy)
     yield _("Then, counted from when it began:")
+    if policy.start_grace:
+        first = policy.start_grace + policy.hold + sum(step.after for step in policy.steps[:1])
+        yield _("For what has just started the first step comes after {time}.").format(time=format_duration(first))
     rows, elapsed = [], policy.hold
     for step in policy.steps:
         elapsed += step.after
