@@ -25,7 +25,7 @@ from gpuguard.enforcement import actions
 from gpuguard.enforcement.identity import Protected, is_alive
 from gpuguard.enforcement.limits import AuditQuota, PastAction
 from gpuguard.enforcement.pauses import Pause, Pauses
-from gpuguard.enforcement.preflight import ActionContext, Notifier
+from gpuguard.enforcement.preflight import ActionContext, Notifier, effect_seen
 from gpuguard.enforcement.signals import SENT
 from gpuguard.errors import BackendError
 from gpuguard.history import audit_log
@@ -34,14 +34,14 @@ from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, ClaimRecord, Event, Finding,
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES
 from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
-from gpuguard.policies.policy import COUNTED, ENDING, HARMFUL, Judgement, Kept, KeptMark, Note, Policy
+from gpuguard.policies.policy import COUNTED, ENDING, HARMFUL, MESSAGES, Judgement, Kept, KeptMark, Note, Policy
 from gpuguard.policies.rules import needs_of
 from gpuguard.policies.usage import TrespassRule, strangers
 from gpuguard.policies.view import MachineUse, RuleView, SubjectIdentity, identity_of, process_subject
 from gpuguard.procfs import boot_clock, process_facts, stat_of
 from gpuguard.source import with_claims
 from gpuguard.units import format_duration, parse_host_memory_amount
-from gpuguard.users import accountable_uids
+from gpuguard.users import accountable_uids, user_name
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ SLOWER = 1.5  # times longer after each sample in which nothing rose
 RETRY_SECONDS = 60.0  # at most, between two tries to reach a driver that does not answer
 # The other notes say at every sample that nothing is to be done: they are for --once and for explanations.
 WORTH_A_LINE = frozenset(
-    {"gap", "resampling", "late", "cleared", "cancelled", "breaker", "waiting", "kept", "exempt", "nobody"}
+    {"gap", "resampling", "late", "cleared", "cancelled", "breaker", "waiting", "kept", "exempt", "nobody", "untold"}
 )
 
 PendingKey = tuple[str, SubjectIdentity]  # name of a policy and the subject of a verdict
@@ -120,6 +120,7 @@ class Watchdog:
         self._refused: dict[PendingKey, tuple[int, str]] = {}  # which step was not taken when it was tried, and why
         self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
         self._quota, self._reported = AuditQuota(), dict[str, float]()  # when a policy was last reported to fail
+        self._awaited = list[PastAction]()  # what ended processes lately, until what came of it is written down
         self._pauses = Pauses(directory, self._record)
         self._context = ActionContext(
             backend,
@@ -161,6 +162,7 @@ class Watchdog:
         if is_new and any(note.kind == "resampling" for note in judgement.notes):
             self._pending.clear()  # what waited through a pause without a sample has no reason any more
         self._act(judgement.verdicts, policies, protected)
+        self._write_effects(snapshot)
         if self._context.enforce:  # or they are those of another guard, beside which this one only looks
             self._end_pauses()
         self._note(judgement.notes)
@@ -358,6 +360,9 @@ class Watchdog:
                 verdict = due.pop(0)[1]
                 refused.pop(key, None)
                 self._write_to_owners(verdict, outcomes or (), context)
+                self._awaited += [each.sent for each in outcomes or () if each.sent and verdict.action in ENDING]
+                if verdict.action in MESSAGES and any(each.word in actions.TOLD for each in outcomes or ()):
+                    self._memory.told(verdict)
                 if outcomes and verdict.action in COUNTED and {each.word for each in outcomes} <= actions.NOT_TAKEN:
                     refused[key] = verdict.step, outcomes[0].why or outcomes[0].word
                     with self._judging:
@@ -435,28 +440,30 @@ class Watchdog:
             if note.kind in WORTH_A_LINE and key not in self._noted | before:
                 subject = note.subject or Subject("node")
                 facts = (("policy", note.policy), ("uid", subject.uid))
-                text = self._ended_text(note) if note.kind == "cleared" else None
                 user, devices = subject.user, (subject.device,) if subject.device else ()
-                about = subject.pid, subject.claim, text or note.text, facts
+                about = subject.pid, subject.claim, note.text, facts
                 self._record(Event(time.time(), "note", note.kind, user, devices, *about))
                 if note.kind == "breaker":
                     self._alarm(note.text, subject, note.policy or "")
             self._noted.add(key)
 
-    def _ended_text(self, note: Note) -> str | None:
-        """``"ended by SIGTERM within 2s"``, where that is why a condition holds no more; None: it ended of itself."""
-        subject, clock = note.subject, boot_clock()
-        ending = [
-            past
-            for past in self._context.limits.past
-            if past.live and past.policy == note.policy and past.action in ENDING and subject is not None
-            and (past.process == (subject.pid, subject.start_time) if subject.pid else past.uid == subject.uid)
-        ]  # fmt: skip
-        if not ending or is_alive(ending[-1].process):
-            return None
-        last = ending[-1]
-        means = {"terminate": "SIGTERM", "kill": "SIGKILL"}.get(last.action, last.action)
-        return f"ended by {means} within {format_duration(max(1, ceil(clock - last.clock)))}"
+    def _write_effects(self, snapshot: Snapshot) -> None:
+        """Leave an Event for each process that was to be ended: that it has, or that it is still there."""
+        clock, awaited = boot_clock(), self._awaited
+        self._awaited = []
+        for past in awaited:
+            age, alive = clock - past.clock, is_alive(past.process)
+            is_over = not alive and effect_seen(past, snapshot)
+            if not is_over and age < engine.EFFECT_SECONDS:
+                self._awaited.append(past)
+                continue
+            after = format_duration(max(1, ceil(age)))
+            text = f"still there after {after}" if alive else f"ended within {after}, and its memory is back"
+            if not alive and not is_over:
+                text = f"ended, but its memory is still in use after {after}"
+            facts = ("policy", past.policy), ("uid", past.uid), ("start_time_seconds", past.process[1])
+            about = None if past.uid is None else user_name(past.uid), past.devices, past.process[0], None, text, facts
+            self._record(Event(time.time(), past.action, "still there" if alive else "ended", *about))
 
     def _alarm(self, text: str, subject: Subject, name: str) -> None:
         """Tell the administrator, but no user, that a breaker holds a policy back."""

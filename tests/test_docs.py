@@ -131,6 +131,7 @@ ELSEWHERE = {
     "gpuguard doctor": "doctor",
     "gpuguard history": "history_command",
     "gpuguard quarantine": "restrictions",
+    "gpuguard resume": "pauses",
     "gpuguard report": "report",
     "gpuguard schema": "json_schema",
     "gpuguard setup": "setup_command",

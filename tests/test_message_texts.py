@@ -174,7 +174,7 @@ def test_what_strangers_wrote_is_text_and_nothing_more_in_every_field(hostile):
     process = a_process(command=(hostile, hostile), user=hostile, container=hostile)
     device = a_device(3, name=hostile, processes=(process,))
     texts = {"why": hostile, "policy": hostile, "rule": hostile, "action": hostile, "next_action": hostile}
-    verdict = a_verdict(process, **texts, options=(("done", "terminate"),))
+    verdict = a_verdict(process, **texts, harm_action="kill", options=(("done", "terminate"),))
     snapshot = a_snapshot(device, host=hostile)
     templates = {"en": Template(ALL_NAMES.replace("\n", " "), ALL_NAMES)}
     message = message_for(verdict, snapshot, "en", templates)

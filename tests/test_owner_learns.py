@@ -23,6 +23,7 @@ from proc import born_with
 from users import an_open_place
 
 from gpuguard.daemon.requests import FIELDS
+from gpuguard.policies.policy import DISRUPTIVE
 
 pytestmark = pytest.mark.root
 
@@ -138,8 +139,12 @@ def test_the_log_of_run_says_who_warned_slowed_down_and_ended_the_job_and_why(ma
     assert "if nothing changes: the process is asked to end (SIGTERM)." in text
     assert " policy hogs gave pid" in text
     assert " ended by policy hogs (uses 40.0GiB" in text
-    assert eventually(lambda: "ended by SIGTERM within" in (machine.place / "events.jsonl").read_text())
-    assert "holds no more" not in (machine.place / "events.jsonl").read_text()
+    assert eventually(lambda: '"outcome": "ended"' in (machine.place / "events.jsonl").read_text())
+    lines = [json.loads(line) for line in (machine.place / "events.jsonl").read_text().splitlines()]
+    assert [line["outcome"] for line in lines if line["kind"] == "warn"] == ["logged"]
+    [about_to, ended] = [line for line in lines if line["kind"] == "terminate"]
+    assert (about_to["outcome"], about_to["pid"], ended["user"]) == ("about to", ended["pid"], about_to["user"])
+    assert re.fullmatch(r"ended within \ds, and its memory is back", ended["message"])
     [release] = [line for line in events(machine, ALICE) if line["kind"] == "release"]
     assert release["facts"]["policy"] == "hogs" and "ended by policy hogs" in release["message"]
 
@@ -363,16 +368,17 @@ class Jobs(GuardedMachine):
         log = self.log(name)
         claim = (re.search(r"claim ([0-9a-f]{8})", log) or [None, None])[1]
         mine = [line for line in events if line["pid"] == pid or (line["claim"] and line["claim"] == claim)]
-        # "refused": a job in a terminal has ten minutes more.
-        deeds = [line for line in mine if self.action == line["kind"] or line["outcome"] == "refused"]
+        deeds = [line for line in mine if self.action == line["kind"]]
         rows = [row for row in standing if row["pid"] == pid or (row["claim"] and row["claim"] == claim)]
         if claim is None and self.action == "release":  # of a notebook and of --exec: no line says which claim it is
             deeds, rows = [line for line in events if line["kind"] == "release"], standing
+        if name == "terminal" and self.action in DISRUPTIVE:  # it has ten minutes more, of which the status tells
+            deeds = [{**line, "message": line["why"], "facts": {"rule": line["rule"]}} for line in rows]
         if self.action in ("notify", "run_hook"):  # what becomes of messages is the administrator's
             deeds = [] if self.action == "notify" and f"40.0GiB of GPU {device}," not in self.mails() else rows
         elif not any(self.numbers in line["message"] and line["facts"]["rule"] == self.rule for line in deeds):
             return f"no event of {self.action}: {mine}"
-        lasts = self.action not in ("kill", "release") or any(line["outcome"] == "refused" for line in deeds)
+        lasts = self.action not in ("kill", "release") or (name == "terminal" and self.action == "kill")
         if lasts and not any(row["rule"] == self.rule and self.numbers in row["why"] and row["next"] for row in rows):
             return f"no next step: {rows}"
         if name in ("terminal", "nohup", "service") and self.action in TOLD_AT_ONCE and "hogs" not in log:

@@ -502,4 +502,4 @@ def test_root_ends_pauses_without_a_daemon(site, tmp_path):
     assert gpuguard("resume").stdout == "nothing is paused.\n"
     [event] = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert (event["kind"], event["outcome"], event["pid"]) == ("resume", "done", site.pid)
-    assert event["message"].startswith("ended by ")
+    assert event["message"].startswith("let go on by ")

@@ -104,7 +104,7 @@ def test_explain_says_who_when_and_what(gpuguard, tmp_path):
         "When this holds for 2h without a break:",
         "(below: 5%)",
         "It spares users root until 2026-12-24 18:00.",
-        "Processes and claims younger than 30m are innocent.",
+        "Processes and claims younger than 30m are innocent: the time above begins after that.",
         "It must hold on 2 GPUs of the same user at once.",
         "Only 22:00 to 07:30 on mon, tue",
         "Only while more than 80% of the GPUs are claimed.",

@@ -10,7 +10,7 @@ from policies import accounts, document, good, marked, read
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.policies.files.loader import load_policies, parse
 from gpuguard.policies.idle import IdleRule
-from gpuguard.policies.policy import Exemption, Scope, Step
+from gpuguard.policies.policy import Audience, Exemption, Step
 from gpuguard.policies.usage import UnclaimedRule, UsersRule
 
 EVERY_KEY = """\
@@ -54,7 +54,7 @@ def test_every_key_and_step_reaches_the_policy_and_the_file():
 
     assert found.rules == (IdleRule(below=5.0),)
     assert (found.hold, found.start_grace, found.cooldown) == (7200.0, 1800.0, 900.0)
-    assert found.only == Scope(
+    assert found.only == Audience(
         frozenset({1000, 1005}), frozenset({"staff"}), ("0", "GPU-8f31"), ("A100*",), frozenset({"interactive"})
     )
     assert found.exempt == (Exemption(frozenset({1002}), until=time.mktime((2026, 12, 24, 18, 0, 0, 0, 0, -1))),)

@@ -612,12 +612,12 @@ def an_action(**fields: object) -> PastAction:
     ],
 )
 def test_the_effect_is_seen_when_the_process_is_gone_and_half_of_its_memory_is_back(past, used, seen):
-    assert preflight._effect_seen(past, a_snapshot(a_device(0, memory_used=used))) is seen
+    assert preflight.effect_seen(past, a_snapshot(a_device(0, memory_used=used))) is seen
 
 
 def test_while_the_process_lives_there_is_no_effect(scene):
     past = an_action(process=(scene.pid, scene.start_time))
-    assert preflight._effect_seen(past, a_snapshot(a_device(0, memory_used=0))) is False
+    assert preflight.effect_seen(past, a_snapshot(a_device(0, memory_used=0))) is False
 
 
 @pytest.mark.parametrize(("before", "now", "against"), [(40, 0, set()), (0, 40, {"one per device"})])

@@ -116,8 +116,8 @@ def test_the_time_that_the_engine_has_waited_for_a_person_is_not_waited_for_agai
     target = Preflight(verdict, view.snapshot, context, view.clock, process, facts=facts)
 
     assert LATE["interactive"].check(target) is None
-    [refused] = LATE["interactive"].check(replace(target, verdict=replace(verdict, graced=0.0, policy="q")))
-    assert refused.wait == INTERACTIVE_SECONDS
+    refused = LATE["interactive"].check(replace(target, verdict=replace(verdict, graced=0.0, policy="q")))
+    assert refused[0].wait == INTERACTIVE_SECONDS
 
 
 def test_the_mail_after_a_release_says_neither_what_does_not_come_nor_how_to_prevent_what_was_done():

@@ -91,7 +91,7 @@ def test_mesg_n_is_honoured_until_the_last_notice():
     with at_a_terminal() as (scene, _, theirs):
         os.fchmod(theirs, 0o600)
 
-        assert (outcome := scene.act("warn", next_action="notify")).word == "failed"
+        assert (outcome := scene.act("warn", next_action="notify")).word == "undelivered"
         assert outcome.why == "the terminal takes no messages"
         assert scene.act("warn", next_action="terminate", next_after=60.0).word == "done"
 
@@ -106,7 +106,7 @@ def test_a_terminal_of_somebody_else_is_not_written_to():
             write_to_terminal(terminal_of(scene), scene.process.uid or 0, "hello")
             == "the terminal belongs to another user"
         )
-        assert scene.act("warn").word == "failed"
+        assert scene.act("warn").word == "undelivered"
 
 
 @pytest.mark.terminal
@@ -115,7 +115,7 @@ def test_a_process_that_was_not_judged_gets_no_warning(other):
     with at_a_terminal() as (scene, _, _):
         scene.subject = replace(scene.subject, **other)
 
-        assert (outcome := scene.act("warn")).word == "failed"
+        assert (outcome := scene.act("warn")).word == "undelivered"
         assert outcome.why == scene.events[-1].message.rpartition(": ")[2] == "no terminal"
 
 
@@ -147,7 +147,7 @@ def test_a_holder_of_another_user_gets_no_warning_about_the_claim(monkeypatch):
     with at_a_terminal() as (scene, _, _):
         changed(monkeypatch, lambda uids: (4711, *uids[1:]))
 
-        assert ((outcome := about_a_claim(scene)).word, outcome.why) == ("failed", "no terminal")
+        assert ((outcome := about_a_claim(scene)).word, outcome.why) == ("undelivered", "no terminal")
 
 
 @pytest.fixture
@@ -237,6 +237,8 @@ def test_the_end_of_a_pause_appears_on_the_terminal_as_its_beginning_did(tmp_pat
         assert scene.act("pause").word == "sent"
         pauses.settle(lambda pause: "the condition does not hold any more")
 
-        text = os.read(ours, 65536).decode()
+        read = list[bytes]()
+        until(lambda: read.append(os.read(ours, 65536)) or b"go on" in b"".join(read))
+        text = b"".join(read).decode()
         assert f"gpuguard: policy a-policy stopped pid {scene.pid} (SIGSTOP): uses 41.0GiB" in text
         assert f"policy a-policy let pid {scene.pid} go on (SIGCONT): the condition does not hold any more" in text

@@ -12,13 +12,15 @@ from nodes import clock, eventually, start
 
 from gpuguard import procfs, watchdog
 from gpuguard.claims.directory import lock_directory
-from gpuguard.enforcement import actions
+from gpuguard.enforcement import actions, preflight
 from gpuguard.enforcement.actions import ActionOutcome
+from gpuguard.enforcement.limits import PastAction
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.notify.templates import message_for
+from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.idle import IdleRule
-from gpuguard.policies.policy import KILL_AFTER, Policy, Step
+from gpuguard.policies.policy import KILL_AFTER, Audience, Policy, Step
 from gpuguard.policies.thresholds import MemoryRule
 from gpuguard.request import Request
 from gpuguard.units import parse_memory_amount
@@ -152,9 +154,45 @@ def test_a_refused_step_holds_up_no_step_of_another_policy_on_the_same_gpu(tries
 
 
 def test_a_message_that_reached_nobody_is_done_and_the_ladder_goes_on(tries):
-    tried = tries(["failed", "sent"], replace(COOLING, steps=(Step("warn"), Step("terminate"))))
+    tried = tries(["undelivered", "sent"], replace(COOLING, steps=(Step("warn"), Step("terminate"))))
 
     assert tried == [("hogs", "warn", 10.0), ("hogs", "terminate", 20.0)]
+
+
+def test_a_policy_about_those_who_were_told_takes_nothing_from_others_and_tells_them_again(tries, monkeypatch):
+    monkeypatch.setattr(engine, "UNTOLD_SECONDS", 40.0)
+    told = replace(COOLING, only=Audience(told=True), steps=(Step("warn"), Step("terminate")))
+    tried = tries(["undelivered", "undelivered", "undelivered", "logged", "sent"], told)
+
+    assert tried == [("hogs", action, clock) for action, clock in zip(
+        ("warn", "warn", "warn", "warn", "terminate"), (10.0, 20.0, 60.0, 100.0, 110.0), strict=True
+    )]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lives", "used", "seconds", "said"),
+    [
+        (False, 1, 2.0, ("ended", "ended within 2s, and its memory is back")),
+        (False, 40, 2.0, None),
+        (False, 40, 60.0, ("ended", "ended, but its memory is still in use after 1m")),
+        (True, 40, 60.0, ("still there", "still there after 1m")),
+        (True, 40, 2.0, None),
+    ],
+)
+def test_what_came_of_an_end_is_written_down_once(a_watchdog, log, monkeypatch, lives, used, seconds, said):
+    process, uuid = (4711, 9_000.0), a_device().uuid
+    sent = PastAction(10_000.0, "terminate", process, (uuid,), True, "", ((uuid, 40 * GIB),), 39 * GIB, "hogs", 0)
+    monkeypatch.setattr(actions, "act", lambda *of: (ActionOutcome("sent", sent=sent),))
+    monkeypatch.setattr(watchdog, "is_alive", lambda process: lives)
+    monkeypatch.setattr(preflight.identity, "is_alive", lambda process: lives)
+    monkeypatch.setattr(watchdog, "boot_clock", lambda: 10_000.0 + seconds)
+    after = a_device(memory_used=used * GIB)
+    guard = a_watchdog(Scripted(*snapshots(A_HOG, number=2), *snapshots(after, number=3)))
+    looks(guard, 5)
+
+    written = [(event.outcome, event.message) for event in log if event.kind == "terminate"]
+    assert written == ([said] if said else [])
+    assert all((event.user, event.pid) == ("root", 4711) for event in log if event.kind == "terminate")
 
 
 @pytest.mark.parametrize(("pause", "tries"), [(100.0, 3), (700.0, 1)])

@@ -14,7 +14,7 @@ from gpuguard.backtest.recordings import Numbering, RecordedRow, Recording, view
 from gpuguard.locale import N_
 from gpuguard.model import ProcessIdentity, Snapshot, Verdict
 from gpuguard.policies.engine import EngineMemory, evaluate, victims_of
-from gpuguard.policies.policy import ENDING, HARMFUL, Judgement, Policy
+from gpuguard.policies.policy import ENDING, HARMFUL, MESSAGES, Judgement, Policy
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import LARGEST_DISTANCE, RuleView
 
@@ -184,6 +184,8 @@ def rehearse(
             memory.not_taken(verdict, view.clock)
         judgement = replace(judgement, verdicts=tuple(each for each in judgement.verdicts if each not in refused))
         for verdict in judgement.verdicts:
+            if verdict.action in MESSAGES:
+                memory.told(verdict)
             if verdict.action in ENDING:
                 gone |= victims_of(verdict.finding)
             if verdict.action == "release":

@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     if not os.access(daemon_files(directory).path, os.W_OK):
         raise GpuguardError(_("only root may do that: run it with sudo."))
     chosen = [named[int(pid)] for pid in args.pids] or list(named.values())
-    words = [pauses.end(pause, f"ended by {user_name(os.getuid())}") for pause in chosen]
+    words = [pauses.end(pause, f"let go on by {user_name(os.getuid())}") for pause in chosen]
     told = [translated(_WORDS.get(word, word)) for word in words]
     put(
         [f"{_line(pause)}: {text}" for pause, text in zip(chosen, told, strict=True)] or [_("nothing is paused.")],

@@ -42,6 +42,9 @@ UNRECORDED = "not recorded"  # no line in the audit log, so nothing was done
 UNKILLABLE = "unkillable"
 DONE = "done"
 FAILED = "failed"
+LOGGED = "logged"  # of a message: the log of the job has it
+UNDELIVERED = "undelivered"  # of a message: no user can have seen it, which holds up no step after it
+TOLD = frozenset({DONE, LOGGED})  # the words of a message that has reached the user
 NOT_TAKEN = frozenset({REFUSED, UNRECORDED, FAILED, NOT_PERMITTED})  # the words of a step that took nothing away
 
 WRITE_SECONDS = 1.0  # for a line in the audit log; after more than that the checks before it count no longer
@@ -58,6 +61,7 @@ class ActionOutcome:
     pid: int | None = None
     failed: tuple[FailedCheck, ...] = ()
     wait: float | None = None  # seconds after which the same verdict is worth another try; None: it is settled
+    sent: PastAction | None = None  # what was done to the process
 
 
 # Each function for a process or a claim is the last call of a preflight that found nothing.
@@ -252,10 +256,13 @@ class WarnKeys:
 
 
 def _warn(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> ActionOutcome:
-    """Write to each terminal of the processes that are meant, or of those that hold a claim without one, once."""
-    subject, terminals = verdict.finding.subject, set()
+    """Write to each terminal of the processes that are meant, or of those that hold a claim without one, once.
+
+    A `gpuguard run` writes the event of it into the log of its job.
+    """
+    subject, terminals, processes = verdict.finding.subject, set(), preflight.targets(verdict, snapshot)
     claim = None if verdict.finding.processes else claim_named(snapshot.claims, subject.uid, subject.claim)
-    readers = [(target.pid, target.uid, target.start_time) for target in preflight.targets(verdict, snapshot)]
+    readers = [(target.pid, target.uid, target.start_time) for target in processes]
     readers += [(pid, subject.uid, start_time(pid)) for pid in (claim.holders if claim else ())]
     for pid, uid, started in readers:
         facts = identity.facts_of(pid)
@@ -267,9 +274,13 @@ def _warn(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Actio
     message = message_for(verdict, snapshot, language, context.templates, longest_keep=context.longest_keep)
     last = verdict.next_action in DISRUPTIVE | {"release"}
     words = {write_to_terminal(terminal, uid, message.body, last=last) for terminal, uid in sorted(terminals)}
+    meant = [Preflight(verdict, snapshot, context, snapshot.clock, process) for process in processes]
+    claims = [(subject.uid, subject.claim), *((target.uid, target.claim_of_process) for target in meant)]
     if WRITTEN in words:
         return _logged(verdict, context, DONE)
-    return _logged(verdict, context, FAILED, ", ".join(sorted(words)) or NO_TERMINAL)
+    if any(_is_supervised(snapshot, *claim) for claim in claims):
+        return _logged(verdict, context, LOGGED)
+    return _logged(verdict, context, UNDELIVERED, ", ".join(sorted(words)) or NO_TERMINAL)
 
 
 @dataclass(frozen=True)
@@ -478,7 +489,7 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
         context.append(_event(verdict, word, process, why))
     elif process:
         _tell_on_terminal(target, event)
-    return ActionOutcome(word, why, pid)
+    return ActionOutcome(word, why, pid, sent=action if word == SENT else None)
 
 
 def _tell_on_terminal(target: Preflight, event: Event) -> None:
@@ -490,11 +501,14 @@ def _tell_on_terminal(target: Preflight, event: Event) -> None:
 
 def _is_told_on_terminal(target: Preflight) -> bool:
     """Whether the process has a terminal, and no `gpuguard run` that writes into the job's log."""
-    claim = claim_named(
-        target.snapshot.claims, target.uid, target.verdict.finding.subject.claim or target.claim_of_process
-    )
-    supervised = claim is not None and claim.pid is not None and unlock.is_supervisor(claim.pid)
-    return bool(target.facts and target.facts.terminal) and not supervised
+    claim = target.verdict.finding.subject.claim or target.claim_of_process
+    return bool(target.facts and target.facts.terminal) and not _is_supervised(target.snapshot, target.uid, claim)
+
+
+def _is_supervised(snapshot: Snapshot, uid: int | None, claim_id: str | None) -> bool:
+    """Whether a claim is that of a `gpuguard run`, which tells its user what the log of the guard says of it."""
+    claim = claim_named(snapshot.claims, uid, claim_id)
+    return claim is not None and claim.pid is not None and unlock.is_supervisor(claim.pid)
 
 
 def _refused(target: Preflight) -> ActionOutcome:

@@ -524,13 +524,13 @@ def _rule(target: Preflight) -> str | None:
 
 
 def _limits(target: Preflight) -> tuple[FailedCheck, ...]:
-    def effect_seen(past: PastAction) -> bool:
-        return target.process is None or _effect_seen(past, target.fresh or target.snapshot)
+    def is_seen(past: PastAction) -> bool:
+        return target.process is None or effect_seen(past, target.fresh or target.snapshot)
 
-    return tuple(target.context.limits.failed(target.action, effect_seen))
+    return tuple(target.context.limits.failed(target.action, is_seen))
 
 
-def _effect_seen(past: PastAction, now: Snapshot) -> bool:
+def effect_seen(past: PastAction, now: Snapshot) -> bool:
     """Whether the process of *past* is gone and its memory is back, on those of its devices that *now* has."""
     if identity.is_alive(past.process):
         return False

@@ -293,8 +293,8 @@ def deed_text(line: Mapping[str, Any]) -> str | None:
     facts, kind, message = line["facts"], line["kind"], line["message"] or ""
     if not facts.get("policy"):
         return None
-    if kind == "warn" and line["outcome"] in ("done", "failed"):
-        if line["outcome"] == "failed":
+    if kind == "warn" and line["outcome"] in ("done", "logged", "undelivered", "failed"):  # the last: of older versions
+        if line["outcome"] in ("undelivered", "failed"):
             message = message.rpartition(": ")[0]  # behind it stands why no terminal shows it
         text = _("warning of policy {policy}: {why}").format(policy=facts["policy"], why=translated(message))
         harm, at = facts.get("harm_action"), facts.get("harm_unix_seconds")

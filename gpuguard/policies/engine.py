@@ -62,6 +62,7 @@ MEMORY_SLACK = 512 * 2**20  # bytes by which others may grow meanwhile
 LONGEST_PAUSE = 600.0  # seconds between samples, after which nothing is taken to have gone on all the time
 SLEPT_SECONDS = 1.0  # by which the clock of the boot ran ahead of the one that stands still while the machine sleeps
 AGAIN_SECONDS = 60.0  # after which a step that was not taken is tried again
+UNTOLD_SECONDS = 600.0  # between two messages to a user whom none has reached, and who is spared until one does
 SAID_AGAIN_SECONDS = 60.0  # at least, between two messages about one more pause
 MOST_NAMES = 10  # of users, in a note
 
@@ -87,6 +88,7 @@ class EscalationState:
     paused: bool = False  # what a step has paused has not gone on, also in an escalation before
     again_at: float = 0.0  # clock at which a step that was not taken is due again; 0: it was, or not tried yet
     held_until: float = 0.0  # clock before which it has no turn, since others of the policy had theirs
+    told: bool = False  # a message has reached the user
     shifted: bool = False  # by a pause: what messages have said of the next step is no longer true
     said_again_at: float = float("-inf")  # clock
 
@@ -147,17 +149,26 @@ class EngineMemory:
             state.terminated_at = None if state.terminated_at is None else state.terminated_at + seconds
             state.shifted = True
 
+    def told(self, verdict: Verdict) -> None:
+        """A message about *verdict* has reached the user."""
+        for _, state in self._meant(verdict):
+            state.told = True
+
+    def _meant(self, verdict: Verdict) -> Iterator[tuple[SubjectIdentity, EscalationState]]:
+        victims = victims_of(verdict.finding)
+        for identity, state in self.states.get(verdict.policy, {}).items():
+            # The same processes may have been found on several GPUs: one step was taken for all of those.
+            own = {(process.pid, process.start_time) for process in state.processes}
+            if identity == identity_of(verdict.finding.subject) or (victims and victims == own):
+                yield identity, state
+
     def not_taken(self, verdict: Verdict, clock: float) -> None:
         """Let a step be due once more that was refused, failed or could not be recorded, and so took nothing away.
 
         It begins no cooldown, no other step waits for its effect, and nothing was asked to end by it.
         """
-        victims = victims_of(verdict.finding)
-        for identity, state in self.states.get(verdict.policy, {}).items():
-            # The same processes may have been found on several GPUs: one step was taken for all of those.
-            own = {(process.pid, process.start_time) for process in state.processes}
-            is_meant = identity == identity_of(verdict.finding.subject) or (victims and victims == own)
-            if state.done > verdict.step and is_meant:
+        for identity, state in self._meant(verdict):
+            if state.done > verdict.step:
                 state.done, state.again_at = verdict.step, clock + AGAIN_SECONDS
                 state.terminated_at = None if verdict.action == "terminate" else state.terminated_at
                 self.cooling.pop((verdict.policy, identity), None)
@@ -358,9 +369,16 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
             notes.append(Note("cooldown", "the last step is not long ago", policy.name, finding.subject))
             continue
         if state.shifted and clock >= state.said_again_at + SAID_AGAIN_SECONDS:
-            due += _said_again(policy, identity, finding, state, clock)
+            at = _due(policy, state) if worst_step(_coming(policy, state)) else None
+            due += _said_again(policy, identity, finding, state, clock) if at is not None and at > clock else ()
             state.shifted, state.said_again_at = False, clock
         if (step := next_step(state, policy, clock)) is None:
+            continue
+        if policy.only and policy.only.told and not state.told and step[0].action in COUNTED:
+            notes.append(Note("untold", "no message has reached the user", policy.name, finding.subject))
+            if clock >= state.said_again_at + UNTOLD_SECONDS:
+                due += _said_again(policy, identity, finding, state, clock)
+                state.said_again_at = clock
             continue
         state.reach = reach_of(finding.subject, finding.processes, index)
         due_step = DueStep(policy, identity, finding, state, *step, state.done)
@@ -387,10 +405,9 @@ def _victim(due: DueStep) -> object:
 def _said_again(
     policy: Policy, identity: SubjectIdentity, finding: Finding, state: EscalationState, clock: float
 ) -> Iterator[DueStep]:
-    """The messages that have told when something will be taken away, if that comes later now."""
-    at = _due(policy, state) if worst_step(_coming(policy, state)) else None
+    """The messages that came before, once more: what they told is not so any more, or they have reached no user."""
     for number, step in enumerate(policy.steps[: state.done]):
-        if step.action in MESSAGES and at is not None and at > clock:
+        if step.action in MESSAGES:
             yield DueStep(policy, identity, finding, state, step, clock, number)
 
 
@@ -436,9 +453,9 @@ def _verdict(due: DueStep, further: int, clock: float) -> Verdict:
         enforce=policy.enforce,
         options=due.step.options,
         next_action=following[0] if following else None,
-        next_after=following[1] - clock if following else None,
+        next_after=max(0.0, following[1] - clock) if following else None,
         harm_action=harm[0] if harm else None,
-        harm_after=harm[1] - clock if harm else None,
+        harm_after=max(0.0, harm[1] - clock) if harm else None,
         graced=due.state.grace if due.step.action in DISRUPTIVE else 0.0,
         may_be_kept=policy.may_be_kept,
     )

@@ -100,6 +100,22 @@ class Scope:
 
 
 @dataclass(frozen=True)
+class Audience(Scope):
+    """Whom a policy is about.  All keys that are given must match; of a list, one entry.
+
+    Args:
+        users: names or uids.
+        groups: names; all members.
+        devices: index, or the beginning of a uuid.
+        models: patterns of the device's name, like "A100*".
+        kinds: interactive (a terminal, a notebook), container, or batch (all others).
+        told: true takes nothing from a user whom no message has reached, on a terminal or in the log of a job.
+    """
+
+    told: bool | None = None
+
+
+@dataclass(frozen=True)
 class Exemption(Scope):
     """Whom a policy spares.  All keys that are given must match; write a list of such groups to spare each of them.
 
@@ -128,7 +144,7 @@ class Policy:
     join: str = "all"  # "all" or "any" of them must hold
     hold: float = 30.0  # seconds that the whole condition must hold, over consecutive valid samples
     start_grace: float = 0.0  # seconds for which a new process or claim is innocent
-    only: Scope | None = None  # whom it is about; None: everybody
+    only: Audience | None = None  # whom it is about; None: everybody
     exempt: tuple[Exemption, ...] = ()  # whom it spares; each with its own end
     devices_at_least: int = 1  # on so many devices of the same user the condition must hold at once
     # (begin, end) in seconds since local midnight; an end before the begin means the next morning
@@ -229,6 +245,7 @@ NOTES: Mapping[str, str] = {
     "cancelled": N_("the policy is gone or was changed, the escalation is cancelled"),
     "cooldown": N_("the last step is not long ago"),
     "breaker": N_("too many users would be acted on at once, so none is"),
+    "untold": N_("no message has reached the user, and the policy takes nothing from such"),
     "nobody": N_("a step has nothing there that it could act on, so the next one is waited for"),
     "waiting": N_("another step has not shown its effect yet"),
 }

@@ -169,6 +169,8 @@ def scope_text(scope: Scope) -> str:
             parts.append(f"{what} {', '.join(sorted(names))}")
     if scope.kinds is not None:
         parts.append(_("{kinds} processes").format(kinds=", ".join(sorted(scope.kinds))))
+    if getattr(scope, "told", None):
+        parts.append(_("users whom a message has reached"))
     return _(" and at the same time ").join(parts)
 
 

@@ -19,7 +19,7 @@ from gpuguard.model import DESKTOP_MEMORY, MOST_DESKTOP_MEMORY
 from gpuguard.notify.targets import TARGETS
 from gpuguard.notify.templates import Template
 from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, TaggedValue
-from gpuguard.policies.policy import Exemption, Scope, parse_path
+from gpuguard.policies.policy import Audience, Exemption, parse_path
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import Rule
 from gpuguard.units import parse_bytes, parse_duration, parse_percent
@@ -155,7 +155,7 @@ class PolicyKeys:
     steps: tuple[Annotated[TaggedValue, Tagged("do", StepKeys, ACTION_KEYS, N_("action"))], ...]
     for_: Annotated[float, parse_duration] = 30.0
     start_grace: Annotated[float, parse_duration] = 0.0
-    only: Scope | None = None
+    only: Audience | None = None
     except_: Exemption | tuple[Exemption, ...] | None = None
     devices_at_least: Annotated[int, parse_count] = 1
     hours: Annotated[tuple[float, float], parse_hours] | None = None
