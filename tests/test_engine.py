@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from builders import a_device, a_process, a_uuid
-from ladders import Devices, Finds, Processes, Watch, a_policy, actions, busy, kinds
+from ladders import START, Devices, Finds, Processes, Watch, a_policy, actions, busy, kinds
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Gap, Subject, Verdict
@@ -297,6 +297,18 @@ def test_a_refusal_undoes_no_step_of_another_subject_or_policy():
     assert [state.done for state in memory.states["hogs"].values()] == [0, 1]
     assert list(memory.cooling) == [("hogs", identity_of(subjects[1]))]
     assert sorted(name for _, name in memory.effects) == ["hogs c2", "other c1", "other c2"]
+    before = [replace(state) for state in memory.states["hogs"].values()]
+    memory.not_taken(Verdict("hogs", Finding("idle", subjects[0], ""), "release", 0, 0.0), 500.0)
+    assert list(memory.states["hogs"].values()) == before, "it was not taken before: it has its time already"
+
+
+def test_a_policy_about_those_who_were_told_waits_until_a_message_has_reached_them():
+    watch = Watch(a_policy("warn", "terminate", told=True))
+    assert watch.until(1000) == [(30, "warn"), (90, "warn"), (690, "warn")]
+
+    [state] = watch.memory.states["p"].values()
+    watch.memory.told(Verdict("p", Finding("processes", state.subject, "", state.processes), "warn", 0, START))
+    assert watch.until(1030, begin=1010) == [(1010, "terminate")]
 
 
 @pytest.mark.parametrize("change", [{"hold": 31.0}, {"enforce": True}, {"rules": (Processes(1),)}])

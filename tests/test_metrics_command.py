@@ -233,7 +233,7 @@ class ADaemon:
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         self.last, self.waiting = a_snapshot(clock=now - age), (a_ticket(),)
         watchdog = {"interval": (1.0, 2.0), "pause": 2.0, "problem": trouble, "processes": lambda snapshot: {}}
-        self.watchdog = SimpleNamespace(**watchdog)
+        self.watchdog, self.faults = SimpleNamespace(**watchdog, policies=()), 0
 
 
 @pytest.mark.parametrize(("age", "trouble", "current"), [(1, None, True), (7, None, False), (1, "lost", False)])

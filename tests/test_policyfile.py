@@ -308,3 +308,10 @@ def test_a_file_that_another_user_can_change_is_refused(of_root, how):
     [fault] = loaded(of_root, trusted_owner=True).faults
     assert fault.hint
     assert loaded(of_root).policies  # it is the trust alone that is lacking
+
+
+def test_a_policy_about_those_who_were_told_alone_is_about_everybody_who_was():
+    [policy] = read(document(more="only: {told: true}")).policies
+
+    assert policy.told
+    assert (policy.only.users, policy.only.kinds) == (None, None)

@@ -242,3 +242,13 @@ def test_the_end_of_a_pause_appears_on_the_terminal_as_its_beginning_did(tmp_pat
         text = b"".join(read).decode()
         assert f"gpuguard: policy a-policy stopped pid {scene.pid} (SIGSTOP): uses 41.0GiB" in text
         assert f"policy a-policy let pid {scene.pid} go on (SIGCONT): the condition does not hold any more" in text
+
+
+def test_a_warning_that_the_log_of_the_job_has_is_delivered(monkeypatch):
+    with a_scene() as scene:
+        assert scene.act("warn").word == "undelivered"
+
+        claim = a_claim_record(*scene.machine.devices, uid=scene.process.uid, pid=scene.pid)
+        scene.snapshot = replace(scene.snapshot, claims=(claim,))
+        monkeypatch.setattr(actions.unlock, "is_supervisor", lambda pid: pid == scene.pid)
+        assert scene.act("warn").word == "logged"

@@ -20,7 +20,7 @@ from gpuguard.notify.templates import message_for
 from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.idle import IdleRule
-from gpuguard.policies.policy import KILL_AFTER, Audience, Policy, Step
+from gpuguard.policies.policy import KILL_AFTER, Policy, Step
 from gpuguard.policies.thresholds import MemoryRule
 from gpuguard.request import Request
 from gpuguard.units import parse_memory_amount
@@ -161,7 +161,7 @@ def test_a_message_that_reached_nobody_is_done_and_the_ladder_goes_on(tries):
 
 def test_a_policy_about_those_who_were_told_takes_nothing_from_others_and_tells_them_again(tries, monkeypatch):
     monkeypatch.setattr(engine, "UNTOLD_SECONDS", 40.0)
-    told = replace(COOLING, only=Audience(told=True), steps=(Step("warn"), Step("terminate")))
+    told = replace(COOLING, told=True, steps=(Step("warn"), Step("terminate")))
     tried = tries(["undelivered", "undelivered", "undelivered", "logged", "sent"], told)
 
     assert tried == [("hogs", action, clock) for action, clock in zip(

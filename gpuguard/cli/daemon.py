@@ -59,6 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_table(
         parser,
+        ("--no-last-good", None, "while the policy file has faults at the start, only observe"),
         ("--once", None, "look twice, say what is due, and end"),
         ("--reload", None, "have the daemon that runs read its policy file again"),
         ("--interval", "DURATION", "between two looks at most (default: the file's)"),
@@ -93,7 +94,9 @@ def main(args: argparse.Namespace) -> int:
     choose_log(args, is_admin=capabilities.is_powerful())
     if args.once and args.enforce:
         raise InvalidRequest("--once only looks: it signals no process, so leave out --enforce.")
-    settings = service.DaemonSettings(args.policy, args.enforce, interval, args.i_share_host_pids, args.once)
+    settings = service.DaemonSettings(
+        args.policy, args.enforce, interval, args.i_share_host_pids, not args.no_last_good, args.once
+    )
     if args.enforce and not in_first_pid_namespace() and not args.i_share_host_pids:
         _print("this is a pid namespace of its own, so nothing will be signalled: the driver's pids may be the host's.")
     directory = directory_of(args, make=True)

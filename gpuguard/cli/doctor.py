@@ -110,7 +110,7 @@ def _lock(args: argparse.Namespace, devices: Sequence[Device]) -> dict[str, Any]
     room = broker_error = None
     with suppress(OSError):
         room = room_for_records(directory)
-    is_silent, trouble = False, None
+    is_silent, trouble, unguarded = False, None, None
     if directory.keeper is not None:  # the daemon alone gives the locks
         try:
             exchange(directory, {"do": "claims"})
@@ -118,7 +118,8 @@ def _lock(args: argparse.Namespace, devices: Sequence[Device]) -> dict[str, Any]
             broker_error = str(error)
     if os.path.lexists(daemon_files(directory).file(SOCKET_NAME)):  # a daemon that ends removes it
         try:
-            trouble = query_daemon(directory, {"do": "status"}, StatusReply).trouble
+            status = query_daemon(directory, {"do": "status"}, StatusReply)
+            trouble, unguarded = status.trouble, status.unguarded
         except NoDaemonSocket:
             is_silent = directory.keeper is None  # else broker_error says it
         except GpuguardError:  # it answers, if only that it is busy
@@ -135,6 +136,7 @@ def _lock(args: argparse.Namespace, devices: Sequence[Device]) -> dict[str, Any]
         "daemon_fault": fault_of(directory),
         "daemon_silent": is_silent,
         "daemon_trouble": trouble,
+        "daemon_unguarded": unguarded,
     }
 
 

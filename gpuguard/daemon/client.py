@@ -89,6 +89,7 @@ class StatusReply:
     standing: tuple[PolicyStatusReply, ...]
     left_out: int
     trouble: str | None = None  # why the daemon does not serve its metrics
+    unguarded: str | None = None  # what the policy file says and the daemon does not do
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class RequestContext:
     policy: str | None = None  # path of that file, None without one
     enforcing: bool = False  # whether the daemon's own switch is on
     broker: Broker | None = None  # gives the locks, where that is the daemon's business
+    unguarded: Callable[[], str | None] = lambda: None  # what the policy file says and the daemon does not do
     trouble: Callable[[], str | None] = lambda: None  # what the daemon should do beside guarding, and cannot
 
 
@@ -132,7 +133,9 @@ def _status(context: RequestContext, uid: int, request: Request) -> Reply:
         if left < 0:
             break
         rows.append(row)
-    return asdict(StatusReply(context.enforcing, tuple(rows), len(findings) - len(rows), context.trouble()))
+    return asdict(
+        StatusReply(context.enforcing, tuple(rows), len(findings) - len(rows), context.trouble(), context.unguarded())
+    )
 
 
 def status_reply(status: PolicyStatus, snapshot: Snapshot | None = None) -> PolicyStatusReply:

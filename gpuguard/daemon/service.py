@@ -37,7 +37,9 @@ from gpuguard.model import Event, Snapshot
 from gpuguard.notify.sender import Sender, problems
 from gpuguard.notify.targets import Email
 from gpuguard.notify.templates import ENGLISH, TEMPLATES
-from gpuguard.policies.files.loader import PolicyFile, load_in_time
+from gpuguard.policies.files import last_good
+from gpuguard.policies.files.decoder import Accounts
+from gpuguard.policies.files.loader import PolicyFile, load_in_time, parse
 from gpuguard.policies.policy import Judgement
 from gpuguard.policies.quota import windows_of
 from gpuguard.procfs import boot_clock
@@ -82,6 +84,7 @@ class DaemonSettings:
     enforce: bool = False  # the first switch
     interval: float | None = None  # seconds at most between samples; None: as the policy file says
     share_host_pids: bool = False  # act although this is not the first pid namespace
+    last_good: bool = True  # guard by the last good text while the policy file has faults
     once: bool = False  # only look, beside the daemon that runs: nothing that others read is changed
 
     def intervals(self, of_file: tuple[float, float]) -> tuple[float, float]:
@@ -150,7 +153,10 @@ class Daemon:
         self._sender: Sender | None = None
         self._file_status: tuple[int, ...] | None = None  # of the policy file when it was read
         self._fingerprint: str | None = None  # of the policies in force
-        self._faulty, self._read_at = False, 0.0
+        self._faults, self._read_at = 0, 0.0  # of the policy file
+        self._last_good: PolicyFile | None = None
+        self._state = os.path.dirname(store_path(directory))
+        self._unknown = ""  # names in the file that mean no user any more, when they were last reported
         self._published, self._published_at = True, 0.0
         self._lost = 0, 0.0  # events that the log could not take, and when the first of them was
         self._trouble: str | None = None  # of the broker when it was last tended
@@ -267,12 +273,27 @@ class Daemon:
             if any(switches) and not all(switches):
                 what += f": {'no policy has mode: enforce' if switches[0] else '--enforce is missing'}"
             what += ", but not against other users" if self._lacking else ""
-            if self._faulty:
-                what += "; the changed policy file has faults, the last good one is in force"
+            what += f"; {trouble}" if (trouble := self.unguarded()) else ""
         else:
-            what = "observing only: " + ("the policy file has faults" if self._faulty else "no policy file was named")
+            what = "observing only: " + ("the policy file has faults" if self._faults else "no policy file was named")
         what += f"; the metrics are not served: {self._metrics_trouble}" if self._metrics_trouble else ""
         return what + (f"; driver unresponsive: {self.watchdog.problem}" if self.watchdog.problem else "")
+
+    @property
+    def faults(self) -> int:
+        """How many the policy file has."""
+        return self._faults
+
+    def unguarded(self) -> str | None:
+        """What the policy file says and the daemon does not do, in words; None: nothing."""
+        if not self._faults or not self._settings.policy:
+            return self._unknown or None
+        if not self.watchdog.policies:
+            return "the policy file has faults, and there is no earlier one: nothing is guarded"
+        good = self._last_good.policies if self._last_good else ()
+        whole = sum(policy in good for policy in self.watchdog.policies)
+        changed = len(self.watchdog.policies) - whole
+        return f"the policy file has faults; policies of the last good one: {whole} in force, {changed} that only warn"
 
     def _remember(self) -> None:
         """The limits on signals hold over restarts: a guard in a crash loop is no more dangerous than another."""
@@ -305,6 +326,7 @@ class Daemon:
             enforcing=self._settings.enforce,
             broker=self._broker,
             trouble=lambda: self._metrics_trouble,
+            unguarded=self.unguarded,
         )
         try:
             return SocketServer(self._directory, partial(handle, context))
@@ -345,7 +367,7 @@ class Daemon:
         """Read the policy file again where it is time to."""
         if self._settings.policy and (requested or _status_of(self._settings.policy) != self._file_status):
             self._reload()
-        elif self._faulty and time.monotonic() - self._read_at >= RETRY_SECONDS:
+        elif (self._faults or self._unknown) and time.monotonic() - self._read_at >= RETRY_SECONDS:
             self._reload(quiet=True)
 
     def _start(self) -> PolicyFile:
@@ -358,22 +380,52 @@ class Daemon:
         assert self._settings.policy
         self._reload_requested.clear()
         self._file_status = _status_of(self._settings.policy)
-        file = load_in_time(self._settings.policy, self._settings.interval)
-        self._faulty, self._read_at = bool(file.faults), time.monotonic()
+        accounts = Accounts(remembered=last_good.kept_names(self._state))
+        file = load_in_time(self._settings.policy, self._settings.interval, accounts)
+        before, self._faults, self._read_at = self._faults, len(file.faults), time.monotonic()
         if quiet and file.faults:
             return file
-        for fault in (*file.faults, *file.warnings):
+        for fault in (*file.faults, *file.warnings) if not quiet else ():
             for line in fault.lines(file.path, excerpt=False):  # which may hold a secret, such as a token
                 self._report(line)
         if file.faults:
             first = file.faults[0].lines(file.path)[0]
             self._log("policy", "refused", f"{format_count(len(file.faults), 'fault')}, the first: {first}", file)
+            if self._settings.last_good:
+                self._use_last_good(file, accounts)
             return file
-        if file.fingerprint != self._fingerprint:
+        unknown = "; ".join(file.gone)
+        if unknown != self._unknown:
+            self._unknown = unknown
+            self._log("policy", "names unknown" if unknown else "names known", unknown or None, file)
+        if before:
+            self._log("policy", "faults mended", file=file)
+        if before or file.fingerprint != self._fingerprint or file.policies != self.watchdog.policies:
             self._use(file)
+            self._keep(file, accounts)
         for problem in problems(file.notify):  # reported now, not when the first alarm is lost
             self._log("notify", "will fail", problem)
         return file
+
+    def _use_last_good(self, faulty: PolicyFile, accounts: Accounts) -> None:
+        """Guard by what *faulty* has unchanged of the last good text: of this daemon, or of the one before."""
+        if self._last_good is None and (text := last_good.kept_text(self._state)) is not None:
+            kept = parse(text, faulty.path, accounts=accounts, longest=self._settings.interval)
+            self._last_good = None if kept.faults else kept
+        if self._last_good:
+            self._use(last_good.still_in_force(self._last_good, faulty.text))
+
+    def _keep(self, file: PolicyFile, accounts: Accounts) -> None:
+        self._last_good = file
+        if self._settings.once:
+            return
+        try:
+            remembered = {**(accounts.remembered or {}), **accounts.known}
+            wanted = accounts.known.keys() | accounts.gone.keys()
+            os.makedirs(self._state, exist_ok=True)
+            last_good.keep(self._state, file.text, {name: remembered[name] for name in wanted if name in remembered})
+        except OSError as error:
+            self._report(f"the policy file cannot be kept for the next start: {error}")
 
     def _use(self, file: PolicyFile) -> None:
         former = self._sender

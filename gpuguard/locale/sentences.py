@@ -240,6 +240,9 @@ SENTENCES = (
     "memory is in use, though no process is listed",
     "the condition does not hold any more",
     "no message has reached the user",
+    # What a policy file says and the daemon does not do.
+    "the policy file has faults, and there is no earlier one: nothing is guarded",
+    "the policy file has faults; policies of the last good one: {whole} in force, {changed} that only warn",
     # What came of a step that ends a process.
     "ended within {time}, and its memory is back",
     "ended, but its memory is still in use after {time}",

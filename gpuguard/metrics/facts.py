@@ -68,6 +68,8 @@ class MetricFacts:
     interval: float | None = None  # seconds between two samples
     troubles: int | None = None  # how often sampling began to fail since the daemon started
     actions: Mapping[Action, int] | None = None  # what policies did since then
+    policies: Mapping[str, int] | None = None  # mode -> how many are in force
+    policy_faults: int | None = None  # of the policy file
     unrecorded: int | None = None  # lines of the audit log that could not be written since then
 
 
@@ -250,6 +252,8 @@ class DaemonFacts:
             driver_up=current if sampled or watchdog.problem else None,  # None: it was not read yet
             interval=interval,
             daemon_up=True,
+            policies=Counter("enforce" if policy.enforce else "observe" for policy in watchdog.policies),
+            policy_faults=self._daemon.faults,
             **self._counter.totals(),
         )
         return _with_directory(facts, self._directory)

@@ -143,6 +143,10 @@ def _health(facts: MetricFacts) -> Iterator[MetricFamily]:
         (labels(policy=policy if rank < MAX_ACTIONS else OTHERS, action=action, outcome=outcome), count)
         for rank, ((policy, action, outcome), count) in enumerate(sorted((facts.actions or {}).items()))
     ]
+    modes = [(labels(mode=mode), count) for mode, count in (facts.policies or {}).items()]
+    yield family("gpuguard_policies", "Policies in force, by their mode.", modes)
+    text = "Faults of the policy file: what it says is not in force as a whole while there are some."
+    yield _single("policy_file_faults", text, facts.policy_faults)
     text = "What policies did, since the daemon started."
     yield family("gpuguard_policy_actions_total", text, actions, "counter")
     snapshot = facts.snapshot

@@ -374,7 +374,7 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
             state.shifted, state.said_again_at = False, clock
         if (step := next_step(state, policy, clock)) is None:
             continue
-        if policy.only and policy.only.told and not state.told and step[0].action in COUNTED:
+        if policy.told and not state.told and step[0].action in COUNTED:
             notes.append(Note("untold", "no message has reached the user", policy.name, finding.subject))
             if clock >= state.said_again_at + UNTOLD_SECONDS:
                 due += _said_again(policy, identity, finding, state, clock)

@@ -144,7 +144,8 @@ class Policy:
     join: str = "all"  # "all" or "any" of them must hold
     hold: float = 30.0  # seconds that the whole condition must hold, over consecutive valid samples
     start_grace: float = 0.0  # seconds for which a new process or claim is innocent
-    only: Audience | None = None  # whom it is about; None: everybody
+    only: Scope | None = None  # whom it is about; None: everybody
+    told: bool = False  # it takes nothing from a user whom no message has reached
     exempt: tuple[Exemption, ...] = ()  # whom it spares; each with its own end
     devices_at_least: int = 1  # on so many devices of the same user the condition must hold at once
     # (begin, end) in seconds since local midnight; an end before the begin means the next morning

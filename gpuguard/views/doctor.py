@@ -51,6 +51,7 @@ class DoctorFacts:
     daemon_fault: str | None = None  # what is wrong with the daemon's directory in lock_path
     daemon_silent: bool = False  # a daemon was started there, and does not answer
     daemon_trouble: str | None = None  # why it does not serve its metrics
+    daemon_unguarded: str | None = None  # what the policy file says and the daemon does not do
     line_path: str | None = None  # of the site's file for the queue, where there is one
     line_faults: tuple[str, ...] = ()  # in it
     file_system: str | None = None  # of lock_path
@@ -335,6 +336,11 @@ def _daemon(facts: DoctorFacts) -> Finding | None:
             lock_path=facts.lock_path
         )
         return WARNING, found, _("`sudo systemctl restart gpuguard`, or start it as before.  Claims do not need it.")
+    if facts.daemon_unguarded is not None:
+        found = _("the daemon does not guard as its policy file says: {reason}").format(
+            reason=translated(facts.daemon_unguarded)
+        )
+        return FAULT, found, _("`gpuguard policy check FILE` shows each fault, `journalctl -u gpuguard` when it began.")
     if facts.daemon_trouble is not None:
         found = _("the daemon does not serve its metrics: {reason}").format(reason=facts.daemon_trouble)
         return WARNING, found, _("It tries again.  `sudo ss -ltnp` shows which program listens there.")

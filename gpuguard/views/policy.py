@@ -88,7 +88,10 @@ def _policy(policy: Policy) -> Iterator[str]:
     for rule in policy.rules:
         values = ", ".join(f"{key}: {text}" for key, text in written(rule))
         yield f"  - {_(first_sentence(type(rule)))}" + (f"  ({values})" if values else "")
-    yield _("It is about {scope}.").format(scope=scope_text(policy.only) if policy.only else _("everybody"))
+    about = scope_text(policy.only) if policy.only else ""
+    yield _("It is about {scope}.").format(scope=about or _("everybody"))
+    if policy.told:
+        yield _("It takes nothing from a user whom no message has reached.")
     for scope in policy.exempt:
         until = _(" until {time}").format(time=local_time(scope.until)) if scope.until is not None else ""
         yield _("It spares {scope}{until}.").format(scope=scope_text(scope), until=until)
@@ -169,8 +172,6 @@ def scope_text(scope: Scope) -> str:
             parts.append(f"{what} {', '.join(sorted(names))}")
     if scope.kinds is not None:
         parts.append(_("{kinds} processes").format(kinds=", ".join(sorted(scope.kinds))))
-    if getattr(scope, "told", None):
-        parts.append(_("users whom a message has reached"))
     return _(" and at the same time ").join(parts)
 
 

@@ -42,6 +42,8 @@ Reader = Callable[[str], Any]
 Path = tuple[str | int, ...]
 T = TypeVar("T")
 
+Name = tuple[str, str]  # ("user" or "group", name)
+UNKNOWN = -1  # the number of a name that no user has and that was never seen
 USER, GROUP, DATE = N_("user"), N_("group"), "date"  # names of readers
 
 _WHOLE = re.compile(r"(0|[1-9][0-9]{0,14})")
@@ -426,6 +428,10 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 _LARGEST = 2**32 - 2  # the number above it means "no user" to the kernel
 
 
+class GoneUser(int):
+    """The number that a name of a user had, UNKNOWN where that was never seen: the name means no user any more."""
+
+
 @dataclass
 class Accounts:
     """Who is who on this machine: names of users and groups -> the numbers that the kernel knows.
@@ -433,13 +439,18 @@ class Accounts:
     A name that cannot be resolved is a fault, never a rule that matches no user or all of them.  The directory service
     (NSS: LDAP, SSSD) may hang, so each name is looked up in a thread of its own, and after *seconds* in all no further
     one is.  The two functions raise KeyError for a name that no user has.
+
+    With *remembered*, the numbers that names had, one that no user has any more is no fault but a GoneUser, so that an
+    account that was deleted switches no guard off: see loader.
     """
 
     user_number: Callable[[str], int] = lambda name: pwd.getpwnam(name).pw_uid
     group_number: Callable[[str], int] = lambda name: grp.getgrnam(name).gr_gid
     seconds: float = SECONDS
+    remembered: Mapping[Name, int] | None = None
+    known: dict[Name, int] = field(default_factory=dict, init=False)
+    gone: dict[Name, InvalidRequest] = field(default_factory=dict, init=False)  # what was not found, and why
     _waited: float = field(default=0.0, init=False)
-    _known: dict[tuple[str, str], int] = field(default_factory=dict, init=False)
 
     def user(self, text: str) -> int:
         """The uid of a user's name, or of the uid itself in digits.
@@ -465,8 +476,17 @@ class Accounts:
         return text
 
     def _number(self, what: str, name: str, look_up: Callable[[str], int], names: str) -> int:
-        if (what, name) in self._known:
-            return self._known[what, name]
+        if self.remembered is None:
+            return self._found(what, name, look_up, names)
+        try:
+            return self._found(what, name, look_up, names)
+        except InvalidRequest as error:
+            self.gone[what, name] = error
+            return GoneUser(self.remembered.get((what, name), UNKNOWN))
+
+    def _found(self, what: str, name: str, look_up: Callable[[str], int], names: str) -> int:
+        if (what, name) in self.known:
+            return self.known[what, name]
         answers: SimpleQueue[int | None] = SimpleQueue()
 
         def resolve() -> None:
@@ -496,7 +516,7 @@ class Accounts:
                     what=_(what), name=name, similar=_similar(name, names)
                 )
             )
-        self._known[what, name] = number
+        self.known[what, name] = number
         return number
 
 

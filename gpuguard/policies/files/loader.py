@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
@@ -20,10 +20,12 @@ from gpuguard.locale import _
 from gpuguard.model import DESKTOP_MEMORY
 from gpuguard.notify.templates import Template
 from gpuguard.policies.files.checks import check
-from gpuguard.policies.files.decoder import DATE, GROUP, USER, Accounts, Decoder, TaggedValue
+from gpuguard.policies.files.decoder import DATE, GROUP, UNKNOWN, USER, Accounts, Decoder, GoneUser, TaggedValue
 from gpuguard.policies.files.keys import DAYS, FileKeys, PolicyKeys, parse_until
 from gpuguard.policies.files.source import Fault, YamlSource, in_order, read_file
 from gpuguard.policies.policy import Policy, Step
+from gpuguard.policies.usage import UsersRule
+from gpuguard.policies.view import Rule
 
 if TYPE_CHECKING:
     from gpuguard.notify.targets import Target
@@ -50,6 +52,8 @@ class PolicyFile:
     faults: tuple[Fault, ...] = ()  # what makes the file useless, in the order of the lines
     warnings: tuple[Fault, ...] = ()  # what is allowed, but hardly meant
     fingerprint: str = ""  # SHA-256 of the text
+    text: bytes = b""
+    gone: tuple[str, ...] = ()  # names of users and groups that mean no user any more, in words
 
 
 def load_policies(
@@ -67,11 +71,13 @@ def load_policies(
     return content if isinstance(content, PolicyFile) else parse(content, path, accounts=accounts, longest=longest)
 
 
-def load_in_time(path: str, longest: float | None = None) -> PolicyFile:
+def load_in_time(path: str, longest: float | None = None, accounts: Accounts | None = None) -> PolicyFile:
     """As load_policies(), for a service: a directory server that does not answer costs READ_SECONDS at most."""
     read: queue.SimpleQueue[PolicyFile] = queue.SimpleQueue()
     try:
-        threading.Thread(target=lambda: read.put(load_policies(path, longest=longest)), daemon=True).start()
+        threading.Thread(
+            target=lambda: read.put(load_policies(path, longest=longest, accounts=accounts)), daemon=True
+        ).start()
         return read.get(timeout=READ_SECONDS)
     except RuntimeError as error:
         return faulty(path, _("no thread could be started that reads the file: {error}.").format(error=error))
@@ -113,14 +119,16 @@ def parse(
     if keys is not None and not source.faults:
         for place, policy in enumerate(keys.policies):
             try:
-                policies.append(_policy_of(policy, keys.mode))
+                policies.append(_policy_of(policy, keys.mode, accounts))
             except InvalidRequest as error:
                 source.fault(decoder.nodes["policies", place], *str(error).split("\n", 1))
     faults, warnings = in_order(source.faults), in_order(source.warnings)
     if faults or keys is None:
-        return PolicyFile(path, faults=faults, warnings=warnings, fingerprint=fingerprint)
+        return PolicyFile(path, faults=faults, warnings=warnings, fingerprint=fingerprint, text=content)
     protected = Protected()
     if keys.protect:
+        if _spares_unknown(keys.protect.users, keys.protect.groups, accounts):
+            policies = [replace(policy, enforce=False) for policy in policies]
         protected = Protected(frozenset(keys.protect.users), frozenset(keys.protect.groups), keys.protect.executables)
     return PolicyFile(
         path,
@@ -133,22 +141,36 @@ def parse(
         desktop_memory=keys.desktop_memory,
         warnings=warnings,
         fingerprint=fingerprint,
+        text=content,
+        gone=tuple(str(error).partition("\n")[0] for error in accounts.gone.values()),
     )
 
 
-def _policy_of(keys: PolicyKeys, mode: str) -> Policy:
-    """What the engine works with."""
+def _policy_of(keys: PolicyKeys, mode: str, accounts: Accounts) -> Policy:
+    """What the engine works with.
+
+    A name that means no user any more accuses no user, because its number may be another user's by now.  It spares the
+    number that it had; where that was never seen, the policy only observes.
+    """
     name, value = keys.when
     joined = name in ("all", "any")
-    exempt = keys.except_ if isinstance(keys.except_, tuple) else (keys.except_,)
+    exempt = [each for each in (keys.except_ if isinstance(keys.except_, tuple) else (keys.except_,)) if each]
+    rules = tuple(rule for _, rule in value) if joined else (value,)
+    spared: list[tuple[Iterable[int], Iterable[str]]] = [(each.users or (), each.groups or ()) for each in exempt]
+    spared += [(rule.allow, rule.allow_groups) for rule in rules if isinstance(rule, UsersRule)]
+    known = not any(_spares_unknown(users, groups, accounts) for users, groups in spared)
+    only = keys.only
+    if only and only.users is not None:
+        only = replace(only, users=frozenset(_present(only.users)))
     return Policy(
         name=keys.name,
-        rules=tuple(rule for _, rule in value) if joined else (value,),
+        rules=tuple(map(_of_present_users, rules)),
         join=name if joined else "all",
         hold=keys.for_,
         start_grace=keys.start_grace,
-        only=keys.only,
-        exempt=tuple(spared for spared in exempt if spared),
+        only=only,
+        told=bool(only and only.told),
+        exempt=tuple(exempt),
         devices_at_least=keys.devices_at_least,
         hours=keys.hours,
         days=frozenset(map(DAYS.index, keys.days)) if keys.days else None,
@@ -158,9 +180,26 @@ def _policy_of(keys: PolicyKeys, mode: str) -> Policy:
         some_beyond=keys.at_most.beyond == "some",
         keep=keys.keep,
         cooldown=keys.cooldown,
-        enforce=(keys.mode or mode) == "enforce",
+        enforce=(keys.mode or mode) == "enforce" and known,
         steps=tuple(map(_step, keys.steps)),
     )
+
+
+def _present(uids: Iterable[int]) -> Iterator[int]:
+    return (uid for uid in uids if not isinstance(uid, GoneUser))
+
+
+def _of_present_users(rule: Rule) -> Rule:
+    """The rule without those users whom it accuses by a name that means no user any more."""
+    if not isinstance(rule, UsersRule) or not any(isinstance(uid, GoneUser) for uid in rule.deny):
+        return rule
+    # A rule that names no user is none: one that denies the number of no user finds no user.
+    return replace(rule, deny=tuple(_present(rule.deny)) or (UNKNOWN,))
+
+
+def _spares_unknown(users: Iterable[int], groups: Iterable[str], accounts: Accounts) -> bool:
+    """Whether one of those who are spared is not known, neither now nor from before."""
+    return UNKNOWN in users or any((GROUP, name) in accounts.gone for name in groups)
 
 
 def _step(tag: TaggedValue) -> Step:

@@ -1,0 +1,86 @@
+"""What guards a machine while its policy file has faults: of the last good text what the faulty one has unchanged.
+
+A policy that was changed warns, and takes nothing away, because what it will say is not known yet; likewise all of them
+where a common setting was changed, or where the new text cannot be read.  Pure but for the two functions that keep the
+text: see daemon.service.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from gpuguard.files import read_file, write_file
+from gpuguard.jsonio import loads
+from gpuguard.policies.files.decoder import Name
+from gpuguard.policies.files.loader import PolicyFile
+from gpuguard.policies.files.source import LARGEST, YamlNode, YamlSource
+from gpuguard.policies.policy import COUNTED
+
+TEXT, NAMES = "policy.last-good.yaml", "policy.names.json"
+
+
+def still_in_force(last: PolicyFile, content: bytes) -> PolicyFile:
+    """*last*, a file without faults, with what holds of it while the text is *content*, which has some."""
+    before, now = _plain(last.text), _plain(content)
+    same = {key: value for key, value in before.items() if key != "policies"} == {
+        key: value for key, value in now.items() if key != "policies"
+    }
+    number = Counter(str(policy.get("name")) for policy in _policies(now))
+    unchanged = {
+        policy["name"]
+        for policy in _policies(before)
+        if same and policy in _policies(now) and number[str(policy["name"])] == 1
+    }
+    policies = (
+        policy
+        if policy.name in unchanged
+        else replace(policy, steps=tuple(step for step in policy.steps if step.action not in COUNTED))
+        for policy in last.policies
+    )
+    return replace(last, policies=tuple(policies))
+
+
+def keep(folder: str, text: bytes, names: Mapping[Name, int]) -> None:
+    """Keep the text of a good file, and the numbers of its users.  Raises OSError."""
+    write_file(os.path.join(folder, TEXT), text, mode=0o600, sync=True)
+    content = json.dumps([[kind, name, number] for (kind, name), number in names.items()]).encode("ascii")
+    write_file(os.path.join(folder, NAMES), content, mode=0o600, sync=True)
+
+
+def kept_text(folder: str) -> bytes | None:
+    """The text that was kept; None without one that only this user can have written."""
+    with suppress(OSError):
+        return read_file(os.path.join(folder, TEXT), LARGEST, (0, os.geteuid()))
+    return None
+
+
+def kept_names(folder: str) -> dict[Name, int]:
+    """The numbers that were kept."""
+    with suppress(OSError, ValueError, TypeError):
+        content = read_file(os.path.join(folder, NAMES), LARGEST, (0, os.geteuid()))
+        return {(str(kind), str(name)): int(number) for kind, name, number in loads(content)}
+    return {}
+
+
+def _plain(content: bytes) -> dict[str, Any]:
+    """The text as mappings, lists and texts; {} where it is something else."""
+    root = YamlSource(content).tree()
+    data = _data(root) if root else None
+    return data if isinstance(data, dict) else {}
+
+
+def _data(node: YamlNode) -> Any:
+    if node.kind == "mapping":
+        return {key.text: _data(value) for key, value in node.pairs}
+    return [_data(item) for item in node.items] if node.kind == "sequence" else node.text
+
+
+def _policies(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    policies = data.get("policies")
+    return [policy for policy in policies if isinstance(policy, dict)] if isinstance(policies, list) else []

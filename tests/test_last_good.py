@@ -1,0 +1,175 @@
+"""A guard goes on while its policy file has faults, as far as that is certain, and says so."""
+
+import json
+import os
+
+import pytest
+from daemons import SOMEBODY, a_daemon, somebodys
+from nodes import eventually
+
+from gpuguard.policies.files import last_good
+from gpuguard.policies.files.decoder import Accounts
+from gpuguard.policies.files.loader import parse
+from gpuguard.policies.usage import UsersRule
+
+GOOD = """\
+version: 1
+mode: enforce
+policies:
+  - {name: hogs, when: {memory: {above: 20GiB}}, for: 1s, steps: [warn, {after: 1s, do: terminate}]}
+  - {name: idle, when: {idle: {below: 5%}}, for: 2h, steps: [warn, {after: 1h, do: release}, terminate]}
+"""
+CHANGES = {
+    "a fault elsewhere": (GOOD + "  - {name: x}\n", {"hogs", "idle"}),
+    "another order, and comments": (
+        GOOD.replace("  - {name: hogs", "  # first\n  - {name: x}\n  - {name: hogs"),
+        {"hogs", "idle"},
+    ),
+    "a fault in one": (GOOD.replace("for: 2h", "for: 2"), {"hogs"}),
+    "one is gone": (GOOD.partition("  - {name: idle")[0] + "  - {name: x}\n", {"hogs"}),
+    "one is there twice": (GOOD + GOOD.splitlines()[3] + "\n", {"idle"}),
+    "a common setting": (GOOD.replace("mode: enforce", "mode: enforced"), set()),
+    "a new common setting": (GOOD + "protect: {users: [no-such-user]}\n", set()),
+    "no YAML": (GOOD + "}", set()),
+    "no text": ("", set()),
+    "a list": ("- a\n- b\n", set()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_not_changed_stays_in_force_and_the_rest_takes_nothing_away(change):
+    text, unchanged = CHANGES[change]
+    last = parse(GOOD)
+    now = last_good.still_in_force(last, text.encode())
+
+    assert [policy.name for policy in now.policies] == ["hogs", "idle"]
+    assert {policy.name for policy in now.policies if policy in last.policies} == unchanged
+    for policy in now.policies:
+        if policy.name not in unchanged:
+            assert [step.action for step in policy.steps] == ["warn"]
+            assert policy.enforce
+
+
+NAMED = """\
+version: 1
+mode: enforce
+policies:
+  - {name: p, when: {memory: {above: 20GiB}}, steps: [warn], WHOM}
+"""
+
+
+def of_people(whom, remembered, **people):
+    """The policy about *whom*, where only *people* are known now."""
+    accounts = Accounts(people.__getitem__, people.__getitem__, remembered=remembered)
+    return parse(NAMED.replace("WHOM", whom), accounts=accounts)
+
+
+def test_an_account_that_is_gone_accuses_nobody():
+    """Its number may be that of another user by now."""
+    file = of_people("only: {users: [bob, alice]}", {("user", "bob"): 1002}, alice=1001)
+
+    assert not file.faults
+    assert file.policies[0].only.users == {1001}
+    assert file.policies[0].enforce
+    assert file.gone == ("there is no user 'bob' on this machine.",)
+    assert of_people("only: {users: [bob]}", {}).policies[0].only.users == frozenset()
+
+
+def test_an_account_that_is_gone_stays_spared_by_the_number_that_it_had():
+    file = of_people("except: {users: [bob]}", {("user", "bob"): 1002})
+
+    assert file.policies[0].exempt[0].users == {1002}
+    assert file.policies[0].enforce
+
+
+@pytest.mark.parametrize(
+    "whom", ["except: {users: [bob]}", "except: {groups: [admins]}", "except: [{users: [0]}, {groups: [admins]}]"]
+)
+def test_where_who_is_spared_was_never_known_the_policy_only_observes(whom):
+    file = of_people(whom, {})
+
+    assert not file.faults and file.gone
+    assert not file.policies[0].enforce
+
+
+@pytest.mark.parametrize(
+    ("remembered", "enforces", "spared"), [({("user", "bob"): 1002}, True, {1002}), ({}, False, {-1})]
+)
+def test_so_it_is_with_those_whom_no_policy_touches(remembered, enforces, spared):
+    accounts = Accounts({}.__getitem__, {}.__getitem__, remembered=remembered)
+    file = parse(GOOD + "protect: {users: [bob]}\n", accounts=accounts)
+
+    assert file.protected.uids == spared
+    assert {policy.enforce for policy in file.policies} == {enforces}
+
+
+def test_a_rule_that_denies_an_account_that_is_gone_finds_nobody():
+    text = NAMED.replace("memory: {above: 20GiB}", "users: {deny: [bob]}").replace(", WHOM", "")
+    file = parse(text, accounts=Accounts({}.__getitem__, {}.__getitem__, remembered={("user", "bob"): 1002}))
+
+    [rule] = file.policies[0].rules
+    assert rule == UsersRule(deny=(-1,))
+
+
+def test_the_check_of_a_file_is_strict():
+    assert parse(
+        NAMED.replace("WHOM", "only: {users: [bob]}"), accounts=Accounts({}.__getitem__, {}.__getitem__)
+    ).faults
+
+
+def test_what_is_kept_is_for_the_daemon_alone_and_what_another_user_could_have_written_counts_for_nothing(tmp_path):
+    last_good.keep(str(tmp_path), GOOD.encode(), {("user", "bob"): 1002})
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    assert last_good.kept_text(str(tmp_path)) == GOOD.encode()
+    assert last_good.kept_names(str(tmp_path)) == {("user", "bob"): 1002}
+
+    for path in tmp_path.iterdir():
+        path.chmod(0o666)
+    assert last_good.kept_text(str(tmp_path)) is None
+    assert last_good.kept_names(str(tmp_path)) == {}
+
+
+@pytest.mark.root
+def test_a_daemon_that_starts_with_a_faulty_file_guards_by_the_last_good_one_and_says_so(tmp_path):
+    with a_daemon(tmp_path, GOOD, "--enforce", named=True) as daemon:
+        daemon.until("policy")
+        daemon.end()
+        daemon.policy.write_text(GOOD.replace("for: 2h", "for: 2"))
+        daemon.start("--interval", "200ms", "--enforce", named=True)
+        with somebodys(daemon.node, "0", 40 * 2**30, uid=SOMEBODY) as hog:
+            assert hog.wait(60) < 0
+        assert eventually(lambda: len(daemon.events("daemon")) >= 3)
+        said = daemon.events("daemon")[-1]["message"]
+        assert "policies of the last good one: 1 in force, 1 that only warn" in said
+        doctor = daemon.gpuguard("doctor")
+        assert (doctor.returncode, "does not guard as its policy file says" in doctor.stdout) == (1, True)
+
+        daemon.policy.write_text(GOOD)
+        assert eventually(lambda: any(event["outcome"] == "faults mended" for event in daemon.events("policy")))
+        assert "does not guard" not in daemon.gpuguard("doctor").stdout
+
+
+def test_without_last_good_a_daemon_that_starts_with_a_faulty_file_only_observes(tmp_path):
+    with a_daemon(tmp_path, GOOD) as daemon:
+        daemon.until("policy")
+        daemon.end()
+        daemon.policy.write_text(GOOD.replace("for: 2h", "for: 2"))
+        daemon.start("--interval", "200ms", "--no-last-good")
+        assert eventually(lambda: len(daemon.events("daemon")) >= 3)
+
+        assert "observing only: the policy file has faults" in daemon.events("daemon")[-1]["message"]
+        assert daemon.end() == 0
+
+
+def test_an_account_that_is_deleted_switches_the_guard_off_for_nobody_else(tmp_path):
+    """One deleted account, named anywhere in the file, and after the next start nothing was enforced."""
+    with_name = GOOD.replace("steps: [warn, {after: 1s", "except: {users: [no-such-user]}, steps: [warn, {after: 1s")
+    with a_daemon(tmp_path, with_name, "--enforce") as daemon:
+        assert eventually(lambda: bool(daemon.events("daemon")))
+        events = daemon.events()
+        assert "names unknown" in [event["outcome"] for event in events if event["kind"] == "policy"]
+        status = daemon.events("daemon")[0]["message"]
+        assert "2 policies, enforcing" in status and "there is no user 'no-such-user'" in status
+        assert "no-such-user" in daemon.gpuguard("doctor").stdout
+        assert json.loads(daemon.gpuguard("doctor", "--json").stdout)["checks"]
+        assert os.path.exists(daemon.place / "claims")
