@@ -65,6 +65,17 @@ def second_passes(
     return positions[1].now
 
 
+@pytest.mark.parametrize("rules", [{}, {"patience": 0.25}])
+def test_with_a_time_limit_that_ends_before_the_latest_start_of_the_other_it_starts_now(rules: dict[str, Any]) -> None:
+    first, second = a_ticket(1, gpus=2, time_limit=2 * HOUR), a_ticket(2)
+    machine = a_machine([first, second], 2, free=1, ends={"d1": HOUR})
+    ahead, held = planned([first, second], machine, **rules)
+    assert (held.held_back_by, ahead.latest) == (first.id, HOUR)
+
+    _, shorter = planned([first, replace(second, time_limit=HOUR)], machine, **rules)
+    assert shorter.now
+
+
 IN_5_SECONDS = {"d1": 5.0}
 
 

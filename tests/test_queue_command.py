@@ -314,6 +314,10 @@ def test_what_would_delay_a_request_before_it():
     assert explained(a_position(held_back_by="other"), other) == held_back
     assert explained(a_position(held_back_by="other"), late) == held_back.replace("came before", "has waited for 1d6h")
     assert explained(a_position(held_back_by="gone")) == "held back: it would delay reservation gone"
+    certain = replace(other, latest=NOW + 2 * HOUR + 30)
+    advised = f"{held_back}; with a --time-limit of at most 2h it could start now"
+    assert explained(a_position(held_back_by="other"), certain) == advised
+    assert explained(a_position(held_back_by="other"), replace(other, latest=NOW + 59)) == held_back
 
 
 @pytest.mark.parametrize(
@@ -414,10 +418,13 @@ def test_explain_says_that_a_request_would_delay_another_and_leaves_no_ticket(gp
     text, answer = gpuguard("explain"), gpuguard("explain", "--json")
 
     why = f"number 2 of 2 in the queue, held back: it would delay {me}'s request for 2, which came before"
-    until = "; shorter jobs may start first until "
-    assert (text[0], text[1].splitlines()[-1].partition(until)[0]) == (1, f"If you ran it now: {why}")
+    advice = r"; with a --time-limit of at most (1h5\dm|2h) it could start now; shorter jobs may start first until .*"
+    advised = re.fullmatch(re.escape(f"If you ran it now: {why}") + advice, text[1].splitlines()[-1])
+    assert text[0] == 1 and advised, text[1]
     line = json.loads(answer[1])["line"]
-    assert (answer[0], json.loads(answer[1])["outcome"], line.partition(until)[0]) == (1, "wait", why)
+    assert (answer[0], json.loads(answer[1])["outcome"]) == (1, "wait") and re.fullmatch(re.escape(why) + advice, line)
+    shorter = gpuguard("explain", "--time-limit", advised[1])
+    assert shorter[0] == 0 and "It would start at once" in shorter[1], "what was advised is so"
     assert "It would start at once" not in text[1]
     assert [ticket.id for ticket in read_tickets(directory)[0]] == [waiting.id]
 

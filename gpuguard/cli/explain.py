@@ -1,6 +1,7 @@
 """Say for each GPU why `gpuguard run` with the same options would or would not take it, and what it would do now.
 
 gpuguard explain -n 4 --min-free 20GiB
+gpuguard explain -n 1 --time-limit 4h            as a job that ends within four hours, which may start before others
 
 Exits with 0 when the request could start now, with 1 when it could not.  Claims nothing.
 """
@@ -12,7 +13,16 @@ import os
 from contextlib import closing
 
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, own_deeds, request_of
+from gpuguard.cli.options import (
+    add_choice_options,
+    add_source_options,
+    add_table,
+    backend_of,
+    directory_of,
+    own_deeds,
+    quantity,
+    request_of,
+)
 from gpuguard.clusters.visible_devices import outer_devices
 from gpuguard.lock import Allocator, has_queue, outer_claim
 from gpuguard.model import Snapshot
@@ -20,12 +30,14 @@ from gpuguard.queue.reasons import passing_text, position_text, unplanned_texts
 from gpuguard.queue.state import read_queue
 from gpuguard.queue.tickets import new_ticket
 from gpuguard.request import Request
+from gpuguard.units import parse_duration
 from gpuguard.views import explain as view
 from gpuguard.views.text import put, put_json, style
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_choice_options(parser)
+    add_table(parser, ("--time-limit", "DURATION", "that you would give to `gpuguard run`"))
     parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
     add_source_options(parser)
 
@@ -34,7 +46,8 @@ def main(args: argparse.Namespace) -> int:
     request, directory = request_of(args), directory_of(args)
     with closing(backend_of(args)) as backend:
         snapshot, choice = Allocator(backend, directory, [request]).preview(with_reasons=True)
-    start = _start_in_queue(directory, snapshot, request)
+    time_limit = quantity("--time-limit", args.time_limit, parse_duration)
+    start = _start_in_queue(directory, snapshot, request, time_limit)
     outer = outer_devices(os.environ, snapshot.devices)
     limits = ". Note: ".join(filter(None, (outer.reason, outer.warning)))
     if args.json:
@@ -44,11 +57,13 @@ def main(args: argparse.Namespace) -> int:
     return 0 if choice.devices and (start is None or start[0]) else 1
 
 
-def _start_in_queue(directory: LockDirectory, snapshot: Snapshot, request: Request) -> tuple[bool, str] | None:
+def _start_in_queue(
+    directory: LockDirectory, snapshot: Snapshot, request: Request, time_limit: float | None
+) -> tuple[bool, str] | None:
     """(whether it could start now, where it would stand in the queue and why); None where no request waits."""
     if not has_queue(directory) or outer_claim(directory):
         return None
-    ticket = new_ticket([request])
+    ticket = new_ticket([request], time_limit=time_limit)
     queue = read_queue(directory, snapshot, ticket)
     position = queue.of(ticket.id)
     passing = passing_text(position, queue)

@@ -16,6 +16,7 @@ SENTENCES = (
     # Why a request waits, of `gpuguard queue` on other hosts, the daemon's answers and the page.
     "number {number} of {count} in the queue, {text}",
     "with a --time-limit that ends before, it could start now",
+    "with a --time-limit of at most {limit} it could start now",
     "starts now",
     "starts in about {seconds}, {why}",
     "starts in about {seconds}",

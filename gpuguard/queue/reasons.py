@@ -152,10 +152,16 @@ def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) ->
     for other in queue.positions:
         if other.ticket.id == delayed:
             facts = {"user": other.ticket.user, "count": other.ticket.num_gpus}
-            if other.ticket.since + queue.bound >= queue.now:
-                return _("{user}'s request for {count}, which came before").format(**facts)
-            waited = format_duration(round(queue.now - other.ticket.since))
-            return _("{user}'s request for {count}, which has waited for {waited}").format(**facts, waited=waited)
+            text = _("{user}'s request for {count}, which came before").format(**facts)
+            if other.ticket.since + queue.bound < queue.now:
+                waited = format_duration(round(queue.now - other.ticket.since))
+                text = _("{user}'s request for {count}, which has waited for {waited}").format(**facts, waited=waited)
+            room = int((other.latest or 0.0) - queue.now) // 60 * 60.0  # whole minutes, which one writes
+            if room > 0:
+                text += _("; with a --time-limit of at most {limit} it could start now").format(
+                    limit=format_duration(room)
+                )
+            return text
     reservation = next((reserved for reserved in queue.facts.reservations if reserved.key == delayed), None)
     if reservation is None:
         return _("reservation {delayed}").format(delayed=delayed)
