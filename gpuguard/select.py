@@ -149,6 +149,7 @@ def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoug
         _("wanted {count}, but {there} free now.").format(
             count=format_count(request.num_gpus, "GPU"), there=_there("is", usable)
         ),
+        *(f"  {limit}" for limit in _outer_limits(could)),
         *_explained(passing),
         *_mixed(choice.eligible),
         _("`gpuguard explain {spelled}` shows each GPU.").format(spelled=spelled(request)),
@@ -288,7 +289,7 @@ def _never(request: Request, could: Choice) -> str:
     asked = [option for option in options_of(request) if option.split()[0] in lacking]
     names = list(dict.fromkeys(option.split()[0] for option in asked))
     faults = [refusal for refusal in could.refused if not any(reason.option for reason in refusal.reasons)]
-    outer = {reason.text: None for refusal in could.refused for reason in refusal.reasons if reason.option == OUTER}
+    outer = _outer_limits(could)
     used = _(" that one job can use together") if len(kinds) > 1 else _(" that can be used") if faults or outer else ""
     condition = _(" that can satisfy {asked}").format(asked=" ".join(asked)) if asked else used
     there = f"{_there('exist', fit)}{condition}"
@@ -322,6 +323,12 @@ def _never(request: Request, could: Choice) -> str:
         _("`gpuguard explain {spelled}` shows each GPU.").format(spelled=spelled(request)),
     ]
     return "\n".join(lines)
+
+
+def _outer_limits(could: Choice) -> list[str]:
+    """What leaves only some devices to this process, such as CUDA_VISIBLE_DEVICES, in words."""
+    reasons = (reason for refusal in could.refused for reason in refusal.reasons if reason.option == OUTER)
+    return list(dict.fromkeys(reason.text for reason in reasons))
 
 
 def _largest(request: Request, could: Choice, option: str) -> int:

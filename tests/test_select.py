@@ -488,6 +488,18 @@ def test_at_most_16_devices_are_explained(count, more):
     assert said(Request(), *busy).count("GPU") >= 16
 
 
+def test_what_leaves_only_busy_devices_is_named_while_others_are_free():
+    """A request waited for six hours beside three free GPUs, and CUDA_VISIBLE_DEVICES of the shell was never named."""
+    busy, free = a_device(0, processes=(a_process(),), memory_used=10 * GIB), a_device(1)
+    fault = error(
+        a_snapshot(busy, free), Request(within=(busy.uuid,), within_reason="CUDA_VISIBLE_DEVICES=0 allows only GPU 0")
+    )
+
+    assert str(fault).splitlines()[:2] == [
+        "wanted 1 GPU, but none is free now.", "  CUDA_VISIBLE_DEVICES=0 allows only GPU 0"
+    ]  # fmt: skip
+
+
 def test_what_an_outer_limit_leaves_is_said_as_what_can_be_used():
     devices = (a_device(0), a_device(1))
     request = Request(num_gpus=2, within=(devices[0].uuid,), within_reason="outside CUDA_VISIBLE_DEVICES")
