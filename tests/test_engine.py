@@ -302,6 +302,20 @@ def test_a_refusal_undoes_no_step_of_another_subject_or_policy():
     assert list(memory.states["hogs"].values()) == before, "it was not taken before: it has its time already"
 
 
+def test_a_pause_lasts_as_long_as_the_condition_also_in_the_escalation_after_the_cooldown():
+    watch = Watch(a_policy("pause", cooldown=20))
+    process = (a_process().pid, a_process().start_time)
+    watch.until(20)
+    assert not watch.memory.pauses("p", process)
+    for clock in (30, 50, 60, 70):
+        watch.sees(busy(clock))
+        assert watch.memory.pauses("p", process)
+    assert not watch.memory.pauses("q", process)
+
+    watch.sees(busy(80, a_device()))
+    assert not watch.memory.pauses("p", process)
+
+
 def test_a_policy_about_those_who_were_told_waits_until_a_message_has_reached_them():
     watch = Watch(a_policy("warn", "terminate", told=True))
     assert watch.until(1000) == [(30, "warn"), (90, "warn"), (690, "warn")]
