@@ -63,7 +63,8 @@ def test_what_is_beyond_the_quota_does_not_count_the_last_made_first():
 
     assert reasons(second, first) == [
         "",
-        "users may reserve 2 GPUs at a time here (2 of them in earlier ones), all their reservations together",
+        "users may reserve 2 GPUs at a time here (2 of them in earlier ones), all their reservations together "
+        "(line.yaml of the site says so; root may reserve more)",
     ]
     assert reasons(first, a_reservation(2, gpus=1)) == ["", ""]
 

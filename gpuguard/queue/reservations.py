@@ -195,7 +195,7 @@ def _not_allowed(
     owners = accountable_uids((wanted.maker, *(reservation.maker for reservation in counted)))
     own = [reservation for reservation in counted if owners[reservation.maker] == owners[wanted.maker]]
     if wanted.maker and (why_not := _beyond(wanted, keys, sum(reservation.num_gpus for reservation in own))):
-        return why_not
+        return _("{why_not} (line.yaml of the site says so; root may reserve more)").format(why_not=why_not)
     present = len(set(wanted.devices) & set(uuids))
     if present < wanted.num_gpus:
         return ngettext("only {count} of its GPUs is there", "only {count} of its GPUs are there", present).format(
