@@ -378,3 +378,16 @@ def test_what_is_said_of_the_time_before_a_kill_is_the_time_that_is_kept():
 
     assert kept in BY_HAND["kill"]
     assert kept in (ACTION_KEYS["kill"].__doc__ or "")
+
+
+def test_rules_knows_every_key_of_a_file_and_its_advice_is_no_fault(gpuguard, tmp_path):
+    assert "A key of policy: only then, local time, as in 22:00-07:30." in gpuguard("policy", "rules", "hours").stdout
+    assert {line for line in gpuguard("policy", "rules", "mode").stdout.splitlines() if line and line[0] != " "} == {
+        "mode (observe or enforce)"
+    }
+
+    path = tmp_path / "p.yaml"
+    path.write_text("version: 1\npolicies: [{name: p, when: {idle: {below: 5%}}, days: mon-fri, steps: [warn]}]\n")
+    said = gpuguard("policy", "check", str(path)).stdout + gpuguard("policy", "check", str(path)).stderr
+    assert "days: 'mon-fri' is no choice: write one of mon, tue" in said
+    assert "[mon-fri]" not in said

@@ -28,7 +28,7 @@ from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count, parse_duration
 from gpuguard.views.backtest import backtest_json, backtest_lines, trial_json, trial_lines
 from gpuguard.views.policy import sentences
-from gpuguard.views.policy_language import SECTIONS, describe, json_schema, language_json
+from gpuguard.views.policy_language import KEYED, SECTIONS, describe, json_schema, key_texts, language_json
 from gpuguard.views.text import put, put_json
 
 _JSON = ("--json", None, "one object for programs")
@@ -129,6 +129,7 @@ def _rules(args: argparse.Namespace) -> int:
         put_json(language_json())
         return 0
     known = [name for nouns in SECTIONS.values() for name in nouns]
+    known += [key for noun in KEYED.values() for key in key_texts(noun)]
     for name in args.name:
         if name not in known:
             raise InvalidRequest("  ".join(unknown(name, known, _("rule, action or part of a policy"))))

@@ -29,7 +29,7 @@ from gpuguard.policies.files.keys import (
     parse_interval,
     parse_name,
 )
-from gpuguard.policies.policy import Exemption, Scope
+from gpuguard.policies.policy import Audience, Exemption
 from gpuguard.policies.rules import RULES
 from gpuguard.sanitize import display_width
 from gpuguard.units import (
@@ -75,12 +75,15 @@ _WHOLE = {parse_count, parse_niceness}  # written as plain digits
 SECTIONS: Mapping[str, Mapping[str, type]] = {
     N_("The file"): {"file": FileKeys},
     N_("A policy"): {"policy": PolicyKeys},
-    N_("Parts of a policy"): {"only": Scope, "except": Exemption, "at_most": BreakerKeys, "interval": IntervalKeys},
+    N_("Parts of a policy"): {"only": Audience, "except": Exemption, "at_most": BreakerKeys, "interval": IntervalKeys},
     N_("Rules"): RULES,
     N_("A step"): {"step": StepKeys},
     N_("Actions"): ACTION_KEYS,
     N_("Ways to send messages"): TARGETS,
 }
+
+
+KEYED: Mapping[str, type] = {"file": FileKeys, "policy": PolicyKeys, "step": StepKeys}  # whose keys have a help, too
 
 
 def describe(names: collections.abc.Collection[str] = ()) -> Iterator[str]:
@@ -96,6 +99,13 @@ def describe(names: collections.abc.Collection[str] = ()) -> Iterator[str]:
             needed = _(", needed")
             keys = [f"{key['key']} ({key['written']}{needed * key['required']})" for key in _keys_json(noun)]
             yield from (_("  Keys: {keys}.").format(keys=", ".join(keys)) if keys else _("  No keys."), "")
+    for owner, noun in KEYED.items():
+        for key in [key for key in _keys_json(noun) if key["key"] in names]:
+            yield from (
+                f"{key['key']} ({key['written']})",
+                _("  A key of {owner}: {text}").format(owner=owner, text=_(key_texts(noun)[key["key"]])),
+                "",
+            )
 
 
 def paragraphs(noun: type) -> list[str]:

@@ -134,6 +134,8 @@ class Decoder:
             return self._read(node, lambda text: _one_of(text, arguments), path)
         if origin in (tuple, frozenset):
             if node.kind != "sequence":
+                if typing.get_origin(arguments[0]) is typing.Literal:
+                    self._by_type(node, arguments[0], path)  # or the advice would be a fault, too
                 example = f"[{node.text}]" if node.kind == "scalar" else "[...]"
                 self._broken(
                     node,
