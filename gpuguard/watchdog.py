@@ -163,8 +163,7 @@ class Watchdog:
             self._pending.clear()  # what waited through a pause without a sample has no reason any more
         self._act(judgement.verdicts, policies, protected)
         self._write_effects(snapshot)
-        if self._context.enforce:  # or they are those of another guard, beside which this one only looks
-            self._end_pauses()
+        self._end_pauses(owed=self._context.enforce)  # or they are those of a guard beside which this one only looks
         self._note(judgement.notes)
         self._note_there_first(self._view, policies)
         self.pause = pace(before.snapshot if before else None, snapshot, self.pause, self.interval)
@@ -392,16 +391,16 @@ class Watchdog:
                 message = replace(verdict, finding=about, action="notify", options=options)
                 self._isolate(verdict.policy, partial(actions.act, message, self._view.snapshot, context))
 
-    def _end_pauses(self, why: str | None = None) -> None:
+    def _end_pauses(self, why: str | None = None, *, owed: bool = True) -> None:
         """Let go on what this guard, or one before it, has paused: all of them with *why*, or those that are over."""
 
-        def why_over(pause: Pause) -> str | None:
+        def why_over(pause: Pause, live: bool) -> str | None:
             policy = next((policy for policy in self._judged_by if policy.name == pause.policy), None)
-            if why or policy is None or not policy.enforce:
+            if why or policy is None or (live and not policy.enforce):
                 return why or f"the policy {pause.policy} is not in force any more"
             return None if self._memory.pauses(policy.name, pause.process) else "the condition does not hold any more"
 
-        self._isolate("pauses", partial(self._pauses.settle, why_over))
+        self._isolate("pauses", partial(self._pauses.settle, why_over, owed=owed))
 
     def _still_true(self, verdict: Verdict, snapshot: Snapshot) -> bool:
         """Whether the condition behind *verdict* holds on what the driver says now, by the policies of now."""

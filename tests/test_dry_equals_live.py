@@ -3,6 +3,7 @@
 from __future__ import annotations  # without it hypothesis throws other dice, and sees too few kills
 
 import contextlib
+import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from guarded import a_child, started
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from gpuguard.claims.directory import lock_directory
 from gpuguard.enforcement import actions, identity, limits, preflight, signals
 from gpuguard.model import Event, Snapshot
 from gpuguard.policies.idle import IdleRule
@@ -122,8 +124,14 @@ def people() -> Iterator[list[tuple[int, float]]]:
 
 def told(people: list[tuple[int, float]], policies: Any, schedule: Any, *, enforce: bool) -> list[Event]:
     """The events of one run, without their times."""
+    with tempfile.TemporaryDirectory() as place:
+        return _told(lock_directory(place), people, policies, schedule, enforce=enforce)
+
+
+def _told(directory: Any, people: Any, policies: Any, schedule: Any, *, enforce: bool) -> list[Event]:
     stage = Stage(people)
-    guard = Watchdog(stage, policies, enforce=enforce, append=stage.append, notifier=Ops(), share_host_pids=True)
+    options = {"append": stage.append, "notifier": Ops(), "share_host_pids": True}
+    guard = Watchdog(stage, policies, directory, enforce=enforce, **options)
     guard._context = replace(guard._context, jobs=frozenset(people))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signals, "forward", lambda *_: actions.SENT)

@@ -13,8 +13,8 @@ ORDER = (
     "deadline", "procfs", "clusters.visible_devices", "backends", "clusters", "request", "eligibility", "select",
     "policies", "claims.directory", "daemon.client", "claims", "history", "queue", "source", "daemon.broker_client",
     "lock", "api", "ray", "notify", "enforcement", "policies.files.keys", "policies.files.checks",
-    "policies.files.loader", "backtest", "host", "watchdog", "training_log", "jobs", "run", "daemon", "fleet",
-    "views", "metrics", "top", "web", "cli", "__init__", "__main__",
+    "policies.files.loader", "policies.files.last_good", "backtest", "host", "watchdog", "training_log", "jobs", "run",
+    "daemon", "fleet", "views", "metrics", "top", "web", "cli", "__init__", "__main__",
 )  # fmt: skip
 
 

@@ -274,7 +274,7 @@ def test_a_debugger_that_came_meanwhile_keeps_it_and_one_that_was_there_does_not
 
     book = Pauses(site.directory, site.write)
     book.begin(Pause((site.pid, site.start_time), traced=True))
-    book.settle(lambda pause: "it is over")
+    book.settle(lambda *_: "it is over")
     assert site.goes_on()
 
 
@@ -292,7 +292,7 @@ def test_another_stop_signal_that_waits_is_not_dropped_unless_the_process_blocks
     masks[b"SigBlk"] = masks[b"ShdPnd"]
     book = Pauses(site.directory, site.write)
     book.begin(Pause((site.pid, site.start_time)))
-    book.settle(lambda pause: "it is over")
+    book.settle(lambda *_: "it is over")
     assert site.goes_on()
 
 
@@ -301,7 +301,7 @@ def test_an_ended_process_is_forgotten_with_a_line_and_who_has_its_pid_is_not_to
     book.begin(Pause((site.pid, site.start_time - 1.0), policy="hot", user="alice"))
     os.kill(site.pid, signal.SIGSTOP)
     until(lambda: state(site.pid) == "T")
-    book.settle(lambda pause: None)
+    book.settle(lambda *_: None)
 
     assert state(site.pid) == "T"
     assert [(event.kind, event.outcome, event.user) for event in site.events] == [("resume", "gone", "alice")]
@@ -377,7 +377,7 @@ def test_a_process_that_is_no_more_leaves_a_line(tmp_path):
     with a_child() as child:
         book = (site := Site(tmp_path / "claims", child.pid, 1001)).guard()._pauses
         book.begin(Pause((child.pid, site.start_time)))
-    book.settle(lambda pause: None)
+    book.settle(lambda *_: None)
 
     assert site.told() == [("resume", "gone")]
 
@@ -484,7 +484,7 @@ def test_a_week_of_anything_leaves_nobody_stopped(tmp_path):
 
 
 def test_the_week_notices_a_pause_that_ends_only_with_its_condition(tmp_path, monkeypatch):
-    monkeypatch.setattr(Watchdog, "_end_pauses", lambda guard, why=None: None)
+    monkeypatch.setattr(Watchdog, "_end_pauses", lambda guard, why=None, **_: None)
     Week.place = tmp_path
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Week, settings=WEEKS)

@@ -235,7 +235,7 @@ def test_the_end_of_a_pause_appears_on_the_terminal_as_its_beginning_did(tmp_pat
         pauses = Pauses(lock_directory(str(tmp_path)), scene.write)
         scene.context(pauses=pauses, interactive_grace=0.0)
         assert scene.act("pause").word == "sent"
-        pauses.settle(lambda pause: "the condition does not hold any more")
+        pauses.settle(lambda *_: "the condition does not hold any more")
 
         read = list[bytes]()
         until(lambda: read.append(os.read(ours, 65536)) or b"go on" in b"".join(read))

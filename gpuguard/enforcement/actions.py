@@ -122,19 +122,23 @@ class PauseKeys:
 
 
 def _pause(target: Preflight) -> Result:
-    pauses, verdict, process = target.context.pauses, target.verdict, target.process
+    pauses, process = target.context.pauses, target.process
     if pauses is None or process is None:
         return _forward(target, signal.SIGSTOP)
-    traced = bool(target.facts and target.facts.tracer)
-    whose = verdict.policy, process.uid, process.user, process.devices, target.claim_of_process or None
     try:
-        pauses.begin(Pause(process.identity, *whose, traced=traced, on_terminal=_is_told_on_terminal(target)))
+        pauses.begin(_pause_of(target, process))
     except OSError as error:
         return FAILED, f"it cannot be written down that it must go on again: {error.strerror or error}"
     word = signals.forward(target.pidfd, signal.SIGSTOP)
     if word != SENT:
         pauses.drop(process.identity)
     return word, ""
+
+
+def _pause_of(target: Preflight, process: ProcessTarget) -> Pause:
+    whose = target.verdict.policy, process.uid, process.user, process.devices, target.claim_of_process or None
+    traced = bool(target.facts and target.facts.tracer)
+    return Pause(process.identity, *whose, traced=traced, on_terminal=_is_told_on_terminal(target))
 
 
 @dataclass(frozen=True)
@@ -144,15 +148,16 @@ class ResumeKeys:
 
 def _around_pauses(verdict: Verdict, context: ActionContext, process: ProcessTarget) -> ActionOutcome | None:
     """What needs no preflight: a pause that lasts already, and the end of one, which the guard owes the process."""
-    if context.pauses is None or verdict.action not in ("pause", "resume") or not context.is_live(verdict):
+    if context.pauses is None or verdict.action not in ("pause", "resume"):
         return None
-    pause = context.pauses.of(process.identity)
+    live = context.is_live(verdict)
+    pause, word = context.pauses.of(process.identity, live=live), SENT if live else DRY_RUN
     if verdict.action == "pause":
-        return ActionOutcome(SENT, "it is paused", process.pid) if pause and pause.policy == verdict.policy else None
+        return ActionOutcome(word, "it is paused", process.pid) if pause and pause.policy == verdict.policy else None
     if pause is None:
         return _logged(verdict, context, REFUSED, "gpuguard has not paused it")
-    context.pauses.end(pause, verdict.finding.why)
-    return ActionOutcome(SENT, pid=process.pid)
+    context.pauses.end(pause, verdict.finding.why, live=live)
+    return ActionOutcome(word, pid=process.pid)
 
 
 def parse_niceness(text: str) -> int:
@@ -483,6 +488,8 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
     if process:
         context.limits.record_done(verdict, process.identity)
     if not target.live:
+        if verdict.action == "pause" and process and context.pauses:
+            context.pauses.rehearse(_pause_of(target, process))
         return ActionOutcome(DRY_RUN, pid=pid)
     word, why = do(target)
     if word not in (SENT, DONE):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from gpuguard.claims.directory import LockDirectory, daemon_files
+from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files
 from gpuguard.enforcement import identity, signals
 from gpuguard.enforcement.signals import GONE, SENT
 from gpuguard.enforcement.terminals import write_to_terminal
@@ -28,7 +28,7 @@ from gpuguard.model import Event, ProcessIdentity
 from gpuguard.notify.templates import deed_text
 from gpuguard.procfs import Stat, boot_id, parse_stat, read_proc, stat_of, status_words
 
-DONE = "done"  # it goes on
+DONE, DRY_RUN = "done", "dry run"  # it goes on
 LEFT = "left"  # it stands, or goes on, by another hand than ours
 MAX_BYTES = 4096
 AGAIN_SECONDS = 60.0  # between two tries to write down that a pause has ended
@@ -54,60 +54,83 @@ class Pauses:
     """The pauses of one machine.  The files are the truth: `gpuguard resume` ends pauses beside a daemon."""
 
     def __init__(self, directory: LockDirectory | None, append: Callable[[Event], bool]) -> None:
-        self._files, self._append = daemon_files(directory) if directory else None, append
+        self._directory, self._append = directory, append
+        self._rehearsed: dict[ProcessIdentity, Pause] = {}  # of policies that only observe: no process is stopped
         self._stood_at: dict[ProcessIdentity, float] = {}  # its CPU seconds when all of it was seen to stand
         # What became of those that go on already, where it could not be written down; and when that is tried again.
         self._unwritten, self._try_at = dict[ProcessIdentity, tuple[str, str]](), 0.0
 
+    @property
+    def _files(self) -> DaemonFiles | None:
+        return daemon_files(self._directory) if self._directory else None
+
     def begin(self, pause: Pause) -> None:
         """Write down a pause that is about to begin.  Raises OSError: then nothing may be stopped."""
-        if self._files is None:
+        if self._directory is None:
             raise OSError("there is no directory of claims")
         # Everybody may read it, as in `gpuguard resume --list`.  A crash of the machine ends the process, too.
         write_file(self._path(pause.process), json.dumps(asdict(pause)).encode("ascii"))
 
-    def of(self, process: ProcessIdentity) -> Pause | None:
+    def rehearse(self, pause: Pause) -> None:
+        """Remember a pause that would have begun, so that its end is written down as that of a real one."""
+        self._rehearsed[pause.process] = pause
+
+    def of(self, process: ProcessIdentity, *, live: bool) -> Pause | None:
         """The pause of a process, if it has one."""
-        return next((pause for pause in self.read() if pause.process == process), None)
+        pauses = self.read() if live else self._rehearsed.values()
+        return next((pause for pause in pauses if pause.process == process), None)
 
     def read(self) -> tuple[Pause, ...]:
         """All of them, the oldest process first.  Those of another boot are removed: nothing stands any more."""
-        found = []
+        files, found = self._files, []
         with suppress(OSError):
-            for name in os.listdir(self._files.path) if self._files else ():
-                if self._files and (named := _NAME.fullmatch(name.removeprefix(self._files.prefix))):
-                    path, process = os.path.join(self._files.path, name), (int(named[2]), float(named[3]))
+            for name in os.listdir(files.path) if files else ():
+                if files and (named := _NAME.fullmatch(name.removeprefix(files.prefix))):
+                    path, process = os.path.join(files.path, name), (int(named[2]), float(named[3]))
                     if named[1] != boot_id():
                         _remove(path)
-                    elif status_in_place(path).st_uid in self._files.owners():
-                        found.append(_read(path, process, self._files.owners()))
-        return tuple(sorted(found, key=lambda pause: pause.process[1]))
+                    elif status_in_place(path).st_uid in files.owners():
+                        found.append(_read(path, process, files.owners()))
+        return tuple(sorted(found, key=_by_age))
 
-    def settle(self, why_over: Callable[[Pause], str | None]) -> None:
-        """End each pause for which *why_over* has a reason, and forget those that another hand has ended."""
-        pauses = self.read()
+    def settle(self, why_over: Callable[[Pause, bool], str | None], *, owed: bool = True) -> None:
+        """End each pause for which *why_over* has a reason, and forget those that another hand has ended.
+
+        *why_over* is also told whether the process is really stopped.  Not *owed*: those are another guard's.
+        """
+        for pause in sorted(self._rehearsed.values(), key=_by_age):
+            if (why := why_over(pause, False)) or not identity.is_alive(pause.process):
+                self.end(pause, why or "its pause is over", live=False)
+        pauses = self.read() if owed else ()
         self._stood_at = {pause.process: cpu for pause in pauses if (cpu := self._cpu_when_it_stood(pause)) is not None}
         for pause in pauses:
             if pause.process in self._unwritten and time.monotonic() < self._try_at:
                 continue
             now = stat_of(pause.process[0])
             went_on = pause.process in self._stood_at and now and now.state in "RSD" and not _is_being_stopped(now)
-            if (why := why_over(pause)) or went_on or not identity.is_alive(pause.process):
+            if (why := why_over(pause, True)) or went_on or not identity.is_alive(pause.process):
                 self.end(pause, why or "its pause is over")
 
-    def end(self, pause: Pause, why: str) -> str:
+    def end(self, pause: Pause, why: str, *, live: bool = True) -> str:
         """Let a process go on, and write down what became of it: "done", "gone", "left" or "not permitted".
+
+        Not *live*: "dry run" in place of "done".
 
         "" means that it is not known, because no descriptor is left to look: the next settle() tries it again.
         """
-        outcome = self._unwritten.pop(pause.process, None) or _continue(pause, self._stood_at.get(pause.process))
+        stood_at = self._stood_at.get(pause.process) if live else None
+        outcome = self._unwritten.pop(pause.process, None) if live else None
+        outcome = outcome or _continue(pause, stood_at, live=live)
         if outcome is None:
             return ""
         word, reason = outcome
         about = pause.user, pause.devices, pause.process[0], pause.claim, f"{why}: {reason}" if reason else why
         facts = ("policy", pause.policy), ("uid", pause.uid), ("start_time_seconds", pause.process[1])
         event = Event(time.time(), "resume", word, *about, facts)
-        if self._append(event):
+        written = self._append(event)
+        if not live:
+            del self._rehearsed[pause.process]
+        elif written:
             _remove(self._path(pause.process))
             _tell_on_terminal(pause, event)
         else:  # The disk is full: the process does not wait for that, and its line is written later.
@@ -132,6 +155,10 @@ class Pauses:
         return now.cpu_seconds if now and stands else None
 
 
+def _by_age(pause: Pause) -> tuple[float, int]:
+    return pause.process[1], pause.process[0]
+
+
 def _read(path: str, process: ProcessIdentity, owners: tuple[int, ...]) -> Pause:
     try:
         pause = decode(Pause, loads(read_file(path, MAX_BYTES, owners)))
@@ -145,7 +172,7 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def _continue(pause: Pause, stood_at: float | None) -> tuple[str, str] | None:
+def _continue(pause: Pause, stood_at: float | None, *, live: bool) -> tuple[str, str] | None:
     """Send SIGCONT, unless the process is stopped by another hand; what became of it, None: no way to look."""
     pid, started = pause.process
     try:
@@ -162,7 +189,7 @@ def _continue(pause: Pause, stood_at: float | None) -> tuple[str, str] | None:
             return None
         if left := _why_left(pause, now, stood_at):
             return LEFT, left
-        word = signals.forward(pidfd, signal.SIGCONT)
+        word = signals.forward(pidfd, signal.SIGCONT) if live else DRY_RUN
         return DONE if word == SENT else word, ""
     finally:
         os.close(pidfd)

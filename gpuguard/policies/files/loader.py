@@ -52,7 +52,7 @@ class PolicyFile:
     faults: tuple[Fault, ...] = ()  # what makes the file useless, in the order of the lines
     warnings: tuple[Fault, ...] = ()  # what is allowed, but hardly meant
     fingerprint: str = ""  # SHA-256 of the text
-    text: bytes = b""
+    text: bytes = field(default=b"", compare=False)
     gone: tuple[str, ...] = ()  # names of users and groups that mean no user any more, in words
 
 
