@@ -136,6 +136,19 @@ def test_whatever_ends_the_escalation_pays_the_debt(site, way):
     assert not site.owed()
 
 
+@pytest.mark.parametrize("steps", [("warn", "pause"), ("pause", "resume")])
+def test_a_rehearsed_pause_is_written_down_with_its_end_and_stops_nobody(site, steps):
+    guard = site.guard(replace(HOT, steps=tuple(map(Step, steps)), cooldown=1000.0), enforce=False)
+    for _ in range(4):
+        guard.step()
+    site.temperature(60.0)
+    guard.step()
+
+    assert state(site.pid) in "SR"
+    assert site.told() == [("pause", "dry run"), ("resume", "dry run")]
+    assert not site.owed()
+
+
 def test_a_guard_that_only_looks_ends_no_pause_of_another_guard(site):
     site.paused()
     beside = Watchdog(site.machine, (HOT,), site.directory, append=site.write)
