@@ -26,7 +26,7 @@ from gpuguard.enforcement.identity import Protected, is_alive
 from gpuguard.enforcement.limits import AuditQuota, PastAction
 from gpuguard.enforcement.pauses import Pause, Pauses
 from gpuguard.enforcement.preflight import ActionContext, Notifier, effect_seen
-from gpuguard.enforcement.signals import SENT
+from gpuguard.enforcement.signals import DONE, SENT
 from gpuguard.errors import BackendError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses
@@ -101,6 +101,7 @@ class Watchdog:
         self.kept: Kept = {}  # exempted by `gpuguard keep`
         self.gpu_seconds: Callable[[], Mapping[int, Mapping[float, float]]] = dict  # of a RuleView, for each sample
         self.scheduled: Callable[[Snapshot], Mapping[str, frozenset[int]] | None] = lambda snapshot: None  # likewise
+        self.only_looks = False  # beside another guard, which quarantines and ends that
         self.pause = interval[0]  # seconds to the next sample
         self.last_round = time.monotonic()  # when the loop came round
         self.problem: str | None = None  # why there is no sample, in words
@@ -349,7 +350,8 @@ class Watchdog:
             alarm=self._needs.targets,
         )
         self._acting = context
-        self._isolate("unkillable", partial(actions.give_up_unkillable, context, snapshot))
+        if not self.only_looks:
+            self._isolate("unkillable", partial(actions.give_up_unkillable, context, snapshot))
         deferred, refused = {}, {key: step for key, step in self._refused.items() if self._memory.holds(*key)}
         for key, due in sorted(self._pending.items(), key=lambda item: limits.priority(item[1][0][1])):
             while due:
@@ -377,7 +379,7 @@ class Watchdog:
     ) -> None:
         """Let the personal targets of a policy tell the users what it did to them: a warning before is no answer."""
         assert self._view is not None
-        done = {outcome.pid for outcome in outcomes if outcome.word in (SENT, actions.DONE)}
+        done = {outcome.pid for outcome in outcomes if outcome.word in (SENT, DONE)}
         policy = next((policy for policy in self._judged_by if policy.name == verdict.policy), None)
         if not done or verdict.action not in HARMFUL or policy is None or not context.is_live(verdict):
             return
@@ -458,8 +460,10 @@ class Watchdog:
                 self._awaited.append(past)
                 continue
             after = format_duration(max(1, ceil(age)))
-            text = f"still there after {after}" if alive else f"ended within {after}, and its memory is back"
-            if not alive and not is_over:
+            text = f"still there after {after}" if alive else f"ended within {after}"
+            if is_over and past.memory_used:  # else it was not known
+                text += ", and its memory is back"
+            elif not alive and not is_over:
                 text = f"ended, but its memory is still in use after {after}"
             facts = ("policy", past.policy), ("uid", past.uid), ("start_time_seconds", past.process[1])
             about = None if past.uid is None else user_name(past.uid), past.devices, past.process[0], None, text, facts

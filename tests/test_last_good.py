@@ -27,6 +27,7 @@ CHANGES = {
     ),
     "a fault in one": (GOOD.replace("for: 2h", "for: 2"), {"hogs"}),
     "one is gone": (GOOD.partition("  - {name: idle")[0] + "  - {name: x}\n", {"hogs"}),
+    "a key of one is there twice": (GOOD.replace("name: hogs,", "name: hogs, for: 9s,"), {"idle"}),
     "one is there twice": (GOOD + GOOD.splitlines()[3] + "\n", {"idle"}),
     "a common setting": (GOOD.replace("mode: enforce", "mode: enforced"), set()),
     "a new common setting": (GOOD + "protect: {users: [no-such-user]}\n", set()),

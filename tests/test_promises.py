@@ -120,6 +120,18 @@ def test_the_time_that_the_engine_has_waited_for_a_person_is_not_waited_for_agai
     assert refused[0].wait == INTERACTIVE_SECONDS
 
 
+def test_a_step_that_was_refused_does_not_count_the_time_for_a_person_as_waited_for():
+    """They may have sat down in front of it since."""
+    policy = Policy("p", (RULES["memory"],), hold=0.0, steps=(Step("terminate"),), enforce=True)
+    watch, graced = Watch(policy, interval=EVERY), []
+    for view in views("terminal", 1000):
+        for verdict in watch.sees(view).verdicts:
+            graced.append(verdict.graced)
+            watch.memory.not_taken(verdict, view.clock)
+
+    assert graced[:2] == [INTERACTIVE_SECONDS, 0.0]
+
+
 def test_the_mail_after_a_release_says_neither_what_does_not_come_nor_how_to_prevent_what_was_done():
     claim = a_claim_record(a_device(0), uid=ALICE)
     rule = AgeRule(claim_without_process_above=0.0)

@@ -173,6 +173,7 @@ def test_a_policy_about_those_who_were_told_takes_nothing_from_others_and_tells_
     ("lives", "used", "seconds", "said"),
     [
         (False, 1, 2.0, ("ended", "ended within 2s, and its memory is back")),
+        (False, None, 2.0, ("ended", "ended within 2s")),
         (False, 40, 2.0, None),
         (False, 40, 60.0, ("ended", "ended, but its memory is still in use after 1m")),
         (True, 40, 60.0, ("still there", "still there after 1m")),
@@ -181,12 +182,13 @@ def test_a_policy_about_those_who_were_told_takes_nothing_from_others_and_tells_
 )
 def test_what_came_of_an_end_is_written_down_once(a_watchdog, log, monkeypatch, lives, used, seconds, said):
     process, uuid = (4711, 9_000.0), a_device().uuid
-    sent = PastAction(10_000.0, "terminate", process, (uuid,), True, "", ((uuid, 40 * GIB),), 39 * GIB, "hogs", 0)
+    before = ((uuid, 40 * GIB),) if used is not None else ()
+    sent = PastAction(10_000.0, "terminate", process, (uuid,), True, "", before, 39 * GIB, "hogs", 0)
     monkeypatch.setattr(actions, "act", lambda *of: (ActionOutcome("sent", sent=sent),))
     monkeypatch.setattr(watchdog, "is_alive", lambda process: lives)
     monkeypatch.setattr(preflight.identity, "is_alive", lambda process: lives)
     monkeypatch.setattr(watchdog, "boot_clock", lambda: 10_000.0 + seconds)
-    after = a_device(memory_used=used * GIB)
+    after = a_device(memory_used=None if used is None else used * GIB)
     guard = a_watchdog(Scripted(*snapshots(A_HOG, number=2), *snapshots(after, number=3)))
     looks(guard, 5)
 
@@ -212,6 +214,17 @@ def test_a_step_that_a_check_holds_up_goes_on_waiting_after_a_pause_that_is_not_
     looks(guard, 4)
 
     assert tried == ["terminate"] * tries
+
+
+@pytest.mark.parametrize("only_looks", [False, True])
+def test_a_guard_that_only_looks_ends_no_quarantine(a_watchdog, monkeypatch, only_looks):
+    asked = []
+    monkeypatch.setattr(actions, "give_up_unkillable", lambda *of: asked.append(of))
+    guard = a_watchdog(Scripted(*snapshots(A_HOG)))
+    guard.only_looks = only_looks
+    looks(guard, 1)
+
+    assert bool(asked) is not only_looks
 
 
 def test_of_what_is_due_the_small_ones_of_a_user_keep_nothing_from_its_turn(a_watchdog, log):

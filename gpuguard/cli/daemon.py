@@ -8,9 +8,10 @@ gpuguard daemon --policy policy.yaml             a dry run
 gpuguard daemon --policy policy.yaml --once      look twice, say what is due and what is not, and why
 gpuguard daemon --policy policy.yaml --enforce   in earnest
 
-The file is read again when it changes, on SIGHUP, and by `gpuguard daemon --reload`, which says whether it has faults;
-one with faults changes nothing.  --once works beside a daemon that runs, too, and shows what another file would do on
-this machine; it signals no process, sends nothing, and writes a log only where --events names one.
+The file is read again when it changes, on SIGHUP, and by `gpuguard daemon --reload`, which says whether it has faults.
+While it has some, what it has unchanged of the last good one stays in force, and other policies only warn.
+--once works beside a daemon that runs, too, and shows what another file would do on this machine; it signals no
+process, sends nothing, and writes a log only where --events names one.
 Exit codes: 0, 1 the file has faults (--once), 2 usage, 3 a daemon runs already, 4 no driver (--once).
 """
 
@@ -156,7 +157,7 @@ def _reload(args: argparse.Namespace) -> int:
     reply = query_daemon(directory_of(args), {"do": "reload"}, ReloadReply, READ_SECONDS + 10.0)
     if reply.faults:
         count = format_count(reply.faults, "fault")
-        _print(f"{reply.path} has {count}, so the last good one stays in force: {reply.first}")
+        _print(f"{reply.path} has {count}, so the last good one guards on, as far as it is unchanged: {reply.first}")
         return service.EXIT_FAULTY
     _print(f"{reply.path} is read again: {format_count(reply.policies, 'policy', 'policies')}.")
     return 0

@@ -5,7 +5,8 @@ sudo gpuguard resume                 all of them go on
 sudo gpuguard resume 4711 4712       these
 
 A pause ends by itself with the condition, the policy or the daemon.  This ends it sooner, and without a daemon: where
-one was killed and is not started again.  The policy pauses the process again only if its condition begins anew.
+one was killed and is not started again.  The policy may pause the process again when its steps begin anew: when the
+condition does, or after its cooldown.
 Exit codes: 0, 1 one of them is not paused or does not go on, 2 usage.
 """
 
@@ -17,8 +18,8 @@ import sys
 
 from gpuguard.claims.directory import daemon_files
 from gpuguard.cli.options import add_source_options, add_table, choose_log, directory_of
-from gpuguard.enforcement.pauses import DONE, LEFT, Pause, Pauses
-from gpuguard.enforcement.signals import GONE
+from gpuguard.enforcement.pauses import LEFT, Pause, Pauses
+from gpuguard.enforcement.signals import DONE, GONE
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
 from gpuguard.locale import _, translated

@@ -177,7 +177,7 @@ class Daemon:
             append=self._write,
             share_host_pids=settings.share_host_pids,
         )
-        self.watchdog.scheduled = self._slurm.given
+        self.watchdog.scheduled, self.watchdog.only_looks = self._slurm.given, settings.once
         # Where this process alone opens the lock files:
         reader = partial(open_worker, backend.name, desktop_memory=lambda: desktop_memory(lambda: directory))
         self._broker = None if directory.keeper is None else Broker(directory, reader)
@@ -376,7 +376,7 @@ class Daemon:
         return self._reload()
 
     def _reload(self, *, quiet: bool = False) -> PolicyFile:
-        """Read the policy file; one with faults changes nothing, and the faults are reported unless *quiet*."""
+        """Read the policy file, and report its faults unless *quiet*; with faults the last good one guards on."""
         assert self._settings.policy
         self._reload_requested.clear()
         self._file_status = _status_of(self._settings.policy)

@@ -25,7 +25,7 @@ from gpuguard.enforcement import identity, preflight, signals
 from gpuguard.enforcement.limits import HOUR, LIMITS, UNKILLABLE_SECONDS, FailedCheck, PastAction, facts_of
 from gpuguard.enforcement.pauses import Pause
 from gpuguard.enforcement.preflight import CHECKPOINT_SIGNALS, ActionContext, Preflight, ProcessTarget
-from gpuguard.enforcement.signals import GONE, NOT_PERMITTED, SENT
+from gpuguard.enforcement.signals import DONE, DRY_RUN, GONE, NOT_PERMITTED, SENT
 from gpuguard.enforcement.terminals import NO_TERMINAL, WRITTEN, write_to_terminal
 from gpuguard.errors import ClaimError, InvalidRequest, LockDirectoryError
 from gpuguard.history.audit_log import line_of
@@ -36,11 +36,9 @@ from gpuguard.procfs import boot_clock, start_time
 from gpuguard.units import format_duration, parse_duration
 
 ABOUT_TO = "about to"  # the Event before a signal; another one follows only if it was not sent or did not arrive
-DRY_RUN = "dry run"
 REFUSED = "refused"  # by a check
 UNRECORDED = "not recorded"  # no line in the audit log, so nothing was done
 UNKILLABLE = "unkillable"
-DONE = "done"
 FAILED = "failed"
 LOGGED = "logged"  # of a message: the log of the job has it
 UNDELIVERED = "undelivered"  # of a message: no user can have seen it, which holds up no step after it
@@ -146,7 +144,7 @@ class ResumeKeys:
     """Let a process that the policy has paused go on before the condition ends."""
 
 
-def _around_pauses(verdict: Verdict, context: ActionContext, process: ProcessTarget) -> ActionOutcome | None:
+def _without_preflight(verdict: Verdict, context: ActionContext, process: ProcessTarget) -> ActionOutcome | None:
     """What needs no preflight: a pause that lasts already, and the end of one, which the guard owes the process."""
     if context.pauses is None or verdict.action not in ("pause", "resume"):
         return None
@@ -447,7 +445,7 @@ def act(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[A
             if context.limits.is_done(verdict, process.identity):
                 word = SENT if context.is_live(verdict) else DRY_RUN
                 outcomes.append(ActionOutcome(word, "it was done before", process.pid))
-            elif settled := _around_pauses(verdict, context, process):
+            elif settled := _without_preflight(verdict, context, process):
                 outcomes.append(settled)
             else:
                 with preflight.check_process(verdict, snapshot, context, process) as target:

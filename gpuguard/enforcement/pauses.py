@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 
 from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files
 from gpuguard.enforcement import identity, signals
-from gpuguard.enforcement.signals import GONE, SENT
+from gpuguard.enforcement.signals import DONE, DRY_RUN, GONE, SENT
 from gpuguard.enforcement.terminals import write_to_terminal
 from gpuguard.files import read_file, status_in_place, write_file
 from gpuguard.history.audit_log import line_of
@@ -28,7 +28,6 @@ from gpuguard.model import Event, ProcessIdentity
 from gpuguard.notify.templates import deed_text
 from gpuguard.procfs import Stat, boot_id, parse_stat, read_proc, stat_of, status_words
 
-DONE, DRY_RUN = "done", "dry run"  # it goes on
 LEFT = "left"  # it stands, or goes on, by another hand than ours
 MAX_BYTES = 4096
 AGAIN_SECONDS = 60.0  # between two tries to write down that a pause has ended

@@ -15,6 +15,8 @@ CHECK_CLAIM = signal.SIGURG  # "read your claim again": ignored by every process
 SENT = "sent"
 GONE = "gone"
 NOT_PERMITTED = "not permitted"
+DONE = "done"  # of what is no signal, or whose effect is known
+DRY_RUN = "dry run"
 
 
 def forward(pidfd: int, signum: int) -> str:

@@ -246,6 +246,7 @@ SENTENCES = (
     "the policy file has faults; policies of the last good one: {whole} in force, {changed} that only warn",
     # What came of a step that ends a process.
     "ended within {time}, and its memory is back",
+    "ended within {time}",
     "ended, but its memory is still in use after {time}",
     "still there after {time}",
     # Of pauses: why one has ended, and what became of the process.
@@ -257,6 +258,7 @@ SENTENCES = (
     "it is stopped already",
     "gpuguard has not paused it",
     "it goes on",
+    "try again",
     "it had ended",
     "another hand has stopped it or let it go on",
     "a debugger has it",

@@ -369,7 +369,7 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
             notes.append(Note("cooldown", "the last step is not long ago", policy.name, finding.subject))
             continue
         if state.shifted and clock >= state.said_again_at + SAID_AGAIN_SECONDS:
-            at = _due(policy, state) if worst_step(_coming(policy, state)) else None
+            at = _due(policy, state) if worst_step(_upcoming(policy, state)) else None
             due += _said_again(policy, identity, finding, state, clock) if at is not None and at > clock else ()
             state.shifted, state.said_again_at = False, clock
         if (step := next_step(state, policy, clock)) is None:
@@ -441,8 +441,8 @@ def _verdict(due: DueStep, further: int, clock: float) -> Verdict:
     state = due.state
     if due.number == state.done:  # as it will be when this step was asked for
         asked = clock if due.step.action == "terminate" else state.terminated_at
-        state = replace(state, done=due.number + 1, stepped_at=clock, terminated_at=asked, again_at=0.0, held_until=0.0)
-    coming = _coming(policy, state)
+        state = replace(state, done=due.number + 1, stepped_at=clock, terminated_at=asked, again_at=0.0)
+    coming = _upcoming(policy, state)
     following, harm = coming[0] if coming else None, worst_step(coming)
     return Verdict(
         policy=policy.name,
@@ -456,12 +456,13 @@ def _verdict(due: DueStep, further: int, clock: float) -> Verdict:
         next_after=max(0.0, following[1] - clock) if following else None,
         harm_action=harm[0] if harm else None,
         harm_after=max(0.0, harm[1] - clock) if harm else None,
-        graced=due.state.grace if due.step.action in DISRUPTIVE else 0.0,
+        # A step that was not taken is tried again without that time: whether it was waited for is not known then.
+        graced=due.state.grace if due.step.action in DISRUPTIVE and not due.state.again_at else 0.0,
         may_be_kept=policy.may_be_kept,
     )
 
 
-def _coming(policy: Policy, state: EscalationState, at: float | None = None) -> list[tuple[str, float]]:
+def _upcoming(policy: Policy, state: EscalationState, at: float | None = None) -> list[tuple[str, float]]:
     """(action, clock) of the steps to come that have something to act on, if nothing changes.
 
     *at*: when the next one comes, where that is known better than by its time in the policy.
@@ -768,7 +769,7 @@ class PolicyStatus:
     due: float | None  # clock at which that is, if every sample until then finds the same
     enforce: bool  # the policy's own switch
     refused: str | None = None  # why the next step was refused when it was tried; None: it was not
-    harm: str | None = None  # the next of the steps to come that takes something away from the user
+    harm: str | None = None  # of the steps to come the one that takes most from the user
     harm_due: float | None = None  # clock at which that comes, if nothing changes
     rule: str = ""
     why: str = ""  # what was seen last, with numbers, for people
@@ -796,9 +797,10 @@ def policy_status(
         name, steps = policy.name, policy.steps
         for identity, state in memory.states.get(name, {}).items():
             done, due = state.done, None
-            found_before = Finding(state.rule, state.subject, state.why, state.processes)
-            if kept and memory.index and not drop_protected((found_before,), policy, memory.index, kept)[0]:
-                continue
+            if kept and memory.index:
+                finding = Finding(state.rule, state.subject, state.why, state.processes)
+                if not drop_protected((finding,), policy, memory.index, kept)[0]:
+                    continue
             if (name, identity) in put_off:
                 done, due = put_off[name, identity]
             elif state.done < len(steps):
@@ -809,7 +811,7 @@ def policy_status(
             last = steps[done - 1].action if done else None
             number = done % len(steps) if steps else 0
             asked = state.terminated_at if number else None
-            coming = _coming(policy, replace(state, done=number, terminated_at=asked), due) if due is not None else []
+            coming = _upcoming(policy, replace(state, done=number, terminated_at=asked), due) if due is not None else []
             following = coming[0][0] if coming else steps[number].action if steps and due is None else None
             step, why = (refused or {}).get((name, identity), (-1, None))
             why = why if step == number else None

@@ -72,21 +72,13 @@ def parse_device(text: str) -> str:
     return text
 
 
-# In the next two the fields are keys of policy files, and the docstrings their help.  Unknown facts never match for
+# In the next three the fields are keys of policy files, and the docstrings their help.  Unknown facts never match for
 # `only`, and always match for `except`.
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Whom a policy is about.  All keys that are given must match; of a list, one entry.
-
-    Args:
-        users: names or uids.
-        groups: names; all members.
-        devices: index, or the beginning of a uuid.
-        models: patterns of the device's name, like "A100*".
-        kinds: interactive (a terminal, a notebook), container, or batch (all others).
-    """
+    """Users and devices, for `only` and `except`.  All keys that are given must match; of a list, one entry."""
 
     users: frozenset[Annotated[int, "user"]] | None = None
     groups: frozenset[Annotated[str, "group"]] | None = None

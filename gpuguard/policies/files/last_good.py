@@ -1,8 +1,8 @@
 """What guards a machine while its policy file has faults: of the last good text what the faulty one has unchanged.
 
 A policy that was changed warns, and takes nothing away, because what it will say is not known yet; likewise all of them
-where a common setting was changed, or where the new text cannot be read.  Pure but for the two functions that keep the
-text: see daemon.service.
+where a common setting was changed, or where the new text cannot be read.  Pure but for what keeps the text and the
+names: see daemon.service.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def _plain(content: bytes) -> dict[str, Any]:
 
 def _data(node: YamlNode) -> Any:
     if node.kind == "mapping":
-        return {key.text: _data(value) for key, value in node.pairs}
+        pairs = [(key.text, _data(value)) for key, value in node.pairs]
+        return dict(pairs) if len(dict(pairs)) == len(pairs) else pairs  # a key that is there twice is a fault
     return [_data(item) for item in node.items] if node.kind == "sequence" else node.text
 
 

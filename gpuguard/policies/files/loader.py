@@ -1,7 +1,7 @@
 """Policy files: YAML -> policies, with every fault at its line and column.
 
 A file with a fault gives no policy at all, because half of a policy is another policy.  Names of users are resolved
-once, here.  Does not keep the last good file: see daemon.
+once, here.  Does not keep the last good file: see last_good.
 """
 
 from __future__ import annotations
