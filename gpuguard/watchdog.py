@@ -314,7 +314,7 @@ class Watchdog:
         return RuleView(
             snapshot,
             host=host.sample(snapshot, stats, debuggers=needs.kinds) if needs.host else host.pause(),
-            paused=frozenset(pause.process for pause in self._pauses.read()),
+            paused=self._pauses.processes(rehearsed=not self._context.enforce),
             machine=host.machine(needs.machine) if needs.machine is not None else MachineUse(),
             groups=host.groups(snapshot),
             scheduled=self.scheduled(snapshot) if needs.scheduler else None,

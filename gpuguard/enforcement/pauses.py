@@ -92,6 +92,11 @@ class Pauses:
                         found.append(_read(path, process, files.owners()))
         return tuple(sorted(found, key=_by_age))
 
+    def processes(self, *, rehearsed: bool) -> frozenset[ProcessIdentity]:
+        """What stands by a pause; with *rehearsed*, also what would."""
+        pauses = (*self.read(), *(self._rehearsed.values() if rehearsed else ()))
+        return frozenset(pause.process for pause in pauses)
+
     def settle(self, why_over: Callable[[Pause, bool], str | None], *, owed: bool = True) -> None:
         """End each pause for which *why_over* has a reason, and forget those that another hand has ended.
 

@@ -73,9 +73,8 @@ class RuleView:
     # what processes do beside the GPU, by (pid, start_time)
     host: Mapping[tuple[int, float], HostUse] = field(default_factory=dict)
     machine: MachineUse = field(default_factory=MachineUse)
-    paused: frozenset[tuple[int, float]] = (
-        frozenset()
-    )  # processes that the guard has stopped, which rest for that alone
+    # processes that the guard has stopped, which rest for that alone
+    paused: frozenset[tuple[int, float]] = frozenset()
     groups: Mapping[int, frozenset[str]] = field(default_factory=dict)  # uid -> names of the user's groups
     # uuid -> uids to which an outer scheduler has given the device; None where there is no scheduler
     scheduled: Mapping[str, frozenset[int]] | None = None
