@@ -322,3 +322,6 @@ class ProcessStat:
     start_time: float | None = None  # seconds since boot
     inner_pid: int | None = None  # its pid in its own pid namespace
     uid: int | None = None  # asked of those alone who hold or made a claim
+    group: int = 0  # its process group; 0: unknown, or outside
+    session: int = 0
+    is_shell: bool = False  # by the name that its owner gave it

@@ -102,6 +102,10 @@ def status_words(pid: int, name: bytes) -> list[bytes]:
 # One process
 
 
+# What people type into: a program that they start from it is a job of its own.
+SHELLS = frozenset(b"sh bash dash zsh fish ksh mksh csh tcsh busybox tmux screen".split())
+
+
 class Stat(NamedTuple):
     """What /proc/PID/stat says of a process: see proc_pid_stat(5)."""
 
@@ -292,10 +296,8 @@ def ancestors(pid: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def process_facts(
-    snapshot: Snapshot, stats: Mapping[int, Stat | None] | None = None, *, ancestors: bool = True
-) -> dict[int, ProcessStat | None]:
-    """All processes of *snapshot* and of its claims, with their *ancestors*, which nothing needs without claims.
+def process_facts(snapshot: Snapshot, stats: Mapping[int, Stat | None] | None = None) -> dict[int, ProcessStat | None]:
+    """All processes of *snapshot* and of its claims, with their ancestors.
 
     None is "there is no such process".  A pid is left out where its absence proves nothing: /proc is mounted with
     hidepid, we are in a pid namespace of our own, or the pid is one that a container gave.  *stats* were read just now.
@@ -313,9 +315,12 @@ def process_facts(
             continue
         stat = read[pid] if pid in read else stat_of(pid)
         uid, inner = _inner_pid(pid) if stat and pid in owners else (None, None)
-        seen[pid] = stat and ProcessStat(stat.parent, stat.state, stat.start_time, inner_pid=inner, uid=uid)
-        if stat and ancestors:
-            todo.append(stat.parent)
+        if stat is None:
+            seen[pid] = None
+            continue
+        facts = stat.parent, stat.state, stat.start_time, inner, uid
+        seen[pid] = ProcessStat(*facts, stat.group, stat.session, stat.name.partition(b"(")[2] in SHELLS)
+        todo.append(stat.parent)
     gone = {pid for pid, process in seen.items() if process is None}
     uncertain = {pid for pid in gone if not in_first_pid_namespace() or alive(pid)}
     claimed = {(record.uid, record.pid) for record in snapshot.claims if record.pid in gone - uncertain}

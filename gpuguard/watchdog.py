@@ -30,10 +30,22 @@ from gpuguard.enforcement.signals import DONE, SENT
 from gpuguard.errors import BackendError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses
-from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, ClaimRecord, Event, Finding, Snapshot, Subject, Verdict
+from gpuguard.model import (
+    CLOCKS,
+    ECC,
+    WHO_FIELDS,
+    ClaimRecord,
+    Event,
+    Finding,
+    ProcessIdentity,
+    Snapshot,
+    Subject,
+    Verdict,
+)
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES
 from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
+from gpuguard.policies.jobs import JobMember, alone, member_of
 from gpuguard.policies.policy import COUNTED, ENDING, HARMFUL, MESSAGES, Judgement, Kept, KeptMark, Note, Policy
 from gpuguard.policies.rules import needs_of
 from gpuguard.policies.usage import TrespassRule, strangers
@@ -130,6 +142,7 @@ class Watchdog:
             enforce=enforce,
             share_host_pids=share_host_pids,
             arrived=lambda device, process: self._memory.arrivals.arrived(device, process),
+            member=self._member,
             directory=directory,
             pauses=self._pauses,
         )
@@ -213,6 +226,10 @@ class Watchdog:
             self._context.limits.record(action)
         if last is not None and claims_readable(last):
             self._first_seen.remember(last)
+
+    def limit_to(self, per_minute: int, per_hour: int) -> None:
+        """Signal so many jobs in a minute at most, and end so many in an hour."""
+        self._context.limits.per_minute, self._context.limits.per_hour = per_minute, per_hour
 
     def keep(
         self, until_clock: float, *, uid: int | None = None, claim: str | None = None, device: str | None = None
@@ -318,11 +335,17 @@ class Watchdog:
             machine=host.machine(needs.machine) if needs.machine is not None else MachineUse(),
             groups=host.groups(snapshot),
             scheduled=self.scheduled(snapshot) if needs.scheduler else None,
-            seen=process_facts(snapshot, stats, ancestors=bool(snapshot.claims)),
+            seen=process_facts(snapshot, stats),
             gpu_seconds=self.gpu_seconds(),
             accountable=accountable_uids(_uids(snapshot)),
             suspended=boot_clock() - time.clock_gettime(time.CLOCK_MONOTONIC),
         )
+
+    def _member(self, process: ProcessIdentity) -> JobMember:
+        """What the last sample says of the job of *process*."""
+        index = self._memory.index
+        rows = index.processes.get(process) if index else None
+        return member_of(next(iter(rows.values())), index.view) if index and rows else alone(process)
 
     def _act(self, verdicts: Sequence[Verdict], policies: Sequence[Policy], protected: Protected) -> None:
         """Do what is due now, and what has had to wait and still holds; each subject's steps in their order."""

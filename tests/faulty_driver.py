@@ -93,7 +93,7 @@ BY_PERSON = {"processes", "quota", "age", "command"}
 
 def policy_of(name: str) -> Policy:
     only = Scope(users=frozenset({GUILTY})) if name in BY_PERSON else None
-    limits = {"at_most_users": 100, "at_most_processes": 100}
+    limits = {"at_most_users": 100, "at_most_jobs": 100}
     return Policy(name, (AGGRESSIVE[name],), hold=0.0, only=only, enforce=True, steps=(Step("terminate"),), **limits)
 
 
@@ -169,6 +169,7 @@ def guards(world: World, driver: Driver) -> dict[str, Watchdog]:
     found = {}
     for name, policy in POLICIES.items():
         guard = Watchdog(driver, (policy,), enforce=True, append=written, share_host_pids=True)
+        guard.limit_to(10**6, 10**6)
         guard._context = replace(guard._context, jobs=Everybody(), interactive_grace=0.0)
         setattr(guard, "_view_of", surrounded(guard._view_of, world, name))  # noqa: B010
         if name in LOOKS_BACK:
@@ -407,7 +408,7 @@ def main(campaign: str, fault: str | None = None) -> None:
     in_workers = f"from gpuguard import users; users._names.update({NAMES})"
     setattr(spawn, "interpreter", beginning_with(in_workers))  # noqa: B010
     identity.DRIVER_FILE = "/no/driver"  # the processes here have none open, even where there is one
-    limits.SIGNALS_PER_MINUTE = limits.ENDED_PER_HOUR = 10**6
+    limits.ENDED_PER_HOUR = 10**6
     if fault:
         FAULTS[fault]()
     with contextlib.ExitStack() as stack:

@@ -234,13 +234,11 @@ def test_no_random_request_tells_a_user_what_a_policy_has_against_another_one(ma
     assert not secret.search(told[BOB])
 
 
-# Eight jobs at once are more than the guard ends in an hour; 30 s before a SIGKILL, and a Slurm, are left out.
+# 30 s before a SIGKILL, and a Slurm, are left out.
 IN_A_HURRY = """
 import sys
 from gpuguard.clusters import slurm
-from gpuguard.enforcement import limits
 from gpuguard.policies import engine, policy
-limits.SIGNALS_PER_MINUTE = limits.VICTIMS_PER_HOUR = 1000
 limits.KILL_AFTER = engine.KILL_AFTER = policy.KILL_AFTER = 0.2
 slurm.job_of, slurm.against_cancelling, slurm.cancel = lambda pids: "12", lambda *_: None, lambda job: None
 from gpuguard.cli import main
@@ -296,6 +294,7 @@ STEPS = {  # an action, and what comes with it
 MATRIX = """
 version: 1
 mode: enforce
+limits: {per_minute: 100, per_hour: 100}
 policies:
   - {name: hogs, for: 400ms, at_most: {users: 3, processes: 50}, when: {WHEN}, steps: [STEPS]}
 notify:

@@ -76,7 +76,8 @@ def test_every_key_and_step_reaches_the_policy_and_the_file():
 def test_what_is_not_written_is_mild():
     found = policy()
 
-    assert (found.hold, found.enforce, found.at_most_users, found.at_most_processes) == (30.0, False, 3, 5)
+    assert (found.hold, found.enforce, found.at_most_users, found.at_most_jobs) == (30.0, False, 3, 5)
+    assert (found.at_most_processes, found.order) == (None, "most_memory")
     assert found.only is None
     assert found.may_be_kept and not policy(when="{trespass: {}}").may_be_kept
     assert policy(when="{trespass: {}}", more="keep: true").may_be_kept

@@ -78,7 +78,7 @@ def a_view(second: int = 0, chance: random.Random | None = None) -> RuleView:
         snapshot,
         host=host,
         groups={4242: frozenset({SECRETS["group"], "users"})},
-        seen={5000: ProcessStat(4700, "R", 1000.25, 17), 5001: None},
+        seen={5000: ProcessStat(4700, "R", 1000.25, 17, group=4999, session=4700, is_shell=True), 5001: None},
     )
 
 

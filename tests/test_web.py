@@ -450,7 +450,7 @@ def test_a_flood_of_viewers_is_refused_beyond_the_cap_and_forgotten_when_it_ends
         for viewer in viewers:
             viewer.sendall(STREAM)
         statuses = [viewer.recv(12)[9:] for viewer in viewers]
-        # Beside tests that open many sockets the kernel's table lacks some of these, which then make room for known ones.
+        # Beside tests that open many sockets the kernel's table lacks some of these: they make room for known ones.
         assert set(statuses) == {b"200", b"503"} and 200 <= statuses.count(b"200") <= 220
         assert ask(port, "/api/now")[0].status == 200
 

@@ -93,6 +93,7 @@ class Mask:
                 for uid, names in sample["groups"].items()
             },
             "seen": sample["seen"],  # numbers and letters
+            "process_groups": sample["process_groups"],  # numbers
         }
 
     def _noun(self, kind: str, packed: dict[str, Any]) -> dict[str, Any]:

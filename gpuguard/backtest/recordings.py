@@ -370,6 +370,9 @@ def pack(view: RuleView) -> dict[str, Any]:
             str(pid): stat and [stat.parent, stat.state, stat.start_time, stat.inner_pid]
             for pid, stat in view.seen.items()
         },
+        "process_groups": {
+            str(pid): [stat.group, stat.session, stat.is_shell] for pid, stat in view.seen.items() if stat
+        },
     }
 
 
@@ -388,6 +391,7 @@ class _PackedPeople:
     machine: _PackedMachine = field(default_factory=_PackedMachine)
     groups: dict[str, frozenset[str]] = field(default_factory=dict)
     seen: dict[str, tuple[int, str, float | None, int | None] | None] = field(default_factory=dict)
+    process_groups: dict[str, tuple[int, int, bool]] = field(default_factory=dict)  # absent in older recordings
 
 
 def unpack(sample: Mapping[str, Any]) -> RuleView:
@@ -400,7 +404,10 @@ def unpack(sample: Mapping[str, Any]) -> RuleView:
             pid, _, start_time = key.partition("@")
             host[int(pid), float(start_time)] = use
         groups = {int(uid): names for uid, names in packed.groups.items()}
-        seen = {int(pid): ProcessStat(*facts) if facts else None for pid, facts in packed.seen.items()}
+        seen = {
+            int(pid): ProcessStat(*facts, None, *packed.process_groups.get(pid, ())) if facts else None
+            for pid, facts in packed.seen.items()
+        }
         users = {int(uid): use for uid, use in packed.machine.users.items()}
         machine = MachineUse(packed.machine.memory, packed.machine.cores, users)
         return RuleView(snapshot, host=host, machine=machine, groups=groups, seen=seen)

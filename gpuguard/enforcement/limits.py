@@ -11,19 +11,21 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gpuguard.history.audit_log import read_log
 from gpuguard.jsonio import loads
 from gpuguard.model import Event, ProcessIdentity, Verdict
 from gpuguard.policies.engine import EFFECT_SECONDS
-from gpuguard.policies.policy import DISRUPTIVE, KILL_AFTER
+from gpuguard.policies.jobs import JobMember, alone, jobs_of
+from gpuguard.policies.policy import DISRUPTIVE, ENDING, KILL_AFTER
 from gpuguard.procfs import boot_id
 
 HOUR = 3600.0
-SIGNALS_PER_MINUTE = 3
-VICTIMS_PER_HOUR = 10
+JOBS_PER_MINUTE = 3  # that are signalled, where a policy file does not say it
+JOBS_PER_HOUR = 10  # that are ended, likewise
+MOST_JOBS = 100  # that a policy file may allow: as many are feared where it is not known what was done
 ENDED_PER_HOUR = 2  # of the same program, each started after the end of the one before: something restarts it
 BETWEEN_ACTIONS = 15.0  # on one device, and before the same is done to the same process again
 UNKILLABLE_SECONDS = 60.0  # a process that outlives SIGKILL so long sits in the driver: more signals change nothing
@@ -55,6 +57,13 @@ class PastAction:
     memory: int | None = None  # bytes that the process had on each of them
     policy: str = ""  # by which it was wanted
     uid: int | None = None  # whose process it was
+    job: str = ""  # see JobMember
+    launch: str = ""
+
+    @property
+    def member(self) -> JobMember:
+        """The process as a part of its job."""
+        return JobMember(self.process, self.job, self.launch) if self.job else alone(self.process)
 
 
 @dataclass
@@ -62,6 +71,8 @@ class ActionLimits:
     """The actions of the last hour, and what follows from them."""
 
     past: list[PastAction] = field(default_factory=list)
+    per_minute: int = JOBS_PER_MINUTE
+    per_hour: int = JOBS_PER_HOUR
     # (process, live) -> clock of its first SIGTERM: a policy may wait longer than an hour before it kills
     _asked_to_end: dict[object, float] = field(default_factory=dict)
     # -> the SIGKILL that it outlived; in it the devices that are not quarantined for it yet
@@ -119,12 +130,38 @@ class ActionLimits:
         """
         lately = [past for past in self.past if past.live == action.live and 0 <= action.clock - past.clock < HOUR]
         disruptive = [past for past in lately if past.action in DISRUPTIVE]
-        found = [_rate(lately, action)]
+        found = [self._rate(lately, action)]
+        if action.action in ENDING:
+            found.append(self._victims([past for past in lately if past.action in ENDING], action))
         if action.action in DISRUPTIVE:
-            found += [_victims(disruptive, action), _busy_device(disruptive, action, effect_seen)]
-            found += [_restart_loop(disruptive, action)]
+            found += [_busy_device(disruptive, action, effect_seen), _restart_loop(disruptive, action)]
         found += [_repetition(lately, action), self._escalation(action), self._unkillable(lately, action)]
         return filter(None, found)
+
+    def _rate(self, lately: list[PastAction], action: PastAction) -> FailedCheck | None:
+        """A job counts by its first signal within the minute, so that it is never hit by halves."""
+        minute = [past for past in lately if action.clock - past.clock < 60]
+        jobs = _jobs(minute, action)
+        if jobs.knows(action) or len(jobs.begun) < self.per_minute:
+            return None
+        wait = sorted(jobs.begun.values())[-self.per_minute] + 60 - action.clock
+        return FailedCheck("rate", f"{self.per_minute} jobs signalled in one minute are the most", wait)
+
+    def _victims(self, ended: list[PastAction], action: PastAction) -> FailedCheck | None:
+        """The limit of all, and within it that of each user: as many as are left for the others then.
+
+        A user who lets small jobs of their own be ended uses up what is left of the hour for themselves alone: 5 of
+        10, and of the 5 that are left another one 3.
+        """
+        jobs = _jobs(ended, action)
+        left = self.per_hour - len(jobs.begun)
+        own = len({job for past in ended if past.uid == action.uid and (job := jobs.of[past.member])})
+        if jobs.knows(action) or own < left:
+            return None
+        text = f"{self.per_hour} jobs ended in one hour are the most"
+        if left > 0:
+            text += f", and the {left} that are left are for other users: of this one {own} were ended"
+        return FailedCheck("victims", text, min(jobs.begun.values()) + HOUR - action.clock)
 
     def _escalation(self, action: PastAction) -> FailedCheck | None:
         if action.action != "kill":
@@ -146,40 +183,33 @@ class ActionLimits:
         return None
 
 
-def _rate(lately: list[PastAction], action: PastAction) -> FailedCheck | None:
-    minute = sorted(past.clock for past in lately if action.clock - past.clock < 60)
-    if len(minute) < SIGNALS_PER_MINUTE:
-        return None
-    wait = minute[-SIGNALS_PER_MINUTE] + 60 - action.clock
-    return FailedCheck("rate", f"{SIGNALS_PER_MINUTE} signals in one minute are the most", wait)
+@dataclass(frozen=True)
+class _Jobs:
+    """The jobs of some actions."""
+
+    of: Mapping[JobMember, str]
+    begun: Mapping[str, float]  # the clock of the first action on each
+
+    def knows(self, action: PastAction) -> bool:
+        """Whether something was done to the job of *action* already."""
+        return self.of[action.member] in self.begun
 
 
-def _victims(disruptive: list[PastAction], action: PastAction) -> FailedCheck | None:
-    """The limit of all, and within it that of each user: as many as are left for the others then.
-
-    A user who lets small processes of their own be ended uses up what is left of the hour for themselves alone: 5 of
-    10, and of the 5 that are left another one 3.
-    """
-    victims: dict[ProcessIdentity, PastAction] = {}
-    for past in disruptive:
-        victims.setdefault(past.process, past)
-    if action.process in victims:
-        return None
-    left = VICTIMS_PER_HOUR - len(victims)
-    own = sum(past.uid == action.uid for past in victims.values())
-    if own < left:
-        return None
-    text = f"{VICTIMS_PER_HOUR} processes in one hour are the most"
-    if left > 0:
-        text += f", and the {left} that are left are for other users: of this one {own} were ended"
-    return FailedCheck("victims", text, min(past.clock for past in victims.values()) + HOUR - action.clock)
+def _jobs(done: Iterable[PastAction], action: PastAction) -> _Jobs:
+    of = jobs_of((*(past.member for past in done), action.member))
+    begun: dict[str, float] = {}
+    for past in done:
+        job = of[past.member]
+        begun[job] = min(past.clock, begun.get(job, past.clock))
+    return _Jobs(of, begun)
 
 
 def _busy_device(
     disruptive: Iterable[PastAction], action: PastAction, effect_seen: Callable[[PastAction], bool]
 ) -> FailedCheck | None:
+    jobs = _jobs(disruptive, action)
     for past in disruptive:
-        if past.process == action.process or set(action.devices).isdisjoint(past.devices):
+        if jobs.of[past.member] == jobs.of[action.member] or set(action.devices).isdisjoint(past.devices):
             continue
         age, pid = action.clock - past.clock, past.process[0]
         if age < BETWEEN_ACTIONS:
@@ -265,7 +295,7 @@ def recover_actions(path: str, clock: float, now: float) -> RecoveredActions:
                 actions, damaged = ([*actions, action], damaged) if action else (actions, damaged + 1)
     except OSError as error:
         text = f"the audit log cannot be read ({error.strerror or error}), so what was done in the last hour is unknown"
-        return RecoveredActions(_feared(VICTIMS_PER_HOUR, clock), text)
+        return RecoveredActions(_feared(MOST_JOBS, clock), text)
     text = f"damaged lines in the audit log: {damaged}; each counts as a process that was ended just now"
     known = sorted(actions, key=lambda action: action.clock)
     return RecoveredActions((*known, *_feared(damaged, clock)), text if damaged else None)
@@ -273,7 +303,13 @@ def recover_actions(path: str, clock: float, now: float) -> RecoveredActions:
 
 def facts_of(action: PastAction) -> dict[str, float | str | None]:
     """What the line of an action says of it, beside what every line says."""
-    return {"signature": action.signature or None, "clock_seconds": action.clock, "boot": boot_id()}
+    return {
+        "signature": action.signature or None,
+        "job": action.job or None,
+        "launch": action.launch or None,
+        "clock_seconds": action.clock,
+        "boot": boot_id(),
+    }
 
 
 def _is_recent(line: bytes, boot: str, clock: float) -> bool:
@@ -301,13 +337,15 @@ def _action_of(line: bytes, boot: str, clock: float, now: float) -> PastAction |
             signature=str(facts.get("signature") or ""),
             policy=str(facts.get("policy") or ""),
             uid=None if facts.get("uid") is None else int(facts["uid"]),
+            job=str(facts.get("job") or ""),
+            launch=str(facts.get("launch") or ""),
         )
     except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _feared(count: int, clock: float) -> tuple[PastAction, ...]:
-    numbers = range(1, min(count, VICTIMS_PER_HOUR) + 1)
+    numbers = range(1, min(count, MOST_JOBS) + 1)
     return tuple(
         PastAction(clock, "terminate", (0, -float(number)), (), live) for number in numbers for live in (True, False)
     )

@@ -28,8 +28,20 @@ from gpuguard.enforcement.identity import ProcessFacts
 from gpuguard.enforcement.limits import ActionLimits, FailedCheck, PastAction
 from gpuguard.enforcement.pauses import Pauses
 from gpuguard.errors import BackendError, ClaimError
-from gpuguard.model import DRAWING, WHO_FIELDS, ClaimRecord, Device, Event, GpuProcess, Snapshot, Verdict, claim_named
+from gpuguard.model import (
+    DRAWING,
+    WHO_FIELDS,
+    ClaimRecord,
+    Device,
+    Event,
+    GpuProcess,
+    ProcessIdentity,
+    Snapshot,
+    Verdict,
+    claim_named,
+)
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
+from gpuguard.policies.jobs import JobMember, alone
 from gpuguard.policies.policy import DISRUPTIVE, INTERACTIVE_SECONDS
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, start_time
 from gpuguard.units import format_duration
@@ -66,6 +78,7 @@ class ActionContext:
     protected_executables: tuple[str, ...] = ()  # globs of whole paths of programs that are never touched
     # When a process came to a device, where it is proven that its row there is its own: see policies.arrivals.
     arrived: Callable[[str, tuple[int, float]], float | None] = lambda device, process: None
+    member: Callable[[ProcessIdentity], JobMember] = alone  # what a process shares with others of its job
     jobs: frozenset[tuple[int, float]] = frozenset()  # (pid, start time) of what we started ourselves as jobs
     share_host_pids: bool = False  # the driver's pids are ours although this is not the first pid namespace
     interactive_grace: float = INTERACTIVE_SECONDS  # that notebooks, debuggers and terminals get on top
@@ -152,6 +165,7 @@ class Preflight:
         """What is about to be done, for the limits and for the audit log."""
         devices = (self.fresh or self.snapshot).devices if self.process else ()
         used = [(device.uuid, device.memory_used) for device in devices if device.uuid in self.devices]
+        member = self.context.member(self.identity) if self.process else alone(self.identity)
         return PastAction(
             clock=self.clock,
             action=self.verdict.action,
@@ -163,6 +177,8 @@ class Preflight:
             memory=self.process.memory_used if self.process else None,
             policy=self.verdict.policy if self.process else "",
             uid=self.uid,
+            job=member.job,
+            launch=member.launch,
         )
 
     @cached_property

@@ -123,9 +123,7 @@ def share_policy(memory: int) -> Policy:
 
 def _policy(name: str, rule: Rule, hold: float, steps: tuple[Step, ...] = _SECOND_SAMPLE) -> Policy:
     unbounded = 10**9  # a job may have any number of processes, and all of them are meant
-    return Policy(
-        name, (rule,), hold=hold, steps=steps, at_most_users=unbounded, at_most_processes=unbounded, enforce=True
-    )
+    return Policy(name, (rule,), hold=hold, steps=steps, at_most_users=unbounded, at_most_jobs=unbounded, enforce=True)
 
 
 @dataclass

@@ -289,12 +289,12 @@ SENTENCES = (
     "the process is gone from the GPU, and its memory is back",
     "pid {pid} outlived SIGKILL by {time}: the GPU needs a reset",
     "it was killed before: no further signal can help",
-    "{count} signals in one minute are the most",
+    "{count} jobs signalled in one minute are the most",
     (
-        "{count} processes in one hour are the most, and the {left} that are left are for other users: of this one "
+        "{count} jobs ended in one hour are the most, and the {left} that are left are for other users: of this one "
         "{own} were ended"
     ),
-    "{count} processes in one hour are the most",
+    "{count} jobs ended in one hour are the most",
     "pid {pid} on this GPU comes first",
     "the effect on pid {pid} on this GPU is not seen yet",
     "{action} was done {time} ago",

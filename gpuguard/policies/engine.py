@@ -20,6 +20,7 @@ from typing import Any
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject, Verdict
 from gpuguard.policies.arrivals import Arrivals
+from gpuguard.policies.jobs import JobMember, jobs_of, member_of
 from gpuguard.policies.policy import (
     COUNTED,
     DESTRUCTIVE,
@@ -98,7 +99,7 @@ class Hit:
     """What a step acts on."""
 
     users: frozenset[int]  # accountable uids
-    victims: frozenset[object]  # processes; where there are none, the subject
+    victims: frozenset[JobMember]  # processes; where there are none, the subject
     names: frozenset[str]  # of users
 
 
@@ -606,16 +607,18 @@ def advance(due: DueStep, memory: EngineMemory, clock: float, *, skipped: bool =
 
 def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemory) -> tuple[list[DueStep], list[Note]]:
     """Those steps of *due* that may be taken now, in the order in which they have their turn; why the others wait."""
-    clock = index.view.clock
+    clock, hits = index.view.clock, {id(step): _hit(step, index) for step in due if step.step.action in COUNTED}
+    awaited = [effect.hit for effect in memory.effects.values()]
+    jobs = jobs_of(member for hit in (*hits.values(), *awaited) for member in hit.victims)
     for key, effect in list(memory.effects.items()):
         if not 0 <= clock - effect.at < EFFECT_SECONDS or _is_seen(effect, key[1], index):
             del memory.effects[key]
     at_once: dict[str, list[Hit]] = {}  # by policy: what is acted on, or was and has not shown its effect
     for effect in memory.effects.values():
         at_once.setdefault(effect.policy, []).append(effect.hit)
-    held, notes = _breaker(due, index)
+    held, notes = _breaker(due, hits)
     allowed = []
-    for step in _in_turns(due, index):
+    for step in _in_turns(due, hits, jobs, index):
         name, action = step.policy.name, step.step.action
         if action in COUNTED:
             if name in held:
@@ -624,9 +627,9 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
             if victims and victims <= memory.unkillable:
                 allowed.append(step)  # no effect is awaited of what has none
                 continue
-            hit, before = _hit(step, index), at_once.setdefault(name, [])
-            against = _waits_for_its_turn(step, hit, before, clock)
-            against = against or (_obstacle(step, index, memory) if action in DESTRUCTIVE else None)
+            hit, before = hits[id(step)], at_once.setdefault(name, [])
+            against = _waits_for_its_turn(step, hit, before, jobs, clock)
+            against = against or (_obstacle(step, hit, jobs, index, memory) if action in DESTRUCTIVE else None)
             if against is not None:
                 notes.append(Note(*against, name, step.finding.subject))
                 continue
@@ -634,28 +637,61 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
             # A rehearsed step has no effect to wait for, but it must delay what a real one would delay; and it must
             # not delay the steps of policies that are enforced.  Hence two sets of effects.
             for uuid in step.state.reach if action in DESTRUCTIVE else ():
-                below = _memory_without(index.devices[uuid], victims)
-                effect = Effect(name, step.identity, clock, victims, claim, below, hit)
+                first = memory.effects.get((step.policy.enforce, uuid))
+                gone = victims | first.victims if first else victims  # of the same job: see _obstacle()
+                below = _memory_without(index.devices[uuid], gone)
+                effect = Effect(name, step.identity, clock, gone, claim, below, hit)
                 memory.effects[step.policy.enforce, uuid] = effect
         allowed.append(step)
     return allowed, notes
 
 
-def _in_turns(due: Iterable[DueStep], index: SampleIndex) -> list[DueStep]:
-    """*due* in order: of each user what holds the most memory, then of each what holds the most of the rest, ...
+Jobs = Mapping[JobMember, str]  # what stands for the job of each process
 
-    So no user keeps a policy from others, or from a large process of their own, by many small ones.
+# Which job comes first, by the rows of its processes and by its devices: the one with the least of this.  A job is as
+# new as its newest process and as old as its oldest one, so that no user moves one out of the way by another.
+ORDERS: Mapping[str, Callable[[Sequence[GpuProcess], Sequence[Device]], float]] = {
+    "newest": lambda rows, devices: -max((row.start_time or 0.0 for row in rows), default=0.0),
+    "oldest": lambda rows, devices: min((row.start_time or 0.0 for row in rows), default=0.0),
+    "most_memory": lambda rows, devices: -sum(row.memory_used or 0 for row in rows),
+    "least_used": lambda rows, devices: max((_use(device) for device in devices), default=_use(None)),
+    "most_power": lambda rows, devices: -sum(device.power_draw or 0.0 for device in devices),
+}
+
+
+def _use(device: Device | None) -> float:
+    return 100.0 if device is None or device.utilization is None else device.utilization
+
+
+def _in_turns(due: Iterable[DueStep], hits: Mapping[int, Hit], jobs: Jobs, index: SampleIndex) -> list[DueStep]:
+    """*due* in order: of each user the job that is first by the policy, then of each the first of the rest, ...
+
+    So no user keeps a policy from others, or from a large job of their own, by many small ones.
     """
-    ranked, ranks = list[tuple[int, DueStep]](), Counter[object]()
-    sizes = {id(step): -sum(process.memory_used or 0 for process in step.finding.processes) for step in due}
-    for step in sorted(due, key=lambda step: (sizes[id(step)], step.order)):
-        whose = step.policy.name, min(_hit(step, index).users, default=None)
+    members: dict[object, list[DueStep]] = {}  # the steps of each policy about the same job
+    for step in due:
+        hit = hits.get(id(step))
+        which = frozenset(jobs[member] for member in hit.victims) if hit else id(step)
+        members.setdefault((step.policy.name, which), []).append(step)
+    ordered = list[tuple[tuple[object, ...], list[DueStep]]]()
+    for steps in members.values():
+        rows = [row for step in steps for row in step.finding.processes]
+        reach = {uuid for step in steps for uuid in step.state.reach}
+        devices = [index.devices[uuid] for uuid in reach & index.devices.keys()]
+        steps.sort(key=lambda step: step.order)
+        ordered.append(((ORDERS[steps[0].policy.order](rows, devices), steps[0].order), steps))
+    ranked, ranks = list[tuple[int, list[DueStep]]](), Counter[object]()
+    for _, steps in sorted(ordered, key=lambda pair: pair[0]):
+        hit = hits.get(id(steps[0]))
+        whose = steps[0].policy.name, min(hit.users, default=None) if hit else None
         ranks[whose] += 1
-        ranked.append((ranks[whose], step))
-    return [step for _, step in sorted(ranked, key=lambda pair: pair[0])]
+        ranked.append((ranks[whose], steps))
+    return [step for _, steps in sorted(ranked, key=lambda pair: pair[0]) for step in steps]
 
 
-def _waits_for_its_turn(step: DueStep, hit: Hit, before: Sequence[Hit], clock: float) -> tuple[str, str] | None:
+def _waits_for_its_turn(
+    step: DueStep, hit: Hit, before: Sequence[Hit], jobs: Jobs, clock: float
+) -> tuple[str, str] | None:
     """Why a step is not taken beside those *before* it: with it, more than the policy says would be hit at once.
 
     What a sensor has shown must then hold for as long once more: what was done in the meantime may have been enough.
@@ -664,7 +700,8 @@ def _waits_for_its_turn(step: DueStep, hit: Hit, before: Sequence[Hit], clock: f
     policy, state = step.policy, step.state
     users = hit.users.union(*(other.users for other in before))
     victims = hit.victims.union(*(other.victims for other in before))
-    if before and (len(users) > policy.at_most_users or len(victims) > policy.at_most_processes):
+    number = len(victims if policy.at_most_processes else {jobs[member] for member in victims})
+    if before and (len(users) > policy.at_most_users or number > (policy.at_most_processes or policy.at_most_jobs)):
         once_more = policy.rests_on is Evidence.SENSOR and step.step.action != "kill"  # which only ends what has begun
         state.held_until = clock + policy.hold * once_more
         return "waiting", "as many as the policy allows are acted on at once: it follows when their effect is seen"
@@ -673,17 +710,22 @@ def _waits_for_its_turn(step: DueStep, hit: Hit, before: Sequence[Hit], clock: f
     return None
 
 
-def _obstacle(due: DueStep, index: SampleIndex, memory: EngineMemory) -> tuple[str, str] | None:
+def _obstacle(due: DueStep, hit: Hit, jobs: Jobs, index: SampleIndex, memory: EngineMemory) -> tuple[str, str] | None:
+    own = {jobs[member] for member in hit.victims}
     for uuid in due.state.reach:
         if blind := index.blindness(uuid):
             return "gap", blind
         effect = memory.effects.get((due.policy.enforce, uuid))
-        if effect is not None and (effect.policy, effect.subject) != (due.policy.name, due.identity):
+        if effect is None or (
+            effect.policy == due.policy.name and not own.isdisjoint(map(jobs.get, effect.hit.victims))
+        ):
+            continue  # a job ends whole
+        if (effect.policy, effect.subject) != (due.policy.name, due.identity):
             return "waiting", f"a step of {effect.policy} on the same GPU has not shown its effect yet"
     return None
 
 
-def _breaker(due: Iterable[DueStep], index: SampleIndex) -> tuple[set[str], list[Note]]:
+def _breaker(due: Iterable[DueStep], hits: Mapping[int, Hit]) -> tuple[set[str], list[Note]]:
     """The policies that act on no user now, as what they rest on seems to err for everybody; and a note on each.
 
     They would hit too many different users at once.  One user alone never trips a breaker, with whatever number of
@@ -691,17 +733,16 @@ def _breaker(due: Iterable[DueStep], index: SampleIndex) -> tuple[set[str], list
     """
     by_policy: dict[str, list[DueStep]] = {}
     for step in due:
-        if step.step.action in COUNTED:
+        if id(step) in hits:
             by_policy.setdefault(step.policy.name, []).append(step)
     held, notes = set[str](), list[Note]()
     for name, steps in by_policy.items():
         policy = steps[0].policy
-        hits = [_hit(step, index) for step in steps]
-        users = frozenset[int]().union(*(hit.users for hit in hits))
+        users = frozenset[int]().union(*(hits[id(step)].users for step in steps))
         if len(users) <= policy.at_most_users or policy.some_beyond or policy.rests_on is Evidence.CLOCK:
             continue
         held.add(name)
-        names = sorted(frozenset[str]().union(*(hit.names for hit in hits)))
+        names = sorted(frozenset[str]().union(*(hits[id(step)].names for step in steps)))
         text = (
             f"{len(users)} users would be acted on at once, more than {policy.at_most_users}, and the finding rests on "
             f"{policy.rests_on.value}, which can go wrong for everybody: no user is ({', '.join(names[:MOST_NAMES])})"
@@ -714,7 +755,8 @@ def _hit(step: DueStep, index: SampleIndex) -> Hit:
     subject, processes = step.finding.subject, step.finding.processes
     people = {(subject.uid, subject.user), *((process.uid, process.user) for process in processes)}
     users = (_accountable(uid, user, index) for uid, user in people if uid is not None)
-    victims: frozenset[object] = victims_of(step.finding) or frozenset((step.identity,))
+    victims = frozenset(member_of(process, index.view) for process in processes if process.start_time is not None)
+    victims = victims or frozenset((JobMember((0, 0.0), str(step.identity)),))
     return Hit(frozenset(users), victims, frozenset(user for _, user in people if user))
 
 

@@ -145,7 +145,9 @@ class Policy:
     days: frozenset[int] | None = None  # 0 = Monday; with hours over midnight it is the day on which they begin
     claimed_above: float | None = None  # percent of the devices that must be claimed, and more than that
     at_most_users: int = 3  # when more would be hit at once, none is, if the rules rest on what can fail for everybody
-    at_most_processes: int = 5  # that are hit at once: the others follow
+    at_most_jobs: int = 5  # that are hit at once: the others follow
+    at_most_processes: int | None = None  # counts processes in place of jobs
+    order: Literal["newest", "oldest", "most_memory", "least_used", "most_power"] = "most_memory"  # of those turns
     some_beyond: bool = False  # more users than that are hit in turns, whatever the rules rest on
     keep: bool | None = None  # whether users can ask to be spared; None: unless a rule protects others
     cooldown: float = 0.0  # seconds after the last step in which the subject is left alone

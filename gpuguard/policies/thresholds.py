@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
@@ -14,6 +14,7 @@ from gpuguard.device_state import claims_on, device_title, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.model import CLOCKS, ECC, Device, Finding, GpuProcess, Subject, claim_named
+from gpuguard.policies.jobs import JobMember, jobs_of, member_of
 from gpuguard.policies.view import (
     RuleView,
     UserUse,
@@ -176,7 +177,8 @@ class ProcessesRule:
     """More processes compute on one GPU than allowed, altogether or by one user.
 
     above: how many are allowed.
-    per: device (no action on a process follows) or user (all processes of that user there are meant).
+    per: device (no action on a process follows) or user (of that user the newest jobs there are meant: as many as bring
+        the number under the limit, each whole).
 
     Processes of unknown owner are not counted.
 
@@ -195,7 +197,27 @@ class ProcessesRule:
                 return None
             return f"{count} processes compute on {device_title(device)}, {self.above} processes are allowed"
 
-        return findings_where("processes", view, self.per, why)
+        for finding in findings_where("processes", view, self.per, why):
+            yield replace(finding, processes=self._in_excess(finding, view)) if finding.processes else finding
+
+    def _in_excess(self, finding: Finding, view: RuleView) -> tuple[GpuProcess, ...]:
+        """The newest jobs, whole, without which there are not too many."""
+        members = {member_of(process, view): process for process in finding.processes}
+        came = {member: self._came(member, finding, view) for member in members}
+        jobs: dict[str, list[JobMember]] = {}
+        for member, name in jobs_of(members).items():
+            jobs.setdefault(name, []).append(member)
+        left, excess = len(members), list[GpuProcess]()
+        for job in sorted(jobs.values(), key=lambda job: max(map(came.__getitem__, job)), reverse=True):
+            if left > self.above:
+                left -= len(job)
+                excess += [members[member] for member in job]
+        return tuple(excess)
+
+    def _came(self, member: JobMember, finding: Finding, view: RuleView) -> tuple[float, int]:
+        """When it came to that GPU, which may be long after it began; of two at once the one with the later pid."""
+        pid, began = member.process
+        return view.arrivals.arrived(finding.subject.device or "", member.process) or began, pid
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,13 @@ from gpuguard.units import (
 from gpuguard.users import user_name
 from gpuguard.views.text import table
 
+_ORDERS: Mapping[str, str] = {
+    "newest": N_("the newest"),
+    "oldest": N_("the oldest"),
+    "most_memory": N_("the largest"),
+    "least_used": N_("the least used"),
+    "most_power": N_("what draws most power"),
+}
 _WRITTEN: Mapping[Any, Callable[[Any], str]] = {
     parse_bytes: format_bytes,
     parse_celsius: lambda value: f"{value:g}C",
@@ -111,11 +118,11 @@ def _policy(policy: Policy) -> Iterator[str]:
         elapsed += step.after
         rows.append((_("  after {time}").format(time=format_duration(elapsed)), step_text(step)))
     yield from table(rows)
-    yield _(
-        "At most {users} and {processes} are hit at once; the others follow, the largest of each user first."
-    ).format(
-        users=format_count(policy.at_most_users, "user"),
-        processes=format_count(policy.at_most_processes, "process", "processes"),
+    number = format_count(policy.at_most_jobs, "job")
+    if policy.at_most_processes:
+        number = format_count(policy.at_most_processes, "process", "processes")
+    yield _("At most {users} and {number} are hit at once; the others follow, {which} of each user first.").format(
+        users=format_count(policy.at_most_users, "user"), number=number, which=_(_ORDERS[policy.order])
     )
     if policy.rests_on is not Evidence.CLOCK and not policy.some_beyond:
         yield _("If that would be more users, none is hit: what the rules rest on can fail for everybody at once.")

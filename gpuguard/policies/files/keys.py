@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal
 
 from gpuguard.enforcement.actions import ACTION_KEYS
+from gpuguard.enforcement.limits import JOBS_PER_HOUR, JOBS_PER_MINUTE, MOST_JOBS
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
 from gpuguard.model import DESKTOP_MEMORY, MOST_DESKTOP_MEMORY
@@ -75,6 +76,14 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
+def parse_limit(text: str) -> int:
+    """A whole number from 1 to MOST_JOBS."""
+    number = parse_count(text)
+    if number > MOST_JOBS:
+        raise InvalidRequest(_("{text!r} is no limit any more: write 1 to {most}.").format(text=text, most=MOST_JOBS))
+    return number
+
+
 def parse_interval(text: str) -> float:
     """Seconds, 100 ms to 1 h."""
     seconds = parse_duration(text)
@@ -98,19 +107,31 @@ CONDITIONS: Mapping[str, Any] = {**RULES, "all": tuple[_Rule, ...], "any": tuple
 
 @dataclass(frozen=True)
 class BreakerKeys:
-    """How many are acted on destructively at once; the others follow, of each user the largest process first.
+    """How many are acted on destructively at once; the others follow, of each user one job after the other.
+
+    A job is the processes of one claim; without a claim those of one process group, or those that a launcher starts of
+    the same program within a minute, as far as the rule finds them.  It is hit whole.
 
     Args:
         users: different users at once.  If there would be more, no user is hit, unless the rules rest on clocks and on
             claims that are there (age, quota, users): readings, and claims that are missing, can fail for everybody.
-        processes: processes at once.  The others follow when the effect is seen; after readings of the driver or of
+        jobs: jobs at once (default 5).  The others follow when the effect is seen; after readings of the driver or of
             the kernel, when the condition has held for a whole `for` once more.
+        processes: counts processes in place of jobs.
+        order: which job comes first: newest, oldest, most_memory, least_used (of the GPU) or most_power.  By default
+            the newest for the rules quota and processes, else the one with the most memory.
         beyond: what happens if there would be more users: "nobody" is hit, or "some", as many as allowed at once.
     """
 
     users: Annotated[int, parse_count] = 3
-    processes: Annotated[int, parse_count] = 5
+    jobs: Annotated[int, parse_count] | None = None
+    processes: Annotated[int, parse_count] | None = None
+    order: Literal["newest", "oldest", "most_memory", "least_used", "most_power"] | None = None
     beyond: Literal["nobody", "some"] = "nobody"
+
+    def __post_init__(self) -> None:
+        if self.jobs and self.processes:
+            raise InvalidRequest(_("jobs and processes both say how many: delete one of them."))
 
 
 @dataclass(frozen=True)
@@ -198,6 +219,19 @@ class KeepKeys:
 
 
 @dataclass(frozen=True)
+class LimitKeys:
+    """How much the guard does at most, by all policies together, whatever they say: more at once is always a mistake.
+
+    Args:
+        per_minute: jobs that are signalled.
+        per_hour: jobs that are ended; of those that are left each user has half.
+    """
+
+    per_minute: Annotated[int, parse_limit] = JOBS_PER_MINUTE
+    per_hour: Annotated[int, parse_limit] = JOBS_PER_HOUR
+
+
+@dataclass(frozen=True)
 class ProtectKeys:
     """Whose processes no policy touches, beside those of root and of the system; who is meant is still warned.
 
@@ -231,6 +265,7 @@ class FileKeys:
         messages: texts of one's own, per language.
         interval: how often the machine is looked at.
         keep: what users may ask for by `gpuguard keep`.
+        limits: how much is done at most, whatever the policies say.
         protect: whose processes are never touched, whatever the policies say.
         desktop_memory: what all programs of one user that draw may hold of a GPU before they count as use of it; up to
             8GiB, 2GiB when absent.  The commands of all users go by it, too.
@@ -245,5 +280,6 @@ class FileKeys:
     messages: Mapping[Literal["en", "zh"], Template] = field(default_factory=dict)
     interval: IntervalKeys = field(default_factory=IntervalKeys)
     keep: KeepKeys = field(default_factory=KeepKeys)
+    limits: LimitKeys = field(default_factory=LimitKeys)
     protect: ProtectKeys | None = None
     desktop_memory: Annotated[int, parse_desktop_memory] = DESKTOP_MEMORY

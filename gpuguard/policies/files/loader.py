@@ -21,15 +21,18 @@ from gpuguard.model import DESKTOP_MEMORY
 from gpuguard.notify.templates import Template
 from gpuguard.policies.files.checks import check
 from gpuguard.policies.files.decoder import DATE, GROUP, UNKNOWN, USER, Accounts, Decoder, GoneUser, TaggedValue
-from gpuguard.policies.files.keys import DAYS, FileKeys, PolicyKeys, parse_until
+from gpuguard.policies.files.keys import DAYS, FileKeys, LimitKeys, PolicyKeys, parse_until
 from gpuguard.policies.files.source import Fault, YamlSource, in_order, read_file
 from gpuguard.policies.policy import Policy, Step
+from gpuguard.policies.quota import QuotaRule
+from gpuguard.policies.thresholds import ProcessesRule
 from gpuguard.policies.usage import UsersRule
 from gpuguard.policies.view import Rule
 
 if TYPE_CHECKING:
     from gpuguard.notify.targets import Target
 
+_NUMBERS = QuotaRule, ProcessesRule  # the rules of how many there may be: what came last is too much
 READ_SECONDS = 20.0  # systemd starts a daemon anew that shows no sign of life for 60
 TOO_LONG = (
     "What was in force stays so.  Names of users and groups may come from a server that does not answer: see whether "
@@ -47,6 +50,7 @@ class PolicyFile:
     messages: Mapping[str, Template] = field(default_factory=dict)  # language -> texts of the admin's own
     interval: tuple[float, float] = (2.0, 10.0)  # (shortest, longest) seconds between samples
     longest_keep: float = 86400.0  # seconds for which users may ask to be left alone
+    limits: LimitKeys = field(default_factory=LimitKeys)
     protected: Protected = field(default_factory=Protected)  # who is never touched
     desktop_memory: int = DESKTOP_MEMORY  # bytes: see device_state.beyond_desktop
     faults: tuple[Fault, ...] = ()  # what makes the file useless, in the order of the lines
@@ -137,6 +141,7 @@ def parse(
         messages=dict(keys.messages.items()),
         interval=(keys.interval.shortest, keys.interval.longest),
         longest_keep=keys.keep.longest,
+        limits=keys.limits,
         protected=protected,
         desktop_memory=keys.desktop_memory,
         warnings=warnings,
@@ -176,7 +181,9 @@ def _policy_of(keys: PolicyKeys, mode: str, accounts: Accounts) -> Policy:
         days=frozenset(map(DAYS.index, keys.days)) if keys.days else None,
         claimed_above=keys.claimed_above,
         at_most_users=keys.at_most.users,
+        at_most_jobs=keys.at_most.jobs or Policy.at_most_jobs,
         at_most_processes=keys.at_most.processes,
+        order=keys.at_most.order or ("newest" if any(isinstance(rule, _NUMBERS) for rule in rules) else Policy.order),
         some_beyond=keys.at_most.beyond == "some",
         keep=keys.keep,
         cooldown=keys.cooldown,

@@ -1,0 +1,72 @@
+"""Which processes are one job: the guard counts it once, and ends it whole.
+
+With a claim it is what holds the lock of the innermost one, or was started below that.  Without one it is what shares a
+process group; or a parent that only starts programs, the program, and the time of the start: a launcher whose ranks
+have groups of their own.  A job is of one user.  What only may belong to a claim, and what is not known, is one by
+itself.  Never widens what a rule has found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from gpuguard.device_state import started_by
+from gpuguard.model import GpuProcess, ProcessIdentity
+from gpuguard.policies.view import RuleView
+
+TOGETHER_SECONDS = 60.0  # within which the ranks of a launcher are started
+
+
+@dataclass(frozen=True)
+class JobMember:
+    """A process, and what it shares with the others of its job."""
+
+    process: ProcessIdentity
+    job: str  # its claim or its process group, with its user
+    launch: str = ""  # its parent and program, with its user, where that parent only starts programs
+
+    def belongs_with(self, other: JobMember) -> bool:
+        """Whether both are known to be of one job."""
+        together = abs(self.process[1] - other.process[1]) <= TOGETHER_SECONDS
+        return self.job == other.job or (together and self.launch == other.launch != "")
+
+
+def alone(process: ProcessIdentity) -> JobMember:
+    """A process of which nothing is known that it shares."""
+    return JobMember(process, f"process {process}")
+
+
+def member_of(process: GpuProcess, view: RuleView) -> JobMember:
+    """What *process* shares with others of its job."""
+    identity = process.pid, -1.0 if process.start_time is None else process.start_time
+    stat, user = view.seen.get(process.pid), f"of {process.uid}"
+    if stat is None or process.uid is None or stat.start_time != process.start_time:
+        return alone(identity)
+    claims = [claim for claim in view.snapshot.claims if claim.alive and claim.uid == process.uid]
+    if claim := started_by(process, claims, view.seen):
+        return JobMember(identity, f"claim {claim.id} {user}")
+    parent = view.seen.get(stat.parent)
+    launches = parent and stat.parent > 1 and parent.session != stat.parent and not parent.is_shell
+    launch = f"{process.executable} by {stat.parent}@{parent.start_time} {user}" if parent and launches else ""
+    group = f"group {stat.group} {user}" if stat.group else alone(identity).job
+    return JobMember(identity, group, launch if process.executable else "")
+
+
+def jobs_of(members: Iterable[JobMember]) -> dict[JobMember, str]:
+    """What stands for the job of each of *members*."""
+    jobs = {member: member.job for member in members}
+    merged: dict[str, str] = {}
+
+    def merged_into(job: str) -> str:
+        while job in merged:
+            job = merged[job]
+        return job
+
+    launched = sorted((member for member in jobs if member.launch), key=lambda each: (each.launch, each.process[1]))
+    for before, member in pairwise(launched):
+        one, other = merged_into(before.job), merged_into(member.job)
+        if before.belongs_with(member) and one != other:
+            merged[other] = one
+    return {member: merged_into(job) for member, job in jobs.items()}

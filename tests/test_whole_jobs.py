@@ -1,0 +1,325 @@
+"""A job is one: counted once, ended whole, and never more than a rule has found."""
+
+import os
+import signal
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from builders import GIB, a_claim_record, a_device, a_process
+from daemons import a_daemon, somebodys
+from guarded import a_child, started
+from ladders import START, Watch, a_policy, busy, kinds, pids
+
+from gpuguard.enforcement.limits import ActionLimits, PastAction
+from gpuguard.model import Device, ProcessStat
+from gpuguard.policies.jobs import JobMember, alone, jobs_of, member_of
+from gpuguard.policies.thresholds import ProcessesRule
+from gpuguard.policies.usage import UnclaimedRule
+from gpuguard.policies.view import RuleView
+from gpuguard.procfs import process_facts
+
+SHELL, LAUNCHER, INIT = 10, 20, 1
+PYTHON = "/usr/bin/python3"
+AROUND = {
+    SHELL: ProcessStat(INIT, "S", 1.0, session=SHELL, group=SHELL, is_shell=True),
+    LAUNCHER: ProcessStat(SHELL, "S", 900.0, session=SHELL, group=LAUNCHER),
+}
+
+
+def rank(pid: int, *, start: float = 1000.0, uid: int = 1001, gib: int = 10, program: str = PYTHON) -> Any:
+    return a_process(pid, start_time=start, uid=uid, user=f"u{uid}", memory_used=gib * GIB, executable=program)
+
+
+def seen_as(process: Any, parent: int, group: int | None = None) -> dict[int, ProcessStat]:
+    own = process.pid if group is None else group
+    return {process.pid: ProcessStat(parent, "S", process.start_time, group=own, session=own)}
+
+
+def view_of(clock: float, devices: list[Device], parents: dict[int, tuple[int, int | None]], **fields: Any) -> RuleView:
+    """A sample whose processes have these parents and process groups."""
+    seen = dict(AROUND)
+    for process in (row for device in devices for row in device.processes or ()):
+        seen |= seen_as(process, *parents.get(process.pid, (INIT, None)))
+    return RuleView(busy(clock, *devices, **fields), seen=seen)
+
+
+def number_of_jobs(parents: dict[int, tuple[int, int | None]], *processes: Any, **fields: Any) -> int:
+    view = view_of(0, [a_device(processes=processes)], parents, **fields)
+    return len(set(jobs_of(member_of(process, view) for process in processes).values()))
+
+
+def test_processes_of_one_group_are_one_job_and_two_jobs_of_one_shell_are_two():
+    one, other = rank(101), rank(102)
+
+    assert number_of_jobs({101: (LAUNCHER, 101), 102: (101, 101)}, one, other) == 1
+    assert number_of_jobs({101: (SHELL, 101), 102: (SHELL, 102)}, one, other) == 2
+
+
+def test_the_ranks_that_a_launcher_gives_sessions_of_their_own_are_one_job():
+    ranks = [rank(101 + place, start=1000.0 + place) for place in range(8)]
+
+    assert number_of_jobs({one.pid: (LAUNCHER, None) for one in ranks}, *ranks) == 1
+
+
+@pytest.mark.parametrize(
+    ("second", "parent"),
+    [
+        (rank(102, start=1061.0), LAUNCHER),
+        (rank(102, program="/usr/bin/java"), LAUNCHER),
+        (rank(102, uid=1002), LAUNCHER),
+        (rank(102), SHELL),
+        (rank(102), INIT),
+        (rank(102), 999),
+    ],
+    ids=["a minute later", "another program", "another user", "of a shell", "of no parent", "of one not seen"],
+)
+def test_what_shares_less_than_that_is_another_job(second: Any, parent: int):
+    own = LAUNCHER if parent == LAUNCHER else parent
+
+    assert number_of_jobs({101: (own, None), 102: (parent, None)}, rank(101), second) == 2
+
+
+def test_a_parent_that_leads_a_session_starts_jobs_of_their_own():
+    """A server of notebooks under systemd, a multiplexer, a service."""
+    view = view_of(0, [a_device(processes=(rank(101), rank(102)))], {101: (30, None), 102: (30, None)})
+    view = replace(view, seen=dict(view.seen) | {30: ProcessStat(INIT, "S", 5.0, session=30, group=30)})
+
+    assert len(set(jobs_of(member_of(one, view) for one in view.snapshot.devices[0].processes or ()).values())) == 2
+
+
+def test_a_group_that_two_users_share_is_two_jobs():
+    assert number_of_jobs({101: (SHELL, 77), 102: (SHELL, 77)}, rank(101), rank(102, uid=1002)) == 2
+
+
+def test_a_claim_is_one_job_and_a_notebook_beside_it_another():
+    ranks, notebook = [rank(101), rank(102, start=5000.0)], rank(103)
+    claim = a_claim_record(holders=(LAUNCHER,), pid=LAUNCHER)
+    parents = {101: (LAUNCHER, 101), 102: (101, 102), 103: (SHELL, 103)}
+
+    assert number_of_jobs(parents, *ranks, notebook, claims=(claim,)) == 2
+
+
+def test_of_two_claims_around_a_process_the_innermost_counts():
+    outer, inner = a_claim_record(holders=(SHELL,)), a_claim_record(id="inner", holders=(LAUNCHER,))
+    parents = {101: (LAUNCHER, 101), 102: (SHELL, 101)}
+
+    assert number_of_jobs(parents, rank(101), rank(102), claims=(outer, inner)) == 2
+
+
+def test_what_only_may_belong_to_a_claim_is_no_part_of_it():
+    claim = a_claim_record(holders=(555,), pid=555)
+    parents = {101: (SHELL, 101), 102: (SHELL, 102)}
+
+    assert number_of_jobs(parents, rank(101), rank(102), claims=(claim,)) == 2
+
+
+def test_a_process_whose_pid_is_another_one_by_now_is_alone():
+    view = view_of(0, [a_device(processes=(rank(101),))], {101: (SHELL, 5)})
+    seen = {101: ProcessStat(SHELL, "S", 2000.0, group=5, session=5)}
+
+    for known in (seen, {}):
+        assert member_of(rank(101), replace(view, seen=known)) == alone((101, 1000.0))
+
+
+def test_jobs_that_touch_become_one():
+    """A launcher's ranks, one of which has a child in its group."""
+    first, second = JobMember((1, 0.0), "group 1", "python by 9"), JobMember((2, 1.0), "group 2", "python by 9")
+    child, other = JobMember((3, 500.0), "group 2"), JobMember((4, 100.0), "group 4", "python by 9")
+
+    assert len(set(jobs_of((first, second, child, other)).values())) == 2
+    assert jobs_of((first, second, child))[first] == jobs_of((first, second, child))[child]
+
+
+# What the engine makes of it.
+
+
+def eight_ranks(gib: int = 10) -> tuple[list[Device], dict[int, tuple[int, int | None]]]:
+    """A job of eight ranks on four GPUs."""
+    ranks = [rank(101 + place, gib=gib) for place in range(8)]
+    devices = [a_device(n, processes=ranks[2 * n : 2 * n + 2], memory_used=2 * gib * GIB) for n in range(4)]
+    devices = [replace(device, processes=tuple(device.processes or ())) for device in devices]
+    return devices, {one.pid: (LAUNCHER, None) for one in ranks}
+
+
+def at_its_end(policy: Any, devices: list[Device], parents: Any, **fields: Any) -> Any:
+    watch = Watch(policy)
+    for clock in (0, 10, 20, 30):
+        judgement = watch.sees(view_of(clock, devices, parents, **fields))
+    return judgement
+
+
+def test_a_job_of_eight_ranks_on_four_gpus_is_ended_whole_at_once():
+    judgement = at_its_end(a_policy("terminate", rules=(UnclaimedRule(),), at_most_jobs=1), *eight_ranks())
+
+    assert (pids(judgement.verdicts), kinds(judgement)) == (set(range(101, 109)), set())
+
+
+def test_processes_are_counted_where_the_file_says_so():
+    judgement = at_its_end(a_policy("terminate", rules=(UnclaimedRule(),), at_most_processes=2), *eight_ranks())
+
+    assert (len(pids(judgement.verdicts)), kinds(judgement)) == (2, {"waiting"})
+
+
+def test_another_job_on_the_same_gpu_waits_until_the_first_is_seen_to_have_ended():
+    devices, parents = eight_ranks()
+    stranger = rank(200, uid=1002, gib=1)
+    devices[0] = replace(devices[0], processes=(*(devices[0].processes or ()), stranger), memory_used=21 * GIB)
+    watch = Watch(a_policy("terminate", rules=(UnclaimedRule(),), cooldown=1000))
+    for clock in (0, 10, 20, 30):
+        first = watch.sees(view_of(clock, devices, parents))
+    left = [replace(device, processes=tuple(row for row in device.processes or () if row == stranger), memory_used=GIB)
+            for device in devices]  # fmt: skip
+
+    assert pids(first.verdicts) == set(range(101, 109))
+    assert pids(watch.sees(view_of(40, left, parents)).verdicts) == {200}
+
+
+def test_its_effect_is_seen_when_all_of_it_is_gone():
+    devices, parents = eight_ranks()
+    stranger = rank(200, uid=1002, gib=1)
+    devices[0] = replace(devices[0], processes=(*(devices[0].processes or ()), stranger), memory_used=21 * GIB)
+    watch = Watch(a_policy("terminate", rules=(UnclaimedRule(),), cooldown=1000))
+    for clock in (0, 10, 20, 30):
+        watch.sees(view_of(clock, devices, parents))
+    half = [replace(devices[0], processes=(rank(102), stranger), memory_used=11 * GIB), *devices[1:]]
+
+    assert 200 not in pids(watch.sees(view_of(40, half, parents)).verdicts)
+
+
+ORDERS = {
+    "newest": 303,
+    "oldest": 301,
+    "most_memory": 302,
+    "least_used": 304,
+    "most_power": 305,
+}
+
+
+@pytest.mark.parametrize(("order", "first"), ORDERS.items())
+def test_which_job_comes_first_is_sayable(order: Any, first: int):
+    facts: dict[int, dict[str, Any]] = {
+        301: {"start": 100.0}, 302: {"gib": 60}, 303: {"start": 3000.0}, 304: {}, 305: {},
+    }  # fmt: skip
+    devices = [
+        a_device(n, processes=(rank(pid, **how),), memory_used=60 * GIB, utilization=0.0 if pid == 304 else 90.0,
+                 power_draw=600.0 if pid == 305 else 100.0)
+        for n, (pid, how) in enumerate(facts.items())
+    ]  # fmt: skip
+    policy = a_policy("terminate", at_most_jobs=1, order=order)
+
+    assert pids(at_its_end(policy, devices, {pid: (SHELL, pid) for pid in facts}).verdicts) == {first}
+
+
+def test_no_job_is_moved_out_of_the_way_by_an_old_or_a_new_process_beside_it():
+    """Beside a job that came last there is an old process of its group, found as well."""
+    newcomer, decoy, other = rank(401, start=5000.0), rank(402, start=10.0), rank(403, start=2000.0, uid=1002)
+    devices = [a_device(n, processes=(one,)) for n, one in enumerate((newcomer, decoy, other))]
+    policy = a_policy("terminate", at_most_jobs=1, order="newest")
+
+    assert pids(at_its_end(policy, devices, {401: (SHELL, 401), 402: (SHELL, 401)}).verdicts) == {401, 402}
+
+
+def test_a_rule_about_a_number_means_the_newest_jobs_and_no_more_than_are_too_many():
+    kernels = [rank(501, start=1000.0), rank(502, start=2000.0), rank(503, start=3000.0)]
+    policy = a_policy("terminate", rules=(ProcessesRule(above=2, per="user"),))
+    server = {one.pid: (LAUNCHER, None) for one in kernels}
+
+    assert pids(at_its_end(policy, [a_device(processes=tuple(kernels))], server).verdicts) == {503}
+
+
+def test_a_job_that_brings_the_number_over_the_limit_is_meant_whole():
+    old, ranks = rank(501, start=1000.0), [rank(511, start=2000.0), rank(512, start=2000.0)]
+    policy = a_policy("terminate", rules=(ProcessesRule(above=2, per="user"),))
+    parents = {501: (SHELL, 501), 511: (SHELL, 511), 512: (SHELL, 511)}
+
+    assert pids(at_its_end(policy, [a_device(processes=(old, *ranks))], parents).verdicts) == {511, 512}
+
+
+def test_two_jobs_of_one_shell_of_which_one_is_guilty():
+    guilty, innocent = rank(601, gib=60), rank(602, gib=1)
+    policy = a_policy("terminate", rules=(UnclaimedRule(min_memory=20 * GIB),))
+    parents = {601: (SHELL, 77), 602: (SHELL, 77)}  # a script without job control: even of one group
+
+    assert pids(at_its_end(policy, [a_device(processes=(guilty, innocent))], parents).verdicts) == {601}
+
+
+# What the limits make of it.
+
+
+def done(pid: int, job: str, *, ago: float = 0.0, action: str = "terminate", device: str = "GPU-a") -> PastAction:
+    return PastAction(START - ago, action, (pid, 1.0), (f"{device}{pid}",), True, uid=1001, job=job)
+
+
+def refused(book: ActionLimits, action: PastAction) -> set[str]:
+    return {check.check for check in book.failed(action, lambda past: False)}
+
+
+def test_the_limits_count_jobs_and_end_none_by_halves():
+    book = ActionLimits()
+    for number in range(40):
+        assert refused(book, done(100 + number, "one")) == set()
+        book.record(done(100 + number, "one"))
+
+    assert refused(book, done(200, "two")) == set()
+
+
+def test_a_site_says_how_many():
+    book = ActionLimits(per_minute=2, per_hour=3)
+    for number in range(2):
+        book.record(done(100 + number, f"job {number}", ago=300.0))
+
+    assert refused(book, done(200, "another")) == {"victims"}  # one is left, and that is for others
+    assert refused(book, replace(done(201, "another"), uid=1002)) == set()
+    assert refused(replace(book, per_hour=9), done(200, "another")) == set()
+
+
+def test_a_pause_is_no_end():
+    book = ActionLimits(per_minute=100)
+    for number in range(30):
+        book.record(done(100 + number, f"job {number}", action="pause"))
+
+    assert refused(book, done(200, "another")) == set()
+
+
+def test_the_rest_of_a_job_does_not_wait_for_the_effect_on_its_gpu():
+    book = ActionLimits()
+    book.record(replace(done(100, "one", ago=20.0), devices=("GPU-x",)))
+
+    assert refused(book, replace(done(101, "one"), devices=("GPU-x",))) == set()
+    assert refused(book, replace(done(102, "two"), devices=("GPU-x",))) == {"one per device"}
+
+
+POLICY = """
+version: 1
+mode: enforce
+limits: {per_minute: 1, per_hour: 2}
+policies:
+  - {name: unclaimed, when: {unclaimed: {}}, for: 300ms, at_most: {jobs: 1}, steps: [terminate]}
+"""
+
+
+@pytest.mark.root
+def test_a_daemon_ends_all_ranks_of_a_job_and_the_line_of_each_names_it(tmp_path):
+    with a_daemon(tmp_path, POLICY, "--enforce", named=True) as daemon, ExitStack() as stack:
+        ranks = [stack.enter_context(somebodys(daemon.node, str(n % 2), 2 * GIB)) for n in range(4)]
+
+        assert [child.wait(60) for child in ranks] == [-signal.SIGTERM] * 4, daemon.said()
+        events = [event for event in daemon.events("terminate") if event["outcome"] == "about to"]
+        assert len(events) == 4 and len({event["facts"]["launch"] for event in events}) == 1
+
+
+@pytest.mark.root
+def test_what_makes_a_job_is_read_of_real_processes():
+    """Of a launcher that gives its ranks sessions of their own, and of a shell with two jobs."""
+    with ExitStack() as stack:
+        children = [stack.enter_context(a_child()) for _ in range(2)]
+        rows = [a_process(child.pid, start_time=started(child.pid), executable="/bin/sleep") for child in children]
+        snapshot = busy(0, a_device(processes=tuple(rows)))
+        view = RuleView(snapshot, seen=process_facts(snapshot))
+        one, other = (member_of(row, view) for row in rows)
+
+    assert one.job != other.job and one.launch == other.launch and str(os.getpid()) in one.launch
+    launcher = view.seen[os.getpid()]
+    assert launcher and (launcher.group, launcher.session) == (os.getpgrp(), os.getsid(0))
