@@ -372,3 +372,11 @@ def test_memory_does_not_grow_with_those_who_are_gone():
     left = watch.memory
     assert [len(one) for one in left.states.values()] == [0, 0]
     assert len(left.cooling) + len(left.effects) + len(left.kept) <= 3
+
+
+def test_a_policy_tells_users_its_own_sentence_before_what_was_seen():
+    watch = Watch(a_policy("warn", "terminate", message="Jobs without a claim end at night."))
+    watch.until(20)
+
+    [verdict] = watch.sees(busy(30)).verdicts
+    assert verdict.finding.why == "Jobs without a claim end at night. (uses memory)"

@@ -2,14 +2,18 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
+from builders import a_device, a_snapshot
 from daemons import SOMEBODY, a_daemon, somebodys
 from nodes import eventually
 
+from gpuguard.model import Gap
 from gpuguard.policies.files import last_good
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.policies.files.loader import parse
+from gpuguard.policies.policy import absent
 from gpuguard.policies.usage import UsersRule
 
 GOOD = """\
@@ -174,3 +178,32 @@ def test_an_account_that_is_deleted_switches_the_guard_off_for_nobody_else(tmp_p
         assert "no-such-user" in daemon.gpuguard("doctor").stdout
         assert json.loads(daemon.gpuguard("doctor", "--json").stdout)["checks"]
         assert os.path.exists(daemon.place / "claims")
+
+
+WITH_DEVICES = """\
+version: 1
+policies:
+  - {name: last, when: {memory: {above: 20GiB}}, for: 1h, only: {devices: [12], models: ["*", "H900*"]}, steps: [warn]}
+"""
+
+
+def test_gpus_and_models_that_are_not_here_are_said_once_and_doctor_is_red(tmp_path):
+    """A policy about GPU 12 on a machine with fewer looked like one that guards."""
+    with a_daemon(tmp_path, WITH_DEVICES) as daemon:
+        assert eventually(lambda: any(event["outcome"] == "devices unknown" for event in daemon.events("policy")))
+        status = json.loads(daemon.gpuguard("doctor", "--json").stdout)["checks"]
+        daemon.policy.write_text(WITH_DEVICES.replace("[12]", "[0]").replace(', "H900*"', ""))
+        assert eventually(lambda: any(event["outcome"] == "devices known" for event in daemon.events("policy")))
+
+        [said] = [event["message"] for event in daemon.events("policy") if event["outcome"] == "devices unknown"]
+        assert said == "last: no GPU here is 12; last: no model here is H900*"
+        assert any("no GPU here is 12" in json.dumps(row) for row in status)
+
+
+def test_nothing_is_said_of_what_is_not_there_while_a_gpu_cannot_be_read():
+    [policy] = parse(WITH_DEVICES).policies
+
+    assert list(absent(policy, a_snapshot(a_device()))) != []
+    assert list(absent(policy, a_snapshot(a_device(), a_device(1, name=None)))) == []
+    assert list(absent(policy, a_snapshot(a_device(), gaps=(Gap(a_device(1).uuid, "device", "lost"),)))) == []
+    assert list(absent(policy, replace(a_snapshot(), devices=()))) == []

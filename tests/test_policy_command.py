@@ -318,7 +318,7 @@ SOON = ("[warn, {after: 1h, do: terminate}]", "[warn, {after: 10m, do: terminate
         two("", SOME_USERS, steps=SOON),
         two("", SOME_USERS, when=(IDLE, "{idle: {below: 20%}}")),
         two("", "", steps=("[warn]", "[{after: 1h, do: warn}]")),
-        two("", "", when=(IDLE, "{unclaimed: {}}")),
+        two("", "", when=(IDLE, "{unclaimed: {on_claimed: true}}")),
         two("mode: observe", "mode: enforce"),
         two("mode: enforce", "mode: observe"),
         two("", "mode: enforce"),

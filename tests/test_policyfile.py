@@ -164,6 +164,10 @@ WARNINGS = [
     (document(steps="[«terminate]", top="mode: enforce"), "without a warning"),
     (document(steps="[«{do: warn, even_if_innocent: true}]"), "no meaning"),
     (document(when="{all: [{memory: «{above: 1GiB}}, {memory: «{above: 1GiB}}]}"), "twice"),
+    (document(when="{expression: {expr: 'utilization < 5%'}}", steps="[log, «terminate]"), "reaches no process"),
+    (document(when="{all: [{utilization: {below: 5%}}, {utilization: «{above: 90%}}]}", steps="[log]"), "never holds"),
+    (document(when="{all: [{idle: {below: 5%}}, {utilization: «{above: 5%}}]}", steps="[log]"), "never holds together"),
+    (document(when="{unclaimed: «{}}", steps="[warn, {after: 1h, do: terminate}]"), "another user has claimed"),
     (
         document(steps="[warn, terminate]")
         + "  - {name: q, when: {idle: «{below: 1%}}, steps: [warn, {after: 1h, do: pause}]}\n",
@@ -187,6 +191,22 @@ def test_what_is_hardly_meant_is_a_warning_at_its_place(text, part):
 
     assert {(warning.line, warning.column) for warning in file.warnings} == places
     assert all(part in warning.text for warning in file.warnings)
+
+
+IN_ORDER = [
+    document(when="{unclaimed: {}}"),
+    document(when="{unclaimed: {on_claimed: false}}", steps="[warn, {after: 1h, do: terminate}]"),
+    document(when="{any: [{unclaimed: {}}, {trespass: {}}]}", steps="[warn, {after: 1h, do: terminate}]"),
+    document(when="{any: [{utilization: {below: 5%}}, {utilization: {above: 90%}}]}", steps="[log]"),
+    document(when="{all: [{utilization: {above: 5%}}, {utilization: {below: 90%}}]}", steps="[log]"),
+    document(when="{expression: {expr: 'memory_used > 1GiB'}}"),
+    document(when="{users: {deny: [alice], claims: true}}", steps="[warn, {after: 1h, do: release}]"),
+]
+
+
+@pytest.mark.parametrize("text", IN_ORDER)
+def test_what_can_hold_and_reaches_whom_it_means_has_no_warning(text):
+    assert good(text).warnings == ()
 
 
 @pytest.mark.parametrize("text", [document(), EVERY_KEY.replace("2h", "1h").replace("1h, do", "30m, do")])

@@ -61,6 +61,34 @@ def test_use_is_unclaimed_where_no_claim_lives_and_the_claims_are_known(view, un
     assert pids(found(UnclaimedRule(), used_by(a_process(**BOB)), **view)) == unclaimed
 
 
+def test_use_of_a_gpu_that_another_user_claimed_before_is_found_where_the_file_says_so():
+    bare, owner = a_process(2, **BOB), a_process(3, **ALICE)
+
+    [finding] = found_later(UnclaimedRule(on_claimed=True), used_by(bare, owner), claims=[a_claim_record(**ALICE)])
+    assert (finding.rule, pids([finding])) == ("unclaimed", [2])
+    assert finding.why == "uses 10.0GiB of a GPU that alice has claimed, without a claim"
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        [a_claim_record(id="?", uid=-1, user="?")],
+        [a_claim_record(max_processes=9, **ALICE)],
+        [a_claim_record(**ALICE), a_claim_record(id="b", **BOB)],
+    ],
+    ids=["whose lock is not known", "shared", "has one, too"],
+)
+def test_there_it_spares_whom_trespass_spares(claims):
+    rule, bobs = UnclaimedRule(on_claimed=True), used_by(a_process(2, **BOB))
+
+    assert found_later(rule, bobs, claims=claims) == []
+    assert found_later(rule, used_by(a_process(2, container="c0ffee", **BOB)), claims=[a_claim_record(**ALICE)]) == []
+    assert (
+        found(rule, bobs, claims=[a_claim_record(**ALICE)]) == []
+    )  # in the first sample: it may have been there first
+    assert pids(found(rule, bobs)) == [2]
+
+
 def test_little_memory_is_spared_and_unknown_memory_too():
     rule = UnclaimedRule(min_memory=GIB)
     processes = [a_process(2, memory_used=GIB - 1), a_process(3, memory_used=GIB), a_process(4, memory_used=None)]
@@ -499,3 +527,30 @@ def test_a_process_on_two_devices_has_two_devices_but_is_one():
     assert finding.processes == (process,)
     [finding] = found(QuotaRule(devices=1), *devices, claims=[a_claim("x", *devices, age=9000)])
     assert (finding.subject.claim, finding.processes) == ("x", (process,))
+
+
+def test_the_claims_of_a_denied_user_are_found_where_no_process_uses_them():
+    rule, mine = UsersRule(deny=(1001,), claims=True), a_claim_record(**ALICE)
+    busy = used_by(a_process(2, **ALICE))
+
+    [finding] = found(rule, a_device(), claims=[mine])
+    assert (finding.subject.kind, finding.subject.claim, finding.processes) == ("claim", "a1b2c3", ())
+    assert finding.why == "alice is denied and has a claim"
+    assert [one.subject.kind for one in found(rule, busy, claims=[mine])] == ["process"]
+    assert found(UsersRule(deny=(1001,)), a_device(), claims=[mine]) == []
+    assert found(UsersRule(deny=(1002,), claims=True), a_device(), claims=[mine]) == []
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        a_device(processes=None),
+        a_device(processes=(), processes_plausible=False),
+        a_device(processes=(a_process(9, uid=0, user="root"),)),
+        a_device(processes=(a_process(9, uid=None),)),
+        a_device(3),
+    ],
+    ids=["no list", "garbled", "root's, perhaps a container of it", "of an unknown user", "on another GPU alone"],
+)
+def test_a_claim_that_may_be_used_is_not_found_as_unused(device):
+    assert found(UsersRule(deny=(1001,), claims=True), device, claims=[a_claim_record(a_uuid(0), **ALICE)]) == []

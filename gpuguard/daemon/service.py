@@ -40,7 +40,7 @@ from gpuguard.notify.templates import ENGLISH, TEMPLATES
 from gpuguard.policies.files import last_good
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.policies.files.loader import PolicyFile, load_in_time, parse
-from gpuguard.policies.policy import Judgement
+from gpuguard.policies.policy import Judgement, absent
 from gpuguard.policies.quota import windows_of
 from gpuguard.procfs import boot_clock
 from gpuguard.queue.priority import Ticket
@@ -157,6 +157,7 @@ class Daemon:
         self._last_good: PolicyFile | None = None
         self._state = os.path.dirname(store_path(directory))
         self._unknown = ""  # names in the file that mean no user any more, when they were last reported
+        self._absent = ""  # likewise, what means no GPU here
         self._published, self._published_at = True, 0.0
         self._lost = 0, 0.0  # events that the log could not take, and when the first of them was
         self._trouble: str | None = None  # of the broker when it was last tended
@@ -252,6 +253,7 @@ class Daemon:
                 with suppress(GpuguardError, OSError):  # of the files; it is tried again in the next round
                     record_arrivals_seen(self._directory, self.last, self.waiting or (), time.time())
             self.reload_if_changed(requested=self._reload_requested.is_set() or signal.SIGHUP in received)
+            self._look_for_devices()
             if self._broker:
                 self._tend(self._broker)
             open_metrics = self._open_metrics(open_metrics)
@@ -287,7 +289,7 @@ class Daemon:
     def unguarded(self) -> str | None:
         """What the policy file says and the daemon does not do, in words; None: nothing."""
         if not self._faults or not self._settings.policy:
-            return self._unknown or None
+            return "; ".join(filter(None, (self._unknown, self._absent))) or None
         if not self.watchdog.policies:
             return "the policy file has faults, and there is no earlier one: nothing is guarded"
         good = self._last_good.policies if self._last_good else ()
@@ -369,6 +371,13 @@ class Daemon:
             self._reload()
         elif (self._faults or self._unknown) and time.monotonic() - self._read_at >= RETRY_SECONDS:
             self._reload(quiet=True)
+
+    def _look_for_devices(self) -> None:
+        """Report once what the policies name and this machine does not have."""
+        found = "; ".join(text for policy in self.watchdog.policies for text in absent(policy, self.last))
+        if self.last.devices and found != self._absent:
+            self._absent = found
+            self._log("policy", "devices unknown" if found else "devices known", found or None)
 
     def _start(self) -> PolicyFile:
         for capability in self._lacking:

@@ -99,6 +99,8 @@ SENTENCES = (
     "uses {size} of {gpu}, its share of {share} is allowed",
     "uses {size} of {gpu}, {limit} of {total} is allowed",
     "uses {size} of {gpu}, {limit} is allowed",
+    "uses {size} of a GPU that {user} has claimed, without a claim, and less than {limit} would be allowed",
+    "uses {size} of a GPU that {user} has claimed, without a claim",
     "uses {size} of a GPU without a claim, and less than {limit} would be allowed",
     "uses {size} of a GPU without a claim",
     "uses {size} of a GPU that the scheduler has given to {user}",
@@ -113,6 +115,9 @@ SENTENCES = (
     "{user} is denied and uses {size}",
     "{user} is in the group {group}, which is denied, and uses {size}",
     "{user} is not among those who are allowed and uses {size}",
+    "{user} is denied and has a claim",
+    "{user} is in the group {group}, which is denied, and has a claim",
+    "{user} is not among those who are allowed and has a claim",
     "memory on {gpu} grows by {grown} in {time} (trend over {span}), {limit} is allowed",
     (
         "memory of {gpu} is full in about {time}: {free} is free and {rate} more is used each minute (confidence "
@@ -443,6 +448,8 @@ SENTENCES = (
     "the daemon does not see the GPUs now, so it is unknown whether they are used.  Try again.",
     "nothing can be written into the log, so nothing was done.",
     "the claim cannot be released: {error}.",
+    "{policy}: no GPU here is {device}",
+    "{policy}: no model here is {model}",
     "observing only: no policy file was named",
     "observing only: the policy file has faults",
     # Of messages to send.

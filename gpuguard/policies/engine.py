@@ -349,6 +349,9 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
             finding = replace(before, why=why, processes=(*before.processes, *others))
         current[identity_of(finding.subject)] = finding
 
+    if policy.message:
+        told = {at: f"{policy.message} ({finding.why})" for at, finding in current.items()}
+        current = {at: replace(finding, why=told[at]) for at, finding in current.items()}
     states = memory.states.setdefault(policy.name, {})
     left_out = {note.subject for note in notes}  # of whom it is said already why nothing is found
     for identity in [identity for identity in states if identity not in current]:

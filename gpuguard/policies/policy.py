@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from gpuguard.eligibility import is_model
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
-from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Subject, Verdict
+from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Snapshot, Subject, Verdict
 from gpuguard.policies.view import Evidence, Rule, SampleIndex, interactive_use, reach_of
 from gpuguard.units import format_duration
 
@@ -149,6 +149,7 @@ class Policy:
     at_most_processes: int | None = None  # counts processes in place of jobs
     order: Literal["newest", "oldest", "most_memory", "least_used", "most_power"] = "most_memory"  # of those turns
     some_beyond: bool = False  # more users than that are hit in turns, whatever the rules rest on
+    message: str | None = None  # what users are told before what was seen
     keep: bool | None = None  # whether users can ask to be spared; None: unless a rule protects others
     cooldown: float = 0.0  # seconds after the last step in which the subject is left alone
     enforce: bool = False  # False: its verdicts are for the log only
@@ -397,6 +398,23 @@ def _is_in(scope: Scope, target: PolicyTarget, index: SampleIndex, *, unknown: b
         if not matching or not (any(matching) if unknown else all(matching)):
             return False
     return True
+
+
+def absent(policy: Policy, snapshot: Snapshot) -> Iterator[str]:
+    """Each entry of its `only` and `except` that means no device of this machine, in words.
+
+    Nothing is said where a device, or a name, could not be read.
+    """
+    unread = any(device.name is None for device in snapshot.devices) or any(
+        gap.field == "device" for gap in snapshot.gaps
+    )
+    if unread or not snapshot.devices:
+        return
+    for scope in (*((policy.only,) if policy.only else ()), *policy.exempt):
+        for what, patterns, is_one in (("GPU", scope.devices, _is_device), ("model", scope.models, _is_model)):
+            for pattern in patterns or ():
+                if not any(is_one(device, pattern, False) for device in snapshot.devices):
+                    yield f"{policy.name}: no {what} here is {pattern}"
 
 
 def _is_device(device: Device, text: str, unknown: bool) -> bool:

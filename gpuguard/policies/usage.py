@@ -15,7 +15,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess
 from gpuguard.policies.policy import parse_path
-from gpuguard.policies.view import Evidence, RuleView, computing, computing_processes, process_subject
+from gpuguard.policies.view import Evidence, RuleView, claim_subject, computing, computing_processes, process_subject
 from gpuguard.units import format_bytes, parse_bytes
 
 
@@ -24,26 +24,35 @@ class UnclaimedRule:
     """A process computes on a GPU without a claim.
 
     min_memory: processes with less memory there do not count; absent: all count.
+    on_claimed: true also finds those on a GPU that another user has claimed, and spares there whom trespass spares;
+        without it only GPUs without a claim are looked at.
 
     Does not hold while the claims cannot be read, and never for desktops.
 
-        when: {unclaimed: {min_memory: 1GiB}}
+        when: {unclaimed: {min_memory: 1GiB, on_claimed: true}}
     """
 
     min_memory: Annotated[int, parse_bytes] = 0
+    on_claimed: bool = False
     rests_on = Evidence.MISSING_CLAIMS
     protects_others = True
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
         limit = f", and less than {format_bytes(self.min_memory)} would be allowed" if self.min_memory else ""
-        for device in usable_devices(view.snapshot) if claims_readable(view.snapshot) else ():
-            if claims_on(view.snapshot, device):
-                continue
-            for process in computing(device):
-                if not self.min_memory or (process.memory_used is not None and process.memory_used >= self.min_memory):
-                    why = f"uses {format_bytes(process.memory_used)} of a GPU without a claim{limit}"
-                    yield Finding("unclaimed", process_subject(device, process), why, (process,))
+        if not claims_readable(view.snapshot):
+            return
+        for device, process, owners in (*_on_unclaimed(view), *(trespassers(view) if self.on_claimed else ())):
+            if not self.min_memory or (process.memory_used is not None and process.memory_used >= self.min_memory):
+                where = f"a GPU that {owners} has claimed, " if owners else "a GPU "
+                why = f"uses {format_bytes(process.memory_used)} of {where}without a claim{limit}"
+                yield Finding("unclaimed", process_subject(device, process), why, (process,))
+
+
+def _on_unclaimed(view: RuleView) -> Iterator[tuple[Device, GpuProcess, str]]:
+    for device in usable_devices(view.snapshot):
+        if not claims_on(view.snapshot, device):
+            yield from ((device, process, "") for process in computing(device))
 
 
 @dataclass(frozen=True)
@@ -67,17 +76,20 @@ class TrespassRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
-        for device, process, claims in strangers(view, containers=self.containers):
-            job = [other for other in device.processes or () if other.pid in lineage(process.pid, view.seen)]
-            older = [
-                claim
-                for claim in claims
-                if not any(view.arrivals.was_there_before(claim, device, other) for other in job)
-            ]
-            if older:
-                owners = ", ".join(user_label(claim.user, claim.uid) for claim in older)
-                why = f"uses {format_bytes(process.memory_used)} of a GPU that {owners} has claimed"
-                yield Finding("trespass", process_subject(device, process), why, (process,))
+        for device, process, owners in trespassers(view, containers=self.containers):
+            why = f"uses {format_bytes(process.memory_used)} of a GPU that {owners} has claimed"
+            yield Finding("trespass", process_subject(device, process), why, (process,))
+
+
+def trespassers(view: RuleView, *, containers: bool = False) -> Iterator[tuple[Device, GpuProcess, str]]:
+    """Each process that came to a device after a claim of others, to which it does not belong, and whose they are."""
+    for device, process, claims in strangers(view, containers=containers):
+        job = [other for other in device.processes or () if other.pid in lineage(process.pid, view.seen)]
+        older = [
+            claim for claim in claims if not any(view.arrivals.was_there_before(claim, device, other) for other in job)
+        ]
+        if older:
+            yield device, process, ", ".join(user_label(claim.user, claim.uid) for claim in older)
 
 
 def strangers(
@@ -108,6 +120,7 @@ class UsersRule:
     allow_groups: likewise, whole groups.
     deny: users who may not, whatever else allows them.
     deny_groups: likewise, whole groups.
+    claims: true also finds the claims of such users under which no process computes, for `release`.
 
     `hours` and `days` of the policy say when.  A user whose groups are not known is innocent of them.
 
@@ -118,6 +131,7 @@ class UsersRule:
     allow_groups: tuple[Annotated[str, "group"], ...] = ()
     deny: tuple[Annotated[int, "user"], ...] = ()
     deny_groups: tuple[Annotated[str, "group"], ...] = ()
+    claims: bool = False
     protects_others = True
 
     @property
@@ -132,23 +146,41 @@ class UsersRule:
             )
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """A finding per process and device."""
+        """A finding per process and device, and per claim without a process."""
         for device, process in computing_processes(view):
             assert process.uid is not None  # judged_processes() leaves out the others
-            groups = view.groups.get(process.uid)
-            denied = sorted(groups.intersection(self.deny_groups)) if groups is not None else []
-            by_name = process.uid in self.allow or not (self.allow or self.allow_groups)
-            by_group = self.allow_groups and (groups is None or groups.intersection(self.allow_groups))
-            if process.uid in self.deny:
-                reason = "is denied"
-            elif denied:
-                reason = f"is in the group {denied[0]}, which is denied,"
-            elif not by_name and not by_group:
-                reason = "is not among those who are allowed"
-            else:
-                continue
-            why = f"{user_label(process.user, process.uid)} {reason} and uses {format_bytes(process.memory_used)}"
-            yield Finding("users", process_subject(device, process), why, (process,))
+            if reason := self._against(process.uid, view):
+                why = f"{user_label(process.user, process.uid)} {reason} and uses {format_bytes(process.memory_used)}"
+                yield Finding("users", process_subject(device, process), why, (process,))
+        for claim in view.snapshot.claims if self.claims else ():
+            unused = claim.alive and claim.uid > 0 and claim.devices and not _is_used(claim, view)
+            if unused and (reason := self._against(claim.uid, view)):
+                why = f"{user_label(claim.user, claim.uid)} {reason} and has a claim"
+                yield Finding("users", claim_subject(claim), why)
+
+    def _against(self, uid: int, view: RuleView) -> str | None:
+        groups = view.groups.get(uid)
+        denied = sorted(groups.intersection(self.deny_groups)) if groups is not None else []
+        by_name = uid in self.allow or not (self.allow or self.allow_groups)
+        by_group = self.allow_groups and (groups is None or groups.intersection(self.allow_groups))
+        if uid in self.deny:
+            return "is denied"
+        if denied:
+            return f"is in the group {denied[0]}, which is denied,"
+        return None if by_name or by_group else "is not among those who are allowed"
+
+
+def _is_used(claim: ClaimRecord, view: RuleView) -> bool:
+    """Whether something may compute under *claim*: on its devices there is a process, or it cannot be seen."""
+    parts = {device.uuid: device for device in usable_devices(view.snapshot)}
+    own = [parts.get(uuid) for uuid in claim.devices]
+    return any(
+        device is None
+        or not device.processes_plausible
+        or device.processes is None
+        or any(process.uid in (0, None, claim.uid) for process in device.processes)
+        for device in own
+    )
 
 
 LONGEST = 4096  # characters of a command line that are read: its user writes as many as they like

@@ -48,7 +48,7 @@ WORDS = (
     N_("metrics not served"), N_("metrics served"), N_("process ended"),
     N_("claims"), N_("lock kept"), N_("no room"),
     N_("held by several users"), N_("others were there first"),
-    N_("faults mended"), N_("names unknown"), N_("names known"),
+    N_("faults mended"), N_("names unknown"), N_("names known"), N_("devices unknown"), N_("devices known"),
     N_("logged"), N_("undelivered"), N_("untold"), N_("left"), N_("still there"),
 )  # fmt: skip
 

@@ -22,6 +22,7 @@ from gpuguard.policies.files.decoder import key_of, keys_of
 from gpuguard.policies.files.keys import DAYS
 from gpuguard.policies.files.loader import PolicyFile
 from gpuguard.policies.policy import DISRUPTIVE, INTERACTIVE_SECONDS, KEPT_SECONDS, KEPT_WITHIN, Policy, Scope, Step
+from gpuguard.policies.usage import UnclaimedRule
 from gpuguard.policies.view import Evidence
 from gpuguard.sanitize import neutralise
 from gpuguard.units import (
@@ -95,6 +96,8 @@ def _policy(policy: Policy) -> Iterator[str]:
     for rule in policy.rules:
         values = ", ".join(f"{key}: {text}" for key, text in written(rule))
         yield f"  - {_(first_sentence(type(rule)))}" + (f"  ({values})" if values else "")
+        if isinstance(rule, UnclaimedRule) and not rule.on_claimed:
+            yield "    " + _("GPUs that another user has claimed are left out; `on_claimed: true` has them, too.")
     about = scope_text(policy.only) if policy.only else ""
     yield _("It is about {scope}.").format(scope=about or _("everybody"))
     if policy.told:
@@ -109,6 +112,8 @@ def _policy(policy: Policy) -> Iterator[str]:
     if policy.devices_at_least > 1:
         yield _("It must hold on {number} GPUs of the same user at once.").format(number=policy.devices_at_least)
     yield from _schedule(policy)
+    if policy.message:
+        yield _("Users are told: {message}").format(message=policy.message)
     yield _("Then, counted from when it began:")
     if policy.start_grace:
         first = policy.start_grace + policy.hold + sum(step.after for step in policy.steps[:1])

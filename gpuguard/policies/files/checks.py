@@ -7,7 +7,7 @@ checked where they are read: see keys and decoder.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from typing import Any
@@ -49,11 +49,12 @@ def check(decoder: Decoder, longest: float | None = None) -> None:
             hint = _("The first is in line {line}.").format(line=nodes[first].line)
             source.fault(nodes[place], _("a second policy is called {name!r}.").format(name=values[place]), hint)
     _check_targets(decoder)
+    trespass = any(name == "trespass" for policy in policies.values() for name, _rule, _place in _rules_of(policy))
     for path in [path for path in nodes if len(path) == 2 and path[0] == "policies"]:
         policy = policies.get(path) or _readable(decoder, path)
         checks = _PolicyChecks(decoder, policy, path, is_whole=path in policies)
         checks.check_steps(policy.mode or mode)
-        checks.check_rules()
+        checks.check_rules(trespass=trespass)
         checks.check_times(longest if longest is not None or interval is None else interval.longest)
         checks.check_scopes()
     _compare(decoder, policies, mode)
@@ -127,25 +128,38 @@ class _PolicyChecks:
             text = _("{name} without a warning.").format(name=steps[harmful].name)
             self._warn(("steps", harmful), text, _("Put `- warn` some time before it."))
 
-    def check_rules(self) -> None:
+    def check_rules(self, *, trespass: bool) -> None:
+        """*trespass*: whether the file has that rule."""
         rules = list(_rules_of(self.policy))
+        harms = any(step.name in HARMFUL for step in self.policy.steps)
         for name, rule, place in rules:
             for key, why in _never(name, rule):
                 at = (*place, key) if (*self.path, *place, key) in self.nodes else place
                 self._warn(at, _("{name} can never fire: {why}.").format(name=name, why=why))
             if name in ("idle", "utilization") and (rule.below or 0.0) >= 100:
                 self._warn((*place, "below"), _("{name} fires for every GPU, a busy one too.").format(name=name))
+            if name == "unclaimed" and not trespass and (*self.path, *place, "on_claimed") not in self.nodes and harms:
+                self._warn(
+                    place,
+                    _("unclaimed leaves out the GPUs that another user has claimed."),
+                    _("Write `on_claimed: true`, or `on_claimed: false` if that is meant."),
+                )
             if sum(rule == other for _, other, _ in rules) > 1:
                 self._warn(place, _("the same {name} rule twice.").format(name=name))
+        self._check_together(rules)
         all_names = " and ".join(dict.fromkeys(name for name, _, _ in rules))
         blameless = " and ".join(dict.fromkeys(name for name, _, _ in rules if name in INNOCENT))
         of_devices = all(
-            getattr(rule, "per", "") == "device" or (name == "health" and not rule.with_processes)
+            getattr(rule, "per", "") == "device"
+            or (name == "health" and not rule.with_processes)
+            or (name == "expression" and not rule.expr.of_process)
             for name, rule, _ in rules
         )
         without_process = all(name == "age" and rule.run_time_above is None for name, rule, _ in rules)
         of_claims = any(  # under which no process computes
-            name in ("idle", "quota") or (name == "age" and rule.claim_without_process_above is not None)
+            name in ("idle", "quota")
+            or (name == "age" and rule.claim_without_process_above is not None)
+            or (name == "users" and rule.claims)
             for name, rule, _ in rules
         )
         for number, step in enumerate(self.policy.steps):
@@ -158,7 +172,11 @@ class _PolicyChecks:
                 text = _("release reaches no claim: {all_names} finds no claim without a process.").format(
                     all_names=all_names
                 )
-                self._warn(place, text, _("Only age (claim_without_process_above), idle and quota do."))
+                self._warn(
+                    place,
+                    text,
+                    _("Only age (claim_without_process_above), idle, quota and users (claims: true) do."),
+                )
             elif of_devices and step.name in AT_PROCESSES:
                 text = _("{name} reaches no process: {all_names} finds GPUs, not processes.").format(
                     name=step.name, all_names=all_names
@@ -173,6 +191,17 @@ class _PolicyChecks:
                 )
             elif step.common.even_if_innocent and not innocent_harmed:
                 self._warn(place, _("even_if_innocent has no meaning for {name} here.").format(name=step.name))
+
+    def _check_together(self, rules: Sequence[tuple[str, Any, Path]]) -> None:
+        """Warn of a utilization that must be both above and below."""
+        use = [(rule, place) for name, rule, place in rules if name in ("utilization", "idle")]
+        lows = [(rule.below, place) for rule, place in use if rule.below is not None]
+        highs = [(rule.above, place) for rule, place in use if getattr(rule, "above", None) is not None]
+        if lows and highs and self.policy.when[0] == "all":
+            (low, _low_place), (high, place) = min(lows), max(highs)
+            if low <= high:
+                text = _("this never holds together: no utilization is below {low:g}% and above {high:g}%.")
+                self._warn(place, text.format(low=low, high=high), _("Write `any` in place of `all`, or two policies."))
 
     def check_times(self, longest: float | None) -> None:
         policy = self.policy

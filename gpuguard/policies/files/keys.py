@@ -27,6 +27,7 @@ from gpuguard.units import parse_bytes, parse_duration, parse_percent
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
+LONGEST_MESSAGE = 300
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?")
 _HOURS = re.compile(r"(\d\d):([0-5]\d) ?- ?(\d\d):([0-5]\d)")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d(?:T\d\d:\d\d)?")
@@ -39,6 +40,17 @@ def parse_name(text: str) -> str:
             _("{text!r} is no name: write small letters, digits and dashes, like 'idle-gpus'.").format(text=text)
         )
     return text
+
+
+def parse_message(text: str) -> str:
+    """A sentence, in one line of at most LONGEST_MESSAGE characters."""
+    if not text.strip() or not text.isprintable() or len(text) > LONGEST_MESSAGE:
+        raise InvalidRequest(
+            _("{text!r:.60} is no message: write one line of 1 to {longest} characters.").format(
+                text=text, longest=LONGEST_MESSAGE
+            )
+        )
+    return text.strip()
 
 
 def parse_hours(text: str) -> tuple[float, float]:
@@ -165,6 +177,7 @@ class PolicyKeys:
         days: only on these days; hours that pass midnight belong to the day on which they begin.
         claimed_above: only while more than this share of the GPUs is claimed.
         at_most: how many are acted on at once.
+        message: a sentence of one's own, which users are told before what was seen.
         keep: true or false, whether `gpuguard keep` spares those who ask for it.  By default it does, unless the policy
             has a rule that protects others: unclaimed, trespass, users, quota or outside_scheduler.
         cooldown: after the last step, the subject is left alone for so long (default 15m).
@@ -183,6 +196,7 @@ class PolicyKeys:
     days: tuple[Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"], ...] | None = None
     claimed_above: Annotated[float, parse_percent] | None = None
     at_most: BreakerKeys = field(default_factory=BreakerKeys)
+    message: Annotated[str, parse_message] | None = None
     keep: bool | None = None
     cooldown: Annotated[float, parse_duration] = 900.0
     mode: Literal["observe", "enforce"] | None = None
