@@ -476,7 +476,7 @@ def test_a_limit_spares_and_without_it_the_innocent_is_hit(scene, monkeypatch, l
     assert [check.check for check in refused.failed] == [limit]
     assert scene.lives()
 
-    owner = limits.ActionLimits if limit in ("escalation", "unkillable") else limits
+    owner = limits if limit in ("one per device", "repetition", "restart loop") else limits.ActionLimits
     monkeypatch.setattr(owner, _CHECK_OF[limit], lambda *of: None)
     assert scene.act(action).word == "sent"
     assert scene.dies()

@@ -238,6 +238,7 @@ def test_no_random_request_tells_a_user_what_a_policy_has_against_another_one(ma
 IN_A_HURRY = """
 import sys
 from gpuguard.clusters import slurm
+from gpuguard.enforcement import limits
 from gpuguard.policies import engine, policy
 limits.KILL_AFTER = engine.KILL_AFTER = policy.KILL_AFTER = 0.2
 slurm.job_of, slurm.against_cancelling, slurm.cancel = lambda pids: "12", lambda *_: None, lambda job: None

@@ -2,6 +2,8 @@
 
 gpuguard policy check policy.yaml        all faults at once, with line, column and advice
 gpuguard policy explain policy.yaml      what would happen to whom, and when, in sentences
+gpuguard policy show                     the same of the policies that are in force here, for everybody
+gpuguard policy show --me                those that can reach you, and what they have against you now
 gpuguard policy test policy_test.yaml    run the unit tests beside a policy file
 gpuguard policy backtest policy.yaml --on week.csv    who would have been hit, on recorded samples
 gpuguard policy rules                    every rule and action with its keys
@@ -11,23 +13,31 @@ gpuguard policy schema > schema.json     for the editor
 from __future__ import annotations
 
 import argparse
+import grp
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
 
 from gpuguard.backtest.backtest import backtest, blind_spots
 from gpuguard.backtest.recordings import people, read_recording
 from gpuguard.backtest.unit_tests import accounts, run_tests
-from gpuguard.cli.options import SubcommandRow, add_table, quantity
+from gpuguard.claims.directory import daemon_files
+from gpuguard.cli.options import SubcommandRow, add_source_options, add_table, directory_of, quantity
 from gpuguard.cli.progress import progress
-from gpuguard.errors import InvalidRequest
+from gpuguard.daemon.client import StatusReply, query_daemon
+from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.locale import _
 from gpuguard.notify.sender import problems
+from gpuguard.policies.files import last_good
 from gpuguard.policies.files.decoder import unknown
 from gpuguard.policies.files.loader import load_policies
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count, parse_duration
 from gpuguard.views.backtest import backtest_json, backtest_lines, trial_json, trial_lines
-from gpuguard.views.policy import sentences
+from gpuguard.views.policy import reaching, sentences, show, status_lines
 from gpuguard.views.policy_language import KEYED, SECTIONS, describe, json_schema, key_texts, language_json
 from gpuguard.views.text import put, put_json
 
@@ -124,6 +134,38 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
+def _own_groups() -> Iterator[str]:
+    for gid in {os.getegid(), *os.getgroups()}:
+        with suppress(KeyError):  # it has no name
+            yield grp.getgrgid(gid).gr_name
+
+
+def _show(args: argparse.Namespace) -> int:
+    directory = directory_of(args)
+    status = query_daemon(directory, {"do": "status"}, StatusReply)
+    try:
+        files = daemon_files(directory)
+        known = last_good.in_force(files.file(last_good.POLICIES), files.owners())
+    except (OSError, ValueError) as error:
+        raise GpuguardError(
+            _("the daemon has no policies in force, or is of another version: {error}.").format(error=error)
+        ) from error
+    uid, groups = os.getuid(), frozenset(_own_groups())
+    names = reaching(known.file, uid, groups) if args.me else None
+    if args.json:
+        policies = [policy.name for policy in known.file.policies if names is None or policy.name in names]
+        content = {"schema": 1, "path": known.file.path, "enforcing": known.enforcing, "policies": policies}
+        put_json(content | {"only_warn": sorted(known.only_warn), "standing": asdict(status)["standing"] * args.me})
+        return 0
+    lines = [*show(known, names)]
+    if args.me:
+        if uid in known.file.protected.uids_of({uid}, {uid: groups}):
+            lines += ["", _("The file protects you: you are warned, and nothing is taken from you.")]
+        lines += ["", *status_lines(status, time.time())]
+    put(map(neutralise, lines), sys.stdout)
+    return 0
+
+
 def _rules(args: argparse.Namespace) -> int:
     if args.json:
         put_json(language_json())
@@ -175,11 +217,17 @@ def _rules_options(parser: argparse.ArgumentParser) -> None:
     add_table(parser, _JSON)
 
 
+def _show_options(parser: argparse.ArgumentParser) -> None:
+    add_table(parser, ("--me", None, "only those that can reach you, and what they have against you now"), _JSON)
+    add_source_options(parser)
+
+
 ACTIONS = {
     "check": SubcommandRow(
         "say whether a policy file is right, and everything that is wrong with it", _check_options, _check
     ),
     "explain": SubcommandRow("say in sentences what a policy file does to whom, and when", _file_options, _explain),
+    "show": SubcommandRow("say in sentences which policies are in force on this machine", _show_options, _show),
     "test": SubcommandRow("run unit tests of a policy file", _test_options, _test),
     "backtest": SubcommandRow(
         "say what a policy file would have done on recorded samples", _backtest_options, _backtest

@@ -21,7 +21,7 @@ from functools import partial
 from gpuguard import capabilities
 from gpuguard.backends import Backend
 from gpuguard.backends.client import open_worker
-from gpuguard.claims.directory import LockDirectory, stamp_path
+from gpuguard.claims.directory import LockDirectory, daemon_files, stamp_path
 from gpuguard.clusters.slurm_node import SlurmNode
 from gpuguard.daemon.broker import Broker
 from gpuguard.daemon.exemptions import Exemptions
@@ -30,6 +30,7 @@ from gpuguard.daemon.server import SocketServer
 from gpuguard.daemon.upkeep import ClaimUpkeep
 from gpuguard.enforcement.limits import recover_actions
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
+from gpuguard.files import write_file
 from gpuguard.history import audit_log
 from gpuguard.history.queries import query_store, store_path
 from gpuguard.history.recorder import Recorder
@@ -410,7 +411,7 @@ class Daemon:
         if before:
             self._log("policy", "faults mended", file=file)
         if before or file.fingerprint != self._fingerprint or file.policies != self.watchdog.policies:
-            self._use(file)
+            self._use(file, file)
             self._keep(file, accounts)
         for problem in problems(file.notify):  # reported now, not when the first alarm is lost
             self._log("notify", "will fail", problem)
@@ -422,7 +423,7 @@ class Daemon:
             kept = parse(text, faulty.path, accounts=accounts, longest=self._settings.interval)
             self._last_good = None if kept.faults else kept
         if self._last_good:
-            self._use(last_good.still_in_force(self._last_good, faulty.text))
+            self._use(last_good.still_in_force(self._last_good, faulty.text), self._last_good)
 
     def _keep(self, file: PolicyFile, accounts: Accounts) -> None:
         self._last_good = file
@@ -436,7 +437,8 @@ class Daemon:
         except OSError as error:
             self._report(f"the policy file cannot be kept for the next start: {error}")
 
-    def _use(self, file: PolicyFile) -> None:
+    def _use(self, file: PolicyFile, last: PolicyFile) -> None:
+        """Judge by *file*: by *last*, a good one, or by what still holds of it."""
         former = self._sender
         templates = {**TEMPLATES, **file.messages}
         self._sender = None
@@ -453,8 +455,10 @@ class Daemon:
         try:
             if not self._settings.once:  # the snapshots of all commands go by it
                 publish_desktop_memory(self._directory, file.desktop_memory)
+                shown = last_good.public(file, last, enforcing=self._settings.enforce)
+                write_file(daemon_files(self._directory).file(last_good.POLICIES), shown)
         except OSError as error:
-            self._report(f"desktop_memory cannot be published, so it stays as it was: {error}")
+            self._report(f"policies and desktop_memory cannot be published, so both stay as they were: {error}")
         self.watchdog.interval = self._settings.intervals(file.interval)
         self.watchdog.protected = file.protected
         self.watchdog.policies = file.policies  # last: from here on they are judged by

@@ -10,7 +10,7 @@ import inspect
 import re
 import signal
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -20,6 +20,7 @@ from gpuguard.enforcement.identity import Protected
 from gpuguard.locale import N_, _, translated
 from gpuguard.policies.files.decoder import key_of, keys_of
 from gpuguard.policies.files.keys import DAYS
+from gpuguard.policies.files.last_good import PoliciesInForce
 from gpuguard.policies.files.loader import PolicyFile
 from gpuguard.policies.policy import DISRUPTIVE, INTERACTIVE_SECONDS, KEPT_SECONDS, KEPT_WITHIN, Policy, Scope, Step
 from gpuguard.policies.usage import UnclaimedRule
@@ -53,8 +54,11 @@ _WRITTEN: Mapping[Any, Callable[[Any], str]] = {
 }
 
 
-def sentences(file: PolicyFile) -> Iterator[str]:
-    """The lines for a person; one paragraph per policy."""
+def sentences(file: PolicyFile, names: Collection[str] | None = None, switch: str = "") -> Iterator[str]:
+    """The lines for a person; one paragraph per policy.
+
+    *names*: only of these policies.  *switch*: what becomes of an enforced one, where that is known.
+    """
     count = format_count(len(file.policies), "policy", "policies")
     yield _("{path}: {count}.").format(path=file.path, count=count)
     yield _("Nothing is ever done to root, to system accounts, or to a process that cannot be identified for certain.")
@@ -70,9 +74,10 @@ def sentences(file: PolicyFile) -> Iterator[str]:
             "{hours:.0f} h in {days:.0f} days, unless a policy says otherwise."
         ).format(longest=format_duration(file.longest_keep), hours=KEPT_SECONDS / 3600, days=KEPT_WITHIN / 86400)
     for policy in file.policies:
-        yield ""
-        yield policy.name
-        yield from (f"  {line}" for line in _policy(policy))
+        if names is None or policy.name in names:
+            yield ""
+            yield policy.name
+            yield from (f"  {line}" for line in _policy(policy, switch))
 
 
 def _protected(protected: Protected) -> Iterator[str]:
@@ -86,7 +91,37 @@ def _protected(protected: Protected) -> Iterator[str]:
         yield _("Nor to {names}.").format(names="; ".join(named))
 
 
-def _policy(policy: Policy) -> Iterator[str]:
+def show(known: PoliciesInForce, names: Collection[str] | None) -> Iterator[str]:
+    """The policies that the daemon of this machine judges by, or those of *names*."""
+    acts = _("Enforced.") if known.enforcing else _("Dry run: the daemon does not enforce, it only logs.")
+    yield from sentences(known.file, names, acts)
+    if changed := sorted(known.only_warn if names is None else known.only_warn & set(names)):
+        yield ""
+        yield _("The file has faults now: until they are mended these only warn: {names}.").format(
+            names=", ".join(changed)
+        )
+
+
+def reaching(file: PolicyFile, uid: int, groups: Collection[str]) -> list[str]:
+    """The names of the policies that can reach a user: neither for others alone nor sparing all that is theirs."""
+
+    def means(scope: Scope, *others: str) -> bool:
+        given = {key for key, value in vars(scope).items() if value is not None}
+        if scope.users is not None and uid not in scope.users:
+            return False
+        if scope.groups is not None and scope.groups.isdisjoint(groups):
+            return False
+        return given <= {"users", "groups", *others}
+
+    return [
+        policy.name
+        for policy in file.policies
+        if (policy.only is None or means(policy.only, "devices", "models", "kinds", "told"))
+        and not any(means(scope) for scope in policy.exempt)
+    ]
+
+
+def _policy(policy: Policy, switch: str) -> Iterator[str]:
     held = (
         _("for {time} without a break").format(time=format_duration(policy.hold)) if policy.hold else _("at one moment")
     )
@@ -138,7 +173,7 @@ def _policy(policy: Policy) -> Iterator[str]:
             time=format_duration(policy.cooldown)
         )
     if policy.enforce:
-        yield _("Enforced, if the daemon is started with --enforce; else only logged.")
+        yield switch or _("Enforced, if the daemon is started with --enforce; else only logged.")
     else:
         yield _("Dry run: mode is observe, so what would be done is only logged.")
 

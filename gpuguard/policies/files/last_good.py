@@ -12,17 +12,18 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuguard.files import read_file, write_file
 from gpuguard.jsonio import loads
-from gpuguard.policies.files.decoder import Name
-from gpuguard.policies.files.loader import PolicyFile
+from gpuguard.policies.files.decoder import Accounts, Name
+from gpuguard.policies.files.loader import PolicyFile, parse
 from gpuguard.policies.files.source import LARGEST, YamlNode, YamlSource
 from gpuguard.policies.policy import COUNTED
 
 TEXT, NAMES = "policy.last-good.yaml", "policy.names.json"
+POLICIES = "policies.json"  # among the daemon's files, for `gpuguard policy show`
 
 
 def still_in_force(last: PolicyFile, content: bytes) -> PolicyFile:
@@ -44,6 +45,38 @@ def still_in_force(last: PolicyFile, content: bytes) -> PolicyFile:
         for policy in last.policies
     )
     return replace(last, policies=tuple(policies))
+
+
+def public(file: PolicyFile, last: PolicyFile, *, enforcing: bool) -> bytes:
+    """What everybody may know of the policies in force: all that *file* says, but for the ways to send messages.
+
+    *last*: the good file of which it is what still holds.  *enforcing*: the daemon's own switch.
+    """
+    text = _plain(file.text)
+    shown = {key: value for key, value in text.items() if key not in ("notify", "messages")}
+    if file.notify:
+        shown["notify"] = {name: {"hook": {"command": ["/bin/true"]}} for name in file.notify}  # so that it can be read
+    changed = [policy.name for policy in file.policies if policy not in last.policies]
+    return json.dumps({"path": file.path, "enforcing": enforcing, "only_warn": changed, "file": shown}).encode()
+
+
+@dataclass(frozen=True)
+class PoliciesInForce:
+    """The policies that the daemon of this machine judges by."""
+
+    file: PolicyFile
+    enforcing: bool  # whether the daemon acts at all
+    only_warn: frozenset[str]  # policies that were changed in a file with faults
+
+
+def in_force(path: str, owners: tuple[int, ...]) -> PoliciesInForce:
+    """What public() wrote at *path*.  Raises OSError, or ValueError: it is something else."""
+    content = loads(read_file(path, 2 * LARGEST, owners))
+    if not isinstance(content, dict) or not isinstance(content.get("file"), dict):
+        raise ValueError("it is of another version")
+    text = json.dumps(content["file"], ensure_ascii=False)
+    file = parse(text, str(content.get("path")), accounts=Accounts(remembered={}))
+    return PoliciesInForce(file, content.get("enforcing") is True, frozenset(map(str, content.get("only_warn") or ())))
 
 
 def keep(folder: str, text: bytes, names: Mapping[Name, int]) -> None:
