@@ -27,6 +27,7 @@ QUARANTINED, DIVIDED, RESERVED = "quarantined", "divided", "reserved"
 STATES = (UNHEALTHY, UNCLAIMED_USE, IN_USE, IDLE, CLAIMED, UNKNOWN, FREE)
 EXACT_STATES = (*STATES, QUARANTINED, DIVIDED, RESERVED)
 
+BEYOND_LIMIT = 2.0  # times its power limit: peaks last for milliseconds, and what lasts longer is no reading
 MOST_WATTS = 10_000.0  # no device draws as much: a counter that says so is another one, or began anew
 IDLE_BELOW = 1.0  # percent, mean of the driver's sample buffer
 # What driver and firmware may keep for themselves on an idle device, where the driver counts it as used (before 510
@@ -456,4 +457,5 @@ def mean_watts(before: Device, now: Device, seconds: float) -> float | None:
     if before.total_energy is None or now.total_energy is None:
         return None
     watts = (now.total_energy - before.total_energy) / seconds
-    return watts if 0 <= watts <= MOST_WATTS else None
+    most = MOST_WATTS if now.power_limit is None else BEYOND_LIMIT * now.power_limit
+    return watts if 0 <= watts <= most else None

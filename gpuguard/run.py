@@ -15,6 +15,7 @@ import os
 import shlex
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,7 @@ from gpuguard.jobs.processes import (
     start,
 )
 from gpuguard.locale import _, translated
-from gpuguard.model import HEALTH, IDLE_TOLERANCE, MEMORY, POWER, UTILIZATION, Event
+from gpuguard.model import HEALTH, IDLE_TOLERANCE, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, UTILIZATION, Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,7 +57,8 @@ if TYPE_CHECKING:
     from gpuguard.claims.directory import LockDirectory
     from gpuguard.jobs.isolation import Isolation
     from gpuguard.jobs.limits import JobLimits
-    from gpuguard.model import Device, Snapshot
+    from gpuguard.jobs.surroundings import Surroundings
+    from gpuguard.model import Device, GpuProcess, Snapshot
 
 TICK_SECONDS = 2.5  # how long a lock that the job dropped may stay dropped: one flock per device each time
 SAMPLE_SECONDS = 5.0  # for the summary: finer would tell little more
@@ -114,6 +116,7 @@ class JobEnd:
     killed_by: int | None = None  # the signal that ended it
     why: str | None = None  # a policy or this process began to end it, or it could not be started, in words
     policy: str | None = None  # the one that ended it
+    remarks: tuple[str, ...] = ()  # who else was on its devices, and where else it was
 
 
 def run(
@@ -187,6 +190,7 @@ class JobSupervisor:
         self.escalation = Escalation(time.monotonic(), settings.time_limit, settings.grace, settings.checkpoint)
         # What a shared device does is its neighbours' doing too.
         self.meter = JobMeter(claim.devices if claim.memory is None else ())
+        self.surroundings: Surroundings | None = None  # from the first sample on: a short job does not load it
         self.status: int | None = None
         self.killed_by: int | None = None  # the signal
         self.interrupted = False
@@ -295,7 +299,18 @@ class JobSupervisor:
                 )
                 log_claim("claim lost", "job goes on", self.claim, str(lost))
         if time.monotonic() >= self.sample_at:
-            self.sample(self.meter.add)
+            self.sample(self.count)
+
+    def count(self, snapshot: Snapshot) -> None:
+        """Add a sample to the numbers of the job, and tell its user who else is there."""
+        around = self.surroundings
+        strangers = around.strangers(snapshot) if around else []
+        self.meter.add(snapshot, strangers)
+        news = [("stranger", text) for text in around.news(strangers)] if around else []
+        news += [("outside", text) for text in around.look(self.family)] if around else []
+        for kind, text in news:
+            log_claim(kind, "owner warned", self.claim, text)
+            self.notify(translated(text))
 
     def check_claim(self) -> None:
         """Answer a request to release the claim, and hold it otherwise; ClaimLost: it is not ours any more."""
@@ -348,7 +363,13 @@ class JobSupervisor:
 
     def sample(self, count: Callable[[Snapshot], None]) -> None:
         """Read the claimed devices; a driver that fails costs the numbers, not the job."""
-        fields = {MEMORY, UTILIZATION, POWER} | (self.limits.fields if self.limits else frozenset())
+        if self.surroundings is None:
+            with suppress(ImportError):  # it was upgraded meanwhile
+                from gpuguard.jobs.surroundings import Surroundings
+
+                self.surroundings = Surroundings(self.claim, self.backend, self.settings.directory)
+        fields = {MEMORY, UTILIZATION, POWER, PROCESSES, PROCESS_DETAILS}
+        fields |= self.limits.fields if self.limits else frozenset()
         if any(device.parent_uuid for device in self.claim):
             fields.add(HEALTH)  # which brings the MIG instances along
         try:
@@ -372,14 +393,14 @@ class JobSupervisor:
         self.sample_at = time.monotonic() + self.sample_every
 
     def judge(self, snapshot: Snapshot) -> None:
-        """Begin to end the job when it has reached one of its limits; name others on its devices to its owner."""
+        """Begin to end the job when it has reached one of its limits."""
         if not self.limits:
             return
         living = self.pid if self.status is None else None
         finding = self.limits.judge(snapshot, self.family(), TICK_SECONDS, pid=living)
         if self.claim.memory is not None and finding.used is not None:
             self.meter.peak_memory = max(self.meter.peak_memory or 0, finding.used)
-        for kind, texts in (("stranger", finding.strangers), ("", finding.blind), ("share", finding.over)):
+        for kind, texts in (("", finding.blind), ("share", finding.over)):
             for text in texts:
                 if kind:
                     log_claim(kind, "owner warned", self.claim, text)
@@ -477,7 +498,9 @@ class JobSupervisor:
             if self.escalation.why
             else None
         )
-        ended = JobEnd(status, die_of, wall_time, outcome, *numbers, self.killed_by, by_policy or why, policy)
+        remarks = tuple(self.surroundings.remarks) if self.surroundings else ()
+        why = by_policy or why
+        ended = JobEnd(status, die_of, wall_time, outcome, *numbers, self.killed_by, why, policy, remarks)
         _log_end(self.claim, ended, by_policy or self.escalation.why)
         return ended
 
@@ -512,11 +535,12 @@ class JobMeter:
         self._busy = self._known = 0.0  # percent x seconds, and seconds, of all devices together
         self.peak_memory: int | None = None  # bytes, of the fullest device
 
-    def add(self, snapshot: Snapshot) -> None:
-        """Count a sample that was taken while the job ran."""
+    def add(self, snapshot: Snapshot, strangers: Sequence[tuple[Device, GpuProcess]] = ()) -> None:
+        """Count a sample that was taken while the job ran, without what *strangers* hold."""
         for device in filter(None, map(snapshot.device, self._uuids)):
-            if device.memory_used is not None:
-                self.peak_memory = max(self.peak_memory or 0, device.memory_used)
+            theirs = [process.memory_used for where, process in strangers if where.uuid == device.uuid]
+            if device.memory_used is not None and None not in theirs:
+                self.peak_memory = max(self.peak_memory or 0, device.memory_used - sum(filter(None, theirs)))
             # What the driver averages reaches back some seconds: in the first sample to before the job.
             if self._last is not None and device.utilization is not None:
                 seconds = snapshot.clock - self._last.clock

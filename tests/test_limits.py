@@ -171,31 +171,6 @@ def test_an_instance_is_judged_by_its_own_processes_and_not_by_those_beside_it()
     assert judge(limits("15GiB", devices=(mine.uuid,)), *[(parent, mine, other)] * 4)[2]
 
 
-def test_the_owner_is_told_once_of_a_stranger_on_the_device():
-    judged = limits("30GiB")
-    device = a_device(0, processes=(a_process(99, uid=BOB, user="bob"),))
-    told = [judged.judge(a_snapshot(device, clock=10_000 + n), FAMILY, 1.0).strangers for n in range(3)]
-
-    assert told == [("bob (pid 99) computes on GPU 0 too, which you have claimed.",), (), ()]
-
-
-@pytest.mark.parametrize(
-    "process",
-    [
-        a_process(4711, uid=BOB),
-        a_process(99, uid=ALICE),
-        a_process(99, uid=None),
-        a_process(99, uid=BOB, kind="graphics", memory_used=GIB),
-        a_process(98, uid=BOB),
-    ],
-    ids=["of the job", "of the owner", "of an unknown owner", "a desktop", "there before"],
-)
-def test_the_owner_is_told_of_no_other_process(process):
-    sample = a_snapshot(a_device(0, processes=(process,)))
-
-    assert limits("30GiB", present={98}).judge(sample, FAMILY, 2.5).strangers == ()
-
-
 def sharer(**facts: Any) -> JobLimits:
     claim = ClaimRecord("c1", ALICE, "alice", (a_uuid(0),), memory=10 * GIB)
     return JobLimits((share_policy(10 * GIB),), claim, **facts)
@@ -212,12 +187,12 @@ def test_a_job_over_its_share_is_told_once_until_it_uses_less():
     assert [one.used for one in told[3:5]] == [12 * GIB, 9 * GIB]
 
 
-def test_neighbours_on_a_shared_device_are_no_strangers_and_their_use_is_not_held_against_the_share():
+def test_the_use_of_neighbours_on_a_shared_device_is_not_held_against_the_share():
     device = a_device(0, processes=(a_process(99, uid=BOB, memory_used=60 * GIB), a_process(4711, memory_used=GIB)))
     judged = sharer()
     told = [judged.judge(a_snapshot(device, clock=10_000 + 2.5 * at), FAMILY, 2.5) for at in range(4)]
 
-    assert [(finding.over, finding.strangers) for finding in told] == [((), ())] * 4
+    assert [finding.over for finding in told] == [()] * 4
 
 
 @pytest.mark.parametrize("facts", [("0GiB", None, None), ("0%", None, None), (None, 0.0, None), (None, None, 0.0)])
@@ -244,7 +219,7 @@ def reached_alone(*samples: Device, **facts: Any) -> list[bool]:
 
 
 def texts(*samples: Device, **facts: Any) -> list[str]:
-    return [text for finding in judged_alone(*samples, **facts) for text in (*finding.blind, *finding.strangers)]
+    return [text for finding in judged_alone(*samples, **facts) for text in finding.blind]
 
 
 def unnamed(memory: int | None, **fields: Any) -> Device:

@@ -244,6 +244,7 @@ def summary_line(devices: Sequence[Device], ended: JobEnd) -> str:
             format_duration(ended.wall_time),
             *_numbers(ended),
             _("exit {status}").format(status=ended.status),
+            *map(translated, ended.remarks),
         ]
     )
 
@@ -268,6 +269,7 @@ def end_in_words(ended: JobEnd) -> str:
         how += _(", killed by {signal}").format(signal=signal_name(ended.killed_by))
         how += _(", not by gpuguard run: perhaps memory of the host ran out") * (ended.killed_by == signal.SIGKILL)
     parts = [how, _("ran {wall_time}").format(wall_time=format_duration(ended.wall_time)), ", ".join(_numbers(ended))]
+    parts += map(translated, ended.remarks)
     if ended.outcome == LEFT:
         parts.append(_("the claim is {left}").format(left=LEFT))
     return "; ".join(filter(None, parts))

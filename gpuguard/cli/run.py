@@ -264,13 +264,12 @@ def _limits_for(
 
     if claim.memory is not None:
         policies = (*policies, share_policy(claim.memory))
-    present = {process.pid for device in claim for process in device.processes or ()}
     uid, uuids = os.getuid(), tuple(device.uuid for device in claim)
     record = ClaimRecord(claim.id, uid, user_name(uid), uuids, memory=claim.memory)
     is_nested = "." in claim.id  # then the outer job uses the devices too
     alone = not (is_nested or request.share or request.max_processes or request.mine_as_free)
     pids_known = backend.simulated or in_first_pid_namespace() is not False
-    limits = JobLimits(policies, record, present, used_before(claim) if alone else {}, pids_known)
+    limits = JobLimits(policies, record, used_before(claim) if alone else {}, pids_known)
     for text in limits.caveats(claim):
         log.warn(text)
     return limits

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import computes, device_title
+from gpuguard.device_state import device_title
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _, ngettext
 from gpuguard.model import (
@@ -35,7 +35,6 @@ from gpuguard.policies.engine import EngineMemory as EngineMemory
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.thresholds import MemoryRule, TemperatureRule
-from gpuguard.policies.view import judged_processes
 from gpuguard.units import Amount, format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -83,7 +82,6 @@ class ReachedLimit:
 class LimitFinding:
     """What one sample says: warnings for the owner, each once, and the limit that is reached, if any."""
 
-    strangers: tuple[str, ...] = ()
     blind: tuple[str, ...] = ()
     reached: ReachedLimit | None = None
     over: tuple[str, ...] = ()  # of a job that shares its devices: it uses more than its share
@@ -132,7 +130,6 @@ class JobLimits:
 
     policies: Sequence[Policy]  # of policies_of()
     claim: ClaimRecord  # of the job, with its devices
-    present: Collection[int] = ()  # pids on the devices before the job: their owners need no warning
     before: Mapping[str, int] = field(default_factory=dict)  # uuid -> bytes, of devices that are the job's alone
     pids_known: bool = True  # whether the driver's pids are those of this pid namespace
     _memory: EngineMemory = field(default_factory=EngineMemory)
@@ -197,7 +194,6 @@ class JobLimits:
         due = [verdict for verdict in judgement.verdicts if verdict.step == last[verdict.policy]]
         due = [verdict for verdict in due if verdict.policy != "memory"]
         return LimitFinding(
-            strangers=tuple(self._strangers(snapshot, family)),
             blind=(*texts, *self._blind(own)),
             reached=self._reached(due[0]) if due else None,
             over=self._over_share(own, judgement.verdicts),
@@ -283,23 +279,6 @@ class JobLimits:
             why = f"{why}, for {format_duration(hold)}"
         pids = tuple(process.pid for process in verdict.finding.processes)
         return ReachedLimit(verdict.policy, f"{why} (--{verdict.policy})", pids)
-
-    def _strangers(self, snapshot: Snapshot, family: Mapping[int, float]) -> list[str]:
-        """Processes of others that came to a device of the job; those without a known owner are left alone."""
-        texts: list[str] = []
-        if not self.pids_known or self.claim.memory is not None:  # neighbours are no strangers
-            return texts
-        for device in snapshot.devices:
-            for process in judged_processes(device) if device.uuid in self.claim.devices else ():
-                mark = (device.uuid, process.pid, process.start_time)
-                known = process.pid in family or process.pid in self.present or process.uid == self.claim.uid
-                if not known and computes(process, device) and mark not in self._reported:
-                    self._reported.add(mark)
-                    who = process.user or f"uid {process.uid}"
-                    texts.append(
-                        f"{who} (pid {process.pid}) computes on {device_title(device)} too, which you have claimed."
-                    )
-        return texts
 
     def _blind(self, own: Snapshot) -> list[str]:
         """Limits that cannot be kept because the driver does not tell enough, in two samples in a row."""

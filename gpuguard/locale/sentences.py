@@ -328,6 +328,12 @@ SENTENCES = (
     "the job {why} (--memory): its neighbours can run out of memory.  --memory-limit ends such a job.",
     "{why} (--{limit})",
     "{user} (pid {pid}) computes on {gpu} too, which you have claimed.",
+    "GPU {device} with {user} (pid {pid})",
+    "GPU {device} without a claim (pid {pid})",
+    (
+        "the job computes on {gpu} (pid {pid}), which it has not claimed: leave CUDA_VISIBLE_DEVICES as gpuguard sets "
+        "it, and count GPUs from 0 in the job."
+    ),
     "ended by policy {policy} ({why})",
     "the claim {id} was released {request}.",
     "the lock file {path} was removed or replaced.",

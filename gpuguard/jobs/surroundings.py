@@ -1,0 +1,113 @@
+"""What goes on around a job: others on its GPUs, and the job itself on GPUs that it has not claimed.
+
+Only told: to the job's log, and in its last line.  Root's processes, and those in containers, may be the job's own.
+Rows are sifted by uid before anything else is read, so a job that is alone costs no look at /proc or at other claims.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from gpuguard.backends import Backend
+from gpuguard.claims.claim import Claim
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.device_state import claim_of, claims_on, computes, device_title, started_by, usable_devices
+from gpuguard.errors import BackendError
+from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
+from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts
+from gpuguard.source import read_state, with_claims
+
+FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS})
+FIRST_LOOK_SECONDS = 4.0  # then after twice as long each time, because most jobs find their GPU at once
+LOOK_SECONDS = 60.0  # between two looks at all GPUs, where a daemon publishes what it sees
+OWN_LOOK_SECONDS = 600.0  # where the driver must be asked for each of them
+
+
+Stranger = tuple[Device, GpuProcess]  # a process of another user, and where it is
+
+
+class Surroundings:
+    """What was seen around one job."""
+
+    def __init__(self, claim: Claim, backend: Backend, directory: LockDirectory | None) -> None:
+        self.remarks: dict[str, None] = {}  # for the last line of the job, in the order in which they came
+        self._claim, self._backend, self._directory = claim, backend, directory
+        self._uuids = frozenset(device.uuid for device in claim)
+        self._knows_pids = backend.simulated or in_first_pid_namespace() is not False
+        self._told: set[object] = set()
+        self._look_at, self._wait = time.monotonic() + FIRST_LOOK_SECONDS, FIRST_LOOK_SECONDS
+
+    def strangers(self, snapshot: Snapshot) -> list[Stranger]:
+        """The processes of others on the devices of the job."""
+        claim = self._claim
+        if not self._knows_pids or self._directory is None or claim.memory is not None or claim.max_processes:
+            return []  # neighbours are no strangers
+        perhaps = [
+            (device, process)
+            for device in snapshot.devices
+            for process in _rows(device, self._uuids)
+            if process.uid not in (None, 0, os.getuid()) and not process.container and computes(process, device)
+        ]
+        if not perhaps:
+            return []
+        known = with_claims(snapshot, lambda: self._directory)
+        stats = process_facts(known)
+        return [each for each in perhaps if claim_of(each[1], claims_on(known, each[0]), stats) is None]
+
+    def news(self, strangers: Iterable[Stranger]) -> Iterator[str]:
+        """A sentence about each of *strangers* who was not there in the samples before."""
+        for device, process in strangers:
+            mark = device.uuid, process.pid, process.start_time
+            if mark not in self._told:
+                self._told.add(mark)
+                who = process.user or f"uid {process.uid}"
+                self.remarks[f"GPU {device.label} with {who} (pid {process.pid})"] = None
+                yield f"{who} (pid {process.pid}) computes on {device_title(device)} too, which you have claimed."
+
+    def look(self, family: Callable[[], Mapping[int, float]]) -> Iterator[str]:
+        """A sentence about each GPU on which the job computes without a claim, where it is time to look again.
+
+        *family*: the living processes of the job, pid -> start time.
+        """
+        now = time.monotonic()
+        if now < self._look_at or not self._knows_pids or self._directory is None:
+            return
+        around = read_state(self._directory, boot_clock(), simulated=self._backend.simulated)
+        self._wait = min(2 * self._wait, LOOK_SECONDS if around else OWN_LOOK_SECONDS)
+        self._look_at = now + self._wait
+        try:
+            around = around or self._backend.sample(FIELDS | {HEALTH})
+        except BackendError:
+            return
+        for device, pid in self._outside(around, family):
+            if device.uuid not in self._told:
+                self._told.add(device.uuid)
+                self.remarks[f"GPU {device.label} without a claim (pid {pid})"] = None
+                yield (
+                    f"the job computes on {device_title(device)} (pid {pid}), which it has not claimed: leave "
+                    "CUDA_VISIBLE_DEVICES as gpuguard sets it, and count GPUs from 0 in the job."
+                )
+
+    def _outside(self, around: Snapshot, family: Callable[[], Mapping[int, float]]) -> Iterator[tuple[Device, int]]:
+        others = frozenset(device.uuid for device in usable_devices(around)) - self._uuids
+        own = [
+            (device, process)
+            for device in around.devices
+            for process in _rows(device, others)
+            if process.uid == os.getuid() and process.start_time is not None and computes(process, device)
+        ]
+        living = family().items() if own else ()
+        own = [(device, process) for device, process in own if (process.pid, process.start_time) in living]
+        if own:
+            known = with_claims(around, lambda: self._directory)
+            stats = process_facts(known)
+            for device, process in own:
+                if started_by(process, claims_on(known, device), stats) is None:  # else by a job within the job
+                    yield device, process.pid
+
+
+def _rows(device: Device, uuids: frozenset[str]) -> tuple[GpuProcess, ...]:
+    believed = device.uuid in uuids and device.processes_plausible
+    return (device.processes or ()) if believed else ()
