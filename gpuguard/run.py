@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import last_about
-from gpuguard.device_state import mean_watts
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError, ClaimLost, GpuguardError, shortage
 from gpuguard.history import audit_log
+from gpuguard.jobs.meter import JobMeter
 from gpuguard.jobs.processes import (
     DRAIN_SECONDS,
     INTERRUPTED,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from gpuguard.jobs.isolation import Isolation
     from gpuguard.jobs.limits import JobLimits
     from gpuguard.jobs.surroundings import Surroundings
-    from gpuguard.model import Device, GpuProcess, Snapshot
+    from gpuguard.model import Snapshot
 
 TICK_SECONDS = 2.5  # how long a lock that the job dropped may stay dropped: one flock per device each time
 SAMPLE_SECONDS = 5.0  # for the summary: finer would tell little more
@@ -189,7 +189,7 @@ class JobSupervisor:
         self.settings, self.limits = settings, settings.limits
         self.escalation = Escalation(time.monotonic(), settings.time_limit, settings.grace, settings.checkpoint)
         # What a shared device does is its neighbours' doing too.
-        self.meter = JobMeter(claim.devices if claim.memory is None else ())
+        self.meter = JobMeter([device.uuid for device in claim.devices] if claim.memory is None else ())
         self.surroundings: Surroundings | None = None  # from the first sample on: a short job does not load it
         self.status: int | None = None
         self.killed_by: int | None = None  # the signal
@@ -522,60 +522,6 @@ class JobSupervisor:
             return EXIT_TIMEOUT, None
         interrupted = self.interrupted or signal.SIGINT in signal.sigpending()
         return self.status, signal.SIGINT if self.killed_by == signal.SIGINT and interrupted else None
-
-
-class JobMeter:
-    """What *devices* did from the first sample on, summed as the usage store sums it; unknown stays None."""
-
-    def __init__(self, devices: Sequence[Device]) -> None:
-        self._uuids = [device.uuid for device in devices]
-        self._last: Snapshot | None = None
-        self._joules: dict[str, float] = {}
-        self._unknown_energy: set[str] = set()
-        self._busy = self._known = 0.0  # percent x seconds, and seconds, of all devices together
-        self.peak_memory: int | None = None  # bytes, of the fullest device
-
-    def add(self, snapshot: Snapshot, strangers: Sequence[tuple[Device, GpuProcess]] = ()) -> None:
-        """Count a sample that was taken while the job ran, without what *strangers* hold."""
-        for device in filter(None, map(snapshot.device, self._uuids)):
-            theirs = [process.memory_used for where, process in strangers if where.uuid == device.uuid]
-            if device.memory_used is not None and None not in theirs:
-                self.peak_memory = max(self.peak_memory or 0, device.memory_used - sum(filter(None, theirs)))
-            # What the driver averages reaches back some seconds: in the first sample to before the job.
-            if self._last is not None and device.utilization is not None:
-                seconds = snapshot.clock - self._last.clock
-                self._busy += device.utilization * seconds
-                self._known += seconds
-        self.add_after(snapshot)
-
-    def add_after(self, snapshot: Snapshot) -> None:
-        """Count a sample that was taken after the job: only its energy."""
-        last, self._last = self._last, snapshot
-        seconds = snapshot.clock - last.clock if last else 0.0
-        if last is None or seconds <= 0:
-            return
-        for uuid in self._uuids:
-            before, now = last.device(uuid), snapshot.device(uuid)
-            watts = mean_watts(before, now, seconds) if before and now else None
-            # A MIG instance has no meter of its own: what is there is its parent's, with the neighbours in it.
-            if watts is None or (now and now.parent_uuid):
-                self._unknown_energy.add(uuid)
-            else:
-                self._joules[uuid] = self._joules.get(uuid, 0.0) + watts * seconds
-
-    @property
-    def counts(self) -> bool:
-        """Whether there is a sample of the time of the job, without which no energy can be known."""
-        return bool(self._last and self._uuids)
-
-    def utilization(self) -> float | None:
-        """Percent, mean over time and devices."""
-        return self._busy / self._known if self._known else None
-
-    def energy(self) -> float | None:
-        """Joules of all devices together; None when the energy of one of them is unknown for some of the time."""
-        known = self._uuids and not self._unknown_energy and len(self._joules) == len(self._uuids)
-        return sum(self._joules.values()) if known else None
 
 
 def next_sample_seconds(every: float, *, limited: bool) -> float:

@@ -345,6 +345,29 @@ def test_a_claim_has_what_the_log_says_of_its_end_and_of_its_begin():
     assert unfinished == 1
 
 
+SEEN = [
+    {
+        "time_unix_seconds": 400.0, "kind": "claim", "outcome": "seen to end", "claim": "b", "user": "bob",
+        "devices": ["GPU-b"], "message": "python b.py", "facts": {"owner_uid": 1002, "wall_time_seconds": 100.0},
+    },
+    {
+        "time_unix_seconds": 4500.0, "kind": "claim", "outcome": "seen to end", "claim": "a", "user": "alice",
+        "facts": {"owner_uid": 1001, "wall_time_seconds": 1.0},
+    },
+]  # fmt: skip
+
+
+def test_what_the_daemon_saw_of_a_claim_counts_where_its_job_left_no_line():
+    """Root saw no job of another user: their logs are theirs."""
+    rows, _ = claim_rows([*LOG, *SEEN], 60.0, 5000.0)
+
+    assert [(row.id, row.user, row.command) for row in rows if row.id in "ab"] == [
+        ("a", "alice", "python <b>train.py"), ("b", "bob", "python b.py"),
+    ]  # fmt: skip
+    assert {row.id: row.gpu_seconds for row in rows}["a"] == 7200
+    assert {row.id: row.wall_time_seconds for row in rows}["b"] == 100.0
+
+
 def test_the_page_and_the_text_show_how_long_each_claim_took_in_whole_numbers(path):
     store.opened(path, check=True).close()
     report, claims = reported(path, "claim"), claim_rows(LOG, 60.0, 4000.0)

@@ -20,7 +20,8 @@ from wrapped import UUIDS, end, first_line, python
 
 from gpuguard.cli.job_log import summary_line
 from gpuguard.history.schema import DEVICE_COLUMNS, UsageSums
-from gpuguard.run import JobEnd, JobMeter
+from gpuguard.jobs.meter import JobMeter
+from gpuguard.run import JobEnd
 
 SIGNAL_MASKS = ("grep", "-E", "^Sig(Ign|Blk)", "/proc/self/status")
 FAST = {"TICK_SECONDS": 0.05, "SAMPLE_SECONDS": 0.05, "FIRST_SAMPLE_SECONDS": 0.02}
@@ -202,7 +203,7 @@ def test_the_numbers_of_the_job_are_in_its_event(wrapped):
 
 
 def test_unknown_numbers_stay_unknown():
-    meter = JobMeter([a_device(0)])
+    meter = JobMeter([a_device(0).uuid])
     for clock in range(3):
         unknown = a_device(0, memory_used=None, utilization=None, total_energy=None)
         meter.add(a_snapshot(unknown, clock=float(clock)))
@@ -211,7 +212,7 @@ def test_unknown_numbers_stay_unknown():
 
 
 def test_an_energy_counter_that_was_set_back_is_unknown():
-    meter = JobMeter([a_device(0), a_device(1)])
+    meter = JobMeter([a_device(0).uuid, a_device(1).uuid])
     for clock, first in enumerate((5000.0, 10.0)):
         meter.add(a_snapshot(a_device(0, total_energy=first), a_device(1, total_energy=9000.0), clock=float(clock)))
 
@@ -220,7 +221,7 @@ def test_an_energy_counter_that_was_set_back_is_unknown():
 
 def test_the_summary_of_a_job_and_the_usage_store_sum_alike():
     """Samples of a job come closer together at first: each counts for the time since the one before."""
-    meter, tally = JobMeter([a_device(0)]), UsageSums()
+    meter, tally = JobMeter([a_device(0).uuid]), UsageSums()
     for clock, utilization, joules in ((0.0, 0.0, 0.0), (1.0, 90.0, 300.0), (10.0, 10.0, 1200.0)):
         device = a_device(0, utilization=utilization, total_energy=joules)
         snapshot = a_snapshot(device, clock=clock, taken_at=1_700_000_000.0 + clock)

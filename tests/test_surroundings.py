@@ -17,9 +17,9 @@ from nodes import Gpuguard, start, until
 from gpuguard.claims.directory import lock_directory
 from gpuguard.errors import BackendError
 from gpuguard.jobs import surroundings
+from gpuguard.jobs.meter import JobMeter
 from gpuguard.jobs.surroundings import Surroundings
 from gpuguard.model import ProcessStat
-from gpuguard.run import JobMeter
 
 ME, BOB = os.getuid(), 4242
 MINE, OTHER = a_device(0), a_device(1)
@@ -70,7 +70,7 @@ OURS = a_claim_record(uid=ME, holders=(50,))
 
 
 def test_a_stranger_is_told_once_and_its_memory_is_not_the_jobs(around):
-    here, meter = around(claims=[OURS]), JobMeter([MINE])
+    here, meter = around(claims=[OURS]), JobMeter([MINE.uuid])
     snapshot = a_snapshot(used_by(a_process(99, uid=BOB, user="bob", memory_used=3 * GIB)))
     told = [list(here.news(here.strangers(snapshot))) for _ in range(3)]
     meter.add(snapshot, here.strangers(snapshot))
@@ -80,7 +80,7 @@ def test_a_stranger_is_told_once_and_its_memory_is_not_the_jobs(around):
 
 
 def test_where_the_memory_of_a_stranger_is_unknown_that_of_the_job_is_too():
-    meter, stranger = JobMeter([MINE]), a_process(99, uid=BOB, memory_used=None)
+    meter, stranger = JobMeter([MINE.uuid]), a_process(99, uid=BOB, memory_used=None)
     meter.add(a_snapshot(used_by(stranger)), [(MINE, stranger)])
 
     assert meter.peak_memory is None

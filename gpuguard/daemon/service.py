@@ -25,6 +25,7 @@ from gpuguard.claims.directory import LockDirectory, daemon_files, stamp_path
 from gpuguard.clusters.slurm_node import SlurmNode
 from gpuguard.daemon.broker import Broker
 from gpuguard.daemon.exemptions import Exemptions
+from gpuguard.daemon.jobs_seen import JobsSeen
 from gpuguard.daemon.requests import RequestContext, handle
 from gpuguard.daemon.server import SocketServer
 from gpuguard.daemon.upkeep import ClaimUpkeep
@@ -160,6 +161,7 @@ class Daemon:
         self._unknown = ""  # names in the file that mean no user any more, when they were last reported
         self._absent = ""  # likewise, what means no GPU here
         self._published, self._published_at = True, 0.0
+        self._jobs_seen = JobsSeen()
         self._lost = 0, 0.0  # events that the log could not take, and when the first of them was
         self._trouble: str | None = None  # of the broker when it was last tended
         self._metrics_trouble: str | None = None  # why the metrics are not served, though they should be
@@ -473,6 +475,8 @@ class Daemon:
         self.last = snapshot
         if self._settings.once:
             return
+        for event in self._jobs_seen.look(snapshot):
+            self._write(event)  # and not into the journal, too
         self._recorder.record(snapshot, GAP_INTERVALS * self.watchdog.interval[1], wanted(self.waiting))
         if snapshot.clock - self._published_at < PUBLISH_SECONDS - pause / 1.5:  # no sample comes on the dot
             return

@@ -180,14 +180,17 @@ def claim_rows(
             commands[claim] = str(line.get("message") or "")
             if begin <= when < end:
                 begun.add(claim)
-        elif line.get("kind") == "release" and "wall_time_seconds" in facts_of(line):
+        elif line.get("kind") in ("release", "claim") and "wall_time_seconds" in facts_of(line):
+            if claim in ended and line["kind"] == "claim":  # what the daemon saw of it: the job's own line says more
+                continue
             ended.add(claim)
             if begin <= when < end:
-                user, uid = line.get("user"), facts_of(line).get("uid")
+                user, uid = line.get("user"), facts_of(line).get("uid", facts_of(line).get("owner_uid"))
                 if not isinstance(user, str):
                     user = name_of(uid) if type(uid) is int else None
                 known = sound_fields(ClaimRow, facts_of(line), CLAIM_FACTS)
-                command = commands.get(claim) or None
+                seen = str(line.get("message") or "") if line["kind"] == "claim" else ""
+                command = commands.get(claim) or seen or None
                 rows[claim] = ClaimRow(claim, user, tuple(devices_of(line)), when, command, **known)
     found = [*rows.values(), *(row for row in running if row.id not in ended)]
     largest = sorted(found, key=lambda row: -(row.gpu_seconds or 0.0))

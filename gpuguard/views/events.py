@@ -44,7 +44,7 @@ WORDS = (
     N_("wall_time"), N_("peak_memory"), N_("mean_utilization"), N_("energy"), N_("until"), N_("container"),
     N_("target"), N_("users"), N_("count"), N_("retry_after"), N_("num_gpus"), N_("begins"), N_("ends"),
     N_("harm_action"), N_("harm"), N_("path"), N_("slurm_job"), N_("ticket"), N_("lines"), N_("waited"),
-    N_("time limit"), N_("limit"), N_("stranger"), N_("outside"), N_("share"), N_("owner warned"),
+    N_("time limit"), N_("limit"), N_("stranger"), N_("outside"), N_("seen to end"), N_("share"), N_("owner warned"),
     N_("metrics not served"), N_("metrics served"), N_("process ended"),
     N_("claims"), N_("lock kept"), N_("no room"),
     N_("held by several users"), N_("others were there first"),

@@ -1,0 +1,61 @@
+"""What each claim of this machine took, written down when it ends: users keep the logs of their jobs to themselves.
+
+As the daemon has seen it: a claim that comes and goes between two samples is in no line, and exit codes are unknown.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpuguard.device_state import claims_readable
+from gpuguard.jobs.meter import JobMeter
+from gpuguard.model import ClaimRecord, Event, Snapshot
+
+ENDED = "seen to end"  # the outcome of these lines
+LONGEST_COMMAND = 1000  # characters
+
+
+@dataclass
+class _SeenJob:
+    claim: ClaimRecord
+    meter: JobMeter
+    begun: float  # unix time
+
+
+class JobsSeen:
+    """The claims that live, with their numbers so far."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[tuple[int, str], _SeenJob] = {}
+
+    def look(self, snapshot: Snapshot) -> Iterator[Event]:
+        """Count the next sample; a line about each claim that is there no more."""
+        if not claims_readable(snapshot):
+            return
+        living = {(claim.uid, claim.id): claim for claim in snapshot.claims if claim.alive and claim.uid >= 0}
+        for key, claim in living.items():
+            job = self._jobs.get(key)
+            if job is None:
+                uuids = claim.devices if claim.memory is None else ()  # a shared GPU does what its neighbours do, too
+                job = self._jobs[key] = _SeenJob(claim, JobMeter(uuids), claim.since or snapshot.taken_at)
+            job.claim = claim
+            job.meter.add(snapshot)
+        for key in [key for key in self._jobs if key not in living]:
+            yield _line(self._jobs.pop(key), snapshot.taken_at)
+
+
+def _line(job: _SeenJob, ended: float) -> Event:
+    claim, meter = job.claim, job.meter
+    numbers = {
+        "wall_time_seconds": round(max(0.0, ended - job.begun), 3),
+        "peak_memory_bytes": meter.peak_memory,
+        "mean_utilization_percent": meter.utilization(),
+        "energy_joules": meter.energy(),
+    }
+    command = shlex.join(claim.command)[:LONGEST_COMMAND] if claim.command else None
+    about = claim.user, claim.devices, claim.pid, claim.id, command
+    # Its user is named, but not by "uid": then all their jobs would come to ask what happened to them.
+    return Event(time.time(), "claim", ENDED, *about, (("owner_uid", claim.uid), *numbers.items()))
