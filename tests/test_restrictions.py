@@ -431,3 +431,113 @@ def test_a_quarantine_holds_for_everybody_and_only_root_can_make_or_end_it(admin
     assert [done.returncode for done in theirs] == [1, 1] and "sudo" in theirs[0].stderr
     assert [done.returncode for done in refused] == [75, 75, 75]
     assert all("quarantined by the administrator: XID 79" in done.stderr for done in refused)
+
+
+# Over a boot.
+
+
+@pytest.fixture
+def copies(directory, tmp_path, monkeypatch):
+    """Where the copies lie that outlive a boot: root's, and the daemon's."""
+    places = {directory.path: str(tmp_path / "admin"), f"{directory.path}/daemon": str(tmp_path / "state")}
+    monkeypatch.setattr(restrictions, "COPIES", places)
+    return tmp_path / "admin"
+
+
+@pytest.fixture
+def boots(monkeypatch):
+    """Let the machine be started again."""
+
+    def boot() -> None:
+        monkeypatch.setattr(restrictions, "boot_id", lambda: "another0")
+
+    return boot
+
+
+def brought_back(directory, copies, kind) -> dict[str, Restriction]:
+    """What holds after the directory was made anew, as systemd-tmpfiles does it."""
+    file = Path(directory.path, f"{kind}.json")
+    file.unlink(missing_ok=True)
+    copy = copies / f"{kind}.json"
+    if copy.exists():
+        file.write_bytes(copy.read_bytes())
+    return read_restrictions(directory, kind, time.time())
+
+
+@pytest.mark.parametrize("kind", [DENIED, QUARANTINED])
+def test_what_was_decided_outlives_a_boot_and_what_is_until_then_does_not(directory, copies, boots, kind):
+    """A GPU set aside for XID 79 was free after the reboot that one does for it."""
+    restrict(directory, kind, "lasts", until=time.time() + 3600)
+    restrict(directory, kind, "until a boot", until_reboot=True)
+    restrict(directory, kind, "of a process", process=(4711, 1.0))
+    assert read_restrictions(directory, kind, time.time()).keys() == {"lasts", "until a boot", "of a process"}
+    boots()
+
+    [left] = brought_back(directory, copies, kind).values()
+    assert (left.name, left.reason) == ("lasts", "a good reason")
+    assert left.until and left.until > time.time() + 3500
+
+
+def test_a_directory_that_is_not_lost_by_a_boot_forgets_what_was_until_then(directory, boots):
+    restrict(directory, QUARANTINED, "lasts")
+    restrict(directory, QUARANTINED, "until a boot", until_reboot=True)
+    boots()
+
+    assert read_restrictions(directory, QUARANTINED, time.time()).keys() == {"lasts"}
+
+
+def test_what_is_ended_does_not_come_back_with_a_boot(directory, copies, boots):
+    restrict(directory, QUARANTINED, "GPU-1")
+    change(directory, QUARANTINED, lambda found: found.clear())
+    boots()
+
+    assert brought_back(directory, copies, QUARANTINED) == {}
+    assert not (copies / "quarantined.json").exists()
+
+
+@root
+def test_a_copy_that_cannot_be_written_is_a_fault_and_changes_nothing(directory, copies):
+    copies.write_text("a file in its place")
+
+    with pytest.raises(LockDirectoryError, match="cannot be written"):
+        restrict(directory, QUARANTINED, "GPU-1")
+    assert read_restrictions(directory, QUARANTINED, time.time()) == {}
+
+
+def test_one_that_begins_later_holds_from_then_on_and_is_shown_before(directory):
+    now = time.time()
+    restrict(directory, QUARANTINED, "GPU-1", begins=now + 600, until=now + 1200)
+    restrict(directory, QUARANTINED, "GPU-2")
+
+    def names(at: float, **how: bool) -> set[str]:
+        return set(read_restrictions(directory, QUARANTINED, at, **how))
+
+    assert (names(now), names(now, planned=True)) == ({"GPU-2"}, {"GPU-1", "GPU-2"})
+    assert (names(now + 700), names(now + 1300, planned=True)) == ({"GPU-1", "GPU-2"}, {"GPU-2"})
+
+
+@pytest.mark.parametrize(("rule", "lasts"), [("health", True), ("temperature", False)])
+def test_what_a_policy_quarantines_outlives_a_boot_only_where_a_boot_mends_nothing(directory, boots, rule, lasts):
+    guard = Acting(directory, *[a_device(n) for n in range(4)])
+    verdict = a_verdict("quarantine", Subject("device", a_device(0).uuid))
+    guard.act(replace(verdict, finding=replace(verdict.finding, rule=rule)))
+    assert read_restrictions(directory, QUARANTINED, time.time())
+    boots()
+
+    assert bool(read_restrictions(directory, QUARANTINED, time.time())) is lasts
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("quarantine", "1", "--until-reboot"), "until it is ended, until the next boot"),
+        (("quarantine", "1", "--from", "in 2h", "--for", "1h"), "from "),
+        (("quarantine", "1", "--from", "mon 08:00"), "from "),
+    ],
+)
+def test_the_command_says_when_it_begins_and_that_it_ends_with_a_boot(gpuguard, words, said):
+    done = gpuguard(*words)
+
+    assert done.returncode == 0 and said in done.stdout
+    assert gpuguard("quarantine", "1", "--end").returncode == 0
+    assert gpuguard("quarantine", "--from", "in 2h").returncode != 0

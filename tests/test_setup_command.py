@@ -86,6 +86,9 @@ def test_systemd_tmpfiles_makes_the_same_directory_from_the_lines(fake, tmp_path
     conf.write_text(lines)
     (tmp_path / "root" / "etc" / "passwd").write_text("root:x:0:0::/root:/bin/sh\ngpuguard:x:900:900::/:/bin/false\n")
     (tmp_path / "root" / "etc" / "group").write_text("root:x:0:\ngpuguard:x:900:\n")
+    kept = tmp_path / "root" / "var" / "lib" / "gpuguard-admin" / "quarantined.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
     subprocess.run(["systemd-tmpfiles", f"--root={tmp_path / 'root'}", "--create"], check=True)
 
     made = lock_directory(str(tmp_path / "root" / "run" / "gpuguard"))
@@ -93,6 +96,9 @@ def test_systemd_tmpfiles_makes_the_same_directory_from_the_lines(fake, tmp_path
     assert mode(Path(made.records)) == 0o1777
     assert mode(Path(made.lock_path("gate"))) == 0o444
     assert daemon_files(made) == DaemonFiles(f"{made.path}/daemon", 900)
+    back = Path(made.path, "quarantined.json")
+    assert back.read_text() == "{}" and (mode(back), back.stat().st_uid) == (0o644, 0)
+    assert not Path(made.path, "denied.json").exists()
 
 
 @pytest.mark.root

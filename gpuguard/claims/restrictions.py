@@ -6,9 +6,11 @@
     set-back.json       tickets, and users by uid, that stand at the end of the queue: see daemon.broker
 
 Everybody can read them.  What root decides lies in the directory of the claims, what the daemon decides among the
-daemon's files; both count, hold without a daemon, and end by themselves when their time is over.  A file that another
-user could have written counts for nothing.  Where any user may make files (the sticky fallback) there are no
-restrictions.  Does not say who may ask for one: see daemon.requests, and the commands deny and quarantine.
+daemon's files; both count, hold without a daemon, and end by themselves when their time is over.  That directory is
+gone after a boot: of what shall outlive it a copy lies in COPIES, which systemd-tmpfiles brings back before the first
+claim (see `gpuguard setup`).  A file that another user could have written counts for nothing.  Where any user may make
+files (the sticky fallback) there are no restrictions.  Does not say who may ask for one: see daemon.requests, and the
+commands deny and quarantine.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files, open_lock_file
+from gpuguard.claims.directory import ADMIN_DIRECTORY, NAME, DaemonFiles, LockDirectory, daemon_files, open_lock_file
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import read_file, write_file
 from gpuguard.jsonio import decode, loads
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 DENIED, QUARANTINED, KEPT, SET_BACK = "denied", "quarantined", "kept", "set-back"
 ADMINISTRATOR = "the administrator"
+# Where the copies of denied and quarantined lie, by the folder of which they are.  Each belongs to who writes it.
+COPIES = {ADMIN_DIRECTORY: "/var/lib/gpuguard-admin", f"{ADMIN_DIRECTORY}/{NAME}": "/var/lib/gpuguard"}
 MAX_BYTES = 512 * 1024
 MAX_RESTRICTIONS = 1000
 MAX_REASON = 200  # characters
@@ -63,19 +67,30 @@ class Restriction:
     process: tuple[int, float] | None = None
     # (begin, end) of the times of the last days for which a user asked; None: they are not counted
     asked: tuple[tuple[float, float], ...] | None = None
+    begins: float | None = None  # unix time; None: at once
+    until_reboot: bool = False  # it is over after a boot
 
     def holds(self, now: float) -> bool:
-        """Whether it is not over yet."""
-        return self.until is None or now < self.until
+        """Whether it has begun and is not over."""
+        return not self.is_over(now) and (self.begins is None or self.begins <= now)
+
+    def is_over(self, now: float) -> bool:
+        """Whether its time is over."""
+        return self.until is not None and now >= self.until
 
 
-def read_restrictions(directory: LockDirectory, kind: str, now: float) -> dict[str, Restriction]:
+def read_restrictions(
+    directory: LockDirectory, kind: str, now: float, *, planned: bool = False
+) -> dict[str, Restriction]:
     """The restrictions of a kind that hold at *now* (unix time); none when there is no file that can be trusted.
+
+    *planned*: those that begin later, too.
 
     Raises:
         OSError: no further file can be opened to look.
     """
-    return _read_all(_folders(directory, kind), kind, now)
+    found = _read_all(_folders(directory, kind), kind, now)
+    return {name: each for name, each in found.items() if planned or each.holds(now)}
 
 
 def restrictions_against(directory: LockDirectory, uuids: Sequence[str], uid: int | None, now: float) -> dict[str, str]:
@@ -138,6 +153,9 @@ def change(
         with _only_writer(writable):
             restrictions = _read_all(writable, kind, time.time() - REMEMBERED_SECONDS.get(kind, 0.0))
             update(restrictions)
+            lasting = {name: each for name, each in restrictions.items() if not (each.until_reboot or each.process)}
+            for number, files in enumerate(writable):
+                _write_copy(files, kind, lasting if number == 0 else {})
             if restrictions:
                 _write(path, kind, restrictions)
             # Without a file a command that starts a job has nothing to read.  Root takes over what the daemon decided.
@@ -173,6 +191,8 @@ def to_json(restriction: Restriction) -> dict[str, str | float | None]:
         "until_unix_seconds": restriction.until,
         "reason": restriction.reason,
         "by": restriction.by,
+        "begins_unix_seconds": restriction.begins,
+        "until_reboot": restriction.until_reboot,
     }
 
 
@@ -201,7 +221,7 @@ def _read_all(folders: Sequence[DaemonFiles], kind: str, now: float) -> dict[str
     restrictions: dict[str, Restriction] = {}
     for files in folders:
         try:
-            for restriction in [restriction for restriction in _read(files, kind) if restriction.holds(now)]:
+            for restriction in [restriction for restriction in _read(files, kind) if not restriction.is_over(now)]:
                 extend(restrictions, restriction)
         except OSError as error:
             if shortage(error):  # it is there: it would be overlooked, and lost at the next change
@@ -219,11 +239,11 @@ def _read(files: DaemonFiles, kind: str) -> Iterator[Restriction]:
     step = step if abs(step) > STEP_SECONDS else 0.0
     for entry in content["marks"]:
         process, asked = entry.get("pid_and_start_seconds"), entry.get("asked_unix_seconds")
-        if process is not None and not this_boot:
+        if (process is not None or entry.get("until_reboot")) and not this_boot:
             continue
-        times = {"since": entry["since_unix_seconds"] + step, "until": entry["until_unix_seconds"]}
-        if times["until"] is not None:
-            times["until"] += step
+        times = {"since": entry["since_unix_seconds"], "until": entry["until_unix_seconds"]}
+        times["begins"] = entry.get("begins_unix_seconds")
+        times = {name: None if when is None else when + step for name, when in times.items()}
         asked = None if asked is None else [[begin + step, end + step] for begin, end in asked]
         if not all(when is None or abs(when) < LATEST for when in times.values()):
             raise ValueError("a time in it is none")
@@ -247,6 +267,20 @@ def _write(path: str, kind: str, restrictions: dict[str, Restriction]) -> None:
             _("{path} would become too long: end some of what is {kind} first.").format(path=path, kind=kind)
         )
     write_file(path, content, sync=True)
+
+
+def _write_copy(files: DaemonFiles, kind: str, lasting: dict[str, Restriction]) -> None:
+    """Keep over a boot what shall outlive it.  Raises OSError for root; a daemon may have no such place."""
+    place = COPIES.get(files.path) if kind in (DENIED, QUARANTINED) else None
+    if place is None:
+        return
+    path = os.path.join(place, f"{kind}.json")
+    with suppress(*(() if os.geteuid() == 0 else (OSError,))):
+        if lasting:
+            os.makedirs(place, exist_ok=True)
+            _write(path, kind, lasting)
+        elif os.path.lexists(path):
+            os.unlink(path)
 
 
 @contextmanager

@@ -47,8 +47,11 @@ from gpuguard.users import user_name
 from gpuguard.views import queue as view
 from gpuguard.views.text import put, put_json
 
-_FORMS = N_('write 09:00, "tomorrow 09:00", 2026-11-23T14:00, "in 2h" or now')
-_MOMENT = re.compile(r"(?:(\d{4})-(\d{1,2})-(\d{1,2})[T ]|(tomorrow) )?(\d{1,2}):(\d{2})")
+_FORMS = N_('write 09:00, "tomorrow 09:00", "Mon 09:00", 2026-11-23T14:00, "in 2h" or now')
+_WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+_MOMENT = re.compile(
+    rf"(?:(\d{{4}})-(\d{{1,2}})-(\d{{1,2}})[T ]|(tomorrow) |({'|'.join(_WEEKDAYS)})[a-z]* )?(\d{{1,2}}):(\d{{2}})"
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--min-total", metavar="SIZE", help="each has at least so much memory in all")
     group.add_argument("--mig", metavar="PROFILE", help="MIG instances of this profile, as in 3g.40gb")
     group = parser.add_argument_group("when, and for whom")
-    when = '09:00 (the next one), "tomorrow 09:00", 2026-11-23T14:00, "in 2h" (default: now)'
+    when = '09:00 (the next one), "tomorrow 09:00", "Mon 09:00", 2026-11-23T14:00, "in 2h" (default: now)'
     group.add_argument("--from", dest="from_", metavar="TIME", help=when)
     group.add_argument("--for", dest="for_", metavar="DURATION", help="how long, as in 3h")
     group.add_argument("--user", metavar="NAME", help="for another user, as root")
@@ -152,7 +155,7 @@ def _times(args: argparse.Namespace) -> tuple[float, float]:
 def parse_when(text: str, now: float) -> float:
     """The unix time that the *text* of --from means, in local time.
 
-    "09:00" is the next one; one that is skipped when summer time begins is later.
+    "09:00" is the next one, and so is "Mon 09:00"; one that is skipped when summer time begins is later.
 
     Raises:
         InvalidRequest: it is none, or a date in the past.
@@ -165,8 +168,10 @@ def parse_when(text: str, now: float) -> float:
     match = _MOMENT.fullmatch(words.replace("t", " ") if words[:1].isdecimal() else words)
     if not match:
         raise InvalidRequest(_("--from: {text!r} is no time: {forms}.").format(text=text[:40], forms=_(_FORMS)))
-    year, month, day, tomorrow, hour, minute = match.groups()
+    year, month, day, tomorrow, weekday, hour, minute = match.groups()
     date = datetime.fromtimestamp(now).replace(second=0, microsecond=0) + timedelta(days=bool(tomorrow))
+    if weekday:
+        date += timedelta(days=(_WEEKDAYS.index(weekday) - date.weekday()) % 7)
     try:
         date = date.replace(int(year), int(month), int(day)) if year else date
         when = date.replace(hour=int(hour), minute=int(minute))
@@ -177,7 +182,7 @@ def parse_when(text: str, now: float) -> float:
     if when.timestamp() < now - 60:
         if year:
             raise InvalidRequest(_("--from {text} is in the past: {forms}.").format(text=text[:40], forms=_(_FORMS)))
-        when += timedelta(days=1)
+        when += timedelta(days=7 if weekday else 1)
     return when.timestamp()
 
 

@@ -33,6 +33,7 @@ from gpuguard.cli.options import (
     quantity,
     sampled,
 )
+from gpuguard.cli.reserve import parse_when
 from gpuguard.device_state import device_title, model_name
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.locale import _, translated
@@ -40,7 +41,7 @@ from gpuguard.model import MODEL, Device, Event
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.request import resolve
 from gpuguard.sanitize import neutralise
-from gpuguard.units import format_duration, parse_duration
+from gpuguard.units import format_duration, local_time, parse_duration
 from gpuguard.users import user_name
 from gpuguard.views.text import json_text, put
 
@@ -53,18 +54,23 @@ sudo gpuguard deny bob --for 2h --reason "ask me first"
 sudo gpuguard deny bob --end
 gpuguard deny                        who is denied now
 
-It holds without a daemon, and ends by itself.  Use of a GPU without a claim is found by policies (the rules unclaimed
-and trespass).
+It holds without a daemon, outlives a boot like a quarantine, and ends by itself.  Use of a GPU without a claim is found
+by policies (the rules unclaimed and trespass).
 """
 _QUARANTINE = """Take a GPU out of service: no user gets a new claim of it.  The owner of a claim keeps it.
 
 sudo gpuguard quarantine 3 --reason "XID 79, being replaced"
 sudo gpuguard quarantine GPU-8f31c2d4-... --for 2d
+sudo gpuguard quarantine 3 --from "Mon 08:00" --for 4h
 sudo gpuguard quarantine 3 --end
 gpuguard quarantine                  what is quarantined now
 
-A whole uuid is taken as it is, without asking a driver that may hang.  It holds without a daemon, until the next boot.
+A whole uuid is taken as it is, without asking a driver that may hang.  It holds without a daemon, and outlives a boot
+if gpuguard was set up for this machine (`gpuguard setup`), unless --until-reboot is given.
 """
+
+
+_UNTIL_REBOOT = ("--until-reboot", None, "until the machine is started again, at most")
 
 
 def add_for_and_reason(parser: argparse.ArgumentParser, for_: str, reason: str) -> None:
@@ -75,7 +81,7 @@ def add_for_and_reason(parser: argparse.ArgumentParser, for_: str, reason: str) 
 def _deny_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("user", metavar="USER", nargs="?", help="name or uid; without it, show who is denied")
     add_for_and_reason(parser, "how long, like 2h", "shown to the user")
-    add_table(parser, ("--end", None, "permit claims again"), JSON)
+    add_table(parser, _UNTIL_REBOOT, ("--end", None, "permit claims again"), JSON)
     add_source_options(parser)
 
 
@@ -96,15 +102,17 @@ def _quarantine_options(parser: argparse.ArgumentParser) -> None:
     device = "index or uuid; without it, show what is quarantined"
     parser.add_argument("device", metavar="DEVICE", nargs="?", help=device)
     add_for_and_reason(parser, "how long, like 2d (default: until --end)", "shown to everybody who wants the GPU")
-    add_table(parser, ("--end", None, "put it into service again"), JSON)
+    when = "when it begins, as in 09:00, 'Mon 08:00' or 'in 2h' (default: now)"
+    parser.add_argument("--from", dest="from_", metavar="TIME", help=when)
+    add_table(parser, _UNTIL_REBOOT, ("--end", None, "put it into service again"), JSON)
     add_source_options(parser)
 
 
 def _quarantine(args: argparse.Namespace) -> int:
     directory = directory_of(args, make=args.device is not None and not args.end)
-    known = read_restrictions(directory, QUARANTINED, time.time())
+    known = read_restrictions(directory, QUARANTINED, time.time(), planned=True)
     if args.device is None:
-        if args.for_ or args.reason or args.end:
+        if args.for_ or args.reason or args.end or args.from_:
             raise InvalidRequest(_("which GPU?  Name one: `gpuguard quarantine 3`."))
         return show(directory, QUARANTINED, known_devices(args) if known and not args.json else (), as_json=args.json)
     if args.end and seconds_of(args) is not None:
@@ -136,7 +144,12 @@ def _change(
     now, seconds, reason = time.time(), seconds_of(args), reason_of(args)
     administrator = "the administrator" if os.geteuid() == 0 else "the owner of the directory"
     until = None if seconds is None else now + seconds
-    restriction, ended = Restriction(name, now, until, reason, administrator, user), []
+    begins = parse_when(args.from_, now) if getattr(args, "from_", None) else None
+    until = until if begins is None or seconds is None else begins + seconds
+    restriction = Restriction(
+        name, now, until, reason, administrator, user, begins=begins, until_reboot=args.until_reboot
+    )
+    ended = list[Restriction]()
 
     def update(restrictions: dict[str, Restriction]) -> None:
         if args.end:
@@ -178,7 +191,8 @@ def show(directory: LockDirectory, kind: str, devices: Sequence[Device] = (), *,
             _("nothing is denied, quarantined or kept without a directory of root's: run `sudo gpuguard setup` once.")
         )
     now = time.time()
-    restrictions = sorted(read_restrictions(directory, kind, now).values(), key=lambda restriction: restriction.since)
+    known = read_restrictions(directory, kind, now, planned=True)
+    restrictions = sorted(known.values(), key=lambda restriction: restriction.since)
     titles = {
         device.uuid: f"{translated(device_title(device))} ({model_name(device)}, {device.uuid})" for device in devices
     }
@@ -202,6 +216,10 @@ def line_of(restriction: Restriction, now: float, title: str | None = None) -> s
         if until is None
         else _("for another {until}").format(until=format_duration(round(until - now)))
     )
+    if restriction.begins is not None and restriction.begins > now:
+        left = _("from {time}").format(time=local_time(restriction.begins, "%m-%d %H:%M"))
+        left += "" if until is None else _(" to {time}").format(time=local_time(until, "%m-%d %H:%M"))
+    left += _(", until the next boot") if restriction.until_reboot else ""
     reason = f": {translated(restriction.reason)}" if restriction.reason else ""  # a policy's, or free words
     by = translated(restriction.by) if " " in restriction.by else restriction.by  # one word is a user's name
     return neutralise(_("{what}  {left}  by {by}{reason}").format(what=what, left=left, by=by, reason=reason))

@@ -35,6 +35,7 @@ from gpuguard.claims.directory import (
 )
 from gpuguard.claims.grants import EARLIER, grant_of, names_of, renew, replace_file
 from gpuguard.claims.records import slot_names
+from gpuguard.claims.restrictions import COPIES, DENIED, QUARANTINED
 from gpuguard.cli import setup_service
 from gpuguard.cli.options import add_source_options, add_table, sampled
 from gpuguard.cli.progress import progress
@@ -229,6 +230,12 @@ def tmpfiles_lines(path: str, uuids: list[str], user: str = "root", *, broker: b
         f"d {path}/claims 1777 root root -",
         *([] if user == "root" else [f"d {path}/{NAME} 0755 {user} {user} -"]),
         *(f"f {path}/lock/{name} {given} -" for name, given in files.items()),
+        *(
+            f"C {folder}/{kind}.json 0644 {owner} {owner} - {COPIES[folder]}/{kind}.json"
+            for folder, owner in ((path, "root"), (f"{path}/{NAME}", user))
+            for kind in (DENIED, QUARANTINED)
+            if folder in COPIES and not (user == "root" and folder != path)
+        ),
     ]
 
 

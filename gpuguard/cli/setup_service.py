@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import USER, is_same_file, lock_directory, try_flock
+from gpuguard.claims.restrictions import COPIES, DENIED, QUARANTINED
 from gpuguard.cli.progress import progress
 from gpuguard.enforcement.identity import uid_min
 from gpuguard.errors import GpuguardError, LockDirectoryError
@@ -342,8 +343,11 @@ def remove(directory: str) -> int:
     clear(directory)
     if user:
         _remove_user(user)
-    with suppress(FileNotFoundError):
-        os.unlink(LIST)
+    for path in (LIST, *(f"{COPIES[directory]}/{kind}.json" for kind in (DENIED, QUARANTINED) if directory in COPIES)):
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+    with suppress(OSError):
+        os.rmdir(COPIES.get(directory, ""))
     with suppress(OSError):  # something is in it, which is not ours
         os.rmdir(os.path.dirname(POLICY))
     for path in changed:
