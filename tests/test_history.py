@@ -390,3 +390,48 @@ def test_a_fifo_in_the_place_of_the_log_is_refused_and_hangs_nobody(log):
 
     with pytest.raises(OSError, match="ordinary file"):
         list(audit_log.read_log(str(log)))
+
+
+def small_log(monkeypatch: pytest.MonkeyPatch, keep: float | None) -> None:
+    monkeypatch.setattr(audit_log, "ROTATE_BYTES", 300)
+    monkeypatch.setattr(audit_log, "_keep_seconds", None)
+    audit_log.keep_older(keep)
+
+
+def test_older_files_are_kept_for_as_long_as_the_site_says(log, monkeypatch):
+    """After a busy month there was no evidence left."""
+    small_log(monkeypatch, 3600.0)
+    for number in range(40):
+        assert audit_log.append(Event(time.time(), "note", "x", message=f"event {number}" + "." * 40))
+    files = audit_log.older_files(str(log))
+    said = [json.loads(line)["message"].strip(".") for line in audit_log.LogFollower(str(log)).older()]
+
+    assert len(files) > 5 and list(files) == list(range(1, len(files) + 1))
+    assert said == [f"event {number}" for number in range(len(said))] and len(said) > 30
+
+    for number in (3, 4, 5):
+        os.utime(files[number], (1.0, 1.0))
+    for number in range(8):
+        audit_log.append(Event(time.time(), "note", "x", message=f"later {number}" + "." * 40))
+    kept = {os.stat(name).st_mtime > 2.0 for name in audit_log.older_files(str(log)).values()}
+    assert kept == {True}
+
+
+def test_a_file_whose_move_was_cut_off_is_still_read(log, monkeypatch):
+    small_log(monkeypatch, 3600.0)
+    for number in range(20):
+        audit_log.append(Event(time.time(), "note", "x", message=f"event {number}" + "." * 40))
+    os.rename(f"{log}.1", f"{log}.77")
+    before = sum(len(Path(name).read_bytes().splitlines()) for name in audit_log.older_files(str(log)).values())
+
+    assert len(audit_log.LogFollower(str(log)).older()) == before
+    Path(f"{log}.old").write_text("not ours")
+    assert f"{log}.old" not in audit_log.older_files(str(log)).values()
+
+
+def test_without_a_word_of_the_site_one_older_file_is_kept(log, monkeypatch):
+    small_log(monkeypatch, None)
+    for number in range(40):
+        audit_log.append(Event(time.time(), "note", "x", message=f"event {number}" + "." * 40))
+
+    assert list(audit_log.older_files(str(log))) == [1]

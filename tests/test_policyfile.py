@@ -41,6 +41,8 @@ notify:
   ops: {email: ops@example.org}
 interval: {shortest: 1s, longest: 5s}
 messages: {en: {subject: "$host: $policy"}}
+limits: {per_minute: 6, per_hour: 30}
+events: {keep: 400d}
 """
 
 
@@ -51,6 +53,8 @@ def policy(**pieces):
 def test_every_key_and_step_reaches_the_policy_and_the_file():
     file = good(EVERY_KEY)
     [found] = file.policies
+
+    assert (file.limits.per_minute, file.limits.per_hour, file.keep_events) == (6, 30, 400 * 86400.0)
 
     assert found.rules == (IdleRule(below=5.0),)
     assert (found.hold, found.start_grace, found.cooldown) == (7200.0, 1800.0, 900.0)

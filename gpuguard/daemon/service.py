@@ -447,6 +447,7 @@ class Daemon:
         if file.notify:
             self._sender = Sender(file.notify, self._record, templates, file.longest_keep)
         self.watchdog.templates, self.watchdog.longest_keep = templates, file.longest_keep
+        audit_log.keep_older(file.keep_events)
         self.watchdog.limit_to(file.limits.per_minute, file.limits.per_hour)
         emails = {name: target for name, target in file.notify.items() if isinstance(target, Email)}
         self.watchdog.personal = frozenset(name for name, target in emails.items() if target.personal)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import json
 import os
+import re
 import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, BinaryIO
@@ -23,13 +26,21 @@ from gpuguard.model import Event
 from gpuguard.users import user_name
 
 MACHINE_EVENTS = "/var/log/gpuguard/events.jsonl"  # of the daemon that root started
-ROTATE_BYTES = 10 * 2**20  # about 30,000 lines; one older file is kept beside it as events.jsonl.1
+ROTATE_BYTES = 10 * 2**20  # about 30,000 lines; the older file is kept beside it as events.jsonl.1
+MOST_OLDER = 1000  # files: 10 GB
 MAX_BYTES = 4 * ROTATE_BYTES  # of a log that cannot be set aside: then there is no further line
 
+_keep_seconds: float | None = None  # for which still older files are kept, as .2, .3, ...; None: there are none
 _reason = ""  # why a line could not be written
 _stuck = False  # it is known, and reported, that the log cannot be set aside
 
 Line = Mapping[str, Any]  # an event as it is decoded
+
+
+def keep_older(seconds: float | None) -> None:
+    """From now on keep the files that this process sets aside for so long, since their last line."""
+    global _keep_seconds
+    _keep_seconds = seconds
 
 
 def append(event: Event) -> bool:
@@ -132,7 +143,24 @@ def _rotate(path: str, descriptor: int) -> None:
     except FileNotFoundError:  # another process was quicker
         return
     if (current.st_dev, current.st_ino) == (status.st_dev, status.st_ino):
+        if _keep_seconds is not None:
+            _move_older(path, time.time() - _keep_seconds)
         os.rename(path, f"{path}.1")
+
+
+def _move_older(path: str, begin: float) -> None:
+    """Give each older file the next number, the oldest first, but for those whose last line is of before *begin*."""
+    for number, name in reversed(older_files(path).items()):
+        if number >= MOST_OLDER or os.lstat(name).st_mtime < begin:
+            os.unlink(name)
+        else:
+            os.rename(name, f"{path}.{number + 1}")
+
+
+def older_files(path: str) -> dict[int, str]:
+    """The files beside the log at *path* that were set aside, by their numbers, the newest first."""
+    ends = {name: name.removeprefix(f"{path}.") for name in glob.glob(f"{glob.escape(path)}.*")}
+    return dict(sorted((int(end), name) for name, end in ends.items() if re.fullmatch(r"[1-9][0-9]{0,4}", end)))
 
 
 def read_log(path: str, most: int | None = None) -> Iterator[bytes]:
@@ -167,10 +195,12 @@ class LogFollower:
         self._position, self._inode, self._rest = 0, 0, b""
 
     def older(self) -> list[bytes]:
-        """The lines of the rotated file.  Raises OSError: as read_log()."""
-        file = _open_for_reading(f"{self.path}.1")
-        with file or nullcontext(()) as lines:
-            return list(lines)
+        """The lines of the files that were set aside, the oldest first.  Raises OSError: as read_log()."""
+        found: list[bytes] = []
+        for name in reversed(older_files(self.path).values()):
+            with _open_for_reading(name) or nullcontext(()) as lines:
+                found += lines
+        return found
 
     def newer(self) -> list[bytes]:
         """The whole lines that came since, at first all; one that is being written is left for the next time.

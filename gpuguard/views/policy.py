@@ -73,6 +73,8 @@ def sentences(file: PolicyFile, names: Collection[str] | None = None, switch: st
             "`gpuguard keep` of a user spares what is theirs for {longest} at once, each process and claim for at most "
             "{hours:.0f} h in {days:.0f} days, unless a policy says otherwise."
         ).format(longest=format_duration(file.longest_keep), hours=KEPT_SECONDS / 3600, days=KEPT_WITHIN / 86400)
+    if file.keep_events is not None:
+        yield _("The daemon keeps its log for {time}.").format(time=format_duration(file.keep_events))
     for policy in file.policies:
         if names is None or policy.name in names:
             yield ""

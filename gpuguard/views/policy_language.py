@@ -20,13 +20,16 @@ from gpuguard.notify.targets import TARGETS
 from gpuguard.policies.files.decoder import DATE, GROUP, USER, Tagged, TaggedChoice, keys_of, text_key
 from gpuguard.policies.files.keys import (
     BreakerKeys,
+    EventKeys,
     FileKeys,
     IntervalKeys,
+    LimitKeys,
     PolicyKeys,
     StepKeys,
     parse_count,
     parse_hours,
     parse_interval,
+    parse_limit,
     parse_name,
 )
 from gpuguard.policies.policy import Audience, Exemption
@@ -70,12 +73,19 @@ _SCALARS: Mapping[Any, tuple[str, Schema]] = {
     float: (N_("number"), {"type": "number", "minimum": 0}),
     bool: (N_("true or false"), {"type": "boolean"}),
 }
-_WHOLE = {parse_count, parse_niceness}  # written as plain digits
+_WHOLE = {parse_count, parse_limit, parse_niceness}  # written as plain digits
 
 SECTIONS: Mapping[str, Mapping[str, type]] = {
     N_("The file"): {"file": FileKeys},
     N_("A policy"): {"policy": PolicyKeys},
-    N_("Parts of a policy"): {"only": Audience, "except": Exemption, "at_most": BreakerKeys, "interval": IntervalKeys},
+    N_("Parts of a policy"): {
+        "only": Audience,
+        "except": Exemption,
+        "at_most": BreakerKeys,
+        "interval": IntervalKeys,
+        "limits": LimitKeys,
+        "events": EventKeys,
+    },
     N_("Rules"): RULES,
     N_("A step"): {"step": StepKeys},
     N_("Actions"): ACTION_KEYS,

@@ -233,6 +233,17 @@ class KeepKeys:
 
 
 @dataclass(frozen=True)
+class EventKeys:
+    """How long the daemon keeps its log, events.jsonl; a file of it is set aside at 10 MiB.
+
+    Args:
+        keep: for so long after its last line; the newest that was set aside is always kept.
+    """
+
+    keep: Annotated[float, parse_duration] | None = None
+
+
+@dataclass(frozen=True)
 class LimitKeys:
     """How much the guard does at most, by all policies together, whatever they say: more at once is always a mistake.
 
@@ -280,6 +291,7 @@ class FileKeys:
         interval: how often the machine is looked at.
         keep: what users may ask for by `gpuguard keep`.
         limits: how much is done at most, whatever the policies say.
+        events: how long the daemon keeps its log.
         protect: whose processes are never touched, whatever the policies say.
         desktop_memory: what all programs of one user that draw may hold of a GPU before they count as use of it; up to
             8GiB, 2GiB when absent.  The commands of all users go by it, too.
@@ -295,5 +307,6 @@ class FileKeys:
     interval: IntervalKeys = field(default_factory=IntervalKeys)
     keep: KeepKeys = field(default_factory=KeepKeys)
     limits: LimitKeys = field(default_factory=LimitKeys)
+    events: EventKeys = field(default_factory=EventKeys)
     protect: ProtectKeys | None = None
     desktop_memory: Annotated[int, parse_desktop_memory] = DESKTOP_MEMORY

@@ -51,6 +51,7 @@ class PolicyFile:
     interval: tuple[float, float] = (2.0, 10.0)  # (shortest, longest) seconds between samples
     longest_keep: float = 86400.0  # seconds for which users may ask to be left alone
     limits: LimitKeys = field(default_factory=LimitKeys)
+    keep_events: float | None = None  # seconds for which the daemon keeps what it set aside of its log
     protected: Protected = field(default_factory=Protected)  # who is never touched
     desktop_memory: int = DESKTOP_MEMORY  # bytes: see device_state.beyond_desktop
     faults: tuple[Fault, ...] = ()  # what makes the file useless, in the order of the lines
@@ -142,6 +143,7 @@ def parse(
         interval=(keys.interval.shortest, keys.interval.longest),
         longest_keep=keys.keep.longest,
         limits=keys.limits,
+        keep_events=keys.events.keep,
         protected=protected,
         desktop_memory=keys.desktop_memory,
         warnings=warnings,
