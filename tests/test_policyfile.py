@@ -171,6 +171,11 @@ WARNINGS = [
     (document(when="{expression: {expr: 'utilization < 5%'}}", steps="[log, «terminate]"), "reaches no process"),
     (document(when="{all: [{utilization: {below: 5%}}, {utilization: «{above: 90%}}]}", steps="[log]"), "never holds"),
     (document(when="{all: [{idle: {below: 5%}}, {utilization: «{above: 5%}}]}", steps="[log]"), "never holds together"),
+    (document(more="until: «{temperature: {below: 75C}}"), "without a step that pauses"),
+    (document(when="{temperature: {above: 85C, per: process}}", steps="[warn, {do: pause, even_if_innocent: true}]",
+              more="until: {temperature: «{below: 85C}}"), "ends no later than without it"),
+    (document(when="{power: {above: 90%, per: process}}", steps="[warn, {do: pause, even_if_innocent: true}]",
+              more="until: {power: «{below: 95%}}"), "ends no later than without it"),
     (document(when="{unclaimed: «{}}", steps="[warn, {after: 1h, do: terminate}]"), "another user has claimed"),
     (
         document(steps="[warn, terminate]")
@@ -198,6 +203,11 @@ def test_what_is_hardly_meant_is_a_warning_at_its_place(text, part):
 
 
 IN_ORDER = [
+    document(
+        when="{temperature: {above: 85C, per: process}}",
+        steps="[warn, {do: pause, even_if_innocent: true}]",
+        more="until: {temperature: {below: 75C}, power: {below: 60%}}",
+    ),
     document(when="{unclaimed: {}}"),
     document(when="{unclaimed: {on_claimed: false}}", steps="[warn, {after: 1h, do: terminate}]"),
     document(when="{any: [{unclaimed: {}}, {trespass: {}}]}", steps="[warn, {after: 1h, do: terminate}]"),

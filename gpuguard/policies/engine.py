@@ -87,6 +87,7 @@ class EscalationState:
     stepped_at: float = 0.0  # clock of the last step
     terminated_at: float | None = None
     paused: bool = False  # what a step has paused has not gone on, also in an escalation before
+    resting: bool = False  # the condition is over, and its pause lasts until the GPU has gone further: see Until
     again_at: float = 0.0  # clock at which a step that was not taken is due again; 0: it was, or not tried yet
     held_until: float = 0.0  # clock before which it has no turn, since others of the policy had theirs
     told: bool = False  # a message has reached the user
@@ -355,6 +356,9 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
     states = memory.states.setdefault(policy.name, {})
     left_out = {note.subject for note in notes}  # of whom it is said already why nothing is found
     for identity in [identity for identity in states if identity not in current]:
+        if _rests(states[identity], policy, index):
+            states[identity].resting = True
+            continue
         ended = states.pop(identity)
         if left_out.isdisjoint((None, ended.subject)) and not _is_over(ended, policy):
             notes += _cancelled(policy, ended, index, memory)
@@ -365,6 +369,8 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
         if not cools and (state is None or _is_over(state, policy)):
             state = states[identity] = EscalationState(finding.subject, clock, paused=bool(state and state.paused))
         if state:
+            if state.resting:  # its steps go on from here: none of that time has counted
+                state.resting, state.stepped_at = False, clock
             state.samples += 1
             state.rule, state.why, state.processes = finding.rule, finding.why, finding.processes
             attended = finding.processes and all(is_interactive(process, index) for process in finding.processes)
@@ -393,6 +399,20 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
         else:
             due.append(due_step)
     return due, notes
+
+
+def _rests(state: EscalationState, policy: Policy, index: SampleIndex) -> bool:
+    """Whether what *policy* has paused goes on resting although its condition is over."""
+    places = [index.processes.get((row.pid, row.start_time or -1.0), {}) for row in state.processes]
+    devices = {uuid for place in places for uuid in place}
+    until = policy.until
+    return (
+        until is not None
+        and state.paused
+        and bool(devices)
+        and not any(index.blindness(uuid) for uuid in devices)
+        and not all(until.is_reached(index.devices.get(uuid)) for uuid in devices)
+    )
 
 
 def _is_over(state: EscalationState, policy: Policy) -> bool:
@@ -846,7 +866,9 @@ def policy_status(
                 finding = Finding(state.rule, state.subject, state.why, state.processes)
                 if not drop_protected((finding,), policy, memory.index, kept)[0]:
                     continue
-            if (name, identity) in put_off:
+            if state.resting:
+                pass  # no step comes while its pause only lasts
+            elif (name, identity) in put_off:
                 done, due = put_off[name, identity]
             elif state.done < len(steps):
                 due = _due(policy, state)
@@ -857,7 +879,8 @@ def policy_status(
             number = done % len(steps) if steps else 0
             asked = state.terminated_at if number else None
             coming = _upcoming(policy, replace(state, done=number, terminated_at=asked), due) if due is not None else []
-            following = coming[0][0] if coming else steps[number].action if steps and due is None else None
+            waits = bool(steps) and due is None and not state.resting
+            following = coming[0][0] if coming else steps[number].action if waits else None
             step, why = (refused or {}).get((name, identity), (-1, None))
             why = why if step == number else None
             harm = worst_step(coming)

@@ -17,7 +17,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Snapshot, Subject, Verdict
 from gpuguard.policies.view import Evidence, Rule, SampleIndex, interactive_use, reach_of
-from gpuguard.units import format_duration
+from gpuguard.units import Amount, format_duration, parse_celsius, parse_power_amount
 
 # What actions take away, each set within the next; what they do stands in enforcement.actions.
 ENDING = frozenset({"terminate", "kill", "cancel"})  # the process is gone afterwards
@@ -124,6 +124,58 @@ class Exemption(Scope):
 
 
 @dataclass(frozen=True)
+class BelowTemperature:
+    """A GPU has cooled down.
+
+    Args:
+        below: degrees Celsius, like 75C.
+    """
+
+    below: Annotated[float, parse_celsius]
+
+
+@dataclass(frozen=True)
+class BelowPower:
+    """A GPU draws less again.
+
+    Args:
+        below: like 200W, or 60% of its power limit.
+    """
+
+    below: Annotated[Amount, parse_power_amount]
+
+
+@dataclass(frozen=True)
+class Until:
+    """How far a pause must take a GPU before it ends, so that the process is not stopped and let go on in turns.
+
+    All that is given must be so on each GPU of the process.  What cannot be read ends the pause.
+
+    Args:
+        temperature: as {below: 75C}.
+        power: as {below: 200W}.
+    """
+
+    temperature: BelowTemperature | None = None
+    power: BelowPower | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.temperature or self.power):
+            raise InvalidRequest(_("nothing is said: write temperature or power, each with `below`."))
+
+    def is_reached(self, device: Device | None) -> bool:
+        """Whether a pause need not go on for *device*."""
+        if device is None:
+            return True
+        values: list[tuple[float | None, float | None]] = []
+        if self.temperature:
+            values.append((device.temperature, self.temperature.below))
+        if self.power:
+            values.append((device.power_draw, self.power.below.of(device.power_limit)))
+        return all(value is None or below is None or value < below for value, below in values)
+
+
+@dataclass(frozen=True)
 class Policy:
     """When these rules hold for so long, take these steps.
 
@@ -138,6 +190,7 @@ class Policy:
     start_grace: float = 0.0  # seconds for which a new process or claim is innocent
     only: Scope | None = None  # whom it is about; None: everybody
     told: bool = False  # it takes nothing from a user whom no message has reached
+    until: Until | None = None  # how long a pause lasts beyond the condition
     exempt: tuple[Exemption, ...] = ()  # whom it spares; each with its own end
     devices_at_least: int = 1  # on so many devices of the same user the condition must hold at once
     # (begin, end) in seconds since local midnight; an end before the begin means the next morning

@@ -160,6 +160,9 @@ def _policy(policy: Policy, switch: str) -> Iterator[str]:
         elapsed += step.after
         rows.append((_("  after {time}").format(time=format_duration(elapsed)), step_text(step)))
     yield from table(rows)
+    if policy.until:
+        values = ", ".join(f"{key}: {text}" for key, text in written(policy.until))
+        yield _("A pause lasts until this is reached on each GPU of the process: {values}.").format(values=values)
     number = format_count(policy.at_most_jobs, "job")
     if policy.at_most_processes:
         number = format_count(policy.at_most_processes, "process", "processes")

@@ -32,7 +32,7 @@ from gpuguard.policies.files.keys import (
     parse_limit,
     parse_name,
 )
-from gpuguard.policies.policy import Audience, Exemption
+from gpuguard.policies.policy import Audience, Exemption, Until
 from gpuguard.policies.rules import RULES
 from gpuguard.sanitize import display_width
 from gpuguard.units import (
@@ -82,6 +82,7 @@ SECTIONS: Mapping[str, Mapping[str, type]] = {
         "only": Audience,
         "except": Exemption,
         "at_most": BreakerKeys,
+        "until": Until,
         "interval": IntervalKeys,
         "limits": LimitKeys,
         "events": EventKeys,

@@ -55,6 +55,7 @@ def check(decoder: Decoder, longest: float | None = None) -> None:
         checks = _PolicyChecks(decoder, policy, path, is_whole=path in policies)
         checks.check_steps(policy.mode or mode)
         checks.check_rules(trespass=trespass)
+        checks.check_until()
         checks.check_times(longest if longest is not None or interval is None else interval.longest)
         checks.check_scopes()
     _compare(decoder, policies, mode)
@@ -203,6 +204,19 @@ class _PolicyChecks:
                 text = _("this never holds together: no utilization is below {low:g}% and above {high:g}%.")
                 self._warn(place, text.format(low=low, high=high), _("Write `any` in place of `all`, or two policies."))
 
+    def check_until(self) -> None:
+        until = self.policy.until
+        if until is None:
+            return
+        if all(step.name != "pause" for step in self.policy.steps):
+            self._warn(("until",), _("until has no meaning without a step that pauses."))
+        limits = {name: each.below for name, each in vars(until).items() if each}
+        for name, rule, _place in _rules_of(self.policy):
+            low, high = (_number_of(each) for each in (limits.get(name), getattr(rule, "above", None)))
+            if low is not None and high is not None and low[1] == high[1] and low[0] >= high[0]:
+                text = _("a pause until below {low:g} for {name} above {high:g} ends no later than without it.")
+                self._warn(("until", name), text.format(low=low[0], name=name, high=high[0]))
+
     def check_times(self, longest: float | None) -> None:
         policy = self.policy
         if longest is not None and policy.for_ < longest:
@@ -278,6 +292,11 @@ def _rules_of(policy: PolicyKeys) -> Iterator[tuple[str, Any, Path]]:
         return
     for place, (each, rule) in enumerate(value):
         yield each, rule, ("when", name, place, each)
+
+
+def _number_of(limit: Amount | float | None) -> tuple[float, bool] | None:
+    """A limit, and whether it is a share."""
+    return (limit.value, limit.relative) if isinstance(limit, Amount) else None if limit is None else (limit, False)
 
 
 def _exempt(policy: PolicyKeys) -> Iterator[tuple[Path, Exemption]]:

@@ -20,7 +20,7 @@ from gpuguard.model import DESKTOP_MEMORY, MOST_DESKTOP_MEMORY
 from gpuguard.notify.targets import TARGETS
 from gpuguard.notify.templates import Template
 from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, TaggedValue
-from gpuguard.policies.policy import Audience, Exemption, parse_path
+from gpuguard.policies.policy import Audience, Exemption, Until, parse_path
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import Rule
 from gpuguard.units import parse_bytes, parse_duration, parse_percent
@@ -177,6 +177,7 @@ class PolicyKeys:
         days: only on these days; hours that pass midnight belong to the day on which they begin.
         claimed_above: only while more than this share of the GPUs is claimed.
         at_most: how many are acted on at once.
+        until: how far a pause must take the GPU before it ends, as {temperature: {below: 75C}}.
         message: a sentence of one's own, which users are told before what was seen.
         keep: true or false, whether `gpuguard keep` spares those who ask for it.  By default it does, unless the policy
             has a rule that protects others: unclaimed, trespass, users, quota or outside_scheduler.
@@ -196,6 +197,7 @@ class PolicyKeys:
     days: tuple[Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"], ...] | None = None
     claimed_above: Annotated[float, parse_percent] | None = None
     at_most: BreakerKeys = field(default_factory=BreakerKeys)
+    until: Until | None = None
     message: Annotated[str, parse_message] | None = None
     keep: bool | None = None
     cooldown: Annotated[float, parse_duration] = 900.0

@@ -187,6 +187,7 @@ def _policy_of(keys: PolicyKeys, mode: str, accounts: Accounts) -> Policy:
         at_most_processes=keys.at_most.processes,
         order=keys.at_most.order or ("newest" if any(isinstance(rule, _NUMBERS) for rule in rules) else Policy.order),
         some_beyond=keys.at_most.beyond == "some",
+        until=keys.until,
         message=keys.message,
         keep=keys.keep,
         cooldown=keys.cooldown,
