@@ -2,18 +2,14 @@
 
 import json
 import os
-from dataclasses import replace
 
 import pytest
-from builders import a_device, a_snapshot
 from daemons import SOMEBODY, a_daemon, somebodys
 from nodes import eventually
 
-from gpuguard.model import Gap
 from gpuguard.policies.files import last_good
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.policies.files.loader import parse
-from gpuguard.policies.policy import absent
 from gpuguard.policies.usage import UsersRule
 
 GOOD = """\
@@ -198,12 +194,3 @@ def test_gpus_and_models_that_are_not_here_are_said_once_and_doctor_is_red(tmp_p
         [said] = [event["message"] for event in daemon.events("policy") if event["outcome"] == "devices unknown"]
         assert said == "last: no GPU here is 12; last: no model here is H900*"
         assert any("no GPU here is 12" in json.dumps(row) for row in status)
-
-
-def test_nothing_is_said_of_what_is_not_there_while_a_gpu_cannot_be_read():
-    [policy] = parse(WITH_DEVICES).policies
-
-    assert list(absent(policy, a_snapshot(a_device()))) != []
-    assert list(absent(policy, a_snapshot(a_device(), a_device(1, name=None)))) == []
-    assert list(absent(policy, a_snapshot(a_device(), gaps=(Gap(a_device(1).uuid, "device", "lost"),)))) == []
-    assert list(absent(policy, replace(a_snapshot(), devices=()))) == []

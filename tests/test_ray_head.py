@@ -35,6 +35,12 @@ MARK = "GPUGUARD_TEST_RAY"
 TAKEN = ("0", "1", "2")
 
 
+def found_in(said: str) -> Any:
+    """What the programs in ray_tasks found; Ray may have said something before or after it."""
+    [line] = [line for line in said.splitlines() if line.startswith("{")]
+    return json.loads(line)
+
+
 class Head:
     """A head of Ray, and what surrounds it."""
 
@@ -99,7 +105,7 @@ class Head:
         with self.running(sys.executable, TASKS, what, str(witness), *more, stderr=subprocess.PIPE) as child:
             said, complaints = child.communicate(timeout=120)
         assert said, complaints
-        found = json.loads(said.splitlines()[-1])
+        found = found_in(said)
         assert found["back"] == 8
         return found["answer"]
 
@@ -163,12 +169,6 @@ def taken(head: Head, witness: Path) -> Iterator[dict[str, subprocess.Popen[str]
         yield {device: stack.enter_context(head.outsider(witness, device)) for device in TAKEN}
 
 
-def answer_in(said: str) -> Any:
-    """What the tasks answered; Ray may have said something before or after it."""
-    [line] = [line for line in said.splitlines() if line.startswith("{")]
-    return json.loads(line)["answer"]
-
-
 def test_sixteen_tasks_on_eight_devices_three_of_which_outsiders_hold_all_run_and_none_meets_another(
     head: Head, taken: dict[str, subprocess.Popen[str]], witness: Path
 ) -> None:
@@ -178,7 +178,7 @@ def test_sixteen_tasks_on_eight_devices_three_of_which_outsiders_hold_all_run_an
             outsider.terminate()
         answer, complaints = child.communicate(timeout=120)
 
-    assert len(answer_in(answer)) == 16, complaints
+    assert len(found_in(answer)["answer"]) == 16, complaints
     assert not (witness / "overlap").exists()
 
 
@@ -205,7 +205,7 @@ def test_a_task_that_gives_up_says_so_and_one_that_waits_starts_when_its_device_
             outsider.terminate()
             answer, complaints = child.communicate(timeout=120)
 
-    assert len(answer_in(answer)) == 1, complaints
+    assert len(found_in(answer)["answer"]) == 1, complaints
 
 
 def test_a_submitted_command_runs_on_what_ray_gave_and_its_output_is_shown(head: Head, witness: Path) -> None:

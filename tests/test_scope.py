@@ -4,13 +4,13 @@ import os
 from dataclasses import replace
 
 import pytest
-from builders import a_claim_record, a_device, a_mig_instance, a_process, a_uuid
+from builders import a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 from ladders import Devices, Finds, Watch, a_policy, actions, busy, kinds, pids
 
 from gpuguard.enforcement import identity
-from gpuguard.model import Finding, Subject
+from gpuguard.model import Finding, Gap, Subject
 from gpuguard.policies import policy as policy_module
-from gpuguard.policies.policy import Exemption, KeptMark, is_within, on_enough_devices
+from gpuguard.policies.policy import Exemption, KeptMark, Scope, absent, is_within, on_enough_devices
 from gpuguard.policies.view import HostUse, RuleView, claim_subject, index_sample, reach_of
 
 ALICE, BOB = 1001, 1002
@@ -372,3 +372,17 @@ def test_what_is_done_to_a_process_reaches_all_its_devices_and_an_unknown_one_re
 
     assert reach_of(here, (known,), sight) == (a_uuid(0), a_uuid(1))
     assert reach_of(here, (unknown,), sight) == (a_uuid(0),)
+
+
+def test_what_means_no_gpu_here_is_named_unless_one_cannot_be_read():
+    about = a_policy(
+        only=Scope(devices=("0", "12"), models=("*", "H900*")),
+        exempt=(Exemption(devices=("GPU-ffff",)), Exemption(users={1})),
+    )
+    said = ["p: no GPU here is 12", "p: no model here is H900*", "p: no GPU here is GPU-ffff"]
+
+    assert list(absent(about, a_snapshot(a_device()))) == said
+    assert list(absent(a_policy(), a_snapshot(a_device()))) == []
+    assert list(absent(about, a_snapshot(a_device(), a_device(1, name=None)))) == []
+    assert list(absent(about, a_snapshot(a_device(), gaps=(Gap(a_uuid(1), "device", "lost"),)))) == []
+    assert list(absent(about, replace(a_snapshot(), devices=()))) == []

@@ -527,3 +527,36 @@ def test_the_first_policy_has_no_fault_and_does_nothing_to_anybody():
     assert run_command_line(["policy", "check", "--strict", path]) == 0
     assert not [policy.name for policy in file.policies if policy.enforce]
     assert {step.action for policy in file.policies for step in policy.steps} <= {"warn", "log"}
+
+
+@pytest.mark.root
+def test_setup_says_what_it_made_and_the_second_time_that_there_was_nothing_to_do(set_up, place):
+    first, again = set_up(), set_up()
+    (place / "lock" / "queue").unlink()
+    third = set_up()
+
+    assert f"Made: {place}, " in first.stdout and "lock files" in first.stdout
+    assert "Nothing had to be changed." in again.stdout and "Made" not in again.stdout
+    assert "Made: 1 lock file." in third.stdout
+
+
+@pytest.mark.root
+def test_check_changes_nothing_and_says_what_setup_would(set_up, place):
+    before = set_up("--check")
+    assert before.returncode == 1 and f"{place} is missing." in before.stdout and not place.exists()
+    set_up()
+    whole = set_up("--check")
+    (place / "lock" / "gate").unlink()
+    broken = set_up("--check")
+
+    assert (whole.returncode, whole.stdout) == (0, "Everything is as `gpuguard setup` would make it.\n")
+    assert (broken.returncode, broken.stdout) == (1, f"{place}/lock/gate is missing.\n")
+    assert not (place / "lock" / "gate").exists()
+
+
+@pytest.mark.root
+def test_check_names_a_daemons_directory_of_another_user(set_up, place):
+    set_up("--daemon-user", "daemon")
+
+    assert set_up("--check", "--daemon-user", "daemon").returncode == 0
+    assert f"{place}/daemon does not belong to bin." in set_up("--check", "--daemon-user", "bin").stdout

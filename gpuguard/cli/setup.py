@@ -20,6 +20,7 @@ import os
 import pwd
 import stat
 import sys
+from contextlib import suppress
 from dataclasses import replace
 
 from gpuguard.backends import RECORDED, simulated, simulated_node
@@ -46,6 +47,7 @@ from gpuguard.model import HEALTH
 from gpuguard.units import format_count
 from gpuguard.users import user_name
 
+MOST_SHOWN = 10  # of what is missing
 _HOW_TO_GUARD = N_(
     "To guard them by policies, as the user {user}:\n  1. sudo gpuguard setup --systemd\n  2. "
     "gpuguard policy explain /etc/gpuguard/policy.yaml: what it would do.  Change the file as you "
@@ -65,6 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_table(
         parser.add_mutually_exclusive_group(),
         ("--print", None, "show the tmpfiles.d lines, change nothing"),
+        ("--check", None, "say what setup would make or change, change nothing; exit code 1 if there is something"),
         ("--systemd", None, "install and start the service, too; until you say so it only observes"),
         (
             "--remove",
@@ -107,6 +110,9 @@ def main(args: argparse.Namespace) -> int:
     if args.print:
         print("\n".join(lines))
         return 0
+    if args.check:
+        return _check(path, uuids, user, None if args.dir else "\n".join(lines) + "\n")
+    before = _installed(path)
 
     if args.dir is None:
         if os.geteuid() != 0:
@@ -128,9 +134,10 @@ def main(args: argparse.Namespace) -> int:
     if broker or _is_brokered(path):
         change_broker(path, user, brokered=broker)
 
-    _say_ready(path, args.dir, len(uuids))
     if args.systemd:
         setup_service.install_service(user)
+    _say_what_changed(before, _installed(path))
+    _say_ready(path, args.dir, len(uuids))
     if broker:
         print(_(_HOW_TO_BROKER).format(path=path))
     elif args.dir is None and not args.systemd:
@@ -155,6 +162,63 @@ def _refuse_what_cannot_be(args: argparse.Namespace) -> None:
                 "setup."
             ).format(admin_directory=ADMIN_DIRECTORY, backend=args.backend)
         )
+
+
+def _check(path: str, uuids: list[str], user: str, lines: str | None) -> int:
+    """Say what is missing or is not as this version makes it; 1 where something is.
+
+    *lines*: what the file for systemd-tmpfiles should say; None: there is none for this directory.
+    """
+    folders = [path, f"{path}/lock", f"{path}/claims", *([] if user == "root" else [f"{path}/{NAME}"])]
+    places = [*folders, *(f"{path}/lock/{name}" for name in _lock_names(uuids))]
+    # Not what is missing because the directory around it is.
+    found = [place for place in places if not os.path.lexists(place)]
+    found = [place for place in found if os.path.dirname(place) not in found]
+    missing = [_("{path} is missing.").format(path=place) for place in found[:MOST_SHOWN]]
+    if len(found) > MOST_SHOWN:
+        missing.append(_("and {number} more").format(number=len(found) - MOST_SHOWN))
+    if lines is not None:
+        texts = {setup_service.TMPFILES: lines}
+        if os.path.lexists(setup_service.UNIT):
+            texts[setup_service.UNIT] = setup_service.unit_for(user)
+        for file, text in texts.items():
+            if not setup_service.is_written_as(file, text):
+                missing.append(_("{path} is not as this version of gpuguard writes it.").format(path=file))
+    account = setup_service.account_of(user)
+    daemons = f"{path}/{NAME}"
+    if user != "root" and os.path.isdir(daemons) and (not account or os.stat(daemons).st_uid != account.pw_uid):
+        missing.append(_("{path} does not belong to {user}.").format(path=daemons, user=user))
+    print("\n".join(missing or [_("Everything is as `gpuguard setup` would make it.")]))
+    return bool(missing)
+
+
+def _installed(path: str) -> dict[str, object]:
+    """What setup makes, as it is now: by path, the content or whose it is."""
+    own = setup_service
+    files = {file: own.content_of(file) for file in (own.TMPFILES, own.SYSUSERS, own.MOUNT_UNIT, own.UNIT, own.POLICY)}
+    found: dict[str, object] = {file: content for file, content in files.items() if content is not None}
+    for folder in (path, f"{path}/lock", f"{path}/claims", f"{path}/{NAME}"):
+        with suppress(OSError):
+            status = os.lstat(folder)
+            found[folder] = status.st_mode, status.st_uid
+    with suppress(OSError):
+        for entry in os.scandir(f"{path}/lock"):
+            status = entry.stat(follow_symlinks=False)
+            found[entry.path] = status.st_mode, status.st_uid
+    return found
+
+
+def _say_what_changed(before: dict[str, object], after: dict[str, object]) -> None:
+    made = [place for place in after if place not in before]
+    changed = [place for place in after if place in before and before[place] != after[place]]
+    for text, places in ((_("Made: {what}."), made), (_("Changed: {what}."), changed)):
+        locks = [place for place in places if "/lock/" in place]
+        what = [place for place in places if place not in locks]
+        what += [format_count(len(locks), "lock file")] if locks else []
+        if what:
+            print(text.format(what=", ".join(what)))
+    if not made and not changed:
+        print(_("Nothing had to be changed."))
 
 
 def _say_ready(path: str, own: str | None, gpus: int) -> None:

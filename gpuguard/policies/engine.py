@@ -739,11 +739,10 @@ def _obstacle(due: DueStep, hit: Hit, jobs: Jobs, index: SampleIndex, memory: En
         if blind := index.blindness(uuid):
             return "gap", blind
         effect = memory.effects.get((due.policy.enforce, uuid))
-        if effect is None or (
-            effect.policy == due.policy.name and not own.isdisjoint(map(jobs.get, effect.hit.victims))
-        ):
-            continue  # a job ends whole
-        if (effect.policy, effect.subject) != (due.policy.name, due.identity):
+        if effect is None:
+            continue
+        same_job = effect.subject == due.identity or not own.isdisjoint(map(jobs.get, effect.hit.victims))
+        if effect.policy != due.policy.name or not same_job:  # a job ends whole
             return "waiting", f"a step of {effect.policy} on the same GPU has not shown its effect yet"
     return None
 
