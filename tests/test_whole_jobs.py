@@ -132,6 +132,18 @@ def test_jobs_that_touch_become_one():
     assert jobs_of((first, second, child))[first] == jobs_of((first, second, child))[child]
 
 
+def test_a_process_stays_in_its_job_when_its_claim_has_ended_or_its_group_is_another_one():
+    before, after, other = (
+        JobMember((1, 5.0), "claim a of 1"),
+        JobMember((1, 5.0), "group 7"),
+        JobMember((2, 5.0), "group 7"),
+    )
+
+    assert len(set(jobs_of((before, after, other)).values())) == 1
+    nobodys = JobMember((0, 0.0), "the claim x"), JobMember((0, 0.0), "the claim y")
+    assert len(set(jobs_of(nobodys).values())) == 2
+
+
 # What the engine makes of it.
 
 
@@ -281,6 +293,13 @@ def test_a_pause_is_no_end():
         book.record(done(100 + number, f"job {number}", action="pause"))
 
     assert refused(book, done(200, "another")) == set()
+
+
+def test_what_was_asked_to_end_is_not_another_job_because_its_claim_is_over():
+    book = ActionLimits(per_hour=1)
+    book.record(done(100, "claim a of 1001", ago=300.0))
+
+    assert refused(book, done(100, "group 100")) == set()
 
 
 def test_the_rest_of_a_job_does_not_wait_for_the_effect_on_its_gpu():

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _EVENTS_BYTES = 2**15  # of a reply to `events`: it fits into the buffer of a socket
 _LOG_BYTES = 2**19  # of the log that are looked through for it: about 1,500 lines
 _MESSAGES = frozenset({"notify", "run_hook"})  # what they say of targets is the administrator's
-_NOT_FOR_THE_OWNER = frozenset({"uids", "signature", "clock_seconds", "boot"})
+_NOT_FOR_THE_OWNER = frozenset({"uids", "signature", "job", "launch", "clock_seconds", "boot"})
 _STATUS_BYTES = MAX_REQUEST_BYTES - 496  # of a reply to `status` for its rows: what does not fit is counted
 
 Request = Mapping[str, Any]

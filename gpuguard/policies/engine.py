@@ -700,7 +700,7 @@ def _in_turns(due: Iterable[DueStep], hits: Mapping[int, Hit], jobs: Jobs, index
     for steps in members.values():
         rows = [row for step in steps for row in step.finding.processes]
         reach = {uuid for step in steps for uuid in step.state.reach}
-        devices = [index.devices[uuid] for uuid in reach & index.devices.keys()]
+        devices = [index.devices[uuid] for uuid in sorted(reach & index.devices.keys())]
         steps.sort(key=lambda step: step.order)
         ordered.append(((ORDERS[steps[0].policy.order](rows, devices), steps[0].order), steps))
     ranked, ranks = list[tuple[int, list[DueStep]]](), Counter[object]()

@@ -64,9 +64,16 @@ def jobs_of(members: Iterable[JobMember]) -> dict[JobMember, str]:
             job = merged[job]
         return job
 
+    def merge(one: str, other: str) -> None:
+        one, other = merged_into(one), merged_into(other)
+        if one != other:
+            merged[other] = one
+
+    first: dict[ProcessIdentity, str] = {}  # a process stays in its job when its claim or group is another one by now
+    for member, job in jobs.items():
+        merge(first.setdefault(member.process, job) if member.process[0] > 0 else job, job)
     launched = sorted((member for member in jobs if member.launch), key=lambda each: (each.launch, each.process[1]))
     for before, member in pairwise(launched):
-        one, other = merged_into(before.job), merged_into(member.job)
-        if before.belongs_with(member) and one != other:
-            merged[other] = one
+        if before.belongs_with(member):
+            merge(before.job, member.job)
     return {member: merged_into(job) for member, job in jobs.items()}

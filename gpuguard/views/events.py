@@ -20,7 +20,7 @@ from gpuguard.views.text import padded, table
 
 MOST_DEEDS = 5  # that `who` shows a user
 # By these the guard knows its actions again after a restart; people know them by user, pid and policy.
-_FOR_THE_GUARD = frozenset({"start_time_seconds", "signature", "clock_seconds", "boot"})
+_FOR_THE_GUARD = frozenset({"start_time_seconds", "signature", "job", "launch", "clock_seconds", "boot"})
 _HEADERS = (N_("TIME"), N_("EVENT"), "GPU", N_("USER"), N_("NOTE"))
 _LEAST = (14, 16, 5, 8, 0)  # columns, so that what comes later stands under what was there (--follow)
 _STOP = re.compile(r"(?<!\.)[.。]$")  # of a sentence, where facts follow
@@ -158,7 +158,7 @@ def _is_of_a_user(line: Line) -> bool:
     """Whether its message is a command, a note or a reason that a user wrote, and no sentence of ours."""
     kind, facts = line.get("kind"), facts_of(line)
     decided = kind in ("keep", "reserve", "deny", "quarantine") and facts.get("policy") is None
-    return decided or "asked_by_uid" in facts or (kind, line.get("outcome")) == ("claim", "started")
+    return decided or "asked_by_uid" in facts or (kind == "claim" and line.get("outcome") in ("started", "seen to end"))
 
 
 def _devices_shown(line: Line, labels: Mapping[str, str]) -> list[str]:
@@ -176,7 +176,7 @@ def _facts_shown(line: Line) -> Iterator[tuple[str, object]]:
     if isinstance(by, int):
         yield "by", user_name(by)
     for name, value in facts.items():
-        if name not in {*_FOR_THE_GUARD, "uid", "by_uid"}:
+        if name not in {*_FOR_THE_GUARD, "uid", "owner_uid", "by_uid"}:
             yield name, value
 
 
