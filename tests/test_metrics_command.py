@@ -232,7 +232,13 @@ class ADaemon:
     def __init__(self, age: float, trouble: str | None = None) -> None:
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         self.last, self.waiting = a_snapshot(clock=now - age), (a_ticket(),)
-        watchdog = {"interval": (1.0, 2.0), "pause": 2.0, "problem": trouble, "processes": lambda snapshot: {}}
+        watchdog = {
+            "interval": (1.0, 2.0),
+            "pause": 2.0,
+            "problem": trouble,
+            "processes": lambda snapshot: {},
+            "status": tuple,
+        }
         self.watchdog, self.faults = SimpleNamespace(**watchdog, policies=()), 0
 
 

@@ -11,8 +11,8 @@ from gpuguard.daemon.client import StatusReply
 from gpuguard.daemon.requests import status_reply
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.actions import ActionOutcome
-from gpuguard.model import Finding
-from gpuguard.policies.engine import AGAIN_SECONDS, evaluate, policy_status
+from gpuguard.model import Finding, Subject
+from gpuguard.policies.engine import AGAIN_SECONDS, PolicyStatus, evaluate, policy_status
 from gpuguard.policies.policy import KILL_AFTER, Step
 from gpuguard.policies.view import (
     MOST,
@@ -295,3 +295,14 @@ def test_a_long_window_is_kept_as_means_of_slices():
     assert series[-1][0] == 119_999
     assert abs(sum(value for _, value in series) / len(series) - 0.5) < 0.01
     assert series[0][0] >= 19_999
+
+
+@pytest.mark.parametrize(
+    ("last", "refused", "stage"),
+    [(None, None, "found"), ("warn", None, "warned"), ("log", None, "found"), ("terminate", None, "acted"),
+     ("warn", "it is protected", "refused")],
+)  # fmt: skip
+def test_how_far_a_breach_has_come_is_one_word(last, refused, stage):
+    status = PolicyStatus("p", Subject("device"), 0.0, last, None, None, True, refused=refused)
+
+    assert status.stage == stage

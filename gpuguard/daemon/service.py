@@ -286,8 +286,9 @@ class Daemon:
 
     @property
     def faults(self) -> int:
-        """How many the policy file has."""
-        return self._faults
+        """How many the policy file has, with the names in it that mean no user or GPU here."""
+        unknown = [text for text in (self._unknown, self._absent) if text]
+        return self._faults + sum(len(text.split("; ")) for text in unknown)
 
     def unguarded(self) -> str | None:
         """What the policy file says and the daemon does not do, in words; None: nothing."""

@@ -69,7 +69,8 @@ class MetricFacts:
     troubles: int | None = None  # how often sampling began to fail since the daemon started
     actions: Mapping[Action, int] | None = None  # what policies did since then
     policies: Mapping[str, int] | None = None  # mode -> how many are in force
-    policy_faults: int | None = None  # of the policy file
+    policy_faults: int | None = None  # of the policy file, and what it names that is not here
+    breaches: Mapping[tuple[str, str], int] | None = None  # (policy, how far it has come) -> how many hold now
     unrecorded: int | None = None  # lines of the audit log that could not be written since then
 
 
@@ -254,6 +255,7 @@ class DaemonFacts:
             daemon_up=True,
             policies=Counter("enforce" if policy.enforce else "observe" for policy in watchdog.policies),
             policy_faults=self._daemon.faults,
+            breaches=Counter((status.policy, status.stage) for status in watchdog.status()) if current else None,
             **self._counter.totals(),
         )
         return _with_directory(facts, self._directory)

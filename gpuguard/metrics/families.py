@@ -147,6 +147,13 @@ def _health(facts: MetricFacts) -> Iterator[MetricFamily]:
     yield family("gpuguard_policies", "Policies in force, by their mode.", modes)
     text = "Faults of the policy file: what it says is not in force as a whole while there are some."
     yield _single("policy_file_faults", text, facts.policy_faults)
+    breaches = [
+        (labels(policy=policy if rank < MAX_ACTIONS else OTHERS, stage=stage), count)
+        for rank, ((policy, stage), count) in enumerate(sorted((facts.breaches or {}).items()))
+    ]
+    yield family(
+        "gpuguard_policy_breaches", "Conditions of policies that hold now, by how far they have come.", breaches
+    )
     text = "What policies did, since the daemon started."
     yield family("gpuguard_policy_actions_total", text, actions, "counter")
     snapshot = facts.snapshot

@@ -25,6 +25,7 @@ from gpuguard.policies.policy import (
     COUNTED,
     DESTRUCTIVE,
     DISRUPTIVE,
+    HARMFUL,
     INTERACTIVE_SECONDS,
     KILL_AFTER,
     MESSAGES,
@@ -837,6 +838,13 @@ class PolicyStatus:
     harm_due: float | None = None  # clock at which that comes, if nothing changes
     rule: str = ""
     why: str = ""  # what was seen last, with numbers, for people
+
+    @property
+    def stage(self) -> str:
+        """How far it has come: found, warned, acted, or refused."""
+        if self.refused:
+            return "refused"
+        return "acted" if self.last in HARMFUL else "warned" if self.last in MESSAGES else "found"
 
 
 def policy_status(
