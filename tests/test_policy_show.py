@@ -79,6 +79,17 @@ def test_without_a_daemon_and_without_a_file_it_says_so(tmp_path):
     assert gone.returncode != 0 and "daemon" in gone.stderr
 
 
+def test_a_daemon_without_a_file_does_not_show_that_of_the_daemon_before(tmp_path):
+    with a_daemon(tmp_path, TEXT) as daemon:
+        daemon.until("policy")
+        daemon.end()
+        daemon.policy.unlink()
+        daemon.start()
+        assert eventually(lambda: daemon.events("daemon")[-1]["outcome"] == "started")
+
+        assert eventually(lambda: "no policies in force" in daemon.gpuguard("policy", "show").stderr)
+
+
 SCOPES = [
     ("", True),
     ("only: {users: [1]}", False),

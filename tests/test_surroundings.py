@@ -19,7 +19,7 @@ from gpuguard.errors import BackendError
 from gpuguard.jobs import surroundings
 from gpuguard.jobs.meter import JobMeter
 from gpuguard.jobs.surroundings import Surroundings
-from gpuguard.model import ProcessStat
+from gpuguard.model import Gap, ProcessStat
 
 ME, BOB = os.getuid(), 4242
 MINE, OTHER = a_device(0), a_device(1)
@@ -114,6 +114,23 @@ def test_a_list_that_cannot_be_believed_and_pids_of_another_namespace_tell_nothi
     monkeypatch.setattr(Driver, "simulated", False)
     monkeypatch.setattr(surroundings, "in_first_pid_namespace", lambda: False)
     assert around(claims=[OURS]).strangers(a_snapshot(bobs)) == []
+
+
+def test_another_user_cannot_fill_the_log_of_a_job():
+    here = Surroundings(Claimed(), Driver(), None)  # type: ignore[arg-type]
+    many = [(MINE, a_process(pid, uid=BOB, user="bob")) for pid in range(100, 200)]
+
+    assert len(list(here.news(many))) == len(here.remarks) == surroundings.MOST_TOLD
+    assert list(here.news(many)) == []
+
+
+def test_where_the_claims_cannot_be_read_nobody_is_a_stranger_and_nothing_is_elsewhere(around, monkeypatch):
+    here = around(MINE, OUTSIDE, claims=[])
+    gap = (Gap(None, "claims", "no permission"),)
+    monkeypatch.setattr(surroundings, "with_claims", lambda snapshot, find: replace(snapshot, gaps=gap))
+
+    assert here.strangers(a_snapshot(used_by(a_process(99, uid=BOB)))) == []
+    assert list(here.look(lambda: FAMILY)) == []
 
 
 FAMILY = {4711: 1000.0}

@@ -222,6 +222,8 @@ class Daemon:
         with signal_waiter(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as wait:
             self.watchdog.gpu_seconds = self._recorder.spent
             self._recorder.start()
+            with suppress(OSError):  # what the daemon before was judged by
+                os.unlink(daemon_files(self._directory).file(last_good.POLICIES))
             if self._settings.policy:
                 self._start()
             self._remember()

@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from gpuguard.backends import Backend
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.device_state import claim_of, claims_on, computes, device_title, started_by, usable_devices
+from gpuguard.device_state import (
+    claim_of,
+    claims_on,
+    claims_readable,
+    computes,
+    device_title,
+    started_by,
+    usable_devices,
+)
 from gpuguard.errors import BackendError
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts
@@ -22,6 +30,7 @@ from gpuguard.source import read_state, with_claims
 FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS})
 FIRST_LOOK_SECONDS = 4.0  # then after twice as long each time, because most jobs find their GPU at once
 LOOK_SECONDS = 60.0  # between two looks at all GPUs, where a daemon publishes what it sees
+MOST_TOLD = 8  # strangers of one job: another user must not fill its log by processes that come and go
 OWN_LOOK_SECONDS = 600.0  # where the driver must be asked for each of them
 
 
@@ -36,7 +45,8 @@ class Surroundings:
         self._claim, self._backend, self._directory = claim, backend, directory
         self._uuids = frozenset(device.uuid for device in claim)
         self._knows_pids = backend.simulated or in_first_pid_namespace() is not False
-        self._told: set[object] = set()
+        self._told: set[object] = set()  # strangers
+        self._elsewhere: set[str] = set()  # uuids
         self._look_at, self._wait = time.monotonic() + FIRST_LOOK_SECONDS, FIRST_LOOK_SECONDS
 
     def strangers(self, snapshot: Snapshot) -> list[Stranger]:
@@ -53,6 +63,8 @@ class Surroundings:
         if not perhaps:
             return []
         known = with_claims(snapshot, lambda: self._directory)
+        if not claims_readable(known):
+            return []
         stats = process_facts(known)
         return [each for each in perhaps if claim_of(each[1], claims_on(known, each[0]), stats) is None]
 
@@ -60,7 +72,7 @@ class Surroundings:
         """A sentence about each of *strangers* who was not there in the samples before."""
         for device, process in strangers:
             mark = device.uuid, process.pid, process.start_time
-            if mark not in self._told:
+            if mark not in self._told and len(self._told) < MOST_TOLD:
                 self._told.add(mark)
                 who = process.user or f"uid {process.uid}"
                 self.remarks[f"GPU {device.label} with {who} (pid {process.pid})"] = None
@@ -82,8 +94,8 @@ class Surroundings:
         except BackendError:
             return
         for device, pid in self._outside(around, family):
-            if device.uuid not in self._told:
-                self._told.add(device.uuid)
+            if device.uuid not in self._elsewhere:
+                self._elsewhere.add(device.uuid)
                 self.remarks[f"GPU {device.label} without a claim (pid {pid})"] = None
                 yield (
                     f"the job computes on {device_title(device)} (pid {pid}), which it has not claimed: leave "
@@ -103,7 +115,7 @@ class Surroundings:
         if own:
             known = with_claims(around, lambda: self._directory)
             stats = process_facts(known)
-            for device, process in own:
+            for device, process in own if claims_readable(known) else ():
                 if started_by(process, claims_on(known, device), stats) is None:  # else by a job within the job
                     yield device, process.pid
 
