@@ -541,3 +541,11 @@ def test_the_command_says_when_it_begins_and_that_it_ends_with_a_boot(gpuguard, 
     assert done.returncode == 0 and said in done.stdout
     assert gpuguard("quarantine", "1", "--end").returncode == 0
     assert gpuguard("quarantine", "--from", "in 2h").returncode != 0
+
+
+def test_one_that_begins_later_frees_nothing_that_is_set_aside_now(gpuguard):
+    assert gpuguard("quarantine", "1", "--reason", "XID 79").returncode == 0
+    later = gpuguard("quarantine", "1", "--from", "in 2h")
+
+    assert later.returncode != 0 and "already" in later.stderr
+    assert "XID 79" in gpuguard("quarantine").stdout

@@ -154,6 +154,10 @@ def _change(
     def update(restrictions: dict[str, Restriction]) -> None:
         if args.end:
             ended.extend([restrictions.pop(name)] if name in restrictions else [])
+        elif begins is not None and name in restrictions and restrictions[name].holds(now):
+            raise InvalidRequest(
+                _("it is {kind} already, and would not be until then: end that first.").format(kind=_(kind))
+            )
         else:
             restrictions[name] = restriction
 
