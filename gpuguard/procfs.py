@@ -103,7 +103,7 @@ def status_words(pid: int, name: bytes) -> list[bytes]:
 
 
 # What people type into: a program that they start from it is a job of its own.
-SHELLS = frozenset(b"sh bash dash zsh fish ksh mksh csh tcsh busybox tmux screen".split())
+SHELLS = frozenset(b"sh bash dash zsh fish ksh mksh csh tcsh busybox".split())
 
 
 class Stat(NamedTuple):

@@ -57,6 +57,18 @@ def test_of_a_claim_that_shares_its_gpu_only_the_time_is_known():
     assert (line["wall_time_seconds"], line["peak_memory_bytes"], line["energy_joules"]) == (80.0, None, None)
 
 
+def test_claims_that_come_and_go_without_end_do_not_fill_the_log():
+    jobs, lines = JobsSeen(), list[Any]()
+    for number in range(2000):
+        claims = (a_claim_record(id=f"c{number}"), a_claim_record(id="bobs", uid=1002, user="bob"))
+        lines += jobs.look(a_snapshot(a_device(), claims=claims, clock=10_000.0 + number))
+    lines += jobs.look(a_snapshot(a_device(), clock=12_000.0))
+
+    assert sum(line.user == "alice" and line.kind == "claim" for line in lines) < 1300
+    assert any(line.outcome == "left out" for line in lines)
+    assert [line.claim for line in lines if line.user == "bob"] == ["bobs"]
+
+
 def test_root_finds_the_claim_of_another_in_the_report(tmp_path):
     with a_daemon(tmp_path) as daemon:
         with a_holder(lock_directory(str(tmp_path / "claims")), daemon.uuid(0)) as holder:

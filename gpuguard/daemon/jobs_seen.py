@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpuguard.device_state import claims_readable
+from gpuguard.enforcement.limits import AuditQuota
 from gpuguard.jobs.meter import JobMeter
 from gpuguard.model import ClaimRecord, Event, Snapshot
 
@@ -30,6 +31,7 @@ class JobsSeen:
 
     def __init__(self) -> None:
         self._jobs: dict[tuple[int, str], _SeenJob] = {}
+        self._quota = AuditQuota()  # one user must not push out of the log what was done to others
 
     def look(self, snapshot: Snapshot) -> Iterator[Event]:
         """Count the next sample; a line about each claim that is there no more."""
@@ -44,7 +46,10 @@ class JobsSeen:
             job.claim = claim
             job.meter.add(snapshot)
         for key in [key for key in self._jobs if key not in living]:
-            yield _line(self._jobs.pop(key), snapshot.taken_at)
+            line = _line(self._jobs.pop(key), snapshot.taken_at)
+            if self._quota.admits(line, snapshot.clock):
+                yield line
+        yield from self._quota.left_out(snapshot.clock)
 
 
 def _line(job: _SeenJob, ended: float) -> Event:

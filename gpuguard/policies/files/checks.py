@@ -132,19 +132,14 @@ class _PolicyChecks:
     def check_rules(self, *, trespass: bool) -> None:
         """*trespass*: whether the file has that rule."""
         rules = list(_rules_of(self.policy))
-        harms = any(step.name in HARMFUL for step in self.policy.steps)
         for name, rule, place in rules:
             for key, why in _never(name, rule):
                 at = (*place, key) if (*self.path, *place, key) in self.nodes else place
                 self._warn(at, _("{name} can never fire: {why}.").format(name=name, why=why))
             if name in ("idle", "utilization") and (rule.below or 0.0) >= 100:
                 self._warn((*place, "below"), _("{name} fires for every GPU, a busy one too.").format(name=name))
-            if name == "unclaimed" and not trespass and (*self.path, *place, "on_claimed") not in self.nodes and harms:
-                self._warn(
-                    place,
-                    _("unclaimed leaves out the GPUs that another user has claimed."),
-                    _("Write `on_claimed: true`, or `on_claimed: false` if that is meant."),
-                )
+            if name == "unclaimed" and not trespass:
+                self._check_unclaimed(place)
             if sum(rule == other for _, other, _ in rules) > 1:
                 self._warn(place, _("the same {name} rule twice.").format(name=name))
         self._check_together(rules)
@@ -192,6 +187,13 @@ class _PolicyChecks:
                 )
             elif step.common.even_if_innocent and not innocent_harmed:
                 self._warn(place, _("even_if_innocent has no meaning for {name} here.").format(name=step.name))
+
+    def _check_unclaimed(self, place: Path) -> None:
+        """Warn of a rule that takes something away and does not say whether it looks at claimed GPUs."""
+        unsaid = (*self.path, *place, "on_claimed") not in self.nodes
+        if unsaid and any(step.name in HARMFUL for step in self.policy.steps):
+            text = _("unclaimed leaves out the GPUs that another user has claimed.")
+            self._warn(place, text, _("Write `on_claimed: true`, or `on_claimed: false` if that is meant."))
 
     def _check_together(self, rules: Sequence[tuple[str, Any, Path]]) -> None:
         """Warn of a utilization that must be both above and below."""
