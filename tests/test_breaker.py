@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from builders import GIB, MIB, a_claim_record, a_device, a_process
-from daemons import ANOTHER, a_daemon, somebodys
+from daemons import ANOTHER, DaemonUnderTest, somebodys
 from ladders import START, Devices, Finds, Processes, Watch, a_policy, busy, kinds, pids
 
 from gpuguard.model import Finding, Gap, Subject
@@ -223,9 +223,13 @@ policies:
 
 @pytest.mark.root
 def test_a_daemon_ends_a_large_process_beside_six_tiny_ones_of_another_user(tmp_path):
-    with a_daemon(tmp_path, UNCLAIMED, "--enforce", named=True) as daemon, ExitStack() as stack:
+    daemon = DaemonUnderTest(tmp_path)
+    daemon.policy.write_text(UNCLAIMED)
+    with ExitStack() as stack:
         tiny = [stack.enter_context(somebodys(daemon.node, "0", 120 * MIB)) for _ in range(6)]
         large = stack.enter_context(somebodys(daemon.node, "1", 70 * GIB, uid=ANOTHER))
+        daemon.start("--interval", "200ms", "--enforce", named=True)  # only now: a program that comes again after its
+        stack.enter_context(daemon.begun())  # end, twice, is one that something starts again
 
         assert large.wait(60) == -signal.SIGTERM, daemon.said()
         assert [event for event in daemon.events("note") if event["outcome"] == "breaker"] == []

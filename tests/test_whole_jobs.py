@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process
-from daemons import a_daemon, somebodys
+from daemons import DaemonUnderTest, somebodys
 from guarded import a_child, started
 from ladders import START, Watch, a_policy, busy, kinds, pids
 
@@ -321,8 +321,12 @@ policies:
 
 @pytest.mark.root
 def test_a_daemon_ends_all_ranks_of_a_job_and_the_line_of_each_names_it(tmp_path):
-    with a_daemon(tmp_path, POLICY, "--enforce", named=True) as daemon, ExitStack() as stack:
+    daemon = DaemonUnderTest(tmp_path)
+    daemon.policy.write_text(POLICY)
+    with ExitStack() as stack:
         ranks = [stack.enter_context(somebodys(daemon.node, str(n % 2), 2 * GIB)) for n in range(4)]
+        daemon.start("--interval", "200ms", "--enforce", named=True)  # only now: what comes after an end is started again
+        stack.enter_context(daemon.begun())
 
         assert [child.wait(60) for child in ranks] == [-signal.SIGTERM] * 4, daemon.said()
         events = [event for event in daemon.events("terminate") if event["outcome"] == "about to"]
