@@ -9,8 +9,11 @@ from ladders import Finds, Processes, Watch, a_policy, actions, busy, kinds, pid
 from gpuguard.backtest.backtest import rehearse
 from gpuguard.model import Finding, Subject
 from gpuguard.policies.engine import EngineMemory, evaluate, still_holds
+from gpuguard.policies.expression import ExpressionRule, parse_expression
+from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import ON_PROCESSES, KeptMark, Step, why_inapplicable
-from gpuguard.policies.view import RuleView, process_subject
+from gpuguard.policies.thresholds import UtilizationRule
+from gpuguard.policies.view import HostUse, RuleView, process_subject
 
 HOUR = 3600.0
 MIDNIGHT = 1_699_920_000.0  # of 2023-11-14, UTC
@@ -123,6 +126,34 @@ def test_a_condition_is_looked_at_once_more_without_a_sample_of_its_own(device, 
 
     assert still_holds(policy, subject, RuleView(busy(35, device)), watch.memory) is holds
     assert (watch.memory.states, watch.memory.past) == (before.states, before.past)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        IdleRule(below=5.0),
+        IdleRule(below=5.0, window="sliding", over=200.0),
+        UtilizationRule(below=5.0),
+        UtilizationRule(below=5.0, per="process"),
+        *(ExpressionRule(parse_expression(f"{name} < 5%")) for name in ("utilization", "process_utilization", "cpu")),
+        ExpressionRule(parse_expression("network < 1kB/s")),
+    ],
+    ids=lambda rule: str(rule)[:60],
+)
+def test_what_rests_because_the_guard_has_stopped_it_is_not_idle_by_any_rule(rule):
+    resting, other = a_process(utilization=0.0), a_process(1001, utilization=0.0, start_time=1001.0)
+    devices = [
+        a_device(n, processes=(row,), memory_used=20 * GIB, utilization=0.0) for n, row in ((0, resting), (1, other))
+    ]
+    host = {(row.pid, row.start_time): HostUse(cpu=0.0, network=0.0) for row in (resting, other)}
+    watch = Watch(a_policy("warn", rules=(rule,)))
+
+    said = set()
+    for clock in range(0, 400, 10):
+        view = RuleView(busy(clock, *devices), host=host, paused=frozenset({(resting.pid, resting.start_time)}))
+        said |= {verdict.finding.subject.device for verdict in watch.sees(view).verdicts}
+
+    assert said == {devices[1].uuid}
 
 
 CLAIM = Subject("claim", uid=1001, claim="c1")

@@ -471,17 +471,6 @@ def test_a_device_whose_memory_is_held_at_rest_is_idle():
     assert finding.why == "GPU 0 is idle: utilization 0%, at most 5% is idle, while 20.0GiB is held"
 
 
-def test_who_rests_because_the_guard_has_stopped_them_is_not_idle():
-    process = a_process()
-    view = RuleView(a_snapshot(a_device(processes=(process,), memory_used=GIB * 20, utilization=0.0)))
-    [found] = IdleRule(below=5.0).check(view)
-    assert found.processes == (process,)
-
-    paused = frozenset({(process.pid, process.start_time)})
-    assert not list(IdleRule(below=5.0).check(replace(view, paused=paused)))
-    assert list(IdleRule(below=5.0).check(replace(view, paused=frozenset({(process.pid, 1.0)}))))
-
-
 @pytest.mark.parametrize(
     ("below", "utilization", "idle"),
     [(5.0, 0.0, True), (5.0, 5.0, True), (5.0, 5.1, False), (5.0, None, False), (0.0, 0.0, True), (0.0, 1.0, False)],

@@ -325,7 +325,7 @@ def test_a_daemon_ends_all_ranks_of_a_job_and_the_line_of_each_names_it(tmp_path
     daemon.policy.write_text(POLICY)
     with ExitStack() as stack:
         ranks = [stack.enter_context(somebodys(daemon.node, str(n % 2), 2 * GIB)) for n in range(4)]
-        daemon.start("--interval", "200ms", "--enforce", named=True)  # only now: what comes after an end is started again
+        daemon.start("--interval", "200ms", "--enforce", named=True)  # what comes later is started again
         stack.enter_context(daemon.begun())
 
         assert [child.wait(60) for child in ranks] == [-signal.SIGTERM] * 4, daemon.said()

@@ -54,6 +54,7 @@ from gpuguard.policies.view import (
     key_of,
     reach_of,
     windows_of,
+    without_pauses,
 )
 from gpuguard.units import format_duration
 from gpuguard.users import NAMELESS
@@ -236,7 +237,7 @@ def evaluate(
     Raises:
         InvalidRequest: two policies have the same name.
     """
-    view = RuleView(view) if isinstance(view, Snapshot) else view
+    view = RuleView(view) if isinstance(view, Snapshot) else without_pauses(view)
     names = [policy.name for policy in policies]
     if len(set(names)) < len(names):
         raise InvalidRequest(f"two policies have the same name, of {', '.join(sorted(names))}: give each its own.")
@@ -285,7 +286,7 @@ def still_holds(
 
     It need not be a sample of its own.
     """
-    view = replace(view, past=memory.past, arrivals=memory.arrivals)
+    view = replace(without_pauses(view), past=memory.past, arrivals=memory.arrivals)
     found, _ = _condition(policy, index_sample(view, zone), memory)
     about = [finding for finding in found if identity_of(finding.subject) == identity_of(subject)]
     meant = {(process.pid, process.start_time) for finding in about for process in finding.processes}

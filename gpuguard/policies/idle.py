@@ -69,8 +69,6 @@ class IdleRule:
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Who holds a device that rests."""
         for device in usable_devices(view.snapshot):
-            if any((row.pid, row.start_time) in view.paused for row in device.processes or ()):
-                continue
             resting = self._resting(view, device)
             if resting is not None and (not self.reads_host or self._host_rests(view, device)):
                 for subject, seconds, processes in self._held(view, device):

@@ -9,17 +9,20 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 from gpuguard.device_state import Processes, claim_of, claims_on, computes, is_blamed_on, started_by, usable_devices
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject
 from gpuguard.policies.arrivals import Arrivals
 
 Sample = tuple[float, float]  # (clock, value)
+_UTILIZATION: dict[str, Any] = dict.fromkeys(
+    ("utilization", "memory_utilization", "encoder_utilization", "decoder_utilization")  # of devices and processes
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class RuleView:
     # what processes do beside the GPU, by (pid, start_time)
     host: Mapping[tuple[int, float], HostUse] = field(default_factory=dict)
     machine: MachineUse = field(default_factory=MachineUse)
-    # processes that the guard has stopped, which rest for that alone
+    # processes that the guard has stopped, which rest for that alone: see without_pauses
     paused: frozenset[tuple[int, float]] = frozenset()
     groups: Mapping[int, frozenset[str]] = field(default_factory=dict)  # uid -> names of the user's groups
     # uuid -> uids to which an outer scheduler has given the device; None where there is no scheduler
@@ -90,6 +93,26 @@ class RuleView:
     def clock(self) -> float:
         """CLOCK_BOOTTIME of the snapshot, seconds."""
         return self.snapshot.clock
+
+
+def without_pauses(view: RuleView) -> RuleView:
+    """*view* where nothing is idle because the guard has paused it: how much it and its GPU are used is unknown."""
+    if not view.paused:
+        return view
+
+    def is_paused(row: GpuProcess) -> bool:
+        return (row.pid, row.start_time) in view.paused
+
+    devices = []
+    for device in view.snapshot.devices:
+        if device.processes and any(map(is_paused, device.processes)):
+            rows = tuple(replace(row, **_UTILIZATION) if is_paused(row) else row for row in device.processes)
+            device = replace(device, processes=rows, **_UTILIZATION)
+        devices.append(device)
+    resting = {
+        process: replace(view.host[process], cpu=None, network=None) for process in view.paused & view.host.keys()
+    }
+    return replace(view, snapshot=replace(view.snapshot, devices=tuple(devices)), host={**view.host, **resting})
 
 
 def key_of(subject: Subject) -> str:
