@@ -5,9 +5,7 @@ Rates are since the sample before, so the first one knows none.  What cannot be 
 
 from __future__ import annotations
 
-import grp
 import os
-import pwd
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -19,7 +17,7 @@ from gpuguard.model import GpuProcess, ProcessIdentity, Snapshot
 from gpuguard.policies.view import HostUse, MachineUse, UserUse
 from gpuguard.procfs import Stat
 from gpuguard.units import Amount
-from gpuguard.users import user_name
+from gpuguard.users import read_group_names, user_name
 
 GROUPS_SECONDS = 600.0  # after which a user's groups are asked for again
 NETWORK_SECONDS = 60.0  # after which a process in the host's network is asked again whether it has one of its own
@@ -213,13 +211,7 @@ class HostUses:
     def _request_groups(self, uid: int, clock: float) -> None:
         def read() -> None:
             try:
-                user, names = pwd.getpwuid(uid), set()
-                for number in os.getgrouplist(user.pw_name, user.pw_gid):
-                    try:
-                        names.add(grp.getgrgid(number).gr_name)
-                    except KeyError:
-                        names.add(str(number))
-                self._groups[uid] = frozenset(names)
+                self._groups[uid] = frozenset(read_group_names(uid))
             except (KeyError, OSError):  # there is no such user now
                 return
             finally:

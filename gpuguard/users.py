@@ -1,4 +1,4 @@
-"""The names of users, without waiting for a directory service that does not answer; and who answers for a uid.
+"""Names and groups of users, without waiting for a directory service that is silent; and who answers for a uid.
 
 getpwuid may ask LDAP or SSSD, and hang with it.  A name is only for people: after SECONDS the number has to do, and
 the service is not asked again in this process for a while.  A uid without a name is asked for again, too: a service
@@ -9,13 +9,16 @@ certain_owner().
 
 from __future__ import annotations
 
+import grp
+import math
 import os
 import pwd
 import threading
 from bisect import bisect_right
 from collections import Counter
+from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,9 +37,11 @@ _Range = tuple[int, str | None]  # from that uid up to the next range: the user 
 _given_by: dict[object, list[_Range]] = {}  # of the file as it was read
 _names: dict[int, str] = {}
 _numbers: dict[str, int] = {}  # of the users in that file
-_nameless: dict[int | str, float] = {}  # uid or user that was not found -> when
+_nameless: dict[object, float] = {}  # uid or user that was not found -> when
 _silent: list[float] = []  # when the directory service fell silent
 _again: list[float] = []  # when a uid without a name was last asked for again
+_Question = tuple[str, int]  # ("name of group", gid) or ("groups of user", uid)
+_answers: dict[_Question, tuple[float, Any]] = {}  # when it was last answered, and how: None without an answer
 
 
 def user_name(uid: int) -> str:
@@ -46,8 +51,62 @@ def user_name(uid: int) -> str:
     return _names.get(uid, str(uid))
 
 
-def _look_up(asked: int | str) -> None:
-    """Ask for the name of a uid, or for the uid of a name, if it is worth it now."""
+def read_gids(uid: int) -> list[int]:
+    """The numbers of the groups of a user, which may wait for a directory service.
+
+    Raises KeyError: there is no such user; OverflowError, OSError.
+    """
+    user = pwd.getpwuid(uid)
+    return os.getgrouplist(user.pw_name, user.pw_gid)
+
+
+def read_group_names(uid: int) -> list[str]:
+    """As read_gids(), by name; the number in digits of a group without one."""
+    names = []
+    for gid in read_gids(uid):
+        try:
+            names.append(grp.getgrgid(gid).gr_name)
+        except KeyError:
+            names.append(str(gid))
+    return names
+
+
+def group_name(gid: int) -> str | None:
+    """The name of a group; None: no group has that number now, or nothing answers in time."""
+    name: str | None = _answer("name of group", gid)
+    return name
+
+
+def is_in_group(uid: int, gid: int) -> bool | None:
+    """Whether the system's user database has a user in a group; None: it does not know the user, or does not answer.
+
+    An answer may be AGAIN_SECONDS old, and older while there is none.
+    """
+    if user_name(uid) == str(uid):  # of these a user may bring any number
+        return None
+    groups: frozenset[int] | None = _answer("groups of user", uid)
+    return None if groups is None else gid in groups
+
+
+@dataclass(frozen=True)
+class GroupMembers:
+    """The users who are certainly in a group: ``uid in GroupMembers(gid)``, as is_in_group() says when it is asked."""
+
+    gid: int
+
+    def __contains__(self, uid: object) -> bool:
+        return isinstance(uid, int) and is_in_group(uid, self.gid) is True
+
+
+def _answer(what: str, number: int) -> Any:
+    question = what, number
+    if monotonic() - _answers.get(question, (-math.inf, None))[0] >= AGAIN_SECONDS:
+        _look_up(question)
+    return _answers.get(question, (0.0, None))[1]
+
+
+def _look_up(asked: int | str | _Question) -> None:
+    """Ask for the name of a uid, for the uid of a name, or that question, if it is worth it now."""
     if not _is_worth_a_lookup(asked):
         return
     thread = threading.Thread(target=_read, args=(asked,), name=f"name of {asked}", daemon=True)
@@ -60,7 +119,7 @@ def _look_up(asked: int | str) -> None:
         _silent[:] = [monotonic()]
 
 
-def _is_worth_a_lookup(asked: int | str) -> bool:
+def _is_worth_a_lookup(asked: int | str | _Question) -> bool:
     if not _silent and asked not in _nameless:
         return True
     now = monotonic()
@@ -76,7 +135,10 @@ def _is_worth_a_lookup(asked: int | str) -> bool:
     return True
 
 
-def _read(asked: int | str) -> None:
+def _read(asked: int | str | _Question) -> None:
+    if isinstance(asked, tuple):
+        _answers[asked] = monotonic(), _read_groups(*asked)
+        return
     try:
         if isinstance(asked, int):
             _names[asked] = pwd.getpwuid(asked).pw_name
@@ -85,6 +147,14 @@ def _read(asked: int | str) -> None:
         _nameless.pop(asked, None)
     except (KeyError, OverflowError, ValueError):
         _nameless[asked] = monotonic()
+
+
+def _read_groups(what: str, number: int) -> str | frozenset[int] | None:
+    try:
+        return grp.getgrgid(number).gr_name if what == "name of group" else frozenset(read_gids(number))
+    except (KeyError, OverflowError, OSError):
+        # A service that is away says that its users do not exist: they stay in the groups in which they were.
+        return None if what == "name of group" else _answers.get((what, number), (0.0, None))[1]
 
 
 def certain_owner(uid: int) -> int:

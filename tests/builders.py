@@ -209,12 +209,12 @@ _numbers = itertools.count(1)
 
 
 def a_reservation(user: int = 1, gpus: int = 1, begins: float = HOUR, hours: float = 1.0, **fields: Any) -> Reservation:
-    """One of a user for himself, made now, for an hour from in an hour; later ones have later names."""
+    """One of a user for himself, or for the group *gid*, made now, for an hour from in an hour; the names ascend."""
     facts: dict[str, Any] = {
         "id": f"r{next(_numbers):06}", "maker": user, "uid": user, "user": f"u{user}", "num_gpus": gpus,
         "begins": NOW + begins, "ends": NOW + begins + hours * HOUR, "devices": UUIDS, "made": NOW,
     }  # fmt: skip
-    return Reservation(**{**facts, **fields})
+    return Reservation(**{**facts, **fields, **({"uid": None, "user": None} if "gid" in fields else {})})
 
 
 def a_reserved(*statuses: ReservationStatus, now: float = NOW, **fields: Any) -> ReservationCalendar:

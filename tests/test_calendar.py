@@ -32,6 +32,11 @@ def a_reservation(gpus: int = 1, begins: float = 1.0, ends: float = 2.0, *device
     return Reservation(name, 0, user, f"u{user}", gpus, begins * HOUR, ends * HOUR, devices or NAMES)
 
 
+def a_group(of: Reservation, *members: int) -> Reservation:
+    """The same, for a group of these."""
+    return replace(of, uid=None, user=None, gid=50, group="vision", members=frozenset(members))
+
+
 def kept(
     reservations: list[Reservation], availability: DeviceAvailability = FREE, liked: tuple[str, ...] = NAMES
 ) -> dict[str, set[int]]:
@@ -86,6 +91,40 @@ def test_what_a_user_may_leave_behind_is_kept_where_something_is_kept_for_that_u
     coming = [StartingJob("job", 9, ("d3",), float("inf"))]
 
     assert set(calendars.reserved_beside(coming, NAMES, 1)) == {"d2", "d3"}
+
+
+def test_what_is_kept_for_a_group_is_kept_from_all_but_its_members() -> None:
+    (span,) = calendar([a_group(a_reservation(1), 8, 9)], FREE, 0.0)["d0"]
+
+    assert [span.excludes(uid, 1.0, 1e9) for uid in (7, 8, 9)] == [True, False, False]
+
+
+def test_members_of_a_group_go_first_on_what_is_reserved_for_it_and_together_no_further() -> None:
+    queue = [a_ticket(1, 2), a_ticket(8, 1), a_ticket(9, 1), a_ticket(9, 1)]
+    positions = planned(queue, [a_group(a_reservation(2, 0, 1), 8, 9)])
+    others = planned(queue, [a_group(a_reservation(2, 0, 1), 8)])
+
+    assert [position.now for position in positions] == [True, True, True, False]
+    assert [position.now for position in others] == [True, True, False, False]
+
+
+def test_what_a_member_holds_counts_as_used_by_the_group_and_what_another_member_may_leave_is_kept() -> None:
+    reservation = a_group(a_reservation(2, 0, 1), 8, 9)
+    calendars = Calendars([replace(reservation, held=("d3",))], FREE, 0.0)
+    coming = [StartingJob("job", 8, ("d2",), float("inf"))]
+
+    assert calendars.uses_own_reservations(9, ["d2"], [])
+    assert not calendars.uses_own_reservations(9, ["d1"], coming)
+    assert not calendars.uses_own_reservations(7, ["d2"], [])
+    assert set(calendars.reserved_beside(coming, NAMES, 1)) == {"d2", "d3"}
+    assert calendars.reserved_beside(coming, NAMES, 9) == {}
+
+
+def test_it_is_called_by_its_group_and_where_that_has_no_name_any_more_it_says_so() -> None:
+    group = a_group(a_reservation())
+
+    assert (a_reservation().whose, group.whose) == ("u9", "group vision")
+    assert replace(group, group=None).whose == "group 50 (unknown here)"
 
 
 def test_a_reservation_has_begun_from_its_begin_until_its_end() -> None:
@@ -191,7 +230,7 @@ class Server:
         limits = {uuid: ticket.since + ticket.time_limit for uuid, ticket in busy.items() if ticket.time_limit}
         free = frozenset(NAMES) - busy.keys()
         reservations = tuple(
-            replace(kept, held=tuple(uuid for uuid in kept.devices if uuid in busy and busy[uuid].uid == kept.uid))
+            replace(kept, held=tuple(uuid for uuid in kept.devices if uuid in busy and kept.admits(busy[uuid].uid)))
             for kept in self.reservations
             if kept.ends > now
         )
@@ -217,12 +256,18 @@ jobs = st.tuples(
 
 
 def broken(
-    wanted: list[tuple[int, int, int, tuple[str, ...]]], others: list[tuple[int, int, int, bool, tuple[str, ...]]]
+    wanted: list[tuple[int, int, int, tuple[str, ...]]],
+    others: list[tuple[int, int, int, bool, tuple[str, ...]]],
+    grouped: bool = False,
 ) -> list[str]:
-    """The reservations whose user could not start when they began, on a server of four devices."""
+    """The users who could not start when their reservations began, on a server of four devices.
+
+    *grouped*: each is for a group of two, of whom both come, if they can have devices both.
+    """
     reservations: list[Reservation] = []
     for number, (gpus, begins, hours, devices) in enumerate(wanted):
         reservation = a_reservation(gpus, begins, begins + hours, *devices, user=100 + number)
+        reservation = a_group(reservation, 100 + number, 200 + number) if grouped else reservation
         if can_be_met(reservation, reservations, NAMES):
             reservations.append(reservation)
     server, failed = Server(reservations), []
@@ -233,11 +278,13 @@ def broken(
                 request = Request(num_gpus=min(gpus, len(devices)), devices=devices)
                 server.queue.append(a_ticket(number % 3 + 1, requests=[request], since=now * HOUR, **length))
         coming = []
-        for reservation in reservations:
-            if reservation.begins == now * HOUR:
-                request = Request(num_gpus=reservation.num_gpus, devices=reservation.devices)
+        for reservation in (one for one in reservations if one.begins == now * HOUR):
+            users = [reservation.uid] if reservation.uid else sorted(reservation.members)[: reservation.num_gpus]
+            counts = [reservation.num_gpus - len(users) + 1, 1]
+            for user, count in zip(users, counts, strict=False):
+                request = Request(num_gpus=count, devices=reservation.devices)
                 limit = reservation.ends - reservation.begins
-                coming.append(a_ticket(reservation.uid, requests=[request], since=now * HOUR, time_limit=limit))
+                coming.append(a_ticket(user, requests=[request], since=now * HOUR, time_limit=limit))
         server.queue += coming
         started = server.look(now * HOUR)
         failed += [ticket.user for ticket in coming if ticket.id not in started]
@@ -245,14 +292,15 @@ def broken(
 
 
 @settings(max_examples=often(300))
-@given(st.lists(spells, min_size=1, max_size=4), st.lists(jobs, max_size=8))
+@given(st.lists(spells, min_size=1, max_size=4), st.lists(jobs, max_size=8), st.booleans())
 @example(
     [(1, 0, 1, NAMES), (1, 0, 1, NAMES), (1, 2, 1, NAMES[:2]), (2, 1, 2, NAMES)],
     [(0, 2, 1, False, NAMES), (0, 2, 2, True, NAMES)],
+    False,
 )
-@example([(1, 0, 2, NAMES[:2]), (1, 0, 1, NAMES[1:]), (1, 1, 2, NAMES[:2])], [])
-def test_no_reservation_is_ever_broken_while_limits_are_kept(wanted, others) -> None:
-    assert broken(wanted, others) == []
+@example([(1, 0, 2, NAMES[:2]), (1, 0, 1, NAMES[1:]), (1, 1, 2, NAMES[:2])], [], False)
+def test_no_reservation_is_ever_broken_while_limits_are_kept(wanted, others, grouped) -> None:
+    assert broken(wanted, others, grouped) == []
 
 
 @pytest.mark.parametrize("fault", ["clear_at", "surely_over_after"])

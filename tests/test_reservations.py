@@ -13,12 +13,14 @@ from claiming import acquire
 from pretended import Pretended
 from queues import a_ticket
 
+from gpuguard import users
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import DENIED, Restriction, change
 from gpuguard.cli.reserve import parse_when
 from gpuguard.errors import InvalidRequest, LockDirectoryError
 from gpuguard.lock import has_queue
 from gpuguard.model import ClaimRecord
+from gpuguard.queue import reservations
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import ReservationKeys
 from gpuguard.queue.reservations import (
@@ -133,11 +135,10 @@ def test_a_user_who_has_a_claim_keeps_it_until_its_end():
 
 def test_between_two_jobs_it_stays_for_as_long_as_its_user_is_awaited():
     reservation = a_reservation(begins=0.0, hours=9, made=NOW - HOUR)
-    arrivals = {(1, reservation.key): NOW + HOUR}
+    arrivals = {reservation.key: NOW + HOUR}
 
     assert not is_over(reservation, now=NOW + HOUR + NO_SHOW - 1, arrivals=arrivals)
     assert is_over(reservation, now=NOW + HOUR + NO_SHOW, arrivals=arrivals)
-    assert is_over(reservation, now=NOW + HOUR, arrivals={(2, reservation.key): NOW + HOUR})
 
 
 def test_the_end_of_a_job_elsewhere_does_not_bring_it_back(tmp_path):
@@ -196,7 +197,78 @@ def test_an_arrival_is_noted_for_its_user_alone(directory):
     assert record_arrival(directory, [other]) == ()
     record_arrival(directory, [made])
     _, _, arrivals = read_reservations(directory, time.time())
-    assert list(arrivals) == [(os.geteuid(), made.key)]
+    assert list(arrivals) == [made.key]
+
+
+OF_GROUP: dict[str, Any] = {"gid": 50, "group": "vision"}
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> dict[int, bool | None]:
+    """uid -> whether the user database has that user in the group; None: it does not say."""
+    members: dict[int, bool | None] = {}
+    monkeypatch.setattr(users, "group_name", lambda gid: "vision" if gid == 50 else None)
+    monkeypatch.setattr(reservations, "group_name", users.group_name)
+    for module in (users, reservations):
+        monkeypatch.setattr(module, "is_in_group", lambda uid, gid: gid == 50 and members.get(uid))
+    return members
+
+
+def test_one_for_a_group_is_read_as_it_was_written_and_without_groups_as_its_makers(directory, group):
+    group[os.geteuid()] = True
+    made = made_in(directory, **OF_GROUP)
+    [read] = read_reservations(directory, time.time())[0]
+
+    assert read == made and (read.whose, read.admits(os.geteuid()), read.admits(7)) == ("group vision", True, False)
+    [path] = Path(directory.records).glob("*reserve.*.json")
+    assert json.loads(path.read_text())["uid"] == os.geteuid()
+
+
+def test_a_user_reserves_for_no_group_that_they_are_certainly_not_in_and_root_for_any(directory, group):
+    made, user = made_in(directory, **OF_GROUP), os.geteuid() or 1234
+    [path] = Path(directory.records).glob("*reserve.*.json")
+    if user != made.maker:
+        users_own = path.with_name(path.name.replace("reserve.0.", f"reserve.{user}."))
+        users_own.write_text(json.dumps({**json.loads(path.read_text()), "uid": user}))
+        os.chown(users_own, user, -1)
+    assert user in [one.maker for one in read_reservations(directory, time.time())[0]]  # while nobody knows
+    group.update({0: False, user: False})
+
+    found, [ignored], _ = read_reservations(directory, time.time())
+    assert [one.maker for one in found] == [0] * (os.geteuid() == 0)
+    assert ignored.uid == user and "only root and its members" in ignored.reason
+
+
+def test_members_come_to_it_and_nobody_else_and_a_group_without_any_is_missed(directory, group):
+    made = made_in(directory, **OF_GROUP, begins=-60.0)
+    assert record_arrival(directory, [made]) == ()
+    assert read_reservations(directory, time.time())[2] == {}
+    group[os.geteuid()] = True
+    record_arrival(directory, [made])
+    assert list(read_reservations(directory, time.time())[2]) == [made.key]
+
+    here, stranger = a_claim(8, UUIDS[0]), a_claim(7, UUIDS[1])
+    of_two = a_reservation(**{**OF_GROUP, "members": (8, 9)})
+    assert statuses(of_two, claims=(here, stranger))[0].reservation.held == (UUIDS[0],)
+    assert is_over(of_two, now=of_two.begins + KEYS.no_show, claims=(stranger,))
+    assert not is_over(of_two, now=of_two.begins + KEYS.no_show, claims=(here,))
+
+
+def test_of_a_group_the_daemon_sees_whether_any_member_has_come(directory, group):
+    made, now = made_in(directory, **OF_GROUP, begins=-60.0), time.time()
+    group[8] = True
+    for claimant, seen in ((7, 0.0), (8, pytest.approx(now, abs=60.0))):
+        mine = a_claim(claimant, made.devices[0])
+        record_arrivals_seen(directory, a_snapshot(*FREE, claims=(mine,)), (), now)
+        assert read_reservations(directory, now)[2] == {made.key: seen}
+
+
+def test_what_a_user_reserves_for_a_group_counts_in_their_own_quota(directory):
+    own = a_reservation(gpus=1)
+    of_group = a_reservation(gpus=2, **OF_GROUP)
+
+    assert reasons(own, of_group)[0] == "" and "users may reserve 2 GPUs" in reasons(own, of_group)[1]
+    assert reasons(own, replace(of_group, maker=0)) == ["", ""]
 
 
 def running(directory: LockDirectory) -> Reservation:
@@ -211,9 +283,9 @@ def test_where_a_daemon_looks_no_file_of_the_user_keeps_a_reservation_and_their_
         record_arrival(directory, [made])
 
     record_arrivals_seen(directory, a_snapshot(*FREE), (), now)
-    assert read_reservations(directory, now)[2] == {(made.uid, made.key): 0.0}
+    assert read_reservations(directory, now)[2] == {made.key: 0.0}
     record_arrivals_seen(directory, a_snapshot(*FREE, claims=(mine,)), (), now)
-    assert read_reservations(directory, now)[2] == {(made.uid, made.key): pytest.approx(now, abs=60.0)}
+    assert read_reservations(directory, now)[2] == {made.key: pytest.approx(now, abs=60.0)}
 
 
 def test_who_has_to_wait_for_a_reservation_has_come_and_who_waits_beside_free_devices_has_not(directory):
@@ -222,16 +294,16 @@ def test_who_has_to_wait_for_a_reservation_has_come_and_who_waits_beside_free_de
     others = a_claim(made.uid + 1, *made.devices[1:])
 
     record_arrivals_seen(directory, a_snapshot(*FREE), (waits,), now)
-    assert read_reservations(directory, now)[2] == {(made.uid, made.key): 0.0}
+    assert read_reservations(directory, now)[2] == {made.key: 0.0}
     record_arrivals_seen(directory, a_snapshot(*FREE, claims=(others,)), (waits,), now)
-    assert read_reservations(directory, now)[2] == {(made.uid, made.key): pytest.approx(now, abs=60.0)}
+    assert read_reservations(directory, now)[2] == {made.key: pytest.approx(now, abs=60.0)}
 
 
 def test_without_a_daemon_that_looks_the_files_of_the_users_count_again(directory):
     made, now = running(directory), time.time()
     record_arrivals_seen(directory, a_snapshot(*FREE), (), now)
 
-    assert (made.uid, made.key) in read_reservations(directory, now)[2]
+    assert made.key in read_reservations(directory, now)[2]
     assert read_reservations(directory, now + 2 * LOOKED_SECONDS)[2] == {}
 
 

@@ -1,5 +1,6 @@
 """`gpuguard reserve` of two users and root: who gets what is kept, whoever is killed at whatever moment."""
 
+import grp
 import json
 import os
 import random
@@ -112,6 +113,43 @@ def test_users_stay_inside_the_quota_of_the_site(admin):
     assert not only["counts"] and "no GPUs" in only["state"]
 
 
+def test_members_of_a_group_use_what_is_reserved_for_it_and_others_are_told_whose_it_is(admin):
+    own = grp.getgrgid(ALICE.pw_gid).gr_name  # in which she alone is
+    made = reserve(admin, None, "-n", "3", "--for", "1h", "--group", own)
+    assert (made["user"], made["uid"], made["group"], made["gid"]) == (None, None, own, ALICE.pw_gid)
+    refused = admin(BOB, "run", "--no-wait", "-n", "6", "--", "true")
+    explained = admin(BOB, "explain", "-n", "6").stdout
+
+    assert (refused.returncode, f"kept for group {own}'s reservation until " in refused.stderr) == (75, True)
+    assert f"the reservation of group {own} until " in refused.stderr and f"group {own}" in explained
+    assert json.loads(admin(BOB, "who", "--json").stdout)["reservations"] == listed(admin)
+    assert admin(BOB, "run", "--no-wait", "-n", "5", "--", "true").returncode == 0
+    for command in ("who", "queue", "reserve"):
+        assert f"group {own}" in admin(BOB, command).stdout
+    with admin.job(ALICE, "-n", "3"):
+        assert [one["state"] for one in listed(admin)] == ["3 of 3 used"]
+
+
+def test_a_user_reserves_for_a_group_that_they_are_in_and_ends_that_and_no_member_ends_roots(admin):
+    own, bobs = (grp.getgrgid(user.pw_gid).gr_name for user in (ALICE, BOB))
+    others, unknown = (admin(ALICE, "reserve", "--for", "1h", "--group", name) for name in (bobs, "no-such-group"))
+    both = admin(None, "reserve", "--for", "1h", "--group", own, "--user", ALICE.pw_name)
+    made = reserve(admin, ALICE, "-n", "2", "--for", "1h", "--group", own)
+    too_much = admin(ALICE, "reserve", "-n", "1", "--for", "1h")
+    roots = reserve(admin, None, "-n", "1", "--for", "1h", "--group", own)
+
+    assert (others.returncode, f"you are not in the group {bobs}" in others.stderr) == (2, True)
+    assert (unknown.returncode, "there is no group 'no-such-group'" in unknown.stderr) == (2, True)
+    assert (both.returncode, "not allowed with" in both.stderr) == (2, True)
+    assert (too_much.returncode, "(2 of them in earlier ones)" in too_much.stderr) == (1, True)
+    assert admin(ALICE, "reserve", "--cancel", roots["id"]).returncode == 1
+    assert (
+        admin(ALICE, "reserve", "--cancel", made["id"]).stdout
+        == f"cancelled: reservation {made['id']} of group {own}.\n"
+    )
+    assert admin(None, "reserve", "--cancel", roots["id"]).returncode == 0
+
+
 def test_a_forged_reservation_keeps_nothing_from_anybody(admin):
     made = reserve(admin, ALICE, "-n", "2", "--for", "1h")
     path = next(Path(admin.directory.records).glob(f"*reserve.*.{made['id']}.json"))
@@ -123,13 +161,14 @@ def test_a_forged_reservation_keeps_nothing_from_anybody(admin):
         (f"{BOB.pw_uid}.other", {"uid": ALICE.pw_uid}),
         (f"{BOB.pw_uid}.roots", {"uid": 0}),
         ("0.root", {"uid": 0, "num_gpus": 6}),
+        (f"{BOB.pw_uid}.group", {"uid": BOB.pw_uid, "gid": ALICE.pw_gid}),
         (f"{ALICE.pw_uid}.hers", {"uid": ALICE.pw_uid}),
     ):
         admin.python(BOB, forge, f"{records}.{name}.json", json.dumps({**content, **change}))
     seen = admin(ALICE, "queue").stdout
 
     assert [one["counts"] for one in listed(admin)] == [True, False]
-    assert seen.count("not counted: reservation ") == 4 and "users may reserve 2 GPUs" in seen
+    assert seen.count("not counted: reservation ") == 5 and "users may reserve 2 GPUs" in seen
     assert admin(None, "run", "--no-wait", "-n", "6", "--", "true").returncode == 0
 
 

@@ -1,6 +1,7 @@
 """The names of users: a directory service that hangs costs a second once, and never a name its meaning."""
 
 import contextlib
+import grp
 import os
 import pwd
 import signal
@@ -32,6 +33,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(users, "_nameless", {})
     monkeypatch.setattr(users, "_silent", [])
     monkeypatch.setattr(users, "_again", [])
+    monkeypatch.setattr(users, "_answers", {})
     monkeypatch.setattr(users, "SECONDS", PATIENT)
     yield
     # A thread that still asks would tell the next test what it has heard.
@@ -44,13 +46,14 @@ class Service:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[int] = []
         self.names: dict[int, str] = {}
+        self.gids: list[int] = []
         self.now = 1000.0
         monkeypatch.setattr(pwd, "getpwuid", self.answer)
         monkeypatch.setattr(users, "monotonic", lambda: self.now)
 
     def answer(self, uid: int) -> SimpleNamespace:
         self.asked.append(uid)
-        return SimpleNamespace(pw_name=self.names[uid])
+        return SimpleNamespace(pw_name=self.names[uid], pw_gid=7)
 
 
 GIVEN = "alice:100000:65536\n1002:200000:10\nbob:165000:10000\nghost:400000:10\ndockremap:500000:10\nroot:600000:10\n"
@@ -197,6 +200,47 @@ def test_where_no_thread_can_be_started_the_number_has_to_do_until_one_can(monke
 
 
 ME = pwd.getpwuid(0)
+
+
+@pytest.fixture
+def membership(monkeypatch: pytest.MonkeyPatch) -> Service:
+    """A service that knows alice, whose groups are *gids*, and the group vision."""
+    service = Service(monkeypatch)
+    service.names[1001], service.gids = "alice", [1001, 50]
+    monkeypatch.setattr(os, "getgrouplist", lambda name, gid: [gid, *service.gids])
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_name={50: "vision"}[gid]))
+    return service
+
+
+def test_who_is_in_a_group_says_the_user_database_also_of_ones_first_group(membership):
+    assert [users.is_in_group(1001, gid) for gid in (50, 7, 51)] == [True, True, False]
+    assert [uid in users.GroupMembers(50) for uid in (1001, 1002, "alice")] == [True, False, False]
+    assert (users.group_name(50), users.group_name(51)) == ("vision", None)
+
+
+def test_of_a_uid_without_a_name_it_is_unknown_and_its_groups_are_not_asked_for(membership):
+    assert [users.is_in_group(uid, 50) for uid in (2001, 2001)] == [None, None]
+    assert membership.asked == [2001]
+
+
+def test_who_leaves_a_group_is_out_of_it_after_a_while(membership):
+    assert users.is_in_group(1001, 50)
+    membership.gids = [1001]
+
+    assert users.is_in_group(1001, 50)
+    membership.now += users.AGAIN_SECONDS
+    assert users.is_in_group(1001, 50) is False
+
+
+def test_while_the_service_is_away_members_stay_members_and_of_others_it_is_unknown(membership):
+    """A service that is away says that its users do not exist."""
+    membership.names[1002] = "bob"
+    assert users.is_in_group(1001, 50)
+    assert users.user_name(1002) == "bob"
+    membership.names.clear()
+    membership.now += users.AGAIN_SECONDS
+
+    assert [users.is_in_group(uid, 50) for uid in (1001, 1002)] == [True, None]
 
 
 def at(clock: float, *uids: int) -> Snapshot:

@@ -259,7 +259,7 @@ def _reservations(_: str) -> Values:
     """Own reservations, for root everybody's."""
     reservations, _torn, _arrived = read_reservations(directory_of(_source()), time.time())
     own = [kept for kept in reservations if os.geteuid() in (0, kept.uid, kept.maker)]
-    return [(kept.id, f"{kept.user} {local_time(kept.begins, '%a %H:%M')} {kept.note or ''}") for kept in own]
+    return [(kept.id, f"{kept.whose} {local_time(kept.begins, '%a %H:%M')} {kept.note or ''}") for kept in own]
 
 
 def _hosts(_: str) -> Values:

@@ -13,9 +13,7 @@ see docs/report.md.
 from __future__ import annotations
 
 import argparse
-import grp
 import os
-import pwd
 import socket
 import stat
 import sys
@@ -34,7 +32,7 @@ from gpuguard.files import write_file
 from gpuguard.history.queries import Watch, query_store, store_path
 from gpuguard.history.report import BY, ClaimRow, Report, claim_rows, running_claims, usage_report
 from gpuguard.locale import _
-from gpuguard.users import user_name
+from gpuguard.users import read_group_names, user_name
 from gpuguard.views import report as view
 from gpuguard.views.text import put, put_json, style
 
@@ -121,14 +119,6 @@ def _write(path: str, page: str) -> None:
 def _groups_of(uid: int) -> Collection[str]:
     """The groups of a user, without one of their own name that has no other member."""
     try:
-        user = pwd.getpwuid(uid)
-        numbers = os.getgrouplist(user.pw_name, user.pw_gid)
+        return [name for name in read_group_names(uid) if name != user_name(uid)]
     except (KeyError, OverflowError, OSError):
         return ()
-    names = []
-    for number in numbers:
-        try:
-            names.append(grp.getgrgid(number).gr_name)
-        except KeyError:
-            names.append(str(number))
-    return [name for name in names if name != user.pw_name]

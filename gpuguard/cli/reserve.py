@@ -4,10 +4,12 @@ gpuguard reserve -n 2 --from 09:00 --for 3h           for yourself, as far as th
 gpuguard reserve -n 1 --model H100 --from "in 2h" --for 1h
 gpuguard reserve                                      what is reserved
 gpuguard reserve --cancel 3f0c9e21                    when you are done: others may start at once
+gpuguard reserve -n 2 --group vision --from "Mon 09:00" --for 3h    for all members of a group that you are in
 sudo gpuguard reserve -n 4 --from 2026-11-23T14:00 --for 2h --user alice --note course
 
 No job is ended for a reservation: jobs that might still run then do not start before, those with a --time-limit do.
 It is over at its end, or when its user has had no claim for a while (30m, unless the site says otherwise).
+One for a group is for each of its members (`id` shows your groups), and counts against the limit of who made it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import Any
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import probe
@@ -27,7 +30,7 @@ from gpuguard.cli import options, terminal
 from gpuguard.errors import GpuguardError, ImpossibleRequest, InvalidRequest
 from gpuguard.locale import N_, _, translated
 from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESSES, Event, Snapshot
-from gpuguard.policies.files.decoder import Accounts
+from gpuguard.policies.files.decoder import GROUP, Accounts
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.reservations import (
     MOST_NOTE,
@@ -43,7 +46,7 @@ from gpuguard.request import Request
 from gpuguard.sanitize import neutralise
 from gpuguard.select import choose, not_enough, possible, usable_together
 from gpuguard.units import format_count, parse_duration
-from gpuguard.users import user_name
+from gpuguard.users import GroupMembers, is_in_group, user_name
 from gpuguard.views import queue as view
 from gpuguard.views.text import put, put_json
 
@@ -66,7 +69,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     when = '09:00 (the next one), "tomorrow 09:00", "Mon 09:00", 2026-11-23T14:00, "in 2h" (default: now)'
     group.add_argument("--from", dest="from_", metavar="TIME", help=when)
     group.add_argument("--for", dest="for_", metavar="DURATION", help="how long, as in 3h")
-    group.add_argument("--user", metavar="NAME", help="for another user, as root")
+    whose = group.add_mutually_exclusive_group()
+    whose.add_argument("--user", metavar="NAME", help="for another user, as root")
+    whose.add_argument("--group", metavar="NAME", help="for all members of a group of yours (root: of any)")
     group.add_argument("--note", metavar="TEXT", help="what it is for; everybody can read it")
     parser.add_argument("--cancel", metavar="ID", help="end a reservation of yours (root: anybody's)")
     parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
@@ -76,7 +81,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     wanted = [
-        name for name in ("num_gpus", "devices", "from_", "for_", "user", "note") if getattr(args, name) is not None
+        name
+        for name in ("num_gpus", "devices", "from_", "for_", "user", "group", "note")
+        if getattr(args, name) is not None
     ]
     if args.cancel is None and wanted:
         return _make(args)
@@ -102,16 +109,15 @@ def _calendar(directory: LockDirectory, snapshot: Snapshot) -> ReservationCalend
 
 def _make(args: argparse.Namespace) -> int:
     begins, ends = _times(args)
-    uid = os.geteuid() if args.user is None else Accounts().user(args.user)
-    if os.geteuid() not in (0, uid):
-        raise InvalidRequest(_("only root can reserve for others: leave --user out, or ask an administrator."))
+    whose = _whose(args)
     # Several jobs may use the reservation, each one instance.
     request = replace(options.request_of(args), allow_mig_set=True)
     directory = options.directory_of(args, make=True)
     snapshot = options.sampled(args, {MEMORY, PROCESSES, MODEL, HEALTH})
     devices = _devices(directory, snapshot, request, begins)
     now = time.time()
-    wanted = Reservation("", os.geteuid(), uid, user_name(uid), request.num_gpus, begins, ends, devices, now, args.note)
+    what: dict[str, Any] = {"num_gpus": request.num_gpus, "devices": devices, "begins": begins, "ends": ends}
+    wanted = Reservation(id="", maker=os.geteuid(), made=now, note=args.note, **whose, **what)
     if why := what_if(wanted, _calendar(directory, snapshot), [device.uuid for device in snapshot.devices]):
         raise GpuguardError(
             _("this cannot be reserved: {why}.\n`gpuguard reserve` shows what is reserved already.").format(why=why)
@@ -136,6 +142,25 @@ def _make(args: argparse.Namespace) -> int:
     else:
         put(map(neutralise, _made_lines(status, snapshot, now)))
     return 0
+
+
+def _whose(args: argparse.Namespace) -> dict[str, Any]:
+    """For whom it is, as fields of a Reservation."""
+    accounts = Accounts()
+    if args.group is not None:
+        gid = accounts.known[GROUP, accounts.group(args.group)]
+        if os.geteuid() and not is_in_group(os.geteuid(), gid):
+            raise InvalidRequest(
+                _(
+                    "you are not in the group {group}, as the user database of this machine has it: ask one of its "
+                    "members, or an administrator."
+                ).format(group=args.group)
+            )
+        return {"uid": None, "user": None, "gid": gid, "group": args.group, "members": GroupMembers(gid)}
+    uid = os.geteuid() if args.user is None else accounts.user(args.user)
+    if os.geteuid() not in (0, uid):
+        raise InvalidRequest(_("only root can reserve for others: leave --user out, or ask an administrator."))
+    return {"uid": uid, "user": user_name(uid)}
 
 
 def _times(args: argparse.Namespace) -> tuple[float, float]:
@@ -208,13 +233,13 @@ def _made_lines(status: ReservationStatus, snapshot: Snapshot, now: float) -> li
     until = _("{begin} to {end}").format(begin=clock_text(made.begins, now), end=clock_text(made.ends, now))
     lines = [
         _("reserved: {count} for {user} from {until} (id {id}).").format(
-            count=format_count(made.num_gpus, "GPU"), user=made.user, until=until, id=made.id
+            count=format_count(made.num_gpus, "GPU"), user=made.whose, until=until, id=made.id
         )
     ]
     if status.no_show_at is not None and status.no_show_at < made.ends:
         lines.append(
             _("It is over at {time} unless {user} makes a claim by then.").format(
-                time=clock_text(status.no_show_at, now), user=made.user
+                time=clock_text(status.no_show_at, now), user=made.whose
             )
         )
     busy = sum(device.uuid in made.devices and bool(device.processes) for device in snapshot.devices)
@@ -250,7 +275,7 @@ def _cancel(args: argparse.Namespace, directory: LockDirectory, calendar: Reserv
         put(
             [
                 _("cancelled: reservation {cancel} of {user}.").format(
-                    cancel=args.cancel, user=neutralise(cancelled.user)
+                    cancel=args.cancel, user=neutralise(cancelled.whose)
                 )
             ]
         )
@@ -259,6 +284,6 @@ def _cancel(args: argparse.Namespace, directory: LockDirectory, calendar: Reserv
 
 def _log(args: argparse.Namespace, outcome: str, reservation: Reservation) -> None:
     times = ("begins_unix_seconds", reservation.begins), ("ends_unix_seconds", reservation.ends)
-    facts = ("num_gpus", reservation.num_gpus), *times, ("by_uid", os.getuid())
+    facts = ("num_gpus", reservation.num_gpus), *times, ("by_uid", os.getuid()), ("group", reservation.group)
     event = Event(time.time(), "reserve", outcome, reservation.user, message=reservation.note, facts=facts)
     options.log_event(args, event)

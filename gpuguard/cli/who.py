@@ -111,8 +111,9 @@ def _reserved(args: argparse.Namespace, snapshot: Snapshot) -> ReservationCalend
         calendar = reservation_calendar(directory, uuids, snapshot.claims, time.time())
     except (ClaimError, OSError):
         return None
-    statuses = tuple(status for status in calendar.statuses if not args.user or status.reservation.user in args.user)
-    return replace(calendar, statuses=statuses)
+    # Those of a group, too: nothing says here which of these users are in it.
+    shown = [status for status in calendar.statuses if not args.user or status.reservation.user in (*args.user, None)]
+    return replace(calendar, statuses=tuple(shown))
 
 
 def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> tuple[list[Ticket], list[str]]:

@@ -8,9 +8,11 @@ may still run in a day.  Reads nothing: see reservations.  Does not decide who s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+
+from gpuguard.locale import _
 
 HORIZON_SECONDS = 86400.0  # a job of unknown length keeps no further away from a reservation than this
 FOR_EVER = float("inf")
@@ -18,19 +20,33 @@ FOR_EVER = float("inf")
 
 @dataclass(frozen=True)
 class Reservation:
-    """A reservation: so many devices for one user, from a time until another one."""
+    """A reservation: so many devices for one user, or for the users of a group, from a time until another one."""
 
     id: str  # unique among those of its maker
     maker: int  # uid of the owner of its file
-    uid: int  # for whom it is
-    user: str  # the name of *uid*
+    uid: int | None  # for whom it is; None: for a group
+    user: str | None  # the name of *uid*
     num_gpus: int
     begins: float  # unix time
     ends: float
     devices: tuple[str, ...]  # uuids of those that will do
     made: float = 0.0  # unix time, from the file system, so that it cannot be backdated
     note: str | None = None  # for people
-    held: tuple[str, ...] = ()  # those of its devices that are in claims of its user now
+    held: tuple[str, ...] = ()  # those of its devices that are in claims of its users now
+    gid: int | None = None  # for which group it is
+    group: str | None = None  # the name of *gid*; None: unknown, or no group has that number any more
+    members: Container[int] = ()  # uids of those who are in the group
+
+    @property
+    def whose(self) -> str:
+        """For whom it is, in words: ``"alice"``, ``"group vision"``."""
+        if self.user is not None:
+            return self.user
+        return _("group {group}").format(group=self.group or _("{gid} (unknown here)").format(gid=self.gid))
+
+    def admits(self, uid: int) -> bool:
+        """Whether it is for this user."""
+        return uid == self.uid or uid in self.members
 
     @property
     def key(self) -> str:
@@ -48,7 +64,7 @@ class ReservedSpan:
 
     def excludes(self, uid: int, start: float, lasts: float) -> bool:
         """Whether a job of a user that starts then, and lasts so long, cannot have the device."""
-        return self.reservation.uid != uid and self.begins < start + lasts and start < self.ends
+        return not self.reservation.admits(uid) and self.begins < start + lasts and start < self.ends
 
 
 @dataclass(frozen=True)
@@ -144,7 +160,8 @@ def _matched(
 
     def can_have(reservation: Reservation, uuid: str) -> bool:
         is_free = availability.free_at.get(uuid, FOR_EVER) <= max(when, reservation.begins)
-        return uuid in reservation.devices and (is_free or reservation.uid in availability.users.get(uuid, ()))
+        is_theirs = uuid in reservation.held or any(map(reservation.admits, availability.users.get(uuid, ())))
+        return uuid in reservation.devices and (is_free or is_theirs)
 
     def put(uuid: str, tried: set[str]) -> bool:
         fitting = [
@@ -196,7 +213,7 @@ class Calendars:
         """
         if not self._reservations:
             return {}
-        others = [reservation for reservation in self._reservations if reservation.uid != uid]
+        others = [reservation for reservation in self._reservations if uid is None or not reservation.admits(uid)]
         is_theirs = len(others) < len(self._reservations)
         key = (tuple(job.id for job in started), tuple(wanted), uid if is_theirs else None)
         if key not in self._known:
@@ -211,7 +228,8 @@ class Calendars:
         only when they have it, and until then what else there is, should one of them be gone, or all.
         """
         spans = self.after(started, wanted, uid)
-        absent = {job.uid for job in started} & {reservation.uid for reservation in self._reservations} - {uid}
+        coming = {job.uid for job in started} - {uid}
+        absent = {one for one in coming if any(reservation.admits(one) for reservation in self._reservations)}
         for gone in [{user} for user in absent] + [absent] * (len(absent) > 1):
             present = [job for job in started if job.uid not in gone]
             theirs = {uuid for job in started if job.uid in gone for uuid in job.devices}  # to be kept first of all
@@ -228,7 +246,7 @@ class Calendars:
         users = {uuid: set(uids) for uuid, uids in self._before.users.items()}
         for reservation in self._reservations:
             for uuid in reservation.held:
-                users.setdefault(uuid, set()).add(reservation.uid)
+                users.setdefault(uuid, set())
         for job in started:
             for uuid in job.devices:
                 users.setdefault(uuid, set()).add(job.uid)
@@ -242,15 +260,16 @@ class Calendars:
         return [
             reservation
             for reservation in self._reservations
-            if reservation.uid == uid and reservation.begins <= self._now < reservation.ends
+            if reservation.admits(uid) and reservation.begins <= self._now < reservation.ends
         ]
 
     def uses_own_reservations(self, uid: int, devices: Collection[str], started: Sequence[StartingJob]) -> bool:
-        """Whether a job gets no more than what is reserved for its user now, which no other user would get."""
+        """Whether a job gets no more than what is reserved for its user now, which no user without that would get."""
         own = self.begun_for(uid)
         reserved = {uuid for reservation in own for uuid in reservation.devices}
         used = {uuid for reservation in own for uuid in reservation.held}
-        used |= {uuid for job in started if job.uid == uid for uuid in job.devices} & reserved
+        theirs = [job for job in started if any(reservation.admits(job.uid) for reservation in own)]
+        used |= {uuid for job in theirs for uuid in job.devices} & reserved
         most = sum(reservation.num_gpus for reservation in own)
         return reserved.issuperset(devices) and len(used.union(devices)) <= most
 

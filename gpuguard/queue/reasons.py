@@ -27,7 +27,7 @@ from gpuguard.users import user_name
 def reservation_text(reservation: Reservation, now: float) -> str:
     """``"kept for alice's reservation from 09:00"``, ``"... until 12:00"`` once it has begun."""
     return _("kept for {user}'s reservation {time}").format(
-        user=reservation.user, time=_from_or_until(reservation, now)
+        user=reservation.whose, time=_from_or_until(reservation, now)
     )
 
 
@@ -166,7 +166,7 @@ def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) ->
     if reservation is None:
         return _("reservation {delayed}").format(delayed=delayed)
     text = _("the reservation of {user} {time}").format(
-        user=reservation.user, time=_from_or_until(reservation, queue.now)
+        user=reservation.whose, time=_from_or_until(reservation, queue.now)
     )
     if position.start is not None:
         text += f"; {_start_in_words(position.start, queue)}"
@@ -210,7 +210,7 @@ def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str
     for reservation in queue.facts.reservations:
         if abs(reservation.ends - start) < 1.0:
             return _("after the reservation of {user} {time}").format(
-                user=reservation.user, time=_from_or_until(reservation, queue.now)
+                user=reservation.whose, time=_from_or_until(reservation, queue.now)
             )
     for uuid in position.devices:
         claim = _claim_on(uuid, queue)

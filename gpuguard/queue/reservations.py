@@ -1,15 +1,16 @@
 """Reservations: their files, which of them count, which devices they keep, and until when.
 
-    reserve.UID.ID.json        of its maker: of users for themselves, of root for any user
-    arrived.UID.MAKER.ID       of the user it is for: its time says when a claim of theirs last began or ended; also
+    reserve.UID.ID.json        of its maker: of users for themselves and for their groups, of root for anybody
+    arrived.UID.MAKER.ID       of a user it is for: its time says when a claim of theirs last began or ended; also
                                with .RANDOM behind it, where another user has made a file of that name
-    daemon/arrived.UID.MAKER.ID  the same as the daemon last saw such a claim, and ...
+    daemon/arrived.UID.MAKER.ID  the same as the daemon last saw such a claim (gGID: of a group), and ...
     daemon/arrivals            ... when it last looked: while there is a daemon, its word alone counts
 
 The files outlive their maker, and are removed by the maker or by root when they have ended.  Whose a file is and when
-it was made says the file system; one that cannot be understood is reported.  What users may reserve is checked by each
-reader: what is too much does not count, the last made first.  A reservation is over at its end, or when its user has
-had no claim for as long as the site says.  Does not decide which devices are kept from whom: see calendar.
+it was made says the file system, who is in a group the system's user database; one that cannot be understood is
+reported.  What users may reserve is checked by each reader: what is too much does not count, the last made first.  A
+reservation is over at its end, or when its users have had no claim for as long as the site says.  Does not decide which
+devices are kept from whom: see calendar.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from gpuguard.queue.priority import ReservationKeys, Ticket
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import LAST_TIME, IgnoredFile, checked_number, read_document, read_documents, touch
 from gpuguard.units import format_count, format_duration, local_time
-from gpuguard.users import accountable_uids, user_name
+from gpuguard.users import GroupMembers, accountable_uids, group_name, is_in_group, user_name
 
 MAX_BYTES = 4096
 MOST_OF_ONE = 100  # of a user; a quota counts their devices, but only once all of them were read
@@ -53,7 +54,7 @@ _LOOKED = "arrivals"
 USER_IS_DENIED = N_("its user may make no claim now")
 _NO_ROOM = N_("earlier reservations leave too few GPUs at that time")
 
-Arrivals = Mapping[tuple[int, str], float]  # (uid, key of a reservation) -> when its user last began or ended a claim
+Arrivals = Mapping[str, float]  # key of a reservation -> when a user of it last began or ended a claim
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,12 @@ class ReservationCalendar:
 class _ReservationContent:
     """What a file of a reservation says."""
 
-    uid: int
+    uid: int  # for whom it is; where it is for a group its maker, for whom a reader takes it that knows no groups
     num_gpus: int
     begins_unix_seconds: float
     ends_unix_seconds: float
     devices: tuple[str, ...]
+    gid: int | None = None
 
 
 def reservation_calendar(
@@ -112,7 +114,8 @@ def reservation_calendar(
         return ReservationCalendar(now=now)
     reservations, ignored, arrivals = read_reservations(directory, now)
     keys, restrictions = read_queue_settings().rules.reservations, read_restrictions(directory, DENIED, now)
-    denied = {reservation.uid for reservation in reservations if denial_of(restrictions, reservation.uid)}
+    uids = {reservation.uid for reservation in reservations if reservation.uid is not None}
+    denied = {uid for uid in uids if denial_of(restrictions, uid)}
     statuses = judge(reservations, uuids, claims, arrivals, keys, now, denied)
     return ReservationCalendar(tuple(statuses), tuple(ignored), now)
 
@@ -150,11 +153,11 @@ def judge(
         own = [
             claim
             for claim in claims
-            if claim.uid == reservation.uid and not set(claim.devices).isdisjoint(reservation.devices)
+            if not set(claim.devices).isdisjoint(reservation.devices) and reservation.admits(claim.uid)
         ]
         claimed = {uuid for claim in own for uuid in claim.devices}
         reservation = replace(reservation, held=tuple(uuid for uuid in reservation.devices if uuid in claimed))
-        arrival = arrivals.get((reservation.uid, reservation.key), 0.0)
+        arrival = arrivals.get(reservation.key, 0.0)
         deadline = max(reservation.begins, reservation.made, arrival) + keys.no_show
         # A claim that came later does not bring back what others were promised meanwhile.
         present = any(claim.since is None or claim.since < deadline for claim in own)
@@ -233,14 +236,15 @@ def read_reservations(directory: LockDirectory, now: float) -> tuple[list[Reserv
         is_unfinished = name.startswith(f"{directory.prefix}reserve.") and not name.endswith(".json")
         if is_unfinished or name.startswith(f"{directory.prefix}unfinished."):
             remove_leftover(f"{directory.records}/{name}")
-    arrivals = _arrivals(directory, names, {reservation.key for reservation in reservations}, now)
+    arrivals = _arrivals(directory, names, {reservation.key: reservation for reservation in reservations}, now)
     seen = _arrivals_seen(directory, reservations, now)
     return reservations, ignored, arrivals if seen is None else seen
 
 
 def write_reservation(directory: LockDirectory, wanted: Reservation) -> Reservation:
     """Make the file of a reservation, whole or not at all; returns it as it was made."""
-    fields = _ReservationContent(wanted.uid, wanted.num_gpus, wanted.begins, wanted.ends, wanted.devices)
+    uid = wanted.maker if wanted.uid is None else wanted.uid
+    fields = _ReservationContent(uid, wanted.num_gpus, wanted.begins, wanted.ends, wanted.devices, wanted.gid)
     content = {"schema": 1, **asdict(fields), "note": wanted.note and wanted.note[:MOST_NOTE]}
     encoded = json.dumps(content).encode()
     if len(encoded) > MAX_BYTES:
@@ -274,9 +278,9 @@ def record_arrival(directory: LockDirectory, reservations: Iterable[Reservation]
     """Record a claim of this user now, for each of *reservations* that is theirs; the files to touch when it ends."""
     uid, paths = os.geteuid(), []
     for reservation in reservations:
-        if reservation.uid != uid:
+        if not reservation.admits(uid):
             continue
-        path = f"{directory.records}/{directory.prefix}{_arrival_name(reservation)}"
+        path = f"{directory.records}/{directory.prefix}{_arrival_name(reservation, uid)}"
         for own in (path, f"{path}.{os.urandom(4).hex()}"):  # the second, if another user has made the first
             if touch(own, uid):
                 paths.append(own)
@@ -302,8 +306,8 @@ def record_arrivals_seen(directory: LockDirectory, snapshot: Snapshot, waiting: 
     used = {uuid for claim in snapshot.claims for uuid in claim.devices}
     used |= {device.uuid for device in snapshot.devices if device.processes}
     for reservation in reservations:
-        own = {uuid for claim in snapshot.claims if claim.uid == reservation.uid for uuid in claim.devices}
-        waits = reservation.uid in users and len(set(reservation.devices) - used) < reservation.num_gpus
+        own = {uuid for claim in snapshot.claims if reservation.admits(claim.uid) for uuid in claim.devices}
+        waits = len(set(reservation.devices) - used) < reservation.num_gpus and any(map(reservation.admits, users))
         if reservation.begins <= now and (waits or not own.isdisjoint(reservation.devices)):
             touch(files.file(_arrival_name(reservation)))
     known = {_arrival_name(reservation) for reservation in reservations}
@@ -318,11 +322,13 @@ def _arrivals_seen(directory: LockDirectory, reservations: Iterable[Reservation]
     if files.owner is None or (written_at(files.file(_LOOKED), files.owners()) or 0.0) < now - LOOKED_SECONDS:
         return None
     seen = {made: written_at(files.file(_arrival_name(made)), files.owners()) for made in reservations}
-    return {(made.uid, made.key): min(now, when or 0.0) for made, when in seen.items()}
+    return {made.key: min(now, when or 0.0) for made, when in seen.items()}
 
 
-def _arrival_name(reservation: Reservation) -> str:
-    return f"arrived.{reservation.uid}.{reservation.key}"
+def _arrival_name(reservation: Reservation, uid: int | None = None) -> str:
+    """The file of one of its users; without *uid* the daemon's, of all of them."""
+    whose = f"g{reservation.gid}" if reservation.uid is None else reservation.uid
+    return f"arrived.{whose if uid is None else uid}.{reservation.key}"
 
 
 def _path(directory: LockDirectory, maker: int, number: str) -> str:
@@ -352,23 +358,29 @@ def _reservation_of(content: dict[str, Any], status: os.stat_result, number: str
         raise ValueError(_("it ends before it begins"))
     if status.st_uid not in (said.uid, 0):
         raise ValueError(_("only root can reserve for others"))
+    gid = None if said.gid is None else checked_number(said.gid, 0, 2**32 - 2)
+    if gid is not None and status.st_uid and is_in_group(status.st_uid, gid) is False:
+        raise ValueError(_("only root and its members can reserve for a group"))
     return Reservation(
         id=number,
         maker=status.st_uid,
-        uid=checked_number(said.uid, 0, 2**32 - 2),
-        user=user_name(said.uid),
+        uid=checked_number(said.uid, 0, 2**32 - 2) if gid is None else None,
+        user=user_name(said.uid) if gid is None else None,
         num_gpus=checked_number(said.num_gpus, 1, MOST_GPUS),
         begins=float(begins),
         ends=float(ends),
         devices=tuple(dict.fromkeys(said.devices)),
         made=status.st_ctime,
         note=note[:MOST_NOTE] if isinstance(note, str) else None,
+        gid=gid,
+        group=None if gid is None else group_name(gid),
+        members=() if gid is None else GroupMembers(gid),
     )
 
 
-def _arrivals(directory: LockDirectory, names: Sequence[str], known: Collection[str], now: float) -> Arrivals:
+def _arrivals(directory: LockDirectory, names: Sequence[str], known: Mapping[str, Reservation], now: float) -> Arrivals:
     start = f"{directory.prefix}arrived."
-    arrivals: dict[tuple[int, str], float] = {}
+    arrivals: dict[str, float] = {}
     for name in names:
         if not name.startswith(start):
             continue
@@ -383,6 +395,6 @@ def _arrivals(directory: LockDirectory, names: Sequence[str], known: Collection[
             if shortage(error):
                 raise
             continue
-        if stat.S_ISREG(status.st_mode) and uid == str(status.st_uid):
-            arrivals[status.st_uid, key] = max(arrivals.get((status.st_uid, key), 0.0), min(now, status.st_ctime))
+        if stat.S_ISREG(status.st_mode) and uid == str(status.st_uid) and known[key].admits(status.st_uid):
+            arrivals[key] = max(arrivals.get(key, 0.0), min(now, status.st_ctime))
     return arrivals

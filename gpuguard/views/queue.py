@@ -68,7 +68,7 @@ def reservations_text(reserved: ReservationCalendar, *, width: int | None = None
         reservation, now = status.reservation, reserved.now
         times = clock_text(reservation.begins, now), clock_text(reservation.ends, now)
         note = f'"{neutralise(reservation.note)}"  ' if reservation.note else ""
-        cells = neutralise(reservation.user), str(reservation.num_gpus), *times, neutralise(reservation.id)
+        cells = neutralise(reservation.whose), str(reservation.num_gpus), *times, neutralise(reservation.id)
         rows.append([*cells, note + neutralise(state(status, now))])
     heads = [_("RESERVED FOR"), _("GPUS"), _("FROM"), _("UNTIL"), "ID", _("NOW")]
     lines = table(rows, heads, align="<>", width=width) if rows else []
@@ -94,13 +94,13 @@ def state(status: ReservationStatus, now: float) -> str:
         return _("does not count: {why_not}").format(why_not=status.why_not)
     if status.over and status.no_show_at is not None:
         return _("over: {user} had no claim by {time}").format(
-            user=reservation.user, time=clock_text(status.no_show_at, now)
+            user=reservation.whose, time=clock_text(status.no_show_at, now)
         )
     if reservation.begins > now:
         return _("begins in {begins}").format(begins=format_duration(round(reservation.begins - now)))
     if status.no_show_at is not None and status.no_show_at < reservation.ends:
         return _("over at {time} unless {user} comes").format(
-            time=clock_text(status.no_show_at, now), user=reservation.user
+            time=clock_text(status.no_show_at, now), user=reservation.whose
         )
     return _("{used} of {num_gpus} used").format(
         used=min(reservation.num_gpus, len(reservation.held)), num_gpus=reservation.num_gpus
@@ -116,7 +116,8 @@ def reservation_json(status: ReservationStatus, now: float) -> dict[str, Any]:
     """One of them."""
     reservation = status.reservation
     return {
-        **picked(reservation, "id", "user", "uid", "made", "num_gpus", "begins", "ends", "devices", "note"),
+        **picked(reservation, "id", "user", "uid", "group", "gid", "num_gpus", "devices", "note"),
+        **picked(reservation, "made", "begins", "ends"),
         "made_by_uid": reservation.maker,
         "used": min(reservation.num_gpus, len(reservation.held)),
         "counts": status.counts,
