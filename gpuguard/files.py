@@ -252,6 +252,15 @@ def status_in_place(path: str) -> os.stat_result:
         os.close(held)
 
 
+def version_of(path: str) -> tuple[int, ...] | None:
+    """What changes whenever the file at *path* does; None: there is none that can be looked at."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def exists_in_place(path: str) -> bool:
     """As os.path.lexists(); also of what is mounted there."""
     try:

@@ -511,7 +511,7 @@ class JobSupervisor:
         try:
             from gpuguard.queue.settings import read_queue_settings  # 20 ms, for a job that leaves something
 
-            return read_queue_settings().rules.leftover
+            return read_queue_settings(self.settings.directory).rules.leftover
         except (ImportError, OSError):  # it was upgraded meanwhile; or nothing can be opened now
             return NEVER
 

@@ -2,15 +2,21 @@
 
 import json
 import os
+import threading
+from pathlib import Path
 
 import pytest
 from daemons import SOMEBODY, a_daemon, somebodys
 from nodes import eventually
 
+from gpuguard.claims.directory import daemon_files
 from gpuguard.policies.files import last_good
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.policies.files.loader import parse
 from gpuguard.policies.usage import UsersRule
+from gpuguard.queue import settings
+from gpuguard.queue.priority import QueueRules
+from gpuguard.queue.settings import keep_last_good, read_queue_settings
 
 GOOD = """\
 version: 1
@@ -194,3 +200,133 @@ def test_gpus_and_models_that_are_not_here_are_said_once_and_doctor_is_red(tmp_p
         [said] = [event["message"] for event in daemon.events("policy") if event["outcome"] == "devices unknown"]
         assert said == "last: no GPU here is 12; last: no model here is H900*"
         assert any("no GPU here is 12" in json.dumps(row) for row in status)
+
+
+# line.yaml: the rules of the queue, which every command reads by itself.
+
+
+@pytest.fixture
+def line(tmp_path, monkeypatch):
+    """The site's file, which $GPUGUARD_LINE names."""
+    monkeypatch.setenv("GPUGUARD_LINE", str(tmp_path / "line.yaml"))
+    return tmp_path / "line.yaml"
+
+
+def kept(directory) -> Path:
+    return Path(daemon_files(directory).file(settings.LAST_GOOD))
+
+
+def test_with_faults_in_it_the_last_good_line_yaml_holds_and_both_are_said(directory, line):
+    line.write_text("bound: 7h  # ...\n")
+    keep_last_good(directory, read_queue_settings(directory))
+    line.write_text("bound: 8\n")
+    site = read_queue_settings(directory)
+
+    assert (site.rules, site.is_last_good) == (QueueRules(bound=7 * 3600.0), True)
+    assert "unit" in site.faults[0].text
+    assert read_queue_settings().rules == QueueRules()
+    line.write_text("bound: 8h\n")
+    assert read_queue_settings(directory).rules.bound == 8 * 3600.0
+    assert not read_queue_settings(directory).is_last_good
+
+
+def test_that_there_was_no_line_yaml_is_a_good_one_too(directory, line):
+    keep_last_good(directory, read_queue_settings(directory))
+    line.write_text("bound: 8\n")
+
+    assert (read_queue_settings(directory).rules, read_queue_settings(directory).is_last_good) == (QueueRules(), True)
+
+
+@pytest.mark.parametrize("damage", ["mode", "content", "another's path", "text with faults", "sticky", "none"])
+def test_what_is_not_the_daemons_word_on_this_file_counts_for_nothing(directory, line, damage, monkeypatch):
+    line.write_text("bound: 7h\n")
+    keep_last_good(directory, read_queue_settings(directory))
+    line.write_text("bound: 8\n")
+    content = json.loads(kept(directory).read_text())
+    if damage == "mode":
+        kept(directory).chmod(0o666)
+    elif damage == "content":
+        kept(directory).write_text("{")
+    elif damage == "another's path":
+        kept(directory).write_text(json.dumps({**content, "path": "/etc/gpuguard/line.yaml"}))
+    elif damage == "text with faults":
+        kept(directory).write_text(json.dumps({**content, "text": "bound: 7"}))
+    elif damage == "none":
+        kept(directory).unlink()
+    else:
+        files = daemon_files(directory)
+        monkeypatch.setattr(settings, "daemon_files", lambda directory: type(files)(files.path, None, files.prefix))
+
+    assert (read_queue_settings(directory).rules, read_queue_settings(directory).is_last_good) == (QueueRules(), False)
+
+
+def test_that_nothing_can_be_opened_now_says_nothing_of_the_last_good_one(directory, line, monkeypatch):
+    def fail(*_):
+        raise OSError(24, "Too many open files")
+
+    line.write_text("bound: 8\n")
+    monkeypatch.setattr(settings.files, "read_file", fail)
+
+    with pytest.raises(OSError, match="Too many"):
+        read_queue_settings(directory)
+
+
+def test_an_account_in_line_yaml_that_is_deleted_changes_nothing_for_others(directory, line, monkeypatch):
+    numbers = {"alice": 1001, "bob": 1002}
+    monkeypatch.setattr(settings, "Accounts", lambda: Accounts(numbers.__getitem__, numbers.__getitem__))
+    line.write_text("priority: {everybody: normal, high: [alice, bob]}\n")
+    keep_last_good(directory, read_queue_settings(directory))
+    del numbers["bob"]
+    site = read_queue_settings(directory)
+
+    assert "there is no user 'bob'" in site.faults[0].text
+    assert [site.rules.highest(uid) for uid in (1001, 1002)] == [1, 0]
+
+
+def test_while_the_directory_service_is_silent_it_is_awaited_once(directory, line, monkeypatch):
+    silent, asked = threading.Event(), []
+
+    def hang(name: str) -> int:
+        asked.append(name)
+        silent.wait(60)
+        raise KeyError(name)
+
+    line.write_text("bound: 7h\n")
+    keep_last_good(directory, read_queue_settings(directory))
+    monkeypatch.setattr(settings, "Accounts", lambda: Accounts(hang, hang, seconds=0.05))
+    line.write_text("bound: 7h\npriority: {everybody: normal, low: [bob]}\n")
+    site = read_queue_settings(directory)
+    silent.set()
+
+    assert (site.is_last_good, site.rules.bound, asked) == (True, 7 * 3600.0, ["bob"])
+
+
+def test_a_copy_of_the_last_good_line_yaml_outlives_a_boot(directory, line, tmp_path, monkeypatch):
+    place = tmp_path / "state" / "gpuguard"
+    monkeypatch.setattr(settings, "COPIES", {daemon_files(directory).path: str(place)})
+    line.write_text("bound: 7h\n")
+    keep_last_good(directory, read_queue_settings(directory))
+
+    assert (place / settings.LAST_GOOD).read_bytes() == kept(directory).read_bytes()
+
+
+def test_a_daemon_keeps_the_last_good_line_yaml_for_all_and_says_when_its_faults_begin_and_end(line, tmp_path):
+    line.write_text("fair_share: false\n")
+    with a_daemon(tmp_path) as daemon:
+        assert eventually(lambda: bool(list(tmp_path.rglob(settings.LAST_GOOD))))
+        line.write_text("fair_share: maybe\n")
+        [refused] = daemon.until("queue")
+        queue = json.loads(daemon.gpuguard("queue", "--json").stdout)
+        doctor = daemon.gpuguard("doctor")
+        daemon.end()
+        daemon.start("--interval", "200ms")
+        assert len(daemon.until("queue", 2)) == 2
+        still = json.loads(daemon.gpuguard("queue", "--json").stdout)
+        line.write_text("fair_share: true\n")
+        mended = daemon.until("queue", 3)[-1]
+
+        assert (refused["outcome"], mended["outcome"]) == ("refused", "faults mended")
+        assert "1 fault, the first: " in refused["message"] and "line.yaml:1:13" in refused["message"]
+        assert (queue["fair_share"], still["fair_share"], len(queue["faults"])) == (False, False, 1)
+        assert (doctor.returncode, "the last good" in doctor.stdout) == (1, True)
+        assert "The last good rules of this site hold" not in daemon.gpuguard("queue").stdout

@@ -261,7 +261,7 @@ def test_what_cannot_be_opened_now_is_not_taken_for_nothing(directory, monkeypat
         "tickets": lambda: [each.id for each in read_tickets(directory)[0]],
         "reservations": lambda: reservations.read_reservations(directory, now)[0],
         "who came": lambda: reservations.read_reservations(directory, now)[2],
-        "rules": lambda: read_queue_settings(str(rules)).rules,
+        "rules": lambda: read_queue_settings(path=str(rules)).rules,
     }[what]
     known = read()
     with monkeypatch.context() as patch:

@@ -280,7 +280,7 @@ def test_a_fault_has_its_place_and_leaves_what_holds_without_the_file(text, plac
 
 
 def test_no_file_is_no_fault(tmp_path):
-    assert read_queue_settings(str(tmp_path / "none")) == QueueSettings(path=str(tmp_path / "none"))
+    assert read_queue_settings(path=str(tmp_path / "none")) == QueueSettings(path=str(tmp_path / "none"))
 
 
 def test_the_variable_names_another_file(tmp_path, monkeypatch):
@@ -314,7 +314,7 @@ def test_root_shows_nothing_of_a_secret_file_that_the_variable_names(tmp_path):
 )
 def test_what_cannot_be_read_is_a_fault_and_never_an_error(tmp_path, make, what):
     make(tmp_path / "line.yaml")
-    file = read_queue_settings(str(tmp_path / "line.yaml"))
+    file = read_queue_settings(path=str(tmp_path / "line.yaml"))
 
     assert file.rules == QueueRules()
     assert what in file.faults[0].text and file.faults[0].line == 0

@@ -54,7 +54,7 @@ def everything() -> list[MetricFamily]:
     more = {
         "waiting": (("bob", snapshot.taken_at - 60),), "quarantined": frozenset({used.uuid}), "daemon_up": True,
         "actions": {("p", "warn", "done"): 1}, "unrecorded": 0, "troubles": 0, "interval": 2.0,
-        "policies": {"enforce": 1}, "policy_faults": 0, "breaches": {("hogs", "warned"): 2},
+        "policies": {"enforce": 1}, "policy_faults": 0, "line_faults": 0, "breaches": {("hogs", "warned"): 2},
     }  # fmt: skip
     return metric_families(facts_about(snapshot, **more))
 

@@ -81,7 +81,9 @@ class QueueMachine(RuleBasedStateMachine):
         # Names in order: several tickets may have one time of arrival, and then their names decide.
         numbers = itertools.count(1)
         self.world.enter_context(mock.patch("os.urandom", lambda size: next(numbers).to_bytes(size, "big")))
-        self.world.enter_context(mock.patch("gpuguard.queue.waiter.read_queue_settings", lambda: QueueSettings(RULES)))
+        self.world.enter_context(
+            mock.patch("gpuguard.queue.waiter.read_queue_settings", lambda _: QueueSettings(RULES))
+        )
         name = self.place.name
         self.directory = LockDirectory(name, name, name, prefix="gpuguard.")  # as without `gpuguard setup`
         self.machine = Machine(*DEVICES)

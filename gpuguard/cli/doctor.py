@@ -65,15 +65,13 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
     driver = _driver(args)
     snapshot = driver["snapshot"]
     outer = outer_devices(os.environ, snapshot.devices if snapshot else ())
-    queue = read_queue_settings()
     return DoctorFacts(
         host=os.uname().nodename,
         backend=args.backend,
         uid=os.geteuid(),
         **driver,
         **_lock(args, snapshot.devices if snapshot else ()),
-        line_path=queue.path if os.path.lexists(queue.path) else None,
-        line_faults=tuple(" ".join(" ".join(fault.lines(queue.path)).split()) for fault in queue.faults),
+        **_site_rules(args),
         outer=None if outer.uuids is None else (len(outer.uuids), outer.reason),
         full_log=_full_log(),
         library_error=_library_error(),
@@ -137,6 +135,18 @@ def _lock(args: argparse.Namespace, devices: Sequence[Device]) -> dict[str, Any]
         "daemon_silent": is_silent,
         "daemon_trouble": trouble,
         "daemon_unguarded": unguarded,
+    }
+
+
+def _site_rules(args: argparse.Namespace) -> dict[str, Any]:
+    directory = None
+    with suppress(ClaimError, BackendError):
+        directory = directory_of(args)
+    site = read_queue_settings(directory)
+    return {
+        "line_path": site.path if os.path.lexists(site.path) else None,
+        "line_faults": tuple(" ".join(" ".join(fault.lines(site.path)).split()) for fault in site.faults),
+        "line_last_good": site.is_last_good,
     }
 
 

@@ -33,7 +33,8 @@ def main(args: argparse.Namespace) -> int:
         from gpuguard.cli import fleet  # ssh, for those who ask for other hosts
 
         return fleet.queue(args)
-    directory, site = directory_of(args), read_queue_settings()
+    directory = directory_of(args)
+    site = read_queue_settings(directory)
     with closing(snapshot_source(args)) as source:
         snapshot, _ = source.sample()
     queue = read_queue(directory, snapshot, rules=site.rules)

@@ -118,7 +118,8 @@ def _make(args: argparse.Namespace) -> int:
     now = time.time()
     what: dict[str, Any] = {"num_gpus": request.num_gpus, "devices": devices, "begins": begins, "ends": ends}
     wanted = Reservation(id="", maker=os.geteuid(), made=now, note=args.note, **whose, **what)
-    if why := what_if(wanted, _calendar(directory, snapshot), [device.uuid for device in snapshot.devices]):
+    uuids = [device.uuid for device in snapshot.devices]
+    if why := what_if(wanted, _calendar(directory, snapshot), uuids, directory):
         raise GpuguardError(
             _("this cannot be reserved: {why}.\n`gpuguard reserve` shows what is reserved already.").format(why=why)
         )

@@ -385,7 +385,7 @@ def priority_of(args: argparse.Namespace) -> int:
         return wanted
     from gpuguard.queue.settings import read_queue_settings  # 20 ms, for who wants more than others
 
-    highest = read_queue_settings().rules.highest(os.geteuid())
+    highest = read_queue_settings(options.directory_of(args)).rules.highest(os.geteuid())
     if highest < wanted:
         print_notice(
             _("--priority {priority} is not yours at this site: {priority_names} it is.").format(

@@ -36,11 +36,11 @@ from gpuguard.claims.directory import (
 )
 from gpuguard.claims.grants import EARLIER, grant_of, names_of, renew, replace_file
 from gpuguard.claims.records import slot_names
-from gpuguard.claims.restrictions import COPIES, DENIED, QUARANTINED
+from gpuguard.claims.restrictions import COPIES
 from gpuguard.cli import setup_service
 from gpuguard.cli.options import add_source_options, add_table, sampled
 from gpuguard.cli.progress import progress
-from gpuguard.cli.setup_service import fault_as
+from gpuguard.cli.setup_service import LASTING, fault_as
 from gpuguard.errors import BackendError, InvalidRequest, LockDirectoryError
 from gpuguard.locale import N_, _
 from gpuguard.model import HEALTH
@@ -295,9 +295,9 @@ def tmpfiles_lines(path: str, uuids: list[str], user: str = "root", *, broker: b
         *([] if user == "root" else [f"d {path}/{NAME} 0755 {user} {user} -"]),
         *(f"f {path}/lock/{name} {given} -" for name, given in files.items()),
         *(
-            f"C {folder}/{kind}.json 0644 {owner} {owner} - {COPIES[folder]}/{kind}.json"
+            f"C {folder}/{name} 0644 {owner} {owner} - {COPIES[folder]}/{name}"
             for folder, owner in ((path, "root"), (f"{path}/{NAME}", user))
-            for kind in (DENIED, QUARANTINED)
+            for name in LASTING
             if folder in COPIES and not (user == "root" and folder != path)
         ),
     ]

@@ -29,6 +29,7 @@ from gpuguard.history.audit_log import MACHINE_EVENTS
 from gpuguard.history.queries import MACHINE_STATE
 from gpuguard.jsonio import loads
 from gpuguard.locale import N_, _
+from gpuguard.queue.settings import LAST_GOOD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +40,8 @@ MOUNT_UNIT = f"/etc/systemd/system/{MOUNT}"
 POLICY = "/etc/gpuguard/policy.yaml"
 SYSUSERS = "/etc/sysusers.d/gpuguard.conf"
 TMPFILES = "/etc/tmpfiles.d/gpuguard.conf"
+# What outlives a boot: see claims.restrictions.COPIES.
+LASTING = (f"{DENIED}.json", f"{QUARANTINED}.json", LAST_GOOD)
 LIST = "/etc/gpuguard/installed.json"  # gpuguard 0.1 kept the SHA-256 of what it had installed there
 PACKAGED = ("/usr/lib/systemd/system", "/lib/systemd/system")  # where a package puts its units
 FSTAB = "/etc/fstab"
@@ -348,7 +351,7 @@ def remove(directory: str) -> int:
     clear(directory)
     if user:
         _remove_user(user)
-    for path in (LIST, *(f"{COPIES[directory]}/{kind}.json" for kind in (DENIED, QUARANTINED) if directory in COPIES)):
+    for path in (LIST, *(f"{COPIES[directory]}/{name}" for name in LASTING if directory in COPIES)):
         with suppress(FileNotFoundError):
             os.unlink(path)
     with suppress(OSError):

@@ -121,7 +121,7 @@ class Broker:
 
     def _charge(self, uid: int, seconds: float) -> None:
         """Let GPU-seconds count in fair share beside what was used; what was charged before decays as that does."""
-        now, half_life = time.monotonic(), read_queue_settings().rules.half_life
+        now, half_life = time.monotonic(), read_queue_settings(self._directory).rules.half_life
         left, self._decayed_at = 0.5 ** ((now - self._decayed_at) / half_life), now
         self._charged = {user: charged * left for user, charged in self._charged.items()}
         self._charged[uid] = self._charged.get(uid, 0.0) + seconds
@@ -130,7 +130,7 @@ class Broker:
         self, snapshot: Snapshot, mine: Ticket | None = None, waiting: WaitingTickets | None = None
     ) -> QueueState:
         """The queue as the daemon decides it: a ticket starts once, and each grant costs, however soon it ends."""
-        rules = read_queue_settings().rules
+        rules = read_queue_settings(self._directory).rules
         facts = read_queue_facts(self._directory, snapshot, rules)
         usage = dict(used_by(facts.claims, time.time()) if facts.usage is None else facts.usage)
         for uid, seconds in self._charged.items():

@@ -28,10 +28,11 @@ from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.daemon.jobs_seen import JobsSeen
 from gpuguard.daemon.requests import RequestContext, handle
 from gpuguard.daemon.server import SocketServer
+from gpuguard.daemon.site_rules import SiteRules
 from gpuguard.daemon.upkeep import ClaimUpkeep
 from gpuguard.enforcement.limits import recover_actions
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
-from gpuguard.files import write_file
+from gpuguard.files import version_of, write_file
 from gpuguard.history import audit_log
 from gpuguard.history.queries import query_store, store_path
 from gpuguard.history.recorder import Recorder
@@ -186,6 +187,7 @@ class Daemon:
         reader = partial(open_worker, backend.name, desktop_memory=lambda: desktop_memory(lambda: directory))
         self._broker = None if directory.keeper is None else Broker(directory, reader)
         self._upkeep = ClaimUpkeep(directory, self._log)
+        self.site_rules = SiteRules(directory, partial(self._log, "queue"), report)
         exempt = partial(setattr, self.watchdog, "kept")
         self._exemptions = Exemptions(directory, exempt, lambda: self.last.devices, self._record)
 
@@ -259,6 +261,7 @@ class Daemon:
                     record_arrivals_seen(self._directory, self.last, self.waiting or (), time.time())
             self.reload_if_changed(requested=self._reload_requested.is_set() or signal.SIGHUP in received)
             self._look_for_devices()
+            self.site_rules.look()
             if self._broker:
                 self._tend(self._broker)
             open_metrics = self._open_metrics(open_metrics)
@@ -373,7 +376,7 @@ class Daemon:
 
     def reload_if_changed(self, *, requested: bool = False) -> None:
         """Read the policy file again where it is time to."""
-        if self._settings.policy and (requested or _status_of(self._settings.policy) != self._file_status):
+        if self._settings.policy and (requested or version_of(self._settings.policy) != self._file_status):
             self._reload()
         elif (self._faults or self._unknown) and time.monotonic() - self._read_at >= RETRY_SECONDS:
             self._reload(quiet=True)
@@ -394,7 +397,7 @@ class Daemon:
         """Read the policy file, and report its faults unless *quiet*; with faults the last good one guards on."""
         assert self._settings.policy
         self._reload_requested.clear()
-        self._file_status = _status_of(self._settings.policy)
+        self._file_status = version_of(self._settings.policy)
         accounts = Accounts(remembered=last_good.kept_names(self._state))
         file = load_in_time(self._settings.policy, self._settings.interval, accounts)
         before, self._faults, self._read_at = self._faults, len(file.faults), time.monotonic()
@@ -575,11 +578,3 @@ def _was_cut_off() -> bool:
         return False
     outcomes = [line.get("outcome") for line in audit_log.decoded(lines)[0]]
     return [outcome for outcome in outcomes if outcome in ("started", "stopped")][-1:] == ["started"]
-
-
-def _status_of(path: str) -> tuple[int, ...] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -70,6 +70,7 @@ class MetricFacts:
     actions: Mapping[Action, int] | None = None  # what policies did since then
     policies: Mapping[str, int] | None = None  # mode -> how many are in force
     policy_faults: int | None = None  # of the policy file, and what it names that is not here
+    line_faults: int | None = None  # of line.yaml
     breaches: Mapping[tuple[str, str], int] | None = None  # (policy, how far it has come) -> how many hold now
     unrecorded: int | None = None  # lines of the audit log that could not be written since then
 
@@ -255,6 +256,7 @@ class DaemonFacts:
             daemon_up=True,
             policies=Counter("enforce" if policy.enforce else "observe" for policy in watchdog.policies),
             policy_faults=self._daemon.faults,
+            line_faults=self._daemon.site_rules.faults,
             breaches=Counter((status.policy, status.stage) for status in watchdog.status()) if current else None,
             **self._counter.totals(),
         )

@@ -147,6 +147,8 @@ def _health(facts: MetricFacts) -> Iterator[MetricFamily]:
     yield family("gpuguard_policies", "Policies in force, by their mode.", modes)
     text = "Faults of the policy file: what it says is not in force as a whole while there are some."
     yield _single("policy_file_faults", text, facts.policy_faults)
+    text = "Faults of line.yaml, the rules of the queue: the last good ones hold while there are some."
+    yield _single("line_file_faults", text, facts.line_faults)
     breaches = [
         (labels(policy=policy if rank < MAX_ACTIONS else OTHERS, stage=stage), count)
         for rank, ((policy, stage), count) in enumerate(sorted((facts.breaches or {}).items()))

@@ -113,7 +113,8 @@ def reservation_calendar(
     if not _has_reservations(directory):
         return ReservationCalendar(now=now)
     reservations, ignored, arrivals = read_reservations(directory, now)
-    keys, restrictions = read_queue_settings().rules.reservations, read_restrictions(directory, DENIED, now)
+    keys = read_queue_settings(directory).rules.reservations
+    restrictions = read_restrictions(directory, DENIED, now)
     uids = {reservation.uid for reservation in reservations if reservation.uid is not None}
     denied = {uid for uid in uids if denial_of(restrictions, uid)}
     statuses = judge(reservations, uuids, claims, arrivals, keys, now, denied)
@@ -175,10 +176,12 @@ def judge(
     return statuses
 
 
-def what_if(wanted: Reservation, known: ReservationCalendar, uuids: Collection[str]) -> str:
+def what_if(
+    wanted: Reservation, known: ReservationCalendar, uuids: Collection[str], directory: LockDirectory | None = None
+) -> str:
     """Why a new reservation would not count; "" when it would.  Says when there would be room for it."""
     others = known.reservations
-    if why_not := _not_allowed(wanted, others, uuids, read_queue_settings().rules.reservations):
+    if why_not := _not_allowed(wanted, others, uuids, read_queue_settings(directory).rules.reservations):
         return why_not
     if can_be_met(wanted, others, uuids):
         return ""

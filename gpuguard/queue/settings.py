@@ -8,35 +8,96 @@
     reservations: {devices: 2, longest: 24h, ahead: 14d, no_show: 30m}     # for users; root may do more
     leftover: keep          # for how long what a job leaves running keeps its claim: keep, release or a duration
 
-Without the file, or with faults in it, the values above hold (and no names).  Only root can have written it.
+Without the file the values above hold (and no names).  Only root can have written it.  While it has faults, the last
+good one holds, whose text the daemon keeps for all readers among its files, LAST_GOOD; without that the values above.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
+from gpuguard import files
+from gpuguard.claims.directory import LockDirectory, daemon_files
+from gpuguard.claims.restrictions import COPIES
 from gpuguard.errors import InvalidRequest, shortage
+from gpuguard.jsonio import decode, loads
 from gpuguard.locale import _
 from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Decoder
-from gpuguard.policies.files.source import Fault, YamlSource, read_file
+from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, read_file
 from gpuguard.queue.priority import QueueRules
 
 PATH = "/etc/gpuguard/line.yaml"
+LAST_GOOD = "line.last-good.json"
 
 
 @dataclass(frozen=True)
 class QueueSettings:
-    """What the file says; with faults, what holds without it."""
+    """What the file says; with faults, what holds in its place."""
 
     rules: QueueRules = field(default_factory=QueueRules)
     faults: tuple[Fault, ...] = ()  # why the file does not count
     path: str = PATH  # of the file
+    text: str = "{}"  # of a file without faults
+    is_last_good: bool = False  # whether the rules are those of the last good file
 
 
-def read_queue_settings(path: str | None = None) -> QueueSettings:
-    """The site's file, or the one that $GPUGUARD_LINE names; never raises for what stands in it."""
-    path = path or os.environ.get("GPUGUARD_LINE") or PATH
+@dataclass(frozen=True)
+class _KeptText:
+    """What stands in LAST_GOOD."""
+
+    path: str
+    text: str
+
+
+def settings_path() -> str:
+    """Where the site's file lies: PATH, unless $GPUGUARD_LINE names another one."""
+    return os.environ.get("GPUGUARD_LINE") or PATH
+
+
+def read_queue_settings(directory: LockDirectory | None = None, path: str | None = None) -> QueueSettings:
+    """The site's file; while it has faults the last good one of *directory*.  Never raises for what stands in it.
+
+    Args:
+        directory: of the claims, whose daemon keeps the last good file; None: there is none.
+        path: of the site's file; None: settings_path().
+    """
+    accounts = Accounts()
+    site = _read(path or settings_path(), accounts)
+    text = _last_good_text(directory, site.path) if site.faults and directory else None
+    if text is None:
+        return site
+    accounts.remembered = {}  # a name that is gone matches nobody; and a service that is silent is not awaited again
+    rules, faults = parse(text, accounts)
+    return site if faults else replace(site, rules=rules, is_last_good=True)
+
+
+def keep_last_good(directory: LockDirectory, site: QueueSettings) -> None:
+    """Keep the text of a file without faults, for all readers, and over a boot.  Raises OSError."""
+    folder = daemon_files(directory)
+    content = json.dumps(asdict(_KeptText(site.path, site.text)), ensure_ascii=False).encode()
+    files.write_file(folder.file(LAST_GOOD), content)
+    if place := COPIES.get(folder.path):
+        os.makedirs(place, exist_ok=True)
+        files.write_file(os.path.join(place, LAST_GOOD), content, sync=True)
+
+
+def _last_good_text(directory: LockDirectory, path: str) -> bytes | None:
+    """The text that was kept of the file at *path*; None without one that only root or the daemon can have written."""
+    folder = daemon_files(directory)
+    if folder.owner is None:  # any user could have made it
+        return None
+    try:
+        kept = decode(_KeptText, loads(files.read_file(folder.file(LAST_GOOD), 2 * LARGEST, folder.owners())))
+    except (OSError, ValueError) as error:
+        if shortage(error):  # which says nothing of the file
+            raise
+        return None
+    return kept.text.encode() if kept.path == path else None
+
+
+def _read(path: str, accounts: Accounts) -> QueueSettings:
     if not os.path.lexists(path):
         return QueueSettings(path=path)
     try:
@@ -52,11 +113,12 @@ def read_queue_settings(path: str | None = None) -> QueueSettings:
     except InvalidRequest as error:
         text, _end, hint = str(error).partition("\n")
         return QueueSettings(faults=(Fault(0, 0, text, hint),), path=path)
-    return QueueSettings(*parse(content, Accounts()), path)
+    rules, faults = parse(content, accounts)
+    return QueueSettings(rules, faults, path, content.decode("utf-8", "replace"))
 
 
 def parse(content: bytes, accounts: Accounts) -> tuple[QueueRules, tuple[Fault, ...]]:
-    """What *content* says; with faults, what holds without it."""
+    """What *content* says; with faults, the values that hold without a file."""
     source = YamlSource(content, begin=None)
     rules = Decoder(source, {USER: accounts.user, GROUP: accounts.group}).root(QueueRules)
     return (QueueRules() if rules is None or source.faults else rules), tuple(source.faults)

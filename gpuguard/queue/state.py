@@ -91,7 +91,7 @@ def read_queue(
     *snapshot* has the fields that the requests of the queue need; *rules* are the site's, None: as its file says.
     """
     if rules is None:
-        rules = read_queue_settings().rules
+        rules = read_queue_settings(directory).rules
     return queue_state(directory, snapshot, read_queue_facts(directory, snapshot, rules), rules, mine)
 
 

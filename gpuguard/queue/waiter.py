@@ -94,7 +94,7 @@ class WaitingRequest:
             note=job.note,
             command=job.command,
         )
-        self._rules = read_queue_settings().rules
+        self._rules = read_queue_settings(directory).rules
         self.waiter: Waiter | None = None
         self._could_start = self._was_woken = False  # since the last check()
         self._fields = frozenset({MEMORY, PROCESSES})  # that the requests of the queue need, if this process leads it

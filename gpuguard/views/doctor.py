@@ -54,6 +54,7 @@ class DoctorFacts:
     daemon_unguarded: str | None = None  # what the policy file says and the daemon does not do
     line_path: str | None = None  # of the site's file for the queue, where there is one
     line_faults: tuple[str, ...] = ()  # in it
+    line_last_good: bool = False  # whether the last good one holds meanwhile
     file_system: str | None = None  # of lock_path
     full_log: str | None = None  # an audit log for whose next line there is no room
     room: Room | None = None  # for what users write in lock_path
@@ -366,11 +367,11 @@ def _queue(facts: DoctorFacts) -> Finding | None:
     found = _("{count}, the first: {line_faults}").format(
         count=format_count(len(facts.line_faults), "fault"), line_faults=facts.line_faults[0]
     )
-    return (
-        FAULT,
-        found,
-        _("None of {line_path} counts until they are mended: the defaults hold.").format(line_path=facts.line_path),
-    )
+    if facts.line_last_good:
+        advice = _("Until they are mended the last good {line_path} holds, which the daemon has kept.")
+    else:
+        advice = _("None of {line_path} counts until they are mended: the defaults hold.")
+    return FAULT, found, advice.format(line_path=facts.line_path)
 
 
 def _file_system(facts: DoctorFacts) -> Finding | None:

@@ -163,7 +163,10 @@ def to_text(
                 width,
             )
     if site.faults:
-        lines += ["", *_folded(_("The rules of this site do not count, because their file has faults:"), "", width)]
+        text = _("The rules of this site do not count, because their file has faults:")
+        if site.is_last_good:
+            text = _("The last good rules of this site hold, because their file has faults:")
+        lines += ["", *_folded(text, "", width)]
         lines += [text for fault in site.faults for text in fault.lines(neutralise(site.path))]
     return lines
 

@@ -169,7 +169,7 @@ class FrameFeed:
         snapshot, age = self._source.joined()
         self.remember(snapshot)
         uses = device_state.uses(snapshot, process_facts(snapshot))
-        site = read_queue_settings()
+        site = read_queue_settings(self._directory)
         state = read_queue(self._directory, snapshot, rules=site.rules)
         content = who.to_json(snapshot, uses, age=age)
         content |= {

@@ -1,0 +1,52 @@
+"""line.yaml as the daemon sees it: a good one is kept for all readers, a faulty one is reported until it is mended.
+
+Decides nothing by it: see queue.settings, which every reader asks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.files import version_of
+from gpuguard.queue.settings import keep_last_good, read_queue_settings, settings_path
+from gpuguard.units import format_count
+
+RETRY_SECONDS = 60.0  # between two readings of a file with faults: LDAP may be up by now
+
+
+class SiteRules:
+    """The rules of the queue of one claim directory.
+
+    Args:
+        say: called with the outcome and the message of an event of the queue.
+        report: called with what an admin should read in the journal.
+    """
+
+    def __init__(
+        self, directory: LockDirectory, say: Callable[[str, str | None], object], report: Callable[[str], object]
+    ) -> None:
+        self._directory, self._say, self._report = directory, say, report
+        self._version: tuple[int, ...] | None = None  # of the file when it was read
+        self._read_at, self._said = 0.0, ""
+        self.faults = 0  # that the file has
+
+    def look(self) -> None:
+        """Read the file if it has changed, or had faults a while ago; call it again and again."""
+        version = version_of(settings_path())
+        if version == self._version and not (self.faults and time.monotonic() - self._read_at >= RETRY_SECONDS):
+            return
+        self._version, self._read_at = version, time.monotonic()
+        site = read_queue_settings(self._directory)
+        self.faults = len(site.faults)
+        if not site.faults:
+            try:
+                keep_last_good(self._directory, site)
+            except OSError as error:
+                self._report(f"{site.path} cannot be kept for the time when it has faults: {error}")
+        first = site.faults[0].lines(site.path)[0] if site.faults else ""
+        said = f"{format_count(self.faults, 'fault')}, the first: {first}" if first else ""
+        if said != self._said:
+            self._say("refused" if said else "faults mended", said or None)
+        self._said = said
