@@ -25,6 +25,7 @@ from nodes import Gpuguard, until
 from proc import state
 
 from gpuguard.claims.directory import lock_directory
+from gpuguard.daemon.service import single_daemon
 from gpuguard.enforcement import pauses, signals
 from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.enforcement.pauses import Pause, Pauses
@@ -532,3 +533,16 @@ def test_root_ends_pauses_without_a_daemon(site, tmp_path):
     [event] = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert (event["kind"], event["outcome"], event["pid"]) == ("resume", "done", site.pid)
     assert event["message"].startswith("let go on by ")
+
+
+def test_doctor_is_red_while_something_is_paused_that_no_daemon_will_end(site, tmp_path):
+    gpuguard = Gpuguard(tmp_path, None)
+    site.paused()
+    with single_daemon(site.directory):
+        guarded = gpuguard("doctor")
+    alone = gpuguard("doctor")
+    gpuguard("resume")
+
+    assert (guarded.returncode, "is paused" in guarded.stdout) == (0, False)
+    assert (alone.returncode, "1 process is paused by a policy, and no daemon runs" in alone.stdout) == (1, True)
+    assert "is paused" not in gpuguard("doctor").stdout

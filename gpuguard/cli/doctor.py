@@ -24,14 +24,16 @@ from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
 from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of, sampled
 from gpuguard.clusters.visible_devices import CONTAINER_VARIABLE, CUDA_VARIABLE, ORDER_VARIABLE, outer_devices
 from gpuguard.daemon.client import SOCKET_NAME, NoDaemonSocket, StatusReply, exchange, query_daemon
+from gpuguard.enforcement.identity import is_alive
+from gpuguard.enforcement.pauses import Pauses
 from gpuguard.errors import BackendError, ClaimError, GpuguardError
 from gpuguard.files import file_system
-from gpuguard.history.audit_log import MACHINE_EVENTS, events_path
+from gpuguard.history.audit_log import MACHINE_EVENTS, append, events_path
 from gpuguard.model import CLOCKS, WHO_FIELDS, Device
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.request import Request
-from gpuguard.source import hidepid
+from gpuguard.source import daemon_lives, hidepid
 from gpuguard.views import doctor
 from gpuguard.views.doctor import FAULT, DoctorFacts
 from gpuguard.views.text import json_text, put, style
@@ -109,6 +111,7 @@ def _lock(args: argparse.Namespace, devices: Sequence[Device]) -> dict[str, Any]
     with suppress(OSError):
         room = room_for_records(directory)
     is_silent, trouble, unguarded = False, None, None
+    paused = Pauses(directory, append).processes(rehearsed=False)
     if directory.keeper is not None:  # the daemon alone gives the locks
         try:
             exchange(directory, {"do": "claims"})
@@ -135,6 +138,7 @@ def _lock(args: argparse.Namespace, devices: Sequence[Device]) -> dict[str, Any]
         "daemon_silent": is_silent,
         "daemon_trouble": trouble,
         "daemon_unguarded": unguarded,
+        "left_paused": 0 if daemon_lives(directory) else sum(map(is_alive, paused)),
     }
 
 

@@ -16,7 +16,7 @@ from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.claims.disk_room import SCARCE, Room
 from gpuguard.clusters.visible_devices import ORDER_VARIABLE, PCI_ORDER
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
-from gpuguard.locale import N_, _, translated
+from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.units import format_count
@@ -52,6 +52,7 @@ class DoctorFacts:
     daemon_silent: bool = False  # a daemon was started there, and does not answer
     daemon_trouble: str | None = None  # why it does not serve its metrics
     daemon_unguarded: str | None = None  # what the policy file says and the daemon does not do
+    left_paused: int = 0  # processes that a policy has paused, where no daemon runs that would end that
     line_path: str | None = None  # of the site's file for the queue, where there is one
     line_faults: tuple[str, ...] = ()  # in it
     line_last_good: bool = False  # whether the last good one holds meanwhile
@@ -351,6 +352,17 @@ def _daemon(facts: DoctorFacts) -> Finding | None:
     return FAULT, found, _("Remove it, and run `sudo gpuguard setup` again.")
 
 
+def _pauses(facts: DoctorFacts) -> Finding | None:
+    if not facts.left_paused:
+        return None
+    found = ngettext(
+        "{count} process is paused by a policy, and no daemon runs that would let it go on",
+        "{count} processes are paused by policies, and no daemon runs that would let them go on",
+        facts.left_paused,
+    ).format(count=facts.left_paused)
+    return FAULT, found, _("Start the daemon, or run `sudo gpuguard resume`; `gpuguard resume --list` shows them.")
+
+
 def _audit_log(facts: DoctorFacts) -> Finding | None:
     if facts.full_log is None:
         return None
@@ -462,6 +474,7 @@ CHECKS: Mapping[str, Callable[[DoctorFacts], Finding | None]] = {
     N_("lock directory"): _lock_directory,
     N_("room"): _room,
     N_("daemon"): _daemon,
+    N_("pauses"): _pauses,
     N_("audit log"): _audit_log,
     N_("queue"): _queue,
     N_("file system"): _file_system,
