@@ -1,8 +1,11 @@
 """The audit log: whole lines for the owner alone, never a reason for a job to fail; and `gpuguard events`."""
 
+import errno
+import fcntl
 import json
 import os
 import pwd
+import resource
 import threading
 import time
 from collections.abc import Iterable
@@ -383,6 +386,71 @@ def test_no_more_is_read_than_asked_for_and_no_torn_line(rotated):
     assert messages(audit_log.read_log(str(rotated), size)) == ["event 3"]
     assert messages(audit_log.read_log(str(rotated), 2 * size + 1)) == ["event 2", "event 3"]
     assert messages(audit_log.read_log(str(rotated), size - 1)) == []
+
+
+@pytest.fixture
+def full(log):
+    """A disk with room for so many bytes of the log: a limit on the size of files."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda room: resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + room, former[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
+def test_on_a_full_disk_a_line_is_written_whole_or_not_at_all(log, full):
+    assert audit_log.append(event("before"))
+    before = log.read_bytes()
+    full(20)
+
+    assert not audit_log.append(event("torn"))
+    assert log.read_bytes() == before
+    assert "No space left on device" in audit_log.complaint()
+    full(10_000)
+    assert audit_log.append(event("after"))
+    assert [json.loads(line)["outcome"] for line in log.read_text().splitlines()] == ["before", "after"]
+
+
+def test_who_follows_the_log_meanwhile_sees_no_line_twice_and_no_half_one(log, full, monkeypatch):
+    audit_log.append(event("before"))
+    follower, seen = LogFollower(str(log)), []
+    truncate = os.ftruncate
+
+    def watched(descriptor, length):
+        seen.append(follower.newer())  # while the half stands there
+        truncate(descriptor, length)
+
+    monkeypatch.setattr(os, "ftruncate", watched)
+    full(20)
+    audit_log.append(event("torn"))
+    full(10_000)
+    audit_log.append(event("after"))
+    seen.append(follower.newer())
+
+    assert [[json.loads(line)["outcome"] for line in found] for found in seen] == [["before"], ["after"]]
+
+
+def test_a_half_line_is_ended_where_others_may_have_written_behind_it(log, monkeypatch):
+    """The log is locked by somebody, or was written without the lock."""
+    write = os.write
+    audit_log.append(event("before"))
+    with log.open("rb") as held, monkeypatch.context() as nearly_full:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert audit_log.append(event("beside"))
+        nearly_full.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:20]))
+        assert not audit_log.append(event("torn"))
+    audit_log.append(event("after"))
+    found, torn = audit_log.decoded(audit_log.read_log(str(log)))
+
+    assert ([line["outcome"] for line in found], torn) == (["before", "beside", "after"], 1)
+
+
+def test_a_file_system_without_locks_has_a_log_all_the_same(log, monkeypatch):
+    def lockless(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(audit_log.fcntl, "flock", lockless)
+
+    assert audit_log.append(event("written"))
+    assert len(log.read_text().splitlines()) == 1
 
 
 def test_a_fifo_in_the_place_of_the_log_is_refused_and_hangs_nobody(log):
