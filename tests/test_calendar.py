@@ -39,7 +39,7 @@ def a_group(of: Reservation, *members: int) -> Reservation:
 
 def kept(
     reservations: list[Reservation], availability: DeviceAvailability = FREE, liked: tuple[str, ...] = NAMES
-) -> dict[str, set[int]]:
+) -> dict[str, set[int | None]]:
     """uuid -> for whom."""
     last = {uuid: float(position) for position, uuid in enumerate(reversed(liked), 1)}
     found = calendar(reservations, availability, 0.0, last)
@@ -279,7 +279,7 @@ def broken(
                 server.queue.append(a_ticket(number % 3 + 1, requests=[request], since=now * HOUR, **length))
         coming = []
         for reservation in (one for one in reservations if one.begins == now * HOUR):
-            users = [reservation.uid] if reservation.uid else sorted(reservation.members)[: reservation.num_gpus]
+            users = [user for user in range(300) if reservation.admits(user)][: reservation.num_gpus]
             counts = [reservation.num_gpus - len(users) + 1, 1]
             for user, count in zip(users, counts, strict=False):
                 request = Request(num_gpus=count, devices=reservation.devices)

@@ -291,7 +291,7 @@ def test_where_a_daemon_looks_no_file_of_the_user_keeps_a_reservation_and_their_
 def test_who_has_to_wait_for_a_reservation_has_come_and_who_waits_beside_free_devices_has_not(directory):
     made, now = running(directory), time.time()
     waits = a_ticket(made.uid)
-    others = a_claim(made.uid + 1, *made.devices[1:])
+    others = a_claim(waits.uid + 1, *made.devices[1:])
 
     record_arrivals_seen(directory, a_snapshot(*FREE), (waits,), now)
     assert read_reservations(directory, now)[2] == {made.key: 0.0}

@@ -68,7 +68,7 @@ def read_queue_settings(directory: LockDirectory | None = None, path: str | None
     text = _last_good_text(directory, site.path) if site.faults and directory else None
     if text is None:
         return site
-    accounts.remembered = {}  # a name that is gone matches nobody; and a service that is silent is not awaited again
+    accounts.remembered = {}  # a name that is gone matches no user; and a service that is silent is not awaited again
     rules, faults = parse(text, accounts)
     return site if faults else replace(site, rules=rules, is_last_good=True)
 
