@@ -48,6 +48,8 @@ REFUSED = {
     "gpuguard who --hosts -oProxyCommand=touch": "--hosts: a value is missing",
     "gpuguard queue --hosts localhost": "--hosts is not answered",
     "queue --hosts-file=/etc/passwd": "--hosts-file is not answered",
+    "report --html /etc/passwd": "--html is not answered",
+    "report --hosts localhost": "--hosts is not answered",
     "who --ssh reboot --hosts a": "is not answered",
     "select -sX": "--sep is not answered",
     "select -S -n 2 -O uuid": "--format is not answered",

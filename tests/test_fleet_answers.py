@@ -18,10 +18,11 @@ from test_prometheus import PACKAGING, names_told, promtool
 from test_who import a_hostile_snapshot, documented
 
 from gpuguard.device_state import uses
-from gpuguard.fleet.answers import ROWS, HostAnswer, HostDevice, HostReply, reply_of, reply_with
+from gpuguard.fleet.answers import ROWS, HostAnswer, HostDevice, HostReply, HostReport, reply_of, reply_with
 from gpuguard.fleet.ssh import Reply
+from gpuguard.history.report import BY, joined_report
 from gpuguard.views import fleet as view
-from gpuguard.views import who
+from gpuguard.views import report, who
 from gpuguard.views.text import json_text
 
 QUEUES = ("waiting", "places")
@@ -149,6 +150,52 @@ def test_an_answer_with_a_field_of_another_type_is_refused_or_shown(wrong):
         json_text(view.to_json([answer], 1.0))
 
 
+A_TOTAL = {
+    "uuid": "GPU-a", "index": 0, "name": "H100", "parent_uuid": None, "watched_seconds": 3600.0, "claimed_seconds": 1.0,
+    "claimed_unknown_seconds": 0.0, "utilization_percent": 50.0, "energy_joules": 3.6e6, "energy_unknown_seconds": 0.0,
+}  # fmt: skip
+TIMES = {f"{part}_gpu_seconds": 60.0 for part in ("claimed", "used", "idle", "unknown", "unclaimed", "wanted")}
+A_REPORT = {
+    "schema": 1, "by": "user", "begin": 1e9, "end": 1e9 + 3600, "slot_seconds": 60, "watched_seconds": 3600.0,
+    "record_begins": 1e8, "devices": [A_TOTAL], "line_unknown_seconds": 0.0, "claims_without_end": 1,
+    "rows": [{"name": "a", "uid": 1, "uuid": None, "energy_joules": 1.0, "waiting_seconds": 1.0, **TIMES}],
+    "claims": [{"id": "c", "user": "a", "devices": ["GPU-a"], "ended": 1e9, "wall_time_seconds": 1.0, "command": "x"}],
+    "policies": [{"user": "a", "uid": 1, "policy": "hogs", "action": "warn", "done": 1, "last": 1e9}],
+}  # fmt: skip
+
+
+def all_reports(reply: HostReply) -> str:
+    """Everything that a report over this host shows, by whatever it was asked for."""
+    assert reply.report
+    told = []
+    for by in BY:
+        whole = joined_report(by, 1e9, 1e9 + 3600, {reply.host: reply.report.report})
+        told += [*report.to_csv(whole, "1 host"), json_text(report.to_json(whole, "1 host", [reply]))]
+        told += [report.to_html(whole, "1 host", 1e9, [reply])]
+        told += [line for width in (None, 80) for line in report.to_text(whole, width=width, paint=paint)]
+    return "\n".join(told)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda value: repr(value)[:20])
+def test_a_report_with_a_field_of_another_type_is_refused_or_shown_a17(wrong):
+    for change in _changed(A_REPORT, wrong):
+        try:
+            reply = reply_with("a", 0.1, change, HostReport)
+        except ValueError as error:
+            assert len(str(error)) < 400
+            continue
+        if reply.error is None:
+            all_reports(reply)
+
+
+def test_a_report_of_a_hostile_host_is_plain_text_a17():
+    evil = json.loads(json.dumps(A_REPORT).replace('"a"', json.dumps(HOSTILE)).replace('"hogs"', json.dumps(HOSTILE)))
+    told = all_reports(reply_with("a", 0.1, evil, HostReport))
+
+    assert [line for line in told.splitlines() if not line.isprintable()] == []
+    assert "\\x1b]0;owned" in told and "&lt;b&gt;$(reboot)" in told
+
+
 def _changed(content: object, wrong: object) -> list[dict[str, object]]:
     """*content* many times, each time with another one of its fields replaced."""
     found: list[dict[str, object]] = []
@@ -210,6 +257,35 @@ def test_a_list_that_names_a_device_twice_is_not_passed_on(hosts, uuids):
 
     assert (done.returncode, done.stdout) == (4, "")
     assert done.stderr == "gpuguard: a: its answer names a GPU twice\n"
+
+
+def test_one_report_is_made_of_what_hosts_answer_and_names_those_that_do_not_a17(hosts, tmp_path):
+    hosts.say("a", A_REPORT)
+    hosts.say("b", {**A_REPORT, "by": "user"})
+    hosts.say("c", err="gpuguard: there is no record.\n", status=1)
+    hosts.say("d", an_answer())
+    done = hosts("report", "--hosts", "a,b,c,d", "--since", "2h")
+    content = json.loads(hosts("report", "--hosts", "a,c", "--json").stdout)
+    written = hosts("report", "--hosts", "a,c", "--html", str(tmp_path / "page.html"))
+    none = hosts("report", "--hosts", "c")
+
+    assert (done.returncode, written.returncode) == (1, 1)
+    assert re.search(r"^a +0\.03 ", done.stdout, re.M) and re.search(r"^b +a +0\.02 ", done.stdout, re.M)
+    assert "2 of 4 hosts answered; not these:\n  c  there is no record." in done.stdout
+    assert "  d  its answer cannot be read: " in done.stdout
+    assert [row["host"] for row in content["rows"]] == ["a"] and content["host"] is None
+    assert written.stderr == "gpuguard: c: there is no record.\n"
+    assert "there is no record" in (tmp_path / "page.html").read_text()
+    assert (none.returncode, none.stdout) == (4, "0 of 1 hosts answered; not these:\n  c  there is no record.\n")
+
+
+def test_hosts_are_asked_for_the_same_time_in_whatever_zone_they_are_a17(hosts):
+    hosts.say("a", A_REPORT)
+    hosts("report", "--hosts", "a", "--since", "2026-01-01T08:00+08:00", "--until", "2026-01-02", "--by", "policy")
+
+    assert hosts.asked("a") == [
+        "gpuguard report --json --since=2026-01-01T00:00:00+00:00 --until=2026-01-02T00:00:00+00:00 --by=policy"
+    ]
 
 
 def test_the_queues_of_hosts_are_shown_where_somebody_waits(hosts):

@@ -15,9 +15,19 @@ from json_schemas import PAGE, faults, schemas
 from stores import FIRST, at, written
 from test_who import DOCUMENT, documented, printed
 
+from gpuguard.fleet.answers import HostReply, HostReport, reply_with
 from gpuguard.history import audit_log, store
 from gpuguard.history.queries import Usage, query_store
-from gpuguard.history.report import BY, Report, claim_rows, running_claims, usage_report
+from gpuguard.history.report import (
+    BY,
+    PolicyRow,
+    Report,
+    claim_rows,
+    joined_report,
+    policy_rows,
+    running_claims,
+    usage_report,
+)
 from gpuguard.history.schema import NOBODY_KNOWS, Slot, rates_of
 from gpuguard.locale import use_english, use_language_of_user
 from gpuguard.model import Event, Snapshot
@@ -71,21 +81,35 @@ def hour(path: str) -> str:
 
 
 def reported(path: str, by: str = "user", begin: int = 0, end: int = HOUR, metrics: Sequence[str] = ()) -> Report:
-    def name(uid: int) -> str:
-        return NAMES.get(uid, str(uid))
-
     def read(usage: Usage) -> Report:
         return usage_report(usage, by, at(begin), at(end), name, lambda uid: GROUPS.get(uid, ()), metrics)
 
     return query_store(path, read, at(end))
 
 
-def shown(report: Report, width: int | None = None, claims=None, **more: Any) -> str:
-    return "\n".join(view.to_text(report, claims, width=width, paint=lambda text, _: text, **more))
+def by_claim(report: Report, begin: float = 0.0, end: float = 1e10) -> Report:
+    """*report* with the claims of LOG."""
+    claims, without_end = claim_rows(LOG, begin, end)
+    return replace(report, claims=claims, claims_without_end=without_end)
 
 
-def page(report: Report, claims=None) -> str:
-    return to_html(report, claims, "node<1>", at(HOUR))
+def from_log(report: Report) -> Report:
+    """*report*, with what LOG and DEEDS say where it is by that."""
+    if report.by == "policy":
+        return replace(report, policies=policy_rows(DEEDS, 0.0, 1e10, name))
+    return by_claim(report) if report.by == "claim" else report
+
+
+def name(uid: int) -> str:
+    return NAMES.get(uid, str(uid))
+
+
+def shown(report: Report, width: int | None = None, **more: Any) -> str:
+    return "\n".join(view.to_text(report, width=width, paint=lambda text, _: text, **more))
+
+
+def page(report: Report, *replies: HostReply) -> str:
+    return to_html(report, "node<1>", at(HOUR), replies)
 
 
 DRAWN = ("utilization_percent", "claimed_percent")
@@ -191,8 +215,8 @@ def test_no_number_is_cut_off_on_a_narrow_terminal(hour, width):
 def test_the_document_describes_exactly_the_fields_that_are_printed(hour):
     found: dict[str, set[str]] = {}
     for by in BY:
-        claims = claim_rows(LOG, 0.0, 1e10) if by == "claim" else None
-        content = json.loads(json_text(view.to_json(reported(hour, by), claims, "node")))
+        answer = replied("a", from_log(reported(hour, by)))
+        content = json.loads(json_text(view.to_json(joined(answer), "1 host", [answer])))
         printed("report", content, found)
         assert faults(content, schemas(PAGE.read_text(encoding="utf-8"))["report"]) == []
 
@@ -201,8 +225,8 @@ def test_the_document_describes_exactly_the_fields_that_are_printed(hour):
 
 def test_unknown_is_null_in_json_and_empty_in_csv(hour):
     report = reported(hour)
-    content = view.to_json(report, None, "node")
-    lines = view.to_csv(report, None)
+    content = view.to_json(report, "node")
+    lines = view.to_csv(report, "node")
 
     assert {row["uid"]: row["energy_joules"] for row in content["rows"]}[DAVE] is None
     assert next(line for line in lines if f",{DAVE}," in line).split(",")[8] == ""
@@ -210,7 +234,7 @@ def test_unknown_is_null_in_json_and_empty_in_csv(hour):
 
 
 def test_no_spreadsheet_takes_a_name_for_a_formula(hour):
-    assert any(line.startswith("'=cmd()") for line in view.to_csv(reported(hour), None))
+    assert any(line.startswith("'=cmd()") for line in view.to_csv(reported(hour), "node"))
     signs = ["=1", "+1", "-1", "@x", "\uff1d1", "\uff0b1", "\uff0d1", "\uff20x"]
     assert csv_lines(["a", "b"], [['x;=1 "2"', None]]) == ["a,b", '"x;\'=1 ""2""",']
     assert csv_lines(["a"], [[sign] for sign in signs]) == ["a", *(f"'{sign}" for sign in signs)]
@@ -240,8 +264,7 @@ class Tags(HTMLParser):
 
 @pytest.mark.parametrize("by", BY)
 def test_the_page_has_no_script_loads_nothing_and_shows_hostile_names_as_text(hour, by):
-    claims = claim_rows(LOG, 0.0, 1e10) if by == "claim" else None
-    text = page(reported(hour, by, metrics=DRAWN), claims)
+    text = page(from_log(reported(hour, by, metrics=DRAWN)))
     found = Tags(text).tags
 
     assert {tag for tag, _ in found} <= {
@@ -370,10 +393,10 @@ def test_what_the_daemon_saw_of_a_claim_counts_where_its_job_left_no_line():
 
 def test_the_page_and_the_text_show_how_long_each_claim_took_in_whole_numbers(path):
     store.opened(path, check=True).close()
-    report, claims = reported(path, "claim"), claim_rows(LOG, 60.0, 4000.0)
+    report = by_claim(reported(path, "claim"), 60.0, 4000.0)
 
-    head, first, second = [re.findall(r"<t[hd][^>]*>([^<]*)</t", row) for row in page(report, claims).split("<tr>")[1:]]
-    text = shown(report, 40, claims).partition("From the audit logs")[0]
+    head, first, second = [re.findall(r"<t[hd][^>]*>([^<]*)</t", row) for row in page(report).split("<tr>")[1:]]
+    text = shown(report, 40).partition("From the audit logs")[0]
     assert [row[head.index("Took")] for row in (first, second)] == ["1h", "n/a"]
     assert max(map(display_width, text.splitlines())) <= 40
     assert all(header in text for header in ("TOOK", "GPU-HOURS", "kWh", "EXIT", "COMMAND"))
@@ -419,3 +442,140 @@ def test_without_a_store_the_claims_of_one_user_are_told_and_what_is_missing_is_
     assert [claim["id"] for claim in json.loads(of_root)["claims"]] == ["c0"]
     assert missing[0] == 1 and "gpuguard report --by claim` without it" in missing[2]
     assert by_device[0] == 2 and "of all users together" in by_device[2]
+
+
+def a_step(when: float, kind: str, outcome: str, uid: int | None = ALICE, policy: str = "hogs", **more: Any):
+    facts = {"policy": policy, "step": 0, "uid": uid} if uid is not None else {"policy": policy, "step": 0}
+    return {"time_unix_seconds": when, "kind": kind, "outcome": outcome, "pid": 7, "facts": facts, **more}
+
+
+DEEDS = [
+    a_step(100.0, "warn", "logged"),
+    a_step(110.0, "warn", "done"),
+    a_step(120.0, "warn", "undelivered", CAROL),
+    a_step(130.0, "terminate", "about to"),
+    a_step(131.0, "terminate", "ended", facts={"policy": "hogs", "uid": ALICE}),
+    a_step(140.0, "terminate", "about to"),
+    a_step(141.0, "terminate", "not permitted"),
+    a_step(150.0, "terminate", "refused", pid=8),
+    a_step(160.0, "pause", "dry run", BOB, "heat"),
+    a_step(170.0, "resume", "dry run", facts={"policy": "heat", "uid": BOB}),
+    a_step(171.0, "resume", "left", facts={"policy": "heat", "uid": BOB}),
+    a_step(180.0, "quarantine", "done", None, "health", devices=["GPU-1"]),
+    a_step(190.0, "note", "waiting", facts={"policy": "hogs", "uid": ALICE}),
+    a_step(200.0, "terminate", "about to", facts={"uid": ALICE}),
+]
+
+
+def test_by_policy_each_user_has_what_was_done_to_them_and_what_would_have_been_a17():
+    rows = policy_rows(DEEDS, 0.0, 1000.0, name)
+
+    assert rows == [
+        PolicyRow(None, None, "health", "quarantine", done=1, last=180.0),
+        PolicyRow(NAMES[CAROL], CAROL, "hogs", "warn", undelivered=1, last=120.0),
+        PolicyRow("alice", ALICE, "hogs", "warn", done=2, last=110.0),
+        PolicyRow("alice", ALICE, "hogs", "terminate", done=1, not_done=2, last=150.0),
+        PolicyRow("王小明", BOB, "heat", "pause", dry_run=1, last=160.0),
+        PolicyRow("王小明", BOB, "heat", "resume", dry_run=1, last=170.0),
+    ]
+
+
+def test_by_policy_a_step_outside_of_the_time_does_not_count_and_one_about_several_users_counts_for_each_a17():
+    several = a_step(300.0, "warn", "done", facts={"policy": "hogs", "step": 0, "uids": f"{ALICE} {BOB}"})
+
+    assert {(row.user, row.done) for row in policy_rows([*DEEDS, several], 200.0, 301.0, name)} == {
+        ("alice", 1), ("王小明", 1),
+    }  # fmt: skip
+    assert policy_rows([several], 100.0, 300.0, name) == []
+
+
+@pytest.mark.parametrize("width", [None, 40])
+def test_what_policies_did_is_a_table_in_which_no_number_is_cut_off_a17(hour, width):
+    text = shown(from_log(reported(hour, "policy")), width)
+
+    assert text.startswith("What policies did, ")
+    assert "\x1b" not in text and all(head in text for head in ("USER", "POLICY", "DONE", "DRY RUN", "NOT DONE"))
+    assert "No policy did anything" in shown(replace(reported(hour, "policy"), policies=[]))
+
+
+def test_the_command_says_what_policies_did_to_a_user_without_a_store_a17(tmp_path, monkeypatch, command):
+    monkeypatch.setenv("GPUGUARD_EVENTS", str(tmp_path / "events.jsonl"))
+    monkeypatch.setenv("GPUGUARD_STATE_DIR", str(tmp_path))
+    for uid, outcome in ((0, "done"), (1, "done"), (1, "dry run")):
+        facts = ("policy", "hogs"), ("step", 0), ("uid", uid)
+        audit_log.append(Event(time.time(), "warn", outcome, facts=facts))
+    content = json.loads(command("report", "--by", "policy", "--user", "daemon", "--json")[1])
+    lines = command("report", "--by", "policy", "--csv")[1].splitlines()
+
+    assert [(row["user"], row["done"], row["dry_run"]) for row in content["policies"]] == [("daemon", 1, 1)]
+    assert content["host"] == content["policies"][0]["host"] and content["rows"] is None
+    assert [line.split(",")[:6] for line in lines[1:]] == [
+        ["daemon", "1", "hogs", "warn", "1", "0"], ["root", "0", "hogs", "warn", "1", "0"],
+    ]  # fmt: skip
+
+
+def replied(host: str, report: Report) -> HostReply:
+    """The reply of a host that has *report*."""
+    return reply_with(host, 0.1, json.loads(json_text(view.to_json(report, "another name"))), HostReport)
+
+
+def joined(*replies: HostReply) -> Report:
+    reports = {reply.host: reply.report.report for reply in replies if reply.report}
+    return joined_report(next(iter(reports.values())).by, at(0), at(HOUR), reports)
+
+
+@pytest.mark.parametrize("by", BY)
+def test_what_a_host_reports_comes_back_as_it_was_a17(hour, by):
+    report = from_log(reported(hour, by))
+    back = replied("a", report).report
+
+    assert back is not None
+    for part in ("by", "watch", "devices", "queue_unknown", "claims_without_end"):
+        assert getattr(back.report, part) == getattr(report, part)
+    unescaped = [row for row in report.rows if "\x1b" not in row.name]
+    assert [row for row in back.report.rows if "\\x1b" not in row.name] == unescaped
+    assert [row.host for row in [*(back.claims or ()), *(back.policies or ())] if row.host != "another name"] == []
+
+
+def test_a_report_over_hosts_adds_users_up_and_has_a_host_in_each_row_a17(hour, path):
+    answers = [replied("a", reported(hour)), replied("b", reported(hour))]
+    silent = HostReply("c", 0.1, error="no answer within 10s")
+    report = joined(*answers)
+    text = shown(report, replies=[*answers, silent])
+    content = view.to_json(report, "2 hosts", [*answers, silent])
+
+    assert {row.name: row.claimed for row in report.users}["alice"] == 7200
+    assert re.search(r"^alice +2\.00 ", text, re.M) and re.search(r"^b +alice +1\.00 ", text, re.M)
+    assert re.search(r"^b +GPU 3 +1\.00 ", text, re.M)
+    assert text.splitlines()[-2:] == ["2 of 3 hosts answered; not these:", "  c  no answer within 10s"]
+    assert {row["host"] for row in [*content["rows"], *content["devices"]]} == {"a", "b"}
+    assert [(host["host"], host["error"], host["watched_seconds"]) for host in content["hosts"]] == [
+        ("a", None, 3600.0), ("b", None, 3600.0), ("c", "no answer within 10s", None),
+    ]  # fmt: skip
+    assert {line.rpartition(",")[2] for line in view.to_csv(report, "2 hosts")} == {"host", "a", "b"}
+    assert "no answer within 10s" in page(report, *answers, silent)
+
+
+def test_what_is_not_known_of_one_host_is_said_with_its_name_and_is_the_least_that_is_known_a17(hour, tmp_path):
+    young = str(tmp_path / "young.db")
+    recorded(young, range(HOUR // 2, HOUR))
+    report = joined(replied("old", reported(hour)), replied("young", reported(young)))
+
+    assert "\nyoung: The daemon saw 50 % of this time" in shown(report) and "\nold: " not in shown(report)
+    assert (report.watch.seen, report.watch.store_begins) == (1800, at(HOUR // 2))
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_report_over_hosts_fits_the_terminal_a17(hour, by, width):
+    text = shown(joined(replied("gpu1", from_log(reported(hour, by)))), width).partition("From the audit logs")[0]
+
+    assert max(map(display_width, text.splitlines())) <= width and "\x1b" not in text
+    assert re.search(r"^HOST +", text, re.M)
+
+
+def test_a_report_of_which_a_part_would_be_left_out_is_no_answer_a17(hour):
+    facts = view.to_json(reported(hour), "a")
+    cut = reply_with("a", 0.1, {**facts, "rows": facts["rows"] * 2000}, HostReport)
+
+    assert cut.report is None and cut.error is not None and "more than 4096 rows" in cut.error

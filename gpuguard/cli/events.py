@@ -58,9 +58,7 @@ def main(args: argparse.Namespace) -> int:
     if "" in args.device:
         raise InvalidRequest(_("--device is empty: name a uuid or its beginning."))
     labels: dict[str, str] | None = None
-    logs = [_Log(path, named=True) for path in args.file] or [_Log(path, named=False) for path in _paths()[:-1]]
-    if not args.file:
-        logs.append(_MachineLog(args))
+    logs = [_Log(path, named=True) for path in args.file] or _logs(args)
     while True:
         lines, torn = decoded(line for log in logs for line in log.lines())
         shown = events.in_order(lines, wanted)
@@ -92,9 +90,14 @@ def _report_no_events(args: argparse.Namespace, logs: list[_Log]) -> None:
     )
 
 
-def read_events() -> list[Line]:
-    """All events that this user may read, from the user's own log and the machine's."""
-    lines, torn = decoded(line for path in _paths() for line in _Log(path, named=False).lines())
+def read_events(args: argparse.Namespace | None = None) -> list[Line]:
+    """All events that this user may read, from the user's own log and the machine's.
+
+    With *args* of where the claims are also the newest ones of a log that only the administrator may read: those about
+    this user, which the daemon tells.
+    """
+    logs = _logs(args) if args else [_Log(path, named=False) for path in _paths()]
+    lines, torn = decoded(line for log in logs for line in log.lines())
     _warn_of_torn_lines(torn)
     return lines
 
@@ -190,6 +193,10 @@ def own_events(args: argparse.Namespace, since: float) -> list[Line]:
         return list(client.own_events(directory, since)) if (directory := _directory(args)) else []
     except GpuguardError:
         return []
+
+
+def _logs(args: argparse.Namespace) -> list[_Log]:
+    return [*(_Log(path, named=False) for path in _paths() if path != MACHINE_EVENTS), _MachineLog(args)]
 
 
 def _paths() -> list[str]:

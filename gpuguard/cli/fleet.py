@@ -1,4 +1,4 @@
-"""What `who`, `queue`, `select` and `top` do with --hosts: ask, show each answer when it is there, say who was silent.
+"""What commands do with --hosts: ask, show each answer when it is there, say who was silent.
 
 On a terminal hosts stand in the order of their answers, in a pipe in the order in which they were named.  Exit codes:
 `select`: 0 where a host has room, 1 where none has; the others: 0 when all answered, 1 when some did not; all of them:
@@ -20,7 +20,7 @@ from gpuguard.cli.progress import bar
 from gpuguard.errors import InvalidRequest
 from gpuguard.fleet.answers import HostReply, reply_of
 from gpuguard.fleet.hosts import PROGRAM, host_names, words_of
-from gpuguard.fleet.ssh import PARALLEL, TIMEOUT, FleetQuery, Pool
+from gpuguard.fleet.ssh import PARALLEL, TIMEOUT, FleetQuery, Pool, Reply
 from gpuguard.locale import _
 from gpuguard.units import parse_duration
 from gpuguard.views import fleet as view
@@ -88,7 +88,7 @@ def _shown(args: argparse.Namespace, name: str, lines_of: Callable[..., list[str
         totals = view.total_lines(replies, width) if name == "who" else view.idle_queue_lines(replies)
         apart = [""] if any(lines_of(reply, width, paint) for reply in replies) else []
         put([*apart, *totals, *([""] if totals else []), *view.end_lines(replies, width, paint)])
-    return _status(replies)
+    return status(replies)
 
 
 def select(args: argparse.Namespace) -> int:
@@ -104,7 +104,7 @@ def select(args: argparse.Namespace) -> int:
             return [view.room_line(reply, devices, hosts, width, paint)]
         return [] if devices is None else [f"{reply.host} {devices}"]
 
-    replies = gathered(hosts, how, None if args.json else show, view.chosen)
+    replies = gathered(hosts, how, None if args.json else show, lambda reply: view.chosen(reply_of(reply)))
     with_room = [reply for reply in replies if view.room(reply, args.format, ",") is not None]
     if args.json:
         put_json(view.to_json(replies, how.timeout))
@@ -134,7 +134,7 @@ def top(args: argparse.Namespace) -> int:
         known = {reply.host: view.after(view.KnownHost(), reply, now) for reply in replies}
         paint = style()
         put(view.page(hosts, known, now, width=terminal.width(), paint=paint, ascii_only=ascii_only))
-        return _status(replies)
+        return status(replies)
     _watch(hosts, how, every, ascii_only)
     return 0
 
@@ -165,7 +165,7 @@ def gathered(
     hosts: Sequence[str],
     how: FleetQuery,
     show: Show | None,
-    judged: Callable[[HostReply], HostReply] = lambda reply: reply,
+    read: Callable[[Reply], HostReply] = reply_of,
 ) -> list[HostReply]:
     """The replies of *hosts*, in that order.  *show* makes lines of each, printed as soon as it may be."""
     replies: dict[str, HostReply] = {}
@@ -174,7 +174,7 @@ def gathered(
     with Pool(how) as pool:
         pool.query(hosts)
         while pool.waiting_for:
-            fresh = [judged(reply_of(reply)) for reply in pool.step(_STEP)]
+            fresh = [read(reply) for reply in pool.step(_STEP)]
             replies.update((reply.host, reply) for reply in fresh)
             if show and not sys.stdout.isatty():  # as many as there are without a hole
                 fresh = []
@@ -204,7 +204,8 @@ def _rewrite_line(line: str, before: str) -> str:
     return line
 
 
-def _status(replies: Sequence[HostReply]) -> int:
+def status(replies: Sequence[HostReply]) -> int:
+    """The exit code: 0 when all answered, 1 when some did not, 4 when none did."""
     silent = sum(reply.error is not None for reply in replies)
     if silent == len(replies):
         return EXIT_NO_DRIVER

@@ -4,8 +4,8 @@ In its ~/.ssh/authorized_keys:
 
     restrict,command="gpuguard serve-ssh" ssh-ed25519 AAAA... fleet@desk
 
-Whatever is asked with that key comes here: `gpuguard who`, `queue`, `select` and `explain` are answered, in JSON.
-Anything else, a shell as well, gets a refusal in JSON and status 1, and nothing is run.
+Whatever is asked with that key comes here: `gpuguard who`, `queue`, `select`, `explain` and `report` are answered, in
+JSON.  Anything else, a shell as well, gets a refusal in JSON and status 1, and nothing is run.
 """
 
 from __future__ import annotations

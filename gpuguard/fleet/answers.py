@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuguard.fleet.ssh import Reply
+from gpuguard.history.queries import TIMES, DeviceTotal, SeenDevice, Watch
+from gpuguard.history.report import ClaimRow, PolicyRow, Report, UsageRow
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import N_, _, translated
 from gpuguard.model import Device
@@ -126,19 +128,108 @@ class HostAnswer:
 
 
 @dataclass(frozen=True)
+class HostUsage:
+    """What a user, a group or a device had, by `report --json`."""
+
+    name: str
+    uid: int | None
+    uuid: str | None
+    claimed_gpu_seconds: float
+    used_gpu_seconds: float
+    idle_gpu_seconds: float
+    unknown_gpu_seconds: float
+    unclaimed_gpu_seconds: float
+    energy_joules: float | None
+    waiting_seconds: float | None
+    wanted_gpu_seconds: float | None
+
+    @property
+    def row(self) -> UsageRow:
+        """As reports have it."""
+        row = UsageRow(self.name, self.uid, self.uuid, energy=self.energy_joules)
+        row = replace(row, waiting=self.waiting_seconds, wanted=self.wanted_gpu_seconds)
+        return replace(row, **{part: getattr(self, f"{part}_gpu_seconds") for part in TIMES})
+
+
+@dataclass(frozen=True)
+class HostDeviceTotal:
+    """What a device did, by `report --json`."""
+
+    uuid: str
+    index: int | None
+    name: str | None
+    parent_uuid: str | None
+    watched_seconds: float
+    claimed_seconds: float | None
+    claimed_unknown_seconds: float
+    utilization_percent: float | None
+    energy_joules: float | None
+    energy_unknown_seconds: float
+
+    @property
+    def total(self) -> DeviceTotal:
+        """As reports have it."""
+        return DeviceTotal(
+            SeenDevice(self.uuid, self.name, self.parent_uuid, self.index),
+            self.watched_seconds,
+            self.claimed_seconds or 0.0,  # None: then all that was watched is unknown
+            self.claimed_unknown_seconds,
+            self.utilization_percent,
+            self.energy_joules,
+            self.energy_unknown_seconds,
+        )
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What `report --json` says; a list is None where it was not asked for."""
+
+    by: str
+    begin: float
+    end: float
+    slot_seconds: int
+    watched_seconds: float
+    record_begins: float | None
+    devices: tuple[HostDeviceTotal, ...]
+    line_unknown_seconds: float
+    rows: tuple[HostUsage, ...] | None = None
+    claims: tuple[ClaimRow, ...] | None = None
+    claims_without_end: int | None = None
+    policies: tuple[PolicyRow, ...] | None = None
+
+    @property
+    def report(self) -> Report:
+        """The report of that machine."""
+        watch = Watch(self.begin, self.end, self.watched_seconds, self.record_begins, self.slot_seconds)
+        rows, devices = [usage.row for usage in self.rows or ()], [device.total for device in self.devices]
+        return Report(
+            self.by,
+            watch,
+            rows,
+            (),
+            devices,
+            self.line_unknown_seconds,
+            claims=self.claims,
+            claims_without_end=self.claims_without_end,
+            policies=self.policies,
+        )
+
+
+@dataclass(frozen=True)
 class HostReply:
     """What one host said."""
 
     host: str  # as it was asked for, whatever it calls itself
     seconds: float
     answer: HostAnswer | None = None
+    report: HostReport | None = None  # the answer to `report`
     facts: Facts | None = None  # the JSON of its view, as it came
     refusal: str | None = None  # the view's own no: not enough GPUs
     error: str | None = None  # why there is neither
 
 
-def reply_of(reply: Reply) -> HostReply:
-    """What *reply* means."""
+def reply_of(reply: Reply, kind: type[HostAnswer | HostReport] = HostAnswer) -> HostReply:
+    """What *reply* means; *kind*: what was asked for."""
     host, seconds = reply.host, reply.seconds
     if reply.fault is not None:
         return HostReply(host, seconds, error=reply.fault)
@@ -149,7 +240,7 @@ def reply_of(reply: Reply) -> HostReply:
     if reply.status == 1 and said.startswith("wanted "):
         return HostReply(host, seconds, refusal=translated(said))
     try:  # `gpuguard serve-ssh` and `explain` say no in JSON, too
-        return reply_with(host, seconds, _object(reply.out))
+        return reply_with(host, seconds, _object(reply.out), kind)
     except ValueError as error:
         if reply.status == 0:
             return HostReply(host, seconds, error=_("its answer cannot be read: {error}").format(error=error))
@@ -165,7 +256,7 @@ def reply_of(reply: Reply) -> HostReply:
     return HostReply(host, seconds, error=fault)
 
 
-def reply_with(host: str, seconds: float, facts: Facts) -> HostReply:
+def reply_with(host: str, seconds: float, facts: Facts, kind: type[HostAnswer | HostReport] = HostAnswer) -> HostReply:
     """The reply of a host whose view has said *facts*.
 
     Raises:
@@ -179,7 +270,12 @@ def reply_with(host: str, seconds: float, facts: Facts) -> HostReply:
         )
     if facts.get("schema") != 1:
         return HostReply(host, seconds, error=_("its gpuguard is of another version: its JSON has not schema 1"))
-    return HostReply(host, seconds, decode(HostAnswer, _harmless(facts)), facts)
+    if kind is HostAnswer:
+        return HostReply(host, seconds, decode(HostAnswer, _harmless(facts)), facts=facts)
+    if any(len(value) > ROWS for value in facts.values() if isinstance(value, list)):  # a sum of some would be wrong
+        fault = _("its report has more than {most} rows: ask for a shorter time, or with --user").format(most=ROWS)
+        return HostReply(host, seconds, error=fault)
+    return HostReply(host, seconds, report=decode(HostReport, _harmless(facts)), facts=facts)
 
 
 def _harmless(value: Any) -> Any:

@@ -109,6 +109,7 @@ VIEWS: dict[str, tuple[str, ...]] = {  # view: the options (as argparse calls th
     "queue": ("fresh",),
     "select": (*_CHOICE, "min_count", "max_count", "inherit", "no_sort"),
     "explain": _CHOICE,
+    "report": ("since", "until", "by", "user"),
 }
 
 

@@ -95,6 +95,7 @@ class DeviceTotal:
     utilization: float | None  # percent, mean of the time in which it was known
     energy: float | None  # joules, in the time in which it was known
     energy_unknown: float
+    host: str | None = None  # None: this machine
 
 
 class Usage:

@@ -1,8 +1,8 @@
 """What GPUs were used for over a time: who claimed, used, left idle and waited for how much, and what it took.
 
 Hours that were not watched are in no sum, and what is unknown is None or a column of its own, never 0.  Users, groups
-and devices come from the usage store; what each claim took comes from the audit log, since the store knows no claims.
-Does not read either: see queries and audit_log.  Does not write: see views.
+and devices come from the usage store; what each claim took, and what policies did to users, comes from the audit log,
+since the store knows neither.  Does not read either: see queries and audit_log.  Does not write: see views.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpuguard.history.audit_log import Line, devices_of, facts_of
+from gpuguard.history.audit_log import Line, devices_of, facts_of, uids_of
 from gpuguard.history.queries import TIMES, DeviceTotal, Point, Usage, Watch
 from gpuguard.history.schema import NOBODY_KNOWS
 from gpuguard.jsonio import sound_fields
 from gpuguard.model import ClaimRecord
 
-BY = ("user", "group", "device", "claim")
+FROM_LOG = ("claim", "policy")
+BY = ("user", "group", "device", *FROM_LOG)
 _SUMMED = (*TIMES, "energy", "waiting", "wanted")  # of the members of a group
 WASTERS = 5
 
@@ -30,6 +31,7 @@ class UsageRow:
     name: str
     uid: int | None = None  # of a user
     device: str | None = None  # uuid
+    host: str | None = None  # None: this machine, as in all rows
     claimed: float = 0.0
     used: float = 0.0  # of the claimed time
     idle: float = 0.0  # of the claimed time
@@ -46,11 +48,16 @@ class Report:
 
     by: str
     watch: Watch
-    rows: Sequence[UsageRow]  # by user, device or group, as was asked; none by claim
-    users: Sequence[UsageRow]
+    rows: Sequence[UsageRow]  # by user, device or group, as was asked; none by what comes from the log
+    users: Sequence[UsageRow]  # of several hosts: sums over them
     devices: Sequence[DeviceTotal]
     queue_unknown: float  # seconds in which the queue could not be read
     courses: Mapping[str, Mapping[str, Sequence[Point]]] = field(default_factory=dict)  # uuid -> metric -> points
+    claims: Sequence[ClaimRow] | None = None  # by claim; else None
+    claims_without_end: int | None = None  # how many more began, and their end is not known
+    policies: Sequence[PolicyRow] | None = None  # by policy; else None
+    watches: Mapping[str, Watch] = field(default_factory=dict)  # host -> its watch; none: it is about this machine
+    sums: Sequence[UsageRow] = ()  # by user or group, over several hosts
 
     @property
     def wasters(self) -> list[UsageRow]:
@@ -124,17 +131,57 @@ def _groups(users: Iterable[UsageRow], groups_of: Callable[[int], Collection[str
         assert row.uid is not None
         for name in groups_of(row.uid) or ("(in no group)",):
             members.setdefault(name, []).append(row)
-    groups = []
+    return _sums(members)
+
+
+def _sums(members: Mapping[str, Iterable[UsageRow]]) -> list[UsageRow]:
+    """The rows under each name together, the largest first."""
+    found = []
     for name, rows in members.items():
         known = {part: [value for row in rows if (value := getattr(row, part)) is not None] for part in _SUMMED}
         sums: dict[str, Any] = {part: sum(values) if values else None for part, values in known.items()}
-        groups.append(UsageRow(name, **sums))
-    return sorted(groups, key=lambda row: -row.claimed)
+        found.append(UsageRow(name, **sums))
+    return sorted(found, key=lambda row: -row.claimed)
+
+
+def joined_report(by: str, begin: float, end: float, reports: Mapping[str, Report]) -> Report:
+    """One report over several hosts: each row with its host, users and groups also added up under their names.
+
+    What one number says of the time is the least that is known of any host.
+    """
+
+    def with_hosts(name: str) -> list[Any]:
+        return [replace(row, host=host) for host, report in reports.items() for row in getattr(report, name) or ()]
+
+    watches = {host: report.watch for host, report in reports.items()}
+    begins = [watch.store_begins for watch in watches.values()]
+    known = [found for found in begins if found is not None]
+    seen = min((watch.seen for watch in watches.values()), default=0.0)
+    width = max((watch.width for watch in watches.values()), default=0)
+    without_end = [report.claims_without_end or 0 for report in reports.values()]
+    rows = [] if by in FROM_LOG else with_hosts("rows")
+    members: dict[str, list[UsageRow]] = {}
+    for row in rows:
+        members.setdefault(row.name, []).append(row)
+    sums = _sums(members) if by in ("user", "group") else []
+    return Report(
+        by,
+        Watch(begin, end, seen, max(known) if known and len(known) == len(begins) else None, width),
+        rows,
+        sums if by == "user" else (),
+        with_hosts("devices"),
+        max((report.queue_unknown for report in reports.values()), default=0.0),
+        claims=with_hosts("claims") if by == "claim" else None,
+        claims_without_end=sum(without_end) if by == "claim" else None,
+        policies=with_hosts("policies") if by == "policy" else None,
+        watches=watches,
+        sums=sums,
+    )
 
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """A claim that has ended, or runs; the last fields are facts of the event of its end, under their names there."""
+    """A claim that has ended, or runs; the last fields are facts of the event of its end."""
 
     id: str
     user: str | None = None
@@ -142,10 +189,11 @@ class ClaimRow:
     ended: float | None = None  # unix time; None: it runs
     command: str | None = None
     wall_time_seconds: float | None = None
-    mean_utilization_percent: float | None = None  # over the job and its devices
+    utilization_percent: float | None = None  # mean over the job and its devices
     energy_joules: float | None = None
     peak_memory_bytes: int | None = None  # of the job
     exit_status: int | None = None
+    host: str | None = None
 
     @property
     def gpu_seconds(self) -> float | None:
@@ -153,7 +201,7 @@ class ClaimRow:
         return None if self.wall_time_seconds is None else self.wall_time_seconds * len(self.devices)
 
 
-CLAIM_FACTS = ("wall_time_seconds", "mean_utilization_percent", "energy_joules", "peak_memory_bytes", "exit_status")
+CLAIM_FACTS = ("wall_time_seconds", "utilization_percent", "energy_joules", "peak_memory_bytes", "exit_status")
 
 
 def claim_rows(
@@ -188,7 +236,8 @@ def claim_rows(
                 user, uid = line.get("user"), facts_of(line).get("uid", facts_of(line).get("owner_uid"))
                 if not isinstance(user, str):
                     user = name_of(uid) if type(uid) is int else None
-                known = sound_fields(ClaimRow, facts_of(line), CLAIM_FACTS)
+                facts = {name.removeprefix("mean_"): value for name, value in facts_of(line).items()}
+                known = sound_fields(ClaimRow, facts, CLAIM_FACTS)
                 seen = str(line.get("message") or "") if line["kind"] == "claim" else ""
                 command = commands.get(claim) or seen or None
                 rows[claim] = ClaimRow(claim, user, tuple(devices_of(line)), when, command, **known)
@@ -209,3 +258,50 @@ def running_claims(records: Iterable[ClaimRecord], now: float) -> list[ClaimRow]
         )
         for record in records
     ]
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """How often one policy took one action against one user, counted by process or claim."""
+
+    user: str | None  # None: nobody in particular, as where a GPU was set aside
+    uid: int | None
+    policy: str
+    action: str
+    done: int = 0  # a message: it has reached the user
+    undelivered: int = 0  # messages that no user can have seen
+    dry_run: int = 0
+    not_done: int = 0  # refused by a check, or failed
+    last: float = 0.0  # unix time of the last of these
+    host: str | None = None
+
+
+_COUNTED = {"about to": "done", "done": "done", "logged": "done", "undelivered": "undelivered", "dry run": "dry_run"}
+
+
+def policy_rows(lines: Iterable[Line], begin: float, end: float, name_of: Callable[[int], str]) -> list[PolicyRow]:
+    """What policies did to users between two unix times, by user and policy, a policy's actions as they came first.
+
+    *lines* are of audit logs; *name_of* names users by uid.
+    """
+    rows: dict[tuple[object, ...], PolicyRow] = {}
+    announced: set[tuple[str, ...]] = set()
+    for line in sorted(lines, key=lambda line: float(line["time_unix_seconds"])):
+        facts, when, outcome = facts_of(line), float(line["time_unix_seconds"]), str(line.get("outcome"))
+        policy, action, user = str(facts.get("policy") or ""), str(line.get("kind")), str(line.get("user") or "")
+        # Steps of policies alone have a number, but for the end of a pause, which is owed whatever becomes of the step.
+        is_step = "step" in facts or (action == "resume" and outcome in _COUNTED)
+        if not (policy and is_step and begin <= when < end):
+            continue
+        step = policy, action, user, str(line.get("pid"))
+        counted = _COUNTED.get(outcome, "not_done")
+        failed = counted == "not_done" and step in announced  # what was announced was not done after all
+        for uid in uids_of(line) or (None,):
+            row = PolicyRow(user or None if uid is None else name_of(uid), uid, policy, action)
+            row = rows.get((row.user, policy, action), row)
+            row = replace(row, done=row.done - failed, last=when)
+            rows[row.user, policy, action] = replace(row, **{counted: getattr(row, counted) + 1})
+        announced.discard(step)
+        if outcome == "about to":
+            announced.add(step)
+    return sorted(rows.values(), key=lambda row: (row.user or "", row.policy))

@@ -8,18 +8,20 @@ history.report.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from html import escape
 from itertools import groupby
 from typing import Any
 
-from gpuguard.history.queries import TIMES, DeviceTotal, Point
-from gpuguard.history.report import ClaimRow, Report, UsageRow
+from gpuguard.fleet.answers import HostReply
+from gpuguard.history.queries import TIMES, DeviceTotal, Point, Watch
+from gpuguard.history.report import FROM_LOG, ClaimRow, PolicyRow, Report, UsageRow
 from gpuguard.locale import N_, _
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import bucketed, known_period, round_marks, stacked
+from gpuguard.views.fleet import end_lines
 from gpuguard.views.history import csv_lines, format_span, period_json, remarks, zone
 from gpuguard.views.text import Paint, picked, shorten, table
 
@@ -36,8 +38,6 @@ PARTS = (
     ("unclaimed", N_("used without a claim"), "▚", "!", "red"),
 )
 
-Claims = tuple[Sequence[ClaimRow], int]  # those that have ended or run, and of how many the end is not known
-
 
 @dataclass(frozen=True)
 class Column:
@@ -52,12 +52,17 @@ HEADS = {
     "user": N_("User"), "group": N_("Group"), "device": N_("GPU"), "used": N_("Used"), "idle": N_("Idle"),
     "unclaimed": N_("Unclaimed"), "unknown": N_("Unknown"),
 }  # fmt: skip
-BY = {"user": N_("user"), "group": N_("group"), "device": N_("GPU"), "claim": N_("claim")}
+BY = {"user": N_("user"), "group": N_("group"), "device": N_("GPU"), "claim": N_("claim"), "policy": N_("policy")}
+
+
+def _with_hosts(columns: Sequence[Column], report: Report) -> Sequence[Column]:
+    """*columns*, behind one of hosts where there are several."""
+    return [Column(N_("Host"), lambda row: row.host, is_text=True), *columns] if report.watches else columns
 
 
 def usage_columns(report: Report) -> list[Column]:
     """Those of users, groups or devices, in GPU-hours; what holds nothing at all is left out."""
-    columns = [Column(HEADS[report.by], lambda row: row.name, is_text=True)]
+    columns = [*_with_hosts([Column(HEADS[report.by], lambda row: row.name, is_text=True)], report)]
     for part in TIMES:
         if part == "claimed":
             columns.append(Column(N_("Claimed"), lambda row: hours(row.claimed) + _SHARED * is_shared(row, report)))
@@ -95,11 +100,21 @@ CLAIM_COLUMNS = (  # of ClaimRow
     Column(N_("Took"), lambda claim: format_duration(claim.wall_time_seconds)),
     Column(N_("GPUs"), lambda claim: str(len(claim.devices))),
     Column(N_("GPU-hours"), lambda claim: hours(claim.gpu_seconds)),
-    Column(N_("Utilization"), lambda claim: format_rounded(claim.mean_utilization_percent, " %")),
+    Column(N_("Utilization"), lambda claim: format_rounded(claim.utilization_percent, " %")),
     Column(N_("kWh"), lambda claim: kilowatt_hours(claim.energy_joules)),
     Column(N_("Peak"), lambda claim: format_bytes(claim.peak_memory_bytes)),
     Column(N_("Exit"), lambda claim: "n/a" if claim.exit_status is None else str(claim.exit_status)),
     Column(N_("Command"), lambda claim: claim.command or "n/a", is_text=True),
+)
+POLICY_COLUMNS = (  # of PolicyRow
+    Column(N_("User"), lambda row: row.user or "n/a", is_text=True),
+    Column(N_("Policy"), lambda row: row.policy, is_text=True),
+    Column(N_("Action"), lambda row: _(row.action), is_text=True),
+    Column(N_("Done"), lambda row: str(row.done)),
+    Column(N_("Undelivered"), lambda row: str(row.undelivered)),
+    Column(N_("Dry run"), lambda row: str(row.dry_run)),
+    Column(N_("Not done"), lambda row: str(row.not_done)),
+    Column(N_("Last"), lambda row: local_time(row.last, "%m-%d %H:%M"), is_text=True),
 )
 WASTER_COLUMNS = (  # of UsageRow
     Column(N_("User"), lambda row: row.name, is_text=True),
@@ -129,8 +144,8 @@ def _number(value: float) -> str:
 
 def is_shared(row: UsageRow, report: Report) -> bool:
     """Whether the claims of a device took more than the time that it was watched: they shared it."""
-    seen = {total.device.uuid: total.seen for total in report.devices}
-    return row.claimed > seen.get(row.device or "", row.claimed) + 60
+    seen = {(total.host, total.device.uuid): total.seen for total in report.devices}
+    return row.claimed > seen.get((row.host, row.device or ""), row.claimed) + 60
 
 
 def _hours_of(part: str, row: UsageRow) -> str:
@@ -151,31 +166,55 @@ def _has(rows: Sequence[UsageRow], part: str) -> bool:
 
 
 def to_text(
-    report: Report, claims: Claims | None, *, width: int | None, paint: Paint, ascii_only: bool = False
+    report: Report,
+    *,
+    width: int | None,
+    paint: Paint,
+    ascii_only: bool = False,
+    replies: Sequence[HostReply] = (),
 ) -> list[str]:
     """The report for people.
 
     Args:
-        claims: of a report by claim.
         width: columns of the terminal; None: it goes elsewhere, so bars are left out and nothing is shortened.
+        replies: of the hosts that were asked for it.
     """
     watch = report.watch
-    title = _("GPU time by {by}, {span} {zone}").format(
-        by=_(BY[report.by]), span=format_span(watch.begin, watch.end), zone=zone(watch.end)
-    )
-    lines = [paint(shorten(title, width), "bold")]
-    if claims is not None:
-        return [*lines, "", *_claim_lines(*claims, width)]
-    lines += remarks(watch, width)
+    title = _("What policies did, {span} {zone}") if report.by == "policy" else _("GPU time by {by}, {span} {zone}")
+    span = format_span(watch.begin, watch.end)
+    lines = [paint(shorten(title.format(by=_(BY[report.by]), span=span, zone=zone(watch.end)), width), "bold")]
+    if report.by in FROM_LOG:
+        lines += ["", *_log_lines(report, width)]
+    else:
+        lines += [*_remarks(report, width), *_usage_page(report, width, paint, ascii_only=ascii_only)]
+    return lines + (["", *end_lines(replies, width, paint)] if replies else [])
+
+
+def _remarks(report: Report, width: int | None) -> list[str]:
+    """What is not known of the time, on which of several hosts."""
+    if not report.watches:
+        return remarks(report.watch, width)
+    return [f"{host}: {line}" for host, watch in report.watches.items() for line in remarks(watch, None)]
+
+
+def _parts(report: Report) -> list[Report]:
+    """What has a table of its own: the sums over several hosts, and then each of them."""
+    return [*([replace(report, rows=report.sums, watches={})] if report.sums else []), report]
+
+
+def _usage_page(report: Report, width: int | None, paint: Paint, *, ascii_only: bool) -> list[str]:
     if not report.users and not report.devices:
-        return [*lines, "", _("Nothing was seen in this time.")]
-    if width is not None and (bars := _bars(report.rows, width, paint, ascii_only=ascii_only)):
+        return ["", _("Nothing was seen in this time.")]
+    lines = []
+    parts = _parts(report)
+    if width is not None and (bars := _bars(parts[0].rows, width, paint, ascii_only=ascii_only)):
         lines += ["", *bars]
-    lines += ["", *_usage_lines(report, width)]
+    for part in parts:
+        lines += ["", *_usage_lines(part, width)]
     if any(is_shared(row, report) for row in report.rows):
         lines += [f"{_SHARED} {_(SHARED_TEXT)}"]
     if report.by != "device":
-        lines += ["", *_table_lines(DEVICE_COLUMNS, report.devices, width)]
+        lines += ["", *_table_lines(_with_hosts(DEVICE_COLUMNS, report), report.devices, width)]
     lines += _waster_lines(report, width, paint)
     if report.queue_unknown >= 60:
         unknown = format_duration(report.queue_unknown)
@@ -187,7 +226,7 @@ def _bars(rows: Sequence[UsageRow], width: int, paint: Paint, *, ascii_only: boo
     shown = [row for row in rows if row.claimed + row.unclaimed > 0]
     if not shown:
         return []
-    names = [shorten(neutralise(row.name), MAX_NAME) for row in shown]
+    names = [shorten(neutralise(" ".join(filter(None, (row.host, row.name)))), MAX_NAME) for row in shown]
     margin = max(map(display_width, names))
     numbers = [f"{hours(row.claimed + row.unclaimed)} h" for row in shown]
     room = width - margin - max(map(len, numbers)) - 4
@@ -215,9 +254,13 @@ def _usage_lines(report: Report, width: int | None) -> list[str]:
     if not report.rows:
         return [_("No {by} had a GPU in this time.").format(by=_(BY[report.by]))]
     columns = usage_columns(report)
-    longest = None if width is None else max(8, min(MAX_NAME, width - 60))
-    title = _("GPU-hours") + (_(" (WAITED: hours)") if columns[-1].header == "Wanted" else "")
-    return [title, *_table_lines(columns, report.rows, width, longest)]
+    title = _("GPU-hours by host") if report.watches else _("GPU-hours")
+    title += _(" (WAITED: hours)") if columns[-1].header == "Wanted" else ""
+    return [title, *_table_lines(columns, report.rows, width, _longest(width))]
+
+
+def _longest(width: int | None) -> int | None:
+    return None if width is None else max(8, min(MAX_NAME, width - 60))
 
 
 def _table_lines(
@@ -225,20 +268,23 @@ def _table_lines(
 ) -> list[str]:
     """A table, or where that is too wide several, each with the first column: half a number is a wrong one.
 
-    Text in the last column is shortened instead, and that in the first one where it is *longest*.
+    Text in the last column is shortened instead, and that in the first one where it is *longest*.  Behind a host two
+    columns are the first one.
     """
+    first = 2 if columns[0].header == "Host" else 1
     headers = [_(column.header) if column.header == "kWh" else _(column.header).upper() for column in columns]
     cells = [[neutralise(column.cell(row)) for column in columns] for row in rows]
     if longest is not None:
-        cells = [[shorten(first, longest), *rest] for first, *rest in cells]
+        cells = [[*(shorten(cell, longest) for cell in row[:first]), *row[first:]] for row in cells]
     widths = [max(map(display_width, column)) for column in zip(headers, *cells, strict=True)]
     if columns[-1].is_text:
         widths[-1] = len(headers[-1])
-    blocks, taken = [[0]], widths[0]
-    for number in range(1, len(widths)):
-        if width is not None and taken + 2 + widths[number] > width and len(blocks[-1]) > 1:
-            blocks.append([0])
-            taken = widths[0]
+    begin = sum(widths[:first]) + 2 * (first - 1)
+    blocks, taken = [[*range(first)]], begin
+    for number in range(first, len(widths)):
+        if width is not None and taken + 2 + widths[number] > width and len(blocks[-1]) > first:
+            blocks.append([*range(first)])
+            taken = begin
         blocks[-1].append(number)
         taken += 2 + widths[number]
     lines: list[str] = []
@@ -266,69 +312,98 @@ def _waster_lines(report: Report, width: int | None, paint: Paint) -> list[str]:
     return ["", paint(_("Least used for most time"), "bold"), *lines] if lines else []
 
 
-def _claim_lines(rows: Sequence[ClaimRow], unfinished: int, width: int | None) -> list[str]:
-    lines = _table_lines(CLAIM_COLUMNS, rows, width) if rows else [_("No claim ended in this time, and none runs.")]
+def _logged_table(report: Report) -> tuple[Sequence[Column], Sequence[object], str]:
+    """Columns and rows of what comes from the audit log, and what is said where there are none."""
+    if report.by == "policy":
+        none = _("No policy did anything in this time, nor would have.")
+        return _with_hosts(POLICY_COLUMNS, report), report.policies or (), none
+    none = _("No claim ended in this time, and none runs.")
+    return _with_hosts(CLAIM_COLUMNS, report), report.claims or (), none
+
+
+def _log_lines(report: Report, width: int | None) -> list[str]:
+    columns, rows, none = _logged_table(report)
+    lines = _table_lines(columns, rows, width, _longest(width)) if rows else [none]
     lines += ["", _("From the audit logs that you may read: your own, and the machine's.")]
-    if unfinished:
+    if report.claims_without_end:
         lines.append(
             _(
                 "{unfinished} more began in this time and have no end in the log: they were killed, or run elsewhere."
-            ).format(unfinished=unfinished)
+            ).format(unfinished=report.claims_without_end)
         )
     return lines
 
 
-def to_json(report: Report, claims: Claims | None, host: str) -> dict[str, Any]:
-    """The object that docs/json.md describes."""
+def to_json(report: Report, host: str, replies: Sequence[HostReply] = ()) -> dict[str, Any]:
+    """The object that docs/json.md describes; *host*: this one, whose rows they are where none is named."""
     return {
         "schema": 1,
-        "host": host,
+        "host": None if replies else host,
         "by": report.by,
         **period_json(report.watch),
-        "rows": None if claims is not None else [_usage_json(row) for row in report.rows],
-        "claims": None if claims is None else [_claim_json(row) for row in claims[0]],
-        "claims_without_end": None if claims is None else claims[1],
-        "devices": [_device_json(device) for device in report.devices],
-        "wasters": [_usage_json(row) for row in report.wasters],
+        "rows": None if report.by in FROM_LOG else [_usage_json(row, host) for row in report.rows],
+        "claims": None if report.claims is None else [_claim_json(row, host) for row in report.claims],
+        "claims_without_end": report.claims_without_end,
+        "policies": None if report.policies is None else [_policy_json(row, host) for row in report.policies],
+        "devices": [_device_json(device, host) for device in report.devices],
+        "wasters": [_usage_json(row, None if replies else host) for row in report.wasters],
         "line_unknown_seconds": report.queue_unknown,
+        "hosts": [_host_json(reply, report.watches.get(reply.host)) for reply in replies],
     }
 
 
-def _usage_json(row: UsageRow) -> dict[str, Any]:
+def _host_json(reply: HostReply, watch: Watch | None) -> dict[str, Any]:
+    watched = period_json(watch) if watch else {}
+    return {
+        **picked(reply, "host", "error"),
+        **{name: watched.get(name) for name in ("slot_seconds", "watched_seconds", "record_begins")},
+    }
+
+
+def _policy_json(row: PolicyRow, host: str) -> dict[str, Any]:
+    return {**asdict(row), "host": row.host or host}
+
+
+def _usage_json(row: UsageRow, host: str | None) -> dict[str, Any]:
     return {
         **picked(row, "name", "uid"),
         "uuid": row.device,
         **{f"{part}_gpu_seconds": getattr(row, part) for part in TIMES},
         **picked(row, "energy_joules", "waiting_seconds"),
         "wanted_gpu_seconds": row.wanted,
+        "host": row.host or host,
     }
 
 
-def _device_json(total: DeviceTotal) -> dict[str, Any]:
+def _device_json(total: DeviceTotal, host: str) -> dict[str, Any]:
     return {
         **picked(total.device, "uuid", "index", "name"),
         "parent_uuid": total.device.parent,
         "watched_seconds": total.seen,
         "claimed_seconds": _claimed(total),
         **picked(total, "claimed_unknown_seconds", "utilization_percent", "energy_joules", "energy_unknown_seconds"),
+        "host": total.host or host,
     }
 
 
-def _claim_json(claim: ClaimRow) -> dict[str, Any]:
+def _claim_json(claim: ClaimRow, host: str) -> dict[str, Any]:
     return {
-        **picked(claim, "id", "user", "devices", "ended", "wall_time_seconds", "gpu_seconds"),
-        "utilization_percent": claim.mean_utilization_percent,
+        **picked(claim, "id", "user", "devices", "ended", "wall_time_seconds", "gpu_seconds", "utilization_percent"),
         **picked(claim, "energy_joules", "peak_memory_bytes", "exit_status", "command"),
+        "host": claim.host or host,
     }
 
 
-def to_csv(report: Report, claims: Claims | None) -> list[str]:
-    """A line of names, and one for each user, group, device or claim; what is unknown is empty."""
-    if claims is not None:
-        names, rows = list(_claim_json(ClaimRow(""))), [_claim_json(row) for row in claims[0]]
+def to_csv(report: Report, host: str) -> list[str]:
+    """A line of names, and one for each user, group, device, claim or step of a policy; what is unknown is empty."""
+    if report.claims is not None:
+        names, rows = list(_claim_json(ClaimRow(""), host)), [_claim_json(row, host) for row in report.claims]
         rows = [{**row, "devices": " ".join(row["devices"])} for row in rows]
+    elif report.policies is not None:
+        names = [field.name for field in fields(PolicyRow)]
+        rows = [_policy_json(row, host) for row in report.policies]
     else:
-        names, rows = list(_usage_json(UsageRow(""))), [_usage_json(row) for row in report.rows]
+        names, rows = list(_usage_json(UsageRow(""), host)), [_usage_json(row, host) for row in report.rows]
     return csv_lines(names, [[row[name] for name in names] for row in rows])
 
 
@@ -375,36 +450,37 @@ td.bar { width: 40%; } .axis { stroke: var(--line); stroke-width: 1; } .course {
 """
 
 
-def to_html(report: Report, claims: Claims | None, host: str, now: float) -> str:
+def to_html(report: Report, host: str, now: float, replies: Sequence[HostReply] = ()) -> str:
     """The whole page, written at the unix time *now*; light or dark as the reader's system is."""
     watch = report.watch
-    title = _("GPU time on {host}, {span}").format(host=_text(host), span=format_span(watch.begin, watch.end))
+    title = _("What policies did on {host}, {span}") if report.by == "policy" else _("GPU time on {host}, {span}")
+    title = title.format(host=_text(host), span=format_span(watch.begin, watch.end))
     body = [f"<h1>{title}</h1>", _('<p class="faint">Times are {zone}.</p>').format(zone=_text(zone(watch.end)))]
-    if claims is not None:
-        rows, unfinished = claims
-        body += [_("<h2>By claim</h2>"), _("<p>From the audit logs that the author of this page may read.</p>")]
-        body += (
-            [_("<p>{unfinished} more began in this time and have no end in the log.</p>").format(unfinished=unfinished)]
-            if unfinished
-            else []
-        )
-        body.append(
-            _table_html(CLAIM_COLUMNS, rows) if rows else _("<p>No claim ended in this time, and none runs.</p>")
-        )
+    answered = end_lines(replies, None, lambda text, _colour: text) if replies else []
+    body += [f'<p class="remark">{_text(line)}</p>' for line in answered]
+    if report.by in FROM_LOG:
+        columns, rows, none = _logged_table(report)
+        body.append(_("<h2>By {by}</h2>").format(by=_text(_(BY[report.by]))))
+        body.append(_("<p>From the audit logs that the author of this page may read.</p>"))
+        if unfinished := report.claims_without_end:
+            text = _("<p>{unfinished} more began in this time and have no end in the log.</p>")
+            body.append(text.format(unfinished=unfinished))
+        body.append(_table_html(columns, rows) if rows else f"<p>{none}</p>")
     else:
-        body += [f'<p class="remark">{_text(line)}</p>' for line in remarks(watch, None)]
+        body += [f'<p class="remark">{_text(line)}</p>' for line in _remarks(report, None)]
         body += _facts_html(report)
-    if claims is None and report.rows:
-        most = max(row.claimed + row.unclaimed for row in report.rows)
-        bars = [_bar_svg(row, most) for row in report.rows]
+    for shown in _parts(report) if report.rows else ():
+        most = max(row.claimed + row.unclaimed for row in shown.rows)
+        bars = [_bar_svg(row, most) for row in shown.rows]
         legend = [_legend(f"--{part}", _(words)) for part, words, *_drawn in PARTS]
         body += [_("<h2>By {by}</h2>").format(by=_text(_(BY[report.by]))), f'<p class="key">{"".join(legend)}</p>']
-        body.append(_table_html(usage_columns(report), report.rows, bars))
+        body.append(_table_html(usage_columns(shown), shown.rows, bars))
     if report.wasters:
         body += [_("<h2>Least used for most time</h2>"), _table_html(WASTER_COLUMNS, report.wasters)]
     if report.devices:
-        body += [_("<h2>GPUs</h2>"), _table_html(DEVICE_COLUMNS, report.devices), *_courses(report)]
-    elif claims is None:
+        columns = _with_hosts(DEVICE_COLUMNS, report)
+        body += [_("<h2>GPUs</h2>"), _table_html(columns, report.devices), *_courses(report)]
+    elif report.by not in FROM_LOG:
         body.append(_("<p>Nothing was seen in this time.</p>"))
     written = local_time(now)
     body.append(
