@@ -10,6 +10,8 @@ services with a private /tmp do not share them.
   gpuguard setup --print           only show the tmpfiles.d lines
   gpuguard setup --print-unit      show the unit of the daemon for systemd: see docs/daemon.md
   gpuguard setup --dir PATH        make such a directory somewhere else, without tmpfiles.d
+  sudo gpuguard setup --root DIR   write into an image or a chroot what its machines need to set themselves up; with
+                                   --systemd the service, too; with --check say what is missing there
   sudo gpuguard setup --broker     for hostile users: the daemon alone can open the lock files and gives the locks
 """
 
@@ -37,7 +39,7 @@ from gpuguard.claims.directory import (
 from gpuguard.claims.grants import EARLIER, grant_of, names_of, renew, replace_file
 from gpuguard.claims.records import slot_names
 from gpuguard.claims.restrictions import COPIES
-from gpuguard.cli import setup_service
+from gpuguard.cli import setup_image, setup_service
 from gpuguard.cli.options import add_source_options, add_table, sampled
 from gpuguard.cli.progress import progress
 from gpuguard.cli.setup_service import LASTING, fault_as
@@ -60,6 +62,14 @@ _HOW_TO_BROKER = N_(
     "lock files anew:\n       [Service]\n       ReadWritePaths={path}/lock\n  2. systemctl restart "
     "gpuguard: a daemon that runs already does not know of it\nBack: gpuguard setup --no-broker.  "
     'What it stops, and what it does not: docs/daemon.md, "Hostile users".'
+)
+_IMAGE_READY = N_(
+    "{root} is ready: a machine that boots from it makes {path}, and its service, which only observes, the lock files "
+    "of its GPUs."
+)
+_IMAGE_READY_WITHOUT_SERVICE = N_(
+    "{root} is ready: a machine that boots from it makes {path}.  Run `sudo gpuguard setup` on that machine for the "
+    "lock files of its GPUs; with --systemd here its service makes them."
 )
 
 
@@ -85,11 +95,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="make the lock files the daemon's alone, which then gives the locks, or everybody's again; for hostile "
         "users: see docs/daemon.md (default: as they are, at first everybody's)",
     )
+    root = "write below DIR only, an image or a chroot, start nothing, and ask nothing of this machine"
+    add_table(parser, ("--root", "DIR", root))
     add_source_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     path = args.dir or ADMIN_DIRECTORY
+    if args.root is not None:
+        return _prepare_image(args)
     if args.remove:
         return setup_service.remove_directory(args.dir) if args.dir else setup_service.remove(ADMIN_DIRECTORY)
     if args.print_unit:
@@ -111,7 +125,8 @@ def main(args: argparse.Namespace) -> int:
         print("\n".join(lines))
         return 0
     if args.check:
-        return _check(path, uuids, user, None if args.dir else "\n".join(lines) + "\n")
+        texts = [lines, tmpfiles_lines(path, [], user, broker=broker)]
+        return _check(path, uuids, user, [] if args.dir else ["\n".join(text) + "\n" for text in texts])
     before = _installed(path)
 
     if args.dir is None:
@@ -164,10 +179,38 @@ def _refuse_what_cannot_be(args: argparse.Namespace) -> None:
         )
 
 
-def _check(path: str, uuids: list[str], user: str, lines: str | None) -> int:
+def _prepare_image(args: argparse.Namespace) -> int:
+    """Write, or with --check look for, what an image needs."""
+    for name in ("dir", "print", "remove", "lock_files", "print_unit", "broker"):
+        if getattr(args, name) not in (None, False):
+            raise InvalidRequest(
+                _("--{name} does not go with --root: it is about a machine that runs.").format(
+                    name=name.replace("_", "-") + (_(" (or GPUGUARD_DIR)") if name == "dir" else "")
+                )
+            )
+    root, user = setup_image.image(args.root), args.daemon_user or USER
+    service = args.systemd or (args.check and setup_image.has_service(root))
+    lines = "\n".join(tmpfiles_lines(ADMIN_DIRECTORY, [], user)) + "\n"
+    files = setup_image.wanted(root, lines, user, service=service)
+    if args.check:
+        faults = setup_image.faults(root, files)
+        print("\n".join(faults or [_("Everything is as `gpuguard setup` would make it.")]))
+        return bool(faults)
+    before = setup_image.found_of(root, files)
+    setup_image.write(root, files)
+    _say_what_changed(before, setup_image.found_of(root, files))
+    text = _IMAGE_READY if setup_image.has_service(root) else _IMAGE_READY_WITHOUT_SERVICE
+    print(_(text).format(root=root, path=ADMIN_DIRECTORY))
+    if service and (doubt := setup_image.lacks_python(root)):
+        print(f"gpuguard: {doubt}", file=sys.stderr)
+    return 0
+
+
+def _check(path: str, uuids: list[str], user: str, lines: list[str]) -> int:
     """Say what is missing or is not as this version makes it; 1 where something is.
 
-    *lines*: what the file for systemd-tmpfiles should say; None: there is none for this directory.
+    *lines*: what the file for systemd-tmpfiles should say; the second of them will do where the service makes the lock
+    files of GPUs at each boot, as in an image.  None: there is no such file for this directory.
     """
     folders = [path, f"{path}/lock", f"{path}/claims", *([] if user == "root" else [f"{path}/{NAME}"])]
     places = [*folders, *(f"{path}/lock/{name}" for name in _lock_names(uuids))]
@@ -177,12 +220,12 @@ def _check(path: str, uuids: list[str], user: str, lines: str | None) -> int:
     missing = [_("{path} is missing.").format(path=place) for place in found[:MOST_SHOWN]]
     if len(found) > MOST_SHOWN:
         missing.append(_("and {number} more").format(number=len(found) - MOST_SHOWN))
-    if lines is not None:
-        texts = {setup_service.TMPFILES: lines}
+    if lines:
+        texts = {setup_service.TMPFILES: lines[:1]}
         if os.path.lexists(setup_service.UNIT):
-            texts[setup_service.UNIT] = setup_service.unit_for(user)
-        for file, text in texts.items():
-            if not setup_service.is_written_as(file, text):
+            texts = {setup_service.TMPFILES: lines, setup_service.UNIT: [setup_service.unit_for(user)]}
+        for file, allowed in texts.items():
+            if not any(setup_service.is_written_as(file, text) for text in allowed):
                 missing.append(_("{path} is not as this version of gpuguard writes it.").format(path=file))
     account = setup_service.account_of(user)
     daemons = f"{path}/{NAME}"

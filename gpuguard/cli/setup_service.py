@@ -101,7 +101,7 @@ def write(path: str, text: str) -> None:
     """Write a file of root's that everybody may read, sealed as ours."""
     with fault_as(_("{path} cannot be written").format(path=path)):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        write_file(path, _sealed(text.encode()))
+        write_file(path, sealed(text.encode()))
 
 
 def content_of(path: str) -> bytes | None:
@@ -114,15 +114,14 @@ def content_of(path: str) -> bytes | None:
 
 def is_written_as(path: str, text: str) -> bool:
     """Whether write() would change nothing."""
-    return content_of(path) == _sealed(text.encode())
+    return content_of(path) == sealed(text.encode())
 
 
 def is_as_written(path: str) -> bool:
     content = content_of(path)
     if content is None:
         return False
-    sealed = _sealed(content.partition(b"\n")[2])
-    return content == sealed or hashlib.sha256(content).hexdigest() == listed("files", path)
+    return is_sealed(content) or hashlib.sha256(content).hexdigest() == listed("files", path)
 
 
 def listed(*keys: str) -> str | None:
@@ -136,8 +135,14 @@ def listed(*keys: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _sealed(content: bytes) -> bytes:
+def sealed(content: bytes) -> bytes:
+    """*content* below a line that says that it is ours."""
     return f"{_SEAL}{hashlib.sha256(content).hexdigest()}\n".encode() + content
+
+
+def is_sealed(content: bytes) -> bool:
+    """Whether it is ours and was not changed since."""
+    return content == sealed(content.partition(b"\n")[2])
 
 
 def packaged(name: str) -> str:
@@ -203,9 +208,7 @@ def mount_claims(claims: str) -> None:
     A mount over a directory that is in use would hide what lives there, from some (containers) and not from others, so
     that waits for the next boot: the unit has it as its condition.
     """
-    fstab = (content_of(FSTAB) or b"").decode(errors="replace").splitlines()
-    in_fstab = any(line.split()[1:2] == [claims] for line in fstab if not line.lstrip().startswith("#"))
-    if _is_packaged(MOUNT) or in_fstab:
+    if _is_packaged(MOUNT) or is_in_fstab(content_of(FSTAB), claims):
         return
     if not shutil.which("systemctl"):
         if not os.path.lexists(claims):
@@ -222,6 +225,12 @@ def mount_claims(claims: str) -> None:
     if is_booted():
         systemctl("daemon-reload")
     systemctl("enable", *(["--now"] if is_booted() else []), MOUNT)
+
+
+def is_in_fstab(fstab: bytes | None, claims: str) -> bool:
+    """Whether the file system of *claims* is mounted by that file."""
+    lines = (fstab or b"").decode(errors="replace").splitlines()
+    return any(line.split()[1:2] == [claims] for line in lines if not line.lstrip().startswith("#"))
 
 
 def _is_packaged(unit: str) -> str | None:
@@ -269,9 +278,11 @@ def install_service(user: str) -> None:
     print(_(_STARTED).format(policy=POLICY, program=program if os.path.exists(program) else "gpuguard"))
 
 
-def unit_for(user: str) -> str:
-    """The unit with the Python that runs now and *user* in it."""
-    return packaged(SERVICE).replace(f"{_PYTHON} -I", f"{sys.executable} -I").replace(f"={USER}\n", f"={user}\n")
+def unit_for(user: str, python: str | None = None) -> str:
+    """The unit with *user* and *python* in it, by default the one that runs now."""
+    return (
+        packaged(SERVICE).replace(f"{_PYTHON} -I", f"{python or sys.executable} -I").replace(f"={USER}\n", f"={user}\n")
+    )
 
 
 def doubts_about(executable: str) -> str | None:

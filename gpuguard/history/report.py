@@ -264,7 +264,7 @@ def running_claims(records: Iterable[ClaimRecord], now: float) -> list[ClaimRow]
 class PolicyRow:
     """How often one policy took one action against one user, counted by process or claim."""
 
-    user: str | None  # None: nobody in particular, as where a GPU was set aside
+    user: str | None  # None: no user in particular, as where a GPU was set aside
     uid: int | None
     policy: str
     action: str

@@ -1,0 +1,176 @@
+"""What `gpuguard setup --root DIR` writes into an image or a chroot: files by which machines with it do the rest.
+
+All of it lies below DIR.  A link on the way is refused: in an image it means a path of the image, and followed from
+here it leads into this machine.  Nothing is started, and this machine is not asked for its users, GPUs and services.
+Does not make the directory of the claims, which every boot makes anew: see setup.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from gpuguard.claims.directory import ADMIN_DIRECTORY
+from gpuguard.cli import setup_service as own
+from gpuguard.errors import InvalidRequest, LockDirectoryError
+from gpuguard.files import open_along, write_file
+from gpuguard.locale import _
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_WANTS = ".wants/"  # in the paths of links by which systemd starts units
+
+
+def image(name: str) -> str:
+    """The directory that --root names, without links.  Raises InvalidRequest: it is none, or this machine's own."""
+    root = os.path.realpath(name)
+    if not os.path.isdir(root) or root == "/":
+        raise InvalidRequest(_("--root {name}: name the directory of an image or a chroot.").format(name=name))
+    return root
+
+
+@contextmanager
+def _place(root: str, path: str, *, make: bool = False) -> Iterator[str]:
+    """In this block the file at *path* of the image has this name, whatever becomes of the directories on the way.
+
+    Args:
+        make: make the directories that are missing.
+
+    Raises:
+        FileNotFoundError: a directory is missing.
+        LockDirectoryError: one is a link, or cannot be opened.
+    """
+
+    def open_beside(here: int, name: str, way: str, flags: int) -> int:
+        if make:
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o755, dir_fd=here)
+        try:
+            return os.open(name, flags | os.O_NOFOLLOW, dir_fd=here)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            # O_DIRECTORY calls a link no directory.
+            is_link = error.errno in (errno.ELOOP, errno.ENOTDIR)
+            reason = _("it is a link, which can lead out of the image, or no directory") if is_link else error.strerror
+            raise LockDirectoryError(
+                _("{path} cannot be used: {reason}.  Nothing is written there.").format(path=way, reason=reason)
+            ) from error
+
+    folder, name = os.path.split(path)
+    opened = open_along(f"{root}{folder}", os.O_PATH | os.O_DIRECTORY, open_beside)
+    try:
+        yield f"/proc/self/fd/{opened}/{name}"
+    finally:
+        os.close(opened)
+
+
+def _content(root: str, path: str) -> bytes | None:
+    """What stands in a file of the image, or where a link there leads; None: there is nothing."""
+    try:
+        with _place(root, path) as place:
+            return os.readlink(place).encode() if os.path.islink(place) else own.content_of(place)
+    except FileNotFoundError:
+        return None
+
+
+def wanted(root: str, lines: str, user: str, *, service: bool) -> dict[str, bytes]:
+    """By path in the image what stands in each file that it needs, and where links lead.
+
+    What a package or the admin of the image has put there stays as it is.
+
+    Args:
+        lines: for systemd-tmpfiles.
+        service: whether it has the daemon.
+
+    Raises:
+        LockDirectoryError: the service is another one, or cannot work.
+    """
+    texts = {own.TMPFILES: lines}
+    accounts = (_content(root, "/etc/passwd") or b"").splitlines()
+    if user != "root" and not any(line.startswith(f"{user}:".encode()) for line in accounts):
+        texts[own.SYSUSERS] = own.SYSUSERS_LINES.format(name=user)
+    is_in_fstab = own.is_in_fstab(_content(root, own.FSTAB), f"{ADMIN_DIRECTORY}/claims")
+    if not (is_in_fstab or _is_others(root, own.MOUNT_UNIT)):
+        texts[own.MOUNT_UNIT] = own.packaged(own.MOUNT)
+    if service:
+        python = _python_of(root)
+        if doubt := own.doubts_about(python):
+            raise LockDirectoryError(_("{doubt}\nNothing was changed.").format(doubt=doubt))
+        if _is_others(root, own.UNIT):
+            text = _("{root} has a unit of the service that is not of setup: enable that.  Nothing was changed.")
+            raise LockDirectoryError(text.format(root=root))
+        texts[own.UNIT] = own.unit_for(user, python)
+        if _content(root, own.POLICY) is None:
+            texts[own.POLICY] = own.packaged("policy.yaml")
+    files = {path: own.sealed(text.encode()) for path, text in texts.items()}
+    for unit in {own.MOUNT_UNIT, own.UNIT} & texts.keys():
+        target = re.findall(r"^WantedBy=(.+)$", texts[unit], re.MULTILINE)[0]
+        files[f"{os.path.dirname(unit)}/{target}{_WANTS}{os.path.basename(unit)}"] = unit.encode()
+    return files
+
+
+def _is_others(root: str, unit: str) -> bool:
+    """Whether a package has it, or the admin one of their own."""
+    if _content(root, f"{own.PACKAGED[0]}/{os.path.basename(unit)}") is not None:
+        return True
+    found = _content(root, unit)
+    return found is not None and not own.is_sealed(found)
+
+
+def _python_of(root: str) -> str:
+    """The Python that runs now, by its path in the image where it lies there."""
+    folder, name = os.path.split(sys.executable)
+    inside = f"{os.path.realpath(folder)}/{name}"
+    return inside.removeprefix(root) if inside.startswith(f"{root}/") else sys.executable
+
+
+def has_service(root: str) -> bool:
+    """Whether setup has written the unit of the daemon."""
+    return _content(root, own.UNIT) is not None and not _is_others(root, own.UNIT)
+
+
+def lacks_python(root: str) -> str | None:
+    """Why the service cannot start in the image as it is, in words."""
+    python = _python_of(root)
+    with suppress(FileNotFoundError, LockDirectoryError), _place(root, python) as place:
+        if os.path.lexists(place):
+            return None
+    return _("{root} has no {python}: the service starts there once gpuguard is installed for that Python.").format(
+        root=root, python=python
+    )
+
+
+def found_of(root: str, files: dict[str, bytes]) -> dict[str, object]:
+    """By path here those of *files* that are there, as they are now."""
+    found = {f"{root}{path}": _content(root, path) for path in files}
+    return {path: content for path, content in found.items() if content is not None}
+
+
+def write(root: str, files: dict[str, bytes]) -> None:
+    """Make what is not as wanted() says."""
+    for path, content in files.items():
+        if _content(root, path) == content:
+            continue
+        fault = _("{path} cannot be written").format(path=f"{root}{path}")
+        with own.fault_as(fault), _place(root, path, make=True) as place:
+            if _WANTS not in path:
+                write_file(place, content)
+            elif not os.path.lexists(place):
+                os.symlink(content, place)
+
+
+def faults(root: str, files: dict[str, bytes]) -> list[str]:
+    """What write() would do, in sentences."""
+    sentences = []
+    for path, content in files.items():
+        found = _content(root, path)
+        if found != content:
+            sentence = _("{path} is not as this version of gpuguard writes it.") if found else _("{path} is missing.")
+            sentences.append(sentence.format(path=f"{root}{path}"))
+    return sentences
