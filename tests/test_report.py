@@ -494,6 +494,8 @@ def test_what_policies_did_is_a_table_in_which_no_number_is_cut_off_a17(hour, wi
     text = shown(from_log(reported(hour, "policy")), width)
 
     assert text.startswith("What policies did, ")
+    assert width is None or max(map(display_width, text.partition("From the")[0].splitlines())) <= width
+    assert not re.search(r"\d…", text.partition("USER")[2])
     assert "\x1b" not in text and all(head in text for head in ("USER", "POLICY", "DONE", "DRY RUN", "NOT DONE"))
     assert "No policy did anything" in shown(replace(reported(hour, "policy"), policies=[]))
 

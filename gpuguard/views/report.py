@@ -114,7 +114,7 @@ POLICY_COLUMNS = (  # of PolicyRow
     Column(N_("Undelivered"), lambda row: str(row.undelivered)),
     Column(N_("Dry run"), lambda row: str(row.dry_run)),
     Column(N_("Not done"), lambda row: str(row.not_done)),
-    Column(N_("Last"), lambda row: local_time(row.last, "%m-%d %H:%M"), is_text=True),
+    Column(N_("Last"), lambda row: local_time(row.last, "%m-%d %H:%M")),
 )
 WASTER_COLUMNS = (  # of UsageRow
     Column(N_("User"), lambda row: row.name, is_text=True),
@@ -214,7 +214,7 @@ def _usage_page(report: Report, width: int | None, paint: Paint, *, ascii_only: 
     if any(is_shared(row, report) for row in report.rows):
         lines += [f"{_SHARED} {_(SHARED_TEXT)}"]
     if report.by != "device":
-        lines += ["", *_table_lines(_with_hosts(DEVICE_COLUMNS, report), report.devices, width)]
+        lines += ["", *_table_lines(_with_hosts(DEVICE_COLUMNS, report), report.devices, width, keys=_keys(report))]
     lines += _waster_lines(report, width, paint)
     if report.queue_unknown >= 60:
         unknown = format_duration(report.queue_unknown)
@@ -256,34 +256,34 @@ def _usage_lines(report: Report, width: int | None) -> list[str]:
     columns = usage_columns(report)
     title = _("GPU-hours by host") if report.watches else _("GPU-hours")
     title += _(" (WAITED: hours)") if columns[-1].header == "Wanted" else ""
-    return [title, *_table_lines(columns, report.rows, width, _longest(width))]
+    longest = None if width is None else max(8, min(MAX_NAME, width - 60))
+    return [title, *_table_lines(columns, report.rows, width, longest, _keys(report))]
 
 
-def _longest(width: int | None) -> int | None:
-    return None if width is None else max(8, min(MAX_NAME, width - 60))
+def _keys(report: Report) -> int:
+    """How many columns say what a row is about: with a host one more, and of policies user, policy and action."""
+    return 1 + bool(report.watches) + 2 * (report.by == "policy")
 
 
 def _table_lines(
-    columns: Sequence[Column], rows: Sequence[object], width: int | None, longest: int | None = None
+    columns: Sequence[Column], rows: Sequence[object], width: int | None, longest: int | None = None, keys: int = 1
 ) -> list[str]:
-    """A table, or where that is too wide several, each with the first column: half a number is a wrong one.
+    """A table, or where that is too wide several, each with the first *keys* columns: half a number is a wrong one.
 
-    Text in the last column is shortened instead, and that in the first one where it is *longest*.  Behind a host two
-    columns are the first one.
+    Text in the last column is shortened instead, and that in the first ones where it is *longest*.
     """
-    first = 2 if columns[0].header == "Host" else 1
     headers = [_(column.header) if column.header == "kWh" else _(column.header).upper() for column in columns]
     cells = [[neutralise(column.cell(row)) for column in columns] for row in rows]
     if longest is not None:
-        cells = [[*(shorten(cell, longest) for cell in row[:first]), *row[first:]] for row in cells]
+        cells = [[*(shorten(cell, longest) for cell in row[:keys]), *row[keys:]] for row in cells]
     widths = [max(map(display_width, column)) for column in zip(headers, *cells, strict=True)]
     if columns[-1].is_text:
         widths[-1] = len(headers[-1])
-    begin = sum(widths[:first]) + 2 * (first - 1)
-    blocks, taken = [[*range(first)]], begin
-    for number in range(first, len(widths)):
-        if width is not None and taken + 2 + widths[number] > width and len(blocks[-1]) > first:
-            blocks.append([*range(first)])
+    begin = sum(widths[:keys]) + 2 * (keys - 1)
+    blocks, taken = [[*range(keys)]], begin
+    for number in range(keys, len(widths)):
+        if width is not None and taken + 2 + widths[number] > width and len(blocks[-1]) > keys:
+            blocks.append([*range(keys)])
             taken = begin
         blocks[-1].append(number)
         taken += 2 + widths[number]
@@ -323,7 +323,9 @@ def _logged_table(report: Report) -> tuple[Sequence[Column], Sequence[object], s
 
 def _log_lines(report: Report, width: int | None) -> list[str]:
     columns, rows, none = _logged_table(report)
-    lines = _table_lines(columns, rows, width, _longest(width)) if rows else [none]
+    keys = _keys(report)
+    longest = None if width is None else max(4, min(MAX_NAME, (width - 13) // keys - 2))  # beside the widest number
+    lines = _table_lines(columns, rows, width, longest, keys) if rows else [none]
     lines += ["", _("From the audit logs that you may read: your own, and the machine's.")]
     if report.claims_without_end:
         lines.append(
