@@ -12,9 +12,9 @@ FILE = ROOT / "gpuguard" / "cli" / "schemas.json"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _UNITS = ("_bytes", "_seconds", "_percent", "_celsius", "_watts", "_joules")
 _NAMES = {  # of the same type wherever they stand
-    **dict.fromkeys(("index", "uid", "made_by_uid", "pid", "num_gpus", "since", "rank", "number"), "number"),
+    **dict.fromkeys(("index", "uid", "gid", "made_by_uid", "pid", "num_gpus", "since", "rank", "number"), "number"),
     **dict.fromkeys(("begin", "end", "exit_status", "record_begins", "expected_start", "latest_start"), "number"),
-    **dict.fromkeys(("uuid", "parent_uuid", "id", "user", "name", "host", "state", "exact_state"), "string"),
+    **dict.fromkeys(("uuid", "parent_uuid", "id", "user", "group", "name", "host", "state", "exact_state"), "string"),
     **dict.fromkeys(("reason", "executable", "working_directory", "error", "refusal", "message"), "string"),
 }
 # What the words of a field begin with, or have in them, and the type that this means; the first that fits.

@@ -462,10 +462,10 @@ def read(loose_store: str) -> str | None:
     except GpuguardError as error:
         return str(error)
     for report in reports:
-        texts.to_json(report, None, "node7")
-        list(texts.to_csv(report, None))
-        list(texts.to_text(report, None, width=80, paint=lambda text, _: text))
-        to_html(report, None, "node7", NOW)
+        texts.to_json(report, "node7")
+        list(texts.to_csv(report, "node7"))
+        list(texts.to_text(report, width=80, paint=lambda text, _: text))
+        to_html(report, "node7", NOW)
     return None
 
 

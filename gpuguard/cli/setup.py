@@ -210,7 +210,7 @@ def _check(path: str, uuids: list[str], user: str, lines: list[str]) -> int:
     """Say what is missing or is not as this version makes it; 1 where something is.
 
     *lines*: what the file for systemd-tmpfiles should say; the second of them will do where the service makes the lock
-    files of GPUs at each boot, as in an image.  None: there is no such file for this directory.
+    files of GPUs at each boot, as in an image.  Empty: there is no such file for this directory.
     """
     folders = [path, f"{path}/lock", f"{path}/claims", *([] if user == "root" else [f"{path}/{NAME}"])]
     places = [*folders, *(f"{path}/lock/{name}" for name in _lock_names(uuids))]
