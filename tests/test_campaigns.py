@@ -1,7 +1,10 @@
-"""scripts/torture and coverage: they find what is there, and say so when something breaks or is missed."""
+"""scripts/torture, coverage and planted-faults: they find what is there, and say what breaks or is missed."""
 
 import importlib.util
+import os
 import re
+import shutil
+import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -85,6 +88,54 @@ def test_what_no_test_reaches_but_by_chance_is_named_and_counts(tests, word, tmp
 
     assert not coverage.covered("it")
     assert word in capfd.readouterr().out
+
+
+TOY = {
+    "gpuguard/__init__.py": "",
+    "gpuguard/toy.py": "def free(count):\n    return count > 4\n\n\ndef lost():\n    return 1\n",
+    "tests/test_toy.py": "from gpuguard.toy import free\n\n\ndef test_free():\n    assert free({})\n",
+    "tests/test_broken.py": "import gpuguard.toy\n\n\ndef test_broken():\n    assert gpuguard.toy.lost() == 2\n",
+    "pyproject.toml": "[tool.mutmut]\nsource_paths = ['gpuguard']\n",
+}
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """Plants faults in a toy whose test asks free(*count*), and gives (exit status, what is printed)."""
+    pytest.importorskip("mutmut", reason="scripts/planted-faults (no mutmut: .venv/bin/pip install mutmut)")
+    (tmp_path / "scripts").mkdir()
+    for name in ("planted-faults", "installed.py"):
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
+
+    def plant(count):
+        for name, text in TOY.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text.format(count))
+        words = [sys.executable, tmp_path / "scripts/planted-faults", "gpuguard/*.py"]
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        ended = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+        assert not ended.stderr and (tmp_path / "gpuguard/toy.py").read_text() == TOY["gpuguard/toy.py"]
+        return ended.returncode, ended.stdout
+
+    return plant
+
+
+def test_a_planted_fault_that_a_test_sees_is_noticed_and_any_other_survives_unless_it_is_listed(planted, tmp_path):
+    status, said = planted(5)
+
+    assert status == 1
+    assert "noticed: gpuguard/toy.py:2\n-    return count > 4\n+    return count > 5\n" in said
+    assert "SURVIVES: gpuguard/toy.py:2\n-    return count > 4\n+    return count >= 4\n" in said
+    assert "SURVIVES: gpuguard/toy.py:6\n-    return 1\n" in said  # the only test that reaches it fails anyway
+    assert "test_broken fails without any fault, and is left out.\n" in said
+    assert said.endswith("seed 1: 3 planted, 1 noticed, 2 survive (66.7%)\n")
+
+    listed = "# no test can tell\ngpuguard/toy.py\n-    return 1\n+    return 2\n"
+    (tmp_path / "scripts/planted_equal.txt").write_text(listed)
+    status, said = planted(4.5)
+
+    assert "measuring test_toy" in said and "measuring test_broken" not in said  # which has not changed
+    assert said.endswith("seed 1: 2 planted, 1 noticed, 1 survive (50.0%)\n")
 
 
 def test_whatever_no_test_need_reach_says_why():
