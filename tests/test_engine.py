@@ -325,6 +325,15 @@ def test_a_policy_about_those_who_were_told_waits_until_a_message_has_reached_th
     assert watch.until(1030, begin=1010) == [(1010, "terminate")]
 
 
+def test_a_user_whom_no_message_has_reached_is_told_that_an_overdue_step_comes_at_once():
+    watch = Watch(a_policy("warn", "terminate", told=True))
+    watch.until(680)
+
+    [again] = watch.sees(busy(690)).verdicts
+
+    assert (again.next_after, again.harm_action, again.harm_after) == (0, "terminate", 0)
+
+
 @pytest.mark.parametrize("change", [{"hold": 31.0}, {"enforce": True}, {"rules": (Processes(1),)}])
 def test_a_policy_that_was_changed_cancels_its_ladders(change):
     policy = a_policy("warn", "terminate")
