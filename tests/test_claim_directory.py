@@ -291,10 +291,11 @@ def a_claim(directory: LockDirectory, uuid: str = UUID, **fields: object) -> Ite
 
 def test_a_record_says_who_holds_what_as_long_as_its_descriptor_lives(directory: LockDirectory) -> None:
     path, descriptor = write_record(directory, content())
-    (alive,) = read_records(directory)
+    (alive,), written = read_records(directory), Path(path).stat().st_ctime
     os.close(descriptor)
 
     assert (alive.id, alive.uid, alive.devices, alive.note) == ("abc", os.geteuid(), (UUID,), "n")
+    assert alive.written == written
     assert read_records(directory) == []
     assert not Path(path).exists(), "the file of a dead claim is removed by the next reader"
 

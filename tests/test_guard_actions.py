@@ -161,8 +161,9 @@ def test_who_outlives_sigkill_is_given_up_its_device_quarantined_and_people_told
     (outcome,) = give_up_unkillable(scene.context(), scene.snapshot)
     assert (outcome.word, outcome.pid) == ("unkillable", scene.pid)
     assert give_up_unkillable(scene.context(), scene.snapshot) == ()
-    happened = [(event.kind, event.outcome) for event in scene.events if event.kind != "notify"]
-    assert happened == [("kill", "unkillable"), ("quarantine", "failed")]  # here no claims are known
+    happened = [(event.kind, event.outcome, event.pid) for event in scene.events if event.kind != "notify"]
+    given_up = [("kill", "unkillable", scene.pid), ("quarantine", "failed", None)]
+    assert happened == given_up  # here no claims are known
     assert post.asked == ["ops", "mail"]
     assert scene.act().word == "refused"
 

@@ -495,6 +495,17 @@ def test_what_is_ended_does_not_come_back_with_a_boot(directory, copies, boots):
     assert not (copies / "quarantined.json").exists()
 
 
+def test_root_takes_over_the_copy_of_what_the_daemon_decided(directory, copies):
+    Path(directory.path, "daemon").mkdir(mode=0o755)
+    of_the_daemon = copies.with_name("state") / "quarantined.json"
+    of_the_daemon.parent.mkdir()
+    of_the_daemon.touch()
+    restrict(directory, QUARANTINED, "GPU-1")
+
+    assert (copies / "quarantined.json").exists()
+    assert not of_the_daemon.exists()
+
+
 @root
 def test_a_copy_that_cannot_be_written_is_a_fault_and_changes_nothing(directory, copies):
     copies.write_text("a file in its place")
