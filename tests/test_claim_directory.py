@@ -17,7 +17,7 @@ from sources import ROOT
 from gpuguard.claims import claim as hold
 from gpuguard.claims import directory as lockfiles
 from gpuguard.claims import records
-from gpuguard.claims.claim import lock_device
+from gpuguard.claims.claim import Claim, lock_device
 from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, lock_directory, open_lock, try_flock
 from gpuguard.claims.records import (
     MAX_BYTES,
@@ -298,6 +298,14 @@ def test_a_record_says_who_holds_what_as_long_as_its_descriptor_lives(directory:
     assert alive.written == written
     assert read_records(directory) == []
     assert not Path(path).exists(), "the file of a dead claim is removed by the next reader"
+
+
+def test_how_many_processes_of_others_a_claim_accepts_stands_in_its_record(directory: LockDirectory) -> None:
+    with Claim("abc", (), (), max_processes=2) as claim:
+        claim.write_record(directory)
+        (record,) = read_records(directory)
+
+    assert record.max_processes == 2
 
 
 def test_when_a_job_should_end_is_written_between_what_stands_in_its_record(directory: LockDirectory) -> None:

@@ -571,7 +571,8 @@ def test_an_interactive_process_has_its_grace_and_not_a_moment_more(target):
     assert first and (first[0].check, first[0].wait) == ("interactive", 600.0)
     assert CHECKS["interactive"](at(CLOCK + 600)(on_a_terminal))[0].wait == 1.0
     assert not CHECKS["interactive"](at(CLOCK + 601)(on_a_terminal))
-    assert CHECKS["interactive"](unknown(replace(target, verdict=replace(target.verdict, policy="another"))))
+    of_another_policy = unknown(replace(target, verdict=replace(target.verdict, policy="another")))
+    assert CHECKS["interactive"](at(CLOCK + 601)(of_another_policy))[0].wait == 600.0
 
 
 @pytest.mark.parametrize(
