@@ -174,7 +174,7 @@ class Watchdog:
             self._judged_by = policies
         is_new = before is None or before.clock != self._view.clock
         if is_new and any(note.kind == "resampling" for note in judgement.notes):
-            self._pending.clear()  # what waited through a pause without a sample has no reason any more
+            self._drop(self._pending)  # what waited through a pause without a sample has no reason any more
         self._act(judgement.verdicts, policies, protected)
         self._write_effects(snapshot)
         self._end_pauses(owed=self._context.enforce)  # or they are those of a guard beside which this one only looks
@@ -352,11 +352,11 @@ class Watchdog:
         assert self._view is not None
         named = {policy.name: policy for policy in policies}
         # What waits goes on while its condition was found in this sample, by the same policy.
-        self._pending = {
-            (name, subject): due
+        self._drop(
+            (name, subject)
             for (name, subject), due in self._pending.items()
-            if named.get(name) == due[0][0] and self._memory.holds(name, subject)
-        }
+            if named.get(name) != due[0][0] or not self._memory.holds(name, subject)
+        )
         for verdict in verdicts:
             key = verdict.policy, identity_of(verdict.finding.subject)
             self._pending.setdefault(key, []).append((named[verdict.policy], verdict))
@@ -396,6 +396,13 @@ class Watchdog:
             if not due:
                 del self._pending[key]
         self._deferred, self._refused = deferred, refused
+
+    def _drop(self, keys: Iterable[PendingKey]) -> None:
+        """Forget steps that have had to wait, and were not taken."""
+        for key in tuple(keys):
+            del self._pending[key]
+            with self._judging:
+                self._memory.undo(*key)
 
     def _write_to_owners(
         self, verdict: Verdict, outcomes: Iterable[actions.ActionOutcome], context: ActionContext

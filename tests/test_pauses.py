@@ -1,6 +1,5 @@
 """A pause is a debt: whatever ends the escalation, the policy or the guard, what was stopped goes on."""
 
-import contextlib
 import json
 import os
 import signal
@@ -9,18 +8,7 @@ from dataclasses import replace
 
 import pytest
 from builders import GIB, a_device, a_process
-from chances import often
 from guarded import Listing, a_child, a_scene, somebody, started
-from hypothesis import Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 from nodes import Gpuguard, until
 from proc import state
 
@@ -427,97 +415,6 @@ def test_a_policy_resumes_nobody_whom_it_has_not_paused(tmp_path):
 
         assert scene.act("resume").word == "refused"
         assert state(scene.pid) == "T"
-
-
-LADDERS = ("pause",), ("warn", "pause"), ("pause", "resume"), ("pause", "warn")
-WEEKS = settings(max_examples=often(200), stateful_step_count=50, deadline=None, phases=[Phase.generate])
-
-
-class Week(RuleBasedStateMachine):
-    """Heat, edits, kills, full disks and keeping, in any order: no process is left stopped, no debt unpaid."""
-
-    place = None  # of the directory, set by the test
-
-    def __init__(self):
-        super().__init__()
-        self.stack = contextlib.ExitStack()
-
-    @initialize()
-    def begin(self):
-        child = self.stack.enter_context(a_child())
-        self.site = Site(f"{self.place}/{child.pid}", child.pid, somebody() or os.getuid())
-        self.guard = self.site.guard()
-
-    def teardown(self):
-        try:
-            if hasattr(self, "guard"):
-                self.end_of_the_week()
-        finally:
-            self.stack.close()
-
-    def end_of_the_week(self):
-        self.site.disk_full = False
-        self.site.temperature(60.0)
-        guard = self.site.guard()
-        guard._pauses._try_at = 0.0
-        guard.stop()
-        assert self.site.goes_on(), "left stopped"
-        assert not self.site.owed()
-        begun = [event for event in self.site.events if (event.kind, event.outcome) == ("pause", "about to")]
-        resumes = [event.outcome for event in self.site.events if event.kind == "resume"]
-        over = [outcome for outcome in resumes if outcome != "dry run"]
-        failed = [event for event in self.site.events if (event.kind, event.outcome) == ("pause", "failed")]
-        assert len(begun) == len(over) + len(failed), "the log does not tell how it ended"
-
-    @rule(celsius=st.sampled_from([95.0, 95.0, 95.0, 60.0, None]))
-    def heat(self, celsius):
-        self.site.temperature(celsius)
-
-    @rule(number=st.integers(1, 4))
-    def look(self, number):
-        for _ in range(number):
-            # A week in an instant: the limits of the hour are another test's.
-            self.guard._context = replace(self.guard._context, limits=ActionLimits())
-            self.guard.step()
-
-    @rule(steps=st.sampled_from(LADDERS), mode=st.booleans())
-    def edit(self, steps, mode):
-        self.guard.policies = (replace(HOT, steps=tuple(map(Step, steps)), enforce=mode),)
-
-    @rule()
-    def kill(self):
-        self.guard = self.site.guard(self.guard.policies[0])
-
-    @rule()
-    def restart(self):
-        self.guard.stop()
-        self.guard = self.site.guard(self.guard.policies[0])
-
-    @rule(full=st.booleans())
-    def disk(self, full):
-        self.site.disk_full = full
-
-    @rule()
-    def keep(self):
-        self.guard.keep(boot_clock() + 0.02, uid=self.site.uid)
-
-    @invariant()
-    @precondition(lambda self: hasattr(self, "guard"))
-    def who_stands_is_owed(self):
-        if state(self.site.pid) == "T":
-            assert self.site.owed(), "stopped, and nobody knows"
-
-
-def test_a_week_of_anything_leaves_nobody_stopped(tmp_path):
-    Week.place = tmp_path
-    run_state_machine_as_test(Week, settings=WEEKS)
-
-
-def test_the_week_notices_a_pause_that_ends_only_with_its_condition(tmp_path, monkeypatch):
-    monkeypatch.setattr(Watchdog, "_end_pauses", lambda guard, why=None, **_: None)
-    Week.place = tmp_path
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(Week, settings=WEEKS)
 
 
 def test_root_ends_pauses_without_a_daemon(site, tmp_path):

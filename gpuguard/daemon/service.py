@@ -501,15 +501,16 @@ class Daemon:
 
     def _write(self, event: Event) -> bool:
         """Write *event* down, and let the users whom it is about know that there is something to read."""
+        if self._lost[0]:
+            number, since = self._lost
+            text = f"{format_count(number, 'event')} of {local_time(since, '%Y-%m-%d %H:%M:%S')} and later are missing"
+            again = Event(time.time(), "log", "writable again", message=text)
+            if self._append(again):
+                self._lost = 0, 0.0
+                self._on_event(again)
         if not self._append(event):
             self._lost = self._lost[0] + 1, self._lost[1] or event.time
             return False
-        if self._lost[0]:
-            (number, since), self._lost = self._lost, (0, 0.0)
-            text = f"{format_count(number, 'event')} of {local_time(since, '%Y-%m-%d %H:%M:%S')} and later are missing"
-            again = Event(time.time(), "log", "writable again", message=text)
-            self._append(again)
-            self._on_event(again)
         if self._directory.owner is not None and not self._settings.once:
             for uid in audit_log.uids_of(audit_log.line_of(event)):
                 touch(stamp_path(self._directory, uid))

@@ -30,8 +30,6 @@ ROTATE_BYTES = 10 * 2**20  # about 30,000 lines; the older file is kept beside i
 MOST_OLDER = 1000  # files: 10 GB
 MAX_BYTES = 4 * ROTATE_BYTES  # of a log that cannot be set aside: then there is no further line
 
-LOCK_SECONDS = 0.2  # to wait for others who append: a line is not held up by one who was stopped at that
-
 _keep_seconds: float | None = None  # for which still older files are kept, as .2, .3, ...; None: there are none
 _reason = ""  # why a line could not be written
 _stuck = False  # it is known, and reported, that the log cannot be set aside
@@ -60,45 +58,19 @@ def _append(event: Event) -> None:
     path = events_path()
     descriptor = _open(path)
     try:
-        alone = _lock(descriptor)
         if os.fstat(descriptor).st_size >= MAX_BYTES:
             _rotate(path, descriptor)
         line = _encoded(event)
         # One write of one line: O_APPEND keeps the lines of several processes apart.
         written = os.write(descriptor, line)
-        if written < len(line):
-            _take_back(descriptor, written, alone=alone)
-        _try_to_rotate(path, descriptor, event)
-        if written < len(line):
+        if written < len(line):  # the disk is full: take the piece back, or the next line would be a part of it
+            end = os.lseek(descriptor, 0, os.SEEK_CUR)
+            if os.fstat(descriptor).st_size == end:
+                os.ftruncate(descriptor, end - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        _try_to_rotate(path, descriptor, event)
     finally:
-        with suppress(OSError):  # explicitly: a process that was forked meanwhile has the descriptor, too
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
-
-
-def _take_back(descriptor: int, written: int, *, alone: bool) -> None:
-    """Remove the part of a line for the rest of which the disk had no room."""
-    end = os.lseek(descriptor, 0, os.SEEK_CUR)
-    if alone and os.fstat(descriptor).st_size == end:
-        os.ftruncate(descriptor, end - written)
-    else:  # what another process writes comes behind it: end it, so that this can be read
-        os.write(descriptor, b"\n")
-
-
-def _lock(descriptor: int) -> bool:
-    """Whether no other process appends from now on; False where that cannot be had soon, or not at all."""
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.001)
-        except OSError:  # a file system without locks
-            return False
 
 
 def complaint() -> str:

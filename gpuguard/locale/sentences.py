@@ -151,6 +151,7 @@ SENTENCES = (
     "asked for by {user}",
     # What became of the steps of a policy.
     "the condition holds no more, its steps are cancelled",
+    "the condition holds no more",
     "the policy {policy} is gone, its steps are cancelled",
     "the policy {policy} was changed, its steps are cancelled",
     "{fact}: the time starts anew",

@@ -67,6 +67,7 @@ SLEPT_SECONDS = 1.0  # by which the clock of the boot ran ahead of the one that 
 AGAIN_SECONDS = 60.0  # after which a step that was not taken is tried again
 UNTOLD_SECONDS = 600.0  # between two messages to a user whom none has reached, and who is spared until one does
 SAID_AGAIN_SECONDS = 60.0  # at least, between two messages about one more pause
+SAID = frozenset({"gap", "kept", "exempt"})  # notes that say for the log why nothing is found of a subject any more
 MOST_NAMES = 10  # of users, in a note
 
 
@@ -89,6 +90,7 @@ class EscalationState:
     stepped_at: float = 0.0  # clock of the last step
     terminated_at: float | None = None
     paused: bool = False  # what a step has paused has not gone on, also in an escalation before
+    goes_on: bool = False  # the condition has led to all steps before, and has held since
     resting: bool = False  # the condition is over, and its pause lasts until the GPU has gone further: see Until
     again_at: float = 0.0  # clock at which a step that was not taken is due again; 0: it was, or not tried yet
     held_until: float = 0.0  # clock before which it has no turn, since others of the policy had theirs
@@ -175,9 +177,16 @@ class EngineMemory:
             if state.done > verdict.step:
                 state.done, state.again_at = verdict.step, clock + AGAIN_SECONDS
                 state.terminated_at = None if verdict.action == "terminate" else state.terminated_at
-                self.cooling.pop((verdict.policy, identity), None)
-                by = verdict.policy, identity
-                self.effects = {at: each for at, each in self.effects.items() if (each.policy, each.subject) != by}
+                self.undo(verdict.policy, identity)
+
+    def undo(self, policy: str, subject: SubjectIdentity) -> None:
+        """The last step of *policy* for *subject*, on all its GPUs, was not taken: as if it had not been asked for."""
+
+        def is_meant(by: str, other: SubjectIdentity) -> bool:
+            return by == policy and (other == subject or (subject[0] == "process" and other[2:] == subject[2:]))
+
+        self.cooling = {by: until for by, until in self.cooling.items() if not is_meant(*by)}
+        self.effects = {at: each for at, each in self.effects.items() if not is_meant(each.policy, each.subject)}
 
     def start_anew(self, clock: float) -> None:
         """Drop what was seen before a long pause: it is unknown what happened in it."""
@@ -301,7 +310,7 @@ def _pin(policies: Sequence[Policy], memory: EngineMemory) -> list[Note]:
             continue
         what = "was changed" if name in now else "is gone"
         for state in memory.states.pop(name, {}).values():
-            if 0 < state.done < len(before.steps):
+            if _has_begun(state):
                 notes.append(Note("cancelled", f"the policy {what}, its steps are cancelled", name, state.subject))
     memory.policies = now
     return notes
@@ -356,20 +365,22 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
         told = {at: f"{policy.message} ({finding.why})" for at, finding in current.items()}
         current = {at: replace(finding, why=told[at]) for at, finding in current.items()}
     states = memory.states.setdefault(policy.name, {})
-    left_out = {note.subject for note in notes}  # of whom it is said already why nothing is found
+    left_out = {note.subject for note in notes if note.kind in SAID}
     for identity in [identity for identity in states if identity not in current]:
         if _rests(states[identity], policy, index):
             states[identity].resting = True
             continue
         ended = states.pop(identity)
-        if left_out.isdisjoint((None, ended.subject)) and not _is_over(ended, policy):
+        if ended.subject not in left_out:
             notes += _cancelled(policy, ended, index, memory)
 
     clock, due = index.view.clock, list[DueStep]()
     for identity, finding in current.items():
         state, cools = states.get(identity), (policy.name, identity) in memory.cooling
         if not cools and (state is None or _is_over(state, policy)):
-            state = states[identity] = EscalationState(finding.subject, clock, paused=bool(state and state.paused))
+            paused = bool(state and state.paused)
+            state = EscalationState(finding.subject, clock, paused=paused, goes_on=state is not None)
+            states[identity] = state
         if state:
             if state.resting:  # its steps go on from here: none of that time has counted
                 state.resting, state.stepped_at = False, clock
@@ -422,6 +433,11 @@ def _is_over(state: EscalationState, policy: Policy) -> bool:
     return 0 < state.done == len(policy.steps)
 
 
+def _has_begun(state: EscalationState) -> bool:
+    """Whether a step was taken or tried, so that the log has a line of it and must have one of its end."""
+    return state.done > 0 or state.again_at > 0 or state.goes_on
+
+
 def _victim(due: DueStep) -> object:
     subject = due.finding.subject
     whom = (subject.pid, subject.start_time) if subject.kind == "process" else due.identity
@@ -441,8 +457,9 @@ def _cancelled(policy: Policy, ended: EscalationState, index: SampleIndex, memor
     gap = _gap(ended, index, memory.index) if memory.index else None
     if gap is not None:
         yield Note("gap", f"{gap}: the time starts anew", policy.name, ended.subject)
-    elif ended.done:
-        yield Note("cleared", "the condition holds no more, its steps are cancelled", policy.name, ended.subject)
+    elif _has_begun(ended):
+        left = "" if _is_over(ended, policy) else ", its steps are cancelled"
+        yield Note("cleared", f"the condition holds no more{left}", policy.name, ended.subject)
 
 
 def _gap(ended: EscalationState, index: SampleIndex, before: SampleIndex) -> str | None:
