@@ -149,6 +149,21 @@ def test_a_file_that_cannot_be_read_now_is_complained_of_once_and_read_later(tmp
     assert [event.outcome for event in events] == ["refused", "faults mended", "in force"]
 
 
+def test_that_lines_are_missing_is_said_before_the_next_one_and_again_until_it_is_written(tmp_path):
+    """There was room for the next line, and none for the one that said what was missing."""
+    log, room = list[str](), [False, False, True, False, True, True, True]
+
+    def append(event):
+        log.extend([event.outcome] * (written := room.pop(0)))
+        return written
+
+    guard = Daemon(start(str(tmp_path / "node")), lock_directory(str(tmp_path)), DaemonSettings(), print, print, append)
+    for outcome in "abcd":
+        guard._log("daemon", outcome)
+
+    assert log == ["b", "c", "writable again", "d"]
+
+
 def test_a_sign_of_life_for_which_no_descriptor_is_left_ends_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "socket", failing(OSError(24, "Too many open files")))
     notify_systemd("WATCHDOG=1", {"NOTIFY_SOCKET": str(tmp_path / "manager")})

@@ -195,6 +195,38 @@ def test_a_condition_that_ends_cancels_the_ladder_with_a_note():
     assert watch.until(90, begin=60) == [(90, "warn")]
 
 
+def told_at_the_end(watch, clock, *devices):
+    return [note.text for note in watch.sees(busy(clock, *devices)).notes if note.kind in ("cleared", "cancelled")]
+
+
+@pytest.mark.parametrize("since", [40, 90])
+def test_the_end_is_told_behind_the_last_step_too_once_and_also_when_its_cooldown_is_over(since):
+    watch = Watch(a_policy("warn", cooldown=40, hold=30))
+    watch.until(since)
+
+    assert told_at_the_end(watch, since + 10, NOBODY) == [
+        "the condition holds no more" if since == 40 else "the condition holds no more, its steps are cancelled"
+    ]
+    assert told_at_the_end(watch, since + 20, NOBODY) == []
+
+
+def test_the_end_of_a_breach_whose_only_step_was_refused_is_told():
+    watch = Watch(a_policy("terminate"))
+    watch.until(20)
+    [verdict] = watch.sees(busy(30)).verdicts
+    watch.memory.not_taken(verdict, START + 30)
+
+    assert told_at_the_end(watch, 40, NOBODY) == ["the condition holds no more, its steps are cancelled"]
+
+
+def test_the_end_of_the_hours_of_a_policy_is_told_to_whom_it_has_warned():
+    at = 1_700_000_000.0 % 86400  # of the first sample
+    watch = Watch(a_policy("warn", "terminate", hours=(at, at + 45.0)))
+    watch.until(40)
+
+    assert told_at_the_end(watch, 50) == ["the condition holds no more, its steps are cancelled"]
+
+
 def test_a_condition_that_ends_because_somebody_is_kept_is_told_once():
     watch = Watch(a_policy("warn", "terminate"))
     watch.until(80)

@@ -94,6 +94,19 @@ def test_a_place_that_cannot_be_written_is_a_false_and_no_error_and_hangs_no_job
     assert place != "/dev/full" or audit_log.complaint() == "/dev/full: No space left on device"
 
 
+def test_on_a_full_disk_no_piece_of_a_line_stays_of_which_the_next_line_would_be_a_part(log):
+    assert audit_log.append(AN_EVENT)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 20, limits[1]))
+    try:
+        assert not audit_log.append(AN_EVENT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert audit_log.append(AN_EVENT)
+
+    assert len(lines(log)) == 2
+
+
 def test_a_log_that_has_grown_too_large_is_set_aside_once(log, monkeypatch):
     monkeypatch.setattr(audit_log, "ROTATE_BYTES", 1000)
     for _ in range(30):

@@ -258,6 +258,7 @@ def test_a_step_that_waits_is_forgotten_when_its_reason_ends(a_watchdog, monkeyp
     guard.step()
 
     assert len(tried) == 1
+    assert not guard._memory.cooling and not guard._memory.effects  # by what was never done
 
 
 def test_a_callback_that_fails_comes_after_everything_is_done(a_watchdog, log):
