@@ -195,6 +195,24 @@ def test_on_a_full_disk_it_goes_on_at_once_and_that_is_written_down_later_once(s
     assert not site.owed()
 
 
+def test_before_that_line_is_written_it_is_not_taken_to_be_paused_nor_paused_again(site):
+    guard = site.paused()
+    site.disk_full = True
+    site.temperature(60.0)
+    guard.step()
+    assert site.goes_on()
+    site.disk_full = False
+    site.temperature(95.0)
+    guard.policies = (replace(HOT, steps=(Step("pause"),)),)
+    guard._context = replace(guard._context, limits=ActionLimits())
+    for _ in range(3):
+        guard.step()
+
+    assert state(site.pid) in "SR"
+    assert site.told() == [("pause", "about to"), ("pause", "about to"), ("pause", "failed")]
+    assert not guard._memory.cooling
+
+
 def test_that_line_is_tried_again_a_minute_later_and_not_before(site):
     guard = site.paused()
     site.disk_full = True

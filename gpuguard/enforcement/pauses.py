@@ -67,6 +67,8 @@ class Pauses:
         """Write down a pause that is about to begin.  Raises OSError: then nothing may be stopped."""
         if self._directory is None:
             raise OSError("there is no directory of claims")
+        if pause.process in self._unwritten:  # its file would be taken for that of this pause
+            raise OSError("the end of its last pause is not written down yet")
         # Everybody may read it, as in `gpuguard resume --list`.  A crash of the machine ends the process, too.
         write_file(self._path(pause.process), json.dumps(asdict(pause)).encode("ascii"))
 
@@ -75,9 +77,10 @@ class Pauses:
         self._rehearsed[pause.process] = pause
 
     def of(self, process: ProcessIdentity, *, live: bool) -> Pause | None:
-        """The pause of a process, if it has one."""
+        """The pause of a process, if it has one that lasts."""
         pauses = self.read() if live else self._rehearsed.values()
-        return next((pause for pause in pauses if pause.process == process), None)
+        is_over = live and process in self._unwritten
+        return next((pause for pause in pauses if pause.process == process and not is_over), None)
 
     def read(self) -> tuple[Pause, ...]:
         """All of them, the oldest process first.  Those of another boot are removed: nothing stands any more."""
