@@ -1,7 +1,5 @@
 """The audit log: whole lines for the owner alone, never a reason for a job to fail; and `gpuguard events`."""
 
-import errno
-import fcntl
 import json
 import os
 import pwd
@@ -92,19 +90,6 @@ def test_a_place_that_cannot_be_written_is_a_false_and_no_error_and_hangs_no_job
 
     assert audit_log.append(AN_EVENT) is False
     assert place != "/dev/full" or audit_log.complaint() == "/dev/full: No space left on device"
-
-
-def test_on_a_full_disk_no_piece_of_a_line_stays_of_which_the_next_line_would_be_a_part(log):
-    assert audit_log.append(AN_EVENT)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 20, limits[1]))
-    try:
-        assert not audit_log.append(AN_EVENT)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert audit_log.append(AN_EVENT)
-
-    assert len(lines(log)) == 2
 
 
 def test_a_log_that_has_grown_too_large_is_set_aside_once(log, monkeypatch):
@@ -439,31 +424,6 @@ def test_who_follows_the_log_meanwhile_sees_no_line_twice_and_no_half_one(log, f
     seen.append(follower.newer())
 
     assert [[json.loads(line)["outcome"] for line in found] for found in seen] == [["before"], ["after"]]
-
-
-def test_a_half_line_is_ended_where_others_may_have_written_behind_it(log, monkeypatch):
-    """The log is locked by somebody, or was written without the lock."""
-    write = os.write
-    audit_log.append(event("before"))
-    with log.open("rb") as held, monkeypatch.context() as nearly_full:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert audit_log.append(event("beside"))
-        nearly_full.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:20]))
-        assert not audit_log.append(event("torn"))
-    audit_log.append(event("after"))
-    found, torn = audit_log.decoded(audit_log.read_log(str(log)))
-
-    assert ([line["outcome"] for line in found], torn) == (["before", "beside", "after"], 1)
-
-
-def test_a_file_system_without_locks_has_a_log_all_the_same(log, monkeypatch):
-    def lockless(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(audit_log.fcntl, "flock", lockless)
-
-    assert audit_log.append(event("written"))
-    assert len(log.read_text().splitlines()) == 1
 
 
 def test_a_fifo_in_the_place_of_the_log_is_refused_and_hangs_nobody(log):
