@@ -209,7 +209,7 @@ def test_before_that_line_is_written_it_is_not_taken_to_be_paused_nor_paused_aga
         guard.step()
 
     assert state(site.pid) in "SR"
-    assert site.told() == [("pause", "about to"), ("pause", "about to"), ("pause", "failed")]
+    assert site.told() == [("pause", "about to"), ("pause", "failed")]
     assert not guard._memory.cooling
 
 
@@ -235,13 +235,23 @@ def test_without_a_place_for_the_debt_nothing_is_stopped(site, monkeypatch):
         guard.step()
 
     assert state(site.pid) in "SR"
-    assert site.told() == [("pause", "about to"), ("pause", "failed")]
+    assert site.told() == [("pause", "failed")]
     [why] = [event.message for event in site.events if event.kind == "pause" and event.outcome == "failed"]
     assert "it must go on again: No space left" in why
 
 
 def full(*_, **__):
     raise OSError(28, os.strerror(28))
+
+
+def test_without_room_for_its_line_nothing_is_stopped_and_there_is_no_debt(site):
+    guard = site.guard()
+    site.disk_full = True
+    for _ in range(4):
+        guard.step()
+
+    assert state(site.pid) in "SR"
+    assert not site.told() and not site.owed()
 
 
 def test_a_signal_that_does_not_arrive_leaves_no_debt(site, monkeypatch):

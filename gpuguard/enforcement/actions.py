@@ -119,18 +119,15 @@ class PauseKeys:
     """
 
 
-def _pause(target: Preflight) -> Result:
+def _debt_fault(target: Preflight) -> str:
+    """Write down that the process, which is about to be paused, must go on again; why it could not be, or ""."""
     pauses, process = target.context.pauses, target.process
-    if pauses is None or process is None:
-        return _forward(target, signal.SIGSTOP)
     try:
-        pauses.begin(_pause_of(target, process))
+        if pauses and process:
+            pauses.begin(_pause_of(target, process))
     except OSError as error:
-        return FAILED, f"it cannot be written down that it must go on again: {error.strerror or error}"
-    word = signals.forward(target.pidfd, signal.SIGSTOP)
-    if word != SENT:
-        pauses.drop(process.identity)
-    return word, ""
+        return f"it cannot be written down that it must go on again: {error.strerror or error}"
+    return ""
 
 
 def _pause_of(target: Preflight, process: ProcessTarget) -> Pause:
@@ -419,7 +416,7 @@ ACTIONS: Mapping[str, Action] = {
     "checkpoint": Action(CheckpointKeys, on_process=_checkpoint),
     "terminate": Action(TerminateKeys, on_process=_terminate),
     "kill": Action(KillKeys, on_process=lambda target: _forward(target, signal.SIGKILL)),
-    "pause": Action(PauseKeys, on_process=_pause),
+    "pause": Action(PauseKeys, on_process=lambda target: _forward(target, signal.SIGSTOP)),
     "resume": Action(ResumeKeys, on_process=lambda target: _forward(target, signal.SIGCONT)),
     "renice": Action(ReniceKeys, on_process=_renice),
     "deny": Action(DenyKeys, otherwise=_deny),
@@ -470,7 +467,21 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
         return ActionOutcome(GONE, "it had ended before", pid)
     if target.failed:
         return _refused(target)
-    action = target.action
+    owes = target.live and verdict.action == "pause"
+    # Before the line that announces it: on a full disk there may be room for that alone, and it would stand for ever.
+    if owes and (fault := _debt_fault(target)):
+        context.append(_event(verdict, FAILED, process, fault))
+        return ActionOutcome(FAILED, fault, pid)
+    outcome = _announce(do, target)
+    if owes and outcome.word != SENT and context.pauses and process:
+        context.pauses.drop(process.identity)
+    return outcome
+
+
+def _announce(do: Callable[[Preflight], Result], target: Preflight) -> ActionOutcome:
+    """Write down what is about to be done, and do it, unless it is a dry run."""
+    verdict, context, process = target.verdict, target.context, target.process
+    pid, action = process.pid if process else None, target.action
     event = _event(verdict, ABOUT_TO if target.live else DRY_RUN, process, action=action)
     claim = event.claim or target.claim_of_process or None
     event = replace(event, claim=claim, devices=event.devices or target.devices)
