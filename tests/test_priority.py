@@ -103,6 +103,14 @@ def test_a_user_who_was_served_within_the_bound_is_not_lifted(ago, first):
     assert ids([young, late], {1: 9e9})[0] == first
 
 
+def test_an_overdue_request_does_not_pass_an_older_one_like_it_that_was_promised_a_later_start():
+    older = a_ticket(1, id="older", since=NOW - 3 * DAY, promise=NOW + DAY)
+    late, other = a_ticket(1, id="late", since=NOW - 2 * DAY), a_ticket(1, 2, id="wide", since=NOW - 2 * DAY)
+
+    assert overdue([late, older], QueueRules(), NOW) == {"older"}
+    assert overdue([other, older], QueueRules(), NOW) == {"wide"}
+
+
 def test_without_fair_share_it_goes_by_arrival_whatever_is_overdue():
     late = a_ticket(id="late", user=1, since=NOW - 3 * DAY)
     later = a_ticket(id="later", user=2, since=NOW - 2 * DAY)

@@ -154,13 +154,17 @@ def permitted(ticket: Ticket, rules: QueueRules) -> int:
 
 
 def overdue(tickets: Collection[Ticket], rules: QueueRules, now: float) -> frozenset[str]:
-    """The ids of those that have waited longer than they should; of each user only the oldest that could start."""
-    oldest: dict[int, Ticket] = {}
-    for ticket in tickets:
-        if ticket.after is not None or ticket.set_back or due_at(ticket, rules) >= now:
-            continue
-        if ticket.owner not in oldest or _arrival(ticket) < _arrival(oldest[ticket.owner]):
-            oldest[ticket.owner] = ticket
+    """The ids of those that have waited longer than they should; of each user only the oldest that could start.
+
+    A request that is like an older one, which was promised a later start, does not pass it: the older one counts.
+    """
+    alike, oldest = dict[tuple[object, ...], Ticket](), dict[int, Ticket]()
+    for ticket in sorted(tickets, key=_arrival):
+        if ticket.after is None and not ticket.set_back:
+            kind = ticket.owner, ticket.num_gpus, ticket.priority, ticket.time_limit, ticket.expected
+            first = alike.setdefault(kind, ticket)
+            if due_at(ticket, rules) < now:
+                oldest.setdefault(ticket.owner, first)
     return frozenset(ticket.id for ticket in oldest.values())
 
 
