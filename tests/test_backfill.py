@@ -35,6 +35,43 @@ def test_a_start_is_the_sooner_of_what_is_likely_and_what_is_certain() -> None:
     assert (second.start, second.latest) == (18.0, None)
 
 
+def starts_of(*queue: Ticket, **estimates: float) -> list[float | None]:
+    """The likely starts on two devices, of which none is free."""
+    return [position.start for position in planned(queue, a_machine(queue, 2, free=0, estimates=estimates))]
+
+
+def test_a_start_is_likely_by_what_jobs_took_before_and_not_by_time_limits_that_none_of_them_used() -> None:
+    with_limits = [
+        a_ticket(gpus=2, time_limit=5 * HOUR, expected=10.0),
+        a_ticket(gpus=2, time_limit=5.0, expected=99.0),
+    ]
+
+    assert starts_of(*with_limits, a_ticket(gpus=2), d0=8.0, d1=8.0) == [8.0, 18.0, 23.0]
+
+
+def test_a_job_that_finds_room_is_likely_to_start_before_a_wide_one_that_does_not_yet_and_alike_ones_in_order() -> None:
+    wide, first, second = a_ticket(gpus=2, expected=9.0), a_ticket(expected=30.0), a_ticket(expected=5.0)
+
+    assert starts_of(wide, first, second, d0=8.0, d1=50.0) == [50.0, 8.0, 38.0]
+    assert starts_of(wide, second, first, d0=8.0, d1=50.0) == [50.0, 8.0, 13.0]
+
+
+def test_beyond_so_many_kinds_of_requests_those_of_further_kinds_are_likely_to_start_in_order(monkeypatch) -> None:
+    kinds = [a_ticket(gpus=gpus, expected=10.0) for gpus in (2, 2, 1)]
+    assert starts_of(*kinds, d0=8.0, d1=50.0) == [50.0, 60.0, 8.0]
+    monkeypatch.setattr(plans, "MOST_TRIED", 0)
+
+    assert starts_of(*kinds, d0=8.0, d1=50.0) == [50.0, 60.0, 70.0]
+
+
+def test_what_is_held_back_is_not_taken_to_start_before_what_it_waits_for() -> None:
+    late, small = a_ticket(1, gpus=2, since=-30 * HOUR, expected=10.0), a_ticket(2, expected=HOUR)
+    queue = [late, small]
+    first, held = planned(queue, a_machine(queue, 2, free=1, estimates={"d1": 60.0}))
+
+    assert (first.start, held.held_back_by, held.start) == (60.0, late.id, None)
+
+
 @pytest.mark.parametrize("end", [-1.0, 0.0])
 def test_a_claim_that_should_have_ended_tells_nothing(end: float) -> None:
     (position,) = planned(queue := [a_ticket()], a_machine(queue, 1, free=0, ends={"d0": end}))

@@ -17,7 +17,7 @@ from gpuguard.policies.files.decoder import Accounts
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import QueueRules, Ticket
-from gpuguard.queue.reasons import kept_for_others, position_text, start_text
+from gpuguard.queue.reasons import certain_start, kept_for_others, position_text, start_text
 from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus, clock_text
 from gpuguard.queue.settings import QueueSettings, parse
 from gpuguard.queue.state import QueueFacts, QueueState
@@ -31,10 +31,10 @@ NOW = 1_700_000_000.0
 EVIL = "\x1b[2J\n\u202e\udcff李"
 
 
-def a_place(number=1, *, start=None, now=False, **ticket):
+def a_place(number=1, *, start=None, now=False, latest=None, **ticket):
     facts = {"id": "t1", "uid": 1001, "user": "alice", "since": NOW - 65, "requests": (Request(num_gpus=2),)}
     its = Ticket(**facts | ticket)
-    return QueuePosition(its, number, start, start, now, its.requests[0], (a_uuid(0),))
+    return QueuePosition(its, number, start, start, now, its.requests[0], (a_uuid(0),), latest=latest)
 
 
 NOTHING = ReservationCalendar()
@@ -60,7 +60,7 @@ def test_each_request_has_a_row_and_its_prospects_below_it():
     promise, bound = clock_text(NOW + 9000, NOW), clock_text(NOW - 65 + QueueRules.bound, NOW)
 
     assert text(
-        a_place(start=NOW + 7200, promise=NOW + 9000, note="sweep", command=("python", "a b.py")),
+        a_place(start=NOW + 7200, latest=NOW + 7200, promise=NOW + 9000, note="sweep", command=("python", "a b.py")),
         a_place(2, user="李小明", uid=7, requests=(Request(num_gpus=1), Request(num_gpus=4)), priority=1),
         claims=(claim,),
     ) == [
@@ -77,16 +77,21 @@ def test_each_request_has_a_row_and_its_prospects_below_it():
     )
 
 
-@pytest.mark.parametrize("fields", [{"now": True, "promise": NOW + 60}, {"promise": NOW - 60}])
-def test_a_promise_of_another_day_has_its_date_and_one_that_is_over_or_of_now_is_not_shown(fields):
-    later = text(a_place(start=NOW + 86400, promise=NOW + 90_000))[-1]
+@pytest.mark.parametrize("fields", [{"now": True, "latest": NOW + 60}, {"latest": NOW - 60}])
+def test_a_certain_start_of_another_day_has_its_date_and_one_that_is_over_or_of_now_is_not_shown(fields):
+    later = text(a_place(start=NOW + 86400, latest=NOW + 90_000))[-1]
 
     assert time.strftime("at the latest %a %d %b %H:%M", time.localtime(NOW + 90_000)) in later
     assert "at the latest" not in text(a_place(**fields))[-1]
 
 
-def test_a_promise_is_told_also_where_it_is_not_known_when_it_is_likely_to_start():
-    assert f"at the latest {clock_text(NOW + 3600, NOW)}" in text(a_place(start=None, promise=NOW + 3600))[-1]
+def test_a_start_is_certain_only_by_time_limits_of_now_and_no_sooner_than_promised():
+    promised = a_place(start=NOW + 60, latest=NOW + 3600, promise=NOW + 4000)
+    passed = a_place(start=NOW + 60, latest=NOW + 3600, promise=NOW + 600)
+    unknown = a_place(start=NOW + 60, promise=NOW + 4000)
+
+    assert [certain_start(position) for position in (promised, passed, unknown)] == [NOW + 4000, NOW + 3600, None]
+    assert f"at the latest {clock_text(NOW + 4000, NOW)}" in text(promised)[-1]
 
 
 def test_a_start_behind_its_promise_is_not_said_to_come_by_then():
@@ -339,12 +344,16 @@ def test_what_would_delay_a_reservation(begins, limit, start, text):
     assert explained(position, reservations=(another, reservation)) == held_back
 
 
+LIKE_EARLIER = "when GPU 1 is free, if bob's job takes as long as their earlier ones"
+
+
 @pytest.mark.parametrize(
     ("claim", "text"),
     [
         ({"ends": NOW + HOUR}, "when GPU 1 is free: time limit of bob's job"),
-        ({"expected": NOW + HOUR}, "when GPU 1 is free, if bob's job takes as long as their earlier ones"),
+        ({"expected": NOW + HOUR}, LIKE_EARLIER),
         ({"ends": NOW + HOUR, "expected": NOW + 9 * HOUR}, "when GPU 1 is free: time limit of bob's job"),
+        ({"ends": NOW + 9 * HOUR, "expected": NOW + HOUR}, LIKE_EARLIER),
         ({"ends": NOW + HOUR + 0.9}, "when GPU 1 is free: time limit of bob's job"),
         ({"ends": NOW + HOUR + 1}, ""),
         ({"ends": NOW + 2 * HOUR}, ""),
@@ -367,11 +376,13 @@ def test_a_start_at_the_end_of_a_reservation_is_said_so():
 
 
 def test_behind_a_request_it_starts_after_the_nearest_one_on_the_same_devices():
-    bob, zoe = a_position("bob", 1, user="bob"), a_position("zoe", 2, user="zoe")
-    elsewhere, later = a_position("eve", 3, user="eve", devices=(SECOND,)), a_position("max", 5, user="max")
-    mine = a_position(number=4, start=NOW + HOUR)
+    bob, zoe = a_position("bob", 1, user="bob", start=NOW), a_position("zoe", 2, user="zoe", start=NOW + HOUR)
+    wider = [a_position("ann", 3, user="ann", start=NOW + 2 * HOUR), a_position("joe", 4, user="joe")]
+    elsewhere, later = a_position("eve", 5, user="eve", devices=(SECOND,)), a_position("max", 7, user="max")
+    mine = a_position(number=6, start=NOW + HOUR)
 
-    assert start_text(mine, a_queue(bob, zoe, elsewhere, mine, later)) == "starts in about 1h, after zoe's request"
+    queue = a_queue(bob, zoe, *wider, elsewhere, mine, later)
+    assert start_text(mine, queue) == "starts in about 1h, after zoe's request"
     assert explained(a_position(number=2, start=NOW + HOUR), bob) == "starts in about 1h, after bob's request"
 
 

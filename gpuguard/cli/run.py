@@ -173,7 +173,7 @@ def main(args: argparse.Namespace) -> int:
 
     def later() -> None:
         report.send_start()
-        _preload_for_job(claim, None if time_limit else command)
+        _preload_for_job(claim, command)
 
     ended = run(command, claim, backend, settings, later=later, notify=log.warn)
     if ended.outcome == NOT_STARTED:
@@ -275,14 +275,13 @@ def _limits_for(
     return limits
 
 
-def _preload_for_job(claim: Claim, command: Sequence[str] | None) -> None:
+def _preload_for_job(claim: Claim, command: Sequence[str]) -> None:
     """Load what a job of days may need yet, as gpuguard may be upgraded under it; write how long *command* takes."""
     # A failed import means that it was upgraded while this one waited.
     with suppress(ImportError):
         from gpuguard.claims import unlock  # noqa: F401
 
-        if command:
-            write_expected_end(claim, command)
+        write_expected_end(claim, command)
 
 
 def write_expected_end(claim: Claim, command: Sequence[str]) -> None:

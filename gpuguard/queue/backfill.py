@@ -14,6 +14,7 @@ On 92 days of a full server (Philly, 356 jobs) this has a mean wait of 77 h and 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -112,7 +113,8 @@ def plan(
     starting = planner.start_all(waiting)
     waiting = [ticket for ticket in waiting if ticket.id not in starting]
     later = planner.schedule(waiting) if starting else in_order
-    estimated = planner.estimated(waiting)
+    # One that is held back starts only once the other one has, so the others do not wait for it.
+    estimated = planner.estimated([ticket for ticket in waiting if ticket.id not in planner.held_back])
     positions = []
     for number, ticket in enumerate(queue, 1):
         starts_now = ticket.id in starting
@@ -257,12 +259,34 @@ class _Planner:
         planner.is_estimate, planner.started = True, self.started
         for ticket, planned in self.starting:
             planner.occupy(planner.busy, ticket, planned)
-        return planner.schedule(waiting)
+        return planner.as_there_is_room(waiting)
+
+    def as_there_is_room(self, waiting: Sequence[Ticket]) -> dict[str, PlannedStart]:
+        """The planned start of each ticket when each starts once there is room for it, alike ones in order."""
+        self.calendar = self.calendars.after(self.started, self.liked)
+        alike: dict[tuple[object, ...], list[tuple[int, Ticket]]] = {}  # the first of them last
+        for place, ticket in reversed(list(enumerate(waiting))):
+            kind = tuple(map(id, self.alternatives(ticket)))
+            alike.setdefault(kind if kind in alike or len(alike) < MOST_TRIED else (), []).append((place, ticket))
+        soonest = [(self.now, *tickets.pop(), tickets) for tickets in alike.values()]
+        heapq.heapify(soonest)
+        schedule = {}
+        while soonest:
+            _, place, ticket, others = heapq.heappop(soonest)
+            planned = self.earliest(ticket, self.busy, self.calendar)
+            if soonest and (planned.start, place) > soonest[0][:2]:  # devices are never free earlier than they were
+                heapq.heappush(soonest, (planned.start, place, ticket, others))
+                continue
+            schedule[ticket.id] = planned
+            self.occupy(self.busy, ticket, planned)
+            if others:
+                heapq.heappush(soonest, (planned.start, *others.pop(), others))
+        return schedule
 
     def lasts(self, ticket: Ticket) -> float:
-        """Seconds that its job takes; UNKNOWN, where it has no time limit, unless this is an estimate."""
-        lasts = ticket.lasts if self.is_estimate else ticket.time_limit
-        return UNKNOWN if lasts is None else lasts
+        """Seconds that its job takes at most by its time limit, or in an estimate probably; UNKNOWN without both."""
+        limit = UNKNOWN if ticket.time_limit is None else ticket.time_limit
+        return min(limit, ticket.expected) if self.is_estimate and ticket.expected is not None else limit
 
     def occupy(self, busy: BusyDevices, ticket: Ticket, planned: PlannedStart) -> None:
         """Its job runs on the devices from its planned start on."""

@@ -98,13 +98,21 @@ def start_text(position: QueuePosition, queue: QueueState, *, brief: bool = Fals
 
     *brief*: where it is not known when, only why; and not when at the latest.
     """
-    text, latest = _likely_text(position, queue, brief), position.ticket.promise or position.latest
+    text, latest = _likely_text(position, queue, brief), certain_start(position)
     soonest = max(queue.now, position.start or 0.0) + 1
     if brief or position.now or position.ticket.after or latest is None or latest <= soonest:
         return text
     return _("{text}; at the latest {promise}, if time limits are kept").format(
         text=text, promise=clock_text(latest, queue.now)
     )
+
+
+def certain_start(position: QueuePosition) -> float | None:
+    """When it starts at the latest (unix time), if time limits are kept; None: unknown.
+
+    Others may put it off until its promise.  The promise alone says little: who had less GPU time may have come since.
+    """
+    return None if position.latest is None else max(position.latest, position.ticket.promise or 0.0)
 
 
 def _likely_text(position: QueuePosition, queue: QueueState, brief: bool) -> str:
@@ -220,7 +228,7 @@ def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str
         if end is not None and abs(end - start) < 1.0:
             device = queue.snapshot.device(uuid)
             freed = _("when {gpu} is free").format(gpu=device_title(device) if device else uuid)
-            if claim.ends is None:
+            if claim.ends is None or end < claim.ends:
                 return _("{freed}, if {user}'s job takes as long as their earlier ones").format(
                     freed=freed, user=claim.user
                 )
@@ -249,9 +257,11 @@ def _unknown_end_text(position: QueuePosition, queue: QueueState) -> str:
 
 
 def _on_the_same_devices(position: QueuePosition, queue: QueueState) -> QueuePosition | None:
-    """The nearest request before it that is planned on one of its devices."""
-    before = queue.positions[: position.number - 1]
-    return next((other for other in reversed(before) if set(other.devices) & set(position.devices)), None)
+    """The nearest request before it that is planned on one of its devices, and starts no later as far as is known."""
+    before = [other for other in queue.positions[: position.number - 1] if set(other.devices) & set(position.devices)]
+    if position.start is not None:  # a small job may find room before a large one
+        before = [other for other in before if other.start is not None and other.start <= position.start]
+    return before[-1] if before else None
 
 
 def _claim_on(uuid: str, queue: QueueState) -> ClaimRecord | None:

@@ -287,11 +287,12 @@ def last_ends(claims: Sequence[ClaimRecord], end_of: Callable[[ClaimRecord], flo
 
 
 def expected_end(claim: ClaimRecord, now: float) -> float | None:
-    """When a claim ends by its time limit, else by what earlier jobs of its user have taken; None: unknown."""
-    if claim.ends is not None or claim.expected is None:
+    """When a claim ends by what earlier jobs of its user have taken, at the latest by its time limit; None: unknown."""
+    if claim.expected is None:
         return claim.ends
     since = min(now, claim.expected) if claim.since is None else claim.since
-    return probable_end(since, claim.expected - since, now)
+    end = probable_end(since, claim.expected - since, now)
+    return end if claim.ends is None else min(end, claim.ends)
 
 
 def _guessed_end(claim: ClaimRecord, now: float) -> float:

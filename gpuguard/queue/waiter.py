@@ -90,7 +90,7 @@ class WaitingRequest:
             new_ticket,
             priority=job.priority,
             time_limit=job.time_limit,
-            expected=job.expected() if job.expected and job.time_limit is None else None,
+            expected=job.expected() if job.expected else None,
             note=job.note,
             command=job.command,
         )
