@@ -19,9 +19,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from gpuguard.model import ClaimRecord
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, backlog, plan, promise
 from gpuguard.queue.estimates import NEWEST, estimate, probable_end
 from gpuguard.queue.priority import TYPICAL_SECONDS, QueueRules, Ticket, bound_now, order
+from gpuguard.queue.state import expected_end, last_ends
 from gpuguard.request import Request
 
 HOUR = 3600.0
@@ -150,16 +152,22 @@ class Line:
 
     def join(self, server: Server, job: Job) -> Ticket:
         """A ticket with its promise."""
-        limit = job.duration if self.knows == "limits" else None
+        limit = self.time_limit(job)
         past = self.past.get(job.user, []) if self.knows == "history" else []
         request = (Request(num_gpus=job.num_gpus),)
         expected = estimate(past)
         ticket = Ticket(f"{job.number:06}", job.user, "", server.now, request, time_limit=limit, expected=expected)
-        if limit is None:  # no start is known
-            return ticket
-        self.tickets[job.number] = ticket
+        return ticket if limit is None else self.promised(server, ticket)  # without limits no start is known
+
+    def promised(self, server: Server, ticket: Ticket) -> Ticket:
+        """The ticket with what it is promised as it joins the queue."""
+        self.tickets[int(ticket.id)] = ticket
         place = next(each for each in self.plan(server) if each.ticket.id == ticket.id)
         return replace(ticket, promise=promise(place, self.rules, server.now))
+
+    def time_limit(self, job: Job) -> float | None:
+        """What its user says of a job (seconds)."""
+        return job.duration if self.knows == "limits" else None
 
     def plan(self, server: Server) -> list[QueuePosition]:
         """The plan of the queue now."""
@@ -169,17 +177,26 @@ class Line:
         }
         opened = frozenset(str(device) for device in free)
         uuids = tuple(str(device) for device in range(server.devices))
-        limits, estimates, guesses = dict[str, float](), dict[str, float](), dict[str, float]()
-        for devices, (ticket, since) in self.running.items():
-            for uuid in map(str, devices):
-                if ticket.time_limit is not None:
-                    limits[uuid] = since + ticket.time_limit
-                if ticket.lasts is not None:
-                    estimates[uuid] = probable_end(since, ticket.lasts, server.now)
-                guesses[uuid] = probable_end(since, TYPICAL_SECONDS, server.now)
+        claims = [
+            ClaimRecord(
+                ticket.id,
+                ticket.uid,
+                "",
+                tuple(map(str, devices)),
+                since=since,
+                ends=None if ticket.time_limit is None else since + ticket.time_limit,
+                expected=None if ticket.expected is None else since + ticket.expected,
+            )
+            for devices, (ticket, since) in self.running.items()
+        ]
         tickets = [replace(each, served=self.served.get(each.uid)) for each in self.tickets.values()]
         fits = {request: Fit(uuids, opened) for each in tickets for request in each.requests}
-        machine = Machine(fits, limits, estimates=limits | estimates, guesses=guesses)
+        machine = Machine(
+            fits,
+            last_ends(claims, lambda claim: claim.ends),
+            last_ends(claims, lambda claim: expected_end(claim, server.now)),
+            last_ends(claims, lambda claim: probable_end(claim.since or 0.0, TYPICAL_SECONDS, server.now)),
+        )
         waits = [since - ticket.since for ticket, since in self.running.values()]
         rules = bound_now(self.rules, waits, backlog(tickets, machine, server.now))
         self.bound = rules.bound

@@ -1,5 +1,6 @@
 """benchmarks/run: one tiny row of each kind, without the programs that it compares with."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import pytest
 from chances import IN_CAMPAIGNS, luck
 from nodes import eventually
 from proc import born_with
+from queues import a_ticket
 from soak import FIFTHS, Reading, faults
 from sources import ROOT
+from start_times import order_violations
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 WORDS = [sys.executable, str(BENCHMARKS / "run"), "--quick", "--peers", "none"]
@@ -146,3 +149,39 @@ def test_what_is_only_open_for_a_moment_or_at_the_start_has_not_grown() -> None:
     start, moment = replace(ONE, memory=10.0, descriptors=20), replace(ONE, memory=20.5, descriptors=40)
 
     assert faults([start] * FIFTHS + [ONE, moment] * FIFTHS * 2) == []
+
+
+def told(*words: str) -> list[dict[str, float]]:
+    """The rows of benchmarks/start_times.py."""
+    words = (sys.executable, str(BENCHMARKS / "start_times.py"), "--json", *words)
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300)
+    return json.loads(done.stdout)["rows"]
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_starts_that_are_told_keep_the_order_and_the_likely_one_is_no_later_than_the_certain_one(seed: str) -> None:
+    (row,) = told("--jobs", "100", "--seed", seed)
+
+    assert row["told"] > 20 and row["certain"] > 20
+    assert (row["likely_after_certain"], row["order_violations"]) == (0, 0)
+
+
+def test_jobs_samples_and_quantiles_are_replayed(tmp_path: Path) -> None:
+    """Each asks for more than the server can do at once; two requests for all of it wait for one another."""
+    jobs, samples, quantiles = (tmp_path / name for name in ("jobs", "samples", "quantiles"))
+    jobs.write_text("user,t_submit_s,gpus,duration_s\n" + "a,0,8,100\n" * 3)
+    pods = "".join(f"p{pod},{at},{50 * (at < 500)},0\n" for pod in range(30) for at in range(0, 1000, 57))
+    samples.write_text(f"pod,t_s,util,mem_mib\n{pods}")
+    quantiles.write_text("percentile,a,b\n0,0,1\n50,20,30\n100,99,100\n")
+    rows = told(str(jobs), str(samples), str(quantiles), "--limits", "100%")
+
+    assert [row["drawn"] for row in rows] == ["limits", "pods, limits", "lengths, arrivals, GPUs, limits"]
+    assert [row["jobs"] for row in rows] == [3, 12, 400]
+    assert rows[0]["told"] == 2 and all(row["waited"] > 0 for row in rows)
+
+
+def test_a_later_request_that_is_told_an_earlier_start_is_seen() -> None:
+    first, second, other = a_ticket(), a_ticket(), a_ticket(2)
+
+    assert order_violations([(first, 9.0), (second, 8.0), (other, 1.0)]) == 1
+    assert order_violations([(first, 8.0), (second, None), (other, 1.0)]) == 0
