@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chances import IN_CAMPAIGNS, luck
@@ -151,11 +152,11 @@ def test_what_is_only_open_for_a_moment_or_at_the_start_has_not_grown() -> None:
     assert faults([start] * FIFTHS + [ONE, moment] * FIFTHS * 2) == []
 
 
-def told(*words: str) -> list[dict[str, float]]:
+def told(*words: str) -> list[dict[str, Any]]:
     """The rows of benchmarks/start_times.py."""
     words = (sys.executable, str(BENCHMARKS / "start_times.py"), "--json", *words)
     done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300)
-    return json.loads(done.stdout)["rows"]
+    return list(json.loads(done.stdout)["rows"])
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
