@@ -91,10 +91,12 @@ class Reader:
         self.announced: tuple[str, int, str] | None = None  # the deed of the last line, if that is one
         self.stopped: set[int] = set()  # pids
         self.breaches: dict[tuple[str, int], set[str]] = {}  # of a policy by a pid: what was done, while it lasts
+        self.lately: set[tuple[str, int]] = set()  # those by which something was done, as of the last look or since
 
     def read(self) -> None:
         events, torn = audit_log.decoded(self.log.newer())
         self.torn += torn
+        self.lately = {at for at, done in self.breaches.items() if done}
         for self.last in events:
             self.told[f"{self.last['kind']} {self.last['outcome']}"] += 1
             facts = audit_log.facts_of(self.last)
@@ -113,13 +115,14 @@ class Reader:
             done = self.breaches.setdefault((policy, pid), set())
             if kind not in COUNTED or outcome not in NOT_DONE:  # a step that takes nothing away holds up no other
                 done.add(kind)
+                self.lately.add((policy, pid))
 
     def _deed(self, kind: str, outcome: str, pid: int, policy: str) -> None:
         announced, self.announced = self.announced, None
         if kind in SIGNALS.values() and outcome == "about to":
             self.announced = kind, pid, policy
             self.deeds.setdefault(pid, []).append(kind)
-            self.stopped |= {pid} if kind == "pause" else set()
+            (self.stopped.add if kind == "pause" else self.stopped.discard)(pid)  # to be able to end it goes on
         elif outcome in NOT_DONE and announced == (kind, pid, policy):
             self.take_back(pid)
         elif outcome == "ended" or (kind == "resume" and outcome in ("done", "left", "gone")):
@@ -397,8 +400,7 @@ class Weeks(RuleBasedStateMachine):
             late = {pid for pid, _ in self.site.guard._pauses._unwritten}  # whose end is written within a minute
             assert self.reader.stopped - late == stands, "the log tells of others who stand"
             assert self.reader.breaches.keys() <= under, "a breach without an end"
-            deeds = {at for at, done in self.reader.breaches.items() if done} | self.cooling
-            assert cooling <= deeds, "a cooldown without a deed"
+            assert cooling <= self.reader.lately | self.cooling, "a cooldown without a deed"
         self.cooling = cooling
 
 
