@@ -31,6 +31,7 @@ from gpuguard.procfs import Stat, boot_id, parse_stat, read_proc, stat_of, statu
 LEFT = "left"  # it stands, or goes on, by another hand than ours
 MAX_BYTES = 4096
 AGAIN_SECONDS = 60.0  # between two tries to write down that a pause has ended
+LATE_CPU_SECONDS = 0.1  # that a thread used before it stood may be counted after it is seen to stand
 _NAME = re.compile(r"paused\.([0-9a-f-]{8})\.(\d{1,7})\.(\d{1,12}\.\d{1,6})")
 _STOPS = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 
@@ -156,8 +157,9 @@ class Pauses:
         """Its CPU seconds when all of its threads were first seen to be stopped."""
         if (known := self._stood_at.get(pause.process)) is not None:
             return known
-        pid, now = pause.process[0], stat_of(pause.process[0])
+        pid = pause.process[0]
         threads = [parse_stat(read_proc(f"{path}/stat") or b"") for path in glob.glob(f"/proc/{pid}/task/*")]
+        now = stat_of(pid)  # after the threads: whichever still runs uses more of the CPU before it stands
         stands = now is not None and all(thread and thread.state in "TtZX" for thread in threads)
         return now.cpu_seconds if now and stands else None
 
@@ -209,7 +211,7 @@ def _why_left(pause: Pause, now: Stat, stood_at: float | None) -> str | None:
         return None  # our SIGSTOP may be on its way still
     if _is_being_stopped(now):
         return "another signal stops it"
-    if now.state == "T" and now.cpu_seconds > stood_at:
+    if now.state == "T" and now.cpu_seconds > stood_at + LATE_CPU_SECONDS:
         return "another hand let it go on meanwhile, and stopped it"
     return "another hand let it go on" if now.state in "RSD" else None
 
