@@ -308,7 +308,7 @@ def test_cpu_time_that_is_counted_late_is_no_sign_of_another_hand(site):
     """Of 8,851 stopped processes one had used a tick more when it was looked at again."""
     guard = site.paused()
     guard.step()
-    guard._pauses._stood_at[site.pid, site.start_time] -= 1 / os.sysconf("SC_CLK_TCK")
+    guard._pauses._stood_at[site.pid, site.start_time] -= 1 / os.sysconf("SC_CLK_TCK")  # instead of a tick more now
     site.temperature(60.0)
     guard.step()
 

@@ -31,7 +31,7 @@ from gpuguard.procfs import Stat, boot_id, parse_stat, read_proc, stat_of, statu
 LEFT = "left"  # it stands, or goes on, by another hand than ours
 MAX_BYTES = 4096
 AGAIN_SECONDS = 60.0  # between two tries to write down that a pause has ended
-LATE_CPU_SECONDS = 0.1  # that a thread used before it stood may be counted after it is seen to stand
+LATE_CPU_SECONDS = 0.1  # of each CPU: what a thread used before it stood may be counted after it is seen to stand
 _NAME = re.compile(r"paused\.([0-9a-f-]{8})\.(\d{1,7})\.(\d{1,12}\.\d{1,6})")
 _STOPS = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 
@@ -56,7 +56,7 @@ class Pauses:
     def __init__(self, directory: LockDirectory | None, append: Callable[[Event], bool]) -> None:
         self._directory, self._append = directory, append
         self._rehearsed: dict[ProcessIdentity, Pause] = {}  # of policies that only observe: no process is stopped
-        self._stood_at: dict[ProcessIdentity, float] = {}  # its CPU seconds when all of it was seen to stand
+        self._stood_at: dict[ProcessIdentity, float] = {}  # its CPU seconds, at most, when all of it was seen to stand
         # What became of those that go on already, where it could not be written down; and when that is tried again.
         self._unwritten, self._try_at = dict[ProcessIdentity, tuple[str, str]](), 0.0
 
@@ -154,14 +154,15 @@ class Pauses:
         return self._files.file(f"paused.{boot_id()}.{process[0]}.{process[1]!r}")
 
     def _cpu_when_it_stood(self, pause: Pause) -> float | None:
-        """Its CPU seconds when all of its threads were first seen to be stopped."""
+        """Its CPU seconds when all of its threads were first seen to be stopped, and what may be counted late."""
         if (known := self._stood_at.get(pause.process)) is not None:
             return known
         pid = pause.process[0]
         threads = [parse_stat(read_proc(f"{path}/stat") or b"") for path in glob.glob(f"/proc/{pid}/task/*")]
         now = stat_of(pid)  # after the threads: whichever still runs uses more of the CPU before it stands
         stands = now is not None and all(thread and thread.state in "TtZX" for thread in threads)
-        return now.cpu_seconds if now and stands else None
+        late = LATE_CPU_SECONDS * min(len(threads), os.cpu_count() or 1)
+        return now.cpu_seconds + late if now and stands else None
 
 
 def _by_age(pause: Pause) -> tuple[float, int]:
@@ -211,7 +212,7 @@ def _why_left(pause: Pause, now: Stat, stood_at: float | None) -> str | None:
         return None  # our SIGSTOP may be on its way still
     if _is_being_stopped(now):
         return "another signal stops it"
-    if now.state == "T" and now.cpu_seconds > stood_at + LATE_CPU_SECONDS:
+    if now.state == "T" and now.cpu_seconds > stood_at:
         return "another hand let it go on meanwhile, and stopped it"
     return "another hand let it go on" if now.state in "RSD" else None
 

@@ -152,8 +152,8 @@ SENTENCES = (
     # What became of the steps of a policy.
     "the condition holds no more, its steps are cancelled",
     "the condition holds no more",
-    "the policy {policy} is gone, its steps are cancelled",
-    "the policy {policy} was changed, its steps are cancelled",
+    "the policy is gone, its steps are cancelled",
+    "the policy was changed, its steps are cancelled",
     "{fact}: the time starts anew",
     "{field} could not be read, {reason}",
     "{time}s since the last sample: all durations start anew",
