@@ -26,6 +26,7 @@ from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESS_DETAILS, PROCESSES, De
 from gpuguard.queue.reservations import read_reservations
 from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.units import format_bytes, local_time
+from gpuguard.users import read_group_names
 from gpuguard.views.query import APP_FIELDS, GPU_FIELDS
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ FILE, DIRECTORY, JOB = "file", "directory", "job"  # kinds of a value that the s
 _BY_DEST = {
     **dict.fromkeys(("exclude", "prefer", "device", "devices"), "devices"),
     **dict.fromkeys(("user", "daemon_user"), "users"),
+    "group": "groups",
     **dict.fromkeys(("claim", "after"), "claims"),
     "cancel": "reservations",
     "hosts": "hosts",
@@ -248,6 +250,11 @@ def _users(_: str) -> Values:
     return found.items()
 
 
+def _groups(_: str) -> Values:
+    """Those of this user; root knows which ones there are."""
+    return [(name, "") for name in read_group_names(os.geteuid())]
+
+
 def _claims(_: str) -> Values:
     """Own claims, for root everybody's."""
     records = read_records(directory_of(_source()))
@@ -283,6 +290,7 @@ VALUES: dict[str, tuple[Callable[[str], Values], bool]] = {
     "profiles": (_profiles, False),
     "processes": (_processes, False),
     "users": (_users, False),
+    "groups": (_groups, False),
     "claims": (_claims, False),
     "reservations": (_reservations, False),
     "hosts": (_hosts, True),

@@ -12,7 +12,7 @@ breaker, and there is one destructive step per device until its effect is seen. 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -349,31 +349,46 @@ def _condition(policy: Policy, index: SampleIndex, memory: EngineMemory) -> tupl
     return enough, [*notes, *more]
 
 
-def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
-    """Count this sample for those in whom the policy finds its condition, cancel what ended, and see what is due."""
-    findings, notes = _condition(policy, index, memory)
-    current: dict[SubjectIdentity, Finding] = {}  # what several rules have against the same subject is said together
+def _by_subject(findings: Iterable[Finding], policy: Policy) -> dict[SubjectIdentity, Finding]:
+    """What several rules have against the same subject, said together, and in the words of the policy."""
+    together: dict[SubjectIdentity, Finding] = {}
     for finding in findings:
-        before = current.get(identity_of(finding.subject))
+        before = together.get(identity_of(finding.subject))
         if before is not None:
             others = (process for process in finding.processes if process not in before.processes)
             why = f"{before.why}; {finding.why}"
             finding = replace(before, why=why, processes=(*before.processes, *others))
-        current[identity_of(finding.subject)] = finding
-
+        together[identity_of(finding.subject)] = finding
     if policy.message:
-        told = {at: f"{policy.message} ({finding.why})" for at, finding in current.items()}
-        current = {at: replace(finding, why=told[at]) for at, finding in current.items()}
+        return {at: replace(each, why=f"{policy.message} ({each.why})") for at, each in together.items()}
+    return together
+
+
+def _end_others(
+    policy: Policy,
+    found: Collection[SubjectIdentity],
+    left_out: Collection[object],
+    index: SampleIndex,
+    memory: EngineMemory,
+) -> Iterator[Note]:
+    """Forget the steps against whom nothing is *found* any more; of those *left_out* it is said already why."""
     states = memory.states.setdefault(policy.name, {})
-    left_out = {note.subject for note in notes if note.kind in SAID}
-    for identity in [identity for identity in states if identity not in current]:
+    for identity in [identity for identity in states if identity not in found]:
         if _rests(states[identity], policy, index):
             states[identity].resting = True
             continue
         ended = states.pop(identity)
         if ended.subject not in left_out:
-            notes += _cancelled(policy, ended, index, memory)
+            yield from _cancelled(policy, ended, index, memory)
 
+
+def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
+    """Count this sample for those in whom the policy finds its condition, cancel what ended, and see what is due."""
+    findings, notes = _condition(policy, index, memory)
+    current = _by_subject(findings, policy)
+    notes += _end_others(policy, current, {note.subject for note in notes if note.kind in SAID}, index, memory)
+
+    states = memory.states[policy.name]
     clock, due = index.view.clock, list[DueStep]()
     for identity, finding in current.items():
         state, cools = states.get(identity), (policy.name, identity) in memory.cooling
