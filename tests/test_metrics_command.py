@@ -240,6 +240,7 @@ class ADaemon:
             "status": tuple,
         }
         self.watchdog, self.faults = SimpleNamespace(**watchdog, policies=()), 0
+        self.site_rules = SimpleNamespace(faults=0)
 
 
 @pytest.mark.parametrize(("age", "trouble", "current"), [(1, None, True), (7, None, False), (1, "lost", False)])

@@ -279,8 +279,10 @@ def test_a_title_is_seen_when_the_command_line_is_read_again(described_twice):
     assert later.command and later.command[0].startswith("title")
 
 
-def test_a_process_whose_memory_is_not_shown_to_us_is_known_by_its_start_alone(monkeypatch: Any) -> None:
-    told = procfs.read_proc(f"/proc/{os.getpid()}/stat") or b""
+def test_a_process_whose_memory_is_not_shown_to_us_is_known_by_its_start_alone(
+    job: subprocess.Popen[bytes], monkeypatch: Any
+) -> None:
+    told = procfs.read_proc(f"/proc/{job.pid}/stat") or b""
     words = told.split()
     started = int(words[21]) / os.sysconf("SC_CLK_TCK")
     hidden = b" ".join([*words[:44], *[b"0"] * 7, words[51]])
