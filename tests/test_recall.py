@@ -76,6 +76,7 @@ def test_a_daemon_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path
             fake.add_process(device, children[device].pid, 2 * GIB)
         with driven(tmp_path, fake, POLICY) as daemon:
             daemon.until("terminate", 2)
+            assert [child.wait(60) for child in children[:2]] == [-signal.SIGTERM] * 2  # after their lines
             daemon.end(signal.SIGKILL)
             before = daemon.events("terminate")
             for device in (2, 3):
