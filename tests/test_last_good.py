@@ -1,5 +1,6 @@
 """A guard goes on while its policy file has faults, as far as that is certain, and says so."""
 
+import errno
 import json
 import os
 import threading
@@ -10,6 +11,7 @@ from daemons import SOMEBODY, a_daemon, somebodys
 from nodes import eventually
 
 from gpuguard.claims.directory import daemon_files
+from gpuguard.daemon.site_rules import SiteRules
 from gpuguard.policies.files import last_good
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.policies.files.loader import parse
@@ -330,3 +332,21 @@ def test_a_daemon_keeps_the_last_good_line_yaml_for_all_and_says_when_its_faults
         assert (queue["fair_share"], still["fair_share"], len(queue["faults"])) == (False, False, 1)
         assert (doctor.returncode, "the last good" in doctor.stdout) == (1, True)
         assert "The last good rules of this site hold" not in daemon.gpuguard("queue").stdout
+
+
+def test_where_no_descriptor_is_left_the_daemon_lives_on_and_reads_line_yaml_later(directory, line, monkeypatch):
+    line.write_text("bound: 7h\n")
+    said: list[object] = []
+    rules = SiteRules(directory, lambda *words: said.append(words), said.append)
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(settings, "read_file", no_descriptor)
+        rules.look()
+    assert not kept(directory).exists()
+    rules.look()
+
+    assert kept(directory).exists()
+    assert (rules.faults, said) == (0, [])
+
+
+def no_descriptor(*_: object, **__: object) -> bytes:
+    raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))

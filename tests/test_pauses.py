@@ -61,6 +61,16 @@ class Site:
         until(lambda: state(self.pid) == "T")
         return guard
 
+    def whose_end_is_unwritten(self):
+        """A guard that has let the process go on, while the disk was full for a moment."""
+        guard = self.paused()
+        self.disk_full = True
+        self.temperature(60.0)
+        guard.step()
+        assert self.goes_on()
+        self.disk_full = False
+        return guard
+
     def goes_on(self):
         until(lambda: state(self.pid) in "SR", seconds=10.0)
         return True
@@ -196,12 +206,7 @@ def test_on_a_full_disk_it_goes_on_at_once_and_that_is_written_down_later_once(s
 
 
 def test_before_that_line_is_written_it_is_not_taken_to_be_paused_nor_paused_again(site):
-    guard = site.paused()
-    site.disk_full = True
-    site.temperature(60.0)
-    guard.step()
-    assert site.goes_on()
-    site.disk_full = False
+    guard = site.whose_end_is_unwritten()
     site.temperature(95.0)
     guard.policies = (replace(HOT, steps=(Step("pause"),)),)
     guard._context = replace(guard._context, limits=ActionLimits())
@@ -214,12 +219,7 @@ def test_before_that_line_is_written_it_is_not_taken_to_be_paused_nor_paused_aga
 
 
 def test_that_line_is_tried_again_a_minute_later_and_not_before(site):
-    guard = site.paused()
-    site.disk_full = True
-    site.temperature(60.0)
-    guard.step()
-    assert site.goes_on()
-    site.disk_full = False
+    guard = site.whose_end_is_unwritten()
     guard.step()
     assert site.told() == [("pause", "about to")] and site.owed()
 

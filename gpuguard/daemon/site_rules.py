@@ -37,8 +37,11 @@ class SiteRules:
         version = version_of(settings_path())
         if version == self._version and not (self.faults and time.monotonic() - self._read_at >= RETRY_SECONDS):
             return
+        try:
+            site = read_queue_settings(self._directory)
+        except OSError:  # no descriptor or memory is left, which says nothing of the file: the next look reads it
+            return
         self._version, self._read_at = version, time.monotonic()
-        site = read_queue_settings(self._directory)
         self.faults = len(site.faults)
         if not site.faults:
             try:
