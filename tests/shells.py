@@ -115,10 +115,22 @@ class Shell:
         return self._written.read_bytes().decode().split("\0")[:-1]
 
     def shows(self, keys: str, *texts: str) -> str:
-        """The screen once all *texts* stand on it; then the line is given up."""
+        """The screen once all *texts* stand on it; then the line is given up.
+
+        Asks again after 5 s: on a machine that stalls, completion gives a look up and offers nothing.
+        """
         self._screen = ""
         self._type(keys)
-        self._until(lambda: all(text in self.screen() for text in texts))
+        asked = time.monotonic()
+
+        def shown() -> bool:
+            nonlocal asked
+            if time.monotonic() > asked + 5:
+                self._type("\t")
+                asked = time.monotonic()
+            return all(text in self.screen() for text in texts)
+
+        self._until(shown)
         screen = self.screen()
         self._type(_CANCEL)
         return screen
