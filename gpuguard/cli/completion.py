@@ -82,11 +82,12 @@ def main(args: argparse.Namespace) -> int:
     if args.shell not in SHELLS:
         what = f"there is no completion for {args.shell!r}" if args.shell else "for which shell"
         raise InvalidRequest(f"{what}: write `gpuguard completion bash`, zsh or fish.")
-    print(_script(args.shell), end="")
+    print(script_for(args.shell), end="")
     return 0
 
 
-def _script(shell: str) -> str:
+def script_for(shell: str) -> str:
+    """What `gpuguard completion` prints; GpuguardError where neither shtab nor an installed script is there."""
     try:
         import shtab  # of the extra [completion]
     except ImportError:
