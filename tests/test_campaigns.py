@@ -64,6 +64,7 @@ def test_what_breaks_is_told_and_counts(program, word, code, tmp_path, monkeypat
     assert "12 holds" in next(tmp_path.glob("gpuguard-torture-*.log")).read_text()
 
 
+AGAIN = "def pytest_addoption(parser):\n    parser.addoption('--again', action='store_true')\n"  # see side_by_side.py
 REACHED = "    assert (f(True), f(False)) == (1, 2)"
 BY_CHANCE = f"@hypothesis.given(hypothesis.strategies.just(1))\ndef test_by_chance(one):\n{REACHED}"
 
@@ -83,6 +84,7 @@ def test_what_no_test_reaches_but_by_chance_is_named_and_counts(tests, word, tmp
     (tmp_path / "tests" / "test_choice.py").write_text(
         f"import hypothesis\n\nfrom gpuguard.choice import f\n\n\n{tests}\n"
     )
+    (tmp_path / "tests" / "conftest.py").write_text(AGAIN)
     monkeypatch.setattr(coverage, "ROOT", tmp_path)
     monkeypatch.setattr(coverage, "PARTS", {"it": (100, "choice", "choice")})
 
@@ -95,6 +97,7 @@ TOY = {
     "gpuguard/toy.py": "def free(count):\n    return count > 4\n\n\ndef lost():\n    return 1\n",
     "tests/test_toy.py": "from gpuguard.toy import free\n\n\ndef test_free():\n    assert free({})\n",
     "tests/test_broken.py": "import gpuguard.toy\n\n\ndef test_broken():\n    assert gpuguard.toy.lost() == 2\n",
+    "tests/conftest.py": AGAIN,
     "pyproject.toml": "[tool.mutmut]\nsource_paths = ['gpuguard']\n",
 }
 
