@@ -41,9 +41,9 @@ LONGEST = (
     "test_topology",
 )  # fmt: skip
 
-# Of the others, a test that fails is tried again, which costs each of them 40 ms (the plugin asks over a socket, and Nagle
-# waits).  Not these: claims, races, pids that are used again, signals.  A device given twice or an innocent signalled once
-# in twenty runs is a fault.
+# In the others a test that fails is tried again, which costs each of theirs 40 ms: the plugin asks over a socket, and
+# Nagle waits.  Not in these: claims, races, pids that are used again, signals.  A device given twice or an innocent
+# signalled once in twenty runs is a fault.
 NEVER_AGAIN = frozenset((
     "test_action_release", "test_adopt", "test_adopt_users", "test_attacks", "test_broker", "test_broker_hostile",
     "test_broker_shares", "test_contention", "test_daemon", "test_daemon_requests", "test_drain",

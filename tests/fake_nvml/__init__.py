@@ -319,7 +319,7 @@ def build(directory: Path, driver: int = 580) -> Path:
     temporary = directory / f"library.{os.getpid()}"
     options = ["-shared", "-fPIC", "-pthread", "-O1", "-Wall", "-Werror", "-fno-sanitize=undefined", f"-I{directory}"]
     command = [*_compiler(), *options, f"-DDRIVER={driver}", "-o", str(temporary), str(SOURCE)]
-    # zig keeps its cache in the home directory, which may not be writable, and takes half a minute to fill it: scripts/test
+    # zig keeps its cache in the home directory, which may not be writable, and fills it for half a minute: scripts/test
     # names one for all builds.
     environment = {"ZIG_GLOBAL_CACHE_DIR": str(directory / "zig"), **os.environ}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
