@@ -26,8 +26,8 @@ IN_CAMPAIGNS = pytest.mark.skipif(THE_SAME, reason="second planted faults (scrip
 
 
 def often(count: int) -> int:
-    """How often to throw them: *count* times in a campaign, a quarter of that where all tests shall run soon."""
-    return count if NUMBER else count // 4
+    """How often to throw them: *count* times in a campaign, an eighth of that where all tests shall run soon."""
+    return count if NUMBER else count // 8
 
 
 def luck(seed: int | str) -> random.Random:
