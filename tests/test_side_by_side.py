@@ -43,7 +43,7 @@ def test_more():
 @pytest.fixture
 def checkout(tmp_path):
     """A checkout that is set up, with scripts/test and no test: what it says with these files and words."""
-    for folder in ("scripts", "tests", ".venv/bin"):
+    for folder in ("scripts", "tests/__pycache__", ".venv/bin"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "test", tmp_path / "scripts")
     for path, text in (("scripts/setup-venv", "#!/bin/sh\n"), (".venv/bin/python", PYTHON)):
