@@ -318,8 +318,6 @@ def build(directory: Path, driver: int = 580) -> Path:
     (directory / "state.h").write_text(_header())
     temporary = directory / f"library.{os.getpid()}"
     options = ["-shared", "-fPIC", "-pthread", "-O1", "-Wall", "-Werror", "-fno-sanitize=undefined", f"-I{directory}"]
-    # The C library is there in whatever loads it; zig would build one first.
-    options.append("-nostdlib")
     command = [*_compiler(), *options, f"-DDRIVER={driver}", "-o", str(temporary), str(SOURCE)]
     # zig keeps its cache in the home directory, which may not be writable; scripts/test names one for all builds.
     environment = {"ZIG_GLOBAL_CACHE_DIR": str(directory / "zig"), **os.environ}
