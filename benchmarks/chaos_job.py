@@ -26,7 +26,7 @@ def main(place: str, role: str, seconds: str, memory: str, way: str, devices: st
     log = os.open(f"{place}/{os.getpid()}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def say(what: str, **facts: Any) -> None:
-        os.write(log, (json.dumps({"what": what, **facts}) + "\n").encode())
+        os.write(log, (json.dumps({"what": what, "at": time.time(), **facts}) + "\n").encode())
 
     def told(number: int, frame: FrameType | None) -> None:
         say("signal", number=number)
