@@ -22,9 +22,11 @@ from gpuguard.claims.directory import lock_directory, open_lock, try_flock
 from gpuguard.claims.records import locked_devices, probe
 from gpuguard.claims.restrictions import DENIED, QUARANTINED, Restriction, read_restrictions
 from gpuguard.daemon import broker_client
+from gpuguard.daemon.client import EventsReply, decoded
 from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.daemon.requests import ADMINISTRATION, RequestContext, handle
 from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.history.audit_log import line_of
 from gpuguard.model import Event, Subject
 from gpuguard.policies.engine import PolicyStatus
 from gpuguard.request import Request
@@ -318,3 +320,28 @@ def test_locks_that_cannot_be_checked_for_want_of_a_descriptor_are_given_back(tm
 
     assert try_flock(other)
     os.close(other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome", "message", "older", "told"),
+    [
+        ("warn", "logged", "idle: for 1h", "failed", "idle: for 1h: logged"),
+        ("warn", "undelivered", "idle for 1h: no terminal", "failed", "idle for 1h: no terminal"),
+        ("resume", "done", "cooled down", "about to", "cooled down"),
+        ("terminate", "about to", "idle for 1h", "about to", "idle for 1h"),
+    ],
+)
+def test_a_job_from_before_an_upgrade_is_told_in_words_that_its_supervisor_knows(
+    requests_, kind, outcome, message, older, told, tmp_path, monkeypatch
+):
+    facts = (("policy", "idle-gpus"), ("uid", SOMEBODY))
+    line = line_of(Event(1.0, kind, outcome, "somebody", pid=7, message=message, facts=facts))
+    (tmp_path / "events.jsonl").write_text(json.dumps(line) + "\n")
+    monkeypatch.setenv("GPUGUARD_EVENTS", str(tmp_path / "events.jsonl"))
+
+    reply = requests_.asks(SOMEBODY, do="events")
+    [row] = reply["events"]
+    [now] = [row.line() for row in decoded(reply, EventsReply).events]
+
+    assert (row["outcome"], row["message"]) == (older, told)
+    assert (now["outcome"], now["message"], now.keys()) == (outcome, message, line.keys())

@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from gpuguard.claims.directory import LockDirectory, daemon_files, last_about
@@ -105,6 +105,27 @@ class EventRow:
     pid: int | None = None
     claim: str | None = None
     message: str | None = None
+    exact_outcome: str | None = None  # where `outcome` is a word for jobs from before an upgrade
+
+    def for_older_jobs(self) -> EventRow:
+        """The same so that it is also told by `gpuguard run` of a job that began before this version."""
+        word = _OLDER_WORDS.get((self.kind, self.outcome))
+        if word is None:
+            return self
+        # Behind the last colon of a failed warning they look for the reason, and leave it out.
+        message = f"{self.message}: {self.outcome}" if self.outcome == "logged" else self.message
+        return replace(self, outcome=word, message=message, exact_outcome=self.outcome)
+
+    def line(self) -> dict[str, Any]:
+        """The line of the audit log."""
+        line = {"schema": 1, **asdict(self)}
+        if exact := line.pop("exact_outcome"):
+            line |= {"outcome": exact, "message": self.message and self.message.removesuffix(": logged")}
+        return line
+
+
+# Jobs run for weeks, and what tells their users of policies is as old as they are: what it knows instead of new words.
+_OLDER_WORDS = {("warn", "logged"): "failed", ("warn", "undelivered"): "failed", ("resume", "done"): "about to"}
 
 
 @dataclass(frozen=True)
@@ -162,7 +183,7 @@ def own_events(directory: LockDirectory, since: float, seconds: float = 2.0) -> 
                 raise
             time.sleep(0.05)
         else:
-            return [{"schema": 1, **asdict(row)} for row in reply.events if row.time_unix_seconds >= since]
+            return [row.line() for row in reply.events if row.time_unix_seconds >= since]
 
 
 def exchange(

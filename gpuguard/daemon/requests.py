@@ -178,7 +178,7 @@ def _events(context: RequestContext, uid: int, request: Request) -> Reply:
             continue
         facts = {name: value for name, value in facts_of(line).items() if name not in _NOT_FOR_THE_OWNER}
         try:
-            row = decode(EventRow, {**line, "facts": facts})
+            row = decode(EventRow, {**line, "facts": facts}).for_older_jobs()
         except ValueError:  # of another version
             continue
         left -= len(json.dumps(asdict(row))) + 2
