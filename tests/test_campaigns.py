@@ -1,4 +1,4 @@
-"""scripts/torture, coverage and planted-faults: they find what is there, and say what breaks or is missed."""
+"""scripts/torture, coverage, planted-faults and upgrade: they find what is there, and say what breaks or is missed."""
 
 import importlib.util
 import os
@@ -139,6 +139,19 @@ def test_a_planted_fault_that_a_test_sees_is_noticed_and_any_other_survives_unle
 
     assert "measuring test_toy" in said and "measuring test_broken" not in said  # which has not changed
     assert said.endswith("seed 1: 2 planted, 1 noticed, 1 survive (50.0%)\n")
+
+
+def test_an_upgrade_that_gives_a_device_twice_or_passes_a_request_is_found():
+    upgrade = script("upgrade")
+    jobs = [upgrade.Job(name, user, priority, None) for name, user, priority in (
+        ("first", "alice", 1), ("other", "bob", 1), ("second", "alice", 1), ("urgent", "bob", 2),
+    )]  # fmt: skip
+    log = [{"what": "begun", "role": "first"}, {"what": "overlap", "device": "3"}]
+
+    assert upgrade.out_of_order(jobs, ["urgent", "first", "second", "other"]) == []
+    assert upgrade.out_of_order(jobs, ["urgent", "second", "other", "first"]) == ["second passed first"]
+    assert upgrade.out_of_order(jobs, ["other", "urgent"]) == ["other passed urgent"]
+    assert (upgrade.doubles([log[:1]]), upgrade.doubles([log])) == ([], ["first on 3"])
 
 
 def test_whatever_no_test_need_reach_says_why():
