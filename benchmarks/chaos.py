@@ -30,7 +30,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -364,7 +364,7 @@ def main() -> int:
     if os.geteuid():
         parser.error("there are users in it, so it needs root.")
     if USERS[0] not in Path("/etc/passwd").read_text():
-        return with_users(sys.argv)
+        with_users(sys.argv)
     kind = args.kind or KINDS[args.seed % len(KINDS)]
     with contextlib.ExitStack() as stack:
         place = Path(tempfile.mkdtemp(prefix="gpuguard-chaos-"))
@@ -382,16 +382,16 @@ def main() -> int:
     return int(bool(chaos.faults))
 
 
-def with_users(words: Sequence[str]) -> int:
-    """Run again where our users have names: who has none is nobody to the guard, and is never signalled."""
-    with tempfile.NamedTemporaryFile("w", prefix="gpuguard-chaos-passwd-") as passwd:
-        rows = [f"{name}:x:{uid}:{uid}::/nonexistent:/bin/false\n" for uid, name in enumerate(USERS, FIRST_UID)]
-        passwd.write(Path("/etc/passwd").read_text() + "".join(rows))
-        passwd.flush()
-        os.chmod(passwd.name, 0o644)
-        bound = 'mount --bind "$1" /etc/passwd && shift && exec "$@"'
-        under = ["unshare", "--mount", "sh", "-c", bound, "sh", passwd.name]
-        return subprocess.run([*under, sys.executable, *words], check=False).returncode
+def with_users(words: Sequence[str]) -> NoReturn:
+    """Go on anew where our users have names: who has none is nobody to the guard, and is never signalled."""
+    rows = [f"{name}:x:{uid}:{uid}::/nonexistent:/bin/false\n" for uid, name in enumerate(USERS, FIRST_UID)]
+    descriptor, passwd = tempfile.mkstemp(prefix="gpuguard-chaos-passwd-")
+    with open(descriptor, "w") as file:
+        file.write(Path("/etc/passwd").read_text() + "".join(rows))
+    os.chmod(passwd, 0o644)
+    # No process of ours stays outside: ended there, it would end this one before it has cleaned up.
+    bound = 'mount --bind "$1" /etc/passwd; failed=$?; rm "$1"; [ $failed = 0 ] || exit; shift; exec "$@"'
+    os.execvp("unshare", ["unshare", "--mount", "sh", "-c", bound, "sh", passwd, sys.executable, *words])
 
 
 if __name__ == "__main__":
