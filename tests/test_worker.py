@@ -339,6 +339,18 @@ def test_a_worker_that_has_ended_before_it_is_asked_has_said_why() -> None:
         source.sample(SELECT_FIELDS)
 
 
+def test_a_worker_that_was_killed_between_two_requests_costs_none_of_them(node: str) -> None:
+    with open_worker(node) as source:
+        before = source.sample(SELECT_FIELDS)
+        assert source._channel
+        worker = source._channel.process
+        worker.kill()
+        worker.wait()
+
+        assert source.sample(SELECT_FIELDS).devices == before.devices
+        assert source._channel.process.pid != worker.pid
+
+
 def test_a_worker_that_never_becomes_ready_is_given_up(silent, monkeypatch):
     monkeypatch.setattr(client, "SLOW_SECONDS", 0.1)
     monkeypatch.setattr(client, "INIT_SECONDS", 0.2)

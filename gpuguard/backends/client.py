@@ -129,8 +129,10 @@ class WorkerBackend:
         try:
             spawn.send(channel.requests, request)
         except BrokenPipeError:
-            if self._ready:
-                raise
+            if self._ready:  # it ended between two requests, which is no fault of this one: a new worker answers
+                self.close()
+                self._send_request(request)
+                return
         if not self._ready:  # then the request waits for it; and one that has ended has said why
             self._await_ready(channel)
 
