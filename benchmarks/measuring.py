@@ -144,6 +144,6 @@ def meter(place: Path) -> Path:
 
 def _compiled(name: str, target: Path, *libraries: str) -> None:
     source = Path(__file__).with_name(name)
-    cache = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(target.parent / "zig")}
+    cache = {"ZIG_GLOBAL_CACHE_DIR": str(target.parent / "zig"), **os.environ}  # as in fake_nvml.build()
     command = [*fake_nvml._compiler(), "-O1", "-o", str(target), str(source), *libraries]
     subprocess.run(command, check=True, env=cache)
