@@ -65,12 +65,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of xdist, for `-n auto`
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Three for each core, as tests often wait; no more than there are files, and none for one file."""
+    """Two for each core, as much of the time a test waits; no more than there are files, and none for one file."""
     named = {Path(word.split("::")[0]) for word in config.args}
     if not all(path.exists() for path in named):
         return 0  # which says so; workers would find no tests
     files = sum(len(list(path.rglob("test_*.py"))) if path.is_dir() else 1 for path in named)
-    return min(files, 3 * len(os.sched_getaffinity(0)), 16) if files > 1 else 0
+    return min(files, 2 * len(os.sched_getaffinity(0)), 16) if files > 1 else 0
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

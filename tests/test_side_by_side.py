@@ -112,8 +112,8 @@ def test_only_what_the_files_need_that_are_asked_for_is_installed(checkout, word
 @pytest.mark.parametrize(
     ("cores", "names", "words", "workers"),
     [
-        (2, "abcdefgh", ["tests"], 6),
-        (1, "abcdefgh", ["tests"], 3),
+        (2, "abcdefgh", ["tests"], 4),
+        (1, "abcdefgh", ["tests"], 2),
         (64, "abcdefgh" * 9, ["tests"], 16),
         (2, "ab", ["tests"], 2),
         (2, "abcdefgh", ["tests/test_0.py::test_it", "tests/test_0.py::test_more"], 0),
@@ -121,7 +121,7 @@ def test_only_what_the_files_need_that_are_asked_for_is_installed(checkout, word
         (2, "abcdefgh", ["tests/test_0.py", "tests/test_1.py", "tests/test_none.py"], 0),
     ],
 )
-def test_there_are_three_workers_for_each_core_and_no_more_than_files(mocker, tmp_path, cores, names, words, workers):
+def test_there_are_two_workers_for_each_core_and_no_more_than_files(mocker, tmp_path, cores, names, words, workers):
     (tmp_path / "tests").mkdir()
     for number, _ in enumerate(names):
         (tmp_path / "tests" / f"test_{number}.py").touch()
