@@ -25,7 +25,7 @@ from proc import free_port
 
 pytestmark = [
     pytest.mark.skipif(
-        find_spec("ray") is None, reason="jobs of a real Ray (no ray: .venv/bin/pip install 'ray[default]')"
+        find_spec("ray") is None, reason="jobs of a real Ray (no ray: scripts/test tests/test_ray_head.py)"
     ),
     pytest.mark.usefixtures("alone"),
 ]

@@ -101,7 +101,7 @@ def test_quick_leaves_out_the_longest_files_and_says_so(checkout):
 
 @pytest.mark.parametrize(
     ("words", "packages"),
-    [((), ["ipykernel", "ray"]), (("tests/test_help.py", "-q"), []), (("tests/test_ray_head.py::test_it",), ["ray"])],
+    [((), ["ipykernel"]), (("tests/test_help.py", "-q"), []), (("tests/test_ray_head.py::test_it",), ["ray"])],
 )
 def test_only_what_the_files_need_that_are_asked_for_is_installed(checkout, words, packages):
     *_, installed = checkout(*words, "--version")
