@@ -45,15 +45,17 @@ LONGEST = (
 # Nagle waits.  Not in these: claims, races, pids that are used again, signals.  A device given twice or an innocent
 # signalled once in twenty runs is a fault.
 NEVER_AGAIN = frozenset((
-    "test_action_release", "test_adopt", "test_adopt_users", "test_attacks", "test_broker", "test_broker_hostile",
-    "test_broker_shares", "test_contention", "test_daemon", "test_daemon_requests", "test_drain",
-    "test_dry_equals_live", "test_exhaustion", "test_forged_claims", "test_grab", "test_grab_lifetime",
-    "test_guard_faults", "test_guard_schedules", "test_identity", "test_innocents", "test_interrupted_claim",
-    "test_job_control", "test_keep_command", "test_ladder", "test_lock", "test_locked_files", "test_mig_profiles",
-    "test_pid_reuse", "test_planted", "test_preflight", "test_processes", "test_queue_model", "test_ray_head",
-    "test_release_command", "test_reserve_command", "test_restrictions", "test_run", "test_run_limits",
-    "test_shared_jobs", "test_slurm_cluster", "test_slurm_jobs", "test_two_users", "test_unkillable", "test_waiter",
-    "test_wrapper_death",
+    "test_action_release", "test_adopt", "test_adopt_users", "test_attacks", "test_breaker", "test_broker",
+    "test_broker_hostile", "test_broker_shares", "test_by_hand", "test_claim_directory", "test_contention",
+    "test_daemon", "test_daemon_files", "test_daemon_requests", "test_drain", "test_dry_equals_live",
+    "test_exhaustion", "test_family", "test_forged_claims", "test_grab", "test_grab_lifetime", "test_guard_actions",
+    "test_guard_faults", "test_guard_schedules", "test_identity", "test_innocents", "test_inplace",
+    "test_interrupted_claim", "test_isolation", "test_job_control", "test_keep_command", "test_ladder",
+    "test_limits", "test_lock", "test_locked_files", "test_mig_profiles", "test_pid_reuse", "test_planted",
+    "test_preflight", "test_processes", "test_queue_model", "test_ray_head", "test_recall", "test_release_command",
+    "test_reserve_command", "test_restrictions", "test_run", "test_run_limits", "test_scope", "test_shared_jobs",
+    "test_sharing", "test_slurm_cluster", "test_slurm_jobs", "test_tickets_users", "test_two_users",
+    "test_unkillable", "test_waiter", "test_warnings", "test_watchdog", "test_wrapper_death",
 ))  # fmt: skip
 
 
