@@ -46,12 +46,12 @@ def cpu_ms(pids: list[int]) -> float:
 
 
 def scrape(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=20) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return str(answer.read().decode())
 
 
 def until_ready(url: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         try:
             scrape(url)

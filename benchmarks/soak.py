@@ -42,6 +42,7 @@ MOST_MIB = 2.0  # more is growth
 CHANGE_SECONDS = 0.5  # between two ends of a process, of which something is known for two minutes more: 2 KiB each
 FIFTHS = 5
 LEAST_SECONDS = 6.0  # in less nothing can be told from the start
+LEAST_LOOKS = 100  # nor in fewer: beside a load they take longer
 # The engine knows who has had his steps until the cooldown is over, even when he has ended: with the usual 15 minutes a
 # run of ten would only see that fill up.
 POLICIES = """
@@ -159,16 +160,16 @@ def faults(readings: Sequence[Reading]) -> list[str]:
 
 def watch(daemon: subprocess.Popen[bytes], crowd: Crowd, fake: FakeNvml, url: str, seconds: float) -> list[Reading]:
     """Readings of *daemon*, one for each change, while the crowd changes; a line for each tenth of the time."""
-    begun, told, readings = time.monotonic(), 0, list[Reading]()
+    begun, passed, looks, told, readings = time.monotonic(), 0.0, 0, 0, list[Reading]()
     fake.reset_calls()
-    while (passed := time.monotonic() - begun) < seconds and daemon.poll() is None:
+    while (passed < seconds or looks < LEAST_LOOKS) and daemon.poll() is None:
         crowd.change()
         if reading := read(daemon.pid):
             readings.append(reading)
             scrape(url)
+        passed, looks = time.monotonic() - begun, fake.calls().get("nvmlDeviceGetTemperature", 0) // DEVICES
         if passed >= seconds * (told + 1) / 10 and readings:
             told += 1
-            looks = fake.calls()["nvmlDeviceGetTemperature"] // DEVICES
             print(f"{passed:6.0f} s, {looks:8,} looks: {readings[-1]}", flush=True)
         time.sleep(CHANGE_SECONDS)
     return readings

@@ -31,7 +31,7 @@ def answer_of(fake: FakeNvml, script: str, **environment: str) -> Any:
         [sys.executable, "-c", code, str(Path(__file__).parent)],
         env={**os.environ, **fake.environment(), **environment},
         capture_output=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
