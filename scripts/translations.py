@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import io
 import os
 import re
@@ -140,8 +141,18 @@ def read(path: Path, language: str) -> Catalog:
 
 
 def update(catalog: Catalog, template: Catalog) -> None:
-    """Bring the messages of *template* into *catalog*, and drop those that the code has no more."""
+    """Bring the messages of *template* into *catalog*.  A message that was changed keeps its translation as fuzzy.
+
+    Babel's own fuzzy matching also offers the translations of messages that are still there.
+    """
     catalog.update(template, no_fuzzy_matching=True, update_header_comment=False, update_creation_date=False)
+    gone = {(old.pluralizable, _english(old)): old.string for old in catalog.obsolete.values()}
+    for message in catalog:
+        if message.id and not _translated(message):
+            alike = [english for plural, english in gone if plural == message.pluralizable]
+            for english in difflib.get_close_matches(_english(message), alike, n=1):
+                message.string = gone.pop((message.pluralizable, english))
+                message.flags.add("fuzzy")
     catalog.obsolete.clear()
 
 
@@ -169,8 +180,8 @@ def said(path: Path) -> dict[str, str]:
 
 
 def texts(catalog: Catalog) -> dict[str, str]:
-    """English -> translation, without the header."""
-    return {_english(message): _translated(message) for message in catalog if message.id}
+    """English -> translation, without the header and what is fuzzy."""
+    return {_english(message): _translated(message) for message in catalog if message.id and not message.fuzzy}
 
 
 def problems(catalog: Catalog, template: Catalog) -> Iterator[str]:

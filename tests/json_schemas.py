@@ -1,4 +1,4 @@
-"""The JSON Schemas of `gpuguard schema`, from docs/json.md.  Anew: ``python tests/json_schemas.py --write``."""
+"""The JSON Schemas of `gpuguard schema`, from docs/json.md.  Anew: scripts/generate."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The lists of docs/policies.md, from the classes.  After a change: ``python tests/policy_page.py --write``."""
+"""The lists of docs/policies.md, from the classes.  After a change: scripts/generate."""
 
 import re
 import sys

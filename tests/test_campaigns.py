@@ -1,4 +1,4 @@
-"""scripts/torture, coverage, planted-faults and upgrade: they find what is there, and say what breaks or is missed."""
+"""scripts/torture, coverage, check, generate, planted-faults, upgrade: do they find what is there, broken or missed?"""
 
 import importlib.util
 import os
@@ -27,7 +27,7 @@ def script(name):
     return module
 
 
-torture, coverage = script("torture"), script("coverage")
+torture, coverage, check = script("torture"), script("coverage"), script("check")
 
 
 def test_the_matrix_and_the_guest_name_what_exists():
@@ -173,3 +173,35 @@ def test_the_suite_leaves_out_what_has_run_for_coverage_but_not_what_is_thrown_b
 
     assert len(items) == stays
     assert config.hook.pytest_deselected.call_count == 1 - stays
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_near"),
+    [
+        ("gpuguard/policies/rules.py", True),  # imported
+        ("gpuguard/queue/rules.py", False),
+        ("gpuguard/views/who.py", True),  # has its name
+        ("tests/machines.py", True),  # a helper, which its helper imports
+        ("tests/test_who_command.py", True),
+        ("tests/test_run.py", False),
+    ],
+)
+def test_the_tests_near_a_change_are_found(changed, is_near, tmp_path):
+    (tmp_path / "test_who_command.py").write_text("def test():\n    from crowds import crowd\n")
+    (tmp_path / "crowds.py").write_text("import machines\nfrom gpuguard.policies import rules\n")
+    (tmp_path / "machines.py").write_text("import crowds\n")
+
+    assert check.near([changed], [tmp_path / "test_who_command.py"]) == ["test_who_command"] * is_near
+
+
+def test_a_file_belongs_to_the_parts_of_coverage_that_measure_or_run_it():
+    assert coverage.parts_of(["gpuguard/lock.py", "tests/test_pauses.py", "README.md"]) == ["claims", "signals"]
+    assert coverage.parts_of(["gpuguard/views/who.py"]) == []
+
+
+def test_generate_runs_all_that_writes_something_anew_but_pictures():
+    writers = [path.stem for path in ROOT.glob("tests/*.py") if re.search(r'"--write" in sys.argv', path.read_text())]
+    wanted = {*writers} - {Path(__file__).stem, "picture"}
+
+    assert len(wanted) >= 4
+    assert wanted == {*re.search(r"for page in (.*); do", (ROOT / "scripts/generate").read_text())[1].split()}

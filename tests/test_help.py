@@ -1,4 +1,4 @@
-"""docs/cli.md is what `--help` says.  After a change of an option: ``python tests/test_help.py --write``."""
+"""docs/cli.md is what `--help` says.  After a change of an option: scripts/generate."""
 
 import argparse
 import os
@@ -113,7 +113,7 @@ def comparable(text: str) -> str:
 def test_the_page_on_the_command_line_is_what_help_prints():
     written = PAGE.read_text(encoding="utf-8")
 
-    assert comparable(written) == comparable(page(help_texts())), "run: python tests/test_help.py --write"
+    assert comparable(written) == comparable(page(help_texts())), "run scripts/generate"
 
 
 @pytest.mark.parametrize("name", ALL_PARSERS)

@@ -25,9 +25,7 @@ COMMANDS = {
 
 
 def test_the_schemas_are_those_of_the_document():
-    assert FILE.read_text(encoding="utf-8") == written(PAGE.read_text(encoding="utf-8")), (
-        "run `PYTHONPATH=tests:. python tests/json_schemas.py --write`"
-    )
+    assert FILE.read_text(encoding="utf-8") == written(PAGE.read_text(encoding="utf-8")), "run scripts/generate"
 
 
 def test_a_field_of_the_document_is_in_the_schema_with_its_type_and_whether_it_can_be_null():

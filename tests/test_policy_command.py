@@ -168,7 +168,7 @@ def test_the_page_has_every_key_and_its_lists_are_fresh():
     page = PAGE.read_text(encoding="utf-8")
     own = [NOUNS[name] for name in ("file", "policy", "only", "except", "at_most", "interval", "step")]
 
-    assert page == with_lists(page), "run: python tests/policy_page.py --write"
+    assert page == with_lists(page), "run scripts/generate"
     assert [key for noun in own for key in keys_of(noun)[0] if not re.search(rf"\b{key}\b", page)] == []
     assert [name for name in (*RULES, *ACTION_KEYS, *TARGETS) if f"- `{name}`: " not in page] == []
 

@@ -158,7 +158,7 @@ def file_of(size: tuple[int, int], count: int) -> Path:
 def test_the_screen_is_the_one_that_was_looked_at(size, count):
     written = file_of(size, count).read_text(encoding="utf-8")
 
-    assert screen(size, count) == written, "a change that is meant: python tests/test_top_screens.py --write"
+    assert screen(size, count) == written, "a change that is meant: scripts/generate"
 
 
 def test_a_changed_word_and_a_changed_colour_are_noticed(monkeypatch):

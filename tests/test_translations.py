@@ -68,7 +68,7 @@ def test_every_message_is_translated_with_its_placeholders_in_the_terms_of_the_g
     template = translations.extracted()
 
     assert len(template) > 300
-    assert list(translations.problems(catalog, template)) == [], "run: python scripts/translations.py update"
+    assert list(translations.problems(catalog, template)) == [], "run scripts/generate"
     assert list(translations.words_beside_the_glossary(catalog, translations.glossary())) == []
     assert translations.complaints(translations.LOCALE / language / "LC_MESSAGES" / "gpuguard.po") == []
 
@@ -87,6 +87,19 @@ def test_a_planted_fault_of_a_catalogue_is_found():
     assert [fault.partition(":")[0] for fault in translations.problems(catalog, template)] == [
         "not in gpuguard.po", "missing", "other placeholders", "another end of the line", "no code says it",
     ]  # fmt: skip
+
+
+def test_a_message_that_was_changed_keeps_its_translation_until_somebody_has_looked_at_it():
+    catalog, template = a_catalog(Wait_for_the_gate="等待大门", Gone="没了"), a_catalog(Wait_for_the_lock="", New="")
+
+    translations.update(catalog, template)
+
+    assert {message.id: (message.string, message.fuzzy) for message in catalog if message.id} == {
+        "Wait for the lock": ("等待大门", True),
+        "New": ("", False),
+    }
+    assert list(translations.problems(catalog, template)) == ["fuzzy: Wait for the lock", "missing: New"]
+    assert translations.texts(catalog) == {"New": ""}
 
 
 def test_what_msgfmt_complains_of_is_found(tmp_path, monkeypatch):
