@@ -132,7 +132,7 @@ def grab_gpus(
         priority: in the queue, "low", "normal" or "high"; a site bounds it.
         on_wait: called once in a while, while it waits, with what is missing; print() will do.
         note: for others, in `gpuguard who`; in a kernel of Jupyter the name of the notebook is the default.
-        backend: see open_backend; default $GPUGUARD_BACKEND, else nvml.
+        backend: see backends.open_backend; default $GPUGUARD_BACKEND, else nvml.
         directory: of the claims; default $GPUGUARD_DIR, else the machine's.
         further: claim devices beside those that this process has; os.environ names those of the last call.
         **conditions: further fields of Request: min_free ("20GiB", or bytes), models, exclude, prefer, max_util
@@ -231,7 +231,7 @@ def snapshot(fields: Iterable[str] | None = None, *, backend: str | None = None)
 
     Args:
         fields: groups of gpuguard.model: MEMORY, PROCESSES, ..., None: WHO_FIELDS; what is not asked for stays None.
-        backend: see open_backend.
+        backend: see backends.open_backend.
 
     Raises:
         InvalidRequest: there is no such group.

@@ -42,7 +42,7 @@ DESKTOP_MEMORY = 2 * 2**30
 MOST_DESKTOP_MEMORY = 8 * 2**30  # the most that a site may set
 DRAWING = frozenset({"graphics", "compute+graphics"})  # the kinds of processes that draw
 
-SELECT_FIELDS = frozenset({MEMORY})  # who is on a device is read of the winners alone: see lock.first_sample
+SELECT_FIELDS = frozenset({MEMORY})  # who is on a device is read of the winners alone: see lock.Allocator
 VERIFY_FIELDS = frozenset({MEMORY, PROCESSES, HEALTH, UTILIZATION})
 WHO_FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION, HEALTH, MODEL, THERMAL, POWER})
 TEXT_FIELDS = WHO_FIELDS | {BRIEF}

@@ -55,7 +55,7 @@ def collector(
         pids: of processes that are watched with all their descendants; this process when None, none when empty.
         interval: seconds between two looks.
         devices: uuids; None: those that CUDA_VISIBLE_DEVICES, Slurm or the container leaves to this process.
-        backend: see open_backend; $GPUGUARD_BACKEND, else nvml when None.
+        backend: see backends.open_backend; $GPUGUARD_BACKEND, else nvml when None.
         environ: what "leaves to this process" is read from.
 
     Raises:

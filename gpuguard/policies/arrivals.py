@@ -14,7 +14,7 @@ from gpuguard.model import ClaimRecord, Device, GpuProcess, ProcessIdentity, Sna
 
 START_SLACK = 0.02  # seconds: start times and clocks are cut to ticks of 10 ms
 _MaybeIdentified = tuple[int, float | None]  # pid, start_time; None: it could not be read
-_OnDevice = tuple[object, ...]  # a claim on one device: see lock_identity()
+_OnDevice = tuple[object, ...]  # a claim on one device: see device_state.lock_identity()
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ def _machine(
 def choose_for(snapshot: Snapshot, request: Request, facts: QueueFacts, sharing: Mapping[str, Sharing]) -> Choice:
     """The devices that will do for one request, of any user; *sharing* as of sharing_of().
 
-    Raises InvalidRequest: see choose().
+    Raises InvalidRequest: see select.choose().
     """
     alone = [claim for claim in facts.claims if not (request.share and claim.slots)]
     taken = claimed_by(alone, snapshot.taken_at) | dict(facts.quarantined)
