@@ -1,14 +1,15 @@
-"""Queries to the usage store: totals, series and windows, each over a time and from the finest slots kept.
+"""Queries to the usage store: totals, series and windows, each over a period and from the finest slots that are kept.
 
     query_store(store_path(directory), lambda usage: usage.totals("uid", begin, end))
 
-What was not watched is in no answer, and no answer takes it for zero: watched() tells how much was seen.  Only slots
-that begin in the time that was asked for count.  A store that holds what gpuguard does not write is damaged: each row
-passes _sound.
+Time that was not watched is in no answer, and no answer counts it as zero: watched() tells how much was seen.  Only
+slots that begin in the requested period count.  A store with values that gpuguard never writes is damaged, so _sound
+checks each row.
 
-Reading takes no lock and needs no daemon.  A lock of a reader would keep the daemon from writing, and a user could hold
-one for ever, to be rid of a quota; so the writer keeps everybody out by a lock of its own, and leaves a whole database
-file and an empty journal after each write.  A reader looks at both before and after, and reads again if they changed.
+Reading takes no lock and needs no daemon.  A reader's lock would keep the daemon from writing, and a user could hold
+one forever to escape a quota.  So the writer keeps all readers out by a lock of its own, and leaves a whole database
+file and an empty journal after each write.  A reader checks both before and after it reads, and reads again if they
+changed.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ if TYPE_CHECKING:
 SpentSeconds = Mapping[int, Mapping[float, float]]  # uid -> (window in seconds -> GPU-seconds claimed in it)
 _Answer = TypeVar("_Answer")
 
-SHARES = 64  # of a half-life: usage is that exact in time, which is wrong by 0.5 % at most
-HALF_LIVES = 10  # after which a thousandth is left
+SHARES = 64  # parts of a half-life over which usage is summed; the result is wrong by 0.5 % at most
+HALF_LIVES = 10  # how far back usage counts: by then a thousandth is left
 TIMES = ("claimed", "used", "idle", "unknown", "unclaimed")  # of a user or a device, in GPU-seconds
-# What series() tells: how it is computed from the columns (value x seconds, highest, milliseconds without it).
+# The metrics of series(), computed from the columns: (value x seconds, highest value, milliseconds without a value).
 METRICS = {
     **{gauge: (f"{gauge}_sum", f"{gauge}_max", f"{gauge}_unknown_ms") for gauge in GAUGES},
     "claimed_percent": ("claimed_ms / 10.0", "NULL", "claimed_unknown_ms"),
 }
-# What an answer may have in a column; in each other one it has numbers.
+# The columns of answers that hold text, that hold whole numbers, and that may be NULL; all others hold numbers.
 _TEXTS = frozenset({"uuid", "name", "parent"})
 _WHOLE = frozenset({"id", "uid", "device", "place", "slot", "bucket"})
 _OPTIONAL = frozenset({"name", "parent", "place", "highest", "seen_at_all", "oldest", "joules"})
@@ -60,42 +61,42 @@ class Point:
 
 @dataclass(frozen=True)
 class SeenDevice:
-    """A device that was seen once."""
+    """A device that was seen at least once."""
 
     uuid: str
     name: str | None
-    parent: str | None  # of a MIG instance
-    index: int | None  # that it had last; None: another device has it now, or it is a MIG instance
+    parent: str | None  # uuid of the device to which a MIG instance belongs
+    index: int | None  # the last one it had, or None if another device has it now or it is a MIG instance
 
     @property
     def label(self) -> str:
-        """``"GPU 3"``; the uuid of one without an index."""
+        """``"GPU 3"``, or the uuid if the device has no index."""
         return self.uuid if self.index is None else f"GPU {self.index}"
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What part of a time is known, in unix time and seconds."""
+    """How much of a period is known, in unix time and seconds."""
 
     begin: float  # of the slots that count
     end: float
     seen: float  # seconds in which at least one device was watched
-    store_begins: float | None  # the oldest slot of all, the finest that is kept; None: the store is empty
+    store_begins: float | None  # of the oldest slot, in the finest width that has it, or None if the store is empty
     width: int  # of the slots
 
 
 @dataclass(frozen=True)
 class DeviceTotal:
-    """What one device did, in seconds of the time that was asked for.  Time that is not in `seen` was not watched."""
+    """What one device did in the requested period, in seconds.  Time that is not in `seen` was not watched."""
 
     device: SeenDevice
     seen: float
     claimed: float
     claimed_unknown: float
-    utilization: float | None  # percent, mean of the time in which it was known
+    utilization: float | None  # percent, mean over the time in which it was known
     energy: float | None  # joules, in the time in which it was known
     energy_unknown: float
-    host: str | None = None  # None: this machine
+    host: str | None = None  # or None for this machine
 
 
 class Usage:
@@ -105,7 +106,7 @@ class Usage:
         self._connection, self.now = connection, now
 
     def gpu_seconds(self, windows: Collection[float]) -> dict[int, dict[float, float]]:
-        """GPU-seconds that each user has claimed in the last so many seconds: uid -> (window -> seconds)."""
+        """GPU-seconds that each user has claimed in each window (seconds up to now): uid -> (window -> seconds)."""
         results: dict[int, dict[float, float]] = {}
         for window in windows:
             begin = self.now - window
@@ -114,7 +115,7 @@ class Usage:
         return results
 
     def decayed(self, half_life: float) -> dict[int, float]:
-        """GPU-seconds that each user has had, claimed or not; those of *half_life* seconds ago count half."""
+        """GPU-seconds that each user has had, claimed or not, by uid.  Those of *half_life* seconds ago count half."""
         begin = self.now - HALF_LIVES * half_life
         width = self.width(begin)
         bucket = max(1, round(half_life / SHARES / width))
@@ -126,43 +127,43 @@ class Usage:
         return results
 
     def known(self) -> list[SeenDevice]:
-        """All devices that were ever seen, by their index, then in the order in which they were first seen."""
+        """All devices ever seen, by index; those without one come last, in the order in which they were first seen."""
         results = self._execute("SELECT uuid, name, parent, place FROM devices ORDER BY place IS NULL, place, id")
         return [SeenDevice(*row) for row in results]
 
     def watched(self, begin: float, end: float) -> Watch:
-        """How much of the time between two unix times was seen."""
+        """Tell how much of the time between two unix times was seen."""
         width = self.width(begin)
         most = f"SELECT MAX(seen_ms) AS most FROM ({rows('devices', width)}) GROUP BY slot"
         (seen,) = self._execute(f"SELECT SUM(most) AS seen_at_all FROM ({most})", *_keys(begin, end, width)).fetchone()
         begins = self._first_slot(COARSEST)
-        if begins is not None:  # of a young store known better than to a quarter of an hour
+        if begins is not None:  # the finer slots of a young store tell it better than to a quarter of an hour
             begins = self._first_slot(self.width(begins)) or begins
         whole = min(_next(begin, width) * width, end), min(_next(end, width) * width, max(end, self.now))
         return Watch(*whole, (seen or 0) / 1000, begins, width)
 
     def _first_slot(self, width: int) -> float | None:
-        """Unix time at which the oldest slot of that width begins."""
+        """Unix time at which the oldest slot of that width begins, or None if there is none."""
         oldest = f"SELECT MIN(slot) AS oldest FROM ({rows('devices', width)})"
         (slot,) = self._execute(oldest, -(2**63), 2**63 - 1).fetchone()
         return None if slot is None else float(slot * width)
 
     def waiting(self, begin: float, end: float) -> dict[int, tuple[float, float]]:
-        """How long each user waited in the queue between two unix times; the one that wanted most comes first.
+        """How long each user waited in the queue between two unix times; the user who wanted most comes first.
 
         Returns:
-            uid -> seconds with at least one request, and GPU-seconds: times the GPUs that all of them asked for.
-            NOBODY_KNOWS stands for the time in which the queue could not be read.
+            uid -> (seconds with at least one request, GPU-seconds that all of the user's requests asked for while they
+            waited).  NOBODY_KNOWS stands for the time in which the queue could not be read.
         """
         columns = "uid, SUM(waiting_ms), SUM(wanted_gpu_seconds)"
         results = self._rows("waiting", columns, begin, end, "GROUP BY uid ORDER BY 3 DESC, 2 DESC, 1")
         return {uid: (waiting / 1000, float(wanted)) for uid, waiting, wanted in results}
 
     def energy(self, begin: float, end: float) -> dict[int, float | None]:
-        """Joules that each user's devices took while the user had them: uid -> joules; None: not measured.
+        """Joules that each user's devices took while the user had them: uid -> joules, or None if not measured.
 
-        What a device takes in a slot is divided by the time that each user claimed it, or used it without a claim.
-        What it took while no user had it counts for none.
+        The energy of a device in a slot is divided among users by the time for which each claimed it, or used it
+        without a claim.  Energy that it took while no user had it counts for none of them.
         """
         width = self.width(begin)
         results = self._execute(
@@ -174,9 +175,9 @@ class Usage:
         return dict(results)
 
     def series(self, device: str, metric: str, begin: float, end: float) -> list[Point]:
-        """The values of one device (uuid) between two unix times, oldest first; none where it was not watched.
+        """The values of one device (uuid) between two unix times, oldest first; unwatched time has no values.
 
-        How far back *begin* is decides how wide the slots are.  Raises InvalidRequest: *metric* is none of METRICS.
+        The further back *begin* is, the wider are the slots.  Raises InvalidRequest if *metric* is none of METRICS.
         """
         if metric not in METRICS:
             raise InvalidRequest(
@@ -195,9 +196,9 @@ class Usage:
         return results
 
     def totals(self, by: Literal["uid", "device"], begin: float, end: float) -> dict[Any, dict[str, Any]]:
-        """What each user had, or was had of each device, between two unix times; what claimed most comes first.
+        """Sum the GPU time of each user or each device between two unix times; the most claimed time comes first.
 
-        uid or uuid -> each of TIMES -> GPU-seconds.
+        Returns uid or uuid -> each of TIMES -> GPU-seconds.
         """
         names = dict(self._execute("SELECT id, uuid FROM devices")) if by == "device" else {}
         sums = ", ".join(f"SUM({column})" for column in USER_COLUMNS)
@@ -212,7 +213,7 @@ class Usage:
         return results
 
     def devices(self, begin: float, end: float) -> list[DeviceTotal]:
-        """What each device did between two unix times, in the order in which they were first seen."""
+        """What each device did between two unix times, in the order in which the devices were first seen."""
         columns = (
             "seen_ms", "claimed_ms", "claimed_unknown_ms", "utilization_percent_sum", "utilization_percent_unknown_ms",
             "energy_joules", "energy_unknown_ms",
@@ -231,7 +232,7 @@ class Usage:
         return results
 
     def width(self, begin: float) -> int:
-        """Of the finest slots that are kept as far back as *begin*, in seconds."""
+        """Width in seconds of the finest slots that are kept as far back as *begin*."""
         return next((width for width, kept in SLOTS.items() if self.now - begin <= width * kept), COARSEST)
 
     def _rows(self, kind: str, columns: str, begin: float, end: float, further: str, *values: object) -> sqlite3.Cursor:
@@ -246,7 +247,7 @@ class Usage:
 
 
 def _sound(cursor: sqlite3.Cursor, row: tuple[object, ...]) -> tuple[object, ...]:
-    """A row in which everything is what gpuguard writes: SQLite keeps whatever a column is given."""
+    """Refuse a row with values that gpuguard does not write, because SQLite stores any value in any column."""
     for described, value in zip(cursor.description, row):  # noqa: B905  as many, and a year has 38,400 rows
         column = described[0]
         if value is None:
@@ -262,7 +263,7 @@ def _sound(cursor: sqlite3.Cursor, row: tuple[object, ...]) -> tuple[object, ...
 
 
 def _keys(begin: float, end: float, width: int) -> tuple[int, int]:
-    # Only slots that begin in the time that was asked for: a quota rather counts too little.
+    # Only slots that begin in the requested period count, because a quota should rather count too little.
     return key(_next(begin, width), 0, width), key(_next(end, width), 0, width)
 
 
@@ -271,16 +272,17 @@ def _next(moment: float, width: int) -> int:
     return -int(-moment // width)
 
 
-MACHINE_STATE = "/var/lib/gpuguard"  # of the daemon of root
+MACHINE_STATE = "/var/lib/gpuguard"  # of root's daemon
 FILE, JOURNAL = "usage.db", "-wal"
 READ_TRIES, READ_PAUSE = 8, 0.05  # the daemon's write takes 1 to 20 ms
 
 
 def store_path(directory: LockDirectory) -> str:
-    """Where the store of the daemon of that claim directory lies.
+    """Path of the usage store that the daemon of this claim directory writes.
 
-    $GPUGUARD_STATE_DIR; else of the machine's own claim directory MACHINE_STATE, since /run is empty after a boot; else
-    beside the claims, if the directory is not one that all users share.
+    It lies in $GPUGUARD_STATE_DIR if that is set.  Otherwise it lies in MACHINE_STATE for the machine's own claim
+    directory, because /run is empty after a boot; in the user's state directory if all users share the claim directory;
+    and beside the claims for any other.
     """
     if named := os.environ.get("GPUGUARD_STATE_DIR"):
         return os.path.join(os.path.abspath(named), FILE)
@@ -293,12 +295,12 @@ def store_path(directory: LockDirectory) -> str:
 
 
 def query_store(path: str, question: Callable[[Usage], _Answer], now: float | None = None) -> _Answer:
-    """The answer of *question* to the store at *path*.  Not for the process that writes it: see recorder.
+    """Put *question* to the store at *path*.  Not for the process that writes the store: see recorder.
 
     Args:
         path: see store_path.
-        question: may be asked several times, because the daemon wrote in between.
-        now: unix time; None: of the clock.
+        question: is called with the open store, and again if the daemon wrote meanwhile.
+        now: unix time, or None for that of the clock.
 
     Raises:
         GpuguardError: there is no store, or none that can be read.
@@ -307,10 +309,10 @@ def query_store(path: str, question: Callable[[Usage], _Answer], now: float | No
     former = None
     for _attempt in range(READ_TRIES):
         versions, reply = _versions(path), None
-        if versions[1] is None:  # no journal: whole
+        if versions[1] is None:  # without a journal the file is whole
             reply = _query(path, question, now)
         elif versions == former:
-            # The daemon was killed while it wrote: its journal belongs to the file, and only a copy may be put right.
+            # The daemon was killed while it wrote.  Its journal belongs to the file, and only a copy may be repaired.
             reply = _query_copy(path, question, now)
         if reply is not None and _versions(path) == versions:  # what is read while a daemon writes may look damaged
             if isinstance(reply, GpuguardError):
@@ -327,7 +329,7 @@ def query_store(path: str, question: Callable[[Usage], _Answer], now: float | No
 
 
 def _versions(path: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """What the file and its journal (None: it is empty) look like: while that stays the same it was not written."""
+    """Versions of the file and of its journal (None if that is empty); they change whenever one of them is written."""
     try:
         file = os.lstat(path)
     except FileNotFoundError:
@@ -349,7 +351,7 @@ def _versions(path: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
                 path=path
             )
         )
-    # The daemon's files are believed: root's, our own, and those of the user to whom root gave the directory.
+    # Only a daemon's files are trusted: those of root, our own, and those of the user to whom root gave the directory.
     parent = os.stat(os.path.dirname(path))
     owners = {0, os.geteuid(), *(() if parent.st_mode & 0o022 else (parent.st_uid,))}
     if not stat.S_ISREG(file.st_mode) or file.st_uid not in owners:
@@ -370,7 +372,7 @@ def _version_of(status: os.stat_result) -> tuple[int, ...]:
 def _query(
     path: str, question: Callable[[Usage], _Answer], now: float, copy: str | None = None
 ) -> tuple[_Answer] | GpuguardError | None:
-    """The answer of the store at *path*, or of a copy of it, or what is wrong with it; None: there is nothing yet."""
+    """Query the store at *path*, or a *copy* of it: the answer, or what is wrong, or None if it is empty yet."""
     import sqlite3  # takes over 10 ms to load, and is not needed where there is no store
     from urllib.parse import quote
 
@@ -379,7 +381,7 @@ def _query(
         with closing(sqlite3.connect(uri, uri=True)) as connection:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version == 0:
-                return None  # a daemon is just making it: the tables come with their version
+                return None  # a daemon is just making it: it writes the tables and their version together
             if version == VERSION:
                 return (question(Usage(connection, now)),)
             aside = (
@@ -399,7 +401,7 @@ def _query(
 
 
 def _query_copy(path: str, question: Callable[[Usage], _Answer], now: float) -> tuple[_Answer] | GpuguardError | None:
-    import shutil  # both bring much that a waiting job does not need
+    import shutil  # both load much that a waiting job does not need
     import tempfile
 
     try:
@@ -409,7 +411,7 @@ def _query_copy(path: str, question: Callable[[Usage], _Answer], now: float) -> 
                 shutil.copyfile(path + end, copy + end)
             return _query(path, question, now, copy)
     except FileNotFoundError:
-        return None  # a daemon has just put it right
+        return None  # a daemon has just repaired it
     except OSError as error:
         raise GpuguardError(
             _("{path} cannot be copied, which its journal demands: {error}.").format(path=path, error=error)

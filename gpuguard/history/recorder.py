@@ -1,8 +1,8 @@
-"""Writes the usage store, in a thread of its own: a full, locked or slow disk holds up no other thread.
+"""Writes the usage store in a thread of its own, so that a full, locked or slow disk holds up no other thread.
 
-The thread that samples adds the snapshot to the sums, and never waits for a disk.  Slots are written when they are
-complete, so that a crash loses the one that is under way; what cannot be written waits in memory, and an admin is told
-once.  Does not add up: see schema.  Does not know the file: see store.
+The thread that samples adds each snapshot to the sums, and never waits for a disk.  Slots are written when they are
+complete, so that a crash loses only the current one.  Slots that cannot be written wait in memory, and an admin is told
+once.  Does not compute the sums: see schema.  Does not know the file: see store.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from gpuguard.history.queries import SpentSeconds, Usage
 from gpuguard.history.schema import WIDTH, Slot, UsageSums, Wanted
 from gpuguard.model import Snapshot
 
-PENDING = 720  # slots that wait to be written, 2 hours: some 10 MiB with 8 devices
-WRITE_SECONDS = float(WIDTH)  # after which what is complete is written, and spent() tells of it
+PENDING = 720  # slots that may wait to be written: 2 hours, some 10 MiB with 8 devices
+WRITE_SECONDS = float(WIDTH)  # between two writes of the complete slots; spent() is updated after each
 RETRY_SECONDS = 10.0
-SUMS_SHARE = 100  # the windows of quotas are summed again so seldom that it takes 1 % of the time at most
+SUMS_SHARE = 100  # the windows of quotas are summed so rarely that this takes 1 % of the time at most
 
 Say = Callable[[str], object]
 
 
 class Recorder:
-    """The one writer of the usage store at *path*, who calls *say* with what an admin should read, once."""
+    """The one writer of the usage store at *path*.  It calls *say* once with each thing that an admin should read."""
 
     def __init__(self, path: str, say: Say) -> None:
         self.path = path
-        self.windows: frozenset[float] = frozenset()  # in seconds, of which spent() tells
+        self.windows: frozenset[float] = frozenset()  # in seconds, those that spent() covers
         self.trouble: str | None = "it is not open yet"
         self._tried = threading.Event()  # set once trouble tells whether it could be opened
         self._say, self._said = say, False
         self._spent: SpentSeconds = {}
         self._summed: tuple[frozenset[float], dict[int, dict[float, float]]] = (frozenset(), {})
-        self._newer = False  # something was written since
+        self._newer = False  # something was written since the windows were summed
         self._sum_at = 0.0  # time.monotonic() from which on the windows may be summed again
         self._thread = threading.Thread(target=self._run, name="gpuguard-usage", daemon=True)
         self._stopping = threading.Event()
@@ -47,16 +47,16 @@ class Recorder:
         self._adding = threading.Lock()  # held while the sums change
         self._connection: sqlite3.Connection | None = None
         self._lock: int | None = None
-        self._checked = False  # the file was looked through
-        self._damaged = 0  # times
+        self._checked = False  # the whole file was checked for damage
+        self._damaged = 0  # how often a store was set aside; after the second time nothing is recorded any more
         self._retry_at = 0.0
 
     def start(self) -> None:
-        """Open the store, in the thread."""
+        """Start the thread, which opens the store."""
         self._thread.start()
 
     def record(self, snapshot: Snapshot, longest: float, wanted: Wanted | None = None) -> None:
-        """Take note of *snapshot*, without waiting for anything but the sums; from one thread.  See UsageSums.add()."""
+        """Add *snapshot* to the sums, waiting only for these.  Call it from one thread.  See UsageSums.add()."""
         with self._adding:
             self._sums.add(snapshot, longest, wanted)
             slots = self._sums.slots
@@ -64,18 +64,21 @@ class Recorder:
                 del slots[slot]
 
     def spent(self) -> SpentSeconds:
-        """GPU-seconds that each user has claimed in each of the windows; {} when that cannot be told."""
+        """GPU-seconds that each user has claimed in each of the windows, or {} if that is unknown."""
         return self._spent
 
     def why_unknown(self, seconds: float) -> str | None:
-        """Why spent() cannot tell, after *seconds* for opening the store; None: it can, or nothing is recorded."""
+        """Why spent() is unknown, or None if it is known or nothing is recorded.
+
+        Waits for at most *seconds* until the store was opened.
+        """
         if not self._thread.is_alive():
             return None
         self._tried.wait(seconds)
         return self.trouble
 
     def stop(self, seconds: float) -> None:
-        """Write down what there is, and close; that goes on behind us if it takes longer than *seconds*."""
+        """Write all slots and close the store.  If that takes longer than *seconds*, the thread finishes it alone."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -95,14 +98,14 @@ class Recorder:
             self._close()
 
     def _write(self, *, everything: bool = False) -> None:
-        """Write down what is complete, unless that failed a moment ago."""
+        """Write the complete slots, unless that failed a moment ago."""
         if time.monotonic() < self._retry_at or self._damaged > 1:
             return
         with self._adding:
             complete = self._sums.complete(all_of_them=everything)
             if self._connection and not complete:
                 return
-            for number in complete:  # what is added to one of them from now on is written the next time
+            for number in complete:  # anything that is added to one of them from now on is written next time
                 del self._sums.slots[number]
             devices = self._sums.now.devices if self._sums.now else ()
         try:
@@ -132,7 +135,7 @@ class Recorder:
         reason = " ".join(str(error).split()).rstrip(".") or "no memory is left"
         if isinstance(error, OSError):
             reason = f"{error.strerror}: {error.filename}; GPUGUARD_STATE_DIR names another place"
-        if type(error) is sqlite3.DatabaseError:  # its subclasses tell of the disk and of locks
+        if type(error) is sqlite3.DatabaseError:  # its subclasses are about the disk and locks
             self._set_aside(f"is damaged ({reason})", "damaged")
             return
         if isinstance(error, store.Outdated):
@@ -160,7 +163,7 @@ class Recorder:
             self._write()
 
     def _sum(self) -> None:
-        """Tell spent() anew: what is written, and what waits to be."""
+        """Update spent() from the slots that are written and those that wait to be."""
         windows, now = self.windows, self._sums.now
         if not windows or not self._connection or not now:
             self._spent = {}

@@ -1,8 +1,9 @@
-"""What GPUs were used for over a time: who claimed, used, left idle and waited for how much, and what it took.
+"""How GPUs were used over a period: what each user claimed, used, left idle and waited for, and the energy it took.
 
-Hours that were not watched are in no sum, and what is unknown is None or a column of its own, never 0.  Users, groups
-and devices come from the usage store; what each claim took, and what policies did to users, comes from the audit log,
-since the store knows neither.  Does not read either: see queries and audit_log.  Does not write: see views.
+Hours that were not watched are in no sum, and unknown values are None or have a column of their own; they are never 0.
+Users, groups and devices come from the usage store.  The cost of each claim, and what policies did to users, come from
+the audit log, because the store knows neither.  Does not read either: see queries and audit_log.  Does not write: see
+views.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gpuguard.model import ClaimRecord
 
 FROM_LOG = ("claim", "policy")
 BY = ("user", "group", "device", *FROM_LOG)
-_SUMMED = (*TIMES, "energy", "waiting", "wanted")  # of the members of a group
+_SUMMED = (*TIMES, "energy", "waiting", "wanted")  # fields that are added up for the members of a group
 WASTERS = 5
 
 
@@ -31,14 +32,14 @@ class UsageRow:
     name: str
     uid: int | None = None  # of a user
     device: str | None = None  # uuid
-    host: str | None = None  # None: this machine, as in all rows
+    host: str | None = None  # or None for this machine, as in all rows
     claimed: float = 0.0
     used: float = 0.0  # of the claimed time
     idle: float = 0.0  # of the claimed time
-    unknown: float = 0.0  # of the claimed time: it is not known whether it was used
+    unknown: float = 0.0  # of the claimed time; nothing tells whether it was used
     unclaimed: float = 0.0  # used without a claim
-    energy: float | None = None  # joules; None: they were not measured
-    waiting: float | None = 0.0  # seconds with a request in the queue; None: not known
+    energy: float | None = None  # joules, or None if they were not measured
+    waiting: float | None = 0.0  # seconds with a request in the queue, or None if that is unknown
     wanted: float | None = 0.0  # GPU-seconds asked for while waiting
 
 
@@ -48,20 +49,20 @@ class Report:
 
     by: str
     watch: Watch
-    rows: Sequence[UsageRow]  # by user, device or group, as was asked; none by what comes from the log
-    users: Sequence[UsageRow]  # of several hosts: sums over them
+    rows: Sequence[UsageRow]  # by user, device or group, as requested; empty if the report comes from the log
+    users: Sequence[UsageRow]  # summed over all hosts if there are several
     devices: Sequence[DeviceTotal]
     queue_unknown: float  # seconds in which the queue could not be read
     courses: Mapping[str, Mapping[str, Sequence[Point]]] = field(default_factory=dict)  # uuid -> metric -> points
-    claims: Sequence[ClaimRow] | None = None  # by claim; else None
-    claims_without_end: int | None = None  # how many more began, and their end is not known
-    policies: Sequence[PolicyRow] | None = None  # by policy; else None
-    watches: Mapping[str, Watch] = field(default_factory=dict)  # host -> its watch; none: it is about this machine
+    claims: Sequence[ClaimRow] | None = None  # if the report is by claim, else None
+    claims_without_end: int | None = None  # how many more claims began without a known end
+    policies: Sequence[PolicyRow] | None = None  # if the report is by policy, else None
+    watches: Mapping[str, Watch] = field(default_factory=dict)  # host -> its watch; empty if it is about this machine
     sums: Sequence[UsageRow] = ()  # by user or group, over several hosts
 
     @property
     def wasters(self) -> list[UsageRow]:
-        """Users whose GPUs did the least for the most time: what others could not have, or did not know of."""
+        """Users with the most GPU time idle (others could not have it) or unclaimed (others did not know of it)."""
         users = sorted(self.users, key=lambda row: -(row.idle + row.unclaimed))
         return [row for row in users[:WASTERS] if row.idle + row.unclaimed > 0]
 
@@ -75,19 +76,19 @@ def usage_report(
     groups_of: Callable[[int], Collection[str]],
     metrics: Iterable[str] = (),
 ) -> Report:
-    """The report on the time between two unix times.
+    """Report on the time between two unix times.
 
     Args:
         usage: the store.
         by: one of BY.
         name_of: uid -> the user's name.
-        groups_of: uid -> names of the user's groups; called for "group" alone.
-        metrics: of the store, whose course over the time is wanted for each device.
+        groups_of: uid -> names of the user's groups; only called for "group".
+        metrics: of the store, whose course over the time is to be given for each device.
     """
     watch, waited, devices = usage.watched(begin, end), usage.waiting(begin, end), usage.devices(begin, end)
     queue_unknown, _ = waited.pop(NOBODY_KNOWS, (0.0, 0.0))
     users = _users(usage, begin, end, waited, name_of)
-    # Where the queue could never be read, it is not known of any user that they did not wait.
+    # If the queue could never be read, no user is known not to have waited.
     if queue_unknown >= watch.seen * 0.99:
         users = [replace(row, waiting=row.waiting or None, wanted=row.wanted or None) for row in users]
     rows: list[UsageRow] = []
@@ -125,7 +126,7 @@ def _users(
 
 
 def _groups(users: Iterable[UsageRow], groups_of: Callable[[int], Collection[str]]) -> list[UsageRow]:
-    """The members of each group together; a user in several groups counts in each."""
+    """Add up the members of each group; a user in several groups counts in each of them."""
     members: dict[str, list[UsageRow]] = {}
     for row in users:
         assert row.uid is not None
@@ -135,7 +136,7 @@ def _groups(users: Iterable[UsageRow], groups_of: Callable[[int], Collection[str
 
 
 def _sums(members: Mapping[str, Iterable[UsageRow]]) -> list[UsageRow]:
-    """The rows under each name together, the largest first."""
+    """Add up the rows under each name; the largest sum comes first."""
     found = []
     for name, rows in members.items():
         known = {part: [value for row in rows if (value := getattr(row, part)) is not None] for part in _SUMMED}
@@ -145,9 +146,9 @@ def _sums(members: Mapping[str, Iterable[UsageRow]]) -> list[UsageRow]:
 
 
 def joined_report(by: str, begin: float, end: float, reports: Mapping[str, Report]) -> Report:
-    """One report over several hosts: each row with its host, users and groups also added up under their names.
+    """Join the reports of several hosts: each row gets its host, and users and groups are also added up by name.
 
-    What one number says of the time is the least that is known of any host.
+    A single number about the watched time is that of the host of which least is known.
     """
 
     def with_hosts(name: str) -> list[Any]:
@@ -181,12 +182,12 @@ def joined_report(by: str, begin: float, end: float, reports: Mapping[str, Repor
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """A claim that has ended, or runs; the last fields are facts of the event of its end."""
+    """A claim that has ended or still runs; the last fields are facts of the event that recorded its end."""
 
     id: str
     user: str | None = None
     devices: tuple[str, ...] = ()  # uuids
-    ended: float | None = None  # unix time; None: it runs
+    ended: float | None = None  # unix time, or None while it runs
     command: str | None = None
     wall_time_seconds: float | None = None
     utilization_percent: float | None = None  # mean over the job and its devices
@@ -197,7 +198,7 @@ class ClaimRow:
 
     @property
     def gpu_seconds(self) -> float | None:
-        """Its time, times its devices."""
+        """The claim's duration times the number of its devices, or None if the duration is unknown."""
         return None if self.wall_time_seconds is None else self.wall_time_seconds * len(self.devices)
 
 
@@ -211,10 +212,10 @@ def claim_rows(
     name_of: Callable[[int], str] = str,
     running: Sequence[ClaimRow] = (),
 ) -> tuple[list[ClaimRow], int]:
-    """The claims that ended between two unix times and those *running*, the largest first.
+    """The claims that ended between two unix times and those *running*, the largest first; and a count of the others.
 
-    And how many others began there without an end.  A claim counts in the time in which it ended, and whole.  *lines*
-    are of the audit log; *name_of* names users by uid where a job had no name in its environment.
+    The others began in that time and have no known end.  A claim counts as a whole, and when it ends.  *lines* are of
+    the audit log; *name_of* names users by uid where a job had no name in its environment.
     """
     commands: dict[str, str] = {}
     begun: set[str] = set()
@@ -229,7 +230,7 @@ def claim_rows(
             if begin <= when < end:
                 begun.add(claim)
         elif line.get("kind") in ("release", "claim") and "wall_time_seconds" in facts_of(line):
-            if claim in ended and line["kind"] == "claim":  # what the daemon saw of it: the job's own line says more
+            if claim in ended and line["kind"] == "claim":  # the daemon wrote this line, and the job's own says more
                 continue
             ended.add(claim)
             if begin <= when < end:
@@ -247,7 +248,7 @@ def claim_rows(
 
 
 def running_claims(records: Iterable[ClaimRecord], now: float) -> list[ClaimRow]:
-    """The claims of *records*, which live at the unix time *now*."""
+    """One row for each claim of *records*, all of which live at the unix time *now*."""
     return [
         ClaimRow(
             record.id,
@@ -264,11 +265,11 @@ def running_claims(records: Iterable[ClaimRecord], now: float) -> list[ClaimRow]
 class PolicyRow:
     """How often one policy took one action against one user, counted by process or claim."""
 
-    user: str | None  # None: no user in particular, as where a GPU was set aside
+    user: str | None  # or None for no user in particular, as when a GPU was set aside
     uid: int | None
     policy: str
     action: str
-    done: int = 0  # a message: it has reached the user
+    done: int = 0  # for a message this means that it has reached the user
     undelivered: int = 0  # messages that no user can have seen
     dry_run: int = 0
     not_done: int = 0  # refused by a check, or failed
@@ -280,7 +281,7 @@ _COUNTED = {"about to": "done", "done": "done", "logged": "done", "undelivered":
 
 
 def policy_rows(lines: Iterable[Line], begin: float, end: float, name_of: Callable[[int], str]) -> list[PolicyRow]:
-    """What policies did to users between two unix times, by user and policy, a policy's actions as they came first.
+    """Count what policies did to users between two unix times, by user and policy, with actions in order of first use.
 
     *lines* are of audit logs; *name_of* names users by uid.
     """
@@ -289,13 +290,13 @@ def policy_rows(lines: Iterable[Line], begin: float, end: float, name_of: Callab
     for line in sorted(lines, key=lambda line: float(line["time_unix_seconds"])):
         facts, when, outcome = facts_of(line), float(line["time_unix_seconds"]), str(line.get("outcome"))
         policy, action, user = str(facts.get("policy") or ""), str(line.get("kind")), str(line.get("user") or "")
-        # Steps of policies alone have a number, but for the end of a pause, which is owed whatever becomes of the step.
+        # Only steps of policies have a number, except the end of a pause, which is owed whatever becomes of the step.
         is_step = "step" in facts or (action == "resume" and outcome in _COUNTED)
         if not (policy and is_step and begin <= when < end):
             continue
         step = policy, action, user, str(line.get("pid"))
         counted = _COUNTED.get(outcome, "not_done")
-        failed = counted == "not_done" and step in announced  # what was announced was not done after all
+        failed = counted == "not_done" and step in announced  # the announced action was not done after all
         for uid in uids_of(line) or (None,):
             row = PolicyRow(user or None if uid is None else name_of(uid), uid, policy, action)
             row = rows.get((row.user, policy, action), row)

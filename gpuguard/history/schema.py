@@ -1,13 +1,14 @@
-"""What the usage store keeps: the sums of samples in slots of 10 s, and the tables in which they lie.
+"""What the usage store keeps: the sums of samples in slots of 10 s, and the tables that hold them.
 
-An interval is known by the sample at its end.  What that sample does not say is counted as unknown time, never as
-zero; so is a gap of more than a few intervals (the machine slept, the driver hung), and a device that was not there
-at both ends.  Durations are those of CLOCK_BOOTTIME, so that a clock that is set back counts nothing twice; only
-the place in time is the wall clock's.
+The sample at the end of an interval speaks for all of it.  A value that is missing from that sample counts as unknown
+time, never as zero; so does a gap of more than a few intervals (the machine slept, the driver hung), and a device that
+was not there at both ends.  Durations come from CLOCK_BOOTTIME, so that nothing counts twice when the clock is set
+back; only the point in time comes from the wall clock.
 
-Each kind of row has three tables, as `devices_900s` for slots of 900 s; a slot's number is unix time // its width.  The
-rows of 400 days have to fit into 40 MB, so a row has one key for its slot and for whom it is about, and time is kept in
-ticks: 900 s of them fit into two bytes, where milliseconds take three.  Does not read or write: see queries and store.
+Each kind of row has three tables, such as `devices_900s` for slots of 900 s; a slot's number is unix time // its width.
+The rows of 400 days have to fit into 40 MB.  So one key holds both a row's slot and its device or holder, and time is
+kept in ticks: 900 s of them fit into two bytes, where milliseconds take three.  Does not read or write: see queries and
+store.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Wanted = Mapping[int, int]  # uid -> GPUs that the user waits for
 
 WIDTH = 10  # seconds
 
-# What is averaged over time, from a device, in the unit in which it is stored.
+# The values of a device that are averaged over time, in the unit in which they are stored.
 GAUGES: dict[str, Callable[[Device], float | None]] = {
     "utilization_percent": lambda device: device.utilization,
     "memory_used_mib": lambda device: None if device.memory_used is None else device.memory_used / 2**20,
@@ -51,15 +52,15 @@ DEVICE_COLUMNS = (
 )
 # Claimed time that is neither used nor idle is unknown time.
 USER_COLUMNS = ("claimed_ms", "used_ms", "idle_ms", "unclaimed_ms")
-# In which a user waits, whether with one request or with ten; and times the GPUs that all of them ask for.
+# Time in which a user waits, whether with one request or with ten; and GPU-seconds that all of these ask for.
 WAITING_COLUMNS = ("waiting_ms", "wanted_gpu_seconds")
-NOBODY_KNOWS = -1  # in the place of a uid: the time in which the queue could not be read
+NOBODY_KNOWS = -1  # stands in place of a uid for the time in which the queue could not be read
 _HIGHEST = tuple(name.endswith("_max") for name in DEVICE_COLUMNS)
 _NOTHING = (None,) * len(DEVICE_COLUMNS)
 
 
 class Slot:
-    """What has been added up so far: DEVICE_COLUMNS by uuid, USER_COLUMNS by uid and uuid, WAITING_COLUMNS by uid."""
+    """The sums of one slot so far: DEVICE_COLUMNS by uuid, USER_COLUMNS by uid and uuid, WAITING_COLUMNS by uid."""
 
     def __init__(self) -> None:
         self.devices: dict[str, Row] = {}
@@ -67,7 +68,7 @@ class Slot:
         self.waiting: dict[int, Times] = {}
 
     def add(self, rates: Slot, seconds: float) -> None:
-        """Add so many seconds of what *rates* says of one second."""
+        """Add *rates*, which holds the sums of one second, for so many seconds."""
         for uuid, new in rates.devices.items():
             columns = zip(_HIGHEST, self.devices.get(uuid, _NOTHING), new, strict=True)
             self.devices[uuid] = tuple([_sum(*column, seconds) for column in columns])
@@ -80,7 +81,7 @@ class Slot:
 
 
 class UsageSums:
-    """The sums of the samples so far, by slot: unix time // WIDTH."""
+    """The sums of all samples so far, by slot number (unix time // WIDTH)."""
 
     def __init__(self) -> None:
         self.slots: dict[int, Slot] = {}
@@ -88,9 +89,9 @@ class UsageSums:
         self._current: int | None = None  # the slot in which the next interval begins
 
     def add(self, snapshot: Snapshot, longest: float, wanted: Wanted | None = None) -> None:
-        """Add the time since the snapshot before; of more than *longest* seconds nothing is known.
+        """Add the time since the last snapshot, unless it is longer than *longest* seconds: then it counts as unknown.
 
-        *wanted*: uid -> GPUs that the user waits for now; None: unknown.
+        *wanted* maps a uid to the GPUs that the user waits for now, or is None if that is unknown.
         """
         before, self.now = self.now, snapshot
         self._current = math.floor(snapshot.taken_at / WIDTH)
@@ -141,9 +142,10 @@ def _device_row(device: Device, watts: float | None, claimed: bool | None) -> Ro
 def _user_rows(
     device: Device, snapshot: Snapshot, around: Sequence[ClaimRecord] | None
 ) -> Iterator[tuple[tuple[int, str], tuple[float, ...]]]:
-    """Per second of each user of *device*.  A claim counts once, on the device that it names, and whole.
+    """Yield the sums of one second for each user of *device*.  A claim counts once, whole, on the device that it names.
 
-    A process under none of the claims *around* has none; None: the device is divided, and its instances tell.
+    A process that belongs to none of the claims *around* is unclaimed.  *around* is None if the device is divided,
+    because unclaimed processes then count on its instances.
     """
     instances = [other for other in snapshot.devices if other.parent_uuid == device.uuid] if around is None else []
     here = [record for record in snapshot.claims if record.alive and device.uuid in record.devices]
@@ -157,7 +159,7 @@ def _user_rows(
         some = listed is None or any(record in working for record in own)
         works = _works(device, listed, divided=bool(instances)) if some else False
         if works is False and not listed and not is_idle(device) and hides_use(device):
-            works = None  # memory tells of processes that the list does not
+            works = None  # memory in use shows that the list is missing processes
         yield (uid, device.uuid), (1000.0, 1000.0 * (works is True), 1000.0 * (works is False), 0.0)
     if around is not None:
         strangers = {process.uid for process in listed or () if claim_of(process, around, {}) is None}
@@ -167,7 +169,7 @@ def _user_rows(
 
 
 def _listed(devices: list[Device]) -> list[GpuProcess] | None:
-    """What computes on a device and its instances; None: the driver gives no list that can be believed."""
+    """The processes that compute on a device and its instances, or None if the driver gives no plausible list."""
     known = [device for device in devices if device.processes is not None]
     if not known or not all(device.processes_plausible for device in known):
         return None
@@ -187,25 +189,25 @@ def _sum(highest: bool, old: float | None, new: float | None, seconds: float) ->
 
 
 VERSION = 2
-SLOTS = {WIDTH: 720, 60: 2880, 900: 38400}  # seconds of a slot -> how many are kept: 2 hours, 48 hours, 400 days
+SLOTS = {WIDTH: 720, 60: 2880, 900: 38400}  # width in seconds -> slots that are kept: 2 hours, 48 hours, 400 days
 COARSEST = max(SLOTS)
 
-EPOCH = 1_577_836_800  # 2020, a slot of each width begins there: keys of the years until 2035 take five bytes
-NUMBER_BITS = 16  # of a key are the number of a device or a holder
+EPOCH = 1_577_836_800  # 2020, where a slot of each width begins, so that keys until 2035 take five bytes
+NUMBER_BITS = 16  # of a key hold the number of a device or a holder
 MOST_NUMBERS = 2**NUMBER_BITS - 1
 
 TICK_MS, MEMORY_MIB = 40, 16  # the units in which time and memory are kept
-# By the end of a column's name above: the end of its name in the tables, and the unit.
+# The end of a column's name above -> (the end of its name in the tables, the unit).
 _UNIT_FACTORS = {
     "_ms": ("_ticks", TICK_MS),
     "_mib_sum": ("_16mib_sum", MEMORY_MIB),
     "_mib_max": ("_16mib_max", MEMORY_MIB),
 }
-# Of a user's time: what is claimed is the sum of the first three.
+# The parts of a user's time; the first three add up to the claimed time.
 USER_PARTS = ("used_ms", "idle_ms", "unknown_ms", "unclaimed_ms")
 COLUMNS = {"devices": DEVICE_COLUMNS, "users": USER_PARTS, "waiting": WAITING_COLUMNS}
 
-# What the numbers in the keys mean.  A holder without a device waits for one.
+# These tables say what the numbers in the keys mean.  A holder without a device waits for one.
 NAMES = (
     "CREATE TABLE devices (id INTEGER PRIMARY KEY, uuid TEXT UNIQUE NOT NULL, name TEXT, parent TEXT, place INTEGER)",
     "CREATE TABLE holders (id INTEGER PRIMARY KEY, uid INTEGER NOT NULL, device INTEGER NOT NULL, UNIQUE(uid, device))",
@@ -221,7 +223,7 @@ def stored(column: str) -> tuple[str, int]:
 
 
 def key(slot: int, number: int, width: int) -> int:
-    """Of the row of that device or holder; rows of one slot lie together."""
+    """The key of a row: *number* is that of its device or holder.  The rows of one slot lie together."""
     return (slot - EPOCH // width << NUMBER_BITS) + number
 
 
@@ -231,9 +233,9 @@ def slot_of(row: int, width: int) -> int:
 
 
 def rows(kind: str, width: int) -> str:
-    """A query, to be put in brackets, for the rows from one key up to before another, with the columns as above.
+    """A sub-query for the rows from one key up to, but without, another; the columns are named as above.
 
-    Devices have `device`, a number; the others `uid` and, as a number, `device`; users also have `claimed_ms`.
+    Rows of devices have `device`, a number.  All others have `uid` and `device`, and those of users have `claimed_ms`.
     """
     columns = [f"(key >> {NUMBER_BITS}) + {EPOCH // width} AS slot"]
     columns += [f"{name} * {unit} AS {column}" for column in COLUMNS[kind] for name, unit in [stored(column)]]
@@ -249,7 +251,7 @@ def rows(kind: str, width: int) -> str:
 
 
 def holdings(width: int) -> str:
-    """A query, likewise, for what each user had of each device, `had`, and what that took: both in ticks and joules."""
+    """A sub-query as of rows(): the ticks for which each user had each device, `had`, and that device's own columns."""
     return (
         f"SELECT users.key >> {NUMBER_BITS} AS slot, device, uid, joules, seen, unknown,"
         " used_ticks + idle_ticks + unknown_ticks + unclaimed_ticks AS had"
@@ -263,7 +265,7 @@ def holdings(width: int) -> str:
 def _table(kind: str, width: int) -> str:
     names = [name for name, _ in map(stored, COLUMNS[kind])]
     columns = ", ".join(f"{name} INTEGER{'' if name.endswith('_max') else ' NOT NULL'}" for name in names)
-    # By rowid: rows that are added at the end fill their pages to 96 %, WITHOUT ROWID to 84 %.
+    # Not WITHOUT ROWID: rows that are added at the end fill their pages to 96 %, but only to 84 % in such a table.
     return f"CREATE TABLE {kind}_{width}s (key INTEGER PRIMARY KEY, {columns})"
 
 

@@ -1,7 +1,7 @@
-"""The file of the usage store, open for writing by one process: opened, locked, checked, set aside when it is damaged.
+"""The file of the usage store, which one process opens, locks, checks and writes, and sets aside when it is damaged.
 
 After each write the journal is moved into the file: see queries for why readers need that, and why no other process may
-hold a lock.  A damaged file is renamed, never deleted.  Raises what os and sqlite3 raise: recorder says it in words.
+hold a lock.  A damaged file is renamed, never deleted.  Errors of os and sqlite3 pass through: recorder words them.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from gpuguard.model import Device
 from gpuguard.users import user_name
 
 LOCK_SECONDS = 1.0
-MOST_BYTES = 256 * 2**20  # 8 devices with 3 users each take 36 MB; from here on the oldest days make room
+MOST_BYTES = 256 * 2**20  # 8 devices with 3 users each take 36 MB; beyond this the oldest days are removed
 # A user with user namespaces has 65536 uids without a name, and a ticket of each would take the room of all others.
-MOST_NAMELESS = 256  # in one slot, and none that is new once half of the numbers are taken
-EXPIRED = 2  # expired slots that each new one removes: a clock that is wrong for a while does not empty the store
+MOST_NAMELESS = 256  # such uids in one slot; no new ones are kept once half of the numbers are taken
+EXPIRED = 2  # expired slots that each new one removes, so that a clock that is wrong for a while empties no store
 DAY = 86400 // COARSEST
-# Of each column: its unit, and whether it is a highest value.
+# For each column, its unit and whether it holds a highest value.
 _UNITS = {
     kind: tuple((stored(column)[1], column.endswith("_mib_max")) for column in columns)
     for kind, columns in COLUMNS.items()
 }
-_FORGET = {  # those of whom no row tells any more
+_FORGET = {  # removes the numbers that no row uses any more
     "devices": "DELETE FROM devices WHERE id NOT IN (SELECT device FROM holders"
     + "".join(f" UNION SELECT key & {MOST_NUMBERS} FROM devices_{width}s" for width in SLOTS)
     + ")",
@@ -58,20 +58,20 @@ _FORGET = {  # those of whom no row tells any more
 
 
 class Outdated(sqlite3.DatabaseError):
-    """The file is whole, and of an earlier version of gpuguard."""
+    """The file is whole, but an earlier version of gpuguard wrote it."""
 
 
 def opened(path: str, *, check: bool) -> sqlite3.Connection:
-    """The store, made if it does not exist, kept from all other processes until it is closed.
+    """Open the store, making it if it does not exist, and lock out all other processes until it is closed.
 
     Args:
-        path: in a directory where only we can write.
-        check: whether the whole file is looked through.
+        path: of the file, in a directory where only this user can write.
+        check: whether to check the whole file for damage.
 
     Raises:
-        sqlite3.DatabaseError: itself, none of its subclasses: the file is damaged.
-        Outdated: an earlier version of gpuguard has written it.
-        GpuguardError: it is not ours, or of another version.
+        sqlite3.DatabaseError: the file is damaged; this class itself, none of its subclasses.
+        Outdated: an earlier version of gpuguard wrote it.
+        GpuguardError: it is not ours, or not a store of this version.
         OSError, sqlite3.OperationalError: it cannot be opened now.
     """
     _make(path)
@@ -80,11 +80,11 @@ def opened(path: str, *, check: bool) -> sqlite3.Connection:
     except sqlite3.OperationalError as error:
         if "locked" not in str(error):
             raise
-        # A user who may read the file can hold a lock on it for ever; in a copy of it no user can.
+        # A user who may read the file can hold a lock on it forever, but holds none on a new copy.
         _renew(path)
         connection = _connected(path, check=check)
     for end in ("", JOURNAL):
-        # By name: a descriptor that is closed would take the lock along.
+        # By name, because closing a descriptor would release the lock.
         with suppress(FileNotFoundError):
             os.chmod(path + end, 0o644)
     return connection
@@ -93,16 +93,16 @@ def opened(path: str, *, check: bool) -> sqlite3.Connection:
 def lock(path: str) -> int:
     """Become the one writer of the store, until the returned descriptor is closed.
 
-    Raises GpuguardError: another process is.
+    Raises GpuguardError if another process is the writer.
     """
     _make_directory(os.path.dirname(path))
-    # Not for others, who could keep the daemon away with it.  filelock makes the file open to all before its version
+    # The file is closed to others, who could keep the daemon out with it.  filelock opens it to all before its version
     # 3.10, and on a file system without flock it takes a lock that outlives a daemon that is killed.
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        os.close(descriptor)  # it is tried again and again
+        os.close(descriptor)  # the caller tries again and again
         if not isinstance(error, BlockingIOError):
             raise OSError(error.errno, error.strerror, path) from None
         raise GpuguardError(
@@ -112,7 +112,7 @@ def lock(path: str) -> int:
 
 
 def set_aside(path: str, why: str = "damaged") -> str:
-    """Rename a store that is of no use, and its journal; the new name."""
+    """Rename an unusable store and its journal, and return the new name."""
     name = f"{path}.{why}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     while os.path.lexists(name):
         name += "-again"
@@ -123,7 +123,7 @@ def set_aside(path: str, why: str = "damaged") -> str:
 
 
 def write(connection: sqlite3.Connection, slots: Mapping[int, Slot], devices: Iterable[Device]) -> None:
-    """Add *slots* to all resolutions, all or nothing; *devices* gives their names to new ones."""
+    """Add *slots* to the tables of all widths, or to none.  *devices* has the names of devices that are new."""
     with _transaction(connection):
         slots = {number: _without_crowd(slot) for number, slot in slots.items()}
         numbers = _numbers(connection, {uuid for slot in slots.values() for uuid in slot.devices}, devices)
@@ -139,14 +139,14 @@ def write(connection: sqlite3.Connection, slots: Mapping[int, Slot], devices: It
 
 
 def move_journal(connection: sqlite3.Connection) -> None:
-    """Move the journal into the file, so that a reader of it alone sees everything."""
+    """Move the journal into the file, so that a reader of the file alone sees everything."""
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
 
 def _make_directory(path: str) -> None:
     if not os.path.isdir(path):
         os.makedirs(path, exist_ok=True)
-        os.chmod(path, 0o755)  # whatever the umask: everybody may read
+        os.chmod(path, 0o755)  # everybody may read it, whatever the umask is
 
 
 def _make(path: str) -> None:
@@ -157,7 +157,7 @@ def _make(path: str) -> None:
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != os.geteuid():
             raise GpuguardError("it is not a file of ours alone.  Look at it with `ls -l`, and move it away.") from None
-    # Until we hold the lock no other process shall open it.
+    # No other process may open it before we hold the lock.
     os.chmod(path, 0o600)
 
 
@@ -182,7 +182,7 @@ def _connected(path: str, *, check: bool) -> sqlite3.Connection:
             raise GpuguardError(f"it is of another version of gpuguard ({version}).  Move it away, or update.")
         if check and (fault := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(" ".join(str(fault).split()))
-        with _transaction(connection):  # takes the lock, if nothing has yet
+        with _transaction(connection):  # takes the lock if nothing has taken it yet
             connection.execute("SELECT COUNT(*) FROM devices").fetchone()
         move_journal(connection)
     except (sqlite3.Error, GpuguardError):
@@ -192,16 +192,16 @@ def _connected(path: str, *, check: bool) -> sqlite3.Connection:
 
 
 def _renew(path: str) -> None:
-    """Put a copy in the place of a file that another process has locked."""
+    """Replace a file that another process has locked by a copy of it."""
     copy = f"{path}.new"
     for end in ("", JOURNAL):
         with suppress(FileNotFoundError):
-            os.unlink(copy + end)  # of one who was killed at it
+            os.unlink(copy + end)  # from a daemon that was killed here
     os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     shutil.copyfile(path, copy)
     with suppress(FileNotFoundError):
         shutil.copyfile(path + JOURNAL, copy + JOURNAL)
-    _connected(copy, check=False).close()  # which moves its journal into it
+    _connected(copy, check=False).close()  # this moves the journal into the copy
     os.rename(copy, path)
     with suppress(FileNotFoundError):
         os.unlink(path + JOURNAL)
@@ -220,7 +220,7 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def _numbers(connection: sqlite3.Connection, uuids: set[str], devices: Iterable[Device]) -> dict[str, int]:
-    """The numbers by which the tables know these devices."""
+    """uuid -> the number by which the tables know the device; new devices are given one."""
     known = {device.uuid: device for device in devices}
     ids = dict(connection.execute("SELECT uuid, id FROM devices"))
     for uuid in sorted(uuids, key=[*known, *(uuids - known.keys())].index):  # numbered in the order of the machine
@@ -231,7 +231,7 @@ def _numbers(connection: sqlite3.Connection, uuids: set[str], devices: Iterable[
             connection.execute("INSERT INTO devices (id, uuid, name, parent) VALUES (?, ?, ?, ?)", row)
     for device in known.values():
         if device.parent_uuid is None:
-            # The index that it had last, and no other has any more. By name: an early Python 3.12 warns of ?1.
+            # It is the last index that the device had, so no other keeps it.  An early Python 3.12 warns of ?1.
             connection.execute(
                 "UPDATE devices SET place = CASE uuid WHEN :uuid THEN :place END"
                 " WHERE (uuid = :uuid AND place IS NOT :place) OR (uuid != :uuid AND place = :place)",
@@ -241,7 +241,7 @@ def _numbers(connection: sqlite3.Connection, uuids: set[str], devices: Iterable[
 
 
 def _without_crowd(slot: Slot) -> Slot:
-    """*slot* with at most so many uids that have no name, and those first that have a device."""
+    """*slot* with at most MOST_NAMELESS uids that have no name; those with a device are kept first."""
     holding = {uid for uid, _ in slot.users}
     uids = holding | slot.waiting.keys()
     if len(uids) <= MOST_NAMELESS:
@@ -261,7 +261,7 @@ def _has_name(uid: int) -> bool:
 def _holders(
     connection: sqlite3.Connection, slots: Iterable[Slot], numbers: Mapping[str, int]
 ) -> dict[tuple[int, int], int]:
-    """The numbers by which the tables know (uid, number of a device), and (uid, 0) of those who wait."""
+    """(uid, number of a device) -> the number by which the tables know it; users who wait have (uid, 0)."""
     ids = {(uid, device): number for number, uid, device in connection.execute("SELECT id, uid, device FROM holders")}
     for slot in slots:
         for uid, device in (*((uid, numbers[uuid]) for uid, uuid in slot.users), *((uid, 0) for uid in slot.waiting)):
@@ -275,7 +275,7 @@ def _free_number(connection: sqlite3.Connection, table: str) -> int:
     (last,) = connection.execute(f"SELECT COALESCE(MAX(id), 0) FROM {table}").fetchone()
     if last < MOST_NUMBERS:
         return int(last) + 1
-    # MIG instances have other uuids each time they are made: after years of that many are forgotten.
+    # MIG instances get other uuids each time they are made; after years of that the unused ones are forgotten.
     connection.execute(_FORGET[table])
     taken = {number for (number,) in connection.execute(f"SELECT id FROM {table}")}
     free = next((number for number in range(1, MOST_NUMBERS + 1) if number not in taken), None)
@@ -287,7 +287,7 @@ def _free_number(connection: sqlite3.Connection, table: str) -> int:
 def _rows(
     slots: Mapping[int, Slot], numbers: Mapping[str, int], holders: Mapping[tuple[int, int], int]
 ) -> dict[str, list[tuple[tuple[int, int], tuple[int | None, ...]]]]:
-    """kind -> rows of its table, each with its slot and the number in its key."""
+    """kind -> the rows of its table, each with its slot and the number in its key."""
     rows: dict[str, list[tuple[tuple[int, int], tuple[int | None, ...]]]] = {kind: [] for kind in COLUMNS}
     for number, slot in slots.items():
         for uuid, row in slot.devices.items():
@@ -303,7 +303,7 @@ def _rows(
 
 
 def _kept(kind: str, row: Iterable[float | None]) -> tuple[int | None, ...]:
-    """*row* in the units of its table; the highest value is rounded up, so that no mean lies above it."""
+    """Convert *row* to the units of its table.  A highest value is rounded up, so that no mean lies above it."""
     return tuple(
         None if value is None else math.ceil(value / unit) if highest else round(value / unit)
         for value, (unit, highest) in zip(row, _UNITS[kind], strict=True)
@@ -311,7 +311,7 @@ def _kept(kind: str, row: Iterable[float | None]) -> tuple[int | None, ...]:
 
 
 def _expire(connection: sqlite3.Connection, table: str, until: int, most: int, width: int) -> None:
-    """Remove the oldest slots before the key *until*, so many at most."""
+    """Remove the oldest slots before the key *until*, at most *most* of them."""
     for _ in range(most):
         (oldest,) = connection.execute(f"SELECT MIN(key) FROM {table}").fetchone()
         if oldest is None or oldest >= until:
