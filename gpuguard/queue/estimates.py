@@ -1,6 +1,6 @@
-"""How long a job will take, estimated from the user's earlier jobs; for those that wait behind it.
+"""Estimates from the user's earlier jobs how long a job will take, for the requests that wait behind it.
 
-Only a hint: a start that is planned by it is no promise that gpuguard can keep, unlike one by time limits.
+An estimate is only a hint: gpuguard cannot promise a start that is planned by it, unlike one planned by time limits.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from gpuguard.history.audit_log import events_path, read_log
 from gpuguard.jsonio import loads
 
 TAIL_BYTES = 256 * 1024  # about 800 lines
-NEWEST = 2  # jobs: more of them tell less of the next one (Tsafrir, Etsion and Feitelson 2007)
-FIRST_WORDS = 16  # of a command line, among which the script is looked for: launchers have options of their own
+NEWEST = 2  # jobs; more of them predict the next one less well (Tsafrir, Etsion and Feitelson 2007)
+FIRST_WORDS = 16  # of a command line are searched for the script, because launchers have options of their own
 SCRIPTS = (".py", ".sh")
 
 
 def expected_seconds(command: Sequence[str], path: str | None = None) -> float | None:
-    """How long the last jobs took that ran the same program (and script), else the last ones of any, by the audit log.
+    """Estimate a job's seconds from the last jobs that ran the same program (and script), or else from any last jobs.
 
-    That is the user's own by default.  None where there are none.
+    The jobs are those of the audit log at *path*, by default the user's own.  Returns None if it has none.
     """
-    wanted = program(" ".join(command)[:1000].split(" "))  # the audit log has the beginning of very long lines
+    wanted = program(" ".join(command)[:1000].split(" "))  # the audit log keeps only the beginning of very long lines
     commands: dict[str, str] = {}
     lasted: list[float] = []
     alike: list[float] = []
@@ -44,12 +44,12 @@ def expected_seconds(command: Sequence[str], path: str | None = None) -> float |
                     lasted.append(seconds)
                     alike += [seconds] if name == wanted else []
         except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError):
-            continue  # torn, or of another program
+            continue  # a torn line, or one that another program wrote
     return estimate(alike or lasted)
 
 
 def _words(line: str) -> list[str]:
-    """What stands between the blanks of a command line, without the quotes of a shell."""
+    """Split a command line at its blanks, and remove a shell's quotes."""
     if "'" in line:
         with suppress(ValueError):  # cut off within quotes
             line = " ".join(shlex.split(line))
@@ -57,13 +57,13 @@ def _words(line: str) -> list[str]:
 
 
 def estimate(lasted: Sequence[float]) -> float | None:
-    """How many seconds the next job will take, from those of the earlier ones, the newest last."""
+    """Estimate the seconds of the next job from those of the earlier ones (newest last), or None if there are none."""
     newest = lasted[-NEWEST:]
     return sum(newest) / len(newest) if newest else None
 
 
 def probable_end(since: float, seconds: float, now: float) -> float:
-    """When a job that runs *since* (unix time) ends, if it was to take so many *seconds*: doubled when exceeded."""
+    """When a job that began at *since* ends (unix time); its expected *seconds* double each time it exceeds them."""
     lasts = max(1.0, seconds)
     while since + lasts <= now:
         lasts *= 2
@@ -71,7 +71,7 @@ def probable_end(since: float, seconds: float, now: float) -> float:
 
 
 def program(command: Sequence[str]) -> str:
-    """What is compared: the program, and what it is told to run: ``"python train.py"``, ``"torchrun train.py"``."""
+    """The words by which jobs are compared: the program and what it runs, like ``"python train.py"``."""
     words = [word for word in command if word]
     name = os.path.basename(words[0]) if words else ""
     rest = [word for word in words[1:FIRST_WORDS] if not word.startswith("-")]

@@ -1,10 +1,10 @@
-"""The leader of the queue: learns what may change it, samples once for all, and wakes the requests that may start.
+"""The leader of the queue: it notices changes, samples once for all requests, and wakes those that may start.
 
-The driver is read only after something ended that matters: a claim, a ticket, a process without a claim.  The kernel
-reports when the last holder of a file that was open for writing closes it, however that dies (inotify, IN_CLOSE_WRITE),
-so a process that watches the directory of records and tickets is woken, and reading them wakes none.  Where the kernel
-reports nothing (no inotify left, memory that is still being freed, a utilization that must fall) the leader samples
-again after a while, less and less often.  Does not decide which process leads: see waiter.
+The driver is read only after something that matters has ended: a claim, a ticket, or a process without a claim.  The
+kernel reports when the last holder of a file that was open for writing closes it, however the holder dies (inotify,
+IN_CLOSE_WRITE).  So a process that watches the directory of records and tickets is woken, while reading these files
+wakes none.  Where the kernel reports nothing (no inotify watch is left, memory is still being freed, a utilization must
+fall), the leader samples again after a while, less and less often.  Does not decide which process leads: see waiter.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from gpuguard.queue.priority import Ticket
 from gpuguard.queue.state import QueueState, is_responsive
 from gpuguard.queue.tickets import wake
 
-MAY_START = b"."  # the byte by which a process is woken that may start
-HEALTH_SECONDS = 300.0  # between two checks whether devices were lost, or came back
-SAMPLE_SECONDS = 10.0  # while a request waits for what the kernel does not report
-SETTLE_SECONDS = 0.25  # at first, while an unclaimed device is not empty yet; then twice that, and so on
-CHECK_SECONDS = (0.02, 0.2, 2.0)  # after a file was closed: its lock is given up a moment later
+MAY_START = b"."  # the byte that wakes a process that may start
+HEALTH_SECONDS = 300.0  # between two checks for devices that were lost or came back
+SAMPLE_SECONDS = 10.0  # between two samples while a request waits for something that the kernel does not report
+SETTLE_SECONDS = 0.25  # the first pause while an unclaimed device is not empty yet; each further one is twice as long
+CHECK_SECONDS = (0.02, 0.2, 2.0)  # after a file was closed, because its lock is released a moment later
 POLL_SECONDS = 2.0  # between two checks of the locks and the tickets where inotify is not available
-CLAIM_SECONDS = 0.002  # the locks of one claim are given up one after the other
-START_SECONDS = 0.5  # a request that was woken starts within so long, or is woken again
-PART = 4  # at most one in so many parts of the time is spent on samples because of tickets that come and go
+CLAIM_SECONDS = 0.002  # to wait for all locks of one claim, which are released one after the other
+START_SECONDS = 0.5  # a request that was woken starts within this time, or is woken again
+PART = 4  # samples because of tickets that come and go take at most one in so many parts of the time
 MOST_WATCHED = 64  # processes without a claim whose end is awaited
 
 # linux/inotify.h
 _ATTRIB, _CLOSE_WRITE, _MOVED_TO, _DELETE, _DELETE_SELF, _OVERFLOW = 0x4, 0x8, 0x80, 0x200, 0x400, 0x4000
-REPLACED = "replaced"  # what is reported of a single file
+REPLACED = "replaced"  # reported in place of the name of a file elsewhere
 _HEAD = struct.Struct("iIII")
 
 
 class DirectoryWatch:
-    """Reports which files of a directory appeared, ended or were removed.
+    """Reports which files of a directory appeared, were closed after writing, or were removed.
 
     Raises:
-        OSError: the kernel gives no further watch to this user (fs.inotify.max_user_instances).
+        OSError: the kernel gives this user no further watch (fs.inotify.max_user_instances).
     """
 
     def __init__(self, path: str) -> None:
@@ -62,12 +62,12 @@ class DirectoryWatch:
             raise OSError(number, os.strerror(number), path)
 
     def follow(self, paths: Iterable[str]) -> None:
-        """Report also when one of these files, elsewhere, is removed or replaced; if it is there."""
+        """Report as well when one of these files elsewhere is removed or replaced; one that is missing is ignored."""
         for path in paths:
             self._libc.inotify_add_watch(self.descriptor, os.fsencode(path), _ATTRIB | _DELETE_SELF)
 
     def names(self) -> set[str]:
-        """The names of changed files since the last call; "" when some were lost."""
+        """The names of files that changed since the last call; "" is among them if the kernel lost some."""
         changed: set[str] = set()
         while True:
             try:
@@ -81,7 +81,7 @@ class DirectoryWatch:
                 events = events[_HEAD.size + length :]
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         os.close(self.descriptor)
 
 
@@ -92,14 +92,14 @@ class ProcessWatch:
         self._open: dict[int, int] = {}  # pid -> pidfd
 
     def watch(self, pids: Iterable[int]) -> set[int]:
-        """Wait for exactly these from now on; returns those that cannot be watched, or have ended already."""
+        """Watch exactly these processes from now on; return those that cannot be watched or have ended already."""
         wanted, unwatched = set(pids), set()
         for pid in self._open.keys() - wanted:
             os.close(self._open.pop(pid))
         for pid in wanted - self._open.keys():
             try:
                 self._open[pid] = os.pidfd_open(pid)
-            except (OSError, OverflowError):  # ended, of another namespace, no descriptors left; or it is no pid at all
+            except (OSError, OverflowError):  # it ended, is of another namespace or no pid, or no descriptor is left
                 unwatched.add(pid)
         ended = wait_for(self._open.values(), 0.0)
         for pid in [pid for pid, descriptor in self._open.items() if descriptor in ended]:
@@ -109,16 +109,16 @@ class ProcessWatch:
 
     @property
     def descriptors(self) -> list[int]:
-        """Readable once the process has ended."""
+        """Descriptors that are readable once their process has ended."""
         return list(self._open.values())
 
     def close(self) -> None:
-        """Watch no process any more."""
+        """Stop watching all processes."""
         self.watch(())
 
 
 def wait_for(descriptors: Collection[int], seconds: float | None) -> set[int]:
-    """Which of *descriptors* are readable; sleeps until one is, at most so many seconds."""
+    """Sleep until one of *descriptors* is readable, at most so many seconds, and return those that are."""
     poll = select.poll()  # select() knows no descriptor above 1023
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -126,9 +126,9 @@ def wait_for(descriptors: Collection[int], seconds: float | None) -> set[int]:
 
 
 def flock_holder(descriptor: int) -> int | None:
-    """The pid of the process that took the flock on this file, as the kernel says, or None."""
+    """The pid of the process that took the flock on this file, as the kernel reports it, or None."""
     try:
-        # Pid 0 is one in another pid namespace.
+        # Pid 0 stands for a process in another pid namespace.
         return next((int(pid) or None for _, pid, _ in takers_of([as_written(descriptor)]) or ()), None)
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EACCES):
@@ -139,23 +139,23 @@ def flock_holder(descriptor: int) -> int | None:
 class Leader:
     """Leads the queue of a machine with the devices *uuids*, until close().
 
-    *read* samples the machine and the queue for all that wait; with health now and then, and where a request that was
-    woken did not start.
+    *read* samples the machine and the queue for all requests that wait.  It is told to read the health of devices as
+    well now and then, and when a request that was woken did not start.
     """
 
     def __init__(self, directory: LockDirectory, uuids: Sequence[str], read: Callable[[bool], QueueState]) -> None:
         self._directory, self._uuids, self._read = directory, tuple(uuids), read
-        self._processes = ProcessWatch()  # those without a claim
+        self._processes = ProcessWatch()  # for those without a claim
         self._watch: DirectoryWatch | None = None
-        with suppress(OSError):  # none left: then the files are checked now and then
+        with suppress(OSError):  # no watch is left, so the files are checked now and then
             self._watch = DirectoryWatch(directory.records)
-        self._tickets: frozenset[str] = frozenset()  # their names, where there is no watch
+        self._tickets: frozenset[str] = frozenset()  # names of their files, if there is no watch
         self._locked: frozenset[str] = frozenset()  # names of the locks that were held before the last sample
-        self._startable: list[Ticket] = []  # those that could start at the last sample
+        self._startable: list[Ticket] = []  # the tickets that could start at the last sample
         self._woken_at: dict[str, float] = {}  # id of a ticket -> when it was woken, monotonic
         self._unresponsive: list[Ticket] = []
         self._checks: list[float] = []  # monotonic times at which the locks are checked
-        self._sample_at = 0.0  # and when the driver is read although nothing is known to have ended
+        self._sample_at = 0.0  # monotonic time at which the driver is read even if nothing is known to have ended
         self._start_pause = START_SECONDS  # until the same requests are woken again
         self._settle_pause = SETTLE_SECONDS
         self._health_at = time.monotonic() + HEALTH_SECONDS  # when the health of the devices is read next
@@ -163,16 +163,16 @@ class Leader:
 
     @property
     def descriptors(self) -> list[int]:
-        """Readable when something has happened."""
+        """Descriptors that are readable when something has happened."""
         return [*([self._watch.descriptor] if self._watch else []), *self._processes.descriptors]
 
     @property
     def until(self) -> float:
-        """When to come back at the latest, monotonic."""
+        """Monotonic time at which to call must_sample() again at the latest."""
         return min([self._sample_at, *self._checks])
 
     def must_sample(self, ready: Collection[int]) -> bool:
-        """Whether it is time to sample; *ready* are the descriptors that are readable."""
+        """Whether it is time to sample; *ready* holds the descriptors that are readable."""
         now = time.monotonic()
         if self._watch and self._watch.descriptor in ready:
             names = self._watch.names()
@@ -187,9 +187,9 @@ class Leader:
         return time.monotonic() >= self._sample_at
 
     def sample(self, own: str) -> bool:
-        """Sample once for all and wake the requests that may start, or never can; whether *own* is one of them.
+        """Sample once for all requests and wake those that may start, or never can; tell whether *own* is among them.
 
-        *own* is given each time: the leader may have had to make its ticket anew.
+        *own* is the id of the leader's ticket.  It is passed each time, because the ticket may have been made anew.
         """
         began = time.monotonic()
         self._locked = locks_held(self._directory, self._uuids)
@@ -205,7 +205,7 @@ class Leader:
         if with_health:
             self._health_at = now + HEALTH_SECONDS
         self._uuids = tuple(device.uuid for device in queue.snapshot.devices)
-        # A request that cannot be met any more is woken, too, and finds that out for itself.
+        # A request that cannot be met any more is woken as well, so that it finds that out for itself.
         self._startable = [
             position.ticket
             for position in queue.positions
@@ -230,7 +230,7 @@ class Leader:
         return any(ticket.id == own for ticket in self._startable)
 
     def close(self) -> None:
-        """Lead no longer."""
+        """Stop leading."""
         self._processes.close()
         if self._watch:
             self._watch.close()
@@ -246,7 +246,7 @@ class Leader:
         return frozenset(name for name in os.listdir(self._directory.records) if name.startswith(start))
 
     def _was_lock_released(self) -> bool:
-        """Whether a lock was released, as far as it is time to check that."""
+        """Check whether a lock was released, if it is time for that."""
         now = time.monotonic()
         if not self._checks or now < self._checks[0]:
             return False
@@ -261,7 +261,7 @@ class Leader:
         return True
 
     def _pause(self, queue: QueueState) -> float:
-        """Seconds until the driver is read although nothing is known to have ended."""
+        """Seconds until the driver is read even if nothing is known to have ended."""
         if not queue.positions:
             return SAMPLE_SECONDS  # the driver did not answer
         claimed = {uuid for claim in queue.facts.claims for uuid in claim.devices}
@@ -274,12 +274,12 @@ class Leader:
         )
         without_record = any(claim.since is None for claim in queue.facts.claims)  # its end is not reported
         is_blind = bool(unwatched) or len(pids) > MOST_WATCHED
-        # What it waits for, although devices are free, can change by time alone: a job exceeds its limit or its usual
-        # length, another request its promise or the bound.
+        # A request that waits although devices are free may start by time alone: when a job exceeds its limit or its
+        # usual length, or another request exceeds its promise or the bound.
         is_held_back = any(position.held_back_by for position in queue.positions)
         polls = is_blind or waits_for_values or without_record or is_held_back
         pause = SAMPLE_SECONDS if polls else HEALTH_SECONDS
-        # A device in use by no process that can be watched: mostly memory of a job that was killed just now.
+        # A device may be in use by no process that can be watched.  Mostly a job was killed and its memory is left.
         if unwatched or any(
             device.processes is None
             or (not device.processes and (device.memory_used is None or device.memory_used > idle_limit(device)))

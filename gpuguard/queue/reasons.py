@@ -38,9 +38,9 @@ def _from_or_until(reservation: Reservation, now: float) -> str:
 
 
 def kept_for_others(queue: QueueState, ticket_id: str) -> dict[str, str]:
-    """uuid -> for which user it is kept, of the devices on which others may start now, or that are reserved for them.
+    """uuid -> for whom the device is kept, in words: others may start on it now, or it is reserved for them.
 
-    A share is not kept from other shares: the plan does not count memory, the claim does.
+    A share keeps no device from other shares, because the claim counts memory and the plan does not.
     """
     mine = queue.of(ticket_id)
     shares = mine.request is not None and mine.request.share
@@ -55,8 +55,8 @@ def kept_for_others(queue: QueueState, ticket_id: str) -> dict[str, str]:
 def reserved_for_others(
     backend: Backend, directory: LockDirectory, snapshot: Snapshot, request: Request
 ) -> dict[str, str]:
-    """uuid -> for which user it is reserved, of the devices that this user could not have now in an empty queue."""
-    # With the health of all: a reservation that seems to have room on a broken device needs another one.
+    """uuid -> for whom it is reserved, in words, for devices that this user could not have even in an empty queue."""
+    # The health of all devices is needed: a reservation that seems to have room on a broken one needs another.
     snapshot = snapshot.updated(backend.sample({MEMORY, PROCESSES, HEALTH}))
     facts = read_queue_facts(directory, snapshot, QueueRules(fair_share=False))
     ticket = new_ticket([request])
@@ -65,7 +65,7 @@ def reserved_for_others(
 
 
 def reserved_now(snapshot: Snapshot, reserved: ReservationCalendar) -> dict[str, str]:
-    """uuid -> for whom it is reserved, of the devices that are kept for reservations that have begun."""
+    """uuid -> for whom it is reserved, in words, for devices that are kept for reservations that have begun."""
     begun = tuple(reservation for reservation in reserved.reservations if reservation.begins <= reserved.now)
     facts = QueueFacts(claims=snapshot.claims, quarantined=dict(snapshot.quarantined), reservations=begun)
     any_user = Ticket(id="", uid=-1, user="", since=reserved.now, requests=(Request(),))
@@ -74,7 +74,7 @@ def reserved_now(snapshot: Snapshot, reserved: ReservationCalendar) -> dict[str,
 
 
 def brief_text(position: QueuePosition, queue: QueueState) -> str:
-    """The same for one line of a terminal, the reason first: ``"the job of bob has no time limit (2 of 3)"``."""
+    """One line for a terminal, the reason first: ``"the job of bob has no time limit (2 of 3 in the queue)"``."""
     text = start_text(position, queue, brief=True)
     if position.ticket.after:
         return text
@@ -84,7 +84,7 @@ def brief_text(position: QueuePosition, queue: QueueState) -> str:
 
 
 def position_text(position: QueuePosition, queue: QueueState) -> str:
-    """``"number 2 of 3 in the queue, starts in about 2h"``; without a number for a request that is not queued yet."""
+    """``"number 2 of 3 in the queue, starts in about 2h"``, without the number if the request is not queued yet."""
     text = start_text(position, queue)
     if position.ticket.after:
         return text
@@ -96,7 +96,7 @@ def position_text(position: QueuePosition, queue: QueueState) -> str:
 def start_text(position: QueuePosition, queue: QueueState, *, brief: bool = False) -> str:
     """When it starts and why not earlier: ``"starts in about 2h, when GPU 3 is free: time limit of al's job"``.
 
-    *brief*: where it is not known when, only why; and not when at the latest.
+    With *brief* the latest start is left out, and an unknown start is left out before its reason.
     """
     text, latest = _likely_text(position, queue, brief), certain_start(position)
     soonest = max(queue.now, position.start or 0.0) + 1
@@ -108,9 +108,10 @@ def start_text(position: QueuePosition, queue: QueueState, *, brief: bool = Fals
 
 
 def certain_start(position: QueuePosition) -> float | None:
-    """When it starts at the latest (unix time), if time limits are kept; None: unknown.
+    """When it starts at the latest (unix time) if time limits are kept, or None if that is unknown.
 
-    Others may put it off until its promise.  The promise alone says little: who had less GPU time may have come since.
+    Others may put it off until its promise.  The promise alone is not enough, because users with less GPU time may have
+    joined since.
     """
     return None if position.latest is None else max(position.latest, position.ticket.promise or 0.0)
 
@@ -139,7 +140,7 @@ def _likely_text(position: QueuePosition, queue: QueueState, brief: bool) -> str
 
 
 def _kept_out_text(request: Request, devices: Sequence[str], queue: QueueState) -> str | None:
-    """What keeps a share from the first of *devices* beside the claims there, whose ends the plan knows."""
+    """What keeps a share off one of *devices*, or None; not the claims there, because the plan knows their ends."""
     if not request.share:
         return None
     try:
@@ -156,7 +157,7 @@ def _kept_out_text(request: Request, devices: Sequence[str], queue: QueueState) 
 
 
 def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) -> str:
-    """The ticket or the reservation that it would delay; of a reservation also when it starts instead, or could."""
+    """The request or the reservation that *position* would delay, and when it could start or will start instead."""
     for other in queue.positions:
         if other.ticket.id == delayed:
             facts = {"user": other.ticket.user, "count": other.ticket.num_gpus}
@@ -164,7 +165,7 @@ def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) ->
             if other.ticket.since + queue.bound < queue.now:
                 waited = format_duration(round(queue.now - other.ticket.since))
                 text = _("{user}'s request for {count}, which has waited for {waited}").format(**facts, waited=waited)
-            room = int((other.latest or 0.0) - queue.now) // 60 * 60.0  # whole minutes, which one writes
+            room = int((other.latest or 0.0) - queue.now) // 60 * 60.0  # whole minutes, as people write them
             if room > 0:
                 text += _("; with a --time-limit of at most {limit} it could start now").format(
                     limit=format_duration(room)
@@ -184,7 +185,7 @@ def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) ->
 
 
 def unplanned_texts(queue: QueueState, users: Collection[str] = ()) -> list[str]:
-    """Of each user (or of *users* alone) with more requests than are planned at a time, how many are not, in words."""
+    """One text for each user (or each of *users*) with more requests than are planned at a time: how many wait."""
     return [
         ngettext(
             "{count} more request of {user} waits until those before it have started",
@@ -197,7 +198,7 @@ def unplanned_texts(queue: QueueState, users: Collection[str] = ()) -> list[str]
 
 
 def passing_text(position: QueuePosition, queue: QueueState) -> str | None:
-    """Until when shorter requests may start before this one; None where a start was promised, or it starts now."""
+    """Until when shorter requests may start before this one, or None if a start was promised or it starts now."""
     ticket = position.ticket
     if position.now or ticket.after or ticket.promise is not None or position.request is None:
         return None
@@ -214,7 +215,7 @@ def _start_in_words(start: float, queue: QueueState) -> str:
 
 
 def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str:
-    """Which device is the last one to be free, and what says so."""
+    """Which device is the last one to be free and how that is known, or "" if it is not known."""
     for reservation in queue.facts.reservations:
         if abs(reservation.ends - start) < 1.0:
             return _("after the reservation of {user} {time}").format(
@@ -257,7 +258,10 @@ def _unknown_end_text(position: QueuePosition, queue: QueueState) -> str:
 
 
 def _on_the_same_devices(position: QueuePosition, queue: QueueState) -> QueuePosition | None:
-    """The nearest request before it that is planned on one of its devices, and starts no later as far as is known."""
+    """The nearest request before it that is planned on one of its devices and starts no later, or None.
+
+    If the start of *position* is unknown, any start counts.
+    """
     before = [other for other in queue.positions[: position.number - 1] if set(other.devices) & set(position.devices)]
     if position.start is not None:  # a small job may find room before a large one
         before = [other for other in before if other.start is not None and other.start <= position.start]

@@ -1,7 +1,7 @@
 """The queue at one moment: the tickets, the machine, and the plan that follows from both.
 
 Reads the tickets, claims, restrictions, recent use and the site's rules, but not the driver.  Does not wait: see
-waiter.  Does not put it in words: see explain.
+waiter.  Does not put the plan into words: see reasons.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from gpuguard.select import Choice, choose, claimed_by, possible, usable_togethe
 from gpuguard.users import accountable_uid, accountable_uids
 
 UNRESPONSIVE_SECONDS = 15.0  # a ticket whose waker is not read for so long is passed over
-USAGE_SECONDS = 60.0  # the greatest age of what is known of the users' GPU time
-WaitingTickets = tuple[Sequence[Ticket], Sequence[IgnoredFile]]  # as read_tickets() gives them
+USAGE_SECONDS = 60.0  # after which the users' GPU time is read again
+WaitingTickets = tuple[Sequence[Ticket], Sequence[IgnoredFile]]  # as read_tickets() returns them
 _known_usage: dict[str, tuple[float, dict[int, float] | None]] = {}  # path -> monotonic time, answer
 
 
 @dataclass(frozen=True)
 class QueueFacts:
-    """What is known beside a snapshot."""
+    """What is known besides a snapshot."""
 
-    claims: Sequence[ClaimRecord] = ()  # that live
+    claims: Sequence[ClaimRecord] = ()  # only those that live
     quarantined: Mapping[str, str] = field(default_factory=dict)  # uuid -> why it is out of service, in words
-    denied: Mapping[str, Restriction] = field(default_factory=dict)  # of users who may make no claim now, by uid
-    usage: Mapping[int, float] | None = None  # uid -> recent GPU-seconds; None: not counted here
+    denied: Mapping[str, Restriction] = field(default_factory=dict)  # by uid, for users who may make no claim now
+    usage: Mapping[int, float] | None = None  # uid -> recent GPU-seconds, or None if they are not counted here
     set_back: frozenset[str] = frozenset()  # ids of tickets, and uids as text, that were moved to the end of the queue
-    reservations: tuple[Reservation, ...] = ()  # that count
+    reservations: tuple[Reservation, ...] = ()  # only those that count
     changes_at: float = float("inf")  # unix time at which the next of these is over by itself
-    restriction_files: tuple[str, ...] = ()  # where a change of the restrictions would show
-    reserved: ReservationCalendar = field(default_factory=ReservationCalendar)  # all of them, to be shown
+    restriction_files: tuple[str, ...] = ()  # those in which a change of the restrictions would show
+    reserved: ReservationCalendar = field(default_factory=ReservationCalendar)  # all reservations, to be shown
 
 
 @dataclass(frozen=True)
 class QueueState:
-    """The queue at one moment; *unresponsive*: ids of tickets whose processes do not respond, so they are passed."""
+    """The queue at one moment.  Tickets in *unresponsive* (ids) are passed, because their processes do not respond."""
 
     positions: tuple[QueuePosition, ...]
     ignored: tuple[IgnoredFile, ...]
@@ -75,20 +75,20 @@ class QueueState:
     facts: QueueFacts
     now: float
     unresponsive: frozenset[str] = frozenset()
-    bound: float = QueueRules.bound  # seconds after which a request is passed only by what ends in time
+    bound: float = QueueRules.bound  # seconds after which a request is passed only by jobs that end in time
     sharing: Mapping[str, Sharing] = field(default_factory=dict)  # uuid -> who shares the device
 
     def of(self, ticket_id: str) -> QueuePosition:
-        """The position of a ticket that it has."""
+        """The position of a ticket that is in the queue."""
         return next(position for position in self.positions if position.ticket.id == ticket_id)
 
 
 def read_queue(
     directory: LockDirectory, snapshot: Snapshot, mine: Ticket | None = None, *, rules: QueueRules | None = None
 ) -> QueueState:
-    """The queue as it is now; with the ticket *mine* at its end, if that has no file yet.
+    """Read the queue as it is now, with the ticket *mine* at its end if that has no file yet.
 
-    *snapshot* has the fields that the requests of the queue need; *rules* are the site's, None: as its file says.
+    *snapshot* has the fields that the requests of the queue need.  *rules* are the site's, or None to read its file.
     """
     if rules is None:
         rules = read_queue_settings(directory).rules
@@ -96,7 +96,7 @@ def read_queue(
 
 
 def read_queue_facts(directory: LockDirectory, snapshot: Snapshot, rules: QueueRules) -> QueueFacts:
-    """The claims, restrictions, reservations and recent use, as they are now."""
+    """Read the claims, restrictions, reservations and recent use as they are now."""
     now = time.time()
     uuids = [device.uuid for device in snapshot.devices]
     quarantined = read_restrictions(directory, QUARANTINED, now)
@@ -105,7 +105,7 @@ def read_queue_facts(directory: LockDirectory, snapshot: Snapshot, rules: QueueR
     restrictions = (*quarantined.values(), *denied.values(), *set_back.values())
     ends = [restriction.until for restriction in restrictions if restriction.until is not None]
     with Gate(directory):
-        claims = probe_in_gate(directory, uuids)  # holders, from all of /proc, do not matter here
+        claims = probe_in_gate(directory, uuids)  # without holders: they need all of /proc, and do not matter here
     reserved = reservation_calendar(directory, uuids, claims, now)
     return QueueFacts(
         claims=claims,
@@ -121,7 +121,7 @@ def read_queue_facts(directory: LockDirectory, snapshot: Snapshot, rules: QueueR
 
 
 def _recent_usage(directory: LockDirectory, rules: QueueRules) -> dict[int, float] | None:
-    """uid -> recent GPU-seconds from the daemon's store; None without one."""
+    """uid -> recent GPU-seconds from the daemon's store, or None if there is none."""
     path, now = store_path(directory), time.monotonic()
     read_at, known = _known_usage.get(path, (-USAGE_SECONDS, None))
     if now - read_at >= USAGE_SECONDS:
@@ -141,10 +141,10 @@ def queue_state(
     mine: Ticket | None = None,
     waiting: WaitingTickets | None = None,
 ) -> QueueState:
-    """The positions of all tickets, and which may start now; *mine* as it is, not as its file says, if it has one.
+    """Find the positions of all tickets, and those that may start now; *mine* counts as it is, not as its file says.
 
     A process that is stopped (Ctrl-Z), or does not respond, keeps its position, but no other request waits for it.
-    *waiting* is what read_tickets() gave a moment ago; None: it is read now.
+    *waiting* holds the tickets that were read a moment ago, or is None to read them now.
     """
     tickets, ignored = waiting or read_tickets(directory)
     if mine and all(ticket.id != mine.id for ticket in tickets):
@@ -176,7 +176,7 @@ def queue_state(
         if all(ticket.id == own or is_responsive(directory, ticket) for ticket in starting):
             positioned = tuple(positions), tuple(ignored)
             return QueueState(*positioned, snapshot, facts, now, frozenset(unresponsive), rules.bound, sharing)
-        # Where one does not respond, many may not: the script that started them all may have been stopped.
+        # If one does not respond, many may not, because the script that started them all may have been stopped.
         for ticket in tickets:
             if ticket.id != own and not is_responsive(directory, ticket):
                 unresponsive[ticket.id] = "it does not answer"
@@ -184,17 +184,17 @@ def queue_state(
 
 
 def _further_offers(positions: Sequence[QueuePosition]) -> set[str]:
-    """Ids of the tickets that could start beside another one of their user, while another user waits.
+    """Ids of the tickets that could start beside another one of their user while another user waits.
 
-    Where users may be hostile, all tickets of one user keep devices from others as one ticket does: the next one may
-    start when that has started.  Those of the user that want no more are among them: else one of them after the other
-    could start in the next plan, and of 1,000 each plan takes long.
+    Where users may be hostile, all tickets of one user may keep only as many devices from others as one ticket does;
+    the next may start once that one has started.  The user's tickets that want no more GPUs are included: otherwise
+    one after another could start in the next plan, and with 1,000 tickets each plan takes long.
     """
     starting = [position for position in positions if position.now and position.request]
     others = [position for position in positions if not position.now and position.request]
     waiting = {position.ticket.owner for position in others if not position.ticket.after}
     first = {position.ticket.owner: position.ticket.id for position in reversed(starting)}
-    most: dict[int, int] = {}  # owner -> GPUs that one of the further tickets wants
+    most: dict[int, int] = {}  # owner -> the most GPUs that one of the further tickets wants
     for ticket, request in ((position.ticket, position.request) for position in starting):
         if ticket.id != first[ticket.owner] and waiting - {ticket.owner} and request:
             most[ticket.owner] = max(request.num_gpus, most.get(ticket.owner, 0))
@@ -214,7 +214,7 @@ def _passed_over(tickets: Sequence[Ticket], reasons: Mapping[str, str]) -> list[
 
 
 def kept_from(snapshot: Snapshot, facts: QueueFacts, ticket: Ticket) -> dict[str, Reservation]:
-    """uuid -> for which reservation it is kept, of the devices that *ticket* must leave alone in an empty queue."""
+    """uuid -> the reservation for which *ticket* must leave the device alone, even in an empty queue."""
     if not facts.reservations:
         return {}
     now = time.time()
@@ -224,7 +224,7 @@ def kept_from(snapshot: Snapshot, facts: QueueFacts, ticket: Ticket) -> dict[str
 
 
 def _sharing(snapshot: Snapshot, facts: QueueFacts, requests: Collection[Request]) -> Mapping[str, Sharing]:
-    """As sharing_of(), once for all *requests*: who started a process is read from /proc."""
+    """Call sharing_of() once for all *requests*, because it reads from /proc who started a process."""
     return sharing_of(snapshot, facts.claims) if any(request.share for request in requests) else {}
 
 
@@ -252,9 +252,9 @@ def _machine(
 
 
 def choose_for(snapshot: Snapshot, request: Request, facts: QueueFacts, sharing: Mapping[str, Sharing]) -> Choice:
-    """The devices that will do for one request, of any user; *sharing* as of sharing_of().
+    """Choose the devices that will do for one request of any user; *sharing* comes from sharing_of().
 
-    Raises InvalidRequest: see select.choose().
+    Raises InvalidRequest as choose() does.
     """
     alone = [claim for claim in facts.claims if not (request.share and claim.slots)]
     taken = claimed_by(alone, snapshot.taken_at) | dict(facts.quarantined)
@@ -262,7 +262,7 @@ def choose_for(snapshot: Snapshot, request: Request, facts: QueueFacts, sharing:
 
 
 def fit(snapshot: Snapshot, request: Request, facts: QueueFacts, sharing: Mapping[str, Sharing]) -> Fit:
-    """The devices for one request, of any user; *sharing* as of sharing_of()."""
+    """The devices for one request of any user; *sharing* comes from sharing_of()."""
     try:
         choice = choose_for(snapshot, request, facts, sharing)
     except InvalidRequest:  # it names a device that is not there any more
@@ -277,7 +277,7 @@ def fit(snapshot: Snapshot, request: Request, facts: QueueFacts, sharing: Mappin
 
 
 def last_ends(claims: Sequence[ClaimRecord], end_of: Callable[[ClaimRecord], float | None]) -> dict[str, float]:
-    """uuid -> unix time at which the last claim on it ends; without those for which *end_of* one of them is unknown."""
+    """uuid -> unix time at which the last claim on the device ends, unless *end_of* is None for a claim on it."""
     ends: dict[str, float] = {}
     for claim in claims:
         end = end_of(claim)
@@ -287,7 +287,7 @@ def last_ends(claims: Sequence[ClaimRecord], end_of: Callable[[ClaimRecord], flo
 
 
 def expected_end(claim: ClaimRecord, now: float) -> float | None:
-    """When a claim ends by what earlier jobs of its user have taken, at the latest by its time limit; None: unknown."""
+    """When a claim ends, judged by its user's earlier jobs but no later than its time limit; or None if unknown."""
     if claim.expected is None:
         return claim.ends
     since = min(now, claim.expected) if claim.since is None else claim.since
@@ -300,7 +300,7 @@ def _guessed_end(claim: ClaimRecord, now: float) -> float:
 
 
 def usage_of_owners(usage: Mapping[int, float]) -> dict[int, float]:
-    """The use of all uids of a user together: with a new uid for each job a user would always have had nothing."""
+    """Add up the use of all uids of each user; otherwise a new uid for each job would always have used nothing."""
     together: dict[int, float] = {}
     for uid, owner in accountable_uids(usage).items():
         together[owner] = together.get(owner, 0.0) + usage[uid]
@@ -308,7 +308,7 @@ def usage_of_owners(usage: Mapping[int, float]) -> dict[int, float]:
 
 
 def used_by(claims: Sequence[ClaimRecord], now: float) -> dict[int, float]:
-    """uid -> GPU-seconds of the claims that live, where the earlier ones are not counted."""
+    """uid -> GPU-seconds of the claims that live, for where the use of earlier ones is not known."""
     usage: dict[int, float] = {}
     for claim in claims:
         if claim.since is not None and claim.uid >= 0:
@@ -317,7 +317,7 @@ def used_by(claims: Sequence[ClaimRecord], now: float) -> dict[int, float]:
 
 
 def is_responsive(directory: LockDirectory, ticket: Ticket) -> bool:
-    """Whether its process is neither stopped nor stuck, and reads its waker."""
+    """Whether the ticket's process is neither stopped nor stuck, and reads its waker."""
     with suppress(OSError):
         if ticket.pid is not None and os.stat(f"/proc/{ticket.pid}").st_uid == ticket.uid and is_stopped(ticket.pid):
             return False
