@@ -1,4 +1,4 @@
-"""What an outer scheduler or a container has decided already, and what Slurm tells of its jobs.
+"""What an outer scheduler or a container has already decided, and what Slurm says about its jobs.
 
 Start reading in visible_devices.  Claims nothing: see jobs.slurm_claim, and gpuguard.ray for Ray.
 """

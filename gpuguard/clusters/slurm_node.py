@@ -1,10 +1,11 @@
-"""On a node of a Slurm cluster: to whom Slurm has given which device, for the guard.
+"""On a node of a Slurm cluster: the users to whom Slurm has given each device, for the guard.
 
-`scontrol` is asked, because only the controller knows it all: an allocation without a step (salloc) leaves no trace on
-the node, and a process's environment is its owner's.  What is not certain counts in favour of people: a job whose
-devices are not told may have any of them, a user who started a process after the list was made may have got a device
-since, and where Slurm's numbers may not be the driver's, nothing is said at all.  What users can write into the list
-(names of jobs) can only name more people.  Asks in a thread of its own.  Does not judge: see OutsideSchedulerRule.
+`scontrol` is asked, because only the controller knows everything: an allocation without a step (salloc) leaves no trace
+on the node, and a process's environment belongs to its owner.  Uncertainty counts in favour of users: a job whose
+devices are unknown may have any of them, a user who started a process after the list was made may have got a device
+since, and where Slurm's numbers may differ from the driver's, nothing is said at all.  Text that users can write into
+the list (names of jobs) can only name more users.  Asks in a thread of its own.  Does not judge: see
+OutsideSchedulerRule.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from gpuguard.model import Device, Snapshot
 from gpuguard.procfs import boot_clock
 from gpuguard.sanitize import neutralise
 
-# A node has one of these; the last is that of a cluster whose nodes fetch their configuration.
+# A node has one of these files; it has the last one if the nodes of its cluster fetch their configuration.
 TRACES = (
     "/run/slurmd.pid", "/run/slurm/slurmd.pid", "/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf",
     "/run/slurm/conf/slurm.conf", "/var/spool/slurmd/conf-cache/slurm.conf",
 )  # fmt: skip
 SECONDS = 20.0  # for an answer of the controller
-ASK_SECONDS = 30.0  # between two questions; the controller answers with all jobs of the cluster
-REST = 50.0  # and at least so many times as long as the last answer took: a large cluster is asked more rarely
-TIMEOUT_SECONDS = 15.0  # and for one with all jobs
-STALE_SECONDS = 180.0  # after which an answer says nothing any more
-TICKS_SECONDS = 2.0  # a process that started so shortly before the question may be of a job that was not in it
+ASK_SECONDS = 30.0  # between two queries; the controller answers with all jobs of the cluster
+REST = 50.0  # and at least so many times as long as the last answer took, so that a large cluster is asked less often
+TIMEOUT_SECONDS = 15.0  # for an answer with all jobs
+STALE_SECONDS = 180.0  # after which an answer does not count any more
+TICKS_SECONDS = 2.0  # a process that started so shortly before the query may belong to a job that the answer lacks
 
 OVER = frozenset({
     "PENDING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
@@ -43,33 +44,33 @@ OVER = frozenset({
 _OUT_OF_SERVICE = ("DOWN", "DRAIN", "FAIL", "MAINT", "RESERVED", "UNKNOWN", "FUTURE", "POWER")
 _DETAIL = re.compile(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")
 _UID = re.compile(r"(?:^|\s)UserId=\S*\((\d{1,10})\)", re.ASCII)
-# Of at most three digits, or the name of a job could make the guard count until its memory is gone.
+# Numbers have at most three digits, or the name of a job could make the guard count until its memory is gone.
 _INDEX = re.compile(r"\(IDX:((?:(?:\d{1,3}(?:-\d{1,3})?)?(?:,|(?=\))))*)\)", re.ASCII)
 _GRES = re.compile(r"(?:^|,)(gpu|mps|shard)\b([^,()]*)(\([^)]*\))?")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job that has something of this node."""
+    """A job that has resources of this node."""
 
-    uids: frozenset[int]  # of its owner; more than one when its name was made to look like more
-    gpus: frozenset[int] | None  # Slurm's numbers of the GPUs that it has on this node; None: not told
+    uids: frozenset[int]  # of its owner; more than one if the job's name was made to look like further owners
+    gpus: frozenset[int] | None  # Slurm's numbers of the GPUs that it has on this node, or None if they are unknown
 
 
 @dataclass(frozen=True)
 class SlurmNodeState:
-    """What Slurm says of this node."""
+    """What Slurm says about this node."""
 
     name: str
-    gpus: int  # that it gives away, if they are of one type: it numbers those of several in an order of its own
-    in_service: bool  # whether what no job has is free to none; on a drained node an admin may use it by hand
+    gpus: int  # how many it gives away, or 0 if they are of several types, which it numbers in an order of its own
+    in_service: bool  # whether no user may use a device that no job has; on a drained node an admin may, by hand
 
 
-Answer = tuple[float, SlurmNodeState, tuple[Job, ...]]  # when it was asked for, on the boot clock
+Answer = tuple[float, SlurmNodeState, tuple[Job, ...]]  # the first is the time of the query on the boot clock
 
 
 def node_of(text: str, host: str) -> SlurmNodeState | None:
-    """The node out of `scontrol show node -o NAME`; None when it is not *host*, the first part of our name."""
+    """The node in the output of `scontrol show node -o NAME`, or None if *host* (our name's first part) is another."""
     facts: dict[str, str] = dict(re.findall(r"(?:^|\s)(NodeName|NodeHostName|Gres|State)=(\S+)", text))
     if "NodeName" not in facts or facts.get("NodeHostName", facts["NodeName"]).partition(".")[0] != host:
         return None
@@ -85,7 +86,7 @@ def node_of(text: str, host: str) -> SlurmNodeState | None:
 
 
 def jobs_on(text: str, node: str) -> tuple[Job, ...]:
-    """The living jobs on *node* out of `scontrol show job -d -o`, one job per line."""
+    """The living jobs on *node* in the output of `scontrol show job -d -o`, which has one job per line."""
     jobs = []
     for line in text.splitlines():
         states = re.findall(r"(?:^|\s)JobState=(\w+)", line)
@@ -103,9 +104,9 @@ def jobs_on(text: str, node: str) -> tuple[Job, ...]:
 def given(
     jobs: Sequence[Job], node: SlurmNodeState, devices: Sequence[Device], newcomers: frozenset[int] = frozenset()
 ) -> Mapping[str, frozenset[int]]:
-    """uuid -> users to whom Slurm has given the device, for devices of which that is certain.
+    """uuid -> uids to which Slurm has given the device, for devices of which that is certain.
 
-    *jobs* are all living ones of the node; *newcomers* uids that may have got any device since these were listed.
+    *jobs* are all living jobs of the node; *newcomers* are uids that may have got any device since those were listed.
     """
     if misnumbered(node, devices):
         return {}
@@ -120,7 +121,7 @@ def given(
 
 
 def misnumbered(node: SlurmNodeState, devices: Sequence[Device]) -> str | None:
-    """Why Slurm's numbers may mean other devices than the driver's; None when they mean the same."""
+    """Why Slurm's numbers may mean other devices than the driver's, or None if they mean the same."""
     ordered = sorted(devices, key=lambda device: device.index)
     minors = [device.minor_number for device in ordered if device.minor_number is not None]
     if any(device.parent_uuid for device in devices):
@@ -131,9 +132,9 @@ def misnumbered(node: SlurmNodeState, devices: Sequence[Device]) -> str | None:
 
 
 def is_in(node: str, hostlist: str) -> bool:
-    """Whether "n1,n[08-09]" names a node; n09 is one of it.  A name with two brackets is no node's.
+    """Whether a list like "n1,n[08-09]" names *node*; this one names n09.  A name with two brackets names no node.
 
-    The names are not made: users write into what looks like such a list, too, and a short one names millions.
+    The list is not expanded: users can write text that looks like such a list, and a short one names millions.
     """
     for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?[^,\[\]]*", hostlist):
         start, bracket, rest = part.partition("[")
@@ -153,7 +154,7 @@ def is_in(node: str, hostlist: str) -> bool:
 
 
 def _gpus_in(gres: str) -> Iterator[frozenset[int] | None]:
-    """The numbers that each GPU resource of "gpu:tesla:2(IDX:0-1),shard:1(1/8,0/8)" names, None where it names none."""
+    """The numbers of each GPU resource in "gpu:tesla:2(IDX:0-1),shard:1(1/8,0/8)", or None if it names none."""
     for _, count, place in _GRES.findall(gres):
         if index := _INDEX.fullmatch(place):
             spans = [span.partition("-") for span in index[1].split(",") if span]
@@ -169,7 +170,7 @@ def is_here(root: str = "/") -> bool:
 
 @dataclass(frozen=True)
 class SlurmReply:
-    """What a command of Slurm's said."""
+    """The reply of a Slurm command."""
 
     status: int
     output: str
@@ -177,12 +178,12 @@ class SlurmReply:
 
     @property
     def reason(self) -> str:
-        """Why it failed: the first line of what it complained of, made harmless."""
+        """Why it failed: the first line of its error messages, made harmless."""
         return neutralise(self.fault.partition("\n")[0]) or f"it ends with {self.status}"
 
 
 def run_slurm(*words: str, seconds: float = SECONDS) -> SlurmReply | None:
-    """What a command of Slurm's answers; None when it cannot be started, or hangs."""
+    """Run a Slurm command and return its reply, or None if it cannot be started or hangs."""
     program = shutil.which(words[0]) or shutil.which(words[0], path="/usr/bin:/usr/local/bin:/opt/slurm/bin")
     if program is None:
         return None
@@ -203,19 +204,19 @@ def run_slurm(*words: str, seconds: float = SECONDS) -> SlurmReply | None:
 
 
 def scontrol(*words: str) -> str | None:
-    """What `scontrol` answers; None when it does not."""
+    """Run `scontrol` and return its output, or None if it fails."""
     reply = run_slurm("scontrol", *words, seconds=TIMEOUT_SECONDS)
     return reply.output if reply and reply.status == 0 else None
 
 
 class SlurmNode:
-    """Slurm's side of this node, as of some seconds ago.
+    """What Slurm said about this node some seconds ago.
 
     Args:
-        ask: sends words to `scontrol`.
-        is_root: whether Slurm shows us everybody's jobs in any case; others see them without PrivateData=jobs.
-        every: seconds between two questions.
-        say: told, in words, when and why nothing is known of this node, each reason once in a row.
+        ask: runs `scontrol` with these words and returns its output.
+        is_root: whether Slurm shows us the jobs of all users in any case; others see them without PrivateData=jobs.
+        every: seconds between two queries.
+        say: is called with the reason when nothing is known of this node, once for each reason in a row.
     """
 
     def __init__(
@@ -230,20 +231,20 @@ class SlurmNode:
         self._ask, self._every, self._say = ask, every, say
         self._host = host or socket.gethostname().partition(".")[0]
         self._is_root = os.geteuid() == 0 if is_root is None else is_root
-        self._hidden = False  # whether the jobs of others are
+        self._hidden = False  # whether Slurm hides the jobs of others from us
         self._answer: Answer | None = None
-        self._failed = False  # whether the last question was not answered
+        self._failed = False  # whether the last query was not answered
         self._next = 0.0
         self._told: str | None = None
         self._thread: threading.Thread | None = None
 
     def given(self, snapshot: Snapshot) -> Mapping[str, frozenset[int]] | None:
-        """As given(), by the last answer, and None where there is no Slurm; asks again where it is time."""
+        """Apply given() to the last answer, or return None if there is no Slurm; asks again when it is time."""
         here, now = is_here(), time.monotonic()
         if here and now >= self._next and not (self._thread and self._thread.is_alive()):
             self._next = now + self._every
             self._thread = threading.Thread(target=self.refresh, name="gpuguard-slurm", daemon=True)
-            with suppress(RuntimeError):  # there are too many: it is asked the next time
+            with suppress(RuntimeError):  # there are too many threads; a later call tries again
                 self._thread.start()
         answer = self._answer
         if answer and not 0 <= snapshot.clock - answer[0] <= STALE_SECONDS:
@@ -261,7 +262,7 @@ class SlurmNode:
         return given(jobs, node, snapshot.devices, frozenset(newcomers))
 
     def _report(self, here: bool, answer: Answer | None, snapshot: Snapshot) -> None:
-        """Report why the rule holds nowhere, as a policy has it."""
+        """Report why the rule `outside_scheduler` fires nowhere."""
         why = misnumbered(answer[1], snapshot.devices) if answer else None
         if not here:
             why = "this is no node of a Slurm cluster: it has neither a slurmd nor a slurm.conf"
@@ -285,13 +286,13 @@ class SlurmNode:
         self._hidden = shown is False
         took = time.monotonic() - began
         self._next = began + max(self._every, REST * took)
-        # No answer changes nothing: the last one is good until it is stale.
+        # Without an answer nothing changes: the last one counts until it is stale.
         self._failed = node is None or listed is None
         if node is not None and listed is not None:
             self._answer = asked, node, jobs_on(listed, node.name)
 
     def _shows_all(self) -> bool | None:
-        """Whether we are shown everybody's jobs; None when that is not told."""
+        """Whether Slurm shows us the jobs of all users (PrivateData), or None if it does not say."""
         if self._is_root:
             return True
         found = re.search(r"^PrivateData\s*=\s*(.*)$", self._ask("show", "config") or "", re.MULTILINE)
