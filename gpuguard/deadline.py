@@ -1,9 +1,10 @@
-"""Reads that may never come back, each in another thread: of what a process has in its memory, above all.
+"""Reads that may never come back, above all those of a process's memory, each in another thread.
 
-A command line lies in the memory of its process, which can map a file of its owner's file system there (FUSE) that
-never answers: `ps` hangs, then.  Here one thread hangs for each such user, and of that user nothing more is known until
-it comes back.  A user whose reads each come back just in time gets no more time than one whose reads never do: see
-SHARE.  What a read waits for a processor does not count.  Decides nothing: what was not read in time is unknown.
+A command line lies in the memory of its process, and the process can map a file there that never answers, because it
+lies on a file system of the owner's (FUSE).  Then `ps` hangs.  Here one thread hangs for each such user, and nothing
+more is known of that user until it comes back.  A user whose reads each come back just in time gets no more time than
+one whose reads never do: see SHARE.  Time that a read waits for a processor does not count.  Decides nothing: a value
+that was not read in time is unknown.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 SECONDS = 0.5  # the worker that reads the devices has 1.5 s for each
-SECONDS_AGAIN = 0.02  # while others hang: many users who do so must not take the time of all
+SECONDS_AGAIN = 0.02  # while other reads hang, so that many users with such reads do not take the time of all
 SHARE = 0.05  # of all time may go to reads of one user's processes, in the long run
-NOTICED = 0.002  # seconds; 200 processes of which each read takes less hold up nothing
-MOST_HANGING = 16  # or nearly so: from then on none of users without a name, of whom one user can have 65536
+NOTICED = 0.002  # seconds; 200 processes whose reads each take less hold up nothing
+MOST_HANGING = 16  # hanging or slow; then none is tried for a uid without a name: one user can have 65536 of those
 
 
 class _Within(threading.local):
-    """What reads within a read took, in each thread: they count by themselves."""
+    """What the reads within a read took, in each thread; they are counted separately."""
 
     seconds, waits = 0.0, 0
 
@@ -66,19 +67,19 @@ class _ReadingThread:
 
 _within = _Within()
 _free: list[_ReadingThread] = []
-Key = tuple[int, str]  # accountable uid, kind of the look
+Key = tuple[int, str]  # accountable uid, kind of read
 _hanging: dict[Key, _ReadingThread] = {}  # readers that still wait for something of that user
-_spent: dict[Key, tuple[float, float]] = {}  # seconds that slow reads took, and when; SHARE of the time pays it off
+_spent: dict[Key, tuple[float, float]] = {}  # seconds that slow reads took, and when; SHARE of the time pays them off
 
 
 def in_time(pid: int, kind: str, read: Callable[[], T], times: int = 1) -> T | None:
-    """What *read* returns about a process; None: it fails, or does not come back.
+    """Return what *read* returns about a process, or None if it fails or does not come back.
 
     Args:
         pid: of the process.
-        kind: what is read; while one read of a user's processes hangs no other one of that kind is tried.
-        read: called in another thread; an OSError that it raises means None, another error is the caller's.
-        times: how much longer than one it may take, of a read with such reads in it.
+        kind: what is read; while one read of a user's processes hangs, no other one of that kind is tried.
+        read: is called in another thread.  An OSError that it raises gives None; any other error is raised here.
+        times: how many times as long as one read it may take, if there are several such reads in it.
     """
     try:
         uid = os.stat(f"/proc/{pid}").st_uid
@@ -97,7 +98,7 @@ def in_time(pid: int, kind: str, read: Callable[[], T], times: int = 1) -> T | N
     try:
         reader = _free.pop() if _free else _ReadingThread()
         reader = reader if reader.pid == os.getpid() else _ReadingThread()
-    except (IndexError, RuntimeError):  # another thread was quicker; there are too many threads
+    except (IndexError, RuntimeError):  # another thread was quicker, or there are too many threads
         return None
     reader.read = read
     waits = _waits()
@@ -118,7 +119,7 @@ def in_time(pid: int, kind: str, read: Callable[[], T], times: int = 1) -> T | N
 
 
 def _collect() -> None:
-    """Take the readers back that do not hang any more."""
+    """Take back the readers that no longer hang."""
     for key, reader in list(_hanging.items()):
         if reader.pid != os.getpid():  # we were forked: its thread stayed with the parent
             _hanging.pop(key, None)
@@ -129,12 +130,12 @@ def _collect() -> None:
 
 
 def _waits() -> int:
-    """How often this thread has waited for something else than a processor."""
+    """How often this thread has waited for something other than a processor."""
     return getrusage(RUSAGE_THREAD).ru_nvcsw
 
 
 def stopwatch() -> Callable[[], float]:
-    """A function for the seconds since, in this thread, without those in which others had the processor."""
+    """Return a function that gives this thread's seconds since now, without those in which others had the processor."""
     begun, used, waits = monotonic(), thread_time(), _waits()
 
     def took() -> float:
@@ -145,13 +146,13 @@ def stopwatch() -> Callable[[], float]:
 
 
 def charge(key: Key, took: float, now: float, noticed: float = NOTICED) -> None:
-    """A read of that user took so many seconds: SHARE of the time from *now* (monotonic) on pays it off."""
+    """Charge a user for a read that took so many seconds; SHARE of the time from *now* (monotonic) on pays it off."""
     if took > noticed:
         _spent[key] = owed_by(now).get(key, 0.0) + took, now
 
 
 def owed_by(now: float) -> dict[Key, float]:
-    """The seconds that slow reads took and that are not paid off yet."""
+    """The seconds that slow reads of each user took and that are not paid off yet."""
     for key, (seconds, since) in list(_spent.items()):
         if seconds <= (now - since) * SHARE:
             _spent.pop(key, None)
@@ -159,7 +160,7 @@ def owed_by(now: float) -> dict[Key, float]:
 
 
 def _most(times: int, others: float) -> float:
-    """How long reads of one user may take, where those of *others* took so long just now."""
+    """How long a read of one user may take, if other slow reads have just taken *others* seconds."""
     if times > 1:
         return times * SECONDS
     return SECONDS_AGAIN if _hanging else max(SECONDS_AGAIN, SECONDS - others)

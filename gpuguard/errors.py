@@ -13,7 +13,7 @@
     +-- ClaimError              claims cannot be made or kept
         +-- LockDirectoryError  the directory of the lock files cannot be trusted or used
         +-- ClaimLost           a device that this process held has another owner now
-        +-- AlreadyClaimed      this process has devices by another call, and would take further ones
+        +-- AlreadyClaimed      this process has devices from another call, and would take further ones
         +-- CudaInitialized     CUDA runs in this process already: too late to choose its devices
 
 The message says what happened and what to do next; the facts behind it are attributes.
@@ -44,7 +44,7 @@ CROWDED = N_(
 
 
 def shortage(error: Exception) -> str | None:
-    """What this machine, or this user, has no more of, and what to look at; None: it is another *error*."""
+    """What this machine or this user has run out of and what to look at, or None if *error* has another reason."""
     code = error.errno if isinstance(error, OSError) else None
     if code == errno.EMFILE:
         most = os.sysconf("SC_OPEN_MAX")
@@ -65,7 +65,7 @@ def shortage(error: Exception) -> str | None:
 
 
 def passing(error: Exception) -> str | None:
-    """The shortage that *error* comes of, which may be over when one looks again; None: it is something else."""
+    """The shortage that caused *error* and may be over at the next try, or None if it had another cause."""
     cause = error.__cause__ if isinstance(error, GpuguardError) else error
     return shortage(cause) if isinstance(cause, Exception) else None
 
@@ -122,11 +122,11 @@ class NotEnoughGpus(GpuguardError):
         self.wanted = wanted
         self.available = available
         self.refused = tuple(refused)
-        self.brief = ""  # of a request that waits: why, for one line of a terminal
+        self.brief = ""  # why a request waits, for one line of a terminal
 
 
 class ImpossibleRequest(NotEnoughGpus):
-    """The request can never be met on this machine, however long one waits."""
+    """The request can never be met on this machine, however long it waits."""
 
 
 class WaitTimeout(NotEnoughGpus):
@@ -134,7 +134,7 @@ class WaitTimeout(NotEnoughGpus):
 
     @classmethod
     def after(cls, missing: NotEnoughGpus) -> WaitTimeout:
-        """For what was still missing when it was over."""
+        """Make the error from the one that says what was still missing when the time was over."""
         text = _("the time to wait is over: {missing}").format(missing=missing)
         return cls(text, missing.wanted, missing.available, missing.refused)
 
@@ -152,7 +152,7 @@ class ClaimLost(ClaimError):
 
 
 class AlreadyClaimed(ClaimError):
-    """This process has devices by another call of grab_gpus().
+    """This process has devices from another call of grab_gpus().
 
     Args:
         claim: of that call.

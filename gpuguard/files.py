@@ -1,8 +1,8 @@
 """Files that programs and users share: opened where they lie, trusted only by owner and kind, written whole.
 
-A user may mount a file system of their own (FUSE) over one of their files: any program that opens that file, or asks
-for its size, waits for as long as that user likes, and with the gate locked everybody.  So a name is held first without
-opening what it names (O_PATH), which asks no other process.  Does not know what stands in a file: see jsonio.
+A user may mount a file system of their own (FUSE) over one of their files.  Any program that opens that file, or asks
+for its size, waits for as long as that user likes, and if it has locked the gate, everybody waits.  So a name is held
+first without opening the file (O_PATH), which asks no other process.  Does not know the content of a file: see jsonio.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ LEFTOVER_SECONDS = 60.0  # after which a file that its writer did not finish is 
 _HOLDING = os.O_PATH | os.O_CLOEXEC
 _CREATING = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
-_mounts: dict[str, str] = {}  # directory -> on which mount it was seen
-_devices: dict[tuple[str, int], int] = {}  # of a mount, and as stat() says -> as device_of()
+_mounts: dict[str, str] = {}  # directory -> the mount on which it was seen
+_devices: dict[tuple[str, int], int] = {}  # (mount, device by stat()) -> device by device_of()
 
 
 class UntrustedFile(OSError):
-    """What lies there counts for nothing; *uid* is its owner."""
+    """The file cannot be trusted and counts for nothing; *uid* is its owner."""
 
     def __init__(self, reason: str, uid: int) -> None:
         super().__init__(errno.EPERM, reason)
@@ -41,14 +41,14 @@ class UntrustedFile(OSError):
 
 
 def open_regular(path: str, flags: int = READING) -> tuple[int, os.stat_result]:
-    """A descriptor of the ordinary file with one name at *path*, and its status.
+    """Open the ordinary file at *path*, which has no other name; return its descriptor and status.
 
-    Raises UntrustedFile: it is a directory, a pipe, or has a further name; OSError: there is none, or it is a link.
+    Raises UntrustedFile if it is a directory or a pipe or has a further name, OSError if there is none or it is a link.
     """
     descriptor = open_in_place(path, flags)
     try:
         status = os.fstat(descriptor)
-        # One without a name was replaced since it was opened: it is whole, and a denial is not overlooked for that.
+        # A file with no name was replaced after it was opened.  It is whole, and a denial must not be overlooked.
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             raise UntrustedFile(_("it is no ordinary file"), status.st_uid)
     except BaseException:
@@ -58,14 +58,14 @@ def open_regular(path: str, flags: int = READING) -> tuple[int, os.stat_result]:
 
 
 def read_file(path: str, limit: int, owners: Collection[int] | None = None) -> bytes:
-    """What stands in an ordinary file of at most *limit* bytes.
+    """Read an ordinary file of at most *limit* bytes.
 
     Args:
-        owners: uids of those who alone may have written it; None: anybody.
+        owners: uids of the only users who may have written it, or None if anybody may.
 
     Raises:
-        UntrustedFile: it is larger, or others could have written it.
-        OSError: as open_regular().
+        UntrustedFile: it is larger, or others could have written it; or open_regular() raises this.
+        OSError: there is none, it is a link, or it cannot be read.
     """
     descriptor, status = open_regular(path)
     with os.fdopen(descriptor, "rb") as file:
@@ -78,11 +78,11 @@ def read_file(path: str, limit: int, owners: Collection[int] | None = None) -> b
 
 
 def create_file(path: str, mode: int | None = 0o644, owner: int | None = None) -> int:
-    """A new file, open for reading and writing; what is there already is an OSError.
+    """Create a file and open it for reading and writing.  Raises OSError if there is one already.
 
     Args:
-        mode: whatever the umask; None: as the umask says.
-        owner: uid; None: of this process.
+        mode: applies whatever the umask is, or None for what the umask permits.
+        owner: uid, or None for that of this process.
     """
     descriptor = os.open(path, _CREATING, 0o666 if mode is None else mode)
     try:
@@ -98,7 +98,7 @@ def create_file(path: str, mode: int | None = 0o644, owner: int | None = None) -
 
 
 def write_all(descriptor: int, content: bytes) -> None:
-    """Write all of it, or raise OSError."""
+    """Write all of *content*, or raise OSError."""
     left = memoryview(content)
     while left:
         left = left[os.write(descriptor, left) :]
@@ -118,8 +118,8 @@ def write_file(
 
     Args:
         mode: as for create_file(); likewise *owner*.
-        unfinished: under which name it is written first; None: a random one beside it, of which those that killed
-            writers left are removed.
+        unfinished: the name under which it is written first, or None for a random one beside it; random ones that
+            killed writers left are removed.
         sync: whether it must outlast a crash of the machine.
         prepare: called with the finished file's descriptor before the file gets its name.
 
@@ -143,14 +143,14 @@ def write_file(
     if unfinished is not None:
         return
     directory, name = os.path.split(path)
-    with suppress(OSError):  # what cannot be removed does no harm
+    with suppress(OSError):  # a leftover that cannot be removed does no harm
         for other in os.listdir(directory or "."):
             if other.startswith(f"{name}.") and other.endswith(".new"):
                 remove_leftover(os.path.join(directory, other))
 
 
 def remove_leftover(path: str) -> None:
-    """Remove a file that a killed writer left, once it is old, and where this user may."""
+    """Remove a file that a killed writer left, if it is old enough and this user may."""
     with suppress(OSError):
         if time.time() - status_in_place(path).st_mtime > LEFTOVER_SECONDS:
             os.unlink(path)
@@ -163,10 +163,10 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 def open_named(path: str, flags: int, mode: int = 0o600) -> int:
-    """As os.open() of a *path* that the caller named; as root it leads where root meant, and nowhere else.
+    """Call os.open() on a *path* that the caller named; for root it leads where root meant, and nowhere else.
 
-    Root may name a file in a directory of another user, who can put a link into the place of the file or of a directory
-    on the way, or give a file of root's that name, too.  Raises OSError: somewhere that is so.
+    Root may name a file in a directory of another user.  That user can replace the file, or a directory on the way, by
+    a link, or give that name to a file of root's as well.  Raises OSError if that is so anywhere.
     """
     if os.geteuid() != 0:
         return os.open(path, flags | os.O_CLOEXEC, mode)
@@ -178,10 +178,10 @@ def open_named(path: str, flags: int, mode: int = 0o600) -> int:
 
 
 def open_along(path: str, flags: int, open_beside: Callable[[int, str, str, int], int]) -> int:
-    """Open each directory on the way to *path* by itself, and then the file: nothing can be exchanged meanwhile.
+    """Open each directory on the way to *path* by itself, then the file, so that nothing can be exchanged meanwhile.
 
-    *open_beside* checks and opens one of them.  It gets a descriptor of the directory in which that lies, its name, its
-    whole path and flags.  Raises OSError, and what *open_beside* raises.
+    *open_beside* checks and opens one of them.  It gets a descriptor of the directory that contains it, its name, its
+    whole path and flags.  Raises OSError, and whatever *open_beside* raises.
     """
     *directories, name = os.path.abspath(path).split("/")[1:]
     here, way = os.open("/", _HOLDING), ""
@@ -196,9 +196,9 @@ def open_along(path: str, flags: int, open_beside: Callable[[int, str, str, int]
 
 
 def open_file(path: str) -> BinaryIO:
-    """An ordinary file that the caller named, for reading: a FIFO would keep its reader waiting.
+    """Open an ordinary file that the caller named for reading; a FIFO is refused, as it would keep its reader waiting.
 
-    Raises OSError: it is none, or as open_named().
+    Raises OSError if it is not an ordinary file, or as open_named() does.
     """
     descriptor = open_named(path, READING)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -214,7 +214,7 @@ def _open_beside(mode: int, directory: int, name: str, _way: str, flags: int) ->
     try:
         descriptor = os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=directory)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):  # O_DIRECTORY calls a link no directory
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):  # with O_DIRECTORY a link gives ENOTDIR
             raise OSError(errno.ELOOP, _("it is a link in a directory where others may write")) from None
         raise
     status = os.fstat(descriptor)
@@ -225,18 +225,18 @@ def _open_beside(mode: int, directory: int, name: str, _way: str, flags: int) ->
 
 
 def open_in_place(path: str, flags: int = READING) -> int:
-    """A descriptor of the file that lies at *path*; a link, or what is mounted there, is an OSError."""
+    """Open the very file that lies at *path*.  Raises OSError if it is a link, or if something is mounted over it."""
     held = hold_in_place(path)
     try:
         return os.open(f"/proc/self/fd/{held}", flags | os.O_CLOEXEC)
-    except BlockingIOError as error:  # whose number says elsewhere that no process can be started
+    except BlockingIOError as error:  # elsewhere its errno means that no process can be started
         raise OSError(errno.EBUSY, "its owner has a lease on it, fcntl(2)") from error
     finally:
         os.close(held)
 
 
 def open_or_create(path: str, flags: int, mode: int) -> int:
-    """The same, of a file that is made if there is none."""
+    """Open a file as open_in_place() does, or make it if there is none."""
     try:
         return open_in_place(path, flags)
     except FileNotFoundError:
@@ -244,7 +244,7 @@ def open_or_create(path: str, flags: int, mode: int) -> int:
 
 
 def status_in_place(path: str) -> os.stat_result:
-    """As os.lstat(); what is mounted there is an OSError."""
+    """Call os.lstat(), but raise OSError if something is mounted over the file."""
     held = hold_in_place(path)
     try:
         return os.fstat(held)
@@ -253,7 +253,7 @@ def status_in_place(path: str) -> os.stat_result:
 
 
 def version_of(path: str) -> tuple[int, ...] | None:
-    """What changes whenever the file at *path* does; None: there is none that can be looked at."""
+    """A value that changes whenever the file at *path* does, or None if there is no file that can be looked at."""
     try:
         status = os.stat(path)
     except OSError:
@@ -262,20 +262,20 @@ def version_of(path: str) -> tuple[int, ...] | None:
 
 
 def exists_in_place(path: str) -> bool:
-    """As os.path.lexists(); also of what is mounted there."""
+    """Whether a file exists, as os.path.lexists() tells it; a file that something is mounted over exists as well."""
     try:
         os.close(os.open(path, _HOLDING | os.O_NOFOLLOW))
-    except (FileNotFoundError, ValueError):  # or it is not the name of a file, as a record may have it
+    except (FileNotFoundError, ValueError):  # ValueError: it cannot be the name of a file; records may have such names
         return False
     except OSError as error:
-        if shortage(error):  # which says nothing of the file: the claims of all would look given up
+        if shortage(error):  # it says nothing about the file, and the claims of all users would look released
             raise
         return False
     return True
 
 
 def hold_in_place(path: str) -> int:
-    """A descriptor (O_PATH) that only says which file lies at *path*; what is mounted there is an OSError."""
+    """A descriptor (O_PATH) that only says which file lies at *path*.  Raises OSError if that is mounted over."""
     held = os.open(path, _HOLDING | os.O_NOFOLLOW)
     try:
         directory = os.path.dirname(path) or "."
@@ -295,7 +295,7 @@ def hold_in_place(path: str) -> int:
 
 
 def _mount_of(held: int) -> str:
-    """What the kernel calls the mount on which a held file lies."""
+    """The kernel's id of the mount on which a held file lies."""
     fdinfo = os.open(f"/proc/self/fdinfo/{held}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fdinfo, 4096).partition(b"mnt_id:\t")[2].partition(b"\n")[0].decode()
@@ -304,11 +304,11 @@ def _mount_of(held: int) -> str:
 
 
 def device_of(descriptor: int) -> int:
-    """The number by which /proc/locks names the device of an open file: with Btrfs and overlayfs not that of stat()."""
+    """The number by which /proc/locks names an open file's device; on Btrfs and overlayfs stat() has another one."""
     own, mount = os.fstat(descriptor).st_dev, _mount_of(descriptor)
     if (mount, own) not in _devices:
         devices = [seen.device for seen in mounts() if seen.number == mount]
-        # What was borrowed of another mount namespace is none of these.
+        # A descriptor that was passed from another mount namespace lies on none of these.
         _devices[mount, own] = os.makedev(*map(int, devices[0].split(":"))) if devices else own
     return _devices[mount, own]
 
@@ -325,10 +325,10 @@ class Mount(NamedTuple):
 
 
 def mounts(mountinfo: str = "/proc/self/mountinfo") -> list[Mount]:
-    """What is mounted here, in that order.  Raises OSError."""
+    """The mounts that are visible here, in the kernel's order.  Raises OSError."""
     found = []
-    # Of all that parts words and lines the kernel escapes the blank, the tab and the newline alone, and users choose
-    # where they mount (FUSE).
+    # Of all characters that separate words or lines, the kernel escapes only the blank, the tab and the newline, and
+    # users choose where they mount (FUSE).
     with open(mountinfo, encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         for line in lines:
             before, _, after = line.rstrip("\n").partition(" - ")
@@ -340,10 +340,10 @@ def mounts(mountinfo: str = "/proc/self/mountinfo") -> list[Mount]:
 
 
 def file_system(path: str, mountinfo: str = "/proc/self/mountinfo") -> str | None:
-    """The type of the file system that *path* lies on; None if unknown."""
+    """The type of the file system that *path* lies on, or None if it is unknown."""
     real = os.path.realpath(path)
     with suppress(OSError):
         around = [mount for mount in mounts(mountinfo) if f"{real}/".startswith(f"{mount.point.rstrip('/')}/")]
-        # The last of those at the same place lies over the others.
+        # Of several mounts at the same place the last one covers the others.
         return max(reversed(around), key=lambda mount: len(mount.point)).kind if around else None
     return None

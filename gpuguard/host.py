@@ -1,6 +1,7 @@
-"""What the machine says of processes and users beside the GPU: CPU, memory, network, terminal, groups of users.
+"""What the machine says about processes and users besides the GPU: CPU, memory, network, terminal, groups of users.
 
-Rates are since the sample before, so the first one knows none.  What cannot be read stays unknown.  Judges nothing.
+Rates count from the previous sample, so the first sample has none.  A value that cannot be read stays unknown.  Judges
+nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from gpuguard.units import Amount
 from gpuguard.users import read_group_names, user_name
 
 GROUPS_SECONDS = 600.0  # after which a user's groups are asked for again
-NETWORK_SECONDS = 60.0  # after which a process in the host's network is asked again whether it has one of its own
+NETWORK_SECONDS = 60.0  # after which a process in the host's network is checked again for a network of its own
 MACHINE_SECONDS = 5.0  # after which all processes of the machine are read again
 PAGES_SECONDS = 60.0  # within which the pages of a process are not counted again
-ANSWER_SECONDS = 1.0  # a directory service that needs longer is heard at the next sample
+ANSWER_SECONDS = 1.0  # an answer for which a directory service needs longer counts at the next sample
 
 _TERMINALS = 136  # major number of /dev/pts/0 to 255; up to 143 for those above (Linux, admin-guide/devices.txt)
 _MIB = 2**20
@@ -34,14 +35,14 @@ class HostNumbers:
 
     def __init__(self) -> None:
         self._cpu: tuple[float, float] | None = None  # busy and all seconds of the machine
-        self._trees: dict[int, tuple[float, dict[ProcessIdentity, float]]] = {}  # when; CPU seconds by process
+        self._trees: dict[int, tuple[float, dict[ProcessIdentity, float]]] = {}  # (when, CPU seconds by process)
 
     def host(self) -> dict[str, float | None]:
-        """``"cpu (%)"`` of the whole machine since the sample before, ``"memory_used (MiB)"``, ..."""
-        import psutil  # not above: man pages are made of the commands where no package is installed
+        """``"cpu (%)"`` of the whole machine since the previous sample, ``"memory_used (MiB)"``, ..."""
+        import psutil  # not above, because man pages are made from the commands where no package is installed
 
         times, memory = psutil.cpu_times(), psutil.virtual_memory()
-        whole = sum(times[:8])  # what guests use is counted as use of their host, too
+        whole = sum(times[:8])  # the time of guests already counts as time of their host
         busy, before = whole - times.idle - times.iowait, self._cpu
         self._cpu = busy, whole
         return {
@@ -52,7 +53,7 @@ class HostNumbers:
         }
 
     def tree(self, pid: int, members: Mapping[int, Stat]) -> dict[str, float | None]:
-        """What a process and its descendants, *members* as far as they live, use together."""
+        """What a process and its descendants use together; *members* are those of them that live."""
         now, before = time.monotonic(), self._trees.get(pid)
         if not members:
             self._trees.pop(pid, None)
@@ -61,7 +62,7 @@ class HostNumbers:
         self._trees[pid] = now, seconds
         cpu = None
         if before and now > before[0]:
-            # Of a process that is new, all; of one that has ended, what it did before the last sample.
+            # A new process counts with all that it used, one that has ended with what it used before the last sample.
             used = sum(max(0.0, spent - before[1].get(member, 0.0)) for member, spent in seconds.items())
             cpu = 100 * used / (now - before[0])
         resident = sum(stat.resident for stat in members.values())
@@ -69,18 +70,18 @@ class HostNumbers:
 
 
 def members_of(pid: int) -> dict[int, Stat]:
-    """*pid* and its descendants, as far as they live."""
+    """*pid* and its descendants, without those that have ended."""
     own = procfs.stat_of(pid)
     return {**({pid: own} if own and own.lives else {}), **procfs.descendants(pid)}
 
 
 class HostUses:
-    """What processes and their users do; remembers counters between samples, used by one thread at a time."""
+    """What processes and their users do.  Remembers counters between samples; used by one thread at a time."""
 
     def __init__(self) -> None:
         self._cpu: dict[ProcessIdentity, tuple[float, float]] = {}  # (clock, CPU seconds)
         self._network: dict[ProcessIdentity, tuple[float, int]] = {}  # (clock, bytes)
-        self._in_host: dict[ProcessIdentity, float] = {}  # in the host's network when the clock was so
+        self._in_host: dict[ProcessIdentity, float] = {}  # clock when it was seen in the host's network
         self._machine: tuple[float, MachineUse] | None = None  # clock
         self._spent: dict[ProcessIdentity, float] = {}  # CPU seconds, at that clock
         self._pages: dict[ProcessIdentity, tuple[float, int]] = {}  # (clock, bytes)
@@ -93,7 +94,7 @@ class HostUses:
     ) -> dict[ProcessIdentity, HostUse]:
         """What each process of *snapshot* whose identity is known does on this host.
 
-        *stats* are of its processes, where they were read just now; *debuggers* costs a further read of each process.
+        *stats* are those of its processes if they were read just now; *debuggers* costs a further read of each process.
         """
         identities = {(process.pid, process.start_time) for process in _processes(snapshot)}
         known = [(pid, started) for pid, started in identities if started is not None]
@@ -104,7 +105,7 @@ class HostUses:
         own_network = procfs.read_link("/proc/self/ns/net")
         for pid, started in known:
             identity, clock, stat = (pid, started), snapshot.clock, stats.get(pid)
-            if stat is None or stat.start_time != started:  # the pid is another process by now
+            if stat is None or stat.start_time != started:  # the pid belongs to another process by now
                 continue
             self._cpu[identity] = (clock, stat.cpu_seconds)
             received = self._received(identity, clock, own_network, in_host.get(identity))
@@ -119,12 +120,15 @@ class HostUses:
         return uses
 
     def pause(self) -> dict[ProcessIdentity, HostUse]:
-        """Read nothing: the next sample knows no rates, as the first."""
+        """Read nothing, so that the next sample has no rates, like the first one."""
         self._cpu, self._network, self._in_host = {}, {}, {}
         return {}
 
     def _received(self, identity: ProcessIdentity, clock: float, host: str | None, asked: float | None) -> int | None:
-        """Bytes so far over a network of its own; *asked*: the clock when it was last seen in the *host*'s."""
+        """Bytes that the process has moved over a network of its own so far, or None.
+
+        *asked* is the clock when it was last seen in the network of the *host*, or None.
+        """
         if asked is not None and clock - asked < NETWORK_SECONDS:
             self._in_host[identity] = asked
             return None
@@ -142,7 +146,7 @@ class HostUses:
         return received
 
     def machine(self, limits: Iterable[Amount]) -> MachineUse:
-        """What each user takes of the machine; the memory only of those who may have more than one of *limits*."""
+        """What each user takes of the machine; memory is only counted for users who may exceed one of *limits*."""
         now = procfs.boot_clock()
         if self._machine and now - self._machine[0] < MACHINE_SECONDS:
             return self._machine[1]
@@ -166,7 +170,7 @@ class HostUses:
             if since is not None and now > since:
                 used = 0.0
                 for pid, stat in own.items():
-                    # Of a process that is new, all; of one that was not seen before though it is older, nothing.
+                    # A new process counts with all that it used, an older one that was not seen before with nothing.
                     begun = 0.0 if stat.start_time >= since else stat.cpu_seconds
                     used += max(0.0, stat.cpu_seconds - before.get((pid, stat.start_time), begun))
                 cpu = 100 * used / (now - since)
@@ -177,7 +181,7 @@ class HostUses:
         return use
 
     def _memory_of(self, own: Mapping[int, Stat], now: float) -> int | None:
-        """Bytes that processes of one user have in memory, as far as that can be read: never too much."""
+        """Bytes that the processes of one user have in memory, or None.  Only readable ones count: never too much."""
         known = []
         for pid, stat in own.items():
             identity = pid, stat.start_time
@@ -188,13 +192,13 @@ class HostUses:
                     counted = self._pages[identity] = now, pages
             if counted is not None:
                 known.append(min(counted[1], stat.resident))
-        # The pages of a large process may take too long to count, or not be shown to us: its own alone are so many.
+        # The pages of a large process may take too long to count, or be hidden from us.  It has its RssAnon at least.
         largest = procfs.status_words(max(own, key=lambda pid: own[pid].resident), b"RssAnon")
         alone = int(largest[0]) * 1024 if largest and largest[0].isdigit() else 0
         return max(sum(known), alone) or None
 
     def groups(self, snapshot: Snapshot) -> dict[int, frozenset[str]]:
-        """The groups of everybody in *snapshot*, as far as they were told in time."""
+        """uid -> the groups of the users in *snapshot*, without those that no service told in time."""
         uids = {process.uid for process in _processes(snapshot)} | {record.uid for record in snapshot.claims}
         again = False
         for uid in uids - {None}:
@@ -202,7 +206,8 @@ class HostUses:
             asked = self._requested.get(uid)
             if uid < 0 or uid in self._in_progress or (asked is not None and snapshot.clock - asked <= GROUPS_SECONDS):
                 continue
-            # One a sample: a service that does not know them may need long for it, and rootless containers have many.
+            # Each sample asks again for one uid only: a service may need long for uids that it does not know, and
+            # rootless containers have many.
             if asked is None or not again:
                 again = again or asked is not None
                 self._request_groups(uid, snapshot.clock)
@@ -221,7 +226,7 @@ class HostUses:
         thread = threading.Thread(target=read, name=f"groups of {uid}", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # there are too many: the next look tries again
+        except RuntimeError:  # there are too many threads; the next sample tries again
             self._in_progress.discard(uid)
             return
         self._requested[uid] = clock
@@ -233,7 +238,7 @@ def _processes(snapshot: Snapshot) -> Iterable[GpuProcess]:
 
 
 def _terminal(device: int) -> str:
-    """The controlling terminal; "" when there is none, as for a batch job."""
+    """The controlling terminal, or "" if there is none, as for a batch job."""
     if not device:
         return ""
     major, minor = os.major(device), os.minor(device)

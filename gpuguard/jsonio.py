@@ -1,7 +1,7 @@
 """The one place where JSON and stored records become values: bounded in depth, finite, each field of its type.
 
-What another process wrote may come from another version, from a program that was killed, or from a user who wants to
-do harm: a text in the place of a number must not reach a view or a rule.  Does not open or write files: see files.
+Data from another process may come from another version, from a program that was killed, or from a user who wants to do
+harm: text in place of a number must not reach a view or a rule.  Does not open or write files: see files.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-DEEPEST = 100  # brackets within each other; our own files have 8
-LARGEST = 2**53  # of a number: below it a float is exact, and as a time it is a date that can be shown
+DEEPEST = 100  # nested brackets; our own files have 8
+LARGEST = 2**53  # number: below it a float is exact, and a time is a date that can be shown
 
-_known: dict[tuple[type, bool], Mapping[str, Callable[[Any], Any]]] = {}  # what reads each field
+_known: dict[tuple[type, bool], Mapping[str, Callable[[Any], Any]]] = {}  # the reader of each field
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def loads(encoded: bytes, deepest: int = DEEPEST) -> Any:
-    """The value of one JSON text in UTF-8; NaN, Infinity and numbers beyond a float are refused.
+    """Parse one JSON text in UTF-8; NaN, Infinity and numbers beyond a float are refused.
 
-    Raises ValueError: it is not such a text, or nested more deeply than *deepest* brackets.
+    Raises ValueError if it is not such a text, or is nested more deeply than *deepest* brackets.
     """
-    # Python's parser takes one frame of the C stack for each bracket.  A thread has 128 KiB of it with musl, where
-    # 1,000 brackets end the process; 1 MiB ends after 9,000 with Python 3.13.  So they are counted before it runs.
+    # Python's parser takes one frame of the C stack for each bracket.  With musl a thread has 128 KiB of stack, where
+    # 1,000 brackets end the process; with Python 3.13, 9,000 use up 1 MiB.  So they are counted before it runs.
     if encoded.count(b"[") + encoded.count(b"{") > deepest:
-        # Outside of strings JSON has no backslash: a parser stops at the first, so what comes behind does not count.
+        # JSON has no backslash outside of strings.  A parser stops at the first one, so the text behind it is ignored.
         strings = encoded.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         brackets = b"".join(strings[::2]).translate(_BRACKETS, _OTHERS)
         for _ in range(deepest):
             brackets = brackets.replace(b"[]", b"")
-        if brackets:  # or they are not in pairs: then it is not JSON either
+        if brackets:  # or they are not in pairs, and then it is not JSON either
             raise ValueError("it is nested too deeply")
     return _DECODER.decode(encoded.decode("utf-8", "surrogatepass"))
 
@@ -59,13 +59,13 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant
 
 
 def decode(kind: type[T], packed: object, *, exact: bool = False) -> T:
-    """A *kind* with these fields, each checked against its type hint.
+    """Make a *kind* from these fields, each checked against its type hint.
 
     Args:
         kind: a dataclass; its hints are str, bool, int, float, other such dataclasses, X | None, and tuples, lists,
             frozensets or dictionaries of them.  A list of JSON becomes the tuple or frozenset of the hint.
         packed: its fields by name, as JSON has them.
-        exact: refuse names that it does not have; else a later version has added them, and they are left out.
+        exact: refuse names that *kind* does not have; otherwise they are left out, as a later version has added them.
 
     Raises:
         ValueError: a field is not what it should be, or is missing.
@@ -86,7 +86,7 @@ def decode(kind: type[T], packed: object, *, exact: bool = False) -> T:
 
 
 def sound_fields(kind: type, packed: object, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the named fields of a *kind* that are there and of the right type: of some documents a part counts."""
+    """Those of the named fields of a *kind* that are there and of the right type, for documents that count in part."""
     readers, fields = _readers(kind, False), {}
     for name in names:
         if isinstance(packed, dict) and name in packed:
@@ -111,7 +111,7 @@ def _readers(kind: type, exact: bool) -> Mapping[str, Callable[[Any], Any]]:
 
 
 def _reader(hint: Any, exact: bool) -> Callable[[Any], Any]:
-    """What gives a JSON value as a field with that hint has it, and raises TypeError where it is of another type."""
+    """Return a function that turns a JSON value into one of that type hint, or raises TypeError if it is none."""
     arguments = get_args(hint)
     if get_origin(hint) in (Union, UnionType):
         return _first_of([_reader(each, exact) for each in arguments if each is not NoneType], NoneType in arguments)
@@ -127,7 +127,7 @@ def _reader(hint: Any, exact: bool) -> Callable[[Any], Any]:
         return lambda value: decode(hint, value, exact=exact)
     if hint is int or hint is float:
         return lambda value: _number(value, *((int, float) if hint is float else (int,)))
-    kinds = (hint,) if hint in (str, bool) else ()  # of any other type JSON has no value
+    kinds = (hint,) if hint in (str, bool) else ()  # JSON has no values of any other type
     return lambda value: _checked(value, *kinds)
 
 
@@ -155,13 +155,13 @@ def _row(readers: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
 
 
 def _checked(value: Any, *kinds: type) -> Any:
-    """*value*, if it is exactly of one of *kinds*: True is no number."""
+    """Return *value* if it is exactly of one of *kinds*: True is no number."""
     if type(value) not in kinds:
         raise TypeError
     return value
 
 
 def _number(value: Any, *kinds: type) -> Any:
-    if not abs(_checked(value, *kinds)) <= LARGEST:  # nor is NaN
+    if not abs(_checked(value, *kinds)) <= LARGEST:  # this is the case for NaN as well
         raise TypeError
     return value
