@@ -1,11 +1,11 @@
-"""Tasks and actors of Ray that claim what Ray gave them, so that they and people outside exclude each other.
+"""Lets tasks and actors of Ray claim the devices that Ray gave them, so that they and users outside exclude each other.
 
     @ray.remote(num_gpus=1)
     @gpuguard.ray.guarded
     def train(config): ...
 
-Where another user has taken a device, the task waits for it in the queue before it begins.  Does not submit commands:
-see `gpuguard submit --via ray`.
+If another user has taken a device, the task waits for it in the queue before it begins.  Does not submit commands: see
+`gpuguard submit --via ray`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def guarded(*, wait: float | str | None = None, note: str | None = None, **condi
 def guarded(
     thing: Any = None, /, *, wait: float | str | None = None, note: str | None = None, **conditions: Any
 ) -> Any:
-    """Let a task claim its devices while it runs, an actor as long as it lives.  Stands below ``@ray.remote``.
+    """Let a task claim its devices while it runs, or an actor while it lives.  Write it below ``@ray.remote``.
 
     Args:
         thing: a function, a generator or a class.
-        wait: seconds, or a text like "1h", until WaitTimeout is raised when devices are taken; 0: NotEnoughGpus at
-            once; None: never.
+        wait: seconds, or a text like "1h", after which WaitTimeout is raised if devices are taken.  With 0,
+            NotEnoughGpus is raised at once; with None, the task waits for as long as it takes.
         note: for the colleagues who look at `gpuguard who`; the name of the task by default.
         **conditions: as for grab_gpus: min_free ("20GiB"), max_util (percent), share=True with memory for a
             part of each device ...
@@ -49,8 +49,8 @@ def guarded(
 
     Raises:
         InvalidRequest: in the task, when Ray gave it no device.
-        NotEnoughGpus: in the task, after *wait*, and its kind WaitTimeout if that is more than 0; Ray runs it again
-            where its retry_exceptions names it.
+        NotEnoughGpus: in the task, after *wait*; its subclass WaitTimeout if *wait* is more than 0.  Ray runs the task
+            again if its retry_exceptions names the error.
     """
     if thing is None:
         return functools.partial(guarded, wait=wait, note=note, **conditions)
@@ -80,12 +80,12 @@ def _guarded_class(thing: type, options: dict[str, Any]) -> type:
     initialise = thing.__init__  # type: ignore[misc]
 
     def begin(self: Any, *args: Any, **keywords: Any) -> None:
-        # Entered and never left: the claim ends with the process of the actor.
+        # It is entered and never left, because the claim ends with the process of the actor.
         self._gpuguard_held = _held(options)
         self._gpuguard_held.__enter__()
         initialise(self, *args, **keywords)
 
-    if inspect.isfunction(initialise):  # Ray looks at what is wrapped, and that of object has no signature
+    if inspect.isfunction(initialise):  # Ray looks at the wrapped function, and object.__init__ has no signature
         begin = functools.wraps(initialise)(begin)
 
     same = {name: getattr(thing, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -94,7 +94,7 @@ def _guarded_class(thing: type, options: dict[str, Any]) -> type:
 
 @contextmanager
 def _held(options: dict[str, Any]) -> Iterator[None]:
-    """A claim on the devices that Ray gave to the task or actor that this process works for."""
+    """Hold a claim on the devices that Ray gave to the task or actor that this process works for."""
     try:
         import ray
     except ImportError as error:
@@ -105,7 +105,7 @@ def _held(options: dict[str, Any]) -> Iterator[None]:
     devices = tuple(map(str, context.get_accelerator_ids().get("GPU", ())))  # as CUDA_VISIBLE_DEVICES names them
     if not devices:
         raise InvalidRequest("Ray gave this no GPU: write @ray.remote(num_gpus=1) above @gpuguard.ray.guarded.")
-    # Ray has types only where it is installed, and this function has none there.
+    # Ray has types only where it is installed, and even there this function has none.
     resources = context.get_assigned_resources()  # type: ignore[no-untyped-call,unused-ignore]
     if 0 < float(resources.get("GPU", 0)) < 1 and not options.get("share"):
         raise InvalidRequest(

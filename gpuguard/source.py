@@ -1,8 +1,8 @@
-"""The one way to a snapshot: what the daemon published last while that is fresh, else the driver, with the claims.
+"""The one way to a snapshot with its claims: the daemon's last one while it is fresh, else one read from the driver.
 
-What all decisions and views go by is joined here: the claims, or one Gap that says why they cannot be read, devices in
-quarantine and those that are kept for a reservation.  The daemon's snapshots (state.json) count only while it lives,
-which the lock on daemon.lock tells.  What only root may see of a process stays out.
+Everything that decisions and views depend on is joined here: the claims, or one Gap that says why they cannot be read,
+quarantined devices, and devices that are kept for a reservation.  The daemon's snapshots (state.json) count only while
+it lives, which the lock on daemon.lock tells.  They leave out everything about a process that only root may see.
 Does not decide when they are written: see daemon.
 """
 
@@ -30,7 +30,7 @@ from gpuguard.procfs import in_first_pid_namespace, start_time
 from gpuguard.users import user_name
 
 FindDirectory = Callable[[], "LockDirectory | None"]
-# Reads the claims on these devices; the claims of a moment ago spare it a search for who holds them.
+# Reads the claims on these devices; the claims of a moment ago save it a search for their holders.
 ReadClaims = Callable[[LockDirectory, Sequence[str], Sequence[ClaimRecord]], tuple[ClaimRecord, ...]]
 
 _OTHER_NAMESPACE = (
@@ -39,11 +39,11 @@ _OTHER_NAMESPACE = (
 
 
 class SnapshotSource:
-    """The machine, again and again; the driver is opened when it is first needed.
+    """Samples the machine again and again; the driver is opened when it is first needed.
 
     Args:
         backend: its name, which decides whether the daemon's snapshot is of the same machine.
-        read: what the driver is asked, all of WHO_FIELDS by default.
+        read: reads a snapshot from the driver, by default with all of WHO_FIELDS.
         suits: whether a snapshot of the daemon has all that is needed.
     """
 
@@ -60,12 +60,12 @@ class SnapshotSource:
         self._read, self._suits = read, suits
         self._backend: Backend | None = None
         self._watcher = ClaimWatcher()
-        self.fresh = False  # whether the daemon's snapshots are passed over
+        self.fresh = False  # whether the daemon's snapshots are ignored
 
     def sample(self) -> tuple[Snapshot, float | None]:
-        """The machine without its claims, and how many seconds ago the daemon looked; None: it was read now.
+        """The machine without its claims, and the seconds since the daemon read it, or None if it was read just now.
 
-        Raises BackendError: neither the daemon nor the driver tells.
+        Raises BackendError if neither the daemon nor the driver tells.
         """
         clock = time.clock_gettime(time.CLOCK_BOOTTIME)
         published = None if self.fresh else self._published(clock)
@@ -74,16 +74,16 @@ class SnapshotSource:
         return self._read(self.backend()), None
 
     def joined(self, *, reservations: bool = True) -> tuple[Snapshot, float | None]:
-        """The same, with all that the function joined() adds."""
+        """Sample the machine as sample() does, and add everything that the function joined() adds."""
         snapshot, age = self.sample()
         return joined(snapshot, self._find_directory, self._watcher.probe, reservations=reservations), age
 
     def backend(self) -> Backend:
-        """The driver."""
+        """The driver, which is opened at the first call."""
         if self._backend is None:
             self._backend = self._open()
-            # Find out who holds the locks while the other process loads the driver's library.
-            with suppress(ClaimError, OSError):  # it will be tried again, and said
+            # Find out who holds the locks while the worker loads the driver's library.
+            with suppress(ClaimError, OSError):  # this is tried again later, and an error is reported then
                 if (directory := self._find_directory()) is not None:
                     self._watcher.prepare(directory)
         return self._backend
@@ -97,7 +97,7 @@ class SnapshotSource:
         if self._name.startswith(RECORDED):
             return None
         directory = None
-        with suppress(ClaimError):  # the claims will be missing, and that will be said
+        with suppress(ClaimError):  # the claims will be missing, and a Gap will say so
             directory = self._find_directory()
         if directory is None:
             return None
@@ -108,15 +108,15 @@ class SnapshotSource:
 def read_claims(
     directory: LockDirectory, uuids: Sequence[str], known: Sequence[ClaimRecord]
 ) -> tuple[ClaimRecord, ...]:
-    """The claims now, as probe()."""
+    """Read the claims as they are now, with probe()."""
     return probe(directory, uuids)
 
 
 def with_claims(snapshot: Snapshot, find_directory: FindDirectory, read: ReadClaims = read_claims) -> Snapshot:
-    """*snapshot* with the claims of now, and with a Gap where they cannot be read; a recording keeps those of then."""
+    """*snapshot* with the current claims, or with a Gap if they cannot be read; a recording keeps its own claims."""
     if snapshot.recorded:
         return snapshot
-    gaps = tuple(gap for gap in snapshot.gaps if gap.field != "claims")  # what the daemon could not read, we may
+    gaps = tuple(gap for gap in snapshot.gaps if gap.field != "claims")  # we may read claims that the daemon could not
     try:
         directory = find_directory()
         if directory is None:
@@ -125,7 +125,7 @@ def with_claims(snapshot: Snapshot, find_directory: FindDirectory, read: ReadCla
     except (ClaimError, OSError) as error:
         reason = " ".join((shortage(error) or str(error)).split())
         return replace(snapshot, claims=(), gaps=(*gaps, Gap(None, "claims", reason)))
-    # As old as the daemon knows them: a record says what its owner likes.
+    # Claims are as old as the daemon knows them, because a record says whatever its owner likes.
     since = {(claim.uid, claim.id): claim.since for claim in snapshot.claims if claim.since is not None}
     dated = tuple([replace(claim, since=since.get((claim.uid, claim.id), claim.since)) for claim in claims])
     return replace(snapshot, claims=dated, gaps=gaps)
@@ -134,7 +134,7 @@ def with_claims(snapshot: Snapshot, find_directory: FindDirectory, read: ReadCla
 def joined(
     snapshot: Snapshot, find_directory: FindDirectory, read: ReadClaims = read_claims, *, reservations: bool = True
 ) -> Snapshot:
-    """*snapshot* with its claims, with what is in quarantine and, if asked for, with what is reserved."""
+    """*snapshot* with its claims, its quarantined devices and, if *reservations* is true, its reserved devices."""
     snapshot = with_claims(snapshot, find_directory, read)
     if snapshot.recorded:
         return snapshot
@@ -143,13 +143,13 @@ def joined(
     try:
         directory = find_directory()
     except ClaimError:
-        return snapshot  # and a Gap says so already
+        return snapshot  # a Gap says so already
     snapshot = with_quarantine(snapshot, directory)
     return with_reservations(snapshot, directory) if directory and reservations else snapshot
 
 
 def with_quarantine(snapshot: Snapshot, directory: LockDirectory | None) -> Snapshot:
-    """*snapshot* that tells which devices are in quarantine, and why."""
+    """*snapshot* with the devices that are quarantined, and why."""
     if directory is None:
         return snapshot
     uuids = {uuid for device in snapshot.devices for uuid in (device.uuid, device.parent_uuid) if uuid}
@@ -161,11 +161,11 @@ def with_quarantine(snapshot: Snapshot, directory: LockDirectory | None) -> Snap
 
 
 def with_reservations(snapshot: Snapshot, directory: LockDirectory) -> Snapshot:
-    """*snapshot* that tells which devices are kept for a reservation that has begun, and for which user."""
+    """*snapshot* with the devices that are kept for a reservation that has begun, and for which user."""
     try:
         if not any(name.startswith(f"{directory.prefix}reserve.") for name in directory.names()):
             return snapshot
-        # They bring the reader of the site's rules along, which is worth it only where something is reserved.
+        # These load the reader of the site's rules, which is worth it only if something is reserved.
         from gpuguard.queue.reasons import reserved_now
         from gpuguard.queue.reservations import reservation_calendar
 
@@ -179,23 +179,24 @@ def with_reservations(snapshot: Snapshot, directory: LockDirectory) -> Snapshot:
 # What the daemon publishes.
 
 
-MAX_BYTES = 8 * 2**20  # 16 devices with 128 processes each, all with long command lines, are 2 MiB
+MAX_BYTES = 8 * 2**20  # 16 devices with 128 processes each, all with long command lines, take 2 MiB
 FRESH_INTERVALS = 2.0
-SAME_BOOT_SECONDS = 5.0  # by which the clock may have been set: no machine boots so soon again
-_PRIVATE = ("executable", "working_directory", "conda_environment")  # of a process: only root may see them
+SAME_BOOT_SECONDS = 5.0  # by which the clock may have been set; no machine boots again so soon
+_PRIVATE = ("executable", "working_directory", "conda_environment")  # fields of a process that only root may see
 
 
 def lock_daemon(directory: LockDirectory) -> int | None:
-    """Become the one daemon of this directory, until the returned descriptor is closed; None: another one is.
+    """Become the one daemon of this directory until the returned descriptor is closed, or return None if another is.
 
-    Not by filelock: this is the file of that owner and no link, and no lock is left behind where flock is missing.
+    filelock would not do: the file must be that owner's and no link, and no lock may be left behind where flock is
+    missing.
 
     Raises:
         LockDirectoryError: the lock file cannot be used.
     """
     files = daemon_files(directory)
     if files.path != directory.path and _is_locked(f"{directory.path}/daemon.lock"):
-        return None  # one that was started before it had a directory of its own
+        return None  # a daemon runs that was started before it had a directory of its own
     path = files.file("daemon.lock")
     try:
         descriptor = open_lock_file(files, "daemon.lock")
@@ -218,12 +219,12 @@ def lock_daemon(directory: LockDirectory) -> int | None:
 
 
 def daemon_lives(directory: LockDirectory) -> bool:
-    """Whether a process that we can see holds the daemon's lock; the kernel tells, and no lock is tried."""
+    """Whether a process that we can see holds the daemon's lock.  The kernel tells this, so no lock is tried."""
     return _is_locked(daemon_files(directory).file("daemon.lock"))
 
 
 def _is_locked(path: str) -> bool:
-    """Whether that very file is locked: in another file system a user may have one of the same number."""
+    """Whether that very file is locked; a user may have a file of the same inode number in another file system."""
     inode = inode_of(path).encode()
     try:
         with open("/proc/locks", "rb") as locks:
@@ -233,19 +234,19 @@ def _is_locked(path: str) -> bool:
 
 
 def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -> None:
-    """Publish *snapshot*, which has its claims, whole; the next one comes in *interval* seconds.  Raises OSError."""
+    """Publish *snapshot* with its claims, whole; the next one comes in *interval* seconds.  Raises OSError."""
     pid = os.getpid()
     content: dict[str, Any] = {"schema": 1, "daemon": [pid, start_time(pid)], "interval_seconds": interval}
     for public in _forms(snapshot):
         content["snapshot"] = public
         encoded = json.dumps(content, separators=(",", ":")).encode("ascii")
-        if len(encoded) <= MAX_BYTES:  # users write their command lines themselves: more would not be read
+        if len(encoded) <= MAX_BYTES:  # users choose their command lines, and a larger file would not be read
             break
     write_file(daemon_files(directory).file("state.json"), encoded)
 
 
 def read_state(directory: LockDirectory, clock: float, *, simulated: bool) -> Snapshot | None:
-    """The snapshot of a living daemon, with claims, if fresh at *clock* (CLOCK_BOOTTIME); None: ask the driver."""
+    """The snapshot of a living daemon, with claims, if it is fresh at *clock* (CLOCK_BOOTTIME), or None."""
     read = _last_state(directory)
     if read is None:
         return None
@@ -256,9 +257,9 @@ def read_state(directory: LockDirectory, clock: float, *, simulated: bool) -> Sn
 
 
 def read_last_state(directory: LockDirectory, clock: float, now: float) -> Snapshot | None:
-    """What a daemon published last in this boot, however long ago; None: nothing, or nothing that can be read.
+    """The snapshot that a daemon published last in this boot, however long ago, or None if there is no readable one.
 
-    *clock* is CLOCK_BOOTTIME, *now* the unix time that it is then.
+    *clock* is CLOCK_BOOTTIME, and *now* is the unix time at the same moment.
     """
     last, *_ = _last_state(directory) or (None,)
     return last if last and abs(last.taken_at - last.clock - (now - clock)) < SAME_BOOT_SECONDS else None
@@ -270,17 +271,17 @@ def _last_state(directory: LockDirectory) -> tuple[Snapshot, dict[str, Any], flo
         content = loads(read_file(files.file("state.json"), MAX_BYTES, files.owners()))
         return decode_snapshot(content["snapshot"]), content, float(content["interval_seconds"])
     except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
-        return None  # of another version, or torn by something else than us
+        return None  # it is of another version, or something other than us tore it
 
 
 def publish_desktop_memory(directory: LockDirectory, most: int) -> None:
-    """Have all commands go by *most* bytes for the desktop of a user, as the daemon does.  Raises OSError."""
+    """Make all commands allow *most* bytes for the desktop of a user, as the daemon does.  Raises OSError."""
     if desktop_memory(lambda: directory) != most:
         write_file(daemon_files(directory).file("desktop.json"), json.dumps({"desktop_memory_bytes": most}).encode())
 
 
 def desktop_memory(find_directory: FindDirectory) -> int:
-    """Bytes of a device that the desktop of a user may hold here, as the daemon's last policy file said it."""
+    """Bytes of a device that the desktop of a user may hold here, according to the daemon's last policy file."""
     try:
         if (directory := find_directory()) is None:
             return DESKTOP_MEMORY
@@ -292,13 +293,13 @@ def desktop_memory(find_directory: FindDirectory) -> int:
 
 
 def decode_snapshot(packed: dict[str, Any]) -> Snapshot:
-    """A published snapshot.  Raises ValueError, TypeError, KeyError or AttributeError: it is none."""
+    """Decode a published snapshot.  Raises ValueError, TypeError, KeyError or AttributeError if it is none."""
     gaps = [dict(zip(("device", "field", "reason"), gap, strict=True)) for gap in packed["gaps"]]
     return decode(Snapshot, {**packed, "gaps": gaps}, exact=True)
 
 
 def _runs(process: Any) -> bool:
-    """Whether that [pid, start time] visibly runs; /proc/locks would tell too, and takes longer."""
+    """Whether the process [pid, start time] visibly runs; /proc/locks would tell this as well, but takes longer."""
     if type(process) is not list or len(process) != 2 or type(process[0]) is not int:
         return False
     return process[1] is not None and start_time(process[0]) == process[1]
@@ -310,7 +311,7 @@ def _processes_are_hidden() -> bool:
 
 
 def hidepid() -> str | None:
-    """The hidepid option of /proc; "" without one, None where it cannot be read."""
+    """The hidepid option of /proc, "" if it has none, or None if that cannot be read."""
     try:
         proc = [mount for mount in mounts() if mount.point == "/proc"]
     except OSError:
@@ -320,19 +321,19 @@ def hidepid() -> str | None:
 
 
 def _forms(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
-    """What may be told of *snapshot*, each time with less of what users can make as long, or as many, as they like."""
+    """The public forms of *snapshot*, each with less of what users can make as long, or as many, as they like."""
     if not _processes_are_hidden():
         yield _public(snapshot, _PRIVATE)
     public = _public(snapshot, (*_PRIVATE, "command"))
     yield public
     brief = [{**claim, "command": None, "note": None} for claim in public["claims"]]
     yield {**public, "claims": brief}
-    # Of claims with devices there are no more than locks.
+    # There are no more claims with devices than locks.
     yield {**public, "claims": [claim for claim in brief if claim["devices"]]}
 
 
 def _public(snapshot: Snapshot, private: tuple[str, ...]) -> dict[str, Any]:
-    """*snapshot* as plain values, without those that are None and without what is *private* of its processes."""
+    """*snapshot* as plain values, without those that are None and without the *private* fields of its processes."""
     devices = [
         {**_known(device), "processes": device.processes and [_known(process, private) for process in device.processes]}
         for device in snapshot.devices

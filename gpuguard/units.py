@@ -6,8 +6,8 @@
     celsius   "85C"                         -> float
     power     "300W" "1.2kW"                -> float, watts
 
-format_bytes, format_duration and local_time are the way back, for people.  Amount and Rate are limits as policies have
-them: "90%" of what there is, "1GiB/10m" of growth.
+format_bytes, format_duration and local_time convert numbers back to text for people.  Amount and Rate are limits as
+policies write them: "90%" of a total, "1GiB/10m" of growth.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def parse_percent(text: str) -> float:
 
 
 def parse_cores(text: str) -> float:
-    """Percent of one core, as in ``"150%"``: more than 100 of several."""
+    """Percent of one core, as in ``"150%"``; more than 100 means several cores."""
     return _quantity(text, _PERCENT, N_("a percentage"), "10%")
 
 
@@ -75,7 +75,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_leftover(text: str) -> float:
-    """Seconds for which processes of a job that has ended keep its claim: "keep", "release" or ``"10m"``."""
+    """Seconds for which processes that a job leaves running keep its claim, of "keep", "release" or ``"10m"``."""
     try:
         return {"keep": float("inf"), "release": 0.0}[text] if text in ("keep", "release") else parse_duration(text)
     except InvalidRequest:
@@ -85,7 +85,7 @@ def parse_leftover(text: str) -> float:
 
 
 def format_bytes(count: float | None) -> str:
-    """``"20.0GiB"``; ``"n/a"`` when unknown."""
+    """``"20.0GiB"``, or ``"n/a"`` if unknown."""
     if count is None:
         return "n/a"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -96,7 +96,7 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_bytes_exactly(count: int) -> str:
-    """As format_bytes(), where parse_bytes() reads the same number back; else in the largest unit in which it does.
+    """Format as format_bytes() does if parse_bytes() reads the same number back, else in the largest unit that works.
 
     A number below 0, which no size is, comes from a damaged file.
     """
@@ -105,12 +105,15 @@ def format_bytes_exactly(count: int) -> str:
 
 
 def format_bytes_within(count: int) -> str:
-    """As format_bytes(), but rounded down: what can be asked for of a GPU with *count* bytes, 1MiB to 999GiB."""
+    """Format as format_bytes() does, but rounded down.
+
+    The result is what can be asked for of a GPU with *count* bytes, 1MiB to 999GiB.
+    """
     return format_bytes(count - count % (2**20 if count < 1000 * 2**20 else 2**30 / 10))
 
 
 def format_duration(seconds: float | None) -> str:
-    """The two largest units, ``"3h12m"``; ``"n/a"`` when unknown."""
+    """The two largest units, ``"3h12m"``, or ``"n/a"`` if unknown."""
     if seconds is None:
         return "n/a"
     seconds = round(seconds, 3)  # never 1000ms
@@ -128,7 +131,7 @@ def local_time(unix: float, form: str = "%Y-%m-%d %H:%M") -> str:
 
 
 def format_rounded(value: float | None, unit: str) -> str:
-    """``"87%"``; ``"n/a"`` when unknown."""
+    """``"87%"``, or ``"n/a"`` if unknown."""
     return "n/a" if value is None else f"{value:.0f}{unit}"
 
 
@@ -141,7 +144,7 @@ def format_energy(joules: float) -> str:
 
 
 def format_count(number: int, noun: str, plural: str = "") -> str:
-    """``"1 policy"``, ``"2,000 faults"``; *plural* where it is not the noun with an s."""
+    """``"1 policy"``, ``"2,000 faults"``; *plural* is for a noun whose plural does not just add an s."""
     return ngettext(*count_forms(noun, plural), number).format(number=number)
 
 
@@ -152,15 +155,15 @@ def count_forms(noun: str, plural: str = "") -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Amount:
-    """A limit in base units, in percent of a total that is known only when it is judged, or what a claim asked for."""
+    """A limit in base units, in percent of a total that is known only when it is judged, or as a claim asked."""
 
     value: float
     text: str = field(compare=False)
     relative: bool = False
-    promised: bool = False  # each claim has its own: its share of the device
+    promised: bool = False  # each claim has a limit of its own: its share of the device
 
     def of(self, total: float | None, promised: float | None = None) -> float | None:
-        """The limit in base units; None when it is a part of an unknown *total*, or nothing was *promised*."""
+        """The limit in base units, or None if it is a part of an unknown *total* or nothing was *promised*."""
         if self.promised:
             return promised
         if not self.relative:
@@ -211,7 +214,7 @@ def parse_power_amount(text: str) -> Amount:
 
 
 def _amount(text: str, parse: Callable[[str], float]) -> Amount:
-    """What *parse* reads, or a percentage of what there is."""
+    """An amount that *parse* reads, or a percentage of the total."""
     if text.strip().endswith("%"):
         return Amount(parse_percent(text), text.strip(), relative=True)
     return Amount(parse(text), text.strip())

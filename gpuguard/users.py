@@ -1,10 +1,10 @@
-"""Names and groups of users, without waiting for a directory service that is silent; and who answers for a uid.
+"""Names and groups of users, without waiting for a silent directory service, and the user who answers for a uid.
 
 getpwuid may ask LDAP or SSSD, and hang with it.  A name is only for people: after SECONDS the number has to do, and
-the service is not asked again in this process for a while.  A uid without a name is asked for again, too: a service
+this process does not ask the service again for a while.  It does ask again for a uid without a name, because a service
 that is away for a moment says that its users do not exist, and no policy ends a job of an unknown user.
-Does not say who may do what.  A user is always the uid, and a uid that root has given to a user is that user: see
-certain_owner().
+Does not say what a user may do.  A user is always identified by the uid, and a uid that root has given to a user is
+that user: see certain_owner().
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SECONDS = 1.0
 AGAIN_SECONDS = 60.0
-PACE_SECONDS = 1.0  # between two that are asked for again: a user of user namespaces has 65536 uids without a name
+PACE_SECONDS = 1.0  # between two nameless uids that are asked for again: a user of user namespaces has 65536 of them
 
 SUBUIDS = "/etc/subuid"  # "alice:100000:65536", see subuid(5)
 LEAST_SUBUID = 65536  # the smallest that is given to a user; useradd begins at 100000
@@ -33,35 +33,35 @@ MOST_BYTES = 2**20  # of that file, which is root's: 40,000 users
 
 NAMELESS = -1  # stands for all uids without a name, of which a user of user namespaces has 65536
 
-_Range = tuple[int, str | None]  # from that uid up to the next range: the user to whom it was given, None: not just one
-_given_by: dict[object, list[_Range]] = {}  # of the file as it was read
+_Range = tuple[int, str | None]  # (its first uid, the one user to whom it was given, or None); it ends at the next one
+_given_by: dict[object, list[_Range]] = {}  # version of the file that was read -> its ranges
 _names: dict[int, str] = {}
-_numbers: dict[str, int] = {}  # of the users in that file
+_numbers: dict[str, int] = {}  # uids of the users in that file
 _nameless: dict[object, float] = {}  # uid or user that was not found -> when
 _silent: list[float] = []  # when the directory service fell silent
 _again: list[float] = []  # when a uid without a name was last asked for again
 _Question = tuple[str, int]  # ("name of group", gid) or ("groups of user", uid)
-_answers: dict[_Question, tuple[float, Any]] = {}  # when it was last answered, and how: None without an answer
+_answers: dict[_Question, tuple[float, Any]] = {}  # (when it was last asked, the answer or None if there was none)
 
 
 def user_name(uid: int) -> str:
-    """The name of a user, or the number where there is none or nothing answers in time."""
+    """The name of a user, or the number if there is none or no service answers in time."""
     if uid not in _names:
         _look_up(uid)
     return _names.get(uid, str(uid))
 
 
 def read_gids(uid: int) -> list[int]:
-    """The numbers of the groups of a user, which may wait for a directory service.
+    """Read the numbers of the groups of a user.  This may wait for a directory service.
 
-    Raises KeyError: there is no such user; OverflowError, OSError.
+    Raises KeyError if there is no such user, OverflowError, or OSError.
     """
     user = pwd.getpwuid(uid)
     return os.getgrouplist(user.pw_name, user.pw_gid)
 
 
 def read_group_names(uid: int) -> list[str]:
-    """As read_gids(), by name; the number in digits of a group without one."""
+    """Read the names of the groups of a user as read_gids() does; a group without a name is its number in digits."""
     names = []
     for gid in read_gids(uid):
         try:
@@ -72,17 +72,17 @@ def read_group_names(uid: int) -> list[str]:
 
 
 def group_name(gid: int) -> str | None:
-    """The name of a group; None: no group has that number now, or nothing answers in time."""
+    """The name of a group, or None if no group has that number now or no service answers in time."""
     name: str | None = _answer("name of group", gid)
     return name
 
 
 def is_in_group(uid: int, gid: int) -> bool | None:
-    """Whether the system's user database has a user in a group; None: it does not know the user, or does not answer.
+    """Whether the system's user database has a user in a group, or None if it does not know the user or is silent.
 
-    An answer may be AGAIN_SECONDS old, and older while there is none.
+    An answer may be AGAIN_SECONDS old, or older while there is no new one.
     """
-    if user_name(uid) == str(uid):  # of these a user may bring any number
+    if user_name(uid) == str(uid):  # a user may bring any number of such uids
         return None
     groups: frozenset[int] | None = _answer("groups of user", uid)
     return None if groups is None else gid in groups
@@ -90,7 +90,7 @@ def is_in_group(uid: int, gid: int) -> bool | None:
 
 @dataclass(frozen=True)
 class GroupMembers:
-    """The users who are certainly in a group: ``uid in GroupMembers(gid)``, as is_in_group() says when it is asked."""
+    """The users who are certainly in a group: ``uid in GroupMembers(gid)`` asks is_in_group() each time."""
 
     gid: int
 
@@ -106,7 +106,7 @@ def _answer(what: str, number: int) -> Any:
 
 
 def _look_up(asked: int | str | _Question) -> None:
-    """Ask for the name of a uid, for the uid of a name, or that question, if it is worth it now."""
+    """Ask for the name of a uid, for the uid of a name, or for the answer to a question, if that is worth it now."""
     if not _is_worth_a_lookup(asked):
         return
     thread = threading.Thread(target=_read, args=(asked,), name=f"name of {asked}", daemon=True)
@@ -127,7 +127,7 @@ def _is_worth_a_lookup(asked: int | str | _Question) -> bool:
         return False
     _silent.clear()
     if asked in _nameless:
-        # Of names of users there are only as many as root has written down.
+        # Only uids need a pace, because there are no more names of users here than root has written down.
         soon = isinstance(asked, int) and _again and now - _again[0] < PACE_SECONDS
         if soon or now - _nameless[asked] < AGAIN_SECONDS:
             return False
@@ -153,16 +153,16 @@ def _read_groups(what: str, number: int) -> str | frozenset[int] | None:
     try:
         return grp.getgrgid(number).gr_name if what == "name of group" else frozenset(read_gids(number))
     except (KeyError, OverflowError, OSError):
-        # A service that is away says that its users do not exist: they stay in the groups in which they were.
+        # A service that is away says that its users do not exist, so they stay in the groups in which they were.
         return None if what == "name of group" else _answers.get((what, number), (0.0, None))[1]
 
 
 def certain_owner(uid: int) -> int:
-    """The uid of the user who answers for *uid*: to whom root has given it, for containers without root.
+    """The uid of the user who answers for *uid*, because root has given it to them for containers without root.
 
-    It is *uid* itself wherever that is in doubt: it has a name of its own, no service says whether it has one, it was
-    given to two users, or the number of the user cannot be told now.  And where it was given to root, whose containers
-    are anybody's.  A uid without a name is no known user.
+    The result is *uid* itself wherever that is in doubt: *uid* has a name of its own, no service says whether it has
+    one, it was given to two users, or the number of the user is unknown now.  It is *uid* itself as well if that was
+    given to root, whose containers are anybody's.  A uid without a name is no known user.
     """
     owner = None if uid in _names else owner_of_given(uid)
     if owner is None or user_name(uid) != str(uid) or uid not in _nameless:
@@ -171,23 +171,23 @@ def certain_owner(uid: int) -> int:
 
 
 def accountable_uid(uid: int) -> int:
-    """As accountable_uids(), of one uid."""
+    """The uid that stands for one *uid*: see accountable_uids()."""
     return accountable_uids([uid])[uid]
 
 
 def accountable_uids(uids: Iterable[int]) -> dict[int, int]:
-    """uid -> the uid that stands for it where each user is one: that of the user to whom root has given it.
+    """uid -> the uid that stands for it where each user counts as one: that of the user to whom root has given it.
 
-    While the number of that user cannot be told, and for root, it is the lowest of all uids that were given to them.
-    Any other uid stands for itself.  Unlike certain_owner() it asks for the names of no *uids*, of which a user may
-    bring any number, and so it is for what is counted and shared, not for what is done to anybody.
+    While that user's number is unknown, and for root, it is the lowest of all uids that were given to that user.  Any
+    other uid stands for itself.  Unlike certain_owner() this asks for no names of *uids*, because a user may bring any
+    number of them.  So it is for counting and sharing, not for acting against anybody.
     """
     owners = {uid: None if uid in _names else owner_of_given(uid) for uid in uids}
     return {uid: uid if not owner else _number_of(owner) or _lowest_of(owner, uid) for uid, owner in owners.items()}
 
 
 def owner_of_given(uid: int) -> str | None:
-    """The user to whom root has given *uid*, by name or number as it stands in SUBUIDS; None: it was given to none."""
+    """The one user to whom root has given *uid*, by name or number as in SUBUIDS, or None if there is no such user."""
     ranges = _given() if uid >= LEAST_SUBUID else []
     behind = bisect_right(ranges, uid, key=lambda given: given[0])
     return ranges[behind - 1][1] if behind else None
@@ -206,14 +206,14 @@ def _number_of(user: str) -> int | None:
 
 
 def _given() -> list[_Range]:
-    """What SUBUIDS says now."""
+    """The ranges in SUBUIDS as they are now."""
     try:
         with open(SUBUIDS, "rb") as file:
             status = os.fstat(file.fileno())
             version = SUBUIDS, status.st_ino, status.st_size, status.st_mtime_ns
             if version not in _given_by:
                 _given_by.clear()
-                _numbers.clear()  # a user who is removed and made anew gets another one, and other uids
+                _numbers.clear()  # a user who is removed and made anew gets another number, and other uids
                 _given_by[version] = _decoded(file.read(MOST_BYTES))
             return _given_by[version]
     except OSError:
@@ -231,6 +231,6 @@ def _decoded(content: bytes) -> list[_Range]:
     ranges, owners = list[_Range](), Counter[str]()
     for edge, change, user in sorted(edges):
         owners[user] += change
-        owners += Counter()  # without those that are at 0
+        owners += Counter()  # this drops those that are at 0
         ranges.append((edge, next(iter(owners)) if len(owners) == 1 else None))
     return ranges
