@@ -27,7 +27,7 @@ SECONDS = 0.5  # the worker that reads the devices has 1.5 s for each
 SECONDS_AGAIN = 0.02  # while other reads hang, so that many users with such reads do not take the time of all
 SHARE = 0.05  # of all time may go to reads of one user's processes, in the long run
 NOTICED = 0.002  # seconds; 200 processes whose reads each take less hold up nothing
-MOST_HANGING = 16  # hanging or slow; then none is tried for a uid without a name: one user can have 65536 of those
+MOST_HANGING = 16  # hanging or slow reads; then none is tried for uids without a name: one user can have 65536 of them
 
 
 class _Within(threading.local):

@@ -90,8 +90,8 @@ class DriverMismatch(BackendError):
     """libnvidia-ml and the kernel module are of different versions.
 
     Args:
-        library_version: of libnvidia-ml.so.1, None if unknown.
-        kernel_version: of the loaded kernel module, None if unknown.
+        library_version: of libnvidia-ml.so.1, or None if unknown.
+        kernel_version: of the loaded kernel module, or None if unknown.
     """
 
     def __init__(self, message: str, library_version: str | None = None, kernel_version: str | None = None) -> None:

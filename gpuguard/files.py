@@ -64,7 +64,7 @@ def read_file(path: str, limit: int, owners: Collection[int] | None = None) -> b
         owners: uids of the only users who may have written it, or None if anybody may.
 
     Raises:
-        UntrustedFile: it is larger, or others could have written it; or open_regular() raises this.
+        UntrustedFile: it is larger, others could have written it, or open_regular() does not trust it.
         OSError: there is none, it is a link, or it cannot be read.
     """
     descriptor, status = open_regular(path)
@@ -78,7 +78,7 @@ def read_file(path: str, limit: int, owners: Collection[int] | None = None) -> b
 
 
 def create_file(path: str, mode: int | None = 0o644, owner: int | None = None) -> int:
-    """Create a file and open it for reading and writing.  Raises OSError if there is one already.
+    """Create a file and return a descriptor for reading and writing.  Raises OSError if there is one already.
 
     Args:
         mode: applies whatever the umask is, or None for what the umask permits.

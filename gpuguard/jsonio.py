@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 DEEPEST = 100  # nested brackets; our own files have 8
-LARGEST = 2**53  # number: below it a float is exact, and a time is a date that can be shown
+LARGEST = 2**53  # the largest number: below it a float is exact, and a time is a date that can be shown
 
 _known: dict[tuple[type, bool], Mapping[str, Callable[[Any], Any]]] = {}  # the reader of each field
 _BRACKETS = bytes.maketrans(b"{}", b"[]")

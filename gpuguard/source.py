@@ -63,7 +63,7 @@ class SnapshotSource:
         self.fresh = False  # whether the daemon's snapshots are ignored
 
     def sample(self) -> tuple[Snapshot, float | None]:
-        """The machine without its claims, and the seconds since the daemon read it, or None if it was read just now.
+        """The machine without its claims, and the seconds since the daemon read it, or None if we read it just now.
 
         Raises BackendError if neither the daemon nor the driver tells.
         """

@@ -56,7 +56,7 @@ class Recorder:
         self._thread.start()
 
     def record(self, snapshot: Snapshot, longest: float, wanted: Wanted | None = None) -> None:
-        """Add *snapshot* to the sums, waiting only for these.  Call it from one thread.  See UsageSums.add()."""
+        """Add *snapshot* to the sums, waiting only for these.  Call it from one thread only.  See UsageSums.add()."""
         with self._adding:
             self._sums.add(snapshot, longest, wanted)
             slots = self._sums.slots
@@ -70,7 +70,7 @@ class Recorder:
     def why_unknown(self, seconds: float) -> str | None:
         """Why spent() is unknown, or None if it is known or nothing is recorded.
 
-        Waits for at most *seconds* until the store was opened.
+        Waits at most *seconds* for the store to be opened.
         """
         if not self._thread.is_alive():
             return None

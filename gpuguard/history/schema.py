@@ -193,7 +193,7 @@ SLOTS = {WIDTH: 720, 60: 2880, 900: 38400}  # width in seconds -> slots that are
 COARSEST = max(SLOTS)
 
 EPOCH = 1_577_836_800  # 2020, where a slot of each width begins, so that keys until 2035 take five bytes
-NUMBER_BITS = 16  # of a key hold the number of a device or a holder
+NUMBER_BITS = 16  # the bits of a key that hold the number of a device or a holder
 MOST_NUMBERS = 2**NUMBER_BITS - 1
 
 TICK_MS, MEMORY_MIB = 40, 16  # the units in which time and memory are kept
@@ -251,7 +251,7 @@ def rows(kind: str, width: int) -> str:
 
 
 def holdings(width: int) -> str:
-    """A sub-query as of rows(): the ticks for which each user had each device, `had`, and that device's own columns."""
+    """A sub-query like rows(): the ticks for which each user had each device, `had`, and that device's own columns."""
     return (
         f"SELECT users.key >> {NUMBER_BITS} AS slot, device, uid, joules, seen, unknown,"
         " used_ticks + idle_ticks + unknown_ticks + unclaimed_ticks AS had"

@@ -1,7 +1,8 @@
 """The file of the usage store, which one process opens, locks, checks and writes, and sets aside when it is damaged.
 
 After each write the journal is moved into the file: see queries for why readers need that, and why no other process may
-hold a lock.  A damaged file is renamed, never deleted.  Errors of os and sqlite3 pass through: recorder words them.
+hold a lock.  A damaged file is renamed, never deleted.  Errors of os and sqlite3 pass through: recorder puts them into
+words.
 """
 
 from __future__ import annotations
@@ -231,7 +232,8 @@ def _numbers(connection: sqlite3.Connection, uuids: set[str], devices: Iterable[
             connection.execute("INSERT INTO devices (id, uuid, name, parent) VALUES (?, ?, ?, ?)", row)
     for device in known.values():
         if device.parent_uuid is None:
-            # It is the last index that the device had, so no other keeps it.  An early Python 3.12 warns of ?1.
+            # It is the last index that the device had, so no other device keeps it.  The parameters have names, because
+            # an early Python 3.12 warns of ?1.
             connection.execute(
                 "UPDATE devices SET place = CASE uuid WHEN :uuid THEN :place END"
                 " WHERE (uuid = :uuid AND place IS NOT :place) OR (uuid != :uuid AND place = :place)",

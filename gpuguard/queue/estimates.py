@@ -71,7 +71,7 @@ def probable_end(since: float, seconds: float, now: float) -> float:
 
 
 def program(command: Sequence[str]) -> str:
-    """The words by which jobs are compared: the program and what it runs, like ``"python train.py"``."""
+    """The words by which jobs are compared: program and script, ``"python train.py"``, ``"torchrun train.py"``."""
     words = [word for word in command if word]
     name = os.path.basename(words[0]) if words else ""
     rest = [word for word in words[1:FIRST_WORDS] if not word.startswith("-")]

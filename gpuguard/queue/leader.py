@@ -279,7 +279,7 @@ class Leader:
         is_held_back = any(position.held_back_by for position in queue.positions)
         polls = is_blind or waits_for_values or without_record or is_held_back
         pause = SAMPLE_SECONDS if polls else HEALTH_SECONDS
-        # A device may be in use by no process that can be watched.  Mostly a job was killed and its memory is left.
+        # A device may be in use by no process that can be watched.  Mostly it is memory of a job that was just killed.
         if unwatched or any(
             device.processes is None
             or (not device.processes and (device.memory_used is None or device.memory_used > idle_limit(device)))

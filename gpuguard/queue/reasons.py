@@ -96,7 +96,7 @@ def position_text(position: QueuePosition, queue: QueueState) -> str:
 def start_text(position: QueuePosition, queue: QueueState, *, brief: bool = False) -> str:
     """When it starts and why not earlier: ``"starts in about 2h, when GPU 3 is free: time limit of al's job"``.
 
-    With *brief* the latest start is left out, and an unknown start is left out before its reason.
+    With *brief* the latest start is left out, and if the start is unknown, only the reason is given.
     """
     text, latest = _likely_text(position, queue, brief), certain_start(position)
     soonest = max(queue.now, position.start or 0.0) + 1

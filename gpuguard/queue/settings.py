@@ -58,7 +58,7 @@ def settings_path() -> str:
 
 
 def read_queue_settings(directory: LockDirectory | None = None, path: str | None = None) -> QueueSettings:
-    """Read the site's file or, while it has faults, the last good one of *directory*.  Its content never raises.
+    """Read the site's file or, while it has faults, the last good one of *directory*.  Faults never raise.
 
     Args:
         directory: the claim directory whose daemon keeps the last good file, or None if there is none.
