@@ -1,8 +1,8 @@
-"""What each group of fields of the model reads: the tables ROWS and READERS.
+"""How each group of the model's fields is read: the tables ROWS and READERS.
 
-The memory of a device and the processes on it are compared with each other: a process list that cannot be true is read
-once more, because a process may have ended meanwhile, and is then marked as not plausible.  Does not find devices: see
-nvml.
+The memory of a device and its list of processes are compared with each other.  A list that cannot be true is read once
+more, because a process may have ended in between; if it still cannot be true, it is marked as not plausible.  This
+module does not find devices: see nvml.
 """
 
 from __future__ import annotations
@@ -43,44 +43,44 @@ if TYPE_CHECKING:
 
 UTILIZATION_SAMPLES = 1  # nvmlSamplingType_t
 _SAMPLE_VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by nvmlValueType_t
-# Of a process, in percent, by the name in nvmlProcessUtilizationSample_t.
+# Rates of a process in percent, and their names in nvmlProcessUtilizationSample_t.
 _PROCESS_RATES = {
     "utilization": "smUtil", "memory_utilization": "memUtil",
     "encoder_utilization": "encUtil", "decoder_utilization": "decUtil",
 }  # fmt: skip
-_NVLINK_COUNTERS = {138: "nvlink_tx", 139: "nvlink_rx"}  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_*, KiB, of each link
+_NVLINK_COUNTERS = {138: "nvlink_tx", 139: "nvlink_rx"}  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_*, in KiB for each link
 _COMPUTE_MODES = {0: "default", 1: "exclusive_process", 2: "prohibited", 3: "exclusive_process"}
 _THROTTLE_REASONS = {  # nvmlClocksEventReason*, by bit
     0: "gpu_idle", 1: "applications_clocks_setting", 2: "sw_power_cap", 3: "hw_slowdown", 4: "sync_boost",
     5: "sw_thermal_slowdown", 6: "hw_thermal_slowdown", 7: "hw_power_brake_slowdown", 8: "display_clock_setting",
 }  # fmt: skip
 
-# NVML_GPU_FABRIC_HEALTH_MASK_*_ROUTE_UNHEALTHY: its place and width in the mask, and the value for "yes".
+# NVML_GPU_FABRIC_HEALTH_MASK_*_ROUTE_UNHEALTHY: its position and width in the mask, and the value for "yes".
 _ROUTE_SHIFT, _ROUTE_WIDTH, _ROUTE_UNHEALTHY = 4, 0x3, 1
 
 MEMORY_V2 = 0x02000028  # version 2 of nvmlMemory_t and its size, 40 bytes
-KEPT_SECONDS = 4.0  # twice the shortest time between two samples of the guard: no older sample may lead to an act
+KEPT_SECONDS = 4.0  # twice the shortest time between two samples of the guard: no action may rest on an older sample
 MPS_SERVER = b"nvidia-cuda-mps-server"
-SMALLEST_CONTEXT = 2 * 2**20  # bytes: the page that a driver gives memory in
+SMALLEST_CONTEXT = 2 * 2**20  # bytes: drivers hand out memory in pages of this size
 _LISTS = {"compute": "Compute", "graphics": "Graphics", "mps": "MPSCompute"}
-# A client of the MPS server is listed as a compute process, too.
+# A client of the MPS server is also listed as a compute process.
 _KINDS = {("compute",): "compute", ("graphics",): "graphics", ("compute", "graphics"): "compute+graphics"}
 
 
 @dataclass(frozen=True)
 class FieldRow:
-    """One field from one call."""
+    """A field that one call fills."""
 
     field: str
-    functions: tuple[str, ...]  # the newest first; the next one is asked when the driver does not have it
+    functions: tuple[str, ...]  # the newest first; the next one is tried when the driver lacks one
     arguments: tuple[Any, ...] = ()
     convert: Callable[[Any], Any] | None = None
     keep: Keep = "refusal"
-    brief: bool = False  # read although only BRIEF is wanted
+    brief: bool = False  # read even when only BRIEF is wanted
 
 
 def bus_id(info: Any) -> str | None:
-    """The pci bus id in a nvmlPciInfo_t."""
+    """Return the PCI bus id in an nvmlPciInfo_t, or None if there is none or it is not UTF-8."""
     try:
         return str(info.busId) if info else None
     except UnicodeDecodeError:
@@ -88,22 +88,22 @@ def bus_id(info: Any) -> str | None:
 
 
 def thousandth(number: int) -> float:
-    """Milliwatts -> watts, millijoules -> joules."""
+    """Convert milliwatts to watts, or millijoules to joules."""
     return number / 1000
 
 
 def kibibytes(number: int) -> float:
-    """KiB/s -> bytes per second."""
+    """Convert KiB/s to bytes per second."""
     return number * 1024.0
 
 
 def first_as_float(numbers: Sequence[int]) -> float:
-    """The first of *numbers*: the utilization in front of its sampling period."""
+    """Return the first of *numbers*: the utilization, which its sampling period follows."""
     return float(numbers[0])
 
 
 def bits(words: Collection[int]) -> list[int]:
-    """The numbers of the set bits in an array of 64-bit words, the lowest first."""
+    """Return the numbers of the set bits in an array of 64-bit words, the lowest first."""
     found = []
     for number, word in enumerate(words):
         while word:
@@ -114,7 +114,7 @@ def bits(words: Collection[int]) -> list[int]:
 
 
 def number_ranges(numbers: list[int]) -> str | None:
-    """[0, 1, 2, 8] -> "0-2,8"."""
+    """Write numbers as ranges: [0, 1, 2, 8] -> "0-2,8"; None if there are none."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:
@@ -125,7 +125,7 @@ def number_ranges(numbers: list[int]) -> str | None:
 
 
 def throttle_reasons(mask: int) -> tuple[str, ...]:
-    """Names of the set bits; a bit that is newer than this table by its number."""
+    """Name the set bits; a bit that is newer than this table is named by its number."""
     return tuple(_THROTTLE_REASONS.get(bit, f"bit_{bit}") for bit in bits([mask]))
 
 
@@ -139,7 +139,7 @@ ROWS: dict[str, tuple[FieldRow, ...]] = {
         FieldRow(
             "cpu_affinity", ("nvmlDeviceGetCpuAffinity",), (16,), lambda words: number_ranges(bits(words)), "fact"
         ),
-        # Not nvmlDeviceGetNumaNodeId: that is the node that the device's own memory forms, on Grace.
+        # nvmlDeviceGetNumaNodeId would give the node that the device's own memory forms on Grace.
         FieldRow(
             "numa_node", ("nvmlDeviceGetMemoryAffinity",), (16, 0), lambda words: next(iter(bits(words)), None), "fact"
         ),
@@ -148,7 +148,7 @@ ROWS: dict[str, tuple[FieldRow, ...]] = {
         FieldRow("temperature", ("nvmlDeviceGetTemperature",), (0,), float, keep="recent", brief=True),
         FieldRow(
             "fan_speed", ("nvmlDeviceGetFanSpeed",), (), float, keep="setting"
-        ),  # no rule asks, and it takes 137 us
+        ),  # no rule needs it, and the call takes 137 us
         FieldRow("temperature_slowdown", ("nvmlDeviceGetTemperatureThreshold",), (1,), float, "fact"),
         FieldRow("temperature_shutdown", ("nvmlDeviceGetTemperatureThreshold",), (0,), float, "fact"),
     ),
@@ -188,7 +188,7 @@ ROWS: dict[str, tuple[FieldRow, ...]] = {
 
 
 def read_rows(reading: Reading, group: str) -> None:
-    """Read the fields of *group* that are one call each."""
+    """Read the fields of *group* that take one call each."""
     for row in ROWS[group]:
         if row.brief or model.BRIEF not in reading.fields:
             read_row(reading, row)
@@ -204,13 +204,13 @@ def read_row(reading: Reading, row: FieldRow) -> None:
 
 
 def memory_of(reading: Reading) -> CallResult:
-    """A nvmlMemory_t: version 2, which tells the reserve apart, else version 1."""
+    """Read an nvmlMemory_t: version 2, which reports the reserved memory separately, or else version 1."""
     answer = reading.call_kept("refusal", "nvmlDeviceGetMemoryInfo", MEMORY_V2)
     return reading.call("nvmlDeviceGetMemoryInfo") if answer.code in NEVER else answer
 
 
 def read_memory(reading: Reading) -> None:
-    """memory_*: all of them, or none."""
+    """Read all memory_* fields, or none of them."""
     answer = memory_of(reading)
     reading.fault("nvmlDeviceGetMemoryInfo", answer)
     if not answer.code:
@@ -232,13 +232,13 @@ def read_memory(reading: Reading) -> None:
 
 
 def _fits(total: int, used: int, free: int, reserved: int) -> bool:
-    """Whether these bytes can be those of one device."""
+    """Return whether these amounts (bytes) can belong to one device."""
     within = 0 < total <= LARGEST_MEMORY and min(used, free, reserved) >= 0
     return within and max(used, free, reserved) <= total and used + free <= total + SLACK
 
 
 def read_processes(reading: Reading) -> None:
-    """processes and processes_plausible; PROCESS_DETAILS adds graphics and MPS processes and whose they all are."""
+    """Read processes and processes_plausible; PROCESS_DETAILS adds graphics and MPS ones, and details from /proc."""
     details, kinds = PROCESS_DETAILS in reading.fields, _kinds(reading)
     lists, failed, reason = _plausible_lists(reading, kinds)
     if not details and "compute" in lists and _may_be_a_desktop(reading, lists["compute"]):
@@ -246,10 +246,10 @@ def read_processes(reading: Reading) -> None:
     if "compute" not in lists:
         return
     read_now = lists, reading.values.get("memory_total")
-    if read_now != reading.device.told:  # else they are the same objects, too
+    if read_now != reading.device.told:  # otherwise the rows stay the same objects as well
         reading.device.told, reading.device.listed = read_now, _merged(*read_now)
     rows = reading.device.listed
-    # A desktop looks like a job when the list of graphics processes exists and could not be read.
+    # A desktop looks like a job when the list of graphics processes exists but could not be read.
     reading.values["processes_plausible"] = reason is None and all(answer.code in NEVER for answer in failed.values())
     if reason is None:
         read, ended = procfs.described if details else procfs.identified, _ended(reading, rows)
@@ -257,16 +257,16 @@ def read_processes(reading: Reading) -> None:
         if details and BRIEF not in reading.fields:
             rows = _with_utilization(reading, rows)
     else:
-        # The processes that have these pids here are not those that the driver means: they stay numbers.
+        # The processes that have these pids here are not the ones that the driver means, so the pids stay mere numbers.
         reading.gap("processes", f"implausible list: {reason}")
     reading.values["processes"] = tuple(rows)
 
 
 def _ended(reading: Reading, rows: Iterable[GpuProcess]) -> set[int]:
-    """The pids of *rows* that belong to no process any more.
+    """Return the pids of *rows* that no longer belong to a process.
 
-    One that was listed without a process stays so until the driver leaves it out: another process may have got its pid
-    since, perhaps because the user who left the row behind arranged that.
+    A pid that was once listed without a process counts as ended until the driver drops it: another process may have
+    got it since, perhaps because the user who left the row behind arranged that.
     """
     reading.device.ended = {row.pid for row in rows} & (reading.device.ended | reading.gone)
     return reading.device.ended
@@ -277,14 +277,14 @@ def _kinds(reading: Reading) -> list[str]:
 
 
 def _may_be_a_desktop(reading: Reading, rows: Sequence[tuple[int, int | None]]) -> bool:
-    """Whether what is in use can be a desktop's, which shows only in the list of graphics processes."""
+    """Return whether the memory in use can be a desktop's, which shows only in the list of graphics processes."""
     used = reading.values.get("memory_used")
     small = all(memory is not None and memory <= MOST_DESKTOP_MEMORY for _, memory in rows)
     return small and (bool(rows) or (used is not None and used > IDLE_TOLERANCE))
 
 
 def read_idle_processes(reading: Reading) -> None:
-    """What read_processes() reads, unless the memory in use says enough: two calls for each busy device."""
+    """Read what read_processes() reads, unless the memory in use says enough: that saves two calls per busy device."""
     used = reading.values.get("memory_used")
     if PROCESSES not in reading.fields and (used is None or used < BUSY_MEMORY):
         read_processes(reading)
@@ -294,7 +294,7 @@ def _plausible_lists(reading: Reading, kinds: list[str]) -> tuple[Lists, dict[st
     lists, failed = _lists(reading, kinds)
     reason = _implausibility(reading, lists, reading.values.get("memory_used"))
     if reason or not reading.gone <= reading.device.ended:
-        # A process that ended or grew between two calls looks the same: once more, the memory last.
+        # A process that ended or grew between two calls looks the same, so all is read once more, and the memory last.
         lists, failed = _lists(reading, kinds)
         used = memory_of(reading).value if "memory_used" in reading.values else None
         reason = _implausibility(reading, lists, used and used.used)
@@ -315,23 +315,23 @@ def _lists(reading: Reading, kinds: list[str]) -> tuple[Lists, dict[str, CallRes
 
 
 def _forget(reading: Reading, computing: CallResult) -> None:
-    """Forget what is kept of the device if another process may have come since the last sample."""
+    """Forget what is kept about the device if a new process may have appeared since the last sample."""
     device, used = reading.device, reading.values.get("memory_used")
     known = {pid for pid, _ in device.told[0]["compute"]} if device.told else ()
     if computing.code or not all(pid in known for pid, _ in computing.value):
-        device.settings.clear()  # clients of MPS are listed as compute processes, too
+        device.settings.clear()  # because clients of MPS are also listed as compute processes
     elif used is None or device.used is None or used > device.used:
-        device.settings.pop(("graphics",), None)  # drawing needs memory
+        device.settings.pop(("graphics",), None)  # because drawing needs memory
     device.used = used
 
 
 def _must_be_empty(kind: str, reading: Reading, computing: CallResult) -> bool:
-    """Whether a list other than that of those *computing* need not be read."""
+    """Return whether the list of this *kind* need not be read, because it can only be empty."""
     if computing.code:
         return False
-    if kind == "mps":  # a client is listed as a compute process, too, and so is the server that it talks to
+    if kind == "mps":  # a client is also listed as a compute process, and so is the server that it talks to
         return not any(procfs.may_be(pid, MPS_SERVER) for pid, _ in computing.value)
-    # Only where the driver's own memory is not counted: a desktop that shows nothing has 5 MiB (GTX 1080).
+    # This holds only where the driver's own memory is not counted: a desktop that shows nothing has 5 MiB (GTX 1080).
     used, kept = reading.values.get("memory_used"), reading.values.get("memory_reserved")
     return not computing.value and kept is not None and used is not None and used < SMALLEST_CONTEXT
 
@@ -341,7 +341,7 @@ def _list(reading: Reading, kind: str) -> CallResult:
     if answer.code == FUNCTION_NOT_FOUND:
         answer = reading.call(f"nvmlDeviceGet{_LISTS[kind]}RunningProcesses_v2")
     if kind != "compute" and not answer.code and not answer.value:
-        reading.device.settings[kind,] = answer  # none, until a process may have come: see _forget
+        reading.device.settings[kind,] = answer  # empty until a process may have appeared: see _forget
     return answer
 
 
@@ -363,7 +363,7 @@ def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | N
         if reason:
             return reason
     if sum(map(bool, lists.values())) < 2:
-        return None  # it has been judged as it is
+        return None  # a single list has been judged above
     most: dict[int, int] = {}
     for pid, memory in (row for rows in lists.values() for row in rows):
         most[pid] = max(memory or 0, most.get(pid, 0))
@@ -373,7 +373,7 @@ def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | N
 
 
 def _is_alive(reading: Reading, pid: int) -> bool:
-    """As procfs.alive(); what is learned of the process goes into *reading*."""
+    """Return what procfs.alive() does, and keep in *reading* what was learned about the process."""
     stat = procfs.stat_of(pid)
     if stat:
         reading.stats[pid] = stat
@@ -383,7 +383,7 @@ def _is_alive(reading: Reading, pid: int) -> bool:
 
 
 def _merged(lists: Lists, memory_total: int | None) -> list[GpuProcess]:
-    """One process per pid: its kind from all lists, its memory from the list that says most."""
+    """Merge the lists into one process per pid, with its kind from all lists and the most memory that any reports."""
     kinds: dict[int, tuple[str, ...]] = {}
     memory: dict[int, int] = {}
     for kind, rows in lists.items():
@@ -395,17 +395,17 @@ def _merged(lists: Lists, memory_total: int | None) -> list[GpuProcess]:
 
 
 def _with_utilization(reading: Reading, rows: list[GpuProcess]) -> list[GpuProcess]:
-    """Utilization of each process: mean of the driver's samples since the last time, else what was read just before.
+    """Add the utilization of each process: the mean of the driver's samples since the last call, or else a recent mean.
 
-    The driver gives each sample once, to a caller that names the newest that it has.  The second reading before a
-    signal would know nothing, so a mean is kept for KEPT_SECONDS, for that very process.
+    The driver hands out each sample once, to a caller that names the newest one it has.  The second reading, just
+    before a signal, would therefore know nothing, so a mean is kept for KEPT_SECONDS for exactly that process.
     """
     device, now = reading.device, time.monotonic()
     if not rows:
         device.utilizations = {}
         return rows
     answer = reading.call_kept("refusal", "nvmlDeviceGetProcessUtilization", device.utilization_seen)
-    if answer.code and answer.code != NOT_FOUND:  # NOT_FOUND: no sample since the last time
+    if answer.code and answer.code != NOT_FOUND:  # NOT_FOUND: there is no sample since the last call
         reading.gap("processes (utilization)", answer.reason)
         return rows
     samples: dict[int, list[Any]] = {}
@@ -424,13 +424,13 @@ def _with_utilization(reading: Reading, rows: list[GpuProcess]) -> list[GpuProce
 
 
 def _mean_of(samples: Sequence[Any], field: str) -> float | None:
-    """Of those values that can be true."""
+    """Return the mean of the values that can be true, or None if there are none."""
     sound = [value for value in (getattr(sample, field) for sample in samples) if 0 <= value <= 100]
     return sum(sound) / len(sound) if sound else None
 
 
 def read_utilization(reading: Reading) -> None:
-    """utilization: mean of the driver's sample buffer (some seconds), else its last sample period (1/6 to 1 s)."""
+    """Read utilization: the mean of the driver's sample buffer (some seconds), else its last period (1/6 to 1 s)."""
     mean = _mean_utilization(reading)
     if mean is not None:
         reading.values["utilization"] = mean
@@ -447,7 +447,7 @@ def _mean_utilization(reading: Reading) -> float | None:
     if samples.value is None:
         return None
     kind, rows = samples.value
-    if kind >= len(_SAMPLE_VALUES):  # a type that is newer than this
+    if kind >= len(_SAMPLE_VALUES):  # a type that is newer than this table
         return None
     numbers = [getattr(row.sampleValue, _SAMPLE_VALUES[kind]) for row in rows]
     sound = [number for number in numbers if 0 <= number <= 100]
@@ -455,7 +455,7 @@ def _mean_utilization(reading: Reading) -> float | None:
 
 
 def read_health(reading: Reading) -> None:
-    """problems, compute_mode, mig_mode."""
+    """Read problems, compute_mode and mig_mode."""
     mode = reading.call_kept("setting", "nvmlDeviceGetComputeMode")
     reading.set_field("compute_mode", mode, _COMPUTE_MODES.get)
     reading.fault("nvmlDeviceGetComputeMode", mode)
@@ -464,7 +464,7 @@ def read_health(reading: Reading) -> None:
     reading.fault("nvmlDeviceGetMigMode", mig)
     if mig.code in NEVER:
         reading.values["mig_mode"] = False  # a device or driver without MIG is not in MIG mode
-        reading.gap("mig_mode", mig.reason)  # and has none to tell
+        reading.gap("mig_mode", mig.reason)  # and has no mode to report
     else:
         reading.set_field("mig_mode", mig, lambda modes: modes[0] == 1)
 
@@ -488,12 +488,12 @@ def read_health(reading: Reading) -> None:
 
 
 def remapped_rows(reading: Reading) -> CallResult:
-    """(corrected, uncorrected, pending, failed) of a device with row remapping (Ampere and later)."""
+    """Read (corrected, uncorrected, pending, failed) of a device with row remapping (Ampere and later)."""
     return reading.call_kept("setting", "nvmlDeviceGetRemappedRows")
 
 
 def read_ecc(reading: Reading) -> None:
-    """ecc_*, retired_pages, remapped_rows*."""
+    """Read ecc_*, retired_pages and remapped_rows*."""
     mode = reading.call("nvmlDeviceGetEccMode")
     reading.set_field("ecc_mode", mode, lambda modes: modes[0] == 1)
     for uncorrected, kind in enumerate(("corrected", "uncorrected")):
@@ -511,12 +511,12 @@ def read_ecc(reading: Reading) -> None:
 
 
 def read_nvlink(reading: Reading) -> None:
-    """nvlink_links: the active ones, or none at all; a link's other end never changes."""
+    """Read nvlink_links: all active links, or none; the other end of a link never changes, so it is kept."""
     links = []
     for link in range(getattr(reading.nvml, "NVML_NVLINK_MAX_LINKS", 18)):
         answer = reading.call("nvmlDeviceGetNvLinkState", link)
         if answer.code == INVALID_ARGUMENT and link:
-            break  # fewer links than the binding knows of
+            break  # the device has fewer links than the binding knows of
         if answer.value == 1:
             answer = reading.call_kept("fact", "nvmlDeviceGetNvLinkRemotePciInfo", link)
             links.append((link, bus_id(answer.value)))
@@ -527,7 +527,7 @@ def read_nvlink(reading: Reading) -> None:
 
 
 def read_nvlink_flow(reading: Reading) -> None:
-    """nvlink_flow, nvlink_tx, nvlink_rx: from counters, so the mean since the last sample of this backend."""
+    """Read nvlink_flow, nvlink_tx and nvlink_rx from counters: each is a mean since this backend's last sample."""
     links = range(getattr(reading.nvml, "NVML_NVLINK_MAX_LINKS", 18))
     wanted = tuple([(number, link) for number in _NVLINK_COUNTERS for link in links])
     answer = reading.call_kept("refusal", "nvmlDeviceGetFieldValues", wanted)
@@ -553,7 +553,7 @@ def read_nvlink_flow(reading: Reading) -> None:
 
 
 def _link_counts(counters: Sequence[Any]) -> tuple[float, dict[tuple[int, str], int]]:
-    """When they were read (seconds), and by link and nvlink_tx or nvlink_rx the KiB so far, of the links that tell."""
+    """Return the time of the reading (s) and the KiB so far by link and nvlink_tx or nvlink_rx, where a link tells."""
     told = [
         counter
         for counter in counters
@@ -568,7 +568,7 @@ def _link_counts(counters: Sequence[Any]) -> tuple[float, dict[tuple[int, str], 
     return max((counter.timestamp for counter in told), default=0) / 1e6, counts
 
 
-# In this order: the process list is compared with the memory.
+# The order matters, because the process list is compared with the memory.
 READERS: Mapping[str, Callable[[Reading], None]] = {
     model.MEMORY: read_memory,
     model.PROCESSES: read_processes,
@@ -581,7 +581,7 @@ READERS: Mapping[str, Callable[[Reading], None]] = {
 }
 
 
-# What they ask at first; whether IDLE_PROCESSES are needed is not known yet.
+# The calls that each reader makes first.  Whether IDLE_PROCESSES are needed is not known at that point.
 FIRST_READERS = {
     **{group: reader for group, reader in READERS.items() if group != model.IDLE_PROCESSES},
     model.PROCESSES: lambda reading: _lists(reading, _kinds(reading)),

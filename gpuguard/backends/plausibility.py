@@ -1,6 +1,6 @@
-"""What a driver says that cannot be true: numbers out of range, uuids that name nothing, lists of impossible processes.
+"""Answers of a driver that cannot be true: numbers out of range, uuids that name nothing, impossible process lists.
 
-Does not read the driver: see nvml, smi.
+This module does not read the driver: see nvml, smi.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# What the sum of the processes' memory may exceed the device's used memory by.  The two are read by different calls, a
-# process may grow in between, and drivers round each process up to pages of 2 MiB; a scrambled list is off by far more.
+# The most by which the sum of the processes' memory may exceed the device's used memory.  Different calls read the two,
+# a process may grow in between, and drivers round each process up to pages of 2 MiB; a scrambled list is off by far
+# more.
 SLACK = 512 * 2**20
 LARGEST_MEMORY = 2**44  # bytes: no device has 16 TiB
-PAGE = 4096  # bytes: the smallest that any driver gives a process
+PAGE = 4096  # bytes: the smallest page that any driver gives a process
 
 PLAUSIBLE: dict[str, tuple[float, float]] = {
     "temperature": (0, 130), "temperature_slowdown": (1, 150), "temperature_shutdown": (1, 150), "fan_speed": (0, 100),
@@ -30,7 +31,7 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
     "ecc_corrected_aggregate": (0, 2**53), "ecc_uncorrected_aggregate": (0, 2**53),
 }  # fmt: skip
 
-# Fields of a MIG instance that are those of its GPU.
+# Fields that a MIG instance shares with its GPU.
 OF_THE_BOARD = (
     "pci_bus_id", "minor_number", "numa_node", "cpu_affinity", "compute_mode", "mig_mode",
     "temperature", "temperature_slowdown", "temperature_shutdown",
@@ -38,7 +39,7 @@ OF_THE_BOARD = (
 
 
 def is_uuid(text: str) -> bool:
-    """Whether *text* can name one device, by which it is claimed: "GPU-5f...", "MIG-GPU-5f.../1/0"."""
+    """Return whether *text* can name one device in a claim: "GPU-5f...", "MIG-GPU-5f.../1/0"."""
     inside = "-/" if text.startswith("MIG-") else "-"
     sound = "-" in text and len(text) <= 128 and text.isascii() and text[0].isalnum() and text[-1].isalnum()
     return sound and all(letter.isalnum() or letter in inside for letter in text)
@@ -53,26 +54,26 @@ def implausibility(
     memory_total: int | None = None,
     memory_used: int | None = None,
 ) -> str | None:
-    """Why a process list may not be acted on, or None when it can be believed.
+    """Return why a process list may not be acted on, or None if it can be believed.
 
-    Drivers give lists with pid 0, pid 4294967295, memory sizes in the place of pids (structures of another version),
-    and pids of another pid namespace.  One bad element makes the whole list implausible: the others may be right by
-    chance.
+    Drivers report lists with pid 0, pid 4294967295, memory sizes in the place of pids (structures of another version),
+    and pids of another pid namespace.  One bad element makes the whole list implausible, because the others may look
+    right only by chance.
 
-    A process that has ended is no such element.  The driver lists it as long as a child of it has the device open, so
-    every user can have one on every device, and with it would keep all rules from everybody there.  How many of them
-    there are says nothing for the same reason, nor whether we have seen them alive: they may end between two samples.
-    What they cannot choose is a memory that is no whole number of pages: that is a number from another field, and the
-    list is garbage.  A living process whose pid stands beside dead ones by chance is still not hit, because
-    before a signal it must have the driver open: see enforcement.preflight.
+    A process that has ended is no such element.  The driver lists it as long as one of its children has the device
+    open, so any user can have one on every device, and would thereby keep all rules from applying to anybody there.
+    For the same reason it means nothing how many they are or whether we have seen them alive, because they may end
+    between two samples.  A user cannot choose a memory size that is no whole number of pages: such a number
+    comes from another field, and the list is garbage.  A living process whose pid stands beside dead ones by chance is
+    still not hit, because it must have the driver open before it is signalled: see enforcement.preflight.
 
     Args:
-        rows: pid and bytes of each process of one list; bytes are None where the driver does not tell.
+        rows: pid and bytes of each process of one list; bytes are None where the driver does not report them.
         alive: whether a pid exists here.
         pid_max: the largest pid of this kernel.
-        own_pids: whether our pid namespace is the machine's, so that a pid that does not exist is one that has ended.
-        memory_total: bytes of the device; None: not told, so only what no device has is refused.
-        memory_used: bytes in use on the device; None: not checked.
+        own_pids: whether our pid namespace is the machine's, so that a pid that does not exist has ended.
+        memory_total: bytes of the device, or None if unknown: then only what no device has is refused.
+        memory_used: bytes in use on the device, or None to skip that check.
     """
     seen: set[int] = set()
     most = LARGEST_MEMORY if memory_total is None else memory_total

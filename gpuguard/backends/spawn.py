@@ -1,11 +1,12 @@
 """How a worker is started and ended: a fresh interpreter, safe beside threads, CUDA and whatever else is loaded here.
 
-It inherits nothing but its pipes, and is no part of the client's process group.  `gpuguard run` starts it before most
-of its own modules are loaded, so this one imports little.  What the worker does: see worker; what is asked of it: see
-client.
+The worker inherits nothing but its pipes and does not join the client's process group.  `gpuguard run` starts it before
+most of its own modules are loaded, so this module imports little.  worker says what the worker does; client says what
+is asked of it.
 
-Messages travel in frames: a 4-byte length and a marshal of a tuple.  Which device is being read is no frame, of which
-each would wake the client up: it is written into a file in memory, which the client reads when it has waited too long.
+Messages travel in frames: a 4-byte length and a marshal of a tuple.  The device that is being read is not sent in a
+frame, because each frame would wake the client.  It is written into a file in memory instead, which the client reads
+when it has waited too long.
 """
 
 from __future__ import annotations
@@ -29,34 +30,35 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-LONGEST = 2**26  # bytes of a frame: as a length any four letters are more
+LONGEST = 2**26  # bytes of a frame: any four letters, read as a length, are more
 LEAVING_SECONDS = 0.5  # a worker that hangs in the driver never leaves
 
-Descriptors = tuple["finalize[..., Any]", "finalize[..., Any]"]  # what closes the one that ends it, and the others
-Mark = tuple["int | None", float]  # the index of the device that is read, None: none; and since when (monotonic)
+Descriptors = tuple["finalize[..., Any]", "finalize[..., Any]"]  # one closes what ends the worker, one closes the rest
+Mark = tuple["int | None", float]  # the index of the device that is read, or None, and since when (monotonic)
 
-_early: dict[str, Channel] = {}  # started before they were asked for, by backend
-# Not reaped yet -> its channel's descriptors, and whose it is: a forked process leaves the workers of its parent alone.
+_early: dict[str, Channel] = {}  # by backend: workers that were started before they were needed
+# Worker that is not reaped yet -> its channel's descriptors, and the pid that started it: a forked process leaves the
+# workers of its parent alone.
 _workers: dict[subprocess.Popen[bytes], tuple[Descriptors, int]] = {}
 _tells_children = False  # whether forked children run _begin_child()
 
 
 class Channel:
-    """A worker, and the client's descriptors.  One that is forgotten or left over at the end of the program is closed.
+    """A worker, and the client's descriptors.  It is closed when it is garbage-collected or the program ends.
 
     Args:
         process: the worker.
-        requests: to write to.
-        replies: to read from.
-        mark: in which the worker marks what it reads.
-        life: never written to: when it is closed, the worker ends.
+        requests: the descriptor to write to.
+        replies: the descriptor to read from.
+        mark: the file in which the worker marks what it reads.
+        life: a pipe that is never written to: the worker ends when it is closed.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], requests: int, replies: int, mark: int, life: int) -> None:
         self.process, self.requests, self.replies, self.mark = process, requests, replies, mark
         self._end = finalize(self, os.close, life)
         self._close = finalize(self, close_all, (requests, replies, mark))
-        # A thread may still read from them while the program ends: only _end_all() ends a worker then.
+        # A thread may still read from them while the program ends, so only _end_all() ends a worker then.
         self._close.atexit = self._end.atexit = False
         atexit.unregister(_end_all)
         atexit.register(_end_all)
@@ -68,11 +70,11 @@ class Channel:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is of use here: in a forked child it is not."""
+        """Whether this process can use the channel: a forked child cannot."""
         return bool(self._close.alive)
 
     def close(self) -> None:
-        """End the worker, unless it hangs in the driver; reap() takes note of its end."""
+        """End the worker, unless it hangs in the driver; reap() collects it."""
         self._close()
         self._end()
 
@@ -80,7 +82,7 @@ class Channel:
 def reap() -> None:
     """Reap the workers that have ended.
 
-    Never a blocking wait: a worker in an uninterruptible driver call ends only when the driver lets it.
+    It never waits, because a worker in an uninterruptible driver call ends only when the driver lets it.
     """
     for process in tuple(_workers):
         if process.poll() is not None:
@@ -88,12 +90,12 @@ def reap() -> None:
 
 
 def worker_pids() -> frozenset[int]:
-    """The workers of this process that were not reaped yet."""
+    """Return the pids of the workers that are not reaped yet."""
     return frozenset(process.pid for process in tuple(_workers))
 
 
 def _end_all() -> None:
-    """End what is left when the program ends, and reap what ends in time."""
+    """End the remaining workers when the program ends, and reap those that end in time."""
     until = time.monotonic() + LEAVING_SECONDS
     own = {process: ends[0] for process, (ends, pid) in tuple(_workers.items()) if pid == os.getpid()}
     for end in own.values():
@@ -104,7 +106,7 @@ def _end_all() -> None:
 
 
 def _begin_child() -> None:  # pragma: no cover: runs in a forked child, where nothing is counted
-    """In a forked child: with its descriptors left open here a worker would live on when its client has closed them."""
+    """Close the parent's descriptors in a forked child, or a worker would live on after its client has closed them."""
     _early.clear()
     for descriptors, _pid in tuple(_workers.values()):
         for close in descriptors:
@@ -113,7 +115,7 @@ def _begin_child() -> None:  # pragma: no cover: runs in a forked child, where n
 
 
 def start_early(name: str) -> None:
-    """Start a worker that the next start_worker() of this backend returns; what fails will fail there again."""
+    """Start a worker for the next start_worker() of this backend to return; what fails here fails there again."""
     with suppress(OSError, BackendError):
         _early[name] = start_worker(name)
 
@@ -122,13 +124,13 @@ def start_worker(name: str) -> Channel:
     """Start a worker that reads the backend *name*.
 
     Raises:
-        OSError: there can be no further process.
-        BackendError: there is no interpreter here but a program that has one in it.
+        OSError: no further process can be started.
+        BackendError: this program has Python built in, and there is no interpreter to start.
     """
     if early := _early.pop(name, None):
         return early
     if getattr(sys, "frozen", False):
-        # What PyInstaller makes is its own sys.executable: it would start itself, and that one itself again.
+        # A program made by PyInstaller is its own sys.executable: it would start itself again and again.
         raise BackendError(
             _(
                 "this program brings its own Python, so no process can be started that reads the GPUs.  Ask "
@@ -141,7 +143,7 @@ def start_worker(name: str) -> Channel:
         opened.append(mark)
         code = f"import gpuguard.backends.worker as worker; worker.serve(sys.argv[1], 0, 1, {mark}, {life_read})"
         process = start_interpreter(code, name, (request_read, reply_write), pass_fds=(mark, life_read))
-    except BaseException:  # whatever interrupts it: without its pipes a worker ends
+    except BaseException:  # whatever interrupts this: a worker without its pipes ends
         close_all(opened)
         raise
     channel = Channel(process, request_write, reply_read, mark, life_write)
@@ -152,16 +154,16 @@ def start_worker(name: str) -> Channel:
 def start_interpreter(
     code: str, word: str, standard: Sequence[int], pass_fds: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """A fresh interpreter for *code*, that may read what we may read.
+    """Start a fresh interpreter for *code*, which may read whatever we may read.
 
     Args:
         code: Python.
-        word: sys.argv[1] for it.
-        standard: descriptors that become its 0 and 1.
-        pass_fds: further ones, of the same number there.
+        word: its sys.argv[1].
+        standard: the descriptors that become its 0 and 1.
+        pass_fds: further descriptors, which keep their numbers there.
 
     Raises:
-        OSError: there can be no further process.
+        OSError: no further process can be started.
     """
     stdin, stdout = standard
     lent = os.geteuid() != 0 and capabilities.lend_for_reading()  # root's programs may read everything anyway
@@ -180,17 +182,17 @@ def start_interpreter(
 
 
 def interpreter(code: str, word: str) -> list[str]:
-    """The words that start an interpreter like this one, for *code*, in which sys.argv[1] is *word*."""
-    # -S: what an environment runs at the start of each interpreter is not for this one, and so an editable install
-    # must be named.
+    """Return the command line of an interpreter like this one, for *code*, in which sys.argv[1] is *word*."""
+    # -S keeps out what an environment runs at the start of each interpreter, so the path of an editable install must be
+    # named.
     ours = __file__.rpartition("/gpuguard/")[0]
     path = sys.path if ours in sys.path else [*sys.path, ours]
-    ignoring = ["-E"] if sys.flags.ignore_environment else []  # the service does, by -I
+    ignoring = ["-E"] if sys.flags.ignore_environment else []  # as the service does, with -I
     return [sys.executable, *ignoring, "-S", "-c", f"import sys; sys.path[:] = sys.argv[2:]; {code}", word, *path]
 
 
 def pipes(number: int) -> list[int]:
-    """Both ends of so many pipes; all of them or an OSError."""
+    """Open so many pipes and return both ends of each; an OSError leaves none of them open."""
     opened: list[int] = []
     try:
         for _ in range(number):
@@ -202,13 +204,13 @@ def pipes(number: int) -> list[int]:
 
 
 def write_mark(mark: int, index: int | None) -> None:
-    """Mark that device *index* is about to be read; None: none of them."""
+    """Mark that the device *index* is about to be read, or with None that none is."""
     number = -1 if index is None else index
     os.pwrite(mark, number.to_bytes(8, "little", signed=True) + time.monotonic_ns().to_bytes(8, "little"), 0)
 
 
 def read_mark(mark: int) -> Mark:
-    """What was marked last; one that is just being written may be read half."""
+    """Return the last mark; one that is just being written may be read half."""
     marked = os.pread(mark, 16, 0)
     index = int.from_bytes(marked[:8], "little", signed=True)
     return None if index < 0 else index, int.from_bytes(marked[8:], "little") / 1e9
@@ -223,13 +225,13 @@ def send(descriptor: int, message: Any) -> None:
 
 
 def receive(descriptor: int, ready: Callable[[], object] | None = None) -> Any:
-    """Read one frame; None when the other end is gone, or of no use: a library has printed into the pipe.
+    """Read one frame, or return None if the other end is gone or useless because a library has printed into the pipe.
 
-    What follows that could not be told apart, and text taken for a length would be waited for.
+    Frames after such text could not be told from it, and we would wait for a length that is really text.
 
     Args:
-        descriptor: to read from.
-        ready: called before each piece of it is read; returns when one is there, or raises what this raises then.
+        descriptor: the one to read from.
+        ready: called before each piece is read; it returns when there is one, and its exceptions are passed on.
     """
     head = _read(descriptor, 4, ready)
     size = int.from_bytes(head, "little")
