@@ -1,3 +1,3 @@
-"""A job under gpuguard: its start, its limits and numbers, its isolation, its end.  See run; adopt is for a job that
-runs already.  processes has the steps that end a job; the time between them is in gpuguard.run.
+"""A job under gpuguard: its start, its limits and numbers, its isolation, its end.  Start at gpuguard.run, which also
+has the time between the steps that end a job; processes has these steps.  adopt is for a job that is already running.
 """

@@ -1,11 +1,11 @@
-"""A claim for a job that runs already: the devices that it uses, for as long as it lives.
+"""A claim for a job that is already running: on the devices that it uses, for as long as it lives.
 
-The locks cannot be put into a running process, so another one holds them and watches the job.  The two-key rule holds
-but for the job itself: its devices must look busy because of no other process.
+Locks cannot be put into a running process, so another process, the holder, keeps them and watches the job.  The two-key
+rule applies to every process but the job's own: no other process may make its devices look busy.
 
-A process is named by a pidfd, and nothing wakes the holder until one ends.  Then /proc is read once more: what living
-members have started since belongs to the job too, and so does every process in a process group or session that a member
-leads.  A grandchild that left both and whose parents ended in between is missed.
+The holder has a pidfd of each process, and nothing wakes it until one of them ends.  Then it reads /proc once more:
+processes that living members have started since belong to the job, and so does every process in a process group or
+session that a member leads.  A grandchild is missed if it left both and its parents ended in between.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.claims.claim import Lock
 
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # end a process that holds a claim for others
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # these end the holder of a claim for others
 _FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, HEALTH})  # HEALTH shows MIG instances
 
 
 class ProcessFamily:
-    """Living processes, each with its start time: ``members``; with *tree* also what they start.
+    """Living processes in ``members``, each with its start time; with *tree* also the processes that they start.
 
     Raises GpuguardError: one of *pids* does not exist (any more).
     """
@@ -50,10 +50,10 @@ class ProcessFamily:
         self.tree = tree
         self.members: dict[int, float] = {}
         self._pids: dict[int, int] = {}  # pidfd -> pid
-        self._led: dict[int, float] = {}  # process groups and sessions that a member leads -> when its leader started
+        self._led: dict[int, float] = {}  # process groups and sessions that a member leads -> when that leader started
         self._poll = select.poll()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != hard:  # one descriptor per process
+        if soft != hard:  # because each process needs a descriptor
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         for pid in pids:
             if not self._add(pid):
@@ -67,28 +67,28 @@ class ProcessFamily:
         return tuple(self._pids)
 
     def includes(self, process: GpuProcess) -> bool:
-        """Whether a process that the driver lists is a member, and not another one with its pid."""
+        """Return whether a process that the driver lists is a member, and not another one with that pid."""
         started = self.members.get(process.pid)
         return started is not None and process.start_time == started
 
     def grow(self) -> None:
-        """Find which processes belong to the family by now."""
+        """Find the processes that belong to the family by now."""
         while self.tree:
             try:
                 everything = {pid: stat for pid, stat in processes().items() if stat.lives}
-            except OSError:  # no descriptor is left now: they are found at the next look
+            except OSError:  # no descriptor is free now; the next look finds them
                 return
             living = {number for stat in everything.values() for number in (stat.group, stat.session)}
             self._led = {leader: started for leader, started in self._led.items() if leader in living}
             new = [pid for pid, stat in everything.items() if pid not in self.members and self._belongs(stat)]
-            # Once more after each: a child may have had a child before its pidfd was open.
+            # Look again after any is added, because a child may have started its own child before its pidfd was open.
             if not [pid for pid in new if self._add(pid, everything[pid].start_time)]:
                 return
 
     def wait(self, also: int) -> bool:
-        """Sleep until members have ended or *also* can be read; find which processes belong to those that are left.
+        """Sleep until members have ended or *also* can be read, then find the processes that belong to those left.
 
-        Returns whether there are any; True when *also* ended the sleep.
+        Returns whether any member is left, which is True when only *also* ended the sleep.
         """
         self._poll.register(also, select.POLLIN)
         ready = [descriptor for descriptor, _ in self._poll.poll()] if self._pids else []
@@ -103,7 +103,7 @@ class ProcessFamily:
         self.grow()
 
     def close(self) -> None:
-        """Forget them all."""
+        """Forget all members and close their pidfds."""
         for descriptor in self._pids:
             os.close(descriptor)
         self._pids, self.members, self._poll = {}, {}, select.poll()
@@ -120,13 +120,13 @@ class ProcessFamily:
         return any(stat.start_time >= self._led.get(number, math.inf) for number in (stat.group, stat.session))
 
     def _add(self, pid: int, started: float | None = None) -> bool:
-        if pid == os.getpid():  # in the tree of the shell that called us: we would wait for ourselves
+        if pid == os.getpid():  # in the tree of the shell that called us, we would wait for ourselves
             return False
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
             return False
-        stat = stat_of(pid)  # read behind the pidfd: it is the one that the pidfd means
+        stat = stat_of(pid)  # read after the pidfd is open, so it is of the process that the pidfd means
         if stat is None or not stat.lives or started not in (None, stat.start_time):
             os.close(pidfd)
             return False
@@ -138,7 +138,7 @@ class ProcessFamily:
 
 
 def detach(keep: Collection[int]) -> None:
-    """Leave the terminal, the directory and every descriptor but those of *keep*: to stay behind, holding a claim."""
+    """Leave the terminal, the directory and every descriptor but those of *keep*, to stay behind and hold a claim."""
     os.setsid()
     os.chdir("/")
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -146,12 +146,12 @@ def detach(keep: Collection[int]) -> None:
         os.dup2(nothing, number)
     for name in os.listdir("/proc/self/fd"):
         if (number := int(name)) > 2 and number not in keep:
-            with suppress(OSError):  # the one of listdir itself
+            with suppress(OSError):  # listdir's own descriptor
                 os.close(number)
 
 
 def wake_pipe(signums: Iterable[int]) -> tuple[int, int]:
-    """From now on each of *signums* is written into a pipe as one byte, and does nothing else: the pipe's two ends."""
+    """Make each of *signums* write its number into a pipe as one byte and do nothing else; return both ends of it."""
     woken, wake = os.pipe()
     for descriptor in (woken, wake):
         os.set_blocking(descriptor, False)
@@ -164,13 +164,13 @@ def wake_pipe(signums: Iterable[int]) -> tuple[int, int]:
 def adopt(
     backend: Backend, directory: LockDirectory, pids: Sequence[int], *, tree: bool = False, note: str | None = None
 ) -> tuple[Claim, ProcessFamily]:
-    """Claim what the processes *pids* of this user use, all of it or nothing; with *tree* also for what they start.
+    """Claim all devices that the processes *pids* of this user use, or none; *tree* includes processes that they start.
 
     Returns:
-        The claim, held by this process, and the processes that it is for: release it when they have ended.
+        The claim, held by this process, and the processes that it is for; release it when they have ended.
 
     Raises:
-        ClaimError: it cannot be, and why; nothing is claimed.
+        ClaimError: the devices cannot be claimed, and why; nothing stays claimed.
         GpuguardError: one of the processes does not exist any more.
         BackendError: the devices cannot be read.
     """
@@ -201,7 +201,7 @@ def adopt(
                 held.extend(locks)
             # Whatever happened between the first sample and the locks shows now.
             again = backend.sample(_FIELDS, uuids)
-            family.refresh()  # behind the sample: a pid in it that is another process by now is no member's
+            family.refresh()  # after the sample, so that a pid in it that was reused matches no member
             devices = _confirmed(again, devices, family)
         claim = Claim(granted or os.urandom(4).hex(), devices, tuple(held))
         claim.write_record(directory, JobDetails(note, command))
@@ -213,7 +213,7 @@ def adopt(
 
 
 def _check_owners(pids: Iterable[int]) -> tuple[str, ...]:
-    """The command line of the first; refuse those of others."""
+    """Refuse processes of other users; return the command line of the first process."""
     commands = []
     for pid in pids:
         uid = uid_of(pid)
@@ -231,7 +231,7 @@ def _check_owners(pids: Iterable[int]) -> tuple[str, ...]:
 
 
 def _used_by(family: ProcessFamily, snapshot: Snapshot, pids: Sequence[int]) -> tuple[Device, ...]:
-    """The devices that the family uses, and no other process."""
+    """Return the devices that the family uses; raise ClaimError if there are none or other processes use them."""
     devices = tuple(device for device in usable_devices(snapshot) if any(map(family.includes, _computing(device))))
     if devices:
         _refuse_others(devices, family)
@@ -294,14 +294,14 @@ def _refuse_others(devices: Iterable[Device], family: ProcessFamily) -> None:
 
 
 def _from_daemon(directory: LockDirectory, snapshot: Snapshot, devices: Sequence[Device], held: list[Lock]) -> str:
-    """The id of a claim of *devices* that the daemon gave; fills *held* with its locks.
+    """Get a claim of *devices* from the daemon; return its id and add its locks to *held*.
 
-    The daemon sees for itself that no process of others is on them, and whose turn it is in the queue.
+    The daemon checks for itself that no process of another user is on them, and which request is next in the queue.
     """
-    from gpuguard.daemon.broker_client import request_grant  # only where the daemon gives the locks
+    from gpuguard.daemon.broker_client import request_grant  # needed only where the daemon gives the locks
 
     uuids = tuple(device.uuid for device in devices)
-    # The memory that the job uses is no reason against it.
+    # The memory that the job itself uses is no reason to refuse it.
     own = frozenset({os.geteuid()})
     request = Request(num_gpus=len(uuids), devices=uuids, mine_as_free=own, tolerance=ANY_MEMORY)
     taken: dict[str, str] = {}
@@ -317,7 +317,7 @@ def _from_daemon(directory: LockDirectory, snapshot: Snapshot, devices: Sequence
 
 
 def _claimed_text(directory: LockDirectory, device: Device) -> str | None:
-    """Who has the device; None: no record says so."""
+    """Say who has the device, or return None if no record tells."""
     uuids = [device.uuid, *([device.parent_uuid] if device.parent_uuid else [])]
     for record in probe(directory, uuids):
         note = f" ({record.note})" if record.note else ""
@@ -329,7 +329,7 @@ def _claimed_text(directory: LockDirectory, device: Device) -> str | None:
 
 
 def _confirmed(again: Snapshot, devices: Sequence[Device], family: ProcessFamily) -> tuple[Device, ...]:
-    """The devices as they are now, if nothing has changed that matters."""
+    """Return the devices as they are now; raise ClaimError if anything has changed that matters."""
     fresh = [again.device(device.uuid) for device in devices]
     used = tuple(device for device in fresh if device and any(map(family.includes, _computing(device))))
     if len(used) < len(devices):

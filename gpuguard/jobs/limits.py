@@ -1,11 +1,12 @@
-"""The limits of a job: what its owner has set for it, judged by the rules of the guard on the job alone.
+"""The limits that the owner of a job has set for it, judged by the guard's rules on the job alone.
 
-Processes of others on its devices are taken out of the sample before it is judged.  Where the driver does not tell
-whose processes are whose (in a container with pids of its own, or where it lists none), one process stands for all of
-the job: a device that is claimed for the job alone is the job's with all the memory in use above what was before; where
-others may use it too, the memory of the job is unknown.  Heat and rest are the device's in any case.
+Processes of others on its devices are removed from the sample before it is judged.  Where the driver does not tell
+which processes are the job's (in a container with pids of its own, or where it lists none), one process stands for the
+whole job.  On a device that is claimed for the job alone it has all memory in use beyond what was in use before the
+job; on a device that others may use as well, the job's memory is unknown.  Temperature and idleness are always judged
+by the whole device.
 
-Once a limit is reached the job is ended: see run for how.  Reads nothing itself.
+Once a limit is reached, the job is ended: see run for how.  This module reads nothing itself.
 """
 
 from __future__ import annotations
@@ -45,22 +46,22 @@ _HERE = N_("this is a pid namespace of its own (a container), where the driver's
 
 
 def used_before(devices: Sequence[Device]) -> dict[str, int]:
-    """uuid -> bytes that were in use before the job, of those of *devices* without a process."""
+    """Return uuid -> bytes that were in use before the job, for those of *devices* without a process."""
     return {
         device.uuid: device.memory_used for device in devices if device.memory_used is not None and not device.processes
     }
 
 
-TEMPERATURE_SECONDS = 30.0  # a device passes its limit for a moment whenever the load changes
+TEMPERATURE_SECONDS = 30.0  # a device exceeds its limit for a moment whenever the load changes
 IDLE_BELOW = 5.0  # percent
 
-# One sample above the limit is a moment's; two are two moments'.  The engine steps at most once per sample and first
-# at the second, so that this ends a job at the third in a row.  The action is none of the guard's: what ends the job
-# is the last step, also where nothing of it is on its devices.
+# One sample above the limit shows one moment, and two show two moments.  The engine takes at most one step per sample,
+# the first one at the second sample, so that two steps end a job at the third in a row.  No action of the guard is
+# taken: reaching the last step ends the job, even when it has no process on its devices.
 _SECOND_SAMPLE = (Step("log"),)
 _THIRD_SAMPLE = (Step("log"), Step("log"))
 
-# By which field of a device a limit is judged, and its group.  Besides, the processes must be known.
+# The field of a device by which a limit is judged, and its field group.  The processes must be known as well.
 _JUDGED_BY = {
     "memory": ("memory_used", MEMORY),
     "memory-limit": ("memory_used", MEMORY),
@@ -75,29 +76,29 @@ class ReachedLimit:
 
     limit: str  # "memory-limit"
     why: str
-    pids: tuple[int, ...]  # of the job's processes that are meant; (): it has none on its devices
+    pids: tuple[int, ...]  # of the job's processes that reached it, or () if it has none on its devices
 
 
 @dataclass(frozen=True)
 class LimitFinding:
-    """What one sample says: warnings for the owner, each once, and the limit that is reached, if any."""
+    """The outcome of one sample: warnings for the owner, each given once, and the limit that is reached, if any."""
 
     blind: tuple[str, ...] = ()
     reached: ReachedLimit | None = None
-    over: tuple[str, ...] = ()  # of a job that shares its devices: it uses more than its share
-    used: int | None = None  # bytes, of all its processes together on the device where they use most
+    over: tuple[str, ...] = ()  # warnings to a job on shared devices that it uses more than its share
+    used: int | None = None  # bytes of all its processes together, on the device where they use most
 
 
 def policies_of(memory: Amount | None, temperature: float | None, idle: float | None) -> tuple[Policy, ...]:
-    """Limits -> policies.
+    """Turn the limits of a job into policies.
 
     Args:
-        memory: of all processes of the job together, on each of its devices.
-        temperature: degrees Celsius of any of its devices.
-        idle: seconds for which all of its devices rest.
+        memory: the limit for all processes of the job together, on each of its devices.
+        temperature: the limit for each of its devices, in degrees Celsius.
+        idle: the seconds for which all of its devices may be idle.
 
     Raises:
-        InvalidRequest: a limit of nothing, which ends every job.
+        InvalidRequest: a limit is 0, which would end every job.
     """
     limits = {"--memory-limit": memory and memory.value, "--temperature-limit": temperature, "--idle-limit": idle}
     if nothing := next((option for option, limit in limits.items() if limit == 0), None):
@@ -115,7 +116,7 @@ def policies_of(memory: Amount | None, temperature: float | None, idle: float | 
 
 
 def share_policy(memory: int) -> Policy:
-    """What a job that shares its devices is warned by: its share, in bytes.  --memory-limit is what ends a job."""
+    """Return the policy that warns a job on shared devices beyond its share (bytes); --memory-limit would end it."""
     return _policy("memory", MemoryRule(Amount(memory, format_bytes(memory)), per="user"), 0.0)
 
 
@@ -126,7 +127,7 @@ def _policy(name: str, rule: Rule, hold: float, steps: tuple[Step, ...] = _SECON
 
 @dataclass
 class JobLimits:
-    """The limits of one job, and what was seen of it so far."""
+    """The limits of one job, and what has been seen of it so far."""
 
     policies: Sequence[Policy]  # of policies_of()
     claim: ClaimRecord  # of the job, with its devices
@@ -149,7 +150,7 @@ class JobLimits:
             self._reported |= {(limit, uuid) for limit in MEMORY_LIMITS for uuid in unkept}
 
     def caveats(self, devices: Sequence[Device]) -> Iterator[str]:
-        """What the owner of the job should know before it starts on *devices*."""
+        """Yield what the owner of the job should know before it starts on *devices*."""
         if self.pids_known:
             return
         limits = [policy.name for policy in self.policies]
@@ -183,10 +184,10 @@ class JobLimits:
         """Judge one sample.
 
         Args:
-            snapshot: of the devices of the job, at least.
+            snapshot: at least the devices of the job.
             family: the living processes of the job: pid -> start time in seconds since boot.
             interval: seconds between samples.
-            pid: of the command itself, as long as it lives.
+            pid: the pid of the command itself, as long as it lives.
         """
         own, texts = self._with_assumed(snapshot, self._own(snapshot, family), family, pid)
         judgement = engine.evaluate(own, self.policies, self._memory, interval=interval)
@@ -201,7 +202,7 @@ class JobLimits:
         )
 
     def _over_share(self, own: Snapshot, verdicts: Sequence[Verdict]) -> tuple[str, ...]:
-        """A warning for each device on which the job uses more than its share, until it has used less again."""
+        """Warn of each device on which the job uses more than its share, once until it has used less again."""
         known = [device for device in own.devices if not _is_unknown(device, "memory")]
         within = {device.uuid for device in known if (_used(device) or 0) <= (self.claim.memory or 0)}
         self._reported -= {("memory", uuid) for uuid in within}
@@ -215,7 +216,7 @@ class JobLimits:
         return tuple(texts)
 
     def _own(self, snapshot: Snapshot, family: Mapping[int, float]) -> Snapshot:
-        """The job's devices with the job's processes and its claim, and nothing of others."""
+        """Return *snapshot* with the job's devices, processes and claim, and without those of others."""
         claimed = set(self.claim.devices)
         parents = {device.parent_uuid for device in snapshot.devices if device.uuid in claimed}
         devices, living = [], family.items()
@@ -232,7 +233,7 @@ class JobLimits:
     def _with_assumed(
         self, snapshot: Snapshot, own: Snapshot, family: Mapping[int, float], pid: int | None
     ) -> tuple[Snapshot, list[str]]:
-        """*own* with one process for the job where it is unknown which are its own, and what the owner should know."""
+        """Add a process that stands for the job where its own are unknown; return that and warnings for the owner."""
         started = family.get(pid) if pid is not None else None
         if started is None and self.pids_known:
             return own, []
@@ -254,7 +255,7 @@ class JobLimits:
         return replace(own, devices=tuple(devices)), texts
 
     def _without_names(self, devices: Sequence[Device]) -> Collection[str]:
-        """The uuids of those of *devices* that do not show which processes are the job's, in two samples in a row."""
+        """Return the uuids of *devices* that in two samples in a row did not show which processes are the job's."""
         if not self.pids_known:
             return {device.uuid for device in devices}
         self._listed.update(device.uuid for device in devices if device.processes)
@@ -265,7 +266,7 @@ class JobLimits:
     def _is_used_unseen(self, device: Device) -> bool:
         before = self.before.get(device.uuid)
         if before is None or device.uuid in self._listed:
-            return False  # where processes are listed at all, a list that is missing is a gap
+            return False  # where the driver lists processes at all, a missing list is a gap
         if device.processes is None:
             return True
         return device.memory_used is not None and device.memory_used - before > IDLE_TOLERANCE
@@ -281,7 +282,7 @@ class JobLimits:
         return ReachedLimit(verdict.policy, f"{why} (--{verdict.policy})", pids)
 
     def _blind(self, own: Snapshot) -> list[str]:
-        """Limits that cannot be kept because the driver does not tell enough, in two samples in a row."""
+        """Warn of limits that cannot be kept because the driver told too little in two samples in a row."""
         unknown = {
             (policy.name, device.uuid)
             for policy in self.policies

@@ -1,4 +1,4 @@
-"""The numbers of a job: peak memory, mean utilization and energy of its devices, out of samples."""
+"""The numbers of a job: peak memory, mean utilization and energy of its devices, taken from samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpuguard.model import Device, GpuProcess, Snapshot
 
 
 class JobMeter:
-    """What devices did from the first sample on, summed as the usage store sums it; unknown stays None."""
+    """Sums up what devices did from the first sample on, as the usage store does; what is unknown stays None."""
 
     def __init__(self, uuids: Sequence[str]) -> None:
         self._uuids = list(uuids)
@@ -25,7 +25,7 @@ class JobMeter:
             theirs = [process.memory_used for where, process in strangers if where.uuid == device.uuid]
             if device.memory_used is not None and None not in theirs:
                 self.peak_memory = max(self.peak_memory or 0, device.memory_used - sum(filter(None, theirs)))
-            # What the driver averages reaches back some seconds: in the first sample to before the job.
+            # The averages of the driver reach back some seconds, those in the first sample to before the job.
             if self._last is not None and device.utilization is not None:
                 seconds = snapshot.clock - self._last.clock
                 self._busy += device.utilization * seconds
@@ -41,7 +41,7 @@ class JobMeter:
         for uuid in self._uuids:
             before, now = last.device(uuid), snapshot.device(uuid)
             watts = mean_watts(before, now, seconds) if before and now else None
-            # A MIG instance has no meter of its own: what is there is its parent's, with the neighbours in it.
+            # A MIG instance has no energy counter of its own: it shows its parent's, which includes the neighbours.
             if watts is None or (now and now.parent_uuid):
                 self._unknown_energy.add(uuid)
             else:
@@ -49,14 +49,14 @@ class JobMeter:
 
     @property
     def counts(self) -> bool:
-        """Whether there is a sample of the time of the job, without which no energy can be known."""
+        """Whether there is a sample from the time of the job; without one, no energy can be known."""
         return bool(self._last and self._uuids)
 
     def utilization(self) -> float | None:
-        """Percent, mean over time and devices."""
+        """Return the mean over time and devices in percent, or None if it is unknown."""
         return self._busy / self._known if self._known else None
 
     def energy(self) -> float | None:
-        """Joules of all devices together; None when the energy of one of them is unknown for some of the time."""
+        """Return the joules of all devices together, or None if those of one are unknown for some of the time."""
         known = self._uuids and not self._unknown_energy and len(self._joules) == len(self._uuids)
         return sum(self._joules.values()) if known else None

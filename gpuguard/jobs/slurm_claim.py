@@ -1,12 +1,13 @@
-"""The claim of a Slurm job: what Slurm has given to it on this node, its owner's by gpuguard's locks too.
+"""The claim of a Slurm job: gpuguard's locks on the devices that Slurm has given to it on this node.
 
-A process of its own holds the locks, from the prolog (which waits for it) to the epilog.  If no epilog comes, it ends
-when no slurmstepd of the job is left: it has a pidfd of each.  It acts as the job's owner, whose claim it is, but stays
-root's by its real user: `pkill python` does not take a claim away.  No file names its pid.
+A separate process, the holder, keeps the locks from the prolog (which waits for it) to the epilog.  If no epilog comes,
+it ends when no slurmstepd of the job is left; it has a pidfd of each.  It acts as the job's owner, to whom the claim
+belongs, but its real user stays root, so that the owner's `pkill python` does not take the claim away.  No file names
+its pid.
 
-    prolog   claim_for_job(): what Slurm names, all or nothing, by both keys: unlocked, and no process on it
-    holder   hold() until end_claim(), or until no slurmstepd of the job lives
-    epilog   end_claim()
+    prolog   claim_for_job() claims what Slurm names, all or nothing, by both keys: unlocked, and no process on it
+    holder   hold() keeps the claim until end_claim(), or until no slurmstepd of the job lives
+    epilog   end_claim() releases the claim
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from gpuguard.request import Request, fields_needed
 from gpuguard.select import refusal_text
 
 POLL_SECONDS = 0.25  # between two searches for the first slurmstepd
-ALONE_SECONDS = 2.0  # without any: one step may end before the next one is started
-UNSEEN_SECONDS = 60.0  # for the first one; then the controller is asked.  With PrologFlags=Contain it comes at once
+ALONE_SECONDS = 2.0  # without any slurmstepd: one step may end before the next one starts
+UNSEEN_SECONDS = 60.0  # for the first one, before the controller is asked; with PrologFlags=Contain it comes at once
 CONTROLLER_SECONDS = 60.0
 END_SECONDS = 10.0
 WAKING = signals.CHECK_CLAIM
@@ -50,7 +51,8 @@ _PR_SET_DUMPABLE = 4
 def claim_for_job(backend: Backend, directory: LockDirectory, given: Allocation, *, wait: float = 0.0) -> Claim:
     """Claim the devices of *given*, all of them or none, for this process; its record is not written yet.
 
-    Waits so many seconds for the earlier users of one of them to be gone.  Raises ClaimError: why not; BackendError.
+    It waits up to *wait* seconds for earlier users of them to be gone.  Raises ClaimError, which says why not, and
+    BackendError.
     """
     deadline = time.monotonic() + wait
     while True:
@@ -71,7 +73,7 @@ def claim_for_job(backend: Backend, directory: LockDirectory, given: Allocation,
 
 
 def _in_words(error: NotEnoughGpus) -> str:
-    """Why Slurm's devices cannot be had, in one line: ``"device 2: claimed by bob, 5m ago: python train.py"``."""
+    """Say in one line why Slurm's devices cannot be had: ``"device 2: claimed by bob, 5m ago: python train.py"``."""
     texts = [
         refusal_text(refusal)
         for refusal in error.refused
@@ -86,26 +88,26 @@ def become(uid: int) -> None:
         os.setegid(pwd.getpwuid(uid).pw_gid)
     os.setgroups([])
     os.seteuid(uid)
-    # /proc/PID would belong to root after that, and with it the lock, for every program that looks for its holder.
+    # Otherwise /proc/PID would now belong to root, and every program that looks for the holder would see root there.
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 @dataclass
 class JobSteps:
-    """The slurmstepd processes of a Slurm job, by pidfds."""
+    """The slurmstepd processes of a Slurm job, held by pidfds."""
 
     job: str
     pidfds: dict[int, int] = field(default_factory=dict)  # pidfd -> pid
     contained: bool = False  # whether there was one that lives as long as the job: PrologFlags=Contain
 
     def refresh(self) -> None:
-        """Find those that have started since."""
+        """Find the slurmstepd processes that have started since the last call."""
         for pid, (_name, step) in slurm.steps(self.job).items():
             if pid in self.pidfds.values():
                 continue
             with suppress(OSError):
                 pidfd = os.pidfd_open(pid)
-                # Read behind the pidfd: it is the one that the pidfd means.
+                # This is read after the pidfd is open, so it is of the process that the pidfd means.
                 if slurm.step_of(pid) != (self.job, step):
                     os.close(pidfd)
                     continue
@@ -114,9 +116,9 @@ class JobSteps:
 
 
 def hold(claim: Claim, given: Allocation, woken: int) -> str:
-    """Keep *claim* until it is released from outside or the job is over: what ended it, in words.
+    """Keep *claim* until it is released from outside or the job is over; return in words what ended it.
 
-    *woken* is a pipe of wake_pipe().
+    *woken* is the reading end of a pipe of wake_pipe().
     """
     steps, began = JobSteps(given.job), time.monotonic()
     alone_since, check_at = began, began + UNSEEN_SECONDS
@@ -157,12 +159,15 @@ def _woken(claim: Claim, woken: int) -> str | None:
 
 
 def claim_of_job(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
-    """The living claim of the job, if it has one."""
+    """Return the living claim of the job, or None if it has none."""
     return read_record(directory, given.uid, given.claim)
 
 
 def end_claim(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
-    """Release the claim of the job, and see it gone: what it was, None when there was none.  Raises ClaimError."""
+    """Release the claim of the job and wait until it is gone; return it, or None if there was none.
+
+    Raises ClaimError: it cannot be released.
+    """
     claim = claim_of_job(directory, given)
     if claim is None:
         return None

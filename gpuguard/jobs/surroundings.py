@@ -1,7 +1,8 @@
-"""What goes on around a job: others on its GPUs, and the job itself on GPUs that it has not claimed.
+"""What goes on around a job: other users on its GPUs, and the job itself on GPUs that it has not claimed.
 
-Only told: to the job's log, and in its last line.  Root's processes, and those in containers, may be the job's own.
-Rows are sifted by uid before anything else is read, so a job that is alone costs no look at /proc or at other claims.
+Both are only reported, in the job's log and in its last line.  Processes of root and processes in containers are left
+out, because they may be the job's own.  Processes are filtered by uid before anything else is read, so a job that is
+alone costs no look at /proc or at other claims.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts
 from gpuguard.source import read_state, with_claims
 
 FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS})
-FIRST_LOOK_SECONDS = 4.0  # then after twice as long each time, because most jobs find their GPU at once
-LOOK_SECONDS = 60.0  # between two looks at all GPUs, where a daemon publishes what it sees
-MOST_TOLD = 8  # strangers of one job: another user must not fill its log by processes that come and go
-OWN_LOOK_SECONDS = 600.0  # where the driver must be asked for each of them
+FIRST_LOOK_SECONDS = 4.0  # the wait doubles after each look, because most jobs find their GPU at once
+LOOK_SECONDS = 60.0  # at most, between two looks at all GPUs where a daemon publishes what it sees
+MOST_TOLD = 8  # strangers per job: another user must not fill its log with processes that come and go
+OWN_LOOK_SECONDS = 600.0  # at most, where each of these looks must ask the driver
 
 
 Stranger = tuple[Device, GpuProcess]  # a process of another user, and where it is
 
 
 class Surroundings:
-    """What was seen around one job."""
+    """The observations around one job."""
 
     def __init__(self, claim: Claim, backend: Backend, directory: LockDirectory | None) -> None:
         self.remarks: dict[str, None] = {}  # for the last line of the job, in the order in which they came
@@ -50,7 +51,7 @@ class Surroundings:
         self._look_at, self._wait = time.monotonic() + FIRST_LOOK_SECONDS, FIRST_LOOK_SECONDS
 
     def strangers(self, snapshot: Snapshot) -> list[Stranger]:
-        """The processes of others on the devices of the job."""
+        """Return the processes of other users on the devices of the job."""
         claim = self._claim
         if not self._knows_pids or self._directory is None or claim.memory is not None or claim.max_processes:
             return []  # neighbours are no strangers
@@ -69,7 +70,7 @@ class Surroundings:
         return [each for each in perhaps if claim_of(each[1], claims_on(known, each[0]), stats) is None]
 
     def news(self, strangers: Iterable[Stranger]) -> Iterator[str]:
-        """A sentence about each of *strangers* who was not there in the samples before."""
+        """Yield a sentence about each of *strangers* that was not there in the samples before."""
         for device, process in strangers:
             mark = device.uuid, process.pid, process.start_time
             if mark not in self._told and len(self._told) < MOST_TOLD:
@@ -79,9 +80,9 @@ class Surroundings:
                 yield f"{who} (pid {process.pid}) computes on {device_title(device)} too, which you have claimed."
 
     def look(self, family: Callable[[], Mapping[int, float]]) -> Iterator[str]:
-        """A sentence about each GPU on which the job computes without a claim, where it is time to look again.
+        """Yield a sentence about each GPU on which the job computes without a claim, if it is time to look again.
 
-        *family*: the living processes of the job, pid -> start time.
+        *family* returns the living processes of the job: pid -> start time.
         """
         now = time.monotonic()
         if now < self._look_at or not self._knows_pids or self._directory is None:
@@ -116,7 +117,7 @@ class Surroundings:
             known = with_claims(around, lambda: self._directory)
             stats = process_facts(known)
             for device, process in own if claims_readable(known) else ():
-                if started_by(process, claims_on(known, device), stats) is None:  # else by a job within the job
+                if started_by(process, claims_on(known, device), stats) is None:  # else a job within the job started it
                     yield device, process.pid
 
 
