@@ -1,7 +1,7 @@
-"""How much room there is for the files that users write beside each other's claims, and who uses it.
+"""How much room there is for the files that users write next to each other's claims, and which users take it up.
 
 `gpuguard setup` gives the directory of the records a small file system of its own, so that a user who fills it fills
-nothing else.  Claims need none of these files.  Makes no room: root decides whose files go.
+nothing else.  Claims need none of these files.  This module frees no room: root decides whose files are removed.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from gpuguard.locale import _
 from gpuguard.units import format_bytes
 from gpuguard.users import user_name
 
-MOST_FILES = 100_000  # that are counted, where the number is not bounded
-SCARCE = 0.8  # used of what there is: then it is time to see who has it
-_PAGE = 4096  # without one no record can be written
+MOST_FILES = 100_000  # that are counted at most, where nothing bounds their number
+SCARCE = 0.8  # the used part from which on it is time to see which user has it
+_PAGE = 4096  # bytes: with less free, no record can be written
 
 
 @dataclass(frozen=True)
 class RoomUsage:
-    """What the files of one user take."""
+    """The room that the files of one user take up."""
 
     uid: int
-    files: int  # those without a name, too, as far as we may see who has them open
-    size: int  # bytes of memory, of those that have a name
+    files: int  # including those without a name, as far as we may see who has them open
+    size: int  # bytes of memory of the files that have a name
 
 
 @dataclass(frozen=True)
 class Room:
-    """*own*: it is a file system of its own.  Sizes in bytes; *taken*: the user with most of it first."""
+    """The room below *path*, with sizes in bytes; *own* says whether it is a separate file system.
+
+    *taken* begins with the user who has the most.
+    """
 
     path: str
     own: bool
@@ -49,19 +52,19 @@ class Room:
 
     @property
     def used(self) -> float:
-        """The part that is used, of files or of bytes: whichever is scarcer; 1.0: no record can be written."""
+        """The part of files or of bytes that is used, whichever is scarcer; 1.0 if no record can be written."""
         if (self.files and not self.files_free) or self.size_free < _PAGE:
             return 1.0
         return self.part(self.files - self.files_free, self.size - self.size_free)
 
     @property
     def who(self) -> RoomUsage | None:
-        """The user with most of it, where it is scarce and that is at least half of what is used."""
+        """The user with the most, or None if room is not scarce or they have less than half of what is used."""
         most = next(iter(self.taken), None)
         return most if most and self.used >= SCARCE and self.part(most.files, most.size) >= self.used / 2 else None
 
     def in_words(self) -> str:
-        """``"bin has 16,000 of 16,384 files and 61MiB of 64MiB there"``."""
+        """Describe the room, as in ``"bin has 16,000 of 16,384 files and 61MiB of 64MiB there"``."""
         if most := self.who:
             return _("{user} has {amounts} there").format(
                 user=user_name(most.uid), amounts=self._amounts(most.files, most.size)
@@ -81,15 +84,15 @@ class Room:
         )
 
     def part(self, files: int, size: int) -> float:
-        """What they are of all that there is, of whichever is scarcer."""
+        """Return which part of all files or bytes these are, whichever is scarcer."""
         return max(files / self.files if self.files else 0.0, size / self.size if self.size else 0.0)
 
 
 def room_for_records(directory: LockDirectory) -> Room:
-    """What there is, and who has it.
+    """Return the room for records, and which users take it up.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file system cannot be read.
     """
     path = directory.records
     status = os.statvfs(path)
@@ -103,7 +106,7 @@ def room_for_records(directory: LockDirectory) -> Room:
 
 
 def _with_nameless(taken: Iterable[RoomUsage], path: str) -> list[RoomUsage]:
-    """*taken* with the files that were removed below *path* and are open still, known by their names alone."""
+    """Add to *taken* the files below *path* that were removed and are still open, known by their former names alone."""
     named = {usage.uid: usage for usage in taken}
     files = Counter({uid: usage.files for uid, usage in named.items()})
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -112,13 +115,13 @@ def _with_nameless(taken: Iterable[RoomUsage], path: str) -> list[RoomUsage]:
 
 
 def _nameless_files(pid: str, path: str) -> list[int]:
-    """The uid of a process, once for each removed file below *path* that it has open."""
+    """Return the uid of a process, once for each removed file below *path* that it has open."""
     targets, uid = [target_of(pid, number) for number in os.listdir(f"/proc/{pid}/fd")], os.stat(f"/proc/{pid}").st_uid
     return [uid for target in targets if target.startswith(f"{path}/") and target.endswith(" (deleted)")]
 
 
 def why_full(directory: LockDirectory, error: OSError) -> str:
-    """What *error* says; where no room is left, also who uses it, if that is known."""
+    """Return what *error* says, and if no room is left also who uses it, where that is known."""
     text = error.strerror or str(error)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return text
@@ -130,7 +133,7 @@ def why_full(directory: LockDirectory, error: OSError) -> str:
 
 
 def _biggest_users(path: str) -> list[RoomUsage]:
-    """What each user has, also in folders that they made there; what cannot be read counts for no user."""
+    """Return what each user has, including folders that they made; what cannot be read counts for no user."""
     files: dict[int, int] = {}
     sizes: dict[int, int] = {}
     counted, folders = 0, [path]

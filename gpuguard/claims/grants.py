@@ -1,12 +1,12 @@
-"""Grants: lock files that the daemon alone gives to users, each of them once.
+"""Grants: lock files that the daemon alone gives to users, each of them only once.
 
 A user who was given a locked descriptor can keep it after unlocking it, and lock it again at any time, past the queue
 and any denial.  So each file is given away once: a grant is a *new* file, locked before it takes the place of the one
-whose lock was free, and a file that was given away and is found free is replaced before anybody learns that it is.  An
-old descriptor is then one of a file without a name, and locks nothing that counts.
+whose lock was free, and a file that was given away and is found free is replaced before anybody learns that it is free.
+An old descriptor then belongs to a file without a name, and locks nothing that counts.
 
-What stands in the file says to whom it was given, so that this is known after any crash; it counts only while the file
-is locked.  Does not decide who gets what: see daemon.broker.
+The file's content says to whom it was given, so that this is known after any crash; it counts only while the file is
+locked.  This module does not decide which user gets what: see daemon.broker.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from gpuguard.locale import _
 from gpuguard.model import ClaimRecord
 
 _MAX_BYTES = 256
-EARLIER = b"{}\n"  # in a file that every user could open before
+EARLIER = b"{}\n"  # marks a file that every user could open before
 
 
 @dataclass(frozen=True)
 class Grant:
-    """To whom a lock was given: a uid, and the id of the claim.
+    """The uid and the claim to which a lock was given.
 
-    Of a share also what was promised to it, and of a part of a GPU which GPU that is: its driver may not show it any
-    more while it is still claimed.
+    A share also has what was promised to it, and a part of a GPU has the uuid of that GPU, because the driver may no
+    longer show the part while it is still claimed.
     """
 
     uid: int
     claim: str
     memory: int | None = None  # bytes of the device
-    most: int | None = None  # so many claims at most share the device with it
+    most: int | None = None  # the most claims that share the device with it
     parent: str | None = None  # uuid
     max_processes: int | None = None  # how many processes of other users the claim accepts
 
     def confirmed(self, record: ClaimRecord) -> ClaimRecord:
-        """*record* with what was promised to the claim, whatever it says itself."""
+        """Return *record* with what was promised to the claim, whatever the record itself says."""
         record = replace(record, max_processes=self.max_processes or record.max_processes)
         return record if self.memory is None else replace(record, memory=self.memory, most=self.most)
 
 
 def lock_for(directory: LockDirectory, name: str, to: Grant) -> int | None:
-    """A locked descriptor for *to*, which is all that holds the lock; None: it is locked.  The caller has the gate.
+    """Return a descriptor for *to* that alone holds the lock, or None if the lock is taken.  The caller has the gate.
 
     Raises:
         LockDirectoryError: the lock file cannot be used.
@@ -72,9 +72,9 @@ def lock_for(directory: LockDirectory, name: str, to: Grant) -> int | None:
 
 
 def grant_of(directory: LockDirectory, names: Iterable[str]) -> dict[str, Grant | None]:
-    """Those of *names* whose lock is held, and to whom it was given; None: locked by root, or unknown.
+    """Return the grant of each of *names* whose lock is held, or None where root has locked it or it is unknown.
 
-    The caller has the gate.  After that no process can lock what is not named here with a descriptor that was kept.
+    The caller has the gate.  Afterwards no process can use a descriptor that it kept to lock what is not named here.
     """
     grants: dict[str, Grant | None] = {}
     for name in names:
@@ -83,7 +83,7 @@ def grant_of(directory: LockDirectory, names: Iterable[str]) -> dict[str, Grant 
         try:
             descriptor = open_lock(directory, name)
         except LockDirectoryError:
-            grants[name] = None  # it is not what it should be: no user gets it
+            grants[name] = None  # the file is not what it should be, so no user gets it
             continue
         try:
             if not renew(directory, name, descriptor):
@@ -94,31 +94,31 @@ def grant_of(directory: LockDirectory, names: Iterable[str]) -> dict[str, Grant 
 
 
 def renew(directory: LockDirectory, name: str, descriptor: int) -> bool:
-    """Whether the lock is free for sure: a file that another process may have open is replaced by a new one."""
+    """Return whether the lock is surely free, after replacing a file that another process may still have open."""
     if not try_flock(descriptor) or not is_same_file(descriptor, directory.lock_path(name)):
         return False
     if os.fstat(descriptor).st_size:
         try:
             os.close(_renewed(directory, name, b""))
-        except OSError:  # a full disk: it must not be called free
+        except OSError:  # the disk may be full, and the lock must not be called free
             return False
     return True
 
 
 def replace_file(directory: LockDirectory, name: str) -> None:
-    """Put a new file in the place of one, locked or not; for those that no claim rests on.
+    """Put a new file in the place of one on which no claim rests, locked or not.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the new file cannot be made.
     """
     if os.path.lexists(directory.lock_path(name)):
         os.close(_renewed(directory, name, b""))
 
 
 def granted(directory: LockDirectory) -> dict[str, Grant | None] | None:
-    """As grant_of(), for all locks that are held, by the word of the daemon; None: it does not answer."""
+    """Ask the daemon for the grants of all locks that are held, as grant_of(), or return None if it does not answer."""
     try:
-        from gpuguard.daemon.client import exchange  # sockets: where a broker is, and not before each job
+        from gpuguard.daemon.client import exchange  # loads sockets, needed only where there is a broker
 
         answer, _ = exchange(directory, {"do": "claims"})
         names, rows = ("uid", "claim", "memory", "most", "parent", "max_processes"), answer["held"].items()
@@ -128,16 +128,16 @@ def granted(directory: LockDirectory) -> dict[str, Grant | None] | None:
 
 
 def names_of(directory: LockDirectory) -> list[str]:
-    """The names of all locks of devices."""
+    """Return the names of all locks of devices."""
     return [name for name in os.listdir(directory.locks) if name not in ("gate", "queue") and not name.endswith(".new")]
 
 
 def _renewed(directory: LockDirectory, name: str, content: bytes) -> int:
-    """A new file in the place of one whose lock the caller has; its descriptor, read-only and locked."""
+    """Replace a file whose lock the caller has; return the descriptor of the new one, read-only and locked."""
     held: list[int] = []
 
     def lock(written: int) -> None:
-        # What is given away is open for reading alone, and only we can open the file again.
+        # The descriptor that is given away is open for reading only, and only we can open the file again.
         held.append(os.open(f"/proc/self/fd/{written}", os.O_RDONLY | os.O_CLOEXEC))
         fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
 

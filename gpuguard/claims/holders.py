@@ -1,12 +1,13 @@
-"""Who really holds the locks: the processes that have them open, from /proc; and who is known to have done so just now.
+"""The processes that really hold the locks, because /proc shows that they have them open or showed it just now.
 
-Of a file that is no regular one its driver writes what /proc/PID/fdinfo says, and may wait for what its owner holds:
-an epoll(7) that is just handing over events to a page of FUSE keeps a reader of its fdinfo waiting, and no signal ends
-that (state D), not even SIGKILL.  So where it cannot be seen which descriptors are files (a guard with CAP_SYS_PTRACE)
-a reader process with nothing of ours open reads it.  Until that comes back it is unknown what that user has locked; and
-of users who take too much of all time with answers that do come, too: see deadline.
+For a file that is not regular, its driver writes /proc/PID/fdinfo, and may wait for something that the file's owner
+holds: an epoll(7) that is just handing over events to a page of FUSE keeps a reader of its fdinfo waiting, and no
+signal ends that (state D), not even SIGKILL.  So where we cannot see which descriptors are files (a guard with
+CAP_SYS_PTRACE), a reader process with nothing of ours open reads fdinfo.  Until it comes back, it is unknown what that
+user has locked.  The locks of users whose answers do come but take too much of the time are unknown as well: see
+deadline.
 
-Does not say whose a claim is: see records.
+This module does not say who owns a claim: see records.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ if TYPE_CHECKING:
     from gpuguard.claims.directory import LockDirectory
     from gpuguard.model import ClaimRecord
 
-# So long at most for the open files of one user, which deadline.SHARE of the time pays off.  With the usual limits 100
-# processes can have 50 million descriptors, which is a minute, and a user may have 65536 uids.
+# The most time for the open files of one user, which deadline.SHARE of the time pays off.  With the usual limits 100
+# processes can have 50 million descriptors, which take a minute to read, and a user may have 65536 uids.
 MOST_SECONDS = 1.0
-ROOT_SECONDS = 10.0  # for one process of root's
-MOST_LOCKS = 20_000  # lines of /proc/locks that are read: a tenth of a second
-_OF_EVERY_FILE = (b"pos:", b"flags:", b"mnt_id:", b"ino:")  # lines of /proc/PID/fdinfo; then come those of its locks
+ROOT_SECONDS = 10.0  # for one process of root
+MOST_LOCKS = 20_000  # lines of /proc/locks: reading so many takes a tenth of a second
+_OF_EVERY_FILE = (b"pos:", b"flags:", b"mnt_id:", b"ino:")  # lines of /proc/PID/fdinfo, before those of the locks
 
 
 def holders_of(
     directory: LockDirectory, uuids: set[str], is_suspect: Callable[[int], bool]
 ) -> dict[str, dict[int, int]]:
-    """Per device the processes (of suspect uids) that hold its lock, pid -> uid, as far as this user may see them.
+    """Return for each device the processes (of suspect uids) that hold its lock, pid -> uid, as far as we may see them.
 
-    From /proc/PID/fdinfo: /proc/locks names the process that took the lock, even when only the job that
-    inherited it lives.
-    A user who has so much open that it takes too long hides only processes of their own.
+    They come from /proc/PID/fdinfo, because /proc/locks names the process that took the lock, even when only the job
+    that inherited it still lives.  A user who has too many files open to be read in time hides only processes of their
+    own.
     """
     start = f"{os.path.realpath(directory.locks)}/{directory.prefix}"
     names = {inode: uuid for uuid in uuids if (inode := inode_of(directory.lock_path(uuid)))}
@@ -62,20 +63,20 @@ def holders_of(
             uid = os.stat(f"/proc/{pid}").st_uid or _uid_behind(pid)
             locked = locked_by(pid, uid, ROOT_SECONDS, paths=paths) if is_suspect(uid) else {}
         except OSError:
-            continue  # gone, or not ours to see
+            continue  # it has ended, or is not ours to see
         for inode in locked.values() & names.keys():
             holders.setdefault(names[inode], {})[int(pid)] = uid
     return holders
 
 
 def _uid_behind(pid: str) -> int:
-    """The uid for which a process acts that is root in effect."""
+    """Return the uid for which a process acts whose effective uid is root's."""
     try:
         files = os.scandir(f"/proc/{pid}/fd")
     except PermissionError:
         files = os.scandir(f"/proc/{pid}/fdinfo")
     with files:
-        if next(files, None) is None:  # as those of the kernel itself, of which there are thousands
+        if next(files, None) is None:  # like each of the kernel's own threads, of which there are thousands
             return 0
     return uid_behind(int(pid)) or 0
 
@@ -83,15 +84,15 @@ def _uid_behind(pid: str) -> int:
 def locked_by(
     pid: int | str, uid: int, seconds: float, *, paths: Collection[str] = (), whole: bool = False
 ) -> dict[int, str]:
-    """Descriptor -> "major:minor:inode" of what a process has locked, as locked_files().
+    """Return descriptor -> "major:minor:inode" of what a process has locked, as locked_files() does.
 
-    Without the reader process where it can be seen which descriptors are files; then only of files at *paths*, if any
-    are given.  In a mount namespace of their own any user has a file of their own there: go by what it is.
-    It takes no longer than what is left to the user of MOST_SECONDS; there is no such limit for root.
+    Where we can see which descriptors are files, the reader process is not needed, and only files at *paths* are read
+    if any are given.  Go by the inodes, because in a mount namespace of their own users can have other files at these
+    paths.  Reading takes no longer than what is left to the user of MOST_SECONDS, which does not limit root.
 
     Raises:
-        TimeoutError: with *whole*, when not all could be read in that time.
-        OSError: it is gone, or not ours to see.
+        TimeoutError: with *whole*, not everything could be read in that time.
+        OSError: the process has ended, or is not ours to see.
     """
     key, took, locked, complete = (accountable_uid(uid), _KIND), stopwatch(), dict[int, str](), True
     begun = monotonic()
@@ -102,12 +103,12 @@ def locked_by(
                 complete = False
                 break
             target = target_of(pid, number)
-            # What stands for a device writes there what its driver likes; claims may lie in shared memory.
+            # The driver of a device node writes there whatever it likes; but claims may lie in shared memory.
             is_file = target.startswith("/") and (not target.startswith("/dev/") or target.startswith("/dev/shm/"))
             if (target in paths if paths else is_file) and (inode := locked_inode(pid, number)):
                 locked[int(number)] = inode
     except PermissionError:
-        # CAP_SYS_PTRACE opens fdinfo; only CAP_DAC_READ_SEARCH opens fd, and every file of the machine with it.
+        # CAP_SYS_PTRACE opens fdinfo; fd needs CAP_DAC_READ_SEARCH, which would open every file of the machine.
         return locked_files(pid, uid, left, whole=whole) if may_see_locks(pid) else {}
     charge(key, took(), monotonic(), noticed=0.0)
     if whole and not complete:
@@ -116,13 +117,13 @@ def locked_by(
 
 
 def held_by_no_process(directory: LockDirectory, names: Iterable[str]) -> set[str]:
-    """Those of the locks *names* that are held although no process is seen to have them open.
+    """Return those of the locks *names* that are held although no process is seen to have them open.
 
-    A lock lives as long as its open file.  That may lie where no list of descriptors shows it: in a message that no
+    A lock lives as long as its open file, which may lie where no list of descriptors shows it: in a message that no
     process receives (SCM_RIGHTS, unix(7)), in a mapping, in an io_uring.  Two scans must miss it, because a process may
-    hand it on to another meanwhile, and the kernel must still list it between them.  None is named where the files of a
-    single process may not be read, nor where those of root take too long.  A user whose files take too long cannot
-    thereby turn a lock that no other process has open into a claim.
+    hand it on to another during a scan, and the kernel must still list it in between.  No lock is returned if the files
+    of any process may not be read, or if those of root take too long.  A user whose files take too long cannot thereby
+    turn a lock that no other process has open into a claim.
     """
     inodes = {inode: name for name in names if (inode := inode_of(directory.lock_path(name)))}
     hidden = set(inodes) if in_first_pid_namespace() else set()
@@ -134,10 +135,10 @@ def held_by_no_process(directory: LockDirectory, names: Iterable[str]) -> set[st
 
 
 def takers_of(inodes: Collection[str]) -> list[tuple[str, str, str]] | None:
-    """(inode, pid of the process that took it, which may have ended, "READ" or "WRITE") of each lock on *inodes*.
+    """Return (inode, pid of the process that took it and may have ended, "READ" or "WRITE") of each lock on *inodes*.
 
-    None where the machine has more locks than MOST_LOCKS.  Any user can take a million, which the kernel lists in a
-    quarter of an hour: for each page it begins with the first lock again.
+    Returns None if the machine has more locks than MOST_LOCKS.  Any user can take a million, and the kernel needs a
+    quarter of an hour to list those, because it begins with the first lock again for each page.
     """
     with open("/proc/locks", encoding="ascii") as locks:
         lines = [*map(str.split, islice(locks, MOST_LOCKS))]
@@ -146,16 +147,19 @@ def takers_of(inodes: Collection[str]) -> list[tuple[str, str, str]] | None:
 
 
 def _open_nowhere(inodes: Collection[str], first: Iterable[str]) -> set[str]:
-    """Those of *inodes* that no process is seen to have locked, none where root's cannot be read; *first*: pids."""
+    """Return those of *inodes* that no process is seen to have locked; none if root's files cannot be read.
+
+    *first* holds the pids to look at before all others.
+    """
     left = set(inodes)
     _cut_short.clear()
-    # The process that took a lock usually still has it open, and then no other one is read.  Init is no job, and may
-    # have capabilities that root lacks here.
+    # The process that took a lock usually still has it open, and then no other one is read.  Init is left out, because
+    # it is no job and may have capabilities that root lacks here.
     for entry in filter(str.isdigit, dict.fromkeys([*first, *os.listdir("/proc")]) if left else ()):
         try:
             uid = os.stat(f"/proc/{entry}").st_uid
             tables = [entry] if entry != "1" else []
-            if tables and not os.listdir(f"/proc/{entry}/fdinfo"):  # the first of its threads has ended
+            if tables and not os.listdir(f"/proc/{entry}/fdinfo"):  # its first thread has ended
                 tables = [f"{entry}/task/{thread}" for thread in os.listdir(f"/proc/{entry}/task")]
             for table in tables:
                 left -= set(locked_by(table, uid, ROOT_SECONDS, whole=True).values())
@@ -173,7 +177,7 @@ def _open_nowhere(inodes: Collection[str], first: Iterable[str]) -> set[str]:
 
 
 def hidden_claim_text(paths: Iterable[str]) -> str:
-    """What it means that no process has the locks at *paths* open, and what helps."""
+    """Explain what it means that no process has the locks at *paths* open, and what helps."""
     text = (
         "the GPU is locked, and no process has its lock file open: the open file lies in a message that no process "
         "receives (descriptors in flight over a unix socket), in a mapping or in an io_uring.  It counts as no claim"
@@ -192,7 +196,7 @@ def hidden_claim_text(paths: Iterable[str]) -> str:
 
 
 def _possible_hiders(path: str) -> dict[int, int]:
-    """Processes, pid -> uid, that map the file at *path*, or have a socket with descriptors that none has received."""
+    """Return the processes, pid -> uid, that map the file at *path* or have a socket with descriptors in flight."""
     inode, hiders = status_in_place(path).st_ino, dict[int, int]()
     for entry in filter(str.isdigit, os.listdir("/proc")):
         if in_time(int(entry), "hiders", partial(_may_hide, entry, inode)):
@@ -216,10 +220,10 @@ def _has_descriptors_in_flight(pid: str, descriptor: str) -> bool:
 
 
 def may_see_locks(pid: str | int) -> bool:
-    """Whether it has files open, and fdinfo of it is ours to read: opening it never waits.
+    """Return whether a process has open files whose fdinfo we may read.  Opening fdinfo never waits.
 
     Raises:
-        OSError: it is gone, or not ours to see.
+        OSError: the process has ended, or is not ours to see.
     """
     for number in os.listdir(f"/proc/{pid}/fdinfo")[:1]:
         os.close(os.open(f"/proc/{pid}/fdinfo/{number}", os.O_RDONLY | os.O_CLOEXEC))
@@ -228,10 +232,10 @@ def may_see_locks(pid: str | int) -> bool:
 
 
 def target_of(pid: str | int, descriptor: str) -> str:
-    """The path on which it is open.
+    """Return the path that a descriptor is open on, or "" if it was closed meanwhile.
 
     Raises:
-        PermissionError: that is not ours to see.
+        PermissionError: it is not ours to see.
     """
     try:
         return os.readlink(f"/proc/{pid}/fd/{descriptor}")
@@ -242,11 +246,11 @@ def target_of(pid: str | int, descriptor: str) -> str:
 
 
 def locked_inode(pid: str | int, descriptor: str) -> str:
-    """The "major:minor:inode" of the file that is locked through it, as the kernel writes it; "" where none is.
+    """Return "major:minor:inode" of the file that is locked through a descriptor, as the kernel writes it, or "".
 
-    Of a regular file alone: of anything else this may never come back.  Any user may put another kind of lock on a file
-    that they may read.  And what the kernel says of every file stands in
-    front: behind it may follow text of the owner, lines and all (the name of a dma-buf).
+    Call it for regular files only, because with anything else it may never come back.  Only a flock counts, because any
+    user may put another kind of lock on a file that they can read.  The lines that the kernel writes for every file
+    come first; text of the owner may follow them, line breaks included (the name of a dma-buf), and is not read.
     """
     for line in (procfs.read_proc(f"/proc/{pid}/fdinfo/{descriptor}") or b"").split(b"\n"):
         words = line.split()
@@ -259,7 +263,7 @@ def locked_inode(pid: str | int, descriptor: str) -> str:
 
 
 def holders_answer() -> NoReturn:
-    """Read what processes have locked until no further request comes: the life of the reader process."""
+    """Run the reader process: read what processes have locked until no further request comes."""
     spawn.send(1, ("ready",))
     while request := spawn.receive(0):
         pid, seconds = request
@@ -280,25 +284,25 @@ def holders_answer() -> NoReturn:
 
 
 def inode_of(path: str) -> str:
-    """The file that lies there, as the kernel writes it; "" where none does."""
+    """Return the file at *path* as the kernel writes it, or "" if there is none."""
     try:
         held = hold_in_place(path)
         try:
             return as_written(held)
         finally:
             os.close(held)
-    except (OSError, ValueError):  # no name of a file
+    except (OSError, ValueError):  # it is not the name of a file
         return ""
 
 
 def as_written(descriptor: int) -> str:
-    """An open file as the kernel writes it in /proc/PID/fdinfo and /proc/locks: "major:minor:inode"."""
+    """Return an open file as the kernel writes it in /proc/PID/fdinfo and /proc/locks: "major:minor:inode"."""
     device = device_of(descriptor)
     return f"{os.major(device):02x}:{os.minor(device):02x}:{os.fstat(descriptor).st_ino}"
 
 
 def remembered(known: Sequence[ClaimRecord], records: Sequence[ClaimRecord]) -> dict[str, dict[int, int]]:
-    """Per lock the processes that are known to hold it, pid -> uid, of claims that still live."""
+    """Return for each lock the processes that are known to hold it, pid -> uid, of claims that still live."""
     alive = {(record.uid, record.id) for record in records}
     found: dict[str, dict[int, int]] = {}
     for record in known:
@@ -308,27 +312,28 @@ def remembered(known: Sequence[ClaimRecord], records: Sequence[ClaimRecord]) -> 
     return found
 
 
-SLACK_SECONDS = 0.5  # beyond what a look may take
-SLACK_AGAIN = 0.05  # while others hang: many users who do so must not take the time of all
-START_SECONDS = 10.0  # of a reader
-MOST_HANGING = 16  # or nearly so: from then on no uid without a name is read: one user can have 65536 of them
+SLACK_SECONDS = 0.5  # of waiting beyond the time that a look may take
+SLACK_AGAIN = 0.05  # while others hang: many such users together must not take up all time
+START_SECONDS = 10.0  # for a reader to start
+# From so many that hang or nearly do, no uid without a name is read, because one user can have 65536 of them.
+MOST_HANGING = 16
 
 _KIND = "locks"
 _reading = allocate_lock()
 _CODE = "import gpuguard.claims.holders as holders; holders.holders_answer()"
-_reader: list[tuple[int, subprocess.Popen[bytes], int, int]] = []  # whose it is, its process, and its pipes
+_reader: list[tuple[int, subprocess.Popen[bytes], int, int]] = []  # the pid that started it, its process, and its pipes
 _hanging: dict[int, subprocess.Popen[bytes]] = {}  # uid -> the reader that waits for something of that user
 _ended: list[subprocess.Popen[bytes]] = []  # readers to reap
 _cut_short: set[int] = set()  # users whose open files the last search for hidden locks did not read to the end
 
 
 def locked_files(pid: int | str, uid: int, seconds: float, *, whole: bool = False) -> dict[int, str]:
-    """Descriptor -> "major:minor:inode" of what a process has locked, by the reader process; {} also where unknown.
+    """Return descriptor -> "major:minor:inode" of what a process has locked, from the reader; {} also if unknown.
 
-    *pid* may be "PID/task/TID".  Of no other user than *uid* anything is unknown when the reader does not come back.
+    *pid* may be "PID/task/TID".  When the reader does not come back, only the locks of the user *uid* are unknown.
 
     Raises:
-        TimeoutError: with *whole*, when not all could be read in these *seconds*.
+        TimeoutError: with *whole*, not everything could be read in these *seconds*.
     """
     answer = _read_by_reader(pid, uid, seconds)
     if whole and (answer is None or not answer[2]):
@@ -337,7 +342,7 @@ def locked_files(pid: int | str, uid: int, seconds: float, *, whole: bool = Fals
 
 
 def _read_by_reader(pid: int | str, uid: int, seconds: float) -> tuple[list[tuple[int, str]], float, bool] | None:
-    """What the reader says: descriptors with inodes, the seconds that it took, whether that is all; None: unknown."""
+    """Ask the reader for descriptors with inodes, the seconds it took, and whether that is all; None if unknown."""
     with _reading:
         uid = accountable_uid(uid)
         _reap()
@@ -354,7 +359,7 @@ def _read_by_reader(pid: int | str, uid: int, seconds: float) -> tuple[list[tupl
                 _close()
                 return None
             answer = spawn.receive(answers)
-        except OSError:  # no further process or file; or it has ended
+        except OSError:  # there can be no further process or file, or the reader has ended
             answer = None
         if answer is None:
             _close()
@@ -364,7 +369,7 @@ def _read_by_reader(pid: int | str, uid: int, seconds: float) -> tuple[list[tupl
 
 
 def hangs(uid: int) -> bool:
-    """Whether what a user has locked is unknown: the reader has not come back, or took too long again and again."""
+    """Return whether a user's locks are unknown: the reader has not come back, or took too long again and again."""
     with _reading:
         _reap()
         return _is_unknown(accountable_uid(uid))
@@ -375,7 +380,7 @@ def _is_unknown(uid: int) -> bool:
 
 
 def _started() -> tuple[int, subprocess.Popen[bytes], int, int]:
-    if _reader and _reader[0][0] != os.getpid():  # of whom we are a copy
+    if _reader and _reader[0][0] != os.getpid():  # it belongs to the process that forked us
         _close()
     if not _reader:
         _reader.append(_start())
@@ -404,7 +409,7 @@ def _has_answer(answers: int, seconds: float) -> bool:
 
 
 def _close() -> None:
-    """Leave the reader alone: it ends when its pipe is closed."""
+    """Give up the reader, which ends when its pipe is closed."""
     for owner, process, *descriptors in _reader:
         close_all(descriptors)
         if owner == os.getpid() and process not in _hanging.values():
