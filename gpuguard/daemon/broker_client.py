@@ -1,7 +1,7 @@
-"""Locks from the daemon, where it alone gives them: the request, and the check of what came back.
+"""Requests for locks where the daemon alone gives them, and the check of what comes back.
 
-The daemon takes the locks, samples the devices again behind them, and hands the locked descriptors over.  Which devices
-are wanted is decided here, as everywhere.  Claims nothing when no daemon answers.  The other side is broker.
+The daemon takes the locks, samples the devices again after that, and hands over the locked descriptors.  Which devices
+to ask for is decided here, as everywhere.  Nothing is claimed when no daemon answers.  The other side is broker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gpuguard.request import Request
 from gpuguard.select import choose
 
 REPLY_SECONDS = 60.0  # the daemon's driver may have to start first
-BUSY_SECONDS = 10.0  # many may ask at once: those who wait are woken together
+BUSY_SECONDS = 10.0  # many may ask at once, because requests that wait are woken together
 _ID_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-.")  # of a claim
 
 
@@ -44,9 +44,9 @@ def request_grant(
     *,
     once: bool = False,
 ) -> Claim | None:
-    """The best devices from the daemon; None when they cannot be had.  Fills *taken* with those that it refused.
+    """Get the best devices from the daemon, or return None if they cannot be had; add those that it refused to *taken*.
 
-    *once*: where another request starts first, do not ask for other devices.
+    With *once*, do not ask for other devices if another request starts first.
 
     Raises:
         ClaimError: there is no daemon, and the request has not waited before.
@@ -56,7 +56,7 @@ def request_grant(
             _("inside a claim the daemon gives whole GPUs alone ({id}): leave out --share.").format(id=outer.id)
         )
     while True:
-        # Read anew each time: a request that was quicker has a share now.
+        # This is read anew each time, because a request that was quicker may have a share by now.
         sharing = sharing_now(directory, {}, snapshot) if request.share and not outer else {}
         devices = choose(snapshot, request, taken, sharing).devices
         if not devices:
@@ -68,7 +68,7 @@ def request_grant(
         except GpuguardError as error:
             if ticket is None or not ticket.id:
                 raise _refusal(directory, error) from error
-            # A request that waits goes on: a daemon that is started again is no reason to lose its place.
+            # A request that waits goes on, because a restart of the daemon must not cost it its position.
             taken.update((device.uuid, str(error)) for device in devices)
             return None
         if "refused" not in content:
@@ -92,7 +92,7 @@ def request_grant(
 
 
 def refuse_without_daemon(directory: LockDirectory) -> None:
-    """Raise the ClaimError of a request while no daemon gives the locks, for `select` and the like."""
+    """Raise the ClaimError that a request would meet if no daemon gives the locks, for `select` and the like."""
     try:
         _exchange(directory, {"do": "claims"})
     except GpuguardError as error:
@@ -100,14 +100,14 @@ def refuse_without_daemon(directory: LockDirectory) -> None:
 
 
 def _excludes_nothing(outer: ClaimRecord) -> bool:
-    """Whether commands in this claim exclude none of its other commands: see lock."""
+    """Return whether commands in this claim do not exclude each other: see lock."""
     return "." in outer.id or outer.memory is not None
 
 
 def _message(
     devices: Sequence[Device], request: Request, outer: ClaimRecord | None, ticket: Ticket | None
 ) -> dict[str, Any]:
-    # What chose among the devices is left out: they are named.
+    # Conditions that choose among devices are left out, because the devices are named.
     choice: dict[str, Any] = {"max_gpus": None, "devices": None, "within": None, "within_reason": ""}
     bare = replace(request, num_gpus=len(devices), exclude=(), prefer=(), **choice)
     message: dict[str, Any] = {
@@ -124,7 +124,7 @@ def _message(
 
 
 def _exchange(directory: LockDirectory, message: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """As exchange(), again while the daemon is busy."""
+    """Call exchange(), again and again while the daemon is busy."""
     deadline, pause = time.monotonic() + BUSY_SECONDS, 0.02
     while True:
         try:
@@ -155,9 +155,12 @@ def _checked_locks(
     *,
     shared: bool,
 ) -> tuple[str, tuple[Lock, ...]]:
-    """The id of the claim and its locks; ClaimError, and all are closed: one is no locked file of its device."""
+    """Return the id of the claim and its locks.
+
+    Raises ClaimError, with all of them closed: one of them is not the locked file of its device.
+    """
     with ExitStack() as stack:
-        stack.callback(close_all, descriptors)  # also where no file is left to check them with
+        stack.callback(close_all, descriptors)  # also when no descriptor is left to check them with
         try:
             reply = decoded(content, GrantReply)
             paths = [directory.lock_path(name) for name in reply.locks]

@@ -1,7 +1,7 @@
 """The one way to ask the daemon: requests go to its socket, and its replies come back decoded.
 
-A reply counts only if the process that listens there is the daemon, as the kernel says.  What the daemon does with a
-request: see requests.  Does not listen: see server.
+A reply counts only if the kernel says that the process which listens there is the daemon.  requests has what the
+daemon does with a request; server listens.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from gpuguard.jsonio import decode, loads
 from gpuguard.locale import N_, _, translated
 
 SOCKET_NAME = "daemon.sock"
-MAX_REQUEST_BYTES = 4096  # with the end of the line
+MAX_REQUEST_BYTES = 4096  # including the end of the line
 MAX_REPLY_BYTES = 2**17
-MAX_DESCRIPTORS = 64  # that come with one reply
-SO_PASSRIGHTS = 83  # of Linux 6.16, asm-generic: every machine that NVIDIA has drivers for
+MAX_DESCRIPTORS = 64  # of one reply
+SO_PASSRIGHTS = 83  # since Linux 6.16; the number of asm-generic, as on every machine that NVIDIA has drivers for
 REPLY_SECONDS = 10.0
 CLOCK_TICK = 0.02  # seconds by which the time of a file may be behind the clock
 _ADVICE = N_("An administrator starts one: see `gpuguard daemon --help`.")
@@ -44,7 +44,7 @@ class DaemonBusy(GpuguardError):
 
 @dataclass(frozen=True)
 class ExemptionReply:
-    """To `keep`."""
+    """The reply to `keep`."""
 
     until_unix_seconds: float
     user: str | None
@@ -53,7 +53,7 @@ class ExemptionReply:
 
 @dataclass(frozen=True)
 class EndedReply:
-    """To `end`: how many exemptions were ended."""
+    """The reply to `end`: how many exemptions were ended."""
 
     ended: int
 
@@ -83,18 +83,18 @@ class PolicyStatusReply:
 
 @dataclass(frozen=True)
 class StatusReply:
-    """To `status`."""
+    """The reply to `status`."""
 
     enforcing: bool
     standing: tuple[PolicyStatusReply, ...]
     left_out: int
     trouble: str | None = None  # why the daemon does not serve its metrics
-    unguarded: str | None = None  # what the policy file says and the daemon does not do
+    unguarded: str | None = None  # what the policy file says but the daemon does not do
 
 
 @dataclass(frozen=True)
 class EventRow:
-    """A line of the daemon's log about the user who asks, without what is about others in it."""
+    """A line of the daemon's log about the user who asks, without its facts about other users."""
 
     time_unix_seconds: float
     kind: str
@@ -105,39 +105,40 @@ class EventRow:
     pid: int | None = None
     claim: str | None = None
     message: str | None = None
-    exact_outcome: str | None = None  # where `outcome` is a word for jobs from before an upgrade
+    exact_outcome: str | None = None  # set where `outcome` is a word for jobs from before an upgrade
 
     def for_older_jobs(self) -> EventRow:
-        """The same so that it is also told by `gpuguard run` of a job that began before this version."""
+        """Return the event in words that `gpuguard run` also reports if its job began before this version."""
         word = _OLDER_WORDS.get((self.kind, self.outcome))
         if word is None:
             return self
-        # Behind the last colon of a failed warning they look for the reason, and leave it out.
+        # Such jobs take the text behind the last colon of a failed warning for the reason, and leave it out.
         message = f"{self.message}: {self.outcome}" if self.outcome == "logged" else self.message
         return replace(self, outcome=word, message=message, exact_outcome=self.outcome)
 
     def line(self) -> dict[str, Any]:
-        """The line of the audit log."""
+        """Return the event as a line of the audit log."""
         line = {"schema": 1, **asdict(self)}
         if exact := line.pop("exact_outcome"):
             line |= {"outcome": exact, "message": self.message and self.message.removesuffix(": logged")}
         return line
 
 
-# Jobs run for weeks, and what tells their users of policies is as old as they are: what it knows instead of new words.
+# Jobs run for weeks, and the program that tells their users about policies is as old as they are.  These are the words
+# that it knows in place of new ones.
 _OLDER_WORDS = {("warn", "logged"): "failed", ("warn", "undelivered"): "failed", ("resume", "done"): "about to"}
 
 
 @dataclass(frozen=True)
 class EventsReply:
-    """To `events`: the newest ones, the oldest of them first."""
+    """The reply to `events`: the newest events, the oldest of them first."""
 
     events: tuple[EventRow, ...]
 
 
 @dataclass(frozen=True)
 class ReloadReply:
-    """To `reload`."""
+    """The reply to `reload`."""
 
     path: str
     policies: int
@@ -147,7 +148,7 @@ class ReloadReply:
 
 @dataclass(frozen=True)
 class GrantReply:
-    """To `claim`: the id of the claim and the names of its locks."""
+    """The reply to `claim`: the id of the claim and the names of its locks."""
 
     claim: str
     locks: tuple[str, ...]
@@ -156,7 +157,7 @@ class GrantReply:
 def query_daemon(
     directory: LockDirectory, request: Mapping[str, Any], kind: type[_Reply], seconds: float = REPLY_SECONDS
 ) -> _Reply:
-    """The reply of the daemon of *directory*, which must be a *kind*.
+    """Send *request* to the daemon of *directory* and return its reply, which must be a *kind*.
 
     Raises:
         GpuguardError: there is no daemon, it does not answer within *seconds*, or it refuses.
@@ -167,9 +168,9 @@ def query_daemon(
 
 
 def own_events(directory: LockDirectory, since: float, seconds: float = 2.0) -> list[dict[str, Any]]:
-    """What the daemon of *directory* wrote down about this user after *since* (unix time), as lines of the audit log.
+    """Return what the daemon of *directory* logged about this user after *since* (unix time), as audit log lines.
 
-    Asks only where there is something.  Raises GpuguardError: the daemon does not answer within *seconds*.
+    The daemon is asked only if there is something.  Raises GpuguardError: it does not answer within *seconds*.
     """
     last = last_about(directory, os.geteuid())
     if last is None or last < since - CLOCK_TICK:
@@ -178,7 +179,7 @@ def own_events(directory: LockDirectory, since: float, seconds: float = 2.0) -> 
     while True:
         try:
             reply = query_daemon(directory, {"do": "events"}, EventsReply, seconds)
-        except DaemonBusy:  # all jobs of a user ask at once
+        except DaemonBusy:  # all jobs of a user may ask at once
             if time.monotonic() >= deadline:
                 raise
             time.sleep(0.05)
@@ -189,7 +190,10 @@ def own_events(directory: LockDirectory, since: float, seconds: float = 2.0) -> 
 def exchange(
     directory: LockDirectory, request: Mapping[str, Any], seconds: float = REPLY_SECONDS
 ) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """The reply as it came, with its descriptors, the caller's and close-on-exec; raises what query_daemon() does."""
+    """Return the reply as it came, with its descriptors, which are close-on-exec and become the caller's.
+
+    It raises what query_daemon() raises.
+    """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(seconds)
@@ -225,7 +229,7 @@ def exchange(
 
 
 def decoded(content: Mapping[str, Any], kind: type[_Reply]) -> _Reply:
-    """*content* as a *kind*; a GpuguardError where a field is missing, as in the reply of another version."""
+    """Decode *content* as a *kind*; raise a GpuguardError if a field is missing, as in a reply of another version."""
     try:
         return decode(kind, dict(content))
     except ValueError as error:
@@ -238,7 +242,7 @@ def decoded(content: Mapping[str, Any], kind: type[_Reply]) -> _Reply:
 
 
 def connect(connection: socket.socket, directory: LockDirectory, seconds: float) -> None:
-    """Connect to the daemon's socket, waiting while its backlog is full; an OSError where it cannot be reached."""
+    """Connect to the daemon's socket, waiting while its backlog is full; raise an OSError if it cannot be reached."""
     deadline = time.monotonic() + seconds
     with short_path(directory) as path:
         while True:
@@ -252,12 +256,12 @@ def connect(connection: socket.socket, directory: LockDirectory, seconds: float)
 
 
 def encoded(content: Mapping[str, Any]) -> bytes:
-    """One line of JSON."""
+    """Encode *content* as one line of JSON."""
     return json.dumps(content).encode("ascii") + b"\n"
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The user at the other end, as the kernel says."""
+    """Return the uid at the other end, as the kernel gives it."""
     size = struct.calcsize("3i")
     _, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(uid)
@@ -265,7 +269,7 @@ def peer_uid(connection: socket.socket) -> int:
 
 @contextmanager
 def short_path(directory: LockDirectory) -> Iterator[str]:
-    """The socket's path through a descriptor of its directory: the kernel takes 107 bytes at most."""
+    """Yield the socket's path through a descriptor of its directory, because the kernel takes at most 107 bytes."""
     descriptor = os.open(daemon_files(directory).path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/{SOCKET_NAME}"
@@ -274,12 +278,12 @@ def short_path(directory: LockDirectory) -> Iterator[str]:
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, tuple[int, ...]]:
-    """One line and the descriptors that came with it."""
+    """Receive one line and the descriptors that came with it."""
     line, descriptors = b"", list[int]()
     with ExitStack() as stack:
         stack.callback(close_all, descriptors)
         while not line.endswith(b"\n") and len(line) <= MAX_REPLY_BYTES:
-            # Close-on-exec from the start: another thread may start a program at any moment.
+            # They are close-on-exec from the start, because another thread may start a program at any moment.
             more, received, _, _ = socket.recv_fds(connection, 65536, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
             descriptors += received
             if not more:
@@ -290,10 +294,10 @@ def _receive(connection: socket.socket) -> tuple[bytes, tuple[int, ...]]:
 
 
 def _accepted(directory: LockDirectory, line: bytes) -> dict[str, Any]:
-    """The fields of a reply that is no refusal."""
+    """Return the fields of a reply, or raise a GpuguardError if it is a refusal."""
     try:
         reply = loads(line)
-    except ValueError as error:  # it hung up
+    except ValueError as error:  # the daemon hung up
         raise _busy(directory) from error
     reply = reply if isinstance(reply, dict) else {}
     if reply.pop("ok", None) is not True:

@@ -1,9 +1,9 @@
 """The daemon's socket: every user of this machine may send it requests.
 
-One request and one reply per connection, each one line of JSON.  The user who asks is the one that the kernel names
-(SO_PEERCRED), never what the request says.  A thread of its own listens and never waits for a client: one that sends
-nothing, too much, or open files, or keeps many connections open loses its own connections and no other user's.  What
-requests mean: see requests.  The other side: see client.
+Each connection carries one request and one reply, each of them one line of JSON.  The user who asks is the one that the
+kernel names (SO_PEERCRED), never the one that the request names.  A separate thread listens and never waits for a
+client: one that sends nothing, too much or open files, or keeps many connections open, loses its own connections and no
+other user's.  requests says what requests mean; client is the other side.
 
     {"do": "keep", "for_seconds": 14400, "reason": "paper deadline"}
     {"ok": true, "until_unix_seconds": 1795212345.0}
@@ -33,20 +33,20 @@ from gpuguard.files import close_all
 from gpuguard.jsonio import loads
 from gpuguard.users import accountable_uid
 
-MAX_ERROR = 600  # characters: written out as \uXXXX they fit into a reply as well
+MAX_ERROR = 600  # characters, which fit into a reply even when written out as \uXXXX
 MAX_CONNECTIONS, MAX_CONNECTIONS_PER_USER = 32, 4
 REQUEST_SECONDS = 2.0  # for a request to be complete
 MAX_CLOSING = 64  # threads that wait until what a client has sent is closed
-PAUSE_SECONDS = 0.005  # after each connection: a client that never stops connecting costs little
+PAUSE_SECONDS = 0.005  # after each connection, so that a client that never stops connecting costs little
 
-# Requests that may read the driver, the log, or all that a user has open: each kind has a thread of its own, which
-# handles one after the other, in turns by user.
+# Requests that may read the driver, the log, or all that a user has open.  Each kind has a thread of its own, which
+# handles them one after the other, in turns by user.
 SLOW = frozenset({"claim", "events", "release"})
 
 
 @dataclass(frozen=True)
 class DescriptorReply:
-    """A reply with descriptors that go over to the client; the server closes its own."""
+    """A reply with descriptors that are handed to the client; the server then closes its own copies."""
 
     content: Mapping[str, Any]
     descriptors: tuple[int, ...]
@@ -62,49 +62,50 @@ class _Client:
 
     connection: socket.socket
     uid: int
-    owner: int  # whose that uid is: see users.accountable_uid
+    owner: int  # the user behind that uid: see users.accountable_uid
     deadline: float  # monotonic
     received: bytes = b""
 
 
 class _TurnQueue:
-    """Requests that wait for a thread, served in turns by user: one who sends many delays others by one at most."""
+    """Requests that wait for a thread, in turns by user: a user who sends many delays others by one at most."""
 
     def __init__(self) -> None:
         self._entries = PriorityQueue[tuple[float, int, tuple[_Client, bytes] | None]]()
         self._round, self._number = 0.0, count()
-        self._next = defaultdict[int, float](float)  # user -> the first round in which none of theirs has its turn
+        self._next = defaultdict[int, float](float)  # user -> the first round in which they have no turn
 
     def put(self, entry: tuple[_Client, bytes] | None) -> None:
-        """Add a request, or None, at which the thread ends, behind all that are there."""
+        """Add a request in its user's turn, or add None, at which the thread ends, behind all that are there."""
         turn = math.inf
         if entry:
             owner = entry[0].owner
-            turn = max(self._round, self._next[owner])  # of who has none in this round: in this one
+            turn = max(self._round, self._next[owner])  # this round, if the user has no turn in it yet
             self._next[owner] = turn + 1
         self._entries.put((turn, next(self._number), entry))
 
     def get(self) -> tuple[_Client, bytes] | None:
-        """The next request, as soon as there is one."""
+        """Return the next request as soon as there is one, or None when the thread must end."""
         self._round, _, entry = self._entries.get()
         return entry
 
 
 class SocketServer:
-    """Listens in *directory*, which only its owner can write to, until close(); OSError: the socket cannot be made.
+    """Listens in *directory*, which only its owner can write to, until close().
 
     *handle* gets the uid of the client and its request; a GpuguardError that it raises becomes the reply.
+    Raises OSError: the socket cannot be made.
     """
 
     def __init__(self, directory: LockDirectory, handle: Handler) -> None:
         self._directory, self._handle = directory, handle
-        self._clients: dict[int, _Client] = {}  # by descriptor, the one that has been silent for longest comes first
+        self._clients: dict[int, _Client] = {}  # by descriptor; the one that has been silent for longest comes first
         self._queues: dict[str, _TurnQueue] = {name: _TurnQueue() for name in SLOW}
-        self._handled: list[_Client] = []  # whose requests are in these queues, or are being handled
-        self._closing: list[tuple[int, threading.Thread]] = []  # owner -> what closes the files that it has sent
+        self._handled: list[_Client] = []  # clients whose requests are in these queues or are being handled
+        self._closing: list[tuple[int, threading.Thread]] = []  # owner, and what closes the files that they sent
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         with short_path(directory) as path:
-            # Only one daemon holds the directory's lock, so this socket is that of one that is dead.
+            # Only one daemon holds the directory's lock, so a socket that is already here belongs to a dead one.
             with suppress(FileNotFoundError):
                 os.unlink(path)
             bind_socket(self._listener, path, 0o111)
@@ -116,7 +117,7 @@ class SocketServer:
             threading.Thread(target=self._handle_slow, args=(queue,), name="gpuguard-requests", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         os.write(self._wake, b".")
         for queue in self._queues.values():
             queue.put(None)
@@ -162,7 +163,8 @@ class SocketServer:
         if of_user >= MAX_CONNECTIONS_PER_USER or (full and not self._clients):
             self._hang_up(connection, owner)
         else:
-            if full:  # a user may have uids that /etc/subuid does not name: who is silent for longest makes room
+            # A user may have uids that /etc/subuid does not name, so the client that is silent for longest makes room.
+            if full:
                 self._drop(next(iter(self._clients.values())))
             self._clients[connection.fileno()] = _Client(connection, uid, owner, time.monotonic() + REQUEST_SECONDS)
         time.sleep(PAUSE_SECONDS)
@@ -207,7 +209,7 @@ class SocketServer:
         except OSError:
             return  # the client has gone, so only we have the descriptors
         finally:
-            # What is handed over is a copy: with ours open, what was given would never end.
+            # The client has copies.  With ours still open, a claim that was given would never end.
             close_all(descriptors)
 
     def _reply_to(self, uid: int, request: dict[str, Any] | str) -> Reply:
@@ -232,11 +234,11 @@ class SocketServer:
     def _hang_up(self, connection: socket.socket, owner: int) -> None:
         """Close the connection.
 
-        With it goes what was sent and not read.  If open files are among it and no other process has them open, they
-        are closed, and a socket with SO_LINGER makes the process that does that wait for as long as its sender likes.
+        What was sent and not read goes with it.  Open files in it are closed if no other process has them open, and a
+        socket with SO_LINGER makes the one that closes it wait for as long as its sender likes, so a thread does that.
         """
-        with suppress(OSError, RuntimeError):  # the latter: there are too many threads
-            connection.shutdown(socket.SHUT_RDWR)  # no more can come
+        with suppress(OSError, RuntimeError):  # RuntimeError: there are too many threads
+            connection.shutdown(socket.SHUT_RDWR)  # nothing more can come
             while more := _receive_without_files(connection, 65536):
                 continue
             if more is None and len(self._closing) < MAX_CLOSING:
@@ -248,25 +250,28 @@ class SocketServer:
 
 
 def bind_socket(listener: socket.socket, path: str, umask: int) -> None:
-    """Bind a Unix socket, whose mode *umask* makes right from the first moment; it takes no open files of clients."""
-    # Not chmod(): it follows links, and root may listen where another user could put one.
+    """Bind a Unix socket that takes no open files from clients; *umask* makes its mode right from the first moment."""
+    # chmod() would follow links, and root may listen where another user could put one.
     former = os.umask(umask)
     try:
         listener.bind(path)
     finally:
         os.umask(former)
-    with suppress(OSError):  # a kernel before 6.16.  To close open files that a client sends may take long
+    with suppress(OSError):  # the kernel is older than 6.16.  Closing files that a client sends may take long
         listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
 
 
 def _receive_without_files(connection: socket.socket, most: int) -> bytes | None:
-    """What was sent; None, and nothing is received, when open files came with it; OSError: nothing was sent yet."""
+    """Receive what was sent, or return None and receive nothing if open files came with it.
+
+    Raises OSError: nothing was sent yet.
+    """
     peeked, _, flags, _ = connection.recvmsg(most, 0, socket.MSG_PEEK)
     return None if flags & socket.MSG_CTRUNC else connection.recv(len(peeked)) if peeked else b""
 
 
 def _decoded(line: bytes) -> dict[str, Any] | str:
-    """The request in *line*; in words why it is none."""
+    """Return the request in *line*, or say in words why it is none."""
     if len(line) > MAX_REQUEST_BYTES:
         return f"a request has at most {MAX_REQUEST_BYTES} bytes."
     try:
@@ -275,5 +280,5 @@ def _decoded(line: bytes) -> dict[str, Any] | str:
         request = None
     if not isinstance(request, dict):
         return "a request is one line with one JSON object."
-    # What cannot be looked up in a table would end the thread that listens.
+    # A value that cannot be looked up in a table would end the thread that listens.
     return request if isinstance(request.get("do", ""), str) else 'a request says what to "do", in one word.'

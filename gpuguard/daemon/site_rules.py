@@ -1,6 +1,6 @@
-"""line.yaml as the daemon sees it: a good one is kept for all readers, a faulty one is reported until it is mended.
+"""How the daemon treats line.yaml: a good one is kept for all readers, a faulty one is reported until it is mended.
 
-Decides nothing by it: see queue.settings, which every reader asks.
+This module decides nothing by the file: every reader asks queue.settings.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class SiteRules:
         self, directory: LockDirectory, say: Callable[[str, str | None], object], report: Callable[[str], object]
     ) -> None:
         self._directory, self._say, self._report = directory, say, report
-        self._version: tuple[int, ...] | None = None  # of the file when it was read
+        self._version: tuple[int, ...] | None = None  # of the file when it was last read
         self._read_at, self._said = 0.0, ""
-        self.faults = 0  # that the file has
+        self.faults = 0  # how many the file has
 
     def look(self) -> None:
-        """Read the file if it has changed, or had faults a while ago; call it again and again."""
+        """Read the file if it has changed or had faults a while ago.  Call this again and again."""
         version = version_of(settings_path())
         if version == self._version and not (self.faults and time.monotonic() - self._read_at >= RETRY_SECONDS):
             return
         try:
             site = read_queue_settings(self._directory)
-        except OSError:  # no descriptor or memory is left, which says nothing of the file: the next look reads it
+        except OSError:  # no descriptor or memory is left, which says nothing about the file; the next look reads it
             return
         self._version, self._read_at = version, time.monotonic()
         self.faults = len(site.faults)
