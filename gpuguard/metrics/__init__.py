@@ -1,4 +1,4 @@
 """Numbers for monitoring systems: Prometheus, node_exporter, InfluxDB.
 
-families makes them of facts, exposition spells them, server answers scrapes.
+families makes them from facts, exposition writes them out, and server answers scrapes.
 """

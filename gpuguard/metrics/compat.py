@@ -1,7 +1,7 @@
 """The same numbers under the names, labels and units of dcgm-exporter and of nvitop-exporter, for their dashboards.
 
-Only what gpuguard reads: no profiling counters, nothing per pid, no XID errors, of which a driver tells those alone who
-wait for them.
+They cover only what gpuguard reads: no profiling counters, nothing per pid, and no XID errors, which a driver reports
+only to programs that wait for them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gpuguard.metrics.families import Labels, MetricFamily, distinct, family, la
 from gpuguard.model import Device, Snapshot
 
 _MIB = 2**-20
-# name, kind, help, field of Device, factor: etc/default-counters.csv of dcgm-exporter, and rows that are optional there
+# name, kind, help, field of Device, factor: as in dcgm-exporter's etc/default-counters.csv, with its optional rows
 DCGM: tuple[tuple[str, str, str, str, float], ...] = (
     ("SM_CLOCK", "gauge", "SM clock frequency (in MHz).", "clock_sm", 1),
     ("MEM_CLOCK", "gauge", "Memory clock frequency (in MHz).", "clock_memory", 1),
@@ -37,7 +37,7 @@ DCGM: tuple[tuple[str, str, str, str, float], ...] = (
     ("UNCORRECTABLE_REMAPPED_ROWS", "counter", "Rows that uncorrectable errors had remapped.",
      "remapped_rows_uncorrected", 1),
 )  # fmt: skip
-_WHOLE = frozenset({"FB_TOTAL", "FB_FREE", "FB_USED", "FB_RESERVED"})  # dcgm-exporter tells whole MiB
+_WHOLE = frozenset({"FB_TOTAL", "FB_FREE", "FB_USED", "FB_RESERVED"})  # dcgm-exporter reports whole MiB
 NVITOP: tuple[tuple[str, str, str, float], ...] = (
     ("gpu_utilization_Percentage", "GPU utilization (%).", "utilization", 1),
     ("gpu_memory_utilization_Percentage", "GPU memory utilization (%).", "memory_utilization", 1),
@@ -62,7 +62,7 @@ NVITOP: tuple[tuple[str, str, str, float], ...] = (
 
 
 def dcgm(facts: MetricFacts) -> Iterator[MetricFamily]:
-    """What dcgm-exporter would tell; the parts of a divided device bear its uuid, as there."""
+    """Yield what dcgm-exporter would report; the parts of a divided device have its uuid, as they do there."""
     snapshot = facts.snapshot
     if not snapshot or not facts.current:
         return
@@ -100,7 +100,7 @@ def _dcgm_labels(device: Device, snapshot: Snapshot) -> Labels:
         modelName=whole.name,
         GPU_I_PROFILE=device.mig_profile if device.parent_uuid else None,
         GPU_I_ID=device.gpu_instance_id if device.parent_uuid else None,
-        # Its releases differ in this label, and dashboards are written for either.
+        # Releases of dcgm-exporter differ in this label, and dashboards are written for either.
         Hostname=snapshot.host,
         hostname=snapshot.host,
         DCGM_FI_DRIVER_VERSION=snapshot.driver_version,
@@ -108,7 +108,7 @@ def _dcgm_labels(device: Device, snapshot: Snapshot) -> Labels:
 
 
 def nvitop(facts: MetricFacts) -> Iterator[MetricFamily]:
-    """What nvitop-exporter would tell of the devices."""
+    """Yield what nvitop-exporter would report about the devices."""
     snapshot = facts.snapshot
     if not snapshot or not facts.current:
         return

@@ -1,6 +1,7 @@
-"""The text format of Prometheus 0.0.4, and OpenMetrics 1.0: as a page; the first as a file for node_exporter, too.
+"""Pages in the text format of Prometheus 0.0.4 and in OpenMetrics 1.0; the former also as a file for node_exporter.
 
-By hand: prometheus-client cannot write the counters that dcgm-exporter has, whose names do not end in _total.
+They are written by hand, because prometheus-client cannot write the counters of dcgm-exporter, whose names do not end
+in _total.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FILE = "gpuguard.prom"
 
 
 def prometheus_text(facts: MetricFacts, compat: Collection[str] = (), content_type: str = CONTENT_TYPE) -> str:
-    """The page for Prometheus: our own names, and those of the exporters *compat*."""
+    """Make the page for Prometheus, with our own names and those of the exporters *compat*."""
     families = metric_families(facts)
     for name in dict.fromkeys(compat):
         families += COMPAT[name](facts)
@@ -29,19 +30,19 @@ def prometheus_text(facts: MetricFacts, compat: Collection[str] = (), content_ty
 
 
 def negotiated(accept: str) -> str:
-    """The content type for a client with this Accept header: OPENMETRICS where it names that, at least as gladly."""
+    """Return the content type for an Accept header: OPENMETRICS if the client wants it no less than plain text."""
     weights = {"text/plain": 0.0}
     for choice in accept.lower().split(","):
         kind, *parameters = (part.strip() for part in choice.split(";"))
         weight = next((part[2:] for part in parameters if part.startswith("q=")), "1")
-        with suppress(ValueError):  # no number: as if it were not named
+        with suppress(ValueError):  # a weight that is no number counts as none
             weights[kind] = max(float(weight), weights.get(kind, 0.0))
     wanted = weights.get("application/openmetrics-text", 0.0)
     return OPENMETRICS if wanted > 0 and wanted >= weights["text/plain"] else CONTENT_TYPE
 
 
 def to_prometheus(families: Iterable[MetricFamily]) -> str:
-    """*families* as Prometheus reads them, without those that have no value."""
+    """Write *families* as Prometheus reads them, without those that have no value."""
     lines = []
     for family in families:
         if family.values:
@@ -51,12 +52,12 @@ def to_prometheus(families: Iterable[MetricFamily]) -> str:
 
 
 def to_openmetrics(families: Iterable[MetricFamily]) -> str:
-    """*families* in OpenMetrics, where the family of a counter is called as its numbers without ``_total``."""
+    """Write *families* in OpenMetrics, where a counter's family is named like its numbers but without ``_total``."""
     lines = []
     for family in families:
         if family.values:
             name, kind = family.name.removesuffix("_total"), family.kind
-            if kind == "counter" and name == family.name:  # dcgm-exporter has such; here that is no counter
+            if kind == "counter" and name == family.name:  # as in dcgm-exporter; to OpenMetrics it is no counter
                 kind = "unknown"
             lines += [f"# HELP {name} {_quotable(family.help)}", f"# TYPE {name} {kind}", *_samples(family)]
     return "".join(f"{line}\n" for line in (*lines, "# EOF"))
@@ -69,7 +70,7 @@ def _samples(family: MetricFamily) -> Iterator[str]:
 
 
 def format_number(value: float) -> str:
-    """``"3"``, ``"0.25"``: a whole number without a point."""
+    """Write a number, whole ones without a point: ``"3"``, ``"0.25"``."""
     return str(int(value)) if value == int(value) and abs(value) < 2**63 else repr(value)
 
 
@@ -82,17 +83,17 @@ def _quotable(text: str) -> str:
 
 
 def write_textfile(directory: str, text: str) -> None:
-    """Replace FILE in *directory*: readers see the old page or the new one, whole.
+    """Replace FILE in *directory* so that readers see the whole old page or the whole new one.
 
     Raises GpuguardError: it cannot be written.
     """
-    try:  # its unfinished name ends in .new: node_exporter reads *.prom alone
+    try:  # the unfinished file ends in .new, and node_exporter reads only *.prom
         write_file(os.path.join(directory, FILE), text.encode())
     except OSError as error:
         raise GpuguardError(f"{directory}/{FILE} cannot be written: {error.strerror}.") from error
 
 
 def remove_textfile(directory: str) -> None:
-    """Remove FILE: old numbers look like new ones where nothing writes them any more."""
+    """Remove FILE, because old numbers look like new ones when nothing writes them any more."""
     with suppress(OSError):  # it is gone, or not ours
         os.unlink(os.path.join(directory, FILE))

@@ -1,8 +1,7 @@
-"""Families of numbers made of facts, in base units and under our own names.
+"""Families of numbers made from facts, in base units and under our own names.
 
 What is unknown is absent, never 0.  No label holds a pid, and at most MAX_USERS names of users appear, so that a
-machine keeps few series for ever.  Does not spell them: see exposition and influx.  Names of other
-programs: see compat.
+machine never has more than a few series.  exposition and influx write them out; compat has the names of other programs.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import neutralise
 
 MAX_USERS = 100  # the others are summed up
-MAX_NAMELESS = 10  # of them: a user with user namespaces has 65536 uids without a name
-MAX_JOBS = 4  # of one device: a user may give claims any ids, and hundreds
+MAX_NAMELESS = 10  # of them without a name: a user with user namespaces has 65536 such uids
+MAX_JOBS = 4  # of one device: a user may make hundreds of claims, with any ids
 MAX_ACTIONS = 500  # series of gpuguard_policy_actions_total
 OTHERS, UNKNOWN_USER = "(others)", "(unknown)"  # no name of a user has parentheses
 MAX_LABEL = 128  # characters
@@ -30,7 +29,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, eq=False)
 class MetricFamily:
-    """Numbers of one name: what it means, and a value per set of labels."""
+    """The numbers of one name, with its meaning and a value for each set of labels."""
 
     name: str
     kind: str  # gauge, counter
@@ -39,7 +38,7 @@ class MetricFamily:
 
 
 _RATIO, _HERTZ = 0.01, 1e6
-# name behind gpuguard_device_, kind, help, field of Device, factor
+# name after gpuguard_device_, kind, help, field of Device, factor
 DEVICE_VALUES: tuple[tuple[str, str, str, str, float], ...] = (
     ("memory_total_bytes", "gauge", "Memory of the GPU.", "memory_total", 1),
     ("memory_used_bytes", "gauge", "Memory in use.", "memory_used", 1),
@@ -68,7 +67,7 @@ _THROTTLES = frozenset(
     ("applications_clocks_setting", "display_clock_setting", "gpu_idle", "hw_power_brake_slowdown", "hw_slowdown",
      "hw_thermal_slowdown", "sw_power_cap", "sw_thermal_slowdown", "sync_boost")
 )  # fmt: skip
-# Others come with numbers or with words of an administrator in them.
+# Other problems contain numbers or the words of an administrator.
 _PROBLEMS = frozenset(
     ("lost", "unresponsive", "reset required", "page retirement pending", "row remap pending", "row remap failed")
 )
@@ -76,7 +75,7 @@ _GAPS = frozenset({"claims", "device", *Device.__match_args__})
 
 
 def metric_families(facts: MetricFacts) -> list[MetricFamily]:
-    """Every family that has a value, in a fixed order."""
+    """Return every family that has a value, in a fixed order."""
     families = [*_health(facts), *_waiting(facts)]
     if facts.snapshot:
         families += _identity(facts.snapshot)
@@ -86,17 +85,17 @@ def metric_families(facts: MetricFacts) -> list[MetricFamily]:
 
 
 def label(text: object) -> str:
-    """*text* as the value of a label: one line, visible, not endless."""
+    """Make *text* the value of a label: one line of visible characters, at most MAX_LABEL of them."""
     return neutralise(str(text))[:MAX_LABEL]
 
 
 def labels(**named: object) -> Labels:
-    """Sorted, as a key; what is None is left out."""
+    """Return the labels sorted, as a key, without those that are None."""
     return tuple(sorted((name, label(value)) for name, value in named.items() if value is not None))
 
 
 def number(value: object, factor: float = 1) -> float | None:
-    """*value* times *factor*, or None where it is unknown or no finite number."""
+    """Return *value* times *factor*, or None if it is unknown or not a finite number."""
     if not isinstance(value, (int, float)):
         return None
     result = float(value * factor) if factor == 1 else round(value * factor, 9)
@@ -104,7 +103,7 @@ def number(value: object, factor: float = 1) -> float | None:
 
 
 def family(name: str, help_text: str, rows: Iterable[tuple[Labels, object]], kind: str = "gauge") -> MetricFamily:
-    """Values of the same labels are added up; what is unknown, or a sum with it, is left out."""
+    """Make a family.  Values with the same labels are added up; unknown ones, and sums with one, are left out."""
     sums: dict[Labels, float | None] = {}
     for key, value in rows:
         amount, before = number(value), sums.get(key, 0.0)
@@ -126,7 +125,7 @@ def _per_user(name: str, help_text: str, rows: Iterable[tuple[str, object]]) -> 
 
 
 def distinct(devices: Iterable[Device]) -> list[Device]:
-    """*devices*, each uuid once: a page with two values of one name and labels is refused whole."""
+    """Return *devices* with each uuid once, because a page that has a name and labels twice is refused as a whole."""
     return list({device.uuid: device for device in devices}.values())
 
 
@@ -172,7 +171,7 @@ def _health(facts: MetricFacts) -> Iterator[MetricFamily]:
     gaps = [
         (labels(field=gap.field if gap.field in _GAPS else "other"), 1)
         for gap in snapshot.gaps
-        if gap.field not in RARE_FIELDS  # those are read so rarely that it would come and go
+        if gap.field not in RARE_FIELDS  # these are read so rarely that the gap would come and go
     ]
     text = "GPUs of which a field could not be read, 1 for the machine."
     yield family("gpuguard_sample_gaps", text, gaps)
@@ -216,7 +215,7 @@ def _device_values(snapshot: Snapshot) -> Iterator[MetricFamily]:
 
 
 def _device_words(facts: MetricFacts) -> Iterator[MetricFamily]:
-    """What is no number of the driver's: state, health, why it is slow, how many processes."""
+    """Yield what is not a number from the driver: state, health, reasons for throttling, how many processes."""
     on_devices = list({use.device.uuid: use for use in facts.uses}.values())
 
     states = [
@@ -285,7 +284,7 @@ def _claims(facts: MetricFacts, snapshot: Snapshot) -> Iterator[MetricFamily]:
     yield _per_user("unclaimed_devices", text, [(user, 1) for user, _ in sorted(unclaimed)])
 
 
-_USER_VALUES = (  # name behind gpuguard_user_, help, field of UserTotal
+_USER_VALUES = (  # name after gpuguard_user_, help, field of UserTotal
     ("claimed_devices", "GPUs that a user has claimed.", "claimed"),
     ("idle_devices", "GPUs that a user has claimed, and nothing works there.", "idle"),
     ("used_devices", "GPUs on which a user has processes.", "devices"),
@@ -294,7 +293,7 @@ _USER_VALUES = (  # name behind gpuguard_user_, help, field of UserTotal
 
 
 def user_labels(users: Iterable[str | None]) -> Callable[[str | None], str]:
-    """How each of *users* is called in labels: the first MAX_USERS by name, the others OTHERS."""
+    """Return a function that names users in labels: the first MAX_USERS by their names, the others as OTHERS."""
     known = dict.fromkeys(user for user in users if user is not None)
     nameless = [user for user in known if user.isdecimal()][:MAX_NAMELESS]
     named = frozenset([*(user for user in known if not user.isdecimal()), *nameless][:MAX_USERS])

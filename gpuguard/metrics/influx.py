@@ -1,7 +1,7 @@
 """InfluxDB: its line protocol, and sending lines by POST.
 
-What could not be sent waits, within bounds, and goes out with the next lines.  What the server refused is not sent
-again, since it would refuse it again.
+Lines that could not be sent wait, within bounds, and go out with the next ones.  Lines that the server refused are not
+sent again, because it would refuse them again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from gpuguard.sanitize import neutralise
 
 # InfluxDB keeps the numbers of one subject in one line.
 SUBJECTS = ("gpuguard_device_", "gpuguard_user_", "gpuguard_")
-MAX_BATCHES = 120  # an hour at one per 30 s; the oldest go first
+MAX_BATCHES = 120  # an hour at one per 30 s; the oldest are dropped first
 TIMEOUT_SECONDS = 10.0
 _MAX_ANSWER = 300  # characters that are shown
-_MAX_READ = 8192  # bytes that are read before: no part of a token may stand at the end of what is shown
+_MAX_READ = 8192  # bytes that are read, so many that no part of a token stands at the end of what is shown
 
 
 def to_influx(families: Iterable[MetricFamily], host: str, time: float) -> list[str]:
-    """Lines of InfluxDB's protocol, one per subject, with *host* as a tag, of values at the unix time *time*."""
+    """Write values at the unix time *time* as lines of InfluxDB's protocol, one per subject, with *host* as a tag."""
     points: dict[tuple[str, Labels], list[str]] = {}
     for family in families:
         start = next(subject for subject in SUBJECTS if family.name.startswith(subject))
@@ -37,7 +37,7 @@ def to_influx(families: Iterable[MetricFamily], host: str, time: float) -> list[
             tags = tuple(sorted({**dict(labels), "host": host}.items()))
             field = f"{family.name.removeprefix(start)}={format_number(value)}"
             points.setdefault((start.rstrip("_"), tags), []).append(field)
-    nanoseconds = round(time * 1000) * 10**6  # a float has no more than microseconds of today anyway
+    nanoseconds = round(time * 1000) * 10**6  # a float of today's time has no more than microseconds anyway
     return [
         f"{measurement}{''.join(f',{_tag(name)}={_tag(value)}' for name, value in tags if value)} "
         f"{','.join(fields)} {nanoseconds}"
@@ -46,7 +46,7 @@ def to_influx(families: Iterable[MetricFamily], host: str, time: float) -> list[
 
 
 def _tag(text: str) -> str:
-    r"""A tag: ``,``, ``=`` and blanks escaped.  A backslash at its end would escape what stands behind it."""
+    r"""Write a tag with ``,``, ``=`` and blanks escaped.  A backslash at its end would escape what follows it."""
     one_line = neutralise(text)
     ending = len(one_line) - len(one_line.rstrip("\\"))
     return re.sub(r"([,= ])", r"\\\1", one_line[: len(one_line) - ending] + "/" * ending)
@@ -72,13 +72,13 @@ class InfluxClient:
 
     @property
     def waiting(self) -> int:
-        """Batches that could not be sent yet."""
+        """How many batches could not be sent yet."""
         return len(self._batches)
 
     def send(self, lines: list[str]) -> None:
-        """Send *lines* and what waits before them, each batch with its own POST.
+        """Send the batches that wait, then *lines*, each batch with its own POST.
 
-        Raises GpuguardError: they were refused and are lost, or could not be sent now and wait.
+        Raises GpuguardError: a batch was refused and is lost, or could not be sent now and waits.
         """
         if lines:
             self._batches.append("\n".join(lines).encode("utf-8", "backslashreplace") + b"\n")
@@ -89,7 +89,7 @@ class InfluxClient:
                 raise GpuguardError(f"{self._server} refuses what was sent: {refused}")
 
     def _post(self, body: bytes) -> str | None:
-        """Send one batch; why it was refused for good.  Raises GpuguardError: it may be taken later."""
+        """Send one batch; return why it was refused for good, or None.  Raises GpuguardError: it may be taken later."""
         headers = {"Content-Type": "text/plain; charset=utf-8", "User-Agent": "gpuguard"}
         if self._token:
             headers["Authorization"] = f"Token {self._token}"

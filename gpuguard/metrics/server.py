@@ -1,11 +1,11 @@
 """A few read-only pages over HTTP, by the standard library's server with bounds on its clients.
 
-Each connection has a thread, brings one request and ends with its answer.  It lives SECONDS, without the time in which
-its page is made; at most MAX_CONNECTIONS live, and a further one ends the oldest.  A request has at most
-MAX_REQUEST_BYTES.  Only GET and HEAD are answered, and only to a Host that is ours: a web page in a user's browser
-could otherwise read us under a name that its owner had pointed to our address.
+Each connection has a thread, carries one request and ends with its answer.  It lasts SECONDS, not counting the time in
+which its page is made; at most MAX_CONNECTIONS are open, and a further one ends the oldest.  A request has at most
+MAX_REQUEST_BYTES.  Only GET and HEAD are answered, and only for a Host that is ours, because a web page in a user's
+browser could otherwise read our pages under a name that its owner had pointed to our address.
 
-Does not make the pages: see pages().
+The server does not make the pages: see pages().
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ ADDRESS = "127.0.0.1:9835"
 MAX_CONNECTIONS = 64
 MAX_REQUEST_BYTES = 8192
 SECONDS = 10.0
-LINGER_SECONDS = 1.0  # in which a client that sends more than a request reads its answer: to close would tear that
-PAGE_SECONDS = 1.0  # for so long a page is kept: a thousand scrapes a second cost no more than one
+LINGER_SECONDS = 1.0  # for a client that sends more than a request to read its answer, which closing would cut off
+PAGE_SECONDS = 1.0  # for which a page is kept, so that a thousand scrapes a second cost no more than one
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
-_POLL_SECONDS = 0.25  # between two looks at connections whose time is over
+_POLL_SECONDS = 0.25  # between two searches for connections whose time is over
 _TEXT = "text/plain; charset=utf-8"
 
 
 class Page(NamedTuple):
-    """An answer."""
+    """The answer to a request."""
 
     body: str
     content_type: str = _TEXT
@@ -54,9 +54,9 @@ Pages = Callable[[str, Mapping[str, list[str]], str], Page]  # path, query, valu
 
 
 def pages(facts: Callable[[Collection[str]], MetricFacts], compat: Collection[str]) -> Pages:
-    """/metrics, in which ?compat=dcgm adds the names of an exporter to those of *compat*."""
+    """Return what makes /metrics; there ?compat=dcgm adds the names of an exporter to those of *compat*."""
     kept: dict[tuple[str, ...], tuple[float, str]] = {}  # by content type and names
-    lock = threading.Lock()  # the driver is asked once, also for several clients
+    lock = threading.Lock()  # so that the driver is read only once for several clients
 
     def page(path: str, query: Mapping[str, list[str]], accept: str) -> Page:
         if path == "/":
@@ -77,9 +77,9 @@ def pages(facts: Callable[[Collection[str]], MetricFacts], compat: Collection[st
 
 
 def listening_address(text: str, *, exposed: bool) -> tuple[IPv4Address | IPv6Address, int]:
-    """Address and port of ``"127.0.0.1:9835"`` or ``"[::1]:9835"``; port 0 is any that is free.
+    """Return address and port of ``"127.0.0.1:9835"`` or ``"[::1]:9835"``; port 0 is any that is free.
 
-    Raises InvalidRequest: it is no address, or not one of this machine's own loopback and not *exposed* on purpose.
+    Raises InvalidRequest: it is no address, or it is not on this machine's loopback and not *exposed* on purpose.
     """
     host, colon, port = text.rpartition(":")
     host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
@@ -98,23 +98,23 @@ def listening_address(text: str, *, exposed: bool) -> tuple[IPv4Address | IPv6Ad
 
 
 def host_names(exposed: Collection[str]) -> frozenset[str]:
-    """Names under which we may be asked, beside addresses, which no page can forge."""
+    """Return the names by which clients may address us, besides IP addresses, which no page can forge."""
     return LOCAL_NAMES | {name.lower().rstrip(".") for name in (*exposed, socket.gethostname()) if name}
 
 
 def host_of(header: str) -> str:
-    """The name in the value of a Host header, in lower case and without its port."""
+    """Return the name in the value of a Host header, in lower case and without its port."""
     name, colon, port = header.lower().rpartition(":")
     return name if colon and port.isdecimal() and not header.endswith("]") else header.lower()
 
 
 class PageServer(ThreadingHTTPServer):
-    """Listens at an address for clients that ask for one of our names or for an address; serve() answers them.
+    """Listens at an address for clients whose Host is one of our names or an IP address; serve() answers them.
 
     Args:
         address: from listening_address().
         hosts: from host_names().
-        seconds: for a connection.
+        seconds: how long a connection may last.
 
     Raises:
         InvalidRequest: the address is taken.
@@ -129,7 +129,7 @@ class PageServer(ThreadingHTTPServer):
         self, address: tuple[IPv4Address | IPv6Address, int], hosts: frozenset[str], seconds: float = SECONDS
     ) -> None:
         self.hosts, self.seconds = hosts, seconds
-        self._ends: dict[socket.socket, float] = {}  # of each connection, monotonic; the oldest comes first
+        self._ends: dict[socket.socket, float] = {}  # when each connection ends, monotonic; the oldest comes first
         self._ended = threading.Condition()
         self._thread: threading.Thread | None = None
         host, port = str(address[0]), address[1]
@@ -143,7 +143,7 @@ class PageServer(ThreadingHTTPServer):
         self.address = f"{shown}:{self.server_address[1]}"
 
     def server_bind(self) -> None:
-        """Bind, without asking DNS how we are called, which may take long."""
+        """Bind without asking DNS for our name, which may take long."""
         socketserver.TCPServer.server_bind(self)
 
     def start(self, pages: Pages) -> None:
@@ -157,7 +157,7 @@ class PageServer(ThreadingHTTPServer):
         self.serve_forever(_POLL_SECONDS)
 
     def close(self) -> None:
-        """Serve no more; a page that is being made may be finished later."""
+        """Stop serving; a page that is being made may be finished later."""
         if self._thread and self._thread.is_alive():
             self.shutdown()
         self.server_close()
@@ -166,13 +166,13 @@ class PageServer(ThreadingHTTPServer):
                 _hang_up(connection)
 
     def expect(self, connection: socket.socket, seconds: float) -> None:
-        """Let *connection* live for so many seconds from now."""
+        """Let *connection* last for so many seconds from now."""
         with self._ended:
             if connection in self._ends:
                 self._ends[connection] = time.monotonic() + seconds
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread; where too many connections live the oldest makes room first."""
+        """Answer in a thread; when too many connections are open, the oldest makes room first."""
         with self._ended:
             if len(self._ends) >= MAX_CONNECTIONS:
                 silent = (connection for connection, end in self._ends.items() if end < float("inf"))
@@ -200,7 +200,7 @@ class PageServer(ThreadingHTTPServer):
             self._ended.notify()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is gone, or no thread for it: neither is worth a line, nor ends the service."""
+        """Ignore a client that is gone or gets no thread: neither is worth a line, nor ends the service."""
 
 
 def _hang_up(connection: socket.socket) -> None:
@@ -210,13 +210,13 @@ def _hang_up(connection: socket.socket) -> None:
 
 
 class _BoundedLines:
-    """The lines of a request, of MAX_REQUEST_BYTES together."""
+    """The lines of a request, at most MAX_REQUEST_BYTES together."""
 
     def __init__(self, file: BufferedIOBase) -> None:
         self._file, self._left = file, MAX_REQUEST_BYTES
 
     def readline(self, size: int) -> bytes:
-        """As that of a file.  Raises HTTPException when it is too long."""
+        """Read a line as from a file.  Raises HTTPException: the request is too long."""
         line = self._file.readline(min(size, self._left + 1))
         self._left -= len(line)
         if self._left < 0:
@@ -225,11 +225,11 @@ class _BoundedLines:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """Handles one connection."""
 
     server: PageServer
     protocol_version = "HTTP/1.1"
-    default_request_version = "HTTP/1.1"  # an error is answered with a head, also to a client that named no version
+    default_request_version = "HTTP/1.1"  # so an error has headers, even for a client that named no version
     error_message_format = "%(message)s\n"
     error_content_type = _TEXT
 
@@ -297,7 +297,7 @@ class _Handler(BaseHTTPRequestHandler):
         return name.rstrip(".") in self.server.hosts
 
     def end_headers(self) -> None:
-        """With what every answer says to browsers and proxies."""
+        """Add the headers that every answer has for browsers and proxies."""
         if self.command not in ("", "GET", "HEAD"):
             self.send_header("Allow", "GET, HEAD")
         self.send_header("Cache-Control", "no-store")
@@ -306,8 +306,8 @@ class _Handler(BaseHTTPRequestHandler):
         super().end_headers()
 
     def version_string(self) -> str:
-        """The Server header: no versions of Python for strangers."""
+        """Return the Server header, which tells strangers no version of Python."""
         return "gpuguard"
 
     def log_message(self, *_: object) -> None:
-        """Requests are not worth a line."""
+        """Log nothing, because requests are not worth a line."""
