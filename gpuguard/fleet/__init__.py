@@ -1,4 +1,4 @@
-"""Other hosts: each is asked over the system's ssh what its own gpuguard says, and nothing is written there.
+"""Other hosts: each one's own gpuguard is queried over the system's ssh, and nothing is written there.
 
-hosts says which names and questions are allowed, ssh runs the processes, answers reads what comes back.
+hosts says which names and queries are allowed, ssh runs the processes, answers reads what comes back.
 """

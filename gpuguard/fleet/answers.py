@@ -1,7 +1,8 @@
-"""What came back from a host: bytes of a stranger, which become values here, once.
+"""The answers of hosts: bytes from a stranger, which become values here and nowhere else.
 
 An answer is one JSON object of bounded size and depth whose fields are of the right types, or it is an error with a
-reason.  Its texts are made harmless for terminals and bounded, its lists too; only `--json` passes on what came.
+reason.  Its texts are made harmless for terminals, and its texts and lists are bounded; only `--json` passes on the
+original.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class HostDevice:
 
     @property
     def device(self) -> Device:
-        """As views print it."""
+        """The device as views print it."""
         instance = self.label.partition(".")[2]
         return Device(
             self.index,
@@ -93,7 +94,7 @@ class HostDevice:
 
 @dataclass(frozen=True)
 class HostUser:
-    """What a user has, by `who --json`: the fields of a UserTotal, in that order."""
+    """What a user has, from `who --json`: the fields of a UserTotal, in that order."""
 
     user: str | None
     devices: int
@@ -105,18 +106,18 @@ class HostUser:
 
 @dataclass(frozen=True)
 class HostTicket:
-    """A request that waits, by `queue --json`."""
+    """A request that waits, from `queue --json`."""
 
     user: str
     num_gpus: int
-    number: int = 0  # in the order of the queue; `who` says none
+    number: int = 0  # the position in the queue; `who` gives none
     waited_seconds: float = 0.0
     why: str = ""
 
 
 @dataclass(frozen=True)
 class HostAnswer:
-    """What the JSON of `who`, `queue`, `select` and `explain` have for these views; what is not there is unknown."""
+    """The fields of the JSON of `who`, `queue`, `select` and `explain` that views show; missing ones are unknown."""
 
     recorded: bool = False
     simulated: bool = False
@@ -129,7 +130,7 @@ class HostAnswer:
 
 @dataclass(frozen=True)
 class HostUsage:
-    """What a user, a group or a device had, by `report --json`."""
+    """The usage of a user, a group or a device, from `report --json`."""
 
     name: str
     uid: int | None
@@ -145,7 +146,7 @@ class HostUsage:
 
     @property
     def row(self) -> UsageRow:
-        """As reports have it."""
+        """The usage as reports have it."""
         row = UsageRow(self.name, self.uid, self.uuid, energy=self.energy_joules)
         row = replace(row, waiting=self.waiting_seconds, wanted=self.wanted_gpu_seconds)
         return replace(row, **{part: getattr(self, f"{part}_gpu_seconds") for part in TIMES})
@@ -153,7 +154,7 @@ class HostUsage:
 
 @dataclass(frozen=True)
 class HostDeviceTotal:
-    """What a device did, by `report --json`."""
+    """What a device did, from `report --json`."""
 
     uuid: str
     index: int | None
@@ -168,11 +169,11 @@ class HostDeviceTotal:
 
     @property
     def total(self) -> DeviceTotal:
-        """As reports have it."""
+        """The totals as reports have them."""
         return DeviceTotal(
             SeenDevice(self.uuid, self.name, self.parent_uuid, self.index),
             self.watched_seconds,
-            self.claimed_seconds or 0.0,  # None: then all that was watched is unknown
+            self.claimed_seconds or 0.0,  # with None, all the time that was watched is unknown
             self.claimed_unknown_seconds,
             self.utilization_percent,
             self.energy_joules,
@@ -182,7 +183,7 @@ class HostDeviceTotal:
 
 @dataclass(frozen=True)
 class HostReport:
-    """What `report --json` says; a list is None where it was not asked for."""
+    """The content of `report --json`; a list is None if it was not asked for."""
 
     by: str
     begin: float
@@ -217,19 +218,19 @@ class HostReport:
 
 @dataclass(frozen=True)
 class HostReply:
-    """What one host said."""
+    """The reply of one host."""
 
     host: str  # as it was asked for, whatever it calls itself
     seconds: float
     answer: HostAnswer | None = None
     report: HostReport | None = None  # the answer to `report`
     facts: Facts | None = None  # the JSON of its view, as it came
-    refusal: str | None = None  # the view's own no: not enough GPUs
-    error: str | None = None  # why there is neither
+    refusal: str | None = None  # the view's own refusal: not enough GPUs
+    error: str | None = None  # why there is neither an answer nor a refusal
 
 
 def reply_of(reply: Reply, kind: type[HostAnswer | HostReport] = HostAnswer) -> HostReply:
-    """What *reply* means; *kind*: what was asked for."""
+    """Read *reply* as the *kind* of answer that was asked for."""
     host, seconds = reply.host, reply.seconds
     if reply.fault is not None:
         return HostReply(host, seconds, error=reply.fault)
@@ -239,7 +240,7 @@ def reply_of(reply: Reply, kind: type[HostAnswer | HostReport] = HostAnswer) -> 
     said = neutralise((own[:1] or lines[-1:] or [""])[0][:_LINE])
     if reply.status == 1 and said.startswith("wanted "):
         return HostReply(host, seconds, refusal=translated(said))
-    try:  # `gpuguard serve-ssh` and `explain` say no in JSON, too
+    try:  # because `gpuguard serve-ssh` and `explain` also refuse in JSON
         return reply_with(host, seconds, _object(reply.out), kind)
     except ValueError as error:
         if reply.status == 0:
@@ -257,7 +258,7 @@ def reply_of(reply: Reply, kind: type[HostAnswer | HostReport] = HostAnswer) -> 
 
 
 def reply_with(host: str, seconds: float, facts: Facts, kind: type[HostAnswer | HostReport] = HostAnswer) -> HostReply:
-    """The reply of a host whose view has said *facts*.
+    """Return the reply of a host whose view has given *facts*.
 
     Raises:
         ValueError: a field is of another type than it should be.
@@ -279,7 +280,7 @@ def reply_with(host: str, seconds: float, facts: Facts, kind: type[HostAnswer | 
 
 
 def _harmless(value: Any) -> Any:
-    """*value* with texts that a terminal can show, and no more of them than it can."""
+    """Return *value* with its texts made harmless for a terminal, and with texts and lists cut to their bounds."""
     if isinstance(value, str):
         return neutralise(value[:_TEXT])
     if isinstance(value, list):
@@ -288,16 +289,16 @@ def _harmless(value: Any) -> Any:
 
 
 def _object(content: bytes) -> Facts:
-    """The JSON object in *content*, behind what the shell's start-up files may have said before it."""
+    """Return the JSON object in *content*, after anything that the shell's start-up files may have printed."""
     begin = 0 if content.startswith(b"{") else content.find(b"\n{") + 1
     if not begin and not content.startswith(b"{"):
         raise ValueError(_("it is no JSON") if content.strip() else _("it is empty"))
     try:
-        found: Facts = loads(content[begin:], DEPTH)  # an object, since it begins with its bracket
+        found: Facts = loads(content[begin:], DEPTH)  # an object, because it begins with a brace
     except UnicodeDecodeError:
         raise ValueError(_("it is no text")) from None
     except json.JSONDecodeError:
         raise ValueError(_("it is no JSON, or only a part of it")) from None
-    except ValueError as error:  # of ours, or a number of 5,000 digits
+    except ValueError as error:  # one of our own, or a number of 5,000 digits
         raise ValueError(str(error)[:100]) from None
     return found

@@ -1,8 +1,8 @@
 """Names of hosts, as ssh takes them: ``gpu1``, ``alice@gpu1``, ``ssh://alice@gpu1:2222``, an alias of ~/.ssh/config.
 
 A name becomes a word of ssh's command line, and ssh puts it into ProxyCommand and Match exec of its user's
-configuration, which a shell runs: so a name is letters, digits and ``. _ - :``, and never begins like an option.
-Does not look anything up.
+configuration, which a shell runs.  So a name consists of letters, digits and ``. _ - :``, and never begins like an
+option.  This module looks no name up.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ MOST = 10_000
 _FILE_BYTES = 2**20
 _WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*)"
 _V6 = r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*"
-_USER = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*(?:@[A-Za-z0-9_.-]+)?"  # user@corp.example@host: ssh splits at the last one
+_USER = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*(?:@[A-Za-z0-9_.-]+)?"  # user@corp.example@host: ssh splits at the last @
 _HOST = re.compile(rf"(?:{_USER}@)?(?:{_WORD}|{_V6})|ssh://(?:{_USER}@)?(?:{_WORD}|\[{_V6}\])(?::\d{{1,5}})?")
 _RANGE = re.compile(r"([^\[\]]*)\[(\d{1,5})-(\d{1,5})\]([^\[\]]*)")
 
 
 def host_names(text: str | None, path: str | None) -> tuple[str, ...]:
-    """The hosts of ``--hosts`` and of ``--hosts-file``, each once, in the order in which they stand there.
+    """Return the hosts of ``--hosts`` and of ``--hosts-file``, each once, in the order in which they stand there.
 
     Raises:
-        InvalidRequest: a name that ssh must not see, too many, none, or a file that cannot be read.
+        InvalidRequest: ssh must not see a name, there are too many or none, or the file cannot be read.
     """
     words = [("--hosts", word.strip()) for word in text.split(",")] if text is not None else []
     for number, line in enumerate(_lines(path) if path is not None else (), 1):
@@ -61,7 +61,7 @@ def host_names(text: str | None, path: str | None) -> tuple[str, ...]:
 
 
 def _spread(word: str) -> list[str]:
-    """``["gpu08", "gpu09", "gpu10"]`` of ``gpu[08-10]``."""
+    """Expand ``gpu[08-10]`` to ``["gpu08", "gpu09", "gpu10"]``."""
     found = _RANGE.fullmatch(word)
     if not found:
         return [word]
@@ -93,9 +93,9 @@ def _lines(path: str) -> list[str]:
     return content.decode("utf-8", "replace").splitlines()
 
 
-# What one gpuguard may ask another one over ssh: which views, and which of their options.  The same table makes the
-# question here and judges it there (`gpuguard serve-ssh`), so that what is asked is answered.  Not in it is whatever
-# writes, runs for ever, reads a file that the caller names (--backend, --dir), or asks further hosts (--hosts).
+# The views and their options for which one gpuguard may ask another over ssh.  The same table makes the query here and
+# judges it there (`gpuguard serve-ssh`), so that every query is answered.  It leaves out everything that writes, runs
+# for ever, reads a file that the caller names (--backend, --dir), or asks further hosts (--hosts).
 
 PROGRAM = "gpuguard"
 
@@ -114,7 +114,7 @@ VIEWS: dict[str, tuple[str, ...]] = {  # view: the options (as argparse calls th
 
 
 def words_of(view: str, given: Mapping[str, object]) -> list[str]:
-    """The words that ask for *view* with the options *given*, as argparse has them."""
+    """Return the command line that asks for *view* with the options *given*, as argparse has them."""
     words = [view, "--json"]
     for name in VIEWS[view]:
         value, flag = given.get(name), f"--{name.replace('_', '-')}"
@@ -128,7 +128,7 @@ def words_of(view: str, given: Mapping[str, object]) -> list[str]:
 
 
 def requested_words(command: str) -> list[str]:
-    """The words of a command line that came over ssh, from the view on; [] where it is not for gpuguard."""
+    """Return the words of a command line that came over ssh, from the view on, or [] if it is not for gpuguard."""
     try:
         words = shlex.split(command)
     except ValueError:  # an open quote

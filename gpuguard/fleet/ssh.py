@@ -1,8 +1,8 @@
-"""Ask hosts over the system's ssh, many at once: each has a time-out of its own, and a reply is there when it is there.
+"""Query hosts over the system's ssh, many at once, each with its own time-out; replies are returned as they come.
 
-It is the user's own ssh with the user's own configuration, keys, agent and jump hosts; it only never asks for anything
-(BatchMode), forwards nothing, and runs no command of ~/.ssh/config beside the question.  No thread: one epoll.
-Does not understand what comes back: see answers.
+This is the user's own ssh with the user's own configuration, keys, agent and jump hosts, except that it never prompts
+(BatchMode), forwards nothing, and runs no command of ~/.ssh/config besides the query.  One epoll serves all, without
+threads.  This module does not interpret the replies: see answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpuguard.locale import _
 from gpuguard.units import format_duration
 
 TIMEOUT = 10.0  # seconds per host
-PARALLEL = 64  # a fleet of up to 64 answers within one time-out, however many of it hang
+PARALLEL = 64  # a fleet of up to 64 answers within one time-out, however many of its hosts hang
 OUT_MOST = 2 * 2**20  # bytes; `who --json` with 8 devices and 40 processes has 40 KB, with 2,000 processes 1 MB
 ERR_MOST = 8 * 2**10
 _KILL_AFTER = 1.0  # seconds between the two signals to an ssh whose time is over
@@ -39,7 +39,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class FleetQuery:
-    """How hosts are asked."""
+    """How hosts are queried."""
 
     command: str  # for the shell of the other side
     ssh: tuple[str, ...] = ("ssh",)
@@ -49,7 +49,7 @@ class FleetQuery:
 
 @dataclass(frozen=True)
 class Reply:
-    """What one ssh left behind."""
+    """The outcome of one ssh."""
 
     host: str
     seconds: float  # since it was asked
@@ -69,13 +69,13 @@ class _HostQuery:
 
 
 def ssh_words(how: FleetQuery, host: str) -> list[str]:
-    """The command line of one query.  ``--``: whatever follows is no option, whatever it looks like."""
+    """Return the command line of one query.  Whatever follows ``--`` is no option, even if it looks like one."""
     options = [f"-o{option}" for option in (*_OPTIONS, f"ConnectTimeout={max(1, round(how.timeout))}")]
     return [*how.ssh, "-T", "-n", "-x", "-a", *options, "--", host, how.command]
 
 
 class Pool:
-    """Hosts to ask and those that are being asked; close() ends what still runs."""
+    """The hosts to query and the queries that are running; close() ends those."""
 
     def __init__(self, how: FleetQuery) -> None:
         self._how = how
@@ -92,15 +92,15 @@ class Pool:
 
     @property
     def waiting_for(self) -> list[str]:
-        """The hosts that have not answered yet, those first that are asked for longest."""
+        """The hosts that have not answered yet, beginning with those that were asked first."""
         return [*(query.host for query in self._running.values()), *self._todo]
 
     def query(self, hosts: Sequence[str]) -> None:
-        """Query these, too, as soon as there is room."""
+        """Query these hosts as well, as soon as there is room."""
         self._todo.extend(hosts)
 
     def step(self, seconds: float) -> list[Reply]:
-        """The replies that are there, after at most *seconds*; [] when none came."""
+        """Wait at most *seconds* for replies and return them, or [] if none came."""
         with _undisturbed():
             self._start()
         now = time.monotonic()
@@ -109,7 +109,7 @@ class Pool:
         for key, _events in self._selector.select(max(0.0, min(seconds, soonest))):
             query: _HostQuery = key.data
             if query.pidfd not in self._running:
-                continue  # given up in this very step
+                continue  # it was given up in this very step
             ended += [self._ended(query)] if key.fd == query.pidfd else self._read(query, key.fd)
         now = time.monotonic()
         late = [query for query in self._running.values() if now - query.began >= self._how.timeout]
@@ -121,7 +121,7 @@ class Pool:
         return ended
 
     def close(self) -> None:
-        """End the questions that have no answer yet."""
+        """End the queries that have no reply yet."""
         for query in list(self._running.values()):
             self._given_up(query, "")
         self._todo.clear()
@@ -132,7 +132,7 @@ class Pool:
         self._selector.close()
 
     def _start(self) -> None:
-        # Of all that start now: 50 processes take seconds on a busy machine, and they would end as much later.
+        # One time for all that start now: 50 processes take seconds on a busy machine, and would end as much later.
         began = time.monotonic()
         while self._todo and len(self._running) < self._how.parallel:
             host = self._todo.popleft()
@@ -145,7 +145,7 @@ class Pool:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN):
                     if not self._running:
                         raise
-                    self._todo.appendleft(host)  # so many at once as this machine lets us
+                    self._todo.appendleft(host)  # as many run at once as this machine allows
                     return
                 raise GpuguardError(
                     _(
@@ -163,7 +163,7 @@ class Pool:
             self._running[query.pidfd] = query
 
     def _read(self, query: _HostQuery, descriptor: int) -> list[Reply]:
-        """Take what is there; [] unless that ended the query."""
+        """Read what is there; return [] unless that ended the query."""
         assert query.process.stderr is not None
         is_error = descriptor == query.process.stderr.fileno()
         try:
@@ -185,7 +185,7 @@ class Pool:
         return []
 
     def _ended(self, query: _HostQuery) -> Reply:
-        # Its end counts, not that of the pipes: a master connection that it left behind may hold them open for hours.
+        # The end of ssh counts, not that of its pipes: a master connection that it left may hold them open for hours.
         for descriptor in query.said:
             while descriptor in self._selector.get_map() and query.pidfd in self._running:
                 before = len(query.said[descriptor])
@@ -228,7 +228,7 @@ class Pool:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C waits until what was started is written down: else an ssh would be left running."""
+    """Hold Ctrl-C back until what was started is noted, because otherwise an ssh would be left running."""
     came: list[tuple[int, FrameType | None]] = []
     former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     ours = {number: handler for number, handler in former.items() if callable(handler)}
