@@ -1,14 +1,14 @@
 """Recorded samples for rehearsals: a recording of `gpuguard record`, or a table in CSV.
 
-A sample of a recording is a RuleView: the snapshot with its claims, what processes do beside the GPU, who is in which
-group, which process descends from which.  What an outer scheduler gave out and the GPU-hours of the past are not in it.
-See backends.replay for the file.  A table has one row per time, job and device:
+A sample of a recording is a RuleView: the snapshot with its claims, what processes do beside the GPU, which user is in
+which groups, and which process descends from which.  It does not hold what an outer scheduler gave out, nor the
+GPU-hours of the past.  See backends.replay for the file.  A table has one row per time, job and device:
 
     time_seconds,host,device,job,user,groups,kind,utilization_percent,memory_bytes,temperature_celsius,power_watts
 
-Only time_seconds and job are needed, in any order; an empty cell is unknown.  Rows with a host share that machine; rows
-with a device but no host are all of one machine; without both, every job had a device and a machine of its own.
-Does not judge: see backtest.
+Only time_seconds and job are required.  Columns may stand in any order, and an empty cell is unknown.  Rows with the
+same host share that machine; rows with a device but no host all belong to one machine; without both columns, every job
+had a device and a machine of its own.  Judges nothing: see backtest.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from gpuguard.locale import _
 from gpuguard.model import Device, Gap, GpuProcess, ProcessIdentity, ProcessStat, Snapshot
 from gpuguard.policies.view import HostUse, MachineUse, RuleView, UserUse
 
-# Name of a column -> what it says, and by how much its numbers are multiplied.  pod, t_s, util and mem_mib are the
-# names in the traces of alibaba/clusterdata.
+# Name of a column -> what it holds, and the factor for its numbers.  pod, t_s, util and mem_mib are the names in the
+# traces of alibaba/clusterdata.
 COLUMNS: Mapping[str, tuple[str, float]] = {
     "time_seconds": ("time", 1), "t_s": ("time", 1),
     "job": ("job", 1), "pod": ("job", 1),
@@ -44,11 +44,11 @@ COLUMNS: Mapping[str, tuple[str, float]] = {
 }  # fmt: skip
 _TEXTS = frozenset({"job", "host", "device", "user", "groups", "kind"})
 _KINDS = ("batch", "interactive", "container")
-_UIDS_FROM = 100_000  # of users who are in a recording only
+_UIDS_FROM = 100_000  # for users who exist only in a recording
 _FIRST_PID = 1000
-_CLOCK = 1e6  # of time 0: a machine that was up for 11 days; a clock of 0 would be one that boots
-_LATEST = 1e10  # the year 2286: larger ones are milliseconds
-_UNIX = 1e8  # times from here on are unix times, in 1973; smaller ones count from the start of the recording
+_CLOCK = 1e6  # at time 0, as on a machine that was up for 11 days; a clock of 0 would mean one that is booting
+_LATEST = 1e10  # the year 2286: a larger time is in milliseconds
+_UNIX = 1e8  # a time from here on (in 1973) is unix time; a smaller one counts from the start of the recording
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,15 @@ class RecordedRow:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a file says."""
+    """The content of a recording or a table."""
 
-    rows: tuple[RecordedRow, ...]  # in the order of time
+    rows: tuple[RecordedRow, ...]  # in order of time
     interval: float  # seconds between two samples of the same job, the median
-    columns: frozenset[str]  # what the file tells: time, job, utilization, ...
-    people: Mapping[str, int] = field(default_factory=dict)  # user name -> uid, where it tells that too
-    # the samples of each host, where rows are not all that was recorded
+    columns: frozenset[str]  # what the file holds: time, job, utilization, ...
+    people: Mapping[str, int] = field(default_factory=dict)  # user name -> uid, if the file holds that
+    # returns the samples of each host, where the rows are not all that was recorded
     replayed: Callable[[], Iterator[Iterator[RuleView]]] | None = None
-    # the job that a process of a sample is
+    # names the job of a process in a sample
     job_of: Callable[[GpuProcess], str] = lambda process: (process.command or ("",))[0]
 
     @property
@@ -100,12 +100,12 @@ class Recording:
         return found
 
     def holes(self, longest: float) -> int:
-        """How many pauses longer than *longest* seconds there are between two samples of the same job."""
+        """Count the pauses of more than *longest* seconds between two samples of the same job."""
         return sum(distance > longest for distance in _distances(self.rows))
 
 
 def read_recording(path: str, advance: Callable[[float], None] = lambda share: None) -> Recording:
-    """Read a file of `gpuguard record`, or a table with a header; *advance* is told the share that has been read.
+    """Read a file of `gpuguard record`, or a table with a header; *advance* gets the share that has been read, 0 to 1.
 
     Raises:
         InvalidRequest: it is a table that cannot be understood, or has fewer than two samples.
@@ -131,7 +131,7 @@ def read_recording(path: str, advance: Callable[[float], None] = lambda share: N
 
 
 def _told(lines: Iterable[str], size: int, advance: Callable[[float], None]) -> Iterator[str]:
-    """*lines* of a file of *size* bytes."""
+    """Yield *lines* of a file of *size* bytes, and tell *advance* the share that has been read."""
     read = 0
     for line in lines:
         read += len(line)
@@ -215,23 +215,23 @@ def _distances(rows: Iterable[RecordedRow]) -> list[float]:
     return [later - earlier for seen in times.values() for earlier, later in pairwise(seen) if later > earlier]
 
 
-Numbering = Callable[[str], int]  # names -> numbers, each its own
+Numbering = Callable[[str], int]  # gives each name a number of its own
 
 
 def _numbering(first: int, known: Mapping[str, int] | None = None) -> Numbering:
-    """Counts from *first*, in the order in which names are asked for; *known* ones have their numbers already."""
+    """Number names upwards from *first*, in the order in which they are asked for; *known* names keep their numbers."""
     numbers = dict(known or {})
     return lambda name: numbers.setdefault(name, first + len(numbers))
 
 
 def people(known: Mapping[str, int] | None = None) -> Numbering:
-    """User name -> uid, for users who need not exist on this machine; those of *known* have theirs."""
+    """Give user names uids, although the users need not exist on this machine; users in *known* keep theirs."""
     numbers = {"root": 0, **(known or {})}
     return _numbering(max(_UIDS_FROM, *(uid + 1 for uid in numbers.values())), numbers)
 
 
 def views_of(recording: Recording, uid_of: Numbering) -> Iterator[Iterator[RuleView]]:
-    """The samples of each machine, the oldest first; *uid_of* says who is who."""
+    """Yield the samples of each machine, the oldest first; *uid_of* gives user names their uids."""
     if recording.replayed:
         yield from recording.replayed()
         return
@@ -260,7 +260,7 @@ def _views_of_table(host: str, rows: list[RecordedRow], recording: Recording, ui
                     host_uses[identity] = HostUse(terminal="/dev/pts/0" if row.kind == "interactive" else "")
                     processes.append(_process(row, identity, uid_of))
             devices.append(_device(index_of(name), name, here, tuple(processes)))
-        # The claims of then are unknown: a rule that asks for them must find nothing.
+        # The claims of that time are unknown, so a rule that asks about them must find nothing.
         gap = Gap(None, "claims", "the recording does not tell who had claimed what")
         snapshot = Snapshot(host, "recording", at, clock, tuple(devices), (gap,))
         groups = {uid_of(row.user): frozenset(row.groups.split()) for row in now} if grouped else {}
@@ -268,7 +268,7 @@ def _views_of_table(host: str, rows: list[RecordedRow], recording: Recording, ui
 
 
 def _together(rows: list[RecordedRow], slack: float) -> Iterator[list[RecordedRow]]:
-    """Rows of one sample of the machine: programs that record read one device after the other."""
+    """Group rows into samples of the machine: recorders read one device after the other, so their times differ."""
     now: list[RecordedRow] = []
     seen: set[tuple[str, str]] = set()
     for row in rows:
@@ -338,7 +338,7 @@ def _read_recorded(path: str, advance: Callable[[float], None]) -> Recording:
     distances = [later - earlier for earlier, later in pairwise(times) if later > earlier]
     if not distances:
         raise InvalidRequest(_("{path} has fewer than two samples: there is nothing to judge.").format(path=path))
-    if not rows:  # an idle machine: rows without a job, so that it has a beginning, an end and no pause between them
+    if not rows:  # rows without a job give an idle machine a beginning, an end and no pause between them
         rows = [RecordedRow(time, "", "", "", "") for time in times]
 
     def replayed() -> Iterator[Iterator[RuleView]]:
@@ -350,14 +350,14 @@ def _read_recorded(path: str, advance: Callable[[float], None]) -> Recording:
 
 
 def _job_name(process: GpuProcess) -> str:
-    """A name for people that no other process of the recording has."""
+    """Return a readable name that no other process of the recording has."""
     program = (process.command or ("process",))[0].rpartition("/")[2] or "process"
     started = "" if process.start_time is None else f"@{process.start_time:.2f}"
     return f"{program} {process.pid}{started}"
 
 
 def pack(view: RuleView) -> dict[str, Any]:
-    """A sample as plain values."""
+    """Return a sample as plain values."""
     return {
         "snapshot": replay.pack(view.snapshot),
         "host": {
@@ -385,7 +385,7 @@ class _PackedMachine:
 
 @dataclass(frozen=True)
 class _PackedPeople:
-    """What a sample has beside its snapshot, as JSON has it."""
+    """The part of a sample beside its snapshot, in the form that it has in JSON."""
 
     host: dict[str, HostUse] = field(default_factory=dict)  # by pid@start_time
     machine: _PackedMachine = field(default_factory=_PackedMachine)
@@ -395,7 +395,7 @@ class _PackedPeople:
 
 
 def unpack(sample: Mapping[str, Any]) -> RuleView:
-    """The view that pack() made plain.  Raises BackendError."""
+    """Rebuild the view that pack() turned into plain values.  Raises BackendError."""
     snapshot = replay.unpack(sample.get("snapshot"))
     try:
         packed = decode(_PackedPeople, sample)
@@ -416,5 +416,5 @@ def unpack(sample: Mapping[str, Any]) -> RuleView:
 
 
 def views(path: str, advance: Callable[[float], None] = lambda share: None) -> Iterator[RuleView]:
-    """The samples of a recording, the oldest first.  Raises BackendError."""
+    """Yield the samples of a recording, the oldest first.  Raises BackendError."""
     return map(unpack, replay.read_samples(path, advance))
