@@ -1,8 +1,8 @@
-"""What the kernel lets this process do beyond its user: capabilities(7), asked of it instead of guessed from a uid.
+"""What the kernel lets this process do beyond its user: capabilities(7), read from the kernel, not guessed from a uid.
 
-A guard with a user of its own can signal others by CAP_KILL and see their programs by CAP_SYS_PTRACE, and root in a
-container may be able to do neither.  What it may do it does not hand on: programs that it runs start without.
-Decides nothing: see preflight, daemon.
+A guard that runs as a user of its own can signal other users' processes with CAP_KILL and see their programs with
+CAP_SYS_PTRACE, while root in a container may be able to do neither.  The guard does not pass its capabilities on: the
+programs that it runs start without them.  Decides nothing: see preflight, daemon.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _RAISE, _CLEAR_ALL = 2, 4
 
 
 def has(capability: int) -> bool:
-    """Whether the calling thread may use *capability*; False where the kernel does not say."""
+    """Whether the calling thread may use *capability*; False if the kernel does not say."""
     return bool((_capability_set("CapEff:") or 0) >> capability & 1)
 
 
 def _capability_set(name: str) -> int | None:
-    """A set of capabilities of the calling thread, as bits; None where the kernel does not say."""
+    """Return a capability set of the calling thread as bits, or None if the kernel does not say."""
     try:
         with open("/proc/thread-self/status", encoding="ascii", errors="replace") as lines:
             words = next((line.split() for line in lines if line.startswith(name)), [])
@@ -38,18 +38,18 @@ def _capability_set(name: str) -> int | None:
 
 
 def is_powerful() -> bool:
-    """Whether others suffer if another user's code or file steers this process."""
+    """Whether this process could harm other users if another user's code or file steered it."""
     return os.geteuid() == 0 or has(KILL)
 
 
 def may_signal(uids: Iterable[int]) -> bool:
-    """Whether a process with these (real, effective, saved, ...) uids may be signalled: kill(2)."""
+    """Whether this process may signal one that has these uids (real, effective, saved, ...): kill(2)."""
     real, _, saved, *_ = (*uids, -1, -1, -1)
     return bool({real, saved} & {os.getuid(), os.geteuid()}) or has(KILL)
 
 
 def lacking() -> tuple[str, ...]:
-    """What a guard lacks to act on others, in words; () when nothing."""
+    """Say in words what a guard lacks to act on other users' processes; () if it lacks nothing."""
     uid = os.geteuid()
     name = user_name(uid)
     if not has(KILL):
@@ -62,15 +62,15 @@ def lacking() -> tuple[str, ...]:
 
 
 def keep_to_ourselves() -> None:
-    """Let no program that this thread and those it starts later run have the capabilities that the service gave us."""
+    """Keep the service's capabilities from every program that this thread, or a thread it starts later, runs."""
     if _capability_set("CapAmb:") != 0:
         _prctl(_PR_CAP_AMBIENT, _CLEAR_ALL)
 
 
 def lend_for_reading() -> bool:
-    """Let the next programs see what we see, but signal no process; whether keep_to_ourselves() is needed after that.
+    """Let the next programs see what this process sees, but signal no process.
 
-    Not for root, whose programs see all of it anyway.
+    Returns whether keep_to_ourselves() must be called afterwards.  Root does not need it: its programs see everything.
     """
     if not has(PTRACE):
         return False
@@ -80,8 +80,8 @@ def lend_for_reading() -> bool:
 
 
 def _prctl(option: int, *words: int) -> None:
-    import ctypes  # for the few that have capabilities to lend
+    import ctypes  # only the few processes that have capabilities to lend need it
 
-    # A refusal changes nothing: what cannot be lowered is not there, what cannot be raised is not lent.
+    # A refusal does no harm: a capability that cannot be dropped is not there, one that cannot be raised is not lent.
     arguments = [ctypes.c_ulong(word) for word in (*words, 0, 0, 0, 0)[:4]]
     ctypes.CDLL(None, use_errno=True).prctl(ctypes.c_int(option), *arguments)

@@ -30,7 +30,7 @@ from gpuguard.units import format_count, parse_duration
 from gpuguard.views import events
 from gpuguard.views.text import json_text, put, put_json
 
-_POLL_SECONDS = 0.5  # of --follow
+_POLL_SECONDS = 0.5  # between two reads with --follow
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _report_no_events(args: argparse.Namespace, logs: list[_Log]) -> None:
-    if not args.file:  # of another machine, perhaps
+    if not args.file:  # a named file may come from a machine whose users are unknown here
         check_users(args.user)
     by_uuid = _(": it names GPUs by uuid, not by index") if any(map(str.isdecimal, args.device)) else ""
     readable = " or ".join(log.path for log in logs if log.is_readable)
@@ -91,10 +91,10 @@ def _report_no_events(args: argparse.Namespace, logs: list[_Log]) -> None:
 
 
 def read_events(args: argparse.Namespace | None = None) -> list[Line]:
-    """All events that this user may read, from the user's own log and the machine's.
+    """Read all events that this user may read, from the user's own log and the machine's.
 
-    With *args* of where the claims are also the newest ones of a log that only the administrator may read: those about
-    this user, which the daemon tells.
+    *args* say where the claim directory is.  With them, the daemon adds the newest events about this user from a log
+    that only the administrator may read.
     """
     logs = _logs(args) if args else [_Log(path, named=False) for path in _paths()]
     lines, torn = decoded(line for log in logs for line in log.lines())
@@ -103,7 +103,7 @@ def read_events(args: argparse.Namespace | None = None) -> list[Line]:
 
 
 class _Log:
-    """A log; one that the user *named* must be readable, of another its absence is no fault."""
+    """A log.  One that the user *named* must be readable; any other may be missing."""
 
     def __init__(self, path: str, *, named: bool) -> None:
         self.path, self._named = path, named
@@ -111,7 +111,7 @@ class _Log:
         self.is_readable = True
 
     def lines(self) -> list[bytes]:
-        """Those that came since the last call, at first all."""
+        """Return the lines that came since the last call; the first call returns all of them."""
         older = [] if self._has_begun else self._read(self._follower.older, named=False)
         self._has_begun = True
         return [*older, *self._read(self._follower.newer, self._named)]
@@ -137,7 +137,7 @@ class _Log:
 
 
 class _MachineLog(_Log):
-    """That of the daemon; of one that only the administrator may read it tells users what is about them."""
+    """The daemon's log.  If only the administrator may read it, the daemon tells each user what concerns them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(MACHINE_EVENTS, named=False)
@@ -145,7 +145,7 @@ class _MachineLog(_Log):
         self._is_silent = False
 
     def lines(self) -> list[bytes]:
-        """Those that came since the last call, at first all."""
+        """Return the lines that came since the last call; the first call returns all of them."""
         lines, began = super().lines(), time.time()
         if not (self.is_readable and self._is_there):
             try:
@@ -164,23 +164,23 @@ class _MachineLog(_Log):
 
     def _rows(self) -> list[Line]:
         directory = _directory(self._args)
-        if directory is None or daemon_files(directory).owner == os.geteuid():  # it writes into one's own log
+        if directory is None or daemon_files(directory).owner == os.geteuid():  # our own daemon writes to our own log
             return []
         return list(client.own_events(directory, self._since))
 
 
 def known_devices(args: argparse.Namespace) -> tuple[Device, ...]:
-    """The devices as the daemon last saw them, else as the driver tells them; none where it cannot be asked."""
+    """Return the devices as the daemon last saw them, otherwise as the driver shows them; none if it cannot be read."""
     directory, simulated = _directory(args), args.backend.startswith("simulated")
     last = read_state(directory, boot_clock(), simulated=simulated) if directory else None
     try:
         return (last or sampled(args, {HEALTH, MODEL})).devices
-    except GpuguardError:  # what a log or a restriction says can be read without a driver as well
+    except GpuguardError:  # a log or a restriction can be read even without a driver
         return ()
 
 
 def _directory(args: argparse.Namespace) -> LockDirectory | None:
-    """That of the claims and of the daemon; None where there is none that can be trusted."""
+    """Return the directory of the claims and of the daemon, or None if there is none that can be trusted."""
     try:
         return lock_directory(args.dir, backend=args.backend, make=False)
     except GpuguardError:
@@ -188,7 +188,7 @@ def _directory(args: argparse.Namespace) -> LockDirectory | None:
 
 
 def own_events(args: argparse.Namespace, since: float) -> list[Line]:
-    """What the daemon did to this user after *since* (unix time); none where no daemon tells."""
+    """Return what the daemon did to this user after *since* (unix time); nothing if no daemon answers."""
     try:
         return list(client.own_events(directory, since)) if (directory := _directory(args)) else []
     except GpuguardError:

@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
 def _start_in_queue(
     directory: LockDirectory, snapshot: Snapshot, request: Request, time_limit: float | None
 ) -> tuple[bool, str] | None:
-    """(whether it could start now, where it would stand in the queue and why); None where no request waits."""
+    """Return (whether it could start now, its queue position and why), or None if it would not have to queue."""
     if not has_queue(directory) or outer_claim(directory):
         return None
     ticket = new_ticket([request], time_limit=time_limit)

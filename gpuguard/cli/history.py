@@ -26,7 +26,7 @@ from gpuguard.units import parse_duration
 from gpuguard.views import history
 from gpuguard.views.text import put, put_json, style
 
-_ROWS = 9  # of each of several charts; a single one has the height of the terminal.  Odd: one is in the middle
+_ROWS = 9  # of each of several charts; a single one has the height of the terminal.  Odd, so that one is in the middle
 _LEAST_ROWS, _MOST_ROWS = 3, 21
 _AGO = re.compile(r"-?[0-9.]+(?:ms|[smhdw])[0-9.smhdw]*")
 _LAST = 253402214400.0  # the last day of the year 9999, after which there are no dates
@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def writes_braille() -> bool:
-    """Whether stdout can be given more than ASCII."""
+    """Whether stdout can encode more than ASCII."""
     try:
         "⠿│°".encode(sys.stdout.encoding or "ascii")
     except (UnicodeError, LookupError):
@@ -95,9 +95,9 @@ def _named(known: Sequence[SeenDevice], word: str) -> SeenDevice:
 
 
 def add_moment_options(parser: argparse.ArgumentParser, first: str, last: str, usual: str) -> None:
-    """Two options for the begin and the end of a time."""
-    # A duration may be written with a minus sign, as what lies before now; to argparse that is an option, unless it is
-    # made to take words like this one for numbers.
+    """Add two options for the begin and the end of a period."""
+    # A duration may have a minus sign, because it lies before now.  argparse would take that for an option, unless it
+    # is made to take words like this one for numbers.
     parser._negative_number_matcher = re.compile(r"^-\d")
     parser.add_argument(
         first,
@@ -109,7 +109,7 @@ def add_moment_options(parser: argparse.ArgumentParser, first: str, last: str, u
 
 
 def period(first: tuple[str, str], last: tuple[str, str], now: float) -> tuple[float, float]:
-    """Begin and end, in unix time, of two options with their texts; what lies in the future has not happened.
+    """Return begin and end in unix time, from two pairs of option and text; an end in the future becomes *now*.
 
     Raises:
         InvalidRequest: one of them cannot be understood, or there is nothing between them.
@@ -137,7 +137,7 @@ def _moment(option: str, text: str, now: float) -> float:
         assert ago is not None
         return now - ago
     try:
-        # Before 3.11 it knows no Z.  Without a zone a date is one of this machine's, or of $TZ.
+        # Before Python 3.11 fromisoformat() knows no Z.  A date without a zone is in this machine's zone, or in $TZ.
         moment = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", word)).timestamp()
     except (ValueError, OverflowError, OSError):
         raise InvalidRequest(

@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_expose_option(parser: argparse.ArgumentParser, name: str) -> None:
-    """The option without which no other machine can reach the page."""
+    """Add the option without which no other machine can reach the page."""
     parser.add_argument(
         name,
         metavar="NAMES",
@@ -75,7 +75,7 @@ def add_expose_option(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def page_server(address: str, expose: str | None) -> PageServer:
-    """A server at *address*; see add_expose_option."""
+    """Return a server at *address*; for *expose* see add_expose_option."""
     names = [name.strip() for name in (expose or "").split(",")]
     return PageServer(listening_address(address, exposed=expose is not None), host_names(names))
 
@@ -138,7 +138,7 @@ def _influx_lines(facts: MetricFacts) -> list[str]:
 
 
 def _put_all(machine: MachineFacts, exporters: Sequence[str], output: Output, every: float | None) -> None:
-    """Put the facts out, once or again and again; then a fault may pass, and is reported once."""
+    """Put the facts out once, or again and again; then a fault may pass, so it is only reported, and only once."""
     reported = ""
     while True:
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""A bar on the terminal for what lasts."""
+"""A progress bar on the terminal for work that takes long."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from gpuguard.units import format_duration
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SHOWN_AFTER = 2.0  # seconds from which on a wait wants an explanation
+SHOWN_AFTER = 2.0  # seconds after which a wait needs an explanation
 DRAWN_EVERY = 0.2  # seconds
 _COLUMNS = 24
 
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[float], None]]:
-    """A bar on a terminal's stderr for what lasts longer, gone at the end; nothing elsewhere.
+    """Show a bar on stderr, if that is a terminal, while the block runs longer than SHOWN_AFTER; remove it at the end.
 
-    What comes back takes the share that is done, 0 to 1; until it is called the bar only shows that time passes.
+    The function that comes back takes the share that is done, 0 to 1.  Until it is called, the bar only shows that time
+    passes.
     """
     share: float | None = None
     ended = threading.Event()
@@ -53,7 +54,7 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
 
 
 def bar(share: float | None, seconds: float = 0.0) -> str:
-    """``"[#########...........]"``; where the share that is done is unknown, a mark that moves with time."""
+    """Return ``"[#########...........]"``, or a mark that moves with time if the share that is done is unknown."""
     if share is None:
         at = int(seconds * 5) % (_COLUMNS - 2)
         return f"[{'.' * at}###{'.' * (_COLUMNS - 3 - at)}]"
@@ -61,7 +62,7 @@ def bar(share: float | None, seconds: float = 0.0) -> str:
 
 
 def _how_long(share: float | None, seconds: float) -> str:
-    """``"45%, 7s left"``, or how much time has passed."""
+    """Return ``"45%, 7s left"``, or how much time has passed if the share is unknown."""
     if share is None:
         return format_duration(seconds)
     return f"{share:.0%}" + (f", {format_duration(seconds * (1 - share) / share)} left" if share >= 0.05 else "")

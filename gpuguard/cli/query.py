@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     if args.help_query:
-        use_language_of_user()  # all else is for programs
+        use_language_of_user()  # everything else is for programs
         put(help_lines())
         return 0
     if not args.fields and not args.apps:
@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidRequest(f"--format={args.format}: write csv, csv,noheader, csv,noheader,nounits or json.")
     every = None
     if text := f"{args.loop_ms}ms" if args.loop_ms else args.loop:
-        # nvidia-smi's scripts have `-l 1`, so here alone a number without a unit is understood.
+        # Scripts for nvidia-smi have `-l 1`, so a number without a unit is understood here, and only here.
         every = parse_duration(f"{text}s" if text.isdecimal() else text)
         if every < 0.01:
             raise InvalidRequest("--loop needs at least 10ms between two answers.")

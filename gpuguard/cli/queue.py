@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     if has_hosts(args):
-        from gpuguard.cli import fleet  # ssh, for those who ask for other hosts
+        from gpuguard.cli import fleet  # for ssh, which only other hosts need
 
         return fleet.queue(args)
     directory = directory_of(args)

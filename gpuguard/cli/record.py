@@ -78,7 +78,7 @@ def _record(
         directory = None
     reader = ViewReader(backend, directory)
     mask = Mask() if args.mask else None
-    view: RuleView | None = reader.read()  # a fault of the first sample ends the command before there is a file
+    view: RuleView | None = reader.read()  # a fault in the first sample ends the command before there is a file
     head = {"interval_seconds": every, "masked": args.mask}
     tape = RecordingWriter(args.file, head, most=None if most is None else most // 2, append=args.append)
     began, count, trouble = time.monotonic(), 0, ""
@@ -88,7 +88,7 @@ def _record(
                 sample = pack(view)
                 tape.write(mask(sample) if mask else sample)
                 count += 1
-            # The next whole interval from the beginning on, so that samples do not drift.
+            # The next sample is due a whole number of intervals after the beginning, so that samples do not drift.
             after = ((time.monotonic() - began) // every + 1) * every
             if (lasting is not None and after > lasting) or stop.wait(began + after - time.monotonic()):
                 break

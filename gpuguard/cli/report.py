@@ -62,7 +62,7 @@ from gpuguard.views import report as view
 from gpuguard.views.fleet import end_lines
 from gpuguard.views.text import put, put_json, style
 
-_DRAWN = ("utilization_percent", "claimed_percent")  # over the time, in the page
+_DRAWN = ("utilization_percent", "claimed_percent")  # over time, on the page
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
             _("--user goes with --by user, claim or policy: sums by {by} are of all users together.").format(by=args.by)
         )
     if not has_hosts(args):
-        check_users(args.user)  # those of other machines need not be known here
+        check_users(args.user)  # users of other machines need not be known here
         _show(args, _report(args, begin, end, now), socket.gethostname(), now)
         return 0
     replies = _replies(args, begin, end, now)
@@ -118,7 +118,7 @@ def _show(args: argparse.Namespace, report: Report, host: str, now: float, repli
 
 
 def _replies(args: argparse.Namespace, begin: float, end: float, now: float) -> list[HostReply]:
-    """What the hosts report on the same time, whatever their zones are."""
+    """Ask the hosts for their reports on the same period, whatever their time zones are."""
     since, until = (datetime.fromtimestamp(moment, timezone.utc).isoformat() for moment in (begin, end))
     asked = {**vars(args), "since": since, "until": until if end < now else "now"}
     hosts, how = query_of(args, words_of("report", asked))
@@ -126,7 +126,7 @@ def _replies(args: argparse.Namespace, begin: float, end: float, now: float) -> 
 
 
 def _report(args: argparse.Namespace, begin: float, end: float, now: float) -> Report:
-    """The report on this machine."""
+    """Return the report on this machine."""
     metrics = _DRAWN if args.html else ()
     try:
         with progress(_("adding up the hours")):
@@ -139,7 +139,7 @@ def _report(args: argparse.Namespace, begin: float, end: float, now: float) -> R
         if args.by not in FROM_LOG:
             raise
         report = Report(args.by, Watch(begin, end, 0.0, None, 0), (), (), (), 0.0)
-    if args.by in FROM_LOG:  # which has no slots
+    if args.by in FROM_LOG:  # the audit log has no slots
         report = replace(report, watch=replace(report.watch, begin=begin, end=end, width=0))
 
     def is_wanted(user: str | None) -> bool:
@@ -158,7 +158,7 @@ def _report(args: argparse.Namespace, begin: float, end: float, now: float) -> R
 def _running(args: argparse.Namespace, now: float) -> list[ClaimRow]:
     try:
         return running_claims(read_records(directory_of(args)), now)
-    except ClaimError:  # without a directory there is none
+    except ClaimError:  # without a claim directory there are no claims
         return []
 
 
@@ -180,7 +180,7 @@ def _write(path: str, page: str) -> None:
 
 
 def _groups_of(uid: int) -> Collection[str]:
-    """The groups of a user, without one of their own name that has no other member."""
+    """Return the groups of a user, without the one that has the user's own name."""
     try:
         return [name for name in read_group_names(uid) if name != user_name(uid)]
     except (KeyError, OverflowError, OSError):

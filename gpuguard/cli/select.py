@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     request = _request(args)
     if options.has_hosts(args):
-        from gpuguard.cli import fleet  # ssh, for those who ask for other hosts
+        from gpuguard.cli import fleet  # for ssh, which only other hosts need
 
         return fleet.select(args)
     with closing(options.backend_of(args)) as backend:
@@ -84,12 +84,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _chosen(backend: Backend, request: Request, directory: LockDirectory) -> tuple[Device, ...]:
-    """The devices; the reasons, which need more of the driver, are asked for only when there are too few."""
+    """Return the chosen devices.  The reasons need more of the driver, so they are read only if there are too few."""
     allocator = Allocator(backend, directory, [request])
     _, choice = allocator.preview()
     if not choice.devices:
         snapshot, choice = allocator.preview(with_reasons=True)
-        if not choice.devices:  # else one has been released just now
+        if not choice.devices:  # otherwise one has just been released
             raise not_enough(snapshot, request, choice)
     return choice.devices
 

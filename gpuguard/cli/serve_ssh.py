@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def judged(command: str) -> tuple[list[str], str]:
-    """The words of gpuguard that *command* asks for; else why it is refused.
+    """Return the words of gpuguard that *command* asks for, or none and the reason why it is refused.
 
     Options are judged by what argparse makes of them, not by their spelling.
     """
@@ -59,7 +59,7 @@ def judged(command: str) -> tuple[list[str], str]:
             given = vars(parser.parse_args(words[1:]))
     except InvalidRequest as fault:
         return [], " ".join(str(fault).split())
-    except SystemExit:  # -h may hide behind another option, as in -hn 2
+    except SystemExit:  # -h may be hidden behind another option, as in -hn 2
         given = {"help": True}
     for name, value in given.items():
         if name not in (*VIEWS[words[0]], "json") and value != parser.get_default(name):

@@ -1,8 +1,8 @@
-"""What `gpuguard setup --root DIR` writes into an image or a chroot: files by which machines with it do the rest.
+"""What `gpuguard setup --root DIR` writes into an image or a chroot: files with which machines that run it do the rest.
 
-All of it lies below DIR.  A link on the way is refused: in an image it means a path of the image, and followed from
-here it leads into this machine.  Nothing is started, and this machine is not asked for its users, GPUs and services.
-Does not make the directory of the claims, which every boot makes anew: see setup.
+All of it lies below DIR.  A link on the way is refused, because it means a path of the image but would lead into this
+machine if it were followed from here.  Nothing is started, and this machine's users, GPUs and services are not
+consulted.  Does not make the claim directory, which every boot makes anew: see setup.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WANTS = ".wants/"  # in the paths of links by which systemd starts units
 
 
 def image(name: str) -> str:
-    """The directory that --root names, without links.  Raises InvalidRequest: it is none, or this machine's own."""
+    """Return the directory that --root names, without links.  Raises InvalidRequest: it is none, or this machine's."""
     root = os.path.realpath(name)
     if not os.path.isdir(root) or root == "/":
         raise InvalidRequest(_("--root {name}: name the directory of an image or a chroot.").format(name=name))
@@ -36,10 +36,10 @@ def image(name: str) -> str:
 
 @contextmanager
 def _place(root: str, path: str, *, make: bool = False) -> Iterator[str]:
-    """In this block the file at *path* of the image has this name, whatever becomes of the directories on the way.
+    """Name the file at *path* of the image; in this block the name holds, whatever becomes of the directories above it.
 
     Args:
-        make: make the directories that are missing.
+        make: whether to make the directories that are missing.
 
     Raises:
         FileNotFoundError: a directory is missing.
@@ -55,7 +55,7 @@ def _place(root: str, path: str, *, make: bool = False) -> Iterator[str]:
         except FileNotFoundError:
             raise
         except OSError as error:
-            # O_DIRECTORY calls a link no directory.
+            # With O_DIRECTORY, a link is reported as no directory.
             is_link = error.errno in (errno.ELOOP, errno.ENOTDIR)
             reason = _("it is a link, which can lead out of the image, or no directory") if is_link else error.strerror
             raise LockDirectoryError(
@@ -71,7 +71,7 @@ def _place(root: str, path: str, *, make: bool = False) -> Iterator[str]:
 
 
 def _content(root: str, path: str) -> bytes | None:
-    """What stands in a file of the image, or where a link there leads; None: there is nothing."""
+    """Return the content of a file of the image, or the target of a link, or None if there is nothing."""
     try:
         with _place(root, path) as place:
             return os.readlink(place).encode() if os.path.islink(place) else own.content_of(place)
@@ -80,16 +80,16 @@ def _content(root: str, path: str) -> bytes | None:
 
 
 def wanted(root: str, lines: str, user: str, *, service: bool) -> dict[str, bytes]:
-    """By path in the image what stands in each file that it needs, and where links lead.
+    """Return the content of each file that the image needs, and the target of each link, by its path in the image.
 
-    What a package or the admin of the image has put there stays as it is.
+    A file that a package or the admin of the image has put there stays as it is.
 
     Args:
-        lines: for systemd-tmpfiles.
-        service: whether it has the daemon.
+        lines: the lines for systemd-tmpfiles.
+        service: whether the image gets the daemon.
 
     Raises:
-        LockDirectoryError: the service is another one, or cannot work.
+        LockDirectoryError: the image has another unit of the service, or the service cannot work there.
     """
     texts = {own.TMPFILES: lines}
     accounts = (_content(root, "/etc/passwd") or b"").splitlines()
@@ -116,7 +116,7 @@ def wanted(root: str, lines: str, user: str, *, service: bool) -> dict[str, byte
 
 
 def _is_others(root: str, unit: str) -> bool:
-    """Whether a package has it, or the admin one of their own."""
+    """Whether *unit* comes from a package or is the admin's own."""
     if _content(root, f"{own.PACKAGED[0]}/{os.path.basename(unit)}") is not None:
         return True
     found = _content(root, unit)
@@ -124,7 +124,7 @@ def _is_others(root: str, unit: str) -> bool:
 
 
 def _python_of(root: str) -> str:
-    """The Python that runs now, by its path in the image where it lies there."""
+    """Return the path of the Python that runs now, as seen in the image if it lies there."""
     folder, name = os.path.split(sys.executable)
     inside = f"{os.path.realpath(folder)}/{name}"
     return inside.removeprefix(root) if inside.startswith(f"{root}/") else sys.executable
@@ -136,7 +136,7 @@ def has_service(root: str) -> bool:
 
 
 def lacks_python(root: str) -> str | None:
-    """Why the service cannot start in the image as it is, in words."""
+    """Say in words why the service cannot start in the image as it is, or return None if it can."""
     python = _python_of(root)
     with suppress(FileNotFoundError, LockDirectoryError), _place(root, python) as place:
         if os.path.lexists(place):
@@ -147,13 +147,13 @@ def lacks_python(root: str) -> str | None:
 
 
 def found_of(root: str, files: dict[str, bytes]) -> dict[str, object]:
-    """By path here those of *files* that are there, as they are now."""
+    """Return those of *files* that exist, with their content as it is now, by their path on this machine."""
     found = {f"{root}{path}": _content(root, path) for path in files}
     return {path: content for path, content in found.items() if content is not None}
 
 
 def write(root: str, files: dict[str, bytes]) -> None:
-    """Make what is not as wanted() says."""
+    """Write the files and make the links that are not as wanted() says."""
     for path, content in files.items():
         if _content(root, path) == content:
             continue
@@ -166,7 +166,7 @@ def write(root: str, files: dict[str, bytes]) -> None:
 
 
 def faults(root: str, files: dict[str, bytes]) -> list[str]:
-    """What write() would do, in sentences."""
+    """Say in sentences what write() would do."""
     sentences = []
     for path, content in files.items():
         found = _content(root, path)

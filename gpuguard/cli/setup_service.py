@@ -1,8 +1,8 @@
-"""What `gpuguard setup` installs for the machine, and takes away: files below /etc, the daemon's user, service, mount.
+"""What `gpuguard setup` installs on the machine and removes: files below /etc, the daemon's user, service and mount.
 
-Each file begins with the SHA-256 of the rest, so that a file that an admin has changed is known as theirs: it stays,
-and so do log and history, which become root's.  The lock files go only while no process holds one of them: a file that
-is removed under its holder lets a second one in.  Does not make the directory of the claims: see setup.
+Each file begins with the SHA-256 of the rest, so that a file that an admin has changed is known as theirs.  It stays,
+and so do the log and the history, which become root's.  The lock files go only while no process holds one of them,
+because a file that is removed under its holder lets a second one in.  Does not make the claim directory: see setup.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ MOUNT_UNIT = f"/etc/systemd/system/{MOUNT}"
 POLICY = "/etc/gpuguard/policy.yaml"
 SYSUSERS = "/etc/sysusers.d/gpuguard.conf"
 TMPFILES = "/etc/tmpfiles.d/gpuguard.conf"
-# What outlives a boot: see claims.restrictions.COPIES.
+# These outlive a boot: see claims.restrictions.COPIES.
 LASTING = (f"{DENIED}.json", f"{QUARANTINED}.json", LAST_GOOD)
-LIST = "/etc/gpuguard/installed.json"  # gpuguard 0.1 kept the SHA-256 of what it had installed there
+LIST = "/etc/gpuguard/installed.json"  # where gpuguard 0.1 kept the SHA-256 of what it had installed
 PACKAGED = ("/usr/lib/systemd/system", "/lib/systemd/system")  # where a package puts its units
 FSTAB = "/etc/fstab"
-BOOTED = "/run/systemd/system"  # there while systemd is the first process: sd_booted(3)
+BOOTED = "/run/systemd/system"  # exists while systemd is the first process: sd_booted(3)
 UNBOUNDED = N_(
     "{path}/claims lies on the file system of {path}, which any user can fill by writing there, "
     "until the next boot (without systemd: until it is mounted by /etc/fstab)."
@@ -55,9 +55,9 @@ SYSUSERS_LINES = """\
 # The user of the daemon.
 u {name} - "gpuguard, the guard of the GPUs" - -
 """
-_LARGEST = 2**20  # bytes: no file of ours has more
+_LARGEST = 2**20  # bytes: no file of ours is larger
 _SEAL = "# Written by `gpuguard setup`.  The SHA-256 of what follows: "
-_PYTHON = "/usr/bin/python3"  # in the unit as it is packaged
+_PYTHON = "/usr/bin/python3"  # in the packaged unit
 _SYSTEM_WIDE = N_("Install gpuguard for the system, for example into /opt/gpuguard, and call setup from there.")
 _STARTED = N_(
     "The service runs, and only observes: `systemctl status gpuguard`, `gpuguard events --follow`.\n"
@@ -68,7 +68,7 @@ _STARTED = N_(
 
 @contextmanager
 def fault_as(text: str, advice: str = "") -> Iterator[None]:
-    """What the system refuses in this block is a LockDirectoryError: *text*, the reason, *advice*."""
+    """Turn what the system refuses in this block into a LockDirectoryError: *text*, the reason, *advice*."""
     try:
         yield
     except OSError as error:
@@ -76,7 +76,7 @@ def fault_as(text: str, advice: str = "") -> Iterator[None]:
 
 
 def fault_of(*command: str) -> str | None:
-    """Run a program; returns why it failed, in its words."""
+    """Run a program; return in its words why it failed, or None if it did not."""
     with fault_as(_("{command} cannot be started").format(command=command[0])):
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     return (
@@ -98,14 +98,14 @@ def systemctl(*words: str, advice: str = "") -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Write a file of root's that everybody may read, sealed as ours."""
+    """Write a file that belongs to root and that everybody may read, sealed as ours."""
     with fault_as(_("{path} cannot be written").format(path=path)):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         write_file(path, sealed(text.encode()))
 
 
 def content_of(path: str) -> bytes | None:
-    """What stands in a file; None where there is none, or it is no file, or of a size that none of ours has."""
+    """Return the content of a file, or None if it is missing, no regular file, or larger than any of ours."""
     try:
         return read_file(path, _LARGEST)
     except OSError:
@@ -125,7 +125,7 @@ def is_as_written(path: str) -> bool:
 
 
 def listed(*keys: str) -> str | None:
-    """The text at *keys* of the list that gpuguard 0.1 kept; None where there is none."""
+    """Return the text at *keys* of the list that gpuguard 0.1 kept, or None if there is none."""
     try:
         found = loads(content_of(LIST) or b"{}")
     except ValueError:
@@ -136,12 +136,12 @@ def listed(*keys: str) -> str | None:
 
 
 def sealed(content: bytes) -> bytes:
-    """*content* below a line that says that it is ours."""
+    """Put *content* below a line that says that it is ours."""
     return f"{_SEAL}{hashlib.sha256(content).hexdigest()}\n".encode() + content
 
 
 def is_sealed(content: bytes) -> bool:
-    """Whether it is ours and was not changed since."""
+    """Whether *content* is ours and was not changed since."""
     return content == sealed(content.partition(b"\n")[2])
 
 
@@ -169,7 +169,7 @@ def make_user(name: str) -> None:
     """Make the system user *name*, unless there is one."""
     account = account_of(name)
     if account is None:
-        # Its file comes first, with and without systemd: it says that the user is ours to remove.
+        # The file comes first, with and without systemd, because it says that the user is ours to remove.
         write(SYSUSERS, SYSUSERS_LINES.format(name=name))
         if sysusers := shutil.which("systemd-sysusers"):
             fault_of(sysusers, SYSUSERS)
@@ -195,7 +195,7 @@ def make_user(name: str) -> None:
 
 
 def made_user() -> str | None:
-    """The user that setup has made; None: it was there before, or its file was changed."""
+    """Return the user that setup has made, or None if it was there before or its file was changed."""
     if not is_as_written(SYSUSERS):
         return listed("user")
     lines = (content_of(SYSUSERS) or b"").decode(errors="replace").splitlines()
@@ -203,10 +203,10 @@ def made_user() -> str | None:
 
 
 def mount_claims(claims: str) -> None:
-    """Bound what users can write in *claims*: at each boot, and now where that directory is yet to be made.
+    """Limit what users can write in *claims*: at each boot, and now if that directory is yet to be made.
 
-    A mount over a directory that is in use would hide what lives there, from some (containers) and not from others, so
-    that waits for the next boot: the unit has it as its condition.
+    A mount over a directory that is in use would hide what lives there from some (containers) and not from others, so
+    it waits for the next boot: the unit has this as its condition.
     """
     if _is_packaged(MOUNT) or is_in_fstab(content_of(FSTAB), claims):
         return
@@ -228,7 +228,7 @@ def mount_claims(claims: str) -> None:
 
 
 def is_in_fstab(fstab: bytes | None, claims: str) -> bool:
-    """Whether the file system of *claims* is mounted by that file."""
+    """Whether *fstab*, the content of that file, mounts the file system of *claims*."""
     lines = (fstab or b"").decode(errors="replace").splitlines()
     return any(line.split()[1:2] == [claims] for line in lines if not line.lstrip().startswith("#"))
 
@@ -261,9 +261,9 @@ def refuse_where_it_cannot_work(user: str) -> None:
 
 
 def install_service(user: str) -> None:
-    """Write unit and first policy, by both of which the service only observes, and start it.
+    """Write the unit and a first policy, by both of which the service only observes, and start it.
 
-    A policy file that is there already stays.
+    An existing policy file stays.
     """
     if not os.path.lexists(POLICY):
         write(POLICY, packaged("policy.yaml"))
@@ -279,14 +279,14 @@ def install_service(user: str) -> None:
 
 
 def unit_for(user: str, python: str | None = None) -> str:
-    """The unit with *user* and *python* in it, by default the one that runs now."""
+    """Return the unit with *user* and *python* in it, by default the Python that runs now."""
     return (
         packaged(SERVICE).replace(f"{_PYTHON} -I", f"{python or sys.executable} -I").replace(f"={USER}\n", f"={user}\n")
     )
 
 
 def doubts_about(executable: str) -> str | None:
-    """Why the service could not run this Python, in words; None when nothing is known against it."""
+    """Say in words why the service could not run this Python, or return None if nothing is known against it."""
     real = os.path.realpath(executable)
     if not any(path.startswith(("/home/", "/root/", "/run/user/")) for path in (executable, real)):
         return None
@@ -300,7 +300,7 @@ def doubts_about(executable: str) -> str | None:
 
 
 def open_to_others(*paths: str) -> str | None:
-    """Why others than root could change what the service runs, in words; None if they cannot."""
+    """Say in words why users other than root could change what the service runs, or return None if they cannot."""
     for start in {variant for path in paths for variant in (path, os.path.realpath(path))}:
         path = os.path.abspath(start)
         while True:
@@ -328,7 +328,7 @@ def is_booted() -> bool:
 
 
 def remove(directory: str) -> int:
-    """Remove it all, saying what; returns 1 where there was nothing."""
+    """Remove everything that setup has installed, and report it; return 1 if there was nothing."""
     if os.geteuid() != 0:
         raise LockDirectoryError(
             _("only root can remove what root has installed.  Run `sudo gpuguard setup --remove`.")
@@ -367,7 +367,7 @@ def remove(directory: str) -> int:
             os.unlink(path)
     with suppress(OSError):
         os.rmdir(COPIES.get(directory, ""))
-    with suppress(OSError):  # something is in it, which is not ours
+    with suppress(OSError):  # it holds something that is not ours
         os.rmdir(os.path.dirname(POLICY))
     for path in changed:
         print(_("{path} stays: it has been changed since it was installed.").format(path=path))
@@ -378,7 +378,7 @@ def remove(directory: str) -> int:
 
 
 def remove_directory(path: str) -> int:
-    """Remove a directory of claims that --dir or GPUGUARD_DIR names, and nothing else; 1 where there is none."""
+    """Remove the claim directory that --dir or GPUGUARD_DIR names, and nothing else; return 1 if there is none."""
     if not os.path.lexists(path):
         print(_("{path} does not exist: nothing was removed.").format(path=path))
         return 1
@@ -387,17 +387,17 @@ def remove_directory(path: str) -> int:
 
 
 def clear(path: str) -> None:
-    """Remove the directory of the claims, if no process holds anything in it."""
+    """Remove the claim directory, if no process holds a lock in it."""
     if not os.path.lexists(path):
         return
-    lock_directory(path)  # or it is not what it should be, and nothing for us to remove
+    lock_directory(path)  # raises if it is not what it should be, because then it is not ours to remove
     held: list[int] = []
     try:
         with fault_as(_("{path} cannot be removed").format(path=path)):
             if busy := lock_all(path, held):
                 print(_("{path} stays until the next boot: {busy}.").format(path=path, busy=busy))
                 return
-            # With all locks in our hands no claim can be made; those who wait for one find then that its file is gone.
+            # While we hold all locks no claim can be made; processes that wait for one then find that its file is gone.
             if os.path.ismount(f"{path}/claims") and (reason := fault_of("umount", "--lazy", f"{path}/claims")):
                 raise LockDirectoryError(_("{path}/claims stays: {reason}.").format(path=path, reason=reason))
             held.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
@@ -410,10 +410,10 @@ def clear(path: str) -> None:
 
 
 def lock_all(path: str, held: list[int]) -> str | None:
-    """Lock all files in *path*, their descriptors into *held*; returns what another process holds, in words."""
+    """Lock all files in *path*, and add their descriptors to *held*; return in words what another process holds."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a machine with MIG has more than the usual 1024
-    for folder in (path, *(f"{path}/{name}" for name in ("lock", "claims", "daemon"))):  # none is locked deeper down
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a machine with MIG has more files than the usual 1024
+    for folder in (path, *(f"{path}/{name}" for name in ("lock", "claims", "daemon"))):  # no file deeper down is locked
         if not os.path.isdir(folder):
             continue
         with os.scandir(folder) as entries:
@@ -426,7 +426,7 @@ def lock_all(path: str, held: list[int]) -> str | None:
                     return _("whether {file} is held cannot be seen ({strerror})").format(
                         file=file, strerror=error.strerror
                     )
-                continue  # it is gone meanwhile
+                continue  # it has gone meanwhile
             held.append(descriptor)
             if not try_flock(descriptor) or not is_same_file(descriptor, file):
                 return _("{file} is held, by a claim, a request in the queue, or a daemon").format(file=file)
@@ -434,15 +434,15 @@ def lock_all(path: str, held: list[int]) -> str | None:
 
 
 def _empty(folder: int) -> None:
-    """Remove all that lies in an open directory.
+    """Remove everything in an open directory.
 
-    Users may have made folders in folders, deeper than Python, or a path, can reach: what lies in one is moved up.
+    Users may have made folders in folders, deeper than Python or a path can reach, so the content of each is moved up.
     """
     while subfolders := _without_files(folder):
         for name in subfolders:
             inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             try:
-                # Another user who goes on writing there would keep it from being removed.
+                # Otherwise a user who goes on writing there could keep it from being removed.
                 os.fchown(inner, os.geteuid(), os.getegid())
                 os.fchmod(inner, 0o700)
                 for deeper in _without_files(inner):
@@ -453,7 +453,7 @@ def _empty(folder: int) -> None:
 
 
 def _without_files(folder: int) -> list[str]:
-    """Remove what is no folder; the folders."""
+    """Remove everything but the folders, and return their names."""
     with os.scandir(folder) as entries:
         names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_folder in names:
@@ -467,7 +467,7 @@ def _remove_user(name: str) -> None:
     if account is None:
         return
     for top in (os.path.dirname(MACHINE_EVENTS), MACHINE_STATE):
-        # The uid can be given to another user, who would own the log.
+        # The uid may be given to another user, who would then own the log.
         for folder, folders, files in os.walk(top):
             for path in (folder, *(f"{folder}/{entry}" for entry in (*folders, *files))):
                 if os.lstat(path).st_uid == account.pw_uid:

@@ -37,7 +37,7 @@ from gpuguard.sanitize import neutralise
 from gpuguard.views.text import put
 
 ENGINES = ("slurm", "ray")
-DEVICE_OPTIONS = ("devices", "exclude", "prefer")  # name devices of one machine, and the engine chooses the machine
+DEVICE_OPTIONS = ("devices", "exclude", "prefer")  # they name one machine's devices, but the engine chooses the machine
 
 # Options of `gpuguard run` that the command gets on the machine where it runs.
 PASSED = (
@@ -49,8 +49,8 @@ DEFAULTS = {"visible": "index"}
 
 # `python -m MODULE`, but never with modules of the working directory: another user may have put a gpuguard.py or
 # yaml.py there.  Python 3.10 has no -P, and the Python of another node may be of that version; -I would also leave out
-# PYTHONPATH and the user's own site-packages, where gpuguard may be installed.  So what -P leaves out is taken out
-# here: the empty entry that -c puts first.  Nothing is imported before that, because sys is built in.
+# PYTHONPATH and the user's own site-packages, where gpuguard may be installed.  So the entry that -P leaves out is
+# taken out here: the empty one that -c puts first.  Nothing is imported before that, because sys is built in.
 WITHOUT_WORKING_DIRECTORY = "import sys; sys.path[:] = filter(None, sys.path); import"
 RUN_MODULE = (
     f"{WITHOUT_WORKING_DIRECTORY} runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -80,7 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--leftover", metavar="HOW", help="as in `gpuguard run`")
     add_limit_options(parser)
     parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="what to run, with its arguments")
-    # As in `gpuguard run`, from the environment alone: the machine is another one.
+    # durations_of() and limits_of() of `gpuguard run` read it; there is no --exec here.
     parser.set_defaults(exec=False)
 
 
@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse here what would fail there, hours later.
+    """Refuse now what would fail on the other machine, hours later.
 
     Raises:
         InvalidRequest: an option cannot be understood, or makes no sense for an engine.
@@ -124,12 +124,12 @@ def _queued(args: argparse.Namespace, job: str, text: str) -> int:
 
 
 def python_words(module: str, python: str = sys.executable) -> list[str]:
-    """The words that run *module* of gpuguard by *python*, whatever lies in the directory where they are used."""
+    """Return the words that run *module* of gpuguard with *python*, whatever lies in the directory where they run."""
     return [python, "-c", RUN_MODULE, module]
 
 
 def inner_words(args: argparse.Namespace) -> list[str]:
-    """The options of `gpuguard run` on the machine where it runs: ["--num-gpus", "2", "--min-free", "20GiB"]."""
+    """Return the options for `gpuguard run` on the other machine: ["--num-gpus", "2", "--min-free", "20GiB"]."""
     words: list[str] = []
     for name in PASSED:
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
@@ -137,7 +137,7 @@ def inner_words(args: argparse.Namespace) -> list[str]:
             words.append(flag)
         elif value not in (None, False, DEFAULTS.get(name)):
             for text in value if isinstance(value, list) else [str(value)]:
-                # As a word of its own one with a dash would be an option.
+                # As a word of its own, a value with a leading dash would be taken for an option.
                 words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
     return words
 
@@ -145,7 +145,7 @@ def inner_words(args: argparse.Namespace) -> list[str]:
 # --via ray: `ray job submit`, with `gpuguard run` in front of the command on the worker.  Ray keeps output and errors
 # of a job in one stream.  It sends SIGTERM to end a job, and SIGKILL STOP_SECONDS later.
 
-STOP_SECONDS = 30  # Ray's own 3 s are short for saving a state; so much has a job under Slurm
+STOP_SECONDS = 30  # Ray's own 3 s are too short to save a state; a job under Slurm has as much as this
 
 _RAY_ADVICE = N_(
     "RAY_API_SERVER_ADDRESS=http://head:8265 or --with '--address http://head:8265' names its "
@@ -155,10 +155,10 @@ _RAY_ADVICE = N_(
 
 
 def submit_to_ray(args: argparse.Namespace) -> int:
-    """Submit the command of *args*; the exit code of `ray job submit` with --attach: 1 when the command failed.
+    """Submit the command of *args*; with --attach return the exit code of `ray job submit`, 1 if the command failed.
 
     Raises:
-        GpuguardError: Ray is not here, or refuses.
+        GpuguardError: Ray is not installed here, or refuses.
     """
     more = engine_words(args.engine_words)
     job = job_of(args, more)
@@ -166,14 +166,15 @@ def submit_to_ray(args: argparse.Namespace) -> int:
         put([shlex.join(["ray", *ray_words(job, more)])])
         return 0
 
-    # That of PATH, as in the user's shell; in a virtual environment that is not activated, the one beside gpuguard.
+    # The one of PATH, as in the user's shell, otherwise the one beside gpuguard: its virtual environment may not be
+    # activated.
     program = shutil.which("ray") or shutil.which("ray", path=os.path.dirname(sys.executable))
     if program is None:
         raise InvalidRequest(_("Ray is not installed here: {how_to_install}.").format(how_to_install=_(HOW_TO_INSTALL)))
     environment = dict(os.environ)
     has_token = bool({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environment.keys())
     if has_token or (Path.home() / ".ray" / "auth_token").exists():
-        environment.setdefault("RAY_AUTH_MODE", "token")  # only then `ray` sends it
+        environment.setdefault("RAY_AUTH_MODE", "token")  # otherwise `ray` does not send it
     name = f"raysubmit_{os.urandom(8).hex()}"  # chosen here, so that it is known when this is interrupted
     words = [program, *ray_words(job, more, "--submission-id", name, *([] if args.attach else ["--no-wait"]))]
 
@@ -181,7 +182,7 @@ def submit_to_ray(args: argparse.Namespace) -> int:
         print_notice(_("Ray job {name}").format(name=name))
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with contextlib.ExitStack() as stack:
-            try:  # around Popen too: an interrupt may come while it waits for the new process to be `ray`
+            try:  # around Popen as well: an interrupt may come while it waits for the new process to become `ray`
                 child = stack.enter_context(subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL))
                 return child.wait()
             except KeyboardInterrupt:
@@ -212,10 +213,10 @@ def submit_to_ray(args: argparse.Namespace) -> int:
 
 
 def engine_words(texts: list[str]) -> argparse.Namespace:
-    """The words of --with: those of `ray job submit`, and the Python that has gpuguard on the worker.
+    """Parse the words of --with: options of `ray job submit`, and the Python that has gpuguard on the worker.
 
     Raises:
-        InvalidRequest: there is no such word, or its value is no JSON.
+        InvalidRequest: a word is unknown, or its value is not a number or not JSON.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--address")
@@ -245,7 +246,7 @@ def _number(text: str) -> float:
         found = float(text)
     except ValueError:
         found = -1.0
-    if not 0 <= found < 2**63:  # nor is it NaN
+    if not 0 <= found < 2**63:  # NaN is refused as well
         raise argparse.ArgumentTypeError(_("{text!r} is no number").format(text=text))
     return found
 
@@ -261,7 +262,7 @@ def _json_object(text: str) -> dict[str, object]:
 
 
 def job_of(args: argparse.Namespace, more: argparse.Namespace) -> dict[str, object]:
-    """The arguments of submit_job() of Ray's client."""
+    """Return the arguments for submit_job() of Ray's client."""
     given = more.runtime_env_json
     environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS), **given.get("env_vars", {})}
     job: dict[str, object] = {
@@ -277,16 +278,16 @@ def job_of(args: argparse.Namespace, more: argparse.Namespace) -> dict[str, obje
 
 
 def entrypoint(args: argparse.Namespace, python: str, brings: bool) -> str:
-    """What Ray's shell runs on the worker: with this Python if it is there too, else with that of Ray's PATH."""
+    """Return what Ray's shell runs on the worker: with *python* if it is there, otherwise with that of Ray's PATH."""
     waiting = ["--no-wait"] if args.no_wait else ["--wait", args.wait] if args.wait else []
     run = [*python_words("gpuguard")[1:], "run", *inner_words(args), *waiting, "--", *args.command]
-    # A directory that Ray brings to the worker is where the command starts; else the one here, if it is there too.
+    # The command starts in the directory that Ray brings to the worker, otherwise in this one, if it exists there.
     here = shlex.quote(os.getcwd())
     missing = shlex.quote(f"gpuguard: {os.getcwd()} is not on this node: the command starts in")
     change = "" if brings else f'cd {here} 2>/dev/null || echo {missing} "$PWD" >&2; '
     advice = "has no gpuguard on this node: pip install 'gpuguard[ray]' there, or --with '--python PATH'."
     probe = shlex.quote(f"{WITHOUT_WORKING_DIRECTORY} gpuguard")
-    # exec: what Ray finds out about its child is the exit status of gpuguard run.
+    # With exec, the exit status that Ray sees of its child is that of gpuguard run.
     return (
         f'P={shlex.quote(python)}; [ -x "$P" ] || P=python3; "$P" -c {probe} 2>/dev/null || '
         f'{{ echo gpuguard: "$P" {shlex.quote(advice)} >&2; exit 125; }}; {change}exec "$P" {shlex.join(run)}'
@@ -294,7 +295,7 @@ def entrypoint(args: argparse.Namespace, python: str, brings: bool) -> str:
 
 
 def ray_words(job: dict[str, object], more: argparse.Namespace, *further: str) -> list[str]:
-    """The words behind `ray`."""
+    """Return the words that follow `ray`."""
     words = ["job", "submit", *further, *(["--address", more.address] if more.address else [])]
     for key, value in job.items():
         if key.startswith("entrypoint_"):
@@ -303,9 +304,9 @@ def ray_words(job: dict[str, object], more: argparse.Namespace, *further: str) -
     return [*words, "--", "sh", "-c", str(job["entrypoint"])]
 
 
-# --via slurm: sbatch or srun, with `gpuguard run` in front of the command.  Slurm gives whole GPUs; what else is asked
-# of them is checked by `gpuguard run` where the job runs, and the limits are kept there.  Slurm's own time limit stands
-# behind that of the job, so that it ends as its options say.
+# --via slurm: sbatch or srun, with `gpuguard run` in front of the command.  Slurm gives whole GPUs; `gpuguard run`
+# checks everything else that is asked of them where the job runs, and keeps the limits there.  Slurm's own time limit
+# is later than the job's, so that the job ends as its options say.
 
 LATER_SECONDS = 90.0  # after the last signal of gpuguard's own escalation
 
@@ -313,10 +314,10 @@ _SLURM_ADVICE = N_("Does `sinfo` answer here?  `gpuguard submit --print ...` sho
 
 
 def submit_to_slurm(args: argparse.Namespace) -> int:
-    """Submit the command of *args*; does not come back with --attach, where srun takes the place of this process.
+    """Submit the command of *args*; with --attach it does not return, because srun replaces this process.
 
     Raises:
-        GpuguardError: Slurm is not here, or refuses.
+        GpuguardError: Slurm is not installed here, or refuses.
     """
     words = command_line(args)
     if args.print:
@@ -329,7 +330,7 @@ def submit_to_slurm(args: argparse.Namespace) -> int:
                 "they are.  `gpuguard run` needs no Slurm."
             ).format(words=words[0])
         )
-    # With these srun ends where the job did not start, so that the codes are those of `gpuguard run`.
+    # srun ends with these if the job did not start, so that the exit codes are those of `gpuguard run`.
     own = {"SLURM_EXIT_ERROR": EXIT_RUN_FAILED, "SLURM_EXIT_IMMEDIATE": EXIT_NOT_NOW if args.no_wait else EXIT_TIMEOUT}
     environment = {**os.environ, **{name: str(code) for name, code in own.items()}}
     if args.attach:
@@ -352,7 +353,8 @@ def submit_to_slurm(args: argparse.Namespace) -> int:
                 sub=re.sub("^sbatch: (error|fatal): ", "", why), slurm_advice=_(_SLURM_ADVICE)
             )
         )
-    # With a cluster behind it, and what a wrapper of the site's says before; people type it behind scancel.
+    # A cluster may follow the number, and output of a site's wrapper may precede it.  Only the number is kept, because
+    # people type it after scancel.
     found = re.search(r"^([0-9]+)(;\S*)?\s*\Z", done.stdout, re.MULTILINE)
     if found is None:
         raise GpuguardError(_("sbatch does not say a number, so the job may be queued or not: `squeue --me` shows it."))
@@ -365,7 +367,7 @@ def submit_to_slurm(args: argparse.Namespace) -> int:
 
 
 def command_line(args: argparse.Namespace) -> list[str]:
-    """The words of sbatch or srun."""
+    """Return the command line of sbatch or srun."""
     number = args.num_gpus or "1"
     words = ["srun" if args.attach else "sbatch", "--nodes=1", "--ntasks=1", f"--gres=gpu:{number.strip()}"]
     wait, time_limit, grace = durations_of(args)
@@ -383,9 +385,9 @@ def command_line(args: argparse.Namespace) -> list[str]:
             raise InvalidRequest(
                 _("--with: {more!r} cannot be split into words: {fault}.").format(more=more[:60], fault=fault)
             ) from None
-    # This very gpuguard, on another machine of the same kind.
+    # The job runs this very gpuguard, on another machine of the same kind.
     program = os.path.abspath(sys.argv[0])
     is_script = os.path.basename(program) == "gpuguard" and os.access(program, os.X_OK)
     run = [*([program] if is_script else python_words("gpuguard")), "run", *inner_words(args), "--", *args.command]
-    # exec: what Slurm sends to the job reaches gpuguard run, which passes it on.
+    # With exec, the signals that Slurm sends to the job reach gpuguard run, which passes them on.
     return [*words, *run] if args.attach else [*words, "--parsable", f"--wrap=exec {shlex.join(run)}"]

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 
-WRITE_SECONDS = 1.0  # for a reader of stderr that is slow
+WRITE_SECONDS = 1.0  # how long to wait for a slow reader of stderr
 
-unread: deque[str] = deque(maxlen=100)  # what write() has left for later
+unread: deque[str] = deque(maxlen=100)  # the texts that write() has left for later
 
 
 def print_notice(text: str, *, again: bool = False) -> None:
-    """Write *text* to stderr; with *again* in one line of the terminal, which the next one overwrites."""
+    """Write *text* to stderr; with *again*, on one line of the terminal, which the next notice overwrites."""
     lines = [neutralise(line) for line in f"gpuguard: {text}".splitlines()]
     if again:
         rewrite(lines[0])
@@ -34,16 +34,16 @@ def print_notice(text: str, *, again: bool = False) -> None:
 
 
 def rewrite(line: str) -> None:
-    """Write *line* over the last one of the terminal; an empty one clears it."""
-    # With room for the ^C of a user who has waited long enough: on a second row it would keep the line there.
+    """Write *line* over the last line of the terminal; an empty one clears it."""
+    # Leave room for the ^C of a user who has waited long enough: if it wrapped, it would keep the line on the screen.
     write("\r\x1b[K" + shorten(line, (width(2) or 80) - 1 - len("^C")))
 
 
 def write(text: str, seconds: float = WRITE_SECONDS) -> None:
-    """To stderr, whatever has become of it: a job must not end because its log or its terminal is gone.
+    """Write *text* to stderr, whatever has become of it: a job must not end because its log or its terminal is gone.
 
-    Nor may it go on beyond its limits because they stand still (Ctrl-S, a pager): what is not read within so many
-    seconds comes with the next text.
+    Nor may the job outlive its limits because its reader stands still (Ctrl-S, a pager), so text that is not read
+    within *seconds* comes with the next text.
     """
     unread.append(text)
     write_rest(seconds)
@@ -52,36 +52,37 @@ def write(text: str, seconds: float = WRITE_SECONDS) -> None:
 
 
 def write_rest(seconds: float | None = None) -> None:
-    """Write what was not read yet, if that begins to be read within so many seconds; None: however long it takes."""
+    """Write the texts that are left, if they begin to be read within *seconds*; None: however long it takes."""
     poll = select.poll()
     poll.register(2, select.POLLOUT)
-    with suppress(OSError, IndexError):  # the latter: another thread has written it
+    with suppress(OSError, IndexError):  # IndexError: another thread has written it
         while unread and poll.poll(None if seconds is None else seconds * 1000):
             print(unread.popleft(), end="", file=sys.stderr, flush=True)
 
 
 def rewrites() -> bool:
-    """Whether stderr is a terminal whose last line can be written anew: that of an editor cannot.
+    """Whether stderr is a terminal whose last line can be rewritten, which an editor's cannot.
 
-    Nor can it in the background, where that line is what the user types.
+    Nor can it from the background, because there the user is typing on that line.
     """
     if not is_terminal() or os.environ.get("TERM") in ("dumb", "unknown"):
         return False
     try:
         return os.tcgetpgrp(2) == os.getpgrp()
-    except OSError:  # not the terminal of this session: so without job control
+    except OSError:  # it is not this session's terminal, so there is no job control
         return True
 
 
 def is_terminal() -> bool:
-    """Whether stderr is read by a person right now."""
+    """Whether a person reads stderr right now."""
     return os.isatty(2)
 
 
 @contextmanager
 def screen(*, alternate: bool = True) -> Iterator[None]:
-    """What is drawn again and again until Ctrl-C or SIGTERM: on the *alternate* screen, so that the shell's lines come
-    back afterwards, and without a cursor.
+    """Let the block draw again and again until Ctrl-C or SIGTERM.
+
+    On the *alternate* screen there is no cursor, and the shell's lines come back afterwards.
     """
     former = signal.signal(signal.SIGTERM, end_on_signal)
     try:
@@ -98,7 +99,7 @@ def screen(*, alternate: bool = True) -> Iterator[None]:
 
 
 def end_on_signal(*_: object) -> NoReturn:
-    """End as SIGTERM asks for, through the clauses that give the shell's screen back."""
+    """End as SIGTERM asks, through the clauses that restore the shell's screen."""
     raise SystemExit(128 + signal.SIGTERM)
 
 
@@ -108,7 +109,7 @@ def draw(lines: Sequence[str]) -> None:
 
 
 def fitting(lines: list[str], else_use: str) -> list[str]:
-    """*lines* that fit on the terminal; those that do not are counted, and *else_use* says how to see them."""
+    """Return the *lines* that fit on the terminal; the others are counted, and *else_use* says how to see them."""
     columns, rows = size()
     room = max(2, (rows or 24) - 1)
     if len(lines) <= room:
@@ -120,12 +121,12 @@ def fitting(lines: list[str], else_use: str) -> list[str]:
 
 
 def can_redraw() -> bool:
-    """Whether stdout is a terminal on which something can be drawn at a place: that of an editor is not."""
+    """Whether stdout is a terminal on which anything can be drawn at any place, which an editor's is not."""
     return sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def size(descriptor: int = 1) -> tuple[int | None, int | None]:
-    """Columns and rows of the terminal; None and None for a pipe or a file."""
+    """Return columns and rows of the terminal, or (None, None) for a pipe or a file."""
     try:
         terminal = os.get_terminal_size(descriptor)
     except OSError:
@@ -134,5 +135,5 @@ def size(descriptor: int = 1) -> tuple[int | None, int | None]:
 
 
 def width(descriptor: int = 1) -> int | None:
-    """Columns of the terminal; None for a pipe or a file."""
+    """Return the columns of the terminal, or None for a pipe or a file."""
     return size(descriptor)[0]

@@ -38,7 +38,7 @@ from gpuguard.units import parse_duration
 from gpuguard.views.text import put, style
 
 HINT = "pip install 'gpuguard[tui]'"
-_APART = 0.25  # seconds between the two samples of --once: CPU is a rate
+_APART = 0.25  # seconds between the two samples of --once, because CPU is a rate
 _UNBOUNDED = 10_000  # columns of a pipe: nothing is shortened there
 
 
@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     if options.has_hosts(args):
-        from gpuguard.cli import fleet  # ssh, for those who ask for other hosts
+        from gpuguard.cli import fleet  # for ssh, which only other hosts need
 
         return fleet.top(args)
     every = options.quantity("--every", args.every or "1s", parse_duration)
@@ -84,10 +84,10 @@ def main(args: argparse.Namespace) -> int:
     is_once = args.once or not sys.stdout.isatty()
     feed.more = fields_shown(terminal.size()[0] or _UNBOUNDED)
     if not is_once:
-        feed.more -= {PCIE}  # a driver needs 40 ms for each GPU: not before the first picture
+        feed.more -= {PCIE}  # not before the first picture, because a driver needs 40 ms for each GPU
     try:
         with progress("reading the GPUs"):
-            scene = feed.sample()  # a fault of the first sample ends the command; later ones are shown and may pass
+            scene = feed.sample()  # a fault in the first sample ends the command; later ones are shown and may pass
         view = _view(args, scene.snapshot)
         if not (device_state.chosen(scene.uses, view.users, view.devices) or scene.snapshot.recorded):
             options.check_users(args.user)
@@ -105,7 +105,7 @@ def main(args: argparse.Namespace) -> int:
 
             Top(feed, view, scene, every, light=args.light).run()
     finally:
-        # A thread that hangs in the driver is not waited for: its worker ends with us.
+        # Do not wait for a thread that hangs in the driver: its worker ends with us.
         if all(thread.name != SAMPLING_THREAD for thread in threading.enumerate()):
             feed.source.close()
     return 0
@@ -132,7 +132,7 @@ def _view(args: argparse.Namespace, snapshot: Snapshot) -> ScreenView:
 
 
 def visible_devices(snapshot: Snapshot, environ: Mapping[str, str]) -> frozenset[str]:
-    """The uuids that CUDA_VISIBLE_DEVICES leaves, with the instances of whole devices: all when it is not set."""
+    """Return the uuids that CUDA_VISIBLE_DEVICES leaves, with the instances of whole devices; all if it is not set."""
     visible = visible_uuids(environ, snapshot.devices)
     return frozenset(
         device.uuid
@@ -142,14 +142,14 @@ def visible_devices(snapshot: Snapshot, environ: Mapping[str, str]) -> frozenset
 
 
 def _can_draw() -> bool:
-    """Whether textual is there and the terminal is one; says how to get it when it is not."""
+    """Whether textual is installed and the terminal can be drawn on."""
     if os.environ.get("TERM", "dumb") in ("dumb", "unknown") or not sys.stdin.isatty():
         return False
     return importlib.util.find_spec("textual") is not None
 
 
 def _plain(feed: SceneFeed, view: ScreenView, scene: Scene, every: float) -> None:
-    """Draw it again every *every* seconds until Ctrl-C, always at the same place."""
+    """Draw the page again every *every* seconds until Ctrl-C, always at the same place."""
     history, trouble = History(), ""
     with terminal.screen():
         while True:

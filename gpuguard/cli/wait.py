@@ -56,8 +56,8 @@ def main(args: argparse.Namespace) -> int:
     target = message_target(args.notify)
     directory = directory_of(args, make=True)
     with closing(backend_of(args)) as backend:
-        job = JobDetails(command=("gpuguard", "wait"), priority=priority_of(args))  # what others see of it
-        # For a moment it is claimed: so the answer is what `run` would have got, and not a guess.
+        job = JobDetails(command=("gpuguard", "wait"), priority=priority_of(args))  # what other users see of it
+        # The devices are claimed for a moment, so that the answer is what `run` would have got, and not a guess.
         claim = wait_for_claim(args, backend, directory, requests, job, wait)
         devices = claim.devices
         claim.release()

@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
             "`(umask 077; head -c 24 /dev/urandom | base64 > web-token)`, and put a proxy with TLS before it."
         )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # What goes over PCIe and NVLink comes from a backend of its own: the other source may be the daemon.
+    # PCIe and NVLink traffic comes from a backend of its own, because the other source may be the daemon.
     traffic = SnapshotSource(
         args.backend, lambda: backend_of(args), lambda: None, read=lambda backend: backend.sample({PCIE, NVLINK_FLOW})
     )
@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace, source: SnapshotSource, traffic: SnapshotSource, token: str | None) -> None:
-    try:  # the extra
+    try:  # the extra may be missing
         import uvicorn
 
         from gpuguard.web.feed import FrameFeed
@@ -103,7 +103,7 @@ def _serve(args: argparse.Namespace, source: SnapshotSource, traffic: SnapshotSo
         http=Connection,
         ws="none",
         loop="asyncio",
-        log_level="error",  # else every bad request of a stranger is a line
+        log_level="error",  # otherwise every bad request of a stranger writes a line
         access_log=False,
         server_header=False,
         timeout_keep_alive=10,
@@ -116,7 +116,7 @@ def _serve(args: argparse.Namespace, source: SnapshotSource, traffic: SnapshotSo
 
 
 def _shown(args: argparse.Namespace, token: str | None) -> str:
-    """What follows the address.  A token that was just made is shown nowhere else, and in no file or journal."""
+    """Return what follows the address.  A token that was just made is shown only here, never in a file or journal."""
     if token is None:
         return ""
     kind = os.fstat(2).st_mode
@@ -126,7 +126,7 @@ def _shown(args: argparse.Namespace, token: str | None) -> str:
 
 
 def address_of(text: str) -> tuple[str, int, str | None]:
-    """(host, port, None), or ("", 0, path of a socket)."""
+    """Return (host, port, None), or ("", 0, path of a socket)."""
     if text.startswith("unix:"):
         return "", 0, os.path.abspath(text.removeprefix("unix:"))
     host, _, port = text.rpartition(":")
@@ -136,7 +136,7 @@ def address_of(text: str) -> tuple[str, int, str | None]:
 
 
 def read_token(path: str) -> str:
-    """The token in a file that no other user can read."""
+    """Read the token from a file that no other user may be able to read."""
     try:
         with open_file(path) as file:
             status = os.fstat(file.fileno())
@@ -151,7 +151,7 @@ def read_token(path: str) -> str:
 
 
 def newest_events(labels: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The newest lines of the audit logs that this user may read, oldest first; *labels*: of devices by uuid."""
+    """Return the newest lines of the logs that this user may read, oldest first; *labels* of devices are by uuid."""
     lines: list[Line] = []
     for path in dict.fromkeys((events_path(), MACHINE_EVENTS)):
         with suppress(OSError):

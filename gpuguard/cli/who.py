@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def add_filter_options(parser: argparse.ArgumentParser) -> None:
-    """--user and --device: what is shown of the machine."""
+    """Add --user and --device, which choose what is shown of the machine."""
     options.add_repeatable(
         parser,
         ("--user", "NAME", "only this user's (repeatable)"),
@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     if options.has_hosts(args):
-        from gpuguard.cli import fleet  # ssh, for those who ask for other hosts
+        from gpuguard.cli import fleet  # for ssh, which only other hosts need
 
         return fleet.who(args)
     every = None if args.watch is None else options.quantity("--watch", args.watch, parse_duration)
@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidRequest(_("--watch needs at least 100ms between two looks."))
     with closing(options.snapshot_source(args, WHO_FIELDS if args.json else TEXT_FIELDS)) as source:
         if every is None:
-            with progress("reading the GPUs"):  # of a recording: up to the moment that is meant
+            with progress("reading the GPUs"):  # a recording is read up to the moment that is meant
                 lines = _lines(args, source)
             put(lines)
         else:
@@ -97,11 +97,11 @@ def _lines(args: argparse.Namespace, source: SnapshotSource) -> list[str]:
     return [*lines, *([] if snapshot.recorded else options.own_deeds(args))]
 
 
-# The queue and reservations bring the reader of the site's rules along: they are loaded only where there are any.
+# The queue and the reservations need the reader of the site's rules, so they are loaded only where there are any.
 
 
 def _reserved(args: argparse.Namespace, snapshot: Snapshot) -> ReservationCalendar | None:
-    """The reservations of now and later."""
+    """Return the reservations of now and later, or None if there are none or they cannot be read."""
     if (directory := _directory_with(args, "reserve.")) is None:
         return None
     from gpuguard.queue.reservations import reservation_calendar
@@ -111,13 +111,13 @@ def _reserved(args: argparse.Namespace, snapshot: Snapshot) -> ReservationCalend
         calendar = reservation_calendar(directory, uuids, snapshot.claims, time.time())
     except (ClaimError, OSError):
         return None
-    # Those of a group, too: nothing says here which of these users are in it.
+    # Reservations of a group are shown as well, because nothing here says which of these users are in it.
     shown = [status for status in calendar.statuses if not args.user or status.reservation.user in (*args.user, None)]
     return replace(calendar, statuses=tuple(shown))
 
 
 def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> tuple[list[Ticket], list[str]]:
-    """The requests that wait, as `gpuguard queue` ranks them, and how many more wait for those."""
+    """Return the requests that wait, as `gpuguard queue` ranks them, and in words how many more wait for those."""
     if (directory := _directory_with(args, "ticket.")) is None:
         return [], []
     from gpuguard.queue.reasons import unplanned_texts
@@ -126,7 +126,7 @@ def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> tuple[list[Ticket]
     try:
         queue = read_queue(directory, snapshot)
     except (GpuguardError, OSError):
-        return [], []  # the claims are missing too, and that is said
+        return [], []  # the claims cannot be read either, and that is reported
     tickets = [position.ticket for position in queue.positions]
     return [ticket for ticket in tickets if not args.user or ticket.user in args.user], unplanned_texts(
         queue, args.user
@@ -134,7 +134,7 @@ def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> tuple[list[Ticket]
 
 
 def _directory_with(args: argparse.Namespace, kind: str) -> LockDirectory | None:
-    """The directory of the claims, if it has a file of that kind."""
+    """Return the claim directory, or None if it has no file of that kind."""
     try:
         directory = options.directory_of(args)
         there = any(name.startswith(directory.prefix + kind) for name in directory.names())
@@ -144,7 +144,7 @@ def _directory_with(args: argparse.Namespace, kind: str) -> LockDirectory | None
 
 
 def chosen_devices(snapshot: Snapshot, words: Sequence[str]) -> frozenset[str]:
-    """The uuids that ``["0,3", "GPU-ab"]`` means; a divided device stands for its instances too.
+    """Return the uuids that ``["0,3", "GPU-ab"]`` means; a divided device includes its instances.
 
     Raises:
         InvalidRequest: a word names no device, or several.
@@ -156,9 +156,9 @@ def chosen_devices(snapshot: Snapshot, words: Sequence[str]) -> frozenset[str]:
 
 
 def _watch(args: argparse.Namespace, source: SnapshotSource, every: float) -> None:
-    """Show it every *every* seconds until Ctrl-C, on a terminal always at the same place."""
+    """Show the lines every *every* seconds until Ctrl-C, on a terminal always at the same place."""
     on_screen = terminal.can_redraw() and not args.json
-    lines = _lines(args, source)  # a fault of the first sample ends the command; later ones are shown and may pass
+    lines = _lines(args, source)  # a fault in the first sample ends the command; later ones are shown and may pass
     with terminal.screen(alternate=on_screen):
         while True:
             if on_screen:
