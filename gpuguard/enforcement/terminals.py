@@ -1,4 +1,4 @@
-"""Writes to the terminal of a process, like write(1).  Never waits for one, and never writes to another user's."""
+"""Writes to the terminal of a process, like write(1).  Never waits for it, and never writes to another user's."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _PSEUDO_TERMINALS = range(136, 144)  # major numbers of /dev/pts/N
 
 
 def write_to_terminal(terminal: int, uid: int, text: str, *, last: bool = False, place: str = "/dev/pts") -> str:
-    """Write *text* to a pseudo-terminal, if it belongs to *uid* and takes messages; never waits for one.
+    """Write *text* to a pseudo-terminal, if it belongs to *uid* and takes messages, without ever waiting for it.
 
     Args:
-        terminal: its device number, as in /proc/PID/stat; it lies in *place*.
-        uid: to whom it must belong.
-        text: lines; everything in them that is not plainly visible is written out.
-        last: the last notice before something is taken away: `mesg n` does not hold it up.
+        terminal: its device number, as in /proc/PID/stat; its node lies in *place*.
+        uid: the user to whom it must belong.
+        text: lines; every character in them that is not plainly visible is written out.
+        last: whether this is the last notice before something is taken away: `mesg n` does not hold it up.
 
     Returns:
-        "written", or why not.
+        "written", or the reason why not.
     """
     if os.major(terminal) not in _PSEUDO_TERMINALS:
         return NO_TERMINAL
@@ -36,7 +36,7 @@ def write_to_terminal(terminal: int, uid: int, text: str, *, last: bool = False,
     try:
         descriptor = os.open(f"{place}/{number}", flags)
     except PermissionError:
-        return TERMINAL_REFUSED  # `mesg n`, which only root can pass over
+        return TERMINAL_REFUSED  # `mesg n`, which only root can override
     except OSError:
         return NO_TERMINAL
     try:
@@ -44,7 +44,7 @@ def write_to_terminal(terminal: int, uid: int, text: str, *, last: bool = False,
         if not stat.S_ISCHR(seen.st_mode) or seen.st_rdev != terminal:
             return NO_TERMINAL
         if seen.st_uid != uid:
-            return NOT_THE_OWNERS  # a container numbers its terminals anew: this is another one
+            return NOT_THE_OWNERS  # a container numbers its terminals anew, so this is another one
         if not (last or seen.st_mode & stat.S_IWGRP):
             return TERMINAL_REFUSED
         lines = [neutralise(line) for line in text.rstrip().splitlines()[:MOST_LINES]]

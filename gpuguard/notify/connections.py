@@ -1,7 +1,8 @@
-"""Connections that end: what the other side says counts, in time and in bytes, until we say something again.
+"""Connections that end: each answer of the other side is bounded in time, and all of them together in bytes.
 
-A time-out of a socket begins anew with each piece, and http.client and smtplib read on for as long as something comes:
-one byte now and then held a thread for ever, and a mail server whose greeting has no last line filled the memory.
+The time-out of a socket begins anew with each piece, and http.client and smtplib read on for as long as something
+comes.  So one byte now and then held a thread for ever, and a mail server whose greeting has no last line filled the
+memory.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ MOST_BYTES = 256 * 1024  # of all answers of a connection; the longest honest on
 
 
 class ConnectionLimits:
-    """What the other side of one connection has left."""
+    """The time and the bytes that the other side of one connection has left."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._left = seconds, MOST_BYTES
         self.begin()
 
     def begin(self) -> None:
-        """An answer is waited for from now on."""
+        """Start the time within which the next answer must come."""
         self._until = time.monotonic() + self._seconds
 
     def seconds(self) -> float:
-        """How long the answer may still take.  Raises TimeoutError when it took too long."""
+        """Return how long the answer may still take.  Raises TimeoutError: it took too long."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise TimeoutError(errno.ETIMEDOUT, "no answer in time")
         return left
 
     def count(self, bytes_read: int) -> None:
-        """Count what has come.  Raises OSError when that is too much."""
+        """Count the bytes that have come.  Raises OSError: they are too many."""
         self._left -= bytes_read
         if self._left < 0:
             raise OSError(errno.EMSGSIZE, "it answers without end")
@@ -61,7 +62,7 @@ class _LimitedSocket(socket.socket):
 
 
 def connect(host: str, port: int, limits: ConnectionLimits) -> socket.socket:
-    """A connection to the first of its addresses that takes one.  Raises OSError when none does."""
+    """Connect to the first address of *host* that accepts.  Raises OSError: none does."""
     limits.begin()
     fault: OSError = OSError(errno.EHOSTUNREACH, "it has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -79,7 +80,7 @@ def connect(host: str, port: int, limits: ConnectionLimits) -> socket.socket:
 
 
 def limit_tls(context: ssl.SSLContext, limits: ConnectionLimits) -> ssl.SSLContext:
-    """*context*, whose connections count what is said in them, too."""
+    """Return *context*, whose connections now keep to *limits*."""
 
     class LimitedTlsSocket(_LimitedSocket, ssl.SSLSocket):
         def do_handshake(self, block: bool = False) -> None:

@@ -20,13 +20,13 @@ _PORTS = {"starttls": 587, "tls": 465, "none": 25}
 
 
 def deliver(target: Email, message: Message) -> str | None:
-    """Send *message* now; returns which addresses the server refused, None when it took all.
+    """Send *message* now; return which addresses the server refused, or None if it took all.
 
-    Raises Undelivered: and why.
+    Raises Undelivered, which says why.
     """
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip("-.") or "localhost"
     sender = target.from_ or f"gpuguard@{host}"
-    # A user name can hold anything that a directory service lets in; what is no plain name gets no mail.
+    # A directory service may let anything into a user name, so a name that is not plain gets no mail.
     name = message.user if message.user and re.fullmatch(NAME, message.user) else None
     recipients = [USERS.sub(name or "", address) for address in target.addresses if name or not USERS.search(address)]
     if not recipients:
@@ -53,7 +53,8 @@ def _mail_message(message: Message, sender: str, recipients: list[str]) -> Email
     mail["From"] = sender
     mail["To"] = ", ".join(recipients)
     # Neutral text has no line ends, and EmailMessage refuses them.  But it decodes the encoded words that it is given
-    # (=?utf-8?q?=0ABcc:?=), and up to Python 3.12.4 writes their line ends as they are: headers, and another body.
+    # (=?utf-8?q?=0ABcc:?=), and up to Python 3.12.4 it writes their line ends as they are, which would add headers and
+    # another body.
     mail["Subject"] = message.subject.replace("=?", "= ?")
     mail["Date"] = formatdate(localtime=True)
     mail["Message-ID"] = make_msgid(domain="gpuguard.invalid")
@@ -82,7 +83,7 @@ def _send_by_smtp(target: Email, mail: EmailMessage, sender: str, recipients: li
     except smtplib.SMTPException as error:
         cause = error.__context__
         if isinstance(cause, OSError) and not isinstance(cause, smtplib.SMTPException):
-            raise cause from None  # what happened to the connection: no word of the server's
+            raise cause from None  # it says what happened to the connection, without a word of the server's
         raise Undelivered(f"the mail server does not play along ({type(error).__name__})") from None
     return f"the mail server refuses {', '.join(sorted(refused))}" if refused else None
 
@@ -104,7 +105,7 @@ def _connected(target: Email) -> smtplib.SMTP:
         return EncryptedSmtp(target.server, port, timeout=target.timeout, context=context)
     server = PlainSmtp(target.server, port, timeout=target.timeout)
     try:
-        server.starttls(context=context)  # raises when the server has none: nothing goes out in clear text
+        server.starttls(context=context)  # raises if the server has no TLS, so that nothing goes out in clear text
     except (OSError, ValueError):
         server.close()
         raise

@@ -1,11 +1,11 @@
 """Programs that are started with a message: hooks of the administrator, and apprise for chat and push services.
 
-A hook is run as it is written: no shell, and nothing of the message among its words.  It gets the message as JSON on
-its standard input, and in its environment GPUGUARD_SUBJECT, GPUGUARD_BODY and GPUGUARD_POLICY, _USER, _DEVICE_UUID ...
-for each fact that is known.
+A hook runs as it is written, without a shell, and none of its words come from the message.  It gets the message as JSON
+on its standard input, and in its environment GPUGUARD_SUBJECT, GPUGUARD_BODY and GPUGUARD_POLICY, _USER, _DEVICE_UUID
+... for each fact that is known.
 
-apprise (Slack, DingTalk, Feishu, WeCom, ntfy, Telegram ...) runs in a process of its own: it has no bound for the
-whole, neither of time nor of memory, and the daemon need not carry it.
+apprise (Slack, DingTalk, Feishu, WeCom, ntfy, Telegram ...) runs in a process of its own, because it has no bound for
+the whole, neither of time nor of memory, and so that the daemon need not carry it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from gpuguard.notify.webhook import to_json
 
 INSTALL_APPRISE = "apprise is missing: pip install 'gpuguard[notify]'"
 _GRACE_SECONDS = 5.0  # for timeout to do its work
-_MAX_MEMORY = 512 * 2**20  # bytes, of apprise: 2 MB of an answer can be packed so that they are 2 GiB
+_MAX_MEMORY = 512 * 2**20  # bytes, of apprise: an answer of 2 MB can be packed so that it unpacks to 2 GiB
 _MISSING, _NO_SERVICE, _REFUSED = 10, 11, 12
 _ENDS = {
     _MISSING: INSTALL_APPRISE,
     _NO_SERVICE: "apprise knows no service with such an address",
     _REFUSED: "the service did not take the message",
 }
-# The address comes by standard input: a command line can be read by everybody.
+# The address comes on standard input, because everybody can read a command line.
 _APPRISE_PROGRAM = f"""
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, ({_MAX_MEMORY}, {_MAX_MEMORY}))
@@ -51,9 +51,10 @@ sys.exit(0 if sent else {_REFUSED})
 def run_hook(target: Hook, message: Message) -> None:
     """Run the program of *target* now.  Raises Undelivered, which says why."""
     name, deadline = target.command[0], time.monotonic() + target.timeout
-    # coreutils' timeout ends what the program has started, too: a script whose curl hangs would leave one each time.
+    # coreutils' timeout also ends what the program has started: a script whose curl hangs would otherwise leave one
+    # behind each time.
     command = ["timeout", "-s", "KILL", f"{target.timeout:.3f}", *target.command]
-    # Our own environment stays here: it may hold the secrets of other targets.
+    # The program does not get our own environment, which may hold the secrets of other targets.
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "LANG": "C.UTF-8",
@@ -63,8 +64,8 @@ def run_hook(target: Hook, message: Message) -> None:
         "GPUGUARD_COUNT": str(message.count),
     }
     # Only root can become another user, and a service that could (CAP_SETUID) could become root as well.  So without
-    # root the program runs as the service's user, from whom the daemon has taken all capabilities for its children:
-    # it can signal only that user's processes, and cannot look into the daemon, which has more rights than it.
+    # root the program runs as the service's user, and the daemon keeps all capabilities from its children: the program
+    # can signal only that user's processes, and cannot look into the daemon, which has more rights than it.
     uid, gid = _identity(target.user)
     try:
         os.stat(name)
@@ -82,7 +83,7 @@ def run_hook(target: Hook, message: Message) -> None:
 
 
 def hook_problem(target: Hook) -> str | None:
-    """What is wrong with the user as whom it would run."""
+    """Say what is wrong with the user that the hook would run as, or return None."""
     if os.geteuid() != 0 and target.user != "nobody":
         return f"only root can run a program as {target.user!r}: it will run as gpuguard's own user"
     try:

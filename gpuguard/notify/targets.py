@@ -1,8 +1,8 @@
 """Targets: where messages can go, each kind a frozen dataclass whose fields are the keys of policy files.
 
 A secret (a password, a token, an address that holds one) is named by its place, read when a message goes out, and kept
-and shown nowhere.  What is wrong in itself is an InvalidRequest when the object is made; sender.problems() finds what
-only this machine can tell.  Sends nothing: see mail, webhook, programs.
+and shown nowhere.  A target that is wrong in itself raises InvalidRequest when it is made; sender.problems() finds the
+faults that only this machine can tell.  Sends nothing: see mail, webhook, programs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Undelivered(Exception):
 
 
 class Undeliverable(Undelivered):
-    """It is about this message and its recipient, and not about the way there: no second try would help."""
+    """The fault lies in this message and its recipient, not in the way there, so no second try would help."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Secret:
             )
 
     def read(self) -> str:
-        """The secret itself, without the end of its line.
+        """Return the secret itself, without the end of its line.
 
         Raises Undelivered: it is not there, or others could have read or written it.
         """
@@ -80,7 +80,7 @@ def _read_private_file(path: str) -> str:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise Undelivered(f"the secret {path} is not an ordinary file with one name")
-        # Root gave it to our group on purpose; one's own file may be open to a group of everybody ("users").
+        # Root gave a file to our group on purpose; our own file may be open to a group of everybody ("users").
         shared = 0o040 if os.geteuid() and status.st_uid == 0 and status.st_gid == os.getegid() else 0
         if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o077 & ~shared:
             raise Undelivered(f"the secret {path} is open to others: chown root {path}; chmod 0400 {path}")
@@ -146,12 +146,12 @@ class Email:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of *to*, as they are written."""
+        """The addresses in *to*, as they are written."""
         return (self.to,) if isinstance(self.to, str) else self.to
 
     @property
     def personal(self) -> bool:
-        """Whether the addresses depend on the user: then no user may get what is about another one."""
+        """Whether the addresses depend on the user; then no user may get a message about another one."""
         return any(USERS.search(address) for address in self.addresses)
 
 
@@ -181,7 +181,7 @@ class Webhook:
 
 
 def url_fault(url: str, *, insecure: bool) -> str | None:
-    """Why *url* cannot be sent to; it says nothing of the address, which may be a secret."""
+    """Say why no message can go to *url*, or return None; the address may be a secret, so the text does not show it."""
     if not (url.isascii() and url.isprintable()) or " " in url:
         return _("an address has no blanks and nothing but ASCII: write other characters as %XX.")
     try:

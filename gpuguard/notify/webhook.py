@@ -20,14 +20,14 @@ from gpuguard.notify.templates import Message
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """A redirect would carry the token to wherever the answer says: it counts as an error."""
+    """Treats a redirect as an error, because it would carry the token to wherever the answer says."""
 
     def redirect_request(self, *_: object) -> None:
         return None
 
 
 class _LimitedHandler(HTTPHandler, HTTPSHandler):
-    """Both kinds of connections, within *limits*."""
+    """Opens both kinds of connections, within *limits*."""
 
     def __init__(self, limits: ConnectionLimits, ca_file: str) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ class _LimitedHandler(HTTPHandler, HTTPSHandler):
 
 
 def post(url: str, body: bytes, headers: dict[str, str], timeout: float, ca_file: str = "") -> HTTPResponse:
-    """The answer of *url*, to be closed; no proxy is asked for this machine itself.
+    """Return the answer of *url*, which the caller must close; no proxy is used for this machine itself.
 
     Raises:
-        urllib.error.HTTPError: it answers with no success, which a redirect is not either.
-        OSError, http.client.HTTPException, ValueError: it does not answer, or with nonsense.
+        urllib.error.HTTPError: the answer is no success, and neither is a redirect.
+        OSError, http.client.HTTPException, ValueError: there is no answer, or it is nonsense.
     """
     proxy = ProxyHandler({} if urlsplit(url).hostname in LOOPBACK else None)
     opener = build_opener(proxy, _LimitedHandler(ConnectionLimits(timeout), ca_file), _NoRedirects())
