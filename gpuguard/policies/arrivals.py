@@ -1,8 +1,8 @@
-"""Who came first: since when each process stands on the driver's list of a device, and who stood there before a claim.
+"""Who came first: since when the driver's list of a device has each process, and which processes it had before a claim.
 
-A claim that is made later must not turn an older process into a trespasser, and what a record says of its own time is
-its owner's word.  So this goes by what was seen: the lists of processes that can be believed, and the first snapshot
-that shows a claim on a device.  Reads nothing; engine.evaluate() feeds it, so that rehearsals agree with the daemon.
+A claim that is made later must not turn an older process into a trespasser, and the time in a record is only its
+owner's word.  So this relies on what was seen: the lists of processes that can be believed, and the first snapshot that
+shows a claim on a device.  Reads nothing; engine.evaluate() feeds it, so that rehearsals agree with the daemon.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _KnownList:
     clock: float
     pids: frozenset[int]
     arrived: dict[ProcessIdentity, float | None]  # those whose start time is known -> see Arrivals.arrived()
-    using: frozenset[_MaybeIdentified]  # those that use the device, or may: no desktops
+    using: frozenset[_MaybeIdentified]  # those that use the device, or may use it: no desktops
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _FirstSight:
 class Arrivals:
     """The order in which processes and claims came to the devices of one machine, as far as snapshots show it.
 
-    Its memory is that of one boot: make a new one when the clock runs backwards.
+    It holds for one boot: make a new one when the clock runs backwards.
     """
 
     _lists: dict[str, _KnownList] = field(default_factory=dict)  # by uuid
@@ -57,28 +57,28 @@ class Arrivals:
                 on_device = lock_identity(claim, device.uuid, device.parent_uuid)
                 sight = self._claims.get(on_device) or _FirstSight(self._came(claim, snapshot))
                 if sight.there_first is None and now is not None:
-                    # Who is on the list that shows the claim first may have come before it, or with it.
+                    # A process on the first list that shows the claim may have come before it, or with it.
                     there = {process for process in now.using if (process[1] or 0.0) < sight.clock}
                     sight = _FirstSight(sight.clock, frozenset(there | (known.using if known else set())))
                 claims[on_device] = sight
             if now is not None:
                 self._lists[device.uuid] = now
         if readable:
-            # A claim that was another one meanwhile, or no known user's, is a new one when it comes back.
+            # A claim that was another one meanwhile, or belonged to no known user, counts as new when it comes back.
             self._claims, self._knows_claims = claims, True
 
     def arrived(self, device: str, process: ProcessIdentity) -> float | None:
-        """CLOCK_BOOTTIME of the first list of *device* (a uuid) with that process, after one without its pid.
+        """Return CLOCK_BOOTTIME of the first list of *device* (a uuid) with that process, after one without its pid.
 
-        It lived when that one was read, so that its pid was no other's since, and has stood on every believable list
-        after it.  None when that is not proven: its pid was there before, it is younger than the last list without it,
-        or its row could not be identified once.
+        The process lived when the list without its pid was read, so that no other process has had the pid since, and it
+        has stood on every believable list after it.  None if that is not proven: its pid was there before, it is
+        younger than the last list without it, or its row could not be identified once.
         """
         known = self._lists.get(device)
         return known.arrived.get(process) if known else None
 
     def was_there_before(self, claim: ClaimRecord, device: Device, process: GpuProcess) -> bool:
-        """Whether *process* used *device* before *claim* came, or may have: a claim that was not seen yet is newer."""
+        """Whether *process* used *device* before *claim* came, or may have; a claim that was not seen yet is newer."""
         sight = self._claims.get(lock_identity(claim, device.uuid, device.parent_uuid))
         there_first = sight.there_first if sight and process.start_time is not None else None
         return there_first is None or not there_first.isdisjoint(
@@ -86,9 +86,9 @@ class Arrivals:
         )
 
     def _came(self, claim: ClaimRecord, snapshot: Snapshot) -> float:
-        """The latest clock at which *claim*, which is new in *snapshot*, can have come.
+        """Return the latest clock at which *claim*, which is new in *snapshot*, can have come.
 
-        At the first snapshot of all, when everything is new, that is as old as the claim counts.
+        In the very first snapshot, when every claim is new, that is the time that the claim itself gives.
         """
         if self._knows_claims or claim.since is None:
             return snapshot.clock
@@ -97,18 +97,18 @@ class Arrivals:
 
 
 def _listed(device: Device, before: _KnownList | None, clock: float) -> _KnownList | None:
-    """The list of *device* that was read at *clock*; None when it cannot be believed."""
+    """Return the list of *device* that was read at *clock*, or None if it cannot be believed."""
     if device.processes is None or not device.processes_plausible:
         return None
     arrived: dict[ProcessIdentity, float | None] = {}
     for process in device.processes:
         if process.start_time is not None:
             identity = process.pid, process.start_time
-            # A younger one may have got the pid of another that came meanwhile, ended, and is still listed.
+            # A younger process may have the pid of another one that came meanwhile, ended, and is still listed.
             lived = before is not None and process.start_time < before.clock - START_SLACK
             is_new = lived and before is not None and process.pid not in before.pids
             arrived[identity] = clock if is_new else before.arrived.get(identity) if before else None
-    # What could not be read of a process then is not held against it later.
+    # A process is not blamed later for what could not be read of it now.
     using = frozenset(
         (process.pid, process.start_time)
         for process in device.processes

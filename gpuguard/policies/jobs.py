@@ -1,9 +1,10 @@
-"""Which processes are one job: the guard counts it once, and ends it whole.
+"""Which processes form one job: the guard counts a job once, and ends it whole.
 
-With a claim it is what holds the lock of the innermost one, or was started below that.  Without one it is what shares a
-process group; or a parent that only starts programs, the program, and the time of the start: a launcher whose ranks
-have groups of their own.  A job is of one user.  What only may belong to a claim, and what is not known, is one by
-itself.  Never widens what a rule has found.
+With a claim, a job is the processes that hold the lock of the innermost one, or were started below such a process.
+Without one, it is the processes that share a process group; or that share a parent that only starts programs, the
+program, and the time of the start: a launcher whose ranks have groups of their own.  A job belongs to one user.  A
+process that only may belong to a claim, or of which nothing is known, is a job by itself.  Never widens what a rule has
+found.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gpuguard.device_state import started_by
 from gpuguard.model import GpuProcess, ProcessIdentity
 from gpuguard.policies.view import RuleView
 
-TOGETHER_SECONDS = 60.0  # within which the ranks of a launcher are started
+TOGETHER_SECONDS = 60.0  # a launcher starts its ranks within these
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,12 @@ class JobMember:
 
 
 def alone(process: ProcessIdentity) -> JobMember:
-    """A process of which nothing is known that it shares."""
+    """Return a member of a job by itself: *process* is not known to share anything."""
     return JobMember(process, f"process {process}")
 
 
 def member_of(process: GpuProcess, view: RuleView) -> JobMember:
-    """What *process* shares with others of its job."""
+    """Return *process* with what it shares with others of its job."""
     identity = process.pid, -1.0 if process.start_time is None else process.start_time
     stat, user = view.seen.get(process.pid), f"of {process.uid}"
     if stat is None or process.uid is None or stat.start_time != process.start_time:
@@ -55,7 +56,7 @@ def member_of(process: GpuProcess, view: RuleView) -> JobMember:
 
 
 def jobs_of(members: Iterable[JobMember]) -> dict[JobMember, str]:
-    """What stands for the job of each of *members*."""
+    """Return what stands for the job of each of *members*, the same text for all members of one job."""
     jobs = {member: member.job for member in members}
     merged: dict[str, str] = {}
 
@@ -69,7 +70,7 @@ def jobs_of(members: Iterable[JobMember]) -> dict[JobMember, str]:
         if one != other:
             merged[other] = one
 
-    first: dict[ProcessIdentity, str] = {}  # a process stays in its job when its claim or group is another one by now
+    first: dict[ProcessIdentity, str] = {}  # a process stays in its job even if its claim or group has changed by now
     for member, job in jobs.items():
         merge(first.setdefault(member.process, job) if member.process[0] > 0 else job, job)
     launched = sorted((member for member in jobs if member.launch), key=lambda each: (each.launch, each.process[1]))

@@ -1,6 +1,6 @@
-"""Frozen dataclasses from a tree of nodes, by their type hints; all faults in one go.
+"""Frozen dataclasses from a tree of nodes, decoded by their type hints, with all faults in one go.
 
-A field is a key (``for_`` is the key ``for``), a field without default is a duty.  What a hint means:
+A field is a key (``for_`` is the key ``for``), and a field without a default is required.  What a hint means:
 
     Annotated[float, parse_duration]    one scalar, read by that function; its ValueError is the fault
     Annotated[int, "user"]              one scalar, read by the function of that name in *readers*
@@ -8,9 +8,9 @@ A field is a key (``for_`` is the key ``for``), a field without default is a dut
     Annotated[TaggedValue, Tagged(...)] NAME, or {do: NAME, common keys, keys of the name's dataclass}
     str int bool Literal                one scalar; whole numbers without unit, as plain digits
     tuple[X, ...] frozenset[X]          a list, not empty
-    Mapping[str, X]                     names of one's own
-    a dataclass                         a mapping with its fields; InvalidRequest in __post_init__ is a fault, too;
-                                        one text alone, in a Choice, is its first field if that is a str
+    Mapping[str, X]                     names of the writer's choice
+    a dataclass                         a mapping with its fields; an InvalidRequest in __post_init__ is a fault;
+                                        in a TaggedChoice, a text alone is its first field if that is a str
     X | Y | None                        by the shape: the first that takes a scalar, a list or a mapping
 
 Does not check what the values mean together: see checks.
@@ -54,7 +54,7 @@ _KINDS = {
 
 
 class Broken(Exception):
-    """A value could not be read.  No error of the program: the fault is noted, and only this value is lost."""
+    """A value could not be read.  This is no error of the program: the fault is noted, and only this value is lost."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class TaggedChoice:
 
 @dataclass(frozen=True)
 class Tagged:
-    """Annotates a Tag: a name of a table alone, or with keys of *common* and keys of the name's dataclass."""
+    """Annotates a TaggedValue: a name of a table alone, or with keys of *common* and keys of the name's dataclass."""
 
     key: str
     common: type
@@ -77,7 +77,7 @@ class Tagged:
 
 @dataclass(frozen=True)
 class TaggedValue:
-    """A name of the table of a Tagged, and what was written with it."""
+    """A name in the table of a Tagged, and what was written with it."""
 
     name: str
     common: Any
@@ -85,18 +85,18 @@ class TaggedValue:
 
 
 class Decoder:
-    """Reads values out of one source; remembers where each of them stood, for faults that are found later."""
+    """Reads values out of one source, and remembers where each of them stood for faults that are found later."""
 
     def __init__(self, source: YamlSource, readers: Mapping[str, Reader]) -> None:
         """Read values of *source*, with *readers* for the hints that name one."""
         self.source = source
         self.readers = readers
         self.nodes: dict[Path, YamlNode] = {}
-        self.values: dict[Path, Any] = {}  # all that could be read, also within what could not
+        self.values: dict[Path, Any] = {}  # all values that could be read, even inside one that could not
         self.keys: dict[Path, YamlNode] = {}
 
     def root(self, noun: type[T]) -> T | None:
-        """What the whole source says; None when it cannot be read as a *noun*, and then the source has the faults."""
+        """Decode the whole source as a *noun*, or return None if it cannot be read; then the source has the faults."""
         tree = self.source.tree()
         if tree is not None:
             with suppress(Broken):
@@ -104,7 +104,7 @@ class Decoder:
         return self.values.get(())
 
     def value(self, node: YamlNode, hint: Any, path: Path = ()) -> Any:
-        """What *node* says, as a value of the type *hint*.
+        """Return what *node* says, as a value of the type *hint*.
 
         Raises:
             Broken: it cannot be read; the source has the fault.
@@ -135,7 +135,7 @@ class Decoder:
         if origin in (tuple, frozenset):
             if node.kind != "sequence":
                 if typing.get_origin(arguments[0]) is typing.Literal:
-                    self._by_type(node, arguments[0], path)  # or the advice would be a fault, too
+                    self._by_type(node, arguments[0], path)  # otherwise following the advice could be a fault again
                 example = f"[{node.text}]" if node.kind == "scalar" else "[...]"
                 self._broken(
                     node,
@@ -256,7 +256,7 @@ class Decoder:
         known = {key: (value, choice.table[key]) for key, value in pairs if key in choice.table}
         for key, (value, hint) in known.items():
             if value.kind == "scalar" and value.text and (first := text_key(hint)):
-                # A text that stands alone for the first key of a dataclass: the mapping that it means.
+                # A text alone stands for the first key of a dataclass: make the mapping that it means.
                 name = YamlNode("scalar", value.line, value.column, text=first)
                 known[key] = YamlNode("mapping", value.line, value.column, pairs=[(name, value)]), hint
         values = self._all(known, path)
@@ -294,7 +294,7 @@ class Decoder:
         return list(found.items())
 
     def _all(self, wanted: Mapping[Any, tuple[YamlNode, Any]], path: Path) -> dict[Any, Any]:
-        """All values, or Broken after each of them had its turn, so that all faults are found in one go."""
+        """Return all values.  Raises Broken only after each had its turn, so that all faults are found in one go."""
         values, good = {}, True
         for key, (node, hint) in wanted.items():
             try:
@@ -316,7 +316,7 @@ class Decoder:
 
 @cache
 def keys_of(noun: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """The hint of each key of a dataclass, and the keys that have a default."""
+    """Return the hint of each key of a dataclass, and the keys that have a default."""
     hints = typing.get_type_hints(noun, include_extras=True)
     own = {key_of(field): field for field in fields(noun) if field.init}
     required = {key for key, field in own.items() if field.default is field.default_factory is MISSING}
@@ -329,7 +329,7 @@ def key_of(field: Field[Any]) -> str:
 
 
 def unknown(word: str, known: Iterable[str], what: str) -> tuple[str, str]:
-    """Fault and hint for a word that is not one of *known*."""
+    """Return the fault and a hint for a word that is not one of *known*."""
     names = list(known)
     wanted = (_OTHER_WORDS.get(word.lower(), ""), word, word.lower())
     near = [name for text in wanted for name in get_close_matches(text, names, n=1)]
@@ -341,7 +341,7 @@ def unknown(word: str, known: Iterable[str], what: str) -> tuple[str, str]:
     return _("{word!r} is no {what}.").format(word=word, what=what), hint
 
 
-# What others call it, for "did you mean": nvidia-smi, Slurm, kill, and plain speech.
+# What nvidia-smi, Slurm, kill and plain speech call our words, for "did you mean".
 _OTHER_WORDS = {
     "gpu": "devices", "gpus": "devices", "user": "users", "group": "groups", "account": "groups",
     "mem": "memory", "util": "utilization", "temp": "temperature", "runtime": "age", "walltime": "age",
@@ -352,7 +352,7 @@ _OTHER_WORDS = {
 
 
 def _plain(hint: Any, node: YamlNode) -> tuple[Any, tuple[Any, ...]]:
-    """*hint* without None and Annotated; of several alternatives the one that has the shape of *node*."""
+    """Return *hint* without None and Annotated; of several alternatives, the one that has the shape of *node*."""
     notes: tuple[Any, ...] = ()
     while True:
         if typing.get_origin(hint) is typing.Annotated:
@@ -368,7 +368,7 @@ def _plain(hint: Any, node: YamlNode) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _shape(hint: Any) -> str:
-    """scalar, sequence or mapping: how a value of this type is written."""
+    """Return how a value of this type is written: "scalar", "sequence" or "mapping"."""
     if typing.get_origin(hint) is typing.Annotated:
         return "mapping" if any(isinstance(note, TaggedChoice) for note in hint.__metadata__) else "scalar"
     if typing.get_origin(hint) in (tuple, frozenset):
@@ -377,7 +377,7 @@ def _shape(hint: Any) -> str:
 
 
 def text_key(hint: Any) -> str | None:
-    """The first key of a dataclass, if a text without rules of its own can be written there."""
+    """Return the first key of a dataclass if a text without rules of its own can be written there, else None."""
     if not is_dataclass(hint) or not isinstance(hint, type):
         return None
     first, kind = next(iter(keys_of(hint)[0].items()), ("", None))
@@ -394,7 +394,7 @@ def _one_of(text: str, choices: tuple[Any, ...]) -> str:
 
 
 def parse_whole(text: str) -> int:
-    """A whole number in plain digits."""
+    """Parse a whole number in plain digits."""
     if not _WHOLE.fullmatch(text):
         raise ValueError(f"{text!r} is not a whole number: write plain digits, like 3.")
     return int(text)
@@ -415,7 +415,7 @@ def _sentences(error: ValueError, path: Path) -> tuple[str, str]:
 
 
 def _name(path: Path) -> str:
-    """``for: `` of the innermost key, to begin a sentence with."""
+    """Return ``for: `` for the innermost key, to begin a sentence with."""
     name = next((str(step) for step in reversed(path) if isinstance(step, str)), "")
     return f"{name}: " if name else ""
 
@@ -431,19 +431,19 @@ _LARGEST = 2**32 - 2  # the number above it means "no user" to the kernel
 
 
 class GoneUser(int):
-    """The number that a name of a user had, UNKNOWN where that was never seen: the name means no user any more."""
+    """The number that a user's name had, or UNKNOWN if it was never seen; the name means no user any more."""
 
 
 @dataclass
 class Accounts:
-    """Who is who on this machine: names of users and groups -> the numbers that the kernel knows.
+    """The users and groups of this machine: their names -> the numbers that the kernel knows.
 
     A name that cannot be resolved is a fault, never a rule that matches no user or all of them.  The directory service
-    (NSS: LDAP, SSSD) may hang, so each name is looked up in a thread of its own, and after *seconds* in all no further
-    one is.  The two functions raise KeyError for a name that no user has.
+    (NSS: LDAP, SSSD) may hang, so each name is looked up in a thread of its own, and no further one is after *seconds*
+    in all.  The two functions raise KeyError for a name that no user has.
 
-    With *remembered*, the numbers that names had, one that no user has any more is no fault but a GoneUser, so that an
-    account that was deleted switches no guard off: see loader.
+    *remembered* are the numbers that names had.  With them, a name that no user has any more is a GoneUser, not a
+    fault, so that deleting an account switches no guard off: see loader.
     """
 
     user_number: Callable[[str], int] = lambda name: pwd.getpwnam(name).pw_uid
@@ -455,7 +455,7 @@ class Accounts:
     _waited: float = field(default=0.0, init=False)
 
     def user(self, text: str) -> int:
-        """The uid of a user's name, or of the uid itself in digits.
+        """Return the uid for a user's name, or for the uid itself in digits.
 
         Raises:
             InvalidRequest: the name is unknown, or there was no answer in time.
@@ -469,7 +469,7 @@ class Accounts:
         return self._number(N_("user"), text, self.user_number, "/etc/passwd")
 
     def group(self, text: str) -> str:
-        """The name of a group, known to exist.
+        """Return the name of a group, which is known to exist.
 
         Raises:
             InvalidRequest: there is none, or there was no answer in time.
@@ -523,7 +523,7 @@ class Accounts:
 
 
 def _similar(name: str, path: str) -> str:
-    """A near miss among the local names; those of a directory service cannot be listed."""
+    """Suggest a similar local name; the names of a directory service cannot be listed."""
     near = []
     with suppress(OSError), open(path, encoding="utf-8", errors="replace") as lines:
         near = get_close_matches(name, [line.partition(":")[0] for line in lines], n=1)

@@ -1,8 +1,8 @@
-"""What guards a machine while its policy file has faults: of the last good text what the faulty one has unchanged.
+"""What guards a machine while its policy file has faults: the last good policies that the faulty text leaves unchanged.
 
-A policy that was changed warns, and takes nothing away, because what it will say is not known yet; likewise all of them
-where a common setting was changed, or where the new text cannot be read.  Pure but for what keeps the text and the
-names: see daemon.service.
+A policy that was changed warns, and takes nothing away, because what it will say is not known yet.  So do all policies
+if a common setting was changed, or if the new text cannot be read.  Pure but for the functions that keep the text and
+the names: see daemon.service.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLICIES = "policies.json"  # among the daemon's files, for `gpuguard policy sho
 
 
 def still_in_force(last: PolicyFile, content: bytes) -> PolicyFile:
-    """*last*, a file without faults, with what holds of it while the text is *content*, which has some."""
+    """Return what holds of *last*, a file without faults, while the text is *content*, which has some."""
     before, now = _plain(last.text), _plain(content)
     same = {key: value for key, value in before.items() if key != "policies"} == {
         key: value for key, value in now.items() if key != "policies"
@@ -48,9 +48,9 @@ def still_in_force(last: PolicyFile, content: bytes) -> PolicyFile:
 
 
 def public(file: PolicyFile, last: PolicyFile, *, enforcing: bool) -> bytes:
-    """What everybody may know of the policies in force: all that *file* says, but for the ways to send messages.
+    """Return what everybody may know of the policies in force: all that *file* says, but for the ways to send messages.
 
-    *last*: the good file of which it is what still holds.  *enforcing*: the daemon's own switch.
+    *file* is what still holds of *last*, the good file.  *enforcing* is the daemon's own switch.
     """
     text = _plain(file.text)
     shown = {key: value for key, value in text.items() if key not in ("notify", "messages")}
@@ -70,7 +70,7 @@ class PoliciesInForce:
 
 
 def in_force(path: str, owners: tuple[int, ...]) -> PoliciesInForce:
-    """What public() wrote at *path*.  Raises OSError, or ValueError: it is something else."""
+    """Read what public() wrote at *path*.  Raises OSError, or ValueError: it is something else."""
     content = loads(read_file(path, 2 * LARGEST, owners))
     if not isinstance(content, dict) or not isinstance(content.get("file"), dict):
         raise ValueError("it is of another version")
@@ -87,14 +87,14 @@ def keep(folder: str, text: bytes, names: Mapping[Name, int]) -> None:
 
 
 def kept_text(folder: str) -> bytes | None:
-    """The text that was kept; None without one that only this user can have written."""
+    """Return the text that was kept, or None if there is none that only root or this user can have written."""
     with suppress(OSError):
         return read_file(os.path.join(folder, TEXT), LARGEST, (0, os.geteuid()))
     return None
 
 
 def kept_names(folder: str) -> dict[Name, int]:
-    """The numbers that were kept."""
+    """Return the numbers that were kept, or {} if there are none."""
     with suppress(OSError, ValueError, TypeError):
         content = read_file(os.path.join(folder, NAMES), LARGEST, (0, os.geteuid()))
         return {(str(kind), str(name)): int(number) for kind, name, number in loads(content)}
@@ -102,7 +102,7 @@ def kept_names(folder: str) -> dict[Name, int]:
 
 
 def _plain(content: bytes) -> dict[str, Any]:
-    """The text as mappings, lists and texts; {} where it is something else."""
+    """Return the text as mappings, lists and texts, or {} if it is something else."""
     root = YamlSource(content).tree()
     data = _data(root) if root else None
     return data if isinstance(data, dict) else {}
@@ -111,7 +111,7 @@ def _plain(content: bytes) -> dict[str, Any]:
 def _data(node: YamlNode) -> Any:
     if node.kind == "mapping":
         pairs = [(key.text, _data(value)) for key, value in node.pairs]
-        return dict(pairs) if len(dict(pairs)) == len(pairs) else pairs  # a key that is there twice is a fault
+        return dict(pairs) if len(dict(pairs)) == len(pairs) else pairs  # a key that stands there twice is a fault
     return [_data(item) for item in node.items] if node.kind == "sequence" else node.text
 
 
