@@ -1,6 +1,6 @@
 """The page behind the key d: all that is known of GPUs, and of the process that is chosen.
 
-It has what no row has room for.  Pure, as page.
+It shows what no row has room for.  Pure, like page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Pair = tuple[str, "str | None"]  # label and value; None: not known
 
 
 def details(scene: Scene, uses: Sequence[DeviceUse], row: ProcessRow | None) -> str:
-    """A block of lines for each of the GPUs *uses*; with *row* for that process, and its GPUs alone."""
+    """Return a block of lines for each of the GPUs *uses*; with *row*, one for that process and for its GPUs alone."""
     if row:
         uses = [use for use in scene.uses if use.device.uuid in row.uuids]
     blocks = []
@@ -39,7 +39,7 @@ def _lines(rows: Sequence[Sequence[Pair]]) -> list[str]:
 
 
 def _parts(row: ProcessRow, uses: Sequence[DeviceUse]) -> list[tuple[Device, GpuProcess]]:
-    """The process of *row* on each of its GPUs."""
+    """Return the process of *row* as it is on each of its GPUs."""
     pairs = ((use.device, running.process) for use in uses for running in use.processes or ())
     return [(device, part) for device, part in pairs if (part.pid, part.start_time) == row.identity]
 
@@ -85,7 +85,7 @@ def _of_part(device: Device, part: GpuProcess) -> list[Pair]:
 
 def _of_device(device: Device) -> list[list[Pair]]:
     reasons, limit = device.throttle_reasons, device.power_limit
-    weighted = None  # a GPU that is busy and takes little power mostly waits
+    weighted = None  # a GPU that is busy and draws little power mostly waits
     if device.utilization is not None and device.power_draw is not None and limit:
         weighted = device.utilization * device.power_draw / limit
     return [

@@ -20,19 +20,19 @@ from gpuguard.views.charts import Part, alarm, bar, fitted
 from gpuguard.views.text import Paint, shorten
 from gpuguard.views.who import gap_lines
 
-_SHARE = 0.6  # of the screen, for devices: below them people want to see processes
+_SHARE = 0.6  # of the screen, for devices, because people want to see processes below them
 _WAITING = 3  # requests shown
 _GAPS = 3
 
 
 def page(scene: Scene, history: History, view: ScreenView, width: int, height: int) -> list[ScreenLine]:
-    """The lines below the title.
+    """Return the lines below the title.
 
     Args:
         scene: what was seen.
-        history: of the looks before.
+        history: of the samples before.
         view: how to show it.
-        width: columns, each line takes exactly as many.
+        width: columns; each line takes exactly as many.
         height: rows of the screen, from which the mode "auto" chooses; the page may be longer.
     """
     uses = shown_uses(scene, view)
@@ -55,13 +55,13 @@ def page(scene: Scene, history: History, view: ScreenView, width: int, height: i
 
 
 def shown_uses(scene: Scene, view: ScreenView) -> list[DeviceUse]:
-    """The devices that *view* lets through; those of the machine for users who have nothing there."""
+    """Return the devices that *view* lets through; its users do not count if none of them has anything there."""
     uses = [use for use in scene.uses if _shown(use, view)]
     return uses or [use for use in scene.uses if _shown(use, replace(view, users=frozenset()))]
 
 
 def mode_for(uses: Sequence[DeviceUse], view: ScreenView, height: int) -> tuple[str, bool]:
-    """ "full" or "compact", and whether free devices are to be folded into one line."""
+    """Return "full" or "compact", and whether free devices are to be folded into one line."""
     if view.mode != "auto":
         return view.mode, False
     room = height * _SHARE
@@ -72,7 +72,7 @@ def mode_for(uses: Sequence[DeviceUse], view: ScreenView, height: int) -> tuple[
 
 
 def title(scene: Scene, view: ScreenView, width: int, silent: float = 0.0) -> ScreenLine:
-    """The first line: which machine, when, seen by what."""
+    """Return the first line: which machine it is, when it was sampled, and by what."""
     snapshot = scene.snapshot
     whole = [device for device in snapshot.devices if not device.parent_uuid]
     kind = _("RECORDED ") * snapshot.recorded + _("SIMULATED ") * snapshot.simulated
@@ -102,7 +102,7 @@ def title(scene: Scene, view: ScreenView, width: int, silent: float = 0.0) -> Sc
 
 
 def _machine(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
-    """CPU, memory and swap of the machine, each a meter, and its load."""
+    """Return a line with CPU, memory and swap of the machine, each a meter, and its load."""
     if (machine := scene.machine) is None:
         return []
     memory = _("{memory_used} of {memory_total}").format(
@@ -162,7 +162,7 @@ def _waiting(scene: Scene, width: int) -> list[ScreenLine]:
     indent = " " * display_width(title)
     for number, (ticket, start) in enumerate(scene.waiting[:_WAITING]):
         since = format_duration(round(max(0.0, scene.snapshot.taken_at - ticket.since)))
-        # A part of a long note: when the request starts, and why not earlier, stands behind it.
+        # A long note is shortened, because when the request starts, and why not earlier, comes after it.
         note = f' "{shorten(neutralise(ticket.note), width // 4)}"' if ticket.note else ""
         label = f"{indent if number else title} {number + 1}. "
         parts: list[Part] = [(label, "dim"), (neutralise(ticket.user), "bold")]
@@ -195,7 +195,7 @@ def _line(parts: Sequence[Part], width: int) -> ScreenLine:
 
 
 def painted(lines: Sequence[ScreenLine], paint: Paint) -> list[str]:
-    """*lines* for a plain terminal, without blanks at their ends."""
+    """Return *lines* for a plain terminal, without blanks at their ends."""
     return [
         "".join(paint(part, style) if style and part.strip() else part for part, style in line.parts).rstrip()
         for line in lines

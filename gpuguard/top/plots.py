@@ -20,9 +20,9 @@ from gpuguard.views.charts import Part, Scale, fitted, plot, scale_of
 
 FEWEST_ROWS = 8  # with which a plot still shows something: a heading, five of the drawing, the axis and its times
 MOST_ROWS = 16
-_FRAME = 3  # of them not the drawing
+_FRAME = 3  # rows of a plot that are not the drawing
 _MARGIN = 10  # columns of the numbers and the axis at the left of a drawing
-_ABREAST = ((200, 5), (160, 4), (100, 2), (0, 1))  # from so many columns of the screen on, so many plots
+_ABREAST = ((200, 5), (160, 4), (100, 2), (0, 1))  # from so many columns of the screen on, this many plots
 _GIB = 2**30
 
 
@@ -52,7 +52,7 @@ def plot_lines(
     *,
     ascii_only: bool,
 ) -> list[ScreenLine]:
-    """The lines of the plots, *size* (columns, rows) at most; none where there is no room, or nothing to plot."""
+    """Return the lines of the plots, *size* (columns, rows) at most; none if there is no room, or nothing to plot."""
     width, rows = size[0], min(size[1], MOST_ROWS)
     series = of_process(history, chosen) if chosen else [*of_devices(history, uses), *of_machine(history)]
     abreast = next(number for columns, number in _ABREAST if width >= columns)
@@ -71,7 +71,7 @@ def plot_lines(
 
 
 def of_devices(history: History, uses: Sequence[DeviceUse]) -> list[PlottedSeries]:
-    """The means of the whole devices of *uses*, of its instances where it has no other."""
+    """Return the means of the whole devices in *uses*, or of the instances if there are no whole devices."""
     known = [use.device for use in uses if use.device.uuid in history.devices]
     counted = [device for device in known if device.parent_uuid is None] or known
     rings = [history.devices[device.uuid] for device in counted]
@@ -85,7 +85,7 @@ def of_devices(history: History, uses: Sequence[DeviceUse]) -> list[PlottedSerie
 
 
 def of_machine(history: History) -> list[PlottedSeries]:
-    """CPU, memory and swap of the machine; no swap where it has none."""
+    """Return CPU, memory and swap of the machine; no swap if it has none."""
     shares = [100 * machine.memory_used / machine.memory_total for machine in history.machine]
     swaps = [100 * machine.swap_used / machine.swap_total for machine in history.machine if machine.swap_total]
     return [
@@ -96,7 +96,7 @@ def of_machine(history: History) -> list[PlottedSeries]:
 
 
 def of_process(history: History, row: ProcessRow) -> list[PlottedSeries]:
-    """What is known of its utilization, its memory on all of its devices, its CPU time and its memory of the host."""
+    """Return a process's utilization, its memory on all of its devices, its CPU time and its memory of the host."""
     moments = list(history.processes.get(row.identity, ())) if row.identity else []
     return [
         _rate(_("its utilization"), [moment.sm for moment in moments], highest=100.0),
@@ -120,7 +120,7 @@ def _size(title: str, values: Sequence[int | None]) -> PlottedSeries:
 
 
 def over_time(history: History, row: ProcessRow, now: float, width: int, *, ascii_only: bool) -> str:
-    """All that is known of a process over time, one plot below the other."""
+    """Draw all that is known of a process over time, one plot below the other."""
     drawn = [_drawn(one, history, now, (width, FEWEST_ROWS), ascii_only=ascii_only) for one in of_process(history, row)]
     plots = ["\n".join("".join(text for text, _style in line) for line in lines) for lines in drawn]
     return "\n\n".join(plots)
@@ -147,7 +147,7 @@ def _drawn(
 
 
 def _stretched(values: Sequence[float | None], count: int) -> list[float | None]:
-    """*count* values of as many or fewer, so that a young history fills its plot, too."""
+    """Return *count* values made of as many or fewer, so that a young history also fills its plot."""
     return [values[number * len(values) // count] for number in range(count)]
 
 

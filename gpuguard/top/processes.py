@@ -1,6 +1,6 @@
 """The lower half of `gpuguard top`: processes as a table or as a tree below their parents, sorted and filtered.
 
-One row per process, whatever the number of its devices.  What strangers wrote is neutral before it gets into a row.
+One row per process, whatever the number of its devices.  Text from strangers is made neutral before it gets into a row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ASCII_FORKS = ("|- ", "`- ", "|  ", "   ")
 class ProcessRow:
     """A process on one or several devices; None = unknown."""
 
-    identity: ProcessIdentity | None  # None: its start time is not known, so it cannot be told from a later one
+    identity: ProcessIdentity | None  # None: its start time is unknown, so it cannot be told from a later process
     pid: int
     user: str | None
     devices: tuple[str, ...]  # labels
@@ -44,12 +44,12 @@ class ProcessRow:
     claim: str | None
     stopped: bool
     kind: str
-    computes: bool  # or may
+    computes: bool  # or may compute
     command: str
 
 
 def rows_of(scene: Scene, view: ScreenView) -> list[ProcessRow]:
-    """Every process that *view* lets through, in its order."""
+    """Return every process that *view* lets through, in the order of *view*."""
     together: dict[tuple[int, float | None], list[tuple[DeviceUse, ProcessUse]]] = {}
     for use in scene.uses:
         if view.devices and use.device.uuid not in view.devices:
@@ -63,7 +63,7 @@ def rows_of(scene: Scene, view: ScreenView) -> list[ProcessRow]:
 
 
 def chosen_row(scene: Scene, view: ScreenView) -> ProcessRow | None:
-    """The process under the cursor, if it is shown."""
+    """Return the process under the cursor, or None if it is not shown."""
     return next((row for row in rows_of(scene, view) if row.identity and row.identity == view.selected), None)
 
 
@@ -114,7 +114,7 @@ def _wanted(row: ProcessRow, view: ScreenView) -> bool:
 
 
 def _key(view: ScreenView) -> Callable[[ProcessRow], tuple[object, ...]]:
-    """Numbers from the largest down, as one looks for them; what is unknown comes last."""
+    """Return the sort key: numbers go from the largest down, as people look for them, and unknown ones come last."""
     if view.sort in ("memory", "sm", "cpu", "host", "time"):
 
         def by_number(row: ProcessRow) -> tuple[object, ...]:
@@ -142,7 +142,7 @@ class _Column:
     width: int
     align: str
     cell: Callable[[ProcessRow], Part]
-    widths: range = range(_ROOMY.stop)  # of the screens that have it
+    widths: range = range(_ROOMY.stop)  # of the screens that show it
 
 
 def _claim(row: ProcessRow) -> Part:
@@ -164,7 +164,7 @@ def _share(percent: float | None) -> Part:
 
 
 def _room(column: _Column) -> int:
-    """Its width; that of claims has room for all of "no claim" in every language."""
+    """Return the width of *column*; that of claims has room for all of "no claim" in every language."""
     return max(column.width, display_width(_("no claim"))) if column.cell is _claim else column.width
 
 
@@ -195,7 +195,7 @@ def _devices(row: ProcessRow) -> str:
 
 
 def process_lines(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
-    """A header and a line per process; nothing but a sentence when there is none."""
+    """Return a header and a line per process, or only a sentence if there is none."""
     columns = [column for column in _COLUMNS if width in column.widths]
     rows = rows_of(scene, view)
     if not rows:
@@ -239,8 +239,8 @@ def _line(row: ProcessRow, columns: Sequence[_Column], prefix: str, view: Screen
     return ScreenLine(tuple(parts), process=row.identity)
 
 
-# The tree.  Rows stand below the nearest process above them that is shown; a process above a single one is folded away
-# only if it is no shell or launcher of a user: so every ancestor but the first process of the machine is there.
+# The tree.  Each row stands below its parent, and every ancestor that is known is there, but for the first process of
+# the machine.
 
 
 def _forest(
@@ -280,15 +280,15 @@ def _ancestor(pid: int, scene: Scene) -> str:
 
 
 def moved(rows: Sequence[ProcessIdentity], view: ScreenView, by: int) -> ScreenView:
-    """*view* with the cursor *by* rows further down, within the processes that are shown."""
+    """Return *view* with the cursor *by* rows further down, within the processes that are shown."""
     if not rows:
         return replace(view, selected=None)
-    # Without a cursor the first step down goes to the first row, the first one up to the last.
+    # Without a cursor, a step down goes to the first row, and a step up to the last.
     start = rows.index(view.selected) if view.selected in rows else -1 if by > 0 else len(rows)
     return replace(view, selected=rows[min(len(rows) - 1, max(0, start + by))])
 
 
-# Values of variables with such names are hidden until they are asked for: screens are shared.
+# Values of variables with such names are hidden until the user asks for them, because screens are shared.
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie", re.IGNORECASE)
 _LARGEST = 1 << 20  # bytes of an environment: the kernel allows 6 MiB, which is too long to read
 
@@ -301,7 +301,7 @@ def heading(row: ProcessRow) -> str:
 
 
 def description(row: ProcessRow) -> list[str]:
-    """Which process it is, for the user who is about to signal it."""
+    """Describe the process to the user who is about to signal it."""
     memory = format_bytes(row.now.memory)
     since = _("an unknown time") if row.seconds is None else format_duration(row.seconds)
     claim = _("claim {claim}").format(claim=neutralise(row.claim)) if row.claim else _("no claim")
@@ -315,7 +315,7 @@ def description(row: ProcessRow) -> list[str]:
 
 
 def environment(row: ProcessRow, *, hide: bool = True) -> str:
-    """The variables of a process, one per line; why not, for one that is not ours."""
+    """Return the variables of a process, one per line, or the reason why they cannot be read."""
     if row.identity is None or start_time(row.pid) != row.identity[1]:
         return _("it has ended")
     text = read_memory(row.pid, "environ", _LARGEST)

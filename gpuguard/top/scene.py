@@ -17,7 +17,7 @@ from gpuguard.views.charts import Part
 
 MODES = ("auto", "full", "compact")
 SORTS = ("gpu", "pid", "user", "memory", "sm", "cpu", "host", "time", "command")
-SLOWDOWN_MARGIN = 10.0  # degrees below the slowdown temperature from which on a device is worth a look
+SLOWDOWN_MARGIN = 10.0  # degrees: a device is worth a look once it is this close to its slowdown temperature
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """From where on the site's policies find something; None: they say nothing of it."""
+    """The values from which the site's policies find something; None: they do not judge by it."""
 
     temperature: float | None = None
     power: float | None = None  # watts
@@ -71,13 +71,13 @@ class Scene:
 
 @dataclass(frozen=True)
 class ScreenView:
-    """How it is shown."""
+    """How a scene is shown."""
 
     mode: str = "auto"  # one of MODES
     sort: str = "gpu"  # one of SORTS
     reverse: bool = False  # the other way round
-    users: frozenset[str] = frozenset()  # only theirs; empty: those of all
-    devices: frozenset[str] = frozenset()  # uuids, only these; empty: all
+    users: frozenset[str] = frozenset()  # only their processes and devices; empty: those of all users
+    devices: frozenset[str] = frozenset()  # only these uuids; empty: all
     text: str = ""  # words that a process must contain in its user, pid or command; user:NAME and gpu:0 are exact
     compute_only: bool = False  # no desktop processes
     tree: bool = False  # processes below their parents
@@ -88,7 +88,7 @@ class ScreenView:
 
 @dataclass(frozen=True)
 class ScreenLine:
-    """A line of the screen; *process* is whose row it is, *keys* what a click on its columns sorts by."""
+    """A line of the screen; *process* is the one whose row it is, *keys* say what a click on its columns sorts by."""
 
     parts: tuple[Part, ...]
     process: ProcessIdentity | None = None
@@ -96,12 +96,12 @@ class ScreenLine:
 
     @property
     def text(self) -> str:
-        """Without colours."""
+        """The text without colours."""
         return "".join(text for text, _ in self.parts).rstrip()
 
 
 KEPT = 300  # samples: five minutes at one a second
-FORGOTTEN = 600  # so many samples after its end a process is forgotten
+FORGOTTEN = 600  # a process is forgotten so many samples after its end
 METRICS = ("memory", "utilization", "temperature", "power")  # of a device: shares 0..1, degrees, watts
 
 
@@ -110,7 +110,7 @@ class Moment:
     """One process in one sample; None = unknown."""
 
     memory: int | None  # bytes, on all devices together
-    sm: float | None  # percent, the mean of its devices, as the next three
+    sm: float | None  # percent, the mean of its devices, as are the next three
     bandwidth: float | None  # of their memory
     encoder: float | None
     decoder: float | None
@@ -119,7 +119,7 @@ class Moment:
 
 
 def moment_of(parts: Sequence[GpuProcess], host: HostUse | None) -> Moment:
-    """One process, of which each device that it is on has a part."""
+    """Combine *parts*, one for each device that a process is on."""
     memory = [part.memory_used for part in parts]
     return Moment(
         memory=None if None in memory else sum(size or 0 for size in memory),
