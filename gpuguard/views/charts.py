@@ -1,7 +1,7 @@
 """Charts in a terminal: a line over time in braille dots or ASCII, bars, sparklines and alarm colours.
 
-What is not known leaves a gap: nothing is drawn there, no line leads over it, and it has no colour.  Text that comes in
-is neutral already.  Does not know what is drawn: see history, report and gpuguard.top.
+Unknown values leave a gap: nothing is drawn there, no line leads over it, and it has no colour.  Text that comes in is
+already neutral.  Does not know what is drawn: see history, report and gpuguard.top.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _HEIGHTS, _ASCII_HEIGHTS = "▁▂▃▄▅▆▇█", "_.,-=+*#"
 _STEPS = (1, 1.5, 2, 3, 4, 5, 6, 8, 10)
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
-# How a mark below a chart is written, and the seconds that may lie between two of them.
+# The seconds that may lie between two marks below a chart, and how such a mark is written.
 _MARKS = [
     (seconds, form)
     for form, steps in (
@@ -51,13 +51,13 @@ class Scale:
     unit: str
 
     def row_of(self, value: float, rows: int) -> int:
-        """The row of *value* among so many, 0 at the top."""
+        """Return the row of *value* among *rows*; 0 is the top."""
         share = (value - self.lowest) / (self.highest - self.lowest)
         return min(rows - 1, max(0, rows - 1 - round(share * (rows - 1))))
 
 
 def scale_of(values: Iterable[float], unit: str, *, lowest: float = 0.0, highest: float | None = None) -> Scale:
-    """An axis that ends with a round number above all *values*, or at *highest*."""
+    """Return an axis that ends with a round number above all *values*, or at *highest*."""
     if highest is not None:
         return Scale(lowest, highest, unit)
     span = max(max(values, default=1.0) - lowest, 1e-9)
@@ -66,7 +66,7 @@ def scale_of(values: Iterable[float], unit: str, *, lowest: float = 0.0, highest
 
 
 def bucketed(points: Iterable[Point], begin: float, end: float, count: int) -> list[float | None]:
-    """The means of *points* over so many equal parts of a time; None where nothing is known."""
+    """Return the means of *points* over *count* equal parts of a period, None for a part of which nothing is known."""
     width = (end - begin) / count
     sums, weights = [0.0] * count, [0.0] * count
     for point in points:
@@ -82,7 +82,7 @@ def bucketed(points: Iterable[Point], begin: float, end: float, count: int) -> l
 
 
 def known_period(courses: Iterable[Iterable[Point]], watch: Watch) -> tuple[float, float]:
-    """The part of a time in which something is known: a record that began an hour ago is no dot on a week's axis."""
+    """Return the known part of a period, so that a record that began an hour ago is no dot on a week's axis."""
     known = [point for points in courses for point in points if point.mean is not None]
     if not known:
         return watch.begin, watch.end
@@ -91,10 +91,10 @@ def known_period(courses: Iterable[Iterable[Point]], watch: Watch) -> tuple[floa
 
 
 def plot(values: Values, scale: Scale, begin: float, end: float, rows: int, *, ascii_only: bool = False) -> list[str]:
-    """A line chart, its axes and their marks; two of *values* take one column, in ASCII one.
+    """Draw a line chart with its axes and their marks; two of *values* take one column, in ASCII one does.
 
     Args:
-        values: one for each equal part of the time.
+        values: one for each equal part of the period.
         begin, end: unix times.
         rows: lines of the drawing alone.
     """
@@ -131,7 +131,7 @@ def _in_ascii(values: Values, scale: Scale, rows: int) -> list[str]:
 
 
 def _strokes(values: Values, scale: Scale, rows: int) -> Iterable[tuple[int, int, int]]:
-    """(column, first row, last row) of each value, with the way from the one before."""
+    """Yield (column, first row, last row) for each value, including the way from the value before it."""
     former = None
     for x, value in enumerate(values):
         if value is None:
@@ -146,7 +146,7 @@ def _strokes(values: Values, scale: Scale, rows: int) -> Iterable[tuple[int, int
 
 
 def _marks(begin: float, end: float, columns: int, *, ascii_only: bool) -> tuple[str, str]:
-    """The lower axis with its marks, and the times below it, of this machine's time zone or $TZ."""
+    """Return the lower axis with its marks, and the times below it, in this machine's time zone or $TZ."""
     line, dash, tick = ("+", "-", "+") if ascii_only else ("└", "─", "┴")
     below, times = [dash] * columns, [" "] * (columns + 12)
     free = 0
@@ -163,9 +163,9 @@ def _marks(begin: float, end: float, columns: int, *, ascii_only: bool) -> tuple
 
 
 def round_marks(begin: float, end: float, most: int) -> list[tuple[float, str]]:
-    """Round times between two unix times, about so many at most, and how each is written.
+    """Return round times between two unix times, about *most* of them at most, and how each is written.
 
-    They are round on the clock on the wall, also when it was put forward or back in between.
+    They are round by the clock on the wall, even if it was put forward or back in between.
     """
     step, form = next((mark for mark in _MARKS if (end - begin) / mark[0] <= most), _MARKS[-1])
     day = time.localtime(begin)
@@ -185,8 +185,10 @@ def round_marks(begin: float, end: float, most: int) -> list[tuple[float, str]]:
 
 
 def stacked(parts: Sequence[tuple[float, str, str]], most: float, columns: int, paint: Paint) -> str:
-    """A bar of several parts, each (value, character, colour); *most* would fill all columns.  None is lost: a part
-    that is not 0 takes a column at least, if there is room."""
+    """Draw a bar of several parts, each (value, character, colour); *most* would fill all columns.
+
+    No part is lost: one that is not 0 takes a column at least, if there is room.
+    """
     sizes = [0 if value <= 0 else max(1, round(value / most * columns)) for value, _, _ in parts]
     while sum(sizes) > columns:
         sizes[sizes.index(max(sizes))] -= 1
@@ -194,12 +196,12 @@ def stacked(parts: Sequence[tuple[float, str, str]], most: float, columns: int, 
 
 
 def bar(share: float | None, width: int, colour: str, *, ascii_only: bool = False) -> list[Part]:
-    """A bar of *width* columns of which *share* (0..1) is filled."""
+    """Draw a bar of *width* columns of which *share* (0..1) is filled."""
     if share is None:
         return [(("-" if ascii_only else "╌") * width, "faint")]
     eighths = round(min(1.0, max(0.0, share)) * width * 8)
     if share > 0:
-        eighths = max(1, eighths)  # a little is not nothing
+        eighths = max(1, eighths)  # a little must not look like nothing
     full, rest = divmod(eighths, 8)
     if ascii_only:
         filled = min(width, full + (rest >= 4 or not full) * bool(eighths))
@@ -209,7 +211,7 @@ def bar(share: float | None, width: int, colour: str, *, ascii_only: bool = Fals
 
 
 def sparkline(values: Iterable[float | None], width: int, top: float, *, ascii_only: bool = False) -> str:
-    """The last *width* of *values* as heights between 0 and *top*, the newest at the right; a blank where unknown."""
+    """Draw the last *width* of *values* as heights between 0 and *top*, the newest at the right, unknown ones blank."""
     heights = _ASCII_HEIGHTS if ascii_only else _HEIGHTS
     last = list(values)[-width:] if width > 0 else []
     drawn = [
@@ -220,7 +222,7 @@ def sparkline(values: Iterable[float | None], width: int, top: float, *, ascii_o
 
 
 def alarm(value: float | None, warn: float | None, bad: float | None, calm: str = "green") -> str:
-    """The colour of *value*: red from *bad* on, yellow from *warn* on; an unknown limit gives no alarm."""
+    """Return the colour of *value*: red from *bad* on, yellow from *warn* on; an unknown limit gives no alarm."""
     if value is None:
         return "dim"
     if bad is not None and value >= bad:
@@ -229,7 +231,7 @@ def alarm(value: float | None, warn: float | None, bad: float | None, calm: str 
 
 
 def fitted(parts: Sequence[Part], width: int) -> list[Part]:
-    """*parts* in exactly *width* columns: filled up with blanks or shortened."""
+    """Fit *parts* into exactly *width* columns: they are filled up with blanks, or shortened."""
     pieces: list[Part] = []
     left = width
     for text, style in parts:

@@ -1,6 +1,6 @@
-"""A choice for people and for programs: what `gpuguard explain` prints.
+"""What `gpuguard explain` prints: a choice of devices, for people and for programs.
 
-Does not choose: the texts of the reasons come from eligibility.
+Does not choose; the texts of the reasons come from eligibility.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ START, WAIT, NEVER = "start", "wait", "never"
 
 
 def outcome(snapshot: Snapshot, request: Request, choice: Choice) -> str:
-    """What `run` would do now: "start", "wait" or "never" (the request cannot be met on this machine)."""
+    """Return what `run` would do now: "start", "wait" or "never" (the request cannot be met on this machine)."""
     if choice.devices:
         return START
     return NEVER if isinstance(not_enough(snapshot, request, choice), ImpossibleRequest) else WAIT
@@ -38,11 +38,11 @@ def to_text(
     *,
     paint: Paint = lambda text, _: text,
 ) -> list[str]:
-    """Lines: each device with its place or its reasons, then what `run` would do.
+    """Return lines: each device with its rank or its reasons, then what `run` would do.
 
     Args:
-        limits: what an outer scheduler or CUDA_VISIBLE_DEVICES allows, "" for no limit.
-        start: (whether it could start now, its place in the queue in words); None where no request waits.
+        limits: what an outer scheduler or CUDA_VISIBLE_DEVICES allows, or "" for no limit.
+        start: (whether it could start now, its queue position in words), or None if it would not have to queue.
     """
     simulated = _("  SIMULATED") * snapshot.simulated
     rows, colours = [], []
@@ -59,7 +59,7 @@ def to_text(
 def to_json(
     snapshot: Snapshot, request: Request, choice: Choice, limits: str = "", start: tuple[bool, str] | None = None
 ) -> dict[str, Any]:
-    """The object that docs/json.md describes; unknown is None."""
+    """Return the object that docs/json.md describes, with None for unknown."""
     return {
         "schema": 1,
         **picked(snapshot, "host", "backend", "simulated", "taken_at"),
@@ -115,7 +115,7 @@ def _rows(device: Device, choice: Choice) -> list[list[str]]:
 
 
 def _passed_over(device: Device, choice: Choice) -> str | None:
-    """Why a device is not chosen although one behind it is."""
+    """Say why *device* is not chosen although one of lower rank is, or return None."""
     if not choice.devices or device in choice.devices:
         return None
     if choice.eligible.index(device) > max(map(choice.eligible.index, choice.devices)):
@@ -142,7 +142,7 @@ def _verdict(snapshot: Snapshot, request: Request, choice: Choice, start: tuple[
         return [_("It would wait: {first}").format(first=first), *position]
     return [
         _("It can never start: {first}").format(first=first),
-        *(line for line in rest if not line.startswith(" ")),  # these stand above, by device
+        *(line for line in rest if not line.startswith(" ")),  # indented ones stand above, by device
     ]
 
 

@@ -1,6 +1,6 @@
-"""What devices did over a time, as charts in a terminal, as JSON or as CSV.
+"""What devices did over a period, as charts in a terminal, as JSON or as CSV.
 
-A gap of the record is a gap of the chart, an empty field of the CSV, null in JSON; it is never 0.  docs/json.md
+A gap in the record is a gap in the chart, an empty field in CSV and null in JSON; it is never 0.  docs/json.md
 describes the JSON.  Does not read the store: see the command `history`.
 """
 
@@ -28,7 +28,7 @@ class Metric:
     """Something that can be drawn."""
 
     stored: str  # its name in the store
-    factor: float  # from there to the unit of a JSON field
+    factor: float  # from the store's unit to that of the JSON field
     field: str  # of JSON and CSV
     title: str
     unit: str  # of the chart
@@ -59,11 +59,11 @@ def to_text(
     paint: Paint,
     ascii_only: bool,
 ) -> list[str]:
-    """A chart for each device, below each other.
+    """Draw a chart for each device, one below the other.
 
     Args:
-        watch: the time, of which the part is drawn in which something is known, and how much of it was seen.
-        width: columns of the terminal; None: it goes elsewhere.
+        watch: the period, of which only the part is drawn in which something is known, and how much of it was seen.
+        width: columns of the terminal, or None if the text goes elsewhere.
         rows: lines of each drawing.
     """
     columns = max(30, width or PLAIN_COLUMNS)
@@ -89,7 +89,7 @@ def to_text(
 
 
 def remarks(watch: Watch, width: int | None) -> list[str]:
-    """What is not known of that time, in sentences; none if everything is."""
+    """Say in sentences what is not known of the period; there are none if everything is known."""
     span = max(watch.end - watch.begin, 1e-9)
     if watch.store_begins is None:
         return [_("The daemon has written nothing down yet.")]
@@ -117,13 +117,13 @@ def remarks(watch: Watch, width: int | None) -> list[str]:
 
 
 def zone(moment: float) -> str:
-    """The time zone of this machine (or $TZ) at a unix time: ``"CET (+01:00)"``."""
+    """Return the time zone of this machine (or $TZ) at a unix time: ``"CET (+01:00)"``."""
     offset, name = local_time(moment, "%z"), neutralise(local_time(moment, "%Z"))
     return "UTC" if name in ("UTC", "GMT") else f"{name} ({offset[:3]}:{offset[3:5]})"
 
 
 def format_span(begin: float, end: float) -> str:
-    """``"2026-11-20 08:00 to 2026-11-21 08:00"`` of two unix times."""
+    """Return ``"2026-11-20 08:00 to 2026-11-21 08:00"`` for two unix times."""
     return _("{begin} to {end}").format(begin=local_time(begin), end=local_time(end))
 
 
@@ -140,7 +140,7 @@ def _summary(points: Sequence[Point], metric: Metric, unit: str) -> str:
 
 
 def to_json(metric: Metric, courses: Sequence[DeviceHistory], watch: Watch) -> dict[str, Any]:
-    """The object that docs/json.md describes."""
+    """Return the object that docs/json.md describes."""
     return {
         "schema": 1,
         "metric": next(name for name, known in METRICS.items() if known is metric),
@@ -157,7 +157,7 @@ def to_json(metric: Metric, courses: Sequence[DeviceHistory], watch: Watch) -> d
 
 
 def period_json(watch: Watch) -> dict[str, Any]:
-    """The fields about the time, of both reports and histories."""
+    """Return the fields about the period, which both reports and histories have."""
     return {
         **picked(watch, "begin", "end"),
         "slot_seconds": watch.width,
@@ -179,7 +179,7 @@ def _point(metric: Metric, point: Point) -> dict[str, Any]:
 
 
 def to_csv(metric: Metric, courses: Sequence[DeviceHistory]) -> list[str]:
-    """A line of names, and one for each slot of each device; what is unknown is empty."""
+    """Return a line of names, and one for each slot of each device; unknown values are empty."""
     names = ("time_unix_seconds", "time", "uuid", "index", "known_seconds", metric.field, f"{metric.field}_highest")
     rows = []
     for device, points in courses:
@@ -190,15 +190,15 @@ def to_csv(metric: Metric, courses: Sequence[DeviceHistory]) -> list[str]:
 
 
 def csv_lines(names: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines of CSV, neutral text; what is unknown is empty, and no spreadsheet takes a name for a formula."""
+    """Return lines of CSV in neutral text; unknown cells are empty, and no spreadsheet takes a name for a formula."""
     return [",".join("" if cell is None else csv_cell(str(cell)) for cell in row) for row in (names, *rows)]
 
 
-_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # with the wide ones, which a spreadsheet in Japanese takes as well
+_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # with the wide signs, which a Japanese spreadsheet takes as well
 
 
 def csv_cell(text: str) -> str:
-    """Neutral text as one cell that no spreadsheet takes for a formula, also one that splits lines at semicolons."""
+    """Return neutral text as a cell that is a formula to no spreadsheet, not even one that splits at semicolons."""
     parts = re.split(r"([,;] *)", neutralise(text))
     text = "".join(f"'{part}" if part.startswith(_FORMULA) else part for part in parts)
     return '"' + text.replace('"', '""') + '"' if set(text) & set(',;"') else text

@@ -51,7 +51,7 @@ Schema = dict[str, Any]
 
 _BYTES = r"[0-9.]+ ?([kKMGT]?B|[KMGT]iB)"
 _TIME = r"([0-9.]+(ms|[smhdw]))+"
-# What a parser takes: how people call it, and as a regular expression for editors.
+# What a parser takes: an example for people, and a regular expression for editors.
 KINDS: Mapping[Any, tuple[str, str]] = {
     parse_bytes: ("20GiB", _BYTES),
     parse_percent: ("10%", r"[0-9.]+ ?%"),
@@ -94,11 +94,11 @@ SECTIONS: Mapping[str, Mapping[str, type]] = {
 }
 
 
-KEYED: Mapping[str, type] = {"file": FileKeys, "policy": PolicyKeys, "step": StepKeys}  # whose keys have a help, too
+KEYED: Mapping[str, type] = {"file": FileKeys, "policy": PolicyKeys, "step": StepKeys}  # their keys have help as well
 
 
 def describe(names: collections.abc.Collection[str] = ()) -> Iterator[str]:
-    """The help of every section, or of these entries alone."""
+    """Yield the help of every section, or only that of the entries *names*."""
     for section, nouns in SECTIONS.items():
         wanted = {name: noun for name, noun in nouns.items() if not names or name in names}
         if wanted:
@@ -120,12 +120,12 @@ def describe(names: collections.abc.Collection[str] = ()) -> Iterator[str]:
 
 
 def paragraphs(noun: type) -> list[str]:
-    """What help_lines() says, in the pieces in which it is translated."""
+    """Return what help_lines() says, in the pieces in which it is translated."""
     return "\n".join(help_lines(noun)).split("\n\n")
 
 
 def help_lines(noun: type) -> list[str]:
-    """The docstring as users read it: ``from_`` is the key ``from``."""
+    """Return the docstring as users read it: ``from_`` is the key ``from``."""
     text = re.sub(r"\b([a-z]+)_: ", r"\1: ", inspect.cleandoc(noun.__doc__ or ""))
     before, _, arguments = text.partition("\nArgs:\n")
     return [
@@ -136,7 +136,7 @@ def help_lines(noun: type) -> list[str]:
 
 
 def language_json() -> Schema:
-    """The same for programs."""
+    """Return the help of every section as an object for programs."""
     sections: Schema = {"schema": 1}
     for section, nouns in SECTIONS.items():
         sections[section.lower().replace(" ", "_")] = [
@@ -157,7 +157,7 @@ def _keys_json(noun: type) -> list[Schema]:
 
 
 def key_texts(noun: type) -> dict[str, str]:
-    """What the docstring says of each key."""
+    """Return what the docstring says of each key."""
     texts: dict[str, str] = {}
     keys, current = keys_of(noun)[0], []
     for line in inspect.cleandoc(noun.__doc__ or "").splitlines():
@@ -174,7 +174,10 @@ def key_texts(noun: type) -> dict[str, str]:
 
 
 def json_schema() -> Schema:
-    """For editors: completion, help at the cursor, and the plainest faults; `gpuguard policy check` finds all."""
+    """Return the schema with which editors complete, show help at the cursor, and find the plainest faults.
+
+    `gpuguard policy check` finds all of them.
+    """
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "gpuguard policy file",
@@ -198,7 +201,7 @@ def _described(schema: Schema, text: str) -> Schema:
 
 
 def value_of(hint: Any) -> tuple[str, Schema]:
-    """What is written there: as people call it, and as a schema."""
+    """Return what is written there, in words for people and as a schema."""
     origin, arguments, notes = _annotation_parts(hint)
     for note in notes:
         if isinstance(note, TaggedChoice):
@@ -264,7 +267,7 @@ def _steps(tagged: Tagged) -> Iterator[Schema]:
 
 
 def _annotation_parts(hint: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    """(origin or the type itself, its arguments, its notes)."""
+    """Return (origin or the type itself, its arguments, its notes)."""
     notes: tuple[Any, ...] = ()
     while typing.get_origin(hint) is typing.Annotated:
         notes += hint.__metadata__

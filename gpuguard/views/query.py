@@ -1,7 +1,7 @@
 """A snapshot as the table that `nvidia-smi --query-gpu=... --format=csv` prints, or as JSON.
 
-A field that stands here has nvidia-smi's spelling and form; `nvidia-smi --help-query-gpu` has the whole list.  Fields
-that gpuguard does not read are missing, so that a script fails instead of working on blanks.
+Each field here has nvidia-smi's spelling and form; `nvidia-smi --help-query-gpu` has the whole list.  Fields that
+gpuguard does not read are missing, so that a script fails instead of working on blanks.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class QuerySubject:
 
 @dataclass(frozen=True)
 class Field:
-    """One field."""
+    """One field of a query."""
 
     text: str  # what it is, for --help-query
     value: Callable[[QuerySubject], Value]  # in *unit*; None: not known
-    group: str | None = None  # of the model, which has to be read for it; None: it always comes along
+    group: str | None = None  # of the model, which must be read for it; None: it always comes along
     unit: str = ""  # as in the header, "MiB"
     digits: int = 0  # after the point
 
     def written(self, value: Value, *, units: bool) -> str:
-        """As nvidia-smi writes it."""
+        """Return *value* as nvidia-smi writes it."""
         if value is None:
             return NOT_KNOWN
         text = f"{value:.{self.digits}f}" if isinstance(value, float) else str(value)
@@ -50,7 +50,7 @@ class Field:
 
 
 def _attribute(of: str, name: str, convert: Callable[[Any], Value]) -> Callable[[QuerySubject], Value]:
-    """A field of the subject's device or process, as *convert* makes it; unknown stays unknown."""
+    """Return a reader of a field of the subject's device or process, through *convert*; unknown stays unknown."""
 
     def value(subject: QuerySubject) -> Value:
         found = getattr(getattr(subject, of), name, None)
@@ -76,13 +76,13 @@ def _switch(name: str) -> Callable[[QuerySubject], Value]:
 
 
 def _mig_mode(of: QuerySubject) -> Value:
-    """A board without MIG has none, though it counts as off elsewhere."""
+    """Return the MIG mode; a board without MIG has none, although it counts as off elsewhere."""
     without = any(gap.device == of.device.uuid and gap.field == "mig_mode" for gap in of.snapshot.gaps)
     return None if without else _switch("mig_mode")(of)
 
 
 def _bus(part: slice) -> Callable[[QuerySubject], Value]:
-    """A part of "00000000:83:00.0", as nvidia-smi writes it."""
+    """Return a reader of a part of "00000000:83:00.0", as nvidia-smi writes it."""
     return _device("pci_bus_id", lambda bus_id: f"0x{bus_id[part]}")
 
 
@@ -172,7 +172,7 @@ APP_FIELDS: Mapping[str, Field] = {
     "user": Field("whose it is (nvidia-smi does not have it)", _process("user"), model.PROCESS_DETAILS),
 }
 
-# Other spellings that nvidia-smi takes; the header shows the first.
+# Other spellings that nvidia-smi takes; the header shows the name on the right.
 GPU_ALIASES: Mapping[str, str] = {
     "gpu_name": "name", "gpu_uuid": "uuid", "gpu_bus_id": "pci.bus_id", "clocks.sm": "clocks.current.sm",
     "clocks.gr": "clocks.current.graphics", "clocks.video": "clocks.current.video",
@@ -184,26 +184,26 @@ APP_ALIASES: Mapping[str, str] = {"name": "process_name", "used_memory": "used_g
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked for: the fields, by the names that the header shows; of processes or of devices."""
+    """A request for fields of processes or of devices, by the names that the header shows."""
 
     fields: Mapping[str, Field]
     apps: bool
 
     @property
     def groups(self) -> frozenset[str]:
-        """What has to be read, and nothing besides."""
+        """The groups of the model that must be read, and no others."""
         wanted = {field.group for field in self.fields.values() if field.group}
         # Processes of a divided device are on its instances, which come with its health.
         return frozenset(wanted | {model.PROCESSES, model.HEALTH} if self.apps else wanted)
 
     @property
     def headers(self) -> list[str]:
-        """With units, as nvidia-smi writes them."""
+        """The headers with units, as nvidia-smi writes them."""
         return [f"{name} [{field.unit}]" if field.unit else name for name, field in self.fields.items()]
 
 
 def query_of(names: str, *, apps: bool) -> Query:
-    """The query for ``"index,memory.used"``.
+    """Return the query for ``"index,memory.used"``.
 
     Raises:
         InvalidRequest: there is no such field.
@@ -225,7 +225,7 @@ def query_of(names: str, *, apps: bool) -> Query:
 
 
 def _rows(snapshot: Snapshot, query: Query, uuids: frozenset[str]) -> Iterator[QuerySubject]:
-    """The subjects: whole devices, or the computing processes on them; *uuids* chooses devices, all when empty."""
+    """Yield the subjects: whole devices, or the computing processes on them; *uuids* chooses devices, all if empty."""
     for device in snapshot.devices:
         if device.parent_uuid or (uuids and device.uuid not in uuids):
             continue
@@ -242,17 +242,17 @@ def _rows(snapshot: Snapshot, query: Query, uuids: frozenset[str]) -> Iterator[Q
 def csv_lines(
     snapshot: Snapshot, query: Query, uuids: frozenset[str] = frozenset(), *, header: bool = True, units: bool = True
 ) -> Iterator[str]:
-    """The lines, with `, ` in between as nvidia-smi has them; no name forges a column, and no spreadsheet runs one."""
+    """Yield lines with `, ` between cells, as nvidia-smi does; no name forges a column, and no spreadsheet runs one."""
     if header:
         yield ", ".join(query.headers)
     for subject in _rows(snapshot, query, uuids):
         first, *others = (csv_cell(field.written(field.value(subject), units=units)) for field in query.fields.values())
-        # A quote counts only where the cell begins with it.
+        # A quote counts only if the cell begins with it, so no blank comes before it.
         yield first + "".join(f",{cell}" if cell.startswith('"') else f", {cell}" for cell in others)
 
 
 def to_json(snapshot: Snapshot, query: Query, uuids: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """One object; numbers are numbers, what is not known is null, and the names are those of the CSV header."""
+    """Return one object: numbers are numbers, unknown values are null, and the names are those of the CSV header."""
     fields = list(zip(query.headers, query.fields.values(), strict=True))
     return {
         "schema": 1,
@@ -261,7 +261,7 @@ def to_json(snapshot: Snapshot, query: Query, uuids: frozenset[str] = frozenset(
 
 
 def help_lines() -> Iterator[str]:
-    """Every field with its unit and what it is."""
+    """Yield every field with its unit and what it is."""
     for title, known, aliases in (
         (_("Fields of GPUs (--query-gpu):"), GPU_FIELDS, GPU_ALIASES),
         (_("Fields of processes (--query-compute-apps):"), APP_FIELDS, APP_ALIASES),

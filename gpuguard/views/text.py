@@ -1,6 +1,6 @@
-"""Text for terminals: a table printer, colours, times of day; and JSON.
+"""Text for terminals: a table printer and colours; and JSON.
 
-What strangers wrote passes the neutraliser of gpuguard.sanitize first.  Does not read anything.
+Text from strangers passes the neutraliser of gpuguard.sanitize first.  Does not read anything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COLOURS = {
 
 
 def shorten(text: str, width: int | None) -> str:
-    """*text*, or its beginning and ``…``, so that it takes at most *width* columns; None (a pipe): as it is."""
+    """Return *text*, or its beginning and ``…``, in at most *width* columns; None (a pipe) leaves it as it is."""
     if width is None or display_width(text) <= width:
         return text
     used, kept = 1, []
@@ -39,7 +39,7 @@ _WORD = r"[（「《“]*[\u2e80-\u9fff\uff00-\uffef][，。：；、！？）�
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """*text*, one paragraph, in lines of at most *width* columns; Chinese breaks between any two characters."""
+    """Return *text*, one paragraph, in lines of at most *width* columns; Chinese breaks between any two characters."""
     lines = [""]
     for word in re.findall(_WORD, text):
         if lines[-1] and display_width(lines[-1] + word.rstrip()) > width:
@@ -50,7 +50,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def padded(text: str, width: int, align: str = "<") -> str:
-    """*text* with blanks behind it, or before it (``>``), so that it takes at least *width* columns."""
+    """Return *text* with blanks behind it, or before it (``>``), in at least *width* columns."""
     blanks = " " * (width - display_width(text))
     return blanks + text if align == ">" else text + blanks
 
@@ -63,13 +63,13 @@ def table(
     width: int | None = None,
     paint: Callable[[str, int, int], str] | None = None,
 ) -> list[str]:
-    """Lines with the columns of *rows* under each other, two spaces between them.
+    """Return lines with the columns of *rows* under each other, two spaces between them.
 
     Args:
         rows: neutral text, one sequence per row, all of one length.
         headers: a first row, never painted.
-        align: ``<`` or ``>`` per column; left where it is too short.
-        width: columns of the terminal; the last column is shortened to fit.  None (a pipe): nothing is.
+        align: ``<`` or ``>`` per column; ``<`` where it is too short.
+        width: columns of the terminal; the last column is shortened to fit.  None (a pipe): nothing is shortened.
         paint: puts colour on a cell: (padded cell, its row, its column) -> cell.
     """
     whole = [*([headers] if headers else []), *rows]
@@ -93,9 +93,9 @@ def table(
 
 
 def style(stream: TextIO | None = None, environ: Mapping[str, str] = os.environ) -> Paint:
-    """A function (text, "red" or "bold red") -> text that colours on a terminal, and nowhere else (None: stdout).
+    """Return a function (text, "red" or "bold red") -> text that colours only if *stream* (None: stdout) is a terminal.
 
-    https://no-color.org: NO_COLOR, when it is not empty, switches colours off.
+    https://no-color.org: a NO_COLOR that is not empty switches colours off.
     """
     if not (stream or sys.stdout).isatty() or environ.get("NO_COLOR") or environ.get("TERM") == "dumb":
         return lambda text, _: text
@@ -108,7 +108,7 @@ def style(stream: TextIO | None = None, environ: Mapping[str, str] = os.environ)
 
 
 def put(lines: Iterable[str], stream: TextIO | None = None) -> None:
-    """Print *lines* at once, also into a pipe; what the encoding of *stream* (None: stdout) lacks is written out."""
+    """Print *lines* at once, even into a pipe; what the encoding of *stream* (None: stdout) lacks is escaped."""
     stream = stream or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write("".join(f"{line}\n" for line in lines).encode(encoding, "backslashreplace").decode(encoding))
@@ -121,12 +121,12 @@ def put_json(content: Mapping[str, Any], indent: int | None = 2) -> None:
 
 
 def picked(value: object, *names: str) -> dict[str, Any]:
-    """The attributes of *value* for JSON, where a name has its unit: "power_draw_watts" is value.power_draw."""
+    """Return attributes of *value* for JSON, where a name has its unit: "power_draw_watts" is value.power_draw."""
     return {name: getattr(value, name if hasattr(value, name) else name.rpartition("_")[0]) for name in names}
 
 
 def json_text(content: Mapping[str, Any], indent: int | None = 2) -> str:
-    """*content* as one JSON object in ASCII, valid for every reader: bytes that are no text become U+FFFD."""
+    """Return *content* as one JSON object in ASCII, valid for every reader: bytes that are no text become U+FFFD."""
     return json.dumps(_valid(content), indent=indent, ensure_ascii=True, allow_nan=False)
 
 
