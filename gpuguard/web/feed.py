@@ -1,9 +1,9 @@
-"""What the page shows, sampled once for all viewers: one sample, one text, however many there are.
+"""What the page shows, sampled once for all viewers: one sample and one text, however many there are.
 
 Without viewers it samples rarely, for the charts alone.  Charts come from the usage store where that reaches back far
-enough; for a machine without a daemon, and for the minutes that are not in the store yet, the last 12 hours are kept
-here.  One user with a GPU may write hundreds of records about it, each with a command line of 4 KiB: what goes into a
-frame is bounded, and what is left out is counted among what is unknown.  Knows nothing of HTTP: see server.
+enough.  The last 12 hours are kept here, for a machine without a daemon and for the minutes that are not in the store
+yet.  One user with a GPU may write hundreds of records about it, each with a command line of 4 KiB, so a frame is
+bounded, and what is left out of it is counted among the unknown.  Knows nothing of HTTP: see server.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from gpuguard.views.charts import bucketed
 MAX_CLAIMS, MAX_PROCESSES, MAX_POSITIONS = 8, 64, 64  # of one user: on a device, on a device, in the queue
 MAX_ROWS = 512  # of all users
 MAX_NAMELESS = 64  # of all users without a name: a user with user namespaces has 65536 such uids
-MAX_COMMAND = 400  # characters, in all words, and of a note: more does not fit into a card
+MAX_COMMAND = 400  # characters, in all words, and of a note, because more does not fit into a card
 WATCHED_SECONDS = 2.0  # between two samples while there are viewers
 UNWATCHED_SECONDS = 10.0  # and without
-FINDINGS_SECONDS, DAEMON_SECONDS = 10.0, 2.0  # between two questions to the daemon; for its answer
+FINDINGS_SECONDS, DAEMON_SECONDS = 10.0, 2.0  # between two questions to the daemon, and to wait for its answer
 MAX_POINTS = 600  # of a chart: a screen has few more columns
-MAX_CHARTS = 32  # that are drawn between two samples, or wait to be: one of 400 days takes a second
+MAX_CHARTS = 32  # drawn, or waiting to be drawn, between two samples: one of 400 days takes a second
 MIN_SECONDS, MAX_SECONDS = 60.0, 400 * 86400.0  # of a chart
-UNWRITTEN_SECONDS = 3.0 * WIDTH  # for which the store may not have what the daemon saw
+UNWRITTEN_SECONDS = 3.0 * WIDTH  # for so long the store may not have what the daemon saw
 METRICS = {  # as history.METRICS -> the field of a device
     "utilization": "utilization",
     "memory": "memory_used",
@@ -73,11 +73,11 @@ class Frame:
 
 
 class NoRoom(Exception):
-    """So many charts are asked for, or so many watch, that another one would only make all of them wait."""
+    """So many charts are requested, or there are so many viewers, that another one would only make all of them wait."""
 
 
 def who_makes_room(owners: Sequence[str], peer: str) -> int:
-    """Where in *owners* that one stands who loses a place to *peer*: the last one of whose user has the most.
+    """Return the index in *owners* of the one that loses its place to *peer*: the last of the user who has the most.
 
     Raises NoRoom: *peer* would have as many, or is unknown ("").
     """
@@ -90,14 +90,14 @@ def who_makes_room(owners: Sequence[str], peer: str) -> int:
 class FrameFeed:
     """Samples and remembers, until close().
 
-    One thread samples and one draws charts: a client that requests charts without end takes one thread, and delays no
-    sample.
+    One thread samples and one draws charts, so a client that requests charts without end takes one thread, and delays
+    no sample.
 
     Args:
-        source: of snapshots; like *traffic* it is used by one thread at a time.
-        traffic: of what goes over PCIe and NVLink: some 20 ms per device in a real driver.
+        source: of snapshots; one thread at a time uses it, and likewise *traffic*.
+        traffic: of what goes over PCIe and NVLink, which takes some 20 ms per device in a real driver.
         directory: of the claims.
-        events: the newest lines of the audit log that may be shown, oldest first, by the labels of the devices.
+        events: returns the newest lines of the audit log that may be shown, oldest first, given the devices' labels.
     """
 
     def __init__(
@@ -135,13 +135,13 @@ class FrameFeed:
                 pause = WATCHED_SECONDS if self.viewers else UNWATCHED_SECONDS
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin no more work."""
         for worker in (self._sampling, self._drawing):
             worker.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
     def watched(self, *, throughput: bool) -> Iterator[None]:
-        """While there is one more viewer."""
+        """Count one more viewer during the block."""
         self.viewers += 1
         self.throughput_viewers += throughput
         try:
@@ -151,7 +151,7 @@ class FrameFeed:
             self.throughput_viewers -= throughput
 
     async def next(self, after: int) -> Frame:
-        """A frame newer than number *after*."""
+        """Return a frame newer than number *after*, once there is one."""
         while self.frame.number <= after:
             await self._new_frame.wait()
         return self.frame
@@ -183,7 +183,7 @@ class FrameFeed:
         return content
 
     def _policy_findings(self, age: float | None) -> dict[str, Any]:
-        """What policies find: all of it for an administrator, else what is about this user.  Only a daemon knows."""
+        """Return what policies find: all for an administrator, else what is about this user.  Only a daemon knows."""
         if time.monotonic() - self._findings_at >= FINDINGS_SECONDS or age is None:
             self._findings_at, self._findings = time.monotonic(), StatusReply(False, (), 0)
             if age is not None:
@@ -194,13 +194,13 @@ class FrameFeed:
         return {"findings": rows, "findings_left_out": found.left_out}
 
     def remember(self, snapshot: Snapshot) -> None:
-        """Keep what charts show of it."""
+        """Keep what charts show of *snapshot*."""
         with self._lock:
             for ring in self._rings:
                 ring.add(snapshot)
 
     def _throughput(self) -> dict[str, dict[str, float | None]] | None:
-        """uuid -> bytes per second to and from the device; None while no viewer wants it."""
+        """Return uuid -> bytes per second to and from the device; None if no viewer wants it or it cannot be read."""
         if not self.throughput_viewers:
             return None
         try:
@@ -213,12 +213,12 @@ class FrameFeed:
         }
 
     async def chart(self, asked: ChartRequest, peer: str = "") -> bytes:
-        """A metric over a time: what the daemon's store has, and what was seen here since; *peer* is who asks.
+        """Return a metric over a period: what the store has, and what was seen here since; *peer* is the user who asks.
 
         Raises:
             KeyError: there is no such metric.
-            NoRoom: too many are requested.
-            CancelledError: another user, who has fewer, takes the place of this one.
+            NoRoom: too many charts are requested.
+            CancelledError: another user, who has fewer charts, takes the place of this one.
         """
         if asked.metric not in METRICS:
             raise KeyError(asked.metric)
@@ -228,17 +228,17 @@ class FrameFeed:
                 place = who_makes_room([owner for _, owner in charts.values()], peer)
                 charts.pop([*charts][place])[0].cancel()
             charts[asked] = asyncio.get_running_loop().run_in_executor(self._drawing, self.drawn, asked), peer
-        return await asyncio.shield(charts[asked][0])  # a viewer who leaves takes it from no other one
+        return await asyncio.shield(charts[asked][0])  # a viewer who leaves must not take it from another one
 
     def drawn(self, asked: ChartRequest) -> bytes:
-        """The chart as JSON: its times, and a value at each of them of each device; null is unknown."""
+        """Return the chart as JSON: its times, and a value at each of them for each device; null is unknown."""
         now = time.time()
         begin, end = asked.period(now)
         with self._lock:
             uuids = self._rings[0].uuids(asked.metric)
             ring = next((ring for ring in self._rings if now - begin <= ring.keep), self._rings[-1])
             times, values = ring.series(asked.metric, begin, end, MAX_POINTS)
-        # The daemon saw what was before our first sample; of the last minutes we know more than it keeps.
+        # The daemon saw what was before our first sample, but of the last minutes we know more than it keeps.
         is_recent = now - begin <= RINGS[0][1]
         until = min(times[0], end) if is_recent and times else end
         if until - begin >= WIDTH:
@@ -257,10 +257,10 @@ class ChartRequest:
     metric: str
     seconds: float
     until: float | None = None
-    step: float = 0.0  # seconds between two values, which then begin at multiples of it; 0: as many as are there
+    step: float = 0.0  # seconds between two values, which then begin at multiples of it; 0: as many as there are
 
     def period(self, now: float) -> tuple[float, float]:
-        """Begin and end in unix time."""
+        """Return begin and end in unix time."""
         seconds = min(max(MIN_SECONDS, self.seconds), MAX_SECONDS)
         end = now if self.until is None else min(now, max(now - MAX_SECONDS, self.until))
         if self.step:
@@ -271,13 +271,13 @@ class ChartRequest:
 def series_of(
     store: Usage, uuids: Sequence[str], metric: str, period: tuple[float, float], step: float = 0.0
 ) -> ChartSeries | None:
-    """What the store has, in at most MAX_POINTS steps; None when it has nothing of that time."""
+    """Return what the store has, in at most MAX_POINTS steps, or None if it has nothing of that period."""
     kept = history.METRICS[metric]
     begin, end = period
     span = end - begin
     steps = max(1, min(MAX_POINTS, int(span / max(step, store.width(begin)))))
     values: dict[str, list[float | None]] = {}
-    for uuid in uuids:  # one after the other: each has 38,400 points
+    for uuid in uuids:  # one after the other, because each has 38,400 points
         means = bucketed(store.series(uuid, kept.stored, begin, end), begin, end, steps)
         values[uuid] = [None if mean is None else kept.factor * mean for mean in means]
     if span <= 0 or all(mean is None for means in values.values() for mean in means):
@@ -286,9 +286,9 @@ def series_of(
 
 
 def followed_by(former: ChartSeries, later: ChartSeries) -> ChartSeries:
-    """Both, one behind the other; a device that only one of them has is unknown in the other."""
+    """Join both series, one behind the other; a device that only one of them has is unknown in the other."""
     times = list(former[0])
-    # The daemon writes some 20 s behind: that is no gap.
+    # The daemon writes some 20 s later than it sees, which is no gap.
     while times and times[-1] > former[0][-1] - UNWRITTEN_SECONDS and not _is_known(former, len(times) - 1):
         times.pop()
     values = {
@@ -317,9 +317,9 @@ class NumberRing:
         self._slot = -1
 
     def add(self, snapshot: Snapshot) -> None:
-        """Remember *snapshot*, instead of one of the same slot."""
+        """Remember *snapshot*, in place of one in the same slot."""
         slot = int(snapshot.taken_at / self.step)
-        if slot < self._slot:  # the clock was set back: what is later now is no past any more
+        if slot < self._slot:  # the clock was set back, so what is later than now is not the past any more
             self._times = array("d", [when if when <= snapshot.taken_at else _NAN for when in self._times])
         self._slot = slot
         index = slot % self._size
@@ -334,11 +334,11 @@ class NumberRing:
             kept[index] = _NAN if (value := seen.get(key)) is None else value
 
     def uuids(self, metric: str) -> list[str]:
-        """The devices of which something was seen."""
+        """Return the devices of which something was seen."""
         return [uuid for uuid, name in self._values if name == metric]
 
     def series(self, metric: str, begin: float, end: float, most: int) -> ChartSeries:
-        """The values between two unix times, at most so many per device: means of those that are known."""
+        """Return the values between two unix times, at most *most* per device: means of those that are known."""
         order = sorted((time, index) for index, time in enumerate(self._times) if begin <= time <= end)
         width = -(-len(order) // most) or 1
         groups = [order[at : at + width] for at in range(0, len(order), width)]
@@ -356,13 +356,13 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 class HostRates:
-    """What the machine does beside the GPUs, as rates since the reading before; the first one has no rates."""
+    """What the machine does beside the GPUs, as rates since the previous reading; the first reading has no rates."""
 
     def __init__(self) -> None:
         self._before: tuple[float, dict[str, int | None]] | None = None
 
     def read(self) -> dict[str, float | int | None]:
-        """CPU in percent, memory in bytes, disk and network in bytes per second; None = unknown."""
+        """Return CPU in percent, memory in bytes, disk and network in bytes per second; None = unknown."""
         memory = psutil.virtual_memory()
         disk, network = psutil.disk_io_counters(), psutil.net_io_counters()
         counters = {
@@ -389,7 +389,7 @@ def _rate(before: int | None, now: int | None, seconds: float) -> int | None:
 
 
 def bounded(content: Mapping[str, Any]) -> dict[str, Any]:
-    """*content* of a frame, with so much of each list and each command line."""
+    """Return *content* of a frame, with each list and each command line cut to its limit."""
     left_out: list[str] = []
     devices = []
     for device in content["devices"]:
@@ -407,7 +407,7 @@ def bounded(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _some(rows: Sequence[Mapping[str, Any]], most: int, what: str, left_out: list[str]) -> list[Mapping[str, Any]]:
-    """The first *most* rows of each user, and a word on the others: no user's crowd hides other users."""
+    """Return the first *most* rows of each user, and note the others, so that no user's crowd hides other users."""
     of_user: Counter[str] = Counter()
     nameless = 0
     shown: list[Mapping[str, Any]] = []
@@ -424,7 +424,7 @@ def _some(rows: Sequence[Mapping[str, Any]], most: int, what: str, left_out: lis
 
 
 def _cut(value: Any) -> Any:
-    """*value*, a text or a list of texts no longer than can be read."""
+    """Return *value*, with a text or a list of texts cut to MAX_COMMAND characters."""
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
         return value
