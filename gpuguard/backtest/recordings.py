@@ -92,7 +92,7 @@ class Recording:
         return self.start >= _UNIX
 
     def jobs(self) -> dict[tuple[str, str], list[RecordedRow]]:
-        """(host, job) -> its samples, in the order of time."""
+        """Return (host, job) -> its samples, in order of time."""
         found: dict[tuple[str, str], list[RecordedRow]] = {}
         for row in self.rows:
             if row.job:

@@ -59,7 +59,7 @@ def _mail_message(message: Message, sender: str, recipients: list[str]) -> Email
     mail["Date"] = formatdate(localtime=True)
     mail["Message-ID"] = make_msgid(domain="gpuguard.invalid")
     mail["Auto-Submitted"] = "auto-generated"  # no answers from holiday programs
-    # Encoded here, because not every server takes eight bits, or long lines.
+    # The body is encoded here, because not every server takes eight bits, or long lines.
     plain = message.body.isascii() and all(len(line) < 990 for line in message.body.split("\n"))
     mail.set_content(message.body, cte="7bit" if plain else "base64")
     return mail

@@ -22,7 +22,7 @@ from gpuguard.notify.templates import Message
 from gpuguard.notify.webhook import to_json
 
 INSTALL_APPRISE = "apprise is missing: pip install 'gpuguard[notify]'"
-_GRACE_SECONDS = 5.0  # for timeout to do its work
+_GRACE_SECONDS = 5.0  # for the program timeout to do its work
 _MAX_MEMORY = 512 * 2**20  # bytes, of apprise: an answer of 2 MB can be packed so that it unpacks to 2 GiB
 _MISSING, _NO_SERVICE, _REFUSED = 10, 11, 12
 _ENDS = {

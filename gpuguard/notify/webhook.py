@@ -81,7 +81,7 @@ def deliver(target: Webhook, message: Message) -> None:
 
 
 def to_json(message: Message) -> bytes:
-    """*message* as a JSON object in ASCII."""
+    """Return *message* as a JSON object in ASCII."""
     fields = {
         "schema": 1,
         "subject": message.subject,

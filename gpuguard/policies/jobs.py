@@ -29,7 +29,7 @@ class JobMember:
     launch: str = ""  # its parent and program, with its user, where that parent only starts programs
 
     def belongs_with(self, other: JobMember) -> bool:
-        """Whether both are known to be of one job."""
+        """Whether both are known to belong to one job."""
         together = abs(self.process[1] - other.process[1]) <= TOGETHER_SECONDS
         return self.job == other.job or (together and self.launch == other.launch != "")
 

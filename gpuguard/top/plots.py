@@ -18,7 +18,7 @@ from gpuguard.top.scene import History, ScreenLine
 from gpuguard.units import format_bytes, format_count, format_rounded
 from gpuguard.views.charts import Part, Scale, fitted, plot, scale_of
 
-FEWEST_ROWS = 8  # with which a plot still shows something: a heading, five of the drawing, the axis and its times
+FEWEST_ROWS = 8  # a plot needs so many to show something: a heading, five of the drawing, the axis and its times
 MOST_ROWS = 16
 _FRAME = 3  # rows of a plot that are not the drawing
 _MARGIN = 10  # columns of the numbers and the axis at the left of a drawing

@@ -294,7 +294,7 @@ _LARGEST = 1 << 20  # bytes of an environment: the kernel allows 6 MiB, which is
 
 
 def heading(row: ProcessRow) -> str:
-    """``"pid 4711 of alice: python train.py"``."""
+    """Return ``"pid 4711 of alice: python train.py"``."""
     return _("pid {pid} of {user}: {command}").format(
         pid=row.pid, user=neutralise(row.user or _("unknown")), command=row.command
     )

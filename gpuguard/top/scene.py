@@ -44,7 +44,7 @@ class Thresholds:
 class HostMeters:
     """The machine beside its GPUs; None = unknown."""
 
-    cpu: float | None  # percent of all cores, since the sample before
+    cpu: float | None  # percent of all cores, since the previous sample
     memory_used: int  # bytes that are not available to programs
     memory_total: int
     swap_used: int
@@ -61,7 +61,7 @@ class Scene:
     uses: tuple[DeviceUse, ...]  # its devices with their claims and processes
     host: Mapping[ProcessIdentity, HostUse] = field(default_factory=dict)  # what processes do beside the GPU
     waiting: tuple[tuple[Ticket, str], ...] = ()  # the queue in its order, with "starts in about 2h"
-    # Pid -> a process above one that computes; filled for the tree alone.
+    # Pid -> a process above one that computes; filled only for the tree.
     ancestors: Mapping[int, Ancestor] = field(default_factory=dict)
     age: float | None = None  # seconds since the daemon looked; None: the driver was asked
     machine: HostMeters | None = None

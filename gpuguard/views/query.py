@@ -24,7 +24,7 @@ Value = str | int | float | None
 
 @dataclass(frozen=True)
 class QuerySubject:
-    """What one row of the answer is about."""
+    """The subject of one row of the answer."""
 
     snapshot: Snapshot
     device: Device

@@ -44,13 +44,13 @@ MAX_ROWS = 512  # of all users
 MAX_NAMELESS = 64  # of all users without a name: a user with user namespaces has 65536 such uids
 MAX_COMMAND = 400  # characters, in all words, and of a note, because more does not fit into a card
 WATCHED_SECONDS = 2.0  # between two samples while there are viewers
-UNWATCHED_SECONDS = 10.0  # and without
+UNWATCHED_SECONDS = 10.0  # between two samples without viewers
 FINDINGS_SECONDS, DAEMON_SECONDS = 10.0, 2.0  # between two questions to the daemon, and to wait for its answer
 MAX_POINTS = 600  # of a chart: a screen has few more columns
 MAX_CHARTS = 32  # drawn, or waiting to be drawn, between two samples: one of 400 days takes a second
 MIN_SECONDS, MAX_SECONDS = 60.0, 400 * 86400.0  # of a chart
 UNWRITTEN_SECONDS = 3.0 * WIDTH  # for so long the store may not have what the daemon saw
-METRICS = {  # as history.METRICS -> the field of a device
+METRICS = {  # a metric, named as in history.METRICS -> the field of a device
     "utilization": "utilization",
     "memory": "memory_used",
     "temperature": "temperature",

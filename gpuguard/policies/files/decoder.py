@@ -324,7 +324,7 @@ def keys_of(noun: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 def key_of(field: Field[Any]) -> str:
-    """The key of a field: ``for`` of ``for_``, because that is a word of Python."""
+    """Return the key of a field: ``for`` for ``for_``, because ``for`` is a word of Python."""
     return field.name.rstrip("_")
 
 
