@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
 from typing import TypeVar
@@ -23,7 +23,7 @@ from gpuguard.claims.records import ClaimWatcher, FirstSeen
 from gpuguard.device_state import Processes, claims_readable, user_label
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.identity import Protected, is_alive
-from gpuguard.enforcement.limits import AuditQuota, PastAction
+from gpuguard.enforcement.limits import JOBS_PER_HOUR, JOBS_PER_MINUTE, AuditQuota, PastAction
 from gpuguard.enforcement.pauses import Pause, Pauses
 from gpuguard.enforcement.preflight import ActionContext, Notifier, effect_seen
 from gpuguard.enforcement.signals import DONE, SENT
@@ -42,7 +42,7 @@ from gpuguard.model import (
     Subject,
     Verdict,
 )
-from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES
+from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
 from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
 from gpuguard.policies.jobs import JobMember, alone, member_of
@@ -68,6 +68,22 @@ WORTH_A_LINE = frozenset(
 )
 
 PendingKey = tuple[str, SubjectIdentity]  # name of a policy and the subject of a verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteRules:
+    """All that a policy file tells a watchdog: one value, because half of one file and half of another is neither."""
+
+    policies: tuple[Policy, ...] = ()
+    interval: tuple[float, float] = INTERVAL  # seconds, shortest and longest, between two samples
+    protected: Protected = field(default_factory=Protected)  # who is never touched
+    per_minute: int = JOBS_PER_MINUTE  # jobs that are signalled at most
+    per_hour: int = JOBS_PER_HOUR  # jobs that are ended at most
+    longest_keep: float = LONGEST_KEEP  # seconds for which users may exempt what is theirs
+    notifier: Notifier | None = None  # sends messages, as notify.Sender
+    personal: frozenset[str] = frozenset()  # names of its targets that write to the user who is meant
+    language: str = ENGLISH  # of what is written to terminals
+    templates: Mapping[str, Template] = field(default_factory=lambda: TEMPLATES)  # by language
 
 
 class Watchdog:
@@ -105,11 +121,8 @@ class Watchdog:
         append: Callable[[Event], bool] = audit_log.append,
         share_host_pids: bool = False,
     ) -> None:
-        self.policies, self.interval = tuple(policies), interval
-        self.notifier, self.protected = notifier, Protected()  # who sends messages, and who is never touched
-        self.language, self.templates = ENGLISH, TEMPLATES  # of what is written to terminals
-        self.personal: frozenset[str] = frozenset()  # names of targets that write to the user who is meant
-        self.longest_keep = LONGEST_KEEP  # seconds for which users may exempt what is theirs
+        # May be replaced at any time, by any thread: a step reads it once, at its beginning.
+        self.site_rules = SiteRules(policies=tuple(policies), interval=interval, notifier=notifier)
         self.kept: Kept = {}  # exempted by `gpuguard keep`
         self.gpu_seconds: Callable[[], Mapping[int, Mapping[float, float]]] = dict  # of a RuleView, for each sample
         self.scheduled: Callable[[Snapshot], Mapping[str, frozenset[int]] | None] = lambda snapshot: None  # likewise
@@ -122,7 +135,7 @@ class Watchdog:
         self._memory, self._host, self._needs = EngineMemory(), HostUses(), needs_of(())
         self._claims, self._first_seen = ClaimWatcher(), FirstSeen()
         self._judging = threading.Lock()  # held while the memory changes, and ...
-        self._judged_by: Sequence[Policy] = ()  # ... the policies that it is about
+        self._judged_by = SiteRules()  # ... the rules that it is about: those of the last step
         self._view: RuleView | None = None
         # (uuid, pid) of listed processes that have ended: samples in a row, and whose it was
         self._ended: dict[tuple[str, int], tuple[int, str | None]] = {}
@@ -150,37 +163,44 @@ class Watchdog:
         self._unpublished, self._stop = list[Event](), threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """The policies of site_rules; may be set, too."""
+        return self.site_rules.policies
+
+    @policies.setter
+    def policies(self, policies: Sequence[Policy]) -> None:
+        self.site_rules = replace(self.site_rules, policies=tuple(policies))
+
     def step(self) -> Judgement:
         """Sample once, and do what is due; what was judged.  Raises BackendError: nothing could be read."""
-        # In this order: a daemon that reads its file again sets them in that order, and no user may lose their
-        # protection while the policies that are judged by are still those from which they were protected.
-        protected = self.protected
-        policies, before = self.policies, self._view
-        if policies is not self._needs.policies:
-            self._needs = needs_of(policies)
+        rules, before, limits = self.site_rules, self._view, self._context.limits
+        limits.per_minute, limits.per_hour = rules.per_minute, rules.per_hour
+        if rules.policies is not self._needs.policies:
+            self._needs = needs_of(rules.policies)
         snapshot = self._with_claims(self._backend.sample(self._needs.fields | self.extra_fields()))
         self._note_ended(snapshot)
-        self._memory.kept, self._memory.unkillable = dict(self.kept), frozenset(self._context.limits.unkillable)
-        self._view = self._view_of(snapshot, policies)
+        self._memory.kept, self._memory.unkillable = dict(self.kept), frozenset(limits.unkillable)
+        self._view = self._view_of(snapshot, rules.policies)
         with self._judging:
             judgement = engine.evaluate(
                 self._view,
-                policies,
+                rules.policies,
                 self._memory,
-                interval=self.interval[1],
+                interval=rules.interval[1],
                 zone=_zone(snapshot.taken_at),
                 isolate=self._isolate,
             )
-            self._judged_by = policies
+            self._judged_by = rules
         is_new = before is None or before.clock != self._view.clock
         if is_new and any(note.kind == "resampling" for note in judgement.notes):
             self._drop(self._pending)  # what waited through a pause without a sample has no reason any more
-        self._act(judgement.verdicts, policies, protected)
+        self._act(judgement.verdicts, rules)
         self._write_effects(snapshot)
         self._end_pauses(owed=self._context.enforce)  # or they are those of a guard beside which this one only looks
         self._note(judgement.notes)
-        self._note_there_first(self._view, policies)
-        self.pause = pace(before.snapshot if before else None, snapshot, self.pause, self.interval)
+        self._note_there_first(self._view, rules.policies)
+        self.pause = pace(before.snapshot if before else None, snapshot, self.pause, rules.interval)
         self._publish()
         if self._on_sample:
             self._on_sample(snapshot, self.pause)
@@ -189,7 +209,7 @@ class Watchdog:
     def status(self) -> tuple[PolicyStatus, ...]:
         """Every condition that holds since the last sample; from any thread."""
         with self._judging:
-            return policy_status(self._judged_by, self._memory, self._deferred, self._refused, dict(self.kept))
+            return policy_status(self._judged_by.policies, self._memory, self._deferred, self._refused, dict(self.kept))
 
     def processes(self, snapshot: Snapshot) -> Processes:
         """What /proc says of the processes of *snapshot*: read now, if the last step did not."""
@@ -209,7 +229,7 @@ class Watchdog:
             except Exception as error:  # noqa: BLE001  the catch of the loop: a guard that died guards nothing
                 # A fault of ours is no load on the driver; and no time counts between samples that come too seldom.
                 failures = failures + 1 if isinstance(error, BackendError) else 0
-                self.pause = min(RETRY_SECONDS, self.interval[1] * 2 ** min(failures, 8))
+                self.pause = min(RETRY_SECONDS, self.site_rules.interval[1] * 2 ** min(failures, 8))
                 with suppress(Exception):  # of the callback
                     self._report_problem(error)
                 if self._view and boot_clock() - self._view.clock > engine.LONGEST_PAUSE:
@@ -226,10 +246,6 @@ class Watchdog:
             self._context.limits.record(action)
         if last is not None and claims_readable(last):
             self._first_seen.remember(last)
-
-    def limit_to(self, per_minute: int, per_hour: int) -> None:
-        """Signal so many jobs in a minute at most, and end so many in an hour."""
-        self._context.limits.per_minute, self._context.limits.per_hour = per_minute, per_hour
 
     def keep(
         self, until_clock: float, *, uid: int | None = None, claim: str | None = None, device: str | None = None
@@ -347,10 +363,10 @@ class Watchdog:
         rows = index.processes.get(process) if index else None
         return member_of(next(iter(rows.values())), index.view) if index and rows else alone(process)
 
-    def _act(self, verdicts: Sequence[Verdict], policies: Sequence[Policy], protected: Protected) -> None:
+    def _act(self, verdicts: Sequence[Verdict], rules: SiteRules) -> None:
         """Do what is due now, and what has had to wait and still holds; each subject's steps in their order."""
         assert self._view is not None
-        named = {policy.name: policy for policy in policies}
+        named = {policy.name: policy for policy in rules.policies}
         # What waits goes on while its condition was found in this sample, by the same policy.
         self._drop(
             (name, subject)
@@ -363,13 +379,13 @@ class Watchdog:
         snapshot, limits = self._view.snapshot, self._context.limits
         context = replace(
             self._context,
-            notifier=self.notifier,
-            language=self.language,
-            templates=self.templates,
-            longest_keep=self.longest_keep,
-            interval=max(self.interval[1], self.pause),
-            protected=protected.uids_of(_uids(snapshot), self._view.groups),
-            protected_executables=protected.executables,
+            notifier=rules.notifier,
+            language=rules.language,
+            templates=rules.templates,
+            longest_keep=rules.longest_keep,
+            interval=max(rules.interval[1], self.pause),
+            protected=rules.protected.uids_of(_uids(snapshot), self._view.groups),
+            protected_executables=rules.protected.executables,
             alarm=self._needs.targets,
         )
         self._acting = context
@@ -410,13 +426,13 @@ class Watchdog:
         """Let the personal targets of a policy tell the users what it did to them: a warning before is no answer."""
         assert self._view is not None
         done = {outcome.pid for outcome in outcomes if outcome.word in (SENT, DONE)}
-        policy = next((policy for policy in self._judged_by if policy.name == verdict.policy), None)
+        policy = next((policy for policy in self._judged_by.policies if policy.name == verdict.policy), None)
         if not done or verdict.action not in HARMFUL or policy is None or not context.is_live(verdict):
             return
         finding = verdict.finding
         users = {(process.uid, process.user) for process in finding.processes if process.pid in done}
         names = dict.fromkeys(dict(step.options).get("to") for step in policy.steps)
-        for name in [name for name in names if name in self.personal]:
+        for name in [name for name in names if name in self._judged_by.personal]:
             for uid, user in users or {(finding.subject.uid, finding.subject.user)}:
                 own = tuple(process for process in finding.processes if process.uid == uid)
                 about = replace(finding, subject=replace(finding.subject, uid=uid, user=user), processes=own)
@@ -428,7 +444,7 @@ class Watchdog:
         """Let go on what this guard, or one before it, has paused: all of them with *why*, or those that are over."""
 
         def why_over(pause: Pause, live: bool) -> str | None:
-            policy = next((policy for policy in self._judged_by if policy.name == pause.policy), None)
+            policy = next((policy for policy in self._judged_by.policies if policy.name == pause.policy), None)
             if why or policy is None or (live and not policy.enforce):
                 return why or f"the policy {pause.policy} is not in force any more"
             return None if self._memory.pauses(policy.name, pause.process) else "the condition does not hold any more"
@@ -436,9 +452,9 @@ class Watchdog:
         self._isolate("pauses", partial(self._pauses.settle, why_over, owed=owed))
 
     def _still_true(self, verdict: Verdict, snapshot: Snapshot) -> bool:
-        """Whether the condition behind *verdict* holds on what the driver says now, by the policies of now."""
+        """Whether the condition behind *verdict* holds on the driver's answer of now, and its policy is unchanged."""
         policy = next((policy for policy in self.policies if policy.name == verdict.policy), None)
-        if policy is None or self._view is None or self._stop.is_set():
+        if policy not in self._judged_by.policies or self._view is None or self._stop.is_set():
             return False
         self._memory.kept = dict(self.kept)  # a user may have asked for an exemption since the sample
         view, finding = replace(self._view, snapshot=snapshot), verdict.finding
@@ -503,8 +519,8 @@ class Watchdog:
         """Tell the administrator, but no user, that a breaker holds a policy back."""
         assert self._view is not None
         snapshot = self._view.snapshot
-        enforce = any(policy.enforce for policy in self._judged_by if policy.name == name)
-        for target in [target for target in self._needs.targets if target not in self.personal]:
+        enforce = any(policy.enforce for policy in self._judged_by.policies if policy.name == name)
+        for target in [target for target in self._needs.targets if target not in self._judged_by.personal]:
             finding, options = Finding("breaker", subject, text), (("to", target),)
             verdict = Verdict(name, finding, "notify", 0, snapshot.clock, enforce=enforce, options=options)
             self._isolate(name, partial(actions.act, verdict, snapshot, self._acting))

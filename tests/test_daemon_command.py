@@ -6,14 +6,18 @@ import re
 import socket
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from builders import Scripted, a_device, a_process, a_snapshot
 from daemons import a_daemon
 from nodes import GIB, SECONDS, a_user, start
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.daemon import service
 from gpuguard.daemon.service import Daemon, DaemonSettings, notify_systemd
+from gpuguard.enforcement import actions
+from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.errors import GpuguardError
 
 HEAD = """
@@ -147,6 +151,49 @@ def test_a_file_that_cannot_be_read_now_is_complained_of_once_and_read_later(tmp
     guard.reload_if_changed()
 
     assert [event.outcome for event in events] == ["refused", "faults mended", "in force"]
+
+
+ONE_OF_TWO = """
+version: 1
+interval: {{shortest: {n}s, longest: {n}s}}
+keep: {{longest: {n}s}}
+limits: {{per_minute: {n}, per_hour: {n}}}
+protect: {{executables: [/opt/{n}]}}
+messages: {{en: {{subject: "{n}"}}}}
+notify: {{ops: {{hook: {{command: [/opt/{n}]}}}}}}
+policies: [{{name: "{n}", when: {{memory: {{above: 1GiB}}}}, for: 0s, steps: [log]}}]
+"""
+
+
+def test_a_step_goes_by_one_policy_file_alone_although_another_one_comes_into_force_meanwhile(tmp_path, monkeypatch):
+    """The texts of the new file went to the targets of the old one, and the limits were those of either."""
+    path, seen = tmp_path / "policy.yaml", []
+
+    class Reread(Scripted):
+        def sample(self, fields, devices=None):
+            if len(self.shown) == 3:
+                path.write_text(ONE_OF_TWO.format(n=7))
+                guard.reload_if_changed(requested=True)
+            return super().sample(fields, devices)
+
+    def act(verdict, snapshot, context):
+        hook, limits = context.notifier.targets["ops"], context.limits
+        texts = verdict.policy, hook.command[0], context.templates["en"].subject, *context.protected_executables
+        seen.append((*texts, context.interval, context.longest_keep, limits.per_minute, limits.per_hour))
+        return (ActionOutcome("done"),)
+
+    monkeypatch.setattr(actions, "act", act)
+    monkeypatch.setattr(service, "Sender", lambda targets, *more: SimpleNamespace(targets=targets, stop=print))
+    device = a_device(memory_used=40 * GIB, processes=(a_process(memory_used=40 * GIB),))
+    samples = [a_snapshot(device, clock=10_000.0 + 5 * n, taken_at=1_700_000_000.0 + 5 * n) for n in range(4)]
+    path.write_text(ONE_OF_TWO.format(n=5))
+    where = Reread(*samples), lock_directory(str(tmp_path))
+    guard = Daemon(*where, DaemonSettings(str(path)), print, print, lambda event: True)
+    guard.reload_if_changed()
+    for _sample in range(4):
+        guard.watchdog.step()
+
+    assert seen == [(f"{n}", f"/opt/{n}", f"{n}", f"/opt/{n}", n, n, n, n) for n in (5, 7)]
 
 
 def test_that_lines_are_missing_is_said_before_the_next_one_and_again_until_it_is_written(tmp_path):

@@ -11,7 +11,7 @@ from daemons import SOMEBODY, a_daemon, somebodys
 from nodes import eventually
 
 from gpuguard.claims.directory import daemon_files
-from gpuguard.daemon.site_rules import SiteRules
+from gpuguard.daemon.queue_settings import QueueSettingsFile
 from gpuguard.policies.files import last_good
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.policies.files.loader import parse
@@ -337,7 +337,7 @@ def test_a_daemon_keeps_the_last_good_line_yaml_for_all_and_says_when_its_faults
 def test_where_no_descriptor_is_left_the_daemon_lives_on_and_reads_line_yaml_later(directory, line, monkeypatch):
     line.write_text("bound: 7h\n")
     said: list[object] = []
-    rules = SiteRules(directory, lambda *words: said.append(words), said.append)
+    rules = QueueSettingsFile(directory, lambda *words: said.append(words), said.append)
     with monkeypatch.context() as exhausted:
         exhausted.setattr(settings, "read_file", no_descriptor)
         rules.look()

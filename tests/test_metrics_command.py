@@ -23,6 +23,7 @@ from gpuguard.metrics import facts
 from gpuguard.metrics.facts import DaemonFacts, EventCounter, RareFields
 from gpuguard.metrics.server import PAGE_SECONDS
 from gpuguard.model import CLOCKS, ECC, MEDIA, NVLINK_FLOW, PCIE, Event, Gap
+from gpuguard.watchdog import SiteRules
 
 
 @pytest.fixture
@@ -233,14 +234,14 @@ class ADaemon:
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         self.last, self.waiting = a_snapshot(clock=now - age), (a_ticket(),)
         watchdog = {
-            "interval": (1.0, 2.0),
+            "site_rules": SiteRules(interval=(1.0, 2.0)),
             "pause": 2.0,
             "problem": trouble,
             "processes": lambda snapshot: {},
             "status": tuple,
         }
         self.watchdog, self.faults = SimpleNamespace(**watchdog, policies=()), 0
-        self.site_rules = SimpleNamespace(faults=0)
+        self.queue_settings = SimpleNamespace(faults=0)
 
 
 @pytest.mark.parametrize(("age", "trouble", "current"), [(1, None, True), (7, None, False), (1, "lost", False)])

@@ -170,15 +170,15 @@ def test_a_user_who_cannot_be_written_to_keeps_no_message_from_others():
     ]  # fmt: skip
 
 
-def test_after_the_end_nothing_is_taken_and_no_thread_is_left():
+def test_after_the_end_a_message_goes_out_at_once_and_no_thread_is_left():
     with a_web_server() as web:
         sender = Sender({"ops": Webhook(web.url)}, lambda event: None)
         sender.send("ops", a_message())
         assert sender.stop(10)
 
-        assert sender.send("ops", a_message()) == "the sender has stopped"
+        assert sender.send("ops", a_message()) == "queued"
         until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("gpuguard-notify")])
-        assert len(web.requests) == 1
+        assert len(web.requests) == 2
 
 
 def test_a_message_for_which_no_thread_can_be_started_is_told_and_goes_out_with_the_next(monkeypatch):

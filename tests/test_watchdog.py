@@ -456,7 +456,7 @@ def test_only_the_administrator_is_told_that_the_breaker_holds_a_policy_back(a_w
     policy = replace(HOGS, steps=(Step("terminate"), *targets))
     post = Post()
     guard = a_watchdog(Scripted(*snapshots(*crowd, number=4)), (policy,), enforce=True, notifier=post)
-    guard.personal = frozenset({"owner"})
+    guard.site_rules = replace(guard.site_rules, personal=frozenset({"owner"}))
     looks(guard, 4)
 
     [event] = [event for event in log if event.kind == "note"]

@@ -26,9 +26,9 @@ from gpuguard.clusters.slurm_node import SlurmNode
 from gpuguard.daemon.broker import Broker
 from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.daemon.jobs_seen import JobsSeen
+from gpuguard.daemon.queue_settings import QueueSettingsFile
 from gpuguard.daemon.requests import RequestContext, handle
 from gpuguard.daemon.server import SocketServer
-from gpuguard.daemon.site_rules import SiteRules
 from gpuguard.daemon.upkeep import ClaimUpkeep
 from gpuguard.enforcement.limits import recover_actions
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
@@ -57,7 +57,7 @@ from gpuguard.source import (
     write_state,
 )
 from gpuguard.units import format_count, local_time
-from gpuguard.watchdog import INTERVAL, Watchdog
+from gpuguard.watchdog import INTERVAL, SiteRules, Watchdog
 
 EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
 GAP_INTERVALS = 3  # between two samples, from which on it is unknown what GPUs were used for
@@ -187,7 +187,7 @@ class Daemon:
         reader = partial(open_worker, backend.name, desktop_memory=lambda: desktop_memory(lambda: directory))
         self._broker = None if directory.keeper is None else Broker(directory, reader)
         self._upkeep = ClaimUpkeep(directory, self._log)
-        self.site_rules = SiteRules(directory, partial(self._log, "queue"), report)
+        self.queue_settings = QueueSettingsFile(directory, partial(self._log, "queue"), report)
         exempt = partial(setattr, self.watchdog, "kept")
         self._exemptions = Exemptions(directory, exempt, lambda: self.last.devices, self._record)
 
@@ -205,7 +205,7 @@ class Daemon:
             self._slurm.refresh()
         try:
             self.watchdog.step()
-            time.sleep(self.watchdog.interval[0])
+            time.sleep(self.watchdog.site_rules.interval[0])
             judgement = self.watchdog.step()
         except BackendError as error:
             self._report(f"nothing can be judged: {error}")
@@ -261,7 +261,7 @@ class Daemon:
                     record_arrivals_seen(self._directory, self.last, self.waiting or (), time.time())
             self.reload_if_changed(requested=self._reload_requested.is_set() or signal.SIGHUP in received)
             self._look_for_devices()
-            self.site_rules.look()
+            self.queue_settings.look()
             if self._broker:
                 self._tend(self._broker)
             open_metrics = self._open_metrics(open_metrics)
@@ -329,7 +329,7 @@ class Daemon:
             self._directory,
             self._exemptions,
             snapshot=lambda: self.last,
-            interval=lambda: max(watchdog.interval[1], watchdog.pause),
+            interval=lambda: max(watchdog.site_rules.interval[1], watchdog.pause),
             status=watchdog.status,
             append=self._record,
             reload=self._reload_requested.set,
@@ -447,19 +447,11 @@ class Daemon:
 
     def _use(self, file: PolicyFile, last: PolicyFile) -> None:
         """Judge by *file*: by *last*, a good one, or by what still holds of it."""
-        former = self._sender
-        templates = {**TEMPLATES, **file.messages}
-        self._sender = None
+        templates, former, self._sender = {**TEMPLATES, **file.messages}, self._sender, None
         if file.notify:
             self._sender = Sender(file.notify, self._record, templates, file.longest_keep)
-        self.watchdog.templates, self.watchdog.longest_keep = templates, file.longest_keep
         audit_log.keep_older(file.keep_events)
-        self.watchdog.limit_to(file.limits.per_minute, file.limits.per_hour)
-        emails = {name: target for name, target in file.notify.items() if isinstance(target, Email)}
-        self.watchdog.personal = frozenset(name for name, target in emails.items() if target.personal)
-        self.watchdog.language = next(iter(file.messages)) if len(file.messages) == 1 else ENGLISH
         self._fingerprint = file.fingerprint
-        self.watchdog.notifier = self._sender
         self._exemptions.max_seconds = file.longest_keep
         try:
             if not self._settings.once:  # the snapshots of all commands go by it
@@ -468,9 +460,19 @@ class Daemon:
                 write_file(daemon_files(self._directory).file(last_good.POLICIES), shown)
         except OSError as error:
             self._report(f"policies and desktop_memory cannot be published, so both stay as they were: {error}")
-        self.watchdog.interval = self._settings.intervals(file.interval)
-        self.watchdog.protected = file.protected
-        self.watchdog.policies = file.policies  # last: from here on they are judged by
+        emails = {name: target for name, target in file.notify.items() if isinstance(target, Email)}
+        self.watchdog.site_rules = SiteRules(
+            policies=file.policies,
+            interval=self._settings.intervals(file.interval),
+            protected=file.protected,
+            per_minute=file.limits.per_minute,
+            per_hour=file.limits.per_hour,
+            longest_keep=file.longest_keep,
+            notifier=self._sender,
+            personal=frozenset(name for name, target in emails.items() if target.personal),
+            language=next(iter(file.messages)) if len(file.messages) == 1 else ENGLISH,
+            templates=templates,
+        )
         self._log("policy", "in force", self.status(), file)
         self._recorder.windows = windows_of(file.policies)
         if self._recorder.windows and (reason := self._recorder.why_unknown(OPEN_SECONDS)):
@@ -484,7 +486,7 @@ class Daemon:
             return
         for event in self._jobs_seen.look(snapshot):
             self._write(event)  # and not into the journal, too
-        self._recorder.record(snapshot, GAP_INTERVALS * self.watchdog.interval[1], wanted(self.waiting))
+        self._recorder.record(snapshot, GAP_INTERVALS * self.watchdog.site_rules.interval[1], wanted(self.waiting))
         if snapshot.clock - self._published_at < PUBLISH_SECONDS - pause / 1.5:  # no sample comes on the dot
             return
         try:

@@ -239,7 +239,7 @@ class DaemonFacts:
     def read(self, exporters: Collection[str] = ()) -> MetricFacts:
         """What the daemon knows now; what only the names of *exporters* need is in its next samples."""
         watchdog, snapshot, waiting = self._daemon.watchdog, self._daemon.last, self._daemon.waiting
-        interval = max(watchdog.interval[1], watchdog.pause)
+        interval = max(watchdog.site_rules.interval[1], watchdog.pause)
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - snapshot.clock
         current = watchdog.problem is None and age <= STALE_INTERVALS * interval
         sampled = bool(snapshot.taken_at)
@@ -256,7 +256,7 @@ class DaemonFacts:
             daemon_up=True,
             policies=Counter("enforce" if policy.enforce else "observe" for policy in watchdog.policies),
             policy_faults=self._daemon.faults,
-            line_faults=self._daemon.site_rules.faults,
+            line_faults=self._daemon.queue_settings.faults,
             breaches=Counter((status.policy, status.stage) for status in watchdog.status()) if current else None,
             **self._counter.totals(),
         )

@@ -229,7 +229,10 @@ class Sender:
         return self._lanes[name].put(message) if name in self._lanes else UNKNOWN
 
     def stop(self, seconds: float) -> bool:
-        """Take nothing more, and send what waits, one message per recipient; whether all went out within *seconds*."""
+        """Send what waits, one message per recipient; whether all went out within *seconds*.
+
+        What comes later goes out at once: a step that is under way keeps the sender that it began with.
+        """
         end = time.monotonic() + seconds
         for lane in self._lanes.values():  # all of them start before the first is waited for
             lane.close()
@@ -250,10 +253,9 @@ class _Lane:
 
     def put(self, message: Message) -> str:
         with self._changed:
-            if self._closed:
-                return "the sender has stopped"
             if not self._pace.put(message, time.monotonic()):
                 return "the queue is full"
+            self._all_due = self._closed
             started = self._start()
             self._changed.notify_all()
         return "queued" if started else STUCK

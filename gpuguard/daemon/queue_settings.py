@@ -16,8 +16,8 @@ from gpuguard.units import format_count
 RETRY_SECONDS = 60.0  # between two readings of a file with faults: LDAP may be up by now
 
 
-class SiteRules:
-    """The rules of the queue of one claim directory.
+class QueueSettingsFile:
+    """line.yaml, the settings of the queue of one claim directory.
 
     Args:
         say: called with the outcome and the message of an event of the queue.
