@@ -279,7 +279,7 @@ class Finding:
     processes: tuple[GpuProcess, ...] = ()  # which an action would mean; () when the finding is about a device alone
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What a policy wants done about a finding now.  Deciding is all it is: see actions for doing."""
 
@@ -298,7 +298,7 @@ class Verdict:
     may_be_kept: bool = True  # whether the user can ask by `gpuguard keep` to be spared
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Event:
     """One line of the audit log: what was done, to which process, claim or device, and how it ended."""
 

@@ -87,7 +87,7 @@ GUARD_SECONDS = 60.0  # after such a step within which an end of the job is its 
 GRACE_SECONDS = 60.0  # between the signals that end a job
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobSettings:
     """How a job runs."""
 
@@ -102,7 +102,7 @@ class JobSettings:
     directory: LockDirectory | None = None  # of the claims, whose daemon says what policies did to the job
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobEnd:
     """How a job ended, and what its devices did meanwhile; None = unknown."""
 
@@ -452,7 +452,7 @@ class JobSupervisor:
             status, message = failure(self.program, int(code))
             self.notify(message)
             self.claim.release()
-            ended = JobEnd(status, None, wall_time, NOT_STARTED, why=message)
+            ended = JobEnd(status=status, die_of=None, wall_time=wall_time, outcome=NOT_STARTED, why=message)
             _log_end(self.claim, ended)
             return ended
         self.report_guard()
@@ -492,15 +492,24 @@ class JobSupervisor:
                     )
                 )
                 outcome = INTERRUPTED
-        numbers = self.meter.peak_memory, self.meter.utilization(), self.meter.energy()
         why = (
             _("ended by gpuguard run: {why}").format(why=translated(self.escalation.why))
             if self.escalation.why
             else None
         )
-        remarks = tuple(self.surroundings.remarks) if self.surroundings else ()
-        why = by_policy or why
-        ended = JobEnd(status, die_of, wall_time, outcome, *numbers, self.killed_by, why, policy, remarks)
+        ended = JobEnd(
+            status=status,
+            die_of=die_of,
+            wall_time=wall_time,
+            outcome=outcome,
+            peak_memory=self.meter.peak_memory,
+            utilization=self.meter.utilization(),
+            energy=self.meter.energy(),
+            killed_by=self.killed_by,
+            why=by_policy or why,
+            policy=policy,
+            remarks=tuple(self.surroundings.remarks) if self.surroundings else (),
+        )
         _log_end(self.claim, ended, by_policy or self.escalation.why)
         return ended
 
@@ -533,7 +542,19 @@ def log_claim(kind: str, outcome: str, claim: Claim, message: str | None = None,
     """Write into the audit log what became of a claim of this process."""
     user, devices = os.environ.get("LOGNAME") or os.environ.get("USER"), tuple(device.uuid for device in claim.devices)
     numbers = ("uid", os.getuid()), *facts.items()
-    audit_log.append(Event(time.time(), kind, outcome, user, devices, os.getpid(), claim.id, message, numbers))
+    audit_log.append(
+        Event(
+            time=time.time(),
+            kind=kind,
+            outcome=outcome,
+            user=user,
+            devices=devices,
+            pid=os.getpid(),
+            claim=claim.id,
+            message=message,
+            facts=numbers,
+        )
+    )
 
 
 def _log_end(claim: Claim, ended: JobEnd, message: str | None = None) -> None:

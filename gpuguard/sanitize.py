@@ -85,7 +85,7 @@ _CLAIM_HEADS = ("claim", "user", "for", "memory", "note", "command")
 
 def of_snapshot(snapshot: Snapshot) -> str:
     """Its devices, and its claims if it knows of any."""
-    kind = "RECORDED " * snapshot.recorded + "SIMULATED " * snapshot.simulated
+    kind = ("RECORDED " if snapshot.recorded else "") + ("SIMULATED " if snapshot.simulated else "")
     title = f"<p><b>{escaped(kind + snapshot.host)}</b></p>"
     parts = [title, _table(_DEVICE_HEADS, (_device_row(device, snapshot.claims) for device in snapshot.devices))]
     if snapshot.claims:

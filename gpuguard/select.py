@@ -299,18 +299,17 @@ def _never(request: Request, could: Choice) -> str:
     droppable = [name for name in names if name != "--memory" and not largest.get(name)]
     models = Counter(shown(device.name) for device in _only_lacking(could, "--model") if device.name)
     enough = [f"'{name}'" for name, count in models.most_common(_MOST_FACTS) if count >= request.num_gpus]
-    advice = [_("ask for {count}").format(count=fit)] * bool(fit)
+    advice = [_("ask for {count}").format(count=fit)] if fit else []
     advice += [
         _("ask for at most {size} ({option})").format(size=format_bytes_within(size), option=option)
         for option, size in largest.items()
         if size
     ]
-    advice += [_("drop {options}").format(options=_(" or ").join(droppable))] * bool(droppable)
-    advice += [_("ask for --model {models}").format(models=_(" or ").join(enough))] * bool(enough)
-    advice += [_("ask for less --memory")] * (largest.get("--memory") == 0)
-    advice += [_("add {mig_set} if a launcher starts one process for each instance").format(mig_set=MIG_SET)] * (
-        alone >= request.num_gpus
-    )
+    advice += [_("drop {options}").format(options=_(" or ").join(droppable))] if droppable else []
+    advice += [_("ask for --model {models}").format(models=_(" or ").join(enough))] if enough else []
+    advice += [_("ask for less --memory")] if largest.get("--memory") == 0 else []
+    if alone >= request.num_gpus:
+        advice.append(_("add {mig_set} if a launcher starts one process for each instance").format(mig_set=MIG_SET))
     hint = _(", or ").join(advice)
     lines = [
         _("wanted {count}, but {there}.").format(count=format_count(request.num_gpus, "GPU"), there=there),
@@ -319,7 +318,7 @@ def _never(request: Request, could: Choice) -> str:
         *_lacking(could),
         *_profiles(request, could),
         *_mixed(could.devices),
-        *[_("{advice}.").format(advice=hint[:1].upper() + hint[1:])] * bool(hint),
+        *([_("{advice}.").format(advice=hint[:1].upper() + hint[1:])] if hint else []),
         _("`gpuguard explain {spelled}` shows each GPU.").format(spelled=spelled(request)),
     ]
     return "\n".join(lines)
@@ -344,7 +343,7 @@ def _only_lacking(could: Choice, option: str) -> list[Device]:
 
 def _explained(refusals: Sequence[Refusal], most: int = 16) -> list[str]:
     lines = [f"  {refusal_text(refusal)}" for refusal in refusals[:most]]
-    return lines + [_("  and {count} more").format(count=len(refusals) - most)] * (len(refusals) > most)
+    return lines + ([_("  and {count} more").format(count=len(refusals) - most)] if len(refusals) > most else [])
 
 
 def _lacking(could: Choice) -> list[str]:
@@ -356,7 +355,9 @@ def _lacking(could: Choice) -> list[str]:
         _("  {text} ({count})").format(text=text, count=format_count(count, "GPU"))
         for text, count in counts.most_common(_MOST_FACTS)
     ]
-    return lines + [_("  and {count} more").format(count=len(counts) - len(lines))] * (len(counts) > len(lines))
+    return lines + (
+        [_("  and {count} more").format(count=len(counts) - len(lines))] if len(counts) > len(lines) else []
+    )
 
 
 def _profiles(request: Request, could: Choice) -> list[str]:
@@ -377,7 +378,7 @@ def _mixed(devices: Sequence[Device]) -> list[str]:
     both = 0 < divided < len(devices)
     instances = format_count(divided, "MIG instance")
     text = _("  {whole} and {instances}: one job cannot use both kinds").format(whole=whole, instances=instances)
-    return [text] * both
+    return [text] if both else []
 
 
 def _there(verb: str, count: int) -> str:

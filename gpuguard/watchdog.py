@@ -302,7 +302,16 @@ class Watchdog:
                     else hidden_claim_text(map(directory.lock_path, claim.slots or claim.devices))
                 )
                 outcome = "held by several users" if claim.holders else "hidden"
-                self._record(Event(time.time(), "claim", outcome, devices=claim.devices, claim=claim.id, message=text))
+                self._record(
+                    Event(
+                        time=time.time(),
+                        kind="claim",
+                        outcome=outcome,
+                        devices=claim.devices,
+                        claim=claim.id,
+                        message=text,
+                    )
+                )
 
     def _note_there_first(self, view: RuleView, policies: Sequence[Policy]) -> None:
         """Leave an Event for each process that is no trespasser because it was there before the claim, once."""
@@ -319,8 +328,19 @@ class Watchdog:
                 f"no trespasser on the claim of {user_label(claim.user, claim.uid)}: the process used the GPU before "
                 "the claim came, or may have"
             )
-            about = process.user, (device.uuid,), process.pid, claim.id, text, (("uid", process.uid),)
-            self._record(Event(time.time(), "claim", "others were there first", *about))
+            self._record(
+                Event(
+                    time=time.time(),
+                    kind="claim",
+                    outcome="others were there first",
+                    user=process.user,
+                    devices=(device.uuid,),
+                    pid=process.pid,
+                    claim=claim.id,
+                    message=text,
+                    facts=(("uid", process.uid),),
+                )
+            )
         self._there_first = set(there_first)
 
     def _note_ended(self, snapshot: Snapshot) -> None:
@@ -337,7 +357,17 @@ class Watchdog:
                 self._ended[uuid, row.pid] = samples + 1, user
                 if samples == 1:
                     text = "the driver lists a process that has ended: a child of it may still hold the GPU"
-                    self._record(Event(time.time(), "note", "process ended", user, (uuid,), row.pid, message=text))
+                    self._record(
+                        Event(
+                            time=time.time(),
+                            kind="note",
+                            outcome="process ended",
+                            user=user,
+                            devices=(uuid,),
+                            pid=row.pid,
+                            message=text,
+                        )
+                    )
 
     def _view_of(self, snapshot: Snapshot, policies: Sequence[Policy]) -> RuleView:
         if not policies:
@@ -478,7 +508,11 @@ class Watchdog:
             if now - self._reported.get(policy, -RETRY_SECONDS) >= RETRY_SECONDS:
                 self._reported[policy] = now
                 text = f"the policy {policy} meets a fault inside gpuguard, and the others go on: {error!r:.200}"
-                self._record(Event(time.time(), "watchdog", "failed", message=text, facts=(("policy", policy),)))
+                self._record(
+                    Event(
+                        time=time.time(), kind="watchdog", outcome="failed", message=text, facts=(("policy", policy),)
+                    )
+                )
             return None
 
     def _note(self, notes: Sequence[Note]) -> None:
@@ -487,10 +521,19 @@ class Watchdog:
             key = note.kind, note.policy, identity_of(note.subject) if note.subject else None
             if note.kind in WORTH_A_LINE and key not in self._noted | before:
                 subject = note.subject or Subject("node")
-                facts = (("policy", note.policy), ("uid", subject.uid))
-                user, devices = subject.user, (subject.device,) if subject.device else ()
-                about = subject.pid, subject.claim, note.text, facts
-                self._record(Event(time.time(), "note", note.kind, user, devices, *about))
+                self._record(
+                    Event(
+                        time=time.time(),
+                        kind="note",
+                        outcome=note.kind,
+                        user=subject.user,
+                        devices=(subject.device,) if subject.device else (),
+                        pid=subject.pid,
+                        claim=subject.claim,
+                        message=note.text,
+                        facts=(("policy", note.policy), ("uid", subject.uid)),
+                    )
+                )
                 if note.kind == "breaker":
                     self._alarm(note.text, subject, note.policy or "")
             self._noted.add(key)
@@ -511,9 +554,18 @@ class Watchdog:
                 text += ", and its memory is back"
             elif not alive and not is_over:
                 text = f"ended, but its memory is still in use after {after}"
-            facts = ("policy", past.policy), ("uid", past.uid), ("start_time_seconds", past.process[1])
-            about = None if past.uid is None else user_name(past.uid), past.devices, past.process[0], None, text, facts
-            self._record(Event(time.time(), past.action, "still there" if alive else "ended", *about))
+            self._record(
+                Event(
+                    time=time.time(),
+                    kind=past.action,
+                    outcome="still there" if alive else "ended",
+                    user=None if past.uid is None else user_name(past.uid),
+                    devices=past.devices,
+                    pid=past.process[0],
+                    message=text,
+                    facts=(("policy", past.policy), ("uid", past.uid), ("start_time_seconds", past.process[1])),
+                )
+            )
 
     def _alarm(self, text: str, subject: Subject, name: str) -> None:
         """Tell the administrator, but no user, that a breaker holds a policy back."""
@@ -522,7 +574,15 @@ class Watchdog:
         enforce = any(policy.enforce for policy in self._judged_by.policies if policy.name == name)
         for target in [target for target in self._needs.targets if target not in self._judged_by.personal]:
             finding, options = Finding("breaker", subject, text), (("to", target),)
-            verdict = Verdict(name, finding, "notify", 0, snapshot.clock, enforce=enforce, options=options)
+            verdict = Verdict(
+                policy=name,
+                finding=finding,
+                action="notify",
+                step=0,
+                since=snapshot.clock,
+                enforce=enforce,
+                options=options,
+            )
             self._isolate(name, partial(actions.act, verdict, snapshot, self._acting))
 
     def _report_problem(self, error: Exception | None) -> None:
@@ -533,7 +593,11 @@ class Watchdog:
         if message != self.problem:
             outcome = "failed" if error and not isinstance(error, BackendError) else "driver unresponsive"
             self.problem = message
-            self._record(Event(time.time(), "watchdog", outcome if error else "watching again", message=message))
+            self._record(
+                Event(
+                    time=time.time(), kind="watchdog", outcome=outcome if error else "watching again", message=message
+                )
+            )
             self._publish()
 
     def _record(self, event: Event) -> bool:

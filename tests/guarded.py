@@ -121,7 +121,14 @@ class Scene(Guard):
 
     def verdict(self, action: str = "terminate", **fields: Any) -> Verdict:
         finding = Finding("memory", self.subject, "uses 41.0GiB, 40.0GiB are allowed", (self.process,))
-        return Verdict("a-policy", finding, action, 0, self.snapshot.clock - 60, **{"enforce": True, **fields})
+        return Verdict(
+            policy="a-policy",
+            finding=finding,
+            action=action,
+            step=0,
+            since=self.snapshot.clock - 60,
+            **{"enforce": True, **fields},
+        )
 
     def act(self, action: str = "terminate", **fields: Any) -> actions.ActionOutcome:
         """What became of it."""

@@ -92,7 +92,14 @@ def guard(machine: Listing, append: Callable[[Event], bool] = lambda event: True
 
 def act(row: GpuProcess, snapshot: Snapshot, context: ActionContext) -> str:
     subject = Subject("process", snapshot.devices[0].uuid, row.pid, row.start_time, row.uid)
-    verdict = Verdict("p", Finding("memory", subject, "why"), "terminate", 0, snapshot.clock, enforce=True)
+    verdict = Verdict(
+        policy="p",
+        finding=Finding("memory", subject, "why"),
+        action="terminate",
+        step=0,
+        since=snapshot.clock,
+        enforce=True,
+    )
     return actions.act(verdict, snapshot, context)[0].word
 
 

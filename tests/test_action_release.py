@@ -50,7 +50,9 @@ class Claimed(Guard):
         self.facts["limits"] = context.limits
         subject = fields.pop("subject", Subject("claim", uid=holder.uid, claim=holder.id, user="alice"))
         finding = Finding("age", subject, "held for 3h without a process", fields.pop("processes", ()))
-        verdict = Verdict("idle-claims", finding, action, 0, 0.0, **{"enforce": True, **fields})
+        verdict = Verdict(
+            policy="idle-claims", finding=finding, action=action, step=0, since=0.0, **{"enforce": True, **fields}
+        )
         (outcome,) = actions.act(verdict, snapshot, context)
         return outcome
 

@@ -233,7 +233,7 @@ def test_a_claim_that_is_released_by_a_policy_is_over_whatever_its_owner_does(br
         finding = Finding("age", Subject("claim", uid=claim.uid, claim=claim.id), "held for 3h without a process", ())
         snapshot = machine.sample((), None)
         [outcome] = actions.act(
-            Verdict("idle-claims", finding, "release", 0, 0.0, enforce=True),
+            Verdict(policy="idle-claims", finding=finding, action="release", step=0, since=0.0, enforce=True),
             snapshot.__class__(**{**vars(snapshot), "claims": (claim,)}),
             context,
         )

@@ -88,7 +88,7 @@ def test_one_that_needs_a_device_gets_it_over_several_that_can_have_others() -> 
 
 def test_what_a_user_may_leave_behind_is_kept_where_something_is_kept_for_that_user_already() -> None:
     calendars = Calendars([a_reservation(2, 0, 1)], FREE, 0.0)
-    coming = [StartingJob("job", 9, ("d3",), float("inf"))]
+    coming = [StartingJob(id="job", uid=9, devices=("d3",), until=float("inf"))]
 
     assert set(calendars.reserved_beside(coming, NAMES, 1)) == {"d2", "d3"}
 
@@ -111,7 +111,7 @@ def test_members_of_a_group_go_first_on_what_is_reserved_for_it_and_together_no_
 def test_what_a_member_holds_counts_as_used_by_the_group_and_what_another_member_may_leave_is_kept() -> None:
     reservation = a_group(a_reservation(2, 0, 1), 8, 9)
     calendars = Calendars([replace(reservation, held=("d3",))], FREE, 0.0)
-    coming = [StartingJob("job", 8, ("d2",), float("inf"))]
+    coming = [StartingJob(id="job", uid=8, devices=("d2",), until=float("inf"))]
 
     assert calendars.uses_own_reservations(9, ["d2"], [])
     assert not calendars.uses_own_reservations(9, ["d1"], coming)

@@ -335,7 +335,7 @@ def test_a_job_from_before_an_upgrade_is_told_in_words_that_its_supervisor_knows
     requests_, kind, outcome, message, older, told, tmp_path, monkeypatch
 ):
     facts = (("policy", "idle-gpus"), ("uid", SOMEBODY))
-    line = line_of(Event(1.0, kind, outcome, "somebody", pid=7, message=message, facts=facts))
+    line = line_of(Event(time=1.0, kind=kind, outcome=outcome, user="somebody", pid=7, message=message, facts=facts))
     (tmp_path / "events.jsonl").write_text(json.dumps(line) + "\n")
     monkeypatch.setenv("GPUGUARD_EVENTS", str(tmp_path / "events.jsonl"))
 

@@ -125,10 +125,10 @@ def of_marks(kind: str) -> Reader:
 
 def a_deed(place: Path) -> Any:
     facts = {"clock_seconds": 5.0, "boot": boot_id(), "signature": "s", "start_time_seconds": 1.0, "policy": "p"}
-    named = "alice", ("GPU-1",), 4711, "c1", "uses 41.0GiB"
+    named = {"user": "alice", "devices": ("GPU-1",), "pid": 4711, "claim": "c1", "message": "uses 41.0GiB"}
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("GPUGUARD_EVENTS", str(place / "events.jsonl"))
-        assert append(Event(NOW, "terminate", "about to", *named, tuple(facts.items())))
+        assert append(Event(time=NOW, kind="terminate", outcome="about to", **named, facts=tuple(facts.items())))
     return json.loads((place / "events.jsonl").read_bytes())
 
 

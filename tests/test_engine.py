@@ -324,13 +324,17 @@ def test_a_refusal_undoes_no_step_of_another_subject_or_policy():
             nobody = Hit(frozenset(), frozenset(), frozenset())
             effect = Effect(name, key, 0.0, frozenset(), subject.claim, None, nobody)
             memory.effects[True, f"{name} {subject.claim}"] = effect
-    memory.not_taken(Verdict("hogs", Finding("idle", subjects[0], ""), "release", 0, 0.0), 5.0)
+    memory.not_taken(
+        Verdict(policy="hogs", finding=Finding("idle", subjects[0], ""), action="release", step=0, since=0.0), 5.0
+    )
 
     assert [state.done for state in memory.states["hogs"].values()] == [0, 1]
     assert list(memory.cooling) == [("hogs", identity_of(subjects[1]))]
     assert sorted(name for _, name in memory.effects) == ["hogs c2", "other c1", "other c2"]
     before = [replace(state) for state in memory.states["hogs"].values()]
-    memory.not_taken(Verdict("hogs", Finding("idle", subjects[0], ""), "release", 0, 0.0), 500.0)
+    memory.not_taken(
+        Verdict(policy="hogs", finding=Finding("idle", subjects[0], ""), action="release", step=0, since=0.0), 500.0
+    )
     assert list(memory.states["hogs"].values()) == before, "it was not taken before: it has its time already"
 
 
@@ -353,7 +357,15 @@ def test_a_policy_about_those_who_were_told_waits_until_a_message_has_reached_th
     assert watch.until(1000) == [(30, "warn"), (90, "warn"), (690, "warn")]
 
     [state] = watch.memory.states["p"].values()
-    watch.memory.told(Verdict("p", Finding("processes", state.subject, "", state.processes), "warn", 0, START))
+    watch.memory.told(
+        Verdict(
+            policy="p",
+            finding=Finding("processes", state.subject, "", state.processes),
+            action="warn",
+            step=0,
+            since=START,
+        )
+    )
     assert watch.until(1030, begin=1010) == [(1010, "terminate")]
 
 

@@ -536,7 +536,7 @@ def test_users_who_were_acted_on_least_come_first_and_then_the_largest():
 def a_verdict(uid: int, *gib: int) -> Verdict:
     processes = tuple(a_process(uid=uid, memory_used=size * GIB) for size in gib)
     subject = Subject("process" if gib else "claim", uid=uid)
-    return Verdict("p", Finding("r", subject, "why", processes), "terminate", 0, 0.0)
+    return Verdict(policy="p", finding=Finding("r", subject, "why", processes), action="terminate", step=0, since=0.0)
 
 
 def test_the_grace_of_a_notebook_ends(scene, monkeypatch):

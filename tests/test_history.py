@@ -35,7 +35,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 def test_an_event_becomes_one_line_whose_names_carry_units_for_its_owner_alone(log):
     assert audit_log.append(
-        Event(1.5, "release", "settled", facts=(("wall_time_seconds", 3.0), ("energy_joules", None)))
+        Event(time=1.5, kind="release", outcome="settled", facts=(("wall_time_seconds", 3.0), ("energy_joules", None)))
     )
 
     assert audit_log.append(AN_EVENT)
@@ -57,7 +57,7 @@ def test_a_user_without_a_home_has_no_log_and_no_directory_called_tilde(tmp_path
 
 @pytest.mark.parametrize("text", ["a\nb", "\x1b[2J", "über", "\udcff", "\u2028"])
 def test_hostile_text_stays_on_its_line(log, text):
-    audit_log.append(Event(1.0, "claim", "started", message=text))
+    audit_log.append(Event(time=1.0, kind="claim", outcome="started", message=text))
 
     assert len(log.read_bytes().splitlines()) == 1
     assert lines(log)[0]["message"] == text
@@ -368,9 +368,9 @@ def test_the_document_describes_exactly_what_is_printed(machine_log, command):
 def rotated(log: Path) -> Path:
     """A log that was rotated just now: old events in .1, one new one."""
     for number in range(3):
-        audit_log.append(Event(float(number), "warn", "done", message=f"event {number}"))
+        audit_log.append(Event(time=float(number), kind="warn", outcome="done", message=f"event {number}"))
     log.rename(f"{log}.1")
-    audit_log.append(Event(3.0, "warn", "done", message="event 3"))
+    audit_log.append(Event(time=3.0, kind="warn", outcome="done", message="event 3"))
     return log
 
 
@@ -443,7 +443,7 @@ def test_older_files_are_kept_for_as_long_as_the_site_says(log, monkeypatch):
     """After a busy month there was no evidence left."""
     small_log(monkeypatch, 3600.0)
     for number in range(40):
-        assert audit_log.append(Event(time.time(), "note", "x", message=f"event {number}" + "." * 40))
+        assert audit_log.append(Event(time=time.time(), kind="note", outcome="x", message=f"event {number}" + "." * 40))
     files = audit_log.older_files(str(log))
     said = [json.loads(line)["message"].strip(".") for line in audit_log.LogFollower(str(log)).older()]
 
@@ -453,7 +453,7 @@ def test_older_files_are_kept_for_as_long_as_the_site_says(log, monkeypatch):
     for number in (3, 4, 5):
         os.utime(files[number], (1.0, 1.0))
     for number in range(8):
-        audit_log.append(Event(time.time(), "note", "x", message=f"later {number}" + "." * 40))
+        audit_log.append(Event(time=time.time(), kind="note", outcome="x", message=f"later {number}" + "." * 40))
     kept = {os.stat(name).st_mtime > 2.0 for name in audit_log.older_files(str(log)).values()}
     assert kept == {True}
 
@@ -461,7 +461,7 @@ def test_older_files_are_kept_for_as_long_as_the_site_says(log, monkeypatch):
 def test_a_file_whose_move_was_cut_off_is_still_read(log, monkeypatch):
     small_log(monkeypatch, 3600.0)
     for number in range(20):
-        audit_log.append(Event(time.time(), "note", "x", message=f"event {number}" + "." * 40))
+        audit_log.append(Event(time=time.time(), kind="note", outcome="x", message=f"event {number}" + "." * 40))
     os.rename(f"{log}.1", f"{log}.77")
     before = sum(len(Path(name).read_bytes().splitlines()) for name in audit_log.older_files(str(log)).values())
 
@@ -473,6 +473,6 @@ def test_a_file_whose_move_was_cut_off_is_still_read(log, monkeypatch):
 def test_without_a_word_of_the_site_one_older_file_is_kept(log, monkeypatch):
     small_log(monkeypatch, None)
     for number in range(40):
-        audit_log.append(Event(time.time(), "note", "x", message=f"event {number}" + "." * 40))
+        audit_log.append(Event(time=time.time(), kind="note", outcome="x", message=f"event {number}" + "." * 40))
 
     assert list(audit_log.older_files(str(log))) == [1]

@@ -91,7 +91,13 @@ def test_what_a_user_named_a_record_is_in_no_command_that_people_are_told_to_run
 
 
 def test_what_is_unknown_is_left_out_instead_of_being_made_up():
-    verdict = Verdict("hot", Finding("temperature", Subject("device", a_device(3).uuid), "91C"), "notify", 0, 9_990.0)
+    verdict = Verdict(
+        policy="hot",
+        finding=Finding("temperature", Subject("device", a_device(3).uuid), "91C"),
+        action="notify",
+        step=0,
+        since=9_990.0,
+    )
     message = message_for(verdict, a_node())
 
     assert "User" not in message.body

@@ -259,7 +259,7 @@ def test_only_what_a_policy_did_is_counted_as_such(monkeypatch):
         ("warn", "done", "p"), ("warn", "done", "p"), ("note", "gap", "p"), ("release", "done", None),
         ("watchdog", "driver unresponsive", None), ("watchdog", "watching again", None),
     ):  # fmt: skip
-        counter.append(Event(1.0, kind, outcome, facts=(("policy", policy),)))
+        counter.append(Event(time=1.0, kind=kind, outcome=outcome, facts=(("policy", policy),)))
 
     assert counter.totals() == {"actions": {("p", "warn", "done"): 2}, "unrecorded": 2, "troubles": 1}
 

@@ -22,7 +22,19 @@ from gpuguard import cli, errors, model
 from gpuguard.claims.claim import Claim, Lock
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, EXIT_NOT_NOW, EXIT_RUN_FAILED, EXIT_TIMEOUT, EXIT_USAGE, exit_code
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
-from gpuguard.model import ALL_FIELDS, VERIFY_FIELDS, WHO_FIELDS, ClaimRecord, Device, Gap, GpuProcess
+from gpuguard.model import (
+    ALL_FIELDS,
+    VERIFY_FIELDS,
+    WHO_FIELDS,
+    ClaimRecord,
+    Device,
+    Event,
+    Gap,
+    GpuProcess,
+    Verdict,
+)
+from gpuguard.queue.calendar import StartingJob
+from gpuguard.run import JobEnd, JobSettings
 from gpuguard.units import (
     format_bytes,
     format_bytes_exactly,
@@ -336,3 +348,14 @@ def test_no_text_is_markup(text):
     assert {tag for tag, _ in read.tags} <= TAGS
     assert all(not attributes for _, attributes in read.tags)
     assert "\x1b" not in html and "\u202e" not in html
+
+
+@pytest.mark.parametrize("kind", [Event, JobEnd, JobSettings, StartingJob, Verdict])
+def test_what_has_many_fields_of_one_type_takes_keywords_only(kind):
+    """Two numbers in the wrong order are no fault that a type checker could find."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    made = kind(**dict.fromkeys(names, 1))
+
+    assert [getattr(made, name) for name in names] == [1] * len(names)
+    with pytest.raises(TypeError, match="positional"):
+        kind(*[1] * len(names))

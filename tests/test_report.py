@@ -433,7 +433,7 @@ def test_without_a_store_the_claims_of_one_user_are_told_and_what_is_missing_is_
     monkeypatch.setenv("GPUGUARD_EVENTS", str(tmp_path / "events.jsonl"))
     monkeypatch.setenv("GPUGUARD_STATE_DIR", str(tmp_path))
     for number, uid in enumerate((0, 1)):
-        audit_log.append(Event(time.time(), "release", "settled", claim=f"c{number}", facts=(
+        audit_log.append(Event(time=time.time(), kind="release", outcome="settled", claim=f"c{number}", facts=(
             ("uid", uid), ("wall_time_seconds", 60.0))))  # fmt: skip
     of_root = command("report", "--by", "claim", "--user", "root", "--json")[1]
     missing = command("report")
@@ -505,7 +505,7 @@ def test_the_command_says_what_policies_did_to_a_user_without_a_store_a17(tmp_pa
     monkeypatch.setenv("GPUGUARD_STATE_DIR", str(tmp_path))
     for uid, outcome in ((0, "done"), (1, "done"), (1, "dry run")):
         facts = ("policy", "hogs"), ("step", 0), ("uid", uid)
-        audit_log.append(Event(time.time(), "warn", outcome, facts=facts))
+        audit_log.append(Event(time=time.time(), kind="warn", outcome=outcome, facts=facts))
     content = json.loads(command("report", "--by", "policy", "--user", "daemon", "--json")[1])
     lines = command("report", "--by", "policy", "--csv")[1].splitlines()
 

@@ -246,7 +246,15 @@ def test_a_waiting_user_gets_the_device_when_the_denial_is_over(directory):
 
 def a_verdict(action: str, subject: Subject, enforce: bool = True, **options: float) -> Verdict:
     finding = Finding("quota", subject, "has 6 GPUs, 4 are allowed", ())
-    return Verdict("greedy", finding, action, 0, 0.0, enforce=enforce, options=tuple(options.items()))
+    return Verdict(
+        policy="greedy",
+        finding=finding,
+        action=action,
+        step=0,
+        since=0.0,
+        enforce=enforce,
+        options=tuple(options.items()),
+    )
 
 
 class Acting:

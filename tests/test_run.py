@@ -508,8 +508,16 @@ def test_a_closed_standard_stream_breaks_nothing(gpuguard, descriptor):
 
 
 def test_a_summary_leaves_out_what_is_unknown():
-    everything = JobEnd(0, None, 751.0, "settled", int(61.2 * GIB), 87.4, 504_000.0)
-    nothing = JobEnd(143, None, 0.2, "driver unreachable")
+    everything = JobEnd(
+        status=0,
+        die_of=None,
+        wall_time=751.0,
+        outcome="settled",
+        peak_memory=int(61.2 * GIB),
+        utilization=87.4,
+        energy=504_000.0,
+    )
+    nothing = JobEnd(status=143, die_of=None, wall_time=0.2, outcome="driver unreachable")
     devices = [a_device(2), a_device(3), a_mig_instance(a_device(1))]
 
     names = "GPU 2,3,1.1[3g.40gb]"

@@ -189,7 +189,7 @@ SMALL = Policy("small", (MemoryRule(above=parse_memory_amount("20MiB")),), hold=
 
 
 def a_line(user: str | None = "bob", kind: str = "log", outcome: str = "done", **facts: float) -> Event:
-    return Event(time.time(), kind, outcome, user, pid=7, facts=tuple(facts.items()))
+    return Event(time=time.time(), kind=kind, outcome=outcome, user=user, pid=7, facts=tuple(facts.items()))
 
 
 def written(lines: AuditQuota, event: Event, clock: float, number: int = BURST_LINES + 50) -> int:
@@ -212,7 +212,7 @@ def test_about_one_user_there_are_so_many_lines_and_then_few(event):
         a_line(kind="terminate", outcome="dry run", clock_seconds=1.0),
         a_line(kind="deny", outcome="about to"),
         a_line(kind="kill", outcome="unkillable"),
-        Event(time.time(), "watchdog", "driver unresponsive"),
+        Event(time=time.time(), kind="watchdog", outcome="driver unresponsive"),
     ],
 )
 def test_what_is_done_is_always_written_and_what_is_about_the_machine(event):

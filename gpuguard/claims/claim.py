@@ -370,7 +370,8 @@ def lock_parts(
         shared_whole = device.parent_uuid and locked_slots(directory, device.parent_uuid)
         # Shares that a daemon has given hold their slots alone: see daemon.broker.
         shared_by_daemon = directory.keeper is not None and not request.share and locked_slots(directory, device.uuid)
-        complete = len(locks) == len(wanted) + request.share and not (shared_whole or shared_by_daemon)
+        needed = len(wanted) + (1 if request.share else 0)  # the slot
+        complete = len(locks) == needed and not (shared_whole or shared_by_daemon)
         return tuple(locks) if complete else None
     finally:
         if not complete:

@@ -102,7 +102,7 @@ def computing_text(process: GpuProcess, clock: float) -> str:
     memory = f" with {format_bytes(process.memory_used)}" if process.memory_used is not None else ""
     command = neutral_command(process.command, brief=True) if process.command else ""
     shortened = command if len(command) <= COMMAND_CHARACTERS else f"{command[:COMMAND_CHARACTERS]}..."
-    return f"pid {process.pid}{f' ({shortened})' * bool(command)} computes{since}{memory}"
+    return f"pid {process.pid}{f' ({shortened})' if command else ''} computes{since}{memory}"
 
 
 @contextmanager

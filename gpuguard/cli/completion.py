@@ -189,7 +189,7 @@ def completions(kind: str, word: str) -> Iterator[str]:
         # A word that a shell would take apart or execute was written to do harm.
         plain = value.isprintable() and not set(value) & set(" \\\"'`$;|&<>()*?[]{}~#!")
         if value.startswith(last) and value not in named and plain:
-            yield f"{before}{',' * bool(before)}{value}\t{neutralise(what)[:60]}"
+            yield f"{before}{',' if before else ''}{value}\t{neutralise(what)[:60]}"
 
 
 def _devices(word: str) -> Values:

@@ -267,7 +267,9 @@ def end_in_words(ended: JobEnd) -> str:
         how += f", {translated(ended.why)}"
     elif ended.killed_by is not None:
         how += _(", killed by {signal}").format(signal=signal_name(ended.killed_by))
-        how += _(", not by gpuguard run: perhaps memory of the host ran out") * (ended.killed_by == signal.SIGKILL)
+        how += (
+            _(", not by gpuguard run: perhaps memory of the host ran out") if ended.killed_by == signal.SIGKILL else ""
+        )
     parts = [how, _("ran {wall_time}").format(wall_time=format_duration(ended.wall_time)), ", ".join(_numbers(ended))]
     parts += map(translated, ended.remarks)
     if ended.outcome == LEFT:

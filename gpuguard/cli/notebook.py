@@ -194,8 +194,8 @@ def _card(held: NotebookClaim) -> tuple[str, str]:
         _("claim {claim}").format(claim=held.claim.id),
         _("until the kernel ends"),
     ]
-    text = "SIMULATED " * simulated + " · ".join(filter(None, parts))
-    return text, "<p><b>SIMULATED</b></p>" * simulated + of_held(held.claim)
+    text = ("SIMULATED " if simulated else "") + " · ".join(filter(None, parts))
+    return text, ("<p><b>SIMULATED</b></p>" if simulated else "") + of_held(held.claim)
 
 
 def _names(claim: Claim) -> str:

@@ -155,7 +155,8 @@ def _show(args: argparse.Namespace) -> int:
     if args.json:
         policies = [policy.name for policy in known.file.policies if names is None or policy.name in names]
         content = {"schema": 1, "path": known.file.path, "enforcing": known.enforcing, "policies": policies}
-        put_json(content | {"only_warn": sorted(known.only_warn), "standing": asdict(status)["standing"] * args.me})
+        standing = asdict(status)["standing"] if args.me else ()
+        put_json(content | {"only_warn": sorted(known.only_warn), "standing": standing})
         return 0
     lines = [*show(known, names)]
     if args.me:

@@ -104,5 +104,15 @@ def _print_claims(args: argparse.Namespace, directory: LockDirectory) -> int:
 def _log(args: argparse.Namespace, claim: ClaimRecord, how: str) -> None:
     facts = (("uid", claim.uid), ("by_uid", os.getuid()))
     message = f"{_WAYS[how]}: {args.reason}" if args.reason else _WAYS[how]
-    event = Event(time.time(), "release", "released", claim.user, claim.devices, None, claim.id, message, facts)
+    event = Event(
+        time=time.time(),
+        kind="release",
+        outcome="released",
+        user=claim.user,
+        devices=claim.devices,
+        pid=None,
+        claim=claim.id,
+        message=message,
+        facts=facts,
+    )
     log_event(args, event)

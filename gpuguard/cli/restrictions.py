@@ -169,7 +169,18 @@ def _change(
     facts = (("until_unix_seconds", until), ("by_uid", os.getuid()))
     uuids = () if command == "deny" else (name,)
     outcome = "ended" if args.end else kind
-    log_event(args, Event(time.time(), command, outcome, user, uuids, message=reason or None, facts=facts))
+    log_event(
+        args,
+        Event(
+            time=time.time(),
+            kind=command,
+            outcome=outcome,
+            user=user,
+            devices=uuids,
+            message=reason or None,
+            facts=facts,
+        ),
+    )
     return show(directory, kind, devices, as_json=args.json)
 
 

@@ -168,8 +168,17 @@ def main(args: argparse.Namespace) -> int:
         log.warn(message)
         return status
     limits = _limits_for(policies, claim, requests[0], backend, log) if policies or args.share else None
-    numbers = time_limit, grace, checkpoint, limits, requests[0].tolerance
-    settings = JobSettings(args.visible, *numbers, isolation=isolation, leftover=leftover, directory=directory)
+    settings = JobSettings(
+        visible=args.visible,
+        time_limit=time_limit,
+        grace=grace,
+        checkpoint=checkpoint,
+        limits=limits,
+        tolerance=requests[0].tolerance,
+        isolation=isolation,
+        leftover=leftover,
+        directory=directory,
+    )
 
     def later() -> None:
         report.send_start()

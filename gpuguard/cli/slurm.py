@@ -249,7 +249,17 @@ def _put_back(given: Allocation, reason: str) -> tuple[str, bool]:
 def _log(kind: str, outcome: str, given: Allocation, message: str, claim: Claim | None = None) -> None:
     facts = (("uid", given.uid), ("slurm_job", given.job))
     devices = tuple(device.uuid for device in claim or ())
-    event = Event(time.time(), kind, outcome, user_name(given.uid), devices, None, given.claim, message[:1000], facts)
+    event = Event(
+        time=time.time(),
+        kind=kind,
+        outcome=outcome,
+        user=user_name(given.uid),
+        devices=devices,
+        pid=None,
+        claim=given.claim,
+        message=message[:1000],
+        facts=facts,
+    )
     euid = os.geteuid()
     if os.getuid() == 0:
         os.seteuid(0)  # the log is root's

@@ -173,7 +173,17 @@ class Broker:
         message = f"a request of {ticket.user} {reason}{more}: {what} to the end of the queue"
         facts = (("uid", ticket.uid), ("ticket", ticket.id), ("seconds", SET_BACK_SECONDS))
         outcome = "user set back" if again else "request set back"
-        return Event(now, "queue", outcome, ticket.user, devices, ticket.pid, None, message, facts)
+        return Event(
+            time=now,
+            kind="queue",
+            outcome=outcome,
+            user=ticket.user,
+            devices=devices,
+            pid=ticket.pid,
+            claim=None,
+            message=message,
+            facts=facts,
+        )
 
     def claims(self) -> dict[str, Any]:
         """Which locks are held, and to whom they were given."""
@@ -339,7 +349,7 @@ def _for_devices(request: Request, names: Sequence[str], uid: int) -> Request:
 def _busy_event(uid: int, seconds: float) -> Event:
     user = user_name(uid)
     message = f"requests of {user} for GPUs took {seconds:.0f}s of the last minute, so requests of others wait longer"
-    return Event(time.time(), "queue", "busy", user, message=message, facts=(("uid", uid),))
+    return Event(time=time.time(), kind="queue", outcome="busy", user=user, message=message, facts=(("uid", uid),))
 
 
 def _unfit(

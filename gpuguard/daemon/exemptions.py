@@ -173,7 +173,17 @@ class Exemptions:
         owner, uuid = _parts(exemption.name)
         facts = (("uid", owner), ("asked_by_uid", asked_by), ("until_unix_seconds", exemption.until))
         devices, message = (uuid,) if uuid else (), exemption.reason or None
-        self._report(Event(time.time(), "keep", outcome, exemption.user, devices, message=message, facts=facts))
+        self._report(
+            Event(
+                time=time.time(),
+                kind="keep",
+                outcome=outcome,
+                user=exemption.user,
+                devices=devices,
+                message=message,
+                facts=facts,
+            )
+        )
 
 
 def _count(exemptions: dict[str, Restriction], owner: int, now: float) -> tuple[TimeSpan, ...]:

@@ -54,13 +54,22 @@ class JobsSeen:
 
 def _line(job: _SeenJob, ended: float) -> Event:
     claim, meter = job.claim, job.meter
-    numbers = {
+    # Its user is named, but not by "uid": then all their jobs would come to ask what happened to them.
+    facts = {
+        "owner_uid": claim.uid,
         "wall_time_seconds": round(max(0.0, ended - job.begun), 3),
         "peak_memory_bytes": meter.peak_memory,
         "mean_utilization_percent": meter.utilization(),
         "energy_joules": meter.energy(),
     }
-    command = shlex.join(claim.command)[:LONGEST_COMMAND] if claim.command else None
-    about = claim.user, claim.devices, claim.pid, claim.id, command
-    # Its user is named, but not by "uid": then all their jobs would come to ask what happened to them.
-    return Event(time.time(), "claim", ENDED, *about, (("owner_uid", claim.uid), *numbers.items()))
+    return Event(
+        time=time.time(),
+        kind="claim",
+        outcome=ENDED,
+        user=claim.user,
+        devices=claim.devices,
+        pid=claim.pid,
+        claim=claim.id,
+        message=shlex.join(claim.command)[:LONGEST_COMMAND] if claim.command else None,
+        facts=tuple(facts.items()),
+    )

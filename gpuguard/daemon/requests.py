@@ -109,10 +109,18 @@ def _release(context: RequestContext, uid: int, request: Request) -> Reply:
     if processes or unknown:
         raise ClaimError(unknown or f"pid {processes[0].pid} computes under it: end it first.")
     by, reason = user_name(uid), _reason(request)
-    facts = (("uid", claim.uid), ("asked_by_uid", uid))
     with lock_handle(context.directory, claim) as locks:
-        about = claim.user, claim.devices, None, claim.id, reason or None
-        if not context.append(Event(time.time(), "release", "about to", *about, facts)):
+        event = Event(
+            time=time.time(),
+            kind="release",
+            outcome="about to",
+            user=claim.user,
+            devices=claim.devices,
+            claim=claim.id,
+            message=reason or None,
+            facts=(("uid", claim.uid), ("asked_by_uid", uid)),
+        )
+        if not context.append(event):
             raise GpuguardError("nothing can be written into the log, so nothing was done.")
         try:
             actions.release_claim(locks, ReleaseRequest(RELEASED, by, reason))
@@ -228,7 +236,9 @@ def _restrict(context: RequestContext, uid: int, request: Request, kind: str, na
     event, outcome = "deny" if kind == DENIED else "quarantine", "ended" if ends else kind
     facts = (("until_unix_seconds", until), ("by_uid", uid), *((("uid", int(name)),) if user else ()))
     devices, message = () if user else (name,), restriction.reason or None
-    context.append(Event(now, event, outcome, user, devices, message=message, facts=facts))
+    context.append(
+        Event(time=now, kind=event, outcome=outcome, user=user, devices=devices, message=message, facts=facts)
+    )
     return {"until_unix_seconds": until, "ended": ended if ends else 0}
 
 

@@ -499,14 +499,14 @@ class Daemon:
 
     def _log(self, kind: str, outcome: str, message: str | None = None, file: PolicyFile | None = None) -> None:
         facts = (("path", file.path), ("sha256", file.fingerprint)) if file else ()
-        self._record(Event(time.time(), kind, outcome, message=message, facts=facts))
+        self._record(Event(time=time.time(), kind=kind, outcome=outcome, message=message, facts=facts))
 
     def _write(self, event: Event) -> bool:
         """Write *event* down, and let the users whom it is about know that there is something to read."""
         if self._lost[0]:
             number, since = self._lost
             text = f"{format_count(number, 'event')} of {local_time(since, '%Y-%m-%d %H:%M:%S')} and later are missing"
-            again = Event(time.time(), "log", "writable again", message=text)
+            again = Event(time=time.time(), kind="log", outcome="writable again", message=text)
             if self._append(again):
                 self._lost = 0, 0.0
                 self._on_event(again)

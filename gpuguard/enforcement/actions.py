@@ -131,9 +131,16 @@ def _debt_fault(target: Preflight) -> str:
 
 
 def _pause_of(target: Preflight, process: ProcessTarget) -> Pause:
-    whose = target.verdict.policy, process.uid, process.user, process.devices, target.claim_of_process or None
-    traced = bool(target.facts and target.facts.tracer)
-    return Pause(process.identity, *whose, traced=traced, on_terminal=_is_told_on_terminal(target))
+    return Pause(
+        process.identity,
+        policy=target.verdict.policy,
+        uid=process.uid,
+        user=process.user,
+        devices=process.devices,
+        claim=target.claim_of_process or None,
+        traced=bool(target.facts and target.facts.tracer),
+        on_terminal=_is_told_on_terminal(target),
+    )
 
 
 @dataclass(frozen=True)
@@ -582,11 +589,11 @@ def _event(
         facts |= {"harm_action": verdict.harm_action, "harm_unix_seconds": harm_at}
     facts |= facts_of(action) if action else {}
     return Event(
-        time.time(),
-        verdict.action,
-        outcome,
-        (process.user if process else None) or subject.user,
-        process.devices if process else (subject.device,) if subject.device else (),
+        time=time.time(),
+        kind=verdict.action,
+        outcome=outcome,
+        user=(process.user if process else None) or subject.user,
+        devices=process.devices if process else (subject.device,) if subject.device else (),
         pid=pid,
         claim=subject.claim,
         message=finding.why + (f": {why}" if why else ""),
@@ -622,7 +629,16 @@ def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[Acti
             pid, facts = past.process[0], (("policy", past.policy or None),)
             outcomes.append(ActionOutcome(UNKILLABLE, why, pid))
             context.append(
-                Event(time.time(), "kill", UNKILLABLE, None, past.devices, pid=pid, message=why, facts=facts)
+                Event(
+                    time=time.time(),
+                    kind="kill",
+                    outcome=UNKILLABLE,
+                    user=None,
+                    devices=past.devices,
+                    pid=pid,
+                    message=why,
+                    facts=facts,
+                )
             )
     for process, past in unkillable.items():
         listed = {uuid: rows for uuid in past.devices if (rows := _rows_of(process, snapshot.device(uuid)))}
@@ -644,7 +660,14 @@ def _quarantine_devices(
     why = f"pid {past.process[0]} outlived SIGKILL: the GPU needs a reset"
     for number, (uuid, rows) in enumerate(listed.items()):
         finding = Finding("unkillable", Subject("device", device=uuid), why, rows)
-        verdict = Verdict(past.policy or "unkillable", finding, "quarantine", 0, past.clock, enforce=True)
+        verdict = Verdict(
+            policy=past.policy or "unkillable",
+            finding=finding,
+            action="quarantine",
+            step=0,
+            since=past.clock,
+            enforce=True,
+        )
         _quarantine(verdict, snapshot, context, past.process)
         for name in context.alarm if number == 0 else ():
             act(replace(verdict, action="notify", options=(("to", name),)), snapshot, context)
@@ -667,7 +690,9 @@ def _end_quarantines(context: ActionContext, snapshot: Snapshot) -> None:
         )
     for uuid, (pid, _) in over.items():
         text = "the process is gone from the GPU, and its memory is back"
-        context.append(Event(time.time(), "quarantine", "ended", devices=(uuid,), pid=pid, message=text))
+        context.append(
+            Event(time=time.time(), kind="quarantine", outcome="ended", devices=(uuid,), pid=pid, message=text)
+        )
 
 
 def _is_rid_of(process: ProcessIdentity, device: Device | None) -> bool:

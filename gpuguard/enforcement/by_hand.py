@@ -76,4 +76,8 @@ def signal_process(
     )
     subject = Subject("process", device.uuid, row.pid, row.start_time, row.uid, user=row.user)
     finding = Finding(NAME, subject, f"asked for by {user_name(os.getuid())}", (row,))
-    return act(Verdict(NAME, finding, action, 0, boot_clock(), enforce=True), snapshot, context)[0]
+    return act(
+        Verdict(policy=NAME, finding=finding, action=action, step=0, since=boot_clock(), enforce=True),
+        snapshot,
+        context,
+    )[0]

@@ -399,4 +399,6 @@ class AuditQuota:
             kinds = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
             text = f"{number} lines about {whom} within {clock - since:.0f}s"
             text += f", more than one in {SECONDS_PER_LINE:.0f}s: {kinds}"
-            yield Event(time.time(), "note", "left out", user, message=text, facts=(("lines", number),))
+            yield Event(
+                time=time.time(), kind="note", outcome="left out", user=user, message=text, facts=(("lines", number),)
+            )

@@ -132,9 +132,17 @@ class Pauses:
         if outcome is None:
             return ""
         word, reason = outcome
-        about = pause.user, pause.devices, pause.process[0], pause.claim, f"{why}: {reason}" if reason else why
-        facts = ("policy", pause.policy), ("uid", pause.uid), ("start_time_seconds", pause.process[1])
-        event = Event(time.time(), "resume", word, *about, facts)
+        event = Event(
+            time=time.time(),
+            kind="resume",
+            outcome=word,
+            user=pause.user,
+            devices=pause.devices,
+            pid=pause.process[0],
+            claim=pause.claim,
+            message=f"{why}: {reason}" if reason else why,
+            facts=(("policy", pause.policy), ("uid", pause.uid), ("start_time_seconds", pause.process[1])),
+        )
         written = self._append(event)
         if not live:
             del self._rehearsed[pause.process]

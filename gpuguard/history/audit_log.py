@@ -126,7 +126,7 @@ def _try_to_rotate(path: str, descriptor: int, event: Event) -> None:
     except OSError as error:
         if not _stuck:
             why = f"{path} cannot be renamed: {error.strerror}.  At {MAX_BYTES >> 20} MiB nothing more is written"
-            os.write(descriptor, _encoded(Event(event.time, "log", "not set aside", message=why)))
+            os.write(descriptor, _encoded(Event(time=event.time, kind="log", outcome="not set aside", message=why)))
         _stuck = True
 
 

@@ -334,5 +334,14 @@ class _Lane:
         )
         named = [value for part in batch.messages for name, value in part.facts if name == "device_uuid" and value]
         devices = tuple(str(uuid) for uuid in dict.fromkeys(named))
-        about = message.user, devices, None, None, remark or None, facts
-        self.report(Event(time.time(), "notify", outcome, *about))
+        self.report(
+            Event(
+                time=time.time(),
+                kind="notify",
+                outcome=outcome,
+                user=message.user,
+                devices=devices,
+                message=remark or None,
+                facts=facts,
+            )
+        )

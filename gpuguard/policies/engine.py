@@ -495,7 +495,8 @@ def _gap(ended: EscalationState, index: SampleIndex, before: SampleIndex) -> str
 def _verdict(due: DueStep, further: int, clock: float) -> Verdict:
     policy, finding = due.policy, due.finding
     if further:
-        finding = replace(finding, why=f"{finding.why} (and the like on {further} more GPU{'s' * (further > 1)})")
+        more = f"{further} more GPU{'s' if further > 1 else ''}"
+        finding = replace(finding, why=f"{finding.why} (and the like on {more})")
     state = due.state
     if due.number == state.done:  # as it will be when this step was asked for
         asked = clock if due.step.action == "terminate" else state.terminated_at

@@ -259,7 +259,7 @@ class HealthRule:
         for device in view.snapshot.devices:
             problems = _named(device.problems, self.problems)
             slowed = _named(device.throttle_reasons, self.throttle_reasons)
-            faults = [problems] * bool(problems) + [f"slowed down by {slowed}"] * bool(slowed)
+            faults = [fault for fault in (problems, slowed and f"slowed down by {slowed}") if fault]
             for field, what, limit in self._limits():
                 count = getattr(device, field)
                 if count is not None and count > limit:

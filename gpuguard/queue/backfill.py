@@ -533,7 +533,7 @@ class _Planner:
 
     def _starting(self, ticket: Ticket, planned: PlannedStart) -> StartingJob:
         until = UNKNOWN if ticket.time_limit is None else self.now + ticket.time_limit
-        return StartingJob(ticket.id, ticket.uid, planned.devices, until)
+        return StartingJob(id=ticket.id, uid=ticket.uid, devices=planned.devices, until=until)
 
 
 def surely_over_after(ticket: Ticket) -> float:

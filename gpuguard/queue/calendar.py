@@ -186,7 +186,7 @@ def _matched(
     return {uuid: reservation for reservation in active for uuid in got[reservation.key]}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StartingJob:
     """A job of a plan that starts now; *until* is inf where no time limit ends it."""
 
@@ -230,7 +230,7 @@ class Calendars:
         spans = self.after(started, wanted, uid)
         coming = {job.uid for job in started} - {uid}
         absent = {one for one in coming if any(reservation.admits(one) for reservation in self._reservations)}
-        for gone in [{user} for user in absent] + [absent] * (len(absent) > 1):
+        for gone in [{user} for user in absent] + ([absent] if len(absent) > 1 else []):
             present = [job for job in started if job.uid not in gone]
             theirs = {uuid for job in started if job.uid in gone for uuid in job.devices}  # to be kept first of all
             others = sorted([uuid for uuid in wanted if uuid not in theirs], key=lambda uuid: uuid in spans)

@@ -193,8 +193,8 @@ class TableColumns:
         memory, busy = self.memory + (15 if self.is_roomy else 11), self.utilization + 7
         words = " GPU " + padded(_("MODEL") if self.names else "", self.names)
         words += padded(_("MEMORY"), memory) + padded(_("UTILIZATION"), busy)
-        words += " MBW " * self.is_roomy + padded(_("PAST"), self.past + 1) * bool(self.past)
-        words += padded(_("TEMP"), 4, ">") + " " + f"{padded(_('FAN'), 4, '>')} " * self.is_roomy
+        words += (" MBW " if self.is_roomy else "") + (padded(_("PAST"), self.past + 1) if self.past else "")
+        words += padded(_("TEMP"), 4, ">") + " " + (f"{padded(_('FAN'), 4, '>')} " if self.is_roomy else "")
         words += padded(_("POWER"), 9 if self.is_roomy else 5) + " "
         words += "".join(f"{padded(_(column.header), column.width, '>')} " for column in self.numbers) + _("STATE")
         return ScreenLine(tuple(fitted([(words, "dim")], width)))
@@ -284,7 +284,7 @@ def _state(scene: Scene, use: DeviceUse) -> list[Part]:
         record = held.record
         since = "" if record.since is None else f" {format_duration(max(0.0, scene.snapshot.taken_at - record.since))}"
         note = f' "{neutralise(record.note)}"' if record.note else ""
-        remarks = _(", orphaned") * bool(held.orphaned) + _(", stopped") * bool(held.stopped)
+        remarks = (_(", orphaned") if held.orphaned else "") + (_(", stopped") if held.stopped else "")
         parts.append((f"{', ' if number else ': '}{neutralise(held.user or _('unknown'))}{since}{note}{remarks}", ""))
     return [*parts, *((f"  {words}", "yellow") for words in _unusual(use.device))]
 

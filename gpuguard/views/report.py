@@ -262,7 +262,7 @@ def _usage_lines(report: Report, width: int | None) -> list[str]:
 
 def _keys(report: Report) -> int:
     """How many columns say what a row is about: with a host one more, and of policies user, policy and action."""
-    return 1 + bool(report.watches) + 2 * (report.by == "policy")
+    return 1 + (1 if report.watches else 0) + (2 if report.by == "policy" else 0)
 
 
 def _table_lines(

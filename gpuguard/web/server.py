@@ -194,7 +194,7 @@ def peer_of(scope: Scope) -> str:
     packed = address.packed
     words = (int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4))
     end = f"{''.join(f'{word:08X}' for word in words)}:{port:04X}"
-    sockets = read_text(f"/proc/net/tcp{'6' * (len(packed) > 4)}") or ""
+    sockets = read_text(f"/proc/net/tcp{'6' if len(packed) > 4 else ''}") or ""
     uids = [fields[7] for fields in map(str.split, sockets.splitlines()) if fields[1] == end]
     return f"uid {uids[0]}" if uids else "" if address.is_loopback else host
 

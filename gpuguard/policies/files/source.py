@@ -46,7 +46,7 @@ class Fault:
             before = ("…" if cut else "") + neutralise(self.excerpt[cut : self.column - 1])
             behind = neutralise(self.excerpt[self.column - 1 : cut + _WIDTH])
             found += [
-                f"  {before}{behind}{'…' * (len(self.excerpt) > cut + _WIDTH)}",
+                f"  {before}{behind}{'…' if len(self.excerpt) > cut + _WIDTH else ''}",
                 f"  {' ' * display_width(before)}^",
             ]
         return [*found, f"  {neutralise(self.hint)}"] if self.hint else found
