@@ -15,17 +15,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from gpuguard.locale import _, translated
 from gpuguard.model import DRAWING, IDLE_TOLERANCE, ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
 from gpuguard.users import accountable_uid
 
-FREE, CLAIMED, IN_USE, IDLE = "free", "claimed", "in_use", "idle"
-UNCLAIMED_USE, UNHEALTHY, UNKNOWN = "unclaimed_use", "unhealthy", "unknown"
-QUARANTINED, DIVIDED, RESERVED = "quarantined", "divided", "reserved"
 # The plain states, the most remarkable first: in JSON and metrics, where scripts know these words only.
-STATES = (UNHEALTHY, UNCLAIMED_USE, IN_USE, IDLE, CLAIMED, UNKNOWN, FREE)
-EXACT_STATES = (*STATES, QUARANTINED, DIVIDED, RESERVED)
+PlainDeviceState = Literal["unhealthy", "unclaimed_use", "in_use", "idle", "claimed", "unknown", "free"]
+DeviceState = Literal[PlainDeviceState, "quarantined", "divided", "reserved"]
+STATES: tuple[PlainDeviceState, ...] = get_args(PlainDeviceState)
+EXACT_STATES: tuple[DeviceState, ...] = get_args(DeviceState)
 
 BEYOND_LIMIT = 2.0  # times its power limit: peaks last for milliseconds, and what lasts longer is no reading
 MOST_WATTS = 10_000.0  # no device draws as much: a counter that says so is another one, or began anew
@@ -245,10 +245,10 @@ class DeviceUse:
     """A device and what goes on there."""
 
     device: Device
-    state: str  # one of EXACT_STATES
-    # The same as one of STATES: of a divided device the most remarkable one of its instances, "unhealthy" of one in
+    state: DeviceState
+    # The same for scripts: of a divided device the most remarkable state of its instances, "unhealthy" of one in
     # quarantine, "free" of one that is reserved.
-    plain_state: str
+    plain_state: PlainDeviceState
     reason: str | None  # why unhealthy, in quarantine, reserved or unknown; of use that no process accounts for
     problems: tuple[str, ...] | None  # of the device, and the quarantine; None: not read
     claims: tuple[ClaimUse, ...]
@@ -291,45 +291,47 @@ def _use(device: Device, snapshot: Snapshot, stats: Processes, quarantined: Mapp
     of_whole = any(claim.alive and device.parent_uuid in claim.devices for claim in snapshot.claims)
     barred = quarantined.get(device.uuid) or quarantined.get(device.parent_uuid or "")
     problems = device.problems if barred is None else (*(device.problems or ()), barred)
+    state: Literal[PlainDeviceState, "quarantined", "reserved"]
     reason: str | None
     if device.problems:
-        state, reason = UNHEALTHY, ", ".join(map(translated, problems or ()))
+        state, reason = "unhealthy", ", ".join(map(translated, problems or ()))
     elif device.compute_mode == "prohibited":
         state, reason = (
-            UNHEALTHY,
+            "unhealthy",
             ", ".join(filter(None, (_("its compute mode is 'prohibited'"), barred and translated(barred)))),
         )
     elif barred:
-        state, reason = QUARANTINED, translated(barred)
+        state, reason = "quarantined", translated(barred)
     elif not claims_readable(snapshot):
-        state, reason = UNKNOWN, _("the claims cannot be read")
+        state, reason = "unknown", _("the claims cannot be read")
     else:
         state, reason = _usage(device, bool(held) or of_whole, bool(owners), processes)
         reserved = dict(snapshot.reserved)
-        if state == FREE and (kept := reserved.get(device.uuid) or reserved.get(device.parent_uuid or "")):
-            state, reason = RESERVED, translated(kept)
-    plain = {QUARANTINED: UNHEALTHY, RESERVED: FREE}.get(state, state)
+        if state == "free" and (kept := reserved.get(device.uuid) or reserved.get(device.parent_uuid or "")):
+            state, reason = "reserved", translated(kept)
+    plain: PlainDeviceState = "unhealthy" if state == "quarantined" else "free" if state == "reserved" else state
     claims = tuple(_claim_use(claim, plain, snapshot, stats) for claim in held)
     return DeviceUse(device, state, plain, reason, problems, claims, processes)
 
 
 def _usage(
     device: Device, locked: bool, owned: bool, processes: tuple[ProcessUse, ...] | None
-) -> tuple[str, str | None]:
+) -> tuple[PlainDeviceState, str | None]:
     """The state of a healthy device that a claim is on (*locked*), whose lock a process has open (*owned*); and why."""
-    listed, working = occupants(device), IDLE if is_idle(device) else IN_USE
+    listed = occupants(device)
+    working: PlainDeviceState = "idle" if is_idle(device) else "in_use"
     if listed and device.processes_plausible:
         belongs = any(use.claim is not None and use.process in listed for use in processes or ())
-        return (working if belongs else UNCLAIMED_USE), None
+        return (working if belongs else "unclaimed_use"), None
     if hides_use(device):
-        return (working, None) if owned else (UNCLAIMED_USE, _("memory is in use, by processes that are not listed"))
+        return (working, None) if owned else ("unclaimed_use", _("memory is in use, by processes that are not listed"))
     if listed:
-        return UNKNOWN, _("the process list makes no sense")
+        return "unknown", _("the process list makes no sense")
     if processes is None and (locked or device.memory_used is None):
-        return UNKNOWN, _("no process list")
+        return "unknown", _("no process list")
     if locked:
-        return CLAIMED, None
-    return FREE, _("no process list: judged by its memory in use") if processes is None else None
+        return "claimed", None
+    return "free", _("no process list: judged by its memory in use") if processes is None else None
 
 
 def _processes_on(device: Device, claims: Sequence[ClaimRecord], stats: Processes) -> tuple[ProcessUse, ...] | None:
@@ -348,19 +350,19 @@ def _processes_on(device: Device, claims: Sequence[ClaimRecord], stats: Processe
 def _divided(use: DeviceUse, found: Sequence[DeviceUse]) -> DeviceUse:
     """A device in MIG mode: jobs run on its instances, not on itself."""
     instances = [other for other in found if other.device.parent_uuid == use.device.uuid]
-    if use.plain_state == UNHEALTHY:
+    if use.plain_state == "unhealthy":
         return use
     if not instances:
         reason = _("divided (MIG), and without an instance")
-        return replace(use, state=UNHEALTHY, plain_state=UNHEALTHY, reason=reason)
+        return replace(use, state="unhealthy", plain_state="unhealthy", reason=reason)
     elsewhere = {running.process.pid for other in instances for running in other.processes or ()}
     own = tuple(running for running in use.processes or () if running.process.pid not in elsewhere)
     plain = min((other.plain_state for other in instances), key=STATES.index)
-    return replace(use, state=DIVIDED, plain_state=plain, reason=None, processes=own)
+    return replace(use, state="divided", plain_state=plain, reason=None, processes=own)
 
 
-def _claim_use(claim: ClaimRecord, state: str, snapshot: Snapshot, stats: Processes) -> ClaimUse:
-    idle = {IDLE: True, CLAIMED: True, UNCLAIMED_USE: True, IN_USE: False}.get(state)
+def _claim_use(claim: ClaimRecord, state: PlainDeviceState, snapshot: Snapshot, stats: Processes) -> ClaimUse:
+    idle = {"idle": True, "claimed": True, "unclaimed_use": True, "in_use": False}.get(state)
     job = [pid for pid in claim.holders if pid != claim.pid]
     known = [stat for pid in job or (claim.pid,) if pid is not None and (stat := stats.get(pid))]
     stopped = all(stat.state in "Tt" for stat in known) if known else None

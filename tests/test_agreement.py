@@ -40,7 +40,6 @@ from gpuguard.cli import build_parser
 from gpuguard.cli.options import request_of
 from gpuguard.cli.run import wait_for_claim
 from gpuguard.clusters.visible_devices import Outer, outer_devices
-from gpuguard.device_state import FREE, RESERVED
 from gpuguard.errors import ImpossibleRequest, InvalidRequest, NotEnoughGpus
 from gpuguard.model import HEALTH, MEMORY, MODEL, THERMAL, UTILIZATION, Device, Snapshot
 from gpuguard.queue.calendar import Reservation
@@ -428,7 +427,7 @@ def check_states(site: Site, seed: int) -> None:
                 words = LABELS[row["exact_state"]][0]
                 assert any(line.split()[:1] == [row["label"]] and words in line for line in lines), (name, words, lines)
             state, why = row["exact_state"], reasons[row["uuid"]]
-            could = {FREE: not why or "'s reservation from" in why, RESERVED: True}.get(state, why != "")
+            could = {"free": not why or "'s reservation from" in why, "reserved": True}.get(state, why != "")
             assert could, ("explain", state, why)
 
 

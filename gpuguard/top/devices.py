@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from gpuguard.device_state import FREE, DeviceUse, model_name
+from gpuguard.device_state import DeviceUse, model_name
 from gpuguard.locale import N_, _
 from gpuguard.model import CLOCKS, ECC, MEDIA, PCIE, Device
 from gpuguard.sanitize import display_width, neutralise
@@ -108,8 +108,8 @@ def device_lines(
 
 def folded(uses: Sequence[DeviceUse]) -> tuple[list[DeviceUse], str]:
     """*uses* without the whole devices that are free, and which those are: ``"free: 5-12, 40"``."""
-    kept = [use for use in uses if use.state != FREE or use.device.parent_uuid]
-    free = [use.device.index for use in uses if use.state == FREE and not use.device.parent_uuid]
+    kept = [use for use in uses if use.state != "free" or use.device.parent_uuid]
+    free = [use.device.index for use in uses if use.state == "free" and not use.device.parent_uuid]
     return kept, _("{free} free: {ranges}").format(free=len(free), ranges=ranges(free)) if free else ""
 
 

@@ -11,10 +11,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gpuguard import device_state
-from gpuguard.device_state import UserTotal
+from gpuguard.device_state import EXACT_STATES, UserTotal
 from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply, HostUser
 from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.sanitize import neutral_command
@@ -22,6 +21,9 @@ from gpuguard.units import format_bytes, format_count, format_duration, format_r
 from gpuguard.views.charts import sparkline
 from gpuguard.views.text import Paint, picked, shorten, table
 from gpuguard.views.who import LABELS, TOTALS, device_cells, total_cells
+
+if TYPE_CHECKING:
+    from gpuguard.device_state import DeviceState
 
 SHOWN_ROWS = 256  # of one host: a machine has 8 devices, or 56 instances
 _CLAIMS = 8  # of a device
@@ -33,7 +35,7 @@ _UUID = re.compile(r"[A-Za-z0-9-]{1,80}")
 class FleetSums:
     """One host in numbers."""
 
-    states: Counter[str]  # of devices; a divided one counts with its instances
+    states: Counter[DeviceState]  # of devices; a divided one counts with its instances
     memory_used: float | None
     memory_total: float | None
     utilization: tuple[float | None, ...]  # percent, per device
@@ -46,13 +48,18 @@ def sums(answer: HostAnswer) -> FleetSums:
     divided = {device.parent_uuid for device in answer.devices}
     whole = [device for device in answer.devices if device.uuid not in divided]
     return FleetSums(
-        Counter(device.state if device.state in LABELS else device_state.UNKNOWN for device in whole),
+        Counter(_state_of(device.state) for device in whole),
         _sum(device.memory_used_bytes for device in whole),
         _sum(device.memory_total_bytes for device in whole),
         tuple(device.utilization_percent for device in whole),
         Counter({_name(user.user): user.devices for user in answer.users[:SHOWN_ROWS] if user.devices}),
         len(answer.waiting),
     )
+
+
+def _state_of(*words: str | None) -> DeviceState:
+    """The first of *words* that this version knows, or unknown."""
+    return next((state for word in words for state in EXACT_STATES if state == word), "unknown")
 
 
 def in_words(counted: Iterable[FleetSums]) -> str:
@@ -79,8 +86,7 @@ def host_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
         return []  # the end names all of those together
     rows, states = [], []
     for device in answer.devices[:SHOWN_ROWS]:
-        known = (state for state in (device.exact_state, device.state) if state in LABELS)
-        states.append(next(known, device_state.UNKNOWN))
+        states.append(_state_of(device.exact_state, device.state))
         cells = device_cells(device.device, states[-1])
         label, name, memory, utilization, *_more, state = cells
         rows.append([label, shorten(name, 40), memory, utilization, state, _users_of(device, answer.taken_at)])
@@ -110,7 +116,7 @@ def _users_of(device: HostDevice, now: float | None) -> str:
         parts.append(" ".join(words))
     claimants = {claim.user for claim in device.claims}
     users = dict.fromkeys(process.user for process in device.processes or () if process.claim is None)
-    without = "" if device.state == device_state.UNCLAIMED_USE and not device.claims else _(" without a claim")
+    without = "" if device.state == "unclaimed_use" and not device.claims else _(" without a claim")
     return ", ".join(parts + [_name(user) + without for user in users if user not in claimants])
 
 
@@ -279,7 +285,7 @@ def _known_row(host: str, known: KnownHost | None, now: float, ascii_only: bool)
     return [
         host,
         str(counted.states.total()),
-        str(counted.states[device_state.FREE]),
+        str(counted.states["free"]),
         _utilization(counted.utilization, ascii_only),
         memory if (counted.memory_used, counted.memory_total) != (None, None) else "n/a",
         str(counted.waiting or ""),

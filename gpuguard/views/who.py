@@ -5,7 +5,7 @@ docs/json.md describes every field of the JSON, and a test compares the two.  Wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,20 +20,21 @@ from gpuguard.units import format_bytes, format_count, format_duration, format_r
 from gpuguard.views.text import Paint, picked, shorten, table
 
 if TYPE_CHECKING:
+    from gpuguard.device_state import DeviceState
     from gpuguard.queue.priority import Ticket
     from gpuguard.queue.reservations import ReservationCalendar
 
-LABELS = {  # exact state: (words, colour)
-    device_state.FREE: (N_("free"), "green"),
-    device_state.CLAIMED: (N_("claimed, no process yet"), "yellow"),
-    device_state.IN_USE: (N_("in use"), "bold"),
-    device_state.IDLE: (N_("claimed but idle"), "yellow"),
-    device_state.UNCLAIMED_USE: (N_("used without a claim"), "red"),
-    device_state.UNHEALTHY: (N_("unhealthy"), "bold red"),
-    device_state.UNKNOWN: (N_("unknown"), "yellow"),
-    device_state.QUARANTINED: (N_("quarantined"), "bold red"),
-    device_state.DIVIDED: (N_("divided (MIG)"), "dim"),
-    device_state.RESERVED: (N_("reserved"), "yellow"),
+LABELS: Mapping[DeviceState, tuple[str, str]] = {  # (words, colour)
+    "free": (N_("free"), "green"),
+    "claimed": (N_("claimed, no process yet"), "yellow"),
+    "in_use": (N_("in use"), "bold"),
+    "idle": (N_("claimed but idle"), "yellow"),
+    "unclaimed_use": (N_("used without a claim"), "red"),
+    "unhealthy": (N_("unhealthy"), "bold red"),
+    "unknown": (N_("unknown"), "yellow"),
+    "quarantined": (N_("quarantined"), "bold red"),
+    "divided": (N_("divided (MIG)"), "dim"),
+    "reserved": (N_("reserved"), "yellow"),
 }
 ENDED = N_("has ended, its memory is still held")  # of a process that the driver goes on listing
 TOTALS = (N_("USER"), N_("GPUS"), N_("PROCESSES"), N_("MEMORY"), N_("CLAIMED"), N_("IDLE"))
@@ -128,7 +129,7 @@ def _device_lines(snapshot: Snapshot, uses: Sequence[DeviceUse], width: int | No
     return lines
 
 
-def device_cells(device: Device, state: str) -> list[str]:
+def device_cells(device: Device, state: DeviceState) -> list[str]:
     """Label, name, memory, utilization, temperature, power and state, as a device of any host is printed."""
     known = device.memory_used is not None or device.memory_total is not None
     return [
