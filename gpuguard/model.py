@@ -6,7 +6,7 @@ Bytes, percent (0..100), degrees Celsius, watts, joules, MHz, seconds.  Does not
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NewType
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -256,11 +256,54 @@ class Snapshot:
         return replace(self, devices=tuple(devices), gaps=gaps, taken_at=newer.taken_at, clock=newer.clock)
 
 
+# The words of findings, verdicts and events.  They stand in the audit log, in policy files and in messages between
+# processes, so none is ever renamed.  A record of another version may hold other words, which are shown as they are.
+SubjectKind = Literal["process", "claim", "user", "device", "node"]  # the narrowest first
+ActionName = Literal[
+    "log", "warn", "notify", "checkpoint", "terminate", "kill", "pause", "resume", "renice", "deny", "quarantine",
+    "release", "cancel", "run_hook",
+]  # fmt: skip
+EventKind = Literal[
+    ActionName, "claim", "claim lost", "time limit", "limit", "stranger", "outside", "share", "keep", "reserve",
+    "queue", "claims", "policy", "daemon", "watchdog", "note", "slurm",
+]  # fmt: skip
+NoteKind = Literal[
+    "gap", "resampling", "late", "unknown", "exempt", "kept", "grace", "devices", "hours", "load", "cleared",
+    "cancelled", "cooldown", "breaker", "untold", "nobody", "waiting",
+]  # fmt: skip
+# What became of an action.  The line "about to" stands before a signal, and another one follows only if it was not sent
+# or did not arrive; "not recorded": no line could be written, so nothing was done.  Of messages: the log of the job has
+# one that is "logged"; no user can have seen one that is "undelivered", which holds up no step after it.
+ActionWord = Literal[
+    "about to", "sent", "done", "dry run", "refused", "failed", "gone", "not permitted", "not recorded", "logged",
+    "undelivered", "unkillable",
+]  # fmt: skip
+PauseEnd = Literal[  # "left": it stands, or goes on, by another hand than ours
+    "done", "gone", "left", "not permitted", "dry run"
+]
+# "left to its processes": the claim lives on; "released": it was released while its last processes lived.
+EndOfClaim = Literal[
+    "settled", "memory did not settle", "driver unreachable", "interrupted", "could not be started",
+    "left to its processes", "released", "given back", "job ended", "was not held any more",
+]  # fmt: skip
+EventOutcome = Literal[
+    ActionWord, NoteKind, PauseEnd, EndOfClaim, "not done", "ended", "still there", "given up", "started", "stopped",
+    "adopted", "handed over", "job goes on", "owner warned", "hidden", "held by several users",
+    "others were there first", "seen to end", "process ended", "left out", "denied", "quarantined", "made",
+    "requeued", "not put back", "slurm job", "busy", "request set back", "user set back", "not tended", "lock kept",
+    "no room", "in force", "faults mended", "names unknown", "names known", "devices unknown", "devices known",
+    "will fail", "past unknown", "metrics served", "metrics not served", "driver unresponsive", "watching again",
+    "writable again", "not set aside",
+]  # fmt: skip
+# An outcome that is no word of these: the name of a signal to one's own job, and what ended a job of Slurm's.
+OutcomeText = NewType("OutcomeText", str)
+
+
 @dataclass(frozen=True)
 class Subject:
     """What a finding is about.  Its identity is kind, device, pid with start_time, uid, claim; user is for people."""
 
-    kind: str  # process, user, claim, device, node
+    kind: SubjectKind
     device: str | None = None  # uuid
     pid: int | None = None
     start_time: float | None = None  # seconds since boot; a pid never stands without it
@@ -285,14 +328,14 @@ class Verdict:
 
     policy: str
     finding: Finding
-    action: str  # name in the table of actions
+    action: ActionName
     step: int  # number of the policy's step, 0 is the first
     since: float  # CLOCK_BOOTTIME when the condition began to hold
     enforce: bool = False  # the policy's own switch; the daemon has a second one
     options: tuple[tuple[str, float | int | str | bool | None], ...] = ()  # of the step: signal, message, ...
-    next_action: str | None = None  # for warnings: what comes next ...
+    next_action: ActionName | None = None  # for warnings: what comes next ...
     next_after: float | None = None  # ... in how many seconds, if nothing changes
-    harm_action: str | None = None  # the later step that takes most from the user, and ...
+    harm_action: ActionName | None = None  # the later step that takes most from the user, and ...
     harm_after: float | None = None  # ... in how many seconds that comes, if nothing changes
     graced: float = 0.0  # seconds for which it was put off already for a person in front of the process
     may_be_kept: bool = True  # whether the user can ask by `gpuguard keep` to be spared
@@ -303,14 +346,15 @@ class Event:
     """One line of the audit log: what was done, to which process, claim or device, and how it ended."""
 
     time: float  # unix time
-    kind: str  # claim, release, ...
-    outcome: str
+    kind: EventKind
+    outcome: EventOutcome | OutcomeText
     user: str | None = None
     devices: tuple[str, ...] = ()  # uuids
     pid: int | None = None
     claim: str | None = None
     message: str | None = None
     facts: tuple[tuple[str, float | int | str | None], ...] = ()  # further numbers, their names carry the unit
+    recorded: bool = True  # False: the log could not take it
 
 
 @dataclass(frozen=True)

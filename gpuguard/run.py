@@ -26,10 +26,8 @@ from gpuguard.history import audit_log
 from gpuguard.jobs.meter import JobMeter
 from gpuguard.jobs.processes import (
     DRAIN_SECONDS,
-    INTERRUPTED,
     NEVER,
     SHARED_DRAIN_SECONDS,
-    TIME_LIMIT,
     Drain,
     Escalation,
     StillInUse,
@@ -58,7 +56,7 @@ if TYPE_CHECKING:
     from gpuguard.jobs.isolation import Isolation
     from gpuguard.jobs.limits import JobLimits
     from gpuguard.jobs.surroundings import Surroundings
-    from gpuguard.model import Snapshot
+    from gpuguard.model import EndOfClaim, EventKind, EventOutcome, OutcomeText, Snapshot
 
 TICK_SECONDS = 2.5  # how long a lock that the job dropped may stay dropped: one flock per device each time
 SAMPLE_SECONDS = 5.0  # for the summary: finer would tell little more
@@ -67,9 +65,6 @@ SAMPLE_SECONDS_FAILING = 300.0  # a driver that does not answer is read ever mor
 LIMITS_SECONDS_FAILING = 10.0  # and so often where the limits of the job depend on its answer
 
 EXIT_TIMEOUT = 124
-NOT_STARTED = "could not be started"  # the outcome of a claim whose command is none
-LEFT = "left to its processes"  # the outcome of a claim that lives on
-RELEASED = "released"  # and of one that was released while the job's last processes lived
 
 PASSED_ON = frozenset({
     signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
@@ -109,7 +104,7 @@ class JobEnd:
     status: int  # for the shell: its exit code, or 128 + the signal that ended it
     die_of: int | None  # a signal that this process should end of now, with signals.die_of and no clean-up
     wall_time: float  # seconds
-    outcome: str
+    outcome: EndOfClaim
     peak_memory: int | None = None  # bytes, of the fullest device
     utilization: float | None = None  # percent, mean over time and devices
     energy: float | None = None  # joules, all devices together
@@ -231,7 +226,7 @@ class JobSupervisor:
         to_us_alone = received.si_code <= 0 or (received.si_signo in HANG_UP and os.getsid(0) == os.getpid())
         if received.si_signo not in PASSED_ON or not to_us_alone:
             return
-        if signals.forward(self.pidfd, received.si_signo) == signals.NOT_PERMITTED:
+        if signals.forward(self.pidfd, received.si_signo) == "not permitted":
             name = signal.Signals(received.si_signo).name
             self.notify(
                 _(
@@ -306,7 +301,7 @@ class JobSupervisor:
         around = self.surroundings
         strangers = around.strangers(snapshot) if around else []
         self.meter.add(snapshot, strangers)
-        news = [("stranger", text) for text in around.news(strangers)] if around else []
+        news: list[tuple[EventKind, str]] = [("stranger", text) for text in around.news(strangers)] if around else []
         news += [("outside", text) for text in around.look(self.family)] if around else []
         for kind, text in news:
             log_claim(kind, "owner warned", self.claim, text)
@@ -400,11 +395,10 @@ class JobSupervisor:
         finding = self.limits.judge(snapshot, self.family(), TICK_SECONDS, pid=living)
         if self.claim.memory is not None and finding.used is not None:
             self.meter.peak_memory = max(self.meter.peak_memory or 0, finding.used)
-        for kind, texts in (("", finding.blind), ("share", finding.over)):
-            for text in texts:
-                if kind:
-                    log_claim(kind, "owner warned", self.claim, text)
-                self.notify(translated(text))
+        for text in finding.over:
+            log_claim("share", "owner warned", self.claim, text)
+        for text in (*finding.blind, *finding.over):
+            self.notify(translated(text))
         if finding.reached and (self.status is None or finding.reached.pids):
             self.escalation.begin(time.monotonic(), "limit", finding.reached.why, finding.reached.limit)
 
@@ -413,7 +407,7 @@ class JobSupervisor:
         step = self.escalation.next_step(time.monotonic())
         if step is None:
             return
-        self.limited |= step.kind == TIME_LIMIT and step.signum == signal.SIGTERM and self.status is None
+        self.limited |= step.kind == "time limit" and step.signum == signal.SIGTERM and self.status is None
         self.beyond |= step.limit is not None and self.status is None
         log_claim(step.kind, step.name, self.claim, step.why, **({"limit": step.limit} if step.limit else {}))
         self.notify(step.words)
@@ -452,7 +446,7 @@ class JobSupervisor:
             status, message = failure(self.program, int(code))
             self.notify(message)
             self.claim.release()
-            ended = JobEnd(status=status, die_of=None, wall_time=wall_time, outcome=NOT_STARTED, why=message)
+            ended = JobEnd(status=status, die_of=None, wall_time=wall_time, outcome="could not be started", why=message)
             _log_end(self.claim, ended)
             return ended
         self.report_guard()
@@ -478,20 +472,20 @@ class JobSupervisor:
         except ClaimLost as lost:
             self.notify(str(lost))
             self.claim.release()
-            outcome = RELEASED
+            outcome = "released"
         except StillInUse as left:
             die_of = left.signum
             if any(self.claim.is_held_by(pid) for pid in left.pids):
                 # Without LOCK_UN: our descriptors close with this process, and theirs keep the claim.
                 self.notify(_("not waiting any longer: {words}, and the claim is theirs now.").format(words=left.words))
-                outcome = LEFT
+                outcome = "left to its processes"
             else:
                 self.notify(
                     _("not waiting any longer: {words}, but without the locks of the claim, which ends.").format(
                         words=left.words
                     )
                 )
-                outcome = INTERRUPTED
+                outcome = "interrupted"
         why = (
             _("ended by gpuguard run: {why}").format(why=translated(self.escalation.why))
             if self.escalation.why
@@ -538,7 +532,13 @@ def next_sample_seconds(every: float, *, limited: bool) -> float:
     return min(2 * every or TICK_SECONDS, LIMITS_SECONDS_FAILING if limited else SAMPLE_SECONDS_FAILING)
 
 
-def log_claim(kind: str, outcome: str, claim: Claim, message: str | None = None, **facts: float | str | None) -> None:
+def log_claim(
+    kind: EventKind,
+    outcome: EventOutcome | OutcomeText,
+    claim: Claim,
+    message: str | None = None,
+    **facts: float | str | None,
+) -> None:
     """Write into the audit log what became of a claim of this process."""
     user, devices = os.environ.get("LOGNAME") or os.environ.get("USER"), tuple(device.uuid for device in claim.devices)
     numbers = ("uid", os.getuid()), *facts.items()

@@ -26,7 +26,6 @@ from gpuguard.enforcement.identity import Protected, is_alive
 from gpuguard.enforcement.limits import JOBS_PER_HOUR, JOBS_PER_MINUTE, AuditQuota, PastAction
 from gpuguard.enforcement.pauses import Pause, Pauses
 from gpuguard.enforcement.preflight import ActionContext, Notifier, effect_seen
-from gpuguard.enforcement.signals import DONE, SENT
 from gpuguard.errors import BackendError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses
@@ -36,6 +35,7 @@ from gpuguard.model import (
     WHO_FIELDS,
     ClaimRecord,
     Event,
+    EventOutcome,
     Finding,
     ProcessIdentity,
     Snapshot,
@@ -46,7 +46,7 @@ from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
 from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
 from gpuguard.policies.jobs import JobMember, alone, member_of
-from gpuguard.policies.policy import COUNTED, ENDING, HARMFUL, MESSAGES, Judgement, Kept, KeptMark, Note, Policy
+from gpuguard.policies.policy import COUNTED, ENDING, HARMFUL, MESSAGES, NOTES, Judgement, Kept, KeptMark, Note, Policy
 from gpuguard.policies.rules import needs_of
 from gpuguard.policies.usage import TrespassRule, strangers
 from gpuguard.policies.view import MachineUse, RuleView, SubjectIdentity, identity_of, process_subject
@@ -62,10 +62,6 @@ RISING_MEMORY = 0.02  # of a device's memory, more than at the sample before: sa
 RISING_CELSIUS = 3.0
 SLOWER = 1.5  # times longer after each sample in which nothing rose
 RETRY_SECONDS = 60.0  # at most, between two tries to reach a driver that does not answer
-# The other notes say at every sample that nothing is to be done: they are for --once and for explanations.
-WORTH_A_LINE = frozenset(
-    {"gap", "resampling", "late", "cleared", "cancelled", "breaker", "waiting", "kept", "exempt", "nobody", "untold"}
-)
 
 PendingKey = tuple[str, SubjectIdentity]  # name of a policy and the subject of a verdict
 
@@ -301,12 +297,11 @@ class Watchdog:
                     if claim.holders
                     else hidden_claim_text(map(directory.lock_path, claim.slots or claim.devices))
                 )
-                outcome = "held by several users" if claim.holders else "hidden"
                 self._record(
                     Event(
                         time=time.time(),
                         kind="claim",
-                        outcome=outcome,
+                        outcome="held by several users" if claim.holders else "hidden",
                         devices=claim.devices,
                         claim=claim.id,
                         message=text,
@@ -455,7 +450,7 @@ class Watchdog:
     ) -> None:
         """Let the personal targets of a policy tell the users what it did to them: a warning before is no answer."""
         assert self._view is not None
-        done = {outcome.pid for outcome in outcomes if outcome.word in (SENT, DONE)}
+        done = {outcome.pid for outcome in outcomes if outcome.word in ("sent", "done")}
         policy = next((policy for policy in self._judged_by.policies if policy.name == verdict.policy), None)
         if not done or verdict.action not in HARMFUL or policy is None or not context.is_live(verdict):
             return
@@ -519,7 +514,7 @@ class Watchdog:
         before, self._noted = self._noted, set()
         for note in notes:
             key = note.kind, note.policy, identity_of(note.subject) if note.subject else None
-            if note.kind in WORTH_A_LINE and key not in self._noted | before:
+            if NOTES[note.kind].recorded and key not in self._noted | before:
                 subject = note.subject or Subject("node")
                 self._record(
                     Event(
@@ -591,13 +586,11 @@ class Watchdog:
         if error is not None:
             message = str(error) if isinstance(error, BackendError) else f"a fault inside gpuguard: {error!r}"
         if message != self.problem:
-            outcome = "failed" if error and not isinstance(error, BackendError) else "driver unresponsive"
+            outcome: EventOutcome = "watching again"
+            if error is not None:
+                outcome = "driver unresponsive" if isinstance(error, BackendError) else "failed"
             self.problem = message
-            self._record(
-                Event(
-                    time=time.time(), kind="watchdog", outcome=outcome if error else "watching again", message=message
-                )
-            )
+            self._record(Event(time=time.time(), kind="watchdog", outcome=outcome, message=message))
             self._publish()
 
     def _record(self, event: Event) -> bool:
@@ -605,8 +598,8 @@ class Watchdog:
         written = not self._quota.admits(event, boot_clock()) or self._append(event)
         if not written:
             # What is not written down is not done.
-            outcome = "not done" if event.outcome == actions.ABOUT_TO else event.outcome
-            event = replace(event, outcome=f"{outcome} (not recorded)")
+            outcome = "not done" if event.outcome == "about to" else event.outcome
+            event = replace(event, outcome=outcome, recorded=False)
         self._unpublished.append(event)
         return written
 

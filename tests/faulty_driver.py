@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from builders import a_claim_record, a_snapshot, written
 from chances import THE_SAME
@@ -28,7 +28,7 @@ from pid_reuse import Everybody
 
 from gpuguard import users
 from gpuguard.backends import client, nvml, nvml_calls, nvml_fields, spawn
-from gpuguard.enforcement import actions, identity, limits, signals
+from gpuguard.enforcement import identity, limits, signals
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
 from gpuguard.policies.expression import ExpressionRule, parse_expression
 from gpuguard.policies.idle import AgeRule, IdleRule
@@ -157,11 +157,11 @@ class World:
             sm = 90 if memory > GIB else 10
             self.fake.add_process(device, pid, memory, kind, sm_utilization=sm, time_stamp=self.tick, **more)
 
-    def forward(self, pidfd: int, signum: int) -> str:
+    def forward(self, pidfd: int, signum: int) -> Literal["sent"]:
         """In place of the last call."""
         with open(f"/proc/self/fdinfo/{pidfd}") as file:
             self.sent.append((self.rule, int(file.read().partition("Pid:")[2].split()[0])))
-        return actions.SENT
+        return "sent"
 
 
 def guards(world: World, driver: Driver) -> dict[str, Watchdog]:

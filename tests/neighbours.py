@@ -275,7 +275,7 @@ class Machinery:
 
     def append(self, event: Event) -> bool:
         self.events[f"{event.kind} {event.outcome}"] += 1
-        if event.outcome == actions.ABOUT_TO and event.pid is not None:
+        if event.outcome == "about to" and event.pid is not None:
             self._happens("written", event.pid)
         return written(event)
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from builders import GIB, a_device, a_process
 from guarded import SOMEBODY, Listing
@@ -203,7 +204,7 @@ CAMPAIGNS: dict[str, Callable[[], bool]] = {
 }
 
 
-def os_kill(pidfd: int, signum: int) -> str:
+def os_kill(pidfd: int, signum: int) -> Literal["sent"]:
     """What one writes who does not know better: the pid of a pidfd, and a signal to that."""
     os.kill(_meant[0], signum)
     return "sent"

@@ -79,7 +79,7 @@ def test_the_devices_are_free_at_once_the_line_was_written_before_and_the_progra
     claimed.facts["append"] = lambda event: not written.append((event, claimed.locked()))
     outcome = claimed.act(holder)
 
-    assert (outcome.word, claimed.locked(), holder.lives()) == (actions.DONE, 0, True)
+    assert (outcome.word, claimed.locked(), holder.lives()) == ("done", 0, True)
     [(event, locked)] = written
     assert (event.kind, event.outcome, event.user, event.claim, locked) == (
         "release", "about to", "alice", holder.id, 2,
@@ -105,7 +105,7 @@ def test_a_claim_with_a_uid_that_root_has_given_to_a_user_is_that_users(claimed,
 
         assert (claim.uid, claim.id, claim.holders) == (SOMEBODY, holder.id, (holder.pid,))
         assert (protected.word, protected.why) == ("refused", f"uid {SOMEBODY} is protected")
-        assert (released.word, claimed.locked(), holder.lives()) == (actions.DONE, 0, True)
+        assert (released.word, claimed.locked(), holder.lives()) == ("done", 0, True)
 
 
 def test_a_lock_is_its_owners_while_one_of_their_uids_alone_has_it_open(claimed, monkeypatch, tmp_path):
@@ -123,9 +123,9 @@ def test_a_lock_is_its_owners_while_one_of_their_uids_alone_has_it_open(claimed,
 @pytest.mark.parametrize(
     ("facts", "enforce", "word", "lines"),
     [
-        ({"enforce": False}, True, actions.DRY_RUN, ["dry run"]),
-        ({}, False, actions.DRY_RUN, ["dry run"]),
-        ({"append": lambda event: False}, True, actions.UNRECORDED, []),
+        ({"enforce": False}, True, "dry run", ["dry run"]),
+        ({}, False, "dry run", ["dry run"]),
+        ({"append": lambda event: False}, True, "not recorded", []),
     ],
     ids=["the daemon rehearses", "the policy rehearses", "no line"],
 )
@@ -148,7 +148,7 @@ def test_the_claim_of_a_mig_instance_is_released_while_another_instance_of_its_g
     whole, claimed.machine.sample = claimed.machine.sample, lambda fields, devices=None: whole(fields)  # type: ignore
 
     with a_holder(claimed.directory, idle.uuid, uid=SOMEBODY) as holder:
-        assert claimed.act(holder).word == actions.DONE
+        assert claimed.act(holder).word == "done"
 
 
 def older_answer(c: Claimed, *_: object) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def test_whatever_is_not_exactly_as_it_was_judged_is_left_alone(claimed, holder,
     make, check = REFUSED[what]
     outcome = claimed.act(holder, **make(claimed, holder, monkeypatch))
 
-    assert (outcome.word, [against.check for against in outcome.failed]) == (actions.REFUSED, [check])
+    assert (outcome.word, [against.check for against in outcome.failed]) == ("refused", [check])
     assert [event.outcome for event in claimed.events] == ["refused"]
     assert claimed.locked() == (1 if what == "a claim that loses a GPU" else 2)
 
@@ -227,7 +227,7 @@ def test_whatever_is_not_exactly_as_it_was_judged_is_left_alone(claimed, holder,
 def test_an_idle_claim_of_no_slurm_job_is_not_cancelled(claimed, holder):
     outcome = claimed.act(holder, "cancel")
 
-    assert (outcome.word, outcome.why, claimed.locked()) == (actions.REFUSED, "it belongs to no Slurm job", 2)
+    assert (outcome.word, outcome.why, claimed.locked()) == ("refused", "it belongs to no Slurm job", 2)
 
 
 def test_a_driver_that_does_not_answer_the_second_question_protects(claimed, holder):
@@ -239,7 +239,7 @@ def test_a_driver_that_does_not_answer_the_second_question_protects(claimed, hol
     claimed.machine.before_sample = silent
     outcome = claimed.act(holder, snapshot=snapshot)
 
-    assert (outcome.word, claimed.locked()) == (actions.REFUSED, 2) and "it hangs" in outcome.why
+    assert (outcome.word, claimed.locked()) == ("refused", 2) and "it hangs" in outcome.why
 
 
 def test_the_warning_before_it_goes_to_the_terminal_of_the_holder(claimed):
@@ -252,7 +252,7 @@ def test_the_warning_before_it_goes_to_the_terminal_of_the_holder(claimed):
         outcome = claimed.act(one, "warn", snapshot, next_action="release", next_after=600.0)
         said = os.read(ours, 4096).decode()
 
-    assert outcome.word == actions.DONE and "held for 3h without a process" in said
+    assert outcome.word == "done" and "held for 3h without a process" in said
     os.close(ours)
     os.close(theirs)
 
@@ -264,7 +264,7 @@ def test_where_the_kernel_lends_no_files_the_line_says_what_the_unit_lacks(claim
     monkeypatch.setattr(releasing, "_getfd", refuse)
     outcome = claimed.act(holder)
 
-    assert (outcome.word, claimed.locked()) == (actions.REFUSED, 2) and "pidfd_getfd" in claimed.events[0].message
+    assert (outcome.word, claimed.locked()) == ("refused", 2) and "pidfd_getfd" in claimed.events[0].message
 
 
 def test_a_claim_that_only_the_daemon_knows_is_over_when_nothing_is_locked(claimed):
@@ -273,14 +273,14 @@ def test_a_claim_that_only_the_daemon_knows_is_over_when_nothing_is_locked(claim
     snapshot = replace(claimed.snapshot, claims=(claim,))
     outcome = claimed.act(claim, snapshot=snapshot, directory=replace(claimed.directory, keeper=os.geteuid()))
 
-    assert (outcome.word, outcome.why) == (actions.REFUSED, "it has ended")
+    assert (outcome.word, outcome.why) == ("refused", "it has ended")
 
 
 def test_claims_of_the_system_are_never_taken(claimed):
     with a_holder(claimed.directory, *claimed.uuids[:2]) as root:
         outcome = claimed.act(root)
 
-        assert (outcome.word, outcome.failed[0].check, claimed.locked()) == (actions.REFUSED, "protected", 2)
+        assert (outcome.word, outcome.failed[0].check, claimed.locked()) == ("refused", "protected", 2)
 
 
 def test_the_rate_of_the_guard_holds_for_releases_and_the_step_is_tried_again(claimed, holder):
@@ -289,7 +289,7 @@ def test_the_rate_of_the_guard_holds_for_releases_and_the_step_is_tried_again(cl
         claimed.facts["limits"].record(PastAction(now, "terminate", (pid, 1.0), (), True))
     limited = claimed.act(holder)
 
-    assert (limited.word, claimed.locked()) == (actions.REFUSED, 2)
+    assert (limited.word, claimed.locked()) == ("refused", 2)
     assert limited.wait is not None and limited.wait > 0
 
 
@@ -303,7 +303,7 @@ def test_a_record_that_lies_about_what_its_claim_holds_keeps_nothing(claimed, li
             file.write("\n" + "junk" * FULL_BYTES)
         outcome = claimed.act(one)
 
-        assert (outcome.word, claimed.locked()) == (actions.DONE, 0)
+        assert (outcome.word, claimed.locked()) == ("done", 0)
         assert one.does("claim.reassert()").startswith("ClaimLost: the claim 1dea1234 was released by the policy")
 
 
@@ -315,7 +315,7 @@ def test_whose_share_of_the_hour_is_used_up_has_their_job_of_slurm_live(claimed,
         claimed.facts["limits"].record(PastAction(now - 600, "terminate", (pid, 1.0), (), True, uid=SOMEBODY))
     outcome = claimed.act(holder, "cancel")
 
-    assert outcome.word == actions.REFUSED and "are for other users: of this one 5 were ended" in outcome.why
+    assert outcome.word == "refused" and "are for other users: of this one 5 were ended" in outcome.why
 
 
 def test_a_claim_that_cannot_be_released_is_a_failure(claimed, holder, monkeypatch):
@@ -324,7 +324,7 @@ def test_a_claim_that_cannot_be_released_is_a_failure(claimed, holder, monkeypat
 
     monkeypatch.setattr(releasing, "release_locks", fail)
 
-    assert claimed.act(holder).word == actions.FAILED
+    assert claimed.act(holder).word == "failed"
     assert [event.outcome for event in claimed.events] == ["about to", "failed"]
     assert "no room for the request" in claimed.events[-1].message
 
@@ -344,9 +344,9 @@ def test_a_supervisor_is_sent_the_signal_that_its_claim_has_changed(claimed, hol
 @pytest.mark.parametrize(
     ("name", "answer", "word", "asked"),
     [
-        ("slurm12", None, actions.DONE, ["12"]),
-        ("slurm12", "scancel fails", actions.FAILED, ["12"]),
-        ("1dea1234", None, actions.FAILED, []),
+        ("slurm12", None, "done", ["12"]),
+        ("slurm12", "scancel fails", "failed", ["12"]),
+        ("1dea1234", None, "failed", []),
     ],
 )
 def test_cancel_ends_the_job_of_an_idle_claim_and_nothing_else(claimed, monkeypatch, name, answer, word, asked):

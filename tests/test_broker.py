@@ -238,7 +238,7 @@ def test_a_claim_that_is_released_by_a_policy_is_over_whatever_its_owner_does(br
             context,
         )
 
-        assert (claim.uid, outcome.word, outcome.why) == (BOB.pw_uid, actions.DONE, "")
+        assert (claim.uid, outcome.word, outcome.why) == (BOB.pw_uid, "done", "")
         assert broker.locked() == [1] and hostile.poll() is None
         assert broker(ALICE, "run", "--no-wait", "--devices", "0", "true").returncode == 0
 

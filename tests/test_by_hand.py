@@ -8,7 +8,6 @@ from builders import a_device
 from guarded import Scene, somebody
 from top_scenes import Orphan, an_orphan
 
-from gpuguard.enforcement.actions import GONE, REFUSED, SENT, UNRECORDED
 from gpuguard.enforcement.by_hand import BY_HAND, Operator, signal_process
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.limits import ActionLimits
@@ -41,21 +40,21 @@ def desk():
 def test_the_line_in_the_log_comes_before_the_signal(desk):
     outcome = desk.signal()
 
-    assert (outcome.word, desk.child.ends()) == (SENT, True)
+    assert (outcome.word, desk.child.ends()) == ("sent", True)
     assert desk.log == [("terminate", "about to", True)]
 
 
 def test_no_line_no_signal(desk):
     desk.written = False
 
-    assert desk.signal().word == UNRECORDED
+    assert desk.signal().word == "not recorded"
     assert desk.child.lives()
 
 
 def test_the_limits_of_the_guard_hold_from_one_signal_to_the_next(desk):
     words = [desk.signal(action).word for action in ("kill", "pause", "resume", "pause")]
 
-    assert words == [REFUSED, SENT, SENT, REFUSED]  # SIGKILL comes 30 seconds after SIGTERM at the earliest
+    assert words == ["refused", "sent", "sent", "refused"]  # SIGKILL comes 30 seconds after SIGTERM at the earliest
     assert desk.child.lives()
 
 
@@ -66,7 +65,7 @@ def test_only_whoever_was_chosen_and_is_still_there_is_signalled(desk, who):
     else:
         desk.machine.change(0, processes=())
 
-    assert desk.signal().word == GONE
+    assert desk.signal().word == "gone"
     assert desk.child.lives()
 
 
@@ -81,7 +80,7 @@ def test_under_pids_of_another_namespace_nobody_is_signalled(desk):
 def test_whom_the_site_protects_nobody_signals_by_hand(desk):
     outcome = desk.signal(protected=Protected(uids=frozenset({desk.process.uid})))
 
-    assert (outcome.word, desk.child.lives()) == (REFUSED, True)
+    assert (outcome.word, desk.child.lives()) == ("refused", True)
     assert "protected" in outcome.why
 
 
@@ -111,6 +110,6 @@ def test_the_event_says_who_asked(desk):
 
 def test_only_what_the_question_offers_can_be_sent(desk):
     assert set(BY_HAND) == {"terminate", "kill", "pause", "resume"}
-    assert desk.signal("checkpoint").word == REFUSED
-    assert desk.signal("deny").word == REFUSED
+    assert desk.signal("checkpoint").word == "refused"
+    assert desk.signal("deny").word == "refused"
     assert desk.log == []

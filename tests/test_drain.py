@@ -22,7 +22,7 @@ from gpuguard import procfs
 from gpuguard.claims.records import YIELD, ReleaseRequest, read_records
 from gpuguard.daemon.release import BY_JOB, release
 from gpuguard.jobs import processes
-from gpuguard.jobs.processes import NEVER, TIME_LIMIT, Escalation, EscalationStep
+from gpuguard.jobs.processes import NEVER, Escalation, EscalationStep
 from gpuguard.model import MEMORY, PROCESSES, GpuProcess
 
 # Leaves a process in a session of its own behind, prints its pid, and ends when PLACE/go is there.
@@ -448,7 +448,7 @@ def an_escalation(time_limit: float | None = None, grace: float = 60.0, checkpoi
 
 def signals_of(escalation: Escalation) -> list[tuple[float, str]]:
     """Every signal that is still to come, each taken when it is due."""
-    taken = []
+    taken = list[tuple[float, str]]()
     while escalation.due != NEVER:
         due = escalation.due
         assert escalation.next_step(due - 0.001) is None
@@ -507,4 +507,4 @@ def test_each_signal_says_why_it_comes() -> None:
         "the time limit is over: SIGTERM to the job.",
         "the grace is over too: SIGKILL to the job and all its processes.",
     ]
-    assert {step.kind for step in said} == {TIME_LIMIT}
+    assert {step.kind for step in said} == {"time limit"}

@@ -134,7 +134,7 @@ def _told(directory: Any, people: Any, policies: Any, schedule: Any, *, enforce:
     guard = Watchdog(stage, policies, directory, enforce=enforce, **options)
     guard._context = replace(guard._context, jobs=frozenset(people))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signals, "forward", lambda *_: actions.SENT)
+        patch.setattr(signals, "forward", lambda *_: "sent")
         for module in (actions, preflight):
             patch.setattr(module, "boot_clock", lambda: stage.clock)
         patch.setattr(identity, "is_alive", stage.lives)

@@ -184,9 +184,9 @@ class Site:
             with self.ages(), open(f"/proc/self/fdinfo/{pidfd}") as file:
                 (pid,) = (int(line.split()[1]) for line in file if line.startswith("Pid:"))
                 word = forward(pidfd, signum)
-                if word == signals.SENT:
+                if word == "sent":
                     self.sent[pid] = signum
-                if word == signals.SENT and signum in SIGNALS:
+                if word == "sent" and signum in SIGNALS:
                     self.deeds.setdefault(pid, []).append(SIGNALS[signum])
             return word
 

@@ -255,7 +255,7 @@ def test_without_room_for_its_line_nothing_is_stopped_and_there_is_no_debt(site)
 
 
 def test_a_signal_that_does_not_arrive_leaves_no_debt(site, monkeypatch):
-    monkeypatch.setattr(signals, "forward", lambda *_: signals.NOT_PERMITTED)
+    monkeypatch.setattr(signals, "forward", lambda *_: "not permitted")
     guard = site.guard()
     for _ in range(3):
         guard.step()

@@ -14,7 +14,7 @@ from builders import GIB, a_device, a_process, a_snapshot
 from guarded import Listing, somebody, started
 from top_scenes import a_scene, an_orphan
 
-from gpuguard.enforcement.actions import SENT, ActionOutcome
+from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.enforcement.by_hand import Operator, signal_process
 from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.errors import DriverUnresponsive
@@ -42,7 +42,7 @@ class Feed:
         self.answers, self.looks = threading.Event(), 0
         self.answers.set()
         self.sent: list[tuple[str, Any, tuple[str, ...]]] = []
-        self.sends: Callable[..., ActionOutcome] = lambda *words: ActionOutcome(SENT)
+        self.sends: Callable[..., ActionOutcome] = lambda *words: ActionOutcome("sent")
 
     def sample(self) -> Scene:
         self.looks += 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from gpuguard.backtest.recordings import Numbering, RecordedRow, Recording, views_of
 from gpuguard.locale import N_
-from gpuguard.model import ProcessIdentity, Snapshot, Verdict
+from gpuguard.model import NoteKind, ProcessIdentity, Snapshot, Verdict
 from gpuguard.policies.engine import EngineMemory, evaluate, victims_of
 from gpuguard.policies.policy import ENDING, HARMFUL, MESSAGES, Judgement, Policy
 from gpuguard.policies.rules import RULES
@@ -65,7 +65,7 @@ class Backtest:
     held: float = 0.0  # GPU-seconds for which all jobs together held devices
     longest_gap: float = 0.0  # seconds without a sample after which durations started anew
     holes: int = 0  # how often that was the case, at most
-    notes: Mapping[str, int] = field(default_factory=dict)  # kind -> how often it was the reason not to act
+    notes: Mapping[NoteKind, int] = field(default_factory=dict)  # kind -> how often it was the reason not to act
 
 
 def blind_spots(recording: Recording, policies: Iterable[Policy]) -> list[tuple[str, str, str]]:
@@ -106,7 +106,7 @@ def backtest(
     """
     gap = LARGEST_DISTANCE * recording.interval if longest_gap is None else longest_gap
     acts: list[Act] = []
-    notes: dict[str, int] = {}
+    notes: dict[NoteKind, int] = {}
     judged = 0
     for views in views_of(recording, uid_of):
         interval = gap / LARGEST_DISTANCE

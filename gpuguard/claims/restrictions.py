@@ -20,7 +20,7 @@ import os
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gpuguard.claims.directory import ADMIN_DIRECTORY, NAME, DaemonFiles, LockDirectory, daemon_files, open_lock_file
 from gpuguard.errors import LockDirectoryError, shortage
@@ -35,7 +35,9 @@ from gpuguard.users import owner_of_given
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-DENIED, QUARANTINED, KEPT, SET_BACK = "denied", "quarantined", "kept", "set-back"
+DENIED: Final = "denied"
+QUARANTINED: Final = "quarantined"
+KEPT, SET_BACK = "kept", "set-back"
 ADMINISTRATOR = "the administrator"
 # Where the copies of denied and quarantined lie, by the folder of which they are.  Each belongs to who writes it.
 COPIES = {ADMIN_DIRECTORY: "/var/lib/gpuguard-admin", f"{ADMIN_DIRECTORY}/{NAME}": "/var/lib/gpuguard"}

@@ -18,6 +18,7 @@ import os
 import pwd
 import sys
 from contextlib import closing, suppress
+from typing import TYPE_CHECKING
 
 from gpuguard.claims.claim import Claim
 from gpuguard.cli.options import JSON, add_source_options, add_table, backend_of, directory_of
@@ -27,6 +28,9 @@ from gpuguard.locale import _
 from gpuguard.procfs import uid_of
 from gpuguard.run import log_claim
 from gpuguard.views.text import json_text, put
+
+if TYPE_CHECKING:
+    from gpuguard.model import EndOfClaim
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +146,7 @@ def _hold(claim: Claim, family: ProcessFamily, woken: int, *, detached: bool) ->
     return 0
 
 
-def _release(claim: Claim, outcome: str) -> None:
+def _release(claim: Claim, outcome: EndOfClaim) -> None:
     try:
         claim.reassert()
     except ClaimLost:

@@ -18,7 +18,6 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.files import open_named
 from gpuguard.jobs.processes import exec_fault
 from gpuguard.locale import N_, _, translated
-from gpuguard.run import LEFT
 from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.units import format_bytes, format_duration, format_energy, local_time
 
@@ -272,8 +271,8 @@ def end_in_words(ended: JobEnd) -> str:
         )
     parts = [how, _("ran {wall_time}").format(wall_time=format_duration(ended.wall_time)), ", ".join(_numbers(ended))]
     parts += map(translated, ended.remarks)
-    if ended.outcome == LEFT:
-        parts.append(_("the claim is {left}").format(left=LEFT))
+    if ended.outcome == "left to its processes":
+        parts.append(_("the claim is {left}").format(left="left to its processes"))
     return "; ".join(filter(None, parts))
 
 

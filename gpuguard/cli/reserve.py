@@ -29,7 +29,7 @@ from gpuguard.claims.restrictions import QUARANTINED, quarantine_text, read_rest
 from gpuguard.cli import options, terminal
 from gpuguard.errors import GpuguardError, ImpossibleRequest, InvalidRequest
 from gpuguard.locale import N_, _, translated
-from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESSES, Event, Snapshot
+from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESSES, Event, EventOutcome, Snapshot
 from gpuguard.policies.files.decoder import GROUP, Accounts
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.reservations import (
@@ -283,7 +283,7 @@ def _cancel(args: argparse.Namespace, directory: LockDirectory, calendar: Reserv
     return 0
 
 
-def _log(args: argparse.Namespace, outcome: str, reservation: Reservation) -> None:
+def _log(args: argparse.Namespace, outcome: EventOutcome, reservation: Reservation) -> None:
     times = ("begins_unix_seconds", reservation.begins), ("ends_unix_seconds", reservation.ends)
     facts = ("num_gpus", reservation.num_gpus), *times, ("by_uid", os.getuid()), ("group", reservation.group)
     event = Event(

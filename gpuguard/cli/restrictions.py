@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import (
@@ -134,13 +135,13 @@ SUBCOMMANDS = {
 def _change(
     args: argparse.Namespace,
     directory: LockDirectory,
-    command: str,
+    command: Literal["deny", "quarantine"],
     name: str,
     user: str | None = None,
     devices: Sequence[Device] = (),
 ) -> int:
     """Make or end the restriction of *name*, leave an event of it, and show all of its kind."""
-    kind = DENIED if command == "deny" else QUARANTINED
+    kind: Literal["denied", "quarantined"] = DENIED if command == "deny" else QUARANTINED
     now, seconds, reason = time.time(), seconds_of(args), reason_of(args)
     administrator = "the administrator" if os.geteuid() == 0 else "the owner of the directory"
     until = None if seconds is None else now + seconds
@@ -168,13 +169,12 @@ def _change(
         return 1
     facts = (("until_unix_seconds", until), ("by_uid", os.getuid()))
     uuids = () if command == "deny" else (name,)
-    outcome = "ended" if args.end else kind
     log_event(
         args,
         Event(
             time=time.time(),
             kind=command,
-            outcome=outcome,
+            outcome="ended" if args.end else kind,
             user=user,
             devices=uuids,
             message=reason or None,

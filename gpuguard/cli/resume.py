@@ -18,8 +18,7 @@ import sys
 
 from gpuguard.claims.directory import daemon_files
 from gpuguard.cli.options import add_source_options, add_table, choose_log, directory_of
-from gpuguard.enforcement.pauses import LEFT, Pause, Pauses
-from gpuguard.enforcement.signals import DONE, GONE
+from gpuguard.enforcement.pauses import Pause, Pauses
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
 from gpuguard.locale import _, translated
@@ -55,13 +54,13 @@ def main(args: argparse.Namespace) -> int:
         [f"{_line(pause)}: {text}" for pause, text in zip(chosen, told, strict=True)] or [_("nothing is paused.")],
         sys.stdout,
     )
-    return 0 if all(word in (DONE, GONE) for word in words) else 1
+    return 0 if all(word in ("done", "gone") for word in words) else 1
 
 
 _WORDS = {
-    DONE: "it goes on",
-    GONE: "it had ended",
-    LEFT: "another hand has stopped it or let it go on",
+    "done": "it goes on",
+    "gone": "it had ended",
+    "left": "another hand has stopped it or let it go on",
     "": "try again",
 }
 

@@ -38,7 +38,7 @@ from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.model import ClaimRecord
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
-from gpuguard.run import GRACE_SECONDS, LEFT, NOT_STARTED, JobSettings, exec_command, run
+from gpuguard.run import GRACE_SECONDS, JobSettings, exec_command, run
 from gpuguard.select import instances_note
 from gpuguard.units import parse_celsius, parse_duration, parse_leftover, parse_memory_amount
 from gpuguard.users import user_name
@@ -185,7 +185,7 @@ def main(args: argparse.Namespace) -> int:
         _preload_for_job(claim, command)
 
     ended = run(command, claim, backend, settings, later=later, notify=log.warn)
-    if ended.outcome == NOT_STARTED:
+    if ended.outcome == "could not be started":
         report.not_started(str(ended.why), ended)
     else:
         report.ended(claim, ended)
@@ -455,7 +455,7 @@ def _has_ended(claim: str, directory: LockDirectory) -> bool:
     from gpuguard.cli.events import read_events  # for --after alone
 
     lines = [line for line in read_events() if line.get("claim") == claim]
-    if any(line.get("kind") == "release" and line.get("outcome") != LEFT for line in lines):
+    if any(line.get("kind") == "release" and line.get("outcome") != "left to its processes" for line in lines):
         return True
     # A process that was killed wrote no event of its end.  The devices show a claim of another host whose log this is,
     # too (NFS), and a lock without a record may be that of the claim.

@@ -38,7 +38,7 @@ from gpuguard.clusters.slurm import Allocation
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
 from gpuguard.jobs import adopt, slurm_claim
-from gpuguard.model import HEALTH, MEMORY, MODEL, Device, Event
+from gpuguard.model import HEALTH, MEMORY, MODEL, Device, Event, EventKind, EventOutcome, OutcomeText
 from gpuguard.sanitize import neutralise
 from gpuguard.units import parse_duration
 from gpuguard.users import user_name
@@ -238,15 +238,17 @@ def _refuse_other_than_root(args: argparse.Namespace) -> None:
     choose_log(args)
 
 
-def _put_back(given: Allocation, reason: str) -> tuple[str, bool]:
+def _put_back(given: Allocation, reason: str) -> tuple[EventOutcome, bool]:
     """Have the job put back, with the reason where its owner and the admin look for it: (what was done, whether)."""
     done = slurm.put_back(given, reason)
-    outcome = done or "not put back"
+    outcome: EventOutcome = done or "not put back"
     _log("slurm", outcome, given, reason)
     return outcome, bool(done)
 
 
-def _log(kind: str, outcome: str, given: Allocation, message: str, claim: Claim | None = None) -> None:
+def _log(
+    kind: EventKind, outcome: EventOutcome | OutcomeText, given: Allocation, message: str, claim: Claim | None = None
+) -> None:
     facts = (("uid", given.uid), ("slurm_job", given.job))
     devices = tuple(device.uuid for device in claim or ())
     event = Event(

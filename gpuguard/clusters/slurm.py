@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from gpuguard.clusters import slurm_node
 from gpuguard.clusters.slurm_node import OVER, SECONDS, SlurmReply, run_slurm
@@ -180,7 +181,7 @@ def contains() -> bool:
     return bool(answer and re.search(r"^PrologFlags\s*=.*\bContain\b", answer.output, re.MULTILINE))
 
 
-def put_back(given: Allocation, reason: str) -> str | None:
+def put_back(given: Allocation, reason: str) -> Literal["requeued", "cancelled"] | None:
     """Have a job that must not start here "requeued", or "cancelled" where Slurm cannot do that (srun, salloc).
 
     The reason stands in its AdminComment then.  None when Slurm did neither.

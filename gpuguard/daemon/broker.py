@@ -172,11 +172,10 @@ class Broker:
         what = "all its requests go" if again else "it goes"
         message = f"a request of {ticket.user} {reason}{more}: {what} to the end of the queue"
         facts = (("uid", ticket.uid), ("ticket", ticket.id), ("seconds", SET_BACK_SECONDS))
-        outcome = "user set back" if again else "request set back"
         return Event(
             time=now,
             kind="queue",
-            outcome=outcome,
+            outcome="user set back" if again else "request set back",
             user=ticket.user,
             devices=devices,
             pid=ticket.pid,

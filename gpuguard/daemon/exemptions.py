@@ -19,7 +19,7 @@ from gpuguard.claims.restrictions import KEPT, MAX_REASON, MAX_RESTRICTIONS, Res
 from gpuguard.daemon.client import EndedReply, ExemptionReply
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.model import Device, Event
+from gpuguard.model import Device, Event, EventOutcome
 from gpuguard.notify.templates import LONGEST_KEEP
 from gpuguard.policies.policy import KEPT_SECONDS, KEPT_WITHIN, Kept, KeptMark, TimeSpan, seconds_within
 from gpuguard.procfs import boot_clock
@@ -169,7 +169,7 @@ class Exemptions:
             exempt[key] = KeptMark(clock + exemption.until - now, spans)
         self._use(exempt)
 
-    def _log(self, outcome: str, asked_by: int, exemption: Restriction) -> None:
+    def _log(self, outcome: EventOutcome, asked_by: int, exemption: Restriction) -> None:
         owner, uuid = _parts(exemption.name)
         facts = (("uid", owner), ("asked_by_uid", asked_by), ("until_unix_seconds", exemption.until))
         devices, message = (uuid,) if uuid else (), exemption.reason or None

@@ -15,7 +15,6 @@ from gpuguard.enforcement.limits import AuditQuota
 from gpuguard.jobs.meter import JobMeter
 from gpuguard.model import ClaimRecord, Event, Snapshot
 
-ENDED = "seen to end"  # the outcome of these lines
 LONGEST_COMMAND = 1000  # characters
 
 
@@ -65,7 +64,7 @@ def _line(job: _SeenJob, ended: float) -> Event:
     return Event(
         time=time.time(),
         kind="claim",
-        outcome=ENDED,
+        outcome="seen to end",
         user=claim.user,
         devices=claim.devices,
         pid=claim.pid,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.files import version_of
+from gpuguard.model import EventOutcome
 from gpuguard.queue.settings import keep_last_good, read_queue_settings, settings_path
 from gpuguard.units import format_count
 
@@ -25,7 +26,10 @@ class QueueSettingsFile:
     """
 
     def __init__(
-        self, directory: LockDirectory, say: Callable[[str, str | None], object], report: Callable[[str], object]
+        self,
+        directory: LockDirectory,
+        say: Callable[[EventOutcome, str | None], object],
+        report: Callable[[str], object],
     ) -> None:
         self._directory, self._say, self._report = directory, say, report
         self._version: tuple[int, ...] | None = None  # of the file when it was last read

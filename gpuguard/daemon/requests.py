@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import RELEASED, ReleaseRequest
@@ -217,7 +217,14 @@ def _quarantine(context: RequestContext, uid: int, request: Request) -> Reply:
     return _restrict(context, uid, request, QUARANTINED, uuid, None)
 
 
-def _restrict(context: RequestContext, uid: int, request: Request, kind: str, name: str, user: str | None) -> Reply:
+def _restrict(
+    context: RequestContext,
+    uid: int,
+    request: Request,
+    kind: Literal["denied", "quarantined"],
+    name: str,
+    user: str | None,
+) -> Reply:
     """Set or end one restriction of a kind; only a quarantine, which has no *user*, may be without an end."""
     seconds, now, ends = request.get("for_seconds"), time.time(), request.get("end") is True
     if not (0 < seconds <= MAX_SECONDS_OF_ROOT if seconds is not None else user is None or ends):
@@ -233,11 +240,18 @@ def _restrict(context: RequestContext, uid: int, request: Request, kind: str, na
             restrictions[name] = restriction
 
     change(context.directory, kind, update)
-    event, outcome = "deny" if kind == DENIED else "quarantine", "ended" if ends else kind
     facts = (("until_unix_seconds", until), ("by_uid", uid), *((("uid", int(name)),) if user else ()))
     devices, message = () if user else (name,), restriction.reason or None
     context.append(
-        Event(time=now, kind=event, outcome=outcome, user=user, devices=devices, message=message, facts=facts)
+        Event(
+            time=now,
+            kind="deny" if kind == DENIED else "quarantine",
+            outcome="ended" if ends else kind,
+            user=user,
+            devices=devices,
+            message=message,
+            facts=facts,
+        )
     )
     return {"until_unix_seconds": until, "ended": ended if ends else 0}
 

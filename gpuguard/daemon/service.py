@@ -36,7 +36,7 @@ from gpuguard.files import version_of, write_file
 from gpuguard.history import audit_log
 from gpuguard.history.queries import query_store, store_path
 from gpuguard.history.recorder import Recorder
-from gpuguard.model import Event, Snapshot
+from gpuguard.model import Event, EventKind, EventOutcome, Snapshot
 from gpuguard.notify.sender import Sender, problems
 from gpuguard.notify.targets import Email
 from gpuguard.notify.templates import ENGLISH, TEMPLATES
@@ -497,7 +497,9 @@ class Daemon:
                 self._report(f"state.json cannot be written, so `gpuguard who` asks the driver itself: {error}")
             self._published = False
 
-    def _log(self, kind: str, outcome: str, message: str | None = None, file: PolicyFile | None = None) -> None:
+    def _log(
+        self, kind: EventKind, outcome: EventOutcome, message: str | None = None, file: PolicyFile | None = None
+    ) -> None:
         facts = (("path", file.path), ("sha256", file.fingerprint)) if file else ()
         self._record(Event(time=time.time(), kind=kind, outcome=outcome, message=message, facts=facts))
 

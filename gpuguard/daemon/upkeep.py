@@ -14,6 +14,7 @@ from glob import glob
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.disk_room import SCARCE, room_for_records
 from gpuguard.claims.holders import inode_of, takers_of
+from gpuguard.model import EventKind, EventOutcome
 from gpuguard.users import user_name
 
 LOOK_SECONDS = 5.0  # between two looks
@@ -25,11 +26,11 @@ _Lock = tuple[str, int]  # a path, and the pid of the process that took its lock
 class ClaimUpkeep:
     """Looks at the claim directory now and then; tells *say* what is wrong, as an event's kind, outcome and text."""
 
-    def __init__(self, directory: LockDirectory, say: Callable[[str, str, str], object]) -> None:
+    def __init__(self, directory: LockDirectory, say: Callable[[EventKind, EventOutcome, str], object]) -> None:
         self._directory, self._say = directory, say
         self._look_at = 0.0
         self._held: Mapping[_Lock, float] = {}  # since when
-        self._told: Mapping[str, tuple[str, str]] = {}
+        self._told: Mapping[str, tuple[EventOutcome, str]] = {}
 
     def look(self, pids_in_queue: Iterable[int | None]) -> None:
         """Look, if it is time.  *pids_in_queue*: of the processes that wait, which may hold the locks of the queue."""
@@ -61,7 +62,7 @@ class ClaimUpkeep:
             if not is_allowed:
                 yield path, pid
 
-    def _scarce_room(self) -> dict[str, tuple[str, str]]:
+    def _scarce_room(self) -> dict[str, tuple[EventOutcome, str]]:
         path = self._directory.records
         room, own = os.statvfs(path), os.stat(path).st_dev != os.stat(os.path.dirname(path)).st_dev
         plenty = room.f_ffree >= (1 - SCARCE) * room.f_files and room.f_bavail >= (1 - SCARCE) * room.f_blocks
@@ -71,7 +72,7 @@ class ClaimUpkeep:
         return {"room": self._told.get("room") or ("no room", text + room_for_records(self._directory).in_words())}
 
 
-def _kept(path: str, pid: int) -> tuple[str, str]:
+def _kept(path: str, pid: int) -> tuple[EventOutcome, str]:
     taker = f"pid {pid}"
     with suppress(OSError):  # it has ended, and another process has the lock open still
         taker += f" of {user_name(os.stat(f'/proc/{pid}').st_uid)}"

@@ -25,36 +25,42 @@ from gpuguard.enforcement import identity, preflight, signals
 from gpuguard.enforcement.limits import HOUR, LIMITS, UNKILLABLE_SECONDS, FailedCheck, PastAction, facts_of
 from gpuguard.enforcement.pauses import Pause
 from gpuguard.enforcement.preflight import CHECKPOINT_SIGNALS, ActionContext, Preflight, ProcessTarget
-from gpuguard.enforcement.signals import DONE, DRY_RUN, GONE, NOT_PERMITTED, SENT
 from gpuguard.enforcement.terminals import NO_TERMINAL, WRITTEN, write_to_terminal
 from gpuguard.errors import ClaimError, InvalidRequest, LockDirectoryError
 from gpuguard.history.audit_log import line_of
-from gpuguard.model import Device, Event, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject, Verdict, claim_named
+from gpuguard.model import (
+    ActionName,
+    ActionWord,
+    Device,
+    Event,
+    Finding,
+    GpuProcess,
+    ProcessIdentity,
+    Snapshot,
+    Subject,
+    Verdict,
+    claim_named,
+)
 from gpuguard.notify.templates import deed_text, message_for
 from gpuguard.policies.policy import COUNTED, DISRUPTIVE, HARMFUL
 from gpuguard.procfs import boot_clock, start_time
 from gpuguard.units import format_duration, parse_duration
 
-ABOUT_TO = "about to"  # the Event before a signal; another one follows only if it was not sent or did not arrive
-REFUSED = "refused"  # by a check
-UNRECORDED = "not recorded"  # no line in the audit log, so nothing was done
-UNKILLABLE = "unkillable"
-FAILED = "failed"
-LOGGED = "logged"  # of a message: the log of the job has it
-UNDELIVERED = "undelivered"  # of a message: no user can have seen it, which holds up no step after it
-TOLD = frozenset({DONE, LOGGED})  # the words of a message that has reached the user
-NOT_TAKEN = frozenset({REFUSED, UNRECORDED, FAILED, NOT_PERMITTED})  # the words of a step that took nothing away
+TOLD: frozenset[ActionWord] = frozenset({"done", "logged"})  # the words of a message that has reached the user
+NOT_TAKEN: frozenset[ActionWord] = frozenset(
+    {"refused", "not recorded", "failed", "not permitted"}
+)  # the words of a step that took nothing away
 
 WRITE_SECONDS = 1.0  # for a line in the audit log; after more than that the checks before it count no longer
 
-Result = tuple[str, str]  # a word, and why where the word does not say it
+Result = tuple[ActionWord, str]  # a word, and why where the word does not say it
 
 
 @dataclass(frozen=True)
 class ActionOutcome:
     """What became of an action on one process, or on none."""
 
-    word: str
+    word: ActionWord
     why: str = ""
     pid: int | None = None
     failed: tuple[FailedCheck, ...] = ()
@@ -101,7 +107,7 @@ class TerminateKeys:
 
 def _terminate(target: Preflight) -> Result:
     word = signals.forward(target.pidfd, signal.SIGTERM)
-    if word == SENT:  # a stopped process sees SIGTERM only when it goes on
+    if word == "sent":  # a stopped process sees SIGTERM only when it goes on
         signals.forward(target.pidfd, signal.SIGCONT)
     return word, ""
 
@@ -153,13 +159,18 @@ def _without_preflight(verdict: Verdict, context: ActionContext, process: Proces
     if context.pauses is None or verdict.action not in ("pause", "resume"):
         return None
     live = context.is_live(verdict)
-    pause, word = context.pauses.of(process.identity, live=live), SENT if live else DRY_RUN
+    pause, word = context.pauses.of(process.identity, live=live), _done(verdict, context)
     if verdict.action == "pause":
         return ActionOutcome(word, "it is paused", process.pid) if pause and pause.policy == verdict.policy else None
     if pause is None:
-        return _logged(verdict, context, REFUSED, "gpuguard has not paused it")
+        return _logged(verdict, context, "refused", "gpuguard has not paused it")
     context.pauses.end(pause, verdict.finding.why, live=live)
     return ActionOutcome(word, pid=process.pid)
+
+
+def _done(verdict: Verdict, context: ActionContext) -> ActionWord:
+    """The word of what was done to a process before, or would have been."""
+    return "sent" if context.is_live(verdict) else "dry run"
 
 
 def parse_niceness(text: str) -> int:
@@ -195,10 +206,10 @@ def _renice(target: Preflight) -> Result:
                 if identity.has_ended(target.pidfd) or not os.path.exists(f"/proc/{pid}/task/{thread}"):
                     os.setpriority(os.PRIO_PROCESS, thread, before)
     except PermissionError:
-        return NOT_PERMITTED, ""
+        return "not permitted", ""
     except OSError:
-        return GONE, ""
-    return SENT, ""
+        return "gone", ""
+    return "sent", ""
 
 
 @dataclass(frozen=True)
@@ -215,8 +226,8 @@ def _release(target: Preflight) -> Result:
     try:
         release_claim(target.locks, ReleaseRequest(RELEASED, f"the policy {verdict.policy}", verdict.finding.why))
     except (OSError, ClaimError) as error:
-        return FAILED, str(error)
-    return DONE, ""
+        return "failed", str(error)
+    return "done", ""
 
 
 def release_claim(locks: LockHandle, request: ReleaseRequest) -> None:
@@ -239,7 +250,7 @@ def _cancel(target: Preflight) -> Result:
     # Asked after that: as long as it lives no other process has its pid.
     ended = job is None or (target.process is not None and identity.has_ended(target.pidfd))
     fault = "its job has ended" if ended or job is None else slurm.cancel(job)
-    return (FAILED, fault) if fault else (SENT if target.process else DONE, "")
+    return ("failed", fault) if fault else ("sent" if target.process else "done", "")
 
 
 @dataclass(frozen=True)
@@ -248,7 +259,7 @@ class LogKeys:
 
 
 def _log(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> ActionOutcome:
-    return ActionOutcome(DONE if context.append(_event(verdict, DONE)) else UNRECORDED)
+    return ActionOutcome("done" if context.append(_event(verdict, "done")) else "not recorded")
 
 
 @dataclass(frozen=True)
@@ -276,7 +287,7 @@ def _warn(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Actio
         if facts and facts.terminal and facts.uids[:1] == (uid,) and facts.start_time == started:
             terminals.add((facts.terminal, facts.uids[0]))
     if not context.is_live(verdict):
-        return _logged(verdict, context, DRY_RUN)
+        return _logged(verdict, context, "dry run")
     language = str(dict(verdict.options).get("language") or context.language)
     message = message_for(verdict, snapshot, language, context.templates, longest_keep=context.longest_keep)
     last = verdict.next_action in DISRUPTIVE | {"release"}
@@ -284,10 +295,10 @@ def _warn(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Actio
     meant = [Preflight(verdict, snapshot, context, snapshot.clock, process) for process in processes]
     claims = [(subject.uid, subject.claim), *((target.uid, target.claim_of_process) for target in meant)]
     if WRITTEN in words:
-        return _logged(verdict, context, DONE)
+        return _logged(verdict, context, "done")
     if any(_is_supervised(snapshot, *claim) for claim in claims):
-        return _logged(verdict, context, LOGGED)
-    return _logged(verdict, context, UNDELIVERED, ", ".join(sorted(words)) or NO_TERMINAL)
+        return _logged(verdict, context, "logged")
+    return _logged(verdict, context, "undelivered", ", ".join(sorted(words)) or NO_TERMINAL)
 
 
 @dataclass(frozen=True)
@@ -316,11 +327,11 @@ def _notify(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Act
     options = dict(verdict.options)
     target = options.get("to") or options.get("hook")
     if not isinstance(target, str) or context.notifier is None:
-        return _logged(verdict, context, FAILED, "there is no receiver")
+        return _logged(verdict, context, "failed", "there is no receiver")
     if not context.is_live(verdict):
-        return _logged(verdict, context, DRY_RUN)
+        return _logged(verdict, context, "dry run")
     answer = context.notifier.notify(target, verdict, snapshot)
-    return _logged(verdict, context, DONE) if answer == "queued" else _logged(verdict, context, FAILED, answer)
+    return _logged(verdict, context, "done") if answer == "queued" else _logged(verdict, context, "failed", answer)
 
 
 @dataclass(frozen=True)
@@ -340,9 +351,9 @@ def _deny(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Actio
     uids = {process.uid for process in processes} if subject.uid is None else {subject.uid}
     uid = uids.pop() if len(uids) == 1 else None
     if uid is None:
-        return _logged(verdict, context, REFUSED, "no user in particular is meant")
+        return _logged(verdict, context, "refused", "no user in particular is meant")
     if identity.is_of_the_system(uid) or uid in context.protected:
-        return _logged(verdict, context, REFUSED, f"uid {uid} is protected")
+        return _logged(verdict, context, "refused", f"uid {uid} is protected")
     user = subject.user or next((process.user for process in processes if process.uid == uid), None)
     return _restrict(verdict, context, restrictions.DENIED, str(uid), user)
 
@@ -369,14 +380,14 @@ def _quarantine(
     """
     uuid = verdict.finding.subject.device
     if uuid is None:
-        return _logged(verdict, context, REFUSED, "no GPU is meant")
+        return _logged(verdict, context, "refused", "no GPU is meant")
     if context.directory is not None:
         out = {uuid, *restrictions.read_restrictions(context.directory, restrictions.QUARANTINED, time.time())}
         divided = {device.parent_uuid for device in snapshot.devices}
         claimable = [device for device in snapshot.devices if device.uuid not in divided]
         if sum(not out.isdisjoint((device.uuid, device.parent_uuid)) for device in claimable) > len(claimable) / 2:
             why = "more than half of the GPUs would be out of service: ask an administrator"
-            return _logged(verdict, context, REFUSED, why)
+            return _logged(verdict, context, "refused", why)
     return _restrict(verdict, context, restrictions.QUARANTINED, uuid, process=process)
 
 
@@ -389,11 +400,11 @@ def _restrict(
     process: ProcessIdentity | None = None,
 ) -> ActionOutcome:
     if context.directory is None:
-        return _logged(verdict, context, FAILED, "there is no directory of claims to write it into")
+        return _logged(verdict, context, "failed", "there is no directory of claims to write it into")
     if not context.is_live(verdict):
-        return _logged(verdict, context, DRY_RUN)
-    if not context.append(_event(verdict, ABOUT_TO)):
-        return ActionOutcome(UNRECORDED, "nothing could be written down, so nothing was done")
+        return _logged(verdict, context, "dry run")
+    if not context.append(_event(verdict, "about to")):
+        return ActionOutcome("not recorded", "nothing could be written down, so nothing was done")
     now, seconds = time.time(), dict(verdict.options).get("for")
     until = None if seconds is None else now + float(seconds)
     by, reason = f"the policy {verdict.policy}", verdict.finding.why
@@ -402,8 +413,8 @@ def _restrict(
     try:
         restrictions.change(context.directory, kind, lambda found: restrictions.extend(found, mark))
     except LockDirectoryError as error:
-        return _logged(verdict, context, FAILED, str(error))
-    return ActionOutcome(DONE)
+        return _logged(verdict, context, "failed", str(error))
+    return ActionOutcome("done")
 
 
 @dataclass(frozen=True)
@@ -416,7 +427,7 @@ class Action:
     otherwise: Callable[[Verdict, Snapshot, ActionContext], ActionOutcome] | None = None
 
 
-ACTIONS: Mapping[str, Action] = {
+ACTIONS: Mapping[ActionName, Action] = {
     "log": Action(LogKeys, otherwise=_log),
     "warn": Action(WarnKeys, otherwise=_warn),
     "notify": Action(NotifyKeys, otherwise=_notify),
@@ -443,22 +454,21 @@ def act(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[A
     """
     action = ACTIONS.get(verdict.action)
     if action is None:
-        return (_logged(verdict, context, FAILED, f"there is no action {verdict.action!r}"),)
+        return (_logged(verdict, context, "failed", f"there is no action {verdict.action!r}"),)
     if action.on_process:
         outcomes = []
         for process in preflight.targets(verdict, snapshot):
             if context.limits.is_done(verdict, process.identity):
-                word = SENT if context.is_live(verdict) else DRY_RUN
-                outcomes.append(ActionOutcome(word, "it was done before", process.pid))
+                outcomes.append(ActionOutcome(_done(verdict, context), "it was done before", process.pid))
             elif settled := _without_preflight(verdict, context, process):
                 outcomes.append(settled)
             else:
                 with preflight.check_process(verdict, snapshot, context, process) as target:
                     outcomes.append(_carry_out(action.on_process, target))
         if outcomes or not action.on_claim:
-            return tuple(outcomes) or (_logged(verdict, context, REFUSED, "no process is meant"),)
+            return tuple(outcomes) or (_logged(verdict, context, "refused", "no process is meant"),)
     if snapshot.recorded:
-        return (_logged(verdict, context, REFUSED, "the sample is a recording, of another time or machine"),)
+        return (_logged(verdict, context, "refused", "the sample is a recording, of another time or machine"),)
     if action.on_claim:
         with preflight.check_claim(verdict, snapshot, context) as target:
             return (_carry_out(action.on_claim, target),)
@@ -470,17 +480,17 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
     verdict, context, process = target.verdict, target.context, target.process
     pid = process.pid if process else None
     if target.ended:
-        context.append(_event(verdict, GONE, process, "it had ended before"))
-        return ActionOutcome(GONE, "it had ended before", pid)
+        context.append(_event(verdict, "gone", process, "it had ended before"))
+        return ActionOutcome("gone", "it had ended before", pid)
     if target.failed:
         return _refused(target)
     owes = target.live and verdict.action == "pause"
     # Before the line that announces it: on a full disk there may be room for that alone, and it would stand for ever.
     if owes and (fault := _debt_fault(target)):
-        context.append(_event(verdict, FAILED, process, fault))
-        return ActionOutcome(FAILED, fault, pid)
+        context.append(_event(verdict, "failed", process, fault))
+        return ActionOutcome("failed", fault, pid)
     outcome = _announce(do, target)
-    if owes and outcome.word != SENT and context.pauses and process:
+    if owes and outcome.word != "sent" and context.pauses and process:
         context.pauses.drop(process.identity)
     return outcome
 
@@ -489,31 +499,31 @@ def _announce(do: Callable[[Preflight], Result], target: Preflight) -> ActionOut
     """Write down what is about to be done, and do it, unless it is a dry run."""
     verdict, context, process = target.verdict, target.context, target.process
     pid, action = process.pid if process else None, target.action
-    event = _event(verdict, ABOUT_TO if target.live else DRY_RUN, process, action=action)
+    event = _event(verdict, "about to" if target.live else "dry run", process, action=action)
     claim = event.claim or target.claim_of_process or None
     event = replace(event, claim=claim, devices=event.devices or target.devices)
     begun = boot_clock()
     if not context.append(event):
-        return ActionOutcome(UNRECORDED, "nothing could be written down, so nothing was done", pid)
+        return ActionOutcome("not recorded", "nothing could be written down, so nothing was done", pid)
     # On a disk that hung meanwhile the checks are as old as that: the process may run something else by now.
     took = boot_clock() - begun
     if took > WRITE_SECONDS:
         why = f"its line in the audit log took {format_duration(took)} to write: what was decided before is too old"
-        context.append(_event(verdict, REFUSED, process, why))
-        return ActionOutcome(REFUSED, why, pid, wait=0.0)
+        context.append(_event(verdict, "refused", process, why))
+        return ActionOutcome("refused", why, pid, wait=0.0)
     context.limits.record(action)
     if process:
         context.limits.record_done(verdict, process.identity)
     if not target.live:
         if verdict.action == "pause" and process and context.pauses:
             context.pauses.rehearse(_pause_of(target, process))
-        return ActionOutcome(DRY_RUN, pid=pid)
+        return ActionOutcome("dry run", pid=pid)
     word, why = do(target)
-    if word not in (SENT, DONE):
+    if word not in ("sent", "done"):
         context.append(_event(verdict, word, process, why))
     elif process:
         _tell_on_terminal(target, event)
-    return ActionOutcome(word, why, pid, sent=action if word == SENT else None)
+    return ActionOutcome(word, why, pid, sent=action if word == "sent" else None)
 
 
 def _tell_on_terminal(target: Preflight, event: Event) -> None:
@@ -543,7 +553,7 @@ def _refused(target: Preflight) -> ActionOutcome:
     whom = process.identity if process else verdict.finding.subject
     key = (whom, verdict.policy, verdict.action, target.live)
     if target.context.limits.refused_anew(key, tuple(check.check for check in failed)):
-        target.context.append(_event(verdict, REFUSED, process, text))
+        target.context.append(_event(verdict, "refused", process, text))
     why = {check.check: check.text for check in failed}
     if process and "restart loop" in why and why.keys() <= LIMITS and target.context.directory is not None:
         # The program is started again each time that it is ended: more signals would change nothing, so its user gets
@@ -551,10 +561,10 @@ def _refused(target: Preflight) -> ActionOutcome:
         finding = replace(verdict.finding, why=why["restart loop"])
         denial = replace(verdict, finding=finding, action="deny", options=(("for", HOUR),))
         _restrict(denial, target.context, restrictions.DENIED, str(process.uid), process.user)
-    return ActionOutcome(REFUSED, text, process.pid if process else None, failed, wait)
+    return ActionOutcome("refused", text, process.pid if process else None, failed, wait)
 
 
-def _logged(verdict: Verdict, context: ActionContext, word: str, why: str = "") -> ActionOutcome:
+def _logged(verdict: Verdict, context: ActionContext, word: ActionWord, why: str = "") -> ActionOutcome:
     # A step that was not taken is tried again: one line for each breach is enough, until the reason changes.
     key = (verdict.finding.subject, verdict.policy, verdict.action, verdict.since, context.is_live(verdict))
     if word not in NOT_TAKEN or verdict.action not in COUNTED or context.limits.refused_anew(key, why):
@@ -564,7 +574,7 @@ def _logged(verdict: Verdict, context: ActionContext, word: str, why: str = "") 
 
 def _event(
     verdict: Verdict,
-    outcome: str,
+    outcome: ActionWord,
     process: ProcessTarget | None = None,
     why: str = "",
     action: PastAction | None = None,
@@ -627,12 +637,12 @@ def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[Acti
             unkillable[past.process] = past
             why = f"it outlived SIGKILL by {now - past.clock:.0f}s: no further signal can help"
             pid, facts = past.process[0], (("policy", past.policy or None),)
-            outcomes.append(ActionOutcome(UNKILLABLE, why, pid))
+            outcomes.append(ActionOutcome("unkillable", why, pid))
             context.append(
                 Event(
                     time=time.time(),
                     kind="kill",
-                    outcome=UNKILLABLE,
+                    outcome="unkillable",
                     user=None,
                     devices=past.devices,
                     pid=pid,

@@ -9,22 +9,21 @@ those of people, never those of root or of the system.  Asks for no confirmation
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from gpuguard.backends import Backend
-from gpuguard.enforcement.actions import REFUSED, ActionOutcome, act
+from gpuguard.enforcement.actions import ActionOutcome, act
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.enforcement.preflight import ActionContext
-from gpuguard.enforcement.signals import GONE
 from gpuguard.locale import N_
-from gpuguard.model import WHO_FIELDS, Event, Finding, Subject, Verdict
+from gpuguard.model import WHO_FIELDS, ActionName, Event, Finding, Subject, Verdict
 from gpuguard.procfs import boot_clock
 from gpuguard.users import user_name
 
 # Nothing that asks for a handler or for options: checkpoint and renice are for policies, which name them.
-BY_HAND = {
+BY_HAND: Mapping[ActionName, str] = {
     "terminate": N_("SIGTERM: end it, it may save first"),
     "kill": N_("SIGKILL: end it at once (30 s after SIGTERM)"),  # KILL_AFTER
     "pause": N_("SIGSTOP: stop it for a while"),
@@ -44,7 +43,7 @@ class Operator:
 
 
 def signal_process(
-    operator: Operator, action: str, process: tuple[int, float], devices: tuple[str, ...]
+    operator: Operator, action: ActionName, process: tuple[int, float], devices: tuple[str, ...]
 ) -> ActionOutcome:
     """Do *action*, one of BY_HAND, to a process (pid, start time) on *devices*, unless anything speaks against it.
 
@@ -52,16 +51,16 @@ def signal_process(
         BackendError: the driver cannot be asked, so nothing was done.
     """
     if action not in BY_HAND:
-        return ActionOutcome(REFUSED, f"there is no action {action!r}", process[0])
+        return ActionOutcome("refused", f"there is no action {action!r}", process[0])
     snapshot = operator.backend.sample(WHO_FIELDS, list(devices))
     rows = [(device, row) for device in snapshot.devices for row in device.processes or ()]
     listed = [(device, row) for device, row in rows if (row.pid, row.start_time) == process]
     if not listed:
-        return ActionOutcome(GONE, "it is not on the GPU any more", process[0])
+        return ActionOutcome("gone", "it is not on the GPU any more", process[0])
     device, row = listed[0]
     if os.geteuid() and row.uid != os.geteuid():
         owner = row.user or "a user who is not known"
-        return ActionOutcome(REFUSED, f"it belongs to {owner}: only root signals processes of others", row.pid)
+        return ActionOutcome("refused", f"it belongs to {owner}: only root signals processes of others", row.pid)
     uids = {row.uid for _, row in rows if row.uid is not None}
     context = ActionContext(
         operator.backend,

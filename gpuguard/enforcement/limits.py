@@ -13,10 +13,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from gpuguard.history.audit_log import read_log
 from gpuguard.jsonio import loads
-from gpuguard.model import Event, ProcessIdentity, Verdict
+from gpuguard.model import ActionName, Event, ProcessIdentity, Verdict
 from gpuguard.policies.engine import EFFECT_SECONDS
 from gpuguard.policies.jobs import JobMember, alone, jobs_of
 from gpuguard.policies.policy import DISRUPTIVE, ENDING, KILL_AFTER
@@ -48,7 +49,7 @@ class PastAction:
     """Something that was done to a process, would have been, or is about to be."""
 
     clock: float
-    action: str
+    action: ActionName
     process: ProcessIdentity
     devices: tuple[str, ...]  # uuids
     live: bool  # False: dry run
@@ -329,7 +330,7 @@ def _action_of(line: bytes, boot: str, clock: float, now: float) -> PastAction |
         age = max(0.0, clock - done_at) if same_boot else max(0.0, now - float(event["time_unix_seconds"]))
         return PastAction(
             clock=clock - age,
-            action=str(event["kind"]),
+            action=cast("ActionName", str(event["kind"])),  # a newer version may have others, which no limit is about
             # A process of another boot is none of this one, whatever has its pid.
             process=process if same_boot else (0, -done_at),
             devices=tuple(map(str, event.get("devices", ()))),

@@ -16,19 +16,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files
 from gpuguard.enforcement import identity, signals
-from gpuguard.enforcement.signals import DONE, DRY_RUN, GONE, SENT
 from gpuguard.enforcement.terminals import write_to_terminal
 from gpuguard.files import read_file, status_in_place, write_file
 from gpuguard.history.audit_log import line_of
 from gpuguard.jsonio import decode, loads
-from gpuguard.model import Event, ProcessIdentity
+from gpuguard.model import Event, PauseEnd, ProcessIdentity
 from gpuguard.notify.templates import deed_text
 from gpuguard.procfs import Stat, boot_id, parse_stat, read_proc, stat_of, status_words
 
-LEFT = "left"  # it stands, or goes on, by another hand than ours
 MAX_BYTES = 4096
 AGAIN_SECONDS = 60.0  # between two tries to write down that a pause has ended
 LATE_CPU_SECONDS = 0.1  # of each CPU: what a thread used before it stood may be counted after it is seen to stand
@@ -58,7 +57,7 @@ class Pauses:
         self._rehearsed: dict[ProcessIdentity, Pause] = {}  # of policies that only observe: no process is stopped
         self._stood_at: dict[ProcessIdentity, float] = {}  # its CPU seconds, at most, when all of it was seen to stand
         # What became of those that go on already, where it could not be written down; and when that is tried again.
-        self._unwritten, self._try_at = dict[ProcessIdentity, tuple[str, str]](), 0.0
+        self._unwritten, self._try_at = dict[ProcessIdentity, tuple[PauseEnd, str]](), 0.0
 
     @property
     def _files(self) -> DaemonFiles | None:
@@ -119,7 +118,7 @@ class Pauses:
             if (why := why_over(pause, True)) or went_on or not identity.is_alive(pause.process):
                 self.end(pause, why or "its pause is over")
 
-    def end(self, pause: Pause, why: str, *, live: bool = True) -> str:
+    def end(self, pause: Pause, why: str, *, live: bool = True) -> PauseEnd | Literal[""]:
         """Let a process go on, and write down what became of it: "done", "gone", "left" or "not permitted".
 
         Not *live*: "dry run" in place of "done".
@@ -190,25 +189,25 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def _continue(pause: Pause, stood_at: float | None, *, live: bool) -> tuple[str, str] | None:
+def _continue(pause: Pause, stood_at: float | None, *, live: bool) -> tuple[PauseEnd, str] | None:
     """Send SIGCONT, unless the process is stopped by another hand; what became of it, None: no way to look."""
     pid, started = pause.process
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
-        return GONE, ""
+        return "gone", ""
     except OSError:
         return None
     try:
         now = stat_of(pid)
         if identity.has_ended(pidfd) or (now and now.start_time != started):
-            return GONE, ""
+            return "gone", ""
         if now is None:
             return None
         if left := _why_left(pause, now, stood_at):
-            return LEFT, left
-        word = signals.forward(pidfd, signal.SIGCONT) if live else DRY_RUN
-        return DONE if word == SENT else word, ""
+            return "left", left
+        word = signals.forward(pidfd, signal.SIGCONT) if live else "dry run"
+        return "done" if word == "sent" else word, ""
     finally:
         os.close(pidfd)
 

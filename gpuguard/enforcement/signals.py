@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 CHECK_CLAIM = signal.SIGURG  # "read your claim again": ignored by every process that does not wait for it
 
-SENT = "sent"
-GONE = "gone"
-NOT_PERMITTED = "not permitted"
-DONE = "done"  # of what is no signal, or whose effect is known
-DRY_RUN = "dry run"
 
-
-def forward(pidfd: int, signum: int) -> str:
+def forward(pidfd: int, signum: int) -> Literal["sent", "gone", "not permitted"]:
     """Send *signum* to the process behind *pidfd*; never raises for what that process did meanwhile.
 
     Returns:
@@ -28,10 +22,10 @@ def forward(pidfd: int, signum: int) -> str:
     try:
         signal.pidfd_send_signal(pidfd, signum)
     except ProcessLookupError:
-        return GONE
+        return "gone"
     except PermissionError:
-        return NOT_PERMITTED
-    return SENT
+        return "not permitted"
+    return "sent"
 
 
 def stop_self(signum: int = signal.SIGSTOP) -> None:  # pragma: no cover: see die_of

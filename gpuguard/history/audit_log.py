@@ -261,7 +261,8 @@ def line_of(event: Event) -> Line:
     return {
         "schema": 1,
         "time_unix_seconds": event.time,  # the one field whose name does not say its unit
-        **{name: value for name, value in vars(event).items() if name != "time"},
+        **{name: value for name, value in vars(event).items() if name not in ("time", "recorded")},
+        "outcome": event.outcome if event.recorded else f"{event.outcome} (not recorded)",
         "devices": list(event.devices),
         "facts": {name: value for name, value in event.facts if value is not None},
     }

@@ -25,7 +25,7 @@ from gpuguard.claims.unlock import in_use
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError, shortage
 from gpuguard.locale import N_, _, ngettext, translated
-from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, ClaimRecord
+from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, ClaimRecord, OutcomeText
 from gpuguard.procfs import read_stat
 from gpuguard.units import format_duration
 from gpuguard.users import user_name
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from gpuguard.backends import Backend
     from gpuguard.claims.claim import Claim
-    from gpuguard.model import Device, Snapshot
+    from gpuguard.model import Device, EndOfClaim, EventKind, Snapshot
 
     Process = tuple[int, float]  # pid, start time in seconds since boot
 
@@ -46,12 +46,7 @@ EXIT_NOT_FOUND = 127
 
 NEVER = float("inf")
 KILL_SECONDS = 5.0  # for how long killing a tree is repeated, because its members can fork meanwhile
-TIME_LIMIT = "time limit"
 
-DRAINED = "settled"  # this word and the next ones are outcomes in the audit log
-NOT_DRAINED = "memory did not settle"
-DRIVER_UNREACHABLE = "driver unreachable"
-INTERRUPTED = "interrupted"
 DRAIN_SECONDS = 60.0  # the driver frees within a second or so; longer means a fault that waiting does not cure
 # On a shared device what a neighbour leaves looks the same, so waiting ends when the driver usually is ready.
 SHARED_DRAIN_SECONDS = 2.0
@@ -280,15 +275,15 @@ class EscalationStep:
 
     signum: int
     pause: float  # seconds until the next one is due
-    kind: str  # of its event
+    kind: EventKind  # of its event
     why: str
     short_why: str  # for the owner, who has read the whole before
     limit: str | None = None  # "memory-limit"
 
     @property
-    def name(self) -> str:
+    def name(self) -> OutcomeText:
         """``"SIGTERM"``."""
-        return signal.Signals(self.signum).name
+        return OutcomeText(signal.Signals(self.signum).name)
 
     @property
     def words(self) -> str:
@@ -311,15 +306,15 @@ class Escalation:
         if time_limit is None:
             return
         over = N_("the time limit is over")
-        self.due, self._ahead = began + time_limit, self._last_steps(TIME_LIMIT, over, over)
+        self.due, self._ahead = began + time_limit, self._last_steps("time limit", over, over)
         if checkpoint:
             # Never at once: a job in its first moments has no handler yet, and would end of the signal.
             early = min(grace, time_limit / 2)
             soon = f"{over} in {format_duration(early)}"
             self.due -= early
-            self._ahead = (EscalationStep(checkpoint, early, TIME_LIMIT, soon, soon), *self._ahead)
+            self._ahead = (EscalationStep(checkpoint, early, "time limit", soon, soon), *self._ahead)
 
-    def begin(self, now: float, kind: str, why: str, limit: str | None = None) -> None:
+    def begin(self, now: float, kind: EventKind, why: str, limit: str | None = None) -> None:
         """Begin an escalation at once, unless another one goes on already."""
         if self.why is not None:
             return
@@ -337,7 +332,7 @@ class Escalation:
         return step
 
     def _last_steps(
-        self, kind: str, why: str, short_why: str, limit: str | None = None
+        self, kind: EventKind, why: str, short_why: str, limit: str | None = None
     ) -> tuple[EscalationStep, EscalationStep]:
         return (
             EscalationStep(signal.SIGTERM, self._grace, kind, why, short_why, limit),
@@ -454,7 +449,7 @@ class Drain:
     leftover: Callable[[], float] = lambda: NEVER
     claim_id: str = ""
 
-    def wait_until_free(self) -> str:
+    def wait_until_free(self) -> EndOfClaim:
         """Wait until no process of the job needs the devices and their memory is back where it was: the outcome.
 
         Raises StillInUse: a signal came while processes of the job still live.
@@ -465,13 +460,13 @@ class Drain:
             # and the devices hold no more than before whatever is on it.
             living = children()
             if living is not None and living <= self.others and self._is_clear(self._sample((MEMORY,))):
-                return DRAINED
+                return "settled"
             snapshot = self._sample()
         try:
             snapshot = self._wait_for_processes(snapshot)
-            return self._wait_for_memory(snapshot) if snapshot else DRIVER_UNREACHABLE
+            return self._wait_for_memory(snapshot) if snapshot else "driver unreachable"
         except BackendError:
-            return DRIVER_UNREACHABLE
+            return "driver unreachable"
 
     def _wait_for_processes(self, snapshot: Snapshot | None) -> Snapshot | None:
         """Wait for those that use a device, and as long as leftover() says for the others: the last snapshot."""
@@ -514,12 +509,12 @@ class Drain:
                 snapshot = self._sample()
         return snapshot
 
-    def _wait_for_memory(self, snapshot: Snapshot) -> str:
+    def _wait_for_memory(self, snapshot: Snapshot) -> EndOfClaim:
         began, delay, notified = time.monotonic(), POLL_SECONDS[0], False
         while full := [device.index for device in self.devices if _residue(snapshot, device) > self.tolerance]:
             waited = time.monotonic() - began
             if waited > self.longest:
-                return NOT_DRAINED
+                return "memory did not settle"
             if waited > QUIET_SECONDS and not notified:
                 gpus = ", ".join(map(str, full))
                 self.notify(
@@ -527,10 +522,10 @@ class Drain:
                 )
                 notified = True
             if self.pause(delay):
-                return INTERRUPTED
+                return "interrupted"
             delay = min(delay * 1.5, POLL_SECONDS[1])
             snapshot = self._sample()
-        return DRAINED
+        return "settled"
 
     def _is_clear(self, snapshot: Snapshot) -> bool:
         """Whether the devices hold no more than before the job, whatever holds it."""

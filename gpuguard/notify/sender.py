@@ -323,7 +323,6 @@ class _Lane:
             pace = self._pace
             {True: pace.succeeded, False: pace.failed, None: pace.dropped}[went_out](batch, time.monotonic())
             pause, given_up = pace.pause, went_out is None or (self._closed and not went_out)
-        outcome = "sent" if went_out else "given up" if given_up else "failed"
         users = sorted({part.user for part in batch.messages if part.user})
         facts = (
             ("target", self.name),
@@ -338,7 +337,7 @@ class _Lane:
             Event(
                 time=time.time(),
                 kind="notify",
-                outcome=outcome,
+                outcome="sent" if went_out else "given up" if given_up else "failed",
                 user=message.user,
                 devices=devices,
                 message=remark or None,

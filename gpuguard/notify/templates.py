@@ -377,8 +377,7 @@ def _next(verdict: Verdict, now: float, words: Words) -> str:
         when = words.at.format(time=local_time(now + after, "%Y-%m-%d %H:%M:%S"))
     else:
         when = words.after.format(duration=format_duration(after))
-    action = words.actions.get(action, action)
-    sentence = words.next.format(when=when, action=action)
+    sentence = words.next.format(when=when, action=words.actions.get(action, action))
     return sentence if verdict.enforce else f"{sentence} {words.observing}"
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject, Verdict
@@ -34,6 +34,7 @@ from gpuguard.policies.policy import (
     KeptMark,
     Note,
     Policy,
+    Protection,
     Step,
     drop_protected,
     is_interactive,
@@ -58,6 +59,9 @@ from gpuguard.policies.view import (
 )
 from gpuguard.units import format_duration
 from gpuguard.users import NAMELESS
+
+if TYPE_CHECKING:
+    from gpuguard.model import ActionName
 
 FEWEST_SAMPLES = 2  # a condition that was seen once never fires, however short `for` is
 EFFECT_SECONDS = 50.0  # a driver may take so long to give the memory of an ended process back
@@ -521,7 +525,7 @@ def _verdict(due: DueStep, further: int, clock: float) -> Verdict:
     )
 
 
-def _upcoming(policy: Policy, state: EscalationState, at: float | None = None) -> list[tuple[str, float]]:
+def _upcoming(policy: Policy, state: EscalationState, at: float | None = None) -> list[tuple[ActionName, float]]:
     """(action, clock) of the steps to come that have something to act on, if nothing changes.
 
     *at*: when the next one comes, where that is known better than by its time in the policy.
@@ -529,7 +533,7 @@ def _upcoming(policy: Policy, state: EscalationState, at: float | None = None) -
     if state.done >= len(policy.steps) or (at := _due(policy, state) if at is None else at) is None:
         return []
     finding, asked = Finding("", state.subject, "", state.processes), state.terminated_at
-    coming = list[tuple[str, float]]()
+    coming: list[tuple[ActionName, float]] = []
     for number, step in enumerate(policy.steps[state.done :]):
         applicable = why_inapplicable(step, finding) is None
         if number:
@@ -747,9 +751,7 @@ def _in_turns(due: Iterable[DueStep], hits: Mapping[int, Hit], jobs: Jobs, index
     return [step for _, steps in sorted(ranked, key=lambda pair: pair[0]) for step in steps]
 
 
-def _waits_for_its_turn(
-    step: DueStep, hit: Hit, before: Sequence[Hit], jobs: Jobs, clock: float
-) -> tuple[str, str] | None:
+def _waits_for_its_turn(step: DueStep, hit: Hit, before: Sequence[Hit], jobs: Jobs, clock: float) -> Protection | None:
     """Why a step is not taken beside those *before* it: with it, more than the policy says would be hit at once.
 
     What a sensor has shown must then hold for as long once more: what was done in the meantime may have been enough.
@@ -768,7 +770,7 @@ def _waits_for_its_turn(
     return None
 
 
-def _obstacle(due: DueStep, hit: Hit, jobs: Jobs, index: SampleIndex, memory: EngineMemory) -> tuple[str, str] | None:
+def _obstacle(due: DueStep, hit: Hit, jobs: Jobs, index: SampleIndex, memory: EngineMemory) -> Protection | None:
     own = {jobs[member] for member in hit.victims}
     for uuid in due.state.reach:
         if blind := index.blindness(uuid):

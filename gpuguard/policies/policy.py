@@ -10,25 +10,38 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from gpuguard.eligibility import is_model
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
-from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Snapshot, Subject, Verdict
+from gpuguard.model import (
+    ClaimRecord,
+    Device,
+    Finding,
+    GpuProcess,
+    Snapshot,
+    Subject,
+    Verdict,
+)
 from gpuguard.policies.view import Evidence, Rule, SampleIndex, interactive_use, reach_of
 from gpuguard.units import Amount, format_duration, parse_celsius, parse_power_amount
 
+if TYPE_CHECKING:  # these names are new: a job that waits through an upgrade imports this file beside its old model.py
+    from gpuguard.model import ActionName, NoteKind
+
 # What actions take away, each set within the next; what they do stands in enforcement.actions.
-ENDING = frozenset({"terminate", "kill", "cancel"})  # the process is gone afterwards
-DISRUPTIVE = ENDING | {"pause"}  # a person in front of the process is given time, and few are hit in an hour
-DESTRUCTIVE = DISRUPTIVE | {"release"}  # one per device at a time, until its effect is seen
-HARMFUL = DESTRUCTIVE | {"deny"}  # takes something away from a user
-COUNTED = HARMFUL | {"quarantine"}  # by the breaker: too many at once are a mistake
-MESSAGES = frozenset({"warn", "notify"})
+ENDING: frozenset[ActionName] = frozenset({"terminate", "kill", "cancel"})  # the process is gone afterwards
+DISRUPTIVE: frozenset[ActionName] = ENDING | {
+    "pause"
+}  # a person in front of the process is given time, and few are hit in an hour
+DESTRUCTIVE: frozenset[ActionName] = DISRUPTIVE | {"release"}  # one per device at a time, until its effect is seen
+HARMFUL: frozenset[ActionName] = DESTRUCTIVE | {"deny"}  # takes something away from a user
+COUNTED: frozenset[ActionName] = HARMFUL | {"quarantine"}  # by the breaker: too many at once are a mistake
+MESSAGES: frozenset[ActionName] = frozenset({"warn", "notify"})
 
 # Steps that are taken on processes.  Where none is meant they would only delay a step that is.
-ON_PROCESSES = frozenset({"checkpoint", "terminate", "kill", "pause", "resume", "renice"})
+ON_PROCESSES: frozenset[ActionName] = frozenset({"checkpoint", "terminate", "kill", "pause", "resume", "renice"})
 
 # Seconds between SIGTERM and SIGKILL.  A job needs them to write its checkpoint and the driver to give memory back;
 # a SIGKILL in the middle of that has wedged devices (NVIDIA/dcgm-exporter#84).
@@ -45,7 +58,7 @@ Options = tuple[tuple[str, float | int | str | bool | None], ...]
 class Step:
     """One step of an escalation."""
 
-    action: str  # name in the table of actions
+    action: ActionName
     # seconds since the step before was asked for; of the first step: since the condition has held for `hold`
     after: float = 0.0
     options: Options = ()  # of the action: signal, to, message, ...
@@ -251,7 +264,7 @@ def early_kills(steps: Iterable[tuple[str, float]]) -> Iterator[tuple[int, float
             since_terminate = 0.0
 
 
-def worst_step(steps: Iterable[tuple[str, float]]) -> tuple[str, float] | None:
+def worst_step(steps: Iterable[tuple[ActionName, float]]) -> tuple[ActionName, float] | None:
     """The one of *steps*, (action, when), that takes most from the user; of those that take as much the first."""
     harmful = [step for step in steps if step[0] in HARMFUL]
     return max(harmful, key=lambda step: (step[0] in ENDING, step[0] in DESTRUCTIVE, -step[1]), default=None)
@@ -273,30 +286,43 @@ def why_inapplicable(step: Step, finding: Finding) -> str | None:
 class Note:
     """What was not acted on, and why."""
 
-    kind: str  # a key of NOTES
+    kind: NoteKind
     text: str  # a sentence without a full stop
     policy: str | None = None  # its name; None when it is about the sampling as such
     subject: Subject | None = None  # who is left alone; None when it is everybody
 
 
-NOTES: Mapping[str, str] = {
-    "gap": N_("it could not be seen whether the condition still holds"),
-    "resampling": N_("samples are missing or came out of order, so it is unknown what was in between"),
-    "late": N_("a sample came late, and no time counts in between"),
-    "unknown": N_("who the process is is not known"),
-    "exempt": N_("inside `except`"),
-    "kept": N_("a user asked to keep it"),
-    "grace": N_("younger than start_grace"),
-    "devices": N_("on fewer GPUs than devices_at_least"),
-    "hours": N_("outside the hours or days of the policy"),
-    "load": N_("not so much of the node is claimed"),
-    "cleared": N_("the condition holds no more, the escalation is cancelled"),
-    "cancelled": N_("the policy is gone or was changed, the escalation is cancelled"),
-    "cooldown": N_("the last step is not long ago"),
-    "breaker": N_("too many users would be acted on at once, so none is"),
-    "untold": N_("no message has reached the user, and the policy takes nothing from such"),
-    "nobody": N_("a step has nothing there that it could act on, so the next one is waited for"),
-    "waiting": N_("another step has not shown its effect yet"),
+@dataclass(frozen=True)
+class NoteMeaning:
+    """What a kind of note says.  The kinds that are not recorded repeat at every sample that nothing is to be done."""
+
+    text: str
+    recorded: bool = False  # each is an event of the audit log, when it is new
+    spares: bool = False  # it leaves a user alone although the rule was met
+
+
+NOTES: Mapping[NoteKind, NoteMeaning] = {
+    "gap": NoteMeaning(N_("it could not be seen whether the condition still holds"), recorded=True),
+    "resampling": NoteMeaning(
+        N_("samples are missing or came out of order, so it is unknown what was in between"), recorded=True
+    ),
+    "late": NoteMeaning(N_("a sample came late, and no time counts in between"), recorded=True),
+    "unknown": NoteMeaning(N_("who the process is is not known"), spares=True),
+    "exempt": NoteMeaning(N_("inside `except`"), recorded=True, spares=True),
+    "kept": NoteMeaning(N_("a user asked to keep it"), recorded=True),
+    "grace": NoteMeaning(N_("younger than start_grace"), spares=True),
+    "devices": NoteMeaning(N_("on fewer GPUs than devices_at_least"), spares=True),
+    "hours": NoteMeaning(N_("outside the hours or days of the policy"), spares=True),
+    "load": NoteMeaning(N_("not so much of the node is claimed"), spares=True),
+    "cleared": NoteMeaning(N_("the condition holds no more, the escalation is cancelled"), recorded=True),
+    "cancelled": NoteMeaning(N_("the policy is gone or was changed, the escalation is cancelled"), recorded=True),
+    "cooldown": NoteMeaning(N_("the last step is not long ago"), spares=True),
+    "breaker": NoteMeaning(N_("too many users would be acted on at once, so none is"), recorded=True, spares=True),
+    "untold": NoteMeaning(N_("no message has reached the user, and the policy takes nothing from such"), recorded=True),
+    "nobody": NoteMeaning(
+        N_("a step has nothing there that it could act on, so the next one is waited for"), recorded=True
+    ),
+    "waiting": NoteMeaning(N_("another step has not shown its effect yet"), recorded=True, spares=True),
 }
 
 
@@ -332,7 +358,7 @@ class KeptMark:
 
 
 Kept = Mapping[tuple[str, int | str], KeptMark]  # by whom or what is meant, as in ("uid", 1001)
-Protection = tuple[str, str]  # the kind of a note, and its words
+Protection = tuple["NoteKind", str]  # the kind of a note, and its words
 
 DAY = 86400  # seconds
 
@@ -363,8 +389,9 @@ def drop_protected(
         if None in against_each:
             free = tuple(process for process, against in zip(processes, against_each, strict=False) if against is None)
             left.append(finding if len(free) == len(finding.processes) else replace(finding, processes=free))
-        elif why := next((against for against in against_each if against and against[0] != "scope"), None):
-            notes.append(Note(*why, policy.name, subject))
+        else:
+            protections = filter(None, against_each)
+            notes += [Note(kind, text, policy.name, subject) for kind, text in protections if kind != "scope"][:1]
     return left, notes
 
 
@@ -393,7 +420,9 @@ def _unseen_process(process: Subject | GpuProcess, uuid: str | None, index: Samp
     return None
 
 
-def _protection(target: PolicyTarget, policy: Policy, index: SampleIndex, kept: Kept) -> Protection | None:
+def _protection(
+    target: PolicyTarget, policy: Policy, index: SampleIndex, kept: Kept
+) -> Protection | tuple[Literal["scope"], str] | None:
     """What keeps *target* from being acted on: a kind of note and its words."""
     if policy.only and not _is_in(policy.only, target, index, unknown=False):
         return "scope", "outside `only`"

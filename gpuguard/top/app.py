@@ -12,7 +12,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -30,10 +30,10 @@ from textual.strip import Strip
 from textual.widgets import Input, Static
 
 from gpuguard.enforcement.by_hand import BY_HAND
-from gpuguard.enforcement.signals import SENT, die_of
+from gpuguard.enforcement.signals import die_of
 from gpuguard.errors import GpuguardError
 from gpuguard.locale import N_, _, translated
-from gpuguard.model import ProcessIdentity
+from gpuguard.model import ActionName, ProcessIdentity
 from gpuguard.sanitize import neutralise
 from gpuguard.top import plots, processes
 from gpuguard.top.details import FIELDS, details
@@ -161,16 +161,16 @@ class FilterScreen(ModalScreen[str | None]):
         self.dismiss(event.value)
 
 
-class SignalScreen(ModalScreen[str | None]):
+class SignalScreen(ModalScreen[ActionName | None]):
     """Asks which signal, then whether that is meant; its answer is one of BY_HAND."""
 
     BINDINGS: ClassVar = [Binding("escape,q,n", "dismiss", "nothing")]
-    KEYS: ClassVar = {"t": "terminate", "k": "kill", "p": "pause", "c": "resume"}
+    KEYS: ClassVar[Mapping[str, ActionName]] = {"t": "terminate", "k": "kill", "p": "pause", "c": "resume"}
 
     def __init__(self, process: Sequence[str]) -> None:
         super().__init__()
         self._process = process
-        self._chosen: str | None = None
+        self._chosen: ActionName | None = None
 
     def compose(self) -> ComposeResult:
         with Vertical(id="box", classes="small"):
@@ -452,14 +452,14 @@ class Top(App[None]):
             return
         identity, devices = row.identity, row.uuids
 
-        def answered(action: str | None) -> None:
+        def answered(action: ActionName | None) -> None:
             if action:
                 self._notify_user(_("{action} pid {pid} ...").format(action=action, pid=row.pid))
                 self._jobs.put(lambda: self._send(action, identity, devices))
 
         self.push_screen(SignalScreen(processes.description(row)), answered)
 
-    def _send(self, action: str, process: ProcessIdentity, devices: tuple[str, ...]) -> None:  # in the thread
+    def _send(self, action: ActionName, process: ProcessIdentity, devices: tuple[str, ...]) -> None:  # in the thread
         try:
             outcome = self._feed.send(action, process, devices)
         except GpuguardError as error:
@@ -470,7 +470,7 @@ class Top(App[None]):
         words = _("{action} pid {pid}: {outcome}").format(action=action, pid=process[0], outcome=_(outcome.word))
         words += f": {translated(outcome.why)}" if outcome.why else ""
         self.call_later(
-            self._notify_user, words if outcome.word == SENT else _("not done: {words}").format(words=words)
+            self._notify_user, words if outcome.word == "sent" else _("not done: {words}").format(words=words)
         )
 
     def _chosen(self) -> ProcessRow | None:

@@ -28,7 +28,7 @@ from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.errors import GpuguardError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses
-from gpuguard.model import Device, ProcessIdentity, ProcessStat, Snapshot
+from gpuguard.model import ActionName, Device, ProcessIdentity, ProcessStat, Snapshot
 from gpuguard.policies.files.loader import load_policies
 from gpuguard.policies.thresholds import MemoryRule, PowerRule, TemperatureRule
 from gpuguard.procfs import process_facts, read_memory
@@ -183,7 +183,7 @@ class SceneFeed:
             snapshot, uses(snapshot, stats), host, self._queue[1], above, age, meters, self._thresholds, viewer
         )
 
-    def send(self, action: str, process: ProcessIdentity, devices: tuple[str, ...]) -> ActionOutcome:
+    def send(self, action: ActionName, process: ProcessIdentity, devices: tuple[str, ...]) -> ActionOutcome:
         """Signal a process by hand.  Raises GpuguardError when the driver cannot be asked about it."""
         self._choose_log()
         operator = Operator(self.source.backend(), audit_log.append, self._limits, self._protected)

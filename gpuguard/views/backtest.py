@@ -18,7 +18,6 @@ from gpuguard.units import format_count, format_duration, local_time
 from gpuguard.views.text import picked, table
 
 HOUR = 3600
-SPARED = frozenset({"unknown", "exempt", "grace", "devices", "hours", "load", "cooldown", "breaker", "waiting"})
 
 
 BlindSpots = Sequence[tuple[str, str, str]]  # see backtest.blind_spots
@@ -52,7 +51,8 @@ def backtest_lines(
         if ended:
             yield ""
             yield from _worth(policy, ended, result, len(jobs))
-    reasons = [(kind, f"{count:,}", _(NOTES[kind])) for kind, count in sorted(result.notes.items()) if kind in SPARED]
+    notes = [(kind, count, NOTES[kind]) for kind, count in sorted(result.notes.items())]
+    reasons = [(kind, f"{count:,}", _(note.text)) for kind, count, note in notes if note.spares]
     if reasons:
         yield ""
         yield _("Left alone although the rule was met, in samples:")

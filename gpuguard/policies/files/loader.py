@@ -11,13 +11,13 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from gpuguard import capabilities
 from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
-from gpuguard.model import DESKTOP_MEMORY
+from gpuguard.model import DESKTOP_MEMORY, ActionName
 from gpuguard.notify.templates import Template
 from gpuguard.policies.files.checks import check
 from gpuguard.policies.files.decoder import DATE, GROUP, UNKNOWN, USER, Accounts, Decoder, GoneUser, TaggedValue
@@ -215,4 +215,5 @@ def _spares_unknown(users: Iterable[int], groups: Iterable[str], accounts: Accou
 
 def _step(tag: TaggedValue) -> Step:
     options = ((field.name.rstrip("_"), getattr(tag.own, field.name)) for field in fields(tag.own))
-    return Step(tag.name, tag.common.after, tuple((name, value) for name, value in options if value is not None))
+    action = next(name for name in get_args(ActionName) if name == tag.name)
+    return Step(action, tag.common.after, tuple((name, value) for name, value in options if value is not None))
