@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
 from gpuguard.device_state import (
     desktop_limit,
@@ -33,9 +33,14 @@ if TYPE_CHECKING:
 # Problems that may pass by themselves, so that waiting makes sense; the others need an administrator.
 _PASSING = ("unresponsive", "nvmldevice")  # the second: one driver call that failed
 
-MEMORY_IN_USE = "--tolerance"
-OUTER = "outer limit"  # as the option of a Reason: CUDA_VISIBLE_DEVICES, Slurm or a container ask for it
-MIG_SET = "--allow-mig-set"  # as the option of a Reason: without it a job of several devices takes no instance
+MIG_SET: Final = "--allow-mig-set"  # without it a job of several devices takes no instance
+# The option of the command line that asks for what a device lacks.  "outer limit": CUDA_VISIBLE_DEVICES, Slurm or a
+# container asks for it; "": none does.
+RefusalKey = Literal[
+    "", "outer limit", "--devices", "--exclude", "--mig", "--allow-mig-set", "--model", "--min-total", "--min-free",
+    "--memory", "--slots", "--tolerance", "--max-processes", "--mine-as-free", "--share", "--max-util",
+    "--max-memory-util", "--max-temperature",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Reason:
 
     text: str
     permanent: bool = False  # waiting will not change it
-    option: str = ""  # of the command line that asks for what the device lacks; OUTER, or "" when none does
+    option: RefusalKey = ""
 
 
 @dataclass(frozen=True)
@@ -199,7 +204,7 @@ def _out_of_scope(device: Device, terms: Terms) -> Iterator[Reason]:
     if family & terms.excluded:
         yield Reason(_("in --exclude {exclude}").format(exclude=",".join(request.exclude)), True, "--exclude")
     if request.within is not None and not family & set(request.within):
-        yield Reason(request.within_reason or _("outside the GPUs that are allowed here"), True, OUTER)
+        yield Reason(request.within_reason or _("outside the GPUs that are allowed here"), True, "outer limit")
 
 
 def _wrongly_divided(device: Device, terms: Terms) -> Iterator[Reason]:
@@ -296,7 +301,9 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
         yield Reason(_("its process list is not plausible, so who uses it is unknown"))
         return
     if device.processes is None and (request.max_processes or request.mine_as_free or shared):
-        option = "--max-processes" if request.max_processes else "--mine-as-free" if request.mine_as_free else "--share"
+        option: RefusalKey = (
+            "--max-processes" if request.max_processes else "--mine-as-free" if request.mine_as_free else "--share"
+        )
         reason = _unknown(device, "processes", _("its list of processes"), terms, option)
         yield replace(reason, permanent=reason.permanent and not shared)  # a share that ends leaves it alone
     elif len(others) > allowed:
@@ -326,12 +333,12 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
         yield Reason(
             _("{rest} in use{whose}; {holds}").format(rest=format_bytes(rest), whose=whose, holds=holds),
             False,
-            MEMORY_IN_USE,
+            "--tolerance",
         )
 
 
 # option, the request's limit, the device's value, what it is, its unit
-_LIMITS = (
+_LIMITS: tuple[tuple[RefusalKey, str, str, str, str], ...] = (
     ("--max-util", "max_util", "utilization", N_("utilization"), "%"),
     ("--max-memory-util", "max_memory_util", "memory_utilization", N_("memory utilization"), "%"),
     ("--max-temperature", "max_temperature", "temperature", N_("temperature"), "C"),
@@ -428,7 +435,7 @@ def _is_one_of(letters: str, letter: str) -> bool:
 
 
 def _unknown(
-    device: Device, field: str, what: str, terms: Terms, option: str = "", *, permanent: bool = False
+    device: Device, field: str, what: str, terms: Terms, option: RefusalKey = "", *, permanent: bool = False
 ) -> Reason:
     """The reason of a value that is not known; waiting does not change what the driver never tells."""
     gap = _gap(device, field, terms)

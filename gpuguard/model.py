@@ -258,7 +258,7 @@ class Snapshot:
 
 # The words of findings, verdicts and events.  They stand in the audit log, in policy files and in messages between
 # processes, so none is ever renamed.  A record of another version may hold other words, which are shown as they are.
-SubjectKind = Literal["process", "claim", "user", "device", "node"]  # the narrowest first
+SubjectKind = Literal["process", "claim", "device", "user", "node"]
 ActionName = Literal[
     "log", "warn", "notify", "checkpoint", "terminate", "kill", "pause", "resume", "renice", "deny", "quarantine",
     "release", "cancel", "run_hook",
@@ -278,9 +278,8 @@ ActionWord = Literal[
     "about to", "sent", "done", "dry run", "refused", "failed", "gone", "not permitted", "not recorded", "logged",
     "undelivered", "unkillable",
 ]  # fmt: skip
-PauseEnd = Literal[  # "left": it stands, or goes on, by another hand than ours
-    "done", "gone", "left", "not permitted", "dry run"
-]
+# "left": it stands, or goes on, by another hand than ours.
+PauseEnd = Literal["done", "gone", "left", "not permitted", "dry run"]
 # "left to its processes": the claim lives on; "released": it was released while its last processes lived.
 EndOfClaim = Literal[
     "settled", "memory did not settle", "driver unreachable", "interrupted", "could not be started",
@@ -295,8 +294,7 @@ EventOutcome = Literal[
     "will fail", "past unknown", "metrics served", "metrics not served", "driver unresponsive", "watching again",
     "writable again", "not set aside",
 ]  # fmt: skip
-# An outcome that is no word of these: the name of a signal to one's own job, and what ended a job of Slurm's.
-OutcomeText = NewType("OutcomeText", str)
+SignalName = NewType("SignalName", str)  # "SIGTERM", the outcome of a line about a signal to one's own job
 
 
 @dataclass(frozen=True)
@@ -347,7 +345,7 @@ class Event:
 
     time: float  # unix time
     kind: EventKind
-    outcome: EventOutcome | OutcomeText
+    outcome: EventOutcome | SignalName
     user: str | None = None
     devices: tuple[str, ...] = ()  # uuids
     pid: int | None = None

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from gpuguard.jobs.isolation import Isolation
     from gpuguard.jobs.limits import JobLimits
     from gpuguard.jobs.surroundings import Surroundings
-    from gpuguard.model import EndOfClaim, EventKind, EventOutcome, OutcomeText, Snapshot
+    from gpuguard.model import EndOfClaim, EventKind, EventOutcome, SignalName, Snapshot
 
 TICK_SECONDS = 2.5  # how long a lock that the job dropped may stay dropped: one flock per device each time
 SAMPLE_SECONDS = 5.0  # for the summary: finer would tell little more
@@ -534,7 +534,7 @@ def next_sample_seconds(every: float, *, limited: bool) -> float:
 
 def log_claim(
     kind: EventKind,
-    outcome: EventOutcome | OutcomeText,
+    outcome: EventOutcome | SignalName,
     claim: Claim,
     message: str | None = None,
     **facts: float | str | None,

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from gpuguard.device_state import device_title, idle_limit
 from gpuguard.eligibility import (
     MIG_SET,
-    OUTER,
     Refusal,
     Sharing,
     Terms,
@@ -38,6 +37,8 @@ from gpuguard.units import format_bytes, format_bytes_within, format_count, form
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from gpuguard.eligibility import RefusalKey
+
 _GRAIN = 512 * 2**20  # bytes of free memory that count as equal
 _UTILIZATION_GRAIN = 5  # percent
 _TEMPERATURE_GRAIN = 5  # Celsius
@@ -45,7 +46,7 @@ _MOST_FACTS = 5  # about devices that cannot satisfy a request
 
 
 # Options that ask for a size, and how much of it a device has.
-_SIZES: Mapping[str, Callable[[Device], int | None]] = {
+_SIZES: Mapping[RefusalKey, Callable[[Device], int | None]] = {
     "--min-free": capacity,
     "--min-total": lambda device: device.memory_total,
     "--memory": capacity,
@@ -295,7 +296,8 @@ def _never(request: Request, could: Choice) -> str:
     there = f"{_there('exist', fit)}{condition}"
     if alone and not asked:
         there = _("one process can use only {count} here").format(count=fit)
-    largest = {name: _largest(request, could, name) for name in names if name in _SIZES}
+    sizes = [size for name in names for size in _SIZES if size == name]
+    largest: Mapping[str, int] = {size: _largest(request, could, size) for size in sizes}
     droppable = [name for name in names if name != "--memory" and not largest.get(name)]
     models = Counter(shown(device.name) for device in _only_lacking(could, "--model") if device.name)
     enough = [f"'{name}'" for name, count in models.most_common(_MOST_FACTS) if count >= request.num_gpus]
@@ -326,18 +328,18 @@ def _never(request: Request, could: Choice) -> str:
 
 def _outer_limits(could: Choice) -> list[str]:
     """What leaves only some devices to this process, such as CUDA_VISIBLE_DEVICES, in words."""
-    reasons = (reason for refusal in could.refused for reason in refusal.reasons if reason.option == OUTER)
+    reasons = (reason for refusal in could.refused for reason in refusal.reasons if reason.option == "outer limit")
     return list(dict.fromkeys(reason.text for reason in reasons))
 
 
-def _largest(request: Request, could: Choice, option: str) -> int:
+def _largest(request: Request, could: Choice, option: RefusalKey) -> int:
     """The size of *option* with which there would be enough devices; 0 when no size helps by itself."""
     devices = _usable([*could.devices, *_only_lacking(could, option)], request)
     sizes = sorted((_SIZES[option](device) or 0 for device in devices), reverse=True)
     return sizes[request.num_gpus - 1] if len(sizes) >= request.num_gpus else 0
 
 
-def _only_lacking(could: Choice, option: str) -> list[Device]:
+def _only_lacking(could: Choice, option: RefusalKey) -> list[Device]:
     return [refusal.device for refusal in could.refused if {reason.option for reason in refusal.reasons} == {option}]
 
 
@@ -348,7 +350,7 @@ def _explained(refusals: Sequence[Refusal], most: int = 16) -> list[str]:
 
 def _lacking(could: Choice) -> list[str]:
     """What the devices have instead of what is asked for: ``"  its model is NVIDIA L40S (4 GPUs)"``."""
-    own_words = ("", OUTER, "--devices", "--exclude", "--mig")  # said elsewhere, or what was typed
+    own_words = ("", "outer limit", "--devices", "--exclude", "--mig")  # said elsewhere, or what was typed
     reasons = (reason for refusal in could.refused for reason in refusal.reasons if reason.option not in own_words)
     counts = Counter(reason.text for reason in reasons)
     lines = [

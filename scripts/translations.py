@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 from babel.messages.catalog import Catalog, Message
 from babel.messages.mofile import read_mo, write_mo
@@ -28,6 +29,7 @@ from gpuguard.cli import COMMANDS, build_parser, notebook
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.locale import LANGUAGES
 from gpuguard.locale.sentences import SENTENCES
+from gpuguard.model import EventKind, EventOutcome
 from gpuguard.policies.rules import RULES
 from gpuguard.units import count_forms
 from gpuguard.views.policy import first_sentence
@@ -84,6 +86,8 @@ def extracted() -> Catalog:
             template.add(message, locations=[(str(path.relative_to(ROOT)), 0)])
     for message in ARGPARSE:
         template.add(message, locations=[("argparse", 0)])
+    for message in (*get_args(EventKind), *get_args(EventOutcome)):  # `events`, and the page
+        template.add(message, locations=[("gpuguard/model.py", 0)])
     for message in SENTENCES:
         template.add(message, locations=[("gpuguard/locale/sentences.py", 0)])
     for field in (*GPU_FIELDS.values(), *APP_FIELDS.values()):  # `query --help-query`

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from typing import get_args
 
 import pytest
 from builders import a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
@@ -31,8 +32,12 @@ from gpuguard.model import (
     Event,
     Gap,
     GpuProcess,
+    NoteKind,
+    SubjectKind,
     Verdict,
 )
+from gpuguard.policies.engine import NARROWEST_FIRST
+from gpuguard.policies.policy import NOTES
 from gpuguard.queue.calendar import StartingJob
 from gpuguard.run import JobEnd, JobSettings
 from gpuguard.units import (
@@ -49,6 +54,7 @@ from gpuguard.units import (
     parse_percent,
     parse_watts,
 )
+from gpuguard.views import events
 
 NOUNS = [kind for kind in vars(model).values() if dataclasses.is_dataclass(kind)]
 
@@ -359,3 +365,16 @@ def test_what_has_many_fields_of_one_type_takes_keywords_only(kind):
     assert [getattr(made, name) for name in names] == [1] * len(names)
     with pytest.raises(TypeError, match="positional"):
         kind(*[1] * len(names))
+
+
+def test_a_table_over_a_closed_set_has_a_row_for_each_of_its_words():
+    for words, table in ((NoteKind, NOTES), (SubjectKind, NARROWEST_FIRST)):
+        assert set(table) == set(get_args(words))
+
+
+def test_a_word_of_another_version_is_shown_as_it_was_recorded():
+    [line] = events.to_table(
+        [{"time_unix_seconds": 0.0, "kind": "levitate", "outcome": "half done"}], {}, headers=False
+    )
+
+    assert "levitate half done" in line

@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
@@ -18,13 +18,13 @@ from worlds import a_bad_day, shown
 from gpuguard import device_state
 from gpuguard.enforcement.actions import ACTIONS
 from gpuguard.locale.sentences import phrases
+from gpuguard.model import ActionName, EventKind
 from gpuguard.policies.rules import RULES
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.reasons import reservation_text, start_text
 from gpuguard.queue.state import QueueFacts, QueueState
 from gpuguard.request import Request
-from gpuguard.views import events
 from gpuguard.web.server import chinese_words
 
 PAGE = PACKAGE / "web" / "page"
@@ -64,8 +64,11 @@ def test_every_state_of_a_device_has_words():
     assert (WORDS["zh"]["free"], WORDS["zh"]["idle"]) == ("空闲", "已占用但闲置")
 
 
-def test_every_action_of_a_policy_has_a_chinese_name():
-    assert set(ACTIONS) - set(events.WORDS) == set()
+def test_every_action_of_a_policy_is_a_kind_of_event_and_every_kind_has_a_chinese_name():
+    chinese = json.loads(chinese_words().partition("WORDS.zh.log = ")[2].partition(";\n")[0])
+
+    assert set(ACTIONS) == set(get_args(ActionName))
+    assert [word for word in get_args(EventKind) if chinese[word] == word] == []
 
 
 def a_position(number: int = 1, start: float | None = None, user: str = "ada", **fields: Any) -> QueuePosition:

@@ -38,7 +38,7 @@ from gpuguard.clusters.slurm import Allocation
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
 from gpuguard.jobs import adopt, slurm_claim
-from gpuguard.model import HEALTH, MEMORY, MODEL, Device, Event, EventKind, EventOutcome, OutcomeText
+from gpuguard.model import HEALTH, MEMORY, MODEL, Device, Event, EventKind, EventOutcome, SignalName
 from gpuguard.sanitize import neutralise
 from gpuguard.units import parse_duration
 from gpuguard.users import user_name
@@ -247,7 +247,7 @@ def _put_back(given: Allocation, reason: str) -> tuple[EventOutcome, bool]:
 
 
 def _log(
-    kind: EventKind, outcome: EventOutcome | OutcomeText, given: Allocation, message: str, claim: Claim | None = None
+    kind: EventKind, outcome: EventOutcome | SignalName, given: Allocation, message: str, claim: Claim | None = None
 ) -> None:
     facts = (("uid", given.uid), ("slurm_job", given.job))
     devices = tuple(device.uuid for device in claim or ())

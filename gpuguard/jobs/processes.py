@@ -25,7 +25,7 @@ from gpuguard.claims.unlock import in_use
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError, shortage
 from gpuguard.locale import N_, _, ngettext, translated
-from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, ClaimRecord, OutcomeText
+from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, ClaimRecord, SignalName
 from gpuguard.procfs import read_stat
 from gpuguard.units import format_duration
 from gpuguard.users import user_name
@@ -281,9 +281,9 @@ class EscalationStep:
     limit: str | None = None  # "memory-limit"
 
     @property
-    def name(self) -> OutcomeText:
+    def name(self) -> SignalName:
         """``"SIGTERM"``."""
-        return OutcomeText(signal.Signals(self.signum).name)
+        return SignalName(signal.Signals(self.signum).name)
 
     @property
     def words(self) -> str:

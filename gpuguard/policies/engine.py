@@ -61,7 +61,7 @@ from gpuguard.units import format_duration
 from gpuguard.users import NAMELESS
 
 if TYPE_CHECKING:
-    from gpuguard.model import ActionName
+    from gpuguard.model import ActionName, SubjectKind
 
 FEWEST_SAMPLES = 2  # a condition that was seen once never fires, however short `for` is
 EFFECT_SECONDS = 50.0  # a driver may take so long to give the memory of an ended process back
@@ -547,7 +547,7 @@ def _upcoming(policy: Policy, state: EscalationState, at: float | None = None) -
     return coming
 
 
-NARROWEST_FIRST = ("process", "claim", "device", "user", "node")
+NARROWEST_FIRST: tuple[SubjectKind, ...] = ("process", "claim", "device", "user", "node")
 
 
 def findings_of(policy: Policy, index: SampleIndex) -> Sequence[Finding]:

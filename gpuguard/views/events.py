@@ -25,31 +25,13 @@ _HEADERS = (N_("TIME"), N_("EVENT"), "GPU", N_("USER"), N_("NOTE"))
 _LEAST = (14, 16, 5, 8, 0)  # columns, so that what comes later stands under what was there (--follow)
 _STOP = re.compile(r"(?<!\.)[.。]$")  # of a sentence, where facts follow
 _OUTCOMES = {"settled": "ended"}  # of the JSON, in words for people
-# The words of the log that have another name in other languages: kinds and outcomes of events, and names of facts.
-WORDS = (
-    N_("claim"), N_("claim lost"), N_("release"), N_("log"), N_("warn"), N_("notify"), N_("checkpoint"),
-    N_("terminate"), N_("kill"), N_("pause"), N_("resume"), N_("renice"), N_("deny"), N_("quarantine"),
-    N_("cancel"), N_("run_hook"), N_("keep"), N_("reserve"), N_("queue"), N_("policy"), N_("daemon"),
-    N_("watchdog"), N_("note"), N_("slurm"), N_("ended"), N_("started"), N_("stopped"), N_("sent"), N_("dry run"),
-    N_("refused"), N_("failed"), N_("about to"), N_("not done"), N_("done"), N_("gone"), N_("not permitted"),
-    N_("not recorded"), N_("unkillable"), N_("written"), N_("no terminal"), N_("given up"), N_("in force"),
-    N_("kept"), N_("denied"), N_("quarantined"), N_("released"), N_("left to its processes"),
-    N_("memory did not settle"), N_("driver unreachable"), N_("driver unresponsive"), N_("watching again"),
-    N_("interrupted"), N_("adopted"), N_("handed over"), N_("job goes on"), N_("hidden"), N_("slurm job"),
-    N_("made"), N_("cancelled"), N_("over"), N_("writable again"), N_("not set aside"), N_("past unknown"),
-    N_("will fail"), N_("not tended"), N_("request set back"), N_("user set back"), N_("busy"), N_("cleared"),
-    N_("cooldown"), N_("breaker"), N_("nobody"), N_("gap"), N_("resampling"), N_("late"), N_("left out"), N_("hours"),
-    N_("load"), N_("the terminal belongs to another user"), N_("the terminal takes no messages"),
-    N_("the terminal does not read"), N_("pid"), N_("by"), N_("rule"), N_("step"), N_("exit_status"),
-    N_("wall_time"), N_("peak_memory"), N_("mean_utilization"), N_("energy"), N_("until"), N_("container"),
-    N_("target"), N_("users"), N_("count"), N_("retry_after"), N_("num_gpus"), N_("begins"), N_("ends"),
-    N_("harm_action"), N_("harm"), N_("path"), N_("slurm_job"), N_("ticket"), N_("lines"), N_("waited"),
-    N_("time limit"), N_("limit"), N_("stranger"), N_("outside"), N_("seen to end"), N_("share"), N_("owner warned"),
-    N_("metrics not served"), N_("metrics served"), N_("process ended"),
-    N_("claims"), N_("lock kept"), N_("no room"),
-    N_("held by several users"), N_("others were there first"),
-    N_("faults mended"), N_("names unknown"), N_("names known"), N_("devices unknown"), N_("devices known"),
-    N_("logged"), N_("undelivered"), N_("untold"), N_("left"), N_("still there"),
+# What else has another name in other languages: the names of facts, and outcomes of older versions.
+FACTS = (
+    N_("pid"), N_("by"), N_("rule"), N_("step"), N_("exit_status"), N_("wall_time"), N_("peak_memory"),
+    N_("mean_utilization"), N_("energy"), N_("until"), N_("container"), N_("target"), N_("users"), N_("count"),
+    N_("retry_after"), N_("num_gpus"), N_("begins"), N_("ends"), N_("harm_action"), N_("harm"), N_("path"),
+    N_("slurm_job"), N_("ticket"), N_("lines"), N_("waited"), N_("written"), N_("no terminal"), N_("over"),
+    N_("the terminal belongs to another user"), N_("the terminal takes no messages"), N_("the terminal does not read"),
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mutabl
 from contextlib import asynccontextmanager, contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
@@ -39,8 +39,9 @@ from gpuguard.errors import GpuguardError
 from gpuguard.locale import catalogue
 from gpuguard.locale.sentences import phrases
 from gpuguard.metrics.server import host_of
+from gpuguard.model import EventKind, EventOutcome
 from gpuguard.procfs import read_text
-from gpuguard.views.events import WORDS
+from gpuguard.views.events import FACTS
 from gpuguard.web.feed import ChartRequest, FrameFeed, NoRoom, who_makes_room
 
 PAGE = Path(__file__).parent / "page"
@@ -126,7 +127,8 @@ def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None
 def chinese_words() -> str:
     """JavaScript that gives the page the words of the log and the sentences that the catalogue has."""
     say = catalogue("zh_CN").gettext
-    log, sentences = json.dumps({word: say(word) for word in WORDS}), json.dumps(list(phrases(say)))
+    words = *get_args(EventKind), *get_args(EventOutcome), *FACTS
+    log, sentences = json.dumps({word: say(word) for word in words}), json.dumps(list(phrases(say)))
     return f"WORDS.zh.log = {log};\nWORDS.zh.phrases.push(...{sentences});\n"
 
 
