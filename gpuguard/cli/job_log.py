@@ -106,7 +106,7 @@ class JobReport:
         """Say on which devices it starts; the message is sent by send_start()."""
         if not (self._log.is_read or self._targets):
             return
-        devices = f"{gpus(claim.devices)}{_(' (SIMULATED)') * simulated}"
+        devices = f"{gpus(claim.devices)}{_(' (SIMULATED)') if simulated else ''}"
         after = _(" after {waited} in the queue").format(waited=format_duration(waited)) if waited >= 1 else ""
         self._started = _("started on {devices}, claim {id}{after}: {command_line}").format(
             devices=devices, id=claim.id, after=after, command_line=self._command_line

@@ -763,7 +763,7 @@ def _waits_for_its_turn(step: DueStep, hit: Hit, before: Sequence[Hit], jobs: Jo
     number = len(victims if policy.at_most_processes else {jobs[member] for member in victims})
     if before and (len(users) > policy.at_most_users or number > (policy.at_most_processes or policy.at_most_jobs)):
         once_more = policy.rests_on is Evidence.SENSOR and step.step.action != "kill"  # which only ends what has begun
-        state.held_until = clock + policy.hold * once_more
+        state.held_until = clock + (policy.hold if once_more else 0.0)
         return "waiting", "as many as the policy allows are acted on at once: it follows when their effect is seen"
     if clock < state.held_until:
         return "waiting", f"its turn comes when the condition has held for another {format_duration(policy.hold)}"

@@ -75,7 +75,7 @@ def title(scene: Scene, view: ScreenView, width: int, silent: float = 0.0) -> Sc
     """Return the first line: which machine it is, when it was sampled, and by what."""
     snapshot = scene.snapshot
     whole = [device for device in snapshot.devices if not device.parent_uuid]
-    kind = _("RECORDED ") * snapshot.recorded + _("SIMULATED ") * snapshot.simulated
+    kind = (_("RECORDED ") if snapshot.recorded else "") + (_("SIMULATED ") if snapshot.simulated else "")
     models = {model_name(device) for device in whole}
     of = f" {neutralise(*models)}" if len(models) == 1 and any(device.name for device in whole) else ""
     words = [f"{format_count(len(whole), 'GPU')}{of}"]
@@ -86,7 +86,7 @@ def title(scene: Scene, view: ScreenView, width: int, silent: float = 0.0) -> Sc
     words.append(local_time(snapshot.taken_at, "%Y-%m-%d %H:%M:%S" if width >= 120 else "%H:%M:%S"))
     if scene.age is not None:
         words.append(_("seen by the daemon {age} ago").format(age=format_duration(round(scene.age + silent))))
-    shown = [_("sort {column}").format(column=view.sort) + _(" reversed") * view.reverse, view.mode]
+    shown = [_("sort {column}").format(column=view.sort) + (_(" reversed") if view.reverse else ""), view.mode]
     shown += [_("users {names}").format(names=",".join(sorted(map(neutralise, view.users))))] if view.users else []
     shown += [_("filter {text}").format(text=neutralise(view.text))] if view.text else []
     right = f" {', '.join(shown)}"

@@ -44,7 +44,7 @@ def to_text(
         limits: what an outer scheduler or CUDA_VISIBLE_DEVICES allows, or "" for no limit.
         start: (whether it could start now, its queue position in words), or None if it would not have to queue.
     """
-    simulated = _("  SIMULATED") * snapshot.simulated
+    simulated = _("  SIMULATED") if snapshot.simulated else ""
     rows, colours = [], []
     for device in _all(choice):
         rows += (of_device := _rows(device, choice))

@@ -96,7 +96,8 @@ def host_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
         width=None if width is None else width - 2,
         paint=lambda cell, row, place: paint(cell, LABELS[states[row]][1]) if place == 4 else cell,
     )
-    title = f"{_('RECORDED ') * answer.recorded}{_simulated(answer)}{reply.host}: {in_words([sums(answer)])}"
+    recorded = _("RECORDED ") if answer.recorded else ""
+    title = f"{recorded}{_simulated(answer)}{reply.host}: {in_words([sums(answer)])}"
     more = len(answer.devices) - SHOWN_ROWS
     lines = [paint(_fit(title, width), "bold"), *(f"  {line}" for line in body)]
     return lines + ([f"  ... {_('and {number} more').format(number=more)}"] if more > 0 else [])
@@ -307,7 +308,7 @@ def _name(user: str | None) -> str:
 
 
 def _simulated(answer: HostAnswer) -> str:
-    return _("SIMULATED node ") * answer.simulated
+    return _("SIMULATED node ") if answer.simulated else ""
 
 
 def _fit(line: str, width: int | None) -> str:

@@ -134,7 +134,7 @@ def to_text(
     queue: QueueState, site: QueueSettings, *, width: int | None = None, paint: Paint = lambda text, _: text
 ) -> list[str]:
     """The screen: a row per request, when it starts and why not earlier below it; then what does not count."""
-    host = _("SIMULATED node ") * queue.snapshot.simulated + neutralise(queue.snapshot.host)
+    host = (_("SIMULATED node ") if queue.snapshot.simulated else "") + neutralise(queue.snapshot.host)
     number = len(queue.positions) + sum(len(file.unread) for file in queue.ignored)
     count = format_count(number, "request") if number else _("no requests")
     title = _("{host}: {count} in the queue ({order})").format(

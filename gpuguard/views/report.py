@@ -65,7 +65,9 @@ def usage_columns(report: Report) -> list[Column]:
     columns = [*_with_hosts([Column(HEADS[report.by], lambda row: row.name, is_text=True)], report)]
     for part in TIMES:
         if part == "claimed":
-            columns.append(Column(N_("Claimed"), lambda row: hours(row.claimed) + _SHARED * is_shared(row, report)))
+            columns.append(
+                Column(N_("Claimed"), lambda row: hours(row.claimed) + (_SHARED if is_shared(row, report) else ""))
+            )
         elif part != "unknown" or _has(report.rows, part):
             columns.append(Column(HEADS[part], partial(_hours_of, part)))
     columns.append(Column(N_("kWh"), lambda row: kilowatt_hours(row.energy)))

@@ -97,7 +97,7 @@ def _title(snapshot: Snapshot, age: float | None) -> str:
     parts.append(local_time(snapshot.taken_at, "%Y-%m-%d %H:%M:%S"))
     if age is not None:
         parts.append(_("seen by the daemon {age} ago").format(age=format_duration(age)))
-    kind = f"{_('RECORDED ') * snapshot.recorded}{_('SIMULATED node ') * snapshot.simulated}"
+    kind = (_("RECORDED ") if snapshot.recorded else "") + (_("SIMULATED node ") if snapshot.simulated else "")
     return neutralise(f"{kind}{snapshot.host}: {', '.join(parts)}")
 
 
@@ -204,7 +204,7 @@ def _claim_row(held: ClaimUse, snapshot: Snapshot, brief: bool) -> list[str]:
 def _process_row(running: ProcessUse, use: DeviceUse, snapshot: Snapshot, brief: bool) -> list[str]:
     process = running.process
     if running.claim is not None:
-        remarks = [_("perhaps ") * running.guessed + running.claim]
+        remarks = [(_("perhaps ") if running.guessed else "") + running.claim]
     else:
         remarks = [_("no claim")] if may_compute(process, use.device) else []
     remarks += [_(ENDED)] if process.ended else []
