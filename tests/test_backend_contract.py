@@ -1,8 +1,10 @@
 """What every backend promises, tried on each one in the process of its own in which gpuguard runs it."""
 
+import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,8 +17,9 @@ from fake_nvml import FakeNvml
 from nodes import a_user, change, eventually, start
 from nvml_child import gaps_of
 from smi_files import a_program
+from sources import PACKAGE
 
-from gpuguard import model
+from gpuguard import cli, model
 from gpuguard.backends import Backend
 from gpuguard.backends.client import open_worker
 from gpuguard.model import ALL_FIELDS, SELECT_FIELDS, VERIFY_FIELDS, WHO_FIELDS
@@ -258,3 +261,127 @@ def test_closing_twice_is_closing_once(backend: Backend) -> None:
     backend.sample(SELECT_FIELDS)
     backend.close()
     backend.close()
+
+
+# What the worker of a backend relies on, so that a call that hangs costs one device.
+
+ASK = """
+import json, sys
+from gpuguard.backends import open_backend
+from gpuguard.model import WHO_FIELDS
+backend, marks = open_backend(sys.argv[1]), []
+backend.progress, backend.skip, backend.ahead = marks.append, {2}, False
+devices = backend.sample(WHO_FIELDS).devices
+print(json.dumps([marks, [device.problems for device in devices if device.index == 2]]))
+"""
+
+
+def breaches(name: str, **environment: str) -> list[str]:
+    """What the backend *name*, of four devices, does wrong when its third device must not be touched."""
+    words = [sys.executable, "-c", ASK, name]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(words, env=environment, cwd="/", capture_output=True, text=True, check=False)
+    if done.returncode:
+        return [done.stderr.splitlines()[-1]]
+    marks, skipped = json.loads(done.stdout)
+    tells = set(marks) == {None} or set(marks) - {2} == {0, 1, 3}  # a program reads all of them at once
+    spares = 2 not in marks and skipped in ([], [["unresponsive"]])
+    return ["it does not say what it reads"] * (not tells) + ["it reads what it must skip"] * (not spares)
+
+
+def test_it_says_which_device_it_reads_and_skips_those_that_hang(machine: Machine) -> None:
+    assert breaches(machine.name) == []
+
+
+BY_THE_BOOK = '''
+"""Four devices, written by what CONTRIBUTING.md says; the second one of `--backend toy:hang` never answers."""
+
+import os
+import time
+
+from gpuguard.model import Device, Snapshot
+from gpuguard.procfs import boot_clock
+
+
+def open(spec):
+    return Toy(hangs=spec == "hang")
+
+
+class Toy:
+    name = "toy"
+    simulated = False
+
+    def __init__(self, hangs):
+        self.hangs = hangs
+        self.progress = lambda index: None
+        self.skip = ()
+        self.ahead = False
+
+    def sample(self, fields, devices=None):
+        taken_at, clock = time.time(), boot_clock()
+        found = [self.read(index) for index in range(4) if index not in self.skip]
+        wanted = tuple(device for device in found if devices is None or device.uuid in devices)
+        return Snapshot(os.uname().nodename, self.name, taken_at, clock, wanted)
+
+    def read(self, index):
+        self.progress(index)
+        while self.hangs and index == 1:
+            time.sleep(60)
+        return Device(index, f"TOY-{index}", memory_total=2**30, memory_used=0, memory_free=2**30, problems=())
+
+    def close(self):
+        pass
+'''
+
+
+def with_the_backend(place: Path, source: str) -> dict[str, str]:
+    """The environment in which gpuguard has one backend more, the module *source*: its file and its row."""
+    package = place / "gpuguard"
+    for folder in (package, package / "backends"):
+        folder.mkdir()
+        for path in (PACKAGE / folder.relative_to(package)).iterdir():
+            if path.name not in ("backends", "__pycache__"):
+                (folder / path.name).symlink_to(path)
+    (package / "backends" / "toy.py").write_text(source, encoding="utf-8")
+    rows = (PACKAGE / "backends" / "__init__.py").read_text(encoding="utf-8")
+    (package / "backends" / "__init__.py").unlink()
+    (package / "backends" / "__init__.py").write_text(
+        rows.replace("BACKENDS = {\n", 'BACKENDS = {\n    "toy": "four devices",\n'), encoding="utf-8"
+    )
+    return {"PYTHONPATH": str(place), "GPUGUARD_DIR": str(place / "claims")}
+
+
+def who(name: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "gpuguard", "who", "--json", "--backend", name]
+    environment = {**os.environ, **environment}
+    return subprocess.run(words, env=environment, cwd="/", capture_output=True, text=True, check=False)
+
+
+def test_a_call_that_hangs_in_a_backend_by_the_book_costs_one_device(tmp_path: Path) -> None:
+    environment = with_the_backend(tmp_path, BY_THE_BOOK)
+    shown = who("toy:hang", environment)
+
+    assert [device["problems"] for device in json.loads(shown.stdout)["devices"]] == [[], ["unresponsive"], [], []]
+    assert breaches("toy", **environment) == []
+
+
+@pytest.mark.parametrize("name", ["progress", "skip", "ahead"])
+def test_a_backend_that_lacks_what_its_worker_needs_is_refused(tmp_path: Path, name: str) -> None:
+    environment = with_the_backend(tmp_path, re.sub(rf"self\.{name} = .*", "pass", BY_THE_BOOK))
+    refused = who("toy", environment)
+
+    assert refused.returncode == cli.EXIT_NO_DRIVER
+    assert "the backend toy" in refused.stderr and "CONTRIBUTING.md" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "breach"),
+    [
+        ("self.progress(index)", "it does not say what it reads"),
+        ("if index not in self.skip", "it reads what it must skip"),
+    ],
+)
+def test_a_planted_breach_of_the_contract_is_found(tmp_path: Path, line: str, breach: str) -> None:
+    environment = with_the_backend(tmp_path, BY_THE_BOOK.replace(line, "pass" if "(" in line else ""))
+
+    assert breaches("toy", **environment) == [breach]

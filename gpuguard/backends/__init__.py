@@ -1,26 +1,26 @@
 """Where snapshots come from: each file here reads one kind of source and is one row of BACKENDS.
 
-A backend module has ``open(spec) -> Backend``.  Nothing above this package knows which one it talks to.  Here, too, is
-where NVIDIA's kernel driver shows itself, as device nodes and files.  Opens no device.
+A backend module has ``open(spec) -> OpenedBackend``.  Nothing above this package knows which one it talks to.
+NVIDIA's kernel driver shows itself here, too, as device nodes and files.  Opens no device.
 """
 
 from __future__ import annotations
 
 import os
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from gpuguard.errors import InvalidRequest
+from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.locale import _
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from gpuguard.model import Snapshot
 
 
 class Backend(Protocol):
-    """A source of snapshots."""
+    """A source of snapshots, in this process or in another one."""
 
     name: str
     simulated: bool
@@ -34,6 +34,25 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Let go of the source.  Idempotent."""
+
+
+@runtime_checkable
+class OpenedBackend(Backend, Protocol):
+    """What open() of a backend's module returns.  Its worker sets these, so that a call that hangs costs one device.
+
+    Attributes:
+        progress: the backend calls it with the index of each device before it reads that device, or every 0.4 s with
+            None while it reads all of them by one program.  The worker is given up when nothing was called for
+            client.DEVICE_SECONDS.
+        skip: indices of devices that hang.  The backend does not touch them, and leaves them out or shows them with the
+            problem "unresponsive".
+        ahead: whether nothing was read yet and no device hangs, so that several devices may be read at the same time.
+            A backend that reads one after the other ignores it.
+    """
+
+    progress: Callable[[int | None], object]
+    skip: Collection[int]
+    ahead: bool
 
 
 DEVICE_NODE = "/dev/nvidia"  # and the minor number of the device
@@ -52,17 +71,21 @@ BACKENDS = {
 RECORDED = ("smi:", "replay")
 
 
-def open_backend(name: str) -> Backend:
+def open_backend(name: str) -> OpenedBackend:
     """Open ``"nvml"``, ``"simulated:DIRECTORY"``, ``"smi:FILE.xml"`` ..., as in BACKENDS, in this process.
 
-    Raises InvalidRequest when there is no such backend, BackendError when the source cannot be reached.
+    Raises InvalidRequest when there is no such backend, BackendError when the source cannot be reached, or when the
+    backend lacks something of OpenedBackend.
     """
     kind, _colon, spec = name.partition(":")
     if kind not in BACKENDS:
         raise InvalidRequest(
             _("there is no backend {kind!r}: choose one of {backends}.").format(kind=kind, backends=", ".join(BACKENDS))
         )
-    return import_module(f"gpuguard.backends.{kind}").open(spec)  # type: ignore[no-any-return]
+    backend = import_module(f"gpuguard.backends.{kind}").open(spec)
+    if not isinstance(backend, OpenedBackend):
+        raise BackendError(f"the backend {kind} is not whole: `Add a backend` in CONTRIBUTING.md says what it needs.")
+    return backend
 
 
 def kernel_version() -> str | None:

@@ -65,15 +65,14 @@ def open(spec: str = "") -> Nvml:
 class Nvml:
     """A Backend.
 
-    `progress` is told each device before it is read; devices in `skip` are never touched.  With `ahead` several threads
-    ask those that it sees for the first time, where the driver is slow.
+    With `ahead` several threads ask the devices that it sees for the first time, where the driver is slow.
     """
 
     name = "nvml"
     simulated = False
 
     def __init__(self) -> None:
-        self.progress: Callable[[int], object] = lambda index: None
+        self.progress: Callable[[int | None], object] = lambda index: None
         self.skip: Collection[int] = ()
         self.ahead = False
         self._pid = 0

@@ -236,8 +236,9 @@ class Replay:
     simulated = False
 
     def __init__(self, path: str, speed: float = 1.0, at: float = 0.0) -> None:
-        self.progress: Callable[[int], object] = lambda index: None
+        self.progress: Callable[[int | None], object] = lambda index: None
         self.skip: Collection[int] = ()
+        self.ahead = False
         self._samples: Iterator[dict[str, Any]] = read_samples(path)
         self._now = self._next = next(self._samples, None)
         if self._now is None:

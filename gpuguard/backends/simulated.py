@@ -133,15 +133,16 @@ def use(
 
 
 class Simulated:
-    """The Backend.  A worker sets *progress* and *skip*."""
+    """The Backend."""
 
     name = "simulated"
     simulated = True
 
     def __init__(self, place: str) -> None:
         self.directory = place
-        self.skip: set[int] = set()  # indices of devices that must not be touched
-        self.progress: Callable[[int], None] = lambda index: None  # told the index of each device before it is touched
+        self.progress: Callable[[int | None], object] = lambda index: None
+        self.skip: Collection[int] = ()
+        self.ahead = False
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
         """As Backend.sample.  HEALTH shows MIG instances: each follows its parent and has its parent's index."""

@@ -492,7 +492,7 @@ def open(spec: str = "") -> Smi:
 
 
 class Smi:
-    """A Backend.  `progress` is told None while the program runs; devices in `skip` are left out."""
+    """A Backend.  Devices in `skip` are left out: the program reads all of them at once."""
 
     name = "smi"
     simulated = False
@@ -501,6 +501,7 @@ class Smi:
         self.path = path
         self.progress: Callable[[int | None], object] = lambda index: None
         self.skip: Collection[int] = ()
+        self.ahead = False
         self._uuids: dict[str, str] = {}  # by bus id: a lost device does not tell its own
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:

@@ -37,7 +37,7 @@ def serve(name: str, requests: int, replies: int, mark: int, life: int) -> NoRet
 
 
 def _serve_requests(name: str, requests: int, replies: int, mark: int) -> None:
-    backend: Any = open_backend(name)
+    backend = open_backend(name)
     backend.progress = lambda index: write_mark(mark, index)
     write_mark(mark, None)  # the first request is there already
     send(replies, ("ready", __version__))
