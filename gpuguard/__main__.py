@@ -23,11 +23,14 @@ def main() -> NoReturn:
     streams_open = None not in (sys.stdin, sys.stdout, sys.stderr)  # else the worker's pipes would be taken for them
     reads_here = command in READ_DEVICES or (command in ASK_THE_DAEMON_FIRST and not _daemon_publishes(options))
     if streams_open and reads_here and not _option(options, "--hosts") and not _option(options, "--hosts-file"):
-        from gpuguard.backends import BACKENDS, spawn  # with subprocess and more: not for --version and --help
+        from gpuguard.backends import (  # with subprocess and more: not for --version and --help
+            BACKENDS,
+            default_backend,
+            spawn,
+        )
 
         named = _option(options, "--backend")  # which may be the job's own, as `--backend nccl`
-        usual = os.environ.get("GPUGUARD_BACKEND") or "nvml"
-        spawn.start_early(named if named.partition(":")[0] in BACKENDS else usual)
+        spawn.start_early(named if named.partition(":")[0] in BACKENDS else default_backend())
     from gpuguard.cli import main as run_and_exit  # while the worker loads what it needs
 
     if raises_at_interrupt:

@@ -18,11 +18,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpuguard.backends import UVM_NODE, Backend
+from gpuguard.backends import Backend, default_backend
 from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.claims.claim import SHARE_VARIABLES, Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.clusters.visible_devices import CUDA_VARIABLE, is_restricted
+from gpuguard.clusters.visible_devices import is_restricted
 from gpuguard.errors import (
     AlreadyClaimed,
     BackendError,
@@ -42,6 +42,7 @@ from gpuguard.request import Request
 from gpuguard.select import not_enough
 from gpuguard.source import desktop_memory, joined
 from gpuguard.units import format_bytes, local_time, parse_bytes, parse_duration
+from gpuguard.vendors import NVIDIA
 
 _ALL = -1
 _PLENTY = 1024  # more devices than a machine has
@@ -165,7 +166,7 @@ def grab_gpus(
             # Two threads that make one call at once get one claim.  A forked child has a lock of its own.
             with nullcontext() if further else _calls.setdefault(os.getpid(), threading.RLock()):
                 environ = _outer_environment()
-                asked = None if further else (ways, name, directory, environ.get(CUDA_VARIABLE))
+                asked = None if further else (ways, name, directory, environ.get(NVIDIA.visible))
                 if ways and asked and (again := _claimed_before(asked, strict)):
                     return again
                 _refuse_late(environ, env_set_ok)
@@ -183,7 +184,7 @@ def grab_gpus(
                     allocator = Allocator(driver, locks, ways, environ=environ, job=job, on_wait=on_wait)
                     claim = _acquired(allocator, seconds, strict)
                 _apply(OwnClaim(os.getpid(), claim, _line_of_the_caller(), asked if claim else None))
-                warn_of_workers(os.environ[CUDA_VARIABLE])
+                warn_of_workers(os.environ[NVIDIA.visible])
         except BaseException:
             if claim is not None:  # interrupted: the program would not know of it
                 claim.release()
@@ -508,12 +509,12 @@ def _lock_directory(directory: str | None, backend: str, *, make: bool = True) -
 
 
 def _backend_name(backend: str | None) -> str:
-    return backend or os.environ.get("GPUGUARD_BACKEND") or "nvml"
+    return backend or default_backend()
 
 
 # The program around a claim: what of it runs already and would not see the devices, or has them.
 
-CUDA_DEVICES = (UVM_NODE, "/dev/kfd", "/dev/dxg")  # cuInit opens one of them, reading the driver does not
+CUDA_DEVICES = (NVIDIA.compute_node, "/dev/kfd", "/dev/dxg")  # cuInit opens one of them, reading the driver does not
 _FORERUNNERS = (b"multiprocessing.forkserver", b"loky.backend.popen_loky")  # in the command lines of such processes
 _LONGEST_ENVIRONMENT = 1 << 20  # bytes
 _BLIND = (
@@ -561,7 +562,7 @@ def _runs_again() -> bool:
 
 def warn_of_workers(visible: str) -> None:
     """Warn where a worker of later on will have the environment of a process that was started before the claim."""
-    variable = f"{CUDA_VARIABLE}={visible}".encode()
+    variable = f"{NVIDIA.visible}={visible}".encode()
     for pid in own_children() or ():
         command = read_memory(pid, "cmdline") or b""
         if not any(word in command for word in _FORERUNNERS):

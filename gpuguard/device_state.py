@@ -20,6 +20,7 @@ from typing import Literal, get_args
 from gpuguard.locale import _, translated
 from gpuguard.model import DRAWING, IDLE_TOLERANCE, ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
 from gpuguard.users import accountable_uid
+from gpuguard.vendors import vendor_of
 
 # The plain states, the most remarkable first: in JSON and metrics, where scripts know these words only.
 PlainDeviceState = Literal["unhealthy", "unclaimed_use", "in_use", "idle", "claimed", "unknown", "free"]
@@ -445,7 +446,7 @@ def device_title(device: Device) -> str:
 
 def model_name(device: Device) -> str:
     """``"H100 80GB HBM3"``, of an instance with its profile; ``"n/a"`` when unknown.  As the driver writes it."""
-    name = (device.name or "n/a").removeprefix("NVIDIA ")
+    name = (device.name or "n/a").removeprefix(f"{vendor_of(device).title} ")
     return name if (device.mig_profile or "") in name else f"{name} {device.mig_profile}"
 
 

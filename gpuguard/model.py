@@ -84,6 +84,7 @@ class Device:
     minor_number: int | None = None
     numa_node: int | None = None
     cpu_affinity: str | None = None  # as in /proc/PID/status Cpus_allowed_list: "0-15,32-47"
+    vendor: str = "nvidia"  # a row of vendors.VENDORS
 
     memory_total: int | None = None  # bytes
     memory_used: int | None = None  # bytes, without memory_reserved where the driver tells them apart

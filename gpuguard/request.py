@@ -26,6 +26,7 @@ from gpuguard.model import (
     Device,
 )
 from gpuguard.units import format_bytes_exactly
+from gpuguard.vendors import UUID_PREFIXES, names_instance
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -245,7 +246,7 @@ def _number(value: float | None, unit: str) -> str:
 
 def _is_instance(selector: str) -> bool:
     """Whether it can only name a MIG instance."""
-    return selector.upper().startswith("MIG-") or "." in selector
+    return names_instance(selector) or "." in selector
 
 
 def _resolve_one(selector: str, devices: Sequence[Device], option: str) -> str:
@@ -260,7 +261,7 @@ def _resolve_one(selector: str, devices: Sequence[Device], option: str) -> str:
     else:
         exact = [device for device in devices if device.uuid.lower() == wanted]
         begins = [device for device in devices if device.uuid.lower().startswith(wanted)]
-        matches = exact or (begins if len(wanted) > len("GPU-") else [])
+        matches = exact or (begins if len(wanted) > max(map(len, UUID_PREFIXES)) else [])
     if len(matches) == 1:
         return matches[0].uuid
     if matches:

@@ -18,12 +18,13 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from gpuguard.backends import Backend
+from gpuguard.backends import Backend, default_backend
 from gpuguard.backends.client import open_worker
 from gpuguard.clusters.visible_devices import outer_devices
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.host import HostNumbers, members_of
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, THERMAL, UTILIZATION, Device, Snapshot
+from gpuguard.vendors import names_instance
 
 if TYPE_CHECKING:
     from gpuguard.backends.client import WorkerBackend
@@ -64,7 +65,7 @@ def collector(
     if not interval >= SHORTEST_SECONDS:
         raise InvalidRequest(f"an interval of {interval} s: {SHORTEST_SECONDS} s are the least.")
     watched = frozenset({os.getpid()} if pids is None else pids)
-    source = (environ.get("GPUGUARD_BACKEND") or "nvml") if backend is None else backend
+    source = default_backend() if backend is None else backend
     return Collector(source, watched, interval, None if devices is None else frozenset(devices), dict(environ))
 
 
@@ -248,7 +249,7 @@ class Collector:
             if isinstance(backend, str):
                 backend = self._opened = self._opened or open_worker(backend)
             snapshot = backend.sample(self._fields)
-            if HEALTH not in self._fields and any(uuid.startswith("MIG-") for uuid in self._uuids(snapshot) or ()):
+            if HEALTH not in self._fields and any(names_instance(uuid) for uuid in self._uuids(snapshot) or ()):
                 self._fields |= {HEALTH}  # which is what finds instances
                 snapshot = backend.sample(self._fields)
         except BackendError as error:

@@ -18,7 +18,7 @@ import sys
 from gpuguard.daemon import service as daemon
 from gpuguard.enforcement import identity
 daemon.clean_environment = lambda environ, root: None
-identity.DRIVER_FILE = "/no/driver"
+identity.DRIVER_FILES = {"nvidia": "/no/driver"}
 from gpuguard.cli import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -407,7 +407,7 @@ def main(campaign: str, fault: str | None = None) -> None:
     users._names.update(NAMES)
     in_workers = f"from gpuguard import users; users._names.update({NAMES})"
     setattr(spawn, "interpreter", beginning_with(in_workers))  # noqa: B010
-    identity.DRIVER_FILE = "/no/driver"  # the processes here have none open, even where there is one
+    identity.DRIVER_FILES = {"nvidia": "/no/driver"}  # the processes here have none open, even where there is one
     limits.ENDED_PER_HOUR = 10**6
     if fault:
         FAULTS[fault]()

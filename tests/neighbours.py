@@ -307,7 +307,7 @@ def pretended(machine: Machinery, place: Path) -> Iterator[None]:
         patch.setattr(procfs, "pid_max", lambda: LARGEST_PID)
         patch.setattr(identity, "facts_of", machine.facts_of)
         patch.setattr(identity, "has_ended", machine.has_ended)
-        patch.setattr(identity, "DRIVER_FILE", "/dev/null")
+        patch.setattr(identity, "DRIVER_FILES", {"nvidia": "/dev/null"})
         patch.setattr(identity, "SESSIONS", str(place / "sessions"))
         patch.setattr(capabilities, "may_signal", lambda uids: True)
         patch.setattr(os, "pidfd_open", machine.open_pidfd)

@@ -158,7 +158,7 @@ def within_the_sample() -> bool:
 def whose_files_are_hidden(began: str) -> bool:
     """What the process has mapped cannot be read, so that it is known by when it came to the device."""
     identity._uses_driver = lambda pid: (None, True)
-    identity.DRIVER_FILE = os.devnull
+    identity.DRIVER_FILES = {"nvidia": os.devnull}
     machine, seen = Listing(a_device(0, memory_used=40 * GIB)), Arrivals()
     machine.simulated = False
     offender = a_sleeper()

@@ -78,7 +78,7 @@ def unseen_files(monkeypatch: pytest.MonkeyPatch) -> None:
         return listdir(path)
 
     monkeypatch.setattr(identity.os, "listdir", list_directory)
-    monkeypatch.setattr(identity, "DRIVER_FILE", FULL)
+    monkeypatch.setattr(identity, "DRIVER_FILES", {"nvidia": FULL})
     monkeypatch.setattr(identity, "DRIVER_NODES", ())
 
 

@@ -9,12 +9,12 @@ import pytest
 from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
-    "locale", "errors", "units", "users", "capabilities", "sanitize", "files", "jsonio", "model", "device_state",
-    "deadline", "procfs", "clusters.visible_devices", "backends", "clusters", "request", "eligibility", "select",
-    "policies", "claims.directory", "daemon.client", "claims", "history", "queue", "source", "daemon.broker_client",
-    "lock", "api", "ray", "notify", "enforcement", "policies.files.keys", "policies.files.checks",
-    "policies.files.loader", "policies.files.last_good", "backtest", "host", "watchdog", "training_log", "jobs", "run",
-    "daemon", "fleet", "views", "metrics", "top", "web", "cli", "__init__", "__main__",
+    "locale", "errors", "units", "users", "capabilities", "sanitize", "files", "jsonio", "model", "vendors",
+    "device_state", "deadline", "procfs", "clusters.visible_devices", "backends", "clusters", "request", "eligibility",
+    "select", "policies", "claims.directory", "daemon.client", "claims", "history", "queue", "source",
+    "daemon.broker_client", "lock", "api", "ray", "notify", "enforcement", "policies.files.keys",
+    "policies.files.checks", "policies.files.loader", "policies.files.last_good", "backtest", "host", "watchdog",
+    "training_log", "jobs", "run", "daemon", "fleet", "views", "metrics", "top", "web", "cli", "__init__", "__main__",
 )  # fmt: skip
 
 

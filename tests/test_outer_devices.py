@@ -1,6 +1,7 @@
 """What CUDA_VISIBLE_DEVICES, Slurm or a container left is where devices are chosen, and nowhere else."""
 
 import ast
+import re
 
 import pytest
 from builders import a_device, a_mig_instance, a_snapshot, a_uuid
@@ -132,16 +133,29 @@ def test_all_sources_must_agree():
     assert indices(environ) == [] and "; " in outer_devices(environ, DEVICES).reason
 
 
-def names_of_variables(module: ast.AST) -> list[int]:
-    """The lines on which *module* names a variable that clusters/visible_devices.py reads and writes."""
-    constants = (node for node in ast.walk(module) if isinstance(node, ast.Constant))
-    return [node.lineno for node in constants if node.value in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")]
+VENDORS_OWN = re.compile(
+    r"(CUDA|NVIDIA)_[A-Z]+_(DEVICES|ORDER)|/dev/nvidia.*|/(proc/driver|sys/module)/nvidia.*|nvml|MIG-"
+)
+# NVIDIA's own backends, and what names the default one.
+OF_A_VENDOR = {
+    "gpuguard.vendors", "gpuguard.backends", "gpuguard.backends.nvml", "gpuguard.backends.smi",
+    "gpuguard.backends.plausibility", "gpuguard.backends.simulated",
+}  # fmt: skip
+
+
+def what_is_a_vendors_own(module: ast.AST) -> list[int]:
+    """The lines on which *module* says what vendors.py says of a vendor."""
+    constants = (node for node in ast.walk(module) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return [node.lineno for node in constants if VENDORS_OWN.fullmatch(node.value)]
 
 
 @pytest.mark.parametrize("path", modules(), ids=module_name)
-def test_one_module_reads_and_writes_the_variables_of_cuda(path):
-    assert bool(names_of_variables(tree(path))) is (module_name(path) == "gpuguard.clusters.visible_devices")
+def test_what_is_a_vendors_own_stands_in_one_module(path):
+    assert bool(what_is_a_vendors_own(tree(path))) is (module_name(path) in OF_A_VENDOR)
 
 
-def test_a_module_that_reads_them_itself_is_found():
-    assert names_of_variables(ast.parse('import os\nos.environ["CUDA_VISIBLE_DEVICES"]')) == [2]
+@pytest.mark.parametrize(
+    "source", ['os.environ["CUDA_VISIBLE_DEVICES"]', 'f"/dev/nvidia{minor}"', 'x or "nvml"', 'uuid.startswith("MIG-")']
+)
+def test_a_module_that_says_it_itself_is_found(source):
+    assert what_is_a_vendors_own(ast.parse(source)) == [1]

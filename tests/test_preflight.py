@@ -39,7 +39,7 @@ def successor_of_the_pid(scene: Scene, patch: Patch) -> None:
 
 
 def without_the_driver(scene: Scene, patch: Patch) -> None:
-    patch.setattr(identity, "DRIVER_FILE", "/dev/full")
+    patch.setattr(identity, "DRIVER_FILES", {"nvidia": "/dev/full"})
     patch.setattr(scene.machine, "simulated", False)
 
 
@@ -544,14 +544,14 @@ EDGES: list[tuple[str, Change, str | None]] = [
 
 @pytest.mark.parametrize(("check", "change", "said"), EDGES)
 def test_a_check_speaks_from_its_edge_on(target, monkeypatch, check, change, said):
-    monkeypatch.setattr(identity, "DRIVER_FILE", os.devnull)
+    monkeypatch.setattr(identity, "DRIVER_FILES", {"nvidia": os.devnull})
     found = CHECKS[check](change(target))
 
     assert found is None if said is None else said in str(found)
 
 
 def test_where_there_is_no_driver_file_there_is_nothing_to_hold_on_to(target, monkeypatch):
-    monkeypatch.setattr(identity, "DRIVER_FILE", "/dev/there-is-none")
+    monkeypatch.setattr(identity, "DRIVER_FILES", {"nvidia": "/dev/there-is-none"})
 
     assert CHECKS["driver"](of_a_driver(facts(uses_driver=None))(target)) is None
 

@@ -1,7 +1,7 @@
 """Where snapshots come from: each file here reads one kind of source and is one row of BACKENDS.
 
 A backend module has ``open(spec) -> OpenedBackend``.  Nothing above this package knows which one it talks to.
-NVIDIA's kernel driver shows itself here, too, as device nodes and files.  Opens no device.
+What is a vendor's on every machine, whoever reads it, is in vendors.  Opens no device.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ class OpenedBackend(Backend, Protocol):
     ahead: bool
 
 
-DEVICE_NODE = "/dev/nvidia"  # and the minor number of the device
-CONTROL_NODE = "/dev/nvidiactl"  # every process that computes on an NVIDIA device has it open
-UVM_NODE = "/dev/nvidia-uvm"  # opened by cuInit, and by no program that only reads the driver
-CAPABILITY_MINORS = "/proc/driver/nvidia-caps/mig-minors"  # "gpu0/gi1/ci0/access 13"
-_VERSIONS = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
-
 BACKENDS = {
     "nvml": "NVIDIA's driver library, through nvidia-ml-py",
     "smi": "the program nvidia-smi, or with smi:FILE.xml what `nvidia-smi -q -x` wrote to a file",
     "replay": "a file of `gpuguard record`, as in replay:FILE or replay:FILE?speed=60",
     "simulated": "a node that exists only in a file: see `gpuguard sim`",
 }
+DEFAULT_BACKEND = "nvml"
 # How backends begin that show a file of another time, on which nothing may be claimed or signalled.
 RECORDED = ("smi:", "replay")
+
+
+def default_backend() -> str:
+    """The backend of a command or a program that names none: $GPUGUARD_BACKEND, else DEFAULT_BACKEND."""
+    return os.environ.get("GPUGUARD_BACKEND") or DEFAULT_BACKEND
 
 
 def open_backend(name: str) -> OpenedBackend:
@@ -86,13 +86,3 @@ def open_backend(name: str) -> OpenedBackend:
     if not isinstance(backend, OpenedBackend):
         raise BackendError(f"the backend {kind} is not whole: `Add a backend` in CONTRIBUTING.md says what it needs.")
     return backend
-
-
-def kernel_version() -> str | None:
-    """The version of the loaded kernel module, "580.65.06"; None when it does not say."""
-    for path in _VERSIONS:
-        if os.path.exists(path):
-            with open(path, encoding="utf-8", errors="replace") as file:
-                words = file.read().partition("\n")[0].split()
-            return next((word for word in words if word[0].isdigit() and "." in word), None)
-    return None

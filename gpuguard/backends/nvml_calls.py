@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from gpuguard.backends import kernel_version
 from gpuguard.backends.plausibility import PLAUSIBLE
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission
 from gpuguard.locale import N_
 from gpuguard.model import BRIEF, Gap
+from gpuguard.vendors import NVIDIA
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -180,7 +180,7 @@ def _init_error(nvml: Any, answer: CallResult) -> BackendError:
         return DriverNotFound(text)
     # This one answers without an initialisation: "13.580.65.06" is CUDA 13, driver 580.65.06.
     library = str(call(nvml, "nvmlSystemGetNVMLVersion").value or "").partition(".")[2] or None
-    kernel = kernel_version()
+    kernel = NVIDIA.kernel_version()
     if answer.code == DRIVER_NOT_LOADED:
         return DriverNotFound(
             f"libnvidia-ml.so.1 ({library or 'of unknown version'}) is there, but no NVIDIA kernel module answers.\n"

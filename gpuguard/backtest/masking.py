@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gpuguard.vendors import UUID_PREFIXES
+
 _FIRST_UID = 100_000
 _HARMLESS = re.compile(r"[a-z ]{1,40}")  # "lost", "reset required": what backends call a problem
 _FIELDS_OF = {
@@ -25,7 +27,7 @@ _FIELDS_OF = {
         "display_active ecc_mode ecc_corrected_volatile ecc_uncorrected_volatile ecc_corrected_aggregate "
         "ecc_uncorrected_aggregate retired_pages remapped_rows remapped_rows_uncorrected clock_graphics clock_video "
         "encoder_utilization decoder_utilization pcie_generation pcie_width pcie_tx pcie_rx nvlink_tx nvlink_rx "
-        "nvlink_flow desktop_memory",
+        "nvlink_flow desktop_memory vendor",
         "uuid parent_uuid pci_bus_id processes problems nvlink_links",
     ),
     "process": (
@@ -115,7 +117,8 @@ class Mask:
 
     def _uuid(self, uuid: str) -> str:
         number = self._number("uuid", uuid)
-        return f"{'MIG' if uuid.startswith('MIG-') else 'GPU'}-ffffffff-0000-4000-8000-{number:012x}"
+        prefix = next((known for known in UUID_PREFIXES if uuid.startswith(known)), UUID_PREFIXES[0])
+        return f"{prefix}ffffffff-0000-4000-8000-{number:012x}"
 
     def _bus_id(self, bus_id: str) -> str:
         return f"00000000:{self._number('bus', bus_id) % 256:02X}:00.0"

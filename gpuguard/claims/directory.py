@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 
-from gpuguard.backends import RECORDED
+from gpuguard.backends import DEFAULT_BACKEND, RECORDED
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import file_system, open_in_place, status_in_place
 from gpuguard.locale import N_, _
@@ -87,7 +87,7 @@ class LockDirectory:
         return f"{self.locks}/{self.prefix}{name}"
 
 
-def lock_directory(path: str | None = None, *, backend: str = "nvml", make: bool = True) -> LockDirectory:
+def lock_directory(path: str | None = None, *, backend: str = DEFAULT_BACKEND, make: bool = True) -> LockDirectory:
     """The directory in which claims are made.
 
     Args:

@@ -42,6 +42,7 @@ from gpuguard.model import ClaimRecord, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.units import local_time
 from gpuguard.users import accountable_uids, certain_owner, user_name
+from gpuguard.vendors import UUID_PREFIXES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -432,7 +433,7 @@ class ClaimWatcher:
         """Find out who holds the locks now, while something else is waited for."""
         start = directory.prefix
         names = [name.removeprefix(start) for name in os.listdir(directory.locks) if name.startswith(start)]
-        self.probe(directory, [name for name in names if name.startswith(("GPU-", "MIG-")) and ".slot" not in name])
+        self.probe(directory, [name for name in names if name.startswith(UUID_PREFIXES) and ".slot" not in name])
 
 
 class FirstSeen:

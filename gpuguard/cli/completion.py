@@ -18,6 +18,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpuguard.backends import DEFAULT_BACKEND, default_backend
 from gpuguard.claims.records import read_records
 from gpuguard.cli import COMMANDS, subcommand
 from gpuguard.cli.options import Parser, directory_of, snapshot_source
@@ -60,7 +61,7 @@ _BY_DEST = {
 # ... the name of the value in the help says more: --device UUID is not --device D.
 _BY_METAVAR = {**dict.fromkeys(("FILE", "PATH", "RECORDING"), FILE), "UUID": "uuids"}
 _FIXED = {
-    "backend": ("nvml", "smi", "simulated"),
+    "backend": (DEFAULT_BACKEND, "smi", "simulated"),
     "checkpoint_signal": ("USR1", "USR2", "INT", "TERM", "HUP"),
     "shell": tuple(SHELLS),
 }
@@ -302,7 +303,7 @@ VALUES: dict[str, tuple[Callable[[str], Values], bool]] = {
 
 def _source() -> argparse.Namespace:
     """What --backend and --dir are by default."""
-    backend, directory = os.environ.get("GPUGUARD_BACKEND") or "nvml", os.environ.get("GPUGUARD_DIR") or None
+    backend, directory = default_backend(), os.environ.get("GPUGUARD_DIR") or None
     return argparse.Namespace(backend=backend, dir=directory, fresh=False)
 
 

@@ -12,17 +12,17 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from glob import glob
 from importlib import metadata
 from typing import Any
 
-from gpuguard.backends import kernel_version
 from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.claims.claim import lock_faults
 from gpuguard.claims.directory import daemon_files, fault_of, open_lock
 from gpuguard.claims.disk_room import room_for_records
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
 from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of, sampled
-from gpuguard.clusters.visible_devices import CONTAINER_VARIABLE, CUDA_VARIABLE, ORDER_VARIABLE, outer_devices
+from gpuguard.clusters.visible_devices import outer_devices
 from gpuguard.daemon.client import SOCKET_NAME, NoDaemonSocket, StatusReply, exchange, query_daemon
 from gpuguard.enforcement.identity import is_alive
 from gpuguard.enforcement.pauses import Pauses
@@ -34,12 +34,12 @@ from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.request import Request
 from gpuguard.source import daemon_lives, hidepid
+from gpuguard.vendors import NVIDIA, vendor_of
 from gpuguard.views import doctor
 from gpuguard.views.doctor import FAULT, DoctorFacts
 from gpuguard.views.text import json_text, put, style
 
 PACKAGES = ("gpuguard", "nvidia-ml-py", "psutil")
-VARIABLES = (CUDA_VARIABLE, ORDER_VARIABLE, CONTAINER_VARIABLE, "SLURM_JOB_ID", "GPUGUARD_CLAIM")
 _A_SHARE = Request(share=True, memory=1)  # which needs all lock files of a device
 
 
@@ -66,26 +66,29 @@ def main(args: argparse.Namespace) -> int:
 def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
     driver = _driver(args)
     snapshot = driver["snapshot"]
-    outer = outer_devices(os.environ, snapshot.devices if snapshot else ())
+    devices = snapshot.devices if snapshot else ()
+    vendor, outer = vendor_of(devices[0]) if devices else NVIDIA, outer_devices(os.environ, devices)
+    variables = (vendor.visible, *vendor.numbering, vendor.container, "SLURM_JOB_ID", "GPUGUARD_CLAIM")
+    nodes = sorted(os.path.basename(path) for path in glob(f"{vendor.device_node}*"))
     return DoctorFacts(
         host=os.uname().nodename,
         backend=args.backend,
         uid=os.geteuid(),
         **driver,
-        **_lock(args, snapshot.devices if snapshot else ()),
+        **_lock(args, devices),
         **_site_rules(args),
         outer=None if outer.uuids is None else (len(outer.uuids), outer.reason),
         full_log=_full_log(),
         library_error=_library_error(),
         glibc=has_glibc(),
-        kernel_version=kernel_version(),
-        device_nodes=tuple(sorted(name for name in os.listdir("/dev") if name.startswith("nvidia"))),
+        kernel_version=vendor.kernel_version(),
+        device_nodes=tuple(nodes),
         first_pid_namespace=in_first_pid_namespace(),
         hidepid=hidepid(),
         container=_container(os.environ),
         protected_regular=_number("/proc/sys/fs/protected_regular"),
         protected_hardlinks=_number("/proc/sys/fs/protected_hardlinks"),
-        environ={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        environ={name: os.environ[name] for name in variables if name in os.environ},
         python=sys.version.split()[0],
         packages={name: _version(name) for name in PACKAGES},
     )

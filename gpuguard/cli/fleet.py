@@ -14,6 +14,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from gpuguard.backends import default_backend
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
 from gpuguard.cli.options import quantity, whole_number
 from gpuguard.cli.progress import bar
@@ -48,7 +49,7 @@ def refuse(args: argparse.Namespace, usual: dict[str, object], why: str) -> None
 def query_of(args: argparse.Namespace, words: Sequence[str]) -> tuple[tuple[str, ...], FleetQuery]:
     """The hosts, and how each is asked *words*."""
     there = _("it is of this machine; GPUGUARD_BACKEND and GPUGUARD_DIR of the account over there decide")
-    refuse(args, {"backend": os.environ.get("GPUGUARD_BACKEND") or "nvml"}, there)
+    refuse(args, {"backend": default_backend()}, there)
     refuse(args, {"dir": os.environ.get("GPUGUARD_DIR") or None}, there)
     timeout = quantity("--timeout", args.timeout, parse_duration)
     parallel = whole_number("--parallel", args.parallel)

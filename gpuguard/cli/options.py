@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuguard.backends import Backend
+from gpuguard.backends import Backend, default_backend
 from gpuguard.backends.client import open_worker
 from gpuguard.claims.directory import LockDirectory, last_about, lock_directory
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -185,7 +185,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--backend",
         metavar="B",
-        default=os.environ.get("GPUGUARD_BACKEND") or "nvml",
+        default=default_backend(),
         help="nvml, smi, simulated; to look at files: smi:FILE.xml, replay:FILE; see docs/sources.md "
         "(default: $GPUGUARD_BACKEND, else nvml)",
     )

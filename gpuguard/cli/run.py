@@ -22,6 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gpuguard.backends import default_backend
 from gpuguard.claims.claim import JobDetails
 from gpuguard.claims.records import probe
 from gpuguard.cli import options
@@ -242,7 +243,7 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
 
 def _set_environment(args: argparse.Namespace) -> None:
     """Let gpuguard inside the job mean the same machine and the same claims, wherever it is called."""
-    if args.backend != (os.environ.get("GPUGUARD_BACKEND") or "nvml"):
+    if args.backend != default_backend():
         kind, colon, path = args.backend.partition(":")
         os.environ["GPUGUARD_BACKEND"] = kind + colon + (os.path.abspath(path) if path else "")
     if args.dir:

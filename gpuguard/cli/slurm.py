@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from itertools import groupby
 
-from gpuguard.backends import DEVICE_NODE
+from gpuguard.backends import DEFAULT_BACKEND
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.cli.options import (
     SubcommandRow,
@@ -42,6 +42,7 @@ from gpuguard.model import HEALTH, MEMORY, MODEL, Device, Event, EventKind, Even
 from gpuguard.sanitize import neutralise
 from gpuguard.units import parse_duration
 from gpuguard.users import user_name
+from gpuguard.vendors import vendor_of
 from gpuguard.views.text import put
 
 PLACE = "/etc/slurm"
@@ -71,7 +72,7 @@ def _setup(args: argparse.Namespace) -> int:
     # The program, and where it looks if not at the usual places.
     program = os.path.abspath(sys.argv[0])
     command = [program if os.path.basename(program) == "gpuguard" else "/usr/bin/gpuguard"]
-    command += ["--backend", args.backend] if args.backend != "nvml" else []
+    command += ["--backend", args.backend] if args.backend != DEFAULT_BACKEND else []
     command += ["--dir", args.dir] if args.dir else []
     host = socket.gethostname().partition(".")[0]
     put(map(neutralise, lines(host, devices, args.place, command, args.wait)), sys.stdout)
@@ -120,21 +121,21 @@ def _minor(device: Device) -> int:
 
 def _kind(device: Device) -> str:
     """``"h100_80gb_hbm3"``: a type as Slurm takes it."""
-    name = re.sub(r"^NVIDIA\s+", "", device.name or "gpu")
+    name = re.sub(rf"^{vendor_of(device).title}\s+", "", device.name or "gpu")
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "gpu"
 
 
 def _files(devices: Sequence[Device]) -> str:
     """``"/dev/nvidia[0-2,5]"``."""
-    spans: list[list[int]] = []
+    node, spans = vendor_of(devices[0]).device_node, list[list[int]]()
     for number in map(_minor, devices):
         if spans and number == spans[-1][1] + 1:
             spans[-1][1] = number
         else:
             spans.append([number, number])
     if len(devices) == 1:
-        return f"{DEVICE_NODE}{spans[0][0]}"
-    return f"{DEVICE_NODE}[{','.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)}]"
+        return f"{node}{spans[0][0]}"
+    return f"{node}[{','.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)}]"
 
 
 # What Slurm calls before and after a job.

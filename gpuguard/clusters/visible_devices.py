@@ -24,11 +24,9 @@ from itertools import takewhile
 
 from gpuguard.locale import _, ngettext
 from gpuguard.model import Device
+from gpuguard.vendors import NVIDIA, UUID_PREFIXES, names_instance
 
-CUDA_VARIABLE, ORDER_VARIABLE = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
-CONTAINER_VARIABLE = "NVIDIA_VISIBLE_DEVICES"
-PCI_ORDER = "PCI_BUS_ID"
-SLURM_VARIABLES = (CUDA_VARIABLE, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
+SLURM_VARIABLES = (NVIDIA.visible, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 _MOST = 1024  # GPUs of a node
 
 Opinion = tuple[tuple[str, ...], str]  # uuids that are allowed, and why, for people
@@ -64,12 +62,12 @@ def outer_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Oute
 
 def variables(names: Iterable[object]) -> dict[str, str]:
     """The variable that leaves the devices with these indices or uuids to CUDA, in this order."""
-    return {CUDA_VARIABLE: ",".join(map(str, names))}
+    return {NVIDIA.visible: ",".join(map(str, names))}
 
 
 def environment_of(devices: Sequence[Device], *, by_uuid: bool = False) -> dict[str, str]:
     """The variables that leave *devices* to CUDA: by index, but MIG instances, which have none, by uuid."""
-    return {ORDER_VARIABLE: PCI_ORDER, **variables(names_of(devices, by_uuid=by_uuid))}
+    return {**NVIDIA.numbering, **variables(names_of(devices, by_uuid=by_uuid))}
 
 
 def names_of(devices: Sequence[Device], *, by_uuid: bool = False) -> list[str]:
@@ -80,12 +78,12 @@ def names_of(devices: Sequence[Device], *, by_uuid: bool = False) -> list[str]:
 
 def is_restricted(environ: Mapping[str, str]) -> bool:
     """Whether there is a list, be it empty."""
-    return CUDA_VARIABLE in environ
+    return NVIDIA.visible in environ
 
 
 def entries(environ: Mapping[str, str]) -> tuple[str, ...]:
     """What the list names, as it is written, up to its first empty entry."""
-    words = (entry.strip() for entry in environ.get(CUDA_VARIABLE, "").split(","))
+    words = (entry.strip() for entry in environ.get(NVIDIA.visible, "").split(","))
     return tuple(takewhile(bool, words))
 
 
@@ -97,7 +95,7 @@ def visible_uuids(environ: Mapping[str, str], devices: Sequence[Device]) -> tupl
 
 def cuda_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opinion | None:
     """The uuids that the list leaves, and what to tell people about it; None (no opinion) when there is no list."""
-    text = environ.get(CUDA_VARIABLE)
+    text = environ.get(NVIDIA.visible)
     if text is None:
         return None
     gpus = [device for device in devices if device.parent_uuid is None]
@@ -108,7 +106,7 @@ def cuda_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opini
             break
         if uuid in uuids:
             return (), _("{variable}={text} names a GPU twice, so CUDA sees none").format(
-                variable=CUDA_VARIABLE, text=text
+                variable=NVIDIA.visible, text=text
             )
         uuids.append(uuid)
     indices = {device.uuid: str(device.index) for device in gpus}
@@ -118,36 +116,37 @@ def cuda_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opini
         listed = ", ".join(names)
         allowed = ngettext("only GPU {names}", "only GPUs {names}", len(names)).format(names=listed)
     return tuple(uuids), _("{variable}={text} allows {allowed}").format(
-        variable=CUDA_VARIABLE, text=text, allowed=allowed
+        variable=NVIDIA.visible, text=text, allowed=allowed
     )
 
 
 def container_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opinion | None:
     """No device where the container was started without; None (no opinion) elsewhere."""
-    text = environ.get(CONTAINER_VARIABLE)
+    text = environ.get(NVIDIA.container)
     if text is None or text.strip().lower() not in ("", "void", "none"):
         return None
-    return (), _("{variable}={text} gives no GPU to this container").format(variable=CONTAINER_VARIABLE, text=text)
+    return (), _("{variable}={text} gives no GPU to this container").format(variable=NVIDIA.container, text=text)
 
 
 def doubt(environ: Mapping[str, str], devices: Sequence[Device]) -> str:
     """Why an index of the list may mean another device, "" when it cannot."""
     same = len({device.name for device in devices if device.parent_uuid is None}) < 2
-    if same or environ.get(ORDER_VARIABLE) == PCI_ORDER or not any(map(str.isdecimal, entries(environ))):
+    ordered = NVIDIA.numbering.items() <= environ.items()
+    if same or ordered or not any(map(str.isdecimal, entries(environ))):
         return ""
     return _(
         "the GPUs of this machine differ, and without {order} CUDA numbers the "
         "fastest first: here {variable} counts in PCI order, as nvidia-smi does"
-    ).format(order=f"{ORDER_VARIABLE}={PCI_ORDER}", variable=CUDA_VARIABLE)
+    ).format(order=" ".join(map("=".join, NVIDIA.numbering.items())), variable=NVIDIA.visible)
 
 
 def _uuid_of(entry: str, gpus: Sequence[Device], devices: Sequence[Device]) -> str | None:
     if entry.isdecimal():
         return next((device.uuid for device in gpus if str(device.index) == (entry.lstrip("0") or "0")), None)
-    if not entry.upper().startswith(("GPU-", "MIG-")):
+    if not entry.upper().startswith(UUID_PREFIXES):
         return None
     matches = [device.uuid for device in devices if device.uuid.lower().startswith(entry.lower())]
-    if not matches and entry.upper().startswith("MIG-"):
+    if not matches and names_instance(entry):
         return entry
     return matches[0] if len(matches) == 1 else None
 

@@ -22,11 +22,11 @@ from fnmatch import fnmatchcase
 from hashlib import sha256
 from typing import BinaryIO, TypeVar
 
-from gpuguard.backends import CONTROL_NODE, DEVICE_NODE
 from gpuguard.deadline import in_time
 from gpuguard.policies.view import interactive_use
 from gpuguard.procfs import LONGEST, read_link, read_memory, read_text, start_time, stat_of
 from gpuguard.users import certain_owner
+from gpuguard.vendors import VENDORS
 
 T = TypeVar("T")
 
@@ -44,8 +44,9 @@ SYSTEM_PROGRAMS = (
     "pulseaudio", "dbus-daemon", "dbus-broker*", "systemd*", "sshd*", "tmux*", "screen", "login", "init",
     "dockerd", "containerd*", "runc", "crun", "conmon", "podman", "kubelet", "pause", "slurmd", "slurmstepd", "srun",
 )  # fmt: skip
-DRIVER_FILE = CONTROL_NODE
-DRIVER_NODES = (f"{DEVICE_NODE}*", f"{DEVICE_NODE}-caps/*")  # and the others, as globs
+DRIVER_FILES = {name: vendor.control_node for name, vendor in VENDORS.items()}
+# And the others, as globs.
+DRIVER_NODES = tuple(f"{path}*" for vendor in VENDORS.values() for path in (vendor.device_node, vendor.capability_node))
 SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap/", "/nix/store/")
 
 # These may take so many times longer than other reads, whatever other users do: the owner of a process can make its
@@ -287,7 +288,7 @@ def _uses_driver(pid: int) -> tuple[bool | None, bool]:
 
 
 def _driver_nodes() -> dict[str, os.stat_result]:
-    return {path: os.stat(path) for pattern in (DRIVER_FILE, *DRIVER_NODES) for path in glob.glob(pattern)}
+    return {path: os.stat(path) for pattern in (*DRIVER_FILES.values(), *DRIVER_NODES) for path in glob.glob(pattern)}
 
 
 def _has_driver_open(pid: int) -> bool | None:

@@ -4,7 +4,7 @@ For an ordinary user bubblewrap builds a mount namespace whose /dev lacks the no
 enters it.  For root, who could make the nodes again, the job starts in a cgroup of its own with a filter on its
 devices: a program of type BPF_PROG_TYPE_CGROUP_DEVICE, which the kernel asks at every open() and mknod() of a device.
 Either keeps accidents away from other people's devices; neither is a wall against those who mean harm, see
-docs/isolation.md.  Where neither can be had the job is refused, never started without.  Knows NVIDIA's nodes alone.
+docs/isolation.md.  Where neither can be had the job is refused, never started without.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpuguard.backends import CAPABILITY_MINORS
 from gpuguard.claims.directory import TRUSTED, LockDirectory, is_roots
 from gpuguard.clusters import visible_devices
 from gpuguard.device_state import device_title
@@ -33,13 +32,12 @@ from gpuguard.files import close_all, mounts
 from gpuguard.locale import _
 from gpuguard.model import HEALTH, MODEL, Device
 from gpuguard.procfs import read_text
+from gpuguard.vendors import NVIDIA, vendor_of
 
 if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.claims.claim import Claim
-
-MAJOR = 195  # of NVIDIA's nodes: Documentation/admin-guide/devices.txt of Linux
-LAST_GPU_MINOR = 247  # NV_MINOR_DEVICE_NUMBER_REGULAR_MAX; 254 is nvidia-modeset, 255 nvidiactl, which all jobs share
+    from gpuguard.vendors import Vendor
 
 # Of a filter: major number -> (highest minor that is refused, minors that are allowed nevertheless), for character
 # devices.  Everything else is allowed.
@@ -53,16 +51,17 @@ class Nodes:
     gpus: frozenset[int]
     capabilities: frozenset[int] = frozenset()
     capability_major: int | None = None  # None: the driver has none
+    vendor: Vendor = NVIDIA
 
     def hides(self, major: int, minor: int) -> bool:
         """Whether the character device with these numbers is another job's."""
-        if major == MAJOR:
-            return minor <= LAST_GPU_MINOR and minor not in self.gpus
+        if major == self.vendor.major:
+            return minor <= self.vendor.last_minor and minor not in self.gpus
         return major == self.capability_major and minor not in self.capabilities
 
     def rules(self) -> FilterRules:
         """The same for a filter."""
-        found: dict[int, tuple[int, Collection[int]]] = {MAJOR: (LAST_GPU_MINOR, self.gpus)}
+        found: dict[int, tuple[int, Collection[int]]] = {self.vendor.major: (self.vendor.last_minor, self.gpus)}
         if self.capability_major is not None:
             found[self.capability_major] = (2**20, self.capabilities)  # a minor number has 20 bits
         return found
@@ -130,11 +129,11 @@ def environment_of(devices: Sequence[Device], visible: str) -> dict[str, str]:
 
 
 def nodes_of(
-    facts: Sequence[Device], claimed: Sequence[Device], minors: str = CAPABILITY_MINORS, majors: str = "/proc/devices"
+    facts: Sequence[Device], claimed: Sequence[Device], minors: str | None = None, majors: str = "/proc/devices"
 ) -> Nodes:
     """The nodes of the *claimed* devices, of which the driver has told *facts*."""
     known = {device.uuid: device for device in facts}
-    gpus, wanted = set(), []
+    vendor, gpus, wanted = vendor_of(claimed[0]), set(), []
     for device in (known.get(device.uuid, device) for device in claimed):
         minor = device.minor_number
         if minor is None:
@@ -153,16 +152,18 @@ def nodes_of(
         else:
             instance = rf"gpu{minor}/gi{device.gpu_instance_id}"
             wanted += [rf"{instance}/access", rf"{instance}/ci{device.compute_instance_id}/access"]
-    major = re.search(r"^\s*(\d+) nvidia-caps$", read_text(majors) or "", re.MULTILINE)
-    allowed = re.findall(rf"^(?:{'|'.join(wanted)}) (\d+)$", read_text(minors) or "", re.MULTILINE)
-    return Nodes(frozenset(gpus), frozenset(map(int, allowed)), int(major[1]) if major else None)
+    major = re.search(rf"^\s*(\d+) {vendor.capabilities}$", read_text(majors) or "", re.MULTILINE)
+    table = read_text(minors or vendor.capability_minors) or ""
+    allowed = re.findall(rf"^(?:{'|'.join(wanted)}) (\d+)$", table, re.MULTILINE)
+    return Nodes(frozenset(gpus), frozenset(map(int, allowed)), int(major[1]) if major else None, vendor)
 
 
 def needed(nodes: Nodes, dev: str) -> list[str]:
     """Nodes without which no job with CUDA starts."""
-    gpus = [f"{dev}/nvidia{minor}" for minor in sorted(nodes.gpus)]
-    capabilities = [f"{dev}/nvidia-caps/nvidia-cap{minor}" for minor in sorted(nodes.capabilities)]
-    return [f"{dev}/nvidiactl", f"{dev}/nvidia-uvm", *gpus, *capabilities]
+    vendor = nodes.vendor
+    gpus = [f"{vendor.device_node}{minor}" for minor in sorted(nodes.gpus)]
+    capabilities = [f"{vendor.capability_node}{minor}" for minor in sorted(nodes.capabilities)]
+    return [path.replace("/dev", dev, 1) for path in (vendor.control_node, vendor.compute_node, *gpus, *capabilities)]
 
 
 def hidden(nodes: Nodes, dev: str) -> frozenset[str]:

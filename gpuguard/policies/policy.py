@@ -26,6 +26,7 @@ from gpuguard.model import (
 )
 from gpuguard.policies.view import Evidence, Rule, SampleIndex, interactive_use, reach_of
 from gpuguard.units import Amount, format_duration, parse_celsius, parse_power_amount
+from gpuguard.vendors import UUID_PREFIXES
 
 if TYPE_CHECKING:  # these names are new: a job that waits through an upgrade imports this file beside its old model.py
     from gpuguard.model import ActionName, NoteKind
@@ -73,7 +74,9 @@ def parse_path(text: str) -> str:
     return text
 
 
-_DEVICE = re.compile(r"0|[1-9]\d{0,2}|(?:0|[1-9]\d{0,2})\.\d{1,2}|(?:GPU|MIG)-[0-9a-fA-F][0-9a-fA-F-]*")
+_DEVICE = re.compile(
+    rf"0|[1-9]\d{{0,2}}|(?:0|[1-9]\d{{0,2}})\.\d{{1,2}}|(?:{'|'.join(UUID_PREFIXES)})[0-9a-fA-F][0-9a-fA-F-]*"
+)
 
 
 def parse_device(text: str) -> str:

@@ -43,6 +43,7 @@ from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import LAST_TIME, IgnoredFile, checked_number, read_document, read_documents, touch
 from gpuguard.units import format_count, format_duration, local_time
 from gpuguard.users import GroupMembers, accountable_uids, group_name, is_in_group, user_name
+from gpuguard.vendors import names_instance
 
 MAX_BYTES = 4096
 MOST_OF_ONE = 100  # of a user; a quota counts their devices, but only once all of them were read
@@ -127,7 +128,7 @@ def with_reserved_instances(backend: Backend, directory: LockDirectory, snapshot
         return snapshot
     shown = {device.uuid for device in snapshot.devices}
     reservations, *_ = read_reservations(directory, snapshot.taken_at)
-    reserved = {uuid for reservation in reservations for uuid in reservation.devices if uuid.startswith("MIG-")}
+    reserved = {uuid for reservation in reservations for uuid in reservation.devices if names_instance(uuid)}
     return snapshot if reserved <= shown else snapshot.updated(backend.sample({MEMORY, PROCESSES, HEALTH}))
 
 

@@ -14,12 +14,12 @@ from gpuguard.backends import RECORDED
 from gpuguard.backends.nvml_calls import NEEDS_GLIBC
 from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.claims.disk_room import SCARCE, Room
-from gpuguard.clusters.visible_devices import ORDER_VARIABLE, PCI_ORDER
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.units import format_count
+from gpuguard.vendors import NVIDIA
 from gpuguard.views.text import Paint, padded, table, wrapped
 
 OK, WARNING, FAULT = N_("ok"), N_("warning"), N_("fault")
@@ -420,9 +420,11 @@ def _environment(facts: DoctorFacts) -> Finding:
     if facts.outer and facts.outer[0] == 0:
         advice = _("No GPU can be had in this shell.  Unset the variable, or ask the outer scheduler for GPUs.")
         return WARNING, facts.outer[1], advice
-    if facts.environ.get(ORDER_VARIABLE) not in (None, PCI_ORDER):
+    set_otherwise = facts.environ.items() - NVIDIA.numbering.items()
+    numbered = [f"{name}={value}" for name, value in set_otherwise if name in NVIDIA.numbering]
+    if numbered:
         advice = _("`gpuguard run` sets PCI_BUS_ID for its jobs.  Elsewhere GPU 0 may be another than nvidia-smi's.")
-        return WARNING, f"{ORDER_VARIABLE}={facts.environ[ORDER_VARIABLE]}", advice
+        return WARNING, ", ".join(numbered), advice
     if facts.outer:
         return WARNING, facts.outer[1], _("gpuguard stays inside that.  Unset it to choose among all GPUs.")
     names = ", ".join(f"{name}={value}" for name, value in facts.environ.items())

@@ -18,6 +18,7 @@ from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply, HostUser
 from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.sanitize import neutral_command
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
+from gpuguard.vendors import names_instance
 from gpuguard.views.charts import sparkline
 from gpuguard.views.text import Paint, picked, shorten, table
 from gpuguard.views.who import LABELS, TOTALS, device_cells, total_cells
@@ -147,7 +148,7 @@ def room(reply: HostReply, form: str, separator: str) -> str | None:
     devices = reply.answer.devices if reply.answer is not None else ()
     if not devices:
         return None
-    by_uuid = form == "uuid" or any(device.uuid.startswith("MIG-") for device in devices)
+    by_uuid = form == "uuid" or any(names_instance(device.uuid) for device in devices)
     return separator.join(str(device.uuid if by_uuid else device.index) for device in devices)
 
 

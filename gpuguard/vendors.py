@@ -1,0 +1,81 @@
+"""What belongs to one vendor and is the same on every machine: its variables, forms of uuids, device nodes and module.
+
+A vendor is one value here, and the field `vendor` of a device names it.  Reads no device: see backends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpuguard.model import Device
+
+
+@dataclass(frozen=True)
+class Vendor:
+    """How a vendor's driver, its libraries and its devices show themselves on any machine."""
+
+    name: str  # as Device.vendor has it
+    title: str  # what the names of its models begin with
+
+    visible: str  # the variable that lists the devices which a process may use, by index or uuid
+    numbering: Mapping[str, str]  # further variables of a job, without which an index may mean another device
+    container: str  # the variable that says which devices a container runtime has let in
+    uuid_prefix: str
+    instance_prefix: str  # of the uuids of instances
+
+    control_node: str  # every process that computes has it open
+    compute_node: str  # opened when a process begins to compute, and by no program that only reads the driver
+    device_node: str  # and the minor number of the device
+    major: int  # of the nodes of devices
+    last_minor: int  # of a device; the nodes with higher minors are shared by all jobs
+    capabilities: str  # the row of /proc/devices of the nodes that let a process into an instance
+    capability_node: str  # and the minor number of such a node
+    capability_minors: str  # the file that says which of them is which
+    versions: tuple[str, ...]  # files that say the version of the loaded kernel module
+
+    def kernel_version(self) -> str | None:
+        """The version of the loaded kernel module, "580.65.06"; None when it does not say."""
+        for path in self.versions:
+            if os.path.exists(path):
+                with open(path, encoding="utf-8", errors="replace") as file:
+                    words = file.read().partition("\n")[0].split()
+                return next((word for word in words if word[0].isdigit() and "." in word), None)
+        return None
+
+
+NVIDIA = Vendor(
+    name="nvidia",
+    title="NVIDIA",
+    visible="CUDA_VISIBLE_DEVICES",
+    numbering={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+    container="NVIDIA_VISIBLE_DEVICES",
+    uuid_prefix="GPU-",
+    instance_prefix="MIG-",
+    control_node="/dev/nvidiactl",
+    compute_node="/dev/nvidia-uvm",
+    device_node="/dev/nvidia",
+    major=195,  # Documentation/admin-guide/devices.txt of Linux
+    last_minor=247,  # NV_MINOR_DEVICE_NUMBER_REGULAR_MAX; 254 is nvidia-modeset, 255 nvidiactl
+    capabilities="nvidia-caps",
+    capability_node="/dev/nvidia-caps/nvidia-cap",
+    capability_minors="/proc/driver/nvidia-caps/mig-minors",  # "gpu0/gi1/ci0/access 13"
+    versions=("/sys/module/nvidia/version", "/proc/driver/nvidia/version"),
+)
+
+VENDORS = {vendor.name: vendor for vendor in (NVIDIA,)}
+INSTANCE_PREFIXES = tuple(vendor.instance_prefix for vendor in VENDORS.values())
+UUID_PREFIXES = tuple(vendor.uuid_prefix for vendor in VENDORS.values()) + INSTANCE_PREFIXES
+
+
+def vendor_of(device: Device) -> Vendor:
+    """The vendor of a device; NVIDIA for one that only a later version of gpuguard knows, which recorded it."""
+    return VENDORS.get(device.vendor, NVIDIA)
+
+
+def names_instance(uuid: str) -> bool:
+    """Whether it is the uuid of an instance, or the beginning of one, rather than of a whole device."""
+    return uuid.upper().startswith(INSTANCE_PREFIXES)
