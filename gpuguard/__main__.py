@@ -26,11 +26,13 @@ def main() -> NoReturn:
         from gpuguard.backends import (  # with subprocess and more: not for --version and --help
             BACKENDS,
             default_backend,
+            parts_of,
             spawn,
         )
 
         named = _option(options, "--backend")  # which may be the job's own, as `--backend nccl`
-        spawn.start_early(named if named.partition(":")[0] in BACKENDS else default_backend())
+        for part in parts_of(named if named.partition(":")[0].partition(",")[0] in BACKENDS else default_backend()):
+            spawn.start_early(part)
     from gpuguard.cli import main as run_and_exit  # while the worker loads what it needs
 
     if raises_at_interrupt:

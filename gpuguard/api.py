@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuguard.backends import Backend, default_backend
 from gpuguard.backends.client import WorkerBackend, open_worker
@@ -42,7 +42,10 @@ from gpuguard.request import Request
 from gpuguard.select import not_enough
 from gpuguard.source import desktop_memory, joined
 from gpuguard.units import format_bytes, local_time, parse_bytes, parse_duration
-from gpuguard.vendors import NVIDIA
+from gpuguard.vendors import NVIDIA, VENDORS
+
+if TYPE_CHECKING:
+    from gpuguard.backends.merged import MergedBackend
 
 _ALL = -1
 _PLENTY = 1024  # more devices than a machine has
@@ -247,7 +250,7 @@ def snapshot(fields: Iterable[str] | None = None, *, backend: str | None = None)
         return driver.sample(asked | {MODEL})
 
 
-def _worker(name: str, directory: str | None) -> WorkerBackend:
+def _worker(name: str, directory: str | None) -> WorkerBackend | MergedBackend:
     return open_worker(
         name, desktop_memory=lambda: desktop_memory(lambda: _lock_directory(directory, name, make=False))
     )
@@ -514,7 +517,8 @@ def _backend_name(backend: str | None) -> str:
 
 # The program around a claim: what of it runs already and would not see the devices, or has them.
 
-CUDA_DEVICES = (NVIDIA.compute_node, "/dev/kfd", "/dev/dxg")  # cuInit opens one of them, reading the driver does not
+# What begins to compute opens one of them, and what reads the driver does not; dxg is that of WSL.
+CUDA_DEVICES = (*(vendor.compute_node for vendor in VENDORS.values()), "/dev/dxg")
 _FORERUNNERS = (b"multiprocessing.forkserver", b"loky.backend.popen_loky")  # in the command lines of such processes
 _LONGEST_ENVIRONMENT = 1 << 20  # bytes
 _BLIND = (

@@ -85,6 +85,7 @@ class Device:
     numa_node: int | None = None
     cpu_affinity: str | None = None  # as in /proc/PID/status Cpus_allowed_list: "0-15,32-47"
     vendor: str = "nvidia"  # a row of vendors.VENDORS
+    ordinal: int | None = None  # its index among the devices of its vendor; None: no other vendor's come before it
 
     memory_total: int | None = None  # bytes
     memory_used: int | None = None  # bytes, without memory_reserved where the driver tells them apart
@@ -143,6 +144,11 @@ class Device:
     nvlink_tx: float | None = None  # bytes per second over all links, mean since the look before
     nvlink_rx: float | None = None
     nvlink_flow: tuple[tuple[int, float, float], ...] | None = None  # (link number, tx, rx) of each link that tells
+
+    @property
+    def number(self) -> int:
+        """What the variables of its vendor call it: its index among the devices of that vendor."""
+        return self.index if self.ordinal is None else self.ordinal
 
     @property
     def label(self) -> str:

@@ -33,6 +33,7 @@ from gpuguard.locale import _, ngettext
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.request import Request, options_of, spelled
 from gpuguard.units import format_bytes, format_bytes_within, format_count, format_duration
+from gpuguard.vendors import vendor_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -208,25 +209,29 @@ def claimed_by(claims: Sequence[ClaimRecord], now: float) -> dict[str, str]:
 
 
 def usable_together(devices: Sequence[Device], wanted: int, free: Collection[str] | None = None) -> Sequence[Device]:
-    """Those of *devices* that one job can use together: CUDA sees either whole GPUs or MIG instances, never both.
+    """Those of *devices* that one job can use together: of one vendor, and either whole GPUs or MIG instances.
 
     The kind of which *wanted* are *free* now (uuids; None: all), else of which there are as many at all; then the kind
     of the first device, then the one with more.
     """
-    kinds = [[device for device in devices if bool(device.parent_uuid) is divided] for divided in (False, True)]
+    kinds = [[device for device in devices if _kind(device) == kind] for kind in dict.fromkeys(map(_kind, devices))]
 
     def rank(kind: Sequence[Device]) -> tuple[bool, bool, bool, int]:
         free_now = len(kind) if free is None else sum(device.uuid in free for device in kind)
         return free_now >= wanted, len(kind) >= wanted, bool(kind) and kind[0] is devices[0], len(kind)
 
-    return max(kinds, key=rank)
+    return max(kinds, key=rank, default=())
+
+
+def _kind(device: Device) -> tuple[str, bool]:
+    return device.vendor, bool(device.parent_uuid)
 
 
 def _usable(devices: Sequence[Device], request: Request) -> Sequence[Device]:
     if request.most == 1:
         return devices
     if not request.takes_mig_set:  # then one instance at most, for a request of one device or more
-        return [device for device in devices if not device.parent_uuid] or devices[:1]
+        devices = [device for device in devices if not device.parent_uuid] or devices[:1]
     return usable_together(devices, request.num_gpus)
 
 
@@ -284,7 +289,7 @@ def _index_order(device: Device) -> tuple[int, int, int, int, str]:
 
 
 def _never(request: Request, could: Choice) -> str:
-    alone, kinds = _lone_instances(could), {bool(device.parent_uuid) for device in could.devices}
+    alone, kinds = _lone_instances(could), set(map(_kind, could.devices))
     fit = len(_usable(could.devices, request)) or min(1, alone)
     lacking = {reason.option for refusal in could.refused for reason in refusal.reasons}
     asked = [option for option in options_of(request) if option.split()[0] in lacking]
@@ -380,7 +385,10 @@ def _mixed(devices: Sequence[Device]) -> list[str]:
     both = 0 < divided < len(devices)
     instances = format_count(divided, "MIG instance")
     text = _("  {whole} and {instances}: one job cannot use both kinds").format(whole=whole, instances=instances)
-    return [text] if both else []
+    vendors = Counter(vendor_of(device).title for device in devices)
+    counts = ", ".join(f"{format_count(count, 'GPU')} ({title})" for title, count in vendors.items())
+    several = _("  {counts}: one job cannot use GPUs of several vendors").format(counts=counts)
+    return [*([text] if both else []), *([several] if len(vendors) > 1 else [])]
 
 
 def _there(verb: str, count: int) -> str:

@@ -28,6 +28,7 @@ from gpuguard.vendors import names_instance
 
 if TYPE_CHECKING:
     from gpuguard.backends.client import WorkerBackend
+    from gpuguard.backends.merged import MergedBackend
 
 FIELDS = frozenset({MEMORY, UTILIZATION, THERMAL, POWER, PROCESSES, PROCESS_DETAILS})
 SHORTEST_SECONDS = 0.05
@@ -119,7 +120,7 @@ class Collector:
         self.trouble: str | None = None
         self._source, self._pids, self._interval = source, pids, interval
         self._devices, self._environ = devices, environ
-        self._opened: WorkerBackend | None = None  # the backend where it is our own
+        self._opened: WorkerBackend | MergedBackend | None = None  # the backend where it is our own
         self._hosts, self._fields, self._process = HostNumbers(), FIELDS, os.getpid()
         self._tags = [TagStatistics("")]
         self._newest: float | None = None  # when the last sample ended

@@ -25,12 +25,13 @@ class Vendor:
     numbering: Mapping[str, str]  # further variables of a job, without which an index may mean another device
     container: str  # the variable that says which devices a container runtime has let in
     uuid_prefix: str
-    instance_prefix: str  # of the uuids of instances
+    instance_prefix: str  # of the uuids of instances; "": it has none
 
     control_node: str  # every process that computes has it open
     compute_node: str  # opened when a process begins to compute, and by no program that only reads the driver
     device_node: str  # and the minor number of the device
-    major: int  # of the nodes of devices
+    nodes: tuple[str, ...]  # the nodes that only users of this driver have open, as globs
+    major: int  # of the nodes of devices; 0: --isolate does not know them
     last_minor: int  # of a device; the nodes with higher minors are shared by all jobs
     capabilities: str  # the row of /proc/devices of the nodes that let a process into an instance
     capability_node: str  # and the minor number of such a node
@@ -58,6 +59,7 @@ NVIDIA = Vendor(
     control_node="/dev/nvidiactl",
     compute_node="/dev/nvidia-uvm",
     device_node="/dev/nvidia",
+    nodes=("/dev/nvidia*", "/dev/nvidia-caps/*"),
     major=195,  # Documentation/admin-guide/devices.txt of Linux
     last_minor=247,  # NV_MINOR_DEVICE_NUMBER_REGULAR_MAX; 254 is nvidia-modeset, 255 nvidiactl
     capabilities="nvidia-caps",
@@ -66,14 +68,39 @@ NVIDIA = Vendor(
     versions=("/sys/module/nvidia/version", "/proc/driver/nvidia/version"),
 )
 
-VENDORS = {vendor.name: vendor for vendor in (NVIDIA,)}
-INSTANCE_PREFIXES = tuple(vendor.instance_prefix for vendor in VENDORS.values())
-UUID_PREFIXES = tuple(vendor.uuid_prefix for vendor in VENDORS.values()) + INSTANCE_PREFIXES
+AMD = Vendor(
+    name="amd",
+    title="AMD",
+    visible="ROCR_VISIBLE_DEVICES",
+    numbering={},
+    container="AMD_VISIBLE_DEVICES",
+    uuid_prefix="GPU-",
+    instance_prefix="",
+    control_node="/dev/kfd",
+    compute_node="/dev/kfd",
+    device_node="/dev/dri/renderD",
+    nodes=(),  # the render nodes are those of all vendors
+    major=0,
+    last_minor=0,
+    capabilities="",
+    capability_node="",
+    capability_minors="",
+    versions=("/sys/module/amdgpu/version",),
+)
+
+VENDORS = {vendor.name: vendor for vendor in (NVIDIA, AMD)}
+INSTANCE_PREFIXES = tuple(vendor.instance_prefix for vendor in VENDORS.values() if vendor.instance_prefix)
+UUID_PREFIXES = tuple(dict.fromkeys(vendor.uuid_prefix for vendor in VENDORS.values())) + INSTANCE_PREFIXES
 
 
 def vendor_of(device: Device) -> Vendor:
     """The vendor of a device; NVIDIA for one that only a later version of gpuguard knows, which recorded it."""
     return VENDORS.get(device.vendor, NVIDIA)
+
+
+def vendor_of_model(name: str) -> str:
+    """The name of the vendor whose title *name*, a model, begins with; else NVIDIA's."""
+    return next((vendor.name for vendor in VENDORS.values() if name.startswith(vendor.title)), NVIDIA.name)
 
 
 def names_instance(uuid: str) -> bool:

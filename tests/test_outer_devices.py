@@ -134,7 +134,7 @@ def test_all_sources_must_agree():
 
 
 VENDORS_OWN = re.compile(
-    r"(CUDA|NVIDIA)_[A-Z]+_(DEVICES|ORDER)|/dev/nvidia.*|/(proc/driver|sys/module)/nvidia.*|nvml|MIG-"
+    r"(CUDA|NVIDIA|ROCR|AMD)_[A-Z]+_(DEVICES|ORDER)|/dev/(nvidia|kfd|dri).*|/(proc/driver|sys/module)/nvidia.*|nvml|MIG-"
 )
 # NVIDIA's own backends, and what names the default one.
 OF_A_VENDOR = {

@@ -58,7 +58,7 @@ def test_everything_that_a_real_h100_tells_is_told(place):
     unknown = {field.name for field in fields(Device) if getattr(device, field.name) is None}
 
     mig = {"parent_uuid", "mig_profile", "gpu_instance_id", "compute_instance_id"}
-    assert unknown == mig | {"fan_speed", "retired_pages"}
+    assert unknown == mig | {"fan_speed", "retired_pages", "ordinal"}
     assert device.memory_total == device.memory_used + device.memory_free + device.memory_reserved
 
 

@@ -7,6 +7,7 @@ What is a vendor's on every machine, whoever reads it, is in vendors.  Opens no 
 from __future__ import annotations
 
 import os
+import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -71,6 +72,11 @@ def default_backend() -> str:
     return os.environ.get("GPUGUARD_BACKEND") or DEFAULT_BACKEND
 
 
+def parts_of(name: str) -> list[str]:
+    """The backends that *name* means: ``["nvml", "amd"]``.  A comma that no backend follows is part of a path."""
+    return re.split(rf",(?=(?:{'|'.join(BACKENDS)})(?:[:,]|$))", name)
+
+
 def open_backend(name: str) -> OpenedBackend:
     """Open ``"nvml"``, ``"simulated:DIRECTORY"``, ``"smi:FILE.xml"`` ..., as in BACKENDS, in this process.
 
@@ -78,6 +84,10 @@ def open_backend(name: str) -> OpenedBackend:
     backend lacks something of OpenedBackend.
     """
     kind, _colon, spec = name.partition(":")
+    if len(parts_of(name)) > 1:
+        raise InvalidRequest(
+            _("{name} is several backends, each of which needs a worker: open_worker opens them.").format(name=name)
+        )
     if kind not in BACKENDS:
         raise InvalidRequest(
             _("there is no backend {kind!r}: choose one of {backends}.").format(kind=kind, backends=", ".join(BACKENDS))

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuguard import __version__, errors
-from gpuguard.backends import spawn
+from gpuguard.backends import RECORDED, parts_of, spawn
 from gpuguard.locale import _, translated
 from gpuguard.model import DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.procfs import stat_of
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from typing import Any
 
+    from gpuguard.backends.merged import MergedBackend
     from gpuguard.backends.worker import SentProcesses
 
 INIT_SECONDS = 30.0  # without persistence mode the driver wakes every device up first: seconds each
@@ -41,18 +42,28 @@ def open_worker(
     *,
     on_slow: Callable[[str], None] | None = None,
     desktop_memory: Callable[[], int] = lambda: DESKTOP_MEMORY,
-) -> WorkerBackend:
+) -> WorkerBackend | MergedBackend:
     """The backend *name* behind a process border; the worker starts at once and initialises meanwhile.
 
     Args:
-        name: as for open_backend.
+        name: as for open_backend; or several, as in "nvml,amd", each of which gets a worker of its own.
         on_slow: called with a text when the driver takes longer than SLOW_SECONDS to initialise.
         desktop_memory: gives Device.desktop_memory for each sample: see source.desktop_memory.
 
     Raises:
+        InvalidRequest: several backends that do not show one machine at one time.
         BackendError: no process can be started now.
     """
-    return WorkerBackend(name, on_slow, desktop_memory)
+    parts = parts_of(name)
+    if len(parts) == 1:
+        return WorkerBackend(name, on_slow, desktop_memory)
+    if len({part.startswith("simulated") for part in parts}) > 1 or any(part.startswith(RECORDED) for part in parts):
+        raise errors.InvalidRequest(
+            _("{name}: real GPUs, simulated ones and files of another time cannot be read together.").format(name=name)
+        )
+    from gpuguard.backends.merged import MergedBackend  # for machines of several vendors alone
+
+    return MergedBackend(name, [WorkerBackend(part, on_slow, desktop_memory) for part in parts])
 
 
 class WorkerBackend:
@@ -187,7 +198,8 @@ class WorkerBackend:
         unresponsive = {index: self._uuids.get(index, f"unknown-{index}") for index in self._skip}
         wanted = {index: uuid for index, uuid in unresponsive.items() if devices is None or uuid in devices}
         others = tuple(device for device in snapshot.devices if device.index not in self._skip)
-        gone = tuple(Device(index, uuid, problems=("unresponsive",)) for index, uuid in wanted.items())
+        vendor = next((device.vendor for device in snapshot.devices), Device.vendor)  # a worker reads those of one
+        gone = tuple(Device(i, uuid, vendor=vendor, problems=("unresponsive",)) for i, uuid in wanted.items())
         gaps = tuple(gap for gap in snapshot.gaps if gap.reason != _SILENT)
         gaps += tuple(Gap(uuid, "device", _SILENT) for uuid in wanted.values())
         return replace(snapshot, devices=tuple(sorted(others + gone, key=lambda device: device.index)), gaps=gaps)

@@ -38,6 +38,7 @@ from gpuguard.locale import _
 from gpuguard.model import Device, Gap, GpuProcess
 from gpuguard.procfs import boot_clock
 from gpuguard.units import format_bytes
+from gpuguard.vendors import vendor_of_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -253,7 +254,7 @@ def _check_room(node: SimulatedNode, uuid: str, memory: int, clock: float) -> No
 def _refusing(
     device: NodeDevice, problem: str, reason: str, missing: Collection[str]
 ) -> tuple[list[Device], list[Gap]]:
-    broken = Device(index=device.index, uuid=device.uuid, problems=(problem,))
+    broken = Device(device.index, device.uuid, vendor=vendor_of_model(device.model.name), problems=(problem,))
     return [broken], [Gap(device.uuid, name, reason) for name in sorted(missing)]
 
 
@@ -339,7 +340,8 @@ def read(context: ReadingContext, fields: Collection[str]) -> tuple[Device, tupl
     values |= {gap.field: None for gap in gaps}
     if values.get("processes_plausible") is False:
         gaps.append(Gap(uuid, "processes", "the process list is not plausible: it has pids that cannot be"))
-    return Device(index=device.index, uuid=uuid, **values), tuple(gaps)  # type: ignore[arg-type]
+    vendor = vendor_of_model(device.model.name)
+    return Device(index=device.index, uuid=uuid, vendor=vendor, **values), tuple(gaps)  # type: ignore[arg-type]
 
 
 def pci_bus_id(device: NodeDevice) -> str:

@@ -74,6 +74,7 @@ MODELS = {
     ("H100", 80): _model("H100 80GB HBM3", 81559, 700, 70, 1980, 2619, 5, nvlinks=18, mig=True),
     ("H200", 141): _model("H200", 143771, 700, 76, 1980, 3201, 5, nvlinks=18, mig=True),
     ("B200", 180): _model("B200", 183359, 1000, 140, 1965, 3996, 5, nvlinks=18, mig=True),
+    ("MI300X", 192): Model("AMD Instinct MI300X", 196592 * MiB, 750, 140, 2100, 1300, 5, nvlinks=7),
     ("RTX3090", 24): _model("GeForce RTX 3090", 24576, 350, 25, 2100, 9751, 4, ecc=False, fan=True),
     ("RTX4090", 24): _model("GeForce RTX 4090", 24564, 450, 18, 3105, 10501, 4, ecc=False, fan=True),
     ("RTX5090", 32): _model("GeForce RTX 5090", 32607, 575, 20, 3090, 14001, 5, ecc=False, fan=True),

@@ -27,7 +27,7 @@ _FIELDS_OF = {
         "display_active ecc_mode ecc_corrected_volatile ecc_uncorrected_volatile ecc_corrected_aggregate "
         "ecc_uncorrected_aggregate retired_pages remapped_rows remapped_rows_uncorrected clock_graphics clock_video "
         "encoder_utilization decoder_utilization pcie_generation pcie_width pcie_tx pcie_rx nvlink_tx nvlink_rx "
-        "nvlink_flow desktop_memory vendor",
+        "nvlink_flow desktop_memory vendor ordinal",
         "uuid parent_uuid pci_bus_id processes problems nvlink_links",
     ),
     "process": (

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 
-from gpuguard.backends import DEFAULT_BACKEND, RECORDED
+from gpuguard.backends import DEFAULT_BACKEND, RECORDED, parts_of
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import file_system, open_in_place, status_in_place
 from gpuguard.locale import N_, _
@@ -101,7 +101,7 @@ def lock_directory(path: str | None = None, *, backend: str = DEFAULT_BACKEND, m
     if path is None and backend.startswith("simulated"):
         from gpuguard.backends.simulated import directory  # a real machine does not need it
 
-        path = directory(backend.partition(":")[2])
+        path = directory(parts_of(backend)[0].partition(":")[2])
         return _subdirectories(path, own=True, make=make, check_file_system=False)
     if backend.startswith(RECORDED):
         raise LockDirectoryError(
@@ -112,7 +112,8 @@ def lock_directory(path: str | None = None, *, backend: str = DEFAULT_BACKEND, m
     if path is not None:
         path = os.path.abspath(path)
         if backend.startswith("simulated"):
-            _check_seen_by_all(path, backend.partition(":")[2])
+            for part in parts_of(backend):
+                _check_seen_by_all(path, part.partition(":")[2])
         return _subdirectories(path, own=True, make=make)
     if os.path.lexists(ADMIN_DIRECTORY):
         # Present but unusable is an error: a silent fallback would let two users each have "their" directory.

@@ -69,7 +69,6 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
     devices = snapshot.devices if snapshot else ()
     vendor, outer = vendor_of(devices[0]) if devices else NVIDIA, outer_devices(os.environ, devices)
     variables = (vendor.visible, *vendor.numbering, vendor.container, "SLURM_JOB_ID", "GPUGUARD_CLAIM")
-    nodes = sorted(os.path.basename(path) for path in glob(f"{vendor.device_node}*"))
     return DoctorFacts(
         host=os.uname().nodename,
         backend=args.backend,
@@ -82,7 +81,7 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
         library_error=_library_error(),
         glibc=has_glibc(),
         kernel_version=vendor.kernel_version(),
-        device_nodes=tuple(nodes),
+        device_nodes=tuple(sorted(os.path.basename(path) for path in glob(f"{vendor.device_node}*"))),
         first_pid_namespace=in_first_pid_namespace(),
         hidepid=hidepid(),
         container=_container(os.environ),

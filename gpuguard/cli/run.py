@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpuguard.backends import default_backend
+from gpuguard.backends import default_backend, parts_of
 from gpuguard.claims.claim import JobDetails
 from gpuguard.claims.records import probe
 from gpuguard.cli import options
@@ -244,8 +244,9 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
 def _set_environment(args: argparse.Namespace) -> None:
     """Let gpuguard inside the job mean the same machine and the same claims, wherever it is called."""
     if args.backend != default_backend():
-        kind, colon, path = args.backend.partition(":")
-        os.environ["GPUGUARD_BACKEND"] = kind + colon + (os.path.abspath(path) if path else "")
+        named = [part.partition(":") for part in parts_of(args.backend)]
+        whole = [kind + colon + (os.path.abspath(path) if path else "") for kind, colon, path in named]
+        os.environ["GPUGUARD_BACKEND"] = ",".join(whole)
     if args.dir:
         os.environ["GPUGUARD_DIR"] = os.path.abspath(args.dir)
 

@@ -25,7 +25,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 
-from gpuguard.backends import RECORDED, simulated, simulated_node
+from gpuguard.backends import RECORDED, parts_of, simulated, simulated_node
 from gpuguard.claims.directory import (
     ADMIN_DIRECTORY,
     BROKERED,
@@ -278,9 +278,10 @@ def _say_ready(path: str, own: str | None, gpus: int) -> None:
 
 
 def _uuids(args: argparse.Namespace) -> list[str]:
-    name, _settings, spec = args.backend.partition(":")
+    parts = (part.partition(":") for part in parts_of(args.backend))
+    nodes = [spec for kind, _colon, spec in parts if kind == simulated.Simulated.name]
     try:
-        if name == simulated.Simulated.name and simulated_node.load(simulated.directory(spec)) is None:
+        if any(simulated_node.load(simulated.directory(node)) is None for node in nodes):
             # One would be made, of the default kind, whose GPUs are others than those of the node that is meant.
             raise InvalidRequest(
                 _(

@@ -24,7 +24,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from gpuguard.backends import simulated, simulated_node
+from gpuguard.backends import parts_of, simulated, simulated_node
 from gpuguard.backends.simulated_node import NodeDevice, SimulatedNode, WorkPattern, new_node
 from gpuguard.claims.directory import lock_directory
 from gpuguard.cli.options import SubcommandRow
@@ -298,6 +298,10 @@ def _spec(args: argparse.Namespace) -> str:
     if args.backend and kind != "simulated":
         raise InvalidRequest(
             _("--backend {backend}: `sim` steers simulated or simulated:DIRECTORY.").format(backend=args.backend)
+        )
+    if len(parts_of(spec)) > 1:
+        raise InvalidRequest(
+            _("these are several nodes: name the one that you mean, by --backend simulated:DIRECTORY.")
         )
     return spec if kind == "simulated" else ""
 

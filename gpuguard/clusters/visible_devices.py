@@ -3,9 +3,10 @@
 Each source is a function of (environment, devices) that says which uuids it allows and why, or None when it has no
 opinion.  All opinions must agree on a device.  Does not read the real environment: it is an argument.
 
-CUDA_VISIBLE_DEVICES and its kin are read as CUDA reads them, and written: a list ends at its first entry that names no
-device; -1, the empty list and a device named twice leave nothing.  Indices are in PCI order: the only order that the
-driver, nvidia-smi and `gpuguard run` share.
+Each vendor has a variable of its own, which counts the devices of that vendor alone and says nothing of others.
+CUDA_VISIBLE_DEVICES is read as CUDA reads it, and written: a list ends at its first entry that names no device; -1, the
+empty list and a device named twice leave nothing.  Indices are in PCI order: the only order that the driver, nvidia-smi
+and `gpuguard run` share.
 
 A job of Slurm's gets what Slurm gave it; one that got no GPU must not take what is there.  SLURM_STEP_GPUS and
 SLURM_JOB_GPUS carry the numbers of the whole machine, so they are read only where the job sees more devices than it was
@@ -18,13 +19,14 @@ container what is visible is the answer already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 from gpuguard.locale import _, ngettext
 from gpuguard.model import Device
-from gpuguard.vendors import NVIDIA, UUID_PREFIXES, names_instance
+from gpuguard.vendors import NVIDIA, UUID_PREFIXES, VENDORS, Vendor, names_instance, vendor_of
 
 SLURM_VARIABLES = (NVIDIA.visible, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 _MOST = 1024  # GPUs of a node
@@ -47,7 +49,9 @@ def outer_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Oute
     The uuid of a MIG instance is believed even when *devices* do not contain it (its GPU was not divided yet when it
     was sampled), and a GPU that is allowed allows its instances.
     """
-    sources = [cuda_devices, container_devices]
+    present = {device.vendor for device in devices} or {NVIDIA.name}
+    lists = (partial(listed_devices, vendor=vendor) for vendor in VENDORS.values() if vendor.name in present)
+    sources: list[Callable[..., Opinion | None]] = [*lists, container_devices]
     if "SLURM_JOB_ID" in environ:
         environ = _of_whole_machine(environ, devices)
         sources.insert(1, slurm_devices)
@@ -60,20 +64,21 @@ def outer_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Oute
     return Outer(uuids, "; ".join(reason for _, reason in opinions), doubt(environ, devices))
 
 
-def variables(names: Iterable[object]) -> dict[str, str]:
-    """The variable that leaves the devices with these indices or uuids to CUDA, in this order."""
-    return {NVIDIA.visible: ",".join(map(str, names))}
+def variables(names: Iterable[object], vendor: Vendor = NVIDIA) -> dict[str, str]:
+    """The variable that leaves the devices with these indices or uuids to the programs of a vendor, in this order."""
+    return {vendor.visible: ",".join(map(str, names))}
 
 
 def environment_of(devices: Sequence[Device], *, by_uuid: bool = False) -> dict[str, str]:
-    """The variables that leave *devices* to CUDA: by index, but MIG instances, which have none, by uuid."""
-    return {**NVIDIA.numbering, **variables(names_of(devices, by_uuid=by_uuid))}
+    """The variables that leave *devices*, of one vendor, to a job: by index, but MIG instances by uuid."""
+    vendor = vendor_of(devices[0]) if devices else NVIDIA
+    return {**vendor.numbering, **variables(names_of(devices, by_uuid=by_uuid), vendor)}
 
 
 def names_of(devices: Sequence[Device], *, by_uuid: bool = False) -> list[str]:
     """The entries of such a list."""
     by_uuid = by_uuid or any(device.parent_uuid for device in devices)
-    return [device.uuid if by_uuid else str(device.index) for device in devices]
+    return [device.uuid if by_uuid else str(device.number) for device in devices]
 
 
 def is_restricted(environ: Mapping[str, str]) -> bool:
@@ -89,24 +94,29 @@ def entries(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def visible_uuids(environ: Mapping[str, str], devices: Sequence[Device]) -> tuple[str, ...] | None:
     """The uuids that the list leaves; None when there is no list."""
-    opinion = cuda_devices(environ, devices)
+    opinion = listed_devices(environ, devices)
     return None if opinion is None else opinion[0]
 
 
-def cuda_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opinion | None:
-    """The uuids that the list leaves, and what to tell people about it; None (no opinion) when there is no list."""
-    text = environ.get(NVIDIA.visible)
+def listed_devices(environ: Mapping[str, str], devices: Sequence[Device], vendor: Vendor = NVIDIA) -> Opinion | None:
+    """The uuids that the list of a vendor leaves, and what to tell people about it; None (no opinion) without a list.
+
+    It leaves all devices of other vendors.
+    """
+    text = environ.get(vendor.visible)
     if text is None:
         return None
+    others = tuple(device.uuid for device in devices if device.vendor != vendor.name)
+    devices = [device for device in devices if device.vendor == vendor.name]
     gpus = [device for device in devices if device.parent_uuid is None]
     uuids: list[str] = []
     for entry in text.split(","):
         uuid = _uuid_of(entry.strip(), gpus, devices)
-        if uuid is None:
+        if uuid is None or (uuid in uuids and vendor is not NVIDIA):  # where ROCm's list ends, and CUDA's is void
             break
         if uuid in uuids:
-            return (), _("{variable}={text} names a GPU twice, so CUDA sees none").format(
-                variable=NVIDIA.visible, text=text
+            return others, _("{variable}={text} names a GPU twice, so CUDA sees none").format(
+                variable=vendor.visible, text=text
             )
         uuids.append(uuid)
     indices = {device.uuid: str(device.index) for device in gpus}
@@ -115,8 +125,8 @@ def cuda_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opini
     if names:
         listed = ", ".join(names)
         allowed = ngettext("only GPU {names}", "only GPUs {names}", len(names)).format(names=listed)
-    return tuple(uuids), _("{variable}={text} allows {allowed}").format(
-        variable=NVIDIA.visible, text=text, allowed=allowed
+    return (*uuids, *others), _("{variable}={text} allows {allowed}").format(
+        variable=vendor.visible, text=text, allowed=allowed
     )
 
 
@@ -125,7 +135,8 @@ def container_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> 
     text = environ.get(NVIDIA.container)
     if text is None or text.strip().lower() not in ("", "void", "none"):
         return None
-    return (), _("{variable}={text} gives no GPU to this container").format(variable=NVIDIA.container, text=text)
+    others = tuple(device.uuid for device in devices if device.vendor != NVIDIA.name)
+    return others, _("{variable}={text} gives no GPU to this container").format(variable=NVIDIA.container, text=text)
 
 
 def doubt(environ: Mapping[str, str], devices: Sequence[Device]) -> str:
@@ -142,7 +153,7 @@ def doubt(environ: Mapping[str, str], devices: Sequence[Device]) -> str:
 
 def _uuid_of(entry: str, gpus: Sequence[Device], devices: Sequence[Device]) -> str | None:
     if entry.isdecimal():
-        return next((device.uuid for device in gpus if str(device.index) == (entry.lstrip("0") or "0")), None)
+        return next((device.uuid for device in gpus if str(device.number) == (entry.lstrip("0") or "0")), None)
     if not entry.upper().startswith(UUID_PREFIXES):
         return None
     matches = [device.uuid for device in devices if device.uuid.lower().startswith(entry.lower())]

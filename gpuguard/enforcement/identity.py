@@ -45,8 +45,7 @@ SYSTEM_PROGRAMS = (
     "dockerd", "containerd*", "runc", "crun", "conmon", "podman", "kubelet", "pause", "slurmd", "slurmstepd", "srun",
 )  # fmt: skip
 DRIVER_FILES = {name: vendor.control_node for name, vendor in VENDORS.items()}
-# And the others, as globs.
-DRIVER_NODES = tuple(f"{path}*" for vendor in VENDORS.values() for path in (vendor.device_node, vendor.capability_node))
+DRIVER_NODES = tuple(pattern for vendor in VENDORS.values() for pattern in vendor.nodes)  # and the others, as globs
 SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap/", "/nix/store/")
 
 # These may take so many times longer than other reads, whatever other users do: the owner of a process can make its

@@ -370,8 +370,8 @@ def _unlisted(target: Preflight, snapshot: Snapshot) -> str | None:
 
 def _driver(target: Preflight) -> str | None:
     vendors = {device.vendor for device in target.snapshot.devices if device.uuid in target.devices}
-    absent = vendors and not any(os.path.exists(identity.DRIVER_FILES[name]) for name in vendors)
-    if target.context.backend.simulated or absent:
+    driver_files = [identity.DRIVER_FILES[name] for name in vendors]
+    if target.context.backend.simulated or (driver_files and not any(map(os.path.exists, driver_files))):
         return None  # nothing to hold on to: under WSL, for example
     facts, arrived = target.facts, target.context.arrived
     if facts and facts.hides and any(arrived(uuid, target.identity) is not None for uuid in target.devices):

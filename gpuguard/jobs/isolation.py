@@ -32,12 +32,11 @@ from gpuguard.files import close_all, mounts
 from gpuguard.locale import _
 from gpuguard.model import HEALTH, MODEL, Device
 from gpuguard.procfs import read_text
-from gpuguard.vendors import NVIDIA, vendor_of
+from gpuguard.vendors import NVIDIA, Vendor, vendor_of
 
 if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.claims.claim import Claim
-    from gpuguard.vendors import Vendor
 
 # Of a filter: major number -> (highest minor that is refused, minors that are allowed nevertheless), for character
 # devices.  Everything else is allowed.
@@ -125,7 +124,7 @@ def environment_of(devices: Sequence[Device], visible: str) -> dict[str, str]:
     """
     if visible == "uuid" or any(device.parent_uuid for device in devices):
         return {}
-    return visible_devices.variables(range(len(devices)))
+    return visible_devices.variables(range(len(devices)), vendor_of(devices[0]))
 
 
 def nodes_of(
@@ -134,6 +133,10 @@ def nodes_of(
     """The nodes of the *claimed* devices, of which the driver has told *facts*."""
     known = {device.uuid: device for device in facts}
     vendor, gpus, wanted = vendor_of(claimed[0]), set(), []
+    if not vendor.major:
+        raise GpuguardError(
+            _("the device nodes of {vendor} cannot be hidden yet: drop --isolate.").format(vendor=vendor.title)
+        )
     for device in (known.get(device.uuid, device) for device in claimed):
         minor = device.minor_number
         if minor is None:
@@ -160,8 +163,7 @@ def nodes_of(
 
 def needed(nodes: Nodes, dev: str) -> list[str]:
     """Nodes without which no job with CUDA starts."""
-    vendor = nodes.vendor
-    gpus = [f"{vendor.device_node}{minor}" for minor in sorted(nodes.gpus)]
+    vendor, gpus = nodes.vendor, [f"{nodes.vendor.device_node}{minor}" for minor in sorted(nodes.gpus)]
     capabilities = [f"{vendor.capability_node}{minor}" for minor in sorted(nodes.capabilities)]
     return [path.replace("/dev", dev, 1) for path in (vendor.control_node, vendor.compute_node, *gpus, *capabilities)]
 

@@ -420,11 +420,10 @@ def _environment(facts: DoctorFacts) -> Finding:
     if facts.outer and facts.outer[0] == 0:
         advice = _("No GPU can be had in this shell.  Unset the variable, or ask the outer scheduler for GPUs.")
         return WARNING, facts.outer[1], advice
-    set_otherwise = facts.environ.items() - NVIDIA.numbering.items()
-    numbered = [f"{name}={value}" for name, value in set_otherwise if name in NVIDIA.numbering]
-    if numbered:
+    ((order, as_in_smi),) = NVIDIA.numbering.items()
+    if facts.environ.get(order, as_in_smi) != as_in_smi:
         advice = _("`gpuguard run` sets PCI_BUS_ID for its jobs.  Elsewhere GPU 0 may be another than nvidia-smi's.")
-        return WARNING, ", ".join(numbered), advice
+        return WARNING, f"{order}={facts.environ[order]}", advice
     if facts.outer:
         return WARNING, facts.outer[1], _("gpuguard stays inside that.  Unset it to choose among all GPUs.")
     names = ", ".join(f"{name}={value}" for name, value in facts.environ.items())

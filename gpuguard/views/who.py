@@ -293,7 +293,7 @@ def to_json(
 def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
     device, sharing = use.device, _sharing(use)
     return {
-        **picked(device, "index", "label", "uuid", "name", "pci_bus_id", "parent_uuid", "mig_profile"),
+        **picked(device, "index", "label", "uuid", "name", "vendor", "pci_bus_id", "parent_uuid", "mig_profile"),
         "state": use.plain_state,
         "exact_state": use.state,
         **picked(use, "reason", "problems"),

@@ -1,0 +1,172 @@
+"""Two vendors on one machine: the devices of several backends in one snapshot, for every command."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nodes import Gpuguard, a_user, change, start
+
+from gpuguard.backends import open_backend, parts_of, simulated_node
+from gpuguard.backends.client import open_worker
+from gpuguard.backends.merged import MergedBackend
+from gpuguard.errors import BackendError, InvalidRequest
+from gpuguard.model import HEALTH, SELECT_FIELDS, WHO_FIELDS, Snapshot
+from gpuguard.vendors import AMD, NVIDIA
+
+GIB = 2**30
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[str, str]:
+    """Two nodes: AMD's, and NVIDIA's."""
+    amd, nvidia = str(tmp_path / "amd"), str(tmp_path / "nvidia")
+    start(amd, "2xMI300X")
+    start(nvidia, "2xH100-80GB")
+    return amd, nvidia
+
+
+@pytest.fixture
+def name(places: tuple[str, str]) -> str:
+    return ",".join(f"simulated:{place}" for place in places)
+
+
+@pytest.fixture
+def backend(name: str) -> Iterator[MergedBackend]:
+    with open_worker(name) as opened:
+        assert isinstance(opened, MergedBackend)
+        yield opened
+
+
+def shown(snapshot: Snapshot) -> list[tuple[int, str, int]]:
+    return [(device.index, device.vendor, device.number) for device in snapshot.devices]
+
+
+BOTH = [(0, "nvidia", 0), (1, "nvidia", 1), (2, "amd", 0), (3, "amd", 1)]
+
+
+def test_the_devices_of_nvidia_keep_their_indices_and_the_others_follow(backend):
+    assert shown(backend.sample(WHO_FIELDS)) == BOTH
+
+
+def test_some_devices_have_the_indices_that_they_have_among_all(backend, name):
+    uuids = [device.uuid for device in backend.sample(()).devices]
+    with open_worker(name) as fresh:
+        assert shown(fresh.sample(SELECT_FIELDS, [uuids[3], uuids[1]])) == [BOTH[1], BOTH[3]]
+        assert shown(fresh.sample(SELECT_FIELDS, [uuids[2]])) == [BOTH[2]]
+        assert shown(fresh.sample(SELECT_FIELDS, [])) == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_backend_that_fails_costs_its_own_devices_alone(backend, places, failing):
+    whole = backend.sample(WHO_FIELDS)
+    (Path(places[failing]) / "node.json").write_text("damaged")
+    snapshot = backend.sample(WHO_FIELDS)
+    vendor = ("amd", "nvidia")[failing]
+    lost = [device for device in snapshot.devices if device.vendor == vendor]
+
+    assert [device.uuid for device in snapshot.devices] == [device.uuid for device in whole.devices]
+    assert shown(snapshot) == BOTH
+    assert [device.problems for device in lost] == [("unresponsive",)] * 2
+    assert {gap.device for gap in snapshot.gaps if gap.field == "device"} == {device.uuid for device in lost}
+    assert all("damaged" in gap.reason or "node.json" in gap.reason for gap in snapshot.gaps if gap.field == "device")
+    assert all(device.memory_total for device in snapshot.devices if device.vendor != vendor)
+
+
+def test_a_backend_that_never_answered_leaves_a_gap_and_no_backend_is_an_error(name, places):
+    (Path(places[0]) / "node.json").write_text("damaged")
+    with open_worker(name) as backend:
+        snapshot = backend.sample(WHO_FIELDS)
+        assert shown(snapshot) == BOTH[:2]
+        assert [gap.device for gap in snapshot.gaps if gap.field == "device"] == [None]
+
+        (Path(places[1]) / "node.json").write_text("damaged")
+        with pytest.raises(BackendError):
+            backend.sample(WHO_FIELDS)
+
+
+def test_a_device_that_hangs_keeps_its_vendor_and_costs_no_other(backend, places):
+    change(places[0], 1, faults=("hang",))
+    snapshot = backend.sample(WHO_FIELDS)
+
+    assert shown(snapshot) == BOTH
+    assert [device.problems for device in snapshot.devices] == [(), (), (), ("unresponsive",)]
+
+
+def test_a_device_that_two_backends_show_is_one(places):
+    with open_worker(f"simulated:{places[1]},simulated:{places[1]}") as backend:
+        snapshot = backend.sample({HEALTH})
+
+    assert shown(snapshot) == BOTH[:2]
+    assert [gap.reason for gap in snapshot.gaps] == ["two backends show it: name one of them"] * 2
+
+
+@pytest.mark.parametrize("mixed", ["nvml,simulated", "simulated:a,replay:b", "smi:a.xml,nvml"])
+def test_what_is_not_one_machine_at_one_time_is_refused(mixed):
+    with pytest.raises(InvalidRequest, match="cannot be read together"):
+        open_worker(mixed)
+
+
+def test_several_backends_are_no_backend_of_this_process_and_a_comma_may_be_part_of_a_path():
+    with pytest.raises(InvalidRequest, match="several backends"):
+        open_backend("nvml,smi")
+    assert parts_of("simulated:/a,b,nvml") == ["simulated:/a,b", "nvml"]
+    assert parts_of("smi:x,nvml.xml") == ["smi:x,nvml.xml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        (["-n", "2", "--model", "AMD*"], {AMD.visible: "0,1"}),
+        (["--devices", "3"], {AMD.visible: "1"}),
+        (["-n", "2", "--model", "H100*"], {NVIDIA.visible: "0,1", **NVIDIA.numbering}),
+    ],
+)
+def test_a_job_gets_the_variables_of_its_vendor_with_the_numbers_of_that_vendor(gpuguard, name, words, variables):
+    done = gpuguard("run", "--backend", name, *words, "--", "env")
+    known = {AMD.visible, NVIDIA.visible, *NVIDIA.numbering}
+    seen = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+
+    assert done.returncode == 0, done.stderr
+    assert {key: value for key, value in seen.items() if key in known} == variables
+
+
+def test_a_request_takes_the_devices_of_one_vendor(gpuguard, name, places):
+    with a_user(places[1], "0", GIB * 10, 50.0):
+        found = gpuguard("select", "--backend", name, "-n", "2", "--json")
+        assert [device["index"] for device in json.loads(found.stdout)["devices"]] == [2, 3]
+
+    refused = gpuguard("run", "--backend", name, "-n", "3", "--", "true")
+    assert refused.returncode == 125
+    assert "2 GPUs (NVIDIA), 2 GPUs (AMD): one job cannot use GPUs of several vendors" in refused.stderr
+
+
+def test_a_list_of_one_vendor_leaves_the_others(tmp_path, name):
+    limited = Gpuguard(tmp_path, None, CUDA_VISIBLE_DEVICES="1")
+    none = Gpuguard(tmp_path, None, CUDA_VISIBLE_DEVICES="", ROCR_VISIBLE_DEVICES="1")
+    eligible = json.loads(none("explain", "--backend", name, "--json").stdout)["devices"]
+
+    assert limited("select", "--backend", name, "-n", "2").stdout.strip() == "0,1"
+    assert [device["index"] for device in eligible if device["eligible"]] == [3]
+
+
+def test_who_explain_and_metrics_show_both(gpuguard, name):
+    who = json.loads(gpuguard("who", "--backend", name, "--json").stdout)
+    metrics = gpuguard("metrics", "--backend", name).stdout
+
+    assert [(device["index"], device["vendor"]) for device in who["devices"]] == [row[:2] for row in BOTH]
+    assert [f'index="{index}"' in metrics for index in range(4)] == [True] * 4
+    assert "GPU 2  ELIGIBLE  choice 2, 190.7GiB free" in gpuguard("explain", "--backend", name).stdout
+
+
+def test_a_policy_judges_the_devices_of_both(gpuguard, name, places, tmp_path):
+    (tmp_path / "policy.yaml").write_text(
+        "version: 1\npolicies:\n  - {name: hot, when: {temperature: {above: 60C}}, for: 10s, steps: [warn]}\n"
+    )
+    for place in places:
+        change(place, 1, temperature=simulated_node.WorkPattern(80, 80, 0.0, 0.0))
+    done = gpuguard("daemon", "--once", "--policy", str(tmp_path / "policy.yaml"), "--backend", name)
+
+    found = [line.partition(" has ")[0][-5:] for line in done.stderr.splitlines() if " has 80C" in line]
+
+    assert set(found) == {"GPU 1", "GPU 3"}, done.stderr
