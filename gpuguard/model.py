@@ -5,11 +5,13 @@ Bytes, percent (0..100), degrees Celsius, watts, joules, MHz, seconds.  Does not
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NewType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+
+    from gpuguard.policies.view import RuleKind
 
 # What one sample reads.  A reader names the groups that it needs, and no driver call is made for the others.
 # The cost is in driver calls per device; the identity (index, uuid) always comes along.
@@ -47,6 +49,26 @@ VERIFY_FIELDS = frozenset({MEMORY, PROCESSES, HEALTH, UTILIZATION})
 WHO_FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION, HEALTH, MODEL, THERMAL, POWER})
 TEXT_FIELDS = WHO_FIELDS | {BRIEF}
 ALL_FIELDS = WHO_FIELDS | {CLOCKS, ECC, MEDIA, PCIE, NVLINK, NVLINK_FLOW, TOPOLOGY}
+
+# The fields of a device that come with a group, without those of MEMORY, PROCESSES and UTILIZATION.
+GROUPED_FIELDS: Mapping[str, tuple[str, ...]] = {
+    POWER: ("power_draw", "power_limit", "total_energy"),
+    THERMAL: ("temperature", "temperature_slowdown", "temperature_shutdown", "fan_speed"),
+    HEALTH: ("problems", "compute_mode", "mig_mode"),
+    MODEL: ("name", "pci_bus_id", "minor_number", "numa_node", "cpu_affinity"),
+    CLOCKS: (
+        *("clock_sm", "clock_memory", "clock_sm_max", "clock_memory_max", "pstate", "throttle_reasons"),
+        *("persistence_mode", "display_active"),
+    ),
+    ECC: (
+        *("ecc_mode", "ecc_corrected_volatile", "ecc_uncorrected_volatile", "ecc_corrected_aggregate"),
+        *("ecc_uncorrected_aggregate", "retired_pages", "remapped_rows", "remapped_rows_uncorrected"),
+    ),
+    MEDIA: ("clock_graphics", "clock_video", "encoder_utilization", "decoder_utilization"),
+    PCIE: ("pcie_generation", "pcie_width", "pcie_tx", "pcie_rx"),
+    NVLINK: ("nvlink_links",),
+    NVLINK_FLOW: ("nvlink_tx", "nvlink_rx", "nvlink_flow"),
+}
 
 ProcessIdentity = tuple[int, float]  # pid, start_time of a GpuProcess: no other process of this boot has both
 
@@ -344,6 +366,7 @@ class Verdict:
     harm_after: float | None = None  # ... in how many seconds that comes, if nothing changes
     graced: float = 0.0  # seconds for which it was put off already for a person in front of the process
     may_be_kept: bool = True  # whether the user can ask by `gpuguard keep` to be spared
+    kind: RuleKind | None = field(default=None, compare=False)  # what the rule says of itself; None: it is of no rule
 
 
 @dataclass(frozen=True, kw_only=True)

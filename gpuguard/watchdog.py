@@ -30,8 +30,6 @@ from gpuguard.errors import BackendError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses
 from gpuguard.model import (
-    CLOCKS,
-    ECC,
     WHO_FIELDS,
     ClaimRecord,
     Event,
@@ -47,9 +45,9 @@ from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
 from gpuguard.policies.jobs import JobMember, alone, member_of
 from gpuguard.policies.policy import COUNTED, ENDING, HARMFUL, MESSAGES, NOTES, Judgement, Kept, KeptMark, Note, Policy
-from gpuguard.policies.rules import needs_of
-from gpuguard.policies.usage import TrespassRule, strangers
-from gpuguard.policies.view import MachineUse, RuleView, SubjectIdentity, identity_of, process_subject
+from gpuguard.policies.rules import RULES, needs_of
+from gpuguard.policies.usage import strangers
+from gpuguard.policies.view import MachineUse, RuleKind, RuleView, SubjectIdentity, identity_of, process_subject
 from gpuguard.procfs import boot_clock, process_facts, stat_of
 from gpuguard.source import with_claims
 from gpuguard.units import format_duration, parse_host_memory_amount
@@ -62,6 +60,15 @@ RISING_MEMORY = 0.02  # of a device's memory, more than at the sample before: sa
 RISING_CELSIUS = 3.0
 SLOWER = 1.5  # times longer after each sample in which nothing rose
 RETRY_SECONDS = 60.0  # at most, between two tries to reach a driver that does not answer
+
+BREAKER = RuleKind(
+    "breaker",
+    innocent=True,
+    advice={
+        "en": "Look whether what the policy judges by is right: `gpuguard who --fresh`, `gpuguard doctor`.",
+        "zh": "请检查策略所依据的数据是否正确：`gpuguard who --fresh`、`gpuguard doctor`。",
+    },
+)  # no rule, but what a message says of one
 
 PendingKey = tuple[str, SubjectIdentity]  # name of a policy and the subject of a verdict
 
@@ -310,7 +317,7 @@ class Watchdog:
 
     def _note_there_first(self, view: RuleView, policies: Sequence[Policy]) -> None:
         """Leave an Event for each process that is no trespasser because it was there before the claim, once."""
-        judged = any(isinstance(rule, TrespassRule) for policy in policies for rule in policy.rules)
+        judged = any(rule.kind.notes_first_comers for policy in policies for rule in policy.rules)
         there_first = {
             (identity_of(process_subject(device, process)), claim.uid, claim.id): (device, process, claim)
             for device, process, claims in (strangers(view) if judged else ())
@@ -568,7 +575,7 @@ class Watchdog:
         snapshot = self._view.snapshot
         enforce = any(policy.enforce for policy in self._judged_by.policies if policy.name == name)
         for target in [target for target in self._needs.targets if target not in self._judged_by.personal]:
-            finding, options = Finding("breaker", subject, text), (("to", target),)
+            finding, options = Finding(BREAKER.name, subject, text), (("to", target),)
             verdict = Verdict(
                 policy=name,
                 finding=finding,
@@ -577,6 +584,7 @@ class Watchdog:
                 since=snapshot.clock,
                 enforce=enforce,
                 options=options,
+                kind=BREAKER,
             )
             self._isolate(name, partial(actions.act, verdict, snapshot, self._acting))
 
@@ -645,7 +653,7 @@ def _zone(taken_at: float) -> float:
     return float(time.localtime(taken_at).tm_gmtoff)
 
 
-RECORDED_FIELDS = WHO_FIELDS | {CLOCKS, ECC}  # what any rule can ask for
+RECORDED_FIELDS = WHO_FIELDS.union(*(rule.kind.needs.fields for rule in RULES.values()))  # what any rule can ask for
 RECORDED_LIMITS = (parse_host_memory_amount("10%"),)  # of the machine's memory: who has less is no case for a policy
 
 

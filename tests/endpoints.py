@@ -25,6 +25,7 @@ from builders import a_device, a_process, a_snapshot
 from gpuguard.model import Finding, Subject, Verdict
 from gpuguard.notify.targets import Email, Secret
 from gpuguard.notify.templates import message_for
+from gpuguard.policies.rules import RULES
 
 
 @dataclass
@@ -223,8 +224,16 @@ PASSWORD = "correct-horse-battery"
 def a_verdict(process=None, **fields):
     process = process or a_process(pid=4711)
     subject = Subject("process", a_device(3).uuid, process.pid, process.start_time, process.uid, user=process.user)
-    finding = Finding(fields.pop("rule", "idle"), subject, fields.pop("why", "utilization is 0%"), (process,))
-    facts = {"policy": "idle-gpus", "action": "notify", "step": 1, "since": 10_000.0 - 7200, "enforce": True}
+    rule = RULES.get(name := fields.pop("rule", "idle"))
+    finding = Finding(name, subject, fields.pop("why", "utilization is 0%"), (process,))
+    facts = {
+        "kind": rule and rule.kind,
+        "policy": "idle-gpus",
+        "action": "notify",
+        "step": 1,
+        "since": 10_000.0 - 7200,
+        "enforce": True,
+    }
     return Verdict(finding=finding, **{**facts, **fields})
 
 

@@ -25,6 +25,7 @@ from guarded import SOMEBODY as GUILTY
 from guarded import a_child, started
 from nodes import beginning_with
 from pid_reuse import Everybody
+from worlds import shown
 
 from gpuguard import users
 from gpuguard.backends import client, nvml, nvml_calls, nvml_fields, spawn
@@ -46,7 +47,7 @@ from gpuguard.policies.thresholds import (
     UtilizationRule,
 )
 from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule
-from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
+from gpuguard.policies.usage import CommandRule, UnclaimedRule, UsersRule
 from gpuguard.policies.view import MachineUse, Rule, RuleView, UserUse, ValueSeries, key_of, process_subject
 from gpuguard.units import parse_host_memory_amount, parse_memory_amount, parse_power_amount, parse_rate
 from gpuguard.watchdog import Watchdog
@@ -64,7 +65,7 @@ VITAL = {
     "utilization": ("nvmlDeviceGetProcessUtilization",),
     "health": ("nvmlDeviceGetRemappedRows",),
 }
-AGGRESSIVE: dict[str, Rule] = {
+AGGRESSIVE: dict[str, Rule] = {name: shown(name, rule)[0] for name, rule in RULES.items()} | {
     "memory": MemoryRule(parse_memory_amount("20GiB")),
     "memory_growth": MemoryGrowthRule(parse_rate("1MiB/10m"), PAST),
     "temperature": TemperatureRule(80.0, per="process"),
@@ -74,19 +75,17 @@ AGGRESSIVE: dict[str, Rule] = {
     "processes": ProcessesRule(0, per="user"),
     "forecast": ForecastRule(1e7, PAST, per="process"),
     "unclaimed": UnclaimedRule(),
-    "trespass": TrespassRule(),
     "users": UsersRule(deny=(GUILTY,)),
     "quota": QuotaRule(devices=0),
     "age": AgeRule(run_time_above=0.0),
     "health": HealthRule(problems=("row remap*",), with_processes=True),
     "command": CommandRule(executables=("/*",)),
-    "outside_scheduler": OutsideSchedulerRule(),
     "host_memory": HostMemoryRule(parse_host_memory_amount("0%")),
     "host_cpu": HostCpuRule(0.0),
     "expression": ExpressionRule(parse_expression("memory_used > 20GiB and utilization < 5% and user == 'alice'")),
 }
 A_GREEDY_USER = MachineUse(100 * GIB, 10, {GUILTY: UserUse("alice", 900.0, 90 * GIB)})
-LOOKS_BACK = {"memory_growth", "forecast"}
+LOOKS_BACK = {name for name, rule in AGGRESSIVE.items() if rule.needs.past}
 # These would find everybody, whatever they do.
 BY_PERSON = {"processes", "quota", "age", "command"}
 

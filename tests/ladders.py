@@ -9,16 +9,17 @@ from builders import a_device, a_process, a_snapshot
 from gpuguard.model import Finding, Snapshot, Verdict
 from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.policy import Judgement, Policy, Step
-from gpuguard.policies.view import RuleView, device_subject, judged_processes, process_subject
+from gpuguard.policies.view import Rule, RuleKind, RuleView, device_subject, judged_processes, process_subject
 
 START = 10_000.0  # clock of the first sample
 
 
 @dataclass(frozen=True)
-class Processes:
+class Processes(Rule):
     """Holds for every process that uses more memory than *above*."""
 
     above: int = 0
+    kind = RuleKind("processes", innocent=False)
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         for device in view.snapshot.devices:
@@ -28,11 +29,12 @@ class Processes:
 
 
 @dataclass(frozen=True)
-class Devices:
+class Devices(Rule):
     """Holds for every device that is at least so hot; means its processes if it *means* them."""
 
     temperature: float = 0.0
     means: bool = False
+    kind = RuleKind("devices", innocent=True)
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         for device in view.snapshot.devices:
@@ -42,10 +44,11 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Finds:
+class Finds(Rule):
     """Holds for whatever *find* gives."""
 
     find: Callable[[RuleView], list[Finding]]
+    kind = RuleKind("finds", innocent=False)
 
     def check(self, view: RuleView) -> list[Finding]:
         return self.find(view)

@@ -15,7 +15,7 @@ from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Snapshot
 from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.policy import DESTRUCTIVE, KILL_AFTER, Exemption, Policy, Step
 from gpuguard.policies.rules import RULES
-from gpuguard.policies.view import HostUse, computing_processes, process_subject
+from gpuguard.policies.view import HostUse, Rule, RuleKind, computing_processes, process_subject
 
 DEVICES, USERS, INTERVAL, LENGTH = 3, 3, 10, 24
 FULL, GARBLED, LISTLESS, ABSENT = "full", "garbled", "listless", "absent"
@@ -161,7 +161,9 @@ def test_a_rule_that_fails_of_a_value_is_found():
     """A fault is planted: a rule divides by what a process has."""
 
     @dataclass(frozen=True)
-    class Dividing:
+    class Dividing(Rule):
+        kind = RuleKind("d", innocent=False)
+
         def check(self, view):
             for device, process in computing_processes(view):
                 yield Finding("d", process_subject(device, process), f"{1 / (process.memory_used or 0)}", (process,))

@@ -30,7 +30,7 @@ INTERVAL, DEVICES = 10.0, 3
 WINDOW = 100.0  # of the rules that look back
 RULES = {
     # Those of the machine judge by nothing that is on a device.
-    **{name: rule for name, rule in AGGRESSIVE.items() if not name.startswith("host_")},
+    **{name: rule for name, rule in AGGRESSIVE.items() if rule.needs.machine is None},
     "memory_growth": MemoryGrowthRule(parse_rate("1MiB/10m"), WINDOW),
     "forecast": ForecastRule(1e7, WINDOW, per="process"),
 }

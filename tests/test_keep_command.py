@@ -24,6 +24,7 @@ from gpuguard.model import Event
 from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.rules import RULES
+from gpuguard.policies.view import RuleKind
 from gpuguard.procfs import boot_clock
 from gpuguard.users import user_name
 
@@ -253,7 +254,7 @@ def test_no_user_fills_the_file_by_many_short_times(directory):
 
 @dataclass(frozen=True)
 class ProtectsOthers(Processes):
-    protects_others = True
+    kind = RuleKind("processes", innocent=False, protects_others=True)
 
 
 def policies_that_find(kept: dict, *policies: Policy, **fields: object) -> set[str]:
@@ -306,7 +307,7 @@ def test_a_process_that_hid_when_its_user_asked_is_kept_for_no_longer(directory,
 
 
 def test_these_rules_protect_others():
-    others = {name for name, rule in RULES.items() if getattr(rule, "protects_others", False)}
+    others = {name for name, rule in RULES.items() if rule.kind.protects_others}
 
     assert others == {"unclaimed", "trespass", "users", "quota", "outside_scheduler"}
 

@@ -14,12 +14,17 @@ from test_text import faults
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import probe
+from gpuguard.enforcement.actions import ACTIONS
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Subject, Verdict
 from gpuguard.notify.sender import FIRST_PAUSE, INTERVAL, LONGEST_PAUSE, MOST_PER_INTERVAL, SETTLE, Pace
 from gpuguard.notify.templates import LONGEST_SUBJECT, MOST_LINES, NAMES, WORDS, Template, Words, joined, message_for
+from gpuguard.policies.idle import IdleRule
+from gpuguard.policies.rules import RULES
 from gpuguard.units import local_time
+from gpuguard.watchdog import BREAKER
 
+ADVICE = {kind.name: kind.advice for kind in (BREAKER, *(rule.kind for rule in RULES.values()))}
 ALL_NAMES = "\n".join(f"{name}=${{{name}}}" for name in sorted(NAMES))
 
 
@@ -33,7 +38,7 @@ def test_a_message_says_what_which_rule_where_what_comes_next_and_how_to_stop_it
     message = message_for(a_verdict(next_action="terminate", next_after=1800.0), a_node(), language)
 
     for said in ("utilization is 0%", "idle-gpus", "GPU 3", "alice", "4711", "train.py", "2h", "30m", "node1",
-                 words.actions["terminate"], words.stop["idle"]):  # fmt: skip
+                 words.actions["terminate"], IdleRule.kind.advice[language]):  # fmt: skip
         assert said in message.body
     assert "idle-gpus" in message.subject
     assert "alice" in message.subject
@@ -119,11 +124,8 @@ def test_a_message_promises_nothing_that_will_not_be_done(fields, said):
 def test_only_commands_that_exist_are_recommended():
     from gpuguard.cli import COMMANDS
 
-    said = " ".join(
-        text
-        for words in WORDS.values()
-        for text in (*words.stop.values(), words.stop_otherwise, words.stop_claim, words.keep, words.body)
-    )
+    own = [text for words in WORDS.values() for text in (words.stop, words.stop_claim, words.keep, words.body)]
+    said = " ".join([*own, *(text for advice in ADVICE.values() for text in advice.values())])
     named = {piece.split()[0].partition("`")[0] for piece in said.split("`gpuguard ")[1:]}
 
     assert named
@@ -134,11 +136,13 @@ def test_both_languages_say_the_same_things():
     english, *others = WORDS.values()
 
     for words in others:
-        assert words.actions.keys() == english.actions.keys()
-        assert words.stop.keys() == english.stop.keys()
-        assert "`gpuguard adopt PID`" in words.stop["unclaimed"], "nobody need end a job for want of a claim"
+        assert words.actions.keys() == english.actions.keys() == ACTIONS.keys()
         assert _blanks(words) == _blanks(english)
         assert words.body.count("$") == english.body.count("$")
+    for advice in ADVICE.values():
+        assert advice.keys() in (set(), WORDS.keys())
+    for text in ADVICE["unclaimed"].values():
+        assert "`gpuguard adopt PID`" in text, "no user need end a job for want of a claim"
 
 
 def _blanks(words: Words) -> dict[str, set[str | None]]:

@@ -16,6 +16,9 @@ from gpuguard.policies.engine import AGAIN_SECONDS, PolicyStatus, evaluate, poli
 from gpuguard.policies.policy import KILL_AFTER, Step
 from gpuguard.policies.view import (
     MOST,
+    Rule,
+    RuleKind,
+    RuleNeeds,
     RuleView,
     ValueSeries,
     claim_subject,
@@ -195,14 +198,17 @@ def test_the_oldest_stands_first_and_nobody_who_is_well_behaved():
 
 
 @dataclass(frozen=True)
-class Looks:
+class Looks(Rule):
     """Notes what it sees of the past."""
 
     wanted: tuple[tuple[str, float], ...]
     seen: list[dict[tuple[str, str], list[tuple[float, float]]]] = field(default_factory=list, compare=False)
 
+    kind = RuleKind("looks", innocent=True)
+
+    @property
     def needs(self):
-        return self.wanted
+        return RuleNeeds(past=self.wanted)
 
     def check(self, view: RuleView):
         self.seen.append({key: list(series) for key, series in view.past.items()})

@@ -7,7 +7,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,19 +14,17 @@ from builders import GIB, MIB, Scripted, a_claim_record, a_device, a_process, a_
 from chances import often
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nodes import one, start
 from worlds import CLOCK, a_bad_day, examples, shown
 
-from gpuguard import policies
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import ALL_FIELDS, Device, Finding, GpuProcess
-from gpuguard.policies.expression import NAMES, NAMES_OF_HOST, ExpressionRule, NameSource, parse_expression
+from gpuguard.model import Device, Finding, GpuProcess
+from gpuguard.policies.expression import ExpressionRule, parse_expression
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Exemption, Policy, Scope, Step
 from gpuguard.policies.rules import RULES, needs_of
-from gpuguard.policies.thresholds import HealthRule, ProcessesRule
+from gpuguard.policies.thresholds import ProcessesRule
 from gpuguard.policies.usage import OutsideSchedulerRule
-from gpuguard.policies.view import HostUse, Rule, RuleView, device_subject, key_of, process_subject
+from gpuguard.policies.view import HostUse, Rule, RuleKind, RuleView, device_subject, key_of, process_subject
 from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_percent, parse_rate, parse_watts
 from gpuguard.watchdog import Watchdog
 
@@ -131,9 +128,7 @@ def test_a_rule_finds_the_same_when_it_is_asked_again_and_each_once_and_a_tick_l
 
 @every_rule
 def test_a_rule_asks_only_for_a_past_that_is_recorded(rule):
-    needs = rule.needs() if hasattr(rule, "needs") else ()
-
-    assert all(field in RECORDED and seconds > 0 for field, seconds in needs)
+    assert all(field in RECORDED and seconds > 0 for field, seconds in rule.needs.past)
 
 
 @every_rule
@@ -185,7 +180,8 @@ def assert_nobody_is_accused(findings: Iterable[Finding]) -> None:
     findings = list(findings)
     assert hit(findings) == set()
     # What a user takes of the machine is no matter of the list of processes.
-    kinds = {finding.subject.kind for finding in findings if not finding.rule.startswith("host_")}
+    of_machine = {rule.kind.name for rule in ALL if rule.needs.machine is not None}
+    kinds = {finding.subject.kind for finding in findings if finding.rule not in of_machine}
     assert kinds <= {"device", "node", "claim"}
 
 
@@ -196,7 +192,9 @@ def test_a_desktop_is_not_accused(rule):
 
 def test_the_machine_of_these_tests_shows_the_fault_of_a_rule_that_takes_unknown_for_zero():
     @dataclass(frozen=True)
-    class Naive:
+    class Naive(Rule):
+        kind = RuleKind("naive", innocent=False)
+
         def check(self, view: RuleView) -> Iterable[Finding]:
             for device in view.snapshot.devices:
                 if (device.utilization or 0) < 5:
@@ -288,27 +286,6 @@ def a_policy(rule: Rule = CALM, **fields: Any) -> Policy:
     return Policy("p", (CALM, rule), **{"steps": (Step("log"),), **fields})
 
 
-def as_read_for(rule: Rule, place: Path) -> RuleView:
-    """The bad day, where of devices only that is known which is read when there is this rule alone."""
-    backend, groups = start(str(place / "node"), "1xA100-80GB"), (ALL_FIELDS, needs_of([a_policy(rule)]).fields)
-    told, read = (
-        {name for name, value in vars(one(backend, 0, group)).items() if value is not None} for group in groups
-    )
-    return with_devices(a_bad_day(), lambda device: replace(device, **dict.fromkeys(told - read)))
-
-
-@every_rule
-def test_a_rule_finds_somebody_by_what_is_read_for_it(rule, tmp_path):
-    assert list(rule.check(as_read_for(rule, tmp_path)))
-
-
-def test_a_rule_that_judges_by_what_is_not_read_for_it_is_found(tmp_path):
-    slow = HealthRule(throttle_reasons=("*",))
-    read = as_read_for(CALM, tmp_path)
-
-    assert list(slow.check(as_read_for(slow, tmp_path))) and not list(slow.check(read))
-
-
 @pytest.mark.parametrize(
     ("policy", "host"),
     [
@@ -326,33 +303,6 @@ def test_a_rule_that_judges_by_what_is_not_read_for_it_is_found(tmp_path):
 def test_the_host_is_wanted_by_those_who_judge_by_it(policy: Policy, host: bool) -> None:
     assert needs_of([a_policy(), policy]).host is host
     assert not needs_of([]).host
-
-
-def test_the_names_of_the_host_are_those_that_look_at_it() -> None:
-    class Wire(dict[Any, Any]):
-        def get(self, *_: object) -> Any:
-            raise LookupError
-
-    process = a_process(4711)
-    device = a_device(0, processes=(process,))
-    place = NameSource(RuleView(a_snapshot(device), host=Wire()), device, process)
-
-    def looks(name: str) -> bool:
-        try:
-            NAMES[name].value(place)
-        except LookupError:
-            return True
-        return False
-
-    assert {name for name in NAMES if looks(name)} == NAMES_OF_HOST
-
-
-def test_nobody_else_judges_by_the_host() -> None:
-    """A rule that begins to must say so: what Needs do not name is not read, and is unknown to every rule."""
-    place = Path(policies.__file__).parent
-    looking = {path.name for path in place.glob("*.py") if "view.host" in path.read_text()}
-
-    assert looking - {"view.py"} == {"idle.py", "expression.py", "policy.py"}  # that one hides what a pause causes
 
 
 def test_a_scheduler_is_asked_for_those_who_judge_by_it() -> None:

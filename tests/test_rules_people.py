@@ -23,7 +23,8 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, Gap, ProcessStat
 from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.idle import AgeRule
-from gpuguard.policies.quota import QuotaRule, windows_of
+from gpuguard.policies.quota import QuotaRule
+from gpuguard.policies.rules import needs_of
 from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
 from gpuguard.policies.view import device_subject, key_of
 from gpuguard.units import parse_device_amount
@@ -241,7 +242,7 @@ def test_a_claim_without_a_process_is_found_after_its_time():
     [finding] = found(rule, device, claims=[a_claim("x", device, age=7100)], past=a_past(device, *EMPTY))
     assert (finding.subject.kind, finding.subject.claim, finding.subject.uid) == ("claim", "x", 1001)
     assert finding.why == "held for 1h58m, the last 1h without a process"
-    assert rule.needs() == (("memory_used", HOUR),)
+    assert rule.needs.past == (("memory_used", HOUR),)
 
 
 @pytest.mark.parametrize(("late", "finds"), [(0.0, 1), (0.4, 1), (1.0, 0)])
@@ -514,8 +515,8 @@ def test_gpu_time_is_asked_for_in_the_windows_in_which_a_quota_counts_it():
     week, month = QuotaRule(gpu_hours=HOUR, within=7 * 24 * HOUR), QuotaRule(gpu_hours=HOUR, within=30 * 24 * HOUR)
     policies = [a_policy(name="a", rules=(week, QuotaRule(devices=2))), a_policy(name="b", rules=(month, week))]
 
-    assert windows_of(policies) == {7 * 24 * HOUR, 30 * 24 * HOUR}
-    assert windows_of([a_policy()]) == set()
+    assert set(needs_of(policies).gpu_seconds) == {7 * 24 * HOUR, 30 * 24 * HOUR}
+    assert needs_of([a_policy()]).gpu_seconds == ()
 
 
 def test_a_process_on_two_devices_has_two_devices_but_is_one():

@@ -461,7 +461,7 @@ def test_processes_are_meant_when_that_is_asked_for_but_only_those_that_may_be_j
     ],
 )
 def test_only_what_a_rule_judges_by_is_asked_of_the_driver(keys, groups):
-    assert HealthRule(**keys).further_fields == groups
+    assert HealthRule(**keys).needs.fields == groups
 
 
 def test_a_device_whose_memory_is_held_at_rest_is_idle():

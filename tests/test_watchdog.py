@@ -22,6 +22,7 @@ from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import KILL_AFTER, Policy, Step
 from gpuguard.policies.thresholds import MemoryRule
+from gpuguard.policies.view import Rule, RuleKind
 from gpuguard.request import Request
 from gpuguard.units import parse_memory_amount
 from gpuguard.watchdog import Watchdog, pace
@@ -468,8 +469,10 @@ def test_only_the_administrator_is_told_that_the_breaker_holds_a_policy_back(a_w
 
 
 @dataclass(frozen=True)
-class Broken:
+class Broken(Rule):
     """A rule that fails: a user who found out how could else switch off the guard for all."""
+
+    kind = RuleKind("broken", innocent=False)
 
     def check(self, view):
         raise ZeroDivisionError("a value that nobody foresaw")

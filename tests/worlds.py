@@ -8,12 +8,14 @@ import re
 from dataclasses import replace
 from functools import cache
 from textwrap import dedent
+from typing import Any
 
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot, claims_first
 
-from gpuguard.model import Device
+from gpuguard.model import GROUPED_FIELDS, WHO_FIELDS, Device
 from gpuguard.policies.files.decoder import Decoder
 from gpuguard.policies.files.source import YamlSource
+from gpuguard.policies.undeclared import extremes
 from gpuguard.policies.view import (
     HostUse,
     MachineUse,
@@ -58,7 +60,10 @@ def _decoded(name: str, rule: type[Rule], example: str) -> Rule:
 @cache
 def a_bad_day(clock: float = CLOCK) -> RuleView:
     """At *clock*: a broken, overloaded device, one that bob has claimed and alice holds at rest, one that bob claimed
-    for nothing, and four that alice or bob hold at rest without a claim."""
+    for nothing, and four that alice or bob hold at rest without a claim.
+
+    What is read for some rules alone is as low as can be on the next device, and as high on the one after it.
+    """
     broken = a_device(
         0, memory_used=79 * GIB, temperature=96.0, power_draw=695.0, utilization=99.0, memory_utilization=90.0,
         problems=("lost", "remapping pending"), throttle_reasons=("hw_thermal_slowdown",), clock_sm=500,
@@ -68,8 +73,8 @@ def a_bad_day(clock: float = CLOCK) -> RuleView:
     invaded = a_device(1, memory_used=50 * GIB, processes=(_job(110, memory_used=50 * GIB, utilization=0.0),))
     unused = a_device(2)
     resting = [
-        a_device(index, memory_used=40 * GIB, processes=(_job(100 + 10 * index, memory_used=40 * GIB),))
-        for index in (3, 4, 5)
+        a_device(index, memory_used=40 * GIB, processes=(_job(100 + 10 * index, memory_used=40 * GIB),), **rare)
+        for index, rare in ((3, _rarely_read(0)), (4, _rarely_read(1)), (5, {}))
     ]
     of_bob = a_device(6, memory_used=40 * GIB, processes=(_job(160, memory_used=40 * GIB, uid=1002, user="bob"),))
     devices = (broken, invaded, unused, *resting, of_bob)
@@ -92,6 +97,12 @@ def a_bad_day(clock: float = CLOCK) -> RuleView:
         arrivals=claims_first(claims, *devices),
         gpu_seconds={uid: {days * 86400.0: 1e7 for days in (1, 7, 14, 28, 30)} for uid in (1001, 1002)},
     )
+
+
+def _rarely_read(level: int) -> dict[str, Any]:
+    """The fields that are read for the rules that ask for them: the lowest values (0) or the highest ones (1)."""
+    rare = {name for group, names in GROUPED_FIELDS.items() if group not in WHO_FIELDS for name in names}
+    return {name: value for name, value in extremes(Device, level).items() if name in rare}
 
 
 def _job(pid: int, **fields: object):

@@ -15,16 +15,8 @@ from gpuguard.locale import N_
 from gpuguard.model import NoteKind, ProcessIdentity, Snapshot, Verdict
 from gpuguard.policies.engine import EngineMemory, evaluate, victims_of
 from gpuguard.policies.policy import ENDING, HARMFUL, MESSAGES, Judgement, Policy
-from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import LARGEST_DISTANCE, RuleView
 
-_UNTOLD = {
-    "outside_scheduler": N_("what a scheduler gave out"),
-    "health": N_("faults of GPUs"),
-    "forecast": N_("how much memory a GPU has"),
-    "temperature": N_("the temperature of GPUs"),
-    "power": N_("the power of GPUs"),
-}
 HELD = 2**30  # bytes above which a device counts as held; below it is what a driver keeps for itself
 
 
@@ -73,18 +65,16 @@ def blind_spots(recording: Recording, policies: Iterable[Policy]) -> list[tuple[
     if recording.replayed:
         return []
     found = []
-    names = {kind: name for name, kind in RULES.items()}
     for policy in policies:
         for rule in policy.rules:
-            name = names[type(rule)]
-            if name in ("unclaimed", "trespass", "quota") or getattr(rule, "claim_without_process_above", None):
-                found.append((policy.name, name, N_("who had claimed what")))
-            elif name in ("outside_scheduler", "health", "forecast"):
-                found.append((policy.name, name, _UNTOLD[name]))
-            elif getattr(rule, "reads_host", False):
-                found.append((policy.name, name, N_("what processes did on the CPU and the network")))
-            elif name in ("temperature", "power") and name not in recording.columns:
-                found.append((policy.name, name, _UNTOLD[name]))
+            needs, kind = rule.needs, rule.kind
+            missing = kind.not_in_tables if kind.name not in recording.columns else ""
+            if needs.claims or needs.scheduler:
+                missing = N_("who had claimed what") if needs.claims else N_("what a scheduler gave out")
+            elif needs.host:
+                missing = N_("what processes did on the CPU and the network")
+            if missing:
+                found.append((policy.name, kind.name, missing))
     return found
 
 

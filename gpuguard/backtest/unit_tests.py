@@ -26,7 +26,7 @@ from gpuguard.policies.files.keys import parse_count, parse_interval
 from gpuguard.policies.files.loader import PolicyFile, content_of, load_policies
 from gpuguard.policies.files.source import Fault, YamlSource, in_order
 from gpuguard.policies.policy import Policy
-from gpuguard.policies.quota import windows_of
+from gpuguard.policies.rules import needs_of
 from gpuguard.policies.view import HostUse, MachineUse, RuleView, UserUse
 from gpuguard.units import (
     parse_bytes,
@@ -278,7 +278,7 @@ def views(test: Test, policies: Sequence[Policy], number_of: Numbering) -> Itera
     holders: tuple[ProcessKeys | ClaimKeys, ...] = (*test.processes, *test.claims)
     groups = {uid_of(holder.user): frozenset[str]() for holder in holders}
     groups |= {uid_of(user): frozenset(names) for user, names in test.groups.items()}
-    spent = {uid_of(user): dict.fromkeys(windows_of(policies), used) for user, used in test.gpu_hours.items()}
+    spent = {uid_of(user): dict.fromkeys(needs_of(policies).gpu_seconds, used) for user, used in test.gpu_hours.items()}
     given = {
         _uuid_of(index): frozenset(map(uid_of, device.scheduled))
         for index, device in enumerate(test.devices)

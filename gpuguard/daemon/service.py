@@ -44,7 +44,7 @@ from gpuguard.policies.files import last_good
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.policies.files.loader import PolicyFile, load_in_time, parse
 from gpuguard.policies.policy import Judgement, absent
-from gpuguard.policies.quota import windows_of
+from gpuguard.policies.rules import needs_of
 from gpuguard.procfs import boot_clock
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.reservations import record_arrivals_seen
@@ -474,7 +474,7 @@ class Daemon:
             templates=templates,
         )
         self._log("policy", "in force", self.status(), file)
-        self._recorder.windows = windows_of(file.policies)
+        self._recorder.windows = frozenset(needs_of(file.policies).gpu_seconds)
         if self._recorder.windows and (reason := self._recorder.why_unknown(OPEN_SECONDS)):
             self._report(f"{NEVER_FIRES}: {reason}")
         if former:

@@ -408,7 +408,7 @@ def _restrict(
     now, seconds = time.time(), dict(verdict.options).get("for")
     until = None if seconds is None else now + float(seconds)
     by, reason = f"the policy {verdict.policy}", verdict.finding.why
-    lasts = kind == restrictions.QUARANTINED and verdict.finding.rule == "health"  # a boot mends no GPU
+    lasts = kind == restrictions.QUARANTINED and verdict.kind is not None and verdict.kind.outlasts_boot
     mark = restrictions.Restriction(name, now, until, reason, by, user, process, until_reboot=not lasts)
     try:
         restrictions.change(context.directory, kind, lambda found: restrictions.extend(found, mark))

@@ -39,8 +39,7 @@ class Words:
     at_once: str
     nothing_next: str
     observing: str
-    stop: Mapping[str, str]  # by rule
-    stop_otherwise: str
+    stop: str  # where the rule itself gives no advice
     stop_claim: str  # where no process is meant
     keep: str  # behind how to stop an idle one
     more: str  # heads the lines of further findings
@@ -86,21 +85,7 @@ How to stop it: $stop
         at_once="At once",
         nothing_next="Nothing: this was the last step.",
         observing="(This policy only observes: nothing of it is carried out.)",
-        stop={
-            "idle": "Use the GPU again, or free it: end the process.",
-            "utilization": "Use the GPU again, or free it: end the process.",
-            "memory": "Use less memory, or end the process.",
-            "memory_growth": "Look for what keeps growing, or end the process.",
-            "unclaimed": "Claim the GPU as it runs: `gpuguard adopt PID`.  Next time start it with `gpuguard run`.",
-            "trespass": "End the process: the GPU is claimed by another user.  `gpuguard select` names a free one.",
-            "temperature": "Let the GPU cool down: end or reduce what runs on it.",
-            "power": "Reduce what runs on the GPU.",
-            "host_memory": "Use less of the machine's memory, also beside the GPU, or end what you do not need.",
-            "host_cpu": "Use fewer cores (threads, data loaders), or end what you do not need.",
-            "health": "Save your work and leave the GPU: an administrator has to look at it.",
-            "breaker": "Look whether what the policy judges by is right: `gpuguard who --fresh`, `gpuguard doctor`.",
-        },
-        stop_otherwise="End the process and so free the GPU.",
+        stop="End the process and so free the GPU.",
         stop_claim="Release what you do not use: `gpuguard release {claim}`.",
         keep="  `gpuguard keep --for {duration}` buys time.",
         more="{count} findings in all; after the one above:",
@@ -144,21 +129,7 @@ GPU：      $device
         at_once="随即",
         nothing_next="无，这是最后一步。",
         observing="（该策略仅作观察，不会真正执行。）",
-        stop={
-            "idle": "请重新使用该设备，或结束进程以释放设备。",
-            "utilization": "请重新使用该设备，或结束进程以释放设备。",
-            "memory": "请减少显存用量，或结束进程。",
-            "memory_growth": "请检查显存持续增长的原因，或结束进程。",
-            "unclaimed": "请运行 `gpuguard adopt PID` 占用该设备，无需结束进程；下次请用 `gpuguard run` 启动。",
-            "trespass": "请结束进程：该设备已被其他用户占用。`gpuguard select` 可列出空闲设备。",
-            "temperature": "请让设备降温：结束或减少其上的任务。",
-            "power": "请减少该设备上的任务。",
-            "host_memory": "请减少主机内存用量（包括不使用 GPU 的进程），或结束不需要的进程。",
-            "host_cpu": "请减少所用的 CPU 核（线程、数据加载进程），或结束不需要的进程。",
-            "health": "请保存工作并离开该设备：需要管理员检查。",
-            "breaker": "请检查策略所依据的数据是否正确：`gpuguard who --fresh`、`gpuguard doctor`。",
-        },
-        stop_otherwise="请结束进程以释放设备。",
+        stop="请结束进程以释放设备。",
         stop_claim="请释放不再使用的占用：`gpuguard release {claim}`。",
         keep="如需保留，请运行 `gpuguard keep --for {duration}`。",
         more="共 {count} 条；除上面一条外：",
@@ -266,7 +237,7 @@ def message_for(
     own, template = TEMPLATES[language], templates.get(language, TEMPLATES[language])
     given = _values(verdict, snapshot, language)
     # Of what was done, and of what nothing follows, it is too late to be told how to prevent it.
-    given["stop"] = "" if given["done"] and not verdict.harm_action else _stop(verdict, WORDS[language], longest_keep)
+    given["stop"] = "" if given["done"] and not verdict.harm_action else _stop(verdict, language, longest_keep)
     values = {name: neutralise(text)[:LONGEST_VALUE] for name, text in given.items()}
     values["processes"] = "\n".join(_processes(verdict.finding.processes, WORDS[language]))
     if chat:
@@ -354,12 +325,13 @@ def _device_name(uuid: str, snapshot: Snapshot) -> str:
     return f"GPU {device.label}" + (f" ({device.name})" if device.name else "") if device else uuid
 
 
-def _stop(verdict: Verdict, words: Words, longest_keep: float) -> str:
-    finding = verdict.finding
-    text = words.stop.get(finding.rule, words.stop_otherwise)
+def _stop(verdict: Verdict, language: str, longest_keep: float) -> str:
+    words = WORDS[language]
+    finding, kind = verdict.finding, verdict.kind
+    text = (kind and kind.advice.get(language)) or words.stop
     if finding.subject.kind in ("claim", "user") and not finding.processes:
         text = words.stop_claim.format(claim=finding.subject.claim or "ID")
-    if longest_keep and verdict.may_be_kept and finding.rule in ("idle", "utilization", "age"):
+    if longest_keep and verdict.may_be_kept and kind and kind.suggests_keep:
         text += words.keep.format(duration=format_duration(min(longest_keep, 4 * 3600)))
     return text
 

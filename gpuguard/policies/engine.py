@@ -522,6 +522,7 @@ def _verdict(due: DueStep, further: int, clock: float) -> Verdict:
         # A step that was not taken is tried again without that time: whether it was waited for is not known then.
         graced=due.state.grace if due.step.action in DISRUPTIVE and not due.state.again_at else 0.0,
         may_be_kept=policy.may_be_kept,
+        kind=next((rule.kind for rule in policy.rules if rule.kind.name == finding.rule), None),
     )
 
 

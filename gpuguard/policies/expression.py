@@ -24,7 +24,16 @@ from gpuguard.device_state import claims_on, claims_readable, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
 from gpuguard.model import Device, Finding, GpuProcess
-from gpuguard.policies.view import HostUse, RuleView, computing, device_subject, process_subject
+from gpuguard.policies.view import (
+    HostUse,
+    Rule,
+    RuleKind,
+    RuleNeeds,
+    RuleView,
+    computing,
+    device_subject,
+    process_subject,
+)
 from gpuguard.units import (
     format_bytes,
     format_duration,
@@ -589,7 +598,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 
 
 @dataclass(frozen=True)
-class ExpressionRule:
+class ExpressionRule(Rule):
     """A condition in a small language is true.
 
     expr: names, compared with amounts (30GiB, 5%, 2h, 85C, 300W, 1MB/s, 3) or texts ('alice'), by < <= > >= == != and
@@ -606,12 +615,19 @@ class ExpressionRule:
         when: {expression: {expr: "memory_used > 30GiB and utilization < 5% and user not in ('bob',)"}}
     """
 
+    kind = RuleKind("expression", innocent=False, by_content=True)
+
     expr: Annotated[Expression, parse_expression]
 
     @property
-    def reads_host(self) -> bool:
-        """Whether it judges by RuleView.host."""
-        return not NAMES_OF_HOST.isdisjoint(self.expr.names)
+    def needs(self) -> RuleNeeds:
+        """What its names are about."""
+        return RuleNeeds(host=not NAMES_OF_HOST.isdisjoint(self.expr.names))
+
+    @property
+    def reaches(self) -> frozenset[str]:
+        """Processes, if one of its names is about them."""
+        return frozenset({"process"} if self.expr.of_process else ())
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device, or per device."""

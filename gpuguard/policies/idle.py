@@ -12,6 +12,9 @@ from gpuguard.locale import _
 from gpuguard.model import Device, Finding, GpuProcess, Subject
 from gpuguard.policies.view import (
     Evidence,
+    Rule,
+    RuleKind,
+    RuleNeeds,
     RuleView,
     claim_subject,
     computing,
@@ -24,7 +27,7 @@ from gpuguard.units import Rate, format_bytes, format_duration, parse_bytes, par
 
 
 @dataclass(frozen=True)
-class IdleRule:
+class IdleRule(Rule):
     """A GPU is claimed, or its memory is held, but its utilization is at most `below`.
 
     below: percent of time; 0% means no kernel at all.
@@ -43,6 +46,16 @@ class IdleRule:
         for: 2h
     """
 
+    kind = RuleKind(
+        "idle",
+        innocent=False,
+        suggests_keep=True,
+        advice={
+            "en": "Use the GPU again, or free it: end the process.",
+            "zh": "请重新使用该设备，或结束进程以释放设备。",
+        },
+    )
+
     below: Annotated[float, parse_percent]
     window: Literal["fixed", "sliding"] = "fixed"
     over: Annotated[float | None, parse_duration] = None
@@ -57,20 +70,19 @@ class IdleRule:
                 _("idle wants over with window: sliding, and only there: {window: sliding, over: 4h}.")
             )
 
-    def needs(self) -> tuple[tuple[str, float], ...]:
-        """The series of utilization, for a sliding window."""
-        return (("utilization", self.over),) if self.over is not None else ()
+    reaches = frozenset({"process", "claim"})
 
     @property
-    def reads_host(self) -> bool:
-        """Whether it judges by View.host."""
-        return self.cpu_below is not None or self.network_below is not None
+    def needs(self) -> RuleNeeds:
+        """The series of utilization for a sliding window, and what processes do on the CPU and the network."""
+        past = (("utilization", self.over),) if self.over is not None else ()
+        return RuleNeeds(past=past, host=self.cpu_below is not None or self.network_below is not None)
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Who holds a device that rests."""
         for device in usable_devices(view.snapshot):
             resting = self._resting(view, device)
-            if resting is not None and (not self.reads_host or self._host_rests(view, device)):
+            if resting is not None and (not self.needs.host or self._host_rests(view, device)):
                 for subject, seconds, processes in self._held(view, device):
                     if self.over is None or (seconds is not None and seconds >= self.over):
                         yield Finding("idle", subject, f"{device_title(device)} {resting}", processes)
@@ -128,7 +140,7 @@ class IdleRule:
 
 
 @dataclass(frozen=True)
-class AgeRule:
+class AgeRule(Rule):
     """A process has run for too long, or a claim was held for too long without a process.
 
     run_time_above: since the start of the process.
@@ -137,6 +149,8 @@ class AgeRule:
 
         when: {age: {run_time_above: 72h, claim_without_process_above: 2h}}
     """
+
+    kind = RuleKind("age", innocent=False, suggests_keep=True)
 
     run_time_above: Annotated[float, parse_duration] | None = None
     claim_without_process_above: Annotated[float, parse_duration] | None = None
@@ -150,10 +164,17 @@ class AgeRule:
         if self.run_time_above is None and self.claim_without_process_above is None:
             raise InvalidRequest(_("no age is given: write run_time_above or claim_without_process_above."))
 
-    def needs(self) -> tuple[tuple[str, float], ...]:
+    @property
+    def needs(self) -> RuleNeeds:
         """The memory of the devices, for claims."""
         limit = self.claim_without_process_above
-        return () if limit is None else (("memory_used", limit),)
+        return RuleNeeds() if limit is None else RuleNeeds(past=(("memory_used", limit),), claims=True)
+
+    @property
+    def reaches(self) -> frozenset[str]:
+        """Processes, claims or both, as it is asked for."""
+        asked = ("process", self.run_time_above), ("claim", self.claim_without_process_above)
+        return frozenset(what for what, limit in asked if limit is not None)
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device, and one per claim."""

@@ -247,13 +247,12 @@ class Policy:
     @property
     def may_be_kept(self) -> bool:
         """Whether a user is spared who asks for it by `gpuguard keep`; whom root spares always is."""
-        protects_others = any(getattr(rule, "protects_others", False) for rule in self.rules)
-        return not protects_others if self.keep is None else self.keep
+        return not any(rule.kind.protects_others for rule in self.rules) if self.keep is None else self.keep
 
     @property
     def rests_on(self) -> Evidence:
         """What its findings rest on: the least certain of what its rules do."""
-        return min((getattr(rule, "rests_on", Evidence.SENSOR) for rule in self.rules), key=list(Evidence).index)
+        return min((rule.rests_on for rule in self.rules), key=list(Evidence).index)
 
 
 def early_kills(steps: Iterable[tuple[str, float]]) -> Iterator[tuple[int, float | None]]:

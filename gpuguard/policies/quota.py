@@ -11,13 +11,22 @@ from gpuguard.device_state import claim_of, claims_on, usable_devices, user_labe
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.model import Finding, GpuProcess, Subject
-from gpuguard.policies.policy import Policy
-from gpuguard.policies.view import Evidence, RuleView, claim_subject, computing, key_of, process_subject
+from gpuguard.policies.view import (
+    Evidence,
+    Rule,
+    RuleKind,
+    RuleNeeds,
+    RuleView,
+    claim_subject,
+    computing,
+    key_of,
+    process_subject,
+)
 from gpuguard.units import Amount, format_bytes, format_duration, parse_device_amount, parse_duration, parse_percent
 
 
 @dataclass(frozen=True)
-class QuotaRule:
+class QuotaRule(Rule):
     """A user has more than their share; the newest claims and processes are the ones in excess, never the oldest.
 
     devices: so many, or a share of the machine's (rounded down, but at least one), claimed or in use without a claim; a
@@ -34,6 +43,8 @@ class QuotaRule:
         when: {quota: {devices: 4, gpu_hours: 100h, within: 7d}}
     """
 
+    kind = RuleKind("quota", innocent=False, protects_others=True, newest_first=True)
+
     devices: Annotated[int | Amount | None, parse_device_amount] = None
     claims: int | None = None
     memory: Annotated[float | None, parse_percent] = None
@@ -41,7 +52,12 @@ class QuotaRule:
     within: Annotated[float | None, parse_duration] = None
     shared_by: tuple[Annotated[str, "group"], ...] = ()
     per: Literal["user", "claim"] = "user"
-    protects_others = True
+    reaches = frozenset({"process", "claim"})
+
+    @property
+    def needs(self) -> RuleNeeds:
+        """The claims, and the GPU time of its window."""
+        return RuleNeeds(claims=True, gpu_seconds=(self.within,) if self.within is not None else ())
 
     @property
     def rests_on(self) -> Evidence:
@@ -118,12 +134,6 @@ class QuotaRule:
 def _hours(seconds: float) -> str:
     hours = seconds / 3600
     return f"{hours:.0f}" if hours >= 100 else f"{hours:.3g}"
-
-
-def windows_of(policies: Iterable[Policy]) -> frozenset[float]:
-    """The windows, in seconds, in which the quotas of *policies* count GPU time."""
-    rules = [rule for policy in policies for rule in policy.rules if isinstance(rule, QuotaRule)]
-    return frozenset(rule.within for rule in rules if rule.gpu_hours is not None and rule.within is not None)
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""The table of rules: the name in a policy file, and the class whose fields are its keys there; and what rules need."""
+"""The table of rules, by the name in a policy file, and what the rules of some policies need together.
+
+Everything else about a rule stands on its class: see view.Rule.
+"""
 
 from __future__ import annotations
 
@@ -22,59 +25,57 @@ from gpuguard.policies.thresholds import (
 )
 from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule
 from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
-from gpuguard.policies.view import Rule
-from gpuguard.units import Amount
+from gpuguard.policies.view import Rule, RuleNeeds
 
 RULES: dict[str, type[Rule]] = {
-    "memory": MemoryRule,
-    "memory_growth": MemoryGrowthRule,
-    "temperature": TemperatureRule,
-    "power": PowerRule,
-    "utilization": UtilizationRule,
-    "idle": IdleRule,
-    "processes": ProcessesRule,
-    "forecast": ForecastRule,
-    "unclaimed": UnclaimedRule,
-    "trespass": TrespassRule,
-    "users": UsersRule,
-    "quota": QuotaRule,
-    "age": AgeRule,
-    "health": HealthRule,
-    "command": CommandRule,
-    "outside_scheduler": OutsideSchedulerRule,
-    "host_memory": HostMemoryRule,
-    "host_cpu": HostCpuRule,
-    "expression": ExpressionRule,
+    rule.kind.name: rule
+    for rule in (
+        MemoryRule,
+        MemoryGrowthRule,
+        TemperatureRule,
+        PowerRule,
+        UtilizationRule,
+        IdleRule,
+        ProcessesRule,
+        ForecastRule,
+        UnclaimedRule,
+        TrespassRule,
+        UsersRule,
+        QuotaRule,
+        AgeRule,
+        HealthRule,
+        CommandRule,
+        OutsideSchedulerRule,
+        HostMemoryRule,
+        HostCpuRule,
+        ExpressionRule,
+    )
 }
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What some policies judge by."""
+class Needs(RuleNeeds):
+    """What some policies judge by, beyond what is read for everybody."""
 
-    policies: Sequence[Policy]
-    fields: frozenset[str]  # the groups of a sample
-    host: bool  # what processes do beside the GPU: RuleView.host
-    # What each user takes of the machine, RuleView.machine: the limits of memory, () when only of its cores
-    machine: tuple[Amount, ...] | None
-    kinds: bool  # whether a person sits in front of a process, so that debuggers are looked for
-    scheduler: bool  # to whom an outer scheduler has given the devices: RuleView.scheduled
-    targets: tuple[str, ...]  # names of the targets that any of them notifies
+    policies: Sequence[Policy] = ()
+    kinds: bool = False  # whether a person sits in front of a process, so that debuggers are looked for
+    targets: tuple[str, ...] = ()  # names of the targets that any of them notifies
 
 
 def needs_of(policies: Sequence[Policy]) -> Needs:
-    """What *policies* want to know; () want what everybody is shown."""
-    rules = [rule for policy in policies for rule in policy.rules]
+    """What *policies* want to know; () want what everybody is shown.  Of the past see view.windows_of()."""
+    rules = [rule.needs for policy in policies for rule in policy.rules]
     kinds = any(scope and scope.kinds for policy in policies for scope in (policy.only, *policy.exempt))
     kinds = kinds or any(step.action in DISRUPTIVE for policy in policies for step in policy.steps)
     options = [dict(step.options) for policy in policies for step in policy.steps]
-    of_machine = [rule for rule in rules if isinstance(rule, HostMemoryRule | HostCpuRule)]
+    of_machine = [rule.machine for rule in rules if rule.machine is not None]
     return Needs(
-        policies,
-        fields=WHO_FIELDS.union(*(rule.further_fields for rule in rules if isinstance(rule, HealthRule))),
-        host=kinds or any(getattr(rule, "reads_host", False) for rule in rules),
-        machine=tuple(rule.above for rule in of_machine if isinstance(rule, HostMemoryRule)) if of_machine else None,
+        fields=WHO_FIELDS.union(*(rule.fields for rule in rules)),
+        host=kinds or any(rule.host for rule in rules),
+        machine=tuple(limit for limits in of_machine for limit in limits) if of_machine else None,
+        scheduler=any(rule.scheduler for rule in rules),
+        gpu_seconds=tuple({window for rule in rules for window in rule.gpu_seconds}),
+        policies=policies,
         kinds=kinds,
-        scheduler=any(isinstance(rule, OutsideSchedulerRule) for rule in rules),
         targets=tuple(sorted({str(name) for given in options if (name := given.get("to") or given.get("hook"))})),
     )

@@ -12,10 +12,13 @@ from typing import Annotated, Literal
 
 from gpuguard.device_state import claims_on, device_title, usable_devices
 from gpuguard.errors import InvalidRequest
-from gpuguard.locale import _
+from gpuguard.locale import N_, _
 from gpuguard.model import CLOCKS, ECC, Device, Finding, GpuProcess, Subject, claim_named
 from gpuguard.policies.jobs import JobMember, jobs_of, member_of
 from gpuguard.policies.view import (
+    Rule,
+    RuleKind,
+    RuleNeeds,
     RuleView,
     UserUse,
     computing,
@@ -48,7 +51,7 @@ def _findings_of_whole(rule: str, view: RuleView, per: str, why: Callable[[Devic
 
 
 @dataclass(frozen=True)
-class MemoryRule:
+class MemoryRule(Rule):
     """More memory of one GPU is in use than allowed, by one process, user or claim, or altogether.
 
     above: bytes, or percent of the GPU's memory; or share, with per: claim: what the claim asked for when it began
@@ -60,6 +63,13 @@ class MemoryRule:
 
         when: {memory: {above: 90%, per: user}}
     """
+
+    kind = RuleKind(
+        "memory",
+        innocent=False,
+        limits="memory_used",
+        advice={"en": "Use less memory, or end the process.", "zh": "请减少显存用量，或结束进程。"},
+    )
 
     above: Annotated[Amount, parse_memory_amount]
     per: Literal["process", "user", "claim", "device"] = "process"
@@ -83,7 +93,7 @@ class MemoryRule:
 
 
 @dataclass(frozen=True)
-class TemperatureRule:
+class TemperatureRule(Rule):
     """A GPU is hotter than allowed.
 
     above: degrees Celsius.
@@ -94,6 +104,18 @@ class TemperatureRule:
 
         when: {temperature: {above: 85C}}
     """
+
+    kind = RuleKind(
+        "temperature",
+        innocent=True,
+        bounds={"above": (130.0, N_("readings above 130C are not believed"))},
+        limits="temperature",
+        not_in_tables=N_("the temperature of GPUs"),
+        advice={
+            "en": "Let the GPU cool down: end or reduce what runs on it.",
+            "zh": "请让设备降温：结束或减少其上的任务。",
+        },
+    )
 
     above: Annotated[float, parse_celsius]
     per: Literal["device", "process"] = "device"
@@ -110,7 +132,7 @@ class TemperatureRule:
 
 
 @dataclass(frozen=True)
-class PowerRule:
+class PowerRule(Rule):
     """A GPU draws more power than allowed.
 
     above: watts, or percent of the GPU's power limit.
@@ -118,6 +140,14 @@ class PowerRule:
 
         when: {power: {above: 95%}}
     """
+
+    kind = RuleKind(
+        "power",
+        innocent=True,
+        limits="power_draw",
+        not_in_tables=N_("the power of GPUs"),
+        advice={"en": "Reduce what runs on the GPU.", "zh": "请减少该设备上的任务。"},
+    )
 
     above: Annotated[Amount, parse_power_amount]
     per: Literal["device", "process"] = "device"
@@ -136,7 +166,7 @@ class PowerRule:
 
 
 @dataclass(frozen=True)
-class UtilizationRule:
+class UtilizationRule(Rule):
     """The GPU is busier than `above`, or less busy than `below`.  For GPUs that are held but rest, see idle.
 
     above: percent of time.  Exactly one of above and below.
@@ -146,6 +176,17 @@ class UtilizationRule:
 
         when: {utilization: {above: 95%}}
     """
+
+    kind = RuleKind(
+        "utilization",
+        innocent=False,
+        bounds={"above": (100.0, N_("no utilization is above 100%")), "below": (0.0, N_("nothing is below 0%"))},
+        suggests_keep=True,
+        advice={
+            "en": "Use the GPU again, or free it: end the process.",
+            "zh": "请重新使用该设备，或结束进程以释放设备。",
+        },
+    )
 
     above: Annotated[float | None, parse_percent] = None
     below: Annotated[float | None, parse_percent] = None
@@ -173,7 +214,7 @@ class UtilizationRule:
 
 
 @dataclass(frozen=True)
-class ProcessesRule:
+class ProcessesRule(Rule):
     """More processes compute on one GPU than allowed, altogether or by one user.
 
     above: how many are allowed.
@@ -184,6 +225,8 @@ class ProcessesRule:
 
         when: {processes: {above: 2}}
     """
+
+    kind = RuleKind("processes", innocent=False, newest_first=True)
 
     above: int
     per: Literal["device", "user"] = "device"
@@ -221,7 +264,7 @@ class ProcessesRule:
 
 
 @dataclass(frozen=True)
-class HealthRule:
+class HealthRule(Rule):
     """A GPU has a problem, is slowed down, or counts too many errors.
 
     The finding is about the GPU, since hardly ever its user is the cause.
@@ -237,6 +280,19 @@ class HealthRule:
         when: {health: {problems: ["lost", "reset required", "*pending*"], ecc_uncorrected_above: 0}}
     """
 
+    kind = RuleKind(
+        "health",
+        innocent=True,
+        needs=RuleNeeds(frozenset({CLOCKS, ECC})),
+        by_content=True,
+        outlasts_boot=True,
+        not_in_tables=N_("faults of GPUs"),
+        advice={
+            "en": "Save your work and leave the GPU: an administrator has to look at it.",
+            "zh": "请保存工作并离开该设备：需要管理员检查。",
+        },
+    )
+
     problems: tuple[str, ...] = ()
     throttle_reasons: tuple[str, ...] = ()
     ecc_corrected_above: int | None = None
@@ -250,15 +306,20 @@ class HealthRule:
             raise InvalidRequest(_("no condition is given: write problems, throttle_reasons or one of the ..._above."))
 
     @property
-    def further_fields(self) -> frozenset[str]:
-        """The groups that it judges by and that no other rule needs: 15 driver calls per device and sample."""
-        return frozenset([CLOCKS] * bool(self.throttle_reasons) + [ECC] * bool(self._limits()))
+    def needs(self) -> RuleNeeds:
+        """Only the groups that these keys ask for: both together cost 15 driver calls per device and sample."""
+        return RuleNeeds(frozenset([CLOCKS] * bool(self.throttle_reasons) + [ECC] * bool(self._limits())))
+
+    @property
+    def reaches(self) -> frozenset[str]:
+        """Processes, if they are asked for."""
+        return frozenset({"process"} if self.with_processes else ())
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per device."""
         for device in view.snapshot.devices:
             problems = _named(device.problems, self.problems)
-            slowed = _named(device.throttle_reasons, self.throttle_reasons)
+            slowed = _named(device.throttle_reasons, self.throttle_reasons) if self.throttle_reasons else ""
             faults = [fault for fault in (problems, slowed and f"slowed down by {slowed}") if fault]
             for field, what, limit in self._limits():
                 count = getattr(device, field)
@@ -291,7 +352,7 @@ def _findings_of_users(rule: str, view: RuleView, why: Callable[[UserUse], str |
 
 
 @dataclass(frozen=True)
-class HostMemoryRule:
+class HostMemoryRule(Rule):
     """All processes of one user together, also those beside the GPU, take more of the machine's memory than allowed.
 
     above: bytes, or percent of the machine's memory.
@@ -302,7 +363,21 @@ class HostMemoryRule:
         when: {host_memory: {above: 50%}}
     """
 
+    kind = RuleKind(
+        "host_memory",
+        innocent=False,
+        advice={
+            "en": "Use less of the machine's memory, also beside the GPU, or end what you do not need.",
+            "zh": "请减少主机内存用量（包括不使用 GPU 的进程），或结束不需要的进程。",
+        },
+    )
+
     above: Annotated[Amount, parse_host_memory_amount]
+
+    @property
+    def needs(self) -> RuleNeeds:
+        """What each user takes of the machine's memory, of those who may have more than this."""
+        return RuleNeeds(machine=(self.above,))
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Whose processes take too much."""
@@ -318,7 +393,7 @@ class HostMemoryRule:
 
 
 @dataclass(frozen=True)
-class HostCpuRule:
+class HostCpuRule(Rule):
     """All processes of one user together, also those beside the GPU, take more of the machine's cores than allowed.
 
     above: percent of all cores.
@@ -328,6 +403,17 @@ class HostCpuRule:
 
         when: {host_cpu: {above: 50%}}
     """
+
+    kind = RuleKind(
+        "host_cpu",
+        innocent=False,
+        bounds={"above": (100.0, N_("more than 100% is not possible"))},
+        needs=RuleNeeds(machine=()),
+        advice={
+            "en": "Use fewer cores (threads, data loaders), or end what you do not need.",
+            "zh": "请减少所用的 CPU 核（线程、数据加载进程），或结束不需要的进程。",
+        },
+    )
 
     above: Annotated[float, parse_percent]
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from gpuguard.device_state import device_title
+from gpuguard.locale import N_
 from gpuguard.model import Device, Finding, GpuProcess, Subject
-from gpuguard.policies.view import RuleView, clock_of, covers, findings_where, key_of
+from gpuguard.policies.view import Rule, RuleKind, RuleNeeds, RuleView, clock_of, covers, findings_where, key_of
 from gpuguard.units import Rate, format_bytes, format_duration, parse_duration, parse_percent, parse_rate
 
 POINTS = 24  # 276 pairs
@@ -60,7 +61,7 @@ def _places(count: int) -> Sequence[int]:
 
 
 @dataclass(frozen=True)
-class MemoryGrowthRule:
+class MemoryGrowthRule(Rule):
     """Memory in use grows faster than allowed, by a robust trend: one jump is no growth.
 
     above: bytes per time.
@@ -70,13 +71,23 @@ class MemoryGrowthRule:
         when: {memory_growth: {above: 1GiB/10m, over: 30m}}
     """
 
+    kind = RuleKind(
+        "memory_growth",
+        innocent=False,
+        advice={
+            "en": "Look for what keeps growing, or end the process.",
+            "zh": "请检查显存持续增长的原因，或结束进程。",
+        },
+    )
+
     above: Annotated[Rate, parse_rate]
     over: Annotated[float, parse_duration] = 600.0
     per: Literal["process", "device"] = "process"
 
-    def needs(self) -> tuple[tuple[str, float], ...]:
+    @property
+    def needs(self) -> RuleNeeds:
         """The series of memory in use, as far back as the window."""
-        return (("memory_used", self.over),)
+        return RuleNeeds(past=(("memory_used", self.over),))
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Whose memory grows too fast."""
@@ -95,7 +106,7 @@ class MemoryGrowthRule:
 
 
 @dataclass(frozen=True)
-class ForecastRule:
+class ForecastRule(Rule):
     """The memory of a GPU will be full soon, if it grows on as it did.  An estimate: made for warnings.
 
     full_within: how soon.
@@ -107,14 +118,17 @@ class ForecastRule:
         when: {forecast: {full_within: 15m, confidence: 90%}}
     """
 
+    kind = RuleKind("forecast", innocent=True, not_in_tables=N_("how much memory a GPU has"))
+
     full_within: Annotated[float, parse_duration]
     over: Annotated[float, parse_duration] = 600.0
     confidence: Annotated[float, parse_percent] = 80.0
     per: Literal["device", "process"] = "device"
 
-    def needs(self) -> tuple[tuple[str, float], ...]:
+    @property
+    def needs(self) -> RuleNeeds:
         """The series of memory in use, as far back as the window."""
-        return (("memory_used", self.over),)
+        return RuleNeeds(past=(("memory_used", self.over),))
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Where memory will be full."""

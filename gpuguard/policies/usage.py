@@ -12,15 +12,25 @@ from typing import Annotated
 
 from gpuguard.device_state import claim_of, claims_on, claims_readable, lineage, usable_devices, user_label
 from gpuguard.errors import InvalidRequest
-from gpuguard.locale import _
+from gpuguard.locale import N_, _
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess
 from gpuguard.policies.policy import parse_path
-from gpuguard.policies.view import Evidence, RuleView, claim_subject, computing, computing_processes, process_subject
+from gpuguard.policies.view import (
+    Evidence,
+    Rule,
+    RuleKind,
+    RuleNeeds,
+    RuleView,
+    claim_subject,
+    computing,
+    computing_processes,
+    process_subject,
+)
 from gpuguard.units import format_bytes, parse_bytes
 
 
 @dataclass(frozen=True)
-class UnclaimedRule:
+class UnclaimedRule(Rule):
     """A process computes on a GPU without a claim.
 
     min_memory: processes with less memory there do not count; absent: all count.
@@ -32,10 +42,23 @@ class UnclaimedRule:
         when: {unclaimed: {min_memory: 1GiB, on_claimed: true}}
     """
 
+    kind = RuleKind(
+        "unclaimed",
+        innocent=False,
+        left_out={
+            "on_claimed": N_("GPUs that another user has claimed are left out; `on_claimed: true` has them, too.")
+        },
+        needs=RuleNeeds(claims=True),
+        rests_on=Evidence.MISSING_CLAIMS,
+        protects_others=True,
+        advice={
+            "en": "Claim the GPU as it runs: `gpuguard adopt PID`.  Next time start it with `gpuguard run`.",
+            "zh": "请运行 `gpuguard adopt PID` 占用该设备，无需结束进程；下次请用 `gpuguard run` 启动。",
+        },
+    )
+
     min_memory: Annotated[int, parse_bytes] = 0
     on_claimed: bool = False
-    rests_on = Evidence.MISSING_CLAIMS
-    protects_others = True
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
@@ -56,7 +79,7 @@ def _on_unclaimed(view: RuleView) -> Iterator[tuple[Device, GpuProcess, str]]:
 
 
 @dataclass(frozen=True)
-class TrespassRule:
+class TrespassRule(Rule):
     """A process computes on a GPU that another user has claimed.
 
     The holder of the lock of the claim is at home there, and so are the other processes of its owner.  In favour of
@@ -70,9 +93,20 @@ class TrespassRule:
         when: {trespass: {}}
     """
 
+    kind = RuleKind(
+        "trespass",
+        innocent=False,
+        needs=RuleNeeds(claims=True),
+        notes_first_comers=True,
+        rests_on=Evidence.MISSING_CLAIMS,
+        protects_others=True,
+        advice={
+            "en": "End the process: the GPU is claimed by another user.  `gpuguard select` names a free one.",
+            "zh": "请结束进程：该设备已被其他用户占用。`gpuguard select` 可列出空闲设备。",
+        },
+    )
+
     containers: bool = False
-    rests_on = Evidence.MISSING_CLAIMS
-    protects_others = True
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
@@ -113,7 +147,7 @@ def strangers(
 
 
 @dataclass(frozen=True)
-class UsersRule:
+class UsersRule(Rule):
     """A user computes who may not: one who is denied, or, where users are allowed by name, any other.
 
     allow: users who may; all others may not.
@@ -127,17 +161,30 @@ class UsersRule:
         when: {users: {allow_groups: [root], deny: [nobody]}}
     """
 
+    kind = RuleKind(
+        "users",
+        innocent=False,
+        protects_others=True,
+        by_content=True,
+        spares=("allow", "allow_groups"),
+        accuses=("deny",),
+    )
+
     allow: tuple[Annotated[int, "user"], ...] = ()
     allow_groups: tuple[Annotated[str, "group"], ...] = ()
     deny: tuple[Annotated[int, "user"], ...] = ()
     deny_groups: tuple[Annotated[str, "group"], ...] = ()
     claims: bool = False
-    protects_others = True
 
     @property
     def rests_on(self) -> Evidence:
         """A directory service that forgets who is in a group makes culprits of all its members."""
         return Evidence.SENSOR if self.allow_groups else Evidence.CLOCK
+
+    @property
+    def reaches(self) -> frozenset[str]:
+        """Processes, and claims if they are asked for."""
+        return frozenset({"process", "claim"} if self.claims else {"process"})
 
     def __post_init__(self) -> None:
         if not (self.allow or self.allow_groups or self.deny or self.deny_groups):
@@ -188,7 +235,7 @@ _DELETED = " (deleted)"  # what the kernel appends to the path of a program whos
 
 
 @dataclass(frozen=True)
-class CommandRule:
+class CommandRule(Rule):
     """A program runs that is named, or that is not among those that are.
 
     executables: globs of whole paths; the process runs one of these files.
@@ -198,6 +245,8 @@ class CommandRule:
 
         when: {command: {executables: ["/usr/bin/python3*", "/home/*/bin/python3*"], arguments: ["* ipykernel*"]}}
     """
+
+    kind = RuleKind("command", innocent=False, by_content=True)
 
     executables: tuple[Annotated[str, parse_path], ...] = ()
     executables_other_than: tuple[Annotated[str, parse_path], ...] = ()
@@ -227,7 +276,7 @@ def _matches(text: str, globs: tuple[str, ...]) -> bool:
 
 
 @dataclass(frozen=True)
-class OutsideSchedulerRule:
+class OutsideSchedulerRule(Rule):
     """A process computes on a GPU that the scheduler (Slurm, for one) has not given to its user.
 
     containers: false spares processes in containers, where jobs start some whose user is not the user of the job.
@@ -237,9 +286,15 @@ class OutsideSchedulerRule:
         when: {outside_scheduler: {}}
     """
 
+    kind = RuleKind(
+        "outside_scheduler",
+        innocent=False,
+        needs=RuleNeeds(scheduler=True),
+        rests_on=Evidence.MISSING_CLAIMS,
+        protects_others=True,
+    )
+
     containers: bool = True
-    rests_on = Evidence.MISSING_CLAIMS
-    protects_others = True
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""

@@ -1,7 +1,7 @@
 """What a rule may judge by: the newest snapshot, the past of the values that rules asked for, and facts about people.
 
-Time comes from the snapshot.  Nothing in here reads anything: watchdog and backtest fill it.  A rule asks for the past
-by ``needs() -> ((field, seconds), ...)``; holes in it are not filled in.
+Time comes from the snapshot.  Nothing in here reads anything: watchdog and backtest fill it.  A rule says in its
+``needs`` what it judges by; holes in the past are not filled in.  What a rule is stands at the end: see Rule.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from gpuguard.device_state import Processes, claim_of, claims_on, computes, is_blamed_on, started_by, usable_devices
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject
 from gpuguard.policies.arrivals import Arrivals
+from gpuguard.units import Amount
 
 Sample = tuple[float, float]  # (clock, value)
 _UTILIZATION: dict[str, Any] = dict.fromkeys(
@@ -372,12 +373,11 @@ class Past(dict[tuple[str, str], ValueSeries]):
                 del self[key]
 
 
-def windows_of(rules: Iterable[object]) -> dict[str, float]:
+def windows_of(rules: Iterable[Rule]) -> dict[str, float]:
     """The longest past in seconds that any of *rules* needs, by field."""
     windows: dict[str, float] = {}
     for rule in rules:
-        needs = getattr(rule, "needs", None)
-        for name, seconds in needs() if needs else ():
+        for name, seconds in rule.needs.past:
             windows[name] = max(seconds, windows.get(name, 0.0))
     return windows
 
@@ -427,12 +427,66 @@ class Evidence(Enum):
     CLOCK = "clocks, and claims that are there"
 
 
-class Rule(Protocol):
-    """One condition.
+@dataclass(frozen=True)
+class RuleNeeds:
+    """What one rule judges by, beyond what is read for every rule.  The daemon reads nothing else for it."""
 
-    A rule may declare ``rests_on``, its Evidence, SENSOR when absent; and ``protects_others = True``: then no user can
-    ask by `gpuguard keep` to be spared.
+    fields: frozenset[str] = frozenset()  # groups of fields of devices, beyond model.WHO_FIELDS
+    past: tuple[tuple[str, float], ...] = ()  # (field, seconds) of RuleView.past
+    host: bool = False  # RuleView.host
+    # RuleView.machine: the amounts of memory from which on a user counts, () for the cores alone
+    machine: tuple[Amount, ...] | None = None
+    scheduler: bool = False  # RuleView.scheduled
+    gpu_seconds: tuple[float, ...] = ()  # the windows of RuleView.gpu_seconds, in seconds
+    claims: bool = False  # it finds less where no claims are known; the daemon always reads them
+
+
+@dataclass(frozen=True)
+class RuleKind:
+    """What a kind of rule says of itself.  No other place lists rules by what they are."""
+
+    name: str  # in policy files, and of its findings
+    innocent: bool  # whether the user of a process that it finds may not be the cause
+    advice: Mapping[str, str] = field(default_factory=dict)  # language -> how a user stops it; {}: end the process
+    needs: RuleNeeds = RuleNeeds()  # the most that a rule of it can need
+    rests_on: Evidence = Evidence.SENSOR
+    protects_others: bool = False  # no user can ask by `gpuguard keep` to be spared
+    suggests_keep: bool = False  # users may need more time, and are told how to ask for it
+    by_content: bool = False  # two rules whose keys differ need have no process in common
+    newest_first: bool = False  # what came last is too much, and is hit first
+    outlasts_boot: bool = False  # a reboot does not mend what it finds
+    spares: tuple[str, ...] = ()  # its keys that name users or groups who are innocent
+    accuses: tuple[str, ...] = ()  # its keys that name users who are not
+    limits: str = ""  # the field of a device that is too high above its key `above`
+    # key -> (what `above` cannot pass, or what `below` cannot fall under; why)
+    bounds: Mapping[str, tuple[float, str]] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)  # key -> what the rule does not look at while it is false
+    notes_first_comers: bool = False  # spares who used a GPU before it was claimed, which is worth an event
+    not_in_tables: str = ""  # what a table of samples without a column of its name does not tell it
+
+
+class Rule(Protocol):
+    """One condition.  The fields of a rule are its keys in policy files, and its docstring is their help.
+
+    Each rule is a frozen dataclass that names this class as its base, says its kind, and overrides what else differs.
     """
+
+    kind: ClassVar[RuleKind]
 
     def check(self, view: RuleView) -> Iterable[Finding]:
         """Whom it holds for now, judged by *view* alone."""
+
+    @property
+    def needs(self) -> RuleNeeds:
+        """What it judges by, with these keys."""
+        return self.kind.needs
+
+    @property
+    def rests_on(self) -> Evidence:
+        """What its findings rest on, with these keys."""
+        return self.kind.rests_on
+
+    @property
+    def reaches(self) -> frozenset[str]:
+        """What an action can mean: "process", "claim" (without a process), or neither where it finds devices alone."""
+        return frozenset() if vars(self).get("per") == "device" else frozenset({"process"})

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from gpuguard import model
 from gpuguard.backends import Backend
@@ -30,7 +31,6 @@ from gpuguard.history import audit_log
 from gpuguard.host import HostUses
 from gpuguard.model import ActionName, Device, ProcessIdentity, ProcessStat, Snapshot
 from gpuguard.policies.files.loader import load_policies
-from gpuguard.policies.thresholds import MemoryRule, PowerRule, TemperatureRule
 from gpuguard.procfs import process_facts, read_memory
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.reasons import start_text
@@ -46,22 +46,6 @@ IN_TURNS = frozenset({model.POWER, model.THERMAL, model.HEALTH})
 TURNS = 4
 SLOW = frozenset({model.PCIE})  # a driver needs 40 ms for each device: no more than ...
 SLOW_DEVICES = 2  # ... of so many in one sample
-FIELDS = {  # group: the fields of a device that come with it
-    model.POWER: ("power_draw", "power_limit", "total_energy"),
-    model.THERMAL: ("temperature", "temperature_slowdown", "temperature_shutdown", "fan_speed"),
-    model.HEALTH: ("problems", "compute_mode", "mig_mode"),
-    model.MODEL: ("name", "pci_bus_id", "minor_number", "numa_node", "cpu_affinity"),
-    model.CLOCKS: (
-        *("clock_sm", "clock_memory", "clock_sm_max", "clock_memory_max", "pstate", "throttle_reasons"),
-        *("persistence_mode", "display_active"),
-    ),
-    model.ECC: (
-        *("ecc_mode", "ecc_corrected_volatile", "ecc_uncorrected_volatile", "ecc_corrected_aggregate"),
-        *("ecc_uncorrected_aggregate", "retired_pages", "remapped_rows", "remapped_rows_uncorrected"),
-    ),
-    model.MEDIA: ("clock_graphics", "clock_video", "encoder_utilization", "decoder_utilization"),
-    model.PCIE: ("pcie_generation", "pcie_width", "pcie_tx", "pcie_rx"),
-}
 
 
 def groups(before: Snapshot | None, new: frozenset[str] = frozenset()) -> frozenset[str]:
@@ -88,7 +72,7 @@ def merged(
     if before is None:
         return now
     former = {device.uuid: device for device in before.devices}
-    kept = {name for group, names in FIELDS.items() if group in wanted - read for name in names}
+    kept = {name for group, names in model.GROUPED_FIELDS.items() if group in wanted - read for name in names}
     devices = tuple(_completed(device, former.get(device.uuid), kept) for device in now.devices)
     alive = {None, *(device.uuid for device in devices if not _fails(device))}
     gaps = tuple(gap for gap in before.gaps if gap.field in kept and gap.device in alive)
@@ -100,7 +84,7 @@ def merged(
 def refreshed(now: Snapshot, more: Snapshot, read: frozenset[str] = IN_TURNS) -> Snapshot:
     """*now* with what *more* has *read*, of some devices."""
     fresh = {device.uuid: device for device in more.devices}
-    names = {name for group in read for name in FIELDS[group]}
+    names = {name for group in read for name in model.GROUPED_FIELDS[group]}
     devices = tuple(
         _completed(fresh[device.uuid], device, set(vars(device)) - names) if device.uuid in fresh else device
         for device in now.devices
@@ -251,12 +235,12 @@ def site_rules(path: str) -> tuple[Thresholds, Protected]:
     if not os.access(path, os.R_OK):
         return Thresholds(), Protected()
     file = load_policies(path)
-    rules = [rule for policy in file.policies for rule in policy.rules]
-    power = [rule.above for rule in rules if isinstance(rule, PowerRule)]
-    memory = [rule.above for rule in rules if isinstance(rule, MemoryRule) and not rule.above.promised]
+    rules: list[Any] = [rule for policy in file.policies for rule in policy.rules]
+    power = [rule.above for rule in rules if rule.kind.limits == "power_draw"]
+    memory = [rule.above for rule in rules if rule.kind.limits == "memory_used" and not rule.above.promised]
     return (
         Thresholds(
-            temperature=min((rule.above for rule in rules if isinstance(rule, TemperatureRule)), default=None),
+            temperature=min((rule.above for rule in rules if rule.kind.limits == "temperature"), default=None),
             power=min((amount.value for amount in power if not amount.relative), default=None),
             power_share=min((amount.value / 100 for amount in power if amount.relative), default=None),
             memory=min((amount.value for amount in memory if not amount.relative), default=None),

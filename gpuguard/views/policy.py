@@ -23,7 +23,6 @@ from gpuguard.policies.files.keys import DAYS
 from gpuguard.policies.files.last_good import PoliciesInForce
 from gpuguard.policies.files.loader import PolicyFile
 from gpuguard.policies.policy import DISRUPTIVE, INTERACTIVE_SECONDS, KEPT_SECONDS, KEPT_WITHIN, Policy, Scope, Step
-from gpuguard.policies.usage import UnclaimedRule
 from gpuguard.policies.view import Evidence
 from gpuguard.sanitize import neutralise
 from gpuguard.units import (
@@ -133,8 +132,7 @@ def _policy(policy: Policy, switch: str) -> Iterator[str]:
     for rule in policy.rules:
         values = ", ".join(f"{key}: {text}" for key, text in written(rule))
         yield f"  - {_(first_sentence(type(rule)))}" + (f"  ({values})" if values else "")
-        if isinstance(rule, UnclaimedRule) and not rule.on_claimed:
-            yield "    " + _("GPUs that another user has claimed are left out; `on_claimed: true` has them, too.")
+        yield from ("    " + _(text) for key, text in rule.kind.left_out.items() if not getattr(rule, key))
     about = scope_text(policy.only) if policy.only else ""
     yield _("It is about {scope}.").format(scope=about or _("everybody"))
     if policy.told:

@@ -16,16 +16,13 @@ from gpuguard.locale import _
 from gpuguard.policies.files.decoder import Decoder, Path, key_of, unknown
 from gpuguard.policies.files.keys import IntervalKeys, PolicyKeys
 from gpuguard.policies.policy import DAY, HARMFUL, KILL_AFTER, MESSAGES, ON_PROCESSES, Exemption, Scope, early_kills
+from gpuguard.policies.undeclared import undeclared
 from gpuguard.policies.view import FEWEST_IN_WINDOW
 from gpuguard.units import Amount, format_duration
 
 WHOM = ("users", "groups", "devices", "models", "kinds")
 COUSINS = {"users": "groups", "groups": "users", "devices": "models", "models": "devices"}  # one may mean the other
-BY_CONTENT = frozenset({"expression", "users", "command", "health"})  # two of them need have nothing in common
 AT_PROCESSES = frozenset({"warn", "checkpoint", "terminate", "kill", "pause", "resume", "renice", "deny"})
-# Rules about a state of the device, which the processes on it need not have caused.
-INNOCENT = frozenset({"temperature", "power", "forecast", "health"})
-HOTTEST = 130.0  # degrees Celsius: no sensor tells more, and readings above it are not believed
 
 Entries = Mapping[str, frozenset[Any]]  # key of a scope -> what is listed there
 
@@ -49,6 +46,7 @@ def check(decoder: Decoder, longest: float | None = None) -> None:
             hint = _("The first is in line {line}.").format(line=nodes[first].line)
             source.fault(nodes[place], _("a second policy is called {name!r}.").format(name=values[place]), hint)
     _check_targets(decoder)
+    _check_needs(decoder, policies)
     trespass = any(name == "trespass" for policy in policies.values() for name, _rule, _place in _rules_of(policy))
     for path in [path for path in nodes if len(path) == 2 and path[0] == "policies"]:
         policy = policies.get(path) or _readable(decoder, path)
@@ -79,6 +77,17 @@ def _check_targets(decoder: Decoder) -> None:
         else:
             continue
         decoder.source.fault(decoder.nodes[place], text, hint)
+
+
+def _check_needs(decoder: Decoder, policies: Mapping[Path, PolicyKeys]) -> None:
+    """Note the rules that would never fire, because nothing reads for them what they judge by."""
+    rules = {path + place: rule for path, policy in policies.items() for _name, rule, place in _rules_of(policy)}
+    text = _("{rule} judges by what is not read for it: {missing}.")
+    hint = _("A fault of gpuguard: its class {name} must say in `needs` what it judges by.")
+    for (place, rule), missing in zip(rules.items(), undeclared(rules.values()), strict=True):
+        if missing:
+            said = text.format(rule=rule.kind.name, missing=", ".join(missing))
+            decoder.source.fault(decoder.nodes[place], said, hint.format(name=type(rule).__name__))
 
 
 def _readable(decoder: Decoder, path: Path) -> PolicyKeys:
@@ -133,7 +142,7 @@ class _PolicyChecks:
         """*trespass*: whether the file has that rule."""
         rules = list(_rules_of(self.policy))
         for name, rule, place in rules:
-            for key, why in _never(name, rule):
+            for key, why in _never(rule):
                 at = (*place, key) if (*self.path, *place, key) in self.nodes else place
                 self._warn(at, _("{name} can never fire: {why}.").format(name=name, why=why))
             if name in ("idle", "utilization") and (rule.below or 0.0) >= 100:
@@ -144,27 +153,15 @@ class _PolicyChecks:
                 self._warn(place, _("the same {name} rule twice.").format(name=name))
         self._check_together(rules)
         all_names = " and ".join(dict.fromkeys(name for name, _, _ in rules))
-        blameless = " and ".join(dict.fromkeys(name for name, _, _ in rules if name in INNOCENT))
-        of_devices = all(
-            getattr(rule, "per", "") == "device"
-            or (name == "health" and not rule.with_processes)
-            or (name == "expression" and not rule.expr.of_process)
-            for name, rule, _ in rules
-        )
-        without_process = all(name == "age" and rule.run_time_above is None for name, rule, _ in rules)
-        of_claims = any(  # under which no process computes
-            name in ("idle", "quota")
-            or (name == "age" and rule.claim_without_process_above is not None)
-            or (name == "users" and rule.claims)
-            for name, rule, _ in rules
-        )
+        blameless = " and ".join(dict.fromkeys(name for name, rule, _ in rules if rule.kind.innocent))
+        reached = frozenset[str]().union(*(rule.reaches for _, rule, _ in rules))
         for number, step in enumerate(self.policy.steps):
             place = ("steps", number)
             innocent_harmed = blameless and step.name in HARMFUL
-            if without_process and step.name in ON_PROCESSES:
+            if reached == {"claim"} and step.name in ON_PROCESSES:
                 text = _("{name} reaches no process: such a claim has no process.").format(name=step.name)
                 self._warn(place, text, _("Write `release` to take it back."))
-            elif step.name == "release" and not of_claims:
+            elif step.name == "release" and "claim" not in reached:
                 text = _("release reaches no claim: {all_names} finds no claim without a process.").format(
                     all_names=all_names
                 )
@@ -173,7 +170,7 @@ class _PolicyChecks:
                     text,
                     _("Only age (claim_without_process_above), idle, quota and users (claims: true) do."),
                 )
-            elif of_devices and step.name in AT_PROCESSES:
+            elif not reached and step.name in AT_PROCESSES:
                 text = _("{name} reaches no process: {all_names} finds GPUs, not processes.").format(
                     name=step.name, all_names=all_names
                 )
@@ -251,7 +248,7 @@ class _PolicyChecks:
     def _check_windows(self, longest: float) -> None:
         """Warn of windows that hold too few samples to be judged by."""
         for _name, rule, path in _rules_of(self.policy):
-            window = max((seconds for _, seconds in getattr(rule, "needs", tuple)()), default=0.0)
+            window = max((seconds for _, seconds in rule.needs.past), default=0.0)
             if not 0 < window < FEWEST_IN_WINDOW * longest:
                 continue
             keys = [key for key, value in vars(rule).items() if value == window]
@@ -308,22 +305,16 @@ def _exempt(policy: PolicyKeys) -> Iterator[tuple[Path, Exemption]]:
         yield ("except",), policy.except_
 
 
-def _never(name: str, rule: Any) -> Iterator[tuple[str, str]]:
+def _never(rule: Any) -> Iterator[tuple[str, str]]:
     """(key, why) for limits that nothing can pass."""
     for key, value in vars(rule).items():
         if key.endswith("above") and isinstance(value, Amount) and value.relative and value.value >= 100:
             yield key, _("more than 100% is not possible")
         if isinstance(value, Amount) and value.promised and rule.per != "claim":
             yield key, _("only a claim has a share (per: claim)")
-        if name in ("utilization", "host_cpu") and key == "above" and value is not None and value >= 100:
-            yield (
-                key,
-                _("no utilization is above 100%") if name == "utilization" else _("more than 100% is not possible"),
-            )
-        if key.endswith("below") and name != "idle" and isinstance(value, float) and value <= 0:
-            yield key, _("nothing is below 0%")
-        if name == "temperature" and key == "above" and value >= HOTTEST:
-            yield key, _("readings above {hottest:.0f}C are not believed").format(hottest=HOTTEST)
+        bound, why = rule.kind.bounds.get(key, (None, ""))
+        if None not in (bound, value) and (value >= bound if key == "above" else value <= bound):
+            yield key, _(why)
 
 
 def _compare(decoder: Decoder, policies: Mapping[Path, PolicyKeys], mode: str) -> None:
@@ -342,7 +333,7 @@ def _compare(decoder: Decoder, policies: Mapping[Path, PolicyKeys], mode: str) -
                 for first_path, first in harmful[:number]
                 if (first.mode or mode) == (policy.mode or mode)  # one that only observes ends no process
                 for first_name, first_rule, first_place in _rules_of(first)
-                if first_name == name and (rule == first_rule or name not in BY_CONTENT) and _meet(first, policy)
+                if first_name == name and (rule == first_rule or not rule.kind.by_content) and _meet(first, policy)
                 for warning in (
                     *(_undone(first_path, first, policy, name) if rule == first_rule else ()),
                     *(_undone(path, policy, first, name) if rule == first_rule else ()),

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from gpuguard import capabilities
 from gpuguard.enforcement.identity import Protected
@@ -24,15 +24,10 @@ from gpuguard.policies.files.decoder import DATE, GROUP, UNKNOWN, USER, Accounts
 from gpuguard.policies.files.keys import DAYS, FileKeys, LimitKeys, PolicyKeys, parse_until
 from gpuguard.policies.files.source import Fault, YamlSource, in_order, read_file
 from gpuguard.policies.policy import Policy, Step
-from gpuguard.policies.quota import QuotaRule
-from gpuguard.policies.thresholds import ProcessesRule
-from gpuguard.policies.usage import UsersRule
-from gpuguard.policies.view import Rule
 
 if TYPE_CHECKING:
     from gpuguard.notify.targets import Target
 
-_NUMBERS = QuotaRule, ProcessesRule  # the rules of how many there may be: what came last is too much
 READ_SECONDS = 20.0  # systemd starts a daemon anew that shows no sign of life for 60
 TOO_LONG = (
     "What was in force stays so.  Names of users and groups may come from a server that does not answer: see whether "
@@ -164,7 +159,7 @@ def _policy_of(keys: PolicyKeys, mode: str, accounts: Accounts) -> Policy:
     exempt = [each for each in (keys.except_ if isinstance(keys.except_, tuple) else (keys.except_,)) if each]
     rules = tuple(rule for _, rule in value) if joined else (value,)
     spared: list[tuple[Iterable[int], Iterable[str]]] = [(each.users or (), each.groups or ()) for each in exempt]
-    spared += [(rule.allow, rule.allow_groups) for rule in rules if isinstance(rule, UsersRule)]
+    spared += [(getattr(rule, key), getattr(rule, key)) for rule in rules for key in rule.kind.spares]
     known = not any(_spares_unknown(users, groups, accounts) for users, groups in spared)
     only = keys.only
     if only and only.users is not None:
@@ -185,7 +180,7 @@ def _policy_of(keys: PolicyKeys, mode: str, accounts: Accounts) -> Policy:
         at_most_users=keys.at_most.users,
         at_most_jobs=keys.at_most.jobs or Policy.at_most_jobs,
         at_most_processes=keys.at_most.processes,
-        order=keys.at_most.order or ("newest" if any(isinstance(rule, _NUMBERS) for rule in rules) else Policy.order),
+        order=keys.at_most.order or ("newest" if any(rule.kind.newest_first for rule in rules) else Policy.order),
         some_beyond=keys.at_most.beyond == "some",
         until=keys.until,
         message=keys.message,
@@ -200,12 +195,14 @@ def _present(uids: Iterable[int]) -> Iterator[int]:
     return (uid for uid in uids if not isinstance(uid, GoneUser))
 
 
-def _of_present_users(rule: Rule) -> Rule:
+def _of_present_users(rule: Any) -> Any:
     """The rule without those users whom it accuses by a name that means no user any more."""
-    if not isinstance(rule, UsersRule) or not any(isinstance(uid, GoneUser) for uid in rule.deny):
-        return rule
-    # A rule that names no user is none: one that denies the number of no user finds no user.
-    return replace(rule, deny=tuple(_present(rule.deny)) or (UNKNOWN,))
+    for key in rule.kind.accuses:
+        named = getattr(rule, key)
+        if any(isinstance(uid, GoneUser) for uid in named):
+            # A rule that names no user is none: one that denies the number of no user finds no user.
+            rule = replace(rule, **{key: tuple(_present(named)) or (UNKNOWN,)})
+    return rule
 
 
 def _spares_unknown(users: Iterable[int], groups: Iterable[str], accounts: Accounts) -> bool:

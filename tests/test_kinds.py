@@ -1,0 +1,189 @@
+"""A rule says on its own class all that others need to know of it, and whoever forgets to is told so.
+
+The first tests do what CONTRIBUTING.md says under "Add a rule", and nothing else, in a copy of the package.
+"""
+
+import ast
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from daemons import a_daemon
+from nodes import Gpuguard, one, start
+from sources import PACKAGE, ROOT, modules, tree
+from worlds import shown
+
+from gpuguard.enforcement.actions import ACTIONS
+from gpuguard.model import ALL_FIELDS, GROUPED_FIELDS, NVLINK, NVLINK_FLOW, PCIE, WHO_FIELDS
+from gpuguard.policies.expression import EXAMPLES, NAMES, NUMBER, TEXT, TEXTS, TRUTH, ExpressionRule, parse_expression
+from gpuguard.policies.files.keys import BreakerKeys, PolicyKeys, StepKeys
+from gpuguard.policies.policy import HARMFUL
+from gpuguard.policies.rules import RULES
+from gpuguard.policies.undeclared import undeclared
+from gpuguard.policies.view import Rule, RuleKind, RuleNeeds, device_subject, recent
+
+NARROW_LINK = '''
+from dataclasses import dataclass
+
+from gpuguard.model import PCIE, Finding
+from gpuguard.policies.view import Rule, RuleKind, RuleNeeds, device_subject
+
+
+@dataclass(frozen=True)
+class NarrowLinkRule(Rule):
+    """The PCIe link of a GPU has too few lanes.
+
+    below: how many lanes it should have.
+
+        when: {narrow_link: {below: 32}}
+    """
+
+    below: int
+    kind = RuleKind("narrow_link", innocent=True, needs=RuleNeeds(frozenset({PCIE})))
+
+    def check(self, view):
+        for device in view.snapshot.devices:
+            if device.pcie_width is not None and device.pcie_width < self.below:
+                why = f"{device.pcie_width} lanes, {self.below} are expected"
+                yield Finding("narrow_link", device_subject(device), why)
+'''
+POLICY = "version: 1\npolicies: [{name: link, when: {narrow_link: {below: 32}}, for: 0s, steps: [log]}]\n"
+TEST = "policies: policy.yaml\ntests: [{name: none, expect_none: true}]\n"
+
+
+def with_rule(place: Path, text: str = NARROW_LINK) -> Path:
+    """A copy of the package with that rule and its row in RULES."""
+    shutil.copytree(PACKAGE, place / "copy" / "gpuguard", ignore=shutil.ignore_patterns("__pycache__"))
+    policies = place / "copy" / "gpuguard" / "policies"
+    (policies / "link.py").write_text(text)
+    table = (policies / "rules.py").read_text()
+    table = table.replace("        MemoryRule,\n", "        MemoryRule,\n        NarrowLinkRule,\n", 1)
+    table = table.replace("\nRULES", "\nfrom gpuguard.policies.link import NarrowLinkRule\n\nRULES", 1)
+    (policies / "rules.py").write_text(table)
+    (place / "policy.yaml").write_text(POLICY)
+    return place / "copy"
+
+
+def test_a_rule_by_the_book_fires_in_a_daemon(tmp_path, monkeypatch):
+    copy = with_rule(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(copy))
+    with a_daemon(tmp_path, POLICY, cwd=copy) as daemon:
+        event = daemon.until("log")[0]
+        check = daemon.gpuguard("policy", "check", str(daemon.policy), cwd=copy)
+
+    assert (event["outcome"], event["facts"]["rule"], event["message"]) == (
+        "done", "narrow_link", "16 lanes, 32 are expected",
+    )  # fmt: skip
+    assert check.returncode == 0
+
+
+@pytest.mark.parametrize("command", ["check", "test"])
+def test_a_rule_that_does_not_declare_what_it_needs_is_refused_with_the_reason(tmp_path, monkeypatch, command):
+    copy = with_rule(tmp_path, NARROW_LINK.replace(", needs=RuleNeeds(frozenset({PCIE}))", ""))
+    monkeypatch.setenv("PYTHONPATH", str(copy))
+    (tmp_path / "policy_test.yaml").write_text(TEST)
+    file = {"check": "policy.yaml", "test": "policy_test.yaml"}[command]
+
+    done = Gpuguard(tmp_path, None)("policy", command, str(tmp_path / file), cwd=copy)
+
+    assert done.returncode == {"check": 1, "test": 2}[command]
+    assert "narrow_link judges by what is not read for it: pcie." in done.stdout
+    assert "its class NarrowLinkRule must say in `needs`" in done.stdout
+
+
+def test_every_rule_declares_what_it_judges_by():
+    rules = [rule for name in RULES for rule in shown(name, RULES[name])]
+
+    assert [(rule.kind.name, missing) for rule, missing in zip(rules, undeclared(rules), strict=True) if missing] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_expression_declares_what_its_names_are_about(name):
+    values = EXAMPLES | {NUMBER: "1", TEXT: "'x'"}
+    kind = NAMES[name].type
+    text = name if kind == TRUTH else f"'x' in {name}" if kind == TEXTS else f"{name} == {values[kind]}"
+    rule = ExpressionRule(parse_expression(text))
+
+    assert list(undeclared([rule])) == [()]
+    assert rule.needs.host == (name in ("cpu", "host_memory", "network"))
+
+
+@dataclass(frozen=True)
+class Looks(Rule):
+    """Looks at one thing behind three conditions, and has *said* what it needs."""
+
+    at: str
+    said: RuleNeeds = field(default_factory=RuleNeeds)
+    kind = RuleKind("looks", innocent=True)
+
+    @property
+    def needs(self):
+        return self.said
+
+    def check(self, view):
+        for device in view.snapshot.devices:
+            if device.temperature < 40 and device.utilization > 60 and device.memory_used == 0:
+                if self.at == "past of a field":
+                    recent(view, device_subject(device), "memory_used", 60.0)
+                else:
+                    getattr(device if hasattr(device, self.at) else view, self.at)
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("at", "needs", "missing"),
+    [
+        *((names[-1], RuleNeeds(fields=frozenset({group})), group) for group, names in GROUPED_FIELDS.items()
+          if group not in WHO_FIELDS),
+        ("host", RuleNeeds(host=True), "RuleView.host"),
+        ("machine", RuleNeeds(machine=()), "RuleView.machine"),
+        ("scheduled", RuleNeeds(scheduler=True), "RuleView.scheduled"),
+        ("gpu_seconds", RuleNeeds(gpu_seconds=(60.0,)), "RuleView.gpu_seconds"),
+        ("past of a field", RuleNeeds(past=(("memory_used", 60.0),)), "RuleView.past"),
+    ],
+)  # fmt: skip
+def test_whatever_a_rule_looks_at_must_be_declared(at, needs, missing):
+    looks = Looks(at)
+
+    assert list(undeclared([looks, replace(looks, said=needs)])) == [(missing,), ()]
+
+
+def test_a_past_of_what_is_not_read_is_not_declared():
+    assert list(undeclared([Looks("name", RuleNeeds(past=(("pcie_tx", 60.0),)))])) == [(PCIE,)]
+
+
+def test_the_fields_of_a_group_are_those_that_a_backend_reads_for_it(tmp_path):
+    backend = start(str(tmp_path / "node"), "1xA100-80GB")
+    for group in ALL_FIELDS - WHO_FIELDS & GROUPED_FIELDS.keys() - {NVLINK, NVLINK_FLOW}:  # which need a second look
+        plain, more = (vars(one(backend, 0, groups)) for groups in (WHO_FIELDS, WHO_FIELDS | {group}))
+        read = {name for name, value in more.items() if value is not None and plain[name] is None}
+
+        assert read <= set(GROUPED_FIELDS.get(group, ())), group
+
+
+def questions(module: ast.AST) -> list[str]:
+    """The classes of rules for which an isinstance asks."""
+    calls = (node for node in ast.walk(module) if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance")
+    names = (name for call in calls for name in ast.walk(call.args[1]) if isinstance(name, ast.Name))
+    return [name.id for name in names if name.id.endswith("Rule")]
+
+
+def test_no_isinstance_asks_which_rule_it_is():
+    assert [(path.name, asked) for path in modules() if (asked := questions(tree(path)))] == []
+    assert questions(ast.parse("isinstance(rule, MemoryRule | view.PowerRule)")) == ["MemoryRule"]
+
+
+def test_what_is_written_for_people_names_the_rules_and_actions_that_say_so_of_themselves():
+    innocent = ", ".join(name for name, rule in RULES.items() if rule.kind.innocent)
+    *harmful, last = (name for name in ACTIONS if name in HARMFUL)
+    *protecting, least = (name for name, rule in RULES.items() if rule.kind.protects_others)
+    newest = " and ".join(sorted((name for name, rule in RULES.items() if rule.kind.newest_first), reverse=True))
+    page = " ".join((ROOT / "docs" / "policies.md").read_text().replace("`", "").split())
+    keys = " ".join(f"{StepKeys.__doc__} {PolicyKeys.__doc__} {BreakerKeys.__doc__}".split())
+
+    assert f"{', '.join(harmful)} or {last} in a rule about the state of a GPU ({innocent})" in page
+    assert f"to {', '.join(harmful)} or {last} for the state of a GPU (rules {innocent})" in keys
+    assert f"protects others: {', '.join(protecting)} or {least}" in keys
+    assert f"protects others: {', '.join(protecting)} or {least}" in page
+    assert f"the newest for {newest}, else" in page and f"the newest for the rules {newest}, else" in keys
