@@ -317,7 +317,7 @@ class Watchdog:
 
     def _note_there_first(self, view: RuleView, policies: Sequence[Policy]) -> None:
         """Leave an Event for each process that is no trespasser because it was there before the claim, once."""
-        judged = any(rule.kind.notes_first_comers for policy in policies for rule in policy.rules)
+        judged = any(rule.kind.finds_trespassers for policy in policies for rule in policy.rules)
         there_first = {
             (identity_of(process_subject(device, process)), claim.uid, claim.id): (device, process, claim)
             for device, process, claims in (strangers(view) if judged else ())

@@ -96,6 +96,7 @@ def test_every_rule_declares_what_it_judges_by():
     rules = [rule for name in RULES for rule in shown(name, RULES[name])]
 
     assert [(rule.kind.name, missing) for rule, missing in zip(rules, undeclared(rules), strict=True) if missing] == []
+    assert all(rule.needs.fields <= rule.kind.needs.fields for rule in rules), "a recording reads what the kind names"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -23,7 +23,6 @@ from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Exemption, Policy, Scope, Step
 from gpuguard.policies.rules import RULES, needs_of
 from gpuguard.policies.thresholds import ProcessesRule
-from gpuguard.policies.usage import OutsideSchedulerRule
 from gpuguard.policies.view import HostUse, Rule, RuleKind, RuleView, device_subject, key_of, process_subject
 from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_percent, parse_rate, parse_watts
 from gpuguard.watchdog import Watchdog
@@ -303,11 +302,6 @@ def a_policy(rule: Rule = CALM, **fields: Any) -> Policy:
 def test_the_host_is_wanted_by_those_who_judge_by_it(policy: Policy, host: bool) -> None:
     assert needs_of([a_policy(), policy]).host is host
     assert not needs_of([]).host
-
-
-def test_a_scheduler_is_asked_for_those_who_judge_by_it() -> None:
-    assert not needs_of([a_policy()]).scheduler
-    assert needs_of([a_policy(), a_policy(OutsideSchedulerRule())]).scheduler
 
 
 def test_targets_are_those_of_all_steps_each_once() -> None:

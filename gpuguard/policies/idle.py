@@ -49,6 +49,7 @@ class IdleRule(Rule):
     kind = RuleKind(
         "idle",
         innocent=False,
+        limits="utilization",
         suggests_keep=True,
         advice={
             "en": "Use the GPU again, or free it: end the process.",

@@ -180,6 +180,7 @@ class UtilizationRule(Rule):
     kind = RuleKind(
         "utilization",
         innocent=False,
+        limits="utilization",
         bounds={"above": (100.0, N_("no utilization is above 100%")), "below": (0.0, N_("nothing is below 0%"))},
         suggests_keep=True,
         advice={

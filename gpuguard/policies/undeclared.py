@@ -47,7 +47,7 @@ def undeclared(rules: Iterable[Rule]) -> Iterator[tuple[str, ...]]:
 
 
 def _noted_views(read: set[str]) -> Iterator[RuleView]:
-    """Samples.  The name of each of their fields that is looked at, or of a device in them, gets into *read*."""
+    """Samples of one device each.  Whatever a rule looks at in such a view or device, its name gets into *read*."""
 
     class Noted:
         def __getattribute__(self, name: str) -> Any:
@@ -75,7 +75,7 @@ def _noted_views(read: set[str]) -> Iterator[RuleView]:
 
 
 def extremes(noun: type, number: int, **fixed: Any) -> dict[str, Any]:
-    """A value for each field of *noun*: the low or the high one, for the device with this *number*.
+    """A value for each field of *noun* on the device with this *number*: the lowest of each on 0, the highest on 1.
 
     The parity of the bits that the number and the place of the field have in common says which, as in a Hadamard code.
     All places are odd, so that no three of them depend on each other.

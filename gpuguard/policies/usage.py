@@ -97,7 +97,7 @@ class TrespassRule(Rule):
         "trespass",
         innocent=False,
         needs=RuleNeeds(claims=True),
-        notes_first_comers=True,
+        finds_trespassers=True,
         rests_on=Evidence.MISSING_CLAIMS,
         protects_others=True,
         advice={

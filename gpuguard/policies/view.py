@@ -457,11 +457,11 @@ class RuleKind:
     outlasts_boot: bool = False  # a reboot does not mend what it finds
     spares: tuple[str, ...] = ()  # its keys that name users or groups who are innocent
     accuses: tuple[str, ...] = ()  # its keys that name users who are not
-    limits: str = ""  # the field of a device that is too high above its key `above`
+    limits: str = ""  # the field of a device that its keys `above` and `below` are about
     # key -> (what `above` cannot pass, or what `below` cannot fall under; why)
     bounds: Mapping[str, tuple[float, str]] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)  # key -> what the rule does not look at while it is false
-    notes_first_comers: bool = False  # spares who used a GPU before it was claimed, which is worth an event
+    finds_trespassers: bool = False  # but none who used a GPU before it was claimed, which is worth an event
     not_in_tables: str = ""  # what a table of samples without a column of its name does not tell it
 
 

@@ -22,7 +22,7 @@ from gpuguard.units import Amount, format_duration
 
 WHOM = ("users", "groups", "devices", "models", "kinds")
 COUSINS = {"users": "groups", "groups": "users", "devices": "models", "models": "devices"}  # one may mean the other
-AT_PROCESSES = frozenset({"warn", "checkpoint", "terminate", "kill", "pause", "resume", "renice", "deny"})
+AT_PROCESSES = ON_PROCESSES | {"warn", "deny"}  # the last two reach a user by a process
 
 Entries = Mapping[str, frozenset[Any]]  # key of a scope -> what is listed there
 
@@ -47,7 +47,9 @@ def check(decoder: Decoder, longest: float | None = None) -> None:
             source.fault(nodes[place], _("a second policy is called {name!r}.").format(name=values[place]), hint)
     _check_targets(decoder)
     _check_needs(decoder, policies)
-    trespass = any(name == "trespass" for policy in policies.values() for name, _rule, _place in _rules_of(policy))
+    trespass = any(
+        rule.kind.finds_trespassers for policy in policies.values() for _name, rule, _place in _rules_of(policy)
+    )
     for path in [path for path in nodes if len(path) == 2 and path[0] == "policies"]:
         policy = policies.get(path) or _readable(decoder, path)
         checks = _PolicyChecks(decoder, policy, path, is_whole=path in policies)
@@ -139,16 +141,16 @@ class _PolicyChecks:
             self._warn(("steps", harmful), text, _("Put `- warn` some time before it."))
 
     def check_rules(self, *, trespass: bool) -> None:
-        """*trespass*: whether the file has that rule."""
+        """*trespass*: whether the file has a rule that finds trespassers."""
         rules = list(_rules_of(self.policy))
         for name, rule, place in rules:
             for key, why in _never(rule):
                 at = (*place, key) if (*self.path, *place, key) in self.nodes else place
                 self._warn(at, _("{name} can never fire: {why}.").format(name=name, why=why))
-            if name in ("idle", "utilization") and (rule.below or 0.0) >= 100:
+            if rule.kind.limits == "utilization" and (rule.below or 0.0) >= 100:
                 self._warn((*place, "below"), _("{name} fires for every GPU, a busy one too.").format(name=name))
-            if name == "unclaimed" and not trespass:
-                self._check_unclaimed(place)
+            for key in rule.kind.left_out if not trespass else ():
+                self._check_left_out(rule, key, place)
             if sum(rule == other for _, other, _ in rules) > 1:
                 self._warn(place, _("the same {name} rule twice.").format(name=name))
         self._check_together(rules)
@@ -185,16 +187,16 @@ class _PolicyChecks:
             elif step.common.even_if_innocent and not innocent_harmed:
                 self._warn(place, _("even_if_innocent has no meaning for {name} here.").format(name=step.name))
 
-    def _check_unclaimed(self, place: Path) -> None:
-        """Warn of a rule that takes something away and does not say whether it looks at claimed GPUs."""
-        unsaid = (*self.path, *place, "on_claimed") not in self.nodes
+    def _check_left_out(self, rule: Any, key: str, place: Path) -> None:
+        """Warn of a rule that takes something away and does not say whether it looks at all that it can."""
+        unsaid = (*self.path, *place, key) not in self.nodes
         if unsaid and any(step.name in HARMFUL for step in self.policy.steps):
-            text = _("unclaimed leaves out the GPUs that another user has claimed.")
-            self._warn(place, text, _("Write `on_claimed: true`, or `on_claimed: false` if that is meant."))
+            hint = _("Write `{key}: true`, or `{key}: false` if that is meant.").format(key=key)
+            self._warn(place, f"{rule.kind.name}: {_(rule.kind.left_out[key])}", hint)
 
     def _check_together(self, rules: Sequence[tuple[str, Any, Path]]) -> None:
         """Warn of a utilization that must be both above and below."""
-        use = [(rule, place) for name, rule, place in rules if name in ("utilization", "idle")]
+        use = [(rule, place) for _name, rule, place in rules if rule.kind.limits == "utilization"]
         lows = [(rule.below, place) for rule, place in use if rule.below is not None]
         highs = [(rule.above, place) for rule, place in use if getattr(rule, "above", None) is not None]
         if lows and highs and self.policy.when[0] == "all":
