@@ -6,8 +6,8 @@ all combinations.  What a rule looks at only behind more than three conditions i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import cache, lru_cache
 from typing import Any
 
 from gpuguard.model import GROUPED_FIELDS, WHO_FIELDS, ClaimRecord, Device, GpuProcess, Snapshot
@@ -27,61 +27,62 @@ _ROWS = [
 ]
 
 
-def undeclared(rules: Iterable[Rule]) -> Iterator[tuple[str, ...]]:
-    """For each of *rules*, what is missing in its `needs`: groups of fields of devices, and fields of a RuleView."""
-    read = set[str]()
-    views = tuple(_noted_views(read))
-    for rule in rules:
-        read.clear()
-        for view in views:
-            list(rule.check(view))
-        needs = rule.needs
-        read.update(name for name, _ in needs.past)
-        groups = {group for group, names in GROUPED_FIELDS.items() if not read.isdisjoint(names)}
-        given = {
-            "past": needs.past, "host": needs.host, "machine": needs.machine is not None,
-            "scheduled": needs.scheduler, "gpu_seconds": needs.gpu_seconds,
-        }  # fmt: skip
-        unread = (f"RuleView.{name}" for name, is_given in given.items() if name in read and not is_given)
-        yield (*sorted(groups - WHO_FIELDS - needs.fields), *unread)
+class _Noted:
+    """A device or a view, of which each field that is looked at gets into *read*."""
+
+    def __init__(self, noun: Device | RuleView, read: set[str]) -> None:
+        self._noun, self._read = noun, read
+
+    def __getattr__(self, name: str) -> Any:
+        self._read.add(name)
+        return getattr(self._noun, name)
 
 
-def _noted_views(read: set[str]) -> Iterator[RuleView]:
-    """Samples of one device each.  Whatever a rule looks at in such a view or device, its name gets into *read*."""
+@lru_cache(maxsize=256)
+def undeclared(rule: Rule) -> tuple[str, ...]:
+    """What is missing in the `needs` of *rule*: groups of fields of devices, and fields of a RuleView."""
+    needs, read = rule.needs, {name for name, _ in rule.needs.past}
+    for view in _views():
+        devices: Any = tuple(_Noted(device, read) for device in view.snapshot.devices)
+        noted: Any = _Noted(replace(view, snapshot=replace(view.snapshot, devices=devices)), read)
+        list(rule.check(noted))
+    groups = {group for group, names in GROUPED_FIELDS.items() if not read.isdisjoint(names)}
+    given = {
+        "past": needs.past, "host": needs.host, "machine": needs.machine is not None,
+        "scheduled": needs.scheduler, "gpu_seconds": needs.gpu_seconds,
+    }  # fmt: skip
+    unread = (f"RuleView.{name}" for name, is_given in given.items() if name in read and not is_given)
+    return (*sorted(groups - WHO_FIELDS - needs.fields), *unread)
 
-    class Noted:
-        def __getattribute__(self, name: str) -> Any:
-            read.add(name)
-            return super().__getattribute__(name)
 
-    class NotedDevice(Noted, Device):
-        pass
-
-    class NotedView(Noted, RuleView):
-        pass
-
+@cache
+def _views() -> list[RuleView]:
+    """Samples of 8 devices each, one process on each, and a claim on every second one."""
+    devices, claims, host = list[Device](), list[ClaimRecord](), dict[tuple[int, float], HostUse]()
     for number in range(256):
         uuid, pid = f"GPU-{number}", 1000 + number
-        process = GpuProcess(**extremes(GpuProcess, number, pid=pid, start_time=1.0, kind="compute", ended=False))
-        here = {"uuid": uuid, "parent_uuid": None, "processes": (process,), "processes_plausible": True}
-        device = NotedDevice(**extremes(Device, number, **here))
-        claims = (ClaimRecord(uuid, 2000, "x", (uuid,), since=1.0, memory=1),) * (number.bit_count() % 2)
-        yield NotedView(
-            Snapshot("", "", 1e9, 1e9, (device,), claims=claims),
-            host={(pid, 1.0): HostUse(**extremes(HostUse, number))},
-            machine=MachineUse(2**30, 1, {2000: UserUse("x", 1e12, 2**40)}),
-            scheduled={uuid: frozenset({2000})},
-        )
+        process = GpuProcess(**extremes(GpuProcess, number) | {"pid": pid, "start_time": 1.0, "ended": False})
+        fixed = {"uuid": uuid, "parent_uuid": None, "processes": (process,), "processes_plausible": True}
+        devices.append(Device(**extremes(Device, number) | fixed))
+        claims.append(ClaimRecord(uuid, 2000, "x", (uuid,), since=1.0, memory=1))
+        host[pid, 1.0] = HostUse(**extremes(HostUse, number))
+    machine = MachineUse(2**30, 1, {2000: UserUse("x", 1e12, 2**40)})
+    scheduled = {device.uuid: frozenset({2000}) for device in devices}
+    samples = (
+        Snapshot("", "", 1e9, 1e9, tuple(devices[first : first + 8]), claims=tuple(claims[first : first + 8 : 2]))
+        for first in range(0, 256, 8)
+    )
+    return [RuleView(sample, host=host, machine=machine, scheduled=scheduled) for sample in samples]
 
 
-def extremes(noun: type, number: int, **fixed: Any) -> dict[str, Any]:
+def extremes(noun: type, number: int) -> dict[str, Any]:
     """A value for each field of *noun* on the device with this *number*: the lowest of each on 0, the highest on 1.
 
     The parity of the bits that the number and the place of the field have in common says which, as in a Hadamard code.
     All places are odd, so that no three of them depend on each other.
     """
     return {
-        name: fixed.get(name, lowest_and_highest[(number & place).bit_count() % 2])
+        name: lowest_and_highest[(number & place).bit_count() % 2]
         for of, name, place, lowest_and_highest in _ROWS
         if of is noun
-    } | fixed
+    }

@@ -83,11 +83,11 @@ def _check_targets(decoder: Decoder) -> None:
 
 def _check_needs(decoder: Decoder, policies: Mapping[Path, PolicyKeys]) -> None:
     """Note the rules that would never fire, because nothing reads for them what they judge by."""
-    rules = {path + place: rule for path, policy in policies.items() for _name, rule, place in _rules_of(policy)}
-    text = _("{rule} judges by what is not read for it: {missing}.")
-    hint = _("A fault of gpuguard: its class {name} must say in `needs` what it judges by.")
-    for (place, rule), missing in zip(rules.items(), undeclared(rules.values()), strict=True):
-        if missing:
+    rules = [(path + place, rule) for path, policy in policies.items() for _name, rule, place in _rules_of(policy)]
+    for place, rule in rules:
+        if missing := undeclared(rule):
+            text = _("{rule} judges by what is not read for it: {missing}.")
+            hint = _("A fault of gpuguard: its class {name} must say in `needs` what it judges by.")
             said = text.format(rule=rule.kind.name, missing=", ".join(missing))
             decoder.source.fault(decoder.nodes[place], said, hint.format(name=type(rule).__name__))
 
