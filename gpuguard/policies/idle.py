@@ -174,8 +174,11 @@ class AgeRule(Rule):
     @property
     def reaches(self) -> frozenset[str]:
         """Processes, claims or both, as it is asked for."""
-        asked = ("process", self.run_time_above), ("claim", self.claim_without_process_above)
-        return frozenset(what for what, limit in asked if limit is not None)
+        return frozenset(
+            what
+            for what, limit in (("process", self.run_time_above), ("claim", self.claim_without_process_above))
+            if limit is not None
+        )
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device, and one per claim."""

@@ -46,7 +46,6 @@ def check(decoder: Decoder, longest: float | None = None) -> None:
             hint = _("The first is in line {line}.").format(line=nodes[first].line)
             source.fault(nodes[place], _("a second policy is called {name!r}.").format(name=values[place]), hint)
     _check_targets(decoder)
-    _check_needs(decoder, policies)
     trespass = any(
         rule.kind.finds_trespassers for policy in policies.values() for _name, rule, _place in _rules_of(policy)
     )
@@ -79,17 +78,6 @@ def _check_targets(decoder: Decoder) -> None:
         else:
             continue
         decoder.source.fault(decoder.nodes[place], text, hint)
-
-
-def _check_needs(decoder: Decoder, policies: Mapping[Path, PolicyKeys]) -> None:
-    """Note the rules that would never fire, because nothing reads for them what they judge by."""
-    rules = [(path + place, rule) for path, policy in policies.items() for _name, rule, place in _rules_of(policy)]
-    for place, rule in rules:
-        if missing := undeclared(rule):
-            text = _("{rule} judges by what is not read for it: {missing}.")
-            hint = _("A fault of gpuguard: its class {name} must say in `needs` what it judges by.")
-            said = text.format(rule=rule.kind.name, missing=", ".join(missing))
-            decoder.source.fault(decoder.nodes[place], said, hint.format(name=type(rule).__name__))
 
 
 def _readable(decoder: Decoder, path: Path) -> PolicyKeys:
@@ -144,6 +132,16 @@ class _PolicyChecks:
         """*trespass*: whether the file has a rule that finds trespassers."""
         rules = list(_rules_of(self.policy))
         for name, rule, place in rules:
+            if missing := undeclared(rule):  # what is not read is unknown, and no user is ever found by it
+                self._fault(
+                    place,
+                    _("{name} judges by what is not read for it: {missing}.").format(
+                        name=name, missing=", ".join(missing)
+                    ),
+                    _("A fault of gpuguard: its class {name} must say in `needs` what it judges by.").format(
+                        name=type(rule).__name__
+                    ),
+                )
             for key, why in _never(rule):
                 at = (*place, key) if (*self.path, *place, key) in self.nodes else place
                 self._warn(at, _("{name} can never fire: {why}.").format(name=name, why=why))
