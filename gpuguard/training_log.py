@@ -151,7 +151,7 @@ class Collector:
             thread.join()
         with self._sampling:
             if self._opened:
-                self._opened.close_and_reap()
+                self._opened.close()
             self._opened = self._newest = None
 
     def __enter__(self) -> Collector:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from nodes import Gpuguard, a_user, change, eventually, start
+from proc import children_of
 
 from gpuguard.backends.simulated_node import WorkPattern
 from gpuguard.claims.directory import lock_directory
@@ -37,6 +38,13 @@ if os.environ.get("NO_INOTIFY"):
     def refused(self, path):
         raise OSError(28, "No space left on device")
     leading.DirectoryWatch.__init__ = refused
+from gpuguard.backends import spawn
+start = spawn.start_worker
+def started(name):
+    if os.path.exists(os.environ.get("NO_WORKER", "")):
+        raise BlockingIOError(11, os.strerror(11))
+    return start(name)
+spawn.start_worker = started
 sample = client.WorkerBackend.sample
 def noted(self, *words):
     with open(os.environ["SAMPLES"], "a") as notes:
@@ -235,6 +243,49 @@ def test_nothing_is_read_and_nothing_but_a_sign_of_life_is_given_while_nothing_c
 def _switches(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
+
+
+def workers(*waiters: Waiter) -> list[int]:
+    """How many other processes each of them has."""
+    return [len(children_of(waiter.pid)) for waiter in waiters]
+
+
+def test_of_requests_that_sleep_the_leader_alone_has_a_worker_and_its_successor_starts_one(room: Room) -> None:
+    with room.job() as holder, room.wait() as leader, room.wait() as one, room.wait() as two:
+        assert eventually(lambda: workers(leader, one, two) == [1, 0, 0], LONG)
+        leader.kill()
+        assert eventually(lambda: sorted(workers(one, two)) == [0, 1], LONG)
+        assert workers(*(waiter for waiter in (one, two) if waiter.leads)) == [1]
+        holder.kill()
+
+        assert eventually(lambda: one.runs or two.runs, LONG)
+
+
+def test_a_request_waits_for_the_end_of_another_job_without_a_worker(room: Room) -> None:
+    with room.job() as holder, room.run("--after", str(holder.pid)) as waiter:
+        assert eventually(lambda: waiter.waits and workers(waiter) == [0], LONG)
+
+
+def test_a_request_that_cannot_start_its_worker_again_keeps_its_position_and_lets_another_lead(tmp_path: Path) -> None:
+    full, room = tmp_path / "full", Room(tmp_path)
+    with room.job() as holder, room.wait() as leader, room.wait() as other:
+        room.gpuguard.environment["NO_WORKER"] = str(full)
+        with room.wait() as waiter:
+            [before] = [ticket.id for ticket in read_tickets(room.directory)[0] if ticket.pid == waiter.pid]
+            assert eventually(lambda: workers(other, waiter) == [0, 0], LONG)
+            full.touch()
+            other.signal(signal.SIGSTOP)  # so that this one has to lead
+            leader.kill()
+            looked = room.looks()
+            assert eventually(lambda: room.looks() > looked + 1 and not waiter.leads, LONG)
+            other.signal(signal.SIGCONT)
+            holder.kill()
+            assert eventually(lambda: other.runs, LONG)
+            assert before in [ticket.id for ticket in read_tickets(room.directory)[0]]
+            full.unlink()
+            other.kill()
+
+            assert eventually(lambda: waiter.runs, LONG)
 
 
 def test_a_leader_that_the_daemon_wakes_samples_at_once(room: Room) -> None:

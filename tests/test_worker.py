@@ -310,22 +310,53 @@ def test_a_worker_ends_with_its_client_though_a_forked_child_lives_on_and_that_h
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-@pytest.mark.parametrize("told", [("ready",), ("ready", "9.9")], ids=["before it was told", "9.9"])
-def test_a_worker_of_another_version_is_not_believed(told: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def a_worker_that_says(*replies: tuple[object, ...]) -> Iterator[None]:
+    """The next worker is none, and has said this."""
     requests_read, requests = os.pipe()
-    replies, replies_write = os.pipe()
+    replies_read, replies_write = os.pipe()
     life, life_held = os.pipe()
-    spawn.send(replies_write, told)
-    channel = spawn.Channel(subprocess.Popen(["true"]), requests, replies, os.memfd_create("mark"), life_held)
-    monkeypatch.setattr(spawn, "start_worker", lambda name: channel)
-    source = WorkerBackend("nvml")
-
-    with pytest.raises(BackendError, match=r"was installed while.*Start it again; the guard by `systemctl restart"):
-        source.sample(SELECT_FIELDS)
+    for reply in replies:
+        spawn.send(replies_write, reply)
+    channel = spawn.Channel(subprocess.Popen(["true"]), requests, replies_read, os.memfd_create("mark"), life_held)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spawn, "start_worker", lambda name: channel)
+        yield
     channel.process.wait()
     assert os.read(life, 1) == b""  # which ends a worker
     for each in (requests_read, replies_write, life):
         os.close(each)
+
+
+@pytest.mark.parametrize("told", [("ready",), ("ready", "9.9")], ids=["before it was told", "9.9"])
+def test_the_guard_does_not_believe_a_worker_of_another_version(told: tuple[str, ...]) -> None:
+    with (
+        a_worker_that_says(told),
+        pytest.raises(BackendError, match=r"was installed while.*Start it again; the guard by `systemctl restart"),
+    ):
+        open_worker("nvml", same_version=True).sample(SELECT_FIELDS)
+
+
+def test_a_request_that_outlives_an_upgrade_leaves_out_what_it_does_not_know() -> None:
+    """It has closed its worker while it slept, and starts one of the version that is there now."""
+    device = {"index": 0, "uuid": "GPU-0", "memory_used": 7, "processes": None, "of_tomorrow": 1}
+    packed = {**vars(a_snapshot()), "devices": [device], "gaps": [], "claims": [], "of_tomorrow": 1}
+    with a_worker_that_says(("ready", "9.9"), ("snapshot", packed)):
+        source = open_worker("nvml")
+        [seen] = source.sample(SELECT_FIELDS).devices
+        source.close()
+
+    assert (seen.uuid, seen.memory_used, seen.name) == ("GPU-0", 7, None)
+
+
+@pytest.mark.parametrize("packed", [{}, {"devices": [{"processes": None}], "recorded": False}])
+def test_what_cannot_be_understood_of_another_version_is_not_believed(packed: dict[str, object]) -> None:
+    with (
+        a_worker_that_says(("ready", "9.9"), ("snapshot", packed)),
+        open_worker("nvml") as source,
+        pytest.raises(BackendError, match=r"gpuguard 9\.9 was installed"),
+    ):
+        source.sample(SELECT_FIELDS)
 
 
 def test_a_worker_that_has_ended_before_it_is_asked_has_said_why() -> None:

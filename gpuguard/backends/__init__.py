@@ -34,7 +34,7 @@ class Backend(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of the source.  Idempotent."""
+        """Let go of the devices until they are sampled again, which may be hours later.  Idempotent."""
 
 
 @runtime_checkable

@@ -42,6 +42,7 @@ def open_worker(
     *,
     on_slow: Callable[[str], None] | None = None,
     desktop_memory: Callable[[], int] = lambda: DESKTOP_MEMORY,
+    same_version: bool = False,
 ) -> WorkerBackend | MergedBackend:
     """The backend *name* behind a process border; the worker starts at once and initialises meanwhile.
 
@@ -49,6 +50,8 @@ def open_worker(
         name: as for open_backend; or several, as in "nvml,amd", each of which gets a worker of its own.
         on_slow: called with a text when the driver takes longer than SLOW_SECONDS to initialise.
         desktop_memory: gives Device.desktop_memory for each sample: see source.desktop_memory.
+        same_version: refuse a worker of another gpuguard, as the guard does.  Otherwise fields that this version does
+            not know are left out: a request that waits starts its worker again after an upgrade.
 
     Raises:
         InvalidRequest: several backends that do not show one machine at one time.
@@ -56,14 +59,15 @@ def open_worker(
     """
     parts = parts_of(name)
     if len(parts) == 1:
-        return WorkerBackend(name, on_slow, desktop_memory)
+        return WorkerBackend(name, on_slow, desktop_memory, same_version=same_version)
     if len({part.startswith("simulated") for part in parts}) > 1 or any(part.startswith(RECORDED) for part in parts):
         raise errors.InvalidRequest(
             _("{name}: real GPUs, simulated ones and files of another time cannot be read together.").format(name=name)
         )
     from gpuguard.backends.merged import MergedBackend  # for machines of several vendors alone
 
-    return MergedBackend(name, [WorkerBackend(part, on_slow, desktop_memory) for part in parts])
+    workers = [WorkerBackend(part, on_slow, desktop_memory, same_version=same_version) for part in parts]
+    return MergedBackend(name, workers)
 
 
 class WorkerBackend:
@@ -74,11 +78,15 @@ class WorkerBackend:
         name: str,
         on_slow: Callable[[str], None] | None = None,
         desktop_memory: Callable[[], int] = lambda: DESKTOP_MEMORY,
+        *,
+        same_version: bool = False,
     ) -> None:
         self.name = name
+        self._same_version = same_version
         self.simulated = name.startswith("simulated")
         self._channel: spawn.Channel | None = self._started()
         self._ready = False
+        self._version = __version__  # of the worker
         self._sent: SentProcesses = {}  # what the worker takes for known
         self._on_slow, self._desktop_memory = on_slow, desktop_memory
         self._skip: dict[int, float] = {}  # device index -> when to try it again (monotonic)
@@ -96,7 +104,7 @@ class WorkerBackend:
                 self._send_request(request)
                 return self._named(self._reply(NEXT_DEVICE_SECONDS if hung_before else DEVICE_SECONDS), request[1])
             except _Stuck as stuck:
-                self.close()
+                self._abandon()
                 if suspect is not None and stuck.index is not None:
                     del self._skip[suspect]
                 suspect = stuck.index if ahead else None  # where several are asked at once, another may be at fault
@@ -105,32 +113,35 @@ class WorkerBackend:
                 self._skip[stuck.index] = time.monotonic() + RETRY_SECONDS
                 hung_before = True
             except BrokenPipeError:
-                self.close()
+                self._abandon()
                 raise errors.DriverUnresponsive(
                     _("the process that reads the GPUs ended by itself.  Try again.")
                 ) from None
 
     def close(self) -> None:
-        """End the worker."""
-        if self._channel:
-            channel, self._channel, self._ready, self._sent = self._channel, None, False, {}
-            channel.close()
-        spawn.reap()
+        """End the worker and reap it; the next sample starts another one.
 
-    def close_and_reap(self) -> None:
-        """The same within another program: its next os.wait() is for a child of its own, so ours is gone by then."""
+        Within another program its next os.wait() is for a child of its own, so ours is gone by then.
+        """
         process = self._channel and self._channel.process
-        self.close()
+        self._abandon()
         if process:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(spawn.LEAVING_SECONDS)
             spawn.reap()
 
+    def _abandon(self) -> None:
+        """End the worker without waiting for its end: it may hang in the driver."""
+        if self._channel:
+            channel, self._channel, self._ready, self._sent = self._channel, None, False, {}
+            channel.close()
+        spawn.reap()
+
     def __enter__(self) -> WorkerBackend:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close_and_reap()
+        self.close()
 
     def _send_request(self, request: tuple[object, ...]) -> None:
         if self._channel and not self._channel.is_open:  # we were forked: it is our parent's
@@ -141,7 +152,7 @@ class WorkerBackend:
             spawn.send(channel.requests, request)
         except BrokenPipeError:
             if self._ready:  # it ended between two requests, which is no fault of this one: a new worker answers
-                self.close()
+                self._abandon()
                 self._send_request(request)
                 return
         if not self._ready:  # then the request waits for it; and one that has ended has said why
@@ -169,14 +180,14 @@ class WorkerBackend:
                     _("the driver library crashed while it initialised.  Try `nvidia-smi`.")
                 )
             _raise_error(reply)
-            if reply[1:] != (__version__,):
-                another = f"gpuguard {reply[1]}" if reply[1:] else "another gpuguard"
-                raise errors.BackendError(errors.INSTALLED_ANEW.format(another, __version__))
+            self._version = str(reply[1]) if reply[1:] else ""
+            if self._version != __version__ and (self._same_version or not self._version):
+                raise self._installed_anew()
         except _Stuck as stuck:
-            self.close()
+            self._abandon()
             raise _unresponsive(stuck.reason) from None
         except errors.GpuguardError:
-            self.close()
+            self._abandon()
             raise
         self._ready = True
 
@@ -188,7 +199,16 @@ class WorkerBackend:
             index, _ = spawn.read_mark(channel.mark)
             raise _Stuck(index, f"the driver library crashed ({_where(index)})")
         _raise_error(reply)
-        return unpack(reply[1], self._sent, self._desktop_memory())
+        if self._version == __version__:
+            return unpack(reply[1], self._sent, self._desktop_memory())
+        try:
+            return unpack(reply[1], self._sent, self._desktop_memory(), _known)
+        except (LookupError, TypeError):
+            raise self._installed_anew() from None
+
+    def _installed_anew(self) -> errors.BackendError:
+        another = f"gpuguard {self._version}" if self._version else "another gpuguard"
+        return errors.BackendError(errors.INSTALLED_ANEW.format(another, __version__))
 
     def _named(self, snapshot: Snapshot, devices: tuple[str, ...] | None) -> Snapshot:
         """The snapshot with the uuids that a former worker knew: a new one must not read what it has to skip."""
@@ -251,21 +271,35 @@ def _raise_error(reply: tuple[object, ...]) -> None:
     if reply[0] == "error":
         _kind, name, message, attributes = reply
         facts = dict(attributes)  # type: ignore[call-overload]
-        error: errors.GpuguardError = getattr(errors, str(name))(translated(str(message)))
+        error: errors.GpuguardError = getattr(errors, str(name), errors.BackendError)(translated(str(message)))
         vars(error).update(facts)
         raise error
 
 
-def unpack(packed: dict[str, Any], sent: SentProcesses, desktop_memory: int = DESKTOP_MEMORY) -> Snapshot:
-    """The snapshot that the worker packed; its processes are the same objects as the last time, where they may be."""
+def _known(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
+    """Those of the *fields* that this version knows; what a worker of another one leaves out is unknown."""
+    return {name: value for name, value in fields.items() if name in kind.__match_args__}  # type: ignore[attr-defined]
+
+
+def unpack(
+    packed: dict[str, Any],
+    sent: SentProcesses,
+    desktop_memory: int = DESKTOP_MEMORY,
+    known: Callable[[type, dict[str, Any]], dict[str, Any]] = lambda _, fields: fields,
+) -> Snapshot:
+    """The snapshot that the worker packed; its processes are the same objects as the last time, where they may be.
+
+    *known* chooses the fields of each kind of object.
+    """
     for device in packed["devices"]:
         if not packed["recorded"]:
             device["desktop_memory"] = desktop_memory
         if processes := device["processes"]:
             if processes is not True:
-                sent[device["uuid"]] = tuple(GpuProcess(**fields) for fields in processes)
+                sent[device["uuid"]] = tuple(GpuProcess(**known(GpuProcess, fields)) for fields in processes)
             device["processes"] = sent[device["uuid"]]
-    packed["devices"] = tuple(Device(**fields) for fields in packed["devices"])
-    packed["gaps"] = tuple(Gap(**fields) for fields in packed["gaps"])
-    packed["claims"] = tuple(ClaimRecord(**fields) for fields in packed["claims"])  # of a recording
-    return Snapshot(**packed)
+    packed["devices"] = tuple(Device(**known(Device, fields)) for fields in packed["devices"])
+    packed["gaps"] = tuple(Gap(**known(Gap, fields)) for fields in packed["gaps"])
+    # Of a recording.
+    packed["claims"] = tuple(ClaimRecord(**known(ClaimRecord, fields)) for fields in packed["claims"])
+    return Snapshot(**known(Snapshot, packed))

@@ -105,7 +105,7 @@ def main(args: argparse.Namespace) -> int:
         if not is_single:
             _print(f"a gpuguard daemon runs already: it holds {directory.path}.  Two would signal twice.")
             return service.EXIT_RUNNING
-        backend = open_worker(args.backend, desktop_memory=lambda: desktop_memory(lambda: directory))
+        backend = open_worker(args.backend, desktop_memory=lambda: desktop_memory(lambda: directory), same_version=True)
         counter = EventCounter()
         ending.callback(backend.close)
 

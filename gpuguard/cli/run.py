@@ -419,6 +419,7 @@ def wait_for_claim(
     former = _pause_waiting_when_stopped(progress)
     try:
         if args.after is not None:
+            backend.close()  # what it waits for may take days
             _wait_until_over(args, directory, requests, job, log)
         return Allocator(backend, directory, requests, job=job, on_wait=progress.missing).acquire(seconds)
     except KeyboardInterrupt:

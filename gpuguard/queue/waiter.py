@@ -180,7 +180,7 @@ class WaitingRequest:
         mine = replace(mine, promise=promise(queue.of(mine.id), self._rules, queue.now))
         uuids = [device.uuid for device in snapshot.devices]
         try:
-            return Waiter(self._directory, uuids, mine, partial(self._sample_for_all, queue))
+            return Waiter(self._directory, uuids, mine, partial(self._sample_for_all, queue), rest=self._backend.close)
         except OSError as error:
             why = why_full(self._directory, error)
             raise LockDirectoryError(
@@ -190,7 +190,11 @@ class WaitingRequest:
             ) from error
 
     def _sample_for_all(self, before: QueueState, with_health: bool) -> QueueState:
-        """A sample for all that wait.  While the driver fails, no request starts, and it is read again later."""
+        """A sample for all that wait.  While the driver fails, no request starts, and it is read again later.
+
+        Raises:
+            BackendError: this process can start no worker, as another one may: let that one lead.
+        """
         while True:
             try:
                 snapshot = self._backend.sample(self._fields)
@@ -198,7 +202,9 @@ class WaitingRequest:
                     snapshot = self._with_health(snapshot, self._fields)
                 snapshot = with_reserved_instances(self._backend, self._directory, snapshot)
                 queue = read_queue(self._directory, snapshot, rules=self._rules)
-            except BackendError:
+            except BackendError as error:
+                if isinstance(error.__cause__, OSError):
+                    raise
                 return replace(before, positions=())
             if (needed := _fields_of(queue)) <= self._fields:
                 return queue
@@ -255,15 +261,22 @@ class QueueAnswer:
 class Waiter:
     """A process that waits in the queue with *ticket*, until withdraw(); *uuids* and *read* as for Leader.
 
+    *rest* is called before this process sleeps and does not lead: it lets go of what only a sample needs.
+
     Raises:
         OSError: the ticket cannot be written.
         LockDirectoryError: the queue's lock file cannot be used.
     """
 
     def __init__(
-        self, directory: LockDirectory, uuids: Sequence[str], ticket: Ticket, read: Callable[[bool], QueueState]
+        self,
+        directory: LockDirectory,
+        uuids: Sequence[str],
+        ticket: Ticket,
+        read: Callable[[bool], QueueState],
+        rest: Callable[[], object],
     ) -> None:
-        self._directory, self._uuids, self._read = directory, uuids, read
+        self._directory, self._uuids, self._read, self._rest = directory, uuids, read, rest
         self._leads: Leader | None = None
         self._is_substitute = False  # leads although another process has the lock of the queue
         self._is_deputy = False
@@ -271,6 +284,7 @@ class Waiter:
         self._leader = ProcessWatch()  # whose end makes us try to lead
         self._wakes, self._woken_at = WAKES, time.monotonic()
         self._own_check = ALONE_SECONDS  # seconds between two checks of whether any process leads
+        self._may_be_alone = True  # as long as no such check has found one that does
         with ExitStack() as stack:
             self._queue = open_lock(directory, "queue")
             stack.callback(os.close, self._queue)
@@ -297,6 +311,8 @@ class Waiter:
                     self._slow_down(until)
                     return
             report()
+            if not (self._leads or self._may_be_alone):  # who is alone samples again in a moment
+                self._rest()
             ready = self._nap(until, every)
             messages = b""
             if self._held.waker in ready:
@@ -312,6 +328,7 @@ class Waiter:
             may_lead = not self._leads and (NEW_LEADER in messages or has_ended or self._must_take_over())
             if time.monotonic() >= own_check_at:
                 may_lead, is_alone = not self._leads, self._is_alone()
+                self._may_be_alone = is_alone
                 self._own_check = min(ALONE_SECONDS, OWN_CHECK_SECONDS) if is_alone else OWN_CHECK_SECONDS
                 own_check_at = time.monotonic() + self._own_check
                 if is_alone:
@@ -341,9 +358,11 @@ class Waiter:
         """Let another process lead while this one is stopped, until resume(); from a signal handler, at any moment."""
         if self._queue >= 0:
             with suppress(OSError, ClaimError):
-                self._release_locks()
                 if self._leads:
+                    self._release_locks()
                     self._find_heirs()
+                else:  # one that is just about to lead keeps the lock, or it would lead without it afterwards
+                    self._resign_as_deputy()
 
     def resume(self) -> None:
         """Lead again after pause(), unless another process does by now."""
