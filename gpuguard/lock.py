@@ -215,7 +215,7 @@ class Allocator:
         Args:
             request: within the limits of this process.
             taken: uuid -> why not; gets the devices that others were found to hold.
-            ticket: in the queue, for the daemon where it gives the locks.
+            ticket: in the queue, whose id the claim gets; for the daemon where it gives the locks.
             with_record: write the record of the claim.
             once: where the daemon gives the locks and another request starts first, do not ask for other devices.
         """
@@ -228,7 +228,7 @@ class Allocator:
                 claim = request_grant(snapshot, request, self.directory, self.outer, taken, ticket, once=once)
             else:
                 with Gate(self.directory):
-                    claim = self._lock_and_verify(request, snapshot, taken, held)
+                    claim = self._lock_and_verify(request, snapshot, taken, held, ticket)
             if claim is not None and with_record:
                 waited = self._queued.waited if self._queued else None
                 claim.write_record(self.directory, replace(self.job, waited=waited))
@@ -323,7 +323,7 @@ class Allocator:
         return answer.explained(error) if answer else error
 
     def _lock_and_verify(
-        self, request: Request, snapshot: Snapshot, taken: dict[str, str], held: HeldLocks
+        self, request: Request, snapshot: Snapshot, taken: dict[str, str], held: HeldLocks, ticket: Ticket | None
     ) -> Claim | None:
         """The claim of the best devices.  Fills *held* with what it has locked, also where it is interrupted."""
         shares = request.share and not self.outer
@@ -359,7 +359,7 @@ class Allocator:
                 continue
             locks = tuple(lock for device in devices for lock in held[device.uuid])
             claim = Claim(
-                _new_id(self.outer),
+                _new_id(self.outer, ticket),
                 devices,
                 locks,
                 memory=request.memory,
@@ -534,8 +534,8 @@ class Allocator:
         time.sleep(max(0.0, min(seconds, left)))
 
 
-def _new_id(outer: ClaimRecord | None) -> str:
-    own = os.urandom(4).hex()
+def _new_id(outer: ClaimRecord | None, ticket: Ticket | None) -> str:
+    own = (ticket and ticket.short_id) or os.urandom(4).hex()
     if outer:
         return f"{outer.id}.{own}"
     job = os.environ.get("SLURM_JOB_ID", "")  # of a cluster whose prolog claims nothing: see clusters.slurm

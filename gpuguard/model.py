@@ -228,6 +228,11 @@ class ClaimRecord:
     # For the rules it is no claim: no process has its lock open, or processes of several users have, without a record.
     hidden: bool = False
 
+    @property
+    def short_id(self) -> str:
+        """The id as people write it: see claims.ids."""
+        return self.id
+
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         from gpuguard.sanitize import of_claim  # for notebooks alone: the worker would load it for nothing

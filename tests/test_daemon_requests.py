@@ -116,7 +116,7 @@ def test_a_request_that_does_not_name_an_own_claim_whole_releases_nothing(reques
 @root
 def test_a_claim_of_another_user_is_not_released(requests_, holder):
     for asker in (ANOTHER, 65534):
-        assert requests_.refuses(asker, "and root can release it", do="release", claim=holder.id)
+        assert requests_.refuses(asker, "and root can do that", do="release", claim=holder.id)
 
     assert requests_.locked() == 2 and requests_.events == []
 

@@ -60,16 +60,23 @@ def test_each_request_has_a_row_and_its_prospects_below_it():
     promise, bound = clock_text(NOW + 9000, NOW), clock_text(NOW - 65 + QueueRules.bound, NOW)
 
     assert text(
-        a_place(start=NOW + 7200, latest=NOW + 7200, promise=NOW + 9000, note="sweep", command=("python", "a b.py")),
-        a_place(2, user="李小明", uid=7, requests=(Request(num_gpus=1), Request(num_gpus=4)), priority=1),
+        a_place(
+            id="1001.3f0c9e21p4711",
+            start=NOW + 7200,
+            latest=NOW + 7200,
+            promise=NOW + 9000,
+            note="sweep",
+            command=("python", "a b.py"),
+        ),
+        a_place(2, id="7.81d2", user="李小明", uid=7, requests=(Request(num_gpus=1), Request(num_gpus=4)), priority=1),
         claims=(claim,),
     ) == [
         "node1: 2 requests in the queue (fair share)",
-        "#  USER      GPUS  WAITED  COMMAND",
-        "1  alice        2    1m5s  \"sweep\"  python 'a b.py'",
+        "#  ID        USER      GPUS  WAITED  COMMAND",
+        "1  3f0c9e21  alice        2    1m5s  \"sweep\"  python 'a b.py'",
         "    starts in about 2h, when GPU 0 is free: time limit of alice's job; "
         f"at the latest {promise}, if time limits are kept",
-        "2  李小明  1 or 4    1m5s  [high] n/a",
+        "2  81d2      李小明  1 or 4    1m5s  [high] n/a",
         f"    start unknown: alice's request before it has no time limit; shorter jobs may start first until {bound}",
     ]
     assert text(a_place(after="waits until process 4711 has ended"))[-1] == (

@@ -332,7 +332,7 @@ def test_alice_and_root_release_alices_claim_and_bob_does_not(machine):
             done = machine(who, "release", name, "--reason", "tidy")
 
             assert (refused.returncode, stopped.returncode, len(before)) == (1, 1, 5)
-            assert f"only {ALICE.pw_name} and root can release it" in refused.stderr
+            assert f"only {ALICE.pw_name} and root can do that" in refused.stderr
             assert done.returncode == 0, done.stderr
             assert sorted(map(str, machine.locked())) == sorted(his.split(","))
 

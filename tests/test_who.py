@@ -244,8 +244,8 @@ USER    GPUS  PROCESSES   MEMORY  CLAIMED  IDLE
 alice      1          1  10.0GiB        1     0
 李小明     1          1  10.0GiB        0     0
 
-WAITING  GPUS  SINCE  PID  COMMAND
-bob         2   1m5s  812  n/a
+WAITING  ID  GPUS  SINCE  PID  COMMAND
+bob      t      2   1m5s  812  n/a
 
 Not known:
   GPU 2: utilization: the driver call did not come back

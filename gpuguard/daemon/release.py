@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory, is_same_file
+from gpuguard.claims.ids import one_of
 from gpuguard.claims.records import (
     ENDING,
     REFUSED,
@@ -47,30 +48,9 @@ JOB_ENDED = "its job was ended"
 
 
 def releasable_claim(directory: LockDirectory, beginning: str, uid: int) -> ClaimRecord:
-    """The claim whose id begins like that, or that is "USER.ID"; ClaimError: none or several, or not of *uid*."""
-    claims = read_records(directory)
-    named = [claim for claim in claims if beginning and claim.id.startswith(beginning)]
-    # Anybody can make a record with the id of another user's claim: then only its owner tells them apart.
-    named = [claim for claim in claims if f"{claim.user}.{claim.id}" == beginning] or named
-    exact = [claim for claim in named if claim.id == beginning]
-    mine = [claim for claim in exact or named if uid in (0, claim.uid)]
-    if len(mine) > 1:
-        ids = ", ".join(f"{claim.user}.{claim.id}" for claim in mine)
-        raise ClaimError(
-            _("{count} claims begin with {beginning!r}: {ids}.  Write one of these.").format(
-                count=len(mine), beginning=beginning, ids=ids
-            )
-        )
-    if mine:
-        return mine[0]
-    if named:
-        owner = named[0].user
-        others = "" if owner == "root" else _("{owner} and ").format(owner=owner)
-        raise ClaimError(
-            _("the claim {id} is {owner}'s: only {others}root can release it.").format(
-                id=named[0].id, owner=owner, others=others
-            )
-        )
+    """The claim that *beginning* means, see claims.ids; ClaimError: none or several, or not of *uid*."""
+    if claim := one_of(beginning, read_records(directory), uid):
+        return claim
     raise ClaimError(
         _("no claim has an id that begins with {beginning!r}.  `gpuguard release` shows yours.").format(
             beginning=beginning
@@ -139,31 +119,26 @@ def stop(
     """Have the job of *claim* ended by its `gpuguard run`, and wait; ClaimError: none supervises it, or no more."""
     with SupervisorChannel(directory, claim) as supervisor:
         if supervisor is None:
-            raise _unsupervised(directory, claim)
-        answer = supervisor.send(replace(request, what=STOP))
-        if answer is None or answer.what not in (ENDING, RELEASED):
-            raise ClaimError(
-                _("the gpuguard run of the claim {id} (pid {pid}) does not answer.  Try again.").format(
-                    id=claim.id, pid=claim.pid
-                )
-            )
+            raise unsupervised(directory, claim)
+        supervisor.stop_job(request)
         report(
             _("asked: the gpuguard run of the job (pid {pid}) ends it now, as its --grace says.").format(pid=claim.pid)
         )
         report_at = time.monotonic() + REPORT_SECONDS
         while True:
-            unsupervised = supervisor.has_ended()
+            is_left = supervisor.has_ended()
             if read_record(directory, claim.uid, claim.id) is None:
                 return JOB_ENDED
-            if unsupervised:
-                raise _unsupervised(directory, claim)
+            if is_left:
+                raise unsupervised(directory, claim)
             if time.monotonic() >= report_at:
                 report(_("it has not ended yet.  Ctrl-C ends this wait, not what was asked."))
                 report_at = float("inf")
             time.sleep(5 * POLL_SECONDS)
 
 
-def _unsupervised(directory: LockDirectory, claim: ClaimRecord) -> ClaimError:
+def unsupervised(directory: LockDirectory, claim: ClaimRecord) -> ClaimError:
+    """The error of a claim that no `gpuguard run` can end, with what to do."""
     pids = " ".join(str(pid) for pid in _holders(directory, claim)) or _("the last of them")
     return ClaimError(
         _(
@@ -200,6 +175,16 @@ class SupervisorChannel:
     def has_ended(self) -> bool:
         """Whether the supervisor has ended."""
         return has_ended(self._pidfd)
+
+    def stop_job(self, request: ReleaseRequest) -> None:
+        """Have it begin to end its job; ClaimError: it does not answer."""
+        answer = self.send(replace(request, what=STOP))
+        if answer is None or answer.what not in (ENDING, RELEASED):
+            raise ClaimError(
+                _("the gpuguard run of the claim {id} (pid {pid}) does not answer.  Try again.").format(
+                    id=self._claim.id, pid=self._claim.pid
+                )
+            )
 
     def send(self, request: ReleaseRequest) -> ReleaseRequest | None:
         """What it says to *request*; None when it says nothing in time."""

@@ -47,6 +47,11 @@ class Ticket:
     command: tuple[str, ...] | None = None
 
     @property
+    def short_id(self) -> str:
+        """The id as people write it, which its claim gets: that of its file without uid and pid; "" without a file."""
+        return self.id.rpartition(".")[2].partition("p")[0]
+
+    @property
     def lasts(self) -> float | None:
         """Seconds that the job will take, as far as that is known."""
         return self.expected if self.time_limit is None else self.time_limit

@@ -143,7 +143,9 @@ def to_text(
     lines = [paint(shorten(title, width), "bold")]
     rows = [_row(position, queue) for position in queue.positions]
     body = (
-        table(rows, ["#", _("USER"), _("GPUS"), _("WAITED"), _("COMMAND")], align="><>>", width=width) if rows else []
+        table(rows, ["#", "ID", _("USER"), _("GPUS"), _("WAITED"), _("COMMAND")], align="><<>>", width=width)
+        if rows
+        else []
     )
     lines += body[:1]
     for text, position in zip(body[1:], queue.positions, strict=True):
@@ -185,7 +187,8 @@ def _row(position: QueuePosition, queue: QueueState) -> list[str]:
     if ticket.priority:
         note = f"[{_NAMES.get(ticket.priority, ticket.priority)}] {note}"
     waited = format_duration(round(max(0.0, queue.now - ticket.since)))
-    return [str(position.number), neutralise(ticket.user), wanted, waited, note + neutral_command(ticket.command)]
+    who = neutralise(ticket.short_id), neutralise(ticket.user)
+    return [str(position.number), *who, wanted, waited, note + neutral_command(ticket.command)]
 
 
 def _prospects(position: QueuePosition, queue: QueueState) -> str:
@@ -217,7 +220,7 @@ def _position_json(position: QueuePosition, queue: QueueState) -> dict[str, Any]
     ticket = position.ticket
     return {
         "number": position.number,
-        **picked(ticket, "id", "user", "uid", "pid", "since", "num_gpus", "after", "note", "command"),
+        **picked(ticket, "id", "short_id", "user", "uid", "pid", "since", "num_gpus", "after", "note", "command"),
         **picked(ticket, "time_limit_seconds", "expected_seconds"),
         "waited_seconds": max(0.0, queue.now - ticket.since),
         "requests": [spelled(way) for way in ticket.requests],

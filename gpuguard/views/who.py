@@ -76,7 +76,7 @@ def to_text(
         rows = [_waiting_row(ticket, snapshot.taken_at) for ticket in waiting]
         lines += [
             "",
-            *table(rows, [_("WAITING"), _("GPUS"), _("SINCE"), "PID", _("COMMAND")], align="<>>>", width=width),
+            *table(rows, [_("WAITING"), "ID", _("GPUS"), _("SINCE"), "PID", _("COMMAND")], align="<<>>>", width=width),
             *(shorten(neutralise(text), width) for text in unplanned),
         ]
     if reserved:
@@ -232,7 +232,7 @@ def _waiting_row(ticket: Ticket, now: float) -> list[str]:
     note = f'"{neutralise(ticket.note)}"  ' if ticket.note else ""
     since = format_duration(now - ticket.since)
     command = note + neutral_command(ticket.command)
-    return [neutralise(ticket.user), str(ticket.num_gpus), since, str(ticket.pid), command]
+    return [neutralise(ticket.user), neutralise(ticket.short_id), str(ticket.num_gpus), since, str(ticket.pid), command]
 
 
 def gap_lines(snapshot: Snapshot, shown: Collection[str] | None = None) -> list[str]:
@@ -281,7 +281,10 @@ def to_json(
             picked(total, "user", "devices", "processes", "claimed", "idle", "memory_used_bytes")
             for total in device_state.user_totals(tuple(uses))
         ],
-        "waiting": [picked(ticket, "user", "pid", "num_gpus", "since", "note", "command") for ticket in waiting],
+        "waiting": [
+            picked(ticket, "id", "short_id", "user", "pid", "num_gpus", "since", "note", "command")
+            for ticket in waiting
+        ],
         "reservations": reservations,
         "gaps": [
             {**picked(gap, "device", "field", "reason"), "index": index_of.get(gap.device or "")}
