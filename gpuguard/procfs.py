@@ -99,6 +99,14 @@ def status_words(pid: int, name: bytes) -> list[bytes]:
     return status.partition(b"\n" + name + b":")[2].partition(b"\n")[0].split()
 
 
+def catches(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal; False where that cannot be read."""
+    try:
+        return bool(int(status_words(pid, b"SigCgt")[0], 16) >> (signum - 1) & 1)
+    except (IndexError, ValueError):  # it has ended; a /proc that is not the kernel's
+        return False
+
+
 # One process
 
 

@@ -36,7 +36,7 @@ from gpuguard.errors import ClaimError
 from gpuguard.files import open_in_place
 from gpuguard.jsonio import loads
 from gpuguard.model import ClaimRecord, GpuProcess, Snapshot, claim_named
-from gpuguard.procfs import process_facts, start_time, status_words, uid_behind
+from gpuguard.procfs import catches, process_facts, start_time, uid_behind
 from gpuguard.sanitize import neutral_command
 from gpuguard.units import format_bytes, format_duration
 from gpuguard.users import certain_owner
@@ -153,10 +153,7 @@ def release_locks(handle: LockHandle, decision: ReleaseRequest) -> None:
 
 def is_supervisor(pid: int) -> bool:
     """Whether that process waits for SIGURG, as `gpuguard run` does: it reads its claim then, and informs its user."""
-    try:
-        return bool(int(status_words(pid, b"SigCgt")[0], 16) >> (signal.SIGURG - 1) & 1)
-    except (IndexError, ValueError):  # it has ended; a /proc that is not the kernel's
-        return False
+    return catches(pid, signal.SIGURG)
 
 
 def _descriptors_of(path: str, uid: int) -> tuple[int, ...] | None:

@@ -31,6 +31,7 @@ COMMANDS = {
     "who": "who uses and who holds which GPU",
     "top": "watch GPUs and processes on the screen: bars, history, claims, signals",
     "queue": "who waits for GPUs, and when they start",
+    "cancel": "end a request that waits, or a job",
     "reserve": "have GPUs kept for a time, and show what is reserved",
     "wait": "wait until GPUs are free, and print them",
     "web": "a page in the browser: GPUs, claims, the queue, charts",
@@ -63,7 +64,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("status", "ls", "list", "ps", "usage", "sinfo"), "who"),
     **dict.fromkeys(("lock", "shell", "activate", "attach", "srun"), "run"),
     **dict.fromkeys(("unlock", "detach"), "release"),
-    **dict.fromkeys(("cancel", "scancel", "kill", "stop"), "release --stop"),
+    **dict.fromkeys(("scancel", "kill", "stop"), "cancel"),
     **{"squeue": "queue", "sbatch": "submit", "enforce": "daemon", "monitor": "top", "logs": "events"},
 }
 

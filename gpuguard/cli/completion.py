@@ -25,6 +25,7 @@ from gpuguard.cli.options import Parser, directory_of, snapshot_source
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESS_DETAILS, PROCESSES, Device, Snapshot
 from gpuguard.queue.reservations import read_reservations
+from gpuguard.queue.tickets import waiting_tickets
 from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.units import format_bytes, local_time
 from gpuguard.users import read_group_names
@@ -51,6 +52,7 @@ _BY_DEST = {
     "group": "groups",
     **dict.fromkeys(("claim", "after"), "claims"),
     "cancel": "reservations",
+    "ids": "ids",
     "hosts": "hosts",
     "pids": "processes",
     "model": "models",
@@ -264,6 +266,13 @@ def _claims(_: str) -> Values:
     return [(claim.id, f"{claim.user} {claim.note or neutral_command(claim.command, brief=True)}") for claim in own]
 
 
+def _ids(word: str) -> Values:
+    """Own claims and requests that wait, for root everybody's."""
+    waiting = waiting_tickets(directory_of(_source())) or ()
+    own = [ticket for ticket in waiting if os.geteuid() in (0, ticket.uid)]
+    return [*((ticket.short_id, f"{ticket.user} waits {ticket.note or ''}") for ticket in own), *_claims(word)]
+
+
 def _reservations(_: str) -> Values:
     """Own reservations, for root everybody's."""
     reservations, _torn, _arrived = read_reservations(directory_of(_source()), time.time())
@@ -294,6 +303,7 @@ VALUES: dict[str, tuple[Callable[[str], Values], bool]] = {
     "users": (_users, False),
     "groups": (_groups, False),
     "claims": (_claims, False),
+    "ids": (_ids, False),
     "reservations": (_reservations, False),
     "hosts": (_hosts, True),
     "fields": (lambda _: [(name, field.text) for name, field in GPU_FIELDS.items()], True),

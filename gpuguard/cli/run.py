@@ -414,20 +414,32 @@ def wait_for_claim(
     seconds: float | None,
     log: JobLog | None = None,
 ) -> Claim:
-    """The devices, after a wait in the queue that reports what is missing; Ctrl-C ends this process."""
+    """The devices, after a wait in the queue that reports what is missing; Ctrl-C and SIGTERM end this process."""
     progress = WaitProgress(args.quiet, log)
     former = _pause_waiting_when_stopped(progress)
+    ends_at_once = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ends_at_once:  # with its ticket and its worker
+        signal.signal(signal.SIGTERM, _interrupt)
     try:
         if args.after is not None:
             backend.close()  # what it waits for may take days
             _wait_until_over(args, directory, requests, job, log)
         return Allocator(backend, directory, requests, job=job, on_wait=progress.missing).acquire(seconds)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         progress.done()
-        signals.die_of(signal.SIGINT)  # or else the loop of a shell script would go on
+        signum = signal.Signals(*interrupt.args or (signal.SIGINT,))
+        if log:
+            log.only_in_file(_("not started: {signal} came while it waited.").format(signal=signum.name))
+        signals.die_of(signum)  # or else the loop of a shell script would go on
     finally:
+        if ends_at_once:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGTSTP, former)
         progress.done()
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signum)
 
 
 def _wait_until_over(

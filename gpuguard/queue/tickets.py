@@ -307,6 +307,11 @@ def read_ticket(directory: LockDirectory, uid: int, ticket_id: str) -> Ticket | 
     return document if isinstance(document, Ticket) and document.uid == uid else None
 
 
+def ticket_path(directory: LockDirectory, ticket_id: str) -> str:
+    """Where the ticket with this id lies."""
+    return _path(directory, "ticket", ticket_id)
+
+
 def _left_out(uid: int, count: int, before: int, unread: tuple[tuple[float, str], ...] = ()) -> IgnoredFile:
     return IgnoredFile(
         uid,
