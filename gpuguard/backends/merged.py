@@ -55,16 +55,11 @@ class MergedBackend:
         for worker in self._known:
             worker.close()
 
-    def close_and_reap(self) -> None:
-        """End the workers within another program: see WorkerBackend."""
-        for worker in self._known:
-            worker.close_and_reap()
-
     def __enter__(self) -> MergedBackend:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close_and_reap()
+        self.close()
 
     def _read(self, worker: WorkerBackend, fields: Collection[str], wanted: Sequence[str] | None) -> Snapshot:
         snapshot = worker.sample(fields, wanted)

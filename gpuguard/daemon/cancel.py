@@ -123,9 +123,18 @@ def _find_holder(opened: list[int], uid: int, pid: int | None) -> LockHolder | N
 def _end(directory: LockDirectory, holder: LockHolder, signum: int, meant: Ticket | ClaimRecord) -> str:
     """Signal the process, and wait until neither the request nor its claim is left."""
     by, devices = os.getuid(), meant.devices if isinstance(meant, ClaimRecord) else ()
-    facts = (("policy", by_hand.NAME), ("uid", meant.uid), ("by_uid", by))
-    about = meant.user, devices, holder.pid, meant.short_id, f"asked for by {user_name(by)}", facts
-    if not audit_log.append(Event(time.time(), "terminate", "about to", *about)):
+    event = Event(
+        time=time.time(),
+        kind="terminate",
+        outcome="about to",
+        user=meant.user,
+        devices=devices,
+        pid=holder.pid,
+        claim=meant.short_id,
+        message=f"asked for by {user_name(by)}",
+        facts=(("policy", by_hand.NAME), ("uid", meant.uid), ("by_uid", by)),
+    )
+    if not audit_log.append(event):
         raise ClaimError(
             _("nothing was done, because the log cannot be written: {complaint}.").format(
                 complaint=audit_log.complaint()
