@@ -36,7 +36,7 @@ def node(node: str) -> str:
 
 @pytest.fixture
 def backend(node: str) -> Iterator[WorkerBackend]:
-    source = open_worker(node)
+    source = WorkerBackend(node)
     yield source
     source.close()
 
@@ -437,7 +437,7 @@ def test_a_worker_that_may_start_no_thread_does_not_blame_the_driver(monkeypatch
 def a_library_that_prints(place: Path, text: bytes) -> Iterator[WorkerBackend]:
     """A source that has answered, and *text* in front of its next answer."""
     start(str(place / "node"))
-    with open_worker(f"simulated:{place / 'node'}") as source:
+    with WorkerBackend(f"simulated:{place / 'node'}") as source:
         assert source.sample({MEMORY}).devices and source._channel
         with open(f"/proc/{source._channel.process.pid}/fd/1", "wb", buffering=0) as out:
             out.write(text)
