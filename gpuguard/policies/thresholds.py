@@ -309,7 +309,8 @@ class HealthRule(Rule):
     @property
     def needs(self) -> RuleNeeds:
         """Only the groups that these keys ask for: both together cost 15 driver calls per device and sample."""
-        return RuleNeeds(frozenset([CLOCKS] * bool(self.throttle_reasons) + [ECC] * bool(self._limits())))
+        groups = ((CLOCKS, self.throttle_reasons), (ECC, self._limits()))
+        return RuleNeeds(frozenset(group for group, limits in groups if limits))
 
     @property
     def reaches(self) -> frozenset[str]:
