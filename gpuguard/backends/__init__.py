@@ -1,7 +1,7 @@
 """Where snapshots come from: each file here reads one kind of source and is one row of BACKENDS.
 
 A backend module has ``open(spec) -> OpenedBackend``.  Nothing above this package knows which one it talks to.
-What is a vendor's on every machine, whoever reads it, is in vendors.  Opens no device.
+What is a vendor's own on every machine is in vendors.  Opens no device.
 """
 
 from __future__ import annotations
