@@ -23,7 +23,7 @@ _ROWS = [
     for number, (noun, field) in enumerate(
         (noun, field) for noun in (Device, GpuProcess, HostUse) for field in fields(noun)
     )
-    if field.name not in ("processes", "kind")
+    if field.name not in ("processes", "kind", "vendor")
 ]
 
 
