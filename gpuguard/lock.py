@@ -215,7 +215,7 @@ class Allocator:
         Args:
             request: within the limits of this process.
             taken: uuid -> why not; gets the devices that others were found to hold.
-            ticket: in the queue, whose id the claim gets; for the daemon where it gives the locks.
+            ticket: in the queue, whose id the claim gets; it goes to the daemon where that gives the locks.
             with_record: write the record of the claim.
             once: where the daemon gives the locks and another request starts first, do not ask for other devices.
         """

@@ -260,7 +260,7 @@ def test_the_beginning_of_an_id_must_mean_one_claim(site):
         several = site.gpuguard("release", "1de")
         exact = site.gpuguard("release", "1dea")
 
-        assert several.returncode == 1 and "1deaaaaa" in several.stderr and "2 claims" in several.stderr
+        assert several.returncode == 1 and "1deaaaaa" in several.stderr and "could be" in several.stderr
         assert exact.returncode == 0 and site.claims() == ["1deaaaaa"]
 
 

@@ -396,7 +396,7 @@ def test_planted_records_symlinks_and_copies_of_an_id_release_nothing_of_alices(
             own = machine(BOB, "release", name)  # the copy of the id
             forged = machine(None, "release", "f0f0f0f0")
             assert sorted(map(str, machine.locked())) == sorted(hers.split(",")), (own, forged, unclear)
-            assert f"{ALICE.pw_name}.{name}" in unclear.stderr
+            assert f"{ALICE.pw_name}/{name}" in unclear.stderr
             assert machine(None, "release", f"{ALICE.pw_name}.{name}").returncode == 0
             assert machine.locked() == []
 

@@ -3,9 +3,10 @@
     3f0c9e21          of the caller's, or of any user where it is not ambiguous; its beginning will do, as 3f0
     alice/3f0c9e21    that of alice, also by the number of the user: 1000/3f0c9e21
 
-A request that waits has an id, and the claim that it becomes keeps it.  It is random and never given twice: a number
-of a user's own, shorter to type, would belong to another job by the time that an old command is repeated.  An id stands
-in the name of a file, which its owner chooses, so it means something only together with the user who owns that file.
+A request that waits has an id, and the claim that it becomes keeps it, unless the daemon gives the locks: it names its
+claims itself, because two of one id would count as one.  An id is random and never given twice: a number of a user's
+own, shorter to type, would belong to another job by the time that an old command is repeated.  It stands in the name of
+a file, which its owner chooses, so it means something only together with the user who owns that file.
 
 Does not read files: see records and queue.tickets.
 """

@@ -4,7 +4,7 @@ gpuguard cancel 3f0c              the request or the job of yours whose id begin
 gpuguard cancel 3f0c 81d2         several
 sudo gpuguard cancel alice/3f0c   anybody's
 
-`gpuguard queue` shows the ids of requests and `gpuguard who` those of claims: a request keeps its id when it starts.
+`gpuguard queue` shows the ids of requests, and `gpuguard who` those of claims.
 A request ends as by SIGTERM (`gpuguard run` then exits with 143), in a notebook as by an interrupt of its cell.  A job
 is ended by its `gpuguard run`, with the signals and the --grace of a time limit; any other program that has a claim
 gets SIGTERM.  `gpuguard release` gives a claim back and lets its program live on.

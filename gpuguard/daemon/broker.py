@@ -239,7 +239,7 @@ class Broker:
         if not position.now or position.request is None:
             turn = f"it is not your turn: {start_text(position, queue)}"
             return {**_refusal(dict.fromkeys(names, turn)), "later": True}
-        reply = self._grant(ticket, names, position.request, snapshot)
+        reply = self._grant(uid, names, position.request, snapshot)
         self._offers.pop(ticket.id, None)  # it has tried to take its offer
         if isinstance(reply, DescriptorReply):
             self._charge(uid, LEAST_SECONDS * len(names))
@@ -250,13 +250,10 @@ class Broker:
                 record_start(self._directory, uid, by_daemon=True)
         return reply
 
-    def _grant(self, ticket: Ticket, names: list[str], request: Request, snapshot: Snapshot) -> Reply:
-        # Users name their files as they like, and two claims of one id would count as one.
-        with Gate(self._directory):
-            grants = grant_of(self._directory, names_of(self._directory)).values()
-        given = {grant.claim for grant in grants if grant}
-        claim_id = ticket.short_id if ticket.short_id and ticket.short_id not in given else os.urandom(4).hex()
-        grant = Grant(ticket.uid, claim_id, request.memory, request.most_sharers, max_processes=request.max_processes)
+    def _grant(self, uid: int, names: list[str], request: Request, snapshot: Snapshot) -> Reply:
+        grant = Grant(
+            uid, os.urandom(4).hex(), request.memory, request.most_sharers, max_processes=request.max_processes
+        )
         descriptors = list[int]()
         with ExitStack() as stack:
             stack.callback(close_all, descriptors)

@@ -48,7 +48,7 @@ class Ticket:
 
     @property
     def short_id(self) -> str:
-        """The id as people write it, which its claim gets: that of its file without uid and pid; "" without a file."""
+        """The id as people write it, see claims.ids: that of its file without uid and pid; "" without a file."""
         return self.id.rpartition(".")[2].partition("p")[0]
 
     @property

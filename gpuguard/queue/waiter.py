@@ -39,6 +39,7 @@ from gpuguard.queue.backfill import QueuePosition, promise
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.leader import (
     CHECK_SECONDS,
+    GET_READY,
     MAY_START,
     POLL_SECONDS,
     DirectoryWatch,
@@ -180,7 +181,7 @@ class WaitingRequest:
         mine = replace(mine, promise=promise(queue.of(mine.id), self._rules, queue.now))
         uuids = [device.uuid for device in snapshot.devices]
         try:
-            return Waiter(self._directory, uuids, mine, partial(self._sample_for_all, queue), rest=self._backend.close)
+            return Waiter(self._directory, uuids, mine, partial(self._sample_for_all, queue), self._backend)
         except OSError as error:
             why = why_full(self._directory, error)
             raise LockDirectoryError(
@@ -261,7 +262,7 @@ class QueueAnswer:
 class Waiter:
     """A process that waits in the queue with *ticket*, until withdraw(); *uuids* and *read* as for Leader.
 
-    *rest* is called before this process sleeps and does not lead: it lets go of what only a sample needs.
+    The worker of *backend* ends before this process sleeps, unless it leads or its request comes next.
 
     Raises:
         OSError: the ticket cannot be written.
@@ -274,9 +275,9 @@ class Waiter:
         uuids: Sequence[str],
         ticket: Ticket,
         read: Callable[[bool], QueueState],
-        rest: Callable[[], object],
+        backend: Backend,
     ) -> None:
-        self._directory, self._uuids, self._read, self._rest = directory, uuids, read, rest
+        self._directory, self._uuids, self._read, self._backend = directory, uuids, read, backend
         self._leads: Leader | None = None
         self._is_substitute = False  # leads although another process has the lock of the queue
         self._is_deputy = False
@@ -285,6 +286,7 @@ class Waiter:
         self._wakes, self._woken_at = WAKES, time.monotonic()
         self._own_check = ALONE_SECONDS  # seconds between two checks of whether any process leads
         self._may_be_alone = True  # as long as no such check has found one that does
+        self._comes_next = False  # or came once, which is rare enough
         with ExitStack() as stack:
             self._queue = open_lock(directory, "queue")
             stack.callback(os.close, self._queue)
@@ -311,13 +313,17 @@ class Waiter:
                     self._slow_down(until)
                     return
             report()
-            if not (self._leads or self._may_be_alone):  # who is alone samples again in a moment
-                self._rest()
+            if not (self._leads or self._may_be_alone or self._comes_next):  # those sample again in a moment
+                self._backend.close()
             ready = self._nap(until, every)
             messages = b""
             if self._held.waker in ready:
                 self._slow_down(until)
                 messages = self._held.drain()
+            if GET_READY in messages and not self._comes_next:
+                self._comes_next = True
+                with suppress(BackendError):
+                    self._backend.sample(frozenset())  # starts its worker
             if self._leads:
                 # The daemon wakes a leader, too: for what it decided itself, which nothing else reports.
                 must_sample = self._leads.must_sample(ready) or MAY_START in messages
