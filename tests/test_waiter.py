@@ -19,7 +19,7 @@ from proc import children_of
 from gpuguard.backends.simulated_node import WorkPattern
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import read_records
-from gpuguard.queue.leader import MAY_START, flock_holder
+from gpuguard.queue.leader import MAY_START, READY, flock_holder
 from gpuguard.queue.state import is_stopped
 from gpuguard.queue.tickets import read_tickets, wake
 from gpuguard.queue.waiter import WATCH_SECONDS
@@ -250,16 +250,18 @@ def workers(*waiters: Waiter) -> list[int]:
     return [len(children_of(waiter.pid)) for waiter in waiters]
 
 
-def test_of_requests_that_sleep_only_the_leader_and_the_one_that_comes_next_have_a_worker(room: Room) -> None:
-    with room.job() as holder, room.wait() as leader, room.wait() as first, room.wait() as second, room.wait() as third:
-        assert eventually(lambda: workers(leader, first, second, third) == [1, 0, 0, 0], LONG)
-        leader.kill()
-        waiters = first, second, third
+def test_of_requests_that_sleep_only_the_leader_and_those_that_come_next_have_a_worker(room: Room) -> None:
+    with contextlib.ExitStack() as stack:
+        holder, *waiters = [stack.enter_context(room.job()), *(stack.enter_context(room.wait()) for _ in range(6))]
+        # The leader is the first of those who come next.
+        assert eventually(lambda: workers(*waiters) == [1] * READY + [0] * (6 - READY), LONG)
+        waiters.pop(0).kill()
         assert eventually(lambda: any(waiter.leads for waiter in waiters), LONG)
-        assert eventually(lambda: workers(*waiters) == [int(w is first or w.leads) for w in waiters], LONG)
+        expected = [int(place < READY or waiter.leads) for place, waiter in enumerate(waiters)]
+        assert eventually(lambda: workers(*waiters) == expected, LONG)
         holder.kill()
 
-        assert eventually(lambda: first.runs, LONG)
+        assert eventually(lambda: waiters[0].runs, LONG)
 
 
 def test_a_request_waits_for_the_end_of_another_job_without_a_worker(room: Room) -> None:
@@ -273,8 +275,9 @@ def test_a_request_that_cannot_start_its_worker_again_keeps_its_position_and_let
         room.gpuguard.environment["NO_WORKER"] = str(full)
         with room.wait() as waiter:
             [before] = [ticket.id for ticket in read_tickets(room.directory)[0] if ticket.pid == waiter.pid]
-            assert eventually(lambda: workers(other, waiter) == [0, 0], LONG)
             full.touch()
+            for worker in children_of(waiter.pid):
+                os.kill(worker, signal.SIGKILL)
             other.signal(signal.SIGSTOP)  # so that this one has to lead
             leader.kill()
             looked = room.looks()
