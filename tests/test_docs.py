@@ -125,6 +125,7 @@ ELSEWHERE = {
     "pip install": "packaging",
     "scripts/demo": "packaging",
     "gpuguard adopt": "adopt",
+    "gpuguard cancel": "cancel_command",
     "gpuguard completion": "completion",
     "gpuguard daemon": "daemon_command",
     "gpuguard deny": "restrictions",

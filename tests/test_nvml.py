@@ -587,7 +587,10 @@ def test_a_version_mismatch_names_both_versions(fake: FakeNvml, tmp_path: Path) 
     version = tmp_path / "version"
     version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.129.03  Release Build\nGCC: 12\n")
     fake.fail("nvmlInitWithFlags", VERSION_MISMATCH)
-    patch = f"from gpuguard import backends; backends._VERSIONS = ({str(version)!r},)\n"
+    patch = (
+        "from dataclasses import replace\nfrom gpuguard.backends import nvml_calls\n"
+        f"nvml_calls.NVIDIA = replace(nvml_calls.NVIDIA, versions=({str(version)!r},))\n"
+    )
     name, text, facts = answer_of(fake, patch + OPEN_ERROR)
 
     assert (name, facts["library_version"], facts["kernel_version"]) == ("DriverMismatch", "580.65.06", "535.129.03")
@@ -670,7 +673,8 @@ def faults(before, after, code):
         if not (code in NEVER and new[0].mig_mode is False):
             yield "instances are gone without a word"
 
-DYNAMIC = [name for name in vars(Device(0, "")) if name not in ("index", "uuid", "name", "problems", "desktop_memory")]
+FIXED = "index", "uuid", "name", "vendor", "problems", "desktop_memory"
+DYNAMIC = [name for name in vars(Device(0, "")) if name not in FIXED]
 before = nvml.open().sample(ALL_FIELDS)
 names = [name for name in fake.calls() if "Device" in name and name != "nvmlDeviceGetCount_v2"]
 answer, cases = [], 0

@@ -1,14 +1,17 @@
 """The order of the queue at its edges, and the numbers by which it goes: the site's, or those of no file."""
 
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
+from builders import a_claim_record
 from hypothesis import given
 from hypothesis import strategies as st
 from nodes import Gpuguard
 from queues import HOUR, a_ticket
 
+from gpuguard.claims.ids import full_id, one_of
+from gpuguard.errors import ClaimError
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.queue import settings as linefile
 from gpuguard.queue.priority import (
@@ -350,3 +353,38 @@ def test_the_file_of_the_machine_counts_only_when_root_alone_can_have_written_it
     path.chmod(0o644)
     os.chown(place, 1001, 1001)
     assert f"{place} belongs to uid 1001" in read_queue_settings().faults[0].text
+
+
+@pytest.mark.parametrize(
+    ("text", "uid", "meant"),
+    [
+        ("3f0c", 1001, "alice/3f0c9e21"),  # its beginning
+        ("3f0c9e21", 1001, "alice/3f0c9e21"),
+        ("alice/3f0c", 0, "alice/3f0c9e21"),
+        ("1001/3f0c", 0, "alice/3f0c9e21"),
+        ("alice.3f0c9e21", 1001, "alice/3f0c9e21"),  # as 0.1 wrote it
+        ("1002.77aap41", 1002, "bob/77aa"),  # of a request, as --json has it
+        ("", 1001, None),
+        ("alice/", 1001, None),
+        ("ffff", 1001, None),
+    ],
+)
+def test_an_id_means_a_request_or_a_claim_by_its_beginning_too(text, uid, meant):
+    claim = a_claim_record(id="3f0c9e21", uid=1001, user="alice")
+    request = replace(a_ticket(1002, id="1002.77aap41"), user="bob")
+
+    found = one_of(text, [claim, request], uid)
+
+    assert (found and full_id(found)) == meant
+
+
+@pytest.mark.parametrize(
+    ("text", "uid", "why"), [("3f", 0, "alice/3f0c, alice/3f11"), ("3f", 1003, "only alice and root")]
+)
+def test_an_id_of_several_or_of_another_user_is_refused(text, uid, why):
+    claims = [a_claim_record(id=number, uid=1001, user="alice") for number in ("3f0c", "3f11")]
+
+    with pytest.raises(ClaimError) as refused:
+        one_of(text, claims, uid)
+
+    assert why in str(refused.value)

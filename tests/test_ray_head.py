@@ -151,7 +151,7 @@ def head() -> Iterator[Head]:
     with tempfile.TemporaryDirectory(prefix="ray-", dir=top if len(top) <= 30 else "/tmp") as place:
         head = Head(Path(place))
         try:
-            assert nodes.eventually(head.answers, 60)
+            assert nodes.eventually(head.answers, 180)
             yield head
         finally:
             head.stop()

@@ -29,6 +29,7 @@ from gpuguard.enforcement import actions, identity
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.errors import LockDirectoryError
 from gpuguard.model import Device, Event, Finding, Subject, Verdict
+from gpuguard.policies.rules import RULES
 from gpuguard.request import Request
 
 root = pytest.mark.root
@@ -382,7 +383,8 @@ def test_a_daemon_denies_and_quarantines_by_policy(tmp_path, options, done):
         denied = json.loads(daemon.gpuguard("deny", "--json").stdout)["denied"]
 
         assert offender.poll() is None
-    assert outcomes == ({"about to"} if done else {"dry run"})
+    # On a stalled machine the sample may be too old at first.
+    assert outcomes - {"refused"} == ({"about to"} if done else {"dry run"})
     assert ("quarantined by the policy hogs until " in explained) == done
     assert [(each["name"], each["by"]) for each in denied] == [(str(SOMEBODY), "the policy hogs")] * done
 
@@ -539,7 +541,7 @@ def test_one_that_begins_later_holds_from_then_on_and_is_shown_before(directory)
 def test_what_a_policy_quarantines_outlives_a_boot_only_where_a_boot_mends_nothing(directory, boots, rule, lasts):
     guard = Acting(directory, *[a_device(n) for n in range(4)])
     verdict = a_verdict("quarantine", Subject("device", a_device(0).uuid))
-    guard.act(replace(verdict, finding=replace(verdict.finding, rule=rule)))
+    guard.act(replace(verdict, finding=replace(verdict.finding, rule=rule), kind=RULES[rule].kind))
     assert read_restrictions(directory, QUARANTINED, time.time())
     boots()
 
