@@ -23,7 +23,7 @@ from gpuguard import cli
 from gpuguard.backends import client, open_backend, spawn, worker
 from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.errors import BackendError, DriverUnresponsive, InvalidRequest
-from gpuguard.model import ALL_FIELDS, MEMORY, POWER, SELECT_FIELDS, WHO_FIELDS, Gap, Snapshot
+from gpuguard.model import ALL_FIELDS, MEMORY, POWER, SELECT_FIELDS, WHO_FIELDS, Device, Gap, Snapshot
 
 SIM = [sys.executable, "-m", "gpuguard", "sim"]
 
@@ -85,6 +85,15 @@ def test_processes_that_are_as_before_do_not_cross_the_border_again_and_those_th
     assert there == looks
     assert there[1][0] is there[0][0] and there[3][1] is there[1][1]
     assert len(marshal.dumps(worker.pack(snapshot, sent))) < len(marshal.dumps(worker.pack(snapshot, {})))
+
+
+def test_a_program_from_before_an_upgrade_gets_no_field_that_it_cannot_know() -> None:
+    device = Device(0, "GPU-0")
+
+    [packed] = worker.pack(Snapshot("", "", 0.0, 0.0, (replace(device, memory_used=0),)), {})["devices"]
+
+    assert packed == {"index": 0, "uuid": "GPU-0", "memory_used": 0, "processes": None}
+    assert Device(**packed) == replace(device, memory_used=0)
 
 
 def test_a_new_worker_sends_anew_what_the_one_before_it_had_sent(backend: WorkerBackend) -> None:

@@ -61,13 +61,20 @@ def _end_with_the_client(life: int) -> None:
 def pack(snapshot: Snapshot, sent: SentProcesses) -> dict[str, Any]:
     """A snapshot as plain values; of a device whose processes are as they were the last time, True in their place.
 
+    Values that are a field's default are left out: a program from before an upgrade starts the worker of the new
+    version, and does not know the fields that are new.
+
     Args:
         snapshot: to send.
         sent: what each device's were the last time; changed in place, and so at the other end by unpack().
     """
-    devices = [{**vars(device), "processes": _packed(device, sent)} for device in snapshot.devices]
+    devices = [{**_without_defaults(device), "processes": _packed(device, sent)} for device in snapshot.devices]
     further = {"gaps": [vars(gap) for gap in snapshot.gaps], "claims": [vars(claim) for claim in snapshot.claims]}
     return {**vars(snapshot), "devices": devices, **further}
+
+
+def _without_defaults(device: Device) -> dict[str, Any]:
+    return {name: value for name, value in vars(device).items() if value != getattr(Device, name, ...)}
 
 
 def _packed(device: Device, sent: SentProcesses) -> Any:
