@@ -133,7 +133,7 @@ def test_a_guard_that_keeps_something_of_each_look_or_starts_its_worker_again_is
     ("late", "found"),
     [
         ({"memory": 22.1}, "it has grown by 2.1 MiB"),
-        ({"descriptors": 31}, "it had at most 30 descriptors, and has at least 31"),
+        ({"descriptors": 33}, "it had at most 30 descriptors, and has at least 33"),
         ({"threads": 10}, "it had at most 9 threads, and has at least 10"),
         ({"worker": 78}, "it has had 2 workers"),
     ],
@@ -150,6 +150,7 @@ def test_what_is_only_open_for_a_moment_or_at_the_start_has_not_grown() -> None:
     start, moment = replace(ONE, memory=10.0, descriptors=20), replace(ONE, memory=20.5, descriptors=40)
 
     assert faults([start] * FIFTHS + [ONE, moment] * FIFTHS * 2) == []
+    assert faults([ONE] * 4 * FIFTHS + [replace(ONE, descriptors=32)] * FIFTHS) == []
 
 
 def told(*words: str) -> list[dict[str, Any]]:
