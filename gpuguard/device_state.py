@@ -19,6 +19,7 @@ from typing import Literal, get_args
 
 from gpuguard.locale import _, translated
 from gpuguard.model import DRAWING, IDLE_TOLERANCE, ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
+from gpuguard.units import NOT_AVAILABLE
 from gpuguard.users import accountable_uid
 from gpuguard.vendors import vendor_of
 
@@ -446,7 +447,7 @@ def device_title(device: Device) -> str:
 
 def model_name(device: Device) -> str:
     """``"H100 80GB HBM3"``, of an instance with its profile; ``"n/a"`` when unknown.  As the driver writes it."""
-    name = (device.name or "n/a").removeprefix(f"{vendor_of(device).title} ")
+    name = (device.name or NOT_AVAILABLE).removeprefix(f"{vendor_of(device).title} ")
     return name if (device.mig_profile or "") in name else f"{name} {device.mig_profile}"
 
 

@@ -5,32 +5,33 @@ Bytes, percent (0..100), degrees Celsius, watts, joules, MHz, seconds.  Does not
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NewType
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, NewType
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from gpuguard.policies.view import RuleKind
 
-# What one sample reads.  A reader names the groups that it needs, and no driver call is made for the others.
-# The cost is in driver calls per device; the identity (index, uuid) always comes along.
-MEMORY = "memory"  # 1    memory_*
-PROCESSES = "processes"  # 1..3 processes: pid, memory_used, kind
+# What one sample reads.  A reader names the groups that it needs, and no driver call is made for the others.  Each
+# field of Device names its group.  The numbers are driver calls per device; index and uuid always come along.
+MEMORY = "memory"  # 1
+PROCESSES = "processes"  # 1..3
 IDLE_PROCESSES = "idle_processes"  # PROCESSES, but not where memory_used says already that the device is busy
 PROCESS_DETAILS = "process_details"  # 1    who a process is (from /proc) and its utilization
-UTILIZATION = "utilization"  # 1..2 utilization, memory_utilization
-HEALTH = "health"  # ~4   problems, compute_mode, mig_mode; expands MIG instances
-MODEL = "model"  # static: name, pci_bus_id, minor_number, numa_node, cpu_affinity
-THERMAL = "thermal"  # temperature, fan_speed; thresholds are static
-POWER = "power"  # power_draw, power_limit, total_energy
-CLOCKS = "clocks"  # clocks and their maxima, pstate, throttle_reasons, persistence_mode, display_active
-ECC = "ecc"  # ecc_*, retired_pages, remapped_rows
-MEDIA = "media"  # 4    clock_graphics, clock_video, encoder_utilization, decoder_utilization
-PCIE = "pcie"  # link and throughput: about 20 ms per device in a real driver
-NVLINK = "nvlink"  # links and peers: up to 18 calls per device
-NVLINK_FLOW = "nvlink_flow"  # 1    what goes over all links; the first look has nothing to go by
+UTILIZATION = "utilization"  # 1..2
+HEALTH = "health"  # ~4   expands MIG instances
+MODEL = "model"  # 5, once
+THERMAL = "thermal"  # 1    fan speed and thresholds are kept
+POWER = "power"  # 2
+CLOCKS = "clocks"  # 4
+ECC = "ecc"  # 9
+MEDIA = "media"  # 4
+PCIE = "pcie"  # 4    of which the throughput takes 20 ms in each direction
+NVLINK = "nvlink"  # up to 18
+NVLINK_FLOW = "nvlink_flow"  # 1    the first look has nothing to go by
 TOPOLOGY = "topology"  # Snapshot.topology: one call per pair of devices
+SLOW_GROUPS = frozenset({PCIE})  # a driver needs 40 ms for each device
 # No group: a backend may leave out of WHO_FIELDS what the text of `gpuguard who` does not show, and give a temperature
 # and a power draw of a moment ago.
 BRIEF = "brief"
@@ -49,26 +50,6 @@ VERIFY_FIELDS = frozenset({MEMORY, PROCESSES, HEALTH, UTILIZATION})
 WHO_FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION, HEALTH, MODEL, THERMAL, POWER})
 TEXT_FIELDS = WHO_FIELDS | {BRIEF}
 ALL_FIELDS = WHO_FIELDS | {CLOCKS, ECC, MEDIA, PCIE, NVLINK, NVLINK_FLOW, TOPOLOGY}
-
-# The fields of a device that come with a group, without those of MEMORY, PROCESSES and UTILIZATION.
-GROUPED_FIELDS: Mapping[str, tuple[str, ...]] = {
-    POWER: ("power_draw", "power_limit", "total_energy"),
-    THERMAL: ("temperature", "temperature_slowdown", "temperature_shutdown", "fan_speed"),
-    HEALTH: ("problems", "compute_mode", "mig_mode"),
-    MODEL: ("name", "pci_bus_id", "minor_number", "numa_node", "cpu_affinity"),
-    CLOCKS: (
-        *("clock_sm", "clock_memory", "clock_sm_max", "clock_memory_max", "pstate", "throttle_reasons"),
-        *("persistence_mode", "display_active"),
-    ),
-    ECC: (
-        *("ecc_mode", "ecc_corrected_volatile", "ecc_uncorrected_volatile", "ecc_corrected_aggregate"),
-        *("ecc_uncorrected_aggregate", "retired_pages", "remapped_rows", "remapped_rows_uncorrected"),
-    ),
-    MEDIA: ("clock_graphics", "clock_video", "encoder_utilization", "decoder_utilization"),
-    PCIE: ("pcie_generation", "pcie_width", "pcie_tx", "pcie_rx"),
-    NVLINK: ("nvlink_links",),
-    NVLINK_FLOW: ("nvlink_tx", "nvlink_rx", "nvlink_flow"),
-}
 
 ProcessIdentity = tuple[int, float]  # pid, start_time of a GpuProcess: no other process of this boot has both
 
@@ -96,76 +77,215 @@ class GpuProcess:
 
 
 @dataclass(frozen=True)
+class DeviceField:
+    """What is true of a field of Device wherever it is read, checked, recorded, shown or judged.
+
+    How a backend reads it stands in that backend: NVML's call in backends/nvml_fields.py, nvidia-smi's place in
+    backends/smi.py.
+    """
+
+    name: str
+    type: str  # as it is written in Device: "float | None"
+    group: str  # with which it is read
+    unit: str = ""  # B, B/s, %, C, W, J or MHz; "": a plain number, a text or a truth value
+    plausible: tuple[float, float] | None = None  # a number below or above is no reading
+    of_board: bool = False  # a MIG instance has it from its GPU
+    harmless: bool = False  # a text that tells nothing of users and of this one machine; numbers never do
+    metric: tuple[str, str] | None = None  # its name after gpuguard_device_, and its help
+    query: tuple[str, str] | None = None  # nvidia-smi's name for it, and its help in `gpuguard query`
+    expression: tuple[str, str] | None = None  # its name in the rule `expression`, and its help there
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a number, and no truth value."""
+        return self.type.startswith(("int", "float"))
+
+    def number(self, value: float) -> float:
+        """Give *value* the type that the field has."""
+        return int(value) if self.type.startswith("int") else float(value)
+
+    def holds(self, value: float | str) -> bool:
+        """Whether a driver that works can report *value*."""
+        return self.plausible is None or self.plausible[0] <= value <= self.plausible[1]  # type: ignore[operator]
+
+    @property
+    def masked(self) -> bool:
+        """Whether a recording for others must not have it as it is."""
+        return not (self.harmless or self.is_number or self.type.startswith("bool"))
+
+
+def read_with(group: str, unit: str = "", plausible: tuple[float, float] | None = None, **facts: Any) -> Any:
+    """Make a field of Device that is unknown until *group* is read; the arguments are those of DeviceField."""
+    return field(default=None, metadata={"group": group, "unit": unit, "plausible": plausible, **facts})
+
+
+@dataclass(frozen=True)
 class Device:
     """A GPU, or a MIG instance of one (then parent_uuid is set)."""
 
     index: int
     uuid: str
-    name: str | None = None
-    pci_bus_id: str | None = None
-    minor_number: int | None = None
-    numa_node: int | None = None
-    cpu_affinity: str | None = None  # as in /proc/PID/status Cpus_allowed_list: "0-15,32-47"
+    name: str | None = read_with(
+        MODEL, harmless=True, query=("name", "official name of the product"), expression=("model", "name of the GPU")
+    )
+    pci_bus_id: str | None = read_with(
+        MODEL, of_board=True, query=("pci.bus_id", "as domain:bus:device.function, in hex")
+    )
+    minor_number: int | None = read_with(MODEL, "", (0, 2**20), of_board=True)
+    numa_node: int | None = read_with(MODEL, of_board=True)
+    # As in /proc/PID/status Cpus_allowed_list: "0-15,32-47".
+    cpu_affinity: str | None = read_with(MODEL, of_board=True, harmless=True)
     vendor: str = "nvidia"  # a row of vendors.VENDORS
     ordinal: int | None = None  # its index among the devices of its vendor; None: no other vendor's come before it
 
-    memory_total: int | None = None  # bytes
-    memory_used: int | None = None  # bytes, without memory_reserved where the driver tells them apart
-    memory_free: int | None = None  # bytes
-    memory_reserved: int | None = None  # bytes that driver and firmware keep; None: contained in memory_used
-    processes: tuple[GpuProcess, ...] | None = None  # None: the driver gives no list
+    memory_total: int | None = read_with(
+        MEMORY, "B", metric=("memory_total_bytes", "Memory of the GPU."), query=("memory.total", "installed"),
+        expression=("device_memory_total", "of the GPU"),
+    )  # fmt: skip
+    # Without memory_reserved where the driver tells them apart.
+    memory_used: int | None = read_with(
+        MEMORY, "B", metric=("memory_used_bytes", "Memory in use."), query=("memory.used", "by contexts"),
+        expression=("device_memory_used", "by all processes"),
+    )  # fmt: skip
+    memory_free: int | None = read_with(
+        MEMORY, "B", metric=("memory_free_bytes", "Memory that is free."), query=("memory.free", "free"),
+        expression=("device_memory_free", "of the GPU"),
+    )  # fmt: skip
+    # What driver and firmware keep; None: contained in memory_used.
+    memory_reserved: int | None = read_with(
+        MEMORY, "B", metric=("memory_reserved_bytes", "Memory that driver and firmware keep."),
+        query=("memory.reserved", "by driver and firmware"),
+    )  # fmt: skip
+    processes: tuple[GpuProcess, ...] | None = read_with(PROCESSES)  # None: the driver gives no list
     processes_plausible: bool = True  # False: no action may go by this list
     desktop_memory: int = DESKTOP_MEMORY  # bytes: see device_state.beyond_desktop
-    utilization: float | None = None  # percent of time in which a kernel ran, mean of the driver's sample buffer
-    memory_utilization: float | None = None  # percent
+    # Percent of time in which a kernel ran, mean of the driver's sample buffer.
+    utilization: float | None = read_with(
+        UTILIZATION, "%", (0, 100), metric=("utilization_ratio", "Share of time in which a kernel ran, 0 to 1."),
+        query=("utilization.gpu", "time in which a kernel ran"), expression=("utilization", "of the GPU"),
+    )  # fmt: skip
+    memory_utilization: float | None = read_with(
+        UTILIZATION, "%", (0, 100), metric=("memory_utilization_ratio", "Share of time in which memory was used."),
+        query=("utilization.memory", "time in which memory was read or written"),
+        expression=("memory_utilization", "of its memory's bandwidth"),
+    )  # fmt: skip
 
-    problems: tuple[str, ...] | None = None  # None: not read; (): healthy; else "lost", "reset required", ...
-    compute_mode: str | None = None  # default, exclusive_process, prohibited
-    mig_mode: bool | None = None
+    # None: not read; (): healthy; else "lost", "reset required", ...
+    problems: tuple[str, ...] | None = read_with(HEALTH)
+    # default, exclusive_process, prohibited
+    compute_mode: str | None = read_with(
+        HEALTH, of_board=True, harmless=True, query=("compute_mode", "Default, Exclusive_Process or Prohibited")
+    )
+    mig_mode: bool | None = read_with(HEALTH, of_board=True, query=("mig.mode.current", "Enabled or Disabled"))
     parent_uuid: str | None = None  # of a MIG instance
     mig_profile: str | None = None  # "3g.40gb"
     gpu_instance_id: int | None = None
     compute_instance_id: int | None = None
 
-    temperature: float | None = None
-    temperature_slowdown: float | None = None
-    temperature_shutdown: float | None = None
-    fan_speed: float | None = None  # percent
-    power_draw: float | None = None  # watts
-    power_limit: float | None = None
-    total_energy: float | None = None  # joules since the driver was loaded
+    temperature: float | None = read_with(
+        THERMAL, "C", (0, 130), of_board=True, metric=("temperature_celsius", "Temperature of the GPU."),
+        query=("temperature.gpu", "of the core, degrees C"), expression=("temperature", "of the GPU"),
+    )  # fmt: skip
+    temperature_slowdown: float | None = read_with(
+        THERMAL, "C", (1, 150), of_board=True,
+        metric=("slowdown_temperature_celsius", "Temperature from which on it slows down."),
+        expression=("temperature_slowdown", "at which it slows down"),
+    )  # fmt: skip
+    temperature_shutdown: float | None = read_with(
+        THERMAL, "C", (1, 150), of_board=True,
+        metric=("shutdown_temperature_celsius", "Temperature at which it switches off."),
+    )  # fmt: skip
+    fan_speed: float | None = read_with(
+        THERMAL, "%", (0, 100), metric=("fan_speed_ratio", "Speed of the fans, 0 to 1."),
+        query=("fan.speed", "of what is possible"),
+    )  # fmt: skip
+    power_draw: float | None = read_with(
+        POWER, "W", (0, 10_000), metric=("power_draw_watts", "Power that the GPU draws."), query=("power.draw", "now"),
+        expression=("power_draw", "of the GPU"),
+    )  # fmt: skip
+    power_limit: float | None = read_with(
+        POWER, "W", (0, 10_000), metric=("power_limit_watts", "Power that it may draw."),
+        query=("power.limit", "which the driver keeps to"), expression=("power_limit", "of the GPU"),
+    )  # fmt: skip
+    total_energy: float | None = read_with(
+        POWER, "J", (0, 2**53), metric=("energy_joules_total", "Energy since the driver was loaded.")
+    )
 
-    clock_sm: int | None = None  # MHz
-    clock_sm_max: int | None = None
-    clock_memory: int | None = None
-    clock_memory_max: int | None = None
-    pstate: int | None = None  # 0 is the fastest
-    throttle_reasons: tuple[str, ...] | None = None
-    persistence_mode: bool | None = None
-    display_active: bool | None = None  # a desktop is set up on it, with or without a monitor
+    clock_sm: int | None = read_with(
+        CLOCKS, "MHz", (0, 10_000), metric=("clock_sm_hertz", "Clock of the SMs."),
+        query=("clocks.current.sm", "of the multiprocessors"),
+    )  # fmt: skip
+    clock_sm_max: int | None = read_with(
+        CLOCKS, "MHz", (1, 10_000), metric=("clock_sm_max_hertz", "Highest clock of the SMs."),
+        query=("clocks.max.sm", "of the multiprocessors, at most"),
+    )  # fmt: skip
+    clock_memory: int | None = read_with(
+        CLOCKS, "MHz", (0, 50_000), metric=("clock_memory_hertz", "Clock of the memory."),
+        query=("clocks.current.memory", "of the memory"),
+    )  # fmt: skip
+    clock_memory_max: int | None = read_with(
+        CLOCKS, "MHz", (1, 50_000), metric=("clock_memory_max_hertz", "Highest clock of the memory."),
+        query=("clocks.max.memory", "of the memory, at most"),
+    )  # fmt: skip
+    pstate: int | None = read_with(
+        CLOCKS, "", (0, 15), metric=("performance_state", "P-state: 0 is the fastest."),
+        query=("pstate", "P0 is the fastest, P15 the slowest"),
+    )  # fmt: skip
+    throttle_reasons: tuple[str, ...] | None = read_with(CLOCKS, harmless=True)
+    persistence_mode: bool | None = read_with(
+        CLOCKS, metric=("persistence_mode", "1 when the driver stays loaded."),
+        query=("persistence_mode", "Enabled or Disabled"),
+    )  # fmt: skip
+    # A desktop is set up on it, with or without a monitor.
+    display_active: bool | None = read_with(
+        CLOCKS, query=("display_active", "Enabled or Disabled: a desktop is set up on it")
+    )
 
-    ecc_mode: bool | None = None
-    ecc_corrected_volatile: int | None = None
-    ecc_uncorrected_volatile: int | None = None
-    ecc_corrected_aggregate: int | None = None
-    ecc_uncorrected_aggregate: int | None = None
-    retired_pages: int | None = None
-    remapped_rows: int | None = None  # for correctable and uncorrectable errors
-    remapped_rows_uncorrected: int | None = None
+    ecc_mode: bool | None = read_with(ECC, query=("ecc.mode.current", "Enabled or Disabled"))
+    ecc_corrected_volatile: int | None = read_with(
+        ECC, "", (0, 2**53), query=("ecc.errors.corrected.volatile.total", "since the driver was loaded")
+    )
+    ecc_uncorrected_volatile: int | None = read_with(
+        ECC, "", (0, 2**53), query=("ecc.errors.uncorrected.volatile.total", "since the driver was loaded")
+    )
+    ecc_corrected_aggregate: int | None = read_with(
+        ECC, "", (0, 2**53), query=("ecc.errors.corrected.aggregate.total", "since the GPU was made")
+    )
+    ecc_uncorrected_aggregate: int | None = read_with(
+        ECC, "", (0, 2**53), query=("ecc.errors.uncorrected.aggregate.total", "since the GPU was made")
+    )
+    retired_pages: int | None = read_with(
+        ECC, "", (0, 10**6), metric=("retired_pages", "Pages of memory that were retired.")
+    )
+    # For correctable and uncorrectable errors.
+    remapped_rows: int | None = read_with(
+        ECC, "", (0, 10**6), metric=("remapped_rows", "Rows of memory that were remapped.")
+    )
+    remapped_rows_uncorrected: int | None = read_with(ECC, "", (0, 10**6))
 
-    clock_graphics: int | None = None  # MHz
-    clock_video: int | None = None
-    encoder_utilization: float | None = None  # percent
-    decoder_utilization: float | None = None
+    clock_graphics: int | None = read_with(MEDIA, "MHz", (0, 10_000), query=("clocks.current.graphics", "of graphics"))
+    clock_video: int | None = read_with(
+        MEDIA, "MHz", (0, 10_000), query=("clocks.current.video", "of the video encoder and decoder")
+    )
+    encoder_utilization: float | None = read_with(
+        MEDIA, "%", (0, 100), query=("utilization.encoder", "of the video encoder")
+    )
+    decoder_utilization: float | None = read_with(
+        MEDIA, "%", (0, 100), query=("utilization.decoder", "of the video decoder")
+    )
 
-    pcie_generation: int | None = None
-    pcie_width: int | None = None
-    pcie_tx: float | None = None  # bytes per second
-    pcie_rx: float | None = None
-    nvlink_links: tuple[tuple[int, str], ...] | None = None  # (link number, pci bus id of the other end), active only
-    nvlink_tx: float | None = None  # bytes per second over all links, mean since the look before
-    nvlink_rx: float | None = None
-    nvlink_flow: tuple[tuple[int, float, float], ...] | None = None  # (link number, tx, rx) of each link that tells
+    pcie_generation: int | None = read_with(
+        PCIE, "", (1, 10), query=("pcie.link.gen.current", "generation of the link now")
+    )
+    pcie_width: int | None = read_with(PCIE, "", (1, 32), query=("pcie.link.width.current", "lanes of the link now"))
+    pcie_tx: float | None = read_with(PCIE, "B/s", (0, 10**12))
+    pcie_rx: float | None = read_with(PCIE, "B/s", (0, 10**12))
+    # (link number, pci bus id of the other end), active only
+    nvlink_links: tuple[tuple[int, str], ...] | None = read_with(NVLINK)
+    nvlink_tx: float | None = read_with(NVLINK_FLOW, "B/s", (0, 10**13))  # over all links, mean since the look before
+    nvlink_rx: float | None = read_with(NVLINK_FLOW, "B/s", (0, 10**13))
+    # (link number, tx, rx) of each link that tells
+    nvlink_flow: tuple[tuple[int, float, float], ...] | None = read_with(NVLINK_FLOW, harmless=True)
 
     @property
     def number(self) -> int:
@@ -179,6 +299,16 @@ class Device:
             return str(self.index)
         return f"{self.index}.{'?' if self.gpu_instance_id is None else self.gpu_instance_id}"
 
+
+# Every field of Device that is read with a group, in their order.
+DEVICE_FIELDS: Mapping[str, DeviceField] = {
+    field.name: DeviceField(field.name, str(field.type), **field.metadata) for field in fields(Device) if field.metadata
+}
+GROUPED_FIELDS: Mapping[str, tuple[str, ...]] = {
+    group: tuple(field.name for field in DEVICE_FIELDS.values() if field.group == group)
+    for group in dict.fromkeys(field.group for field in DEVICE_FIELDS.values())
+}
+OF_THE_BOARD = tuple(field.name for field in DEVICE_FIELDS.values() if field.of_board)
 
 # The reasons of gaps that waiting does not fill, as the backends word them.
 _NEVER_TOLD = frozenset({

@@ -46,6 +46,7 @@ from gpuguard.jobs.processes import (
 )
 from gpuguard.locale import _, translated
 from gpuguard.model import HEALTH, IDLE_TOLERANCE, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, UTILIZATION, Event
+from gpuguard.policies.action_kinds import ENDING_ACTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,7 +78,6 @@ SUSPENDING = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
 # Linux drivers/tty/tty_jobctrl.c, tty_signal_session_leader().
 HANG_UP = frozenset({signal.SIGHUP, signal.SIGCONT})
 
-ENDING_STEPS = frozenset({"terminate", "kill", "cancel"})  # of policies
 GUARD_SECONDS = 60.0  # after such a step within which an end of the job is its doing, whatever the exit code
 GRACE_SECONDS = 60.0  # between the signals that end a job
 
@@ -331,7 +331,7 @@ class JobSupervisor:
             self.guard_lines.append(line)
             text = deed_text(line)
             on_terminal = line["kind"] == "warn" and line["outcome"] == "done"
-            if text and not on_terminal and not (self.status is not None and line["kind"] in ENDING_STEPS):
+            if text and not on_terminal and not (self.status is not None and line["kind"] in ENDING_ACTIONS):
                 self.notify(text)
 
     def is_meant(self, line: audit_log.Line) -> bool:
@@ -346,7 +346,7 @@ class JobSupervisor:
         """The policy that ended the job, and why, in words."""
         killed = self.status in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
         for line in reversed(self.guard_lines):
-            ending = line["kind"] in ENDING_STEPS and line["outcome"] == "about to"
+            ending = line["kind"] in ENDING_ACTIONS and line["outcome"] == "about to"
             if ending and (killed or time.time() - line["time_unix_seconds"] < GUARD_SECONDS):
                 policy = str(line["facts"].get("policy"))
                 return policy, f"ended by policy {policy} ({line['message']})"

@@ -11,7 +11,7 @@ import shlex
 import unicodedata
 from typing import TYPE_CHECKING
 
-from gpuguard.units import format_bytes, format_duration, format_rounded, local_time
+from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_rounded, local_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -71,7 +71,7 @@ def neutral_command(words: Sequence[str] | None, *, brief: bool = False) -> str:
     *brief* leaves out the directory of the program.
     """
     if words is None:
-        return "n/a"
+        return NOT_AVAILABLE
     program = [word.rpartition("/")[2] or word for word in words[:1]] if brief else words[:1]
     return neutralise(" ".join(map(shlex.quote, [*program, *words[1:]])))
 
@@ -134,12 +134,12 @@ def _device_row(device: Device, claims: Sequence[ClaimRecord]) -> list[str]:
     users = dict.fromkeys(claim.user for claim in claims if device.uuid in claim.devices)
     return [
         f"{device.label} {device.mig_profile or ''}".strip(),
-        device.name or "n/a",
+        device.name or NOT_AVAILABLE,
         f"{format_bytes(device.memory_used)} / {format_bytes(device.memory_total)}",
         format_rounded(device.utilization, "%"),
         format_rounded(device.temperature, "°C"),
         format_rounded(device.power_draw, "W"),
-        "n/a" if device.processes is None else str(len(device.processes)),
+        NOT_AVAILABLE if device.processes is None else str(len(device.processes)),
         ", ".join(users),
     ]
 

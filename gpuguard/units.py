@@ -27,8 +27,12 @@ _BYTES = {
 _AS_SLURM = {"K": 2**10, "M": 2**20, "G": 2**30, "g": 2**30, "T": 2**40}
 _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _WATTS = {"mW": 0.001, "W": 1, "kW": 1000}
+_JOULES = {"J": 1, "kJ": 1000, "MJ": 10**6, "Wh": 3600, "kWh": 3.6e6}
+_MEGAHERTZ = {"MHz": 1, "GHz": 1000}
 _CELSIUS = {"C": 1, "°C": 1}
 _PERCENT = {"%": 1}
+
+NOT_AVAILABLE = "n/a"  # what people read in the place of a value that is not known
 
 _QUANTITY = r"(\d{1,15}(?:\.\d{1,9})?)\s?([a-zA-Z%°]{1,3})"
 _DURATION = r"(?:\d{1,9}(?:\.\d{1,9})?(?:ms|[smhdw]))+"
@@ -74,6 +78,19 @@ def parse_duration(text: str) -> float:
     return sum(float(number) * _SECONDS[unit] for number, unit in re.findall(_DURATION_PART, stripped))
 
 
+def parse_field(text: str, unit: str) -> float:
+    """The value of a field of model.Device, in its *unit*: ``"1980MHz"`` and ``"1.98GHz"`` are both 1980.0.
+
+    Raises:
+        InvalidRequest: it has no unit or another one, or the field has none and *text* is no number.
+    """
+    if unit == "":
+        if not re.fullmatch(r"\d{1,15}", text.strip(), re.ASCII):
+            raise InvalidRequest(_("{text!r} is no number: write plain digits, like 3.").format(text=text))
+        return int(text)
+    return _READERS[unit](text)
+
+
 def parse_leftover(text: str) -> float:
     """Seconds for which processes that a job leaves running keep its claim, of "keep", "release" or ``"10m"``."""
     try:
@@ -87,7 +104,7 @@ def parse_leftover(text: str) -> float:
 def format_bytes(count: float | None) -> str:
     """``"20.0GiB"``, or ``"n/a"`` if unknown."""
     if count is None:
-        return "n/a"
+        return NOT_AVAILABLE
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1000:
             return f"{count:.0f}{unit}" if unit in ("B", "KiB", "MiB") else f"{count:.1f}{unit}"
@@ -115,7 +132,7 @@ def format_bytes_within(count: int) -> str:
 def format_duration(seconds: float | None) -> str:
     """The two largest units, ``"3h12m"``, or ``"n/a"`` if unknown."""
     if seconds is None:
-        return "n/a"
+        return NOT_AVAILABLE
     seconds = round(seconds, 3)  # never 1000ms
     if 0 < seconds < 1:
         return f"{seconds * 1000:.0f}ms"
@@ -132,7 +149,7 @@ def local_time(unix: float, form: str = "%Y-%m-%d %H:%M") -> str:
 
 def format_rounded(value: float | None, unit: str) -> str:
     """``"87%"``, or ``"n/a"`` if unknown."""
-    return "n/a" if value is None else f"{value:.0f}{unit}"
+    return NOT_AVAILABLE if value is None else f"{value:.0f}{unit}"
 
 
 def format_energy(joules: float) -> str:
@@ -248,3 +265,11 @@ def _complaint(text: str, what: str, example: str, units: dict[str, float] | dic
     return _("{text!r} is not {what}: write it like {example!r}{known}.").format(
         text=text, what=_(what), example=example, known=known
     )
+
+
+# By the unit of a model.DeviceField.
+_READERS: dict[str, Callable[[str], float]] = {
+    "B": parse_bytes, "B/s": lambda text: parse_rate(text).per_second, "%": parse_percent, "C": parse_celsius,
+    "W": parse_watts, "J": lambda text: _quantity(text, _JOULES, N_("an energy"), "3kWh"),
+    "MHz": lambda text: _quantity(text, _MEGAHERTZ, N_("a clock"), "1980MHz"),
+}  # fmt: skip

@@ -42,9 +42,10 @@ from gpuguard.model import (
 )
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
 from gpuguard.policies import engine
+from gpuguard.policies.action_kinds import COUNTED, ENDING_ACTIONS, HARMFUL, MESSAGES
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
 from gpuguard.policies.jobs import JobMember, alone, member_of
-from gpuguard.policies.policy import COUNTED, ENDING, HARMFUL, MESSAGES, NOTES, Judgement, Kept, KeptMark, Note, Policy
+from gpuguard.policies.policy import NOTES, Judgement, Kept, KeptMark, Note, Policy
 from gpuguard.policies.rules import RULES, needs_of
 from gpuguard.policies.usage import strangers
 from gpuguard.policies.view import MachineUse, RuleKind, RuleView, SubjectIdentity, identity_of, process_subject
@@ -433,7 +434,9 @@ class Watchdog:
                 verdict = due.pop(0)[1]
                 refused.pop(key, None)
                 self._write_to_owners(verdict, outcomes or (), context)
-                self._awaited += [each.sent for each in outcomes or () if each.sent and verdict.action in ENDING]
+                self._awaited += [
+                    each.sent for each in outcomes or () if each.sent and verdict.action in ENDING_ACTIONS
+                ]
                 if verdict.action in MESSAGES and any(each.word in actions.TOLD for each in outcomes or ()):
                     self._memory.told(verdict)
                 if outcomes and verdict.action in COUNTED and {each.word for each in outcomes} <= actions.NOT_TAKEN:

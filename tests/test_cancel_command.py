@@ -126,7 +126,7 @@ def test_a_request_is_shown_with_its_id_and_ends_as_by_sigterm_with_a_line_befor
         assert (list(Path(place.directory.records).glob("*ticket.*")), place.claims()) == ([], [job])
         [event] = place.gpuguard.events("terminate")
         assert (event["outcome"], event["pid"], event["claim"]) == ("about to", waiting.pid, name)
-        assert "SIGTERM came while it waited" in log.read_text()
+        assert all("SIGTERM came while it waited" in text for text in (log.read_text(), waiting.stderr.read()))
 
 
 def test_a_request_keeps_its_id_when_it_starts_and_several_ids_end_what_they_can(place: Place) -> None:

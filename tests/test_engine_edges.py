@@ -8,10 +8,11 @@ from ladders import Finds, Processes, Watch, a_policy, actions, busy, kinds, pid
 
 from gpuguard.backtest.backtest import rehearse
 from gpuguard.model import Finding, Subject
+from gpuguard.policies.action_kinds import ON_PROCESSES
 from gpuguard.policies.engine import EngineMemory, evaluate, still_holds
 from gpuguard.policies.expression import ExpressionRule, parse_expression
 from gpuguard.policies.idle import IdleRule
-from gpuguard.policies.policy import ON_PROCESSES, KeptMark, Step, why_inapplicable
+from gpuguard.policies.policy import KeptMark, Step, why_inapplicable
 from gpuguard.policies.thresholds import UtilizationRule
 from gpuguard.policies.view import HostUse, RuleView, process_subject
 

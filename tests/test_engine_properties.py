@@ -12,8 +12,9 @@ from ladders import Devices, Processes, Watch, a_policy, busy
 from worlds import CLOCK, a_bad_day, shown
 
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Snapshot
+from gpuguard.policies.action_kinds import DESTRUCTIVE
 from gpuguard.policies.engine import EngineMemory, evaluate
-from gpuguard.policies.policy import DESTRUCTIVE, KILL_AFTER, Exemption, Policy, Step
+from gpuguard.policies.policy import KILL_AFTER, Exemption, Policy, Step
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import HostUse, Rule, RuleKind, computing_processes, process_subject
 

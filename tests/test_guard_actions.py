@@ -25,7 +25,7 @@ from gpuguard.enforcement.actions import ACTIONS, give_up_unkillable, parse_chec
 from gpuguard.enforcement.limits import HOUR, REMEMBERED, ActionLimits, PastAction
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict
-from gpuguard.policies.policy import COUNTED, ON_PROCESSES
+from gpuguard.policies.action_kinds import COUNTED, ON_PROCESSES
 
 SIGNALS = ["terminate", "pause", "resume", "renice"]
 

@@ -20,7 +20,8 @@ from gpuguard.enforcement.preflight import ActionContext, Preflight, targets
 from gpuguard.errors import BackendError, DriverUnresponsive
 from gpuguard.model import Device, Gap, GpuProcess, Snapshot, Verdict
 from gpuguard.policies import engine, view
-from gpuguard.policies.policy import DESTRUCTIVE, Policy, Step
+from gpuguard.policies.action_kinds import DESTRUCTIVE
+from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule
 from gpuguard.policies.view import HostUse, RuleView
 from gpuguard.units import parse_rate

@@ -7,21 +7,29 @@ import ast
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from builders import a_snapshot
 from daemons import a_daemon
 from nodes import Gpuguard, one, start
 from sources import PACKAGE, ROOT, modules, tree
 from worlds import shown
 
+from gpuguard.device_state import uses
 from gpuguard.enforcement.actions import ACTIONS
-from gpuguard.model import ALL_FIELDS, GROUPED_FIELDS, NVLINK, NVLINK_FLOW, PCIE, WHO_FIELDS
+from gpuguard.fleet.answers import HostDevice
+from gpuguard.jsonio import decode
+from gpuguard.model import ALL_FIELDS, GROUPED_FIELDS, NVLINK, NVLINK_FLOW, PCIE, WHO_FIELDS, ActionName, Device
+from gpuguard.policies.action_kinds import ACTION_KINDS, HARMFUL
 from gpuguard.policies.expression import EXAMPLES, NAMES, NUMBER, TEXT, TEXTS, TRUTH, ExpressionRule, parse_expression
 from gpuguard.policies.files.keys import BreakerKeys, PolicyKeys, StepKeys
-from gpuguard.policies.policy import HARMFUL
 from gpuguard.policies.rules import RULES
-from gpuguard.policies.undeclared import undeclared
+from gpuguard.policies.undeclared import extremes, undeclared
 from gpuguard.policies.view import Rule, RuleKind, RuleNeeds, device_subject, recent
+from gpuguard.units import NOT_AVAILABLE
+from gpuguard.views.columns import FLEET_COLUMNS
+from gpuguard.views.who import to_json
 
 NARROW_LINK = '''
 from dataclasses import dataclass
@@ -76,6 +84,151 @@ def test_a_rule_by_the_book_fires_in_a_daemon(tmp_path, monkeypatch):
         "done", "narrow_link", "16 lanes, 32 are expected",
     )  # fmt: skip
     assert check.returncode == 0
+
+
+SCRATCHED = '''
+from dataclasses import dataclass
+
+from gpuguard.model import ECC, Finding
+from gpuguard.policies.view import Rule, RuleKind, RuleNeeds, device_subject
+
+
+@dataclass(frozen=True)
+class NarrowLinkRule(Rule):
+    """The die of a GPU has too many scratches.
+
+    above: how many it may have.
+
+        when: {scratched: {above: 5}}
+    """
+
+    above: int
+    kind = RuleKind("scratched", innocent=True, needs=RuleNeeds(frozenset({ECC})))
+
+    def check(self, view):
+        for device in view.snapshot.devices:
+            if device.scratches is not None and device.scratches > self.above:
+                yield Finding("scratched", device_subject(device), f"{device.scratches} scratches")
+'''
+SCRATCHES = """    scratches: int | None = read_with(
+        ECC, "", (0, 1000), metric=("scratches", "Scratches."), query=("scratches", "of the die"),
+        expression=("scratches", "of the die"),
+    )
+    clock_graphics: int"""
+SCRATCHED_POLICIES = """version: 1
+policies:
+  - {name: rule, when: {scratched: {above: 5}}, for: 0s, steps: [log]}
+  - {name: words, when: {expression: {expr: scratches > 5}}, for: 0s, steps: [log]}
+"""
+SCRATCHED_TEST = """policies: policy.yaml
+tests:
+  - name: scratches
+    every: 1m
+    for: 10m
+    devices: [{scratches: "_, 0 x5, 7"}]
+    expect: [{at: 7m, action: log, policy: rule, device: 0}, {at: 7m, action: log, policy: words, device: 0}]
+"""
+
+
+def test_a_field_by_the_book_is_read_judged_shown_and_rehearsed(tmp_path, monkeypatch):
+    copy = with_rule(tmp_path, SCRATCHED)
+    path = copy / "gpuguard" / "model.py"
+    path.write_text(path.read_text().replace("    clock_graphics: int", SCRATCHES, 1))
+    (tmp_path / "policy_test.yaml").write_text(SCRATCHED_TEST)
+    monkeypatch.setenv("PYTHONPATH", str(copy))
+    with a_daemon(tmp_path, SCRATCHED_POLICIES, cwd=copy) as daemon:
+
+        def told(*words: str) -> str:
+            done = daemon.gpuguard(*words, cwd=copy)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        told("sim", "set", "--device", "1", "--field", "scratches=7")
+        events = daemon.until("log", 2)
+        query = told("query", "--query-gpu=index,scratches", "--format=csv,noheader")
+        metrics = told("metrics", "--fresh")
+        told("policy", "test", str(tmp_path / "policy_test.yaml"))
+        told("record", "--mask", "--every", "200ms", "--for", "1s", recording := str(tmp_path / "a.rec"))
+        recorded = told(
+            "query", "--backend", f"replay:{recording}", "--query-gpu=index,scratches", "--format=csv,noheader"
+        )
+
+    assert {(event["facts"]["policy"], event["facts"]["rule"]) for event in events} == {
+        ("rule", "scratched"), ("words", "expression"),
+    }  # fmt: skip
+    assert query.splitlines()[:3] == recorded.splitlines()[:3] == ["0, [N/A]", "1, 7", "2, [N/A]"]
+    assert next(line for line in metrics.splitlines() if line.startswith("gpuguard_device_scratches{")).endswith(" 7")
+
+
+SALUTE = '''
+
+@dataclass(frozen=True)
+class SaluteKeys:
+    """Salute."""
+
+
+def _salute(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> ActionOutcome:
+    return _logged(verdict, context, "done")
+
+
+ACTIONS: Mapping[ActionName, Action] = {
+    "salute": Action(SaluteKeys, otherwise=_salute),
+'''
+SALUTE_KIND = """ACTION_KINDS: Mapping[ActionName, ActionKind] = {
+    "salute": ActionKind({"en": "a salute", "zh": "敬礼"}, Takes.NEW_CLAIMS),
+"""
+SALUTE_POLICY = POLICY.replace("narrow_link: {below: 32}", "power: {above: 1W}").replace("[log]", "[{do: salute}]")
+
+
+def test_an_action_by_the_book_is_done_and_held_to_what_it_says_it_takes(tmp_path, monkeypatch):
+    copy = with_rule(tmp_path)
+    for name, before, after in (
+        ("model.py", '    "release", "cancel", "run_hook",', '    "release", "cancel", "run_hook", "salute",'),
+        ("policies/action_kinds.py", "ACTION_KINDS: Mapping[ActionName, ActionKind] = {\n", SALUTE_KIND),
+        ("enforcement/actions.py", "\n\nACTIONS: Mapping[ActionName, Action] = {\n", SALUTE),
+    ):
+        path = copy / "gpuguard" / name
+        assert before in path.read_text()
+        path.write_text(path.read_text().replace(before, after, 1))
+    monkeypatch.setenv("PYTHONPATH", str(copy))
+    with a_daemon(tmp_path, SALUTE_POLICY.replace("salute}", "salute, even_if_innocent: true}"), cwd=copy) as daemon:
+        event = daemon.until("salute")[0]
+        daemon.policy.write_text(SALUTE_POLICY)
+        check = daemon.gpuguard("policy", "check", str(daemon.policy), cwd=copy)
+
+    assert (event["outcome"], event["facts"]["policy"]) == ("done", "link")
+    assert check.returncode == 1 and "even_if_innocent" in check.stdout
+
+
+FAN = """DEVICE_COLUMNS = (
+    DeviceColumn("FANS", "fan_speed", in_who=True, in_top_from=WIDE, width=6),
+"""
+
+
+def test_a_column_by_the_book_is_in_both_tables_of_devices(tmp_path, monkeypatch):
+    copy = with_rule(tmp_path)
+    path = copy / "gpuguard" / "views" / "columns.py"
+    path.write_text(path.read_text().replace("DEVICE_COLUMNS = (\n", FAN, 1))
+    monkeypatch.setenv("PYTHONPATH", str(copy))
+    gpuguard = Gpuguard(tmp_path, None, COLUMNS="130")
+    start(str(tmp_path / "node"), "2xRTX4090")
+    gpuguard("sim", "set", "--device", "1", "--field", "fan_speed=77%", cwd=copy)
+    tables = [gpuguard(*words, cwd=copy).stdout for words in (["who"], ["top", "--once", "--mode", "compact"])]
+
+    assert all("FANS" in table and "77%" in table for table in tables), tables
+
+
+def test_the_columns_of_other_hosts_are_of_what_their_answers_tell():
+    device = Device(**extremes(Device, 1) | {"parent_uuid": None, "processes": (), "index": 3})
+    answer = to_json(a_snapshot(device), uses(a_snapshot(device)))["devices"][0]
+    told = decode(HostDevice, answer).device
+
+    assert [column.cell(told) for column in FLEET_COLUMNS] == [column.cell(device) for column in FLEET_COLUMNS]
+    assert NOT_AVAILABLE not in [column.cell(told) for column in FLEET_COLUMNS]
+
+
+def test_every_action_says_what_it_takes():
+    assert ACTIONS.keys() == ACTION_KINDS.keys() == set(get_args(ActionName))
 
 
 @pytest.mark.parametrize("command", ["check", "test"])

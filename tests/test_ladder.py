@@ -38,7 +38,7 @@ from gpuguard.files import write_file
 from gpuguard.history import audit_log
 from gpuguard.model import Event
 from gpuguard.policies import engine
-from gpuguard.policies.policy import COUNTED
+from gpuguard.policies.action_kinds import COUNTED
 from gpuguard.procfs import boot_clock
 from gpuguard.watchdog import Watchdog
 

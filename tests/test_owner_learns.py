@@ -23,7 +23,7 @@ from proc import born_with
 from users import an_open_place
 
 from gpuguard.daemon.requests import FIELDS
-from gpuguard.policies.policy import DISRUPTIVE
+from gpuguard.policies.action_kinds import DISRUPTIVE
 
 pytestmark = pytest.mark.root
 

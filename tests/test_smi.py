@@ -17,7 +17,7 @@ from smi_files import a_program, smi_xml, write_smi
 from gpuguard import backends
 from gpuguard.backends import smi
 from gpuguard.backends.client import open_worker
-from gpuguard.backends.smi import ROWS
+from gpuguard.backends.smi import PLACES
 from gpuguard.cli import run_command_line
 from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive
 from gpuguard.model import ALL_FIELDS, WHO_FIELDS, Device, Snapshot
@@ -38,7 +38,7 @@ ODD = (
     "9" * 5000, None,
 )  # fmt: skip
 NAMES = ("\u0661\u0662 %", "-", "12", "12 bananas", "NaN", "1e309", "4294967295", "-1 MiB")  # of products, perhaps
-NUMBERS = {places[0]: field for rows in ROWS.values() for field, (_, places) in rows.items() if places}
+NUMBERS = {places[0]: field for field, places in PLACES.items()}
 
 
 def read(path: Path, *devices: Device, odd: dict[str, str | None] | None = None) -> Snapshot:

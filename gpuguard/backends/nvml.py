@@ -30,7 +30,7 @@ from gpuguard.backends.nvml_calls import (
     start,
 )
 from gpuguard.backends.nvml_fields import FIRST_READERS, READERS
-from gpuguard.backends.plausibility import OF_THE_BOARD, is_uuid
+from gpuguard.backends.plausibility import is_uuid
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import Device, Gap, Snapshot
 from gpuguard.procfs import boot_clock
@@ -395,9 +395,9 @@ def _read(instance: Reading, parent: Reading) -> Device:
     if model.UTILIZATION in instance.fields:
         instance.gap("utilization", "not told for MIG instances")
     for gap in parent.gaps:
-        if gap.field in OF_THE_BOARD:
+        if gap.field in model.OF_THE_BOARD:
             instance.gap(gap.field, gap.reason)
-    values = {key: parent.values[key] for key in OF_THE_BOARD if key in parent.values} | instance.values
+    values = {key: parent.values[key] for key in model.OF_THE_BOARD if key in parent.values} | instance.values
     device = Device(parent.device.index, instance.device.uuid, parent_uuid=parent.device.uuid, **values)
     return replace(device, mig_profile=profile, problems=tuple(dict.fromkeys([*parent.problems, *instance.problems])))
 

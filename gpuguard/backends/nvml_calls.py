@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from gpuguard.backends.plausibility import PLAUSIBLE
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission
 from gpuguard.locale import N_
-from gpuguard.model import BRIEF, Gap
+from gpuguard.model import BRIEF, DEVICE_FIELDS, Gap
 from gpuguard.vendors import NVIDIA
 
 if TYPE_CHECKING:
@@ -285,8 +284,8 @@ class Reading:
             self.gap(name, answer.reason)
             return
         value = convert(answer.value) if convert else answer.value
-        bounds = PLAUSIBLE.get(name)
-        if value is None or (bounds and not bounds[0] <= value <= bounds[1]):
+        facts = DEVICE_FIELDS.get(name)
+        if value is None or (facts and not facts.holds(value)):
             self.gap(name, f"implausible value {answer.value!r:.40}")
         else:
             self.values[name] = value

@@ -131,59 +131,49 @@ def throttle_reasons(mask: int) -> tuple[str, ...]:
 
 PCI_BUS_ID = FieldRow("pci_bus_id", ("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo"), (), bus_id, "fact")
 
-ROWS: dict[str, tuple[FieldRow, ...]] = {
-    model.MODEL: (
-        FieldRow("name", ("nvmlDeviceGetName",), keep="fact", brief=True),
-        PCI_BUS_ID,
-        FieldRow("minor_number", ("nvmlDeviceGetMinorNumber",), keep="fact"),
-        FieldRow(
-            "cpu_affinity", ("nvmlDeviceGetCpuAffinity",), (16,), lambda words: number_ranges(bits(words)), "fact"
-        ),
-        # nvmlDeviceGetNumaNodeId would give the node that the device's own memory forms on Grace.
-        FieldRow(
-            "numa_node", ("nvmlDeviceGetMemoryAffinity",), (16, 0), lambda words: next(iter(bits(words)), None), "fact"
-        ),
+_ROWS = (
+    FieldRow("name", ("nvmlDeviceGetName",), keep="fact", brief=True),
+    PCI_BUS_ID,
+    FieldRow("minor_number", ("nvmlDeviceGetMinorNumber",), keep="fact"),
+    FieldRow("cpu_affinity", ("nvmlDeviceGetCpuAffinity",), (16,), lambda words: number_ranges(bits(words)), "fact"),
+    # nvmlDeviceGetNumaNodeId would give the node that the device's own memory forms on Grace.
+    FieldRow(
+        "numa_node", ("nvmlDeviceGetMemoryAffinity",), (16, 0), lambda words: next(iter(bits(words)), None), "fact"
     ),
-    model.THERMAL: (
-        FieldRow("temperature", ("nvmlDeviceGetTemperature",), (0,), float, keep="recent", brief=True),
-        FieldRow(
-            "fan_speed", ("nvmlDeviceGetFanSpeed",), (), float, keep="setting"
-        ),  # no rule needs it, and the call takes 137 us
-        FieldRow("temperature_slowdown", ("nvmlDeviceGetTemperatureThreshold",), (1,), float, "fact"),
-        FieldRow("temperature_shutdown", ("nvmlDeviceGetTemperatureThreshold",), (0,), float, "fact"),
+    FieldRow("temperature", ("nvmlDeviceGetTemperature",), (0,), float, keep="recent", brief=True),
+    FieldRow(
+        "fan_speed", ("nvmlDeviceGetFanSpeed",), (), float, keep="setting"
+    ),  # no rule needs it, and the call takes 137 us
+    FieldRow("temperature_slowdown", ("nvmlDeviceGetTemperatureThreshold",), (1,), float, "fact"),
+    FieldRow("temperature_shutdown", ("nvmlDeviceGetTemperatureThreshold",), (0,), float, "fact"),
+    FieldRow("power_draw", ("nvmlDeviceGetPowerUsage",), (), thousandth, keep="recent", brief=True),
+    FieldRow("power_limit", ("nvmlDeviceGetEnforcedPowerLimit",), (), thousandth, keep="setting"),
+    FieldRow("total_energy", ("nvmlDeviceGetTotalEnergyConsumption",), (), thousandth),
+    FieldRow("clock_sm", ("nvmlDeviceGetClockInfo",), (1,)),
+    FieldRow("clock_memory", ("nvmlDeviceGetClockInfo",), (2,)),
+    FieldRow("clock_sm_max", ("nvmlDeviceGetMaxClockInfo",), (1,), None, "fact"),
+    FieldRow("clock_memory_max", ("nvmlDeviceGetMaxClockInfo",), (2,), None, "fact"),
+    FieldRow("pstate", ("nvmlDeviceGetPerformanceState",)),
+    FieldRow(
+        "throttle_reasons",
+        ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"),
+        (),
+        throttle_reasons,
     ),
-    model.POWER: (
-        FieldRow("power_draw", ("nvmlDeviceGetPowerUsage",), (), thousandth, keep="recent", brief=True),
-        FieldRow("power_limit", ("nvmlDeviceGetEnforcedPowerLimit",), (), thousandth, keep="setting"),
-        FieldRow("total_energy", ("nvmlDeviceGetTotalEnergyConsumption",), (), thousandth),
-    ),
-    model.CLOCKS: (
-        FieldRow("clock_sm", ("nvmlDeviceGetClockInfo",), (1,)),
-        FieldRow("clock_memory", ("nvmlDeviceGetClockInfo",), (2,)),
-        FieldRow("clock_sm_max", ("nvmlDeviceGetMaxClockInfo",), (1,), None, "fact"),
-        FieldRow("clock_memory_max", ("nvmlDeviceGetMaxClockInfo",), (2,), None, "fact"),
-        FieldRow("pstate", ("nvmlDeviceGetPerformanceState",)),
-        FieldRow(
-            "throttle_reasons",
-            ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"),
-            (),
-            throttle_reasons,
-        ),
-        FieldRow("persistence_mode", ("nvmlDeviceGetPersistenceMode",), (), bool, keep="setting"),
-        FieldRow("display_active", ("nvmlDeviceGetDisplayActive",), (), bool, keep="setting"),
-    ),
-    model.MEDIA: (
-        FieldRow("clock_graphics", ("nvmlDeviceGetClockInfo",), (0,)),
-        FieldRow("clock_video", ("nvmlDeviceGetClockInfo",), (3,)),
-        FieldRow("encoder_utilization", ("nvmlDeviceGetEncoderUtilization",), (), first_as_float),
-        FieldRow("decoder_utilization", ("nvmlDeviceGetDecoderUtilization",), (), first_as_float),
-    ),
-    model.PCIE: (
-        FieldRow("pcie_generation", ("nvmlDeviceGetCurrPcieLinkGeneration",)),
-        FieldRow("pcie_width", ("nvmlDeviceGetCurrPcieLinkWidth",)),
-        FieldRow("pcie_tx", ("nvmlDeviceGetPcieThroughput",), (0,), kibibytes),
-        FieldRow("pcie_rx", ("nvmlDeviceGetPcieThroughput",), (1,), kibibytes),
-    ),
+    FieldRow("persistence_mode", ("nvmlDeviceGetPersistenceMode",), (), bool, keep="setting"),
+    FieldRow("display_active", ("nvmlDeviceGetDisplayActive",), (), bool, keep="setting"),
+    FieldRow("clock_graphics", ("nvmlDeviceGetClockInfo",), (0,)),
+    FieldRow("clock_video", ("nvmlDeviceGetClockInfo",), (3,)),
+    FieldRow("encoder_utilization", ("nvmlDeviceGetEncoderUtilization",), (), first_as_float),
+    FieldRow("decoder_utilization", ("nvmlDeviceGetDecoderUtilization",), (), first_as_float),
+    FieldRow("pcie_generation", ("nvmlDeviceGetCurrPcieLinkGeneration",)),
+    FieldRow("pcie_width", ("nvmlDeviceGetCurrPcieLinkWidth",)),
+    FieldRow("pcie_tx", ("nvmlDeviceGetPcieThroughput",), (0,), kibibytes),
+    FieldRow("pcie_rx", ("nvmlDeviceGetPcieThroughput",), (1,), kibibytes),
+)
+ROWS = {
+    group: tuple(row for row in _ROWS if model.DEVICE_FIELDS[row.field].group == group)
+    for group in dict.fromkeys(model.DEVICE_FIELDS[row.field].group for row in _ROWS)
 }
 
 

@@ -1,6 +1,6 @@
-"""Answers of a driver that cannot be true: numbers out of range, uuids that name nothing, impossible process lists.
+"""Answers of a driver that cannot be true: uuids that name nothing, impossible process lists.
 
-This module does not read the driver: see nvml, smi.
+This module does not read the driver: see nvml, smi.  Numbers out of range: see model.DeviceField.
 """
 
 from __future__ import annotations
@@ -16,26 +16,6 @@ if TYPE_CHECKING:
 SLACK = 512 * 2**20
 LARGEST_MEMORY = 2**44  # bytes: no device has 16 TiB
 PAGE = 4096  # bytes: the smallest page that any driver gives a process
-
-PLAUSIBLE: dict[str, tuple[float, float]] = {
-    "temperature": (0, 130), "temperature_slowdown": (1, 150), "temperature_shutdown": (1, 150), "fan_speed": (0, 100),
-    "power_draw": (0, 10_000), "power_limit": (0, 10_000), "total_energy": (0, 2**53), "pstate": (0, 15),
-    "clock_sm": (0, 10_000), "clock_sm_max": (1, 10_000), "clock_memory": (0, 50_000), "clock_memory_max": (1, 50_000),
-    "pcie_generation": (1, 10), "pcie_width": (1, 32), "pcie_tx": (0, 10**12), "pcie_rx": (0, 10**12),
-    "nvlink_tx": (0, 10**13), "nvlink_rx": (0, 10**13),
-    "clock_graphics": (0, 10_000), "clock_video": (0, 10_000),
-    "encoder_utilization": (0, 100), "decoder_utilization": (0, 100),
-    "utilization": (0, 100), "memory_utilization": (0, 100), "minor_number": (0, 2**20),
-    "retired_pages": (0, 10**6), "remapped_rows": (0, 10**6), "remapped_rows_uncorrected": (0, 10**6),
-    "ecc_corrected_volatile": (0, 2**53), "ecc_uncorrected_volatile": (0, 2**53),
-    "ecc_corrected_aggregate": (0, 2**53), "ecc_uncorrected_aggregate": (0, 2**53),
-}  # fmt: skip
-
-# Fields that a MIG instance shares with its GPU.
-OF_THE_BOARD = (
-    "pci_bus_id", "minor_number", "numa_node", "cpu_affinity", "compute_mode", "mig_mode",
-    "temperature", "temperature_slowdown", "temperature_shutdown",
-)  # fmt: skip
 
 
 def is_uuid(text: str) -> bool:

@@ -329,7 +329,8 @@ def read(context: ReadingContext, fields: Collection[str]) -> tuple[Device, tupl
     values: Values = {}
     for group, reader in _READERS.items():
         if group in fields and not (instance and group in _OF_THE_WHOLE):
-            values |= reader(context)
+            values |= dict.fromkeys(model.GROUPED_FIELDS.get(group, ())) | reader(context)
+    values |= {name: model.DEVICE_FIELDS[name].number(value) for name, value in device.given if name in values}
     gaps = [Gap(uuid, name, "this model does not have it") for name, value in values.items() if value is None]
     if device.instances:
         gaps += [Gap(uuid, name, "not told while the GPU is divided") for name in _NOT_WITH_MIG if name in values]

@@ -228,6 +228,7 @@ class NodeDevice:
     instances: tuple[Instance, ...] = ()
     faults: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()  # fields of model.Device that the driver does not tell
+    given: tuple[tuple[str, float], ...] = ()  # fields that it tells as `sim set --field` says
     latency: float = 0.0  # seconds that reading it takes
     compute_mode: str = "default"
     temperature: WorkPattern | None = None

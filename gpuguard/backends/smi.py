@@ -25,7 +25,7 @@ from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
 from gpuguard import model, procfs
-from gpuguard.backends.plausibility import OF_THE_BOARD, PLAUSIBLE, implausibility, is_uuid
+from gpuguard.backends.plausibility import implausibility, is_uuid
 from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive
 from gpuguard.files import open_file
 from gpuguard.model import PROCESS_DETAILS, Device, Gap, GpuProcess, Snapshot
@@ -190,65 +190,55 @@ def _pstate(text: str) -> int | None:
 _POWER = "gpu_power_readings"
 _LINK = "pci/pci_gpu_link_info"
 
-# By group, each field of a device: what makes a value of its text, and where that is: the first place that has a value
-# counts; no place: nvidia-smi -q -x does not tell it.
-ROWS: dict[str, dict[str, tuple[Callable[[str], Any], tuple[str, ...]]]] = {
-    model.MODEL: {
-        "name": (name_of, ("product_name",)),
-        "pci_bus_id": (_bus_id, ("pci/pci_bus_id",)),
-        "minor_number": (whole, ("minor_number",)),
-    },
-    model.UTILIZATION: {
-        "utilization": (percent, ("utilization/gpu_util",)),
-        "memory_utilization": (percent, ("utilization/memory_util",)),
-    },
-    model.THERMAL: {
-        "temperature": (celsius, ("temperature/gpu_temp",)),
-        "temperature_slowdown": (celsius, ("temperature/gpu_temp_slow_threshold",)),
-        "temperature_shutdown": (celsius, ("temperature/gpu_temp_max_threshold",)),
-        "fan_speed": (percent, ("fan_speed",)),
-    },
-    model.POWER: {
-        "power_draw": (
-            watts,
-            ("power_readings/power_draw", f"{_POWER}/power_draw", f"{_POWER}/average_power_draw",
-             f"{_POWER}/instant_power_draw"),
-        ),
-        "power_limit": (
-            watts,
-            ("power_readings/enforced_power_limit", f"{_POWER}/current_power_limit", "power_readings/power_limit",
-             f"{_POWER}/gpu_ceiling_power_limit/current_power_limit"),  # the last: driver 610
-        ),
-        "total_energy": (watts, ()),
-    },
-    model.CLOCKS: {
-        "clock_sm": (megahertz, ("clocks/sm_clock",)),
-        "clock_sm_max": (megahertz, ("max_clocks/sm_clock",)),
-        "clock_memory": (megahertz, ("clocks/mem_clock",)),
-        "clock_memory_max": (megahertz, ("max_clocks/mem_clock",)),
-        "pstate": (_pstate, ("performance_state",)),
-        "persistence_mode": (_SWITCH.get, ("persistence_mode",)),
-        "display_active": (_SWITCH.get, ("display_active",)),
-    },
-    model.ECC: {"ecc_mode": (_SWITCH.get, ("ecc_mode/current_ecc",))},
-    model.MEDIA: {
-        "clock_graphics": (megahertz, ("clocks/graphics_clock",)),
-        "clock_video": (megahertz, ("clocks/video_clock",)),
-        "encoder_utilization": (percent, ("utilization/encoder_util",)),
-        "decoder_utilization": (percent, ("utilization/decoder_util",)),
-    },
-    model.PCIE: {
-        "pcie_generation": (
-            whole, (f"{_LINK}/pcie_gen/device_current_link_gen", f"{_LINK}/pcie_gen/current_link_gen")
-        ),
-        "pcie_width": (lambda word: whole(word.removesuffix("x")), (f"{_LINK}/link_widths/current_link_width",)),
-        "pcie_tx": (bytes_per_second, ("pci/tx_util",)),
-        "pcie_rx": (bytes_per_second, ("pci/rx_util",)),
-    },
-    model.NVLINK: {"nvlink_links": (whole, ())},
-    model.NVLINK_FLOW: dict.fromkeys(("nvlink_tx", "nvlink_rx", "nvlink_flow"), (bytes_per_second, ())),
-    model.HEALTH: {"compute_mode": (_COMPUTE_MODES.get, ("compute_mode",))},
+# Where the fields are that are one element each: the first place that has a value counts.  What stands neither here nor
+# in a reader below, nvidia-smi does not tell.
+PLACES: dict[str, tuple[str, ...]] = {
+    "name": ("product_name",),
+    "pci_bus_id": ("pci/pci_bus_id",),
+    "minor_number": ("minor_number",),
+    "utilization": ("utilization/gpu_util",),
+    "memory_utilization": ("utilization/memory_util",),
+    "temperature": ("temperature/gpu_temp",),
+    "temperature_slowdown": ("temperature/gpu_temp_slow_threshold",),
+    "temperature_shutdown": ("temperature/gpu_temp_max_threshold",),
+    "fan_speed": ("fan_speed",),
+    "power_draw": (
+        "power_readings/power_draw", f"{_POWER}/power_draw", f"{_POWER}/average_power_draw",
+        f"{_POWER}/instant_power_draw",
+    ),
+    "power_limit": (
+        "power_readings/enforced_power_limit", f"{_POWER}/current_power_limit", "power_readings/power_limit",
+        f"{_POWER}/gpu_ceiling_power_limit/current_power_limit",  # the last: driver 610
+    ),
+    "clock_sm": ("clocks/sm_clock",),
+    "clock_sm_max": ("max_clocks/sm_clock",),
+    "clock_memory": ("clocks/mem_clock",),
+    "clock_memory_max": ("max_clocks/mem_clock",),
+    "pstate": ("performance_state",),
+    "persistence_mode": ("persistence_mode",),
+    "display_active": ("display_active",),
+    "ecc_mode": ("ecc_mode/current_ecc",),
+    "clock_graphics": ("clocks/graphics_clock",),
+    "clock_video": ("clocks/video_clock",),
+    "encoder_utilization": ("utilization/encoder_util",),
+    "decoder_utilization": ("utilization/decoder_util",),
+    "pcie_generation": (f"{_LINK}/pcie_gen/device_current_link_gen", f"{_LINK}/pcie_gen/current_link_gen"),
+    "pcie_width": (f"{_LINK}/link_widths/current_link_width",),
+    "pcie_tx": ("pci/tx_util",),
+    "pcie_rx": ("pci/rx_util",),
+    "compute_mode": ("compute_mode",),
 }  # fmt: skip
+_BY_UNIT = {"": whole, "%": percent, "C": celsius, "W": watts, "MHz": megahertz, "B/s": bytes_per_second}
+_WRITTEN_OTHERWISE: dict[str, Callable[[str], Any]] = {
+    "name": name_of, "pci_bus_id": _bus_id, "pstate": _pstate, "compute_mode": _COMPUTE_MODES.get,
+    "pcie_width": lambda word: whole(word.removesuffix("x")),
+}  # fmt: skip
+
+
+def converter(field: model.DeviceField) -> Callable[[str], Any]:
+    """What makes a value of the text of *field*, or None of a text that is none."""
+    by_type = _SWITCH.get if field.type.startswith("bool") else _BY_UNIT[field.unit]
+    return _WRITTEN_OTHERWISE.get(field.name, by_type)
 
 
 class SmiReading:
@@ -277,15 +267,25 @@ class SmiReading:
 
 def read_rows(reading: SmiReading, group: str) -> None:
     """The fields of *group* that are one element each."""
-    for field, (convert, places) in ROWS.get(group, {}).items():
-        words = [word for place in places if (word := reading.word(place)) is not None]
-        low, high = PLAUSIBLE.get(field, (float("-inf"), float("inf")))
-        values = (value for word in words if (value := convert(word)) is not None)
-        value = next((value for value in values if isinstance(value, str) or low <= value <= high), None)
+    for name in model.GROUPED_FIELDS.get(group, ()):
+        if name not in PLACES:
+            continue
+        field = model.DEVICE_FIELDS[name]
+        words = [word for place in PLACES[name] if (word := reading.word(place)) is not None]
+        values = (value for word in words if (value := converter(field)(word)) is not None)
+        value = next(filter(field.holds, values), None)
         if value is not None:
-            reading.values[field] = value
+            reading.values[name] = value
         else:
-            reading.gap(field, _reason(words[0] if words else None) if places else _NOT_TOLD)
+            reading.gap(name, _reason(words[0] if words else None))
+
+
+def note_missing(reading: SmiReading) -> None:
+    """A gap for each field of the groups wanted of which nothing was found, nor said why."""
+    noted = {"problems", *reading.values, *(gap.field for gap in reading.gaps)}
+    for name, field in model.DEVICE_FIELDS.items():
+        if field.group in reading.fields and name not in noted:
+            reading.gap(name, _NOT_TOLD)
 
 
 def read_memory(reading: SmiReading) -> None:
@@ -576,6 +576,7 @@ class Smi:
             if group in fields:
                 reader(reading)
         read_processes(reading, element.find("processes"))
+        note_missing(reading)
         if uuid.startswith("unknown-"):
             reading.problem("nvidia-smi does not tell its uuid")  # by which it is claimed
         problems = tuple(reading.problems) if model.HEALTH in fields or reading.problems else None
@@ -602,11 +603,11 @@ def _instance(
     if profile is None:
         reading.gap("mig_profile", "nvidia-smi -q does not tell it")
     for gap in board.gaps:
-        if gap.field in OF_THE_BOARD:
+        if gap.field in model.OF_THE_BOARD:
             reading.gap(gap.field, gap.reason)
     if model.MODEL in reading.fields and "name" in board.values:
         reading.values["name"] = board.values["name"] + (f" MIG {profile}" if profile else "")
-    values = {key: board.values[key] for key in OF_THE_BOARD if key in board.values} | reading.values
+    values = {key: board.values[key] for key in model.OF_THE_BOARD if key in board.values} | reading.values
     return Device(
         parent.index,
         uuid,

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from gpuguard.backtest.recordings import Numbering, RecordedRow, Recording, views_of
 from gpuguard.locale import N_
 from gpuguard.model import NoteKind, ProcessIdentity, Snapshot, Verdict
+from gpuguard.policies.action_kinds import ENDING_ACTIONS, HARMFUL, MESSAGES
 from gpuguard.policies.engine import EngineMemory, evaluate, victims_of
-from gpuguard.policies.policy import ENDING, HARMFUL, MESSAGES, Judgement, Policy
+from gpuguard.policies.policy import Judgement, Policy
 from gpuguard.policies.view import LARGEST_DISTANCE, RuleView
 
 HELD = 2**30  # bytes above which a device counts as held; below it is what a driver keeps for itself
@@ -111,7 +112,7 @@ def backtest(
     jobs = recording.jobs()
     endings: dict[tuple[str, str], PredictedEnd] = {}
     for act in acts:
-        for job in act.jobs if act.action in ENDING else ():
+        for job in act.jobs if act.action in ENDING_ACTIONS else ():
             if (act.host, job) not in endings:
                 later = [row for row in jobs[act.host, job] if row.time > act.time]
                 lost = sum(map(_works, later)) * recording.interval
@@ -176,7 +177,7 @@ def rehearse(
         for verdict in judgement.verdicts:
             if verdict.action in MESSAGES:
                 memory.told(verdict)
-            if verdict.action in ENDING:
+            if verdict.action in ENDING_ACTIONS:
                 gone |= victims_of(verdict.finding)
             if verdict.action == "release":
                 released.add((verdict.finding.subject.uid, verdict.finding.subject.claim))

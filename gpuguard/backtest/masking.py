@@ -7,9 +7,10 @@ as they come.  A field that is not named here does not pass.  Times, sizes, mode
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from gpuguard.model import DEVICE_FIELDS
 from gpuguard.vendors import UUID_PREFIXES
 
 _FIRST_UID = 100_000
@@ -20,15 +21,9 @@ _FIELDS_OF = {
         "host devices gaps topology claims quarantined reserved",
     ),
     "device": (
-        "index name minor_number numa_node cpu_affinity memory_total memory_used memory_free memory_reserved "
-        "processes_plausible utilization memory_utilization compute_mode mig_mode mig_profile gpu_instance_id "
-        "compute_instance_id temperature temperature_slowdown temperature_shutdown fan_speed power_draw power_limit "
-        "total_energy clock_sm clock_sm_max clock_memory clock_memory_max pstate throttle_reasons persistence_mode "
-        "display_active ecc_mode ecc_corrected_volatile ecc_uncorrected_volatile ecc_corrected_aggregate "
-        "ecc_uncorrected_aggregate retired_pages remapped_rows remapped_rows_uncorrected clock_graphics clock_video "
-        "encoder_utilization decoder_utilization pcie_generation pcie_width pcie_tx pcie_rx nvlink_tx nvlink_rx "
-        "nvlink_flow desktop_memory vendor ordinal",
-        "uuid parent_uuid pci_bus_id processes problems nvlink_links",
+        # and those of model.DEVICE_FIELDS, which say for themselves whether they are masked
+        "index vendor ordinal processes_plausible desktop_memory mig_profile gpu_instance_id compute_instance_id",
+        "uuid parent_uuid",
     ),
     "process": (
         "pid memory_used kind start_time ended utilization memory_utilization encoder_utilization decoder_utilization",
@@ -42,8 +37,10 @@ _FIELDS_OF = {
     "use": ("cpu memory", "user"),
 }
 # noun -> (fields that stay, fields that are masked): together all that there are
-KEPT: Mapping[str, frozenset[str]] = {noun: frozenset(kept.split()) for noun, (kept, _) in _FIELDS_OF.items()}
-MASKED: Mapping[str, frozenset[str]] = {noun: frozenset(masked.split()) for noun, (_, masked) in _FIELDS_OF.items()}
+KEPT: dict[str, frozenset[str]] = {noun: frozenset(kept.split()) for noun, (kept, _) in _FIELDS_OF.items()}
+MASKED: dict[str, frozenset[str]] = {noun: frozenset(masked.split()) for noun, (_, masked) in _FIELDS_OF.items()}
+KEPT["device"] |= {field.name for field in DEVICE_FIELDS.values() if not field.masked}
+MASKED["device"] |= {field.name for field in DEVICE_FIELDS.values() if field.masked}
 
 
 class Mask:

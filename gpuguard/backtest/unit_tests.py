@@ -13,14 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, Literal, TypeVar
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
 
 from gpuguard.backtest.backtest import rehearse
 from gpuguard.backtest.recordings import Numbering, people
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
-from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot, Verdict
+from gpuguard.model import DEVICE_FIELDS, ClaimRecord, Device, GpuProcess, Snapshot, Verdict
 from gpuguard.policies.files.decoder import Accounts, Decoder, parse_whole
 from gpuguard.policies.files.keys import parse_count, parse_interval
 from gpuguard.policies.files.loader import PolicyFile, content_of, load_policies
@@ -33,6 +34,7 @@ from gpuguard.units import (
     parse_celsius,
     parse_cores,
     parse_duration,
+    parse_field,
     parse_percent,
     parse_rate,
     parse_watts,
@@ -114,9 +116,28 @@ _Percent = Annotated[TestSeries | None, series_of(parse_percent)]
 _Bytes = Annotated[TestSeries | None, series_of(parse_bytes)]
 
 
+_SAID_OTHERWISE = frozenset({
+    "memory_total", "memory_used", "memory_free", "utilization", "temperature", "power_draw", "power_limit",
+})  # fmt: skip
+_OTHER_FIELDS = [known for known in DEVICE_FIELDS.values() if known.is_number and known.name not in _SAID_OTHERWISE]
+
+
+def _with_other_fields(keys: type[T]) -> type[T]:
+    """Add a key of the same name for each other number that a device can report."""
+    for known in _OTHER_FIELDS:
+        read = series_of(partial(parse_field, unit=known.unit))
+        keys.__annotations__[known.name] = Annotated[TestSeries | None, read]
+        setattr(keys, known.name, None)
+    return keys
+
+
 @dataclass(frozen=True)
+@_with_other_fields
 class DeviceKeys:
-    """One device; the first is 0.  All values are series but the model and its size."""
+    """One device; the first is 0.  All values are series but the model and its size.
+
+    Every other number that a device can report is a key, too: see model.DEVICE_FIELDS.
+    """
 
     model: str = "NVIDIA A100-SXM4-80GB"
     memory_total: Annotated[float, parse_bytes] = 80 * 2**30
@@ -372,7 +393,13 @@ def _device(index: int, keys: DeviceKeys, sample: int, running: Sequence[tuple[P
         temperature=_at(keys.temperature, sample),
         power_draw=_at(keys.power, sample),
         power_limit=keys.power_limit,
+        **_others(keys, sample),
     )
+
+
+def _others(keys: DeviceKeys, sample: int) -> dict[str, Any]:
+    values = {known: _at(getattr(keys, known.name), sample) for known in _OTHER_FIELDS}
+    return {known.name: None if value is None else known.number(value) for known, value in values.items()}
 
 
 def _at(series: TestSeries | None, sample: int) -> float | None:

@@ -428,8 +428,9 @@ def wait_for_claim(
     except KeyboardInterrupt as interrupt:
         progress.done()
         signum = signal.Signals(*interrupt.args or (signal.SIGINT,))
-        if log:
-            log.only_in_file(_("not started: {signal} came while it waited.").format(signal=signum.name))
+        if log:  # who pressed Ctrl-C knows
+            tell = log.only_in_file if signum == signal.SIGINT else log.warn
+            tell(_("not started: {signal} came while it waited.").format(signal=signum.name))
         signals.die_of(signum)  # or else the loop of a shell script would go on
     finally:
         if ends_at_once:

@@ -32,8 +32,16 @@ from gpuguard.cli.setup import make_lock_files
 from gpuguard.clusters.visible_devices import is_restricted
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.locale import _
-from gpuguard.model import HEALTH, Device
-from gpuguard.units import format_bytes, format_count, parse_bytes, parse_celsius, parse_duration, parse_percent
+from gpuguard.model import DEVICE_FIELDS, HEALTH, Device
+from gpuguard.units import (
+    format_bytes,
+    format_count,
+    parse_bytes,
+    parse_celsius,
+    parse_duration,
+    parse_field,
+    parse_percent,
+)
 from gpuguard.views.text import json_text, picked
 
 FAULTS = {
@@ -43,6 +51,8 @@ FAULTS = {
     "unlisted": "the driver gives no process list",
     "implausible": "the driver gives a process list that cannot be true",
 }
+# Follow from what processes use, or are set by an option of their own.
+_WITH_OPTIONS = ("temperature", "utilization", "memory_total", "memory_used", "memory_free", "memory_reserved")
 SHARED = "/run/gpuguard-sim"  # the directory of a node of all users that was not named
 Options = dict[str, Any]  # keyword arguments of add_argument
 
@@ -161,21 +171,40 @@ def _set(args: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(args).items() if value is not None}
     change = {name: _course(given[name], parse, args.over) for name, parse in courses.items() if name in given}
     change |= {name: given[name] for name in ("latency", "compute_mode") if name in given}
-    if not change and args.release_delay is None:
+    if not (change or args.fields) and args.release_delay is None:
         raise InvalidRequest(_("nothing to set.  See `gpuguard sim set --help`."))
-    if change and not args.device:
+    fields = dict(map(_field, args.fields))
+    if (change or fields) and not args.device:
         raise InvalidRequest(
-            _("say on which GPU: --device 0, or --device all ({change}).").format(change=", ".join(change))
+            _("say on which GPU: --device 0, or --device all ({change}).").format(change=", ".join([*change, *fields]))
         )
 
     def set_it(state: SimulatedNode) -> SimulatedNode:
         state = simulated.advanced_now(state)
         if args.release_delay is not None:
             state = replace(state, release_delay=args.release_delay)
-        return simulated_node.changed(state, simulated_node.find(state, args.device), change) if change else state
+        named = simulated_node.find(state, args.device) if change or fields else ()
+        state = simulated_node.changed(state, named, change)
+        for device in state.devices:
+            if device.uuid in named:
+                given = {**dict(device.given), **fields}
+                kept = tuple((name, value) for name, value in given.items() if value is not None)
+                state = simulated_node.changed(state, (device.uuid,), {"given": kept})
+        return state
 
     simulated_node.update(_directory(args), set_it)
     return 0
+
+
+def _field(text: str) -> tuple[str, float | None]:
+    """The field of ``"power_limit=300W"`` and its value; None of ``"power_limit=auto"``: as the model has it."""
+    name, _equals, value = text.partition("=")
+    known = [field.name for field in DEVICE_FIELDS.values() if field.is_number and field.name not in _WITH_OPTIONS]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = _("did you mean {near}?").format(near=near[0]) if near else ", ".join(known)
+        raise InvalidRequest(_("there is no field {name!r} to set: {hint}").format(name=name, hint=hint))
+    return name, None if value == "auto" else parse_field(value, DEVICE_FIELDS[name].unit)
 
 
 def _course(text: str, parse: Callable[[str], float], over: float) -> WorkPattern | None:
@@ -357,6 +386,13 @@ _SET: dict[str, Options] = {
     "--utilization": _course_option("the utilization", "50%% or 0%%..100%%"),
     "--memory": _course_option("memory that no process accounts for", "10GiB or 0GiB..60GiB"),
     "--over": _quantity(parse_duration, "DURATION", "how long it takes from A to B", default=0.0),
+    "--field": {
+        "dest": "fields",
+        "metavar": "NAME=V",
+        "action": "append",
+        "default": [],
+        "help": "any other number, as in power_limit=300W or remapped_rows=3, or auto; again for more",
+    },
     "--latency": _quantity(parse_duration, "DURATION", "how long the driver takes per GPU"),
     "--compute-mode": {
         "choices": ("default", "exclusive_process", "prohibited"),

@@ -34,6 +34,7 @@ from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import decoded, events_path, facts_of, read_log, uids_of
 from gpuguard.jsonio import decode
 from gpuguard.model import Event, Snapshot, claim_named
+from gpuguard.policies.action_kinds import PRIVATE
 from gpuguard.policies.engine import PolicyStatus
 from gpuguard.policies.files.loader import load_in_time
 from gpuguard.procfs import boot_clock, process_facts
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 _EVENTS_BYTES = 2**15  # of a reply to `events`: it fits into the buffer of a socket
 _LOG_BYTES = 2**19  # of the log that are looked through for it: about 1,500 lines
-_MESSAGES = frozenset({"notify", "run_hook"})  # what they say of targets is the administrator's
 _NOT_FOR_THE_OWNER = frozenset({"uids", "signature", "job", "launch", "clock_seconds", "boot"})
 _STATUS_BYTES = MAX_REQUEST_BYTES - 496  # of a reply to `status` for its rows: what does not fit is counted
 
@@ -182,7 +182,7 @@ def _events(context: RequestContext, uid: int, request: Request) -> Reply:
         raise GpuguardError(f"the log of the daemon cannot be read: {error.strerror}.") from error
     rows, left = list[EventRow](), _EVENTS_BYTES
     for line in reversed(decoded(about)[0]):
-        if uid not in uids_of(line) or line.get("kind") in _MESSAGES:
+        if uid not in uids_of(line) or line.get("kind") in PRIVATE:
             continue
         facts = {name: value for name, value in facts_of(line).items() if name not in _NOT_FOR_THE_OWNER}
         try:

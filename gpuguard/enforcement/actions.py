@@ -42,7 +42,7 @@ from gpuguard.model import (
     claim_named,
 )
 from gpuguard.notify.templates import deed_text, message_for
-from gpuguard.policies.policy import COUNTED, DISRUPTIVE, HARMFUL
+from gpuguard.policies.action_kinds import COUNTED, DISRUPTIVE, HARMFUL
 from gpuguard.procfs import boot_clock, start_time
 from gpuguard.units import format_duration, parse_duration
 

@@ -18,9 +18,10 @@ from typing import cast
 from gpuguard.history.audit_log import read_log
 from gpuguard.jsonio import loads
 from gpuguard.model import ActionName, Event, ProcessIdentity, Verdict
+from gpuguard.policies.action_kinds import DISRUPTIVE, ENDING_ACTIONS
 from gpuguard.policies.engine import EFFECT_SECONDS
 from gpuguard.policies.jobs import JobMember, alone, jobs_of
-from gpuguard.policies.policy import DISRUPTIVE, ENDING, KILL_AFTER
+from gpuguard.policies.policy import KILL_AFTER
 from gpuguard.procfs import boot_id
 
 HOUR = 3600.0
@@ -132,8 +133,8 @@ class ActionLimits:
         lately = [past for past in self.past if past.live == action.live and 0 <= action.clock - past.clock < HOUR]
         disruptive = [past for past in lately if past.action in DISRUPTIVE]
         found = [self._rate(lately, action)]
-        if action.action in ENDING:
-            found.append(self._victims([past for past in lately if past.action in ENDING], action))
+        if action.action in ENDING_ACTIONS:
+            found.append(self._victims([past for past in lately if past.action in ENDING_ACTIONS], action))
         if action.action in DISRUPTIVE:
             found += [_busy_device(disruptive, action, effect_seen), _restart_loop(disruptive, action)]
         found += [_repetition(lately, action), self._escalation(action), self._unkillable(lately, action)]

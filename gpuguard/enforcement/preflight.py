@@ -41,8 +41,9 @@ from gpuguard.model import (
     claim_named,
 )
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
+from gpuguard.policies.action_kinds import DISRUPTIVE
 from gpuguard.policies.jobs import JobMember, alone
-from gpuguard.policies.policy import DISRUPTIVE, INTERACTIVE_SECONDS
+from gpuguard.policies.policy import INTERACTIVE_SECONDS
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, start_time
 from gpuguard.units import format_duration
 from gpuguard.users import accountable_uid, certain_owner

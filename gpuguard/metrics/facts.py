@@ -21,7 +21,18 @@ from gpuguard.device_state import DeviceUse, uses
 from gpuguard.enforcement.actions import ACTIONS
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.history import audit_log
-from gpuguard.model import CLOCKS, ECC, MEDIA, NVLINK_FLOW, PCIE, WHO_FIELDS, Device, Event, Snapshot
+from gpuguard.model import (
+    CLOCKS,
+    ECC,
+    GROUPED_FIELDS,
+    MEDIA,
+    NVLINK_FLOW,
+    PCIE,
+    WHO_FIELDS,
+    Device,
+    Event,
+    Snapshot,
+)
 from gpuguard.procfs import process_facts
 from gpuguard.queue.tickets import waiting_tickets
 from gpuguard.source import SnapshotSource, daemon_lives, with_quarantine
@@ -38,15 +49,8 @@ ECC_FIELDS = (
     ("corrected", "ecc_corrected_volatile", "ecc_corrected_aggregate"),
     ("uncorrected", "ecc_uncorrected_volatile", "ecc_uncorrected_aggregate"),
 )
-# Fields of Device that change once in months, and are not in each sample.
-ERROR_FIELDS = (
-    "ecc_mode", *(field for row in ECC_FIELDS for field in row[1:]), "retired_pages", "remapped_rows",
-    "remapped_rows_uncorrected",
-)  # fmt: skip
-ERRORS_SECONDS = 60.0  # between two readings of them: they are 9 of 30 driver calls per device
-MEDIA_FIELDS = ("clock_graphics", "clock_video", "encoder_utilization", "decoder_utilization")
-TRAFFIC_FIELDS = ("pcie_tx", "pcie_rx", "nvlink_tx", "nvlink_rx", "nvlink_flow")
-RARE_FIELDS = frozenset({*ERROR_FIELDS, *MEDIA_FIELDS, *TRAFFIC_FIELDS, "pcie_generation", "pcie_width"})
+ERRORS_SECONDS = 60.0  # between two readings of errors: they are 9 of 30 driver calls per device
+RARE_FIELDS = frozenset(field for group in (ECC, MEDIA, PCIE, NVLINK_FLOW) for field in GROUPED_FIELDS[group])
 TRAFFIC_SECONDS = 10.0  # between two readings of what other exporters tell: PCIe takes 40 ms per device
 SCRAPED_SECONDS = 300.0  # without a scrape, after which the numbers are taken to be read no more
 STALE_INTERVALS = 3  # a sample that is older says nothing about now
@@ -81,11 +85,10 @@ class _Rare:
     Only the names of *exporters* need them; without any our own do, too.
     """
 
-    def __init__(
-        self, groups: set[str], fields: tuple[str, ...], seconds: float, exporters: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, groups: set[str], seconds: float, exporters: frozenset[str] = frozenset()) -> None:
         self.groups, self.exporters = groups, exporters
-        self._fields, self._seconds = fields, seconds
+        self._fields = [field for group in groups for field in GROUPED_FIELDS[group]]
+        self._seconds = seconds
         self._read_at = -math.inf
         self._known: dict[str, Device] = {}
 
@@ -118,9 +121,9 @@ class RareFields:
     def __init__(self) -> None:
         self._scraped: dict[str, float] = {}  # by exporter when its names were asked for, "": when any were
         self._rare = (
-            _Rare({ECC}, ERROR_FIELDS, ERRORS_SECONDS),
-            _Rare({MEDIA}, MEDIA_FIELDS, TRAFFIC_SECONDS, frozenset({"dcgm", "nvitop"})),
-            _Rare({PCIE, NVLINK_FLOW}, TRAFFIC_FIELDS, TRAFFIC_SECONDS, frozenset({"nvitop"})),
+            _Rare({ECC}, ERRORS_SECONDS),
+            _Rare({MEDIA}, TRAFFIC_SECONDS, frozenset({"dcgm", "nvitop"})),
+            _Rare({PCIE, NVLINK_FLOW}, TRAFFIC_SECONDS, frozenset({"nvitop"})),
         )
 
     def groups(self) -> frozenset[str]:

@@ -14,7 +14,7 @@ from gpuguard import device_state
 from gpuguard.clusters.slurm import job_of_claim
 from gpuguard.device_state import claims_readable, computes
 from gpuguard.metrics.facts import ECC_FIELDS, RARE_FIELDS, MetricFacts
-from gpuguard.model import Device, Snapshot
+from gpuguard.model import DEVICE_FIELDS, Device, Snapshot
 from gpuguard.sanitize import neutralise
 
 MAX_USERS = 100  # the others are summed up
@@ -37,31 +37,14 @@ class MetricFamily:
     values: Mapping[Labels, float]
 
 
-_RATIO, _HERTZ = 0.01, 1e6
+_FACTORS = {"%": 0.01, "MHz": 1e6}  # by unit: to a ratio, to hertz
 # name after gpuguard_device_, kind, help, field of Device, factor
-DEVICE_VALUES: tuple[tuple[str, str, str, str, float], ...] = (
-    ("memory_total_bytes", "gauge", "Memory of the GPU.", "memory_total", 1),
-    ("memory_used_bytes", "gauge", "Memory in use.", "memory_used", 1),
-    ("memory_free_bytes", "gauge", "Memory that is free.", "memory_free", 1),
-    ("memory_reserved_bytes", "gauge", "Memory that driver and firmware keep.", "memory_reserved", 1),
-    ("utilization_ratio", "gauge", "Share of time in which a kernel ran, 0 to 1.", "utilization", _RATIO),
-    ("memory_utilization_ratio", "gauge", "Share of time in which memory was used.", "memory_utilization", _RATIO),
-    ("temperature_celsius", "gauge", "Temperature of the GPU.", "temperature", 1),
-    ("slowdown_temperature_celsius", "gauge", "Temperature from which on it slows down.", "temperature_slowdown", 1),
-    ("shutdown_temperature_celsius", "gauge", "Temperature at which it switches off.", "temperature_shutdown", 1),
-    ("fan_speed_ratio", "gauge", "Speed of the fans, 0 to 1.", "fan_speed", _RATIO),
-    ("power_draw_watts", "gauge", "Power that the GPU draws.", "power_draw", 1),
-    ("power_limit_watts", "gauge", "Power that it may draw.", "power_limit", 1),
-    ("energy_joules_total", "counter", "Energy since the driver was loaded.", "total_energy", 1),
-    ("clock_sm_hertz", "gauge", "Clock of the SMs.", "clock_sm", _HERTZ),
-    ("clock_sm_max_hertz", "gauge", "Highest clock of the SMs.", "clock_sm_max", _HERTZ),
-    ("clock_memory_hertz", "gauge", "Clock of the memory.", "clock_memory", _HERTZ),
-    ("clock_memory_max_hertz", "gauge", "Highest clock of the memory.", "clock_memory_max", _HERTZ),
-    ("performance_state", "gauge", "P-state: 0 is the fastest.", "pstate", 1),
-    ("persistence_mode", "gauge", "1 when the driver stays loaded.", "persistence_mode", 1),
-    ("retired_pages", "gauge", "Pages of memory that were retired.", "retired_pages", 1),
-    ("remapped_rows", "gauge", "Rows of memory that were remapped.", "remapped_rows", 1),
-)  # fmt: skip
+DEVICE_VALUES: tuple[tuple[str, str, str, str, float], ...] = tuple(
+    (name, "counter" if name.endswith("_total") else "gauge", text, field.name, _FACTORS.get(field.unit, 1))
+    for field in DEVICE_FIELDS.values()
+    if field.metric
+    for name, text in [field.metric]
+)
 _IDENTITY = ("uuid", "index", "name", "pci_bus_id", "parent_uuid", "mig_profile")
 _THROTTLES = frozenset(
     ("applications_clocks_setting", "display_clock_setting", "gpu_idle", "hw_power_brake_slowdown", "hw_slowdown",

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.locale import N_, _, translated
+from gpuguard.locale import _, translated
 from gpuguard.model import GpuProcess, Snapshot, Verdict, claim_named
+from gpuguard.policies.action_kinds import ACTION_KINDS
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.units import format_bytes, format_duration, local_time
 
@@ -47,6 +48,10 @@ class Words:
     times: str  # before the subject of a joined message
 
 
+def _actions(language: str) -> Mapping[str, str]:
+    return {name: kind.words[language] for name, kind in ACTION_KINDS.items()}
+
+
 WORDS: Mapping[str, Words] = {
     "en": Words(
         subject="[gpuguard] $host: $policy: $device $user",
@@ -63,22 +68,7 @@ Policy:         $policy (rule: $rule)
 What is next:   $next
 How to stop it: $stop
 """,
-        actions={
-            "log": "it is written to the log",
-            "warn": "a warning on the user's terminal",
-            "notify": "a message",
-            "checkpoint": "the process is asked to save its state",
-            "terminate": "the process is asked to end (SIGTERM)",
-            "kill": "the process is killed (SIGKILL)",
-            "pause": "the process is paused (SIGSTOP)",
-            "resume": "the process is continued (SIGCONT)",
-            "renice": "the process gets a lower priority",
-            "deny": "the user gets no new claims for a time",
-            "quarantine": "the GPU is taken out of service",
-            "release": "the claim is released",
-            "cancel": "the Slurm job is cancelled (scancel)",
-            "run_hook": "a program of the administrator is run",
-        },
+        actions=_actions("en"),
         next="{when}, if nothing changes: {action}.",
         at="At {time} or later",
         after="In {duration}",
@@ -107,22 +97,7 @@ GPU：      $device
 后续操作： $next
 如何避免： $stop
 """,
-        actions={
-            "log": "写入日志",
-            "warn": "在用户终端上发出警告",
-            "notify": "发送通知",
-            "checkpoint": "通知进程保存检查点",
-            "terminate": "请求进程退出（SIGTERM）",
-            "kill": "强制结束进程（SIGKILL）",
-            "pause": "暂停进程（SIGSTOP）",
-            "resume": "恢复进程（SIGCONT）",
-            "renice": "降低进程优先级",
-            "deny": "一段时间内不再接受该用户的新占用",
-            "quarantine": "将设备停用隔离",
-            "release": "释放该占用",
-            "cancel": "取消 Slurm 作业（scancel）",
-            "run_hook": "运行管理员设定的程序",
-        },
+        actions=_actions("zh"),
         next="如果情况没有变化，{when}将执行：{action}。",
         at="{time} 或之后",
         after="{duration} 后",
@@ -136,19 +111,6 @@ GPU：      $device
         left_out="另有 {count} 条",
         times="（{count} 条）",
     ),
-}
-
-# What was done, as the owner of the process or claim reads it.
-_DEEDS: Mapping[str, str] = {
-    "checkpoint": N_("policy {policy} asked pid {pid} to save its state: {why}"),
-    "terminate": N_("policy {policy} asked pid {pid} to end (SIGTERM): {why}"),
-    "kill": N_("policy {policy} killed pid {pid} (SIGKILL): {why}"),
-    "pause": N_("policy {policy} stopped pid {pid} (SIGSTOP): {why}"),
-    "resume": N_("policy {policy} let pid {pid} go on (SIGCONT): {why}"),
-    "renice": N_("policy {policy} gave pid {pid} a lower priority: {why}"),
-    "cancel": N_("policy {policy} cancelled the Slurm job: {why}"),
-    "release": N_("policy {policy} released the claim {claim}: {why}"),
-    "deny": N_("policy {policy} denied new claims: {why}"),
 }
 
 Fact = tuple[str, float | int | str | bool | None]
@@ -254,6 +216,9 @@ def message_for(
         key=verdict.policy,
         user=verdict.finding.subject.user,
     )
+
+
+_DEEDS: Mapping[str, str] = {name: kind.deed for name, kind in ACTION_KINDS.items() if kind.deed}
 
 
 def deed_text(line: Mapping[str, Any]) -> str | None:

@@ -19,16 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject, Verdict
+from gpuguard.policies.action_kinds import COUNTED, DESTRUCTIVE, DISRUPTIVE, HARMFUL, MESSAGES
 from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.jobs import JobMember, jobs_of, member_of
 from gpuguard.policies.policy import (
-    COUNTED,
-    DESTRUCTIVE,
-    DISRUPTIVE,
-    HARMFUL,
     INTERACTIVE_SECONDS,
     KILL_AFTER,
-    MESSAGES,
     Judgement,
     Kept,
     KeptMark,

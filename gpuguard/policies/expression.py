@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -23,7 +23,7 @@ from typing import Annotated
 from gpuguard.device_state import claims_on, claims_readable, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
-from gpuguard.model import Device, Finding, GpuProcess
+from gpuguard.model import DEVICE_FIELDS, WHO_FIELDS, Device, DeviceField, Finding, GpuProcess
 from gpuguard.policies.view import (
     HostUse,
     Rule,
@@ -49,6 +49,7 @@ from gpuguard.units import (
 BYTES, PERCENT, SECONDS = N_("memory size"), N_("percentage"), N_("duration")
 CELSIUS, WATTS, RATE = N_("temperature"), N_("power"), N_("rate")
 NUMBER, TEXT, TEXTS, TRUTH = N_("number"), N_("text"), N_("list of texts"), N_("truth")
+_BY_UNIT = {"B": BYTES, "%": PERCENT, "C": CELSIUS, "W": WATTS, "B/s": RATE, "": NUMBER}
 EXAMPLES = {BYTES: "30GiB", PERCENT: "5%", SECONDS: "2h", CELSIUS: "85C", WATTS: "300W", RATE: "1MB/s"}
 
 Value = float | str | bool | frozenset[str] | frozenset[float | str] | None
@@ -80,6 +81,7 @@ class Name:
     of_process: bool
     meaning: str
     value: Callable[[NameSource], Value]
+    group: str = ""  # of fields of devices with which it is read, where that is none that is always read
 
 
 def _of_process(kind: str, meaning: str, get: Callable[[GpuProcess], Value]) -> Name:
@@ -88,6 +90,12 @@ def _of_process(kind: str, meaning: str, get: Callable[[GpuProcess], Value]) -> 
 
 def _of_device(kind: str, meaning: str, get: Callable[[Device], Value]) -> Name:
     return Name(kind, False, meaning, lambda source: get(source.device))
+
+
+def _of_field(facts: DeviceField, meaning: str) -> Name:
+    kind = _BY_UNIT[facts.unit] if facts.is_number else TEXT
+    group = "" if facts.group in WHO_FIELDS else facts.group
+    return Name(kind, False, meaning, lambda source: getattr(source.device, facts.name), group)
 
 
 def _run_time(source: NameSource) -> Value:
@@ -140,17 +148,12 @@ NAMES: dict[str, Name] = {
     "cpu": Name(PERCENT, True, "of one core, by the process", lambda source: source.host.cpu),
     "host_memory": Name(BYTES, True, "resident, beside the GPU", lambda source: source.host.memory),
     "network": Name(RATE, True, "of the process, both ways", lambda source: source.host.network),
-    "utilization": _of_device(PERCENT, "of the GPU", lambda device: device.utilization),
-    "memory_utilization": _of_device(PERCENT, "of its memory's bandwidth", lambda device: device.memory_utilization),
-    "device_memory_used": _of_device(BYTES, "by all processes", lambda device: device.memory_used),
-    "device_memory_free": _of_device(BYTES, "of the GPU", lambda device: device.memory_free),
-    "device_memory_total": _of_device(BYTES, "of the GPU", lambda device: device.memory_total),
-    "temperature": _of_device(CELSIUS, "of the GPU", lambda device: device.temperature),
-    "temperature_slowdown": _of_device(CELSIUS, "at which it slows down", lambda device: device.temperature_slowdown),
-    "power_draw": _of_device(WATTS, "of the GPU", lambda device: device.power_draw),
-    "power_limit": _of_device(WATTS, "of the GPU", lambda device: device.power_limit),
+    **{
+        facts.expression[0]: _of_field(facts, facts.expression[1])
+        for facts in DEVICE_FIELDS.values()
+        if facts.expression
+    },
     "device_index": _of_device(NUMBER, "0 is the first GPU", lambda device: device.index),
-    "model": _of_device(TEXT, "name of the GPU", lambda device: device.name),
     "processes": _of_device(NUMBER, "how many compute on the GPU", _process_count),
     "claimed": Name(TRUTH, False, "whether the GPU is claimed", _claimed),
     "claimed_by": Name(
@@ -597,6 +600,10 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 }  # fmt: skip
 
 
+def _groups_of(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(NAMES[name].group for name in names) - {""}
+
+
 @dataclass(frozen=True)
 class ExpressionRule(Rule):
     """A condition in a small language is true.
@@ -615,14 +622,14 @@ class ExpressionRule(Rule):
         when: {expression: {expr: "memory_used > 30GiB and utilization < 5% and user not in ('bob',)"}}
     """
 
-    kind = RuleKind("expression", innocent=False, by_content=True)
+    kind = RuleKind("expression", innocent=False, by_content=True, needs=RuleNeeds(_groups_of(NAMES)))
 
     expr: Annotated[Expression, parse_expression]
 
     @property
     def needs(self) -> RuleNeeds:
         """What its names are about."""
-        return RuleNeeds(host=not NAMES_OF_HOST.isdisjoint(self.expr.names))
+        return RuleNeeds(_groups_of(self.expr.names), host=not NAMES_OF_HOST.isdisjoint(self.expr.names))
 
     @property
     def reaches(self) -> frozenset[str]:

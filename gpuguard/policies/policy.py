@@ -24,25 +24,13 @@ from gpuguard.model import (
     Subject,
     Verdict,
 )
+from gpuguard.policies.action_kinds import DESTRUCTIVE, ENDING_ACTIONS, HARMFUL, ON_PROCESSES
 from gpuguard.policies.view import Evidence, Rule, SampleIndex, interactive_use, reach_of
 from gpuguard.units import Amount, format_duration, parse_celsius, parse_power_amount
 from gpuguard.vendors import UUID_PREFIXES
 
 if TYPE_CHECKING:  # these names are new: a job that waits through an upgrade imports this file beside its old model.py
     from gpuguard.model import ActionName, NoteKind
-
-# What actions take away, each set within the next; what they do stands in enforcement.actions.
-ENDING: frozenset[ActionName] = frozenset({"terminate", "kill", "cancel"})  # the process is gone afterwards
-DISRUPTIVE: frozenset[ActionName] = ENDING | {
-    "pause"
-}  # a person in front of the process is given time, and few are hit in an hour
-DESTRUCTIVE: frozenset[ActionName] = DISRUPTIVE | {"release"}  # one per device at a time, until its effect is seen
-HARMFUL: frozenset[ActionName] = DESTRUCTIVE | {"deny"}  # takes something away from a user
-COUNTED: frozenset[ActionName] = HARMFUL | {"quarantine"}  # by the breaker: too many at once are a mistake
-MESSAGES: frozenset[ActionName] = frozenset({"warn", "notify"})
-
-# Steps that are taken on processes.  Where none is meant they would only delay a step that is.
-ON_PROCESSES: frozenset[ActionName] = frozenset({"checkpoint", "terminate", "kill", "pause", "resume", "renice"})
 
 # Seconds between SIGTERM and SIGKILL.  A job needs them to write its checkpoint and the driver to give memory back;
 # a SIGKILL in the middle of that has wedged devices (NVIDIA/dcgm-exporter#84).
@@ -269,7 +257,7 @@ def early_kills(steps: Iterable[tuple[str, float]]) -> Iterator[tuple[int, float
 def worst_step(steps: Iterable[tuple[ActionName, float]]) -> tuple[ActionName, float] | None:
     """The one of *steps*, (action, when), that takes most from the user; of those that take as much the first."""
     harmful = [step for step in steps if step[0] in HARMFUL]
-    return max(harmful, key=lambda step: (step[0] in ENDING, step[0] in DESTRUCTIVE, -step[1]), default=None)
+    return max(harmful, key=lambda step: (step[0] in ENDING_ACTIONS, step[0] in DESTRUCTIVE, -step[1]), default=None)
 
 
 def why_inapplicable(step: Step, finding: Finding) -> str | None:

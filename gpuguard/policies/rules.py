@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuguard.model import WHO_FIELDS
+from gpuguard.policies.action_kinds import DISRUPTIVE
 from gpuguard.policies.expression import ExpressionRule
 from gpuguard.policies.idle import AgeRule, IdleRule
-from gpuguard.policies.policy import DISRUPTIVE, Policy
+from gpuguard.policies.policy import Policy
 from gpuguard.policies.quota import QuotaRule
 from gpuguard.policies.thresholds import (
     HealthRule,

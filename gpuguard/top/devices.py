@@ -5,16 +5,17 @@ A row of a table per device (compact) or three lines (full).  A number that is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpuguard.device_state import DeviceUse, model_name
-from gpuguard.locale import N_, _
-from gpuguard.model import CLOCKS, ECC, MEDIA, PCIE, Device
+from gpuguard.locale import _
+from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, Device
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.top.scene import SLOWDOWN_MARGIN, History, Scene, ScreenLine, ScreenView, Thresholds
-from gpuguard.units import format_bytes, format_duration, format_rounded
+from gpuguard.units import NOT_AVAILABLE, format_duration, format_rounded
 from gpuguard.views.charts import Part, alarm, bar, fitted, sparkline
+from gpuguard.views.columns import WIDE, WIDEST, DeviceColumn, top_columns
 from gpuguard.views.text import padded, shorten
 from gpuguard.views.who import LABELS
 
@@ -22,61 +23,15 @@ FULL_LINES = 3
 _INDENT = 5
 _WIDEST_CELL = 60  # columns of a meter: more of them tell no more
 _ROOMY = 100  # columns of a screen from which on the table has bandwidth, fans and limits
-_WITH_MODELS = 120  # from which on it has the models, where they differ
-_WIDE = 150  # from which on it has the past, too
-_WIDEST = 170  # from which on it has clocks, video and PCIe
+_WITH_PAST = 150  # from which on it has the past, too
 _STATE = 32  # columns that the state should have
 _LEAST_BARS = 10  # columns that both bars should have: what would leave less is left out
 
 
-@dataclass(frozen=True)
-class NumberColumn:
-    """A number that stands in the table where a screen is wide enough and the driver tells it."""
-
-    from_width: int
-    header: str
-    width: int
-    words: Callable[[Device], str | None]  # None: not known
-
-
-def _with_unit(name: str, unit: str) -> Callable[[Device], str | None]:
-    def words(device: Device) -> str | None:
-        value = getattr(device, name)
-        return None if value is None else format_rounded(value, unit)
-
-    return words
-
-
-def _flow(name: str) -> Callable[[Device], str | None]:
-    def words(device: Device) -> str | None:
-        flow = getattr(device, name)
-        return None if flow is None else format_bytes(flow)
-
-    return words
-
-
-def _link(device: Device) -> str | None:
-    """Generation and lanes: ``"5x16"``."""
-    known = device.pcie_generation is not None and device.pcie_width is not None
-    return f"{device.pcie_generation}x{device.pcie_width}" if known else None
-
-
-_NUMBERS = (
-    NumberColumn(_WITH_MODELS, "PERF", 4, lambda device: None if device.pstate is None else f"P{device.pstate}"),
-    NumberColumn(_WIDEST, N_("CLOCK"), 7, _with_unit("clock_sm", "MHz")),
-    NumberColumn(_WIDEST, "ENC", 4, _with_unit("encoder_utilization", "%")),
-    NumberColumn(_WIDEST, "DEC", 4, _with_unit("decoder_utilization", "%")),
-    NumberColumn(_WIDEST, "PCIE", 4, _link),
-    NumberColumn(_WIDEST, "RX/s", 7, _flow("pcie_rx")),
-    NumberColumn(_WIDEST, "TX/s", 7, _flow("pcie_tx")),
-)
-
-
 def fields_shown(width: int) -> frozenset[str]:
     """The groups of fields beside model.WHO_FIELDS that a screen of so many columns has room for."""
-    if width < _WITH_MODELS:
-        return frozenset()
-    return frozenset({CLOCKS, ECC, MEDIA, PCIE} if width >= _WIDEST else {CLOCKS, ECC})
+    groups = {column.group for column in top_columns(width) if column.group}
+    return frozenset(groups | {CLOCKS, ECC} if width >= WIDE else groups) - WHO_FIELDS
 
 
 @dataclass(frozen=True)
@@ -148,13 +103,13 @@ def _full(scene: Scene, history: History, view: ScreenView, use: DeviceUse, widt
 
 def further_numbers(device: Device, width: int) -> list[str]:
     """What is known of a device and has no meter, with its name, what matters most first."""
-    percent = _with_unit("memory_utilization", "%")(device), _with_unit("fan_speed", "%")(device)
-    words = [f"{name} {value}" for name, value in zip(("MBW", _("fan")), percent, strict=True) if value is not None]
-    for column in _NUMBERS:
-        value = column.words(device) if width >= column.from_width else None
+    percent = {"MBW": device.memory_utilization, _("fan"): device.fan_speed}
+    words = [f"{name} {format_rounded(value, '%')}" for name, value in percent.items() if value is not None]
+    for column in top_columns(width):
+        value = column.known(device)
         if value is not None:
-            words.append(value if column.header == "PERF" else f"{_(column.header)} {value}")
-    if width >= _WIDEST:
+            words.append(value if column.head == "PERF" else f"{_(column.head)} {value}")
+    if width >= WIDEST:
         words += [neutralise(device.pci_bus_id)] if device.pci_bus_id else []
         if device.persistence_mode is not None:
             words.append(_("persistence on") if device.persistence_mode else _("persistence off"))
@@ -170,17 +125,18 @@ class TableColumns:
     utilization: int
     is_roomy: bool  # units are written out; bandwidth and fan have a column
     past: int  # of the sparkline
-    numbers: tuple[NumberColumn, ...]
+    numbers: tuple[DeviceColumn, ...]
 
     @classmethod
     def of(cls, devices: Sequence[Device], view: ScreenView, width: int) -> TableColumns:
         """Those for a screen of *width* columns: what numbers and states leave is for the bars."""
         is_roomy = width >= _ROOMY
-        names = 23 if width >= _WITH_MODELS and len({model_name(device) for device in devices}) > 1 else 0
-        past = max(10, min(40, (width - 110) // 2)) if width >= _WIDE and view.past else 0
-        numbers = [column for column in _NUMBERS if width >= column.from_width]
+        names = 23 if width >= WIDE and len({model_name(device) for device in devices}) > 1 else 0
+        past = max(10, min(40, (width - 110) // 2)) if width >= _WITH_PAST and view.past else 0
         # A daemon need not read them.
-        numbers = [column for column in numbers if any(column.words(device) is not None for device in devices)]
+        numbers = [
+            column for column in top_columns(width) if any(column.known(device) is not None for device in devices)
+        ]
         left = width - names - past - (52 if is_roomy else 34) - _STATE
         while numbers and left - sum(column.width + 1 for column in numbers) < _LEAST_BARS:
             numbers.pop()
@@ -196,7 +152,7 @@ class TableColumns:
         words += (" MBW " if self.is_roomy else "") + (padded(_("PAST"), self.past + 1) if self.past else "")
         words += padded(_("TEMP"), 4, ">") + " " + (f"{padded(_('FAN'), 4, '>')} " if self.is_roomy else "")
         words += padded(_("POWER"), 9 if self.is_roomy else 5) + " "
-        words += "".join(f"{padded(_(column.header), column.width, '>')} " for column in self.numbers) + _("STATE")
+        words += "".join(f"{padded(_(column.head), column.width, '>')} " for column in self.numbers) + _("STATE")
         return ScreenLine(tuple(fitted([(words, "dim")], width)))
 
 
@@ -226,8 +182,8 @@ def _row(scene: Scene, history: History, view: ScreenView, use: DeviceUse, colum
     draw = f"{power.words:<9} " if columns.is_roomy else f"{power.short:<5} "
     parts.append((draw, power.colour))
     for column in columns.numbers:
-        known = column.words(device)
-        parts.append((f"{known or 'n/a':>{column.width}} ", "dim" if known is None else ""))
+        known = column.known(device)
+        parts.append((f"{known or NOT_AVAILABLE:>{column.width}} ", "dim" if known is None else ""))
     return [*parts, *_state(scene, use)]
 
 
@@ -299,5 +255,5 @@ def _unusual(device: Device) -> list[str]:
 
 def _of(used: int | None, total: int | None, unit: str) -> str:
     if used is None or not total:
-        return "n/a"
+        return NOT_AVAILABLE
     return f"{used / 2**30:.1f}/{total / 2**30:.0f}{unit}"

@@ -44,8 +44,7 @@ SAMPLING_THREAD = "gpuguard-samples"  # in which the screen uses a feed
 EVERY_TIME = frozenset({model.MEMORY, model.PROCESSES, model.PROCESS_DETAILS, model.UTILIZATION})
 IN_TURNS = frozenset({model.POWER, model.THERMAL, model.HEALTH})
 TURNS = 4
-SLOW = frozenset({model.PCIE})  # a driver needs 40 ms for each device: no more than ...
-SLOW_DEVICES = 2  # ... of so many in one sample
+SLOW_DEVICES = 2  # of which model.SLOW_GROUPS are read in one sample, at most
 
 
 def groups(before: Snapshot | None, new: frozenset[str] = frozenset()) -> frozenset[str]:
@@ -180,7 +179,10 @@ class SceneFeed:
         self._driver_samples += 1
         try:
             now = merged(before, backend.sample(read), read, wanted)
-            for turn, turns in (IN_TURNS | (more - SLOW), TURNS), (more & SLOW, len(now.devices) // SLOW_DEVICES):
+            for turn, turns in (
+                (IN_TURNS | (more - model.SLOW_GROUPS), TURNS),
+                (more & model.SLOW_GROUPS, len(now.devices) // SLOW_DEVICES),
+            ):
                 due = due_devices(self._driver_samples, now, max(TURNS, turns)) if turn and before else []
                 if due:
                     now = refreshed(now, backend.sample(turn, due), turn)

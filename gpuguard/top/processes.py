@@ -16,7 +16,7 @@ from gpuguard.procfs import read_memory, start_time
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.top.devices import ranges
 from gpuguard.top.scene import Moment, Scene, ScreenLine, ScreenView, moment_of
-from gpuguard.units import format_bytes, format_duration, format_rounded
+from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_rounded
 from gpuguard.views.charts import Part, fitted
 from gpuguard.views.text import padded, shorten
 from gpuguard.views.who import ENDED
@@ -160,7 +160,7 @@ def _rate(percent: float | None) -> Part:
 
 
 def _share(percent: float | None) -> Part:
-    return _known(percent, "n/a" if percent is None else f"{percent:.1f}")
+    return _known(percent, NOT_AVAILABLE if percent is None else f"{percent:.1f}")
 
 
 def _room(column: _Column) -> int:

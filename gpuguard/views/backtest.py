@@ -14,7 +14,7 @@ from gpuguard.backtest.unit_tests import Got, TestOutcome, Trial
 from gpuguard.locale import _, translated
 from gpuguard.policies.policy import NOTES
 from gpuguard.sanitize import neutralise
-from gpuguard.units import format_count, format_duration, local_time
+from gpuguard.units import NOT_AVAILABLE, format_count, format_duration, local_time
 from gpuguard.views.text import picked, table
 
 HOUR = 3600
@@ -180,7 +180,7 @@ def clock_text(moment: float, recording: Recording) -> str:
 
 
 def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f}%" if whole else "n/a"
+    return f"{100 * part / whole:.1f}%" if whole else NOT_AVAILABLE
 
 
 def trial_lines(trial: Trial) -> Iterator[str]:

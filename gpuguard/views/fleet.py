@@ -17,11 +17,12 @@ from gpuguard.device_state import EXACT_STATES, UserTotal
 from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply, HostUser
 from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.sanitize import neutral_command
-from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
+from gpuguard.units import NOT_AVAILABLE, format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.vendors import names_instance
 from gpuguard.views.charts import sparkline
+from gpuguard.views.columns import FLEET_COLUMNS
 from gpuguard.views.text import Paint, picked, shorten, table
-from gpuguard.views.who import LABELS, TOTALS, device_cells, total_cells
+from gpuguard.views.who import LABELS, TOTALS, total_cells
 
 if TYPE_CHECKING:
     from gpuguard.device_state import DeviceState
@@ -88,14 +89,13 @@ def host_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
     rows, states = [], []
     for device in answer.devices[:SHOWN_ROWS]:
         states.append(_state_of(device.exact_state, device.state))
-        cells = device_cells(device.device, states[-1])
-        label, name, memory, utilization, *_more, state = cells
-        rows.append([label, shorten(name, 40), memory, utilization, state, _users_of(device, answer.taken_at)])
+        cells = [shorten(column.cell(device.device), 40) for column in FLEET_COLUMNS]
+        rows.append([*cells, _(LABELS[states[-1]][0]), _users_of(device, answer.taken_at)])
     body = table(
         rows,
-        align="<<>>",
+        align="".join(column.align for column in FLEET_COLUMNS),
         width=None if width is None else width - 2,
-        paint=lambda cell, row, place: paint(cell, LABELS[states[row]][1]) if place == 4 else cell,
+        paint=lambda cell, row, place: paint(cell, LABELS[states[row]][1]) if place == len(FLEET_COLUMNS) else cell,
     )
     recorded = _("RECORDED ") if answer.recorded else ""
     title = f"{recorded}{_simulated(answer)}{reply.host}: {in_words([sums(answer)])}"
@@ -170,7 +170,7 @@ def room_line(reply: HostReply, devices: str | None, hosts: Sequence[str], width
     """A line of `select --hosts` on a terminal: the host, and its devices or why there are none."""
     name = reply.host.ljust(max(map(len, hosts)))
     if devices is not None and reply.answer is not None:
-        models = Counter(shorten(device.name or "n/a", 40) for device in reply.answer.devices)
+        models = Counter(shorten(device.name or NOT_AVAILABLE, 40) for device in reply.answer.devices)
         what = ", ".join(f"{count} x {model}" for model, count in models.items())
         return paint(_fit(f"{name}  {devices}  ({what})", width), "green")
     why = _("no room: {why}").format(why=reply.refusal) if reply.refusal else reply.error or ""
@@ -289,7 +289,7 @@ def _known_row(host: str, known: KnownHost | None, now: float, ascii_only: bool)
         str(counted.states.total()),
         str(counted.states["free"]),
         _utilization(counted.utilization, ascii_only),
-        memory if (counted.memory_used, counted.memory_total) != (None, None) else "n/a",
+        memory if (counted.memory_used, counted.memory_total) != (None, None) else NOT_AVAILABLE,
         str(counted.waiting or ""),
         format_duration(round(max(0.0, now - known.at))),
         "; ".join(filter(None, (error, users))),

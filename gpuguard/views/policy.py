@@ -18,14 +18,16 @@ from gpuguard.daemon.client import PolicyStatusReply, StatusReply
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.enforcement.identity import Protected
 from gpuguard.locale import N_, _, translated
+from gpuguard.policies.action_kinds import DISRUPTIVE
 from gpuguard.policies.files.decoder import key_of, keys_of
 from gpuguard.policies.files.keys import DAYS
 from gpuguard.policies.files.last_good import PoliciesInForce
 from gpuguard.policies.files.loader import PolicyFile
-from gpuguard.policies.policy import DISRUPTIVE, INTERACTIVE_SECONDS, KEPT_SECONDS, KEPT_WITHIN, Policy, Scope, Step
+from gpuguard.policies.policy import INTERACTIVE_SECONDS, KEPT_SECONDS, KEPT_WITHIN, Policy, Scope, Step
 from gpuguard.policies.view import Evidence
 from gpuguard.sanitize import neutralise
 from gpuguard.units import (
+    NOT_AVAILABLE,
     format_bytes,
     format_count,
     format_duration,
@@ -278,7 +280,7 @@ def _status_line(row: PolicyStatusReply, now: float, enforced: bool) -> str:
     since = format_duration(max(0, round(now - row.since_unix_seconds)))
     done = _(", last step {step}").format(step=_(row.last)) if row.last else ""
     if row.refused:
-        done += _(", {step} was refused ({why})").format(step=_(row.next or "n/a"), why=translated(row.refused))
+        done += _(", {step} was refused ({why})").format(step=_(row.next or NOT_AVAILABLE), why=translated(row.refused))
     if row.next is None:
         then = _("no step is left")
     elif row.next_unix_seconds is None:

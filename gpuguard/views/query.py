@@ -101,58 +101,41 @@ _REASONS = (
     "hw_power_brake_slowdown", "sw_thermal_slowdown", "sync_boost",
 )  # fmt: skip
 
+# How nvidia-smi writes the values of a unit.
+_WRITTEN: Mapping[str, tuple[Callable[[Any], Value], str, int]] = {  # converter, unit in the header, digits
+    "B": (_in_mebibytes, "MiB", 0), "%": (float, "%", 0), "W": (float, "W", 2), "C": (float, "", 0),
+    "MHz": (int, "MHz", 0),
+}  # fmt: skip
+_WRITTEN_OTHERWISE: Mapping[str, Callable[[QuerySubject], Value]] = {
+    "pstate": _device("pstate", "P{}".format),
+    "compute_mode": _device("compute_mode", _COMPUTE_MODES.get),
+    "mig_mode": _mig_mode,
+}
+
+
+def _field(facts: model.DeviceField, text: str) -> Field:
+    """Return the field of a query about *facts*."""
+    convert, unit, digits = _WRITTEN.get(facts.unit, (lambda value: value, "", 0))
+    plain = _switch(facts.name) if facts.type.startswith("bool") else _device(facts.name, convert)
+    return Field(text, _WRITTEN_OTHERWISE.get(facts.name, plain), facts.group, unit, digits)
+
+
 GPU_FIELDS: Mapping[str, Field] = {
     "timestamp": Field("when it was asked, YYYY/MM/DD HH:MM:SS.msec", _timestamp),
     "hostname": Field("of the machine", lambda of: of.snapshot.host),
     "driver_version": Field("of the display driver", lambda of: of.snapshot.driver_version, model.MODEL),
     "count": Field("number of GPUs in the machine", lambda of: sum(not gpu.parent_uuid for gpu in of.snapshot.devices)),
     "index": Field("from 0; can change at each boot", _device("index")),
-    "name": Field("official name of the product", _device("name"), model.MODEL),
     "uuid": Field("never changes", _device("uuid")),
-    "pci.bus_id": Field("as domain:bus:device.function, in hex", _device("pci_bus_id"), model.MODEL),
     "pci.domain": Field("in hex", _bus(slice(4, 8)), model.MODEL),
     "pci.bus": Field("in hex", _bus(slice(9, 11)), model.MODEL),
     "pci.device": Field("in hex", _bus(slice(12, 14)), model.MODEL),
-    "pcie.link.gen.current": Field("generation of the link now", _device("pcie_generation"), model.PCIE),
-    "pcie.link.width.current": Field("lanes of the link now", _device("pcie_width"), model.PCIE),
-    "persistence_mode": Field("Enabled or Disabled", _switch("persistence_mode"), model.CLOCKS),
-    "display_active": Field("Enabled or Disabled: a desktop is set up on it", _switch("display_active"), model.CLOCKS),
-    "fan.speed": Field("of what is possible", _device("fan_speed", float), model.THERMAL, "%"),
-    "pstate": Field("P0 is the fastest, P15 the slowest", _device("pstate", "P{}".format), model.CLOCKS),
+    **{facts.query[0]: _field(facts, facts.query[1]) for facts in model.DEVICE_FIELDS.values() if facts.query},
+    "enforced.power.limit": _field(model.DEVICE_FIELDS["power_limit"], "which the driver keeps to"),
     **{
         f"clocks_event_reasons.{name}": Field("why the clocks are not higher", _reason(name), model.CLOCKS)
         for name in _REASONS
     },
-    "memory.total": Field("installed", _device("memory_total", _in_mebibytes), model.MEMORY, "MiB"),
-    "memory.reserved": Field("by driver and firmware", _device("memory_reserved", _in_mebibytes), model.MEMORY, "MiB"),
-    "memory.used": Field("by contexts", _device("memory_used", _in_mebibytes), model.MEMORY, "MiB"),
-    "memory.free": Field("free", _device("memory_free", _in_mebibytes), model.MEMORY, "MiB"),
-    "compute_mode": Field(
-        "Default, Exclusive_Process or Prohibited", _device("compute_mode", _COMPUTE_MODES.get), model.HEALTH
-    ),
-    "utilization.gpu": Field("time in which a kernel ran", _device("utilization", float), model.UTILIZATION, "%"),
-    "utilization.memory": Field(
-        "time in which memory was read or written", _device("memory_utilization", float), model.UTILIZATION, "%"
-    ),
-    "utilization.encoder": Field("of the video encoder", _device("encoder_utilization", float), model.MEDIA, "%"),
-    "utilization.decoder": Field("of the video decoder", _device("decoder_utilization", float), model.MEDIA, "%"),
-    "temperature.gpu": Field("of the core, degrees C", _device("temperature", float), model.THERMAL),
-    "power.draw": Field("now", _device("power_draw", float), model.POWER, "W", 2),
-    "power.limit": Field("which the driver keeps to", _device("power_limit", float), model.POWER, "W", 2),
-    "enforced.power.limit": Field("which the driver keeps to", _device("power_limit", float), model.POWER, "W", 2),
-    "clocks.current.graphics": Field("of graphics", _device("clock_graphics"), model.MEDIA, "MHz"),
-    "clocks.current.video": Field("of the video encoder and decoder", _device("clock_video"), model.MEDIA, "MHz"),
-    "clocks.current.sm": Field("of the multiprocessors", _device("clock_sm"), model.CLOCKS, "MHz"),
-    "clocks.current.memory": Field("of the memory", _device("clock_memory"), model.CLOCKS, "MHz"),
-    "clocks.max.sm": Field("of the multiprocessors, at most", _device("clock_sm_max"), model.CLOCKS, "MHz"),
-    "clocks.max.memory": Field("of the memory, at most", _device("clock_memory_max"), model.CLOCKS, "MHz"),
-    "ecc.mode.current": Field("Enabled or Disabled", _switch("ecc_mode"), model.ECC),
-    **{
-        f"ecc.errors.{kind}.{since}.total": Field(f"since {began}", _device(f"ecc_{kind}_{since}"), model.ECC)
-        for kind in ("corrected", "uncorrected")
-        for since, began in (("volatile", "the driver was loaded"), ("aggregate", "the GPU was made"))
-    },
-    "mig.mode.current": Field("Enabled or Disabled", _mig_mode, model.HEALTH),
 }
 
 

@@ -19,7 +19,7 @@ from gpuguard.history.queries import TIMES, DeviceTotal, Point, Watch
 from gpuguard.history.report import FROM_LOG, ClaimRow, PolicyRow, Report, UsageRow
 from gpuguard.locale import N_, _
 from gpuguard.sanitize import display_width, neutralise
-from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
+from gpuguard.units import NOT_AVAILABLE, format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import bucketed, known_period, round_marks, stacked
 from gpuguard.views.fleet import end_lines
 from gpuguard.views.history import csv_lines, format_span, period_json, remarks, zone
@@ -93,7 +93,7 @@ DEVICE_COLUMNS = (  # of DeviceTotal, in hours that they were watched
 )
 CLAIM_COLUMNS = (  # of ClaimRow
     Column(N_("Claim"), lambda claim: claim.id, is_text=True),
-    Column(N_("User"), lambda claim: claim.user or "n/a", is_text=True),
+    Column(N_("User"), lambda claim: claim.user or NOT_AVAILABLE, is_text=True),
     Column(
         N_("Ended"),
         lambda claim: _("runs") if claim.ended is None else local_time(claim.ended, "%m-%d %H:%M"),
@@ -105,11 +105,11 @@ CLAIM_COLUMNS = (  # of ClaimRow
     Column(N_("Utilization"), lambda claim: format_rounded(claim.utilization_percent, " %")),
     Column(N_("kWh"), lambda claim: kilowatt_hours(claim.energy_joules)),
     Column(N_("Peak"), lambda claim: format_bytes(claim.peak_memory_bytes)),
-    Column(N_("Exit"), lambda claim: "n/a" if claim.exit_status is None else str(claim.exit_status)),
-    Column(N_("Command"), lambda claim: claim.command or "n/a", is_text=True),
+    Column(N_("Exit"), lambda claim: NOT_AVAILABLE if claim.exit_status is None else str(claim.exit_status)),
+    Column(N_("Command"), lambda claim: claim.command or NOT_AVAILABLE, is_text=True),
 )
 POLICY_COLUMNS = (  # of PolicyRow
-    Column(N_("User"), lambda row: row.user or "n/a", is_text=True),
+    Column(N_("User"), lambda row: row.user or NOT_AVAILABLE, is_text=True),
     Column(N_("Policy"), lambda row: row.policy, is_text=True),
     Column(N_("Action"), lambda row: _(row.action), is_text=True),
     Column(N_("Done"), lambda row: str(row.done)),
@@ -128,12 +128,12 @@ WASTER_COLUMNS = (  # of UsageRow
 
 def hours(seconds: float | None) -> str:
     """``"120"``, ``"12.5"``, ``"0.25"``, ``"<0.01"`` of so many (GPU-)seconds; ``"n/a"`` when unknown."""
-    return "n/a" if seconds is None else _number(seconds / HOUR)
+    return NOT_AVAILABLE if seconds is None else _number(seconds / HOUR)
 
 
 def kilowatt_hours(joules: float | None) -> str:
     """``"1.25"`` of so many joules; ``"n/a"`` when unknown."""
-    return "n/a" if joules is None else _number(joules / KWH)
+    return NOT_AVAILABLE if joules is None else _number(joules / KWH)
 
 
 def _number(value: float) -> str:

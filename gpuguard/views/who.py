@@ -10,13 +10,14 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from gpuguard import device_state
-from gpuguard.device_state import ClaimUse, DeviceUse, ProcessUse, computes, may_compute, model_name, user_label
+from gpuguard.device_state import ClaimUse, DeviceUse, ProcessUse, computes, may_compute, user_label
 from gpuguard.eligibility import Sharing, memory_left, sharing_on, slots_left
 from gpuguard.locale import N_, _, translated
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.sanitize import display_width, neutral_command, neutralise
-from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
+from gpuguard.units import format_bytes, format_count, format_duration, local_time
+from gpuguard.views.columns import NAME, WHO_COLUMNS
 from gpuguard.views.text import Paint, picked, shorten, table
 
 if TYPE_CHECKING:
@@ -42,9 +43,8 @@ _INDENT = "     "
 _SHORTEST_NAME = 16  # columns of it: "GeForce RTX 4090"
 MOST_CLAIMS = 10  # lines of a user below a device: 8 can share it, but there may be any number of records about it
 # Why another field is unknown is no news here: no SXM module has a fan.  The JSON names them all.
-_NOT_SHOWN = set(Device.__match_args__) - {
-    "name", "memory_total", "memory_used", "processes", "utilization", "problems", "temperature", "power_draw",
-}  # fmt: skip
+_SHOWN = {"memory_total", "processes", "problems", *(column.field for column in WHO_COLUMNS)}
+_NOT_SHOWN = set(Device.__match_args__) - _SHOWN
 
 
 def to_text(
@@ -104,20 +104,22 @@ def _title(snapshot: Snapshot, age: float | None) -> str:
 def _device_lines(snapshot: Snapshot, uses: Sequence[DeviceUse], width: int | None, paint: Paint) -> list[str]:
     if not uses:
         return [_("nothing to show")]
-    heads = ["GPU", _("NAME"), _("MEMORY"), _("UTIL"), _("TEMP"), _("POWER"), _("STATE")]
-    cells = [device_cells(use.device, use.state) for use in uses]
+    heads = [*(_(column.head) for column in WHO_COLUMNS), _("STATE")]
+    cells = [[column.cell(use.device) for column in WHO_COLUMNS] for use in uses]
     for row, use in zip(cells, uses, strict=True):
-        row[-1] += _left(use)
+        row.append(_(LABELS[use.state][0]) + _left(use))
     if width is not None:  # the name gives way to the state, not the profile of a MIG instance at its end
         over = sum(2 + max(map(display_width, column)) for column in zip(heads, *cells, strict=True)) - 2 - width
-        room = max(_SHORTEST_NAME, max(display_width(row[1]) for row in cells) - max(0, over))
+        name = WHO_COLUMNS.index(NAME)
+        room = max(_SHORTEST_NAME, max(display_width(row[name]) for row in cells) - max(0, over))
         for row, use in zip(cells, uses, strict=True):
-            row[1] = row[1] if use.device.mig_profile else shorten(row[1], room)
+            row[name] = row[name] if use.device.mig_profile else shorten(row[name], room)
 
     def coloured(cell: str, row: int, column: int) -> str:
-        return paint(cell, LABELS[uses[row].state][1]) if column == 6 else cell
+        return paint(cell, LABELS[uses[row].state][1]) if column == len(WHO_COLUMNS) else cell
 
-    devices = table(cells, heads, align="<<>>>>", width=width, paint=coloured)
+    align = "".join(column.align for column in WHO_COLUMNS)
+    devices = table(cells, heads, align=align, width=width, paint=coloured)
     below = [list(_rows_below(use, snapshot, width is not None)) for use in uses]
     texts = iter(table(chain(*below), align="<<<>>", width=None if width is None else width - len(_INDENT)))
     lines = devices[:1]
@@ -127,20 +129,6 @@ def _device_lines(snapshot: Snapshot, uses: Sequence[DeviceUse], width: int | No
             lines.append(shorten(_INDENT + _("why: {reason}").format(reason=neutralise(use.reason)), width))
         lines += [_INDENT + next(texts) for _ in rows]
     return lines
-
-
-def device_cells(device: Device, state: DeviceState) -> list[str]:
-    """Label, name, memory, utilization, temperature, power and state, as a device of any host is printed."""
-    known = device.memory_used is not None or device.memory_total is not None
-    return [
-        device.label,
-        neutralise(model_name(device)),
-        f"{format_bytes(device.memory_used)}/{format_bytes(device.memory_total)}" if known else "n/a",
-        format_rounded(device.utilization, "%"),
-        format_rounded(device.temperature, "C"),
-        format_rounded(device.power_draw, "W"),
-        _(LABELS[state][0]),
-    ]
 
 
 def _left(use: DeviceUse) -> str:

@@ -17,10 +17,10 @@ from typing import Any
 
 from gpuguard.files import read_file, write_file
 from gpuguard.jsonio import loads
+from gpuguard.policies.action_kinds import COUNTED
 from gpuguard.policies.files.decoder import Accounts, Name
 from gpuguard.policies.files.loader import PolicyFile, parse
 from gpuguard.policies.files.source import LARGEST, YamlNode, YamlSource
-from gpuguard.policies.policy import COUNTED
 
 TEXT, NAMES = "policy.last-good.yaml", "policy.names.json"
 POLICIES = "policies.json"  # among the daemon's files, for `gpuguard policy show`
