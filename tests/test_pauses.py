@@ -287,6 +287,17 @@ def test_who_goes_on_by_another_hand_owes_and_is_owed_nothing(site):
     assert not site.owed()
 
 
+@pytest.mark.parametrize(("enforce", "word"), [(True, "done"), (False, "dry run")])
+def test_who_is_asked_to_end_goes_on_for_that_and_by_no_other_hand(site, enforce, word):
+    guard = site.guard(replace(HOT, steps=(Step("pause"), Step("terminate")), cooldown=1000.0), enforce=enforce)
+    for _ in range(6):
+        guard.step()
+
+    assert [event.outcome for event in site.events if event.kind == "resume"] == [word]
+    assert [event.message for event in site.events if event.kind == "resume"] == ["it has been asked to end"]
+    assert not site.owed()
+
+
 def test_who_was_let_go_on_and_stopped_by_another_hand_stays_stopped(tmp_path):
     with a_child("sh", "-c", "while :; do :; done") as child:
         site = Site(tmp_path / "claims", child.pid, somebody() or os.getuid())

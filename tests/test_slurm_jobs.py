@@ -1,5 +1,6 @@
 """Slurm's jobs on a node, where no Slurm is needed: what a prolog is told, who belongs to a job, cancelling one."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ from builders import a_device
 from guarded import Scene, a_scene, set_user_id_program
 from nodes import Gpuguard, until
 
+from gpuguard.claims.records import is_id
 from gpuguard.cli import build_parser, submit
 from gpuguard.cli import slurm as slurm_setup
 from gpuguard.cli.run import command_of
@@ -91,6 +93,15 @@ def test_a_claim_in_a_job_bears_its_number_also_where_no_prolog_claims(tmp_path,
     assert slurm.job_of_claim(done.stdout.strip()) == "12", done.stderr
     assert done.stdout.startswith("slurm12-")
     assert gpuguard.events()[0]["claim"] == done.stdout.strip()
+
+    seen = gpuguard("run", "--no-wait", "--note", "ablation", "--", *gpuguard.words("who", "--json"))
+    [claim] = json.loads(seen.stdout)["devices"][1]["claims"]
+    assert (claim["note"], slurm.job_of_claim(claim["id"])) == ("ablation", "12"), "its record is read like any other"
+
+
+@pytest.mark.parametrize("text", ["", "-", "-n", "n-", "a b", "a;b", "a.b", "a/b", "é", "a" * 33])
+def test_what_would_be_an_option_or_more_than_one_word_is_no_id(text):
+    assert not is_id(text)
 
 
 def test_a_process_belongs_to_the_job_of_its_slurmstepd():

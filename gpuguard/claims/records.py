@@ -89,9 +89,10 @@ HOLDERS_SECONDS = 10.0  # after which a ClaimWatcher finds out anew who holds th
 def is_id(text: str) -> bool:
     """Whether *text* can be the id of a claim, a ticket or a reservation: 1 to 32 letters and digits of ASCII.
 
-    An id stands in the name of a file, which any user can choose, and is shown to others in commands to be pasted.
+    Dashes may stand between them: ``slurm12-5f0e``.  An id stands in the name of a file, which any user can choose, and
+    is shown to others in commands to be pasted.
     """
-    return text.isascii() and text.isalnum() and len(text) <= 32
+    return text.isascii() and text.replace("-", "").isalnum() and "-" not in (text[0], text[-1]) and len(text) <= 32
 
 
 def record_path(directory: LockDirectory, uid: int, claim_id: str) -> str:

@@ -108,8 +108,16 @@ class TerminateKeys:
 def _terminate(target: Preflight) -> Result:
     word = signals.forward(target.pidfd, signal.SIGTERM)
     if word == "sent":  # a stopped process sees SIGTERM only when it goes on
+        _end_pause(target)
         signals.forward(target.pidfd, signal.SIGCONT)
     return word, ""
+
+
+def _end_pause(target: Preflight) -> None:
+    """End the pause of a process that has been asked to end, or it would seem that another hand let it go on."""
+    pauses, process = target.context.pauses, target.process
+    if pauses and process and (pause := pauses.of(process.identity, live=target.live)):
+        pauses.end(pause, "it has been asked to end", live=target.live)
 
 
 @dataclass(frozen=True)
@@ -490,6 +498,8 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
         context.append(_event(verdict, "failed", process, fault))
         return ActionOutcome("failed", fault, pid)
     outcome = _announce(do, target)
+    if verdict.action == "terminate" and outcome.word == "dry run":
+        _end_pause(target)
     if owes and outcome.word != "sent" and context.pauses and process:
         context.pauses.drop(process.identity)
     return outcome

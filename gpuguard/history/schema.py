@@ -89,7 +89,7 @@ class UsageSums:
         self._current: int | None = None  # the slot in which the next interval begins
 
     def add(self, snapshot: Snapshot, longest: float, wanted: Wanted | None = None) -> None:
-        """Add the time since the last snapshot, unless it is longer than *longest* seconds: then it counts as unknown.
+        """Add the time since the last snapshot, unless it is longer than *longest* seconds: such a gap is left out.
 
         *wanted* maps a uid to the GPUs that the user waits for now, or is None if that is unknown.
         """
@@ -135,7 +135,7 @@ def _device_row(device: Device, watts: float | None, claimed: bool | None) -> Ro
         value = read(device)
         row += [0.0, None, 1000.0] if value is None or not math.isfinite(value) else [value, value, 0.0]
     row += [0.0, 1000.0] if watts is None else [watts, 0.0]
-    row += [0.0, 1000.0] if claimed is None else [1000.0 * claimed, 0.0]
+    row += [0.0, 1000.0] if claimed is None else [1000.0 if claimed else 0.0, 0.0]
     return tuple(row)
 
 
@@ -160,7 +160,7 @@ def _user_rows(
         works = _works(device, listed, divided=bool(instances)) if some else False
         if works is False and not listed and not is_idle(device) and hides_use(device):
             works = None  # memory in use shows that the list is missing processes
-        yield (uid, device.uuid), (1000.0, 1000.0 * (works is True), 1000.0 * (works is False), 0.0)
+        yield (uid, device.uuid), (1000.0, 1000.0 if works is True else 0.0, 1000.0 if works is False else 0.0, 0.0)
     if around is not None:
         strangers = {process.uid for process in listed or () if claim_of(process, around, {}) is None}
         for stranger in strangers:

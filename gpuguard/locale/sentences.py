@@ -271,6 +271,7 @@ SENTENCES = (
     "another signal stops it",
     "another hand let it go on meanwhile, and stopped it",
     "another hand let it go on",
+    "it has been asked to end",
     "the driver cannot be asked again: {error}",
     "no claim is meant",
     "no process is meant",

@@ -204,7 +204,7 @@ def bar(share: float | None, width: int, colour: str, *, ascii_only: bool = Fals
         eighths = max(1, eighths)  # a little must not look like nothing
     full, rest = divmod(eighths, 8)
     if ascii_only:
-        filled = min(width, full + (rest >= 4 or not full) * bool(eighths))
+        filled = min(width, max(1, full + (1 if rest >= 4 else 0))) if eighths else 0
         return [("#" * filled, colour), ("." * (width - filled), "faint")]
     text = "█" * full + (_EIGHTHS[rest] if rest else "")
     return [(text, colour), ("░" * (width - len(text)), "faint")]
