@@ -99,7 +99,9 @@ def test_a_claim_in_a_job_bears_its_number_also_where_no_prolog_claims(tmp_path,
     assert (claim["note"], slurm.job_of_claim(claim["id"])) == ("ablation", "12"), "its record is read like any other"
 
 
-@pytest.mark.parametrize("text", ["", "-", "-n", "n-", "a b", "a;b", "a.b", "a/b", "é", "a" * 33])
+@pytest.mark.parametrize(
+    "text", ["", "-", "-n", "n-", "a-b", "slurm12-", "slurm-5f", "a b", "a;b", "a.b", "a/b", "é", "a" * 33]
+)
 def test_what_would_be_an_option_or_more_than_one_word_is_no_id(text):
     assert not is_id(text)
 

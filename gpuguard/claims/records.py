@@ -25,6 +25,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -84,15 +85,16 @@ _NOBODY = -1
 _MOST_NAMED = 5  # users who hold a lock together
 _owners: dict[str, dict[tuple[str, int], tuple[int, float]]] = {}  # directory -> (name, inode) -> (uid, time)
 HOLDERS_SECONDS = 10.0  # after which a ClaimWatcher finds out anew who holds the locks
+_ID = re.compile(r"(?:slurm[0-9]{1,11}-)?[A-Za-z0-9]{1,32}", re.ASCII)
 
 
 def is_id(text: str) -> bool:
     """Whether *text* can be the id of a claim, a ticket or a reservation: 1 to 32 letters and digits of ASCII.
 
-    Dashes may stand between them: ``slurm12-5f0e``.  An id stands in the name of a file, which any user can choose, and
-    is shown to others in commands to be pasted.
+    A claim in a job of Slurm that no prolog has claimed for begins with the job: ``slurm12-5f0e``.  An id stands in the
+    name of a file, which any user can choose, and is shown to others in commands to be pasted.
     """
-    return text.isascii() and text.replace("-", "").isalnum() and "-" not in (text[0], text[-1]) and len(text) <= 32
+    return _ID.fullmatch(text) is not None
 
 
 def record_path(directory: LockDirectory, uid: int, claim_id: str) -> str:
